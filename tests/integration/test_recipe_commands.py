@@ -127,7 +127,7 @@ def test_every_command_is_typed() -> None:
 def test_operations_by_their_own_command(tmp_path: Path, name: str) -> None:
     beside(tmp_path, name)
     (command,) = re.findall(r"^Run: (.*)$", (tmp_path / f"{name}.py").read_text(), re.MULTILINE)
-    assert re.search(r"^ *\d\d results on \d ranks, all right$", typed(tmp_path, command).stdout, re.MULTILINE)
+    assert re.search(r"^ *\d\d results on \d ranks, all correct$", typed(tmp_path, command).stdout, re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", sorted(WORKLOADS))

@@ -58,7 +58,7 @@ def test_it_learns_and_its_replay_is_exact(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("pulled[trainer] = again.pull(trainer)", "pulled.setdefault(trainer, again.pull(trainer))"),
+        ("pulled[trainer] = replayed.pull(trainer)", "pulled.setdefault(trainer, replayed.pull(trainer))"),
         ("            self.optimizer.step()", "            len(self.losses) == 9 or self.optimizer.step()"),
     ],
     ids=["another version", "an update is lost"],
@@ -69,7 +69,7 @@ def test_a_replay_of_something_else_differs(tmp_path: Path, before: str, after: 
     if "losses" in after:  # by the server alone: the replay counts on from nine
         changes = [
             (before, after),
-            ("again, pulled = Server(model), {}", "again, pulled = Server(model), {}; again.losses = [0] * 9"),
+            ("replayed, pulled = Server(model), {}", "replayed, pulled = Server(model), {}; replayed.losses = [0] * 9"),
         ]
     assert replayed(run(tmp_path, *changes)) > 1e-9
 
@@ -84,7 +84,7 @@ DIES = (
 def test_others_go_on_when_a_trainer_is_killed(tmp_path: Path) -> None:
     """One of three, by SIGKILL after its first push: a line says so, and nobody else's updates are missing."""
     done = run(tmp_path, DIES)
-    assert f"{NAME}.py: trainer 1 died (-9); the others went on" in done.stderr
+    assert f"{NAME}.py: trainer 1 died (-9); the others continued" in done.stderr
     assert len(read(done.stdout).losses) == 2 * 16 + 1
     assert replayed(done) <= 1e-12
 

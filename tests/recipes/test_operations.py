@@ -21,33 +21,33 @@ RESULTS = {
     "process_groups": {1: 17, 2: 29, 3: 45, 4: 57},
 }
 SAID = {
-    "point_to_point": ["came back as 3", "rank 1 took 200 first", "rank 0 has 1000 numbers of rank 3"],
+    "point_to_point": ["came back as 3", "rank 1 received 200 first", "1000 numbers of rank 3"],
     "collectives": [
         "all_to_all             rank 0            0 1 2 3  ->  0 10 20 30\n",
         "reduce_scatter         rank 0            0 1 2 3  ->  60\n",
     ],
     "process_groups": [
-        "    rank 2: number 1 of 2 in it; the sum of its ranks is 2\n",
-        "    rank 3: data 1, tensor 1: sums 5 in its row, 4 in its column, 6 over both\n",
+        "    rank 2: rank 1 of 2 in the group; sum of its ranks: 2\n",
+        "    rank 3: data 1, tensor 1: sum 5 in its row, 4 in its column, 6 over both\n",
     ],
 }
 # (recipe, ranks, what stands there, what is written instead, what it says)
 MISTAKES = [
-    ("point_to_point", 3, "        tensor += 1\n", "", "recv from the rank before: got 0.0, not 1"),
+    ("point_to_point", 3, "        tensor += 1\n", "", "recv from the previous rank: got 0.0, not 1"),
     (
         "point_to_point",
         2,
-        "dist.isend(own[:1], dst=before",
-        "dist.isend(own[1:], dst=before",
+        "dist.isend(sent[:1], dst=previous",
+        "dist.isend(sent[1:], dst=previous",
         "irecv from both neighbours",
     ),
-    ("point_to_point", 2, "tensor([rank**2])", "tensor([rank * 2])", "answers by the rank that gave them"),
+    ("point_to_point", 2, "tensor([rank**2])", "tensor([rank * 2])", "answers by rank"),
     (
         "point_to_point",
         3,  # the other way around
         "P2POp(dist.isend, sent, (rank + 1) % world_size),\n        dist.P2POp(dist.irecv, received, (rank - 1)",
         "P2POp(dist.isend, sent, (rank - 1) % world_size),\n        dist.P2POp(dist.irecv, received, (rank + 1)",
-        "all that came in the batch",
+        "received in the batch",
     ),
     ("collectives", 2, "op=dist.ReduceOp.SUM", "op=dist.ReduceOp.MAX", "reduce: got [2.0], not [3.0]"),
     ("collectives", 2, "op=getattr(dist.ReduceOp, name)", "op=dist.ReduceOp.SUM", "all_reduce AVG"),
@@ -65,19 +65,31 @@ MISTAKES = [
         "received.copy_(local)",
         "all_to_all: got [0.0, 1.0]",
     ),
-    ("collectives", 2, "    dist.barrier()\n", "", "barrier: all came before one left"),
-    ("process_groups", 3, "found = total(rank, own)", "found = total(rank)", "sum of the own half"),
+    ("collectives", 2, "    dist.barrier()\n", "", "barrier: all arrived before one left"),
+    (
+        "process_groups",
+        3,
+        'group)\n    check("sum of the group"',
+        'None)\n    check("sum of the group"',
+        "sum of the group",
+    ),
     ("process_groups", 4, "group = mesh.get_group(axis)", 'group = mesh.get_group("data")', "ranks along tensor"),
     ("process_groups", 4, 'mesh.get_group("tensor")), mesh', 'mesh.get_group("data")), mesh', "sum along both axes"),
-    ("ring_allreduce", 3, "own += received", "own.copy_(received)", "differs from dist.all_reduce's by"),
+    ("ring_allreduce", 3, "local_part += received", "local_part.copy_(received)", "differs from dist.all_reduce's by"),
     (
         "ring_allreduce",
         3,
-        "isend(outgoing, to)",
-        "isend(tensor[: len(outgoing)], to)",
+        "isend(outgoing, following)",
+        "isend(tensor[: len(outgoing)], following)",
         "differs from dist.all_reduce's by",
     ),
-    ("ring_allreduce", 2, "/ len(batch)", "/ len(own)", "that is not rounding"),  # a mean of each rank, added up
+    (
+        "ring_allreduce",
+        2,
+        "/ len(batch)",
+        "/ len(local_batch)",
+        "too much for rounding",
+    ),  # a mean of each rank, added up
 ]
 
 
@@ -90,7 +102,7 @@ def test_every_result_is_checked_and_right(forge: Forge, tmp_path: Path, name: s
     beside(tmp_path, name)
     done = started(forge, tmp_path, name, size)
     assert done.status == 0, done.err
-    assert done.out.splitlines()[-1].strip() == f"{RESULTS[name][size]} results on {size} ranks, all right"
+    assert done.out.splitlines()[-1].strip() == f"{RESULTS[name][size]} results on {size} ranks, all correct"
     if size == 4:
         assert all(text in done.out for text in SAID[name])
 
@@ -109,7 +121,7 @@ def test_wrong_result_ends_it(
     beside(tmp_path, name, text.replace(before, after))
     done = started(forge, tmp_path, name, size)
     assert 1 in done.statuses
-    assert "all right" not in done.out
+    assert "all correct" not in done.out
     said_by_all = "".join((tmp_path / f"rank{rank}.err").read_text() for rank in range(size))
     assert re.search(rf"^{name}.py: .*{re.escape(said)}", said_by_all, re.MULTILINE), said_by_all
 
@@ -117,10 +129,10 @@ def test_wrong_result_ends_it(
 @pytest.mark.parametrize(
     ("name", "variables", "said"),
     [
-        ("point_to_point", {}, "0 ranks of torchrun: give 2 or more, that one can send"),
-        ("point_to_point", by_hand(0, "1", 1), "1 ranks of torchrun: give 2 or more, that one can send"),
-        ("collectives", {}, "start it by torchrun: its header says how"),
-        ("process_groups", {}, "start it by torchrun: its header says how"),
+        ("point_to_point", {}, "needs 2 or more ranks, got 0: start it with torchrun"),
+        ("point_to_point", by_hand(0, "1", 1), "needs 2 or more ranks, got 1: start it with torchrun"),
+        ("collectives", {}, "start it with torchrun: the command is at the top of the file"),
+        ("process_groups", {}, "start it with torchrun: the command is at the top of the file"),
     ],
 )
 def test_start_without_torchrun_is_refused(tmp_path: Path, name: str, variables: dict[str, str], said: str) -> None:

@@ -88,7 +88,7 @@ class Here:
 agent = recipe.Agent(torch.float64)
 observers = [recipe.Observer(index) for index in range(recipe.OBSERVERS)]
 for update in range(recipe.UPDATES):
-    agent.begin(update)
+    agent.start_update(update)
     rewards = [observer.run_episode(Here(agent)) for observer in observers]
     print(f"update {update} reward {sum(map(sum, rewards)) / recipe.OBSERVERS}")
     print(f"update {update} loss {agent.learn(rewards)}")
@@ -96,7 +96,7 @@ for update in range(recipe.UPDATES):
 MUTATIONS = [
     ("ddp_rpc", "lr=0.3 / TRAINERS", "lr=0.3"),  # as if somebody averaged these, too
     ("ddp_rpc", "[loss * TRAINERS]", "[loss]"),
-    ("ddp_rpc", "scores = ddp(", "scores = dense("),  # past the wrapper: no gradient is sent
+    ("ddp_rpc", "logits = ddp(", "logits = dense("),  # past the wrapper: no gradient is sent
     ("rpc_rnn", "for part in (embedding, decoder):", "for part in (decoder,):"),
     ("rpc_rnn", "+= rpc.rpc_sync(part.owner(), refer_to_parameters, (part,))", "= parameters"),  # those here alone
 ]
@@ -157,7 +157,7 @@ with ThreadPoolExecutor(2) as pool:
 """
 
 
-@pytest.mark.parametrize(("before", "after", "status"), [("", "", 0), ("with alone:", "if True:", 1)])
+@pytest.mark.parametrize(("before", "after", "status"), [("", "", 0), ("with build_lock:", "if True:", 1)])
 def test_parts_that_are_made_at_once_are_the_same_ones(tmp_path: Path, before: str, after: str, status: int) -> None:
     """The server makes them in two threads, which share the generator of the process."""
     beside(tmp_path, "rpc_rnn", mutated("rpc_rnn", before, after) if before else "")
@@ -208,7 +208,7 @@ def test_all_start_and_end_alike() -> None:
     for name in RPC:
         text = (RECIPES / f"{name}.py").read_text()
         end = text[text.index("# --- the same in every script over RPC") :]
-        lines = [line for line in end.splitlines() if "it misses TorchScript" not in line]
+        lines = [line for line in end.splitlines() if "it warns about TorchScript" not in line]
         ends.add("\n".join(lines))
         assert "unpickles arguments" in text
         assert "trusted networks only" in text
@@ -265,7 +265,9 @@ def test_only_loopback_listens(tmp_path: Path) -> None:
 def test_one_that_is_lost_ends_all(tmp_path: Path, whom: str, number: int, status: int, said: str) -> None:
     """In the middle of the training, by what somebody else does to one process; none is left."""
     text = mutated("rpc_batched", "EPOCHS = 2", "EPOCHS = 100_000")
-    text = text.replace('    """What each process runs; spawn passes its rank first."""\n', NOTE)
+    text = text.replace(
+        '    """Run one worker; torch.multiprocessing.spawn passes its rank as the first argument."""\n', NOTE
+    )
     text = text.replace("                self.optimizer.step()\n", "                self.optimizer.step()\n" + TRAINS)
     beside(tmp_path, "rpc_batched", text)
     program = [str(shared.PROGRAMS / "python"), "rpc_batched.py"]

@@ -7,14 +7,14 @@ The first run ends after 25 updates, as if it had been killed. The second resume
 number of ranks, and gets the losses of a run that was never interrupted.
 
 Holds     the whole model, its gradients and the optimizer state, on every rank
-Travels   the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs; nothing for
-          a checkpoint but small messages: each rank writes what it holds, or a share of what all hold
+Travels   the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs. A checkpoint
+          needs only small messages: the ranks write different parts of it
 Use when  a run is longer than you can afford to repeat
 
 What to change for your own training:
 - State: model, optimizer and the number of updates. The order of samples and dropout must depend only on seed and
   update, as the order does here; otherwise save the random generators too. Save schedule and GradScaler, too.
-- A checkpoint gets its name when it is complete: a reader never sees half of one.
+- A checkpoint gets its final name when it is complete, so a reader never sees an incomplete one.
 - torch.distributed.checkpoint unpickles its table of contents: load what you wrote yourself, nothing from elsewhere.
 """
 
@@ -34,16 +34,16 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from digits import DistributedBatchSampler, build, count_correct, load
+from digits import DistributedBatchSampler, build, count_correct, load, print_losses
 
 EPOCHS = 2
 BATCH = 64  # samples per update, over all ranks: more ranks do not change it
-EVERY = 10  # updates between two checkpoints
+SAVE_EVERY = 10  # updates between two checkpoints
 FOLDER = Path("checkpoints")  # on storage that all hosts share
 
 
 class ResumableSampler(DistributedBatchSampler):
-    """A DistributedBatchSampler that can begin in the middle of an epoch."""
+    """A DistributedBatchSampler that can start in the middle of an epoch."""
 
     first_batch = 0
 
@@ -52,7 +52,7 @@ class ResumableSampler(DistributedBatchSampler):
 
 
 def save(model, optimizer, updates, rank):
-    """All ranks write; rank 0 renames the folder when every part is on the disk."""
+    """All ranks write; rank 0 renames the folder when all ranks have written."""
     unfinished, final = FOLDER / "unfinished", FOLDER / f"{updates:06d}"
     if rank == 0:
         shutil.rmtree(unfinished, ignore_errors=True)  # left by a crash
@@ -78,7 +78,7 @@ def load_newest(model, optimizer, device):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--stop", type=int, default=10**9, help="end after so many updates")
+    parser.add_argument("--stop", type=int, default=10**9, metavar="N", help="stop after N updates")
     parser.add_argument("--float64", action="store_true", help="print every loss, to compare with another script")
     args = parser.parse_args()
     dtype = torch.float64 if args.float64 else torch.float32
@@ -103,6 +103,7 @@ def main():
         epoch, sampler.first_batch = divmod(updates, updates_per_epoch)
         sampler.set_epoch(epoch)  # without it, every epoch has the same order
         batch_sizes = sampler.batch_sizes[sampler.first_batch :]
+        first_update, losses = updates, []
         for (images, labels), batch_size in zip(loader, batch_sizes, strict=True):
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
             optimizer.zero_grad()
@@ -110,14 +111,16 @@ def main():
             (loss * world_size).backward()  # the sum over ranks: DDP divides it by world_size
             optimizer.step()
             updates += 1
-            if args.float64 or updates % EVERY == 0:
-                dist.all_reduce(loss := loss.detach())
-                if rank == 0:
-                    print(f"update {updates - 1} loss {loss.item() if args.float64 else round(loss.item(), 4)}")
-            if updates % EVERY == 0:
+            losses.append(loss.detach())
+            if updates % SAVE_EVERY == 0:
                 save(model, optimizer, updates, rank)
             if updates == args.stop:
                 break
+
+        losses = torch.stack(losses)
+        dist.all_reduce(losses)  # once per epoch: in the loop, every update would wait for it
+        if rank == 0:
+            print_losses(epoch, losses, every_update=args.float64, first_update=first_update)
 
     if updates == EPOCHS * updates_per_epoch:
         correct = count_correct(model, eval_data, device, rank, world_size)

@@ -1,20 +1,21 @@
-"""Context parallelism: the sequence is split over ranks, keys and values travel in a ring (ring attention).
+"""Context parallelism: each sequence is split over ranks, and keys and values are sent around a ring (ring attention).
 
 Run: torchrun --standalone --nproc-per-node 2 context.py
 
 `python context.py` trains the same network on whole sequences, in one process: with --float64 on both the losses are
-the same. Letters as in the papers: Liu et al., Ring Attention (2023), and Dao, FlashAttention-2 (2023) for lse and dq.
+the same. Names as in the papers: Liu et al., Ring Attention (2023), and Dao, FlashAttention-2 (2023) for lse and dq.
 
 Holds     the whole model on every rank, and the activations of a part of each sequence
-Travels   per attention: k and v around the ring in forward; k, v, dk and dv in backward; then gradients, by all-reduce
+Travels   in each attention: k and v around the ring in forward; k, v, dk and dv in backward. In each update: the
+          gradients, by all-reduce
 Use when  the activations of one long sequence do not fit on a device
 
 What to change for your own training:
-- Put RingAttention where your network calls scaled_dot_product_attention with is_causal=True. What else looks at more
-  than one token (a convolution, a mean over the sequence) would need the other ranks too.
-- Positions are an input of the network: a rank that counts its own tokens from 0 is silently wrong.
-- Targets are shifted before the split. Afterwards the last token of a rank's part has its target on another rank.
-- All ranks read the same sequences, and twice their number divides LENGTH.
+- Use RingAttention where your network calls scaled_dot_product_attention with is_causal=True. Other operations over
+  several tokens (a convolution, a mean over the sequence) need communication, too.
+- Pass positions to the network: if each rank counts its tokens from 0, the result is wrong without an error.
+- Shift the targets before the split: after it, the target of a rank's last token is on another rank.
+- All ranks read the same sequences. LENGTH has to be a multiple of twice the number of ranks.
 """
 
 import argparse
@@ -34,34 +35,34 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 UPDATES = 40
-BATCH, LENGTH = 8, 96  # sequences of one update, and bytes of each
+BATCH, LENGTH = 8, 96  # sequences per update; bytes per sequence
 SEED = 0
 WIDTH, HEADS, BLOCKS = 48, 4, 2
 
 
 def load(eval_data):
-    """Bytes and the byte after each, (LENGTH,) both, of the text behind Python's help(). The last tenth is held out."""
+    """Return (input, target) bytes, both (LENGTH,), from the text of Python's help(); the last tenth for evaluation."""
     text = torch.tensor(list("\n".join(topics.topics[name] for name in sorted(topics.topics)).encode()))
     text = text[len(text) * 9 // 10 :] if eval_data else text[: len(text) * 9 // 10]
     text = text[: (len(text) - 1) // LENGTH * LENGTH + 1]
     return TensorDataset(text[:-1].view(-1, LENGTH), text[1:].view(-1, LENGTH))
 
 
-def own_positions(rank, world_size):
-    """The tokens of a rank: a chunk from the front of the sequence and its mirror image from the back."""
-    # Late tokens attend to more than early ones: with contiguous parts the last rank would have most of the work.
+def local_positions(rank, world_size):
+    """Return the positions of a rank: one chunk from the front of the sequence and the matching one from the back."""
+    # Late tokens attend to more tokens than early ones: with one contiguous chunk, the last rank would work most.
     chunks = torch.arange(LENGTH).chunk(2 * world_size)
     return torch.cat([chunks[rank], chunks[2 * world_size - 1 - rank]])
 
 
 def visible(step, length):
-    """Which of the own q attend to something, and to which of the k that have arrived after `step` steps."""
+    """Return the slice of the local q that attend to the k received after `step` steps, and the slice of these k."""
     source = (dist.get_rank() - step) % dist.get_world_size()
-    if source < dist.get_rank():  # its front chunk is before both of ours, its back chunk after both
+    if source < dist.get_rank():  # its front chunk is before our chunks, its back chunk after them
         return slice(length), slice(length // 2)
-    if source > dist.get_rank():  # both its chunks are before our back chunk, and after our front chunk
+    if source > dist.get_rank():  # both its chunks are between our front chunk and our back chunk
         return slice(length // 2, length), slice(length)
-    return slice(length), slice(length)  # our own: each token attends to itself and those before it
+    return slice(length), slice(length)  # our own tokens: each attends to itself and earlier ones
 
 
 def attention_scores(q, k, step):
@@ -71,7 +72,7 @@ def attention_scores(q, k, step):
 
 
 def ring_send_recv(tensor):
-    """Starts sending to the next rank; returns a function that waits for what the previous rank sends, and gives it."""
+    """Start sending to the next rank; return a function that waits for the previous rank's tensor and returns it."""
     rank, world_size, received = dist.get_rank(), dist.get_world_size(), torch.empty_like(tensor)
     send = dist.P2POp(dist.isend, tensor, (rank + 1) % world_size)
     requests = dist.batch_isend_irecv([send, dist.P2POp(dist.irecv, received, (rank - 1) % world_size)])
@@ -91,11 +92,11 @@ class RingAttention(torch.autograd.Function):
         kv = torch.stack([k, v])  # (2, N, H, T, D)
         for step in range(dist.get_world_size()):
             is_last = step + 1 == dist.get_world_size()
-            received = None if is_last else ring_send_recv(kv)  # travels while this rank computes with what it has
+            received = None if is_last else ring_send_recv(kv)  # the transfer runs while this rank computes
             rows, columns = visible(step, q.shape[-2])
             k_j, v_j = kv[..., columns, :]
             scores = attention_scores(q[..., rows, :], k_j, step)  # (N, H, Tq, Tk)
-            # What is in out was divided by the exp of the old lse: as lse grows, it weighs less.
+            # out was divided by exp(old_lse): rescale it to the new lse.
             old_lse = lse[..., rows, :]
             new_lse = torch.logaddexp(old_lse, scores.logsumexp(-1, keepdim=True))
             out[..., rows, :] = out[..., rows, :] * (old_lse - new_lse).exp() + (scores - new_lse).exp() @ v_j
@@ -109,24 +110,24 @@ class RingAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         dq = torch.zeros_like(q)  # (N, H, T, D)
         delta = (dout * out).sum(-1, keepdim=True)  # (N, H, T, 1): D in FlashAttention-2
-        # k and v go around once more, with dk and dv, to which each rank adds its part.
+        # k and v go around the ring again, with dk and dv; each rank adds its part to dk and dv.
         kv_dkv = torch.stack([k, v, torch.zeros_like(k), torch.zeros_like(v)])  # (4, N, H, T, D)
         for step in range(dist.get_world_size()):
             rows, columns = visible(step, q.shape[-2])
-            k_j, v_j, dk_j, dv_j = kv_dkv[..., columns, :]  # views: what is added to them is in kv_dkv
+            k_j, v_j, dk_j, dv_j = kv_dkv[..., columns, :]  # views: += below changes kv_dkv
             q_i, dout_i = q[..., rows, :], dout[..., rows, :]
             p = (attention_scores(q_i, k_j, step) - lse[..., rows, :]).exp()  # (N, H, Tq, Tk): the softmax, recomputed
-            dp = dout_i @ v_j.transpose(-1, -2)  # as p, and ds
+            dp = dout_i @ v_j.transpose(-1, -2)  # the same shape as p and ds
             ds = p * (dp - delta[..., rows, :]) / q.shape[-1] ** 0.5
             dq[..., rows, :] += ds @ k_j
             dk_j += ds.transpose(-1, -2) @ q_i
             dv_j += p.transpose(-1, -2) @ dout_i
-            kv_dkv = ring_send_recv(kv_dkv)()  # after the last step too: that one takes dk and dv home
+            kv_dkv = ring_send_recv(kv_dkv)()  # also after the last step, which returns dk and dv to their rank
         return dq, kv_dkv[2], kv_dkv[3]
 
 
 class Block(nn.Module):
-    """Attention, then two layers on each token: (N, T, WIDTH) -> (N, T, WIDTH)."""
+    """Attention and a feed-forward network: (N, T, WIDTH) -> (N, T, WIDTH)."""
 
     def __init__(self):
         super().__init__()
@@ -147,7 +148,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Scores of the next byte: bytes (N, T) and their positions in the sequence (T,) -> (N, T, 256)."""
+    """Logits of the next byte: bytes (N, T) and their positions in the sequence (T,) -> (N, T, 256)."""
 
     def __init__(self):
         super().__init__()
@@ -165,12 +166,21 @@ class Decoder(nn.Module):
 
 @torch.no_grad()
 def evaluate(model, positions, device):
-    """The fraction of held-out bytes that are predicted correctly; of 40 sequences, to be quick."""
+    """Return the fraction of correctly predicted bytes in 40 sequences of the evaluation data."""
     inputs, targets = (tensor.to(device)[:, positions] for tensor in load(eval_data=True)[:40])
     correct = (model(inputs, positions).argmax(-1) == targets).sum()
     if dist.is_initialized():
         dist.all_reduce(correct)
     return correct.item() / (40 * LENGTH)
+
+
+def print_losses(losses, every_update):
+    """Print every tenth loss, or with --float64 every loss."""
+    for index, loss in enumerate(losses.tolist()):
+        if every_update:
+            print(f"update {index} loss {loss}")
+        elif index % 10 == 9:
+            print(f"update {index + 1} loss {loss:.4f}")
 
 
 def main():
@@ -181,7 +191,9 @@ def main():
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if LENGTH % (2 * world_size):
         if rank == 0:
-            sys.stderr.write(f"{Path(__file__).name}: LENGTH={LENGTH}: twice {world_size} ranks must divide it\n")
+            sys.stderr.write(
+                f"{Path(__file__).name}: LENGTH={LENGTH} is not a multiple of twice the {world_size} ranks\n"
+            )
         raise SystemExit(2)
     cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one per rank
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
@@ -191,7 +203,7 @@ def main():
         # Address and ranks come from torchrun. The timeout ends a wait for a rank that died.
         name, bound = ("nccl", device) if cuda else ("gloo", None)
         dist.init_process_group(name, timeout=timedelta(minutes=5), device_id=bound)
-    positions = own_positions(rank, world_size).to(device)
+    positions = local_positions(rank, world_size).to(device)
     # All ranks draw the same sequences from one seed; each takes its own positions of them.
     train_data, generator = load(eval_data=False), torch.Generator().manual_seed(SEED)
     sampler = RandomSampler(train_data, generator=generator)
@@ -201,13 +213,13 @@ def main():
 
     losses = torch.zeros(UPDATES, dtype=torch.float64, device=device)
     for index, (inputs, targets) in enumerate(islice(loader, UPDATES)):
-        num_terms = targets.numel()  # of the loss, on all ranks together
+        num_terms = targets.numel()  # in the loss, over all ranks
         inputs, targets = (tensor.to(device, non_blocking=True)[:, positions] for tensor in (inputs, targets))
-        scores = model(inputs, positions)
-        loss = F.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="sum") / num_terms
+        logits = model(inputs, positions)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / num_terms
         optimizer.zero_grad()
         loss.backward()
-        if world_size > 1:  # each rank has the part of its own tokens
+        if world_size > 1:  # each rank has the gradients of its own tokens
             gradients = [parameter.grad for parameter in model.parameters()]
             flat = parameters_to_vector(gradients)
             dist.all_reduce(flat)
@@ -218,11 +230,10 @@ def main():
     if world_size > 1:
         dist.all_reduce(losses)
     if rank == 0:
-        for index, loss in enumerate(losses.tolist()):
-            print(f"update {index} loss {loss if args.float64 else round(loss, 4)}")
+        print_losses(losses, args.float64)
     top1 = evaluate(model, positions, device)
     if rank == 0:
-        print(f"top1 {top1}")
+        print(f"top1 {top1:.4f}")
     if world_size > 1:
         time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
         dist.destroy_process_group()

@@ -1,19 +1,19 @@
-"""A contrastive loss (SimCLR's NT-Xent) over the batch of all ranks: each image against every other one, also theirs.
+"""A contrastive loss (SimCLR's NT-Xent) over the batch of all ranks: each image is compared with those of all ranks.
 
 Run: torchrun --standalone --nproc-per-node 2 contrastive.py
 
 `python contrastive.py` trains the same network in one process: with --float64 on both the losses are the same.
 
-Holds     the whole model on every rank; the embeddings of the whole batch, too
-Travels   the embeddings, by all-gather; their gradients, by all-reduce; those of the parameters, as in DDP
-Use when  the loss compares samples with each other, and more negatives than one rank has are wanted
+Holds     the whole model and the embeddings of the whole batch, on every rank
+Travels   the embeddings, by all-gather; their gradients, by all-reduce; the gradients of the parameters, as in DDP
+Use when  the loss compares samples with each other, and needs more negatives than the samples of one rank
 
 What to change for your own training:
-- load(), two_views() and build() are your data, your augmentation and your network.
-- BATCH is the batch of all ranks. A loss over what one rank has is another loss, with fewer negatives.
-- Gather rows of one shape, one for each sample, in the order of the batch: labels and masks are counted in it.
-- Gradients have to come back through the gather: dist.all_gather gives none, and every rank's must be added up.
-- Two small passes of half a batch (accumulation) are another loss, too; recompute activations to save memory.
+- Replace load(), two_views() and build() by your data, your augmentation and your network.
+- BATCH is the batch of all ranks. The loss over the samples of one rank is different: it has fewer negatives.
+- Gather one row for each sample, all of one shape, in the order of the batch: labels and masks are indices into it.
+- Gradients have to pass through the gather. dist.all_gather has no backward; Gather sums the gradients of all ranks.
+- Gradient accumulation changes the loss, too. Use activation checkpointing to save memory.
 """
 
 import argparse
@@ -36,9 +36,9 @@ TEMPERATURE = 0.5
 
 
 def two_views(images, epoch):
-    """Each image twice, moved by up to one pixel and with noise: (N, 1, 8, 8) -> (N, 2, 1, 8, 8).
+    """Return two views of each image, moved by up to one pixel and with noise: (N, 1, 8, 8) -> (N, 2, 1, 8, 8).
 
-    Of all images at once, so that what is drawn depends on the epoch and the image alone, not on the ranks.
+    It draws numbers for all images at once, so that they depend only on the epoch and the image, not on the rank.
     """
     generator = torch.Generator().manual_seed(SEED + epoch)
     moves = torch.randint(-1, 2, (2, 2), generator=generator).tolist()
@@ -47,12 +47,12 @@ def two_views(images, epoch):
 
 
 def build():
-    """A small convolutional network, (N, 1, 8, 8) -> (N, 16), with the same weights in every process."""
+    """Return a small convolutional network, (N, 1, 8, 8) -> (N, 16), with the same weights in every process."""
 
-    def block(before, after, stride):
-        convolution = nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
-        # Group norm: its statistics do not span samples, so nothing needs synchronising across ranks.
-        return nn.Sequential(convolution, nn.GroupNorm(4, after), nn.ReLU())
+    def block(in_channels, out_channels, stride):
+        convolution = nn.Conv2d(in_channels, out_channels, 3, stride, padding=1, bias=False)
+        # Group norm has no statistics over samples, so that ranks have nothing to synchronize.
+        return nn.Sequential(convolution, nn.GroupNorm(4, out_channels), nn.ReLU())
 
     torch.manual_seed(SEED)
     blocks = block(1, 16, 1), block(16, 32, 2), block(32, 64, 1)
@@ -65,9 +65,8 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, local_features, sizes, rank):
         ctx.sizes, ctx.rank = sizes, rank
-        padded = local_features.new_zeros(
-            max(sizes), *local_features.shape[1:]
-        )  # slices may differ by one row, and all_gather's may not
+        # all_gather needs tensors of one shape, and the ranks' parts may differ by one row.
+        padded = local_features.new_zeros(max(sizes), *local_features.shape[1:])
         padded[: len(local_features)] = local_features
         rows = [torch.empty_like(padded) for _ in sizes]
         dist.all_gather(rows, padded)
@@ -81,19 +80,21 @@ class Gather(torch.autograd.Function):
 
 
 def contrast(local_features, all_features, first):
-    """Sum of the losses: each view (b, 2, d) has to find the other view of its image among all views (B, 2, d)."""
+    """Return the summed loss: each view (b, 2, d) has to find the other view of its image among all views (B, 2, d)."""
     index = first + torch.arange(len(local_features), device=local_features.device)
     total = local_features.new_zeros(())
     for view in (0, 1):
         logits = local_features[:, view] @ torch.cat([all_features[:, 1 - view], all_features[:, view]]).T / TEMPERATURE
-        logits = logits.scatter(1, (len(all_features) + index)[:, None], float("-inf"))  # not itself
+        logits = logits.scatter(
+            1, (len(all_features) + index)[:, None], float("-inf")
+        )  # a view is not compared with itself
         total = total + F.cross_entropy(logits, index, reduction="sum")
     return total
 
 
 @torch.no_grad()
 def evaluate(model, train_data, eval_data, device):
-    """The fraction of evaluation images whose nearest training image is the same digit; the same on every rank."""
+    """Return the fraction of evaluation images whose nearest training image is the same digit."""
     keys, queries = (F.normalize(model(data.tensors[0].to(device)), dim=1) for data in (train_data, eval_data))
     nearest = (queries @ keys.T).argmax(1).cpu()
     return (train_data.tensors[1][nearest] == eval_data.tensors[1]).double().mean().item()
@@ -121,20 +122,19 @@ def main():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
 
     for epoch in range(EPOCHS):
-        # DistributedSampler repeats samples, and a sample would be its own negative. Here each rank knows all parts.
+        # No DistributedSampler: it repeats samples, and a repeated sample would be its own negative.
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(SEED + epoch))
         batches = order.to(device).split(BATCH)
         views = two_views(images, epoch)
         losses = []
         for batch in batches:
             slices = batch.tensor_split(world_size)
-            sizes = [len(part) for part in slices]
+            sizes = [len(indices) for indices in slices]
             optimizer.zero_grad()
             local_features = F.normalize(ddp(views[slices[rank]].flatten(0, 1)), dim=1).unflatten(0, (-1, 2))
             all_features = Gather.apply(local_features, sizes, rank) if world_size > 1 else local_features
-            loss = contrast(local_features, all_features, sum(sizes[:rank])) / (
-                2 * len(batch)
-            )  # two terms for each image
+            num_terms = 2 * len(batch)  # one for each view
+            loss = contrast(local_features, all_features, sum(sizes[:rank])) / num_terms
             (loss * world_size).backward()  # the sum over ranks: DDP divides it by world_size
             optimizer.step()
             losses.append(loss.detach())

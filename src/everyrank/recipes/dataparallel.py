@@ -40,14 +40,14 @@ def main():
     model = build().to(device, dtype)
     parallel = model
     if num_devices >= 2:
-        # Inputs are cut over device_ids; outputs are gathered on output_device, where the parameters live.
+        # Inputs are split over device_ids; outputs are gathered on output_device, where the parameters live.
         parallel = nn.DataParallel(model, device_ids=list(range(num_devices)), output_device=0)
     else:
         print(f"DataParallel needs 2 CUDA devices, found {num_devices}: using {device}", file=sys.stderr)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
 
     for epoch in range(EPOCHS):
-        generator.manual_seed(SEED + epoch)  # the order is a function of seed and epoch: DistributedSampler's, too
+        generator.manual_seed(SEED + epoch)  # the order depends on seed and epoch, as with DistributedSampler
         losses = []
         for images, labels in loader:
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)

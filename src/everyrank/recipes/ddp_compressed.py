@@ -1,16 +1,16 @@
-"""DDP whose gradients travel in fewer bytes: rounded to 16 bits, or as two narrow matrices (PowerSGD).
+"""DDP with compressed gradients: rounded to 16 bits, or as two narrow matrices (PowerSGD).
 
 Run: torchrun --standalone --nproc-per-node 2 ddp_compressed.py
 
 Holds     as DDP; with powersgd also the error of each gradient and a narrow matrix for it, on every rank
 Travels   gradients in 16 bits: half of float32. With powersgd of a matrix (n, m) RANK * (n + m) elements
-Use when  links, not devices, decide the time of a step, and the loss bears it: look at its curve beside --hook none
+Use when  the network, not the device, limits the speed, and the loss curve is as good as with --hook none
 
-Not equivalent to DDP: what is rounded or left out is not in the update.
+Not equivalent to DDP: the update lacks what compression rounds or leaves out.
 
 What to change for your own training:
 - fp16 overflows at 65,504 and loses what is below 6e-8: bf16 does not (a hook for it needs NCCL).
-- powersgd begins after START updates with the plain all-reduce: torch's default is 1,000, for training from scratch.
+- powersgd starts after START updates with the plain all-reduce: torch's default is 1,000, for training from scratch.
 - A checkpoint needs the hook's state as well (PowerSGDState can be pickled), or its errors start from zero.
 """
 

@@ -1,17 +1,17 @@
-"""DDP with batch norm: the statistics are those of the batch of all ranks, so that their number changes nothing.
+"""DDP with synchronized batch norm: statistics over the batch of all ranks, so that any number of ranks is equivalent.
 
 Run: torchrun --standalone --nproc-per-node 2 ddp_syncbn.py
 
 Holds     the whole model, its gradients and the optimizer state, on every rank
-Travels   the gradients, as under any DDP; for each batch norm, forward and backward, two numbers a channel
-Use when  the model has batch norm: on each rank's samples alone, every number of ranks trains a different model
+Travels   the gradients, as in DDP; for each batch norm two numbers per channel, in forward and in backward
+Use when  the model has batch norm: with local statistics, every number of ranks trains a different model
 
 DDP does not change batch norm: each rank normalizes by its own samples, and the running statistics are those of rank 0.
-nn.SyncBatchNorm takes them over all ranks, on GPUs only: on CPU it raises. BatchNormOverRanks is the same on CPU.
+nn.SyncBatchNorm computes them over all ranks, but only on GPUs. BatchNormOverRanks does the same on CPU.
 
 What to change for your own training:
-- Replace load() and build() of digits.py. BatchNorm1d and 3d: other dimensions in BatchNormOverRanks.
-- BATCH is the batch of all ranks. With 32 samples per rank or more, training works without it, but differs.
+- Replace load() and build() of digits.py. For BatchNorm1d and 3d change the dimensions in BatchNormOverRanks.
+- BATCH is the batch of all ranks. With 32 samples per rank or more, training works without it, but is not equivalent.
 - DistributedSampler repeats samples, which would count twice in the statistics: the sampler of digits.py does not.
 - Every rank has to call every batch norm in the same order: one that skips a layer leaves the others waiting.
 """
@@ -36,7 +36,7 @@ SEED = 0
 
 
 class SumOverRanks(torch.autograd.Function):
-    """The sum over ranks. The losses of all ranks depend on it, so its gradient is summed over them, too."""
+    """Sum a tensor over ranks. The losses of all ranks depend on it, so backward sums its gradient over ranks, too."""
 
     @staticmethod
     def forward(_, local):
@@ -52,16 +52,16 @@ class SumOverRanks(torch.autograd.Function):
 
 
 class BatchNormOverRanks(nn.BatchNorm2d):
-    """What nn.SyncBatchNorm is on CUDA. Ranks may have different numbers of images."""
+    """Does on CPU what nn.SyncBatchNorm does on CUDA. Ranks may have different numbers of images."""
 
     def forward(self, images):
         if not self.training:
-            return super().forward(images)  # by the running statistics
+            return super().forward(images)  # uses the running statistics
         local_count = images.new_tensor([images[:, 0].numel()])
         *_, count = total = SumOverRanks.apply(torch.cat([images.sum((0, 2, 3)), local_count]))
         mean = total[:-1] / count
         centred = images - mean[:, None, None]
-        # Sums of squares, less the mean's square, would need one all-reduce less, and lose digits.
+        # E[x^2] - mean^2 would save one all-reduce, but lose digits.
         squares = SumOverRanks.apply(centred.square().sum((0, 2, 3)))
         with torch.no_grad():
             self.num_batches_tracked += 1
@@ -72,21 +72,21 @@ class BatchNormOverRanks(nn.BatchNorm2d):
 
 
 def synchronise(model, cuda):
-    """The model with its batch norms over all ranks; parameters, buffers and their names stay."""
+    """Return the model with synchronized batch norms; parameters, buffers and their names stay."""
     if cuda:
         return nn.SyncBatchNorm.convert_sync_batchnorm(model)
     for module in model.modules():
         if type(module) is nn.BatchNorm2d:
-            module.__class__ = BatchNormOverRanks  # another forward, and nothing else
+            module.__class__ = BatchNormOverRanks  # replaces only forward()
     return model
 
 
 def build():
-    """A small convolutional network, (N, 1, 8, 8) -> (N, 10), with the same weights in every process."""
+    """Return a small convolutional network, (N, 1, 8, 8) -> (N, 10), with the same weights in every process."""
 
-    def block(before, after, stride):
-        convolution = nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
-        return nn.Sequential(convolution, nn.BatchNorm2d(after), nn.ReLU())
+    def block(in_channels, out_channels, stride):
+        convolution = nn.Conv2d(in_channels, out_channels, 3, stride, padding=1, bias=False)
+        return nn.Sequential(convolution, nn.BatchNorm2d(out_channels), nn.ReLU())
 
     torch.manual_seed(SEED)
     blocks = block(1, 16, 1), block(16, 32, 2), block(32, 64, 1)

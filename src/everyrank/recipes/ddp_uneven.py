@@ -1,24 +1,24 @@
-"""DDP on streams of different lengths, which nobody knows before: torch's Join, with each sample weighing the same.
+"""DDP on streams of unknown, different lengths: torch's Join, with the same weight for every sample.
 
 Run: torchrun --standalone --nproc-per-node 2 ddp_uneven.py
 
 Holds     the whole model, its gradients and the optimizer state, on every rank
 Travels   the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs; in each update
-          a flag of each rank, whether it has ended; at the end of an epoch the model and the momentum, from one rank
-Use when  each rank reads what only it has (a queue, files given to ranks whole), and ranks do not end together
+          a flag of each rank, whether its stream has ended; after each epoch the model and momentum, from one rank
+Use when  each rank reads its own source (a queue, whole files), and the sources end after different numbers of batches
 
-Without Join the ranks that go on wait for those that have ended, until the timeout. In it they go along: DDP's hook
-joins every all-reduce with zeros. Two things are still wrong then, and no error says so:
-- DDP divides by the number of ranks (by those that are left, with divide_by_initial_world_size=False). Both weigh
-  samples by who reads them, once batches differ in size. Here [sum, count] of the loss rides in DDP's own bucket, as
-  the gradient of a parameter of two zeros, and gradients are divided by the count: each sample weighs the same.
-- When all have ended DDP hands on the model, but not the momentum: a rank that ended early has an old one, and in the
-  next epoch the replicas part. The second join hook here hands it on. (ZeroRedundancyOptimizer can be joined, too.)
+Without Join, the remaining ranks wait for the ranks whose streams have ended, until the timeout. With Join, DDP's hook
+takes part in every all-reduce with zeros for them. Two things are still wrong then, without an error:
+- DDP divides by the number of ranks (with divide_by_initial_world_size=False by the remaining ones). With batches of
+  different sizes, samples then have different weights. Here [sum, count] of the loss is sent in DDP's bucket, as the
+  gradient of a parameter of two zeros, and gradients are divided by the count: each sample has the same weight.
+- At the end DDP broadcasts the model, but not the momentum. A rank that ended early has an old momentum, and in the
+  next epoch the replicas diverge. The second join hook here broadcasts it. (ZeroRedundancyOptimizer has a hook, too.)
 
 What to change for your own training:
-- own_stream() is your source. Each rank needs one batch at least, and an update has what there is: late ones are small.
-- Join([...], throw_on_early_termination=True) ends an epoch for all ranks with the first stream that ends.
-- FSDP has no join hook: there a rank that has ended goes on with a sample of weight zero, until all ranks have.
+- Replace local_stream() by your source. Each rank needs at least one batch. Late updates have fewer samples.
+- Join([...], throw_on_early_termination=True) ends the epoch on all ranks with the first stream that ends.
+- FSDP has no join hook: a rank whose stream has ended continues with a sample of weight zero until all have ended.
 """
 
 import argparse
@@ -36,12 +36,12 @@ from torch.nn.parallel import DistributedDataParallel
 from digits import build, count_correct, load, print_losses
 
 EPOCHS = 2
-BATCH = 64  # samples of an update while all ranks have some, over all of them together
+BATCH = 64  # samples per update over all ranks, while no stream has ended
 SEED = 0
 
 
 class WithTotals(nn.Module):
-    """A network, and the two zeros whose gradient is [sum, count] of the loss."""
+    """A network with an extra parameter of two zeros, whose gradient is [sum, count] of the loss."""
 
     def __init__(self, network):
         super().__init__()
@@ -52,7 +52,7 @@ class WithTotals(nn.Module):
 
 
 class SameMomentum(Joinable, JoinHook):
-    """At the end of a Join: the momentum of a rank that has made all updates, on every rank."""
+    """At the end of Join, broadcasts the momentum of a rank that has made all updates."""
 
     def __init__(self, optimizer, device):
         super().__init__()
@@ -70,7 +70,7 @@ class SameMomentum(Joinable, JoinHook):
         return dist.group.WORLD
 
     def main_hook(self):
-        """While others go on: nothing."""
+        """Do nothing while other ranks continue."""
 
     def post_hook(self, is_last_joiner):
         source = torch.tensor(dist.get_rank() if is_last_joiner else -1, device=self.device)
@@ -80,13 +80,13 @@ class SameMomentum(Joinable, JoinHook):
             dist.broadcast(self.optimizer.state[parameter]["momentum_buffer"], self.source)
 
 
-def own_stream(data, rank, world_size, epoch):
-    """Batches of this rank, as many as come: rank 1 has twice as much as rank 0, rank 2 three times as much."""
+def local_stream(data, rank, world_size, epoch):
+    """Yield the batches of this rank. Rank 1 has twice as many samples as rank 0, rank 2 three times as many."""
     borders = [len(data) * index * (index + 1) // (world_size * (world_size + 1)) for index in range(world_size + 1)]
     local = torch.arange(borders[rank], borders[rank + 1])
     order = torch.randperm(len(local), generator=torch.Generator().manual_seed(SEED + epoch))
-    for numbers in local[order].split(BATCH // world_size):
-        yield data[numbers]
+    for indices in local[order].split(BATCH // world_size):
+        yield data[indices]
 
 
 def main():
@@ -112,23 +112,25 @@ def main():
     for epoch in range(EPOCHS):
         losses = []
         with Join([ddp, momentum]):
-            for images, labels in own_stream(train_data, rank, world_size, epoch):
+            for images, labels in local_stream(train_data, rank, world_size, epoch):
                 images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
                 loss = F.cross_entropy(ddp(images), labels, reduction="sum")
-                local = torch.stack([loss.detach(), loss.new_tensor(len(labels))])
+                sum_and_count = torch.stack([loss.detach(), loss.new_tensor(len(labels))])
                 ddp.zero_grad()
-                (loss + model.totals @ local).backward()
-                # Both came as the sum over ranks / world_size, so that goes out again: what is left is sum / count.
+                (loss + model.totals @ sum_and_count).backward()
+                # DDP has divided gradients and totals by world_size, which cancels out in the division by count.
                 (total, count), model.totals.grad = model.totals.grad, None
                 for parameter in parameters:
                     parameter.grad /= count
                 optimizer.step()
                 losses.append(total / count)
 
-        # Whoever made all updates has all losses.
-        number = torch.tensor(len(losses), device=device)
-        dist.broadcast(number, momentum.source)
-        losses = torch.stack(losses) if rank == momentum.source else torch.empty(number, device=device, dtype=dtype)
+        # The rank that has made all updates has all losses.
+        num_updates = torch.tensor(len(losses), device=device)
+        dist.broadcast(num_updates, momentum.source)
+        losses = (
+            torch.stack(losses) if rank == momentum.source else torch.empty(num_updates, device=device, dtype=dtype)
+        )
         dist.broadcast(losses, momentum.source)
         if rank == 0:
             print_losses(epoch, losses, every_update=args.float64)
@@ -137,7 +139,7 @@ def main():
     dist.all_reduce(correct)
     if rank == 0:
         print(f"top1 {correct.item() / len(eval_data):.4f}")
-    del ddp, momentum  # before their process group
+    del ddp, momentum  # before the process group is destroyed
     time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
     dist.destroy_process_group()
 

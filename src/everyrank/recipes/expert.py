@@ -1,20 +1,20 @@
-"""Mixture of experts: each rank holds some of the experts, and tokens travel to those that they chose, and back.
+"""Mixture of experts: each rank holds some of the experts; tokens are sent to their experts and back.
 
 Run: torchrun --standalone --nproc-per-node 2 expert.py
 
 `python expert.py` trains the same network whole, in one process: with --float64 on both the losses are the same.
 
-Holds     its experts, their gradients and optimizer state; all else whole
-Travels   per mixture an all-to-all of each token to its experts and one back, in forward and in backward; per update
-          one all-reduce of the gradients of what is no expert's, one of the sum of squares
-Use when  the experts do not fit on one device, and devices are connected fast
+Holds     some of the experts on every rank, with their gradients and optimizer state; a replica of all other layers
+Travels   in each mixture, one all-to-all of tokens to their experts and one back, in forward and in backward; in each
+          update, one all-reduce of the gradients of the other layers and one of the sum of squares
+Use when  the experts do not fit on one device, and the connection between devices is fast
 
 What to change for your own training:
-- load() and build() are your data and your network; a layer of yours with experts takes the place of Mixture.
-- No capacity: every token reaches its experts, however many others chose them. The numbers of rows travel ahead.
-- The gradients of experts are sums over the tokens of all ranks already. Neither add them up over ranks nor divide
-  them by more than all others; DDP would do both (list them in _ddp_params_and_buffers_to_ignore).
-- Ranks go through a mixture equally often, also those that have no sample and those whose experts nobody chose.
+- Replace load() and build() by your data and your network, and Mixture by your layer with experts.
+- There is no capacity limit: an expert gets all tokens that chose it. The ranks first exchange the numbers of rows.
+- The gradients of an expert are already sums over the tokens of all ranks: do not add them up over ranks. DDP would,
+  so list the experts in _ddp_params_and_buffers_to_ignore.
+- All ranks have to call a mixture equally often, also ranks without samples and ranks whose experts have no tokens.
 - Checkpoints: each rank saves its own experts; rank 0 saves the rest.
 """
 
@@ -37,22 +37,22 @@ BATCH = 64  # samples per update, over all ranks: more ranks do not change it
 SEED = 0
 WIDTH = 32
 EXPERTS, TOP_K = 4, 2  # the number of ranks divides the experts
-CLIP = 1.0  # the largest norm that the gradients may have
+CLIP = 1.0  # maximum norm of the gradients
 
 
 class AllToAll(torch.autograd.Function):
-    """Rows (N, D) to the ranks in turn, as many as `to` says -> (M, D): from each as many as `of` says."""
+    """Send rows (N, D) to the ranks, send_counts[i] of them to rank i -> (M, D): receive_counts[i] rows from rank i."""
 
     @staticmethod
-    def forward(ctx, rows, to, of):
-        ctx.to, ctx.of = to, of
-        received = rows.new_empty(sum(of), rows.shape[1])
-        dist.all_to_all_single(received, rows.contiguous(), of, to)
+    def forward(ctx, rows, send_counts, receive_counts):
+        ctx.send_counts, ctx.receive_counts = send_counts, receive_counts
+        received = rows.new_empty(sum(receive_counts), rows.shape[1])
+        dist.all_to_all_single(received, rows.contiguous(), receive_counts, send_counts)
         return received
 
     @staticmethod
-    def backward(ctx, grad):  # the way back
-        return AllToAll.apply(grad, ctx.of, ctx.to), None, None
+    def backward(ctx, grad):  # sends gradients back
+        return AllToAll.apply(grad, ctx.receive_counts, ctx.send_counts), None, None
 
 
 class Mixture(nn.Module):
@@ -67,34 +67,38 @@ class Mixture(nn.Module):
     def forward(self, stream):
         tokens = self.norm(stream).flatten(0, 1)
         weights, chosen = self.router(tokens).softmax(1).topk(TOP_K)
-        order = chosen.flatten().argsort(stable=True)  # pairs of token and choice: by expert, and so by rank
+        order = chosen.flatten().argsort(stable=True)  # sorts pairs (token, choice) by expert, and so by rank
         counts = chosen.flatten().bincount(minlength=EXPERTS)
         outputs = self.route(tokens[order // TOP_K], counts)
-        outputs = outputs[order.argsort()].unflatten(0, (-1, TOP_K))  # by token again
+        outputs = outputs[order.argsort()].unflatten(0, (-1, TOP_K))  # back in the order of tokens
         return stream + (outputs * weights[:, :, None]).sum(1).view_as(stream)
 
     def route(self, rows, counts):
-        """Outputs of the experts for rows sorted by expert, `counts` rows for each, in the same order."""
+        """Return the outputs of the experts for rows sorted by expert, `counts` rows for each, in the same order."""
         world_size = EXPERTS // len(self.experts)
         if world_size == 1:
             return self.run(rows.split(counts.tolist()))
-        received_counts = torch.empty_like(counts)  # numbers of rows for the experts of this rank, by sending rank
+        received_counts = torch.empty_like(counts)  # rows for each local expert, from each rank
         dist.all_to_all_single(received_counts, counts)
-        to, of = (numbers.view(world_size, -1).sum(1).tolist() for numbers in (counts, received_counts))
+        send_counts, receive_counts = (
+            numbers.view(world_size, -1).sum(1).tolist() for numbers in (counts, received_counts)
+        )
         expert = (
             torch.arange(len(self.experts), device=rows.device).repeat(world_size).repeat_interleave(received_counts)
         )
         order = expert.argsort(stable=True)  # received rows are sorted by sending rank
-        local_rows = AllToAll.apply(rows, to, of)[order].split(expert.bincount(minlength=len(self.experts)).tolist())
-        return AllToAll.apply(self.run(local_rows)[order.argsort()], of, to)
+        local_rows = AllToAll.apply(rows, send_counts, receive_counts)[order].split(
+            expert.bincount(minlength=len(self.experts)).tolist()
+        )
+        return AllToAll.apply(self.run(local_rows)[order.argsort()], receive_counts, send_counts)
 
     def run(self, parts):
-        # An expert without rows runs, too: its gradients are zero, and every rank takes part in the way back.
+        # An expert without rows runs, too: it gets zero gradients, and its rank takes part in the backward all-to-all.
         return torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)])
 
 
 def build():
-    """A network whose tokens are the rows of an image, (N, 1, 8, 8) -> (N, 10); the same in every process."""
+    """Return a network whose tokens are the rows of an image, (N, 1, 8, 8) -> (N, 10); the same in every process."""
     torch.manual_seed(SEED)
     ends = nn.LayerNorm(8 * WIDTH), nn.Linear(8 * WIDTH, 10)
     return nn.Sequential(nn.Flatten(1, 2), nn.Linear(8, WIDTH), Mixture(), Mixture(), nn.Flatten(), *ends)
@@ -102,7 +106,7 @@ def build():
 
 @torch.no_grad()
 def reduce_and_clip(shared, experts, world_size):
-    """Add up over ranks the gradients of what all of them hold; then scale all until their norm is at most CLIP."""
+    """Sum the gradients of shared parameters over ranks; then clip all gradients to the norm CLIP."""
     if world_size > 1:
         flat = torch.cat([parameter.grad.flatten() for parameter in shared])
         dist.all_reduce(flat)
@@ -110,7 +114,7 @@ def reduce_and_clip(shared, experts, world_size):
             parameter.grad.copy_(part.view_as(parameter))
     squares = sum(parameter.grad.square().sum() for parameter in experts)
     if world_size > 1:
-        dist.all_reduce(squares)  # other ranks have other experts; all else counts once
+        dist.all_reduce(squares)  # sum over the experts of all ranks; shared parameters count once
     squares += sum(parameter.grad.square().sum() for parameter in shared)
     for parameter in (*shared, *experts):
         parameter.grad.mul_((CLIP / (squares.sqrt() + 1e-6)).clamp(max=1))  # 1e-6 as in torch
@@ -118,11 +122,11 @@ def reduce_and_clip(shared, experts, world_size):
 
 @torch.no_grad()
 def evaluate(model, data, rank, world_size, device):
-    """The fraction of the images that are classified correctly; a collective: every rank calls it."""
+    """Return the fraction of correctly classified images. A collective: every rank calls it."""
     model.eval()
     correct = torch.zeros((), dtype=torch.int64, device=device)
     for images, labels in zip(*(tensor.split(BATCH) for tensor in data.tensors), strict=True):
-        images, labels = (part.tensor_split(world_size)[rank].to(device) for part in (images, labels))
+        images, labels = (tensor.tensor_split(world_size)[rank].to(device) for tensor in (images, labels))
         correct += (model(images).argmax(1) == labels).sum()
     if world_size > 1:
         dist.all_reduce(correct)
@@ -131,12 +135,10 @@ def evaluate(model, data, rank, world_size, device):
 
 
 def connect(rank, world_size):
-    """This rank's device, and the process group, where there are several ranks."""
+    """Create the process group if there are several ranks; return the device of this rank."""
     if EXPERTS % world_size:
         if rank == 0:
-            sys.stderr.write(
-                f"{Path(__file__).name}: {EXPERTS} experts cannot be shared by {world_size} ranks evenly\n"
-            )
+            sys.stderr.write(f"{Path(__file__).name}: {EXPERTS} experts cannot be divided over {world_size} ranks\n")
         raise SystemExit(2)
     cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one per rank
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
@@ -157,9 +159,9 @@ def main():
     dtype = torch.float64 if args.float64 else torch.float32
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device = connect(rank, world_size)
-    model, num_own = build(), EXPERTS // world_size
+    model, num_local = build(), EXPERTS // world_size
     for mixture in model[2:4]:
-        mixture.experts = mixture.experts[rank * num_own : (rank + 1) * num_own]
+        mixture.experts = mixture.experts[rank * num_local : (rank + 1) * num_local]
     model = model.to(device, dtype)
     experts = [parameter for mixture in model[2:4] for parameter in mixture.experts.parameters()]
     shared = [parameter for name, parameter in model.named_parameters() if ".experts." not in name]
@@ -171,9 +173,11 @@ def main():
         batches = order.split(BATCH)
         losses = []
         for batch in batches:
-            images, labels = (part.to(device) for part in train_data[batch.tensor_split(world_size)[rank]])
+            images, labels = (tensor.to(device) for tensor in train_data[batch.tensor_split(world_size)[rank]])
             optimizer.zero_grad()
-            loss = F.cross_entropy(model(images), labels, reduction="sum") / len(batch)  # of the batch of all ranks
+            loss = F.cross_entropy(model(images), labels, reduction="sum") / len(
+                batch
+            )  # len(batch): samples of all ranks
             loss.backward()
             reduce_and_clip(shared, experts, world_size)
             optimizer.step()

@@ -35,7 +35,7 @@ from transformer import build
 
 EPOCHS = 2
 BATCH = 64  # samples per update, over all ranks: more ranks do not change it
-CLIP = 1.0  # the largest norm that the gradients may have
+CLIP = 1.0  # maximum norm of the gradients
 
 
 def build_sharded(rank, world_size, device, dtype, bf16):

@@ -2,15 +2,15 @@
 
 Run: torchrun --standalone --nproc-per-node 4 fsdp_tensor.py
 
-Holds     of each large layer a part of a part: split over the tensor axis, then sharded over the other
+Holds     a part of each large layer on every rank: split over the tensor axis, then sharded over the other axis
 Travels   in every block an all-reduce of activations over the tensor axis, forward and backward; over the shard axis
           all-gathers of parameters and reduce-scatters of gradients, as in FSDP
 Use when  FSDP alone would need a larger batch than the training can have, or layers do not fit even one at a time
 
 What to change for your own training:
-- The recipe tensor.py, the same network, says how PLAN is made. Split first, then fully_shard what a rank has left.
+- tensor.py explains PLAN, for the same network. Split the layers first, then call fully_shard.
 - The batch is divided over the shard axis only: ranks of one tensor group read the same samples.
-- TENSOR is at most the devices of one host, which talk in every layer; FSDP's gathers can go between hosts.
+- TENSOR is at most the devices of one host, which communicate in every layer; FSDP's gathers can cross hosts.
 - Mixed precision, building on the meta device and prefetching: as in fsdp.py.
 """
 
@@ -35,20 +35,20 @@ from transformer import HEADS, build
 
 EPOCHS = 2
 BATCH = 64  # samples per update, over all ranks: more ranks do not change it
-TENSOR = 2  # ranks that cut each layer among them: it divides the number of ranks, and of heads
-CLIP = 1.0  # the largest norm that the gradients may have
+TENSOR = 2  # ranks that share each layer; it divides the number of ranks and of heads
+CLIP = 1.0  # maximum norm of the gradients
 PLAN = {name: ColwiseParallel() for name in ("query", "key", "value", "up")}
 PLAN |= {name: RowwiseParallel() for name in ("output", "down")}
 
 
 @torch.no_grad()
 def clip(gradients):
-    """Scale them to a norm of at most CLIP, as one vector; torch's own raises, as they are of several meshes."""
+    """Clip gradients to the norm CLIP. torch's clip_grad_norm_ raises, because they are on several meshes."""
     squares = torch.zeros((), dtype=gradients[0].dtype, device=gradients[0].device)
     for gradient in gradients:
         axes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
-        pieces = math.prod(size for size, how in axes if not how.is_replicate())
-        # With fewer pieces than ranks, several ranks have the same one, which must count once.
+        pieces = math.prod(size for size, placement in axes if not placement.is_replicate())
+        # With fewer pieces than ranks, several ranks have the same piece, which must count once.
         squares += gradient.to_local().square().sum() * pieces / dist.get_world_size()
     dist.all_reduce(squares)
     for gradient in gradients:
@@ -63,7 +63,7 @@ def main():
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "0"))
     if not world_size or world_size % TENSOR or HEADS % TENSOR:
         if rank == 0:
-            why = f"TENSOR={TENSOR} must divide {world_size} ranks of torchrun, {HEADS} heads"
+            why = f"TENSOR={TENSOR} has to divide the {world_size} ranks and the {HEADS} heads"
             sys.stderr.write(f"{Path(__file__).name}: {why}\n")
         raise SystemExit(2)
     cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one per rank
@@ -85,7 +85,9 @@ def main():
     shard, num_shards = shards.get_local_rank(), shards.size()
     sampler = DistributedBatchSampler(len(train_data), BATCH, shard, num_shards)
     loader = DataLoader(train_data, batch_sampler=sampler, pin_memory=cuda)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)  # after the cuts
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4
+    )  # after splitting and sharding
 
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)  # without it, every epoch has the same order

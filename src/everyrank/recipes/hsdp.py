@@ -36,8 +36,8 @@ from transformer import build
 
 EPOCHS = 2
 BATCH = 64  # samples per update, over all ranks: more ranks do not change it
-CLIP = 1.0  # the largest norm that the gradients may have
-SHARDS = 2  # ranks that hold the model among them; it divides the number of ranks
+CLIP = 1.0  # maximum norm of the gradients
+SHARDS = 2  # ranks that share one replica of the model; it divides the number of ranks
 
 
 def main():
@@ -48,9 +48,7 @@ def main():
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "0"))
     if not world_size or world_size % SHARDS:
         if rank == 0:
-            sys.stderr.write(
-                f"{Path(__file__).name}: {world_size} ranks of torchrun: SHARDS={SHARDS} must divide them\n"
-            )
+            sys.stderr.write(f"{Path(__file__).name}: SHARDS={SHARDS} has to divide the {world_size} ranks\n")
         raise SystemExit(2)
     cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one per rank
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")

@@ -39,7 +39,7 @@ MEAN, DEVIATION = (torch.tensor(v).view(3, 1, 1) for v in ((0.485, 0.456, 0.406)
 
 
 class Images:
-    """(image, class) of the files in folders of classes; a random part of the image for training."""
+    """A dataset of (image, class) from one folder per class; in training, of a random crop of each image."""
 
     def __init__(self, folder, size, training, classes=None):
         folders = sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name[0] != ".")
@@ -58,7 +58,7 @@ class Images:
         width, height = image.size
         side = min(width, height) * 224 / 256
         box = ((width - side) / 2, (height - side) / 2, (width + side) / 2, (height + side) / 2)
-        if self.training:  # 8% to all of the area, sides from 3:4 to 4:3
+        if self.training:  # 8% to 100% of the area, aspect ratio 3:4 to 4:3
             area = width * height * (0.08 + 0.92 * torch.rand(()).item())
             shape = math.exp((2 * torch.rand(()).item() - 1) * math.log(4 / 3))
             crop_width, crop_height = min(width, math.sqrt(area * shape)), min(height, math.sqrt(area / shape))
@@ -72,7 +72,7 @@ class Images:
 
 
 class Seeded:
-    """`images[index]` for keys (epoch, index), with torch's generator seeded by (SEED, epoch, index)."""
+    """Maps a key (epoch, index) to images[index], with the random generator seeded by (SEED, epoch, index)."""
 
     def __init__(self, images):
         self.images = images
@@ -89,7 +89,7 @@ class Seeded:
 
 
 class Block(nn.Module):
-    """Two 3 x 3 convolutions beside a shortcut (He et al. 2016)."""
+    """Two 3 x 3 convolutions and a shortcut (He et al. 2016)."""
 
     def __init__(self, in_channels, out_channels, stride, norm):
         super().__init__()
@@ -124,7 +124,7 @@ def split_batches(order, batch_size, rank, world_size):
 
 @torch.no_grad()
 def evaluate(model, data, args, rank, world_size, device, dtype):
-    """(top-1, top-5): each image is read by one rank, none is repeated."""
+    """Return (top-1, top-5). Each image is read by exactly one rank."""
     model.eval()
     local_batches, _ = split_batches(torch.arange(len(data)), args.batch, rank, world_size)
     correct = torch.zeros(2, dtype=torch.int64, device=device)
@@ -144,7 +144,7 @@ def main():
     for name, value in (("epochs", 90), ("batch", 256), ("workers", 8), ("size", 224), ("width", 64)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--lr", type=float, default=0.1)
-    parser.add_argument("--float64", action="store_true", help="to compare losses with any other way of running")
+    parser.add_argument("--float64", action="store_true", help="print every loss, to compare with another script")
     args = parser.parse_args()
     cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one for each rank
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
@@ -158,7 +158,7 @@ def main():
     autocast = torch.autocast("cuda", torch.bfloat16) if cuda and not args.float64 else contextlib.nullcontext()
 
     data = Images(args.data / "train", args.size, True)
-    held_out = Images(args.data / "val", args.size, False, data.classes)
+    eval_data = Images(args.data / "val", args.size, False, data.classes)
     model = build(len(data.classes), args.width, cuda).to(device, dtype, memory_format=torch.channels_last)
     ddp = DistributedDataParallel(model, device_ids=[device] if cuda else None)
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9, weight_decay=1e-4)
@@ -195,7 +195,7 @@ def main():
         schedule.step()
         losses = torch.stack(losses)
         dist.all_reduce(losses)  # once per epoch: in the loop, every update would wait for it
-        top1, top5 = evaluate(model, held_out, args, rank, world_size, device, dtype)
+        top1, top5 = evaluate(model, eval_data, args, rank, world_size, device, dtype)
         if rank == 0:
             for index, loss in enumerate(losses.tolist()):
                 if args.float64:

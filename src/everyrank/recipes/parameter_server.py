@@ -1,4 +1,4 @@
-"""Parameter server: one process holds the model, the others pull its parameters and push gradients. Synchronous.
+"""Synchronous parameter server: one process holds the model, the others pull its parameters and push gradients.
 
 Run: torchrun --standalone --nproc-per-node 3 parameter_server.py
 
@@ -7,18 +7,19 @@ Run: torchrun --standalone --nproc-per-node 3 parameter_server.py
 
 Holds     the server: parameters, gradients, optimizer state; a trainer: parameters and gradients
 Travels   per update, between the server and each trainer: the parameters one way, the gradients the other, with the sum
-          of the loss and its number of samples in two elements more. At the server that grows with the trainers
-Use when  hardly ever in place of DDP, whose ranks share the traffic evenly; to see what a parameter server is
+          of the loss and the number of samples as two more elements. The server sends more for each trainer
+Use when  you want to see how a parameter server works. DDP is better for training: it spreads the communication evenly
 
-Plain sends and receives: nothing here needs torch.distributed.rpc (parameter_server_rpc.py is the same with it).
+It uses send and recv. parameter_server_rpc.py does the same with torch.distributed.rpc.
 
 What goes wrong:
-- Gradients averaged over trainers, whose parts of the last batch differ in size: add up sums, divide by all samples.
-- An optimizer on each trainer: its momentum is of its own gradients alone. The server has the only one.
-- Batch norm: its running statistics are buffers, and no gradient carries them. Use a norm of single samples.
+- A mean of the trainers' mean gradients is wrong if their parts of the last batch differ in size: add up sums and
+  divide by the number of all samples.
+- Only the server has an optimizer: one on each trainer would build its momentum from local gradients.
+- The running statistics of batch norm are buffers, which gradients do not update on the server. Use group norm.
 
-What to change for your own training: build(), load(), and the optimizer of the server. A trainer that dies ends all:
-torchrun stops the others (parameter_server_async.py goes on without it).
+What to change for your own training: build(), load(), and the optimizer of the server. If a trainer dies,
+torchrun stops the others (parameter_server_async.py continues without it).
 """
 
 import argparse
@@ -40,7 +41,7 @@ BATCH = 64  # samples of one update, over all trainers together: it does not cha
 
 
 def serve(model, num_updates, trainers):
-    """Send the parameters to every trainer, add up the gradients that come back, update. Returns the losses."""
+    """Send the parameters to every trainer, add up their gradients, make the update. Returns the losses."""
     parameters = list(model.parameters())
     optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=5e-4)
     losses = []
@@ -49,7 +50,9 @@ def serve(model, num_updates, trainers):
         for work in [dist.isend(flat, trainer) for trainer in trainers]:
             work.wait()
         pushed = [flat.new_empty(len(flat) + 2) for _ in trainers]
-        for trainer, message in zip(trainers, pushed, strict=True):  # in this order: sums are the same in every run
+        for trainer, message in zip(
+            trainers, pushed, strict=True
+        ):  # always in this order, so that every run adds up the same way
             dist.recv(message, trainer)
         *gradient, loss, count = sum(pushed).split([*(p.numel() for p in parameters), 1, 1])
         for parameter, values in zip(parameters, gradient, strict=True):
@@ -87,7 +90,7 @@ def main():
         torch.cuda.set_device(device)
     num_trainers = int(os.environ.get("WORLD_SIZE", "1")) - 1
     if num_trainers < 1:
-        raise SystemExit("start it by torchrun: rank 0 is the server, the other ranks are trainers")
+        raise SystemExit("start it with torchrun and 2 or more ranks: rank 0 is the server, the others are trainers")
     # torchrun passes address and ranks in the environment. The timeout ends the wait for a rank that died.
     dist.init_process_group(
         "nccl" if cuda else "gloo", timeout=timedelta(minutes=5), device_id=device if cuda else None
@@ -102,7 +105,7 @@ def main():
             print_losses(epoch, epoch_losses, every_update=args.float64)
     else:
         train(model, train_data, rank - 1, num_trainers, device)
-    # After the last update everyone needs the parameters, for the evaluation.
+    # All ranks need the final parameters, for the evaluation.
     flat = parameters_to_vector(model.parameters()).detach()
     dist.broadcast(flat, 0)
     vector_to_parameters(flat, model.parameters())

@@ -1,24 +1,24 @@
-"""Asynchronous parameter server over torch.distributed.rpc, after Hogwild: no trainer waits for another.
+"""Asynchronous parameter server over torch.distributed.rpc, as in Hogwild: no trainer waits for another.
 
 Run: python parameter_server_async.py --trainers 3 --replay
 
     trainer 1   pull 0 ── compute ── push ► update 0   pull 2 ── compute ── push ► update 4
     trainer 2   pull 0 ───── compute ───── push ► update 1   pull 3 ...
-    trainer 3   pull 1 ── compute ── push ► update 2 ...        of what it pulled, two updates ago
+    trainer 3   pull 1 ── compute ── push ► update 2 ...        gradient of parameters that are two updates old
 
 Holds     the server: parameters, gradients, optimizer state; a trainer: parameters and gradients
 Travels   per update, between the server and one trainer: the parameters as the result of a call, the gradients as an
           argument
-Use when  trainers differ in speed, or die, and a gradient of parameters that are some updates old does no harm
+Use when  trainers differ in speed, or may die, and gradients of slightly older parameters are acceptable
 
-It is another training than that of one device: each trainer's batch is an update of its own, of the parameters that it
-pulled before. So its numbers differ from run to run. --replay shows that they are right all the same: the server has
-kept who pulled and pushed when, does the same in one process, and compares. (Hogwild itself adds without a lock.)
+It is not equivalent to one device: each batch of a trainer makes an update of its own, with the gradient of parameters
+that it pulled before. The losses differ between runs. --replay checks them: the server has recorded the order of pulls
+and pushes, repeats them in one process, and compares the parameters. (Hogwild itself updates without a lock.)
 
-A trainer that dies: the others go on; what is left of its samples is not read. At the end a line says which one.
-If the server dies, every trainer ends at its next call.
+If a trainer dies, the others continue without its remaining samples, and a line at the end names it. If the server
+dies, every trainer ends at its next call.
 
-Trusted networks only: RPC unpickles what it receives, so whoever can reach its port runs code here. It listens on the
+Trusted networks only: RPC unpickles what it receives, so anyone who reaches its port can run code. It listens on the
 loopback interface, and all processes are on this host.
 """
 
@@ -38,12 +38,12 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from digits import build, load
 
 EPOCHS = 4
-BATCH = 32  # samples of one update, which are those of one trainer
+BATCH = 32  # samples per update, all of one trainer
 SEED = 0
 
 
 def batches(data, trainer, num_trainers):
-    """The batches of one trainer: its part of each epoch, in an order of that epoch."""
+    """Yield the batches of one trainer: its part of each epoch, in a different order in each epoch."""
     for epoch in range(EPOCHS):
         order = torch.randperm(len(data), generator=torch.Generator().manual_seed(SEED + epoch))
         for samples in order[trainer::num_trainers].split(BATCH):
@@ -51,7 +51,7 @@ def batches(data, trainer, num_trainers):
 
 
 def gradient(model, flat, batch):
-    """(gradient, loss) of the mean over a batch at these parameters: shapes (number of parameters,) and ()."""
+    """Return the gradient of the mean loss at the parameters `flat`, (number of parameters,), and the loss."""
     vector_to_parameters(flat, model.parameters())
     images, labels = batch
     loss = F.cross_entropy(model(images), labels)
@@ -59,7 +59,7 @@ def gradient(model, flat, batch):
 
 
 class Server:
-    """The parameters and their optimizer. RPC calls its methods in threads, and the lock lets them in one by one."""
+    """The parameters and their optimizer. RPC calls its methods in several threads; the lock lets one in at a time."""
 
     def __init__(self, model):
         self.flat = parameters_to_vector(model.parameters()).detach().clone()
@@ -69,7 +69,7 @@ class Server:
     def pull(self, trainer):
         with self.lock:
             self.events.append((trainer, "pull"))
-            return self.flat.clone()  # what is sent must not change on its way
+            return self.flat.clone()  # a copy, because updates change flat while it is sent
 
     def push(self, trainer, message, loss):
         with self.lock:
@@ -79,18 +79,18 @@ class Server:
             self.optimizer.step()
 
     def replay(self, model, data, num_trainers):
-        """What the same events come to in one process: the largest difference of a parameter."""
-        again, pulled = Server(model), {}
+        """Repeat the same pulls and pushes in one process; return the largest difference of a parameter."""
+        replayed, pulled = Server(model), {}
         trainer_batches = [batches(data, trainer, num_trainers) for trainer in range(num_trainers)]
-        for trainer, what in self.events:
-            if what == "pull":
-                pulled[trainer] = again.pull(trainer)
+        for trainer, event in self.events:
+            if event == "pull":
+                pulled[trainer] = replayed.pull(trainer)
             else:
-                again.push(trainer, *gradient(model, pulled[trainer], next(trainer_batches[trainer])))
-        return (self.flat - again.flat).abs().max().item()
+                replayed.push(trainer, *gradient(model, pulled[trainer], next(trainer_batches[trainer])))
+        return (self.flat - replayed.flat).abs().max().item()
 
 
-server = None  # in the process that is the server; what trainers call are functions, which RPC finds by their names
+server = None  # set in the server's process. Trainers call the functions below, which RPC finds by name
 
 
 def pull(trainer):
@@ -106,8 +106,8 @@ def finish(trainer):
 
 
 def connect(name, rank, world_size, init_method):
-    """Meet the others. Each call ends after a minute, where the other side hangs."""
-    for variable in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):  # else: the address of this host's name
+    """Connect to the other processes. A call fails after a minute."""
+    for variable in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):  # the default is an address that the network can reach
         os.environ.setdefault(variable, "lo")
     options = rpc.TensorPipeRpcBackendOptions(
         num_worker_threads=world_size + 1, rpc_timeout=60, init_method=init_method
@@ -116,7 +116,7 @@ def connect(name, rank, world_size, init_method):
 
 
 def train(trainer, num_trainers, init_method, dtype):
-    """A process: pull, compute, push, as fast as it can."""
+    """Run a trainer: pull, compute, push, without waiting for other trainers."""
     torch.set_num_threads(1)
     data, model = load(dtype)[0], build().to(dtype)
     connect(f"trainer{trainer}", trainer + 1, num_trainers + 1, init_method)
@@ -125,17 +125,17 @@ def train(trainer, num_trainers, init_method, dtype):
             flat = rpc.rpc_sync("server", pull, (trainer,))
             rpc.rpc_sync("server", push, (trainer, *gradient(model, flat, batch)))
         rpc.rpc_sync("server", finish, (trainer,))
-    except RuntimeError as error:  # no answer to a call, or an error that the server raised
+    except RuntimeError as error:  # no answer, or an exception of the server
         sys.stderr.write(f"trainer {trainer}: the server is gone: {str(error).splitlines()[0]}\n")
-    os._exit(0)  # rpc.shutdown() would wait for those that are dead
+    os._exit(0)  # rpc.shutdown() would wait for dead processes
 
 
 def main():
     global server
     parser = argparse.ArgumentParser()
     parser.add_argument("--trainers", type=int, default=3)
-    parser.add_argument("--replay", action="store_true", help="do the same updates in one process, and compare")
-    parser.add_argument("--float64", action="store_true", help="so that the replay is compared to the last digits")
+    parser.add_argument("--replay", action="store_true", help="repeat the updates in one process and compare")
+    parser.add_argument("--float64", action="store_true", help="compare the replay to the last digits")
     args = parser.parse_args()
     name, dtype = Path(__file__).name, torch.float64 if args.float64 else torch.float32
     if args.trainers < 1:
@@ -150,7 +150,9 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         init_method = f"file://{folder}/init_method"
         arguments = [(trainer, args.trainers, init_method, dtype) for trainer in range(args.trainers)]
-        trainers = [mp.get_context("spawn").Process(target=train, args=some, daemon=True) for some in arguments]
+        trainers = [
+            mp.get_context("spawn").Process(target=train, args=trainer_args, daemon=True) for trainer_args in arguments
+        ]
         for process in trainers:
             process.start()
         connect("server", 0, args.trainers + 1, init_method)
@@ -158,7 +160,7 @@ def main():
             process.join()
     lost = [trainer for trainer in range(args.trainers) if trainer not in server.done]
     for trainer in lost:
-        sys.stderr.write(f"{name}: trainer {trainer} died ({trainers[trainer].exitcode}); the others went on\n")
+        sys.stderr.write(f"{name}: trainer {trainer} died ({trainers[trainer].exitcode}); the others continued\n")
     if args.float64:
         for update, loss in enumerate(server.losses):
             print(f"update {update} loss {loss}")
@@ -170,7 +172,7 @@ def main():
     vector_to_parameters(server.flat, model.parameters())
     images, labels = eval_data.tensors
     print(f"top1 {(model(images).argmax(1) == labels).double().mean().item():.4f}", flush=True)
-    os._exit(1 if len(lost) == args.trainers else 0)  # as the trainers end
+    os._exit(1 if len(lost) == args.trainers else 0)  # see the end of train()
 
 
 if __name__ == "__main__":

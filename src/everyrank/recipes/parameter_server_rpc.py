@@ -1,25 +1,26 @@
-"""Parameter server over torch.distributed.rpc: trainers call functions of the server. Synchronous.
+"""Synchronous parameter server over torch.distributed.rpc: trainers call functions of the server.
 
 Run: torchrun --standalone --nproc-per-node 3 parameter_server_rpc.py
 
     trainer                                    server
     rpc_sync(pull)         ── call ──►         returns the parameters
                            ◄─ result ─
-    rpc_sync(push, ..)     ── call ──►         waits for the other trainers, makes one update of what all pushed
+    rpc_sync(push, ..)     ── call ──►         waits for all trainers, makes one update
                            ◄─ result ─
 
 Holds     the server: parameters, gradients, optimizer state; a trainer: parameters and gradients
 Travels   per update, between the server and each trainer: the parameters as the result of a call, the gradients as an
-          argument, with the sum of the loss and its number of samples in two elements more
-Use when  hardly ever in place of DDP; RPC is in maintenance, and parameter_server.py does the same without it
+          argument, with the sum of the loss and the number of samples as two more elements
+Use when  you want to see RPC. DDP is better for training; RPC is in maintenance; parameter_server.py works without it
 
-Trusted networks only: RPC unpickles what it receives, so whoever can reach its port runs code here. It listens on the
-loopback interface; across hosts set TP_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to that of a private network.
+Trusted networks only: RPC unpickles what it receives, so anyone who reaches its port can run code. It listens on the
+loopback interface; across hosts set TP_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the interface of a private network.
 
 What goes wrong:
-- A call that waits holds a thread of the server: with fewer threads than trainers the last push is never read.
-- rpc.shutdown() waits until everyone has called it: not for a training that has to survive the death of a trainer.
-- CUDA tensors need device_map in the options of every caller; here what travels is on the CPU.
+- A waiting call keeps a thread of the server: with fewer threads than trainers, the last push is never read.
+- rpc.shutdown() waits until all workers have called it, so it cannot be used if a training has to survive the death of
+  a trainer.
+- To send CUDA tensors, set device_map in the options of every caller; this script sends CPU tensors.
 """
 
 import argparse
@@ -51,7 +52,7 @@ class Server:
         self.changed = threading.Condition()
 
     def push(self, trainer, message):
-        """Returns when the update that this push is a part of has been made."""
+        """Add a gradient; return when the update that it belongs to is done."""
         with self.changed:
             update = self.num_updates
             self.pushed[trainer] = message
@@ -61,7 +62,7 @@ class Server:
             self.changed.wait_for(lambda: self.num_updates > update)
 
     def make_update(self):
-        pushed = [self.pushed[trainer] for trainer in sorted(self.pushed)]  # sums are the same in every run
+        pushed = [self.pushed[trainer] for trainer in sorted(self.pushed)]  # the same order of additions in every run
         *gradient, loss, count = sum(pushed).split([*(p.numel() for p in self.parameters), 1, 1])
         for parameter, values in zip(self.parameters, gradient, strict=True):
             parameter.grad = values.view_as(parameter) / count  # a sum over samples of all trainers, divided once
@@ -71,7 +72,7 @@ class Server:
         self.num_updates += 1
 
 
-server = None  # in the process that is the server; what trainers call are functions, which RPC finds by their names
+server = None  # set in the server's process. Trainers call the functions below, which RPC finds by name
 
 
 def pull():
@@ -110,13 +111,13 @@ def main():
     rank, world_size = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
     num_trainers = world_size - 1
     if num_trainers < 1:
-        raise SystemExit("start it by torchrun: rank 0 is the server, the other ranks are trainers")
-    for name in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):  # else they listen on the address of this host's name
+        raise SystemExit("start it with torchrun and 2 or more ranks: rank 0 is the server, the others are trainers")
+    for name in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):  # the default is an address that the network can reach
         os.environ.setdefault(name, "lo")
     train_data, eval_data = load(dtype)
     model = build().to(dtype)
     if rank == 0:
-        server = Server(model, num_trainers)  # before anyone can call it
+        server = Server(model, num_trainers)  # before a trainer can call it
     # Address and ranks come from torchrun, in the environment. The timeout ends a call to a process that hangs.
     options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=world_size + 1, rpc_timeout=300)
     name = "server" if rank == 0 else f"trainer{rank}"

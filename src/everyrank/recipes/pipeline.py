@@ -32,7 +32,7 @@ from digits import load, print_losses
 EPOCHS = 2
 BATCH = 64  # samples per update
 SEED = 0
-MICRO_BATCHES = 7  # of 10 samples and six times 9
+MICRO_BATCHES = 7  # one of 10 samples and six of 9
 
 
 def build():
@@ -127,12 +127,11 @@ def main():
     args = parser.parse_args()
     dtype = torch.float64 if args.float64 else torch.float32
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "0"))
-    most = len(build())
-    if not 1 <= world_size <= most:
+    num_layers = len(build())
+    if not 1 <= world_size <= num_layers:
         if rank == 0:
-            sys.stderr.write(
-                f"{Path(__file__).name}: {world_size} ranks of torchrun: give 1 to {most}, of which each has a layer\n"
-            )
+            message = f"needs 1 to {num_layers} ranks, one layer or more on each, got {world_size}"
+            sys.stderr.write(f"{Path(__file__).name}: {message}\n")
         raise SystemExit(2)
     cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one per rank
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
@@ -151,7 +150,7 @@ def main():
     optimizer = torch.optim.SGD(stage.layers.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
 
     for epoch in range(EPOCHS):
-        generator.manual_seed(SEED + epoch)  # another order in every epoch; the smaller last batch is not dropped
+        generator.manual_seed(SEED + epoch)  # a different order in each epoch; the smaller last batch is kept
         losses = torch.zeros(len(loader), dtype=torch.float64, device=device)
         for index, (images, labels) in enumerate(loader):
             optimizer.zero_grad()

@@ -1,20 +1,21 @@
-"""Point to point: one rank sends, one receives. Blocking or not, both ways at once, with tags, from anyone, in a batch.
+"""Point-to-point communication: send, recv, isend, irecv, tags, recv from any rank, and batch_isend_irecv.
 
 Run: torchrun --standalone --nproc-per-node 3 point_to_point.py
 
-Holds     one small tensor, on every rank; nothing is trained, and each result is checked
-Travels   from the rank that sends to the rank that it names; no other rank notices
-Use when  one rank has what one other needs: stages of a pipeline, neighbours on a ring or a grid, a queue of work
+Holds     one small tensor, on every rank. It trains nothing, and checks each result
+Travels   one tensor from one rank to another; the other ranks do not take part
+Use when  one rank needs data of one other rank: stages of a pipeline, neighbours in a ring or grid, a work queue
 
 What goes wrong:
-- send() returns when the other has received (over MPI, for small tensors, it may return before: do not count on it).
-  Two ranks that both send first wait for each other until the timeout, and so do all ranks of a ring. Start the send
-  with isend(), receive, then wait(); or let every other rank receive first.
-- Between isend() and wait() the tensor belongs to the transfer: do not write into what is sent, do not read what is
-  received. A work whose wait() was never called may be unfinished when its tensor is gone.
-- Shape and dtype do not travel. Both sides have to know them, or send them first; and only contiguous tensors go.
-- NCCL knows neither tags nor "from anyone", and there two transfers both ways have to be one batch_isend_irecv.
-- These functions count ranks of the whole world. Inside a group: group=..., group_src=..., group_dst=...
+- send() blocks until the receiver has received. (Over MPI it may return earlier for small tensors; do not rely on it.)
+  If two ranks both send first, both wait until the timeout; so do all ranks of a ring. Start the send with isend(),
+  receive, then call wait(). Or let every second rank receive first.
+- Between isend() or irecv() and wait(), do not write to the sent tensor and do not read the received one. Always call
+  wait(): otherwise the tensor may be freed before the transfer is done.
+- Shape and dtype are not sent: both sides have to know them, or send them first. Tensors have to be contiguous.
+- NCCL supports neither tags nor recv from any rank. With NCCL, put transfers in both directions into one
+  batch_isend_irecv.
+- Ranks are those of the whole world. Within a group use group=..., group_src=..., group_dst=...
 """
 
 import os
@@ -29,82 +30,85 @@ import torch.distributed as dist
 num_checked = 0
 
 
-def check(what, found, right):
-    """Ends this rank with status 1 where a result is not what it has to be; torchrun then ends the others."""
+def check(name, result, expected):
+    """End this rank with status 1 if a result is wrong; torchrun then ends the other ranks."""
     global num_checked
     num_checked += 1
-    if found != right:
-        sys.stderr.write(f"{Path(__file__).name}: rank {dist.get_rank()}: {what}: got {found}, not {right}\n")
+    if result != expected:
+        sys.stderr.write(f"{Path(__file__).name}: rank {dist.get_rank()}: {name}: got {result}, not {expected}\n")
         raise SystemExit(1)
 
 
-def say(name, text):
+def print_on_rank_0(name, text):
     if dist.get_rank() == 0:
         print(f"{name:<18}  {text}", flush=True)
 
 
-def pass_from_hand_to_hand(rank, world_size):
-    """send and recv, which block. Each rank adds 1 and passes on, so there is always one that receives already.
+def send_and_recv(rank, world_size):
+    """send and recv, which block. Each rank receives, adds 1 and sends, so a receiver is always waiting.
 
     rank 0 --0--> rank 1 --1--> rank 2 --2--> rank 0
     """
     tensor = torch.zeros(1)
     if rank > 0:
         dist.recv(tensor, src=rank - 1)
-        check("recv from the rank before", tensor.item(), rank - 1)
+        check("recv from the previous rank", tensor.item(), rank - 1)
         tensor += 1
     dist.send(tensor, dst=(rank + 1) % world_size)
     if rank == 0:
         dist.recv(tensor, src=world_size - 1)
-        check("what went around", tensor.item(), world_size - 1)
-    say("send, recv", f"a zero went around, and every other rank added 1: it came back as {tensor.item():g}")
+        check("value after one round", tensor.item(), world_size - 1)
+    print_on_rank_0("send, recv", f"rank 0 sent 0, each other rank added 1, and it came back as {tensor.item():g}")
 
 
-def all_send_first(rank, world_size):
-    """Why two blocking sends wait for each other: a send is not done before the other side receives.
+def isend_before_recv(rank, world_size):
+    """Why ranks that all call send first deadlock: a send is not done before the other side receives.
 
-    rank 0: send(to 1) ... never gets to its recv        rank 1: send(to 0) ... never gets to its recv
+    rank 0: send(to 1) never returns, so recv is never called        rank 1: send(to 0) never returns
 
-    isend shows it without the wait: it is unfinished for as long as nobody receives.
+    isend shows this without a deadlock: it stays unfinished until the receiver calls recv.
     """
     sent, received = torch.tensor([float(rank)]), torch.zeros(1)
     sending = dist.isend(sent, dst=(rank + 1) % world_size)
     time.sleep(0.2)
-    check("isend done before anybody receives", sending.is_completed(), False)
-    dist.barrier()  # all have looked
+    check("isend done before recv", sending.is_completed(), False)
+    dist.barrier()  # until all ranks have checked
     dist.recv(received, src=(rank - 1) % world_size)
     sending.wait()
     check("recv after isend", received.item(), (rank - 1) % world_size)
-    say("all send first", "0.2 s later no send was done: send() would still wait. One recv on each rank, and all were")
+    print_on_rank_0(
+        "isend before recv",
+        "unfinished after 0.2 s, where send() would still block; finished after a recv on each rank",
+    )
 
 
 def exchange_both_ways(rank, world_size):
-    """isend and irecv: both are under way at once, and this rank computes meanwhile.
+    """isend and irecv: all transfers run at the same time, while this rank computes.
 
-    rank 0 <---> rank 1 <---> rank 2 <---> rank 0        each with both of its neighbours, as at the edges of a grid
+    rank 0 <---> rank 1 <---> rank 2 <---> rank 0        each rank with both neighbours, as in a grid
     """
-    after, before = (rank + 1) % world_size, (rank - 1) % world_size
-    own = torch.tensor([rank, rank + 10])
-    from_before, from_after = torch.zeros_like(own[:1]), torch.zeros_like(own[:1])
+    following, previous = (rank + 1) % world_size, (rank - 1) % world_size
+    sent = torch.tensor([rank, rank + 10])
+    from_previous, from_following = torch.zeros_like(sent[:1]), torch.zeros_like(sent[:1])
     works = [
-        dist.isend(own[1:], dst=after, tag=1),
-        dist.isend(own[:1], dst=before, tag=2),  # with two ranks both neighbours are one: the tags tell what is what
-        dist.irecv(from_before, src=before, tag=1),
-        dist.irecv(from_after, src=after, tag=2),
+        dist.isend(sent[1:], dst=following, tag=1),
+        dist.isend(sent[:1], dst=previous, tag=2),  # tags matter with two ranks: both neighbours are the same rank
+        dist.irecv(from_previous, src=previous, tag=1),
+        dist.irecv(from_following, src=following, tag=2),
     ]
-    computed = sum(range(1000))  # anything that touches none of these tensors
+    computed = sum(range(1000))  # any work that does not use these tensors
     for work in works:
         work.wait()
-    check("irecv from both neighbours", [*from_before.tolist(), *from_after.tolist()], [before + 10, after])
-    check("computed meanwhile", computed, 499500)
-    say(
+    check("irecv from both neighbours", [*from_previous.tolist(), *from_following.tolist()], [previous + 10, following])
+    check("computed during the transfers", computed, 499500)
+    print_on_rank_0(
         "isend, irecv",
-        f"four transfers on each rank at once: {from_before.item()} from before, {from_after.item()} from after",
+        f"four transfers on each rank at once: got {from_previous.item()} and {from_following.item()}",
     )
 
 
 def receive_by_tag(rank, _):
-    """With different tags messages are taken in the order in which they are asked for; with one tag, as they were sent.
+    """recv takes the next message with its tag. Messages with the same tag arrive in the order in which they were sent.
 
     rank 0: 100 with tag 1, 101 with tag 1, 200 with tag 2        rank 1: recv tag 2, recv tag 1, recv tag 1
     """
@@ -113,22 +117,22 @@ def receive_by_tag(rank, _):
         for work in works:
             work.wait()
     if rank == 1:
-        found = []
+        values = []
         for tag in (2, 1, 1):
             received = torch.zeros(1, dtype=torch.int64)
             dist.recv(received, src=0, tag=tag)
-            found.append(received.item())
-        check("tag 2 asked for first, then tag 1 twice", found, [200, 100, 101])
-    say(
+            values.append(received.item())
+        check("recv with tag 2, then tag 1 twice", values, [200, 100, 101])
+    print_on_rank_0(
         "tag",
-        "sent 100 and 101 with tag 1, then 200 with tag 2; rank 1 took 200 first, then 100 and 101 in their order",
+        "rank 0 sent 100 and 101 with tag 1, then 200 with tag 2; rank 1 received 200 first, then 100 and 101",
     )
 
 
-def receive_from_anyone(rank, world_size):
-    """recv without src takes what comes first, and returns from whom: a queue of work, without a fixed order.
+def receive_from_any_rank(rank, world_size):
+    """recv without src takes the first message that arrives and returns its sender, as in a work queue.
 
-    rank 1 --1--> rank 0 <--4-- rank 2        the answers are the squares
+    rank 1 --1--> rank 0 <--4-- rank 2        answers: the squares of the ranks
     """
     if rank > 0:
         dist.send(torch.tensor([rank**2]), dst=0)
@@ -138,13 +142,13 @@ def receive_from_anyone(rank, world_size):
         received = torch.zeros(1, dtype=torch.int64)
         source = dist.recv(received)
         answers[source] = received.item()
-    check("answers by the rank that gave them", answers, {source: source**2 for source in range(1, world_size)})
-    order = ", ".join(f"{answer} by rank {source}" for source, answer in answers.items())
-    say("from anyone", f"rank 0 asked for the squares of the ranks and got, as they came: {order}")
+    check("answers by rank", answers, {source: source**2 for source in range(1, world_size)})
+    order = ", ".join(f"{answer} from rank {source}" for source, answer in answers.items())
+    print_on_rank_0("recv from any rank", f"rank 0 received, in the order of arrival: {order}")
 
 
 def exchange_in_a_batch(rank, world_size):
-    """batch_isend_irecv: one call that starts all of them. NCCL needs this, other backends do the same with it.
+    """batch_isend_irecv: one call starts several transfers. NCCL needs it; it works with every backend.
 
     rank 0 --> rank 1 --> rank 2 --> rank 0
     """
@@ -155,33 +159,33 @@ def exchange_in_a_batch(rank, world_size):
     ]
     for work in dist.batch_isend_irecv(operations):
         work.wait()
-    check("all that came in the batch", received.unique().tolist(), [(rank - 1) % world_size])
-    say(
+    check("received in the batch", received.unique().tolist(), [(rank - 1) % world_size])
+    print_on_rank_0(
         "batch_isend_irecv",
-        f"each rank to the next one, at once: rank 0 has 1000 numbers of rank {received[0].item():g}",
+        f"each rank sent to the next one; rank 0 received 1000 numbers of rank {received[0].item():g}",
     )
 
 
 def main():
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "0"))
     if world_size < 2:
-        sys.stderr.write(f"{Path(__file__).name}: {world_size} ranks of torchrun: give 2 or more, that one can send\n")
+        sys.stderr.write(f"{Path(__file__).name}: needs 2 or more ranks, got {world_size}: start it with torchrun\n")
         raise SystemExit(2)
-    # Address and ranks come from torchrun. The timeout ends what would wait for ever.
+    # Address and ranks come from torchrun. The timeout ends a deadlock.
     dist.init_process_group("gloo", timeout=timedelta(minutes=2))
-    for lesson in (
-        pass_from_hand_to_hand,
-        all_send_first,
+    for example in (
+        send_and_recv,
+        isend_before_recv,
         exchange_both_ways,
         receive_by_tag,
-        receive_from_anyone,
+        receive_from_any_rank,
         exchange_in_a_batch,
     ):
-        lesson(rank, world_size)
-        dist.barrier()  # so that what one lesson sends is not received by the next
+        example(rank, world_size)
+        dist.barrier()  # so that a message of one example is not received by the next
     total = torch.tensor([num_checked])
     dist.all_reduce(total)
-    say("", f"{total.item()} results on {world_size} ranks, all right")
+    print_on_rank_0("", f"{total.item()} results on {world_size} ranks, all correct")
     time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
     dist.destroy_process_group()
 

@@ -1,21 +1,21 @@
-"""Process groups: collectives among some of the ranks, and a mesh of two axes, with a group along each row and column.
+"""Process groups: collectives of some of the ranks, and a two-dimensional mesh with a group for each row and column.
 
 Run: torchrun --standalone --nproc-per-node 4 process_groups.py
 
-Holds     a number, on every rank; nothing is trained
-Travels   sums, inside the group that they are for; ranks of other groups neither wait nor notice
-Use when  ranks differ in what they do: tensor parallel inside a host, data parallel between hosts, stages of a pipeline
+Holds     a number, on every rank; it trains nothing
+Travels   sums within a group; ranks of other groups do not wait
+Use when  ranks have different roles: tensor parallel within a host, data parallel between hosts, pipeline stages
 
 What goes wrong:
-- new_group() has to be called by every rank of the world, for every group, in the same order; by those that are not in
-  it, too. `if rank in members: dist.new_group(members)` waits for them until the timeout.
-- Those outside get NON_GROUP_MEMBER, which is no group: a collective on it warns, and does nothing.
-- use_local_synchronization=True is the way out: only the members call it. Ranks that are in several groups have to make
-  them in one order, else they wait for each other.
-- A rank has one number in the world and another in each group. src= and dst= take that of the world, group_src= and
-  group_dst= that of the group: with the wrong one of the two, somebody else is meant, or nobody.
-- Groups cost connections and memory: make them once, before the training, not in every step.
-- One timeout for each group: new_group(timeout=...) does not inherit that of init_process_group.
+- Every rank of the world has to call new_group() for every group, in the same order, also ranks that are not members.
+  `if rank in members: dist.new_group(members)` waits for the other ranks until the timeout.
+- Ranks outside the group get NON_GROUP_MEMBER. A collective on it prints a warning and does nothing.
+- With use_local_synchronization=True only the members call new_group(). A rank of several groups has to create them in
+  the same order as the other members; otherwise they wait for each other.
+- A rank has a global rank and a rank in each group. src= and dst= take the global rank, group_src= and group_dst= the
+  rank in the group. The wrong one selects a different rank, or one that does not exist.
+- Groups cost connections and memory: create them once, before the training.
+- new_group() does not inherit the timeout of init_process_group: pass timeout=... for each group.
 """
 
 import math
@@ -33,125 +33,129 @@ TIMEOUT = timedelta(minutes=2)
 num_checked = 0
 
 
-def check(what, found, right):
-    """Ends this rank with status 1 where a result is not what it has to be; torchrun then ends the others."""
+def check(name, result, expected):
+    """End this rank with status 1 if a result is wrong; torchrun then ends the other ranks."""
     global num_checked
     num_checked += 1
-    if found != right:
-        sys.stderr.write(f"{Path(__file__).name}: rank {rank}: {what}: got {found}, not {right}\n")
+    if result != expected:
+        sys.stderr.write(f"{Path(__file__).name}: rank {rank}: {name}: got {result}, not {expected}\n")
         raise SystemExit(1)
 
 
-def say(text, own=None):
-    """Rank 0 prints a title, and a line of each rank under it. Itself a collective: every rank calls it."""
+def print_on_rank_0(heading, local_line=None):
+    """Print a heading and a line for each rank. A collective with `local_line`: every rank calls it."""
     lines = [None] * world_size
-    if own is not None:
-        dist.all_gather_object(lines, own)
+    if local_line is not None:
+        dist.all_gather_object(lines, local_line)
     if rank == 0:
-        print(text, *(f"    rank {sender}: {line}" for sender, line in enumerate(lines) if line), sep="\n", flush=True)
+        print(
+            heading, *(f"    rank {sender}: {line}" for sender, line in enumerate(lines) if line), sep="\n", flush=True
+        )
 
 
-def total(value, group=None):
-    """The sum of what the ranks of the group bring."""
+def sum_over_ranks(value, group=None):
+    """Return the sum of `value` over the ranks of the group."""
     tensor = torch.tensor([value], dtype=torch.int64, device=device)
     dist.all_reduce(tensor, group=group)
     return tensor.item()
 
 
-def one_group_by_hand():
-    """new_group: every rank calls it, in the group or not.
+def new_group_of_even_ranks():
+    """new_group: every rank calls it, member or not.
 
-    world  0 1 2 3        group of the even ranks  0 . 2 .        their numbers in it  0 . 1 .
+    world  0 1 2 3        group of the even ranks  0 . 2 .        ranks in the group  0 . 1 .
     """
     even = list(range(0, world_size, 2))
     group = dist.new_group(even, timeout=TIMEOUT)
     if rank not in even:
-        check("what a rank outside gets", group, dist.GroupMember.NON_GROUP_MEMBER)
-        say("new_group, of the even ranks", "not in it; it called new_group all the same")
+        check("group on other ranks", group, dist.GroupMember.NON_GROUP_MEMBER)
+        print_on_rank_0("new_group of the even ranks", "not a member, but it has to call new_group, too")
         return
-    number = dist.get_rank(group)
-    check("number in the group", number, rank // 2)
-    check("number in the world", dist.get_global_rank(group, number), rank)
+    group_rank = dist.get_rank(group)
+    check("rank in the group", group_rank, rank // 2)
+    check("global rank", dist.get_global_rank(group, group_rank), rank)
     check("ranks of the group", dist.get_process_group_ranks(group), even)
-    found = total(rank, group)
-    check("sum of the even ranks", found, sum(even))
-    # The last of the group sends to all of it: by its number in the group, which in the world is another one.
+    group_sum = sum_over_ranks(rank, group)
+    check("sum of the even ranks", group_sum, sum(even))
+    # The last member broadcasts. group_src is its rank in the group, which differs from its global rank.
     tensor = torch.tensor([rank], device=device)
     dist.broadcast(tensor, group=group, group_src=len(even) - 1)
-    check("broadcast by a number of the group", tensor.item(), even[-1])
-    say("new_group, of the even ranks", f"number {number} of {len(even)} in it; the sum of its ranks is {found}")
+    check("broadcast from group_src", tensor.item(), even[-1])
+    print_on_rank_0(
+        "new_group of the even ranks", f"rank {group_rank} of {len(even)} in the group; sum of its ranks: {group_sum}"
+    )
 
 
-def all_groups_at_once():
-    """new_subgroups_by_enumeration: several groups that share no rank, and each rank gets its own.
+def several_groups():
+    """new_subgroups_by_enumeration: creates several disjoint groups; each rank gets the group that it belongs to.
 
     world  0 1 2 3        groups  [0 1] [2 3]        sums  1 1 5 5
     """
     half = math.ceil(world_size / 2)
-    members = [part for part in (list(range(half)), list(range(half, world_size))) if part]
-    own, groups = dist.new_subgroups_by_enumeration(members, timeout=TIMEOUT)
-    mine = members[rank // half]
-    check("groups", len(groups), len(members))
-    check("ranks of the own group", dist.get_process_group_ranks(own), mine)
-    found = total(rank, own)
-    check("sum of the own half", found, sum(mine))
-    say(f"new_subgroups_by_enumeration, {members}", f"in {mine}, whose sum is {found}")
+    halves = [ranks for ranks in (list(range(half)), list(range(half, world_size))) if ranks]
+    group, groups = dist.new_subgroups_by_enumeration(halves, timeout=TIMEOUT)
+    members = halves[rank // half]
+    check("groups", len(groups), len(halves))
+    check("ranks of the group", dist.get_process_group_ranks(group), members)
+    group_sum = sum_over_ranks(rank, group)
+    check("sum of the group", group_sum, sum(members))
+    print_on_rank_0(f"new_subgroups_by_enumeration, {halves}", f"in {members}; sum of its ranks: {group_sum}")
 
 
 def mesh_of_two_axes():
-    """init_device_mesh: the ranks as a grid, with a group along each row and one along each column.
+    """init_device_mesh: the ranks as a grid, with a group for each row and each column.
 
                 tensor 0   tensor 1
-    data 0      rank 0     rank 1        rows: ranks that compute one sample together
-    data 1      rank 2     rank 3        columns: ranks that hold the same part of the model, and average gradients
+    data 0      rank 0     rank 1        rows: ranks that compute the same samples together
+    data 1      rank 2     rank 3        columns: ranks with the same part of the model, which average gradients
     """
     num_columns = max(degree for degree in range(1, math.isqrt(world_size) + 1) if world_size % degree == 0)
     shape = (world_size // num_columns, num_columns)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "tensor"))
     row, column = divmod(rank, num_columns)
     check("coordinates", list(mesh.get_coordinate()), [row, column])
-    in_row = [row * num_columns + place for place in range(num_columns)]
-    in_column = [place * num_columns + column for place in range(shape[0])]
-    for axis, right in (("tensor", in_row), ("data", in_column)):
+    in_row = [row * num_columns + index for index in range(num_columns)]
+    in_column = [index * num_columns + column for index in range(shape[0])]
+    for axis, expected in (("tensor", in_row), ("data", in_column)):
         group = mesh.get_group(axis)
-        check(f"ranks along {axis}", dist.get_process_group_ranks(group), right)
-        check(f"number along {axis}", mesh.get_local_rank(axis), right.index(rank))
-        check(f"sum along {axis}", total(rank, group), sum(right))
-    # A sum along one axis and then along the other is the sum of the world.
-    both = total(total(rank, mesh.get_group("tensor")), mesh.get_group("data"))
+        check(f"ranks along {axis}", dist.get_process_group_ranks(group), expected)
+        check(f"rank along {axis}", mesh.get_local_rank(axis), expected.index(rank))
+        check(f"sum along {axis}", sum_over_ranks(rank, group), sum(expected))
+    # The sum along one axis and then along the other is the sum over all ranks.
+    both = sum_over_ranks(sum_over_ranks(rank, mesh.get_group("tensor")), mesh.get_group("data"))
     check("sum along both axes", both, sum(range(world_size)))
-    text = (
-        f"data {row}, tensor {column}: sums {sum(in_row)} in its row, {sum(in_column)} in its column, {both} over both"
+    line = (
+        f"data {row}, tensor {column}: sum {sum(in_row)} in its row, {sum(in_column)} in its column, {both} over both"
     )
-    say(f"init_device_mesh, {shape[0]} x {shape[1]}, axes data and tensor", text)
+    print_on_rank_0(f"init_device_mesh, {shape[0]} x {shape[1]}, axes data and tensor", line)
 
 
 def members_only():
-    """The trap: where only the members call new_group, it waits for the others. With local synchronization it does not.
+    """new_group with use_local_synchronization=True: only the members call it. Otherwise they wait for all ranks.
 
-    rank 0: new_group([0], use_local_synchronization=True)        the others: nothing, they go on
+    rank 0: new_group([0], use_local_synchronization=True)        other ranks: no call
     """
     if rank == 0:
-        alone = dist.new_group([0], timeout=TIMEOUT, use_local_synchronization=True)
-        check("sum of the group of one", total(5, alone), 5)
-    say("new_group, only by its member rank 0: use_local_synchronization=True")
+        group = dist.new_group([0], timeout=TIMEOUT, use_local_synchronization=True)
+        check("sum of the group of one", sum_over_ranks(5, group), 5)
+    print_on_rank_0("new_group, called only by its member rank 0: use_local_synchronization=True")
 
 
 if __name__ == "__main__":
     if "RANK" not in os.environ:
-        sys.stderr.write(f"{Path(__file__).name}: start it by torchrun: its header says how\n")
+        sys.stderr.write(f"{Path(__file__).name}: start it with torchrun: the command is at the top of the file\n")
         raise SystemExit(2)
     cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one per rank
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    # Address and ranks come from torchrun. The timeout ends what would wait for ever. Without device_id: with it NCCL
-    # splits each group from this one, for which it waits for all ranks, also under use_local_synchronization.
+    # Address and ranks come from torchrun. The timeout ends a deadlock. No device_id: with it NCCL would split each
+    # group from this one and wait for all ranks, also with use_local_synchronization.
     dist.init_process_group("nccl" if cuda else "gloo", timeout=TIMEOUT)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    for lesson in (one_group_by_hand, all_groups_at_once, mesh_of_two_axes, members_only):
-        lesson()
-    everything = total(num_checked)
-    say(f"{everything} results on {world_size} ranks, all right")
+    for example in (new_group_of_even_ranks, several_groups, mesh_of_two_axes, members_only):
+        example()
+    total = sum_over_ranks(num_checked)
+    print_on_rank_0(f"{total} results on {world_size} ranks, all correct")
     time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
     dist.destroy_process_group()

@@ -8,12 +8,12 @@ Use when  Ray is how jobs start on your cluster, or the training is one part of 
 
 What to change for your own training:
 - Replace load() and build() of digits.py. BATCH is the batch of all ranks.
-- ray.init() finds the cluster in RAY_ADDRESS, or that of this node, else it starts one here. Name no script ray.py.
+- ray.init() uses the cluster in RAY_ADDRESS or on this node, or starts one. Do not name a script ray.py.
 - On several nodes script and data have to be at the same place on each: shared storage, or what you name in
   ray.init(runtime_env={"working_dir": "."}). GLOO_SOCKET_IFNAME goes there too: {"env_vars": {...}}.
 - Each actor sees its own GPU only, as cuda:0. Where there are fewer GPUs than ranks, all train on CPUs.
-- Ray restarts no actor here: a rank cannot join a group that has begun. To go on after a fault, load a checkpoint in
-  train() and run it all again.
+- Ray does not restart actors here: a rank cannot join a running process group. To recover from a fault, load a
+  checkpoint in train() and start the script again.
 """
 
 import argparse
@@ -34,22 +34,22 @@ from digits import DistributedBatchSampler, build, count_correct, load, print_lo
 
 EPOCHS = 2
 BATCH = 64  # samples per update, over all ranks: more ranks do not change it
-STRATEGY = "PACK"  # on as few nodes as it can; "STRICT_SPREAD" puts each rank on another
-LONGEST = 24 * 3600  # seconds of training, after which a rank that says nothing is given up
+STRATEGY = "PACK"  # as few nodes as possible; "STRICT_SPREAD" uses a different node for each rank
+MAX_SECONDS = 24 * 3600  # of a training; after that it fails
 
 
 @ray.remote
 class Rank:
-    """A process that Ray starts, somewhere in its cluster."""
+    """A process that Ray starts on a node of its cluster."""
 
     def address(self):
-        """Where this rank can listen: the node it is on, and a port that is free there now."""
+        """Return the address of this rank's node and a port that is free now."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
 
     def train(self, rank, world_size, address, dtype):
-        """The losses of the updates of each epoch, and top1."""
+        """Train; return the losses of each epoch, and top1."""
         cuda = bool(ray.get_gpu_ids())
         device = torch.device("cuda", 0) if cuda else torch.device("cpu")
         # The timeout ends the wait for a rank that died.
@@ -104,8 +104,8 @@ def main():
     results = [actor.train.remote(rank, world_size, address, dtype) for rank, actor in enumerate(ranks)]
     running = results
     while running:
-        ended, running = ray.wait(running, timeout=LONGEST)
-        ray.get(ended or running, timeout=60)  # raises what the first rank that failed raised
+        ended, running = ray.wait(running, timeout=MAX_SECONDS)
+        ray.get(ended or running, timeout=60)  # raises the exception of the first failed rank
     losses, top1 = ray.get(results[0])
     for epoch, epoch_losses in enumerate(losses):
         print_losses(epoch, epoch_losses, every_update=args.float64)

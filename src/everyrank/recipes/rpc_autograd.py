@@ -2,25 +2,26 @@
 
 Run: python rpc_autograd.py
 
-Holds     worker `first`: the data and the first part; worker `second`: the second part. Each has its parameters, their
-          gradients and their optimizer state
-Travels   activations to the second part, its scores back, in backward the gradients of both; parameters never. Counted:
-          548 kB an update, half of it calls of `first` to itself, which take the same way as the others
-Use when  parts of a network have to live in other processes and are called like functions. Over devices that are
-          alike, pipeline.py does the same by sends and receives, which are maintained; RPC gets no new features
+Holds     worker `first`: the data and the first part of the model; worker `second`: the second part. Each has the
+          gradients and the optimizer state of its own parameters
+Travels   activations to the second part, logits back, and in backward their gradients; never parameters. Measured:
+          548 kB an update. Half of it are calls of `first` to itself, which RPC sends like any other call
+Use when  parts of a network have to live in other processes and are called like functions. On equal devices use
+          pipeline.py, which sends and receives tensors; torch maintains RPC but adds no features to it
 
 What goes wrong:
-- RPC runs what comes over the network: it unpickles arguments, and calls the function that they name. Whoever reaches
-  its ports can run anything. Here they are on loopback; open them (TP_SOCKET_IFNAME=eth0) on trusted networks only.
-- loss.backward() goes as far as this process. dist_autograd.backward(context, [loss]) follows the graph to the others.
-- Gradients are not in parameter.grad but in the context, one for each update: nothing to set to zero, and an ordinary
-  optimizer would find nothing. DistributedOptimizer runs an SGD where each parameter lives.
-- backward waits for a gradient for each tensor that a call has carried and that needs one. What is not a part of the
-  loss (an output that nobody uses, a detach() in between) keeps it waiting until TIMEOUT.
-- Only the name of a function travels: it has to be at the top of a file that both sides have.
-- Every call ends after TIMEOUT. What waits longer is rpc.shutdown() of a worker that serves: until all have come there.
-  The process that starts the workers watches them: one that is killed ends all, and the last line names it; Ctrl-C
-  ends all, too. Before that line RPC may print what calls to the lost worker came to.
+- RPC unpickles arguments and calls the function that a message names: anyone who reaches its ports can run code.
+  Here it listens on loopback. Set another interface (TP_SOCKET_IFNAME=eth0) on trusted networks only.
+- loss.backward() stops at the border of this process. dist_autograd.backward(context, [loss]) follows the graph across
+  processes.
+- Gradients are stored in the context, not in parameter.grad, with a new context for each update: there is nothing to
+  set to zero, and an ordinary optimizer sees no gradient. DistributedOptimizer runs SGD on the owner of a parameter.
+- backward waits for the gradient of each tensor that was sent in a call and requires one. A tensor that does not reach
+  the loss (an unused output, a detach() in between) keeps it waiting until TIMEOUT.
+- RPC sends functions by name: define them at the top of a file that both sides have.
+- A call fails after TIMEOUT seconds. Only rpc.shutdown() waits longer, until all workers have called it.
+- The parent process watches the workers. If one is killed, it ends the others and names the lost worker in the last
+  line; RPC may print errors of failed calls before it. Ctrl-C ends all workers.
 """
 
 import argparse
@@ -43,27 +44,27 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from digits import build, load, print_losses
 
-WORKERS = ["first", "second"]  # their names, by rank
-TIMEOUT = 60  # seconds for the answer to a call
+WORKERS = ["first", "second"]  # the name of each rank
+TIMEOUT = 60  # seconds until a call fails
 EPOCHS = 2
 BATCH = 64  # samples per update
 SEED = 0
 
 
-# --- called by name, on the worker that has the part
+# --- called on the worker that has the part
 
 
 class SGD(optim.SGD):
-    """A subclass, because DistributedOptimizer replaces torch's own class by a TorchScript version (deprecated)."""
+    """A subclass, because DistributedOptimizer replaces torch.optim.SGD by a deprecated TorchScript version."""
 
 
 def make_part(start, stop, dtype):
-    """Layers from start to stop. All are made, so that each part draws the weights that it has in the whole."""
+    """Return the layers from start to stop. It builds all layers, so that they get the weights of the whole network."""
     return build()[start:stop].to(dtype)
 
 
 def refer_to_parameters(part):
-    """An RRef to each parameter of a part that lives here: a reference that travels, while its value stays."""
+    """Return an RRef to each parameter of a local part: other workers get the reference, not the values."""
     return [rpc.RRef(parameter) for parameter in part.local_value().parameters()]
 
 
@@ -74,7 +75,7 @@ def train(dtype):
     train_data, eval_data = load(dtype)
     generator = torch.Generator()
     loader = DataLoader(train_data, BATCH, sampler=RandomSampler(train_data, generator=generator))
-    # remote() makes something over there and returns an RRef to it at once; here, it is there and here in one.
+    # remote() creates an object on the named worker and returns an RRef at once. "first" is this worker.
     first = rpc.remote("first", make_part, (0, 2, dtype))
     second = rpc.remote("second", make_part, (2, None, dtype))
     parameters = [
@@ -86,10 +87,10 @@ def train(dtype):
         return second.rpc_sync().forward(first.rpc_sync().forward(images))
 
     for epoch in range(EPOCHS):
-        generator.manual_seed(SEED + epoch)  # another order in every epoch; the smaller last batch is not dropped
+        generator.manual_seed(SEED + epoch)  # a different order in each epoch; the smaller last batch is kept
         losses = []
         for images, labels in loader:
-            # Inside of the context each call notes, on both sides, that the graph goes on over there.
+            # Within the context, both sides of each call record that the graph continues on the other worker.
             with dist_autograd.context() as context:
                 loss = F.cross_entropy(model(images), labels)
                 dist_autograd.backward(context, [loss])
@@ -105,28 +106,28 @@ def train(dtype):
 
 
 def work(rank, init_method, dtype):
-    """What each process runs; spawn passes its rank first."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once, wherever RPC waits
-    warnings.filterwarnings("ignore", "You are using a Backend")  # what init_rpc says of itself
-    logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)  # it misses TorchScript
+    """Run one worker; torch.multiprocessing.spawn passes its rank as the first argument."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the worker at once, also while RPC waits
+    warnings.filterwarnings("ignore", "You are using a Backend")  # a warning of init_rpc
+    logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)  # it warns about TorchScript
     torch.set_num_threads(max(1, os.cpu_count() // len(WORKERS)))
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    for variable in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):  # of the calls; of what init_rpc exchanges
-        os.environ.setdefault(variable, loopback)  # else the address of the host's name, open to its network
+    for variable in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):  # for calls; for the rendezvous of init_rpc
+        os.environ.setdefault(variable, loopback)  # the default is an address that the network can reach
     options = rpc.TensorPipeRpcBackendOptions(init_method=init_method, rpc_timeout=TIMEOUT)
     rpc.init_rpc(WORKERS[rank], rank=rank, world_size=len(WORKERS), rpc_backend_options=options)
     if rank == 0:
         train(dtype)
-    rpc.shutdown()  # answers calls until every worker has come here
+    rpc.shutdown()  # answers calls until every worker has called it
 
 
 def start(*arguments):
-    """One process for each worker. The first that fails ends all of them; one that is killed is named in one line."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else those that are left list the calls that they miss
+    """Start one process per worker. If one fails, end the others; name a killed worker in one line."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # otherwise the other workers log every failed call
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory() as folder:
-        init_method = Path(folder, "workers").as_uri()  # where they find each other: no port has to be free
+        init_method = Path(folder, "workers").as_uri()  # a file as rendezvous, so that no port has to be free
         spawned = multiprocessing.spawn(work, (init_method, *arguments), len(WORKERS), join=False)
         try:
             while not spawned.join():

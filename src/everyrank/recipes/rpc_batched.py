@@ -1,25 +1,24 @@
-"""Batched RPC (async_execution): a server answers no trainer before the gradients of all are there; then all at once.
+"""Batched RPC (async_execution): a server answers all trainers at once, after the gradients of the last have arrived.
 
 Run: python rpc_batched.py
 
 Holds     the server: parameters and optimizer state; each trainer: a copy of the parameters, gradients of its samples
-Travels   each update, from each trainer its gradients to the server, and the new parameters back. Counted: 428 kB an
-          update, where four times the 104 kB of parameters are 416
-Use when  one process has to collect what others ask for and do it in one go: gradients, as here, or the inputs of a
-          model that is faster on a batch. For plain training take ddp_torchrun.py: no server has to carry everything
+Travels   in each update, gradients from each trainer to the server, and the new parameters back. Measured: 428 kB an
+          update, of which 416 kB are tensors (4 times the 104 kB of parameters)
+Use when  one process has to collect the requests of others and process them together: gradients, as here, or the
+          inputs of a model that is faster on a batch. For plain training use ddp_torchrun.py, without a server
 
 What goes wrong:
-- RPC runs what comes over the network: it unpickles arguments, and calls the function that they name. Whoever reaches
-  its ports can run anything. Here they are on loopback; open them (TP_SOCKET_IFNAME=eth0) on trusted networks only.
-- A call that waits inside of a server keeps one of its threads (16): with more trainers than that it stands still for
-  ever. A function marked async_execution returns a Future instead, its thread is free, and the answer leaves when
-  somebody calls set_result.
-- Two trainers' calls run at the same time: what they change is under a lock.
-- Take the Future of this batch before a new one is put in its place: the last to come does both.
-- Gradients are added by the trainer's number, not as they arrive: from three trainers on, rounding would differ.
-- Every call ends after TIMEOUT. What waits longer is rpc.shutdown() of a worker that serves: until all have come there.
-  The process that starts the workers watches them: one that is killed ends all, and the last line names it; Ctrl-C
-  ends all, too. Before that line RPC may print what calls to the lost worker came to.
+- RPC unpickles arguments and calls the function that a message names: anyone who reaches its ports can run code.
+  Here it listens on loopback. Set another interface (TP_SOCKET_IFNAME=eth0) on trusted networks only.
+- A call that waits on the server keeps one of its 16 threads: more than 16 trainers would wait forever. A function
+  marked async_execution returns a Future and frees its thread; the server answers when set_result is called.
+- Calls of two trainers run at the same time: protect the state that they change with a lock.
+- Keep a reference to the Future of this update before you replace it: the last trainer to arrive does both.
+- Gradients are added in the order of the trainers, not of arrival: with three or more, rounding would differ.
+- A call fails after TIMEOUT seconds. Only rpc.shutdown() waits longer, until all workers have called it.
+- The parent process watches the workers. If one is killed, it ends the others and names the lost worker in the last
+  line; RPC may print errors of failed calls before it. Ctrl-C ends all workers.
 """
 
 import argparse
@@ -42,53 +41,55 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from digits import build, load, print_losses
 
-WORKERS = ["server", "trainer0", "trainer1"]  # their names, by rank
-TIMEOUT = 60  # seconds for the answer to a call
+WORKERS = ["server", "trainer0", "trainer1"]  # the name of each rank
+TIMEOUT = 60  # seconds until a call fails
 EPOCHS = 2
 BATCH = 64  # samples of one update, over all trainers together: it does not change with their number
 SEED = 0
 
 
 class Server:
-    """The parameters, and the update of a batch once every trainer's gradients are there."""
+    """Parameters and optimizer. Makes an update when the gradients of all trainers have arrived."""
 
     def __init__(self, dtype):
         self.model = build().to(dtype)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
         self.lock = threading.Lock()
-        self.shares = {}  # of this update: trainer -> (gradients, loss)
+        self.pushed = {}  # trainer -> (gradients, loss), for this update
         self.updated = torch.futures.Future()
         self.losses = []
 
     @async_execution
     def update(self, trainer, gradients, loss):
-        """A future of the new parameters; for the trainer that calls it, a call that takes as long as the slowest."""
+        """Return a Future of the new parameters. The caller gets them when the slowest trainer has called it, too."""
         with self.lock:
-            self.shares[trainer], updated = (gradients, loss), self.updated
-            if len(self.shares) == len(WORKERS) - 1:
-                shares = [self.shares[number] for number in sorted(self.shares)]
-                self.shares, self.updated = {}, torch.futures.Future()
-                for parameter, *parts in zip(self.model.parameters(), *(share[0] for share in shares), strict=True):
+            self.pushed[trainer], updated = (gradients, loss), self.updated
+            if len(self.pushed) == len(WORKERS) - 1:
+                pushed = [self.pushed[number] for number in sorted(self.pushed)]
+                self.pushed, self.updated = {}, torch.futures.Future()
+                for parameter, *parts in zip(
+                    self.model.parameters(), *(gradients for gradients, _ in pushed), strict=True
+                ):
                     parameter.grad = sum(parts)
                 self.optimizer.step()
-                self.losses.append(sum(share[1] for share in shares))
-                # Sent as they are, not as a copy: they change when all have called again, so when all have received.
+                self.losses.append(sum(loss for _, loss in pushed))
+                # No copy is needed: they change again only after all trainers have received them and called again.
                 updated.set_result([parameter.detach() for parameter in self.model.parameters()])
         return updated
 
 
-def train_share(server, trainer, dtype):
-    """On each trainer, a call that is answered when the training is over."""
+def train_local_part(server, trainer, dtype):
+    """Train on this trainer's part of each batch. Runs on each trainer until the end of the training."""
     train_data, _ = load(dtype)
     generator = torch.Generator()
     loader = DataLoader(train_data, BATCH, sampler=RandomSampler(train_data, generator=generator))
     model = build().to(dtype)
     for epoch in range(EPOCHS):
-        generator.manual_seed(SEED + epoch)  # all trainers draw the same order, and take their part of each batch
+        generator.manual_seed(SEED + epoch)  # the same order on all trainers
         for images, labels in loader:
-            own = slice(trainer, None, len(WORKERS) - 1)
+            local_part = slice(trainer, None, len(WORKERS) - 1)
             # Divided by the size of the whole batch, so that the gradients of all trainers add up to its mean.
-            loss = F.cross_entropy(model(images[own]), labels[own], reduction="sum") / len(labels)
+            loss = F.cross_entropy(model(images[local_part]), labels[local_part], reduction="sum") / len(labels)
             gradients = torch.autograd.grad(loss, list(model.parameters()))
             updated = server.rpc_sync().update(trainer, gradients, loss.detach())
             with torch.no_grad():
@@ -97,12 +98,12 @@ def train_share(server, trainer, dtype):
 
 
 def train(dtype):
-    """On the server, which starts the trainers and then waits for them in the main thread; calls come in others."""
+    """Start the trainers and wait for them. Runs in the main thread of the server; other threads answer calls."""
     server = Server(dtype)
-    reference = rpc.RRef(server)  # what the trainers call it by
-    # timeout=0: none, for the training may take as long as it takes.
+    reference = rpc.RRef(server)  # for the calls of the trainers
+    # timeout=0 means no timeout: the call lasts as long as the training.
     trainings = [
-        rpc.rpc_async(name, train_share, (reference, trainer, dtype), timeout=0)
+        rpc.rpc_async(name, train_local_part, (reference, trainer, dtype), timeout=0)
         for trainer, name in enumerate(WORKERS[1:])
     ]
     torch.futures.wait_all(trainings)
@@ -120,27 +121,27 @@ def train(dtype):
 
 
 def work(rank, init_method, dtype):
-    """What each process runs; spawn passes its rank first."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once, wherever RPC waits
-    warnings.filterwarnings("ignore", "You are using a Backend")  # what init_rpc says of itself
+    """Run one worker; torch.multiprocessing.spawn passes its rank as the first argument."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the worker at once, also while RPC waits
+    warnings.filterwarnings("ignore", "You are using a Backend")  # a warning of init_rpc
     torch.set_num_threads(max(1, os.cpu_count() // len(WORKERS)))
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    for variable in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):  # of the calls; of what init_rpc exchanges
-        os.environ.setdefault(variable, loopback)  # else the address of the host's name, open to its network
+    for variable in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):  # for calls; for the rendezvous of init_rpc
+        os.environ.setdefault(variable, loopback)  # the default is an address that the network can reach
     options = rpc.TensorPipeRpcBackendOptions(init_method=init_method, rpc_timeout=TIMEOUT)
     rpc.init_rpc(WORKERS[rank], rank=rank, world_size=len(WORKERS), rpc_backend_options=options)
     if rank == 0:
         train(dtype)
-    rpc.shutdown()  # answers calls until every worker has come here
+    rpc.shutdown()  # answers calls until every worker has called it
 
 
 def start(*arguments):
-    """One process for each worker. The first that fails ends all of them; one that is killed is named in one line."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else those that are left list the calls that they miss
+    """Start one process per worker. If one fails, end the others; name a killed worker in one line."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # otherwise the other workers log every failed call
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory() as folder:
-        init_method = Path(folder, "workers").as_uri()  # where they find each other: no port has to be free
+        init_method = Path(folder, "workers").as_uri()  # a file as rendezvous, so that no port has to be free
         spawned = multiprocessing.spawn(work, (init_method, *arguments), len(WORKERS), join=False)
         try:
             while not spawned.join():

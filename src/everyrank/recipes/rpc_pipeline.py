@@ -3,26 +3,25 @@
 Run: python rpc_pipeline.py
 
 Holds     the master: data and loss; each stage: its layers, their gradients, their optimizer state
-Travels   images from the master to the first stage, activations from stage to stage without coming back to the master,
-          scores to the master; in backward the gradients of the same the other way. Counted: 351 kB an update, of
-          which 277 are tensors: each call of each micro-batch has its own words around it
-Use when  stages are unlike each other, or come and go, and one process should read as if it called them all. For
-          stages on devices of their own pipeline.py is faster, and fewer micro-batches have to be kept
+Travels   images from the master to the first stage, activations directly from stage to stage, logits to the master;
+          in backward their gradients the other way. Measured: 351 kB an update, of which 277 kB are tensors. The
+          rest is the overhead of a call for each micro-batch
+Use when  stages differ, or are started and stopped, and one process should call them like functions. With one device
+          for each stage pipeline.py is faster and keeps fewer micro-batches in memory
 
 What goes wrong:
-- RPC runs what comes over the network: it unpickles arguments, and calls the function that they name. Whoever reaches
-  its ports can run anything. Here they are on loopback; open them (TP_SOCKET_IFNAME=eth0) on trusted networks only.
-- rpc_sync would wait for each micro-batch before the next one starts: no two stages would work at the same time.
-  remote() returns an RRef at once, and the next stage fetches it by to_here() when it is there.
-- to_here() keeps one of the stage's threads until it has come: there are 16 (num_worker_threads=16), so no more
-  micro-batches than that.
-- Micro-batches meet in one stage at the same time, in several threads. A lock keeps them from sharing the cores, and
-  any layer that has a state (dropout, batch norm) from being entered twice.
-- Backward runs when all forwards are done (GPipe): the activations of all micro-batches are in memory. Their gradients
-  are added in the order in which they come: equal to one process but for rounding, and not to the last bit every time.
-- Every call ends after TIMEOUT. What waits longer is rpc.shutdown() of a worker that serves: until all have come there.
-  The process that starts the workers watches them: one that is killed ends all, and the last line names it; Ctrl-C
-  ends all, too. Before that line RPC may print what calls to the lost worker came to.
+- RPC unpickles arguments and calls the function that a message names: anyone who reaches its ports can run code.
+  Here it listens on loopback. Set another interface (TP_SOCKET_IFNAME=eth0) on trusted networks only.
+- rpc_sync waits for each micro-batch before the next one starts, so stages would never work at the same time.
+  remote() returns an RRef at once; the next stage waits for its value with to_here().
+- to_here() keeps one of the stage's 16 threads (num_worker_threads=16) while it waits: use at most 16 micro-batches.
+- A stage gets several micro-batches at the same time, in several threads. The lock lets one of them compute at a time:
+  otherwise they compete for the cores, and layers with state (dropout, batch norm) run twice at once.
+- Backward starts when all forwards are done (GPipe), with the activations of all micro-batches in memory. Gradients
+  are added in the order of arrival: equal to one process up to rounding, and the last bits differ between runs.
+- A call fails after TIMEOUT seconds. Only rpc.shutdown() waits longer, until all workers have called it.
+- The parent process watches the workers. If one is killed, it ends the others and names the lost worker in the last
+  line; RPC may print errors of failed calls before it. Ctrl-C ends all workers.
 """
 
 import argparse
@@ -46,29 +45,29 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from digits import build, load, print_losses
 
-WORKERS = ["master", "stage0", "stage1"]  # their names, by rank
-CUTS = [0, 2, 6]  # stage i has the layers from CUTS[i] to CUTS[i + 1]
+WORKERS = ["master", "stage0", "stage1"]  # the name of each rank
+BORDERS = [0, 2, 6]  # stage i has the layers from BORDERS[i] to BORDERS[i + 1]
 MICRO_BATCHES = 4
-TIMEOUT = 60  # seconds for the answer to a call
+TIMEOUT = 60  # seconds until a call fails
 EPOCHS = 2
 BATCH = 64  # samples per update
 SEED = 0
 
 
 class SGD(optim.SGD):
-    """A subclass, because DistributedOptimizer replaces torch's own class by a TorchScript version (deprecated)."""
+    """A subclass, because DistributedOptimizer replaces torch.optim.SGD by a deprecated TorchScript version."""
 
 
 class Stage:
-    """Some of the layers, on the worker that rpc.remote makes it on."""
+    """Some of the layers. rpc.remote creates it on the worker of the stage."""
 
     def __init__(self, number, dtype):
         layers = build()  # all of them on every stage, so that all draw the same weights
-        self.layers = layers[CUTS[number] : CUTS[number + 1]].to(dtype)
+        self.layers = layers[BORDERS[number] : BORDERS[number + 1]].to(dtype)
         self.lock = threading.Lock()
 
     def forward(self, inputs):
-        """An RRef to a micro-batch, here or on the stage before -> the output, which stays here until it is fetched."""
+        """Return the output of these layers; `inputs` is an RRef to a micro-batch, here or on another worker."""
         inputs = inputs.to_here()
         with self.lock:
             return self.layers(inputs)
@@ -78,7 +77,7 @@ class Stage:
 
 
 def train(dtype):
-    """On the master."""
+    """Train. Runs on the master."""
     train_data, eval_data = load(dtype)
     generator = torch.Generator()
     loader = DataLoader(train_data, BATCH, sampler=RandomSampler(train_data, generator=generator))
@@ -87,17 +86,17 @@ def train(dtype):
     optimizer = DistributedOptimizer(SGD, parameters, lr=0.05, momentum=0.9, weight_decay=5e-4)
 
     def model(images):
-        """Scores of a batch: (N, 1, 8, 8) -> (N, 10). All micro-batches are on their way before one is waited for."""
+        """Return the logits: (N, 1, 8, 8) -> (N, 10). Sends all micro-batches before it waits for one."""
         outputs = []
         for micro_batch in images.tensor_split(MICRO_BATCHES):
             output = rpc.RRef(micro_batch)
             for stage in stages[:-1]:
                 output = stage.remote().forward(output)
-            outputs.append(stages[-1].rpc_async().forward(output))  # the last one's comes back
+            outputs.append(stages[-1].rpc_async().forward(output))  # the output of the last stage returns here
         return torch.cat(torch.futures.wait_all(outputs))
 
     for epoch in range(EPOCHS):
-        generator.manual_seed(SEED + epoch)  # another order in every epoch; the smaller last batch is not dropped
+        generator.manual_seed(SEED + epoch)  # a different order in each epoch; the smaller last batch is kept
         losses = []
         for images, labels in loader:
             with dist_autograd.context() as context:
@@ -115,28 +114,28 @@ def train(dtype):
 
 
 def work(rank, init_method, dtype):
-    """What each process runs; spawn passes its rank first."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once, wherever RPC waits
-    warnings.filterwarnings("ignore", "You are using a Backend")  # what init_rpc says of itself
-    logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)  # it misses TorchScript
+    """Run one worker; torch.multiprocessing.spawn passes its rank as the first argument."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the worker at once, also while RPC waits
+    warnings.filterwarnings("ignore", "You are using a Backend")  # a warning of init_rpc
+    logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)  # it warns about TorchScript
     torch.set_num_threads(max(1, os.cpu_count() // len(WORKERS)))
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    for variable in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):  # of the calls; of what init_rpc exchanges
-        os.environ.setdefault(variable, loopback)  # else the address of the host's name, open to its network
+    for variable in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):  # for calls; for the rendezvous of init_rpc
+        os.environ.setdefault(variable, loopback)  # the default is an address that the network can reach
     options = rpc.TensorPipeRpcBackendOptions(init_method=init_method, rpc_timeout=TIMEOUT)
     rpc.init_rpc(WORKERS[rank], rank=rank, world_size=len(WORKERS), rpc_backend_options=options)
     if rank == 0:
         train(dtype)
-    rpc.shutdown()  # answers calls until every worker has come here
+    rpc.shutdown()  # answers calls until every worker has called it
 
 
 def start(*arguments):
-    """One process for each worker. The first that fails ends all of them; one that is killed is named in one line."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else those that are left list the calls that they miss
+    """Start one process per worker. If one fails, end the others; name a killed worker in one line."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # otherwise the other workers log every failed call
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory() as folder:
-        init_method = Path(folder, "workers").as_uri()  # where they find each other: no port has to be free
+        init_method = Path(folder, "workers").as_uri()  # a file as rendezvous, so that no port has to be free
         spawned = multiprocessing.spawn(work, (init_method, *arguments), len(WORKERS), join=False)
         try:
             while not spawned.join():

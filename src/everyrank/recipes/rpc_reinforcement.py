@@ -1,25 +1,25 @@
-"""Reinforcement learning over RPC: observers, each with an environment of its own, ask an agent what to do (REINFORCE).
+"""Reinforcement learning over RPC: observers, each with its own environment, ask an agent for actions (REINFORCE).
 
 Run: python rpc_reinforcement.py
 
 Holds     the agent: the policy and its optimizer; each observer: an environment and its state
-Travels   from an observer what it sees, back the action; a reward for each step at the end of an episode. Weights and
-          gradients never: all of the learning is on the agent. Counted: 29 kB an update, of some ten steps
-Use when  environments are slow or need machines of their own (simulators, robots) and a small policy serves them all
+Travels   an observation to the agent and an action back, in each step; the rewards, at the end of an episode. Never
+          weights or gradients, because only the agent learns. Measured: 29 kB an update of about ten steps
+Use when  environments are slow or need machines of their own (simulators, robots) and share one small policy
 
 What goes wrong:
-- RPC runs what comes over the network: it unpickles arguments, and calls the function that they name. Whoever reaches
-  its ports can run anything. Here they are on loopback; open them (TP_SOCKET_IFNAME=eth0) on trusted networks only.
-- Observers call at the same time: what the agent keeps of an episode is kept by observer.
-- One generator of random numbers for all would be drawn from in the order in which calls come in, another one in
-  every run. With one for each observer and episode the same run gives the same episodes, to the last bit.
-- Not the log-probability of an action is kept, with its graph, but what was seen and done: graphs made in several
-  threads give gradients that are added up in another order every time. One forward over an episode is faster, too.
-- The loss adds up observers by their number, not as they finish.
-- One call for each step is slow where the network is: send many environments' states in one call.
-- Every call ends after TIMEOUT. What waits longer is rpc.shutdown() of a worker that serves: until all have come there.
-  The process that starts the workers watches them: one that is killed ends all, and the last line names it; Ctrl-C
-  ends all, too. Before that line RPC may print what calls to the lost worker came to.
+- RPC unpickles arguments and calls the function that a message names: anyone who reaches its ports can run code.
+  Here it listens on loopback. Set another interface (TP_SOCKET_IFNAME=eth0) on trusted networks only.
+- Observers call at the same time: the agent stores the steps of each observer separately.
+- With one random generator for all observers, numbers would be drawn in the order of the calls, which differs between
+  runs. One generator for each observer and episode gives the same episodes in every run, to the last bit.
+- The agent stores observations and actions, not log-probabilities with their graphs: gradients of graphs from several
+  threads are added in an order that differs between runs. One forward over the whole episode is also faster.
+- The loss adds up observers in the order of their numbers, not in the order in which they finish.
+- One call per step is slow on a slow network: send the states of many environments in one call.
+- A call fails after TIMEOUT seconds. Only rpc.shutdown() waits longer, until all workers have called it.
+- The parent process watches the workers. If one is killed, it ends the others and names the lost worker in the last
+  line; RPC may print errors of failed calls before it. Ctrl-C ends all workers.
 """
 
 import argparse
@@ -36,27 +36,27 @@ import torch
 from torch import multiprocessing, nn
 from torch.distributed import rpc
 
-WORKERS = ["agent", "observer0", "observer1"]  # their names, by rank
+WORKERS = ["agent", "observer0", "observer1"]  # the name of each rank
 OBSERVERS = len(WORKERS) - 1
-TIMEOUT = 60  # seconds for the answer to a call
+TIMEOUT = 60  # seconds until a call fails
 UPDATES = 40
-CELLS, STEPS = 9, 24  # of the corridor; the most that an episode may take
-DISCOUNT = 0.95  # of a reward that is a step later
+CELLS, STEPS = 9, 24  # length of the corridor; maximum number of steps of an episode
+DISCOUNT = 0.95  # factor for the reward of the next step
 SEED = 0
 
 
 class Corridor:
-    """CELLS in a row, and a goal at the right end. An episode starts somewhere to its left; each step costs 0.05."""
+    """A row of CELLS with the goal at the right end. An episode starts in a random other cell; each step costs 0.05."""
 
     def __init__(self, observer):
-        self.generator = torch.Generator().manual_seed(SEED + observer)  # of starts
+        self.generator = torch.Generator().manual_seed(SEED + observer)  # draws the first cells
 
     def reset(self):
         self.cell = torch.randint(CELLS - 1, (), generator=self.generator).item()
         return self.cell
 
     def step(self, action):
-        """Action 0 goes left, 1 goes right -> cell, reward, whether it is over."""
+        """Go left (action 0) or right (1). Returns the cell, the reward and whether the episode is over."""
         self.cell = min(max(self.cell + (1 if action else -1), 0), CELLS - 1)
         is_over = self.cell == CELLS - 1
         return self.cell, 1.0 if is_over else -0.05, is_over
@@ -66,13 +66,13 @@ class Corridor:
 
 
 class Observer:
-    """An environment, and the agent's actions carried out in it."""
+    """An environment, in which it carries out the actions of the agent."""
 
     def __init__(self, observer):
         self.observer, self.environment = observer, Corridor(observer)
 
     def run_episode(self, agent):
-        """The reward of each step."""
+        """Run an episode; return the reward of each step."""
         cell, rewards, is_over = self.environment.reset(), [], False
         while not is_over and len(rewards) < STEPS:
             action = agent.rpc_sync().choose_action(self.observer, cell)
@@ -85,35 +85,35 @@ class Observer:
 
 
 class Agent:
-    """The policy: logits of the two actions in each cell; and what was seen and done in the episodes of this update."""
+    """The policy (logits of the two actions in each cell), and the steps of this update's episodes."""
 
     def __init__(self, dtype):
         self.policy = nn.Embedding(CELLS, 2, dtype=dtype)
         nn.init.zeros_(self.policy.weight)  # both actions are equally likely
         self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=0.1)
 
-    def begin(self, update):
+    def start_update(self, update):
         self.generators = [
             torch.Generator().manual_seed(SEED + update * OBSERVERS + index) for index in range(OBSERVERS)
         ]
-        self.steps = [[] for _ in range(OBSERVERS)]  # of each observer: (cell, action)
+        self.steps = [[] for _ in range(OBSERVERS)]  # (cell, action) of each step, for each observer
 
     @torch.no_grad()
     def choose_action(self, observer, cell):
-        """Draws 0 or 1, as likely as the policy says."""
+        """Draw action 0 or 1 with the probabilities of the policy."""
         probabilities = self.policy(torch.tensor(cell)).softmax(0)
         action = torch.multinomial(probabilities, 1, generator=self.generators[observer]).item()
         self.steps[observer].append((cell, action))
         return action
 
     def learn(self, all_rewards):
-        """One update from the rewards of all observers, a list for each; the loss."""
+        """Make an update from a list of rewards for each observer; return the loss."""
         loss = 0
         for steps, rewards in zip(self.steps, all_rewards, strict=True):
             cells, actions = torch.tensor(steps).unbind(1)
             log_probs = self.policy(cells).log_softmax(1)[range(len(steps)), actions]
             for step in reversed(range(len(rewards) - 1)):
-                rewards[step] += DISCOUNT * rewards[step + 1]  # each with what came after it
+                rewards[step] += DISCOUNT * rewards[step + 1]  # add the discounted rewards of all later steps
             loss -= (log_probs * torch.tensor(rewards, dtype=log_probs.dtype)).sum() / OBSERVERS
         self.optimizer.zero_grad()
         loss.backward()
@@ -122,44 +122,49 @@ class Agent:
 
 
 def train(dtype):
-    """On the agent, in the main thread; the observers' questions are answered in others."""
+    """Train. Runs in the main thread of the agent; other threads answer the observers."""
     agent = Agent(dtype)
     reference = rpc.RRef(agent)
     observers = [rpc.remote(name, Observer, (index,)) for index, name in enumerate(WORKERS[1:])]
     for update in range(UPDATES):
-        agent.begin(update)
-        # All observers run their episode at the same time. Each call of theirs has TIMEOUT, an episode STEPS of these.
+        agent.start_update(update)
+        # All observers run their episodes at the same time. An episode makes at most STEPS calls of TIMEOUT seconds.
         episodes = [observer.rpc_async(timeout=STEPS * TIMEOUT).run_episode(reference) for observer in observers]
         all_rewards = torch.futures.wait_all(episodes)
-        print(f"update {update} reward {sum(map(sum, all_rewards)) / OBSERVERS}")
-        print(f"update {update} loss {agent.learn(all_rewards)}", flush=True)
+        reward = sum(map(sum, all_rewards)) / OBSERVERS  # before learn() discounts them
+        loss = agent.learn(all_rewards)
+        if dtype == torch.float64:
+            print(f"update {update} reward {reward}")
+            print(f"update {update} loss {loss}", flush=True)
+        elif update % 10 == 9:
+            print(f"update {update + 1} reward {reward:.4f} loss {loss:.4f}", flush=True)
 
 
 # --- the same in every script over RPC: start, watch, end
 
 
 def work(rank, init_method, dtype):
-    """What each process runs; spawn passes its rank first."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once, wherever RPC waits
-    warnings.filterwarnings("ignore", "You are using a Backend")  # what init_rpc says of itself
+    """Run one worker; torch.multiprocessing.spawn passes its rank as the first argument."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the worker at once, also while RPC waits
+    warnings.filterwarnings("ignore", "You are using a Backend")  # a warning of init_rpc
     torch.set_num_threads(max(1, os.cpu_count() // len(WORKERS)))
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    for variable in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):  # of the calls; of what init_rpc exchanges
-        os.environ.setdefault(variable, loopback)  # else the address of the host's name, open to its network
+    for variable in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):  # for calls; for the rendezvous of init_rpc
+        os.environ.setdefault(variable, loopback)  # the default is an address that the network can reach
     options = rpc.TensorPipeRpcBackendOptions(init_method=init_method, rpc_timeout=TIMEOUT)
     rpc.init_rpc(WORKERS[rank], rank=rank, world_size=len(WORKERS), rpc_backend_options=options)
     if rank == 0:
         train(dtype)
-    rpc.shutdown()  # answers calls until every worker has come here
+    rpc.shutdown()  # answers calls until every worker has called it
 
 
 def start(*arguments):
-    """One process for each worker. The first that fails ends all of them; one that is killed is named in one line."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else those that are left list the calls that they miss
+    """Start one process per worker. If one fails, end the others; name a killed worker in one line."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # otherwise the other workers log every failed call
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory() as folder:
-        init_method = Path(folder, "workers").as_uri()  # where they find each other: no port has to be free
+        init_method = Path(folder, "workers").as_uri()  # a file as rendezvous, so that no port has to be free
         spawned = multiprocessing.spawn(work, (init_method, *arguments), len(WORKERS), join=False)
         try:
             while not spawned.join():

@@ -2,25 +2,25 @@
 
 Run: python rpc_rnn.py
 
-Holds     the server: what grows with the vocabulary (embedding, decoder), its gradients and optimizer state; the
-          trainer: the LSTM with its own, the data and the loss
-Travels   bytes to the server, their vectors back, what the LSTM makes of them to the decoder, its scores back; in
-          backward the gradients of all but the bytes. Counted: 1,594 kB an update, of which 1,577 are tensors
-Use when  the vocabulary's layers do not fit beside the recurrent ones, and a server has the memory for them
+Holds     the server: embedding and decoder, which grow with the vocabulary; the trainer: the LSTM, the data and the
+          loss. Both have the gradients and the optimizer state of their own layers
+Travels   token ids to the server and embeddings back, LSTM outputs to the decoder and logits back; in backward the
+          gradients of all but the ids. Measured: 1,594 kB an update, of which 1,577 kB are tensors
+Use when  embedding and decoder do not fit in the memory of the trainer, and a server has room for them
 
 What goes wrong:
-- RPC runs what comes over the network: it unpickles arguments, and calls the function that they name. Whoever reaches
-  its ports can run anything. Here they are on loopback; open them (TP_SOCKET_IFNAME=eth0) on trusted networks only.
-- loss.backward() goes as far as this process. dist_autograd.backward(context, [loss]) follows the graph through the
-  decoder on the server, back here through the LSTM, and to the embedding on the server.
-- A server answers calls in several threads, and torch.manual_seed() sets what they all draw from: without the lock,
-  embedding and decoder, made at once, now and then took each other's random numbers, and the training was another one.
-- One optimizer for all: DistributedOptimizer over RRefs to the parameters of both sides, those here, too.
-- A hidden state that is kept from one sequence to the next belongs to the context of its own update: detach() it.
-- Scores are the largest thing that travels, 256 a byte. Where the loss is computed beside the decoder, a number does.
-- Every call ends after TIMEOUT. What waits longer is rpc.shutdown() of a worker that serves: until all have come there.
-  The process that starts the workers watches them: one that is killed ends all, and the last line names it; Ctrl-C
-  ends all, too. Before that line RPC may print what calls to the lost worker came to.
+- RPC unpickles arguments and calls the function that a message names: anyone who reaches its ports can run code.
+  Here it listens on loopback. Set another interface (TP_SOCKET_IFNAME=eth0) on trusted networks only.
+- loss.backward() stops at the border of this process. dist_autograd.backward(context, [loss]) follows the graph through
+  the decoder on the server, the LSTM on the trainer, and the embedding on the server.
+- The server answers calls in several threads, which share one random generator. Without the lock, embedding and decoder
+  are created at the same time and sometimes get each other's random numbers: the weights then differ between runs.
+- Use one DistributedOptimizer, with RRefs to the parameters of both sides, local parameters included.
+- detach() a hidden state that you keep from one sequence to the next: it belongs to the context of its own update.
+- Logits are most of the communication, 256 for each byte. If the server computes the loss, it returns one number.
+- A call fails after TIMEOUT seconds. Only rpc.shutdown() waits longer, until all workers have called it.
+- The parent process watches the workers. If one is killed, it ends the others and names the lost worker in the last
+  line; RPC may print errors of failed calls before it. Ctrl-C ends all workers.
 """
 
 import argparse
@@ -44,16 +44,16 @@ from torch.distributed import rpc
 from torch.distributed.optim import DistributedOptimizer
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-WORKERS = ["trainer", "server"]  # their names, by rank
-TIMEOUT = 60  # seconds for the answer to a call
+WORKERS = ["trainer", "server"]  # the name of each rank
+TIMEOUT = 60  # seconds until a call fails
 UPDATES = 60
-BATCH, LENGTH = 16, 32  # sequences of one update, and bytes of each
+BATCH, LENGTH = 16, 32  # sequences per update; bytes per sequence
 WIDTH = 64
 SEED = 0
 
 
 def load(eval_data):
-    """Bytes and the byte after each, (LENGTH,) both, of the text behind Python's help(). The last tenth is held out."""
+    """Return (input, target) bytes, both (LENGTH,), from the text of Python's help(); the last tenth for evaluation."""
     text = torch.tensor(list("\n".join(topics.topics[name] for name in sorted(topics.topics)).encode()))
     text = text[len(text) * 9 // 10 :] if eval_data else text[: len(text) * 9 // 10]
     text = text[: (len(text) - 1) // LENGTH * LENGTH + 1]
@@ -61,30 +61,30 @@ def load(eval_data):
 
 
 def build():
-    """Bytes (N, T) -> embedding (N, T, WIDTH) -> LSTM the same -> decoder (N, T, 256); in every process the same."""
+    """Return the layers: bytes (N, T) -> embedding and LSTM (N, T, WIDTH) -> decoder (N, T, 256); seeded."""
     torch.manual_seed(SEED)
-    parts = nn.Embedding(256, WIDTH), nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True), nn.Linear(WIDTH, 256)
-    return nn.ModuleDict(dict(zip(("embedding", "lstm", "decoder"), parts, strict=True)))
+    layers = nn.Embedding(256, WIDTH), nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True), nn.Linear(WIDTH, 256)
+    return nn.ModuleDict(dict(zip(("embedding", "lstm", "decoder"), layers, strict=True)))
 
 
 class Adam(optim.Adam):
-    """Runs as it is. DistributedOptimizer takes a TorchScript version of torch's own class, which is deprecated."""
+    """A subclass, because DistributedOptimizer replaces torch.optim.Adam by a deprecated TorchScript version."""
 
 
-# --- called by name, on the server
+# --- called on the server
 
 
-alone = threading.Lock()
+build_lock = threading.Lock()
 
 
 def make_part(name, dtype):
-    """All parts are made, so that each draws the weights that it has in the whole."""
-    with alone:
+    """Return one part. It builds all parts, so that they get the weights of the whole network."""
+    with build_lock:
         return build()[name].to(dtype)
 
 
 def refer_to_parameters(part):
-    """An RRef to each parameter of a part that lives here: a reference that travels, while its value stays."""
+    """Return an RRef to each parameter of a local part: other workers get the reference, not the values."""
     return [rpc.RRef(parameter) for parameter in part.local_value().parameters()]
 
 
@@ -94,7 +94,7 @@ def refer_to_parameters(part):
 def train(dtype):
     train_data, generator = load(eval_data=False), torch.Generator().manual_seed(SEED)
     loader = DataLoader(train_data, BATCH, sampler=RandomSampler(train_data, generator=generator))
-    # remote() makes something over there and returns an RRef to it at once.
+    # remote() creates an object on the named worker and returns an RRef at once.
     embedding, decoder = (rpc.remote("server", make_part, (name, dtype)) for name in ("embedding", "decoder"))
     lstm = make_part("lstm", dtype)
     parameters = [rpc.RRef(parameter) for parameter in lstm.parameters()]
@@ -107,14 +107,16 @@ def train(dtype):
         return decoder.rpc_sync().forward(output)
 
     for index, (inputs, targets) in enumerate(islice(loader, UPDATES)):
-        # Inside of the context each call notes, on both sides, that the graph goes on over there.
+        # Within the context, both sides of each call record that the graph continues on the other worker.
         with dist_autograd.context() as context:
-            scores = model(inputs)
-            loss = F.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="sum") / targets.numel()
+            logits = model(inputs)
+            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / targets.numel()
             dist_autograd.backward(context, [loss])
             optimizer.step(context)
-        if dtype == torch.float64 or index % 10 == 9:
-            print(f"update {index} loss {loss.item() if dtype == torch.float64 else round(loss.item(), 4)}")
+        if dtype == torch.float64:
+            print(f"update {index} loss {loss.item()}")
+        elif index % 10 == 9:
+            print(f"update {index + 1} loss {loss.item():.4f}")
 
     inputs, targets = load(eval_data=True)[:200]
     print(f"top1 {(model(inputs).argmax(-1) == targets).sum().item() / targets.numel():.4f}", flush=True)
@@ -124,28 +126,28 @@ def train(dtype):
 
 
 def work(rank, init_method, dtype):
-    """What each process runs; spawn passes its rank first."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once, wherever RPC waits
-    warnings.filterwarnings("ignore", "You are using a Backend")  # what init_rpc says of itself
-    logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)  # it misses TorchScript
+    """Run one worker; torch.multiprocessing.spawn passes its rank as the first argument."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the worker at once, also while RPC waits
+    warnings.filterwarnings("ignore", "You are using a Backend")  # a warning of init_rpc
+    logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)  # it warns about TorchScript
     torch.set_num_threads(max(1, os.cpu_count() // len(WORKERS)))
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    for variable in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):  # of the calls; of what init_rpc exchanges
-        os.environ.setdefault(variable, loopback)  # else the address of the host's name, open to its network
+    for variable in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):  # for calls; for the rendezvous of init_rpc
+        os.environ.setdefault(variable, loopback)  # the default is an address that the network can reach
     options = rpc.TensorPipeRpcBackendOptions(init_method=init_method, rpc_timeout=TIMEOUT)
     rpc.init_rpc(WORKERS[rank], rank=rank, world_size=len(WORKERS), rpc_backend_options=options)
     if rank == 0:
         train(dtype)
-    rpc.shutdown()  # answers calls until every worker has come here
+    rpc.shutdown()  # answers calls until every worker has called it
 
 
 def start(*arguments):
-    """One process for each worker. The first that fails ends all of them; one that is killed is named in one line."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else those that are left list the calls that they miss
+    """Start one process per worker. If one fails, end the others; name a killed worker in one line."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # otherwise the other workers log every failed call
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory() as folder:
-        init_method = Path(folder, "workers").as_uri()  # where they find each other: no port has to be free
+        init_method = Path(folder, "workers").as_uri()  # a file as rendezvous, so that no port has to be free
         spawned = multiprocessing.spawn(work, (init_method, *arguments), len(WORKERS), join=False)
         try:
             while not spawned.join():

@@ -39,7 +39,7 @@ from transformer import HEADS, build
 EPOCHS = 2
 BATCH = 64  # samples per update
 SEED = 0
-CLIP = 1.0  # the largest norm that the gradients may have
+CLIP = 1.0  # maximum norm of the gradients
 PLAN = {name: ColwiseParallel() for name in ("query", "key", "value", "up")}
 PLAN |= {name: RowwiseParallel() for name in ("output", "down")}
 
@@ -47,15 +47,17 @@ PLAN |= {name: RowwiseParallel() for name in ("output", "down")}
 @torch.no_grad()
 def clip(gradients, world_size):
     """Scale the gradients until their norm, as one vector over all ranks, is at most CLIP."""
-    # torch's clip_grad_norm_ raises where some gradients are cut (DTensor) and others are not.
-    cut = [isinstance(gradient, DTensor) and gradient.placements[0].is_shard() for gradient in gradients]
-    own = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]  # views
-    # What is whole is on every rank, and must count once.
-    squares = sum(part.square().sum() / (1 if is_cut else world_size) for part, is_cut in zip(own, cut, strict=True))
+    # torch's clip_grad_norm_ raises if only some gradients are split (DTensor).
+    is_split = [isinstance(gradient, DTensor) and gradient.placements[0].is_shard() for gradient in gradients]
+    local_gradients = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    squares = 0
+    for gradient, split in zip(local_gradients, is_split, strict=True):
+        # A gradient that is not split is on every rank, and must count once.
+        squares = squares + gradient.square().sum() / (1 if split else world_size)
     if world_size > 1:
         dist.all_reduce(squares)
-    for part in own:
-        part.mul_((CLIP / (squares.sqrt() + 1e-6)).clamp(max=1))  # 1e-6 as in torch
+    for gradient in local_gradients:
+        gradient.mul_((CLIP / (squares.sqrt() + 1e-6)).clamp(max=1))  # 1e-6 as in torch
 
 
 def main():
@@ -66,7 +68,7 @@ def main():
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if HEADS % world_size:
         if rank == 0:
-            sys.stderr.write(f"{Path(__file__).name}: {HEADS} heads cannot be cut over {world_size} ranks evenly\n")
+            sys.stderr.write(f"{Path(__file__).name}: {HEADS} heads cannot be divided over {world_size} ranks\n")
         raise SystemExit(2)
     cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one per rank
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
@@ -82,15 +84,15 @@ def main():
         for block in model.blocks:
             parallelize_module(block, mesh, PLAN)
     train_data, eval_data = load(dtype)
-    # No DistributedSampler: it would give each rank samples of its own. With one seed all draw the same order.
+    # No DistributedSampler, because all ranks read the same samples: one seed gives all the same order.
     generator = torch.Generator()
     sampler = RandomSampler(train_data, generator=generator)
     loader = DataLoader(train_data, BATCH, sampler=sampler, pin_memory=cuda)
-    # After cutting, which replaces the parameters. foreach takes cut and whole ones in one call, and raises.
+    # Created after the split, which replaces the parameters. foreach raises if only some parameters are split.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4, foreach=False)
 
     for epoch in range(EPOCHS):
-        generator.manual_seed(SEED + epoch)  # another order in every epoch
+        generator.manual_seed(SEED + epoch)  # a different order in each epoch
         losses = []
         for images, labels in loader:
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)

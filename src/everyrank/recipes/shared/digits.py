@@ -84,10 +84,14 @@ def count_correct(model, data, device, rank=0, world_size=1):
     return correct
 
 
-def print_losses(epoch, losses, every_update):
-    """Print the mean loss of an epoch, or with --float64 the loss of every update, to compare two scripts."""
+def print_losses(epoch, losses, every_update, first_update=None):
+    """Print the mean loss of an epoch, or with --float64 the loss of every update, to compare two scripts.
+
+    Pass `first_update` if the losses do not begin with the first update of the epoch.
+    """
     if every_update:
-        for index, loss in enumerate(losses.tolist()):
-            print(f"update {epoch * len(losses) + index} loss {loss}")
+        start = epoch * len(losses) if first_update is None else first_update
+        for update, loss in enumerate(losses.tolist(), start):
+            print(f"update {update} loss {loss}")
     else:
         print(f"epoch {epoch + 1} loss {losses.mean().item():.4f}")
