@@ -14,7 +14,7 @@ import pytest
 import everyrank
 from everyrank.chaos import FAULTS
 from everyrank.chaos.campaign import _status, compare_runs
-from everyrank.chaos.faults import TWO_HOSTS, why_unseen
+from everyrank.chaos.faults import TWO_HOSTS, why_unnoticed
 from everyrank.cli import main
 from everyrank.layout import parse_layout
 from everyrank.record import Parity, Record, read_records, write_records
@@ -88,7 +88,7 @@ def test_every_fault_is_held(everyrank: Any, tmp_path: Path, layout: str, left_o
         found = outcome(record)
         if found["fault"] == "flipped-bit" and layout == "fsdp":
             assert found["status"] == "unseen"
-            assert "on one rank alone" in found["reason"]
+            assert "on one rank only" in found["reason"]
         elif found["status"] != "not run here":
             assert found["status"] == "held", record
             assert found["left"] == 0
@@ -156,7 +156,7 @@ def test_what_did_not_hold_is_named(changes: dict[str, Any], parity: str, expect
 
 
 def test_a_fault_that_does_not_hold_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    """NOBODY noticed, and what was said in its place; a name from elsewhere steers no terminal."""
+    """NO PROCESS noticed, and what was said in its place; a name from elsewhere steers no terminal."""
     row = {"fault": "kill-rank", "update": 7, "rank": 1, "seen_by": "its supervisor", "status": "not noticed"}
     row |= {"is_noticed": False, "notice_seconds": None, "said": "something \x1b[31melse"}
     parity = Parity("different", max_relative_difference=0.5, first_divergence="update 9")
@@ -164,7 +164,7 @@ def test_a_fault_that_does_not_hold_is_shown(capsys: pytest.CaptureFixture[str])
     assert not has_held(record)
     print_chaos([record])
     out = capsys.readouterr().out
-    for text in ("NOBODY", "differs: update 9 (5e-01)", "not noticed", "kill-rank: something  [31melse"):
+    for text in ("NO PROCESS", "differs: update 9 (5e-01)", "not noticed", "kill-rank: something  [31melse"):
         assert text in out
     assert "\x1b" not in out
 
@@ -187,8 +187,8 @@ def test_records_of_faults_can_be_shown_again(tmp_path: Path, capsys: pytest.Cap
 def test_which_flips_nobody_can_see() -> None:
     """Only of layouts without replicas, or that send out all parameters again; no other fault has an excuse."""
     for layout, is_seen in (("ddp", True), ("fsdp:replicate=2,shard=2", True), ("fsdp", False), ("zero1", False)):
-        assert (why_unseen("flipped-bit", parse_layout(layout), 4) == "") is is_seen, layout
-        assert not any(why_unseen(name, parse_layout(layout), 4) for name in FAULTS if name != "flipped-bit")
+        assert (why_unnoticed("flipped-bit", parse_layout(layout), 4) == "") is is_seen, layout
+        assert not any(why_unnoticed(name, parse_layout(layout), 4) for name in FAULTS if name != "flipped-bit")
 
 
 # --- calls that cannot be, and what a training knows of all this
@@ -199,7 +199,7 @@ def test_which_flips_nobody_can_see() -> None:
     [
         (("--layout", "ddp", "--fault", "fire"), "--fault fire: give some of kill-rank"),
         ((), "the following arguments are required: --layout"),
-        (("--layout", "ddp", "--steps", "12", "--save-every", "6"), "give more than 19 steps"),
+        (("--layout", "ddp", "--steps", "12", "--save-every", "6"), "--steps 20 or more"),
         (("--layout", "ddp", "--steps", "3"), "--steps 3: give at least 12"),
         (
             ("--layout", "ddp", "--processes", "2", "--nodes", "2", "--rendezvous", "h:1", "--node-rank", "0"),

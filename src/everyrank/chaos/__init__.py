@@ -1,11 +1,11 @@
 """`everyrank chaos`: injects faults into a real training, and checks detection, recovery and the resumed result.
 
-faults.py           the table of faults: what each does, and how it must be reported
+faults.py           the table of faults, and how each must be reported
 inject.py           injects a fault in a rank before one update, through `TrainOptions.before_update`
 trainer_process.py  a process that trains like `everyrank train`, with an injected fault
-two_hosts.py        the same on two network namespaces with a link between them
-trainer_run.py      starts that process, watches it, and counts processes that are left
-campaign.py         a baseline training, then for each fault: inject, resume, compare
+two_hosts.py        runs it on two network namespaces with a link between them
+trainer_run.py      starts that process, watches it, and counts processes that do not end
+campaign.py         trains a baseline, then for each fault: inject, resume, compare
 
 A training imports none of this. The loop only calls a hook before each update.
 """

@@ -1,8 +1,8 @@
-"""run_campaign: a baseline training, then the same with each fault: inject, detect, resume, compare.
+"""run_campaign: train a baseline, then inject each fault into the same training, resume it and compare the results.
 
-A run resumes as a user would resume it: with --resume, or with the checkpoint that the error message offers. It is then
-compared with the baseline bit by bit: every loss, the metrics, and every tensor of the last checkpoint (model,
-optimizer, random generators).
+A run resumes as a user would: with --resume, or from the checkpoint that the error message suggests. Then the losses,
+the metrics and all tensors of the last checkpoint (model, optimizer, random generators) are compared with the baseline,
+bit by bit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from everyrank.chaos.faults import FAULTS, OWN_DISK, TWO_HOSTS, Fault, faults_named, why_unseen
+from everyrank.chaos.faults import FAULTS, OWN_DISK, TWO_HOSTS, Fault, select_faults, why_unnoticed
 from everyrank.chaos.trainer_run import TrainCall, TrainerRun, run_trainer, why_no_disk
 from everyrank.chaos.two_hosts import NUM_HOSTS, RENDEZVOUS, why_no_link
 from everyrank.errors import EveryrankError, UsageError
@@ -41,7 +41,7 @@ __all__ = [
     "train_baseline",
 ]
 
-_START_SECONDS = 120.0  # longest start of a run, on a busy machine
+_START_SECONDS = 120.0  # time limit for the start of a run, enough for a busy machine
 _UPDATE_SECONDS = 5.0
 _NOTICE_SECONDS = 15.0  # time after --timeout in which the error has to be printed and all ranks have to end
 _DISK_CHECKPOINTS = 12  # checkpoints that fit on the separate disk
@@ -65,38 +65,38 @@ def run_campaign(
     layouts: list[Layout],
     launch: Launch,
     options: ChaosOptions,
-    note: Callable[[Record], None] = lambda _: None,
+    on_record: Callable[[Record], None] = lambda _: None,
 ) -> list[Record]:
     """Return a Record for each layout and fault, with the outcome under `chaos` in its provenance.
 
-    `note` is called with each Record at once. Raises `UsageError` for an unknown fault, and `EveryrankError` if the
-    baseline fails.
+    `on_record` is called with each Record as soon as it is known. Raises `UsageError` for an unknown fault, and
+    `EveryrankError` if the baseline fails.
     """
-    names = faults_named(list(options.faults))
+    names = select_faults(list(options.faults))
     records: list[Record] = []
     folder = Path(tempfile.mkdtemp(prefix="everyrank-chaos-"))
     try:
-        for number, layout in enumerate(layouts):
-            local_baseline = train_baseline(source, layout, launch, options, folder / str(number))
+        for index, layout in enumerate(layouts):
+            local_baseline = train_baseline(source, layout, launch, options, folder / str(index))
             linked_baseline: Baseline | None = None
             for name in names:
                 baseline = local_baseline
-                if FAULTS[name].needs == TWO_HOSTS and not _why_not(local_baseline, name):
-                    on_hosts = folder / f"{number}-on-hosts"
+                if FAULTS[name].needs == TWO_HOSTS and not _why_skipped(local_baseline, name):
+                    linked_folder = folder / f"{index}-on-hosts"
                     linked_baseline = linked_baseline or train_baseline(
-                        source, layout, _over_link(launch), options, on_hosts
+                        source, layout, _launch_on_two_hosts(launch), options, linked_folder
                     )
                     baseline = linked_baseline
-                record = inject_fault(baseline, name, options, folder / str(number) / name)
+                record = inject_fault(baseline, name, options, folder / str(index) / name)
                 records.append(record)
-                note(record)
-                shutil.rmtree(folder / str(number) / name, ignore_errors=True)
+                on_record(record)
+                shutil.rmtree(folder / str(index) / name, ignore_errors=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return records
 
 
-def _over_link(launch: Launch) -> Launch:
+def _launch_on_two_hosts(launch: Launch) -> Launch:
     """Return the launch on two hosts, over gloo, because shared memory would not use the link."""
     return Launch(
         processes=launch.processes,
@@ -116,8 +116,8 @@ def train_baseline(source: Source, layout: Layout, launch: Launch, options: Chao
     layout.mesh(launch.processes)
     if options.steps <= 3 * options.save_every + 1:
         raise UsageError(
-            f"--steps {options.steps} --save-every {options.save_every}: a fault strikes between two checkpoints; "
-            f"give more than {3 * options.save_every + 1} steps"
+            f"--steps {options.steps} --save-every {options.save_every}: a fault is injected between two checkpoints; "
+            f"use --steps {3 * options.save_every + 2} or more"
         )
     call = TrainCall(
         source=dataclasses.asdict(source),
@@ -128,63 +128,63 @@ def train_baseline(source: Source, layout: Layout, launch: Launch, options: Chao
         save_every=options.save_every,
         guard_every=options.guard_every,
     )
-    done = run_trainer(call, folder / "baseline", _limit_seconds(launch.timeout_seconds, options))
-    if done.status != 0:
-        raise EveryrankError(f"layout {layout}: the baseline run failed without a fault: {done.message}")
+    run_result = run_trainer(call, folder / "baseline", _limit_seconds(launch.timeout_seconds, options))
+    if run_result.status != 0:
+        raise EveryrankError(f"layout {layout}: the baseline run failed without a fault: {run_result.message}")
     run = Path(call.run)
     [record] = read_records(run / "record.json")
     return Baseline(call, layout, launch.processes, launch.timeout_seconds, record, run)
 
 
 def inject_fault(baseline: Baseline, name: str, options: ChaosOptions, folder: Path) -> Record:
-    """Inject one fault at an update that the seed selects, resume, and return the outcome."""
-    draw = random.Random(f"{options.seed} {baseline.layout} {name}")  # noqa: S311
+    """Inject one fault at a random update (from the seed), resume the training, and return the outcome."""
+    generator = random.Random(f"{options.seed} {baseline.layout} {name}")  # noqa: S311
     fault = FAULTS[name]
     # after the first checkpoint, and after the second if the fault corrupts the newest
-    first_possible = (2 if fault.corrupts else 1) * options.save_every + 1
-    update = draw.randrange(first_possible, options.steps - options.save_every)
-    rank = draw.randrange(baseline.size)
+    first_update = (2 if fault.corrupts else 1) * options.save_every + 1
+    update = generator.randrange(first_update, options.steps - options.save_every)
+    rank = generator.randrange(baseline.size)
     outcome: dict[str, Any] = {"fault": name, "what": fault.what, "update": update, "rank": rank}
-    why_not = _why_not(baseline, name)
-    if why_not:
-        return _record(baseline, options, outcome | {"status": "not run here", "reason": why_not}, None)
+    reason = _why_skipped(baseline, name)
+    if reason:
+        return _record(baseline, options, outcome | {"status": "not run here", "reason": reason}, None)
     if name == "full-disk":
-        rank = outcome["rank"] = 0  # any rank could fill it, but rank 0 frees the space again
+        rank = outcome["rank"] = 0  # rank 0, because it also frees the space again
     run = folder / "run"
     call = dataclasses.replace(baseline.call, run=str(run))
-    until = (update // options.save_every + 1) * options.save_every
-    injection = {"fault": name, "update": update, "rank": rank, "journal": "", "until": until}
+    end_update = (update // options.save_every + 1) * options.save_every
+    injection = {"fault": name, "update": update, "rank": rank, "journal": "", "until": end_update}
     call_with_fault = dataclasses.replace(call, injections=[injection])
     limit = _limit_seconds(baseline.timeout_seconds, options)
     first = run_trainer(call_with_fault, folder / "first", limit, _disk_bytes(baseline, name))
-    outcome |= _noticed(fault, first, baseline, rank)
-    outcome["left"] = first.left
+    outcome |= _detection(fault, first, baseline, rank)
+    outcome["left"] = first.num_left
     if first.status != 0:
-        outcome |= _recover(fault, call, first, folder, limit, draw, update)
+        outcome |= _recover(fault, call, first, folder, limit, generator, update)
     elif not fault.ends:
         outcome |= {"recover_seconds": None, "resumed_at": None, "updates_lost": 0}
     if first.injected_at is None:
         outcome |= {"is_noticed": False, "said": f"the fault was never injected: {first.message}"}
     parity = compare_runs(baseline.run, run, options.steps)
     if parity.status != "equal" or not outcome["is_noticed"]:
-        outcome["reason"] = why_unseen(name, baseline.layout, baseline.size)
+        outcome["reason"] = why_unnoticed(name, baseline.layout, baseline.size)
     return _record(baseline, options, outcome | {"status": _status(fault, outcome, parity, options)}, parity)
 
 
-def _why_not(baseline: Baseline, name: str) -> str:
-    """Return why this fault cannot be tried here, "" if it can."""
+def _why_skipped(baseline: Baseline, name: str) -> str:
+    """Return the reason why this fault cannot be injected here; "" if it can."""
     if FAULTS[name].needs == TWO_HOSTS:
         return f"{baseline.size} ranks do not divide over two hosts" if baseline.size % NUM_HOSTS else why_no_link()
-    if baseline.size == 1 and name in _OF_SEVERAL:
+    if baseline.size == 1 and name in _NEED_TWO_RANKS:
         return "this fault needs at least two ranks"
     return why_no_disk(baseline.run.parent) if FAULTS[name].needs else ""
 
 
-_OF_SEVERAL = ("stop-rank", "mismatched-collective", "flipped-bit")
+_NEED_TWO_RANKS = ("stop-rank", "mismatched-collective", "flipped-bit")
 
 
 def _limit_seconds(timeout_seconds: float, options: ChaosOptions) -> float:
-    """Return the time limit of a run, long enough for a busy machine."""
+    """Return the time limit of a run, enough for a busy machine."""
     return _START_SECONDS + 2 * timeout_seconds + options.steps * _UPDATE_SECONDS
 
 
@@ -196,71 +196,82 @@ def _disk_bytes(baseline: Baseline, name: str) -> int:
     return _DISK_CHECKPOINTS * sum(size for size, _ in files) + _DISK_BYTES
 
 
-def _noticed(fault: Fault, first: TrainerRun, baseline: Baseline, rank: int) -> dict[str, Any]:
-    """Return whether the fault was noticed, by whom, the message, and after how many seconds."""
-    bound = baseline.timeout_seconds + _NOTICE_SECONDS
-    outcome: dict[str, Any] = {"seen_by": fault.seen_by, "bound_seconds": bound, "said": "", "notice_seconds": None}
-    begun = first.injected_at or first.begun
+def _detection(fault: Fault, first: TrainerRun, baseline: Baseline, rank: int) -> dict[str, Any]:
+    """Return the fields that describe the detection: is_noticed, seen_by, said (the message) and notice_seconds."""
+    bound_seconds = baseline.timeout_seconds + _NOTICE_SECONDS
+    outcome: dict[str, Any] = {
+        "seen_by": fault.noticed_by,
+        "bound_seconds": bound_seconds,
+        "said": "",
+        "notice_seconds": None,
+    }
+    injected_at = first.injected_at or first.started_at
     if not fault.ends:
-        lines = [(at, line) for at, line in first.lines if at > begun and fault.is_said_in(line, rank)]
+        lines = [(at, line) for at, line in first.lines if at > injected_at and fault.is_reported_in(line, rank)]
         if lines:
-            outcome |= {"said": lines[0][1], "notice_seconds": lines[0][0] - begun}
-        return outcome | {"is_noticed": bool(lines) or (not fault.says and first.status == 0)}
-    if not fault.says:  # the process that would report it is gone: the others have to end
-        return outcome | {"is_noticed": first.left == 0, "notice_seconds": first.cleared - begun}
-    is_noticed = first.status not in (None, 0) and fault.is_said_in(first.message, rank)
-    seconds = first.ended - begun if is_noticed else None
+            outcome |= {"said": lines[0][1], "notice_seconds": lines[0][0] - injected_at}
+        return outcome | {"is_noticed": bool(lines) or (not fault.message_pattern and first.status == 0)}
+    if not fault.message_pattern:  # the fault killed the process that reports errors; the others have to end
+        return outcome | {"is_noticed": first.num_left == 0, "notice_seconds": first.all_ended_at - injected_at}
+    is_noticed = first.status not in (None, 0) and fault.is_reported_in(first.message, rank)
+    seconds = first.ended_at - injected_at if is_noticed else None
     return outcome | {"is_noticed": is_noticed, "said": first.message, "notice_seconds": seconds}
 
 
 def _recover(
-    fault: Fault, call: TrainCall, first: TrainerRun, folder: Path, limit: float, draw: random.Random, update: int
+    fault: Fault, call: TrainCall, first: TrainerRun, folder: Path, limit: float, generator: random.Random, update: int
 ) -> dict[str, Any]:
-    """Resume as a user would and train to the end. Returns the updates and seconds that it cost."""
+    """Resume as a user would and train to the end. Returns the fields that describe the recovery."""
     run, outcome = Path(call.run), dict[str, Any]()
-    reached = max(update, len(logged_updates(run)))  # the log lags by some updates
-    resume, ended = str(run), first.cleared
+    reached = max(update, len(logged_updates(run)))  # the log is written some updates late
+    resume, ended_at = str(run), first.all_ended_at
     if fault.corrupts and (checkpoints := checkpoints_of(run)):
         newest = checkpoints[-1]
-        corrupt_checkpoint(newest, fault.corrupts, draw)
+        corrupt_checkpoint(newest, fault.corrupts, generator)
         refused = run_trainer(dataclasses.replace(call, resume=resume), folder / "refused", limit)
-        is_noticed = refused.status == 2 and fault.is_said_in(refused.message, 0)
-        outcome |= {"is_noticed": is_noticed, "said": refused.message, "notice_seconds": refused.ended - refused.begun}
-        good = last_good(newest.path)
-        resume, ended = str(good.path) if good is not None else resume, refused.cleared
-        outcome["left"] = first.left + refused.left
-    whole = [checkpoint.metadata.step for checkpoint in checkpoints_of(run) if damage(checkpoint) is None]
-    again = run_trainer(dataclasses.replace(call, resume=resume), folder / "again", limit)
-    outcome["left"] = outcome.get("left", first.left) + again.left
+        is_noticed = refused.status == 2 and fault.is_reported_in(refused.message, 0)
+        outcome |= {
+            "is_noticed": is_noticed,
+            "said": refused.message,
+            "notice_seconds": refused.ended_at - refused.started_at,
+        }
+        undamaged = last_good(newest.path)
+        resume, ended_at = str(undamaged.path) if undamaged is not None else resume, refused.all_ended_at
+        outcome["left"] = first.num_left + refused.num_left
+    undamaged_steps = [checkpoint.metadata.step for checkpoint in checkpoints_of(run) if damage(checkpoint) is None]
+    resumed = run_trainer(dataclasses.replace(call, resume=resume), folder / "resumed", limit)
+    outcome["left"] = outcome.get("left", first.num_left) + resumed.num_left
     outcome |= {
         "resumed_at": None,
         "updates_lost": None,
         "recover_seconds": None,
-        "newest_whole": max(whole, default=0),
+        "newest_whole": max(undamaged_steps, default=0),
     }
-    if again.status == 0:
+    if resumed.status == 0:
         resumed_at = read_records(run / "record.json")[0].provenance["resumed_at_update"]
-        back = next((row["time"] for row in logged_updates(run) if row["step"] == max(resumed_at, reached - 1)), None)
-        seconds = back - ended if back is not None else None
+        caught_up_at = next(
+            (row["time"] for row in logged_updates(run) if row["step"] == max(resumed_at, reached - 1)), None
+        )
+        seconds = caught_up_at - ended_at if caught_up_at is not None else None
         outcome |= {"resumed_at": resumed_at, "updates_lost": max(0, reached - resumed_at), "recover_seconds": seconds}
     else:
-        outcome["recovery_failed"] = again.message
+        outcome["recovery_failed"] = resumed.message
     return outcome
 
 
-def corrupt_checkpoint(newest: Checkpoint, how: str, draw: random.Random) -> None:
+def corrupt_checkpoint(newest: Checkpoint, corruption: str, generator: random.Random) -> None:
     """Truncate the largest file of a checkpoint to two thirds, or flip one of its bits."""
     path = max((newest.path / name for name in newest.metadata.files), key=lambda file: file.stat().st_size)
     content = bytearray(path.read_bytes())
-    if how == "cut":
+    if corruption == "cut":
         content = content[: len(content) * 2 // 3]
     else:
-        content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        content[generator.randrange(len(content))] ^= 1 << generator.randrange(8)
     path.write_bytes(content)
 
 
 def _status(fault: Fault, outcome: dict[str, Any], parity: Parity, options: ChaosOptions) -> str:
-    """Return `held`, `unseen` if the fault cannot be noticed for a known reason, or else what failed."""
+    """Return `held`, `unseen` (the fault cannot be noticed, for a known reason), or a description of the failure."""
     if outcome["left"]:
         return "processes left"
     if outcome.get("reason"):
@@ -273,15 +284,15 @@ def _status(fault: Fault, outcome: dict[str, Any], parity: Parity, options: Chao
         return "not recovered"
     if parity.status != "equal":
         return "another training"
-    lost, allowed = outcome["updates_lost"], options.save_every * (2 if fault.corrupts else 1)
-    # ranks of a killed launcher run on for a moment and may lose the updates since their last save
-    return "held" if lost <= allowed else "too much lost"
+    # After the launcher is killed, ranks may make a few more updates, which are lost if they are not saved.
+    allowed = options.save_every * (2 if fault.corrupts else 1)
+    return "held" if outcome["updates_lost"] <= allowed else "too much lost"
 
 
 def _record(baseline: Baseline, options: ChaosOptions, outcome: dict[str, Any], parity: Parity | None) -> Record:
-    source = dict(baseline.record.provenance)
-    source["command"] = shlex.join(options.command)
-    source["chaos"] = outcome | {"steps": options.steps, "save_every": options.save_every, "seed": options.seed}
+    provenance = dict(baseline.record.provenance)
+    provenance["command"] = shlex.join(options.command)
+    provenance["chaos"] = outcome | {"steps": options.steps, "save_every": options.save_every, "seed": options.seed}
     return Record(
         workload=baseline.record.workload,
         layout=baseline.record.layout,
@@ -290,7 +301,7 @@ def _record(baseline: Baseline, options: ChaosOptions, outcome: dict[str, Any], 
         device=baseline.record.device,
         world_size=baseline.record.world_size,
         parity=parity or Parity("not_verified", reason=outcome["reason"]),
-        provenance=source,
+        provenance=provenance,
     )
 
 
@@ -298,7 +309,7 @@ def _record(baseline: Baseline, options: ChaosOptions, outcome: dict[str, Any], 
 
 
 def logged_updates(run: Path) -> list[dict[str, Any]]:
-    """Return the updates in the log of a run, without truncated lines."""
+    """Return the rows of the updates in the log of a run; skip incomplete lines."""
     path, rows = run / "log.jsonl", list[dict[str, Any]]()
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         try:
@@ -312,31 +323,37 @@ def logged_updates(run: Path) -> list[dict[str, Any]]:
 
 def compare_runs(baseline: Path, run: Path, steps: int) -> Parity:
     """Compare a run with the baseline: losses, metrics, and all tensors of the last checkpoint."""
-    ours, theirs = ({row["step"]: row["loss"] for row in logged_updates(run_folder)} for run_folder in (run, baseline))
-    if ours.keys() != theirs.keys() or len(logged_updates(run)) != steps or not (run / "record.json").exists():
-        return Parity("different", first_divergence=f"{len(ours)} of {steps} updates are logged")
-    apart = {step: abs(ours[step] - loss) / max(abs(loss), 1e-300) for step, loss in theirs.items()}
-    far = max(apart.values(), key=lambda distance: (math.isnan(distance), distance))
-    first = next((f"update {step}" for step, distance in apart.items() if distance != 0.0), None)
+    losses, baseline_losses = (
+        {row["step"]: row["loss"] for row in logged_updates(run_folder)} for run_folder in (run, baseline)
+    )
+    if (
+        losses.keys() != baseline_losses.keys()
+        or len(logged_updates(run)) != steps
+        or not (run / "record.json").exists()
+    ):
+        return Parity("different", first_divergence=f"{len(losses)} of {steps} updates are logged")
+    differences = {step: abs(losses[step] - loss) / max(abs(loss), 1e-300) for step, loss in baseline_losses.items()}
+    largest = max(differences.values(), key=lambda difference: (math.isnan(difference), difference))
+    first = next((f"update {step}" for step, difference in differences.items() if difference != 0.0), None)
     metrics = read_records(run / "record.json")[0].metrics
     exact = first is None
     if exact and metrics != read_records(baseline / "record.json")[0].metrics:
         first = "the metrics at the end"
     scope = f"{steps} updates, and all tensors of the last checkpoint"
-    if first is None or far <= _TOLERANCE:
-        other = _other_tensor(find_checkpoint(run), find_checkpoint(baseline), exact)
-        if other is None:
-            return Parity("equal", exact, far, _TOLERANCE, scope, first_divergence=first)
-        first = first or other
-    return Parity("different", False, far, _TOLERANCE, scope, first_divergence=first)
+    if first is None or largest <= _TOLERANCE:
+        tensor_name = _first_different_tensor(find_checkpoint(run), find_checkpoint(baseline), exact)
+        if tensor_name is None:
+            return Parity("equal", exact, largest, _TOLERANCE, scope, first_divergence=first)
+        first = first or tensor_name
+    return Parity("different", False, largest, _TOLERANCE, scope, first_divergence=first)
 
 
-_TOLERANCE = 1e-12  # of the losses, where a restart changes the order of additions
-_TENSOR_TOLERANCE = 1e-9  # of weights and optimizer state then: small ones are differences of large ones
+_TOLERANCE = 1e-12  # for losses, if a restart changes the order of additions
+_TENSOR_TOLERANCE = 1e-9  # for weights and optimizer state, whose rounding errors are larger relative to their values
 
 
-def _other_tensor(first: Checkpoint, second: Checkpoint, exact: bool) -> str | None:
-    """Return the first tensor that differs: bit by bit if `exact`, else beyond the tolerance."""
+def _first_different_tensor(first: Checkpoint, second: Checkpoint, exact: bool) -> str | None:
+    """Return the name of the first tensor that differs: in any bit if `exact`, else by more than the tolerance."""
     import torch
 
     from everyrank.checkpoint.storage import contents_of, read
@@ -351,15 +368,16 @@ def _other_tensor(first: Checkpoint, second: Checkpoint, exact: bool) -> str | N
         tensors_of_each.append(tensors)
     names = sorted(tensors_of_each[0].keys() | tensors_of_each[1].keys())
     return next(
-        (name for name in names if not _same(tensors_of_each[0].get(name), tensors_of_each[1].get(name), exact)), None
+        (name for name in names if not _is_same(tensors_of_each[0].get(name), tensors_of_each[1].get(name), exact)),
+        None,
     )
 
 
-def _same(first: Any, second: Any, exact: bool) -> bool:
+def _is_same(first: Any, second: Any, exact: bool) -> bool:
     import torch
 
     if first is None or second is None or first.dtype != second.dtype or first.shape != second.shape:
         return False
-    if exact or not first.is_floating_point():  # bits: a state of a generator may hold NaN
+    if exact or not first.is_floating_point():  # compare bits, because a generator state may hold NaN
         return torch.equal(first.reshape(-1).view(torch.uint8), second.reshape(-1).view(torch.uint8))
     return torch.allclose(first, second, rtol=_TENSOR_TOLERANCE, atol=_TENSOR_TOLERANCE, equal_nan=True)

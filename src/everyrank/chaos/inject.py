@@ -1,6 +1,6 @@
-"""Inside a rank: one fault at one update. Torch is imported when it strikes: who starts the ranks has none.
+"""Injects a fault in a rank before an update. Imports torch late, because the launching process does not need it.
 
-What happens is what happens for real: signals, a file system without room, a limit of memory, bits of a tensor.
+The faults are real ones: signals, a full disk, a memory limit, flipped bits of a tensor.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 __all__ = ["Injection", "Injections"]
 
-_LEFT_BYTES = 60_000  # on a full disk, for the lines of a log
+_LEFT_BYTES = 60_000  # free bytes on the full disk, for lines of the log
 _SLOW_UPDATES, _SLOW_SECONDS = 5, 0.2
-_MEMORY__LEFT_BYTES = 1 << 28
+_FREE_MEMORY_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
 class Injection:
-    """A fault of this name, in this rank, before the update of this number; what `TrainOptions.before_update` takes.
+    """Injects one fault in one rank before one update. A callable for `TrainOptions.before_update`.
 
-    journal    a line of JSON is written here when it strikes: time (seconds since 1970), rank, process
-    launcher   the process that started the ranks
-    until      the number of the update before which a disk has room again
+    journal    file to which a line of JSON is appended at the injection: time (seconds since 1970), rank, process
+    launcher   process id of the launching process
+    until      the update before which the full disk is emptied again
     """
 
     fault: str
@@ -47,7 +47,7 @@ class Injection:
     until: int = 0
 
     def __call__(self, prepared: Any, number: int) -> None:
-        """Strike, where it is time."""
+        """Inject the fault if this is the update, and end it if it is over."""
         if prepared.world.rank != self.rank and not FAULTS[self.fault].all_ranks:
             return
         if self.fault == "slow-rank" and self.update < number < self.update + _SLOW_UPDATES:
@@ -61,7 +61,7 @@ class Injection:
                 fields = {"fault": self.fault, "update": number, "rank": prepared.world.rank}
                 row = fields | {"time": time.time(), "process": os.getpid()}
                 journal.write(json.dumps(row) + "\n")
-            _STRIKES[_STRIKE_AS.get(self.fault, self.fault)](self, prepared)
+            _INJECTORS[_SAME_INJECTOR.get(self.fault, self.fault)](self, prepared)
 
     @property
     def _ballast(self) -> Path:
@@ -72,15 +72,16 @@ class Injection:
 class Injections:
     """Several faults, each at its own update."""
 
-    each: tuple[Injection, ...]
+    injections: tuple[Injection, ...]
 
     def __call__(self, prepared: Any, number: int) -> None:
-        """Strike with each whose time it is."""
-        for injection in self.each:
+        """Call each injection."""
+        for injection in self.injections:
             injection(prepared, number)
 
 
-_STRIKE_AS = {"cut-checkpoint": "kill-all", "flipped-checkpoint": "kill-all"}  # what is spoilt is spoilt afterwards
+# campaign.py corrupts the checkpoint after the ranks have been killed
+_SAME_INJECTOR = {"cut-checkpoint": "kill-all", "flipped-checkpoint": "kill-all"}
 
 
 def _kill(_: Injection, __: Any) -> None:
@@ -119,21 +120,21 @@ def _run(*command: str) -> None:
 
 
 def _nan_gradient(_: Injection, prepared: Any) -> None:
-    """The gradient of the first module's output is NaN on this rank: what it makes of it travels to the others."""
+    """Replace the gradient of the first module's output by NaN on this rank; collectives spread it to the others."""
     import torch
 
     modules: list[nn.Module] = list(prepared.model.modules())
     first = next(module for module in modules if next(module.parameters(recurse=False), None) is not None)
 
-    def spoil(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
+    def corrupt(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
         handle.remove()
         output.register_hook(lambda gradient: torch.full_like(gradient, float("nan")))
 
-    handle = first.register_forward_hook(spoil)
+    handle = first.register_forward_hook(corrupt)
 
 
 def _flip_bit(injection: Injection, prepared: Any) -> None:
-    """A bit in the middle of the first element of one parameter; which one, the number of the update decides."""
+    """Flip a bit in the middle of the first element of a parameter, which the number of the update selects."""
     import torch
 
     from everyrank.parallel.mesh import local_tensor
@@ -144,9 +145,9 @@ def _flip_bit(injection: Injection, prepared: Any) -> None:
         for parameter in parameters
         if parameter.numel() and parameter.is_floating_point() and parameter.is_contiguous()
     ]
-    chosen = parameters[injection.update % len(parameters)].view(-1)
-    bits = chosen.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[chosen.element_size()])
-    bits[0] ^= 1 << (6 * chosen.element_size())
+    values = parameters[injection.update % len(parameters)].view(-1)
+    bits = values.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])
+    bits[0] ^= 1 << (6 * values.element_size())
 
 
 def _mismatched_collective(_: Injection, prepared: Any) -> None:
@@ -156,18 +157,18 @@ def _mismatched_collective(_: Injection, prepared: Any) -> None:
     dist.all_reduce(torch.zeros(3, device=prepared.world.device), group=prepared.world.group)
 
 
-def _out_of_memory(_own: Injection, _prepared: Any) -> None:
+def _out_of_memory(_injection: Injection, _prepared: Any) -> None:
     import torch
 
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     used = pages * os.sysconf("SC_PAGE_SIZE")
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    with contextlib.suppress(ValueError):  # a hard limit that is lower does as well
-        resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY__LEFT_BYTES, hard))
-    torch.ones(4 * _MEMORY__LEFT_BYTES, dtype=torch.uint8)
+    with contextlib.suppress(ValueError):  # there is already a lower hard limit
+        resource.setrlimit(resource.RLIMIT_AS, (used + _FREE_MEMORY_BYTES, hard))
+    torch.ones(4 * _FREE_MEMORY_BYTES, dtype=torch.uint8)
 
 
-_STRIKES: dict[str, Callable[[Injection, Any], None]] = {
+_INJECTORS: dict[str, Callable[[Injection, Any], None]] = {
     "kill-rank": _kill,
     "kill-all": _kill,
     "kill-launcher": _kill_launcher,

@@ -31,7 +31,7 @@ __all__: list[str] = []
 
 
 def train(call: TrainCall, node: int | None) -> int:
-    """Train as `call` says; return the exit status."""
+    """Run the training of `call`; return the exit status."""
     injections = tuple(dataclasses.replace(Injection(**fields), launcher=os.getpid()) for fields in call.injections)
     out = Path(call.run)
     options = TrainOptions(

@@ -23,7 +23,7 @@ __all__ = ["TrainCall", "TrainerRun", "run_trainer", "why_no_disk"]
 
 _MARK = "EVERYRANK_CHAOS"  # environment variable of all processes of a run
 _PAUSE_SECONDS = 2.0
-_LEFT_SECONDS = 20.0  # after the end, for ranks to notice that whoever started them is gone
+_LEFT_SECONDS = 20.0  # time after the end for ranks to notice that their parent process is gone
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class TrainCall:
 
     source, launch   the fields of `Source` and of `Launch`
     run              the folder of the run
-    resume           what to go on from: "", the run, or a checkpoint
-    injections       the fields of an `Injection` each
-    kept             where a run on a disk of its own is copied to when it ends
+    resume           the run or checkpoint to resume from; "": none
+    injections       the fields of each `Injection`
+    kept             folder to which a run on a separate disk is copied when it ends
     """
 
     source: dict[str, Any]
@@ -56,26 +56,27 @@ class TrainerRun:
     status          the exit status; -N after signal N; None if it was killed after `limit_seconds`
     message         the last line of the output
     lines           (seconds since 1970, text) of what was printed
-    injected_at     when the last fault was injected (on the first rank), in seconds since 1970; None without one
-    begun           when the process was started, in seconds since 1970
-    ended, cleared  when the process ended, and when all processes that it started had ended, in seconds since 1970
-    left            how many processes were still running a while later and were killed
+    injected_at     time of the last injection (on the first rank), in seconds since 1970; None without a fault
+    started_at      start of the process, in seconds since 1970
+    ended_at        end of the process, in seconds since 1970
+    all_ended_at    end of the last process that it started, in seconds since 1970
+    num_left        number of processes that did not end and were killed
     """
 
     status: int | None = None
     message: str = ""
     lines: list[tuple[float, str]] = field(default_factory=list[tuple[float, str]])
     injected_at: float | None = None
-    begun: float = 0.0
-    ended: float = 0.0
-    cleared: float = 0.0
-    left: int = 0
+    started_at: float = 0.0
+    ended_at: float = 0.0
+    all_ended_at: float = 0.0
+    num_left: int = 0
 
 
 def run_trainer(call: TrainCall, folder: Path, limit_seconds: float, disk_bytes: int = 0) -> TrainerRun:
-    """Train as `call` says; `folder` is for what is left beside the run.
+    """Run a training in a process and return how it ended. `folder` gets the call, the journal and the end status.
 
-    With `disk_bytes` the run lies on a disk of this size, made for it. A launch of two nodes has two hosts made for it.
+    With `disk_bytes` the run is on a new file system of this size. A launch of two nodes runs on two simulated hosts.
     """
     folder.mkdir(parents=True)
     injections = [{**injection, "journal": str(folder / "journal")} for injection in call.injections]
@@ -94,7 +95,7 @@ def run_trainer(call: TrainCall, folder: Path, limit_seconds: float, disk_bytes:
         call = dataclasses.replace(call, run=str(disk / "run"), kept=call.run)
         command = _on_own_disk(disk, disk_bytes, command)
     (folder / "call.json").write_text(json.dumps(dataclasses.asdict(call)), encoding="utf-8")
-    mark, result = uuid.uuid4().hex, TrainerRun(begun=time.time())
+    mark, result = uuid.uuid4().hex, TrainerRun(started_at=time.time())
     process = subprocess.Popen(  # noqa: S603
         command,
         stdin=subprocess.DEVNULL,
@@ -109,9 +110,9 @@ def run_trainer(call: TrainCall, folder: Path, limit_seconds: float, disk_bytes:
     try:
         _watch(process, folder / "journal", result, limit_seconds)
     finally:
-        _clear(mark, result, process)
+        _end_processes(mark, result, process)
     reader.join(5.0)
-    return _how(folder, result)
+    return _with_message(folder, result)
 
 
 def _read(stream: IO[bytes], lines: list[tuple[float, str]]) -> None:
@@ -119,36 +120,36 @@ def _read(stream: IO[bytes], lines: list[tuple[float, str]]) -> None:
 
 
 def _watch(process: subprocess.Popen[bytes], journal: Path, result: TrainerRun, limit_seconds: float) -> None:
-    """Until the process has ended, or has taken far too long; a rank that pauses is sent SIGCONT after a while."""
+    """Wait until the process has ended or the time is over. Sends SIGCONT to a paused rank after some seconds."""
     deadline = time.monotonic() + limit_seconds
     continued: set[int] = set()
     while process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
         for row in _rows(journal):
-            is_over = row["fault"] == "pause-rank" and time.time() > row["time"] + _PAUSE_SECONDS
-            if is_over and row["update"] not in continued:
+            is_pause_over = row["fault"] == "pause-rank" and time.time() > row["time"] + _PAUSE_SECONDS
+            if is_pause_over and row["update"] not in continued:
                 continued.add(row["update"])
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(row["process"], signal.SIGCONT)
-    result.status, result.ended = process.poll(), time.time()
+    result.status, result.ended_at = process.poll(), time.time()
 
 
 def _rows(journal: Path) -> list[dict[str, Any]]:
-    """What was struck, and when; the last line may be half written."""
+    """Return the injections in the journal by time; ignores an incomplete last line."""
     text = journal.read_text() if journal.exists() else ""
     rows = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
     return sorted(rows, key=lambda row: row["time"])
 
 
-def _clear(mark: str, result: TrainerRun, process: subprocess.Popen[bytes]) -> None:
-    """Wait until nothing of it runs any more; what does not end by itself is counted, and ended."""
-    if result.status is None:  # the command takes its ranks and folders with it
+def _end_processes(mark: str, result: TrainerRun, process: subprocess.Popen[bytes]) -> None:
+    """Wait until all processes of the run have ended; count and kill those that do not end."""
+    if result.status is None:  # on SIGINT the command ends its ranks and removes its folders
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGINT)
     deadline = time.monotonic() + _LEFT_SECONDS
     while (running := _marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    result.left, result.cleared = len(running), time.time()
+    result.num_left, result.all_ended_at = len(running), time.time()
     for pid in running:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -156,7 +157,7 @@ def _clear(mark: str, result: TrainerRun, process: subprocess.Popen[bytes]) -> N
 
 
 def _marked(mark: str) -> list[int]:
-    """All processes with the mark in their environment; those that have ended and wait for their parent have none."""
+    """Return all processes with the mark in their environment, without zombies, which have no environment."""
     pids: list[int] = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -166,7 +167,7 @@ def _marked(mark: str) -> list[int]:
     return pids
 
 
-def _how(folder: Path, result: TrainerRun) -> TrainerRun:
+def _with_message(folder: Path, result: TrainerRun) -> TrainerRun:
     rows = _rows(folder / "journal")
     result.injected_at = next((row["time"] for row in rows if row["update"] == rows[-1]["update"]), None)
     if (folder / "ended.json").exists():
@@ -177,20 +178,20 @@ def _how(folder: Path, result: TrainerRun) -> TrainerRun:
 
 
 def _on_own_disk(disk: Path, size: int, command: list[str]) -> list[str]:
-    """The command, where `disk` is a file system of this many bytes that nobody else sees."""
+    """Return the command with `disk` as a private file system of `size` bytes."""
     mount = f"mount -t tmpfs -o size={size} tmpfs {shlex.quote(str(disk))}; exec {shlex.join(command)}"
-    own_user = [] if os.geteuid() == 0 else ["--map-root-user"]
-    return ["unshare", *own_user, "--mount", "sh", "-ec", mount]
+    user_option = [] if os.geteuid() == 0 else ["--map-root-user"]
+    return ["unshare", *user_option, "--mount", "sh", "-ec", mount]
 
 
 def why_no_disk(folder: Path) -> str:
-    """Why no disk of its own can be made here; "" where it can."""
+    """Return why a separate disk cannot be made here; "" if it can."""
     mount_point = folder / "disk-probe"
     mount_point.mkdir(exist_ok=True)
     try:
         command = _on_own_disk(mount_point, 1 << 20, ["true"])
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)  # noqa: S603
+        completed = subprocess.run(command, capture_output=True, text=True, timeout=20)  # noqa: S603
     except (OSError, subprocess.SubprocessError) as error:
-        return f"no disk of its own: unshare: {error}"
-    error_lines = done.stderr.strip().splitlines() or ["unshare or mount failed"]
-    return "" if done.returncode == 0 else f"no disk of its own: {error_lines[-1]}"
+        return f"no separate disk: unshare: {error}"
+    error_lines = completed.stderr.strip().splitlines() or ["unshare or mount failed"]
+    return "" if completed.returncode == 0 else f"no separate disk: {error_lines[-1]}"

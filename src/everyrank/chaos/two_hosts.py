@@ -1,8 +1,8 @@
-"""The same call typed on two hosts: network namespaces of this machine, each with its own end of one link.
+"""Runs the same call on two simulated hosts: network namespaces of this machine, connected by a link.
 
     unshare --net python -m everyrank.chaos.two_hosts CALL.json
 
-A process of its own in a namespace of its own: what it makes is gone when it ends. Imports no torch.
+The kernel removes the namespaces when this process ends. Imports no torch.
 """
 
 from __future__ import annotations
@@ -20,38 +20,42 @@ from everyrank.launch.job import PYTHON
 __all__ = ["LINK", "NUM_HOSTS", "RENDEZVOUS", "SLOW_LINK", "in_own_network", "why_no_link"]
 
 NUM_HOSTS = 2
-LINK = "eth0"  # its name on both
+LINK = "eth0"  # name of the interface on both hosts
 SLOW_LINK = f"tc qdisc add dev {LINK} root tbf rate 1mbit burst 16kb latency 2s".split()
 RENDEZVOUS = "10.77.0.1:29511"
 _START_SECONDS = 20.0
-# waits for a line: by then it has its end of the link
+# `read` waits until the link exists
 _HOST = "read -r _; ip link set lo up; ip addr add {address}/24 dev {link}; ip link set {link} up; exec {command}"
 _PROBE = f"ip link add name {LINK} type veth peer name other; {shlex.join(SLOW_LINK)}"
 
 
 def in_own_network(script: str) -> list[str]:
-    """The shell's script in a network namespace of its own, whose interfaces it may change."""
-    own_user = [] if os.geteuid() == 0 else ["--map-root-user"]
-    return ["unshare", *own_user, "--net", "sh", "-ec", script]
+    """Return the command that runs a shell script in a new network namespace, as its administrator."""
+    user_option = [] if os.geteuid() == 0 else ["--map-root-user"]
+    return ["unshare", *user_option, "--net", "sh", "-ec", script]
 
 
 @functools.cache
 def why_no_link() -> str:
-    """Why no hosts with a link can be made here; "" where they can."""
+    """Return why two connected hosts cannot be simulated here; "" if they can."""
     try:
-        done = subprocess.run(in_own_network(_PROBE), capture_output=True, text=True, timeout=20)  # noqa: S603
+        completed = subprocess.run(in_own_network(_PROBE), capture_output=True, text=True, timeout=20)  # noqa: S603
     except (OSError, subprocess.SubprocessError) as error:
-        return f"no hosts with a link: unshare: {error}"
-    error_lines = done.stderr.strip().splitlines() or ["unshare, ip or tc failed"]
-    return "" if done.returncode == 0 else f"no hosts with a link (it takes ip and tc of iproute2): {error_lines[-1]}"
+        return f"cannot simulate two hosts: unshare: {error}"
+    error_lines = completed.stderr.strip().splitlines() or ["unshare, ip or tc failed"]
+    return (
+        ""
+        if completed.returncode == 0
+        else f"cannot simulate two hosts (needs ip and tc of iproute2): {error_lines[-1]}"
+    )
 
 
 def main() -> None:
-    """Start both, connect them, and end as host 0 does; where that ends well, as host 1."""
+    """Start both hosts and connect them; exit with the first status that is not 0."""
     hosts = [_start(node, Path(sys.argv[1])) for node in range(NUM_HOSTS)]
-    words = ["ip", "link", "add", "name", LINK, "netns", str(hosts[0].pid), "type", "veth"]
-    words += ["peer", "name", LINK, "netns", str(hosts[1].pid)]
-    subprocess.run(words, check=True, timeout=_START_SECONDS)  # noqa: S603
+    command = ["ip", "link", "add", "name", LINK, "netns", str(hosts[0].pid), "type", "veth"]
+    command += ["peer", "name", LINK, "netns", str(hosts[1].pid)]
+    subprocess.run(command, check=True, timeout=_START_SECONDS)  # noqa: S603
     for host in hosts:
         assert host.stdin is not None
         host.stdin.write(b"\n")
@@ -61,7 +65,7 @@ def main() -> None:
 
 
 def _start(node: int, call: Path) -> subprocess.Popen[bytes]:
-    """A host that waits for its end of the link, and then trains."""
+    """Start a host, which waits for the link and then trains."""
     address = RENDEZVOUS.partition(":")[0][:-1] + str(node + 1)
     trainer = [*PYTHON, "-m", "everyrank.chaos.trainer_process", str(call), str(node)]
     script = _HOST.format(address=address, link=LINK, command=shlex.join(trainer))
@@ -69,7 +73,7 @@ def _start(node: int, call: Path) -> subprocess.Popen[bytes]:
     deadline = time.monotonic() + _START_SECONDS
     while _network(host.pid) == _network(os.getpid()):
         if host.poll() is not None or time.monotonic() > deadline:
-            sys.exit("no network of its own for a host")
+            sys.exit("a simulated host got no network namespace")
         time.sleep(0.01)
     return host
 
@@ -77,7 +81,7 @@ def _start(node: int, call: Path) -> subprocess.Popen[bytes]:
 def _network(pid: int) -> str:
     try:
         return str(Path(f"/proc/{pid}/ns/net").readlink())
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return ""
 
 

@@ -1,4 +1,4 @@
-"""What came of faults, as a table for a terminal. Imports no torch."""
+"""The results of `everyrank chaos` as a table for the terminal. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from everyrank.record import Record
 __all__ = ["chaos_line", "has_held", "is_of_chaos", "print_chaos"]
 
 _COLUMNS = ("fault", "update", "rank", "noticed by", "after s", "back after s", "updates lost", "trajectory", "")
-_APART = "equal (x): the losses are at most x apart. "
+_TOLERANCE_NOTE = "equal (x): the losses differ by at most x. "
 _NOT_BITWISE = (
-    f"{_APART}DDP rebuilds its buckets after its first update, also after a restart: "
-    "from there to where the first run had done so, gradients are added up in another order"
+    f"{_TOLERANCE_NOTE}DDP rebuilds its buckets after its first update, also after a restart: "
+    "until both runs have done so, they add up gradients in a different order"
 )
 _GLOO_NOT_BITWISE = (
-    f"{_APART}gloo adds what more than two ranks send in the order of its coming: "
+    f"{_TOLERANCE_NOTE}with more than two ranks gloo adds up in the order of arrival: "
     "two runs without a fault differ by as much"
 )
 _NUMBERS = ("update", "rank", "after s", "back after s", "updates lost")
@@ -32,7 +32,7 @@ _FIELDS: dict[str, Any] = {
     **dict.fromkeys(("fault", "status"), str),
     **dict.fromkeys(("update", "rank"), int),
 }
-_FIELDS_OF_A_TRIED_ONE: dict[str, Any] = {
+_FIELDS_OF_A_RUN: dict[str, Any] = {
     **dict.fromkeys(("seen_by", "said"), str),
     **dict.fromkeys(("notice_seconds", "recover_seconds"), _NUMBER),
     "is_noticed": bool,
@@ -42,23 +42,23 @@ _NOT_RUN = "not run here"
 
 
 def is_of_chaos(record: Record) -> bool:
-    """Whether a Record, from wherever it comes, says what came of a fault."""
-    told = record.provenance.get("chaos")
-    if not isinstance(told, dict):
+    """Whether a Record, possibly from an untrusted file, has the result of an injected fault."""
+    outcome = record.provenance.get("chaos")
+    if not isinstance(outcome, dict):
         return False
-    fields = _FIELDS if told.get("status") == _NOT_RUN else _FIELDS | _FIELDS_OF_A_TRIED_ONE
-    return all(isinstance(told.get(name), kind) for name, kind in fields.items()) and isinstance(
-        told.get("reason", ""), str
+    fields = _FIELDS if outcome.get("status") == _NOT_RUN else _FIELDS | _FIELDS_OF_A_RUN
+    return all(isinstance(outcome.get(name), kind) for name, kind in fields.items()) and isinstance(
+        outcome.get("reason", ""), str
     )
 
 
 def has_held(record: Record) -> bool:
-    """Whether all held that has to: noticed in time, recovered, the same training; or a reason is known why not."""
+    """Whether the fault was noticed in time and the resumed training is equal, or a known reason prevents this."""
     return record.provenance["chaos"]["status"] in ("held", "unseen", _NOT_RUN)
 
 
 def print_chaos(records: Sequence[Record]) -> None:
-    """A table for each layout and backend; below it what was said of faults that did not hold, or were not tried."""
+    """Print a table for each layout and backend, then the messages of failed and skipped faults."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=180)
@@ -75,31 +75,31 @@ def print_chaos(records: Sequence[Record]) -> None:
         if any(record.parity.status == "equal" and not record.parity.bitwise for record in rows):
             console.print(Text(_GLOO_NOT_BITWISE if backend == "gloo" else _NOT_BITWISE, style="dim"))
         for record in rows:
-            for line in _below(record):
+            for line in _notes_below(record):
                 console.print(Text(printable(line), style="dim"))
 
 
 def chaos_line(record: Record) -> str:
-    """One fault in a line: what happened, and how it ended."""
-    told = record.provenance["chaos"]
-    return printable(f"{record.layout} · {told['fault']} at update {told['update']}: {told['status']}")
+    """Return the result of one fault in a line."""
+    outcome = record.provenance["chaos"]
+    return printable(f"{record.layout} · {outcome['fault']} at update {outcome['update']}: {outcome['status']}")
 
 
 def _cells(record: Record) -> list[str]:
-    told: dict[str, Any] = record.provenance["chaos"]
-    if told["status"] == _NOT_RUN:
-        return [told["fault"], "", "", "", "", "", "", "", _NOT_RUN]
-    said_by = told["seen_by"] if told["is_noticed"] else "NOBODY"
+    outcome: dict[str, Any] = record.provenance["chaos"]
+    if outcome["status"] == _NOT_RUN:
+        return [outcome["fault"], "", "", "", "", "", "", "", _NOT_RUN]
+    noticed_by = outcome["seen_by"] if outcome["is_noticed"] else "NO PROCESS"
     return [
-        told["fault"],
-        str(told["update"]),
-        str(told["rank"]),
-        said_by,
-        _number(told["notice_seconds"], ".1f"),
-        _number(told.get("recover_seconds"), ".1f"),
-        _number(told.get("updates_lost"), "d"),
+        outcome["fault"],
+        str(outcome["update"]),
+        str(outcome["rank"]),
+        noticed_by,
+        _number(outcome["notice_seconds"], ".1f"),
+        _number(outcome.get("recover_seconds"), ".1f"),
+        _number(outcome.get("updates_lost"), "d"),
         _trajectory(record),
-        told["status"],
+        outcome["status"],
     ]
 
 
@@ -111,13 +111,15 @@ def _trajectory(record: Record) -> str:
     parity = record.parity
     if parity.status == "equal":
         return "equal to the last bit" if parity.bitwise else f"equal ({parity.max_relative_difference:.0e})"
-    far = parity.max_relative_difference
-    return f"differs: {parity.first_divergence}" + (f" ({far:.0e})" if far is not None else "")
+    difference = parity.max_relative_difference
+    return f"differs: {parity.first_divergence}" + (f" ({difference:.0e})" if difference is not None else "")
 
 
-def _below(record: Record) -> list[str]:
-    told = record.provenance["chaos"]
-    lines = [f"{told['fault']}: {told['reason']}"] if told.get("reason") else []
+def _notes_below(record: Record) -> list[str]:
+    outcome = record.provenance["chaos"]
+    lines = [f"{outcome['fault']}: {outcome['reason']}"] if outcome.get("reason") else []
     if not has_held(record):
-        lines += [f"{told['fault']}: {text}" for text in (told.get("said"), told.get("recovery_failed")) if text]
+        lines += [
+            f"{outcome['fault']}: {text}" for text in (outcome.get("said"), outcome.get("recovery_failed")) if text
+        ]
     return lines
