@@ -396,7 +396,7 @@ def test_samples_tell_the_ranks_of_this_host_from_other_programs(tmp_path: Path)
             sampler.now_running("us")
             while len(sampler.rows) < 4:
                 time.sleep(0.1)
-                sampler.look()
+                sampler.update()
         done.touch()
         return sampler.of("us")
 
@@ -447,7 +447,7 @@ def test_resource_log_of_a_training(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     for goes_on in (False, True):
         before = len(rows()) if goes_on else 0
-        with resource_log(path, "here", goes_on, begin_seconds=0.0):
+        with resource_log(path, "here", goes_on, delay_seconds=0.0):
             deadline = time.monotonic() + 120
             while len(rows()) < before + 4 and time.monotonic() < deadline:
                 time.sleep(0.05)
@@ -460,7 +460,7 @@ def test_resource_log_of_a_training(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert all(float(row["percent"]) >= 0 for row in found)
     link = tmp_path / "link.csv"
     link.symlink_to(tmp_path / "mine.csv")
-    with resource_log(link, "here", goes_on=False, begin_seconds=100.0):
+    with resource_log(link, "here", is_resumed=False, delay_seconds=100.0):
         pass
     assert not (tmp_path / "mine.csv").exists()
 

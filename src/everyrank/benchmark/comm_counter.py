@@ -1,9 +1,9 @@
 """CommCounter: counts the collectives of one rank, by operation and group, with their bytes.
 
-Counted where torch hands a collective to its backend (the operators of c10d, or a backend of ours), so that those
-DistributedDataParallel and `fully_shard` start by themselves are seen, too. Bytes are what the operator is given by one
-rank: the whole tensor of an all-reduce, a broadcast or a send; the rank's own part of an all-gather; the whole input of
-a reduce-scatter. How many of them cross a wire depends on the algorithm of the backend.
+It counts where torch passes a collective to its backend (the operators of c10d, or one of our backends), so it includes
+the collectives that DistributedDataParallel and `fully_shard` start. Bytes are the input of one rank: the whole
+tensor of an all-reduce, a broadcast or a send; the local part of an all-gather; the whole input of a reduce-scatter.
+How many of them cross the network depends on the algorithm of the backend.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from everyrank.record import Collective
 
 __all__ = ["CommCounter"]
 
-# operator -> (operation, the argument that holds what this rank hands in)
+# operator -> (operation, index of the argument with the input of this rank)
 _OPERATORS: Mapping[str, tuple[str, int]] = {
     "c10d::allreduce_": ("all_reduce", 0),
     "c10d::allreduce_coalesced_": ("all_reduce", 0),

@@ -34,12 +34,12 @@ _NO_IDLE = PipelineIdle(0.0, 0.0, 0.0)
 
 @dataclass(frozen=True)
 class Instrumented:
-    """What one rank saw. `exposed_shares` is NaN where the workload is too short to look.
+    """The measurements of one rank. `exposed_shares` is NaN if the workload is too short to measure them.
 
-    idle                of a pipeline, `Prepared.idle` added up over a few updates without instruments
-    peak_memory_bytes   most bytes of tensors alive at once, from building the model to the end of the third update
-    collectives         of one update; of replicas, of all updates from one mean to the next
-    exposed_shares      part of each phase that was exposed communication, in the order of `measure.split.PHASES`
+    idle                for a pipeline, the sum of `Prepared.idle` over a few updates without instruments
+    peak_memory_bytes   peak bytes of tensors, from building the model to the end of the third update
+    collectives         of one update; for local SGD, of all updates between two averages
+    exposed_shares      fraction of each phase that was exposed communication, in the order of `measure.split.PHASES`
     """
 
     peak_memory_bytes: int

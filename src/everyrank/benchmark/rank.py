@@ -42,7 +42,7 @@ from everyrank.measure.split import PHASES, phases
 from everyrank.options import BenchOptions
 from everyrank.parallel.pipeline.run import PipelineIdle
 from everyrank.parity import check_layout, parity_case
-from everyrank.progress import progress, said_once
+from everyrank.progress import print_lines_once, progress
 from everyrank.record import Record
 from everyrank.strategies import prepare
 from everyrank.workload import Source, Workload, changed, load
@@ -71,7 +71,7 @@ def bench_rank(
     with (
         open_world(info, launch) as world,
         progress(len(layouts) * (3 + options.trials), options.show and is_first) as advance,
-        said_once(is_first),
+        print_lines_once(is_first),
     ):
         startup_seconds = time.time() - options.started
         begun = time.monotonic() - startup_seconds
@@ -111,7 +111,7 @@ def _measure(results: Results, world: World, advance: Callable[[str], None]) -> 
 
 
 def _line(candidate: Candidate, bench: Bench, options: BenchOptions) -> str:
-    """What is known of a candidate after a trial, on rank 0."""
+    """Return the results of a candidate so far, on rank 0."""
     if not candidate.trial_seconds:
         return ""
     step_ms = candidate.trial_seconds[-1] / bench.trial_updates * 1e3
@@ -121,7 +121,7 @@ def _line(candidate: Candidate, bench: Bench, options: BenchOptions) -> str:
 def _planned(workload: Workload, train_data: Any, eval_data: Any, world: World, options: BenchOptions) -> Bench:
     """How many updates each kind of run has."""
     planned = planned_updates(workload, train_data)
-    # what loader workers read ahead before the clock starts has to be used up by then
+    # by then, batches that loader workers had read ahead before the clock started are used up
     lead = min(2 * world.loader_workers * world.size, planned // 2)
     return Bench(
         workload,

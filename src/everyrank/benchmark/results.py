@@ -52,7 +52,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Bench:
-    """What is run, and how many updates each kind of run has."""
+    """The layouts to run, and the number of updates of each kind of run."""
 
     workload: Workload
     train_data: Any
@@ -97,7 +97,7 @@ class Results:
         if self.world.rank != 0:
             return
         if self.info.keep is not None:
-            self.sampler.look()
+            self.sampler.update()
             self.info.keep(self.records())
         if line and self.options.show:
             row_known(line)
@@ -127,7 +127,7 @@ def _method(bench: Bench, options: BenchOptions) -> str:
         f"untimed run of {bench.run_updates} updates"
         + (f" and the first {bench.warmup_updates} of each trial" if bench.warmup_updates else "")
         + "; medians with 95% bootstrap intervals; the slowest rank counts; "
-        f"steps taken apart in {options.trials} runs of {bench.split_updates} updates of their own"
+        f"step-time breakdown from {options.trials} separate runs of {bench.split_updates} updates"
     )
 
 
@@ -167,7 +167,7 @@ def _record(
 
 
 def _bubble(inside: Sequence[Instrumented]) -> Bubble | None:
-    """How long ranks stood idle beside how long they would by theory; None for a layout without a pipeline."""
+    """Return the measured and the theoretical idle time of ranks; None for a layout without a pipeline."""
     longest = max((instrumented.idle.seconds for instrumented in inside), default=0.0)
     if not longest:
         return None

@@ -49,7 +49,7 @@ def peak_memory(device: torch.device) -> Generator[PeakMemory]:
             total -= alive.pop(address, 0)
 
 
-_CGROUPS = (  # versions 2 and 1: the limit, what is used, and where it says what of that is cached files
+_CGROUPS = (  # cgroup versions 2 and 1: limit, use, and the row of cached files in the statistics
     ("memory.max", "memory.current", "memory.stat", "inactive_file "),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file "),
 )

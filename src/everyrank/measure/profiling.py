@@ -24,13 +24,13 @@ _ALL_THREADS: Any = _ExperimentalConfig(profile_all_threads=True)
 
 @contextlib.contextmanager
 def profiler(device: torch.device, memory: bool = False) -> Generator[profile]:
-    """The profiler for the CPU and this rank's device; `memory` records allocations as well."""
+    """Profile the CPU and this rank's device; with `memory`, record allocations instead of all threads."""
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
-    is_loud = _LOG_LEVEL not in os.environ  # its log would appear between the printed lines
+    is_loud = _LOG_LEVEL not in os.environ  # the profiler would log between our lines
     if is_loud:
         os.environ[_LOG_LEVEL] = "99"
     try:
-        config = None if memory else _ALL_THREADS  # together they record no memory
+        config = None if memory else _ALL_THREADS  # torch records no memory with profile_all_threads
         with profile(activities=activities, profile_memory=memory, experimental_config=config) as running:
             yield running
     finally:
@@ -44,9 +44,9 @@ def trace_of(finished: profile) -> dict[str, Any]:
 
 
 def events_of(finished: profile) -> list[dict[str, Any]]:
-    """What took some time, and every allocation, with what is looked at here alone.
+    """Return the events with a duration and all allocations, reduced to the fields that are used here.
 
-    A trace of a few updates may have a million events; whole, they would take gigabytes.
+    A trace of a few updates may have a million events, which would take gigabytes with all their fields.
     """
     return [event for event in _read(finished, _slim)["traceEvents"] if event is not None]
 

@@ -57,7 +57,7 @@ def machine(world: World) -> dict[str, Any]:
 
 
 def _cuda_details() -> dict[str, Any]:
-    """Libraries beneath CUDA, and whether products of float32 matrices and convolutions are rounded to TF32."""
+    """Return the versions of the CUDA libraries, and whether float32 matrix products and convolutions use TF32."""
     cuda, private = cast("Any", torch.cuda), cast("Any", torch._C)  # pyright: ignore[reportPrivateUsage]
     return {
         "nccl": ".".join(map(str, cuda.nccl.version())) if torch.distributed.is_nccl_available() else None,
@@ -70,7 +70,7 @@ def _cuda_details() -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """The commit of everyrank's own checkout, with a mark when files differ from it; None for an installed wheel."""
+    """Return the commit of everyrank's checkout, with `-dirty` if files have changed; None for an installed wheel."""
     root = Path(_version.__file__).parents[2]
     if not (root / ".git").exists():
         return None

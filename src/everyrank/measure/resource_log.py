@@ -1,9 +1,9 @@
-"""resources.csv of a training: CPU, memory and each GPU of a host, in a row each, once a second.
+"""Writes resources.csv of a training: the use of CPU, memory and each GPU of a host, once a second.
 
-`device` is cpu (what the ranks of the host use, in percent of one core, and their memory), others (what other programs
-take of the same cores), or the UUID of a GPU, which stays its own where CUDA_VISIBLE_DEVICES renumbers them. As in a
-bench a process of its own samples, not a thread that takes a rank's time; a training that ends in a few seconds starts
-none, and has a header alone. Imports no torch.
+The column `device` is `cpu` for the ranks of the host (in percent of one core, with their memory), `others` for other
+programs on the same cores, or the UUID of a GPU, which does not depend on CUDA_VISIBLE_DEVICES. A separate process
+samples, because a thread would take time of a rank. It starts after a few seconds, so the file of a very short training
+has only a header. Imports no torch.
 """
 
 from __future__ import annotations
@@ -26,41 +26,42 @@ __all__ = ["COLUMNS", "resource_log"]
 
 COLUMNS = ("time", "host", "device", "percent", "memory_bytes")
 _EVERY_SECONDS = 1.0
-_BEGIN_SECONDS = 3.0
+_DELAY_SECONDS = 3.0
 
 
 @contextlib.contextmanager
-def resource_log(path: Path | None, host: str, goes_on: bool, begin_seconds: float = _BEGIN_SECONDS) -> Generator[None]:
+def resource_log(
+    path: Path | None, host: str, is_resumed: bool, delay_seconds: float = _DELAY_SECONDS
+) -> Generator[None]:
     """Log the resource use of this host to `path` while the block runs; does nothing if `path` is None.
 
-    A training that goes on (`goes_on`) adds to the rows that are there. A file that cannot be written is no reason to
-    stop a training.
+    A resumed training (`is_resumed`) appends to the existing rows. If the file cannot be written, it logs nothing.
     """
-    file = _opened(path, goes_on) if path is not None else None
+    file = _open_log(path, is_resumed) if path is not None else None
     if file is None:
         yield
         return
-    started: list[subprocess.Popen[bytes]] = []
-    timer = threading.Timer(begin_seconds, lambda: started.append(start_sampler(__name__, [host], file)))
+    samplers: list[subprocess.Popen[bytes]] = []
+    timer = threading.Timer(delay_seconds, lambda: samplers.append(start_sampler(__name__, [host], file)))
     timer.daemon = True
     timer.start()
     try:
         yield
     finally:
         timer.cancel()
-        timer.join()  # it may be starting the process just now
-        for process in started:
+        timer.join()  # it may be just starting the process
+        for process in samplers:
             end_sampler(process)
         os.close(file)
 
 
-def _opened(path: Path, goes_on: bool) -> int | None:
-    """The file, with a header; None where there is something else by that name.
+def _open_log(path: Path, is_resumed: bool) -> int | None:
+    """Open the file and write the header; None if it cannot be opened.
 
-    A link is not followed, and a pipe not waited for: in a folder from elsewhere either may lead anywhere.
+    It follows no symbolic link and does not wait for a pipe, because the folder may come from an untrusted source.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    flags |= 0 if goes_on else os.O_TRUNC
+    flags |= 0 if is_resumed else os.O_TRUNC
     try:
         file = os.open(path, flags, 0o666)
         if os.fstat(file).st_size == 0:

@@ -1,8 +1,8 @@
-"""CPU, memory, GPU use and GPU memory while a benchmark runs, sampled each half second by a process of its own.
+"""Samples CPU, memory, GPU use and GPU memory during a benchmark, each half second, in a separate process.
 
-A thread of a rank would take that rank's time; a process takes a core's for about a millisecond each half second. It
-watches the ranks of this host: all that come from who started them, but for itself; and what other programs take of
-the cores that the ranks may run on. Imports no torch.
+A thread would take time of a rank; the process takes a core for about a millisecond each half second. It measures the
+ranks of this host (all descendants of the launching process except itself), and what other programs use of the cores
+that the ranks may run on. Imports no torch.
 """
 
 from __future__ import annotations
@@ -32,36 +32,36 @@ INTERVAL_SECONDS = 0.5
 
 
 class Sampler:
-    """Samples between `sampling`'s begin and end; who was running when is told by `now_running`."""
+    """The samples of a `sampling` block. `now_running` records which layout runs from when on."""
 
     def __init__(self, started: float, file: IO[bytes] | None = None) -> None:
         self.started, self.file = started, file
         self.turns: list[tuple[float, str]] = []
         self.rows: list[dict[str, Any]] = []
 
-    def look(self) -> None:
-        """Read what has been sampled until now."""
-        if self.file is not None:  # its place in the file is where the other process writes: it stays there
+    def update(self) -> None:
+        """Read the samples so far."""
+        if self.file is not None:  # pread, because moving the file position would move it for the sampler, too
             text = os.pread(self.file.fileno(), os.fstat(self.file.fileno()).st_size, 0).decode()
             self.rows = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
 
     @property
     def others_cores(self) -> float | None:
-        """How many cores other programs took, on average over all samples; None without one."""
+        """Average number of cores that other programs used; None without samples."""
         return round(fmean(row["others_percent"] for row in self.rows) / 100, 2) if self.rows else None
 
     def now_running(self, name: str) -> None:
-        """From now on samples belong to `name`."""
+        """Assign the samples from now on to `name`."""
         self.turns.append((time.monotonic(), name))
 
     def _owner(self, sampled: float) -> str | None:
-        """Whose turn it was in all of the half second before, of which a sample tells; None where two share it."""
-        begun = bisect_right(self.turns, sampled, key=lambda turn: turn[0])
-        start, name = self.turns[begun - 1] if begun else (float("inf"), None)
+        """Return the name that ran during the whole interval of a sample; None if two names share the interval."""
+        num_started = bisect_right(self.turns, sampled, key=lambda turn: turn[0])
+        start, name = self.turns[num_started - 1] if num_started else (float("inf"), None)
         return name if start + INTERVAL_SECONDS <= sampled else None
 
     def of(self, name: str) -> Resources | None:
-        """The samples that belong to `name`; None without one."""
+        """Return the samples of `name`; None if there are none."""
         rows = [row for row in self.rows if self._owner(row["time"]) == name]
         if not rows:
             return None
@@ -79,33 +79,33 @@ class Sampler:
 
 @contextlib.contextmanager
 def sampling(started: float, active: bool, cards: Sequence[str] = ()) -> Generator[Sampler]:
-    """Sample while the block runs, where `active`; `started` is what the times count from (`time.monotonic()`).
+    """Sample while the block runs, if `active`. Times count from `started` (`time.monotonic()`).
 
-    Of GPUs those `cards` are looked at, which the ranks of this host compute on, by their place on the PCI bus.
+    `cards` are the PCI bus ids of the GPUs to sample: those of the ranks of this host.
     """
     if not active:
         yield Sampler(started)
         return
-    with tempfile.TemporaryFile() as file:  # it has no name: nothing is left however this process ends
+    with tempfile.TemporaryFile() as file:  # a file without a name disappears even if this process is killed
         process = start_sampler("everyrank.measure.resources", cards, file)
         sampler = Sampler(started, file)
         try:
             yield sampler
         finally:
             end_sampler(process)
-            sampler.look()
+            sampler.update()
             sampler.file = None
 
 
-def start_sampler(module: str, words: Sequence[str], file: int | IO[bytes]) -> subprocess.Popen[bytes]:
-    """`python -m module words`, which writes to `file`, and ends when this process does, however that ends."""
+def start_sampler(module: str, arguments: Sequence[str], file: int | IO[bytes]) -> subprocess.Popen[bytes]:
+    """Start `python -m module arguments` with output to `file`. It ends with this process, even if that is killed."""
     return subprocess.Popen(  # noqa: S603
-        [sys.executable, "-P", "-m", module, *words], stdin=subprocess.PIPE, stdout=file, stderr=subprocess.DEVNULL
+        [sys.executable, "-P", "-m", module, *arguments], stdin=subprocess.PIPE, stdout=file, stderr=subprocess.DEVNULL
     )
 
 
 def end_sampler(process: subprocess.Popen[bytes]) -> None:
-    """Close what it reads from, and wait until it has written what it had."""
+    """Close the standard input of the sampler, and wait for its end."""
     assert process.stdin is not None
     process.stdin.close()
     try:
@@ -126,67 +126,67 @@ def main() -> None:
             row |= {"gpu_percent": gpu_percent, "gpu_memory_bytes": gpu_memory}
             print(json.dumps(row), flush=True)
     except psutil.Error:
-        pass  # who started the ranks has gone, and so will they
+        pass  # the parent process has ended
     finally:
         gpu.close()
 
 
 def until_input_ends() -> threading.Event:
-    """Set when standard input ends: who has started this process is gone, or wants it to be."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the ranks; with them this ends, too
+    """Return an event that is set when standard input ends: the parent has closed it or has ended."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the ranks; this process ends with them
     ended = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.buffer.read(), ended.set()), daemon=True).start()
     return ended
 
 
 class Processors:
-    """What the ranks use, and what is used beside them of the cores they may run on, since the last look."""
+    """The CPU use of the ranks, and of other programs on the same cores, since the last `read`."""
 
     def __init__(self) -> None:
-        self.own = psutil.Process()
-        rank, *above = self.own.parents()
-        # a rank of ours is forked from its supervisor
-        self.root = next((process for process in above if process.cmdline() != rank.cmdline()), rank)
-        self.cores = self.own.cpu_affinity() if hasattr(self.own, "cpu_affinity") else None
+        self.sampler = psutil.Process()
+        rank, *ancestors = self.sampler.parents()
+        # a rank is forked from its supervisor, so both have the same command line
+        self.root = next((process for process in ancestors if process.cmdline() != rank.cmdline()), rank)
+        self.cores = self.sampler.cpu_affinity() if hasattr(self.sampler, "cpu_affinity") else None
         self.seconds: dict[int, float] = {}
-        self.looked = time.monotonic()
+        self.last_read = time.monotonic()
         self.read()
 
     def read(self) -> dict[str, float]:
-        """cpu_percent and others_percent, each of one core, and memory_bytes."""
+        """Return cpu_percent and others_percent, both in percent of one core, and memory_bytes."""
         percents = psutil.cpu_percent(percpu=True)
         busy = sum(value for core, value in enumerate(percents) if self.cores is None or core in self.cores)
         now = time.monotonic()
         used, memory = dict[int, float](), 0
-        for process in [self.own, self.root, *self.root.children(recursive=True)]:
+        for process in [self.sampler, self.root, *self.root.children(recursive=True)]:
             with contextlib.suppress(psutil.Error):
                 times = process.cpu_times()
                 used[process.pid] = times.user + times.system
-                if process not in (self.own, self.root):
+                if process not in (self.sampler, self.root):
                     memory += process.memory_info().rss
-        # one that is new since has used all of its seconds since
+        # a new process has used all of its CPU seconds since the last read
         percent = {
-            pid: 100 * max(0.0, seconds - self.seconds.get(pid, 0.0)) / max(1e-3, now - self.looked)
+            pid: 100 * max(0.0, seconds - self.seconds.get(pid, 0.0)) / max(1e-3, now - self.last_read)
             for pid, seconds in used.items()
         }
-        self.seconds, self.looked = used, now
+        self.seconds, self.last_read = used, now
         others = max(0.0, busy - sum(percent.values()))
-        ranks = sum(value for pid, value in percent.items() if pid not in (self.own.pid, self.root.pid))
+        ranks = sum(value for pid, value in percent.items() if pid not in (self.sampler.pid, self.root.pid))
         return {"cpu_percent": round(ranks, 1), "others_percent": round(others, 1), "memory_bytes": memory}
 
 
 class Gpus:
-    """What nvidia-smi says of these cards (by their place on the PCI bus), and not of those of other people's jobs.
+    """Use of the given GPUs (by PCI bus id; None: all) from nvidia-smi, without those of other jobs.
 
-    cards   UUID -> (percent in use, MiB in use); of None: all that are there
+    cards   UUID -> (percent in use, MiB in use)
     """
 
     def __init__(self, cards: Sequence[str] | None) -> None:
-        self.asked = None if cards is None else set(cards)
+        self.requested = None if cards is None else set(cards)
         self.cards: dict[str, tuple[float, float]] = {}
         self.process: subprocess.Popen[str] | None = None
         program = shutil.which("nvidia-smi")
-        if program is not None and self.asked != set():
+        if program is not None and self.requested != set():
             query = ["--query-gpu=uuid,pci.bus_id,utilization.gpu,memory.used", "--format=csv,noheader,nounits"]
             every = ["-lms", str(int(INTERVAL_SECONDS * 1000))]
             self.process = subprocess.Popen(  # noqa: S603
@@ -198,25 +198,25 @@ class Gpus:
         assert process.stdout is not None
         for line in process.stdout:
             cells = [cell.strip() for cell in line.split(",")]
-            with contextlib.suppress(ValueError, IndexError):  # "[N/A]" on cards that do not tell
-                if self.asked is None or _card(cells[1]) in self.asked:
+            with contextlib.suppress(ValueError, IndexError):  # "[N/A]" on cards without this number
+                if self.requested is None or _card(cells[1]) in self.requested:
                     self.cards[cells[0]] = (float(cells[2]), float(cells[3]))
 
     def read(self) -> tuple[float | None, int | None]:
-        """Percent and bytes in use, added up over all cards; None where none tells."""
+        """Return percent and bytes in use, summed over all cards; None without a card."""
         if not self.cards:
             return None, None
         values = list(self.cards.values())
         return sum(use for use, _ in values), int(sum(mib for _, mib in values) * 2**20)
 
     def close(self) -> None:
-        """Ask no more."""
+        """End nvidia-smi."""
         if self.process is not None:
             self.process.terminate()
 
 
 def _card(bus_id: str) -> str:
-    """`00000000:3B:00.0`, as nvidia-smi writes it -> `0:3b:00`. Raises `ValueError` for anything else."""
+    """Convert the bus id of nvidia-smi, `00000000:3B:00.0`, to `0:3b:00`. Raises `ValueError` for other text."""
     domain, bus, device = bus_id.partition(".")[0].split(":")
     return f"{int(domain, 16):x}:{int(bus, 16):02x}:{int(device, 16):02x}"
 

@@ -84,10 +84,9 @@ def _durations(row: list[tuple[str, Any]]) -> dict[str, float]:
 
 
 def exposed_shares(trainable: Trainable, updates: Iterator[Any], count: int, device: torch.device) -> dict[str, float]:
-    """For each phase, the part of its time that was exposed communication, over the next `count` updates.
+    """Return for each phase the fraction of exposed communication, over the next `count` updates.
 
-    NaN on CUDA where the profiler delivers no kernels, as in a container that may not count: nobody has seen then
-    when anything was under way.
+    NaN on CUDA if the profiler records no kernels, as in a container without that permission.
     """
     with profiler(device) as finished:
         for _ in range(count):
@@ -101,23 +100,23 @@ def _shares_in(events: list[dict[str, Any]], device_type: str) -> dict[str, floa
     kernels = [event for event in events if event.get("cat") in _ON_CUDA]
     if device_type == "cuda" and not kernels:
         return dict.fromkeys(PHASES, math.nan)
-    under_way, computing = _on_cuda(events, kernels) if device_type == "cuda" else _on_cpu(events, marks)
-    exposed = _minus(_union(under_way), _union(computing))
+    communicating, computing = _on_cuda(events, kernels) if device_type == "cuda" else _on_cpu(events, marks)
+    exposed = _minus(_union(communicating), _union(computing))
     total: dict[str, float] = dict.fromkeys(PHASES, 0.0)
-    bare = dict(total)
+    exposed_total = dict(total)
     for mark in marks:
         phase, span = mark["name"].removeprefix(_MARK), _span(mark)
         total[phase] += span[1] - span[0]
-        bare[phase] += sum(max(0.0, min(end, span[1]) - max(start, span[0])) for start, end in exposed)
-    return {phase: bare[phase] / total[phase] if total[phase] else 0.0 for phase in PHASES}
+        exposed_total[phase] += sum(max(0.0, min(end, span[1]) - max(start, span[0])) for start, end in exposed)
+    return {phase: exposed_total[phase] / total[phase] if total[phase] else 0.0 for phase in PHASES}
 
 
 @contextlib.contextmanager
 def marked_phases(trainable: Trainable, device: torch.device) -> Generator[None]:
-    """One update, each phase of it under a name that the profiler keeps.
+    """Mark each phase of an update in the profile.
 
-    On CUDA each phase is waited for at its end: kernels run later than they are called, and would be under the name of
-    another phase.
+    On CUDA it synchronises at the end of each phase, because kernels run later than they are launched and would
+    otherwise be counted in a later phase.
     """
     current: list[Any] = [record_function(_MARK + "data")]
     current[0].__enter__()
@@ -201,12 +200,12 @@ def _minus(spans: list[_Span], taken: list[_Span]) -> list[_Span]:
     for start, end in spans:
         while index < len(taken) and taken[index][1] <= start:
             index += 1
-        position, at = start, index
-        while at < len(taken) and taken[at][0] < end:
-            if taken[at][0] > position:
-                left.append((position, taken[at][0]))
-            position = max(position, taken[at][1])
-            at += 1
+        position, next_index = start, index
+        while next_index < len(taken) and taken[next_index][0] < end:
+            if taken[next_index][0] > position:
+                left.append((position, taken[next_index][0]))
+            position = max(position, taken[next_index][1])
+            next_index += 1
         if position < end:
             left.append((position, end))
     return left
@@ -215,11 +214,11 @@ def _minus(spans: list[_Span], taken: list[_Span]) -> list[_Span]:
 def breakdown(
     splits: Sequence[Sequence[Sequence[float]]], shares: Sequence[Sequence[float]], timed: Sequence[float]
 ) -> Breakdown | None:
-    """The parts of a step in the middle trial, on the rank that waits least: the one that the others wait for.
+    """Return the parts of a step in the median trial, on the rank that waits least (the others wait for it).
 
-    `splits` has for each trial and rank the mean seconds of each phase, `shares` for each rank the exposed part of each
-    phase, `timed` for each trial the seconds of a step without instruments. None without trials, or where a rank has
-    no shares: what was communication would pass for work.
+    `splits` has the mean seconds of each phase for each trial and rank, `shares` the exposed fraction of each phase for
+    each rank, `timed` the seconds of a step without instruments for each trial. None without trials, or if a rank has
+    no shares: communication would then count as computation.
     """
     if not splits or any(math.isnan(share) for exposed_shares in shares for share in exposed_shares):
         return None

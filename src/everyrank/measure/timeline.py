@@ -1,7 +1,7 @@
 """One step of every rank under torch.profiler, merged into one trace for Perfetto (ui.perfetto.dev) or Chrome.
 
-Every rank is a process of the trace with its rank in its name; the phases of the step stand above its operators.
-Ranks of one host share a clock. Those of several are as far apart in the trace as the clocks of their hosts are.
+Every rank is a process in the trace, named by its rank; the phases of the step are shown above its operators. Ranks of
+one host share a clock; between hosts the trace is off by the difference of their clocks.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def with_one_profiled(items: Iterator[T], index: int, trainable: Trainable, worl
     packed = gzip.compress(json.dumps(local_trace).encode(), compresslevel=1)
     rows = all_gather(torch.frombuffer(bytearray(packed), dtype=torch.uint8), world)
     if world.rank == 0:
-        parts = [json.loads(gzip.decompress(bytes(row.numpy()))) for row in rows]
-        _write(merge([trace["trace"] for trace in parts], [trace["host"] for trace in parts]), path)
+        ranks = [json.loads(gzip.decompress(bytes(row.numpy()))) for row in rows]
+        _write(merge([rank["trace"] for rank in ranks], [rank["host"] for rank in ranks]), path)
     yield item
     yield from items
 
@@ -56,7 +56,7 @@ def merge(traces: Sequence[dict[str, Any]], hosts: Sequence[str]) -> dict[str, A
             event = dict(event)
             if "ts" in event:
                 event["ts"] = float(event["ts"]) + shift
-            if isinstance(event.get("id"), int):  # of a flow; readers want a number
+            if isinstance(event.get("id"), int):  # the id of a flow has to be a number
                 event["id"] += rank * 2**32
             process = event.get("pid")
             if isinstance(process, int):

@@ -19,7 +19,7 @@ class ThroughputMeter:
     """
 
     def __init__(self, start_step: int, samples_before: Callable[[int], int]) -> None:
-        self.begin, self.samples_before = start_step, samples_before
+        self.start_step, self.samples_before = start_step, samples_before
         self.first_step_seconds: float | None = None
         self.seconds = 0.0  # of all updates after the first
         self.started = self.epoch_started = time.perf_counter()
@@ -34,7 +34,7 @@ class ThroughputMeter:
         """Take the time of the first update."""
         self.first_step_seconds = time.perf_counter() - self.started
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Take the time of the updates so far."""
         assert self.first_step_seconds is not None
         self.seconds = time.perf_counter() - self.started - self.first_step_seconds - self.paused
@@ -60,7 +60,7 @@ class ThroughputMeter:
 
     def speed(self, done: int) -> float:
         """Return samples per second without the first update, after `done` updates; 0 if there are none."""
-        samples = self.samples_before(done) - self.samples_before(self.begin + 1)
+        samples = self.samples_before(done) - self.samples_before(self.start_step + 1)
         return samples / self.seconds if samples > 0 and self.seconds > 0 else 0.0
 
     def throughput(self, end: int) -> Interval | None:
@@ -70,7 +70,7 @@ class ThroughputMeter:
 
     def step_seconds(self, end: int) -> Interval | None:
         """Return the seconds of an update."""
-        return _once(self.seconds / (end - self.begin - 1)) if self.throughput(end) else None
+        return _once(self.seconds / (end - self.start_step - 1)) if self.throughput(end) else None
 
 
 def _once(value: float) -> Interval:

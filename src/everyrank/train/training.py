@@ -95,7 +95,7 @@ class Training:
         startup_seconds = time.time() - self.options.started
         world, start_step = self.prepared.world, self.updates.start_step
         try:
-            with resource_log(_resource_file(self.options, world), host_name(), goes_on=start_step > 0):
+            with resource_log(_resource_file(self.options, world), host_name(), is_resumed=start_step > 0):
                 if not self.updates.is_over:
                     self._update(self.updates, start_step)
                 metrics = self._finish(self.done)
@@ -142,7 +142,7 @@ class Training:
                 is_due = self._is_due(done)
                 if len(waiting) >= sync_every or is_last or is_due:
                     stop_requested, sync_every = self._sync_losses(waiting)
-                    self.meter.look()
+                    self.meter.update()
                     self.display.show(done, self.losses[-1], self.meter.speed(done))
                     if is_due and not is_last:
                         with self.meter.pause():
@@ -183,7 +183,7 @@ class Training:
         updates_until_sync = max(1, min(_MOST_UPDATES, int(_SYNC_SECONDS / max(seconds, 1e-9))))
         # Rank 0's clock decides. Its notes are packed into one number: a longer tensor would be split differently by
         # the all-reduce, which would round the sums differently.
-        save_every = self.saving.suggest(self.meter.seconds / max(1, self.done - 1 - self.meter.begin))
+        save_every = self.saving.suggest(self.meter.seconds / max(1, self.done - 1 - self.meter.start_step))
         local_note = updates_until_sync + _RADIX * (self.watch.is_due() + 2 * save_every)
         world = self.prepared.world
         rows, (num_asked, note) = add_up(
@@ -293,7 +293,7 @@ class Training:
             self.saving.compare(end)
             if self.prepared.averaging is not None and not self.prepared.averaging.are_equal:
                 self.prepared.averaging.average()
-            is_due = self.saver is not None and self.saver.last_saved != end and self.meter.begin < end
+            is_due = self.saver is not None and self.saver.last_saved != end and self.meter.start_step < end
             if is_due and not self.prepared.trainable.follows_evaluation:
                 try:
                     self.saving.save(end, self._metrics(end), is_last=True)
@@ -301,7 +301,7 @@ class Training:
                     failure = error
             if self.job.eval_data is not None and self.evaluated_at != end:
                 self._evaluate(end)
-            if self.meter.begin < end and self.updates.ends_epoch(end):
+            if self.meter.start_step < end and self.updates.ends_epoch(end):
                 self._end_epoch(end)
             if failure is not None:
                 raise failure
