@@ -120,7 +120,7 @@ def test_command(everyrank: Any, tmp_path: Path) -> None:
     words = ["--op", "all_reduce", "barrier", "--sizes", "4:1KiB", "--seconds", "0.01", "--json", "c.json"]
     done = everyrank(tmp_path, "comm", *words)
     assert done.returncode == 0, done.stderr
-    assert "no wrong element" in done.stdout
+    assert "all results correct" in done.stdout
     found = json.loads((tmp_path / "c.json").read_text())
     *sizes, barrier = found["rows"]
     assert [row["num_bytes"] for row in sizes] == [4, 16, 64, 256, 1024]
@@ -175,19 +175,19 @@ def test_algorithms_by_the_command(everyrank: Any, tmp_path: Path) -> None:
         ("--sizes 64KiB:4", "give the smaller size first"),
         ("--dtype int8", "--dtype int8: give one of float32"),
         ("--backend foo", "--backend foo"),
-        ("--algorithm ring", "the algorithms are of all_reduce"),
+        ("--algorithm ring", "only all_reduce has algorithms"),
         ("--op all_reduce --algorithm star", "--algorithm star: give one of ring"),
-        ("--op all_reduce --algorithm ring --reduction max", "it adds up"),
+        ("--op all_reduce --algorithm ring --reduction max", "only synchronous sums"),
         ("--op broadcast --algorithm ring", "--algorithm ring: "),
         ("--op all_reduce broadcast --algorithm all", "--algorithm all: "),
-        ("--op all_reduce --algorithm ring all", "all are all; give it alone"),
-        ("--op all_reduce --algorithm ring tree ring", "ring stands there twice"),
+        ("--op all_reduce --algorithm ring all", "`all` without other names"),
+        ("--op all_reduce --algorithm ring tree ring", "ring is repeated"),
         ("--backend gloo foo", "--backend foo: give shm"),
-        ("--backend gloo gloo", "gloo stands there twice"),
-        ("--op all_reduce --reduction band", "give --dtype int64"),
-        ("--op all_reduce --reduction avg --dtype int64", "give a floating --dtype"),
+        ("--backend gloo gloo", "gloo is repeated"),
+        ("--op all_reduce --reduction band", "use --dtype int64"),
+        ("--op all_reduce --reduction avg --dtype int64", "use a floating-point --dtype"),
         ("--group-size 3 --processes 4", "give a divisor of 4"),
-        ("--group-size 1 --backend gloo horovod", "--backend horovod: its group"),
+        ("--group-size 1 --backend gloo horovod", "--backend horovod: does not support --group-size"),
         ("--seconds 0", "give more than 0"),
     ],
 )
@@ -286,7 +286,7 @@ def test_several_backends_by_the_command(everyrank: Any, tmp_path: Path) -> None
     done = everyrank(tmp_path, "comm", *words, "--json", "c.json", "--html", "c.html")
     assert done.returncode == 0, done.stderr
     assert "gloo, shm, 2 ranks on cpu" in done.stdout
-    assert "shm monitored_barrier: not offered" in done.stdout
+    assert "shm monitored_barrier: not supported" in done.stdout
     found = json.loads((tmp_path / "c.json").read_text())
     assert [(row["num_bytes"], row["backend"]) for row in found["rows"][:4]] == [
         (4, "gloo"), (4, "shm"), (16, "gloo"), (16, "shm"),

@@ -103,8 +103,8 @@ def test_table_of_several() -> None:
     first, second, third, fourth = table.rows[:4]
     assert (first[:3], first[-2:]) == (["all_reduce", "4 B", "gloo"], ["", ""])
     assert (second[:3], second[-2:]) == (["", "", "shm"], ["9.50", "9.75"])
-    assert third[2:4] == ["mpi", "not offered"]
-    assert comm_notes(found).count(f"mpi all_reduce: not offered: {EVIL}") == 1
+    assert third[2:4] == ["mpi", "not supported"]
+    assert comm_notes(found).count(f"mpi all_reduce: not supported: {EVIL}") == 1
     assert fourth[:3] == ["", "1 KiB", "gloo"]
     assert {len(cells) for cells in table.rows} == {len(table.header)}
     alone = comm_table(measured([row("gloo", 4, 1e-4), row("gloo", 16, 1e-4)]))
@@ -120,12 +120,12 @@ def test_tensors_that_are_not_contiguous() -> None:
     """What gloo gets wrong is said; what a backend gets wrong that says it takes them is a failure."""
     said = [strides("gather"), strides("all_reduce", 3), strides("send", refused="no"), strides("isend", refused="no")]
     found = measured([row("gloo", 4, 1e-4)], said)
-    line = "gloo, strided tensors: right: gather; wrong without a word: all_reduce; refused (no): send, isend"
+    line = "gloo, strided tensors: correct: gather; wrong, without an error: all_reduce; refused (no): send, isend"
     assert line in comm_notes(found)
     assert not has_failed(found)
     failed = measured([row("gloo", 4, 1e-4)], [strides("all_reduce", 3, is_failure=True)])
     assert "gloo, strided tensors: WRONG: all_reduce" in comm_notes(failed)
-    assert "a plain copy of 16 MiB on every rank at once: 5 GB/s" in comm_notes(failed)
+    assert "baseline: memory copy of 16 MiB on all ranks at once: 5 GB/s" in comm_notes(failed)
     assert has_failed(failed)
     assert has_failed(measured([row("gloo", 4, 1e-4, num_wrong=1)]))
 
@@ -139,7 +139,7 @@ def test_page() -> None:
     assert "<script" not in text
     assert html.escape(EVIL) in text
     assert not re.findall(r"""(?:src|href)\s*=\s*["'](?!#)""", text.replace("xlink:href", "href"))
-    assert "no wrong element" in text
+    assert "all results correct" in text
     assert '<td data-name="latency us">100.0</td>' in text
     assert text.count('<td data-name="by">shm</td>') == 5  # a line, and four sizes
 

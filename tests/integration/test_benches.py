@@ -58,7 +58,7 @@ def test_bench_and_report(everyrank: Any, tmp_path: Path) -> None:
             assert record.startup_seconds is not None
             assert record.first_step_seconds is not None
     assert all(record.resources is None or max(record.resources.memory_bytes) > 2**27 for record in records)
-    for heading in ("Where a step goes", "What it holds and sends"):
+    for heading in ("Step-time breakdown", "Memory and communication"):
         assert heading in done.stdout
     assert "not verified here: needs 2 CUDA devices" in done.stdout
     for record in (record for record in records if record.layout in trained and parse_layout(record.layout).is_exact):
@@ -108,7 +108,7 @@ def test_bench_on_several_numbers_of_ranks(everyrank: Any, tmp_path: Path) -> No
         assert record.throughput_samples_per_second is not None
         ratio = record.throughput_samples_per_second.median / one.throughput_samples_per_second.median
         assert record.scaling.efficiency.median == pytest.approx(ratio / 2)
-    assert "efficiency beside one rank" in done.stdout
+    assert "efficiency relative to one rank" in done.stdout
 
 
 def test_launchers_are_bit_identical(everyrank: Any, tmp_path: Path) -> None:

@@ -2,10 +2,10 @@
 
 options.py       CommOptions: operations, sizes, dtype, groups; without torch
 messages.py      send and receive between two ranks, counted
-algorithms/      an all-reduce in plain sends and receives: ring, halving, tree, server, hierarchical
+algorithms/      all-reduce written with send and receive: ring, halving, tree, server, hierarchical
 operations/      every point-to-point and collective operation, with the expected result of each rank
 cost.py          latency and bandwidth, fitted from a sweep of sizes
-sweep.py         times every operation at every size, backends and algorithms in turns
-rank.py          what one rank does for `everyrank comm`
+sweep.py         times every operation at every size; backends and algorithms take turns
+rank.py          the part of one rank in `everyrank comm`
 stride_check.py  tests whether operations accept, refuse or corrupt non-contiguous tensors
 """

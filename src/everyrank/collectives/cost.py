@@ -1,4 +1,4 @@
-"""What an operation costs, as a latency and a bandwidth: seconds = latency + bytes / bandwidth. Imports no torch."""
+"""Fits latency and bandwidth to measured times: seconds = latency + bytes / bandwidth. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["Cost", "fit_cost"]
 
 @dataclass(frozen=True)
 class Cost:
-    """latency_seconds, bytes_per_second (inf: no size cost more than another), and how far the line is from the times.
+    """The cost of an operation: latency_seconds + bytes / bytes_per_second (inf if time does not grow with size).
 
-    median_error, largest_error   of |line - measured| / measured, over the sizes of the sweep
+    median_error, largest_error   of |fit - measured| / measured, over the sizes of the sweep
     """
 
     latency_seconds: float
@@ -23,14 +23,14 @@ class Cost:
     largest_error: float
 
     def seconds(self, num_bytes: float) -> float:
-        """What the line says of this size."""
+        """Return the predicted seconds for this size."""
         return self.latency_seconds + num_bytes / self.bytes_per_second
 
 
 def fit_cost(num_bytes: Sequence[float], seconds: Sequence[float]) -> Cost:
-    """The line with the least squares of relative distances: small sizes count as much as large ones.
+    """Fit a cost by least squares of relative errors, so that small sizes count as much as large ones.
 
-    Hockney 1994, The communication challenge for MPP. Neither part is negative: where one would be, it is 0.
+    Source: Hockney 1994, The communication challenge for MPP. A negative latency or inverse bandwidth becomes 0.
     """
     size, time = np.asarray(num_bytes, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
     columns = np.stack([1 / time, size / time], axis=1)
@@ -46,5 +46,5 @@ def fit_cost(num_bytes: Sequence[float], seconds: Sequence[float]) -> Cost:
 
 
 def _weighted(values: np.ndarray) -> float:
-    """The number with the least squares of relative distances to these."""
+    """Return the constant with the least squares of relative errors."""
     return float((1 / values).sum() / (1 / values**2).sum())

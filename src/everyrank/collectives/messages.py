@@ -1,4 +1,4 @@
-"""Messages between two ranks, counted: what the algorithms are written in."""
+"""Counted send and receive, in which the all-reduce algorithms are written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Messages", "Traffic"]
 
 @dataclass
 class Traffic:
-    """What one rank does: steps in which it sends, receives, or both at once; elements that it sends."""
+    """Counts the steps of one rank (send, receive, or both at once) and the elements that it sends."""
 
     num_steps: int = 0
     num_elements: int = 0
@@ -21,12 +21,12 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Messages:
-    """One rank's links to the others of a group.
+    """Sends and receives between one rank and the others of a group.
 
-    rank      this rank's place in `ranks`
-    ranks     the ranks of the group, as the process group numbers them
-    group     the process group that carries the messages; None: all ranks
-    traffic   what went over the links so far
+    rank      index of this rank in `ranks`
+    ranks     the ranks of the group, as numbered by the process group
+    group     the process group of the messages; None: all ranks
+    traffic   counts of this rank so far
     """
 
     rank: int
@@ -36,28 +36,28 @@ class Messages:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return len(self.ranks)
 
     def among(self, indices: Sequence[int]) -> Messages:
-        """The links between these places alone; what goes over them is counted here, too."""
+        """Return Messages between these ranks only (indices in `ranks`), with the same counts."""
         return Messages(indices.index(self.rank), [self.ranks[index] for index in indices], self.group, self.traffic)
 
     def send(self, tensor: Tensor, to: int) -> None:
-        """Send a contiguous tensor to the rank at that place. One without elements does not travel."""
+        """Send a contiguous tensor to the rank with index `to`; an empty tensor is not sent."""
         self.traffic.num_steps += 1
         self._count(tensor)
         if tensor.numel():
             dist.send(tensor, group=self.group, group_dst=self.ranks[to])
 
     def receive(self, tensor: Tensor, source: int) -> None:
-        """Wait for what the rank at that place sends, and write it into `tensor`."""
+        """Receive into `tensor` from the rank with index `source`."""
         self.traffic.num_steps += 1
         if tensor.numel():
             dist.recv(tensor, group=self.group, group_src=self.ranks[source])
 
     def exchange(self, outgoing: Tensor, to: int, incoming: Tensor, source: int) -> None:
-        """Send and receive at once: where all ranks send first, and only then receive, they wait for each other."""
+        """Send and receive at once: if all ranks called send first, they would deadlock."""
         self.traffic.num_steps += 1
         self._count(outgoing)
         works = []

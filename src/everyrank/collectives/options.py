@@ -1,4 +1,4 @@
-"""What `everyrank comm` is asked: which operations, sizes, dtype and groups. Imports no torch."""
+"""The options of `everyrank comm`: operations, sizes, dtype and groups. Imports no torch."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ OPERATION_NAMES = (
 )
 ALGORITHM_NAMES = ("ring", "halving", "tree", "server", "hierarchical")
 REDUCTION_NAMES = ("sum", "product", "min", "max", "avg", "band", "bor", "bxor")
-"""Names of `torch.distributed.ReduceOp`, in lower case; those of bits for whole numbers alone."""
+"""Names of `torch.distributed.ReduceOp` in lower case; band, bor and bxor need integers."""
 DTYPE_BYTES = {"float32": 4, "float64": 8, "bf16": 2, "fp16": 2, "int64": 8}
 """Bytes of an element."""
 REDUCING = ("reduce", "all_reduce", "reduce_scatter")
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-_STEP = 4  # from one size of a range to the next
+_STEP = 4  # factor between the sizes of a range
 _DEFAULT_SIZES = "4:64MiB"
 
 
 @dataclass(frozen=True)
 class CommOptions:
-    """What is asked of each backend. Raises `UsageError` for what does not go together.
+    """The options. Raises `UsageError` for unknown values and combinations that do not work.
 
-    backends     names, the first of which the others are compared with; empty: the one that suits the device
-    operations   names out of `OPERATION_NAMES`; empty: all
-    sizes        bytes of the largest tensor that a rank hands in, or gets
-    dtype        out of `DTYPE_BYTES`
-    reduction    out of `REDUCTION_NAMES`, for the operations that reduce
-    algorithms   out of `ALGORITHM_NAMES`: `all_reduce` in plain sends and receives, beside the backend's own
-    is_async     called with async_op=True, and waited for
-    group_size   ranks of each group; the groups work at the same time. None: one group of all ranks
-    seconds      how long each operation is repeated for at each size, on the average of backends and algorithms
+    backends     names of backends, compared with the first; empty: the default for the device
+    operations   names in `OPERATION_NAMES`; empty: all
+    sizes        bytes of the largest input or output tensor of a rank
+    dtype        a name in `DTYPE_BYTES`
+    reduction    a name in `REDUCTION_NAMES`, for operations that reduce
+    algorithms   names in `ALGORITHM_NAMES`: our own all_reduce, compared with that of the backend
+    is_async     call with async_op=True, then wait
+    group_size   ranks in each group; the groups run at the same time. None: one group of all ranks
+    seconds      time for each operation and size, averaged over backends and algorithms
     """
 
     backends: tuple[str, ...] = ()
@@ -70,47 +70,47 @@ class CommOptions:
             if value not in known:
                 raise UsageError(f"{flag} {value}: give one of {', '.join(known)}")
         for flag, names in (("--backend", self.backends), ("--algorithm", self.algorithms)):
-            twice = next((name for index, name in enumerate(names) if name in names[:index]), None)
-            if twice is not None:
-                raise UsageError(f"{flag} {' '.join(names)}: {twice} stands there twice; give each once")
+            duplicate = next((name for index, name in enumerate(names) if name in names[:index]), None)
+            if duplicate is not None:
+                raise UsageError(f"{flag} {' '.join(names)}: {duplicate} is repeated; give each name once")
         if self.algorithms:
             self._check_algorithms()
         is_whole = self.dtype == "int64"
         if self.reduction in ("band", "bor", "bxor") and not is_whole:
-            raise UsageError(f"--reduction {self.reduction}: it is of bits; give --dtype int64")
+            raise UsageError(f"--reduction {self.reduction}: needs integers; use --dtype int64")
         if self.reduction == "avg" and is_whole:
-            raise UsageError("--reduction avg: whole numbers have no exact average; give a floating --dtype")
+            raise UsageError("--reduction avg: not supported for integers; use a floating-point --dtype")
         if self.seconds <= 0:
             raise UsageError(f"--seconds {self.seconds:g}: give more than 0")
         if self.group_size is not None and self.group_size < 1:
             raise UsageError(f"--group-size {self.group_size}: give 1 or more")
         if self.group_size is not None and "horovod" in self.backends:
-            raise UsageError("--backend horovod: its group is that of all ranks; leave out --group-size, or horovod")
+            raise UsageError("--backend horovod: does not support --group-size; leave one of the two out")
 
     def _check_algorithms(self) -> None:
         named = f"--algorithm {' '.join(self.algorithms)}"
         if "all" in self.algorithms and len(self.algorithms) > 1:
-            raise UsageError(f"{named}: all are all; give it alone")
+            raise UsageError(f"{named}: use `all` without other names")
         if set(self.operations) != {"all_reduce"}:
-            raise UsageError(f"{named}: the algorithms are of all_reduce; give --op all_reduce")
+            raise UsageError(f"{named}: only all_reduce has algorithms; use --op all_reduce")
         if self.reduction != "sum" or self.is_async:
-            raise UsageError(f"{named}: it adds up, and waits; leave out --reduction and --async")
+            raise UsageError(f"{named}: supports only synchronous sums; leave out --reduction and --async")
 
     @property
-    def asked_algorithms(self) -> tuple[str | None, ...]:
-        """Those that take turns for each backend: None for its own, first."""
+    def tested_algorithms(self) -> tuple[str | None, ...]:
+        """The algorithms that take turns on each backend; the first is None, for the backend's own."""
         return (None, *(ALGORITHM_NAMES if self.algorithms == ("all",) else self.algorithms))
 
     @property
-    def asked_operations(self) -> tuple[str, ...]:
-        """Those to be tried, in the order of the table; where a reduction is named, those that reduce."""
+    def tested_operations(self) -> tuple[str, ...]:
+        """The operations to test; with --reduction only those that reduce."""
         if self.operations:
             return tuple(dict.fromkeys(self.operations))
         return REDUCING if self.reduction != "sum" else OPERATION_NAMES
 
 
 def parse_sizes(words: Sequence[str]) -> tuple[int, ...]:
-    """Bytes: `64KiB`, several of them, or a range `4:64MiB`, four times as much each. Raises `UsageError`."""
+    """Parse sizes such as `64KiB`, or ranges such as `4:64MiB` in steps of a factor of 4. Raises `UsageError`."""
     sizes: list[int] = []
     for word in words or [_DEFAULT_SIZES]:
         low, colon, high = word.partition(":")
@@ -132,7 +132,7 @@ def _bytes_of(text: str, word: str) -> int:
 
 
 def size_text(num_bytes: int) -> str:
-    """`64 KiB`: in the largest unit of 1024 in which it is a whole number."""
+    """Format a size such as `64 KiB`, in the largest binary unit in which it is an integer."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes and num_bytes % factor == 0:
             return f"{num_bytes // factor} {unit}"

@@ -1,4 +1,4 @@
-"""What the links between ranks give: collectives timed and checked, on one backend or on several in turns."""
+"""The part of one rank in `everyrank comm`: it times and checks collectives, on one backend or several in turns."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ __all__ = ["comm_rank", "needed_bytes"]
 
 
 def comm_rank(info: RankInfo, launch: Launch, options: CommOptions, show: bool) -> dict[str, Any]:
-    """`rows` (`CommRow`) and `strides` (`StridesRow`) as dicts, a plain `copy`, and in what `world`, on what `machine`.
+    """Return `rows` (`CommRow`) and `strides` (`StridesRow`) as dicts, the speed of a `copy`, `world` and `machine`.
 
-    The same on all ranks. Raises `CannotRunError` where the tensors do not fit into memory.
+    Equal on all ranks. Raises `CannotRunError` if the tensors do not fit in memory.
     """
     with open_world(info, launch) as world:
         _check_memory(world, options)
@@ -45,11 +45,11 @@ def comm_rank(info: RankInfo, launch: Launch, options: CommOptions, show: bool) 
 
 
 def _groups(world: World, options: CommOptions) -> dict[str, dist.ProcessGroup]:
-    """By the name of each backend this rank's group; neighbours are in one group. A collective of all ranks."""
+    """Return this rank's group for each backend; a group has consecutive ranks. A collective."""
     assert world.group is not None
     size = options.group_size or world.size
     members = [list(range(first, first + size)) for first in range(0, world.size, size)]
-    # open_world has seen whether ranks share devices: then it is gloo, unless that was asked for
+    # open_world chose gloo if ranks share a device
     num_cuda = torch.cuda.device_count() if world.backend == "gloo" else world.local_size
     groups: dict[str, dist.ProcessGroup] = {}
     for requested in options.backends or (world.backend,):
@@ -66,7 +66,7 @@ def _groups(world: World, options: CommOptions) -> dict[str, dist.ProcessGroup]:
 
 
 def _check_memory(world: World, options: CommOptions) -> None:
-    """Before any tensor is made: a rank that the system ends says nothing of sizes."""
+    """Check memory before any tensor is allocated, because a rank that the OOM killer ends prints no error."""
     largest = max(options.sizes)
     needed = needed_bytes(options, largest, world.size) * world.local_size
     free = torch.cuda.mem_get_info(world.device)[0] if world.device.type == "cuda" else free_memory_bytes()
@@ -79,15 +79,15 @@ def _check_memory(world: World, options: CommOptions) -> None:
 
 
 def needed_bytes(options: CommOptions, num_bytes: int, world_size: int) -> int:
-    """About how much memory a rank needs at most for a size.
+    """Return an estimate of the peak memory of a rank for a size.
 
-    Of each backend and algorithm that takes turns the tensor, what is put back into it and the right answer; and once
-    what the comparison and the backend need. An object is held by its sender, in its pickle, and by each rank that
-    gets it, there with its pickle and with what is expected.
+    Each backend and algorithm has the tensor, its initial values and the expected result. The comparison and the
+    backend need two more. An object exists on its sender and in its pickle, and on each receiver with its pickle and
+    the expected object.
     """
     ranks = options.group_size or world_size
     carries_objects = any(
-        not OPERATIONS[name].has_tensors and OPERATIONS[name].has_size for name in options.asked_operations
+        not OPERATIONS[name].has_tensors and OPERATIONS[name].has_size for name in options.tested_operations
     )
-    held = 2 + 2 * ranks if carries_objects else 3
-    return num_bytes * (held * max(1, len(options.backends)) * len(options.asked_algorithms) + 2)
+    num_copies = 2 + 2 * ranks if carries_objects else 3
+    return num_bytes * (num_copies * max(1, len(options.backends)) * len(options.tested_algorithms) + 2)

@@ -1,4 +1,4 @@
-"""Tensors that are not contiguous: whether each operation takes them, refuses them, or is wrong without a word."""
+"""Tests whether operations accept non-contiguous tensors, refuse them, or return wrong results without an error."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from everyrank.world.collectives import all_gather
 __all__ = ["MEMORY", "StridesRow", "check_strides"]
 
 MEMORY = ("strided", "transposed")
-"""strided: every other element of what lies in memory. transposed: all of it, in the order of columns."""
-_TAKE_ALL = ("shm", "mpi")
-_LENGTH = 6  # elements for each part that a rank has
+"""strided: every second element in memory. transposed: all elements, in column order."""
+_SUPPORT_STRIDES = ("shm", "mpi")
+_LENGTH = 6  # elements per part of a rank
 
 
 @dataclass(frozen=True)
 class StridesRow:
-    """One operation with inputs and outputs that are not contiguous, called once, not timed.
+    """The result of one call of an operation with non-contiguous input and output.
 
     backend, operation
-    memory       out of `MEMORY`; the same on all ranks
-    refused      what the backend, or torch before it, says that does not take such tensors
-    num_wrong    else the elements that are not the right answer, over all ranks
-    is_failure   whether that is a failure of the backend
+    memory       a name in `MEMORY`; the same on all ranks
+    refused      the error message of the backend or torch; None if it accepted the tensors
+    num_wrong    number of wrong elements over all ranks
+    is_failure   whether the result is a failure of the backend
 
-    torch promises such tensors for no backend: gloo refuses some, and gets others wrong without a word. That is said,
-    and is no failure: a person has to know of it, and can do nothing about it but to call `.contiguous()`. `shm` and
-    `mpi` of ours say that they take every tensor: there, a wrong element or a refusal is a failure like any other.
+    torch does not promise support for such tensors: gloo refuses some and returns wrong results for others. That is
+    reported, but is not a failure; call `.contiguous()`. Our `shm` and `mpi` support all tensors, so there a wrong
+    element or a refusal is a failure.
     """
 
     backend: str
@@ -46,11 +46,11 @@ class StridesRow:
 
 
 def check_strides(world: World, groups: Mapping[str, dist.ProcessGroup], options: CommOptions) -> list[StridesRow]:
-    """Of each backend, each operation that carries tensors, and each `MEMORY`; the same on all ranks. A collective."""
+    """Test each operation with tensors, on each backend and with each `MEMORY`; equal on all ranks. A collective."""
     rows: list[StridesRow] = []
     for backend, group in groups.items():
         for memory in MEMORY:
-            for name in options.asked_operations:
+            for name in options.tested_operations:
                 operation, size = OPERATIONS[name], dist.get_world_size(group)
                 if not operation.has_tensors or size < operation.least_ranks:
                     continue
@@ -69,6 +69,6 @@ def check_strides(world: World, groups: Mapping[str, dist.ProcessGroup], options
                 refused = refusal(world, call)
                 wrong = torch.tensor([call.wrong() if refused is None else 0])
                 num_wrong = int(torch.stack(all_gather(wrong, world)).sum())
-                is_failure = backend in _TAKE_ALL and (refused is not None or num_wrong > 0)
+                is_failure = backend in _SUPPORT_STRIDES and (refused is not None or num_wrong > 0)
                 rows.append(StridesRow(backend, name, memory, refused, num_wrong, is_failure))
     return rows

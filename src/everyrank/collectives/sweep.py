@@ -1,4 +1,4 @@
-"""Every operation timed and checked at every size, by several backends and algorithms in turns."""
+"""Times and checks every operation at every size; several backends and algorithms take turns."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from everyrank.world.collectives import all_gather, all_gather_json
 
 __all__ = ["TORCH_DTYPES", "CommRow", "copy_rate", "refusal", "sweep"]
 
-_LEAST, _MOST = 5, 200  # calls of each operation at each size; the first is also how many calls a turn has
+_MIN_CALLS, _MAX_CALLS = 5, 200  # per operation and size; _MIN_CALLS is also the number of calls in a turn
 TORCH_DTYPES = {name: getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}.get(name, name)) for name in DTYPE_BYTES}
 """By the names of `everyrank comm --dtype`."""
 
 
 @dataclass(frozen=True)
 class CommRow:
-    """One operation at one size, by one backend and algorithm.
+    """The result of one operation at one size, with one backend and algorithm.
 
     backend, operation, algorithm, reduction, dtype, is_async, ranks (of each group)
-    num_bytes                     of the largest tensor that a rank hands in, or gets; 0 for a barrier
-    calls                         how often it was timed
-    mean_, p50_, p99_seconds      from when the last rank begins until the last one is done (`_seconds`)
-    mean_speedup, p50_speedup     these times of the first backend's own way / of this one; None for the first itself
-    algorithm_, bus_bandwidth     bytes a second, by the definitions of the NCCL tests
-    num_wrong                     elements that are not the right answer, over all ranks, after the first and last call
-    steps, sent_bytes             of an algorithm: the most of any rank, by its theory
-    refused                       what the backend said that does not offer it; then nothing was measured
+    num_bytes                     bytes of the largest input or output tensor of a rank; 0 for a barrier
+    calls                         number of timed calls
+    mean_, p50_, p99_seconds      time from the start of the last rank to the end of the last rank (`_seconds`)
+    mean_speedup, p50_speedup     time of the first backend / time of this one; None for the first
+    algorithm_, bus_bandwidth     bytes per second, as defined by the NCCL tests
+    num_wrong                     wrong elements over all ranks, after the first and the last call
+    steps, sent_bytes             of an algorithm: the maximum over ranks, by its theory
+    refused                       error message of a backend that does not support it; then nothing was measured
     """
 
     backend: str
@@ -64,7 +64,7 @@ class CommRow:
 
 
 class _Candidate(NamedTuple):
-    """One of those that take turns."""
+    """A backend and algorithm that takes turns with others."""
 
     row: CommRow
     case: Case
@@ -74,15 +74,14 @@ class _Candidate(NamedTuple):
 def sweep(
     world: World, groups: Mapping[str, dist.ProcessGroup], options: CommOptions, show: bool = False
 ) -> list[CommRow]:
-    """The same rows on all ranks: of each operation and size one for each backend of `groups` and each algorithm.
+    """Return a row for each operation, size, backend in `groups`, and algorithm; equal on all ranks.
 
-    These take turns after a few calls each, in the same processes, on tensors of the same kind, and another one begins
-    each round: what slows the machine down for a while slows all of them, and nobody always follows the same other. One
-    start for each backend would compare two moments, and two placements of processes on cores; turns call by call would
-    time each in the wake of the other's threads, which no training does.
+    Candidates take turns of a few calls in the same processes, and a different one starts each round, so that a slow
+    phase of the machine affects all of them. Separate launches would compare different moments and different placements
+    of processes on cores. Turns of one call would measure each candidate while threads of the previous one still run.
     """
     size = dist.get_world_size(next(iter(groups.values())))
-    operations = [name for name in options.asked_operations if size >= OPERATIONS[name].least_ranks]
+    operations = [name for name in options.tested_operations if size >= OPERATIONS[name].least_ranks]
     cases = [
         (name, num_bytes) for name in operations for num_bytes in (options.sizes if OPERATIONS[name].has_size else (0,))
     ]
@@ -93,7 +92,7 @@ def sweep(
             candidates = [
                 _candidate(world, options, name, num_bytes, backend, group, algorithm)
                 for backend, group in groups.items()
-                for algorithm in options.asked_algorithms
+                for algorithm in options.tested_algorithms
             ]
             rows += _measured(world, candidates, options.seconds)
     return rows
@@ -120,56 +119,58 @@ def _candidate(
         backend, name, algorithm, reduction, options.dtype, is_async, size, length * DTYPE_BYTES[options.dtype]
     )
     if algorithm is not None:
-        traffic = [ALGORITHMS[algorithm].traffic(each, size, length) for each in range(size)]
+        traffic = [ALGORITHMS[algorithm].traffic(group_rank, size, length) for group_rank in range(size)]
         sent = max(rank_traffic.num_elements for rank_traffic in traffic) * DTYPE_BYTES[options.dtype]
         row = dataclasses.replace(row, steps=max(rank_traffic.num_steps for rank_traffic in traffic), sent_bytes=sent)
     return _Candidate(row, case, operation.make(case))
 
 
 def _measured(world: World, candidates: Sequence[_Candidate], seconds: float) -> list[CommRow]:
-    """The rows of these with their times, or why there are none."""
+    """Return the rows of the candidates, with their times or the error message."""
     refused = [refusal(world, candidate.call) for candidate in candidates]
-    here = [candidate for candidate, words in zip(candidates, refused, strict=True) if words is None]
-    if not here:
+    supported = [candidate for candidate, message in zip(candidates, refused, strict=True) if message is None]
+    if not supported:
         return [
-            dataclasses.replace(candidate.row, refused=words)
-            for candidate, words in zip(candidates, refused, strict=True)
+            dataclasses.replace(candidate.row, refused=message)
+            for candidate, message in zip(candidates, refused, strict=True)
         ]
-    wrong = torch.tensor([candidate.call.wrong() for candidate in here])
-    times = _times(world, here, seconds)
-    wrong += torch.tensor([candidate.call.wrong() for candidate in here])
+    wrong = torch.tensor([candidate.call.wrong() for candidate in supported])
+    times = _times(world, supported, seconds)
+    wrong += torch.tensor([candidate.call.wrong() for candidate in supported])
     num_wrong = torch.stack(all_gather(wrong, world)).sum(0).tolist()
-    rows = iter([_filled(candidate, row, count) for candidate, row, count in zip(here, times, num_wrong, strict=True)])
+    rows = iter(
+        [_filled(candidate, row, count) for candidate, row, count in zip(supported, times, num_wrong, strict=True)]
+    )
     rows = [
-        next(rows) if words is None else dataclasses.replace(candidate.row, refused=words)
-        for candidate, words in zip(candidates, refused, strict=True)
+        next(rows) if message is None else dataclasses.replace(candidate.row, refused=message)
+        for candidate, message in zip(candidates, refused, strict=True)
     ]
-    return [rows[0], *(_beside(row, rows[0]) for row in rows[1:])]
+    return [rows[0], *(_with_speedup(row, rows[0]) for row in rows[1:])]
 
 
 def refusal(world: World, call: Call) -> str | None:
-    """Call it once. What the backend says that does not offer it, or this dtype; the same on all ranks."""
+    """Call the operation once; return the error message if it is not supported, else None. Equal on all ranks."""
     call.reset()
-    words = None
+    message = None
     try:
         call.run()
     except (RuntimeError, ValueError, TypeError) as error:
-        words = (str(error).splitlines() or [type(error).__name__])[0][:200]
-    return next(filter(None, all_gather_json(words, world.group)), None)
+        message = (str(error).splitlines() or [type(error).__name__])[0][:200]
+    return next(filter(None, all_gather_json(message, world.group)), None)
 
 
 def _times(world: World, candidates: Sequence[_Candidate], seconds: float) -> Tensor:
     """Time calls for `seconds` for each candidate; return seconds, shape (candidates, calls), equal on all ranks."""
     first = _seconds(world, _rounds(world, candidates, 1))
-    round_seconds = float(first.median(0).values.sum()) * _LEAST  # one call alone may have waited for a core
-    more = min(_MOST // _LEAST, int(seconds * len(candidates) / round_seconds)) - 1
-    return torch.cat([first, _seconds(world, _rounds(world, candidates, more))] if more > 0 else [first]).T
+    round_seconds = float(first.median(0).values.sum()) * _MIN_CALLS  # a single call may have waited for a core
+    num_rounds = min(_MAX_CALLS // _MIN_CALLS, int(seconds * len(candidates) / round_seconds)) - 1
+    return torch.cat([first, _seconds(world, _rounds(world, candidates, num_rounds))] if num_rounds > 0 else [first]).T
 
 
 def _rounds(world: World, candidates: Sequence[_Candidate], count: int) -> Tensor:
-    """When calls begin and end on this rank, shape (calls, candidates, 2), `_LEAST` of each candidate in a round.
+    """Return start and end of calls on this rank, shape (calls, candidates, 2), `_MIN_CALLS` per candidate and round.
 
-    Another candidate is the first one in each round; the first call after those of another is not counted.
+    A different candidate starts each round. The first call of each turn is not counted.
     """
     rounds: list[Tensor] = []
     for number in range(count):
@@ -177,35 +178,35 @@ def _rounds(world: World, candidates: Sequence[_Candidate], count: int) -> Tenso
         for turn in range(len(candidates)):
             index = (number + turn) % len(candidates)
             _timed(world, candidates[index])
-            spans[index] = [_timed(world, candidates[index]) for _ in range(_LEAST)]
+            spans[index] = [_timed(world, candidates[index]) for _ in range(_MIN_CALLS)]
         rounds.append(torch.tensor([spans[index] for index in range(len(candidates))], dtype=torch.float64))
     return torch.cat(rounds, dim=1).transpose(0, 1).contiguous()
 
 
 def _seconds(world: World, spans: Tensor) -> Tensor:
-    """What a call takes, from this rank's (begin, end) of each: shape (..., 2) -> (...).
+    """Return the seconds of each call from this rank's (start, end): shape (..., 2) -> (...).
 
-    Ranks leave the barrier before a call at different times, those of some backends more so than of others. So it is
-    from when the last rank begins to when the last one is done, by the clock that the processes of a host share. Clocks
-    of several hosts differ: there it is what the slowest rank takes, which counts the wait for the others.
+    Ranks leave the barrier before a call at different times, which depend on the backend. So a call lasts from the
+    start of the last rank to the end of the last rank, by the shared clock of the host. Hosts have different
+    clocks: with several hosts it is the time of the slowest rank, which includes its wait for the others.
     """
-    begins, ends = torch.stack([each.view_as(spans) for each in all_gather(spans, world)]).unbind(-1)
+    starts, ends = torch.stack([rank_spans.view_as(spans) for rank_spans in all_gather(spans, world)]).unbind(-1)
     if len(set(world.hosts)) <= 1:
-        return ends.amax(0) - begins.amax(0)
-    return (ends - begins).amax(0)
+        return ends.amax(0) - starts.amax(0)
+    return (ends - starts).amax(0)
 
 
 def _timed(world: World, candidate: _Candidate) -> tuple[float, float]:
-    """When a call begins and ends on this rank."""
+    """Return start and end of a call on this rank."""
     candidate.call.reset()
     dist.barrier(group=candidate.case.group)
-    begun = _now(world)
+    start = _now(world)
     candidate.call.run()
-    return begun, _now(world)
+    return start, _now(world)
 
 
 def _now(world: World) -> float:
-    """Seconds, once the device has done all it was given."""
+    """Return the time in seconds, after synchronising the device."""
     if world.device.type == "cuda":
         torch.cuda.synchronize(world.device)
     return time.perf_counter()
@@ -227,8 +228,8 @@ def _filled(candidate: _Candidate, times: Tensor, num_wrong: int) -> CommRow:
     )
 
 
-def _beside(row: CommRow, first: CommRow) -> CommRow:
-    """The row with how many times as fast as the first it is."""
+def _with_speedup(row: CommRow, first: CommRow) -> CommRow:
+    """Return the row with its speed-up relative to the first."""
     mean, p50 = (_ratio(getattr(first, name), getattr(row, name)) for name in ("mean_seconds", "p50_seconds"))
     return dataclasses.replace(row, mean_speedup=mean, p50_speedup=p50)
 
@@ -238,14 +239,14 @@ def _ratio(numerator: float | None, denominator: float | None) -> float | None:
 
 
 def copy_rate(world: World, num_bytes: int) -> float:
-    """Bytes a second of a plain copy on every rank at once, the slowest of them: what a bandwidth is a share of."""
+    """Return the bytes per second of a memory copy on all ranks at once, on the slowest rank: an upper bound."""
     source = torch.zeros(num_bytes, dtype=torch.uint8, device=world.device)
     target = torch.empty_like(source)
     times: list[float] = []
-    for _ in range(_LEAST + 1):
+    for _ in range(_MIN_CALLS + 1):
         dist.barrier(group=world.group)
-        begun = _now(world)
+        start = _now(world)
         target.copy_(source)
-        times.append(_now(world) - begun)
+        times.append(_now(world) - start)
     slowest = torch.stack(all_gather(torch.tensor(times[1:], dtype=torch.float64), world)).amax(0)
     return num_bytes / float(slowest.median())

@@ -1,4 +1,4 @@
-"""What an audit found: for a terminal, and as a page with the person's lines beside it. Imports no torch."""
+"""The findings of an audit, on the terminal and as a page that shows them next to the user's code. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from everyrank.report.page import environment
 __all__ = ["audit_page", "print_audit", "summary"]
 
 _STYLES = {"FAIL": "bold red", "WARN": "yellow", "PERF": "cyan", "NOTE": "dim"}
-_AROUND = 4  # lines of the script before and after one that is named
+_CONTEXT_LINES = 4  # lines of the script shown before and after a finding
 
 
 def summary(audit: Audit) -> str:
-    """The answer in a line."""
+    """Return the result in one line."""
     counts = {level: sum(finding.level == level for finding in audit.findings) for level in LEVELS}
     counts_text = ", ".join(f"{count} {level}" for level, count in counts.items() if count)
     ranks = f"{audit.world_size} rank{'s' if audit.world_size > 1 else ''}"
-    seen = f"{audit.updates} updates on {ranks} in {audit.seconds:.0f} s"
+    scope = f"{audit.updates} updates on {ranks} in {audit.seconds:.0f} s"
     if audit.doubt and not counts["FAIL"]:
-        return f"{audit.doubt}: {counts_text or 'no finding'} so far; {seen}"
+        return f"{audit.doubt}: {counts_text or 'no finding'} so far; {scope}"
     if counts["FAIL"] or counts["WARN"]:
-        return f"{counts_text}; {seen}"
-    return f"nothing wrong found{f' ({counts_text})' if counts_text else ''}; {seen}"
+        return f"{counts_text}; {scope}"
+    return f"nothing wrong found{f' ({counts_text})' if counts_text else ''}; {scope}"
 
 
 def print_audit(audit: Audit) -> None:
-    """Findings, worst first: level, line, rule; below it what was seen, and what to write instead."""
+    """Print the findings, the worst first: level, line and rule, then the observation and the fix."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=200)
@@ -52,40 +52,42 @@ def print_audit(audit: Audit) -> None:
         if finding.also:
             also = ", ".join(short_place(location) for location in finding.also)
             console.print(Padding(Text(f"see also {printable(also)}", style="dim"), (0, 0, 0, 6), expand=False))
-    for kind, lines in (("replay", audit.replayed), ("altered", audit.altered), ("not checked", audit.unchecked)):
+    for kind, lines in (("replay", audit.replayed), ("note", audit.altered), ("not checked", audit.unchecked)):
         for line in lines:
             console.print(Text(f"{kind}: {printable(line)}", style="dim"))
     console.print(Text(printable(summary(audit)), style="bold"))
 
 
 def audit_page(audit: Audit) -> str:
-    """A page that loads nothing: the files with findings, and these beside their lines.
+    """Return a self-contained HTML page: each file that has findings, with the findings next to its lines.
 
-    Raises `CannotRunError` where jinja2 is missing.
+    Raises `CannotRunError` if jinja2 is missing.
     """
     template = Path(__file__).with_name("audit.html").read_text(encoding="utf-8")
     files: dict[str, list[Finding]] = {}
     for finding in audit.findings:
         files.setdefault(finding.place.rpartition(":")[0], []).append(finding)
     shown = [
-        {"name": name or "the run as a whole", "parts": _parts(name, findings)} for name, findings in files.items()
+        {"name": name or "the run as a whole", "parts": _excerpts(name, findings)} for name, findings in files.items()
     ]
     words = " ".join(audit.words)
     return environment().from_string(template).render(audit=audit, files=shown, words=words, summary=summary(audit))
 
 
-def _parts(name: str, findings: list[Finding]) -> list[dict[str, Any]]:
-    """The lines around each line that is named, in the order of the file, with what is said of it."""
+def _excerpts(name: str, findings: list[Finding]) -> list[dict[str, Any]]:
+    """Return the lines around each finding, in the order of the file, with the findings of that line."""
     try:
         lines = Path(name).read_text(encoding="utf-8", errors="replace").splitlines() if name else []
-    except OSError:  # it is not there any more
+    except OSError:  # the file has been removed
         lines = []
     by_line: dict[int, list[Finding]] = {}
     for finding in findings:
         by_line.setdefault(int(finding.place.rpartition(":")[2] or 0), []).append(finding)
-    parts: list[dict[str, Any]] = []
+    excerpts: list[dict[str, Any]] = []
     for number, at_line in sorted(by_line.items()):
-        first, last = max(1, number - _AROUND), min(len(lines), number + _AROUND)
-        around = [{"number": at, "text": lines[at - 1], "is_named": at == number} for at in range(first, last + 1)]
-        parts.append({"lines": around, "findings": at_line})
-    return parts
+        first, last = max(1, number - _CONTEXT_LINES), min(len(lines), number + _CONTEXT_LINES)
+        around = [
+            {"number": line, "text": lines[line - 1], "is_named": line == number} for line in range(first, last + 1)
+        ]
+        excerpts.append({"lines": around, "findings": at_line})
+    return excerpts

@@ -23,8 +23,8 @@ def matching(sets: Sets) -> list[tuple[str, list[Record | None]]]:
     for index, records in enumerate(sets.values()):
         for record in records:
             if is_checked(record) and record.throughput_samples_per_second is not None:
-                made = str(record.provenance.get("global_batch")), str(record.provenance.get("settings"))
-                key = (record.workload, record.layout, record.world_size, record.device, made)
+                settings = str(record.provenance.get("global_batch")), str(record.provenance.get("settings"))
+                key = (record.workload, record.layout, record.world_size, record.device, settings)
                 row = rows.setdefault(key, [None] * len(sets))
                 row[index] = row[index] or record
     return [

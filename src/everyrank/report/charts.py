@@ -1,7 +1,7 @@
-"""Drawings for the page: inline SVG that takes the page's own text colour, light or dark.
+"""Charts for the page, as inline SVG in the text colour of the page (light or dark).
 
-Each is narrow enough to be read on a phone; the page puts two beside each other where there is room. A layout has one
-colour in all of them.
+Each chart is narrow enough for a phone; a wide page shows two next to each other. A layout has the same colour in all
+charts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PARTS = dict(zip(PARTS, ("#7a7a7a", "#56b4e9", "#0072b2", "#009e73", "#d55e00")
 
 
 def throughput(records: Sequence[Record]) -> str:
-    """Samples a second with their 95% intervals."""
+    """Draw samples per second with 95% intervals."""
     shown = [record for record in records if is_checked(record) and record.throughput_samples_per_second]
     colours = colours_of(records)
 
@@ -36,7 +36,7 @@ def throughput(records: Sequence[Record]) -> str:
 
 
 def split(records: Sequence[Record]) -> str:
-    """The parts of a step on each other; the line is the timed step."""
+    """Draw the parts of a step as stacked bars, and the timed step as a line."""
     shown = [record for record in records if is_checked(record) and record.breakdown_seconds]
 
     def paint(axes: Any, row: int, record: Record) -> None:
@@ -53,18 +53,18 @@ def split(records: Sequence[Record]) -> str:
 
 
 def memory(records: Sequence[Record]) -> str:
-    """Peak memory of tensors on one rank."""
+    """Draw the peak memory of tensors on the rank with the most."""
     shown = [record for record in records if is_checked(record) and record.peak_memory_bytes is not None]
     colours = colours_of(records)
 
     def paint(axes: Any, row: int, record: Record) -> None:
         axes.barh(row, (record.peak_memory_bytes or 0) / 2**20, color=colours[record.layout], alpha=0.85)
 
-    return bars(shown, "MiB of tensors alive at once, the fullest rank", paint)
+    return bars(shown, "peak MiB of tensors, on the rank with the most", paint)
 
 
 def traffic(records: Sequence[Record]) -> str:
-    """Bytes that one rank hands to each kind of collective in an update."""
+    """Draw the bytes that a rank passes to each kind of collective in an update."""
     shown = [record for record in records if is_checked(record) and record.collectives]
     operations = list(dict.fromkeys(collective.op for record in shown for collective in record.collectives))
 
@@ -76,31 +76,31 @@ def traffic(records: Sequence[Record]) -> str:
             axes.barh(row, value, left=left, color=colour, label=operation.replace("_", "-"))
             left += value
 
-    return bars(shown, "KiB handed to collectives by a rank in an update", paint, operations)
+    return bars(shown, "KiB that a rank passes to collectives in an update", paint, operations)
 
 
 def curves(records: Sequence[Record]) -> str:
-    """The losses of all layouts and, where one of them is single, how far each of the others is from it."""
+    """Draw the losses of all layouts and, if `single` is among them, their relative differences from it."""
     shown = [record for record in records if len(record.loss) > 1]
     if not shown:
         return ""
     colours = colours_of(records)
     single = next((record for record in shown if record.layout == "single"), None)
-    has_distances = single is not None and len(shown) > 1
+    has_differences = single is not None and len(shown) > 1
 
     def paint(figure: Any) -> None:
-        if has_distances:
+        if has_differences:
             upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
         else:
             upper, lower = figure.subplots(), None
         for index, record in enumerate(shown):
-            # each line thinner than the one below it: equal curves stay visible as nested bands
+            # each line is thinner than the one below it, so that equal curves stay visible
             width = 1.2 + min(1.6, 8.0 / len(shown)) * (len(shown) - 1 - index)
             colour = colours[record.layout]
             upper.plot(record.loss, linewidth=width, color=colour, label=short(label(record)))
             if lower is not None and single is not None and record is not single and _same_batch(record, single):
                 pairs = zip(single.loss, record.loss, strict=False)
-                gaps = [abs(a - b) / abs(a) if a and a != b else math.nan for a, b in pairs]  # no gap, no point
+                gaps = [abs(a - b) / abs(a) if a and a != b else math.nan for a, b in pairs]  # a log axis has no zero
                 lower.plot(gaps, marker=".", markersize=3, linewidth=width / 2, color=colour)
         upper.set_ylabel("loss")
         upper.legend(frameon=False)
@@ -108,9 +108,9 @@ def curves(records: Sequence[Record]) -> str:
         if lower is not None:
             lower.set_yscale("log")
             lower.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}")
-            lower.set_ylabel("relative distance\nfrom single")
+            lower.set_ylabel("relative difference\nfrom single")
 
-    return draw(4.4 if has_distances else 3.2, paint)
+    return draw(4.4 if has_differences else 3.2, paint)
 
 
 def _same_batch(record: Record, other: Record) -> bool:
@@ -118,7 +118,7 @@ def _same_batch(record: Record, other: Record) -> bool:
 
 
 def scaling(records: Sequence[Record]) -> str:
-    """Efficiency over the number of ranks: full lines strong, broken lines weak."""
+    """Draw efficiency over the number of ranks: solid lines for strong scaling, dashed lines for weak scaling."""
     shown = [record for record in records if is_checked(record) and record.scaling is not None]
     if not shown:
         return ""
@@ -128,7 +128,7 @@ def scaling(records: Sequence[Record]) -> str:
     def paint(figure: Any) -> None:
         axes = figure.subplots()
         for layout in layouts:
-            for kind, line in (("strong", "o-"), ("weak", "o--")):
+            for kind, line_style in (("strong", "o-"), ("weak", "o--")):
                 points = {1: Interval(1.0, 1.0, 1.0)}
                 for record in shown:
                     if record.layout == layout and record.scaling is not None and record.scaling.kind == kind:
@@ -136,26 +136,28 @@ def scaling(records: Sequence[Record]) -> str:
                 if len(points) == 1:
                     continue
                 sizes, values = zip(*sorted(points.items()), strict=True)
-                middle, name = [value.median for value in values], short(f"{layout}, {kind}")
-                axes.errorbar(sizes, middle, spread(*values), fmt=line, color=colours[layout], capsize=3, label=name)
+                medians, name = [value.median for value in values], short(f"{layout}, {kind}")
+                axes.errorbar(
+                    sizes, medians, spread(*values), fmt=line_style, color=colours[layout], capsize=3, label=name
+                )
         axes.set_xticks(sorted({1, *(record.world_size for record in shown)}))
         axes.set_ylim(bottom=0)
         axes.set_xlabel("ranks")
-        axes.set_ylabel("efficiency beside one rank")
+        axes.set_ylabel("efficiency relative to one rank")
         axes.legend(frameon=False, fontsize=9)
 
     return draw(3.2, paint)
 
 
 def resources(records: Sequence[Record]) -> str:
-    """What the ranks used while each layout ran, over the time of the whole call."""
+    """Draw CPU, memory and GPU use of the ranks over the time of the call, for each layout."""
     shown = [
         record
         for record in records
         if is_checked(record)
         and record.resources is not None
         and len(record.resources.seconds) > 0
-        # a file from elsewhere may hold anything
+        # a Record from an untrusted file may have lists of different lengths
         and len(record.resources.cpu_percent) == len(record.resources.seconds) == len(record.resources.memory_bytes)
     ]
     if not shown:
@@ -177,20 +179,20 @@ def resources(records: Sequence[Record]) -> str:
                 assert used is not None
                 values = [value / unit for value in values_of(used)]
                 if len(values) == len(used.seconds):
-                    # values that hardly change lie on the upper edge, which would cut the dots in half
+                    # clip_on would cut dots on the upper edge in half
                     axes.plot(
                         used.seconds, values, ".", markersize=4, color=colours[record.layout], label=name, clip_on=False
                     )
             axes.set_ylim(bottom=0)
             axes.set_ylabel(heading)
-        all_axes[-1].set_xlabel("seconds since the call; each layout in its turns")
+        all_axes[-1].set_xlabel("seconds since the start; layouts take turns")
         legend_above(all_axes[0], names)
 
     return draw(0.6 + 1.4 * len(rows) + legend_height(names), paint)
 
 
 def beside(sets: Sets) -> str:
-    """Throughput in each set, bar under bar."""
+    """Draw the throughput of each layout in each set, one bar per set."""
     pairs = matching(sets)
     if not pairs:
         return ""
@@ -203,10 +205,10 @@ def beside(sets: Sets) -> str:
             for index, (name, record) in enumerate(zip(sets, row, strict=True)):
                 value = record.throughput_samples_per_second if record is not None else None
                 if value is not None:
-                    at = row_index + (index - (len(sets) - 1) / 2) * height
+                    position = row_index + (index - (len(sets) - 1) / 2) * height
                     colour = COLOURS[index % len(COLOURS)]
-                    axes.barh(at, value.median, height * 0.9, color=colour, label=short(name))
-                    axes.errorbar(value.median, at, xerr=spread(value), color=TEXT, capsize=2, linewidth=1)
+                    axes.barh(position, value.median, height * 0.9, color=colour, label=short(name))
+                    axes.errorbar(value.median, position, xerr=spread(value), color=TEXT, capsize=2, linewidth=1)
         axes.set_yticks(range(len(pairs)), [short(name) for name, _ in pairs])
         axes.invert_yaxis()
         axes.set_xlabel("samples/s, median and 95% interval")
@@ -217,11 +219,11 @@ def beside(sets: Sets) -> str:
 
 CHARTS: tuple[tuple[str, str, Callable[[Sequence[Record]], str]], ...] = (
     ("throughput", "Throughput", throughput),
-    ("split", "Where a step goes", split),
+    ("split", "Step-time breakdown", split),
     ("memory", "Memory", memory),
-    ("traffic", "What travels", traffic),
+    ("traffic", "Communication", traffic),
     ("scaling", "Scaling", scaling),
-    ("losses", "Losses, all layouts on each other", curves),
-    ("resources", "What the ranks used", resources),
+    ("losses", "Losses of all layouts", curves),
+    ("resources", "Resource use", resources),
 )
-"""(name, heading, drawing) in the order of the page; a drawing is empty where nothing of it was measured."""
+"""(name, heading, function) in the order of the page. A function returns "" if its values were not measured."""

@@ -1,4 +1,4 @@
-"""What `everyrank comm` has measured: a table, and JSON with the fitted costs."""
+"""The results of `everyrank comm`: a table, and JSON with the fitted costs."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ __all__ = [
 ]
 
 _HEADER = ["operation", "bytes", "mean us", "p50 us", "p99 us", "algorithm GB/s", "bus GB/s", "calls", "wrong"]
-_ARM = ("backend", "algorithm")
+_CANDIDATE = ("backend", "algorithm")
 _LINE = ("backend", "operation", "algorithm", "reduction", "dtype", "is_async", "ranks")
 _Row = Mapping[str, Any]
 
 
 def comm_json(results: _Row, words: Sequence[str]) -> dict[str, Any]:
-    """What planning reads: `costs`, and the `rows` that they are fitted to; docs/collectives.md has the schema.
+    """Return the JSON document with `costs` and the `rows` that they are fitted to; schema: docs/collectives.md.
 
-    `found` is what a rank has measured (`collectives.rank.comm_rank`).
+    `results` come from `collectives.rank.comm_rank`.
     """
     costs: list[dict[str, Any]] = []
     for rows in by_line(results["rows"]):
@@ -59,52 +59,52 @@ def comm_json(results: _Row, words: Sequence[str]) -> dict[str, Any]:
 
 
 def has_failed(measured: _Row) -> bool:
-    """Whether an element was wrong where it had to be right."""
+    """Whether an operation returned a wrong element that counts as a failure."""
     return any(row["num_wrong"] for row in measured["rows"]) or any(row["is_failure"] for row in measured["strides"])
 
 
 def print_comm(measured: _Row) -> None:
-    """A table with the sizes of each operation; below it the line that fits the times of each, and what is wrong."""
+    """Print a table of all operations and sizes, then the fitted costs and the notes."""
     if measured["rows"]:
         print_table(comm_title(measured), comm_table(measured), [*cost_notes(measured), *comm_notes(measured)])
 
 
 def comm_title(measured: _Row) -> str:
-    """What stands over the table."""
+    """Return the heading of the table."""
     first, world = measured["rows"][0], measured["world"]
     heading = f"{', '.join(world['backends'])}, {world['size']} ranks on {world['device']}, {first['dtype']}"
     return f"{heading}, in groups of {first['ranks']}" if first["ranks"] != world["size"] else heading
 
 
 def comm_table(measured: _Row, repeats: bool = False) -> Table:
-    """A row for each operation and size; where several backends or algorithms take turns one for each of these.
+    """Return a table with a row for each operation, size, backend and algorithm.
 
-    A name that the row above has, too, is left out unless it `repeats`.
+    Without `repeats`, cells that repeat the name of the row above are empty.
     """
     rows = measured["rows"]
     candidates = list(dict.fromkeys(map(candidate_name, rows)))
     header = list(_HEADER)
     if len(candidates) < 2:
-        shown, named = [[_name(row), _size(row), *_cells(row)] for row in rows], 1
+        shown, num_names = [[_name(row), _size(row), *_cells(row)] for row in rows], 1
     else:
         shown = [
             [_name(row, with_candidate=False), _size(row), candidate_name(row), *_cells(row), *_speedups(row)]
             for row in rows
         ]
-        header, named = [*_HEADER[:2], "by", *_HEADER[2:], f"x {candidates[0]}: mean", "p50"], 2
+        header, num_names = [*_HEADER[:2], "by", *_HEADER[2:], f"x {candidates[0]}: mean", "p50"], 2
     if not repeats:
-        shown = [_without_repeats(row, last, named) for row, last in _with_last(shown)]
+        shown = [_without_repeats(row, previous, num_names) for row, previous in _with_previous(shown)]
     return Table(header, shown, [])
 
 
-def _with_last(rows: Sequence[list[str]]) -> Iterator[tuple[list[str], list[str]]]:
-    """Each row with the one above it."""
+def _with_previous(rows: Sequence[list[str]]) -> Iterator[tuple[list[str], list[str]]]:
+    """Yield each row with the row above it."""
     return zip(rows, [[], *rows[:-1]] if rows else [], strict=True)
 
 
-def _without_repeats(row: list[str], last: list[str], count: int) -> list[str]:
-    """The row; of the first cells those stay empty that say the same as the row above."""
-    same = next((index for index in range(count) if row[: index + 1] != last[: index + 1]), count)
+def _without_repeats(row: list[str], previous: list[str], count: int) -> list[str]:
+    """Return the row, in which those of the first `count` cells are empty that equal the row above."""
+    same = next((index for index in range(count) if row[: index + 1] != previous[: index + 1]), count)
     return [""] * same + row[same:]
 
 
@@ -119,15 +119,15 @@ def _speedups(row: _Row) -> list[str]:
 
 def _cells(row: _Row) -> list[str]:
     if row["refused"] is not None:
-        return ["not offered", "", "", "", "", "0", ""]
+        return ["not supported", "", "", "", "", "0", ""]
     times = [f"{row[key] * 1e6:,.1f}" for key in ("mean_seconds", "p50_seconds", "p99_seconds")]
     rates = ["-" if row[key] is None else f"{row[key] / 1e9:.3g}" for key in ("algorithm_bandwidth", "bus_bandwidth")]
     return [*times, *rates, str(row["calls"]), str(row["num_wrong"])]
 
 
 def candidate_name(row: _Row) -> str:
-    """`gloo`, or `gloo ring` for an algorithm over it: what takes turns with others."""
-    return " ".join(row[key] for key in _ARM if row[key])
+    """Return `gloo`, or `gloo ring` for an algorithm over gloo."""
+    return " ".join(row[key] for key in _CANDIDATE if row[key])
 
 
 def _name(row: _Row, with_candidate: bool = True) -> str:
@@ -137,7 +137,7 @@ def _name(row: _Row, with_candidate: bool = True) -> str:
 
 
 def by_line(rows: Sequence[_Row]) -> list[list[_Row]]:
-    """The sizes of each operation on each backend, by each algorithm: what a line is fitted to, and drawn through."""
+    """Group rows by everything but the size: each group is one line of a chart, and gets one fitted cost."""
     lines: dict[tuple[Any, ...], list[_Row]] = {}
     for row in rows:
         lines.setdefault(tuple(row[key] for key in _LINE), []).append(row)
@@ -145,7 +145,7 @@ def by_line(rows: Sequence[_Row]) -> list[list[_Row]]:
 
 
 def _cost(rows: Sequence[_Row]) -> Cost | None:
-    """Fitted to the median times of one operation; None where there are fewer than three sizes."""
+    """Fit a cost to the median times of one operation; None with fewer than three sizes."""
     known = [row for row in rows if row["p50_seconds"] is not None and row["num_bytes"]]
     if len(known) < 3:
         return None
@@ -153,7 +153,7 @@ def _cost(rows: Sequence[_Row]) -> Cost | None:
 
 
 def comm_cost_table(measured: _Row) -> Table:
-    """A row for each line that was fitted."""
+    """Return a table of the fitted costs."""
     rows = [
         [
             _name(cost, with_candidate=False),
@@ -169,12 +169,12 @@ def comm_cost_table(measured: _Row) -> Table:
 
 
 def cost_notes(measured: _Row) -> list[str]:
-    """The same, each as a sentence."""
+    """Return each fitted cost as a sentence."""
     return [f"{_line_name(cost, measured)}: {_cost_text(cost)}" for cost in measured["costs"]]
 
 
 def comm_notes(measured: _Row) -> list[str]:
-    """What an algorithm sends, what is not offered, tensors that are not contiguous; last, how many are wrong."""
+    """Return notes on algorithms, unsupported operations and strided tensors; the last counts wrong elements."""
     notes: list[str] = []
     for line in by_line(measured["rows"]):
         last, name = line[-1], _line_name(line[-1], measured)
@@ -183,17 +183,17 @@ def comm_notes(measured: _Row) -> list[str]:
             notes.append(f"{name}: the busiest rank sends {sent} in {last['steps']} steps for the last size")
         refused = next((row["refused"] for row in line if row["refused"] is not None), None)
         if refused is not None:
-            notes.append(f"{name}: not offered: {refused}")
+            notes.append(f"{name}: not supported: {refused}")
     notes += _strides_notes(measured["strides"])
     copy = measured["copy"]
     rate = f"{copy['bytes_per_second'] / 1e9:.3g} GB/s"
-    notes.append(f"a plain copy of {size_text(copy['num_bytes'])} on every rank at once: {rate}")
+    notes.append(f"baseline: memory copy of {size_text(copy['num_bytes'])} on all ranks at once: {rate}")
     wrong = sum(row["num_wrong"] for row in measured["rows"])
-    return [*notes, f"{wrong} wrong elements" if wrong else "no wrong element"]
+    return [*notes, f"{wrong} wrong elements" if wrong else "all results correct"]
 
 
 def _line_name(row: _Row, measured: _Row) -> str:
-    """With the backend, where there are several."""
+    """Return the name, with the backend if there are several."""
     return _name(row) if len(measured["world"]["backends"]) == 1 else f"{row['backend']} {_name(row)}"
 
 
@@ -204,7 +204,7 @@ def _cost_text(cost: _Row) -> str:
 
 
 def _strides_notes(rows: Sequence[_Row]) -> list[str]:
-    """One line for each backend and way of lying in memory: which operations are right, wrong, refused."""
+    """Return a line for each backend and memory layout: which operations are correct, wrong or refused."""
     groups: dict[str, list[_Row]] = {}
     for row in rows:
         groups.setdefault(f"{row['backend']}, {row['memory']} tensors", []).append(row)
@@ -221,5 +221,5 @@ def _strides_text(row: _Row) -> str:
     if row["refused"] is not None:
         return f"{'REFUSED' if row['is_failure'] else 'refused'} ({row['refused']})"
     if row["num_wrong"]:
-        return "WRONG" if row["is_failure"] else "wrong without a word"
-    return "right"
+        return "WRONG" if row["is_failure"] else "wrong, without an error"
+    return "correct"

@@ -1,4 +1,4 @@
-"""What `everyrank comm` has measured, as a page that loads nothing: time over bytes, and the table."""
+"""The results of `everyrank comm` as a self-contained HTML page: charts of time over bytes, and the table."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _MOST_TICKS = 8
 
 
 def comm_page(measured: Mapping[str, Any]) -> str:
-    """The page as text, of what `comm_json` gives.
+    """Return the page for the result of `comm_json`.
 
-    Raises `CannotRunError` where jinja2 or matplotlib is missing.
+    Raises `CannotRunError` if jinja2 or matplotlib is missing.
     """
     rows: list[Mapping[str, Any]] = measured["rows"]
     notes = comm_notes(measured) if rows else []
@@ -38,7 +38,7 @@ def comm_page(measured: Mapping[str, Any]) -> str:
 
 
 def _charts(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
-    """(name, heading, drawing) of each operation: a line for each backend and algorithm, in the same colour in all."""
+    """Return (name, heading, SVG) of each operation, with a line for each backend and algorithm."""
     candidates = list(dict.fromkeys(map(candidate_name, rows)))
     colours = {candidate: COLOURS[index % len(COLOURS)] for index, candidate in enumerate(candidates)}
     charts: dict[str, list[list[Mapping[str, Any]]]] = {}
@@ -50,22 +50,22 @@ def _charts(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
 
 
 def _time_over_bytes(lines: Sequence[Sequence[Mapping[str, Any]]], colours: Mapping[str, str]) -> str:
-    """Medians, with bars up to the 99th percentile; both axes logarithmic."""
+    """Draw medians, with bars up to the 99th percentile, on logarithmic axes."""
     names = [candidate_name(line[0]) for line in lines]
 
     def paint(figure: Any) -> None:
         axes = figure.subplots()
         for name, line in zip(names, lines, strict=True):
-            at = [row["num_bytes"] for row in line]
-            middle, high = ([row[key] * 1e6 for row in line] for key in ("p50_seconds", "p99_seconds"))
-            axes.plot(at, middle, ".-", color=colours[name], label=name)
-            axes.vlines(at, middle, high, color=colours[name], linewidth=0.5)
+            sizes_of_line = [row["num_bytes"] for row in line]
+            medians, percentiles_99 = ([row[key] * 1e6 for row in line] for key in ("p50_seconds", "p99_seconds"))
+            axes.plot(sizes_of_line, medians, ".-", color=colours[name], label=name)
+            axes.vlines(sizes_of_line, medians, percentiles_99, color=colours[name], linewidth=0.5)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         sizes = sorted({row["num_bytes"] for line in lines for row in line})
         shown = sizes[:: -(-len(sizes) // _MOST_TICKS)]
         axes.set_xticks(shown, [size_text(size) for size in shown], rotation=30)
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")  # powers of ten would be markup
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")  # the default prints powers of ten as markup
         axes.yaxis.set_minor_formatter("")
         axes.set_ylabel("us, median and 99th percentile")
         legend_above(axes, names)

@@ -1,4 +1,4 @@
-"""What the drawings have in common: an SVG out of a figure, bars, legends, error bars, a colour for each layout."""
+"""Functions that the charts share: figures as SVG, bars, legends, error bars, a colour for each layout."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from everyrank.report.rows import is_checked, label
 
 __all__ = ["COLOURS", "TEXT", "bars", "colours_of", "draw", "legend_above", "legend_height", "short", "spread"]
 
-TEXT = "#010203"  # stands for the page's own text colour
+TEXT = "#010203"  # placeholder for the text colour of the page
 _WIDTH = 5.0  # inches
 _LONGEST_NAME = 30
 
-# Okabe and Ito 2008, then Tol's muted ones: told apart by most colour-blind people, and on light and dark
+# Okabe and Ito 2008, then Tol's muted colours: distinct for most colour-blind people, on light and dark pages
 COLOURS = (
     *("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#a6811c", "#7a7a7a"),
     *("#882255", "#44aa99", "#6655bb", "#999933"),
@@ -23,7 +23,7 @@ COLOURS = (
 
 
 def draw(height: float, paint: Callable[[Any], None]) -> str:
-    """A figure painted by `paint`, as SVG."""
+    """Return a figure that `paint` draws, as SVG."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -44,14 +44,14 @@ def draw(height: float, paint: Callable[[Any], None]) -> str:
 
 
 def colours_of(records: Sequence[Record]) -> dict[str, str]:
-    """The colour of each layout of the page's section; those that a drawing can show have the first colours."""
+    """Return a colour for each layout of a section. Layouts that appear in charts get the first colours."""
     shown = [record for record in records if is_checked(record) or record.loss]
     names = dict.fromkeys(record.layout for record in (*shown, *records))
     return {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(names)}
 
 
 def spread(*values: Interval) -> list[list[float]]:
-    """How far the intervals reach down and up from their medians, as error bars are drawn."""
+    """Return the distances of the interval ends from the medians, as matplotlib wants them for error bars."""
     return [
         [max(0.0, value.median - value.low) for value in values],
         [max(0.0, value.high - value.median) for value in values],
@@ -59,23 +59,23 @@ def spread(*values: Interval) -> list[list[float]]:
 
 
 def short(text: str) -> str:
-    """A name that leaves room for the drawing; the tables have it in full."""
+    """Shorten a name for a chart; tables show it in full."""
     text = " ".join(text.split())
     return text if len(text) <= _LONGEST_NAME else text[: _LONGEST_NAME - 1] + "…"
 
 
 def _columns(names: Sequence[str]) -> int:
-    """How many columns a legend of these names has room for."""
+    """Return the number of columns that fit in a legend of these names."""
     return max(1, min(3, 54 // (max(map(len, names), default=1) + 6)))
 
 
 def legend_above(axes: Any, names: Sequence[str]) -> None:
-    """What is drawn several times under one name is named once."""
+    """Draw a legend above the chart, with each name once."""
     handles, labels = axes.get_legend_handles_labels()
-    once = dict(zip(labels, handles, strict=True))
+    by_label = dict(zip(labels, handles, strict=True))
     axes.legend(
-        once.values(),
-        once.keys(),
+        by_label.values(),
+        by_label.keys(),
         frameon=False,
         ncols=_columns(names),
         loc="lower left",
@@ -85,7 +85,7 @@ def legend_above(axes: Any, names: Sequence[str]) -> None:
 
 
 def legend_height(names: Sequence[str]) -> float:
-    """The height of a legend of so many lines, in inches."""
+    """Return the height of the legend, in inches."""
     return 0.2 * -(-len(names) // _columns(names))
 
 
@@ -95,7 +95,7 @@ def bars(
     paint: Callable[[Any, int, Record], None],
     legend: Sequence[str] = (),
 ) -> str:
-    """A horizontal bar for each Record, from top to bottom."""
+    """Draw a horizontal bar for each Record, from top to bottom; "" without Records."""
 
     def all_bars(figure: Any) -> None:
         axes = figure.subplots()

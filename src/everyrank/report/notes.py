@@ -1,4 +1,4 @@
-"""What a reader must know to read the numbers: the answer in a sentence, how it was measured, what may be wrong."""
+"""Notes on the results: the answer in a sentence, the method of measurement, and possible problems."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from everyrank.report.rows import is_checked, label
 
 __all__ = ["answer", "notes", "why_slower"]
 
-_BUSY = 0.1  # of the cores: what others take beyond it is said
+_BUSY = 0.1  # fraction of the cores; a note is added if other programs use more
 
 
 def answer(records: Sequence[Record]) -> str:
-    """What a person looks for first: which layout is fastest, and whether every row is equal to one device."""
+    """Return which layout is fastest, and whether every layout is equal to one device."""
     checked = [record for record in records if is_checked(record)]
     ran = [record for record in records if record.parity.status != "not_verified"]
     different = list(dict.fromkeys(record.layout for record in ran if not is_checked(record)))
@@ -43,8 +43,8 @@ def _fastest(timed: Sequence[Record]) -> str:
 
 
 def notes(records: Sequence[Record]) -> list[str]:
-    """What a reader must know to read the numbers."""
-    texts = _of_the_machine(records)
+    """Return the notes on the results."""
+    texts = _machine_notes(records)
     timed = [record for record in records if record.throughput_samples_per_second is not None]
     if timed:
         texts.append(str(timed[0].provenance.get("method", "")))
@@ -55,14 +55,14 @@ def notes(records: Sequence[Record]) -> list[str]:
             )
     if any(record.scaling is not None and is_checked(record) for record in records):
         texts.append(
-            "Efficiency is throughput / ranks / throughput of the same layout on one rank. Each number of ranks was a "
-            "launch of its own; the interval is the widest that both intervals allow."
+            "Efficiency is throughput / ranks / throughput of the same layout on one rank. Each number of ranks "
+            "was a separate launch; the interval is the widest that both intervals allow."
         )
     for record in records:
         if record.bubble is not None and is_checked(record):
             texts.append(
-                f"{record.layout}: of the time that micro-batches take, a rank waits {record.bubble.measured:.0%}; "
-                f"{record.bubble.theory:.0%} by the schedule alone."
+                f"{record.layout}: a rank waits {record.bubble.measured:.0%} of the time (pipeline bubble); "
+                f"the schedule alone predicts {record.bubble.theory:.0%}."
             )
         if record.device == "cpu" and "devices=" in record.layout:
             texts.append(
@@ -75,50 +75,51 @@ def notes(records: Sequence[Record]) -> list[str]:
     return [note for note in texts if note]
 
 
-def _of_the_machine(records: Sequence[Record]) -> list[str]:
-    """Whether the bench came to its end, and who else used the machine meanwhile."""
+def _machine_notes(records: Sequence[Record]) -> list[str]:
+    """Return notes on an interrupted benchmark, and on other programs that used the machine."""
     texts: list[str] = []
-    short: list[str] = []
+    incomplete: list[str] = []
     for record in records:
         requested: object = record.provenance.get("trials_asked")
         done = record.throughput_samples_per_second.trials if record.throughput_samples_per_second is not None else 0
         if is_checked(record) and isinstance(requested, int) and done < requested:
-            short.append(f"{label(record)} has {done} of {requested} trials")
-    if short:
-        texts.append(f"Stopped before the end: {', '.join(short)}.")
+            incomplete.append(f"{label(record)} has {done} of {requested} trials")
+    if incomplete:
+        texts.append(f"Stopped before the end: {', '.join(incomplete)}.")
     busy = [record for record in records if is_checked(record) and _is_busy(record)]
     if busy:
-        most = max(busy, key=_others)
-        load: object = most.provenance.get("load")
+        busiest = max(busy, key=_others)
+        load: object = busiest.provenance.get("load")
         before: object = load.get("before") if isinstance(load, dict) else None
         texts.append(
-            f"Other programs used {_others(most):.1f} of {most.provenance.get('cores')} cores while {most.layout} ran"
+            f"Other programs used {_others(busiest):.1f} of {busiest.provenance.get('cores')} cores "
+            f"while {busiest.layout} ran"
             + (f" (load average before: {before:.1f})" if isinstance(before, int | float) else "")
-            + ": rows with more threads or ranks lose more by that; repeat it on a quiet machine."
+            + ": layouts with more threads or ranks lose more speed by that. Rerun on an idle machine."
         )
     return texts
 
 
 def why_slower(record: Record) -> str:
-    """The likely reason why one process, which others are held against, was slower than it should be."""
+    """Return the likely reason why the baseline of one process was slower than expected."""
     threads = record.provenance.get("threads_per_rank")
     name = "single" if record.layout == "single" else "the one rank"
-    why = "its work does not fit into a cache into which a rank's part fits"
+    reason = "its data do not fit in the cache, while the part of one rank does"
     if _is_busy(record):
-        why = (
+        reason = (
             f"other programs used {_others(record):.1f} of {record.provenance.get('cores')} cores; "
-            "repeat it when they do not"
+            "rerun on an idle machine"
         )
     elif record.device == "cpu" and isinstance(threads, int) and threads > 1:
-        why = (
-            f"its {threads} threads wait for each other or for memory in steps as small as these; "
-            "OMP_NUM_THREADS=1 gives every process one"
+        reason = (
+            f"its {threads} threads wait for each other or for memory in such short steps; "
+            "set OMP_NUM_THREADS=1 to use one thread in every process"
         )
-    return f"{name} was slower than it should be, likely because {why}"
+    return f"{name} was slower than it should be, likely because {reason}"
 
 
 def _others(record: Record) -> float:
-    """Cores that other programs took while this layout ran, or during all of the call; 0 where nobody has looked."""
+    """Return the cores that other programs used while this layout or the whole call ran; 0 if unknown."""
     used = record.resources.others_percent if record.resources is not None else []
     if used:
         return sum(used) / len(used) / 100

@@ -1,6 +1,6 @@
-"""A self-contained HTML page: tables, drawings, where the numbers come from, and the command that makes them again.
+"""A self-contained HTML page: tables, charts, provenance, and the command that repeats the measurement.
 
-It loads nothing, runs no script, and escapes whatever the Records hold.
+It loads nothing, runs no script, and escapes the text of the Records.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["environment", "page", "rendered", "require_libraries"]
 
 
 def require_libraries() -> None:
-    """Raise `CannotRunError`, with what to install, where the page cannot be made."""
+    """Raise `CannotRunError` with the pip command if jinja2 or matplotlib is missing."""
     try:
         import jinja2
         import matplotlib
@@ -31,7 +31,7 @@ def require_libraries() -> None:
 
 
 def environment() -> Any:
-    """Of the templates: what is not there is an error, and everything is escaped."""
+    """Return the jinja2 environment: it escapes everything and raises for undefined names."""
     require_libraries()
     import jinja2
 
@@ -39,9 +39,9 @@ def environment() -> Any:
 
 
 def page(sets: Sets) -> str:
-    """The page as text; one set, or several to be laid beside each other.
+    """Return the page for one set of Records, or for several that are compared.
 
-    Raises `CannotRunError` where jinja2 or matplotlib is missing.
+    Raises `CannotRunError` if jinja2 or matplotlib is missing.
     """
     sections = [_section(rows) for records in sets.values() for rows in groups(records)]
     table = beside_table(sets) if len(sets) > 1 else None
@@ -54,22 +54,22 @@ def page(sets: Sets) -> str:
 def rendered(
     sections: Sequence[dict[str, Any]], beside: dict[str, Any] | None = None, names: Sequence[str] = ()
 ) -> str:
-    """The page with these sections, each what `_section` gives. Raises `CannotRunError` where jinja2 is missing."""
+    """Return the page with these sections (see `_section`). Raises `CannotRunError` if jinja2 is missing."""
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     return environment().from_string(template).render(sections=sections, beside=beside, names=names)
 
 
 def _section(records: Sequence[Record]) -> dict[str, Any]:
-    """What the template shows of the Records of one call."""
-    source = records[0].provenance
+    """Return the values of the template for the Records of one call."""
+    provenance = records[0].provenance
     drawings = [(name, heading, draw(records)) for name, heading, draw in charts.CHARTS]
     return {
         "title": title(records[0]),
         "answer": answer(records),
         "tables": tables(records),
         "notes": notes(records),
-        "command": source.get("command"),
+        "command": provenance.get("command"),
         "charts": [drawing for drawing in drawings if drawing[2]],
         "checks": [(record.layout, record.parity.checks) for record in records if record.parity.checks],
-        "provenance": {key: value for key, value in source.items() if value not in (None, {})},
+        "provenance": {key: value for key, value in provenance.items() if value not in (None, {})},
     }

@@ -1,6 +1,6 @@
-"""What the columns are and what stands in them. Plain text: each kind of output does its own escaping.
+"""Tables of Records as plain text; each kind of output escapes the text itself.
 
-A row whose parity did not pass has no number in any table.
+No table shows numbers of a layout that failed its equivalence check.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = [
     "verify_table",
 ]
 
-# the parts of a step, in the order in which they happen; the last one happens inside the others
+# the parts of a step in order; exposed communication occurs within the others
 PARTS = ("data", "forward", "backward", "optimizer", "exposed_communication")
 
 
@@ -34,24 +34,24 @@ _SIGNS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 @dataclass(frozen=True)
 class Table:
-    """Header and rows of equal length, all text. A cell that ends in a sign has its reason in a footnote: `¹ why`."""
+    """A header and rows of equal length. A number in superscript at the end of a cell refers to a footnote."""
 
     header: list[str]
     rows: list[list[str]]
     footnotes: list[str] = field(default_factory=list[str])
 
-    def noted(self, cell: str, why: str) -> str:
-        """The cell with the sign of the footnote that says why; two cells with one reason share it."""
+    def noted(self, cell: str, text: str) -> str:
+        """Add a footnote, or reuse an equal one, and return the cell with its number."""
         known = [note.partition(" ")[2] for note in self.footnotes]
-        number = known.index(why) + 1 if why in known else len(known) + 1
+        number = known.index(text) + 1 if text in known else len(known) + 1
         sign = str(number).translate(_SIGNS)
         if number > len(known):
-            self.footnotes.append(f"{sign} {why}")
+            self.footnotes.append(f"{sign} {text}")
         return f"{cell} {sign}"
 
 
 def parity_text(parity: Parity, table: Table) -> str:
-    """`equal`, `DIFFERENT`, or `refused` or `not verified` with the reason in a footnote of the table."""
+    """Return `equal`, `DIFFERENT`, or `refused` or `not verified` with a footnote for the reason."""
     if parity.status == "refused":
         return table.noted("refused", f"refused: {parity.reason}")
     if parity.status == "not_verified":
@@ -60,7 +60,7 @@ def parity_text(parity: Parity, table: Table) -> str:
 
 
 def verify_table(records: Sequence[Record]) -> Table:
-    """Layout, parity, the difference that decided, what it was held against, and over which updates."""
+    """Return a table of the equivalence checks: largest difference, tolerance, and the compared updates."""
     table = Table(["layout", "ranks", "parity", "difference", "tolerance", "compared"], [])
     for record in records:
         parity = record.parity
@@ -79,7 +79,7 @@ def verify_table(records: Sequence[Record]) -> Table:
 
 
 def bench_table(records: Sequence[Record]) -> Table:
-    """A row for each layout; one whose parity did not pass has no number."""
+    """Return a table of speed and metrics, with a row for each layout."""
     metrics = list(dict.fromkeys(name for record in records for name in record.metrics if name != "eval_loss"))
     header = [
         "layout",
@@ -100,7 +100,7 @@ def bench_table(records: Sequence[Record]) -> Table:
         throughput, step = record.throughput_samples_per_second, record.step_seconds
         if is_checked(record) and throughput is not None and step is not None:
             row += [
-                _spread(throughput),
+                _with_interval(throughput),
                 _times(record, single, table),
                 f"{step.median * 1e3:.2f}",
                 f"{record.epoch_seconds:.2f}" if record.epoch_seconds is not None else "",
@@ -112,7 +112,7 @@ def bench_table(records: Sequence[Record]) -> Table:
 
 
 def split_table(records: Sequence[Record]) -> Table | None:
-    """Where a step goes; None where no step was taken apart."""
+    """Return a table of the step-time breakdown; None if it was not measured."""
     shown = [record for record in records if is_checked(record) and record.breakdown_seconds]
     if not shown:
         return None
@@ -121,7 +121,7 @@ def split_table(records: Sequence[Record]) -> Table | None:
 
 
 def cost_table(records: Sequence[Record]) -> Table | None:
-    """What a layout holds, what it sends and how it starts; None where nothing of that was measured."""
+    """Return a table of memory, communication and start-up time; None if they were not measured."""
     shown = [record for record in records if is_checked(record) and record.peak_memory_bytes is not None]
     if not shown:
         return None
@@ -148,14 +148,14 @@ def cost_table(records: Sequence[Record]) -> Table | None:
 def _parts(breakdown: Breakdown | None) -> list[str]:
     if breakdown is None:
         return [""] * (len(PARTS) + 3)
-    parts = [getattr(breakdown, seconds) for seconds in PARTS]
+    parts = [getattr(breakdown, name) for name in PARTS]
     error = f"{breakdown.error * 1e3:.2f}" if breakdown.error is not None else ""
     share = f"{breakdown.exposed_communication / sum(parts):.0%}" if sum(parts) else ""
     return [*(f"{seconds * 1e3:.2f}" for seconds in parts), f"{sum(parts) * 1e3:.2f}", error, share]
 
 
 def scaling_table(records: Sequence[Record]) -> Table | None:
-    """Efficiency beside one rank: a row for each layout and number of ranks; None where nothing was scaled."""
+    """Return a table of scaling efficiencies relative to one rank; None if scaling was not measured."""
     by_layout: dict[tuple[str, int], dict[str, Record]] = {}
     for record in records:
         if record.scaling is not None and is_checked(record):
@@ -171,21 +171,21 @@ def scaling_table(records: Sequence[Record]) -> Table | None:
 
 
 def _times(record: Record, single: Record | None, table: Table) -> str:
-    """How many times as fast as single: over paired trials, or of the medians where there are none."""
+    """Return the speed-up relative to single: of paired trials, or of the medians without them."""
     rate = record.throughput_samples_per_second
     single_rate = single.throughput_samples_per_second if single is not None else None
     if single is None or rate is None or single_rate is None or not single_rate.median or record.scaling is not None:
-        return ""  # beside another launch, and perhaps another batch, it would mean nothing
+        return ""  # a ratio to a different launch, and maybe a different batch, would be meaningless
     paired = record.ratio_to_single
     ratio = low = rate.median / single_rate.median
     text = f"{ratio:.2f}"
     if paired is not None and paired.trials > 1:
         low, text = paired.low, f"{paired.median:.2f} ({paired.low:.2f} to {paired.high:.2f})"
-    # where each rank does its part of the same arithmetic, ranks are all there is to be faster by
-    is_other = any(word in record.layout for word in ("single", "dataparallel", "precision=", "compile"))
-    if low <= record.world_size or is_other:
+    # if all ranks do the same arithmetic as single, the speed-up is at most the number of ranks
+    is_different_arithmetic = any(word in record.layout for word in ("single", "dataparallel", "precision=", "compile"))
+    if low <= record.world_size or is_different_arithmetic:
         return text
-    return table.noted(text, f"more than {record.world_size} ranks allow: {why_slower(single)}")
+    return table.noted(text, f"speed-up above {record.world_size} with {record.world_size} ranks: {why_slower(single)}")
 
 
 def _efficiency(record: Record | None, baseline: Record | None, table: Table) -> str:
@@ -195,30 +195,33 @@ def _efficiency(record: Record | None, baseline: Record | None, table: Table) ->
     text = f"{value.median:.2f} ({value.low:.2f} to {value.high:.2f})"
     if not value.low > 1 or baseline is None:
         return text
-    return table.noted(text, f"more than {record.world_size} ranks allow: {why_slower(baseline)}")
+    return table.noted(text, f"efficiency above 1: {why_slower(baseline)}")
 
 
 def tables(records: Sequence[Record]) -> list[tuple[str, Table]]:
-    """(heading, table) of a group of Records: first the one to read, under no heading of its own."""
+    """Return (heading, table) for a group of Records. The first is the main table, without a heading."""
     if not any(record.throughput_samples_per_second for record in records):
         return [("", verify_table(records))]
     result = [("", bench_table(records))]
     for heading, table in (
-        ("Scaling: efficiency beside one rank", scaling_table(records)),
-        ("Where a step goes, on the rank that waits least", split_table(records)),
-        ("What it holds and sends: tensors of the fullest rank, what a rank hands to collectives", cost_table(records)),
+        ("Scaling: efficiency relative to one rank", scaling_table(records)),
+        ("Step-time breakdown, on the rank that waits least", split_table(records)),
+        (
+            "Memory and communication: peak tensor memory of the largest rank, bytes that a rank passes to collectives",
+            cost_table(records),
+        ),
     ):
         if table is not None:
             result.append((heading, table))
     return result
 
 
-def _spread(value: Interval) -> str:
+def _with_interval(value: Interval) -> str:
     return f"{value.median:,.0f} ({value.low:,.0f} to {value.high:,.0f})"
 
 
 def markdown(heading: str, table: Table, notes: Sequence[str] = ()) -> str:
-    """Heading, table, its footnotes and notes; what Markdown or HTML would take for markup is escaped."""
+    """Return heading, table, footnotes and notes as Markdown, with Markdown and HTML characters escaped."""
     lines = [f"### {_escape(heading)}", ""]
     lines += [_row(table.header), _row(["---"] * len(table.header), escape=False), *map(_row, table.rows), ""]
     lines += [line for note in (*table.footnotes, *notes) for line in (_escape(note), "")]

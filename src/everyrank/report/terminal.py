@@ -1,4 +1,4 @@
-"""A table on the terminal."""
+"""Prints tables on the terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STYLES = {"equal": "green", "DIFFERENT": "bold red"}
 
 
 def print_table(heading: str, table: Table, notes: Sequence[str] = ()) -> None:
-    """Print it on standard output; where that is no terminal, as wide as the content needs and without colours."""
+    """Print a table on standard output; if that is not a terminal, wide and without colours."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=200)
@@ -46,7 +46,7 @@ _SIGNS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "problem": ("✗",
 
 
 def print_findings(sections: Mapping[str, Sequence[CheckResult]]) -> None:
-    """What `doctor` found: a sign, what was looked at, what was found, and the fix below it."""
+    """Print the results of `doctor`: a sign, the subject, the result and the fix."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=400)

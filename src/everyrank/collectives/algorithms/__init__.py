@@ -1,7 +1,7 @@
-"""All-reduce in plain sends and receives, one algorithm a file: its header has the steps as a picture.
+"""All-reduce algorithms written with send and receive, one per file, with a picture of the steps.
 
-Each replaces a tensor of shape (length,) by its sum over the ranks, for any length and any number of ranks, and says
-beside it what the theory expects of each rank; the tests hold the one to the other.
+Each replaces a tensor of shape (length,) by its sum over the ranks, for any length and any number of ranks. A second
+function returns the theoretical steps and bytes of each rank; tests compare the two.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["ALGORITHMS", "Algorithm"]
 
 
 class Algorithm(NamedTuple):
-    """all_reduce: (tensor of shape (length,), links), in place; traffic: (rank, size, length) -> what it sends."""
+    """all_reduce: (tensor of shape (length,), messages), in place; traffic: (rank, size, length) -> Traffic."""
 
     all_reduce: Callable[[Tensor, Messages], None]
     traffic: Callable[[int, int, int], Traffic]
@@ -35,4 +35,4 @@ ALGORITHMS = {
     "server": Algorithm(server_all_reduce, server_traffic),
     "hierarchical": Algorithm(hierarchical_all_reduce, hierarchical_traffic),
 }
-"""By the name that `everyrank comm --algorithm` takes."""
+"""By the names of `everyrank comm --algorithm`."""

@@ -1,16 +1,17 @@
 """All-reduce by recursive halving and doubling: as little traffic as the ring, in 2 log2 N steps.
 
-Ranks whose numbers differ in one bit exchange halves, farthest first: each keeps one half and adds what comes. After
-log2 N steps a rank has 1/N of the sum; going back, the same pairs exchange what they have. Four ranks, parts a b c d:
+Ranks whose numbers differ in one bit exchange halves, starting with the highest bit: each keeps one half and adds the
+half that it receives. After log2 N steps a rank has 1/N of the sum. Then the same pairs exchange their parts of the
+sum in reverse order. Four ranks, parts a b c d:
 
                rank 0         rank 1         rank 2         rank 3
-    0-2, 1-3   keeps ab       keeps ab       keeps cd       keeps cd       half the tensor travels
-    0-1, 2-3   a              b              c              d              a quarter of it
-    0-1, 2-3   ab             ab             cd             cd             and back: a quarter
+    0-2, 1-3   keeps ab       keeps ab       keeps cd       keeps cd       each sends half the tensor
+    0-1, 2-3   a              b              c              d              a quarter
+    0-1, 2-3   ab             ab             cd             cd             back: a quarter
     0-2, 1-3   abcd           abcd           abcd           abcd           half
 
-Where N is no power of two, as many ranks as are too many hand all they have to a neighbour first, wait, and get the sum
-at the end: for them, and their neighbours, the whole tensor travels twice more.
+If N is not a power of two, the surplus ranks first send their whole tensor to a neighbour and receive the sum at the
+end. They and their neighbours send the whole tensor once more.
 Source: Thakur, Rabenseifner and Gropp 2005, Optimization of collective communication operations in MPICH.
 """
 
@@ -37,24 +38,23 @@ def halving_all_reduce(tensor: Tensor, messages: Messages) -> None:
     if has_partner:
         messages.receive(received, messages.rank - 1)
         tensor += received
-    number = (
-        messages.rank // 2 if has_partner else messages.rank - num_extra
-    )  # among those that take part: 0 to power - 1
+    # number of this rank among the active ranks: 0 to power - 1
+    number = messages.rank // 2 if has_partner else messages.rank - num_extra
     low, high, distance = 0, len(tensor), power // 2
-    before: list[tuple[int, int, int]] = []
+    earlier_ranges: list[tuple[int, int, int]] = []
     while distance:
         peer = _rank_of(number ^ distance, num_extra)
         middle = (low + high) // 2
-        kept_range, given_range = (
+        kept_range, sent_range = (
             ((middle, high), (low, middle)) if number & distance else ((low, middle), (middle, high))
         )
-        before.append((low, high, peer))
-        messages.exchange(tensor[slice(*given_range)], peer, received[slice(*kept_range)], peer)
+        earlier_ranges.append((low, high, peer))
+        messages.exchange(tensor[slice(*sent_range)], peer, received[slice(*kept_range)], peer)
         tensor[slice(*kept_range)] += received[slice(*kept_range)]
         (low, high), distance = kept_range, distance // 2
-    for whole_low, whole_high, peer in reversed(before):
-        others = tensor[whole_low:low] if low > whole_low else tensor[high:whole_high]
-        messages.exchange(tensor[low:high], peer, others, peer)
+    for whole_low, whole_high, peer in reversed(earlier_ranges):
+        peer_part = tensor[whole_low:low] if low > whole_low else tensor[high:whole_high]
+        messages.exchange(tensor[low:high], peer, peer_part, peer)
         low, high = whole_low, whole_high
     if has_partner:
         messages.send(tensor, messages.rank - 1)
@@ -65,7 +65,7 @@ def _rank_of(number: int, num_extra: int) -> int:
 
 
 def halving_traffic(rank: int, size: int, length: int) -> Traffic:
-    """What the theory says of one rank: steps, and elements sent."""
+    """Return the steps and the sent elements of one rank, by the theory of the algorithm."""
     power = 1 << (size.bit_length() - 1)
     num_extra = size - power
     has_partner = rank < 2 * num_extra
@@ -75,7 +75,7 @@ def halving_traffic(rank: int, size: int, length: int) -> Traffic:
     num_kept, num_elements, num_steps, distance = length, 0, 0, power // 2
     while distance:
         upper = num_kept - num_kept // 2
-        mine = upper if number & distance else num_kept // 2
-        num_elements += (num_kept - mine) + mine  # given away on the way down, handed back on the way up
-        num_kept, num_steps, distance = mine, num_steps + 2, distance // 2
+        next_kept = upper if number & distance else num_kept // 2
+        num_elements += (num_kept - next_kept) + next_kept  # sent while halving, and while doubling
+        num_kept, num_steps, distance = next_kept, num_steps + 2, distance // 2
     return Traffic(num_steps + 2 * has_partner, num_elements + length * has_partner)

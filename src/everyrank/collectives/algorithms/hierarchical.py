@@ -1,12 +1,12 @@
-"""All-reduce inside each host, then across hosts: the slow links between hosts carry one tensor for each host.
+"""All-reduce within each host, then between hosts: the slow network carries one tensor for each host.
 
-Two hosts of three ranks each; the first of a host is its leader:
+Two hosts of three ranks each; the first rank of a host is its leader:
 
-    1. inside     1, 2 -> 0              4, 5 -> 3              the leader adds up what its host has
-    2. across             0 <- ring -> 3                        leaders alone: a ring over the hosts
-    3. inside     0 -> 1, 2              3 -> 4, 5              the total comes back
+    1. inside     1, 2 -> 0              4, 5 -> 3              the leader adds up the tensors of its host
+    2. across             0 <- ring -> 3                        leaders only: a ring over the hosts
+    3. inside     0 -> 1, 2              3 -> 4, 5              leaders send the total
 
-Between hosts travels what a ring of as many ranks as there are hosts needs, not one of all ranks.
+Between hosts, the communication is that of a ring with one rank per host.
 Source: Ueno and Yokota 2019, Exhaustive study of hierarchical allreduce patterns for large messages between GPUs.
 """
 
@@ -44,7 +44,7 @@ def _hosts(size: int, ranks_per_host: int) -> list[range]:
 
 
 def hierarchical_traffic(rank: int, size: int, length: int, ranks_per_host: int = 2) -> Traffic:
-    """What the theory says of one rank: steps, and elements sent."""
+    """Return the steps and the sent elements of one rank, by the theory of the algorithm."""
     hosts = _hosts(size, ranks_per_host)
     host_index, local_ranks = next((host_index, host) for host_index, host in enumerate(hosts) if rank in host)
     inside = server_traffic(rank - local_ranks[0], len(local_ranks), length)

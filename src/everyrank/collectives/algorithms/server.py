@@ -1,10 +1,10 @@
-r"""All-reduce over one rank, as a parameter server does it: simple, and that rank carries everything.
+r"""All-reduce through one rank, as in a parameter server: simple, but all data passes through that rank.
 
     rank 1 --\                      /--> rank 1
-    rank 2 ---> rank 0 adds up ------> rank 2        one after the other: 2 (N - 1) whole tensors through one link
+    rank 2 ---> rank 0 adds up ------> rank 2        in turn: 2 (N - 1) whole tensors over one link
     rank 3 --/                      \--> rank 3
 
-A worker sends one tensor and receives one; rank 0 receives and sends N - 1 of each, so the time grows with N, where
+A worker sends one tensor and receives one; rank 0 receives and sends N - 1 of each, so the time grows with N, while
 that of the ring hardly does.
 Source: Li et al. 2014, Scaling distributed machine learning with the parameter server.
 """
@@ -34,6 +34,6 @@ def server_all_reduce(tensor: Tensor, messages: Messages) -> None:
 
 
 def server_traffic(rank: int, size: int, length: int) -> Traffic:
-    """What the theory says of one rank: steps, and elements sent."""
+    """Return the steps and the sent elements of one rank, by the theory of the algorithm."""
     num_messages = size - 1 if rank == 0 else 1
     return Traffic(2 * num_messages, num_messages * length) if size > 1 else Traffic()

@@ -1,8 +1,8 @@
-"""Every point-to-point and collective operation of torch.distributed: how it is called, and what each rank must get.
+"""Every point-to-point and collective operation of torch.distributed, with the expected result of each rank.
 
-An operation is made ready for one size once, and can then be called again and again; `wrong` counts the elements that
-differ from what the numbers of all ranks come to. These are small whole numbers, so that sums and products are exact in
-every dtype; an average is compared after it is rounded to the dtype.
+An operation is prepared once for a size and can then be called repeatedly; `wrong` counts elements that differ from the
+expected result. Inputs are small integers, so that sums and products are exact in every dtype; an average is compared
+after rounding to the dtype.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from everyrank.collectives.operations.point_to_point import make_batch_exchange,
 __all__ = ["OPERATIONS", "Call", "Case", "Operation"]
 
 
-def _others(ranks: int) -> float:
+def _fraction_of_others(ranks: int) -> float:
     return (ranks - 1) / ranks
 
 
-def _each(ranks: int) -> int:
+def _num_ranks(ranks: int) -> int:
     return ranks
 
 
@@ -52,14 +52,14 @@ OPERATIONS = {
     "batch_isend_irecv": Operation(make_batch_exchange, has_async=False, least_ranks=2),
     "broadcast": Operation(make_broadcast),
     "reduce": Operation(make_reduce),
-    "all_reduce": Operation(make_all_reduce, lambda ranks: 2 * _others(ranks)),
-    "gather": Operation(make_gather, _others, multiple=_each),
-    "scatter": Operation(make_scatter, _others, multiple=_each),
-    "all_gather": Operation(make_all_gather, _others, multiple=_each),
-    "all_gather_into_tensor": Operation(make_all_gather_into_tensor, _others, multiple=_each),
-    "reduce_scatter": Operation(make_reduce_scatter, _others, multiple=_each),
-    "all_to_all": Operation(make_all_to_all, _others, multiple=_each),
-    "all_to_all_uneven": Operation(make_all_to_all_uneven, _others, multiple=_one_to_each),
+    "all_reduce": Operation(make_all_reduce, lambda ranks: 2 * _fraction_of_others(ranks)),
+    "gather": Operation(make_gather, _fraction_of_others, multiple=_num_ranks),
+    "scatter": Operation(make_scatter, _fraction_of_others, multiple=_num_ranks),
+    "all_gather": Operation(make_all_gather, _fraction_of_others, multiple=_num_ranks),
+    "all_gather_into_tensor": Operation(make_all_gather_into_tensor, _fraction_of_others, multiple=_num_ranks),
+    "reduce_scatter": Operation(make_reduce_scatter, _fraction_of_others, multiple=_num_ranks),
+    "all_to_all": Operation(make_all_to_all, _fraction_of_others, multiple=_num_ranks),
+    "all_to_all_uneven": Operation(make_all_to_all_uneven, _fraction_of_others, multiple=_one_to_each),
     "barrier": Operation(make_barrier, has_size=False, has_tensors=False),
     "monitored_barrier": Operation(make_monitored_barrier, has_async=False, has_size=False, has_tensors=False),
     "broadcast_object_list": Operation(make_broadcast_object_list, has_async=False, has_tensors=False),
@@ -68,4 +68,4 @@ OPERATIONS = {
     "scatter_object_list": Operation(make_scatter_object_list, has_async=False, has_tensors=False),
     "send_object_list": Operation(make_send_object_list, has_async=False, least_ranks=2, has_tensors=False),
 }
-"""By the name that `everyrank comm --op` takes."""
+"""By the names of `everyrank comm --op`."""

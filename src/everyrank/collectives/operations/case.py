@@ -1,4 +1,4 @@
-"""One call of an operation: what each rank hands in, how it is called, and what each must get."""
+"""One call of an operation: the input of each rank, the call, and the expected result."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["Call", "Case", "Operation", "writing_call"]
 
 @dataclass(frozen=True)
 class Case:
-    """What an operation is tried with.
+    """The parameters of a call.
 
     rank, size   within the group
     group        the process group; None: all ranks
-    length       elements of the tensor that a rank hands in, or gets, whichever is larger
+    length       elements of the input or output tensor of a rank, whichever is larger
     dtype, device, reduction, algorithm, is_async
-    memory       how tensors lie in memory: "contiguous", "strided" or "transposed"
+    memory       memory layout of the tensors: "contiguous", "strided" or "transposed"
     """
 
     rank: int
@@ -30,47 +30,47 @@ class Case:
     group: dist.ProcessGroup | None
     length: int
     dtype: torch.dtype = torch.float32
-    device: torch.device = torch.device("cpu")  # noqa: RUF009  (it cannot be changed)
+    device: torch.device = torch.device("cpu")  # noqa: RUF009  (torch.device is immutable)
     reduction: str = "sum"
     algorithm: str | None = None
     is_async: bool = False
     memory: str = "contiguous"
 
     def values(self, rank: int, length: int | None = None) -> Tensor:
-        """What a rank hands in: ones and twos for a product, else 1 to 7; another pattern for each rank."""
+        """Return the input of a rank: 1 and 2 for a product, else 1 to 7, in a different pattern for each rank."""
         return self._repeated(self._pattern(rank).to(self.dtype), length)
 
     def empty(self, length: int | None = None) -> Tensor:
-        """A tensor to be written into, with a number that no answer has."""
+        """Return an output tensor, filled with a value that no result has."""
         return self._repeated(torch.full((1,), -1, dtype=self.dtype, device=self.device), length)
 
     def part(self, rank: int) -> slice:
-        """The part of `length` that belongs to a rank, where all parts are equal."""
-        share = self.length // self.size
-        return slice(rank * share, (rank + 1) * share)
+        """Return the slice of `length` that belongs to a rank, if all parts are equal."""
+        part_length = self.length // self.size
+        return slice(rank * part_length, (rank + 1) * part_length)
 
     @property
     def op(self) -> Any:
-        """The reduction as torch has it."""
+        """The `torch.distributed.ReduceOp`."""
         return getattr(dist.ReduceOp, self.reduction.upper())
 
     def reduced(self) -> Tensor:
-        """The reduction of what all ranks hand in, in float64 or int64, rounded to the dtype at the end."""
+        """Return the reduction of the inputs of all ranks, in float64 or int64, rounded to the dtype at the end."""
         wide = torch.float64 if self.dtype.is_floating_point else torch.int64
         rows = [self._pattern(rank).to(wide) for rank in range(self.size)]
         result = functools.reduce(_COMBINE[self.reduction], rows)
         return self._repeated((result / self.size if self.reduction == "avg" else result).to(self.dtype), None)
 
     def _pattern(self, rank: int) -> Tensor:
-        """What `values` repeats."""
+        """Return the values that `values` repeats."""
         top = 2 if self.reduction == "product" else 7
         return (torch.arange(top, device=self.device) * (2 * rank + 1) + rank) % top + 1
 
     def _repeated(self, pattern: Tensor, length: int | None) -> Tensor:
-        """The pattern again and again: shape (length,), or (length, 2) where it is transposed.
+        """Repeat the pattern: shape (length,), or (length, 2) if transposed.
 
-        Between strided elements lie others, which nobody is to write or to send; a transposed tensor fills its memory,
-        in the order of columns.
+        Between strided elements are others, which must not be written or sent. A transposed tensor fills its memory in
+        column order.
         """
         length = self.length if length is None else length
         row = pattern.repeat(-(-length // len(pattern)))[:length]
@@ -95,11 +95,11 @@ _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class Call:
-    """An operation that is ready to be called.
+    """A prepared operation.
 
-    run     once; waits until it is done, however it was called
-    reset   puts back what a call overwrites; not timed
-    wrong   elements that differ from the right answer, after a call
+    run     calls it and waits until it is done
+    reset   restores the tensors that a call overwrites; not timed
+    wrong   returns the number of wrong elements after a call
     """
 
     run: Callable[[], None]
@@ -112,13 +112,13 @@ class Operation:
     """One row of `OPERATIONS`.
 
     make          (case) -> Call
-    bus_factor    (ranks) -> bus bandwidth as a multiple of bytes / time, by the definitions of the NCCL tests: what a
-                  link carries, so that different operations and numbers of ranks can be compared
+    bus_factor    (ranks) -> bus bandwidth as a multiple of bytes / time, as defined by the NCCL tests, so that
+                  different operations and numbers of ranks can be compared
     has_async     whether it can be called with async_op=True
-    multiple      (ranks) -> what the length is a multiple of, where the tensor has a part for each rank
-    has_size      whether there is a size at all: not of a barrier
-    least_ranks   1 where a rank can do it alone
-    has_tensors   whether tensors are what it carries: not of a barrier, nor of objects
+    multiple      (ranks) -> divisor of the length, for tensors with a part for each rank
+    has_size      whether it has a size; a barrier has none
+    least_ranks   minimum number of ranks
+    has_tensors   whether it sends tensors; a barrier and operations on objects do not
     """
 
     make: Callable[[Case], Call]
@@ -133,7 +133,7 @@ class Operation:
 def writing_call(
     case: Case, start: Callable[[bool], Any], written: Tensor, initial: Tensor, right: Tensor | None
 ) -> Call:
-    """A call that writes one tensor; `right` is None on ranks whose tensor may come to anything."""
+    """Return a call that writes one tensor; `right` is None on ranks whose result is undefined."""
 
     def run() -> None:
         work = start(case.is_async)
@@ -146,5 +146,5 @@ def writing_call(
     return Call(run, lambda: _copy(written, initial), wrong)
 
 
-def _copy(into: Tensor, source: Tensor) -> None:
-    into.copy_(source)
+def _copy(target: Tensor, source: Tensor) -> None:
+    target.copy_(source)

@@ -27,13 +27,13 @@ __all__ = [
     "make_scatter",
 ]
 
-# torch 2.13 has new names for these, and warns of the old ones
+# torch 2.13 renamed these functions and warns about the old names
 _ALL_GATHER_SINGLE: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # pyright: ignore[reportDeprecated]
 _REDUCE_SCATTER_SINGLE: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # pyright: ignore[reportDeprecated]
 
 
 def make_broadcast(case: Case) -> Call:
-    """What rank 0 has, on all ranks."""
+    """Send the tensor of rank 0 to all ranks."""
     tensor, initial = case.empty(), case.values(0) if case.rank == 0 else case.empty()
     return writing_call(
         case,
@@ -45,9 +45,9 @@ def make_broadcast(case: Case) -> Call:
 
 
 def make_reduce(case: Case) -> Call:
-    """The reduction of what all ranks have, on rank 0."""
+    """Reduce the tensors of all ranks to rank 0."""
     tensor = case.empty()
-    right = case.reduced() if case.rank == 0 else None  # elsewhere it may hold parts of the sum
+    right = case.reduced() if case.rank == 0 else None  # undefined on other ranks
     return writing_call(
         case,
         lambda is_async: dist.reduce(tensor, group=case.group, group_dst=0, op=case.op, async_op=is_async),
@@ -58,7 +58,7 @@ def make_reduce(case: Case) -> Call:
 
 
 def make_all_reduce(case: Case) -> Call:
-    """The same on all ranks; by one of `ALGORITHMS` where the case names it."""
+    """Reduce the tensors of all ranks to all ranks, with the backend or one of `ALGORITHMS`."""
     tensor = case.empty()
 
     def start(is_async: bool) -> Any:
@@ -70,7 +70,7 @@ def make_all_reduce(case: Case) -> Call:
 
 
 def make_gather(case: Case) -> Call:
-    """A part of each rank, joined on rank 0."""
+    """Concatenate the parts of all ranks on rank 0."""
     whole, local = case.empty(), case.values(case.rank, case.length // case.size)
     parts = list(whole.split(len(local))) if case.rank == 0 else None
     right = _joined(case) if case.rank == 0 else None
@@ -88,7 +88,7 @@ def _joined(case: Case) -> Tensor:
 
 
 def make_scatter(case: Case) -> Call:
-    """What rank 0 has, cut into a part for each rank."""
+    """Split the tensor of rank 0 into a part for each rank."""
     local, whole = case.empty(case.length // case.size), case.values(0)
     parts = list(whole.split(len(local))) if case.rank == 0 else None
     return writing_call(
@@ -101,7 +101,7 @@ def make_scatter(case: Case) -> Call:
 
 
 def make_all_gather(case: Case) -> Call:
-    """A part of each rank, as a list of all parts on every rank."""
+    """Return the parts of all ranks on every rank, as a list."""
     whole, local = case.empty(), case.values(case.rank, case.length // case.size)
     parts = list(whole.split(len(local)))
     return writing_call(
@@ -114,7 +114,7 @@ def make_all_gather(case: Case) -> Call:
 
 
 def make_all_gather_into_tensor(case: Case) -> Call:
-    """A part of each rank, joined in one tensor on every rank."""
+    """Concatenate the parts of all ranks in one tensor on every rank."""
     whole, local = case.empty(), case.values(case.rank, case.length // case.size)
     return writing_call(
         case,
@@ -126,7 +126,7 @@ def make_all_gather_into_tensor(case: Case) -> Call:
 
 
 def make_reduce_scatter(case: Case) -> Call:
-    """The reduction of what all ranks have, cut into a part for each rank."""
+    """Reduce the tensors of all ranks and split the result into a part for each rank."""
     local, whole = case.empty(case.length // case.size), case.values(case.rank)
     return writing_call(
         case,
@@ -138,7 +138,7 @@ def make_reduce_scatter(case: Case) -> Call:
 
 
 def make_all_to_all(case: Case) -> Call:
-    """Part s of what rank r has goes to rank s, and stands there as part r."""
+    """Send part s of rank r to rank s, where it becomes part r."""
     received = case.empty()
     right = torch.cat([case.values(rank)[case.part(case.rank)] for rank in range(case.size)])
     sent = case.values(case.rank)
@@ -152,16 +152,20 @@ def make_all_to_all(case: Case) -> Call:
 
 
 def make_all_to_all_uneven(case: Case) -> Call:
-    """Rank r sends s + 1 shares to rank s."""
-    share = case.length // (case.size * (case.size + 1) // 2)
-    given = [share * (index + 1) for index in range(case.size)]
-    taken = [share * (case.rank + 1)] * case.size
-    sent, received = case.values(case.rank, sum(given)), case.empty(sum(taken))
-    first = sum(given[: case.rank])
-    right = torch.cat([case.values(rank, sum(given))[first : first + given[case.rank]] for rank in range(case.size)])
+    """Send s + 1 units from each rank to rank s."""
+    unit = case.length // (case.size * (case.size + 1) // 2)
+    send_counts = [unit * (index + 1) for index in range(case.size)]
+    receive_counts = [unit * (case.rank + 1)] * case.size
+    sent, received = case.values(case.rank, sum(send_counts)), case.empty(sum(receive_counts))
+    first = sum(send_counts[: case.rank])
+    right = torch.cat(
+        [case.values(rank, sum(send_counts))[first : first + send_counts[case.rank]] for rank in range(case.size)]
+    )
     return writing_call(
         case,
-        lambda is_async: dist.all_to_all_single(received, sent, taken, given, group=case.group, async_op=is_async),
+        lambda is_async: dist.all_to_all_single(
+            received, sent, receive_counts, send_counts, group=case.group, async_op=is_async
+        ),
         received,
         case.empty(len(received)),
         right,
@@ -169,7 +173,7 @@ def make_all_to_all_uneven(case: Case) -> Call:
 
 
 def make_barrier(case: Case) -> Call:
-    """Nobody goes on before all have come."""
+    """Wait until all ranks have called it."""
     nothing = case.empty(0)
     return writing_call(
         case, lambda is_async: dist.barrier(group=case.group, async_op=is_async), nothing, nothing.clone(), None
@@ -177,6 +181,6 @@ def make_barrier(case: Case) -> Call:
 
 
 def make_monitored_barrier(case: Case) -> Call:
-    """The same, and rank 0 can name who has not come. Of gloo alone."""
+    """A barrier in which rank 0 can name the missing ranks; only gloo has it."""
     nothing = case.empty(0)
     return writing_call(case, lambda _: dist.monitored_barrier(group=case.group), nothing, nothing.clone(), None)

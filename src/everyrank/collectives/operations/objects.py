@@ -1,4 +1,4 @@
-"""Objects: each is pickled by its sender and unpickled by who gets it, so never between ranks that are not yours."""
+"""Operations on pickled objects. Unpickling can run code, so use them only between ranks that you trust."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = [
 
 
 def _objects(start: Callable[[list[Any]], Any], count: int, right: list[bytes] | None) -> Call:
-    """A call that fills a list of objects: bytes of `length` elements."""
+    """Return a call that fills a list of objects, each of `length` elements as bytes."""
     received: list[Any] = [None] * count
 
     def run() -> None:
@@ -36,7 +36,7 @@ def _object(case: Case, rank: int) -> bytes:
 
 
 def make_broadcast_object_list(case: Case) -> Call:
-    """What rank 0 has, on all ranks."""
+    """Send the object of rank 0 to all ranks."""
 
     def start(received: list[Any]) -> None:
         received[:] = [_object(case, 0) if case.rank == 0 else None]
@@ -46,13 +46,13 @@ def make_broadcast_object_list(case: Case) -> Call:
 
 
 def make_all_gather_object(case: Case) -> Call:
-    """What each rank has, on all ranks."""
+    """Collect the objects of all ranks on every rank."""
     sent, right = _object(case, case.rank), [_object(case, rank) for rank in range(case.size)]
     return _objects(lambda received: dist.all_gather_object(received, sent, group=case.group), case.size, right)
 
 
 def make_gather_object(case: Case) -> Call:
-    """What each rank has, on rank 0."""
+    """Collect the objects of all ranks on rank 0."""
     sent = _object(case, case.rank)
     right = [_object(case, rank) for rank in range(case.size)] if case.rank == 0 else None
 
@@ -63,17 +63,17 @@ def make_gather_object(case: Case) -> Call:
 
 
 def make_scatter_object_list(case: Case) -> Call:
-    """One object for each rank, from rank 0."""
-    given = [_object(case, rank) for rank in range(case.size)] if case.rank == 0 else None
+    """Send one object from rank 0 to each rank."""
+    objects = [_object(case, rank) for rank in range(case.size)] if case.rank == 0 else None
 
     def start(received: list[Any]) -> None:
-        dist.scatter_object_list(received, given, group=case.group, group_src=0)
+        dist.scatter_object_list(received, objects, group=case.group, group_src=0)
 
     return _objects(start, 1, [_object(case, case.rank)])
 
 
 def make_send_object_list(case: Case) -> Call:
-    """From rank 0 to rank 1."""
+    """Send an object from rank 0 to rank 1."""
 
     def start(received: list[Any]) -> None:
         if case.rank == 0:

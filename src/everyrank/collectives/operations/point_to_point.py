@@ -10,7 +10,7 @@ __all__ = ["make_batch_exchange", "make_exchange", "make_send"]
 
 
 def make_send(case: Case) -> Call:
-    """Rank 0 sends to rank 1, which does not say from whom it receives; blocking."""
+    """Send from rank 0 to rank 1, which receives from any rank; blocking."""
     tensor = case.empty()
 
     def start(_: bool) -> None:
@@ -24,7 +24,7 @@ def make_send(case: Case) -> Call:
 
 
 def make_exchange(case: Case) -> Call:
-    """Both directions at once: each rank sends to the next one and receives from the one before."""
+    """Send to the next rank and receive from the previous one, at the same time."""
     received, sent = case.empty(), case.values(case.rank)
     to, source = (case.rank + 1) % case.size, (case.rank - 1) % case.size
 
@@ -41,7 +41,7 @@ def make_exchange(case: Case) -> Call:
 
 
 def make_batch_exchange(case: Case) -> Call:
-    """The same as one batch of operations."""
+    """Do the same with batch_isend_irecv."""
     received, sent = case.empty(), case.values(case.rank)
     to, source = (case.rank + 1) % case.size, (case.rank - 1) % case.size
 
