@@ -766,7 +766,7 @@ def test_doctor_refuses_a_file_it_cannot_write(tmp_path: Path) -> None:
         assert done.stdout == ""
         (line,) = problem_lines(done)
         assert str(path) in line
-        assert "give another place" in line
+        assert "give another path" in line
 
 
 def test_doctor_on_a_terminal_without_unicode() -> None:

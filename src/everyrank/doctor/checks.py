@@ -1,4 +1,4 @@
-"""All checks in order, and their results as text to paste into an issue."""
+"""Runs all checks in order, and formats their results for pasting into an issue."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _PRIVATE = ("host name", "interfaces", "temporary files")
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """What was found, by section, and the versions it was found with."""
+    """The results by section, and the versions of the installed packages."""
 
     sections: dict[str, list[CheckResult]]
     versions: dict[str, str] = field(default_factory=dict[str, str])
 
     @property
     def problems(self) -> list[CheckResult]:
-        """What breaks runs here."""
+        """The results that will break runs on this machine."""
         return [finding for findings in self.sections.values() for finding in findings if finding.status == PROBLEM]
 
     def as_json(self) -> dict[str, Any]:
-        """What `--json` writes."""
+        """Return the report as JSON, for `--json`."""
         return {
             "schema": 1,
             "everyrank": __version__,
@@ -49,7 +49,7 @@ class DoctorReport:
 
 
 def run_checks(timeout_seconds: float = 60.0, advance: Callable[[str], None] = lambda _: None) -> DoctorReport:
-    """Look at everything; `begin` is told the name of each part. Starts two ranks for each backend it tests."""
+    """Run all checks; `advance` is called with the name of each section. Starts two ranks for each tested backend."""
     environment = dict(os.environ)
     versions = installed_versions()
     has_driver = any(Path(path).exists() for path in _DRIVERS)
@@ -74,13 +74,13 @@ def run_checks(timeout_seconds: float = 60.0, advance: Callable[[str], None] = l
 def _backends(
     known: Sequence[CheckResult], versions: Mapping[str, str], timeout_seconds: float
 ) -> tuple[list[CheckResult], dict[str, Any] | None]:
-    """Self-tests of gloo, shm and nccl, and what torch sees; None where no rank came up."""
+    """Test gloo, shm and nccl. Returns the results, and the facts about torch or None if no rank started."""
     if "torch" not in versions:
         return [absent("gloo", "not tested: torch is not installed")], None
     causes = ("GLOO_SOCKET_IFNAME", "launcher", "temporary files")
-    bad = next((f for f in known if f.status == PROBLEM and f.what in causes), None)
-    if bad is not None:
-        return [absent("gloo", f"not tested, because of the problem with {bad.what}")], None
+    cause = next((result for result in known if result.status == PROBLEM and result.what in causes), None)
+    if cause is not None:
+        return [absent("gloo", f"not tested, because of the problem with {cause.what}")], None
     results, finding = _selftest("gloo", 2, "cpu", timeout_seconds)
     if results is None:
         return [finding], None
@@ -88,21 +88,24 @@ def _backends(
     results = [_devices(facts), finding, _selftest("shm", 2, "cpu", timeout_seconds)[1]]
     num_cuda = len(facts["devices"])
     if not facts["backends"]["nccl"]:
-        results.append(absent("nccl", "this build of torch has none; it carries tensors between CUDA devices"))
+        results.append(absent("nccl", "not in this build of torch; needed for communication between CUDA devices"))
     elif num_cuda == 0:
         results.append(absent("nccl", "not verified here: torch sees no CUDA device"))
     else:
         results.append(_selftest("nccl", min(2, num_cuda), "cuda", timeout_seconds)[1])
     missing = [name for name in ("mpi", "ucc") if not facts["backends"][name]]
-    results += [absent(name, "this build of torch has none; everyrank does not need it") for name in missing]
+    results += [absent(name, "not in this build of torch; everyrank does not need it") for name in missing]
     return [*results, _rpc(facts)], facts
 
 
 def _rpc(facts: dict[str, Any]) -> CheckResult:
-    """Of torch.distributed.rpc, which the recipes rpc_* and ddp_rpc use: TensorPipe alone is left of its backends."""
+    """Check torch.distributed.rpc, which the recipes rpc_* and ddp_rpc use; TensorPipe is its only backend."""
     if not facts["rpc"]:
-        return absent("rpc", "this build of torch has none; recipes over RPC need it", "a build for Linux has it")
-    return ok("rpc", f"{', '.join(facts['rpc'])}; it unpickles what comes: for trusted networks only (docs/rpc.md)")
+        return absent("rpc", "not in this build of torch; the RPC recipes need it", "use a build for Linux")
+    return ok(
+        "rpc",
+        f"{', '.join(facts['rpc'])}; it unpickles what it receives: use it on trusted networks only (docs/rpc.md)",
+    )
 
 
 def _selftest(backend: str, ranks: int, device: str, timeout: float) -> tuple[list[dict[str, Any]] | None, CheckResult]:
@@ -113,35 +116,35 @@ def _selftest(backend: str, ranks: int, device: str, timeout: float) -> tuple[li
         return None, absent(backend, str(error))
     except EveryrankError as error:
         fix = f"the whole traceback is in {error.log}" if error.log else "paste this into an issue"
-        return None, problem(backend, f"{ranks} ranks could not talk: {error}", fix, private=True)
+        return None, problem(backend, f"{ranks} ranks could not communicate: {error}", fix, private=True)
     results = [answers[rank] for rank in sorted(answers)]
     wrong = [text for result in results for text in result["wrong"]]
     if wrong:
-        return results, problem(backend, f"wrong answer: {wrong[0]}", "pip install 'torch>=2.11', or another backend")
-    checks_text = "sum, average and maximum, all-gather and broadcast come to the right answers"
+        return results, problem(backend, f"wrong result: {wrong[0]}", "pip install 'torch>=2.11', or another backend")
+    checks_text = "sum, average, maximum, all-gather and broadcast are correct"
     if ranks == 1:
-        checks_text += "; between several not verified here: needs 2 CUDA devices"
+        checks_text += "; not verified between devices: needs 2 CUDA devices"
     return results, ok(backend, f"{ranks} rank{'s' * (ranks > 1)} on {device}: {checks_text}")
 
 
 def _devices(facts: dict[str, Any]) -> CheckResult:
-    """The CUDA devices, or why there are none."""
+    """Return the CUDA devices, or why there are none."""
     if facts["devices"]:
         names = [f"{device['name']} ({device['memory_bytes'] / 2**30:.0f} GiB)" for device in facts["devices"]]
         return ok("devices", "CPU, " + ", ".join(names))
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if hidden is not None and facts["cuda"]:
-        return absent("devices", f"CPU alone: CUDA_VISIBLE_DEVICES={hidden!r} hides the rest", "unset it")
-    why = "this torch is built without CUDA" if not facts["cuda"] else "no driver, or no card"
-    return absent("devices", f"CPU alone: {why}")
+        return absent("devices", f"only the CPU: CUDA_VISIBLE_DEVICES={hidden!r} hides other devices", "unset it")
+    reason = "this torch is built without CUDA" if not facts["cuda"] else "no driver or no GPU"
+    return absent("devices", f"only the CPU: {reason}")
 
 
 def layouts_here(num_cuda: int, runs: bool, has_horovod: bool) -> list[CheckResult]:
-    """Which layouts can run here."""
+    """Return for each layout whether it can run here."""
     results: list[CheckResult] = []
     for name in STRATEGIES:
         if not runs:
-            results.append(absent(name, "not verified here: no rank came up"))
+            results.append(absent(name, "not verified here: no rank started"))
         elif name == "dataparallel" and num_cuda < 2:
             results.append(absent(name, "not verified here: needs 2 CUDA devices"))
         elif name == "horovod" and not has_horovod:
@@ -153,7 +156,7 @@ def layouts_here(num_cuda: int, runs: bool, has_horovod: bool) -> list[CheckResu
 
 
 def paste(report: DoctorReport) -> str:
-    """What to paste into an issue: Markdown that folds away. No host name, no address, no path of the person's own."""
+    """Return a folded Markdown block for an issue, without host names, addresses and paths of the user."""
     lines = ["<details><summary>everyrank doctor</summary>", "", "```"]
     lines.append(f"everyrank {__version__} · Python {platform.python_version()} · {platform.platform()}")
     lines.append(" ".join(f"{name}={version}" for name, version in report.versions.items()))

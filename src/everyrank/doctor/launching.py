@@ -33,12 +33,12 @@ def check_launch(launch: Launch, advance: Callable[[str], None] = lambda _: None
     """Return the results by section. Starts the ranks of `launch` once, unless an earlier check found a problem."""
     advance("environment")
     environment = [*check_network(os.environ), *check_slurm(os.environ), check_program(launch)]
-    advance("meeting")
-    meeting = check_rendezvous(launch)
+    advance("rendezvous")
+    rendezvous = check_rendezvous(launch)
     advance("start")
-    bad = [finding for finding in [*environment, *meeting] if finding.status == PROBLEM]
-    not_tried = [absent("start", f"not tried, because of the problem with {failed.what}") for failed in bad[:1]]
-    return {"environment": environment, "meeting": meeting, "start": not_tried or check_start(launch)}
+    problems = [result for result in [*environment, *rendezvous] if result.status == PROBLEM]
+    not_tried = [absent("start", f"not tried, because of the problem with {failed.what}") for failed in problems[:1]]
+    return {"environment": environment, "rendezvous": rendezvous, "start": not_tried or check_start(launch)}
 
 
 def check_program(launch: Launch) -> CheckResult:
@@ -135,16 +135,16 @@ def _check_endpoint(host: str, port: int) -> CheckResult:
 
 def check_start(launch: Launch) -> list[CheckResult]:
     """Start the ranks once and report the host, process and device of each."""
-    begun = time.monotonic()
+    started_at = time.monotonic()
     try:
         answers = run_ranks(launch, "everyrank.doctor.selftest:introduce_rank", launch)
     except EveryrankError as error:
         log = f"the whole traceback is in {error.log}" if error.log else "docs/launching.md has the usual causes"
         return [problem("start", f"{launch.launcher}: {error}", log, private=True)]
-    seconds = time.monotonic() - begun
+    seconds = time.monotonic() - started_at
     rows: list[dict[str, Any]] = answers.get(0) or []
     if not rows:
-        return [ok("start", f"{len(answers)} ranks of this host started; see the other ranks on the host of rank 0")]
+        return [ok("start", f"{len(answers)} ranks of this host started; the host of rank 0 prints all ranks")]
     first = rows[0]
     results = [
         ok("start", f"{len(rows)} ranks by {launch.launcher}, started, connected and ended in {seconds:.1f} s"),
@@ -163,11 +163,11 @@ def check_start(launch: Launch) -> list[CheckResult]:
         results.append(
             warning(
                 "clocks",
-                f"that of {skew[1]} differs by {skew[0]:.1f} s from rank 0's: logs of several hosts cannot be compared",
-                "chronyc makestep, or ask who runs the machines",
+                f"the clock of {skew[1]} differs by {skew[0]:.1f} s from that of rank 0: log times are not comparable",
+                "chronyc makestep, or ask your administrator",
                 private=True,
             )
         )
     else:
-        results.append(ok("clocks", f"within {max(skew[0], 0.001):.3f} s of each other"))
+        results.append(ok("clocks", f"differ by at most {max(skew[0], 0.001):.3f} s"))
     return results

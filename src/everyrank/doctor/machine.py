@@ -1,4 +1,4 @@
-"""Cores and threads, memory, shared memory, open files, temporary files."""
+"""Checks cores, threads, memory, shared memory, open files and temporary files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS
 
 
 def check_machine(environment: Mapping[str, str]) -> list[CheckResult]:
-    """All checks of this file, on this machine."""
+    """Run all checks of this file on this machine."""
     cores = num_cores()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     memory = psutil.virtual_memory()
@@ -37,10 +37,10 @@ def check_machine(environment: Mapping[str, str]) -> list[CheckResult]:
         usage = shutil.disk_usage(shared)
         results.append(check_shared_memory(usage.total, usage.free, os.access(shared, os.W_OK)))
     elif sys.platform == "linux":
-        results.append(absent("shared memory", "/dev/shm is not there, which loader workers (--workers) need"))
+        results.append(absent("shared memory", "/dev/shm is missing; loader workers (--workers) need it"))
     results.append(check_files(soft, hard))
     try:
-        folder = Path(tempfile.gettempdir())  # it has tried to write there
+        folder = Path(tempfile.gettempdir())  # gettempdir() has tested that it can be written
         results.append(check_space(folder, shutil.disk_usage(folder).free))
     except OSError as error:
         results.append(
@@ -50,27 +50,27 @@ def check_machine(environment: Mapping[str, str]) -> list[CheckResult]:
 
 
 def check_cores(usable: int, present: int, quota: float | None) -> CheckResult:
-    """Cores this process may use; a container may be allowed less than it sees."""
+    """Check the cores that this process may use; the quota of a container may be lower."""
     text = f"{usable} of {present}" if usable != present else str(usable)
     if quota is not None and quota < usable:
         return warning(
             "cores",
-            f"{text} are visible, but the container may use {quota:g} on average: threads will be held up",
+            f"{text} are visible, but the container may use {quota:g} on average, so threads will be throttled",
             f"limit the cores instead (taskset -c 0-{max(0, math.ceil(quota) - 1)} ..., docker --cpuset-cpus)",
         )
     return ok("cores", text)
 
 
 def check_threads(environment: Mapping[str, str], cores: int) -> CheckResult:
-    """The variables that set the number of threads, against the cores; without any a rank gets cores // ranks."""
+    """Check the variables that set the number of threads. Without them a rank gets cores // ranks."""
     for name in _THREAD_VARIABLES:
         text = environment.get(name)
         if text is None:
             continue
-        levels = text.split(",")  # OpenMP takes a number for each level of nesting; the first is that of a rank
+        levels = text.split(",")  # OpenMP takes a number for each level of nesting; the first is for a rank
         numbers = [int(level) if level.strip().isdecimal() and len(level) < 10 else 0 for level in levels]
         if min(numbers) < 1:
-            return problem("threads", f"{name}={text[:40]} is no number of threads", f"unset {name}")
+            return problem("threads", f"{name}={text[:40]} is not a number of threads", f"unset {name}")
         if numbers[0] > cores:
             return problem(
                 "threads",
@@ -80,22 +80,22 @@ def check_threads(environment: Mapping[str, str], cores: int) -> CheckResult:
             )
     requested = threads_asked(environment)
     if requested is not None:
-        return ok("threads", f"each rank gets {requested}, as the environment says")
+        return ok("threads", f"each rank gets {requested}, from the environment")
     return ok("threads", f"each rank gets {cores} cores // ranks on this host")
 
 
 def check_shared_memory(total: int, free: int, writable: bool = True) -> CheckResult:
-    """/dev/shm, through which loader workers hand over batches."""
+    """Check /dev/shm, which loader workers use to pass batches."""
     text = f"/dev/shm has {_size(free)} free of {_size(total)}"
     if not writable:
         return problem("shared memory", "/dev/shm cannot be written", "chmod 1777 /dev/shm")
     if total == 0:
-        return ok("shared memory", "/dev/shm without a limit of its own")
+        return ok("shared memory", "/dev/shm has no size limit")
     if free < 16 * _MIB:
         return problem(
             "shared memory",
-            f"{text}: loader workers (--workers) would die of a bus error",
-            "remove what is left in it (ls -la /dev/shm), or make it larger (docker --shm-size=8g)",
+            f"{text}: loader workers (--workers) would end with a bus error",
+            "remove old files (ls -la /dev/shm), or make it larger (docker --shm-size=8g)",
         )
     if free < 128 * _MIB:
         return warning(
@@ -107,7 +107,7 @@ def check_shared_memory(total: int, free: int, writable: bool = True) -> CheckRe
 
 
 def check_files(soft: int, hard: int) -> CheckResult:
-    """Open files: each rank and each loader worker takes some."""
+    """Check the limit of open files: each rank and each loader worker needs some."""
     if soft != resource.RLIM_INFINITY and soft < 1024:
         most = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
         fix = f"ulimit -n {4096 if hard == resource.RLIM_INFINITY else min(4096, hard)} (at most {most} here)"
@@ -120,12 +120,17 @@ def check_files(soft: int, hard: int) -> CheckResult:
 
 
 def check_space(folder: Path, free: int, writable: bool = True) -> CheckResult:
-    """Where ranks meet over a file and logs are kept."""
+    """Check the temporary folder, which holds rendezvous files and logs."""
     if not writable:
-        return problem("temporary files", f"{folder} cannot be written", "set TMPDIR to a folder that can", True)
+        return problem(
+            "temporary files", f"{folder} cannot be written", "set TMPDIR to a folder that can be written", True
+        )
     if free < 64 * _MIB:
         return problem(
-            "temporary files", f"{folder} has {_size(free)} free", "free some, or set TMPDIR elsewhere", True
+            "temporary files",
+            f"{folder} has {_size(free)} free",
+            "free some space, or set TMPDIR to another disk",
+            True,
         )
     return ok("temporary files", f"{folder}, {_size(free)} free", private=True)
 

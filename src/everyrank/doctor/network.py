@@ -1,4 +1,4 @@
-"""Interfaces, host name, ports, and what launchers left in the environment."""
+"""Checks interfaces, the host name, ports, and launcher variables in the environment."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from everyrank.launch.host_info import addresses_of, usable_interfaces
 
 __all__ = ["check_host_name", "check_interface", "check_launcher", "check_network", "check_rendezvous_port"]
 
-_DEFAULT_PORT = 29500  # torchrun's
+_DEFAULT_PORT = 29500  # the default of torchrun
 
 
 def check_network(environment: Mapping[str, str]) -> list[CheckResult]:
-    """All checks of this file, on this machine."""
+    """Run all checks of this file on this machine."""
     interfaces = usable_interfaces()
     name = socket.gethostname()
     results = [check_host_name(name, addresses_of(name), interfaces)]
@@ -35,47 +35,49 @@ def check_network(environment: Mapping[str, str]) -> list[CheckResult]:
 
 
 def check_host_name(name: str, addresses: Sequence[str], interfaces: Mapping[str, str]) -> CheckResult:
-    """Ranks of other hosts come to the address that this host's name stands for."""
+    """Check the address of this host's name: ranks of other hosts connect to it."""
     outside = [interface for interface, address in interfaces.items() if not ipaddress.ip_address(address).is_loopback]
-    choose = f"GLOO_SOCKET_IFNAME={outside[0]}" if outside else "GLOO_SOCKET_IFNAME to the interface between the hosts"
+    interface_setting = (
+        f"GLOO_SOCKET_IFNAME={outside[0]}" if outside else "GLOO_SOCKET_IFNAME to the interface between the hosts"
+    )
     if not addresses:
         return warning(
             "host name",
-            f"{name} has no address: ranks of several hosts would not find this one",
-            f"add it to /etc/hosts, or set {choose} and name the rendezvous by its address",
+            f"{name} has no address: ranks on other hosts cannot find this one",
+            f"add it to /etc/hosts, or set {interface_setting} and name the rendezvous by its address",
             private=True,
         )
     text = f"{name} is {', '.join(addresses)}"
     if all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses):
         return warning(
             "host name",
-            f"{text}, which is loopback: fine on one host, but ranks of other hosts would never reach this one",
-            f"give its own address in /etc/hosts, or set {choose} on every host",
+            f"{text}, which is loopback: fine on one host, but ranks on other hosts cannot reach this one",
+            f"set its real address in /etc/hosts, or set {interface_setting} on every host",
             private=True,
         )
     return ok("host name", text, private=True)
 
 
 def check_interface(variable: str, value: str | None, interfaces: Sequence[str]) -> CheckResult | None:
-    """Whether `variable` names an interface of this machine; None where it is not set."""
+    """Check that `variable` names an interface of this machine; None if it is not set."""
     if not value:
         return None
     existing = ", ".join(interfaces)
     if variable == "NCCL_SOCKET_IFNAME":
-        # how names begin; ^ leaves those out, = asks for the whole name, ^= leaves out the whole name
+        # NCCL compares prefixes; ^ excludes names, = compares whole names, ^= excludes whole names
         names = [name for name in value.lstrip("^=").split(",") if name]
         is_exact = "=" in value[:2]
-        meant = [i for i in interfaces if any(i == name if is_exact else i.startswith(name) for name in names)]
-        left = [i for i in interfaces if i not in meant] if value.startswith("^") else meant
-        if left:
+        matching = [i for i in interfaces if any(i == name if is_exact else i.startswith(name) for name in names)]
+        usable = [i for i in interfaces if i not in matching] if value.startswith("^") else matching
+        if usable:
             return ok(variable, value)
         return problem(
-            variable, f"{value}: that leaves no interface; there are {existing}", f"unset {variable}", private=True
+            variable, f"{value}: matches no interface; there are {existing}", f"unset {variable}", private=True
         )
     if value.startswith(("^", "=")):
         return problem(
             variable,
-            f"{value}: the sign {value[0]} is NCCL's; gloo wants the name of an interface",
+            f"{value}: only NCCL supports {value[0]}; gloo needs the name of an interface",
             f"{variable}={_first_outside(interfaces)}",
         )
     missing = [name for name in value.split(",") if name not in interfaces]
@@ -94,7 +96,7 @@ def _first_outside(interfaces: Sequence[str]) -> str:
 
 
 def check_rendezvous_port(address: str, port: int) -> CheckResult:
-    """Whether a rendezvous can be opened; port 0 is any free one."""
+    """Check that a rendezvous port can be opened; port 0 is any free port."""
     subject = "ports" if port == 0 else f"port {port}"
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -113,7 +115,7 @@ def check_rendezvous_port(address: str, port: int) -> CheckResult:
 
 
 def check_launcher(environment: Mapping[str, str]) -> CheckResult:
-    """Variables of a launcher: none, or one full set."""
+    """Check the variables of launchers: there are none, or a complete set."""
     names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT"
     try:
         info = rank_info_from_environment(environment)
@@ -122,12 +124,12 @@ def check_launcher(environment: Mapping[str, str]) -> CheckResult:
     if info is not None:
         return problem(
             "launcher",
-            f"the environment says that this is rank {info.rank} of {info.size} at {info.rendezvous_url}: "
-            "every command would wait for the others there",
+            f"the environment makes this rank {info.rank} of {info.size} at {info.rendezvous_url}: "
+            "every command would wait for the other ranks there",
             f"unset {names}, unless a launcher has just set them",
             private=True,
         )
-    left = [name for name in names.split() if environment.get(name)]
-    if left:
-        return ok("launcher", f"{', '.join(left)} alone mean nothing; everyrank starts its ranks itself")
-    return ok("launcher", "nothing left in the environment; everyrank starts its ranks itself")
+    set_names = [name for name in names.split() if environment.get(name)]
+    if set_names:
+        return ok("launcher", f"{', '.join(set_names)} are ignored: incomplete; everyrank starts its ranks itself")
+    return ok("launcher", "no launcher variables in the environment; everyrank starts its ranks itself")

@@ -1,4 +1,4 @@
-"""What one look at something came to: one line, and the fix where there is one."""
+"""CheckResult: the result of one check in one line, with a fix if there is one."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ OK, WARNING, PROBLEM, ABSENT = "ok", "warning", "problem", "absent"
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One line.
+    """The result of one check.
 
-    what      what was looked at
-    status    ok; warning: it works here, and would not always; problem: runs fail or come out wrong; absent: not there
-    text      what was found, with the value
-    fix       what to do about it
-    private   whether the text may hold names, addresses or paths that are nobody else's business
+    what      the subject of the check
+    status    ok; warning: may fail in other runs; problem: runs fail or are wrong; absent: not available
+    text      the result, with the value
+    fix       how to fix it
+    private   whether the text may contain private names, addresses or paths
     """
 
     what: str
@@ -28,25 +28,25 @@ class CheckResult:
 
     @property
     def line(self) -> str:
-        """As one sentence."""
+        """The result as one sentence."""
         return f"{self.what}: {self.text}" + (f"; {self.fix}" if self.fix else "")
 
 
 def ok(subject: str, text: str, private: bool = False) -> CheckResult:
-    """All is well."""
+    """Return a result without a problem."""
     return CheckResult(subject, OK, text, private=private)
 
 
 def warning(subject: str, text: str, fix: str, private: bool = False) -> CheckResult:
-    """It works here, and would not always."""
+    """Return a result that may fail in other runs."""
     return CheckResult(subject, WARNING, text, fix, private)
 
 
 def problem(subject: str, text: str, fix: str, private: bool = False) -> CheckResult:
-    """Runs fail, or come out wrong."""
+    """Return a problem: runs fail or are wrong."""
     return CheckResult(subject, PROBLEM, text, fix, private)
 
 
 def absent(subject: str, text: str, fix: str | None = None) -> CheckResult:
-    """It is not there, which is no fault."""
+    """Return a result for something optional that is not available."""
     return CheckResult(subject, ABSENT, text, fix)

@@ -1,4 +1,4 @@
-"""In ranks of its own: what torch sees, and whether each backend's collectives come to the answers they must."""
+"""Runs in ranks of `doctor`: which devices torch sees, and whether the collectives of each backend are correct."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from everyrank.world import World, open_world, store_barrier
 
 __all__ = ["introduce_rank", "selftest_rank"]
 
-_LENGTHS = (3, 262_144)  # a handful, and a MiB
+_LENGTHS = (3, 262_144)  # 12 bytes and 1 MiB
 
 
 def selftest_rank(info: RankInfo, launch: Launch) -> dict[str, Any]:
-    """What this rank saw: `torch` (what it can do) and `wrong` (collectives with another answer than the right one)."""
+    """Return the facts about `torch` and the `wrong` collectives of this rank."""
     with open_world(info, launch) as world:
         wrong = [text for length in _LENGTHS for text in _wrong_answers(world, length)]
         return {"backend": world.backend, "device": str(world.device), "torch": _torch_facts(), "wrong": wrong}
 
 
 def introduce_rank(info: RankInfo, launch: Launch) -> list[dict[str, Any]]:
-    """Who and where each rank is, by rank; on rank 0, [] elsewhere. `skew_seconds` is that of its clock to rank 0's."""
+    """Return host, process, device and clock skew (`skew_seconds`, to rank 0) of each rank; [] except on rank 0."""
     with open_world(info, launch) as world:
         introduction: dict[str, Any] = {
             "rank": world.rank,
@@ -53,7 +53,7 @@ def introduce_rank(info: RankInfo, launch: Launch) -> list[dict[str, Any]]:
 
 
 def _clock_skew(world: World) -> float:
-    """Half the way to rank 0 and back, as NTP does it: a broadcast of its clock, the quickest of a few."""
+    """Return the difference to the clock of rank 0, from the fastest of five broadcasts of its time (as NTP does)."""
     exchanges: list[tuple[float, float]] = []
     for _ in range(5):
         dist.barrier(group=world.group)
@@ -67,24 +67,24 @@ def _clock_skew(world: World) -> float:
 
 
 def _wrong_answers(world: World, length: int) -> list[str]:
-    """Each rank r hands in (r + 1) * [0, 1, 2, ...]; all numbers are small whole ones, so the answers are exact."""
+    """Return the wrong results. Rank r passes (r + 1) * [0, 1, 2, ...]: small integers, so that results are exact."""
     ramp = torch.arange(length, device=world.device, dtype=torch.float32) % 1024
     local = ramp * (world.rank + 1)
     total = world.size * (world.size + 1) / 2
     wrong: list[str] = []
     for name, operation, factor in (
         ("sum", dist.ReduceOp.SUM, total),
-        # on gloo some versions of torch summed where an average was asked for (pytorch#162338)
+        # with gloo, some versions of torch return the sum for AVG (pytorch#162338)
         ("average", dist.ReduceOp.AVG, total / world.size),
         ("maximum", dist.ReduceOp.MAX, world.size),
     ):
         result = local.clone()
         dist.all_reduce(result, op=operation, group=world.group)
         if not torch.equal(result, ramp * factor):
-            at = int((result != ramp * factor).nonzero()[0])
+            index = int((result != ramp * factor).nonzero()[0])
             wrong.append(
-                f"all-reduce {name} of {length} numbers: element {at} is {float(result[at]):g}, "
-                f"not {float(ramp[at] * factor):g}"
+                f"all-reduce {name} of {length} numbers: element {index} is {float(result[index]):g}, "
+                f"not {float(ramp[index] * factor):g}"
             )
     rows = [torch.empty_like(local) for _ in range(world.size)]
     dist.all_gather(rows, local, group=world.group)
@@ -98,7 +98,7 @@ def _wrong_answers(world: World, length: int) -> list[str]:
 
 
 def _torch_facts() -> dict[str, Any]:
-    """What this build of torch has, and the devices it sees."""
+    """Return the features of this build of torch, and its devices."""
     devices: list[dict[str, Any]] = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)

@@ -1,4 +1,4 @@
-"""Versions, combinations known to be bad, and optional frameworks with how to get each. Nothing is imported."""
+"""Checks versions, known-bad combinations and optional packages, without importing them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PACKAGES = (
 # A test compares these with pyproject.toml and constraints.txt.
 OLDEST_TORCH, NEWEST_TESTED_TORCH = (2, 11), (2, 15)
 
-# what is optional: name -> (what it is for, how to get it)
+# name -> (purpose, how to install it)
 _OPTIONAL_PACKAGES: Mapping[str, tuple[str, str]] = {
     "jinja2": ("HTML reports", "pip install 'everyrank[html]'"),
     "matplotlib": ("HTML reports", "pip install 'everyrank[html]'"),
@@ -72,7 +72,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def check_software(versions: Mapping[str, str], has_driver: bool) -> list[CheckResult]:
-    """All checks of this file."""
+    """Run the checks of required packages."""
     results = [ok("everyrank", f"{__version__} on Python {platform.python_version()} ({platform.platform()})")]
     results += check_combinations(versions, has_driver)
     return results
@@ -95,7 +95,7 @@ def check_combinations(versions: Mapping[str, str], has_driver: bool) -> list[Ch
             warning(
                 "torch",
                 f"{text} is newer than what everyrank was tested with ({oldest} to {newest})",
-                f"pip install 'torch=={newest}.*', or tell us whether it works",
+                f"pip install 'torch=={newest}.*', or report whether it works",
             )
         )
     else:
@@ -105,14 +105,14 @@ def check_combinations(versions: Mapping[str, str], has_driver: bool) -> list[Ch
             problem(
                 "torch",
                 f"{text} is the build for CPU, but this machine has an NVIDIA driver",
-                "pip install --force-reinstall torch from the index that pytorch.org names for your CUDA",
+                "pip install --force-reinstall torch from the index that pytorch.org shows for your CUDA version",
             )
         )
     if is_cpu_build and "torchvision" in versions and "+cpu" not in versions["torchvision"]:
         results.append(
             problem(
                 "torchvision",
-                f"{versions['torchvision']} beside {text}: it fails on import (operator torchvision::nms does not "
+                f"{versions['torchvision']} with {text}: it fails on import (operator torchvision::nms does not "
                 "exist), and so do accelerate and lightning",
                 "pip uninstall torchvision, or take both from https://download.pytorch.org/whl/cpu",
             )
@@ -130,17 +130,17 @@ def _numbers(version: str) -> tuple[int, ...]:
 def check_optional(
     versions: Mapping[str, str], find_program: Callable[[str], str | None] = shutil.which
 ) -> list[CheckResult]:
-    """Optional packages and programs: the version, or what it would be for and how to get it."""
+    """Return for each optional package and program the version, or its purpose and how to install it."""
     results: list[CheckResult] = []
-    for name, (purpose, how) in _OPTIONAL_PACKAGES.items():
+    for name, (purpose, install_hint) in _OPTIONAL_PACKAGES.items():
         if name in versions:
             results.append(ok(name, f"{versions[name]}, for {purpose}"))
         else:
-            results.append(absent(name, f"not installed; it is for {purpose}", how))
-    for name, (purpose, how) in _OPTIONAL_PROGRAMS.items():
+            results.append(absent(name, f"not installed; it is for {purpose}", install_hint))
+    for name, (purpose, install_hint) in _OPTIONAL_PROGRAMS.items():
         path = find_program(name)
         if path is not None:
             results.append(ok(name, f"{Path(path)}, for {purpose}"))
         else:
-            results.append(absent(name, f"not found; it is for {purpose}", how))
+            results.append(absent(name, f"not found; it is for {purpose}", install_hint))
     return results
