@@ -339,12 +339,13 @@ def test_what_comes_next_is_said(command: str, everyrank: Any, tmp_path: Path) -
     words = NEXT[command]
     if command == "bench":
         words = ["bench", "digits", "--layout", "single", "--trials", "2", "--steps", "2"]
-    done = everyrank(tmp_path, *words, "--device", "cpu")
+    done = everyrank(tmp_path, *words, "--launcher", "spawn", "--device", "cpu")
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("next:")]
     assert len(lines) == 1, done.stdout
     named = re.findall(r"everyrank (\w+)", lines[0])
     assert named, lines[0]
+    assert "--launcher spawn --device cpu" in lines[0]
     assert set(named) <= set(COMMANDS), lines[0]
     if command == "train":
         assert "verify" in named

@@ -115,6 +115,8 @@ def test_each_launcher_is_a_file_with_its_row() -> None:
         UsageError, match="--launcher pbs: unknown launcher; give one of spawn, torchrun, slurm, mpi, ray, horovodrun"
     ):
         Launch("pbs")
+    with pytest.raises(UsageError, match="did you mean torchrun"):
+        Launch("torchun")
 
 
 FLAGS = {

@@ -9,12 +9,12 @@ import sys
 
 import pytest
 
-from everyrank.progress import progress, row_known, said_once
+from everyrank.progress import print_lines_once, progress, row_known
 
 
 def test_what_is_printed_again_and_again_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
     """A model that prints its size when it is built was heard twenty times in one verify."""
-    with said_once():
+    with print_lines_once():
         for number in range(3):
             print("number of parameters: 10.65M")
             print("made", "of", end=" ")
@@ -27,7 +27,7 @@ def test_what_is_printed_again_and_again_is_shown_once(capsys: pytest.CaptureFix
         *("other: 0", "row 0: equal", "other: 1", "row 1: equal", "other: 2", "row 2: equal"),
     ]
     assert lines[-1] == "begun"
-    with said_once(active=False):
+    with print_lines_once(active=False):
         print("twice\ntwice")
     print("twice")
     assert capsys.readouterr().out == "twice\ntwice\ntwice\n"
@@ -36,7 +36,7 @@ def test_what_is_printed_again_and_again_is_shown_once(capsys: pytest.CaptureFix
 def test_the_stream_is_given_back_after_an_error() -> None:
     screen = io.StringIO()
     with contextlib.redirect_stdout(screen):
-        with pytest.raises(ZeroDivisionError), said_once():
+        with pytest.raises(ZeroDivisionError), print_lines_once():
             print("before", 1 / (print("begun", end="") or 0))
         assert sys.stdout is screen
     assert screen.getvalue() == "begun"

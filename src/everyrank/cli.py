@@ -1,8 +1,8 @@
 """The command line: a parser for the table of commands, errors as one line, the exit status.
 
-Exit status: 0 all held; 1 a check failed; 2 the call or the workload is wrong; 3 what was asked for by name cannot run
-here; 4 the run failed, or something that nobody has foreseen; 130 and 143 for Ctrl-C and SIGTERM. The last line on the
-screen is the one to read, and never a traceback.
+Exit status: 0 success; 1 a check failed; 2 the call or the workload is wrong; 3 a requested feature is not available
+here; 4 the run failed, or an unexpected error; 130 and 143 for Ctrl-C and SIGTERM. The last line on the screen is the
+error message, never a traceback.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from everyrank.workload import BUILT_IN
 __all__ = ["main"]
 
 _WRONG_PATH = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EROFS)
-_SPEAK_SECONDS = 1.0  # for the rank that says what is wrong for all
+_REPORT_SECONDS = 1.0  # time for the rank that prints the error of all ranks
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,34 +46,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = argparse.Namespace()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal without a letter shows ? rather than a traceback
+            stream.reconfigure(errors="replace")  # print ? for letters that the terminal does not have
     try:
         parsed = _parse(list(sys.argv[1:] if arguments is None else arguments))
-        done = _dry_run_or_submit(parsed) if hasattr(parsed, "workload") and hasattr(parsed, "launcher") else None
-        status = parsed.run(parsed) if done is None else done
+        dry_run_status = (
+            _dry_run_or_submit(parsed) if hasattr(parsed, "workload") and hasattr(parsed, "launcher") else None
+        )
+        status = parsed.run(parsed) if dry_run_status is None else dry_run_status
     except EveryrankError as error:
-        status = _say(str(error), error.log, error.exit_status)
+        status = _print_error(str(error), error.log, error.exit_status)
     except KeyboardInterrupt:
-        status = _say_ended("interrupted", INTERRUPTED, parsed)
+        status = _print_end("interrupted", INTERRUPTED, parsed)
     except _TerminatedError:
-        status = _say_ended("terminated", TERMINATED, parsed)
+        status = _print_end("terminated", TERMINATED, parsed)
     except BrokenPipeError:
         close_output()  # `everyrank new ddp_torchrun | head`
         status = 0
-    except OSError as error:  # a disk that is full, a folder that was taken away
-        # of those that the call has named some cannot be meant
+    except OSError as error:  # for example a full disk, or a folder that was removed
+        # a path that can never be written is an error of the call
         kind = UsageError if error.filename is not None and error.errno in _WRONG_PATH else EveryrankError
-        status = _say(f"{error.filename or 'a file'}: {error.strerror or error}", None, kind.exit_status)
-    except Exception as error:  # status 1, with which Python ends, would say that a check has failed
-        status = _say(describe(error), _written(error), EveryrankError.exit_status)
+        status = _print_error(f"{error.filename or 'a file'}: {error.strerror or error}", None, kind.exit_status)
+    except Exception as error:  # not status 1, which would mean that a check failed
+        status = _print_error(describe(error), _write_traceback(error), EveryrankError.exit_status)
     if _is_a_rank():
-        # Threads that wait for other ranks must not keep this one alive, and one of gloo's that lets go of a tensor
-        # while Python says goodbye aborts the process.
+        # Threads that wait for other ranks must not keep this rank alive, and a gloo thread that frees a tensor while
+        # Python shuts down aborts the process.
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):  # a workload may have put anything there
+            with contextlib.suppress(Exception):  # a workload may have replaced the streams
                 stream.flush()
         if status == 0:
-            atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]  (MPI is finalised there)
+            atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]  (this finalises MPI)
         os._exit(status)
     return status
 
@@ -84,27 +86,27 @@ def _replace_closed() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # uses the lowest free number
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
 
 
-def _say(line: str, log: Path | None, status: int) -> int:
-    """The last line on the screen, and before it where its frames are; gives the status."""
+def _print_error(line: str, log: Path | None, status: int) -> int:
+    """Print the path of the traceback and the error message as the last line; return the status."""
     if log is not None:
         print(f"full traceback: {printable(str(log))}", file=sys.stderr)
     print(f"everyrank: {printable(shortened(line))}", file=sys.stderr)
     return status
 
 
-def _say_ended(word: str, status: int, parsed: argparse.Namespace) -> int:
-    """What a signal has ended. A launcher outside passes it on to each rank: one of them says so."""
+def _print_end(word: str, status: int, parsed: argparse.Namespace) -> int:
+    """Print that a signal ended the command. Under an external launcher only one rank prints it."""
     ranks = "; all ranks are ended" if getattr(parsed, "starts_ranks", False) else ""
-    return _say(f"{word}{ranks}", None, status) if is_reporting_rank() else status
+    return _print_error(f"{word}{ranks}", None, status) if is_reporting_rank() else status
 
 
-def _written(error: BaseException) -> Path | None:
-    """The file with the frames of an error that nobody has foreseen; None where none can be written."""
+def _write_traceback(error: BaseException) -> Path | None:
+    """Write the traceback of an unexpected error to a file; return its path, None if it cannot be written."""
     with contextlib.suppress(OSError):
         log = Path(tempfile.mkdtemp(prefix="everyrank-logs-")) / "error.log"
         log.write_text("".join(traceback.format_exception(error)), encoding="utf-8", errors="replace")
@@ -118,13 +120,15 @@ def _dry_run_or_submit(parsed: argparse.Namespace) -> int | None:
     except UsageError as error:
         if is_reporting_rank():
             raise
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # with which a launcher ends all when one has ended: no word more
-        time.sleep(_SPEAK_SECONDS)
+        signal.signal(
+            signal.SIGTERM, signal.SIG_DFL
+        )  # the launcher sends it to all ranks when one has ended; end without a message
+        time.sleep(_REPORT_SECONDS)
         return error.exit_status
 
 
 def _is_a_rank() -> bool:
-    """Whether somebody else's launcher started this process as a rank."""
+    """Whether an external launcher started this process as a rank."""
     try:
         return rank_info_from_environment(os.environ) is not None
     except (UsageError, OSError):
@@ -139,7 +143,7 @@ def _terminate(*_: object) -> NoReturn:
     raise _TerminatedError
 
 
-_IN_SHORT_HELP = ("launcher", "device", "backend", "nodes", "dry_run")  # of the launching options
+_IN_SHORT_HELP = ("launcher", "device", "backend", "nodes", "dry_run")  # launching options that --help shows
 
 
 class _Parser(argparse.ArgumentParser):
@@ -154,7 +158,7 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}; see {self.prog} --help")
 
     def format_help(self) -> str:
-        """The help; rarely used launching options only for --help-all."""
+        """Return the help text, with rarely used launching options only for --help-all."""
         hidden = [] if self.shows_all else [action for action in self._launching() if action.dest not in _IN_SHORT_HELP]
         texts = [action.help for action in hidden]
         for action in hidden:
@@ -174,7 +178,7 @@ class _Parser(argparse.ArgumentParser):
         positionals = [a for a in self._actions if not a.option_strings and a.help != argparse.SUPPRESS]
         names = [str(a.metavar or a.dest) for a in positionals if not isinstance(a.metavar, tuple)]
         self.description = f"{sentence[0].upper()}{sentence[1:]}."
-        takes_all = any(a.nargs == argparse.REMAINDER for a in positionals)  # options behind it are the script's
+        takes_all = any(a.nargs == argparse.REMAINDER for a in positionals)  # options after it belong to the script
         self.usage = " ".join([self.prog, "[options]", *names] if takes_all else [self.prog, *names, "[options]"])
         lines = [f"  {example}" for example in examples]
         if self._launching():
@@ -196,7 +200,7 @@ class _HelpAll(argparse.Action):
 
 
 def _parse(words: list[str]) -> argparse.Namespace:
-    """The arguments that were typed, as `words` too. Raises `UsageError`; exits where only help was asked for."""
+    """Parse the arguments; keep them as `words`, too. Raises `UsageError`; exits after printing help."""
     if not words or words == ["help"]:
         typed = ["--help"]
     elif words[0] == "help":
@@ -213,7 +217,7 @@ def _parse(words: list[str]) -> argparse.Namespace:
 
 
 def _wrapped(title: str, names: Sequence[str]) -> str:
-    """A title, and names below it in lines that fit a terminal."""
+    """Return a title, and the names below it in lines that fit a terminal."""
     return textwrap.fill(", ".join(names), 78, initial_indent=f"{title}\n  ", subsequent_indent="  ")
 
 

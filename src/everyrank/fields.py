@@ -16,7 +16,7 @@ __all__ = ["check_fields"]
 def check_fields(instance: Any) -> None:
     """Compare each field with its annotation. A string becomes a `Path` where a path belongs, a list a tuple.
 
-    Checked are int, float, bool, str, Path, tuple[str, ...] and unions of them. True is not a number.
+    It checks int, float, bool, str, Path, tuple[str, ...] and unions of them. True is not a number.
 
     Raises `UsageError` that names the first field with a wrong value.
 
@@ -38,11 +38,11 @@ def check_fields(instance: Any) -> None:
 
 
 def _kinds_of(annotation: Any) -> list[Any]:
-    """The types that a field takes: those of a union one by one, `tuple` for tuple[str, ...]."""
+    """Return the types that a field accepts: each member of a union, `tuple` for tuple[str, ...]."""
     if get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
     if get_origin(annotation) in (Union, types.UnionType):
-        return [kind for part in get_args(annotation) for kind in _kinds_of(part)]
+        return [kind for member in get_args(annotation) for kind in _kinds_of(member)]
     if annotation == tuple[str, ...]:
         return [tuple]
     return [annotation]
@@ -56,8 +56,8 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _is_words(value: object) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(one, str) for one in value)
+def _is_texts(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(item, str) for item in value)
 
 
 _KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
@@ -66,6 +66,6 @@ _KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     bool: ("True or False", lambda value: isinstance(value, bool)),
     str: ("text", lambda value: isinstance(value, str)),
     Path: ("a path", lambda value: isinstance(value, str | os.PathLike)),
-    tuple: ("a list of text", _is_words),
+    tuple: ("a list of text", _is_texts),
     type(None): ("None", lambda value: value is None),
 }

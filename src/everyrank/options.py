@@ -1,7 +1,7 @@
-"""The options of a call, each described once: for the command line, and for `run`, `verify` and `bench`.
+"""The options of each call, defined once for the command line and for `run`, `verify` and `bench`.
 
-The command line makes its arguments from the fields that have an `Argument` (`commands/shared.py`); `run`, `verify` and
-`bench` take the same fields by name. The options travel to the ranks; nothing here imports torch.
+The command line makes flags from the fields that have an `Argument` (`commands/arguments.py`); `run`, `verify` and
+`bench` accept the same fields by name. The options are sent to the ranks. Imports no torch.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _Type = TypeVar("_Type", bound=type)
 
 @dataclass(frozen=True)
 class Argument:
-    """What the command line has to know of a field, beside its name, type and default.
+    """Describes the command line flag of a field, in addition to its name, type and default.
 
     `keep: Annotated[int, Argument("the last K checkpoints stay", "K", minimum=1)] = 3`
 
-    help      what `--help` says; `%(default)s` stands for the default
-    metavar   what stands for the value there
-    minimum   the smallest number that is taken
-    flag      the argument; "": that of the field's name
+    help      text of `--help`, in which `%(default)s` is the default
+    metavar   name of the value in `--help`
+    minimum   smallest accepted number
+    flag      the flag; "": made from the name of the field
     """
 
     help: str
@@ -53,24 +53,25 @@ def arguments_of(options: type[Any]) -> dict[str, tuple[Any, Argument]]:
     result: dict[str, tuple[Any, Argument]] = {}
     for name, hint in get_type_hints(options, include_extras=True).items():
         if hasattr(hint, "__metadata__"):
-            kind, about = get_args(hint)
-            result[name] = kind, dataclasses.replace(about, flag=about.flag or f"--{name.replace('_', '-')}")
+            kind, argument = get_args(hint)
+            result[name] = kind, dataclasses.replace(argument, flag=argument.flag or f"--{name.replace('_', '-')}")
     return result
 
 
 def check_minimums(options: object) -> None:
     """Raise `UsageError` for a number below the option's minimum."""
-    for name, (_, about) in arguments_of(type(options)).items():
+    for name, (_, argument) in arguments_of(type(options)).items():
         value = getattr(options, name)
-        if isinstance(value, int | float) and about.minimum is not None and value < about.minimum:
-            fix = f"at least {about.minimum}" if about.minimum else "a number of updates, or 0"
-            raise UsageError(f"{about.flag} {value}: give {fix}")
+        if isinstance(value, int | float) and argument.minimum is not None and value < argument.minimum:
+            fix = f"at least {argument.minimum}" if argument.minimum else "a number of updates, or 0"
+            raise UsageError(f"{argument.flag} {value}: give {fix}")
 
 
 def _with_helps(options: _Type) -> _Type:
-    """The class; its docstring ends with what `--help` says of each field."""
+    """Add the help of each field to the docstring of the class."""
     helps = {
-        name: about.help % {"default": getattr(options, name, "")} for name, (_, about) in arguments_of(options).items()
+        name: argument.help % {"default": getattr(options, name, "")}
+        for name, (_, argument) in arguments_of(options).items()
     }
     lines = [f"    {name:14}   {text}" for name, text in helps.items()]
     options.__doc__ = "\n".join([f"{options.__doc__}".rstrip(), "", *lines])
@@ -79,10 +80,10 @@ def _with_helps(options: _Type) -> _Type:
 
 @dataclass(frozen=True, kw_only=True)
 class _Call:
-    """What every call has.
+    """Fields of every call.
 
     show               print progress and results
-    command, started   what was typed, and when, in seconds since 1970; the function that is called fills them in
+    command, started   the command line, and the time of the call in seconds since 1970; set by the called function
     """
 
     show: bool = True
@@ -92,12 +93,12 @@ class _Call:
 
 GUARDS = ("stop", "warn")
 AUTO = "auto"  # as --save-every
-_EVALUATE_EVERY = "updates between two evaluations; default: an epoch; 0: at the end alone"
+_EVALUATE_EVERY = "updates between two evaluations; default: an epoch; 0: only at the end"
 _SAVE_EVERY = (
-    "updates between two checkpoints; default: an epoch; 0: none; auto: from how long saving takes, and --mtbf"
+    "updates between two checkpoints; default: an epoch; 0: none; auto: chosen from the time of saving and --mtbf"
 )
-_GUARD = "compare what ranks hold alike, to the last bit; a difference ends the training (stop), or is said (warn)"
-_GUARD_EVERY = "updates between two comparisons (default %(default)s); there is one before each checkpoint, too"
+_GUARD = "compare replicas bit by bit; if they differ, end the training (stop) or print a warning (warn)"
+_GUARD_EVERY = "updates between two comparisons (default %(default)s); each checkpoint is preceded by one"
 
 
 @_with_helps
@@ -105,46 +106,45 @@ _GUARD_EVERY = "updates between two comparisons (default %(default)s); there is 
 class TrainOptions(_Call):
     """For `everyrank train` and `run`.
 
-    In Python, nothing is written where `out` is None, and `resume` is always a folder.
+    In Python, nothing is written if `out` is None, and `resume` is always a folder.
 
-    before_update    (prepared, number) -> None, called in every rank before each update; with it `everyrank chaos`
-                     puts a fault into a real run. It travels to the ranks by pickle
+    before_update    (prepared, number) -> None, called on every rank before each update. `everyrank chaos` injects
+                     faults with it. It is pickled to be sent to the ranks
     """
 
-    epochs: Annotated[int | None, Argument("instead of the workload's own length", "E", minimum=1)] = None
-    steps: Annotated[int | None, Argument("updates in all, instead of the workload's own length", "K", minimum=1)] = (
-        None
-    )
+    epochs: Annotated[int | None, Argument("number of epochs, instead of the workload's", "E", minimum=1)] = None
+    steps: Annotated[int | None, Argument("total number of updates, instead of the workload's", "K", minimum=1)] = None
     out: Annotated[
         Path | None,
         Argument(
-            "for logs (log.jsonl, log.csv, events.jsonl, epochs.csv, resources.csv), checkpoints and record.json; "
-            "default: runs/...",
+            "folder for logs (log.jsonl, log.csv, events.jsonl, epochs.csv, resources.csv), checkpoints and "
+            "record.json; default: runs/...",
             "DIR",
         ),
     ] = None
     resume: Annotated[
         Path | None,
         Argument(
-            "go on from a run's newest checkpoint, or from a checkpoint, under any layout; without DIR: from --out, "
-            "or begin where that holds none",
+            "resume from the newest checkpoint of a run, or from a checkpoint, with any layout; without DIR: from "
+            "--out, or from the beginning if it has no checkpoint",
             "DIR",
         ),
     ] = None
-    pretrained: Annotated[Path | None, Argument("begin from weights: safetensors or a state dict", "F")] = None
-    evaluate: Annotated[bool, Argument("evaluate what --resume or --pretrained gives, and do not train")] = False
+    pretrained: Annotated[Path | None, Argument("start from these weights: safetensors or a state dict", "F")] = None
+    evaluate: Annotated[bool, Argument("evaluate the model of --resume or --pretrained, without training")] = False
     evaluate_every: Annotated[int | None, Argument(_EVALUATE_EVERY, "K", minimum=0)] = None
     save_every: Annotated[int | str | None, Argument(_SAVE_EVERY, "K", minimum=0)] = None
     mtbf: Annotated[
         float,
-        Argument("hours between two failures of this job, for --save-every auto (default %(default)s)", "HOURS"),
+        Argument("mean hours between failures of this job, for --save-every auto (default %(default)s)", "HOURS"),
     ] = 24.0
-    save_async: Annotated[bool, Argument("write checkpoints while the training goes on")] = False
-    keep: Annotated[int, Argument("the last K checkpoints stay (default %(default)s)", "K", minimum=1)] = 3
+    save_async: Annotated[bool, Argument("write checkpoints while training continues")] = False
+    keep: Annotated[int, Argument("keep the last K checkpoints (default %(default)s)", "K", minimum=1)] = 3
     best_by: Annotated[
         str | None,
         Argument(
-            "which metric says the best, which stays too (NAME, NAME:min or NAME:max); default: the workload's first",
+            "metric that selects the best checkpoint, which is kept, too (NAME, NAME:min or NAME:max); default: "
+            "the first of the workload",
             "METRIC",
             flag="--best",
         ),
@@ -155,11 +155,9 @@ class TrainOptions(_Call):
     guard_every: Annotated[int, Argument(_GUARD_EVERY, "K", minimum=1)] = 50
     before_update: Callable[[Any, int], None] | None = None
     cudnn_benchmark: Annotated[
-        bool, Argument("let cuDNN try its kernels for each shape of input and take the fastest: other last digits")
+        bool, Argument("let cuDNN choose the fastest kernel for each input shape; changes the last digits")
     ] = False
-    deterministic: Annotated[
-        bool, Argument("kernels that repeat to the last bit, or an error where torch has none: slower")
-    ] = False
+    deterministic: Annotated[bool, Argument("use deterministic kernels, and fail if torch has none; slower")] = False
 
 
 @_with_helps
@@ -167,12 +165,12 @@ class TrainOptions(_Call):
 class PredictOptions(_Call):
     """For `everyrank predict`. Either `resume` or `pretrained` has to be given."""
 
-    out: Annotated[Path, Argument("a row for each sample: F.jsonl or F.npy", "F")]
+    out: Annotated[Path, Argument("output with a row for each sample: F.jsonl or F.npy", "F")]
     resume: Annotated[Path | None, Argument("the run (its newest checkpoint), or a checkpoint", "DIR")] = None
     pretrained: Annotated[Path | None, Argument("weights: safetensors, or a state dict", "F")] = None
-    training_data: Annotated[bool, Argument("of the training data instead of the held-out", flag="--train-data")] = (
-        False
-    )
+    training_data: Annotated[
+        bool, Argument("predict the training data instead of the evaluation data", flag="--train-data")
+    ] = False
 
 
 @_with_helps
@@ -180,16 +178,16 @@ class PredictOptions(_Call):
 class VerifyOptions(_Call):
     """For `everyrank verify` and `verify`.
 
-    explicit   somebody asked for these layouts, they are not simply all there are: one that the workload cannot have is
-              refused; else it is not verified, with the reason
+    explicit   the layouts were requested: an unsupported one is refused. Otherwise (all layouts by default) it is
+               reported as not verified, with the reason
     """
 
     steps: Annotated[int, Argument("updates to compare (default %(default)s)", "K", minimum=1)] = 20
-    quick: Annotated[bool, Argument("float64 alone, six updates; says what it leaves out")] = False
-    fresh: Annotated[bool, Argument("run single anew, not as an earlier call has kept it")] = False
-    samples: Annotated[bool, Argument("check that each sample is read once and evaluated once")] = False
+    quick: Annotated[bool, Argument("compare only six updates in float64; prints what it leaves out")] = False
+    fresh: Annotated[bool, Argument("run single again, without the cached result of an earlier call")] = False
+    samples: Annotated[bool, Argument("check that each sample is trained on once and evaluated once")] = False
     reference: Annotated[
-        str | None, Argument("compare with this layout, where one device cannot hold the model", "L")
+        str | None, Argument("compare with this layout, if the model does not fit on one device", "L")
     ] = None
     explicit: bool = True
 
@@ -200,9 +198,9 @@ class BenchOptions(_Call):
     """For `everyrank bench` and `bench`. `steps` is the length of the timed and of the untimed run.
 
     explicit        as for `VerifyOptions`
-    batch_factor   multiplies the global batch: in weak scaling it grows with the number of ranks
+    batch_factor   factor of the global batch; in weak scaling, the number of ranks
     verify_steps   updates to compare
-    load_before    the load average of this machine at the call, which fills it in; None where the system has none
+    load_before    load average of this machine before the call, set by the called function; None if unknown
     """
 
     trials: Annotated[int, Argument("timed runs of each layout (default %(default)s)", "T", minimum=1)] = 5
@@ -216,12 +214,10 @@ class BenchOptions(_Call):
 @_with_helps
 @dataclass(frozen=True, kw_only=True)
 class ChaosOptions(_Call):
-    """For `everyrank chaos`: a training of `steps` updates, and where in it faults strike."""
+    """For `everyrank chaos`: the length of the training, and which faults are injected."""
 
-    faults: Annotated[tuple[str, ...], Argument("some of them; default: all", "NAME", flag="--fault")] = ()
-    seed: Annotated[
-        int, Argument("which update and which rank each fault strikes follows from it (default %(default)s)", "S", 0)
-    ] = 0
+    faults: Annotated[tuple[str, ...], Argument("faults to inject; default: all", "NAME", flag="--fault")] = ()
+    seed: Annotated[int, Argument("seed that selects update and rank of each fault (default %(default)s)", "S", 0)] = 0
     steps: Annotated[int, Argument("updates of each training (default %(default)s)", "K", minimum=12)] = 30
     save_every: Annotated[int, Argument("updates between two checkpoints (default %(default)s)", "K", minimum=1)] = 5
     guard_every: Annotated[

@@ -10,7 +10,7 @@ from typing import Any
 
 from everyrank.errors import printable
 
-__all__ = ["progress", "row_known", "said_once"]
+__all__ = ["print_lines_once", "progress", "row_known"]
 
 
 @contextlib.contextmanager
@@ -25,16 +25,15 @@ def progress(total: int, show: bool) -> Generator[Callable[[str], None]]:
         *columns, console=console, transient=True, auto_refresh=False, disable=not console.is_terminal
     ) as bar:
         task = bar.add_task("", total=total)
-        begun = 0
+        num_started = 0
 
-        def begin(name: str) -> None:
-            nonlocal begun
-            bar.update(
-                task, description=printable(name), completed=begun, refresh=True
-            )  # no refresh thread, because parts may be timed
-            begun += 1
+        def advance(name: str) -> None:
+            nonlocal num_started
+            # refreshed here and not by a thread, because parts may be timed
+            bar.update(task, description=printable(name), completed=num_started, refresh=True)
+            num_started += 1
 
-        yield begin
+        yield advance
 
 
 def row_known(line: str) -> None:
@@ -46,7 +45,7 @@ def row_known(line: str) -> None:
 
 
 @contextlib.contextmanager
-def said_once(active: bool = True) -> Generator[None]:
+def print_lines_once(active: bool = True) -> Generator[None]:
     """Print each line only once while the block runs, if `active`.
 
     verify and bench build a user's model many times, and it may print when it is built.
@@ -54,26 +53,26 @@ def said_once(active: bool = True) -> Generator[None]:
     if not active:
         yield
         return
-    once = _Once(sys.stdout)
-    with contextlib.redirect_stdout(once):  # pyright: ignore[reportArgumentType]  (it has what a stream has)
+    stream = _OnceStream(sys.stdout)
+    with contextlib.redirect_stdout(stream):  # pyright: ignore[reportArgumentType]  (it has the methods of a stream)
         try:
             yield
         finally:
-            once.end()
+            stream.end()
 
 
-class _Once:
+class _OnceStream:
     """A stream that writes each line once, and forwards everything else."""
 
     def __init__(self, screen: Any) -> None:
-        self.screen, self.begun = screen, ""
+        self.screen, self.incomplete_line = screen, ""
         self.seen: set[str] = set()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.screen, name)
 
     def write(self, text: str) -> int:
-        *lines, self.begun = (self.begun + text).split("\n")
+        *lines, self.incomplete_line = (self.incomplete_line + text).split("\n")
         for line in lines:
             if line not in self.seen:
                 self.seen.add(line)
@@ -82,5 +81,5 @@ class _Once:
 
     def end(self) -> None:
         """Write an incomplete last line."""
-        self.screen.write(self.begun)
-        self.begun = ""
+        self.screen.write(self.incomplete_line)
+        self.incomplete_line = ""

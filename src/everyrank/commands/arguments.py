@@ -1,4 +1,4 @@
-"""Flags of the command line made from a dataclass whose fields have an `Argument`, and read back into it."""
+"""Makes command line flags from a dataclass whose fields have an `Argument`, and reads them back."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def add_options(
 
 
 def _keywords(kind: Any, argument: Argument, default: Any) -> dict[str, Any]:
-    """Keywords of argparse for a field of type bool, tuple[str, ...], or int, str or Path, optionally None.
+    """Return the keywords of argparse for a field of type bool, tuple[str, ...], or int, str or Path, optionally None.
 
     A field with several types needs `special` keywords.
     """
@@ -45,6 +45,6 @@ def _keywords(kind: Any, argument: Argument, default: Any) -> dict[str, Any]:
 
 
 def options_of(args: argparse.Namespace, options: type[_Options], **others: Any) -> _Options:
-    """The options given on the command line; `others` replace some of them, or are fields without a flag."""
+    """Return the options given on the command line; `others` override them or set fields without a flag."""
     values = {name: getattr(args, name) for name in arguments_of(options)}
     return options(**{**values, **others})

@@ -39,18 +39,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--replay", action="store_true", help="the first updates once more in one process and float64, to compare with"
     )
     parser.add_argument(
-        "--pretend-cuda", action="store_true", help="let CUDA be the CPU where no line read beforehand names it"
+        "--pretend-cuda",
+        action="store_true",
+        help="let CUDA calls run on the CPU, even if no line of the script names CUDA",
     )
-    parser.add_argument("--shim", type=Path, metavar="DIR", help="modules to import first: names of old packages")
-    parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help="seconds without a sign of life")
-    parser.add_argument("--limit", type=float, default=900.0, metavar="S", help="seconds in all (default 900)")
-    parser.add_argument("--json", type=Path, metavar="F", help="write what was found")
+    parser.add_argument("--shim", type=Path, metavar="DIR", help="folder of modules that replace missing packages")
     parser.add_argument(
-        "--html", type=Path, metavar="F", help="write a page: the lines, and what was found beside them"
+        "--timeout",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="end after S seconds without progress (default %(default)s)",
     )
+    parser.add_argument(
+        "--limit", type=float, default=900.0, metavar="S", help="longest time of the script, in seconds (default 900)"
+    )
+    parser.add_argument("--json", type=Path, metavar="F", help="write the findings")
+    parser.add_argument("--html", type=Path, metavar="F", help="write a page with the findings next to the code")
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="a module and its arguments, not a script")
     parser.add_argument(
-        "script", nargs=argparse.REMAINDER, metavar="SCRIPT.py [ARGS ...]", help="as Python is given them"
+        "script",
+        nargs=argparse.REMAINDER,
+        metavar="SCRIPT.py [ARGS ...]",
+        help="the script and its arguments, as for Python",
     )
 
 
@@ -89,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     check_writable(args.json)
     for path in (args.json, args.html):
         if path is not None and words and path.absolute() == Path(words[0]).absolute():
-            raise UsageError(f"{path}: that is the script; give another place")
+            raise UsageError(f"{path}: this is the script; give another path")
     done = -1
     with progress(options.updates, show=is_rank_0_of_all(os.environ)) as advance:
 
@@ -109,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
     if failure is not None:
         print("\n".join(f"  {printable(line)}" for line in failure.tail), file=sys.stderr)
         raise failure
-    return CHECK_FAILED if audit is not None and audit.has_failed else 0  # without one, rank 0 has the word
+    return CHECK_FAILED if audit is not None and audit.has_failed else 0  # audit is None on ranks other than 0
 
 
 def _show(audit: Audit, args: argparse.Namespace) -> None:
@@ -126,5 +137,5 @@ def _show(audit: Audit, args: argparse.Namespace) -> None:
             if path is not None:
                 print(f"wrote {printable(str(path))}")
         sys.stdout.flush()
-    except (BrokenPipeError, SystemExit):  # rich exits where its reader has gone
+    except (BrokenPipeError, SystemExit):  # rich exits if the reader of the pipe has gone
         close_output()

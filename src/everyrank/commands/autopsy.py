@@ -17,7 +17,9 @@ EXAMPLES = ("everyrank autopsy runs/first",)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """RUN_DIR, the folder of a run."""
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="--out of a training that runs on this host")
+    parser.add_argument(
+        "run_dir", type=Path, metavar="RUN_DIR", help="the --out folder of a training that runs on this host"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -27,10 +29,12 @@ def run(args: argparse.Namespace) -> int:
     """
     path: Path = args.run_dir
     if not path.is_dir():
-        raise UsageError(f"{path}: no folder is there; give that of a training (--out)")
+        raise UsageError(f"{path}: no such folder; give the --out folder of a training")
     for folder in (path / "ranks" / FOLDER, path / FOLDER, path):
         autopsy = hang_autopsy(folder)
         if autopsy is not None:
             say(autopsy)
             return 0
-    raise UsageError(f"{path}: no rank has left its state there (ranks/{FOLDER}); give the --out of a training")
+    raise UsageError(
+        f"{path}: no rank has written its state there (ranks/{FOLDER}); give the --out folder of a training"
+    )

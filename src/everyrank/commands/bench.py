@@ -17,11 +17,11 @@ from everyrank.commands.shared import (
     check_writable,
     layouts_of,
     options_of,
+    repeated_arguments,
     say_next,
     show,
     source_of,
     status_of,
-    workload_words,
 )
 from everyrank.errors import UsageError
 from everyrank.launch import rank_info_from_environment
@@ -92,4 +92,4 @@ def _say_next(records: Sequence[Record], args: argparse.Namespace) -> None:
     if rates:
         fastest = max(rates, key=lambda layout: rates[layout])
         count = rates[fastest][1]
-        say_next(f"everyrank train {workload_words(args)} --layout {shlex.quote(fastest)} --processes {count}")
+        say_next(f"everyrank train {repeated_arguments(args)} --layout {shlex.quote(fastest)} --processes {count}")

@@ -40,18 +40,18 @@ def run(args: argparse.Namespace) -> int:
 
     layouts, launch = [parse_layout(text) for text in args.layout], launch_of(args)
     if launch.nodes > 1:
-        raise UsageError(f"--nodes {args.nodes}: faults strike processes of this host; leave it out")
+        raise UsageError(f"--nodes {args.nodes}: faults are injected only on this host; leave --nodes out")
     options = options_of(args, ChaosOptions, faults=tuple(args.faults), command=["everyrank", *args.words])
     check_minimums(options)
     check_writable(args.json)
     records: list[Record] = []
 
-    def note(record: Record) -> None:
+    def on_record(record: Record) -> None:
         records.append(record)
         say(chaos_line(record))
 
     try:
-        run_campaign(source_of(args), layouts, launch, options, note)
+        run_campaign(source_of(args), layouts, launch, options, on_record)
     finally:
         if records:
             if args.json is not None:

@@ -14,7 +14,7 @@ from everyrank.runs import Checkpoint, CheckpointMetadata, all_of, damage, field
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-_OLDER = "whole, as far as known: about.json of an older everyrank has no checksum of its own"
+_OLDER = "no damage found; about.json of an older everyrank has no checksum"
 
 HELP = "inspect checkpoints, or export a model from one"
 EXAMPLES = (
@@ -26,10 +26,10 @@ EXAMPLES = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommands inspect and export."""
     kinds = parser.add_subparsers(required=True, metavar="inspect|export", dest="kind", parser_class=type(parser))
-    inspect = kinds.add_parser("inspect", help="what there is, and whether it is whole")
+    inspect = kinds.add_parser("inspect", help="list the checkpoints of a run and check them for damage")
     inspect.add_argument("place", type=Path, metavar="DIR", help="a run, or a checkpoint")
-    inspect.add_argument("--json", type=Path, metavar="F", help="write what each says of itself")
-    export = kinds.add_parser("export", help="the model alone, as a file that needs no everyrank")
+    inspect.add_argument("--json", type=Path, metavar="F", help="write the metadata of each")
+    export = kinds.add_parser("export", help="write only the model, as a file that needs no everyrank")
     export.add_argument("place", type=Path, metavar="DIR", help="a run (its newest checkpoint), or a checkpoint")
     export.add_argument("out", type=Path, metavar="F", help="F.safetensors, or F.pt: a plain state dict")
 
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     run = args.place.parent if args.place.name == "checkpoints" else args.place
     checkpoints = all_of(run)
     if not any(checkpoint_or_none for _, checkpoint_or_none in checkpoints):
-        checkpoint = find_checkpoint(args.place)  # one checkpoint; or it says what there is instead
+        checkpoint = find_checkpoint(args.place)  # a single checkpoint, or an error that lists what the folder has
         checkpoints = [(checkpoint.path, checkpoint)]
     return _inspect(checkpoints, args.json)
 

@@ -38,20 +38,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="extend",
         default=[],
         metavar="A",
-        help=f"all_reduce in plain sends and receives, beside the backend's: {', '.join(ALGORITHM_NAMES)}, or all",
+        help=f"our own all_reduce, compared with the backend's: {', '.join(ALGORITHM_NAMES)}, or all",
     )
     parser.add_argument("--async", dest="is_async", action="store_true", help="call with async_op=True, then wait")
-    parser.add_argument("--group-size", type=int, metavar="K", help="in groups of K ranks, all at the same time")
+    parser.add_argument("--group-size", type=int, metavar="K", help="run in groups of K ranks at the same time")
     parser.add_argument(
         "--seconds",
         type=float,
         default=0.2,
         metavar="S",
-        help="repeat each operation at each size for so long, at most 200 times",
+        help="seconds for each operation and size, at most 200 calls (default %(default)s)",
     )
     add_launching(parser, several_backends=True)
     parser.set_defaults(timeout=60.0, workers=0, workload="comm")  # the name of a batch job
-    parser.add_argument("--json", type=Path, metavar="F", help="write the rows, and latency and bandwidth of each")
+    parser.add_argument(
+        "--json", type=Path, metavar="F", help="write all measurements, with fitted latency and bandwidth"
+    )
     parser.add_argument("--html", type=Path, metavar="F", help="write a self-contained page with time over bytes")
 
 
@@ -78,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         launch, "everyrank.collectives.rank:comm_rank", launch, options, True
     )
     if not results.get(0):
-        return 0  # a rank of a launcher outside: rank 0 has the word
+        return 0  # under an external launcher only rank 0 has results
     measured = comm_json(results[0], args.words)
     _write(measured, args)
     try:
@@ -87,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
             if path is not None:
                 print(f"wrote {printable(str(path))}")
         sys.stdout.flush()
-    except (BrokenPipeError, SystemExit):  # rich exits where its reader has gone
+    except (BrokenPipeError, SystemExit):  # rich exits if the reader of the pipe has gone
         close_output()
     return CHECK_FAILED if has_failed(measured) else 0
 
@@ -105,6 +107,6 @@ def _write(measured: dict[str, Any], args: argparse.Namespace) -> None:
 def _check_groups(options: CommOptions, launch: Launch) -> None:
     if options.group_size is not None and launch.processes % options.group_size:
         raise UsageError(
-            f"--group-size {options.group_size}: {launch.processes} ranks make no groups of that size; "
+            f"--group-size {options.group_size}: {launch.processes} ranks cannot be divided into such groups; "
             f"give a divisor of {launch.processes}"
         )

@@ -27,11 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--launch",
         action="store_true",
-        help="why does it not start? look at what launchers left, where ranks would meet, and at each rank of a start",
+        help="find out why a launch fails: check launcher variables and the rendezvous, then start the ranks once",
     )
     add_launching(parser)
     parser.set_defaults(timeout=60.0, workers=0)
-    parser.add_argument("--json", type=Path, metavar="F", help="write what was found")
+    parser.add_argument("--json", type=Path, metavar="F", help="write the results")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     Launch(timeout_seconds=args.timeout, processes=1 if args.processes is None else args.processes)
     check_writable(args.json)
     if not args.launch and (args.launcher or args.nodes or args.rendezvous or args.init_method):
-        raise UsageError("doctor looks at a launcher with --launch: add it")
+        raise UsageError("doctor checks a launcher only with --launch: add --launch")
     launch = launch_of(args) if args.launch else None
     with progress(3 if launch else 5, show=True) as advance:
         report = DoctorReport(check_launch(launch, advance)) if launch else run_checks(args.timeout, advance)

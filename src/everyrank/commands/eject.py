@@ -19,15 +19,15 @@ EXAMPLES = ("everyrank eject digits my_project --layout fsdp",)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add WORKLOAD, DIR, the layout, the launcher, and the settings of the workload."""
     parser.add_argument("place", metavar="WORKLOAD", help="a built-in name, or path/file.py[:name]")
-    parser.add_argument("folder", type=Path, metavar="DIR", help="an empty folder, or one that is not there yet")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="an empty or new folder")
     parser.add_argument("--layout", default="ddp", metavar="L", help="ddp (default), zero1, fsdp, tensor, pipeline")
     parser.add_argument("--launcher", default="torchrun", metavar="X", help="torchrun (default), spawn, slurm, mpi")
     parser.add_argument("--processes", type=int, default=2, metavar="N", help="ranks of a host (default 2)")
     parser.add_argument("--data", type=Path, metavar="DIR", help="where the data is, for workloads that ship none")
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="K=V", help="settings of the workload")
-    parser.add_argument("--batch", type=int, metavar="N", help="another global batch than the workload's")
-    parser.add_argument("--epochs", type=int, metavar="E", help="instead of the workload's own length")
-    parser.add_argument("--steps", type=int, metavar="K", help="updates in all, instead of the workload's own length")
+    parser.add_argument("--batch", type=int, metavar="N", help="global batch, instead of the workload's")
+    parser.add_argument("--epochs", type=int, metavar="E", help="number of epochs, instead of the workload's")
+    parser.add_argument("--steps", type=int, metavar="K", help="total number of updates, instead of the workload's")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -46,5 +46,5 @@ def run(args: argparse.Namespace) -> int:
     request = eject.EjectRequest(source, layout, args.launcher, args.processes, command)
     written = eject.write_project(request, args.folder)
     names = printable(f"{', '.join(path.name for path in written)} in {args.folder}")
-    print(f"wrote {names}; README.md says how to start it")
+    print(f"wrote {names}; README.md shows how to start it")
     return 0

@@ -1,4 +1,4 @@
-"""The flags for starting ranks, the `Launch` made from them, and what happens instead: dry runs and batch jobs."""
+"""The flags for launching ranks, the `Launch` made from them, dry runs and batch jobs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def add_launching(parser: argparse.ArgumentParser, several_sizes: bool = False, 
         )
     else:
         parser.add_argument("--processes", type=int, metavar="N", help=processes)
-    group: Any = parser.add_argument_group("launching", "where and how the ranks start")
+    group: Any = parser.add_argument_group("launching", "where and how ranks start")
     group.add_argument(
         "--launcher", metavar="X", help=f"{', '.join(LAUNCHERS)} (default: {DEFAULT_LAUNCHER}; mpi with --backend mpi)"
     )
@@ -62,12 +62,14 @@ def add_launching(parser: argparse.ArgumentParser, several_sizes: bool = False, 
         "--timeout", type=float, default=300.0, metavar="S", help="longest wait for another rank, in seconds"
     )
     group.add_argument(
-        "--start-timeout", type=float, metavar="S", help="the same until the first update is done; default: --timeout"
+        "--start-timeout", type=float, metavar="S", help="timeout until the first update is done; default: --timeout"
     )
     group.add_argument("--dry-run", action="store_true", help="print the commands without running them")
     group.add_argument("--nodes", metavar="N", help="number of hosts; MIN:MAX for torchrun, or a batch job of Slurm")
-    group.add_argument("--node-rank", type=int, metavar="K", help="number of this host, if you type it on each")
-    group.add_argument("--rendezvous", metavar="HOST:PORT", help="where the hosts meet: HOST is node 0")
+    group.add_argument(
+        "--node-rank", type=int, metavar="K", help="number of this host, if you start the command on each host"
+    )
+    group.add_argument("--rendezvous", metavar="HOST:PORT", help="address where the hosts connect: HOST is node 0")
     group.add_argument(
         "--interface", metavar="I", help="network interface between hosts; default: the one on the route to HOST"
     )
@@ -76,18 +78,18 @@ def add_launching(parser: argparse.ArgumentParser, several_sizes: bool = False, 
         metavar="M",
         help="env, tcp://HOST:PORT or file:///PATH; default: depends on the launcher",
     )
-    added: set[str] = set()
+    added_flags: set[str] = set()
     for launcher in launchers():
         for options in _option_classes(launcher):
-            add_options(group, options, skip=added)
-            added |= arguments_of(options).keys()  # torchrun and ray share --restarts
+            add_options(group, options, skip=added_flags)
+            added_flags |= arguments_of(options).keys()  # torchrun and ray share --restarts
     group.add_argument(
         "--launcher-args", default="", metavar="'...'", help="additional arguments for mpirun, srun, torchrun"
     )
 
 
 def _option_classes(launcher: Launcher) -> list[type[Any]]:
-    """The dataclasses whose fields are flags of this launcher."""
+    """Return the dataclasses whose fields are the flags of this launcher."""
     return [launcher.options, *([launcher.batch_options] if isinstance(launcher, BatchLauncher) else [])]
 
 
@@ -98,7 +100,7 @@ _MIN_NODES = (
 
 
 def launch_of(args: argparse.Namespace, logs: Path | None = None, layout: Layout | None = None) -> Launch:
-    """The `Launch` for these arguments in this environment. Raises `UsageError` if the two contradict each other.
+    """Return the `Launch` for these arguments. Raises `UsageError` if they contradict the environment.
 
     A `layout` of one device gets one process, unless --processes was given.
     """
@@ -128,19 +130,19 @@ def launch_of(args: argparse.Namespace, logs: Path | None = None, layout: Layout
         rendezvous=args.rendezvous,
         init_method=args.init_method,
         interface=args.interface,
-        arguments=_split(args.launcher_args),
+        arguments=_split_arguments(args.launcher_args),
         options=options,
     )
 
 
 def quiet_launch_of(args: argparse.Namespace, layout: Layout | None = None) -> Launch:
-    """The same `Launch`, of this host or the first, without printing the commands for other hosts."""
+    """Return the `Launch` of this host, or of the first, without printing the commands for other hosts."""
     quiet = argparse.Namespace(**{**vars(args), "dry_run": True, "node_rank": args.node_rank or 0})
     return launch_of(quiet, layout=layout)
 
 
 def _launcher_options(args: argparse.Namespace, launcher: Launcher, min_nodes: int | None) -> LauncherOptions:
-    """The options of the launcher. Raises `UsageError` for options of other launchers."""
+    """Return the options of the launcher. Raises `UsageError` for flags of other launchers."""
     for other in launchers():
         _check_unsupported(args, other.options, launcher)
     if min_nodes is None:
@@ -151,32 +153,34 @@ def _launcher_options(args: argparse.Namespace, launcher: Launcher, min_nodes: i
 
 
 def _check_unsupported(args: argparse.Namespace, options: type[Any], launcher: Launcher) -> None:
-    """Raises `UsageError` for a flag of these `options` that the launcher does not have."""
-    supported = {name for kind in _option_classes(launcher) for name in arguments_of(kind)}
+    """Raise `UsageError` if a flag of the class `options` was given that the launcher does not support."""
+    supported = {name for options_class in _option_classes(launcher) for name in arguments_of(options_class)}
     for name, (_, argument) in arguments_of(options).items():
         value = getattr(args, name)
         if name in supported or not value or value == getattr(options, name):
             continue
-        shown = "" if value is True else f" {' '.join(value) if isinstance(value, list) else value}"
+        value_text = "" if value is True else f" {' '.join(value) if isinstance(value, list) else value}"
         names = [
-            other.name for other in launchers() if any(name in arguments_of(kind) for kind in _option_classes(other))
+            other.name
+            for other in launchers()
+            if any(name in arguments_of(options_class) for options_class in _option_classes(other))
         ]
         raise UsageError(
-            f"{argument.flag}{shown}: not supported by --launcher {launcher.name}; add --launcher "
+            f"{argument.flag}{value_text}: not supported by --launcher {launcher.name}; add --launcher "
             f"{' or --launcher '.join(names)}, or leave {argument.flag} out"
         )
 
 
 def _launcher(args: argparse.Namespace) -> Launcher:
-    """The launcher given by --launcher, or needed by the backend. Raises `UsageError` for an unknown name."""
+    """Return the launcher of --launcher, or the default for the backend. Raises `UsageError` for an unknown name."""
     if args.launcher is not None:
         return launcher_named(args.launcher)
     backends = [args.backend] if isinstance(args.backend, str) else args.backend or []
-    needed = (launcher for launcher in launchers() if launcher.default_for_backend in backends)
-    return next(needed, launcher_named(DEFAULT_LAUNCHER))
+    defaults = (launcher for launcher in launchers() if launcher.default_for_backend in backends)
+    return next(defaults, launcher_named(DEFAULT_LAUNCHER))
 
 
-def _split(text: str) -> tuple[str, ...]:
+def _split_arguments(text: str) -> tuple[str, ...]:
     try:
         return tuple(shlex.split(text))
     except ValueError as error:
@@ -184,51 +188,51 @@ def _split(text: str) -> tuple[str, ...]:
 
 
 def _print_commands_of_other_hosts(args: argparse.Namespace, nodes: int, assigns_node_ranks: bool) -> None:
-    """Print what to type on which host. Raises `UsageError` if the number of this host is needed and was not given."""
+    """Print the command for each other host. Raises `UsageError` if --node-rank is needed and was not given."""
     if nodes == 1 or args.dry_run:
         return
     if args.node_rank in (None, 0):
-        others = range(nodes) if args.node_rank is None else range(1, nodes)
-        for node in others:
-            print(_typed_on_host(args.words, None if assigns_node_ranks else node, node), flush=True)
+        other_hosts = range(nodes) if args.node_rank is None else range(1, nodes)
+        for node in other_hosts:
+            print(_command_for_host(args.words, None if assigns_node_ranks else node, node), flush=True)
     if args.node_rank is None and not assigns_node_ranks:
-        raise UsageError(f"--nodes {args.nodes}: the number of this host was not given; type the line above for it")
+        raise UsageError(f"--nodes {args.nodes}: add --node-rank; the lines above show the command for each host")
 
 
 def _check_rank(
     args: argparse.Namespace, info: RankInfo, environment: Mapping[str, str], layout: Layout | None
 ) -> None:
-    """Raises `UsageError` for arguments that contradict the external launcher that started this rank."""
+    """Raise `UsageError` for arguments that contradict the external launcher of this rank."""
     launcher = find_launcher(info.started_by)
     processes = _largest_size(args)
     hint = launcher.shell_hint if isinstance(launcher, BatchLauncher) and info.size == 1 else ""
     if args.launcher is not None:
         raise UsageError(
-            f"--launcher {args.launcher}: {info.started_by} has already started this rank; leave it out{hint}"
+            f"--launcher {args.launcher}: {info.started_by} has already started this rank; leave --launcher out{hint}"
         )
     if isinstance(launcher, BatchLauncher):
         uses_devices = args.device != "cpu" and (layout is None or layout.axis is not None)
         launcher.check_tasks(environment, info, processes, uses_devices)
     if processes not in (None, info.size):
-        raise UsageError(f"--processes {processes}: {info.started_by} started {info.size}; leave it out{hint}")
+        raise UsageError(f"--processes {processes}: {info.started_by} started {info.size}; leave --processes out{hint}")
 
 
 def _nodes(args: argparse.Namespace, info: RankInfo | None, environment: Mapping[str, str]) -> tuple[int, int | None]:
-    """(nodes, minimum of nodes or None): those of the allocation by default, and within MIN:MAX."""
+    """Return the number of nodes (default: those of the allocation), and MIN of --nodes MIN:MAX or None."""
     if info is not None:
         return 1, None
     launcher = _launcher(args)
     allocated = launcher.allocated_nodes(environment) if isinstance(launcher, BatchLauncher) else None
     if args.nodes is None:
         return (1 if allocated is None else allocated), None
-    least, colon, most = args.nodes.rpartition(":")
-    if not most.isdecimal() or (colon and not least.isdecimal()):
+    minimum, colon, maximum = args.nodes.rpartition(":")
+    if not maximum.isdecimal() or (colon and not minimum.isdecimal()):
         raise UsageError(f"--nodes {args.nodes}: give a number, or MIN:MAX")
     if not colon or allocated is None:
-        return int(most), int(least) if colon else None
-    if not int(least) <= allocated <= int(most):
+        return int(maximum), int(minimum) if colon else None
+    if not int(minimum) <= allocated <= int(maximum):
         raise UsageError(f"--nodes {args.nodes}, but the allocation has {allocated}: leave --nodes out")
-    return allocated, int(least)
+    return allocated, int(minimum)
 
 
 def _processes(
@@ -243,9 +247,9 @@ def _processes(
         return info.size
     processes = _largest_size(args)
     if processes is not None:
-        # --processes counts the ranks on the most nodes of MIN:MAX, whatever the allocation has
-        most_nodes = int(args.nodes.rpartition(":")[2]) if args.nodes is not None and ":" in args.nodes else 0
-        return processes * nodes // (most_nodes or nodes)
+        # with --nodes MIN:MAX, --processes is the number of ranks on MAX nodes
+        max_nodes = int(args.nodes.rpartition(":")[2]) if args.nodes is not None and ":" in args.nodes else 0
+        return processes * nodes // (max_nodes or nodes)
     if layout is not None and layout.axis is None:
         return 1
     launcher = _launcher(args)
@@ -258,13 +262,13 @@ def _processes(
 
 
 def _largest_size(args: argparse.Namespace) -> int | None:
-    """--processes; the largest of several."""
+    """Return --processes, or the largest of several values."""
     sizes: int | list[int] | None = args.processes
     return max(sizes) if isinstance(sizes, list) else sizes
 
 
 def _backend(args: argparse.Namespace) -> str | None:
-    """Return --backend; if there are several, mpi, else shm, else the first, because it decides how ranks start."""
+    """Return --backend. Of several, mpi comes first, then shm, because they decide how ranks start."""
     backends: str | list[str] | None = args.backend
     if not isinstance(backends, list):
         return backends
@@ -272,7 +276,7 @@ def _backend(args: argparse.Namespace) -> str | None:
     for name in backends:
         if name not in known:
             raise UsageError(f"--backend {name}: give {', '.join(known)}")
-    backends = [name for name in backends if name != "horovod"]  # it runs next to any of them
+    backends = [name for name in backends if name != "horovod"]  # Horovod runs next to any backend
     return next((name for name in ("mpi", "shm") if name in backends), backends[0] if backends else None)
 
 
@@ -293,7 +297,7 @@ def dry_run_or_submit(args: argparse.Namespace) -> int | None:
                 _check_unsupported(args, other.batch_options, launcher)
     if args.dry_run and info is not None:
         if info.rank == 0:
-            print(f"there is nothing to start: {info.started_by} has already started rank 0 of {info.size}")
+            print(f"nothing to start: {info.started_by} has already started {info.size} ranks")
         return 0
     if args.dry_run and args.node_rank is None and launcher.launch_per_node:
         _print_for_each_host(args, launcher, layout)
@@ -310,7 +314,7 @@ def dry_run_or_submit(args: argparse.Namespace) -> int | None:
 
 
 def _print_for_each_host(args: argparse.Namespace, launcher: Launcher, layout: Layout | None) -> None:
-    """Print the commands of each host, where the user types the command on each."""
+    """Print the commands of each host, for launchers that are started on each host."""
     nodes, min_nodes = _nodes(args, None, os.environ)
     if _launcher_options(args, launcher, min_nodes).assigns_node_ranks:
         nodes = 1  # all hosts run the same command
@@ -344,15 +348,15 @@ def is_reporting_rank() -> bool:
 
 
 def _commands_text(launch: Launch) -> str:
-    """Every command, quoted for a shell. JOB stands for a folder made for each run."""
+    """Return all commands, quoted for a shell. JOB stands for a folder that is made for each run."""
     options: LauncherOptions = launch.options
     variables = [f"{name}={value}" for name, value in options.variables.items()]
     prefix = ["env", *variables] if variables else []
     return "\n".join(shlex.join([*prefix, *command]) for command in launch.row.commands(launch, Path("JOB")))
 
 
-def _typed_on_host(words: Sequence[str], node_rank: int | None, host: int) -> str:
-    """The command line to type on another host, with its --node-rank if it needs one."""
+def _command_for_host(words: Sequence[str], node_rank: int | None, host: int) -> str:
+    """Return the command line for another host, with its --node-rank if it needs one."""
     words = ["everyrank", *words]
     if "--node-rank" in words:
         index = words.index("--node-rank")

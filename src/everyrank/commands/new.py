@@ -92,9 +92,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         type=Path,
         metavar="PATH",
-        help="write it there, with what it needs beside it; without PATH, or with -: print it",
+        help="write the recipe to PATH, and its modules and data next to it; without PATH, or with -: print it",
     )
-    parser.add_argument("--list", action="store_true", help="what there is")
+    parser.add_argument("--list", action="store_true", help="list the recipes")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"wrote {printable(' and '.join(filter(None, [', '.join(others), last])))}")
         if name == _WORKLOAD:
             say_next(f"everyrank verify {shlex.quote(str(args.path))} --layout ddp --processes 2 --quick")
-    sys.stdout.flush()  # raises here, where a closed pipe is handled, and not when Python ends
+    sys.stdout.flush()  # raises BrokenPipeError here, where it is handled, and not when Python ends
     return 0
 
 
@@ -131,7 +131,7 @@ def _print_list(recipes: dict[str, str]) -> None:
 
 
 def _recipes() -> dict[str, str]:
-    """The text of each recipe and of the template of a workload, by name, in alphabetical order."""
+    """Return the text of each recipe and of the workload template, by name, in alphabetical order."""
     folder = importlib.resources.files("everyrank.recipes")
     recipes = {
         Path(entry.name).stem: entry.read_text(encoding="utf-8")
@@ -154,8 +154,8 @@ def _write(name: str, recipe: str, target: Path) -> list[Path]:
     folder = importlib.resources.files("everyrank.recipes")
     texts = {target: recipe}
     batch = folder / f"{name}.sbatch"
-    if batch.is_file():  # it names the recipe by the name under which it is written
-        script, text = _beside(target), batch.read_text(encoding="utf-8")
+    if batch.is_file():  # replace the name of the recipe by the name of the written file
+        script, text = _batch_script_path(target), batch.read_text(encoding="utf-8")
         for old, path in ((f"{name}.py", target), (batch.name, script)):
             text = text.replace(old, shlex.quote(path.name))
         texts[script] = text
@@ -164,7 +164,7 @@ def _write(name: str, recipe: str, target: Path) -> list[Path]:
         raise UsageError(f"{target}: the script imports a module of this name; give a name like train.py")
     for path in texts:
         if path.exists():
-            raise UsageError(f"{path}: it exists already; give another path, or remove it")
+            raise UsageError(f"{path}: this file exists already; give another path, or remove it")
         check_writable(path)
     for path, text in texts.items():
         write_text(path, text)
@@ -184,8 +184,10 @@ def _write(name: str, recipe: str, target: Path) -> list[Path]:
     return written
 
 
-def _beside(path: Path) -> Path:
-    """The path of the batch script of a recipe that is written to `path`."""
+def _batch_script_path(path: Path) -> Path:
+    """Return the path of the batch script for a recipe that is written to `path`."""
     if path.suffix == ".sbatch":
-        raise UsageError(f"{path}: the script itself comes here, its batch script beside it; give a name like train.py")
+        raise UsageError(
+            f"{path}: the batch script next to the recipe would have this name, too; give a name like train.py"
+        )
     return path.with_suffix(".sbatch")

@@ -28,18 +28,18 @@ def run(args: argparse.Namespace) -> int:
     """Show the Records of the files next to each other and write the requested pages; exit status 0."""
     check_writable(args.markdown)
     check_html(args)
-    # a file's own name is enough to tell it from the others, unless two have the same
+    # show only the file name, unless two files have the same name
     names = [path.name for path in args.records]
     names = [str(path) if names.count(path.name) > 1 else path.name for path in args.records]
     sets = {name: read_records(path) for name, path in zip(names, args.records, strict=True)}
     for path, records in zip(args.records, sets.values(), strict=False):
         if not records:
-            raise UsageError(f"{path}: it holds no Records")
+            raise UsageError(f"{path}: the file has no Records")
     from everyrank.report.chaos import is_of_chaos, print_chaos
 
-    everything = [record for records in sets.values() for record in records]
-    if all(map(is_of_chaos, everything)) and args.html is None and args.markdown is None:
-        print_chaos(everything)
+    all_records = [record for records in sets.values() for record in records]
+    if all(map(is_of_chaos, all_records)) and args.html is None and args.markdown is None:
+        print_chaos(all_records)
         return 0
     args.json = None
     show(sets, args)

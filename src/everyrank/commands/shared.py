@@ -1,4 +1,4 @@
-"""Arguments that several commands share, and the output of their results."""
+"""Arguments that several commands share, and functions that print and write results."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ __all__ = [
     "close_output",
     "layouts_of",
     "options_of",
+    "repeated_arguments",
     "say",
     "say_next",
     "show",
     "source_of",
     "status_of",
-    "workload_words",
 ]
 
 
@@ -46,7 +46,7 @@ def add_common(parser: argparse.ArgumentParser, several_sizes: bool = False, rec
     parser.add_argument("--data", type=Path, metavar="DIR", help="where the data is, for workloads that ship none")
     parser.add_argument("--download", action="store_true", help="fetch the data into --data DIR first (mnist, cifar)")
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="K=V", help="settings of the workload")
-    parser.add_argument("--batch", type=int, metavar="N", help="another global batch than the workload's")
+    parser.add_argument("--batch", type=int, metavar="N", help="global batch, instead of the workload's")
     parser.add_argument(
         "--lr-rule",
         choices=LR_RULES,
@@ -80,8 +80,8 @@ def source_of(args: argparse.Namespace) -> Source:
     settings = parse_settings(args.set)
     if args.data is not None:
         settings["data"] = str(args.data.absolute())
-    number = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))
-    if args.download and number == "0":  # the other ranks of this host wait for the download
+    local_rank = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))
+    if args.download and local_rank == "0":  # the other ranks of this host wait for the download
         from everyrank.datasets.download import download
 
         download(args.workload, args.data)
@@ -96,14 +96,14 @@ def layouts_of(args: argparse.Namespace) -> list[Layout]:
 def show(sets: Mapping[str, list[Record]], args: argparse.Namespace, lines: Sequence[str] = ()) -> None:
     """Write the requested files, then print the tables, so that a closed pipe loses no result.
 
-    `sets` are Records by origin; several are shown next to each other.
+    `sets` has the Records of each file; several are shown next to each other.
     """
     from everyrank.report import beside_notes, beside_table, groups, markdown, notes, print_table, tables, title
 
     shown: list[tuple[str, Any, list[str]]] = []
-    beside = beside_table(sets) if len(sets) > 1 else None
-    if beside is not None:
-        shown.append((" beside ".join(sets), beside, beside_notes(sets)))
+    comparison = beside_table(sets) if len(sets) > 1 else None
+    if comparison is not None:
+        shown.append((" and ".join(sets), comparison, beside_notes(sets)))
     for rows in [rows for records in sets.values() for rows in groups(records)]:
         tables_of_rows = tables(rows)
         for index, (heading, table) in enumerate(tables_of_rows):
@@ -136,13 +136,19 @@ def say(text: str) -> None:
         close_output()
 
 
-def workload_words(args: argparse.Namespace) -> str:
-    """Return the workload as typed, with the flags for data, settings and batch, quoted for a shell."""
+def repeated_arguments(args: argparse.Namespace) -> str:
+    """Return the workload and the flags that the next command needs, too, quoted for a shell.
+
+    These are the flags for data, settings, batch, launcher, device and backend, if they were given.
+    """
     words = [args.workload]
     words += ["--data", str(args.data)] if args.data is not None else []
     words += ["--set", *args.set] if args.set else []
     words += ["--batch", str(args.batch)] if args.batch is not None else []
     words += ["--lr-rule", args.lr_rule] if args.lr_rule != "none" else []
+    for flag in ("launcher", "device", "backend"):
+        value = getattr(args, flag)
+        words += [f"--{flag}", value] if value is not None else []
     return shlex.join(words)
 
 
@@ -161,8 +167,8 @@ def status_of(records: list[Record], args: argparse.Namespace) -> int:
     """Return 1 if a layout differs; for requested layouts 2 if one is unsupported, 3 if one cannot run; else 0."""
     for record in records:
         if record.parity.status == "different":
-            like = record.parity.reference or "single"
-            print(f"everyrank: {printable(f'{record.layout} is not the same training as {like}')}", file=sys.stderr)
+            reference = record.parity.reference or "single"
+            print(f"everyrank: {printable(f'{record.layout} is not equivalent to {reference}')}", file=sys.stderr)
             return CHECK_FAILED
     for record in records:
         if record.parity.status == "refused":
@@ -192,7 +198,7 @@ def check_writable(path: Path | None) -> None:
     try:
         target = Path(os.path.realpath(path))
         if path.is_symlink() and not target.parent.is_dir():
-            raise UsageError(f"{path}: a link to {target}, a folder that does not exist; give another place")
+            raise UsageError(f"{path}: a link to {target}, whose folder does not exist; give another path")
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_fifo():  # opening a FIFO would block until it has a reader
             return
@@ -203,4 +209,4 @@ def check_writable(path: Path | None) -> None:
         if probe != path:
             probe.unlink(missing_ok=True)
     except OSError as error:
-        raise UsageError(f"{path}: cannot be written ({error.strerror}); give another place") from error
+        raise UsageError(f"{path}: cannot be written ({error.strerror}); give another path") from error

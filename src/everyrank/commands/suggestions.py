@@ -9,17 +9,17 @@ from collections.abc import Collection, Sequence
 __all__ = ["suggest_command", "suggest_flag", "suggest_recipe"]
 
 _COMMANDS = {"init": "new", "check": "verify", "test": "verify", "fit": "train", "launch": "train", "lint": "audit"}
-"""A command of other tools -> ours."""
+"""Command of another tool -> our command."""
 
-_RANK = "launchers tell each rank its place in the environment; leave it out, and start with --processes N or torchrun"
+_RANK = "launchers set the rank in the environment; leave it out, and start with --processes N or torchrun"
 _WORLD = "write --processes N for the ranks, --nodes N for the hosts"
 _PROCESSES = "write --processes N, which counts the ranks of all hosts"
-_HOST = "write --rendezvous HOST:PORT where several hosts start; on one host ranks meet in a file, leave it out"
-_MODEL = "the model belongs to the workload: imagenet --set depth=50, or one of your own in a file"
-_BATCH = "write --batch N, the samples of an update over all ranks; theirs was of each GPU, or of each host"
-_RATE = "the learning rate is a setting of the workload: --set lr=0.1; with another --batch it follows by --lr-rule"
-_OPTIMIZER = "the optimizer belongs to the workload: change it there, in a file of your own"
-_DECAY = "the optimizer belongs to the workload: change weight_decay there, in a file of your own"
+_HOST = "write --rendezvous HOST:PORT for several hosts; on one host leave it out"
+_MODEL = "the model belongs to the workload: imagenet --set depth=50, or your own workload file"
+_BATCH = "write --batch N, the samples of an update over all ranks; in other scripts it is per GPU or per host"
+_RATE = "the learning rate is a setting of the workload: --set lr=0.1; --lr-rule scales it with --batch"
+_OPTIMIZER = "the optimizer belongs to the workload: change it there, in your workload file"
+_DECAY = "the optimizer belongs to the workload: change weight_decay there, in your workload file"
 _WORKERS = "write --workers W, the data loader processes of each rank"
 _LOG = "log.csv in --out has a row for every update; leave it out"
 _FLAGS = {
@@ -43,19 +43,19 @@ _FLAGS = {
     "--port": _HOST,
     "--master-addr": _HOST,
     "--master-port": _HOST,
-    "--rdzv-id": "everyrank gives each job its own; leave it out",
+    "--rdzv-id": "everyrank chooses one for each job; leave it out",
     "--rdzv-backend": "write --launcher torchrun --rendezvous-kind c10d",
     "--rdzv-endpoint": "write --launcher torchrun --rendezvous HOST:PORT",
     "--init_method": "write --init-method M: env, tcp://HOST:PORT or file:///PATH",
-    "--dist-url": "write --init-method tcp://HOST:PORT, or --rendezvous HOST:PORT where several hosts start",
-    "--dist-file": "write --init-method file:///PATH, or leave it out: ranks meet in the folder of their job",
-    "--dist-backend": "write --backend gloo or nccl; it is chosen by the device where you leave it out",
-    "--gpu": "each rank takes the GPU of its local rank; put CUDA_VISIBLE_DEVICES=0 in front to choose among them",
+    "--dist-url": "write --init-method tcp://HOST:PORT, or --rendezvous HOST:PORT for several hosts",
+    "--dist-file": "write --init-method file:///PATH, or leave it out; ranks then use a file in the folder of the job",
+    "--dist-backend": "write --backend gloo or nccl; the default depends on the device",
+    "--gpu": "each rank takes the GPU of its local rank; use CUDA_VISIBLE_DEVICES=0 to select devices",
     "--arch": _MODEL,
     "-a": _MODEL,
     "--batch-size": _BATCH,
     "-b": _BATCH,
-    "--grad-accu-steps": "write --layout ddp:accumulate=N, which cuts the batch in N, as theirs did",
+    "--grad-accu-steps": "write --layout ddp:accumulate=N, which splits the batch in N micro-batches",
     "--lr": _RATE,
     "--learning-rate": _RATE,
     "--momentum": _OPTIMIZER,
@@ -66,27 +66,27 @@ _FLAGS = {
     "--num-workers": _WORKERS,
     "-p": _LOG,
     "--print-freq": _LOG,
-    "--start-epoch": "write --out DIR --resume, which goes on where the newest checkpoint stands",
+    "--start-epoch": "write --out DIR --resume, which resumes from the newest checkpoint",
     "-e": "write --evaluate, with --resume DIR or --pretrained F",
     "--opt-level": "write --layout ddp:precision=fp16, or bf16, for what Apex's O1 and O2 did",
 }
-"""Flag -> what to write instead; one with dashes stands for its spelling with underscores, too.
+"""Flag of another tool -> what to write instead; --a-b also matches --a_b.
 
-A flag that train, verify or bench has itself does not come here."""
+Only for flags that train, verify and bench do not have."""
 
 _RECIPES = {
-    "apex": ("ddp_amp", "Apex's amp and DistributedDataParallel have been torch's own for years"),
+    "apex": ("ddp_amp", "torch has replaced Apex's amp and DistributedDataParallel"),
     "horovod": ("horovod_ddp", "a script called horovod.py would import itself"),
-    "launch": ("ddp_torchrun", "torch.distributed.launch is torchrun today"),
+    "launch": ("ddp_torchrun", "torchrun has replaced torch.distributed.launch"),
     "distributed": (
         "ddp_spawn",
         "multiprocessing and DistributedDataParallel; under torchrun ddp_torchrun",
     ),
 }
-"""Name of a script in the collections that people come from -> ours, and why another name."""
+"""Name of a script in other collections -> our recipe, and the reason for the different name."""
 
 
-_MOST_RECIPES = 12  # that are named: a line of the screen
+_MAX_RECIPES = 12  # recipes in a message, so that it stays short
 
 
 def suggest_command(name: str, commands: Collection[str]) -> str:
@@ -123,13 +123,13 @@ def _options(parser: argparse.ArgumentParser) -> list[str]:
 def suggest_recipe(name: str, recipes: Collection[str]) -> str:
     """Return the message for a script that `everyrank new` does not have."""
     if name in _RECIPES:
-        ours, why = _RECIPES[name]
-        return f"recipe {name!r}: {why}: everyrank new {ours}"
+        recipe, reason = _RECIPES[name]
+        return f"recipe {name!r}: {reason}: everyrank new {recipe}"
     close = [known for known in recipes if known.startswith(name)]
     close += difflib.get_close_matches(name, recipes, n=3)
     close += [known for known in recipes if name.startswith(known) or name in known]
     if not close:
-        return f"there is no recipe {name!r}; everyrank new --list shows those there are"
-    *others, last = list(dict.fromkeys(close))[:_MOST_RECIPES]
+        return f"there is no recipe {name!r}; everyrank new --list shows all recipes"
+    *others, last = list(dict.fromkeys(close))[:_MAX_RECIPES]
     names = f"{', '.join(others)} or {last}" if others else last
     return f"there is no recipe {name!r}: did you mean {names}?"

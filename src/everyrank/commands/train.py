@@ -17,10 +17,10 @@ from everyrank.commands.shared import (
     check_html,
     check_writable,
     options_of,
+    repeated_arguments,
     say,
     say_next,
     source_of,
-    workload_words,
 )
 from everyrank.errors import EveryrankError, RankFailedError, StoppedError, UsageError, printable
 from everyrank.launch import slurm
@@ -38,7 +38,7 @@ EXAMPLES = (
     "everyrank train digits --layout ddp --launcher slurm --nodes 2 --processes 16 --dry-run",
 )
 
-_NEWEST = object()  # --resume without a place: the newest checkpoint in --out; no path is equal to it
+_NEWEST = object()  # --resume without a folder: the newest checkpoint in --out. It is equal to no path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(
         parser,
         TrainOptions,
-        resume={"type": _place, "nargs": "?", "const": _NEWEST},
+        resume={"type": _folder_argument, "nargs": "?", "const": _NEWEST},
         save_every={"type": _save_every, "metavar": "K|auto"},
         guard={"choices": GUARDS},
     )
@@ -63,10 +63,12 @@ def _save_every(text: str) -> int | str:
         raise argparse.ArgumentTypeError(f"{text!r}: give a number of updates, 0, or auto") from None
 
 
-def _place(text: str) -> Path:
+def _folder_argument(text: str) -> Path:
     """Parse a folder. Refuses "", which comes from an unset shell variable and would mean the current folder."""
     if not text:
-        raise argparse.ArgumentTypeError('"" is no folder; give --resume DIR, or --resume alone with --out DIR')
+        raise argparse.ArgumentTypeError(
+            '"" is not a folder; give --resume DIR, or --resume without a folder and --out DIR'
+        )
     return Path(text)
 
 
@@ -99,13 +101,13 @@ def run(args: argparse.Namespace) -> int:
             _requeue(error)
         raise
     except RankFailedError as error:
-        # what fails again before the next checkpoint would fail for ever
+        # requeue only after progress, because a job that fails before its first checkpoint would be requeued forever
         if args.requeue and args.resume is _NEWEST and _newest_step(out) > before:
             _requeue(error)
         raise
     except UsageError as error:
         if args.out is None and resume is None and out is not None and error.log is None and not _has_trained(out):
-            shutil.rmtree(out, ignore_errors=True)  # nobody asked for this folder
+            shutil.rmtree(out, ignore_errors=True)  # the user did not name this folder
         raise
     if records:
         _write(records, args, out)
@@ -117,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
 def _say_next(args: argparse.Namespace, layout: Layout, processes: int, out: Path) -> None:
     """Print the commands that check the layout and export the weights."""
     checked, count = (args.layout, processes) if layout.axis is not None else ("ddp", 2)
-    commands = [f"everyrank verify {workload_words(args)} --layout {shlex.quote(checked)} --processes {count}"]
+    commands = [f"everyrank verify {repeated_arguments(args)} --layout {shlex.quote(checked)} --processes {count}"]
     if checkpoints_of(out):
         commands.append(f"everyrank checkpoint export {shlex.quote(str(out))} model.safetensors")
     say_next(*commands)
@@ -127,7 +129,7 @@ def _requeue(error: EveryrankError) -> None:
     """Requeue this Slurm job, if it is one."""
     job = os.environ.get("SLURM_JOB_ID")
     if job is not None:
-        print(f"{error}; job {job} waits in the queue again", flush=True)  # Slurm ends what is left of it
+        print(f"{error}; job {job} is requeued", flush=True)  # before Slurm ends this process
         slurm.requeue(job)
 
 
@@ -140,7 +142,7 @@ def _newest_step(out: Path | None) -> int:
 def _write(records: list[Record], args: argparse.Namespace, out: Path | None) -> None:
     """Write the Record into the folder of the run and to `--json`, and print the paths."""
     if out is not None:
-        (out / "record.json").unlink(missing_ok=True)  # it may be a link to a file outside
+        (out / "record.json").unlink(missing_ok=True)  # it may be a link to another file
         write_records(records, out / "record.json")
         say(f"wrote {printable(str(out))}/log.jsonl, log.csv, events.jsonl, epochs.csv and record.json{_saved(out)}")
     if args.json is not None:
@@ -162,27 +164,27 @@ def _resumed(args: argparse.Namespace) -> Path | None:
     Raises `UsageError` for two sources of weights, or none to evaluate.
     """
     if args.resume is not None and args.pretrained is not None:
-        raise UsageError("--resume and --pretrained: a checkpoint has weights of its own; give one of the two")
-    resume = _checkpoint_asked_for(args)
+        raise UsageError("--resume and --pretrained: both give weights; use one of the two")
+    resume = _requested_checkpoint(args)
     if args.evaluate and resume is None and args.pretrained is None:
-        raise UsageError(
-            "--evaluate needs what was trained: --resume DIR (a run or a checkpoint), or --pretrained FILE"
-        )
+        raise UsageError("--evaluate needs a trained model: --resume DIR (a run or a checkpoint), or --pretrained FILE")
     return resume
 
 
-def _checkpoint_asked_for(args: argparse.Namespace) -> Path | None:
+def _requested_checkpoint(args: argparse.Namespace) -> Path | None:
     if args.resume is None:
         return None
     if args.resume is not _NEWEST:
         return find_checkpoint(args.resume).path
     if args.out is None:
-        raise UsageError("--resume: from where? give --resume DIR (a run or a checkpoint), or --out DIR of that run")
+        raise UsageError(
+            "--resume: no folder was given; use --resume DIR (a run or a checkpoint), or --out DIR of that run"
+        )
     if not args.evaluate and not checkpoints_of(args.out):
         if (args.out / "checkpoints").is_dir() and any((args.out / "checkpoints").glob("step-*[0-9]")):
-            find_checkpoint(args.out)  # says what is wrong with what is there
+            find_checkpoint(args.out)  # raises an error that names the damaged checkpoint
         if os.environ.get("RANK", "0") == "0":
-            say(f"nothing to go on from in {args.out}: beginning")
+            say(f"no checkpoint in {args.out}: starting from the beginning")
         return None
     return find_checkpoint(args.out).path
 
@@ -194,13 +196,13 @@ def _folder(args: argparse.Namespace, strategy: str, resume: Path | None) -> Pat
         if args.out is None or args.out.resolve() == run.resolve():
             return run
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    kinds = "-".join(Path(path.partition(":")[0]).stem for path in (args.workload, strategy))
-    name = f"{kinds}-{stamp}-{os.getpid()}"
+    names = "-".join(Path(path.partition(":")[0]).stem for path in (args.workload, strategy))
+    name = f"{names}-{stamp}-{os.getpid()}"
     out = args.out or Path("runs") / name
-    # a run that died before its first checkpoint begins again; one that came to its end is not overwritten
-    begins_again = args.resume is _NEWEST and not checkpoints_of(out) and not (out / "record.json").exists()
-    if (out / "log.jsonl").exists() and not begins_again:
-        raise UsageError(f"--out {out}: it holds a run already; go on with --resume, or give another folder")
+    # a run that died before its first checkpoint starts again; a finished run is not overwritten
+    starts_again = args.resume is _NEWEST and not checkpoints_of(out) and not (out / "record.json").exists()
+    if (out / "log.jsonl").exists() and not starts_again:
+        raise UsageError(f"--out {out}: it holds a run already; add --resume to resume it, or give another folder")
     return out
 
 

@@ -13,11 +13,11 @@ from everyrank.commands.shared import (
     check_writable,
     layouts_of,
     options_of,
+    repeated_arguments,
     say_next,
     show,
     source_of,
     status_of,
-    workload_words,
 )
 from everyrank.options import VerifyOptions
 
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     equal = [record.layout for record in records if record.parity.status == "equal"]
     if status == 0 and equal and not args.samples:
         say_next(
-            f"everyrank bench {workload_words(args)} --layout {shlex.join(dict.fromkeys(['single', *equal]))} "
+            f"everyrank bench {repeated_arguments(args)} --layout {shlex.join(dict.fromkeys(['single', *equal]))} "
             f"--processes {launch.processes} --html report.html"
         )
     return status

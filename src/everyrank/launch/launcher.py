@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -202,7 +203,9 @@ class BatchLauncher(Launcher):
 def launcher_named(name: str) -> Launcher:
     """The launcher of this name. Raises `UsageError` for an unknown one."""
     if name not in LAUNCHERS:
-        raise UsageError(f"--launcher {name}: unknown launcher; give one of {', '.join(LAUNCHERS)}")
+        close = difflib.get_close_matches(name, LAUNCHERS, n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise UsageError(f"--launcher {name}: unknown launcher; {hint}give one of {', '.join(LAUNCHERS)}")
     launcher: Launcher = importlib.import_module(f"everyrank.launch.{name}").LAUNCHER
     return launcher
 

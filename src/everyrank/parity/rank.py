@@ -15,7 +15,7 @@ from everyrank.options import VerifyOptions
 from everyrank.parallel.mesh import open_mesh
 from everyrank.parity import ParityCase, check_layout, gradient_case, parity_case
 from everyrank.parity.samples import check_samples
-from everyrank.progress import progress, row_known, said_once
+from everyrank.progress import print_lines_once, progress, row_known
 from everyrank.record import Parity, Record
 from everyrank.workload import Source, Workload, load
 from everyrank.world import World, on_rank_0, open_world, single_process_world
@@ -55,7 +55,7 @@ def verify_rank(
         )
         records: list[Record] = []
         is_shown = options.show and world.rank == 0
-        with progress(len(layouts), is_shown) as advance, said_once(world.rank == 0):
+        with progress(len(layouts), is_shown) as advance, print_lines_once(world.rank == 0):
             for index, layout in enumerate(layouts):
                 advance(f"verify {workload.name} · {layout}")
                 parity, losses = _compare_layout(case, layout, world, index, options)
