@@ -93,8 +93,9 @@ def test_a_lone_sample_under_batch_norm_is_refused_before_the_first_update(ranks
     """641 samples in batches of 64 ended after an epoch; here 22 in batches of 7. Nothing is refused with drop_last."""
     for text, done in ranks(2, lone, layout):
         assert text == (
-            "update 0: batch norm over 1 value per channel: update 3 has 1 of 22 samples, so that one is left alone; "
-            "set Workload.drop_last=True, or take another global_batch"
+            "update 0: batch norm over 1 value per channel: update 3 has 1 of 22 samples, so a micro-batch has only "
+            "one sample; "
+            "set Workload.drop_last=True, or use another global_batch"
         )
         assert done == 3
 

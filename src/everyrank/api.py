@@ -1,4 +1,4 @@
-"""The calls from Python: run, verify, bench and predict. They start ranks, wait, and give Records.
+"""The Python API: run, verify, bench and predict. They start ranks, wait for them and return Records.
 
 Nothing here imports torch.
 """
@@ -52,7 +52,7 @@ def run(
 
     workload  a `Workload`, or as the command line has it: a built-in name, or "path/file.py[:name]"
     layout    a `Layout`, or its text: "fsdp:precision=bf16"
-    launch    None: here, on as many processes as `everyrank train` would take; a text is the name of a launcher
+    launch    None: on this host, with as many processes as `everyrank train`; a str is the name of a launcher
 
     `options` are those of `everyrank train`; fields of `TrainOptions` can be given by name, too:
     `run("digits", "ddp", epochs=3, out="runs/first")`.
@@ -113,9 +113,9 @@ def predict(
     launch, options = _launch_of(launch, [layout]), _completed(options, {})
     check_predictions_suffix(options.out)
     if options.resume is None and options.pretrained is None:
-        raise UsageError("predict needs what was trained: --resume DIR (a run or a checkpoint), or --pretrained FILE")
+        raise UsageError("predict needs a trained model: --resume DIR (a run or a checkpoint), or --pretrained FILE")
     if options.resume is not None and options.pretrained is not None:
-        raise UsageError("--resume and --pretrained: a checkpoint has weights of its own; give one of the two")
+        raise UsageError("--resume and --pretrained: both give weights; use one of the two")
     _check_one_process(layout, launch)
     options = dataclasses.replace(
         options,
@@ -212,7 +212,7 @@ def bench(
     """Check each layout as `verify` does and time those that are equal; one Record for each.
 
     `options` are those of `everyrank bench`; fields of `BenchOptions` can be given by name, too. Raises what `run`
-    raises; `kept` has by then what was known, also after Ctrl-C.
+    raises; `kept` then has the Records so far, also after Ctrl-C.
     """
     workload, layouts = _workload_of(workload), _layouts_of(layouts)
     launch, options = _launch_of(launch, layouts), _completed(options or BenchOptions(), changes)
@@ -360,7 +360,7 @@ def bench_scaling(
                 if kept is not None:
                     kept[:] = records + [_with_efficiency(row, base.get(row.layout, row), kind) for row in partial]
                 raise
-            # what smaller sizes came to is not thrown away
+            # keep the results of smaller sizes
             made = [_not_verified(records[0], layout, size, str(error)) for layout in shown]
         base = base or {record.layout: record for record in made}
         records += [_with_efficiency(record, base[record.layout], kind) for record in made]
@@ -372,7 +372,7 @@ def _checked_sizes(processes: Sequence[int]) -> list[int]:
     sizes = list(dict.fromkeys(processes))
     if sizes[0] != 1 or sorted(sizes) != sizes:
         given = " ".join(map(str, processes))
-        raise UsageError(f"--processes {given}: scaling is measured against one rank; give 1 first and then more")
+        raise UsageError(f"--processes {given}: scaling is measured relative to one rank; begin with 1")
     return sizes
 
 

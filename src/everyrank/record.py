@@ -59,7 +59,7 @@ class Parity:
     first_divergence          "update 3, tensor layers.0.weight"
     cause                     the likely cause of a difference
     reason                    why it was not verified
-    checks                    what was compared, with the result of each comparison
+    checks                    each comparison with its result
     reference                 the layout that replaced `single` as the reference; None: `single` itself
     not_compared              tensors that could not be put together from the ranks (a custom parallelize function)
     """
@@ -129,13 +129,13 @@ class Collective:
 
 @dataclass(frozen=True)
 class Resources:
-    """What the ranks of this host used while a layout ran, sampled; one entry a sample in each list.
+    """Samples of the resource use of this host while a layout ran; each list has one entry per sample.
 
-    seconds            since the call
-    cpu_percent        of one core; all ranks and their loader workers together
-    memory_bytes       resident, of the same processes (pages that they share count in each)
-    gpu_percent, gpu_memory_bytes   all cards together, whoever uses them; empty without nvidia-smi
-    others_percent     of one core; what other programs took of the cores that these may run on
+    seconds            time since the call
+    cpu_percent        of all ranks and their loader workers, in percent of one core
+    memory_bytes       resident memory of these processes (shared pages count in each)
+    gpu_percent, gpu_memory_bytes   sum over all GPUs, of all programs; empty without nvidia-smi
+    others_percent     CPU use of other programs on the same cores, in percent of one core
     """
 
     interval_seconds: float
@@ -149,11 +149,11 @@ class Resources:
 
 @dataclass(frozen=True)
 class Bubble:
-    """The part of the time in which the ranks of a pipeline stand idle, of the time that micro-batches take.
+    """The fraction of the time of micro-batches in which the ranks of a pipeline are idle.
 
-    theory     by the schedule alone: a backward takes twice a forward, stages are equal, sending takes no time
-    measured   waited for messages: the mean over ranks, relative to the slowest rank's whole time. CPU alone: on CUDA
-               the program does not wait, the device does
+    theory     from the schedule, if a backward takes twice a forward, stages are equal and sending takes no time
+    measured   time of waiting for messages: the mean over ranks, relative to the time of the slowest rank. Only on CPU;
+               on CUDA the device waits, not the program
     """
 
     theory: float
@@ -178,8 +178,8 @@ class Membership:
     started            by the clock of rank 0's host, in seconds since 1970
     first_update       updates done at the checkpoint that it resumed from
     repeated_updates   updates of the previous start after its last checkpoint
-    lost_seconds       from the last update of the start before to the first of this one; None where nothing was lost
-                       (the first start, or one after a training that had come to its end), or no update was done
+    lost_seconds       from the last update of the previous start to the first of this one; None if nothing was lost
+                       (the first start, or after a finished training), or if there was no update
     """
 
     started: float
@@ -255,7 +255,7 @@ def read_records(path: str | Path) -> list[Record]:
     try:
         text = path.read_text(encoding="utf-8")
         rows = json.loads(text)
-        if "\\ud" in text.lower():  # half a character, which JSON may hold and no file or font can
+        if "\\ud" in text.lower():  # an unpaired surrogate, which JSON allows but files and fonts do not
             rows = json.loads(json.dumps(rows, ensure_ascii=False).encode("utf-8", "replace"))
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror or error}") from error
@@ -277,7 +277,7 @@ def _record(path: Path, row: dict[str, Any]) -> Record:
 
 
 def _build(kind: Any, value: Any) -> Any:
-    """A value of the annotated type out of parsed JSON; ValueError names what does not fit."""
+    """Convert parsed JSON to the annotated type. Raises ValueError that names the wrong field."""
     origin = typing.get_origin(kind)
     if kind is Any:
         return value

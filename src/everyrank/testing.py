@@ -55,12 +55,12 @@ def assert_same_training(
     layouts     as one types them (`"fsdp:tensor=2"`, `"my_parallel.py:tensor=2"`), or `Layout`s
     processes   ranks of each layout
     steps       updates that are compared; the last of the first epoch and the first of the second are among them
-    quick       compare in float64 alone; False: in the layout's own precision, too
-    reference   the layout to compare with, where one device cannot hold the model
+    quick       compare only in float64; False: also in the precision of the layout
+    reference   the layout to compare with, if the model does not fit on one device
     backend     shm, gloo, nccl or mpi; None: shm for ranks of one host on CPU, else nccl
 
-    Raises `AssertionError` for a layout that is another training, that this workload cannot have or that cannot run
-    here: a line for each, with what differs first, by how much, and the likely cause. `EveryrankError` for a wrong
+    Raises `AssertionError` for a layout that is not equivalent, not supported or cannot run here, with a line for
+    each: the first difference, its size and the likely cause. `EveryrankError` for a wrong
     call, and for code of the workload's that raises.
     """
     __tracebackhide__ = True  # pytest then shows the user's line

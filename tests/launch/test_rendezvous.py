@@ -325,7 +325,7 @@ FILES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     ),
     "of something else": (lambda path: path.write_text("my thesis"), ["holds something else", "a name that is free"]),
     "a folder": (lambda path: path.mkdir(), ["store"]),
-    "that cannot be made": (lambda path: path.symlink_to(path / ".." / "nosuch" / "store"), ["give another place"]),
+    "that cannot be made": (lambda path: path.symlink_to(path / ".." / "nosuch" / "store"), ["give another path"]),
     "below a file": (lambda path: path.parent.rmdir() or path.parent.write_text("x"), ["cannot be written"]),
 }
 

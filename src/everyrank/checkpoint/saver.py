@@ -155,8 +155,10 @@ class Saver:
     def why_not_saved(self, error: SaveError) -> str:
         """Return the message of a failure, with the newest complete checkpoint."""
         checkpoints = checkpoints_of(self.run)
-        left = f"the last one is whole: {checkpoints[-1].path}" if checkpoints else "there is none from before"
-        return f"a checkpoint could not be saved: {error}; {left}"
+        remaining = (
+            f"the previous one is complete: {checkpoints[-1].path}" if checkpoints else "there is no earlier one"
+        )
+        return f"a checkpoint could not be saved: {error}; {remaining}"
 
     def _write(self, tensors: dict[str, Tensor], values: dict[str, Any], metadata: CheckpointMetadata) -> None:
         """Write a checkpoint on all ranks. Raises `SaveError` on every rank if one failed."""
@@ -297,7 +299,7 @@ class Writers:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
         self.agreed: list[str] = []
-        self.own: set[str] = set()
+        self.local_names: set[str] = set()
 
     def own_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the `tensors` that this rank writes; one rank writes each part of each tensor. A collective.
@@ -311,10 +313,10 @@ class Writers:
         if digests != self.agreed:
             rank = dist.get_rank(self.group)
             # ranks with equal lists send them once
-            told = all_gather_json(parts if digests.index(digests[rank]) == rank else None, self.group)
-            rows = [told[digests.index(digest)] for digest in digests]
-            self.own, self.agreed = _assign(rows)[rank], digests
-        return {name: tensor for name, tensor in tensors.items() if name in self.own}
+            gathered = all_gather_json(parts if digests.index(digests[rank]) == rank else None, self.group)
+            rows = [gathered[digests.index(digest)] for digest in digests]
+            self.local_names, self.agreed = _assign(rows)[rank], digests
+        return {name: tensor for name, tensor in tensors.items() if name in self.local_names}
 
 
 def _part(tensor: Tensor) -> list[int]:

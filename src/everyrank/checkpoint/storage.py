@@ -51,19 +51,18 @@ _WHOLE_NUMBERS = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.uint16, torch.uint32, torch.uint64),
 )
-_LITTLE_ROOM = 1 << 20  # bytes beside the tensors
+_LITTLE_ROOM = 1 << 20  # bytes of the other files
 
 
 class SaveError(EveryrankError):
-    """A checkpoint could not be written; what was there before is as it was."""
+    """A checkpoint could not be written; earlier checkpoints are unchanged."""
 
 
 def group_for_saving(prepared: Prepared, world: World, in_background: bool = False) -> dist.ProcessGroup | None:
-    """A group of its own, on CPU: what saves in the background must not meet other collectives.
+    """Return a separate CPU group, because collectives of a background save must not mix with others.
 
-    One for all that this world saves and reads, and one for all that it saves in the background: each has threads that
-    wake up a hundred times a second, as long as it is there. None for a layout of one process, which has nothing to
-    agree on with others.
+    A world has one for saving and reading and one for background saves. They are cached, because each has threads that
+    wake up a hundred times per second. None for a layout of one process.
     """
     if world.group is None or prepared.world.size == 1:
         return None
@@ -77,7 +76,7 @@ def group_for_saving(prepared: Prepared, world: World, in_background: bool = Fal
 def write(
     tensors: Mapping[str, Tensor], folder: Path, rank: int, group: dist.ProcessGroup | None
 ) -> dict[str, tuple[int, int]]:
-    """Write every rank's tensors; (bytes, CRC-32) of every file, on all ranks. A collective.
+    """Write the tensors of every rank; return (bytes, CRC-32) of every file, on all ranks. A collective.
 
     Raises `SaveError` on every rank when one could not write.
     """
@@ -85,7 +84,7 @@ def write(
         dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(folder), process_group=group)
     except CheckpointException as error:
         needed = sum(tensor.nbytes for tensor in local_tensors(list(tensors.values())))
-        # one text for all ranks: rank 0 removes what was written, after which a late one would find room on the disk
+        # the message of rank 0 on all ranks: after rank 0 has removed the files, a late rank would find free space
         raise SaveError(text_of_rank_0(_room(folder, needed) + _first_cause(error), group)) from error
     try:
         # DCP puts the rank into the names of its files; the table of contents is rank 0's
@@ -122,7 +121,7 @@ def check_values(values: Mapping[str, Any]) -> bytes:
 
 
 def write_values(values: Mapping[str, Any], folder: Path) -> dict[str, tuple[int, int]]:
-    """Write plain values; what `write` returns, for that one file. Raises `OSError`."""
+    """Write plain values; return {file name: (bytes, CRC-32)}. Raises `OSError`."""
     path = folder / _VALUES
     with path.open("wb") as file:
         file.write(check_values(values))
@@ -132,7 +131,7 @@ def write_values(values: Mapping[str, Any], folder: Path) -> dict[str, tuple[int
 
 
 def read_values(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What `write_values` wrote; nothing in the file is run."""
+    """Read the values of `write_values`, without running code in the file."""
     try:
         return torch.load(checkpoint.path / _VALUES, map_location="cpu", weights_only=True)
     except Exception as error:
@@ -140,12 +139,14 @@ def read_values(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def contents_of(checkpoint: Checkpoint) -> dict[str, TensorStorageMetadata]:
-    """The tensors in a checkpoint: name -> size and dtype. Raises `UsageError` for a table that holds anything else."""
+    """Return name -> size and dtype of each tensor. Raises `UsageError` for a table with other entries."""
     entries: dict[str, TensorStorageMetadata] = {}
     needed = 0
     for name, entry in _Reader(checkpoint).read_metadata().state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
-            raise UsageError(f"{checkpoint.path}: {name!r} is no tensor; a checkpoint of everyrank holds nothing else")
+            raise UsageError(
+                f"{checkpoint.path}: {name!r} is not a tensor; checkpoints of everyrank contain only tensors"
+            )
         try:
             needed += _bytes_of(name, entry)
         except (TypeError, ValueError, AttributeError) as error:
@@ -153,15 +154,15 @@ def contents_of(checkpoint: Checkpoint) -> dict[str, TensorStorageMetadata]:
         entries[name] = entry
     if needed > checkpoint.num_bytes:
         raise UsageError(
-            f"{checkpoint.path}: its table says {needed:,} bytes of tensors, its files have {checkpoint.num_bytes:,}"
+            f"{checkpoint.path}: its table lists {needed:,} bytes of tensors, its files have {checkpoint.num_bytes:,}"
         )
     return entries
 
 
 def _bytes_of(name: Any, entry: TensorStorageMetadata) -> int:
-    """Bytes of a whole tensor. Raises `TypeError` or `ValueError` for one that no file of ours can hold in full."""
+    """Return the bytes of a tensor. Raises `TypeError` or `ValueError` for an invalid or incomplete entry."""
     if not isinstance(name, str) or not name.isprintable():
-        raise ValueError("it is no name")
+        raise ValueError("not a valid name")
     size, dtype = entry.size, entry.properties.dtype
     if not isinstance(size, torch.Size) or any(number < 0 for number in size):
         raise ValueError(f"its size is {size!r}")
@@ -180,14 +181,14 @@ def read(tensors: dict[str, Tensor], checkpoint: Checkpoint, group: dist.Process
     """
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is meant to be
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as intended here
             dcp.load(tensors, storage_reader=_Reader(checkpoint), process_group=group, no_dist=group is None)
     except CheckpointException as error:
         raise UsageError(f"{checkpoint.path}: cannot be read ({_first_cause(error)})") from error
 
 
 def _first_cause(error: CheckpointException) -> str:
-    """One line. What a writer in C++ says of a full disk is not what the system said: that stands behind it."""
+    """Return the cause in one line: the OSError behind the error, because torch's writer hides a full disk."""
     failures = sorted(error.failures.items())
     cause: BaseException | None = failures[0][1][0] if failures else error
     while cause is not None:
@@ -198,7 +199,7 @@ def _first_cause(error: CheckpointException) -> str:
 
 
 def _room(folder: Path, needed: int) -> str:
-    """What there is to say of the disk where writing failed: what torch's writer says of a full one is not that."""
+    """Return `No space left on device: FOLDER; ` if the disk is full, because torch's writer does not report it."""
     try:
         free = shutil.disk_usage(folder).free
     except OSError:
@@ -214,7 +215,7 @@ def _line(error: BaseException) -> str:
 
 
 def _newer_torch(written_by: str) -> str:
-    """Why this torch cannot read the table, and what to do, where a newer torch has written it."""
+    """Return why this torch cannot read the table, and the fix, if a newer torch has written it; else ""."""
     version = re.match(r"(\d+)\.(\d+)", written_by)
     this = re.match(r"(\d+)\.(\d+)", torch.__version__)
     if version is None or this is None or tuple(map(int, version.groups())) <= tuple(map(int, this.groups())):
@@ -226,7 +227,7 @@ def _newer_torch(written_by: str) -> str:
 
 
 class _Reader(dcp.FileSystemReader):
-    """DCP's reader, whose table of contents is opened by `_Table`."""
+    """The reader of DCP, with `_Table` as the unpickler of the table of contents."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(checkpoint.path)
@@ -241,9 +242,9 @@ class _Reader(dcp.FileSystemReader):
             raise UsageError(f"{path}: {error}{_newer_torch(self.written_by)}") from error
         except Exception as error:  # a broken pickle raises anything
             newer = _newer_torch(self.written_by)
-            raise UsageError(f"{path}: no table of contents of a checkpoint ({_line(error)}){newer}") from error
+            raise UsageError(f"{path}: not a table of contents of a checkpoint ({_line(error)}){newer}") from error
         if not isinstance(metadata, Metadata):
-            raise UsageError(f"{path}: no table of contents of a checkpoint, but {type(metadata).__name__}")
+            raise UsageError(f"{path}: not a table of contents of a checkpoint, but {type(metadata).__name__}")
         try:
             storage: Any = metadata.storage_data
             outside = [
@@ -253,18 +254,18 @@ class _Reader(dcp.FileSystemReader):
             if meta is not None:
                 meta.load_id = self.load_id
         except (AttributeError, TypeError) as error:
-            raise UsageError(f"{path}: no table of contents of a checkpoint ({_line(error)})") from error
+            raise UsageError(f"{path}: not a table of contents of a checkpoint ({_line(error)})") from error
         if outside:
             raise UsageError(f"{path}: it points outside its folder, at {outside[0]!r}")
         if not isinstance(metadata.state_dict_metadata, dict):
             raise UsageError(
-                f"{path}: no table of contents of a checkpoint ({type(metadata.state_dict_metadata).__name__})"
+                f"{path}: not a table of contents of a checkpoint ({type(metadata.state_dict_metadata).__name__})"
             )
         return metadata
 
 
 class _Table(pickle.Unpickler):
-    """A reader of pickles that builds what DCP describes tensors with, and nothing else."""
+    """An unpickler that creates only the classes with which DCP describes tensors."""
 
     _DCP = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
     _CLASSES = (
@@ -288,6 +289,4 @@ class _Table(pickle.Unpickler):
             return getattr(torch, name)
         if module in ("pathlib", "pathlib._local") and name in ("Path", "PosixPath", "WindowsPath", "PurePosixPath"):
             return pathlib.PurePath
-        raise UsageError(
-            f"it asks for {f'{module}.{name}'!r}, which no checkpoint needs: opening it could run a program"
-        )
+        raise UsageError(f"it needs {f'{module}.{name}'!r}, which no checkpoint needs: opening it could run code")

@@ -1,4 +1,4 @@
-"""The model alone: safetensors or a plain state dict, out of a checkpoint and into a workload."""
+"""Exports a model as safetensors or a plain state dict, and loads such weights into a workload."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 
 
 def check_weights_suffix(path: Path, flag: str) -> None:
-    """Raise `UsageError` for a file of weights by another name than these."""
+    """Raise `UsageError` for a file name without one of these suffixes."""
     if path.suffix not in WEIGHT_SUFFIXES:
         raise UsageError(f"{flag} {path}: give a name that ends in {', '.join(WEIGHT_SUFFIXES)}")
 
@@ -33,9 +33,9 @@ def check_weights_suffix(path: Path, flag: str) -> None:
 def export(checkpoint: Checkpoint, path: Path) -> dict[str, Tensor]:
     """Write the model of a checkpoint as one file that needs no everyrank, under all names of its state dict.
 
-    Of parameters that have an average (`Workload.ema_decay`) that one: it is what was evaluated.
+    Parameters with an average (`Workload.ema_decay`) are exported as that average, with which they were evaluated.
 
-    Raises `UsageError` for a damaged checkpoint and for a place that cannot be written.
+    Raises `UsageError` for a damaged checkpoint and for a path that cannot be written.
     """
     check_weights_suffix(path, "export")
     require_whole(checkpoint, deep=True)
@@ -65,7 +65,7 @@ def export(checkpoint: Checkpoint, path: Path) -> dict[str, Tensor]:
         partial.replace(path)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch's writer and that of safetensors have their own
         reason = getattr(error, "strerror", None) or next(iter(str(error).splitlines()), type(error).__name__)
-        raise UsageError(f"{path}: cannot be written ({reason}); give another place") from error
+        raise UsageError(f"{path}: cannot be written ({reason}); give another path") from error
     finally:
         partial.unlink(missing_ok=True)
     return state
@@ -89,23 +89,23 @@ _DTYPES = {
     "F64": torch.float64,
     "C64": torch.complex64,
 }
-"""What safetensors calls them."""
+"""The names of dtypes in safetensors."""
 
 
 class _Safetensors(Mapping[str, Tensor]):
-    """The tensors of a file, each of them read when it is asked for: no more of the file is in memory.
+    """The tensors of a safetensors file; each is read only when it is accessed.
 
-    Raises `SafetensorError` or `OSError` for a file that is none. The format is a header's length (8 bytes, little
+    Raises `SafetensorError` or `OSError` for an invalid file. The format is a header's length (8 bytes, little
     endian), the header as JSON, and the numbers: https://huggingface.co/docs/safetensors.
     """
 
     def __init__(self, path: Path) -> None:
-        with safe_open(path, framework="np"):  # which checks that all of the header is as it has to be
+        with safe_open(path, framework="np"):  # validates the header
             self.path = path
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header: dict[str, Any] = json.loads(file.read(length))
-        self.begin = 8 + length
+        self.data_start = 8 + length
         self.metadata = {name: metadata for name, metadata in header.items() if name != "__metadata__"}
 
     def __iter__(self) -> Iterator[str]:
@@ -125,7 +125,7 @@ class _Safetensors(Mapping[str, Tensor]):
         tensor = torch.empty_like(self.shape(name), device="cpu")
         if tensor.numel():
             with self.path.open("rb") as file:
-                file.seek(self.begin + self.metadata[name]["data_offsets"][0])
+                file.seek(self.data_start + self.metadata[name]["data_offsets"][0])
                 octets: Any = tensor.view(-1).view(torch.uint8).numpy()
                 if file.readinto(octets) != tensor.nbytes:
                     raise UsageError(f"--pretrained {self.path}: it ends within {name}; was it written to meanwhile?")
@@ -157,32 +157,32 @@ class _Renamed(Mapping[str, Tensor]):
 
 
 def read_weights(path: Path) -> _Renamed:
-    """The state dict in a file; nothing in it is run. Of safetensors each tensor is read when it is asked for.
+    """Return the state dict in a file, without running code in it. Tensors of safetensors are read when accessed.
 
-    One level of wrapping is taken off where others put one: {"state_dict": ...}, {"model": ...}, and the `module.` of
-    DistributedDataParallel. Raises `UsageError` for a file that is none.
+    It removes one level of wrapping: {"state_dict": ...}, {"model": ...}, and the prefix `module.` of
+    DistributedDataParallel. Raises `UsageError` for an invalid file.
     """
     check_weights_suffix(path, "--pretrained")
     if not path.is_file():
-        raise UsageError(f"--pretrained {path}: there is no such file")
+        raise UsageError(f"--pretrained {path}: no such file")
     try:
         if path.suffix == ".safetensors":
             weights: Any = _Safetensors(path)
             _Renamed(weights).shapes()
         else:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of a pickle that is not torch's: what follows says it
+                warnings.simplefilter("ignore")  # torch warns about foreign pickles; the error below explains
                 weights = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise UsageError(
-            f"--pretrained {path}: it holds more than tensors, and opening that could run a program; "
+            f"--pretrained {path}: it has more than tensors, and opening it could run code; "
             "save a state dict, or safetensors"
         ) from error
     except (OSError, SafetensorError) as error:
         raise UsageError(f"--pretrained {path}: cannot be read ({error})") from error
     except Exception as error:  # torch's readers raise anything
         line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise UsageError(f"--pretrained {path}: no file of weights alone ({line})") from error
+        raise UsageError(f"--pretrained {path}: not a file with only weights ({line})") from error
     for key in ("state_dict", "model", "model_state_dict"):
         if (
             not isinstance(weights, _Safetensors)
@@ -193,14 +193,14 @@ def read_weights(path: Path) -> _Renamed:
     if isinstance(weights, _Safetensors):
         return _Renamed(weights)
     if not isinstance(weights, Mapping) or not all(isinstance(value, Tensor) for value in weights.values()):
-        raise UsageError(f"--pretrained {path}: no state dict of tensors, but {type(weights).__name__}")
+        raise UsageError(f"--pretrained {path}: not a state dict of tensors, but {type(weights).__name__}")
     return _Renamed(weights)
 
 
 def with_pretrained(workload: Workload, path: Path) -> Workload:
-    """The workload, its model beginning with the weights in a file.
+    """Return the workload with a model that starts from the weights in a file.
 
-    Raises `UsageError` for a file that is none; building the model raises it for weights that are not the model's.
+    Raises `UsageError` for an invalid file; building the model raises it for weights that do not fit.
     """
     weights = read_weights(path)
     shapes = weights.shapes()
@@ -227,7 +227,9 @@ def with_pretrained(workload: Workload, path: Path) -> Workload:
                     f"--pretrained {path}: {name} is {tensor.dtype}, the model's {model_state[name].dtype}: "
                     "other numbers"
                 )
-        if not any(tensor.is_meta for tensor in model_state.values()):  # else another rank's model has the numbers
+        if not any(
+            tensor.is_meta for tensor in model_state.values()
+        ):  # a meta tensor has no values; another rank loads them
             _load(built, weights, path)
         return built
 
@@ -236,7 +238,7 @@ def with_pretrained(workload: Workload, path: Path) -> Workload:
 
 @torch.no_grad()
 def _load(model: nn.Module, weights: Mapping[str, Tensor], path: Path) -> None:
-    """Put the weights into a model that has tensors of these names and shapes, one after the other where it can be."""
+    """Copy the weights into a model with tensors of the same names and shapes, one tensor at a time if possible."""
     for name, _ in model.named_parameters():
         if not all(bool(piece.isfinite().all()) for piece in weights[name].reshape(-1).split(1 << 20)):
             raise UsageError(f"--pretrained {path}: {name} has numbers that are NaN or infinite")
@@ -248,7 +250,7 @@ def _load(model: nn.Module, weights: Mapping[str, Tensor], path: Path) -> None:
 
 
 def _loads_by_itself(module: nn.Module) -> bool:
-    """Whether a module does more than copy what it is given."""
+    """Whether loading a state dict into a module does more than copy tensors."""
     kind: Any = type(module)
     hooks = (module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks)  # pyright: ignore[reportPrivateUsage]
     user_classes = [base for base in kind.mro()[:-1] if not base.__module__.startswith("torch.nn.")]
@@ -257,7 +259,7 @@ def _loads_by_itself(module: nn.Module) -> bool:
 
 
 def _kind(dtype: torch.dtype) -> str:
-    """What may be turned into one another: a cast between kinds loses more than digits."""
+    """Return the kind of a dtype. A cast between kinds loses more than digits."""
     if dtype.is_complex or dtype is torch.bool:
         return str(dtype)
     return "floating" if dtype.is_floating_point else "whole"

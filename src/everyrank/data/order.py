@@ -64,7 +64,7 @@ class Epoch:
 def epoch_order(length: int, seed: int, epoch: int) -> Tensor:
     """The samples of one epoch in order, (length,). The permutation is the one torch's DistributedSampler draws.
 
-    It takes 4 bytes a sample in every rank (from 2^31 samples on 8), and a while to make: a second for ten millions.
+    It takes 4 bytes per sample on every rank (8 from 2^31 samples on), and one second for ten million samples.
     """
     generator = torch.Generator()
     generator.manual_seed(seed + epoch)
@@ -109,7 +109,7 @@ class KnownUpdates(Sequence[Update]):
 
     def __init__(self, steps: range, epoch_sizes: Epoch) -> None:
         self.steps, self.epoch_sizes = steps, epoch_sizes
-        self.per_epoch = epoch_sizes.updates  # asked for at each update
+        self.per_epoch = epoch_sizes.updates  # cached, because it is used in each update
 
     @property
     def start_step(self) -> int:
@@ -140,7 +140,7 @@ class KnownUpdates(Sequence[Update]):
         return steps_done == self.end
 
     def position(self, steps_done: int) -> dict[str, int]:
-        """Nothing: the number of updates done is enough to resume."""
+        """Return {}: the number of updates is enough to resume."""
         del steps_done
         return {}
 
@@ -188,8 +188,10 @@ def batch_of_one(workload: Workload, length: int, updates: Sequence[Update], mic
         size = min(batch, length - update.index * batch)
         if max(1, size // micro_batches) == 1:
             cut = f" in {micro_batches} micro-batches" if micro_batches > 1 else ""
-            fix = "set Workload.drop_last=True, or take another global_batch"
+            fix = "set Workload.drop_last=True, or use another global_batch"
             if size == batch:
-                fix = "take fewer micro-batches, or a larger global_batch"
-            return f"update {update.step} has {size} of {length} samples{cut}, so that one is left alone; {fix}"
+                fix = "use fewer micro-batches, or a larger global_batch"
+            return (
+                f"update {update.step} has {size} of {length} samples{cut}, so a micro-batch has only one sample; {fix}"
+            )
     return ""

@@ -54,7 +54,7 @@ def count_samples(dataset: Any, limit: int | None, patience_seconds: float) -> t
         return len(dataset), True
     if isinstance(dataset, Iterator):
         raise WorkloadError(
-            "a generator can be gone through once; give an object whose __iter__ begins anew, or one with __len__"
+            "a generator can be used only once; give an object whose __iter__ starts again, or one with __len__"
         )
     if getattr(dataset, "endless", False):
         if limit is None:
@@ -125,7 +125,7 @@ class ForwardReader:
         return item
 
     def has_more(self) -> bool:
-        """Whether there is another item; the item is consumed."""
+        """Consume the next item; return whether there was one."""
         missing = object()
         return next(self.items, missing) is not missing
 

@@ -1,16 +1,16 @@
-"""Streams of which each is read by one rank, and whose lengths nobody knows before.
+"""Streams of unknown, different lengths, each of which is read by one rank.
 
-The workload fixes the streams. Update i takes the next samples of each one that still has some, until all have ended;
-ranks share the streams out among themselves. So which update has which samples depends on the streams alone: three
-of them on one rank, on two or on three are the same training.
+The workload fixes the streams. Update i takes the next samples of each stream that has not ended, until all have ended.
+The streams are divided over the ranks. So the samples of an update depend only on the streams: three streams on one,
+two or three ranks are the same training.
 
     stream 0   ■■■■ ■■■■ ■■■■ ■■■■ ■■         an update is a column: 12 samples, later 8, 4 and 2,
-    stream 1   ■■■■ ■■■■ ■■■■                 and it is divided by what it has
+    stream 1   ■■■■ ■■■■ ■■■■                 divided by their number
     stream 2   ■■■■ ■
 
-A rank whose streams have ended goes on with padding samples of weight zero, as any rank without a sample does, so that
-all make the same collectives. How many samples each rank has in an update is told to all of them by a gather of a few
-numbers, which is under way while the update before is computed. Where nobody has any, the epoch has ended.
+A rank whose streams have ended continues with dummy samples of weight zero, so that all ranks call the same
+collectives. A gather of a few numbers, which overlaps with the previous update, tells all ranks how many samples each
+has in an update. If no rank has any, the epoch has ended.
 """
 
 from __future__ import annotations
@@ -40,38 +40,38 @@ __all__ = [
 
 
 class UnevenStreams:
-    """The streams of a workload, and their lengths where somebody has counted them (None: nobody has).
+    """The streams of a workload, and their lengths if they have been counted, else None.
 
-    A stream that never ends counts as long as the training (`is_whole` is False then).
+    An endless stream counts as long as the training (then `is_whole` is False).
     """
 
     def __init__(self, dataset: Any, streams: Sequence[Any], lengths: Sequence[int] | None, is_whole: bool) -> None:
         self.dataset, self.streams, self.lengths, self.is_whole = dataset, list(streams), lengths, is_whole
 
     def __len__(self) -> int:
-        assert self.lengths is not None, "nobody has counted these streams"
+        assert self.lengths is not None, "these streams have not been counted"
         return sum(self.lengths)
 
     @property
     def checksum(self) -> str | None:
-        """The dataset's own, where it has one."""
+        """The checksum of the dataset, if it has one."""
         return getattr(self.dataset, "checksum", None)
 
     def takes(self, global_batch: int) -> list[int]:
-        """How many samples of each stream an update takes: parts of the batch that differ by at most one."""
+        """Return the number of samples that an update takes from each stream; they differ by at most one."""
         return [len(cut(global_batch, Slice(number, len(self.streams)))) for number in range(len(self.streams))]
 
     def epoch(self, workload: Workload) -> Epoch:
-        """How an epoch of counted streams is cut into updates."""
-        assert self.lengths is not None, "nobody has counted these streams"
+        """Return how an epoch of counted streams is divided into updates."""
+        assert self.lengths is not None, "these streams have not been counted"
         parts = list(zip(self.lengths, self.takes(workload.global_batch), strict=True))
-        if workload.drop_last:  # it ends before the first update to which some stream gives less
+        if workload.drop_last:  # the epoch ends before the first update with an incomplete part
             full = min(length // batch for length, batch in parts)
             parts = [(full * batch, batch) for _, batch in parts]
         return Epoch(tuple(parts))
 
     def whole(self) -> Streamed:
-        """All of them, one after the other, as one stream."""
+        """Return all streams, one after the other, as one stream."""
         return Streamed(_Chain(self.streams), len(self), self.is_whole)
 
     def check_readers(self, reads: Slice, global_batch: int) -> None:
@@ -89,12 +89,12 @@ class UnevenStreams:
 
 
 def is_uncounted(dataset: Any) -> bool:
-    """Whether nobody knows how many samples an epoch has."""
+    """Whether the number of samples of an epoch is unknown."""
     return isinstance(dataset, UnevenStreams) and dataset.lengths is None
 
 
 def epoch_of(workload: Workload, dataset: Any) -> Epoch:
-    """How an epoch of training on this dataset, whose length is known, is cut into updates."""
+    """Return how an epoch of a dataset of known length is divided into updates."""
     if isinstance(dataset, UnevenStreams):
         return dataset.epoch(workload)
     return Epoch(((samples_per_epoch(workload, len(dataset)), workload.global_batch),))
@@ -128,16 +128,16 @@ def find_streams(dataset: Any) -> Sequence[Any] | None:
         raise WorkloadError(f"streams={streams!r}: give a list of datasets that can be iterated, one for each rank")
     for number, stream in enumerate(streams):
         if not hasattr(stream, "__iter__") or isinstance(stream, Iterator):
-            advice = "a generator can be gone through once; give" if isinstance(stream, Iterator) else "give"
+            advice = "a generator can be used only once; give" if isinstance(stream, Iterator) else "give"
             kind = type(stream).__name__
-            raise WorkloadError(f"streams[{number}] ({kind}): {advice} an object whose __iter__ begins anew")
+            raise WorkloadError(f"streams[{number}] ({kind}): {advice} an object whose __iter__ starts again")
     return streams
 
 
 def count_streams(
     streams: Sequence[Any], local: range, takes: Sequence[int], steps: int | None, patience_seconds: float
 ) -> list[tuple[int, int]]:
-    """(samples of an epoch, whether it ends there) of some of the streams; of an endless one what `steps` take."""
+    """Return (samples of an epoch, whether the stream ends) for local streams; for an endless one those of `steps`."""
     limits = [takes[number] * steps if steps is not None else None for number in local]
     return [
         count_samples(streams[number], limit, patience_seconds) for number, limit in zip(local, limits, strict=True)
@@ -145,11 +145,11 @@ def count_streams(
 
 
 NOTHING = -1
-"""In place of a number of samples: the streams of a rank have not given any so far."""
+"""Replaces the number of samples if the streams of a rank have not returned any sample so far."""
 
 
 class UnevenKeys(NamedTuple):
-    """What the loader fetches in one go: a micro-batch of an update, of all streams of this rank."""
+    """The key of one fetch: a micro-batch of an update, from all streams of this rank."""
 
     epoch: int
     update: int
@@ -171,7 +171,7 @@ class UnevenReader(Dataset[Any]):
             number: ForwardReader(data.streams[number], workload.seed, number, count) for number in cut(count, reads)
         }
         self.takes, self.accumulate, self.reverse = takes, accumulate, reverse
-        # where the odd samples of a stream go: micro-batches then differ by at most one in a full update
+        # which micro-batches get the odd samples of a stream, so that they differ by at most one in a full update
         odd = [0, *itertools.accumulate(take % accumulate for take in takes)]
         self.shifts = [total % accumulate for total in odd]
         self.newest: tuple[ForwardReader, Any, int] | None = None
@@ -187,7 +187,7 @@ class UnevenReader(Dataset[Any]):
         return 0, [reader.decoded(item, position)], [0]
 
     def _samples(self, number: int, keys: UnevenKeys) -> list[tuple[Any, int]]:
-        """What a stream gives to a micro-batch, each with its place in the update; less than wanted where it ends."""
+        """Return the samples of a stream for a micro-batch, with their indices in the update; fewer at its end."""
         reader, wanted = self.readers[number], self._positions(number, keys)
         if keys.epoch != reader.epoch or wanted.start < reader.position:
             reader.restart(keys.epoch)
@@ -201,12 +201,12 @@ class UnevenReader(Dataset[Any]):
                 break
             self.newest = (reader, item, position)
             if position >= wanted.start:
-                # by stream and position in it: which micro-batch reads it makes no difference
+                # the index depends on stream and position, not on the micro-batch
                 result.append((reader.decoded(item, position), (position - before) * len(self.takes) + number))
         return result
 
     def _positions(self, number: int, keys: UnevenKeys) -> range:
-        """Which samples of a stream a micro-batch takes."""
+        """Return the positions in a stream of the samples of a micro-batch."""
         size, odd = divmod(self.takes[number], self.accumulate)
         sizes = [size + ((index - self.shifts[number]) % self.accumulate < odd) for index in range(self.accumulate)]
         start = keys.update * self.takes[number] + sum(sizes[: keys.micro_batch])

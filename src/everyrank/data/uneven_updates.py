@@ -1,7 +1,7 @@
-"""Updates over uneven streams: all ranks make as many, and know of each how many samples it has.
+"""Updates over uneven streams: all ranks make equally many, and know the number of samples of each rank.
 
-Each rank fetches what its streams give to the next update, and tells the others how much that is while the update
-before is computed: a gather of a few numbers. Where nobody has any, the epoch has ended.
+Each rank fetches its samples of the next update and sends their number to the others, in a gather that overlaps with
+the previous update. If no rank has any, the epoch has ended.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ __all__ = ["Agreed", "OpenUpdates", "uneven_batches"]
 
 
 class Agreed:
-    """What every reader has of an update; the first look waits for the others."""
+    """The number of samples of every reader in an update. The first access waits for the other ranks."""
 
     def __init__(self, local_counts: Sequence[int], reads: Slice, smallest: int, world: World) -> None:
-        self.own, self.reads, self.smallest = local_counts, reads, smallest
+        self.local_counts, self.reads, self.smallest = local_counts, reads, smallest
         self.rows: list[Tensor] = []
         self.work: Any = None
-        self.known: list[list[int]] | None = None
+        self.gathered: list[list[int]] | None = None
         if world.group is not None and world.size > 1:
             message = torch.tensor([reads.index, *local_counts], device=world.device)
             self.rows = [torch.empty_like(message) for _ in range(world.size)]
@@ -43,47 +43,47 @@ class Agreed:
 
     @property
     def sizes(self) -> list[list[int]]:
-        """Of each micro-batch, by reader: its samples."""
-        if self.known is None:
-            table = [list(self.own)]
+        """Number of samples by micro-batch and reader."""
+        if self.gathered is None:
+            table = [list(self.local_counts)]
             if self.work is not None:
                 self.work.wait()
-                # ranks with other parts of the model read the same streams
+                # ranks with different parts of the model read the same streams
                 by_reader = {index: sizes for index, *sizes in (row.tolist() for row in self.rows)}
                 table = [by_reader[index] for index in range(self.reads.count)]
-            self.known = [list(column) for column in zip(*table, strict=True)]
-        return self.known
+            self.gathered = [list(column) for column in zip(*table, strict=True)]
+        return self.gathered
 
     @property
     def total(self) -> int:
-        """Samples of the update, over all readers."""
+        """Samples of the update over all readers."""
         return sum(map(sum, self.sizes))
 
     @property
     def is_over(self) -> bool:
-        """There is no such update: the epoch has ended before it. What a simulation asks for, there is."""
+        """Whether the epoch has ended before this update; always False in a simulation."""
         return self.total < self.smallest and not self.is_simulated
 
     @property
     def is_simulated(self) -> bool:
-        """One process reads for several, each by itself: what the others have is not known here."""
+        """Whether one process reads for several ranks in turn, without knowing the others' counts."""
         return self.work is None and self.reads.count > 1
 
 
 def agree(local_counts: Sequence[int], reads: Slice, workload: Workload, world: World) -> Agreed:
-    """Tell all ranks how many samples this one has in each micro-batch of an update. A collective, not waited for."""
+    """Send this rank's number of samples in each micro-batch to all ranks. An asynchronous collective."""
     return Agreed(local_counts, reads, workload.global_batch if workload.drop_last else 1, world)
 
 
 class OpenUpdates(Iterable[Update]):
     """The updates of a training of unknown length (`data.Updates`). An epoch ends when all of its streams have ended.
 
-    Iterating gives the update in progress, once for each update that is taken.
+    Iterating yields the current update, once for each update that is taken.
 
-    step, epoch, index   of the update that is taken next
-    epochs, steps        how long the training is; one of the two
-    ahead                what all ranks have of it
-    read                 samples that have been read before each update taken so far, and with all of them
+    step, epoch, index   of the next update
+    epochs, steps        length of the training; one of the two is set
+    ahead                the counts of all ranks for the next update
+    read                 number of samples read before each update so far, and in total
     """
 
     def __init__(
@@ -91,53 +91,53 @@ class OpenUpdates(Iterable[Update]):
     ) -> None:
         self.epochs, self.steps, self.drop_last = epochs, steps, drop_last
         self.start_step, self.step, self.epoch, self.index = step, step, epoch, index
-        self.asked = (epoch, index)
+        self.next_request = (epoch, index)
         self.read = [0]
         self.ahead: Agreed | None = None
         self.newest = Update(step, epoch, index)
 
     def ask(self) -> Iterator[Update]:
-        """What the loader is to fetch, without an end: it asks ahead, and an epoch's end is known later."""
+        """Yield updates for the loader, without an end, because it prefetches before the end of an epoch is known."""
         while True:
-            epoch, index = self.asked
-            self.asked = (epoch, index + 1)
+            epoch, index = self.next_request
+            self.next_request = (epoch, index + 1)
             yield Update(-1, epoch, index)
 
     def is_next(self, update: Update) -> bool:
-        """Whether this is what comes next; no: it was asked for beyond the end of an epoch."""
+        """Whether this is the next update, and not one that was prefetched beyond the end of an epoch."""
         return (update.epoch, update.index) == (self.epoch, self.index)
 
     def take(self, total: int) -> None:
-        """The next update, of so many samples, is done now."""
+        """Advance to the next update; this one has `total` samples."""
         self.newest = Update(self.step, self.epoch, self.index)
         self.read.append(self.read[-1] + total)
         self.step, self.index = self.step + 1, self.index + 1
 
     def end_epoch(self) -> None:
-        """Go on with the next one. Raises `WorkloadError` for an epoch without an update."""
+        """Advance to the next epoch. Raises `WorkloadError` for an epoch without an update."""
         if self.index == 0:
-            why = "no full batch in all streams (drop_last=True)" if self.drop_last else "the streams are empty"
-            raise WorkloadError(f"epoch {self.epoch} has no update: {why}")
+            reason = "no full batch in all streams (drop_last=True)" if self.drop_last else "the streams are empty"
+            raise WorkloadError(f"epoch {self.epoch} has no update: {reason}")
         self.epoch, self.index = self.epoch + 1, 0
-        self.asked = (self.epoch, 0)
+        self.next_request = (self.epoch, 0)
 
     @property
     def end(self) -> int | None:
-        """The number of updates of the whole training; None where epochs were asked for."""
+        """The number of updates of the whole training; None if it is given in epochs."""
         return self.steps
 
     @property
     def is_over(self) -> bool:
-        """Whether no update is left to take."""
+        """Whether all updates have been taken."""
         return self.step == self.steps or self.epoch == self.epochs
 
     def ends_epoch(self, steps_done: int) -> bool:
-        """Whether an epoch ends with the update that was taken last."""
+        """Whether an epoch ends with the last update."""
         assert steps_done == self.step
         return self.ahead is not None and self.ahead.is_over
 
     def is_last(self, steps_done: int) -> bool:
-        """Whether the training ends with it."""
+        """Whether the training ends with the last update."""
         return steps_done == self.steps or (self.ends_epoch(steps_done) and self.newest.epoch + 1 == self.epochs)
 
     def samples_before(self, step: int) -> int:
@@ -145,14 +145,14 @@ class OpenUpdates(Iterable[Update]):
         return self.read[min(step, self.step) - self.start_step]
 
     def position(self, steps_done: int) -> dict[str, int]:
-        """Where to resume after the update that was taken last: the epoch, and the number of its updates done."""
+        """Return the position to resume from: the epoch, and the number of its finished updates."""
         epoch, index = self.newest.epoch, self.newest.index
         return {"epoch": epoch + 1, "index": 0} if self.ends_epoch(steps_done) else {"epoch": epoch, "index": index + 1}
 
     def __iter__(self) -> Iterator[Update]:
-        given = self.start_step
-        while given < self.step:
-            given += 1
+        num_yielded = self.start_step
+        while num_yielded < self.step:
+            num_yielded += 1
             yield self.newest
 
 
@@ -166,7 +166,7 @@ def uneven_batches(
     dtype: torch.dtype,
     reverse: bool,
 ) -> Iterator[list[Batch]]:
-    """For each update, this rank's part of each micro-batch that has samples. All ranks come to the same end."""
+    """For each update, this rank's part of each micro-batch that has samples. All ranks end at the same update."""
     data.check_readers(reads, workload.global_batch)
     open_updates = updates if isinstance(updates, OpenUpdates) else None
     pending: collections.deque[Update] = collections.deque()
@@ -180,7 +180,7 @@ def uneven_batches(
     fetched = fetch_all(UnevenReader(data, workload, reads, accumulate, reverse), collate, keys(), world)
 
     def take() -> tuple[int, list[Any], Agreed] | None:
-        """What this rank has of the next update; all ranks are being told how much that is."""
+        """Return this rank's part of the next update, and start to send its size to all ranks."""
         while contents := list(itertools.islice(fetched, accumulate)):
             update = pending.popleft()
             if open_updates is None or open_updates.is_next(update):
@@ -213,7 +213,7 @@ def _collate(collate: Callable[[Any], Any], read: tuple[int, list[Any], list[int
 
 
 def _check_padding(agreed: Agreed, streams: int, epoch: int) -> None:
-    """Raise `WorkloadError`, on every rank, where one has nothing to compute along with."""
+    """Raise `WorkloadError` on every rank if one has no sample to use as a dummy."""
     for reader, size in enumerate(agreed.sizes[0]):
         if size == NOTHING:
             reader = agreed.reads.index if agreed.is_simulated else reader
@@ -230,7 +230,7 @@ def _parts(
     reads: Slice,
     change: Callable[[torch.Tensor], torch.Tensor],
 ) -> list[Batch]:
-    """What this rank has of each micro-batch of an update that anybody has samples of."""
+    """Return this rank's part of each micro-batch that has samples on any rank."""
     start, batches, num_parts = 0, list[Batch](), sum(any(sizes) or agreed.is_simulated for sizes in agreed.sizes)
     for (size, content, sample_indices), sizes in zip(contents, agreed.sizes, strict=True):
         if any(sizes) or agreed.is_simulated:

@@ -1,13 +1,13 @@
-"""A workload and a layout as a project in plain PyTorch, for somebody to own: no everyrank in it.
+"""`everyrank eject`: exports a workload and a layout as a project in plain PyTorch, without everyrank.
 
-request.py     what is asked for, and what of it cannot be ejected
-facts.py       what the workload's model and data are like: one batch goes through
+request.py     EjectRequest, and the features that cannot be ejected
+facts.py       inspects the model and data of the workload with one batch
 imports.py     import statements, read and written as isort does
 flatten.py     definitions of everyrank that a workload uses, as one file that needs no everyrank
 sources.py     the user's own files, which import that file instead
-parts/         pieces of train.py, each with its condition
-compose.py     train.py, out of parts/: a line of a part stands there where its conditions hold
-readme.py      README.md and how to start it
+parts/         templates of train.py, with a condition on some lines
+compose.py     renders train.py from parts/, with the lines whose conditions hold
+readme.py      README.md with the commands that start it
 project.py     all files of a project, and writing them
 """
 

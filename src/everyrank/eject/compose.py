@@ -1,7 +1,7 @@
-"""train.py: parts put together, of which each line stands there where its conditions hold.
+"""Renders train.py from the templates in parts/, with the lines whose conditions hold.
 
-A line of a part ends with its conditions where it has some: `  #? ddp clip` stands in a script of ddp that clips,
-`  #? !eval` in one that does not evaluate. `$batch` and its like are the values of this script.
+A line with conditions ends with them. For example, `  #? ddp clip` keeps a line only for ddp with clipping, and
+`  #? !eval` only for scripts that do not evaluate. `$batch` and similar names are replaced by values.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LAYOUT_PARTS = {
     "tensor": ("tensor", "backward", "normalise"),
     "pipeline": ("pipeline", "normalise"),
 }
-"""The parts of each layout, beside those that all have."""
+"""The templates of each layout, in addition to those of all layouts."""
 
 _HEADERS = {
     "ddp": """every rank holds the whole model, and gradients are averaged.
@@ -58,7 +58,7 @@ Travels   activations: an all-reduce behind each pair of matrices in forward, on
 Holds     some blocks on every rank, with their gradients and optimizer state; what is outside the blocks in full
 Travels   per micro-batch the activations between neighbours, forward to the next rank, their gradients back""",
 }
-"""What the docstring of train.py says of each layout."""
+"""The text about each layout in the docstring of train.py."""
 
 
 def conditions_of(workload: Workload, facts: Facts, request: EjectRequest) -> frozenset[str]:

@@ -28,7 +28,7 @@ __all__ = ["Facts", "look_at"]
 
 @dataclass(frozen=True)
 class Facts:
-    """What train.py depends on.
+    """The facts about a workload that train.py depends on.
 
     samples           of the training data
     call              how the model takes an input: "", "*" or "**" in front of it
@@ -62,7 +62,7 @@ def look_at(workload: Workload, request: EjectRequest) -> Facts:
     seed_everything(workload.seed)
     data: Any = workload.train_data()
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
-        raise UsageError(f"workload {workload.name}: eject writes no streams; give train_data with __len__")
+        raise UsageError(f"workload {workload.name}: eject does not support streams; use a train_data with __len__")
     is_silent = getattr(data, "deterministic", False)
     samples, draws_in_data = _watched(lambda: [data[index % len(data)] for index in range(2)])
     value, target = pair_of((workload.collate or default_collate)(samples))

@@ -23,7 +23,7 @@ def write_project(request: EjectRequest, folder: Path) -> list[Path]:
     Raises `UsageError` for a workload that cannot be ejected or a folder that is not empty; then nothing is written.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UsageError(f"{folder}: it holds files already; give a folder that is empty, or not there yet")
+        raise UsageError(f"{folder}: the folder has files already; give an empty or new folder")
     refuse_layout(request)
     workload = load(request.source)
     refuse_workload(workload, request)

@@ -48,15 +48,17 @@ def readme(workload: Workload, facts: Facts, request: EjectRequest, sources: Own
         *([(f"{names.script}.sbatch", "starts it in a job of Slurm")] if request.launcher == "slurm" else []),
         *((data.name, "data") for data in sources.data),
     ]
-    weights = "`weights.pt` is what was trained."
+    weights = "`weights.pt` has the trained weights."
     if request.kind == "pipeline":
         weights = (
-            "`weights-R.pt` is what rank R has trained.\n\n"
+            "`weights-R.pt` has the weights of rank R.\n\n"
             f"The blocks are cut for {request.processes} ranks; for another number change STAGES."
         )
     notes = [weights]
     if facts.draws_in_model:
-        notes.append("Dropout draws other numbers than everyrank's: the losses are those of another seed.")
+        notes.append(
+            "Dropout draws different numbers than in everyrank, so the losses differ as with a different seed."
+        )
     notes += [f"Put `{large.name}` beside the scripts: it was too large to be copied." for large in sources.left_out]
     text = (importlib.resources.files("everyrank.eject.parts") / "README.md.txt").read_text(encoding="utf-8")
     return string.Template(text).substitute(
@@ -85,7 +87,7 @@ def _several_hosts(request: EjectRequest, script: str) -> list[str]:
         ],
         "slurm": [f"Nodes, tasks, time and account are in the first lines of `{script}.sbatch`."],
         "mpi": [
-            "On several hosts the ranks need an address to meet at:",
+            "On several hosts the ranks need the address of the first host:",
             "",
             "```",
             f"MASTER_ADDR=FIRST MASTER_PORT=29500 mpirun -x MASTER_ADDR -x MASTER_PORT -n {count} --hostfile HOSTS "

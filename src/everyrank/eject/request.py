@@ -21,10 +21,10 @@ _OPTIONS: dict[str, dict[str, tuple[object, ...]]] = {
     "tensor": {"sequence": (False,)},
     "pipeline": {"schedule": ("1f1b",), "microbatches": ()},
 }
-"""Options of each strategy that can be ejected; with these values alone, where there are some."""
+"""The options of each strategy that can be ejected, and their allowed values if only some are."""
 
 _FIELDS = {
-    "ema_decay": "averaged weights are torch.optim.swa_utils.AveragedModel in plain PyTorch, another arithmetic",
+    "ema_decay": "torch.optim.swa_utils.AveragedModel in plain PyTorch averages with different arithmetic",
     "on_epoch": "it is called with a function that predicts under every layout",
 }
 """Fields of a workload that no ejected script has, and why."""
@@ -32,13 +32,13 @@ _FIELDS = {
 
 @dataclass(frozen=True)
 class EjectRequest:
-    """What is to be ejected.
+    """The arguments of `everyrank eject`.
 
-    source      of the workload: where it is found, with its settings
-    layout      under which it trains
-    launcher    what starts the ranks: one of `EJECTED_LAUNCHERS`
-    processes   ranks, for the commands; a pipeline is cut for so many, of the others any number can be started
-    command     what was typed, for the README
+    source      the source of the workload, with its settings
+    layout      the layout of the training
+    launcher    one of `EJECTED_LAUNCHERS`
+    processes   number of ranks in the commands; only a pipeline is fixed to it
+    command     the command line, for the README
     """
 
     source: Source

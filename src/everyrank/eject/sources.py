@@ -21,7 +21,7 @@ __all__ = ["OwnSources", "own_sources"]
 
 _LARGEST_BYTES = 64 << 20
 _SHOWN = {"Workload": "everyrank.workload.workload"}
-"""What a workload may import from everyrank itself; of its rooms more."""
+"""Names that a workload may import from `everyrank`; from its packages it may import more."""
 
 _TYPES = {
     "name": ("str", "shown in tables and file names"),
@@ -42,7 +42,7 @@ _TYPES = {
 
 
 class ProjectNames(NamedTuple):
-    """What the modules that eject writes are called, without `.py`: names that the user's own files do not have."""
+    """Names of the written modules, without `.py`; different from those of the user's files."""
 
     script: str = "train"
     task: str = "task"
@@ -243,7 +243,7 @@ def workload_class(texts: list[str]) -> str:
         "",
         "@dataclass(frozen=True)",
         "class Workload:",
-        '    """What is trained; the script says how."""',
+        '    """The model, data and loss; train.py has the training loop."""',
         "",
     ]
     for name, value in known.items():

@@ -8,7 +8,7 @@
         fully_shard(model, mesh=mesh["shard"])
         return model
 
-It is a layout as any other, `--layout my_parallel.py:tensor=2`: an axis without a size takes the ranks that are left.
+Use it as a layout, `--layout my_parallel.py:tensor=2`: an axis without a size gets the remaining ranks.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ _OURS = {"batch": "replicate", "sequence": "context", "same": "tensor"}
 class ParallelContract:
     """Describes what a `parallelize(model, mesh)` does, as far as its result does not show it.
 
-    It stands beside the function as `contract`, or on it as `parallelize.contract`. Without one the axes are those that
-    the layout names, and "data", with the gradient a mean, as DistributedDataParallel and `fully_shard` leave it.
+    Define it next to the function as `contract`, or as its attribute `parallelize.contract`. Without one, the axes are
+    those of the layout and "data", and the gradient is a mean, as with DistributedDataParallel and `fully_shard`.
 
-    axes            mesh axis -> what its ranks read, outermost first: "batch" (other samples), "sequence" (a part of
+    axes            mesh axis -> data of its ranks, outermost first: "batch" (different samples), "sequence" (a part of
                     the same sequences: contiguous, equal, along `Workload.sequence_dim`) or "same". Those of batch
                     come first, those of same last. None: the usual names stand for themselves (data, dp, replicate,
                     shard, dp_replicate, dp_shard; context, cp; tensor, tp)
     gradients       what `parameter.grad` is after backward, of the gradients that the ranks with other samples or
                     positions have by themselves: "mean", "sum", or one for each axis, {"context": "sum"}
-    scale_loss      (loss, mesh) -> what backward begins from; the loss is a sum, shape (), of this rank's terms
-    after_backward  (model, mesh) -> None, after the last backward of an update: collectives of one's own
-    clip_grad_norm  (model, max_norm, mesh) -> None, in place of clipping here, where the workload has a clip_norm
+    scale_loss      (loss, mesh) -> the loss for backward; its argument is the sum, shape (), over this rank's terms
+    after_backward  (model, mesh) -> None, called after the last backward of an update, for your own collectives
+    clip_grad_norm  (model, max_norm, mesh) -> None, replaces everyrank's clipping if the workload has a clip_norm
     gather          (model, mesh) -> {name: whole tensor}, called by all ranks: tensors of the model as it was built,
                     put together from parts that no DTensor describes. Names and shapes are those of
                     `model.state_dict()` before `parallelize`. What it leaves out is taken as it lies on the ranks
@@ -66,7 +66,7 @@ class ParallelContract:
         ParallelContract(axes={"shard": "batch", "tensor": "same"}, context=lambda model, mesh, batch: loss_parallel())
         ParallelContract(axes={"context": "sequence"}, positions="zigzag")
 
-    Raises `LayoutError` for words that are none of these.
+    Raises `LayoutError` for unknown words.
     """
 
     axes: Mapping[str, str] | None = None

@@ -38,7 +38,7 @@ _APEX_LEVELS = {
         "here: give precision=fp16 or bf16"
     ),
 }
-"""What the opt_level of apex.amp.initialize (long deprecated) is here; docs/mixed_precision.md has the table."""
+"""Messages for values of opt_level of apex.amp.initialize (deprecated); see docs/mixed_precision.md."""
 
 T = TypeVar("T")
 
@@ -48,14 +48,14 @@ class Layout:
     """Where the mathematics runs.
 
     strategy    a key of `STRATEGIES`, or the `path/file.py[:function]` of a custom parallelize function
-    degrees     ranks along a mesh axis, where they are fixed; the strategy's own axis takes what is left
-    accumulate  micro-batches that each update is cut into, before it is cut over ranks
+    degrees     fixed numbers of ranks along mesh axes; the axis of the strategy gets the remaining ranks
+    accumulate  number of micro-batches of an update, each of which is split over ranks
     precision   float64, float32, bf16 or fp16 (the last with loss scaling)
     recompute   activation checkpointing of `Workload.blocks`
     compile     torch.compile
-    options     keys of the strategy's own
-    simulated   0: run it on the ranks there are; else one process does what so many ranks would do, for layouts that
-                change the mathematics: what they are compared with
+    options     options of the strategy
+    simulated   0: run on all ranks; else simulate so many ranks in one process. Layouts that are not equivalent to one
+                device are compared with it
 
     Raises `LayoutError` for a value that the strategy does not know.
     """
@@ -254,7 +254,7 @@ def _name_and_keys(text: str) -> tuple[str, str, str]:
 
 def _read(text: str, key: str, value: str, kind: Kind) -> object:
     if isinstance(kind, tuple):
-        return value  # `Layout` knows which words may be
+        return value  # `Layout` checks the word
     truths = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
     if kind is bool:
         if value.lower() not in truths:
@@ -286,13 +286,13 @@ def _known(name: str, table: Mapping[str, object]) -> str:
     return f"{hint}give one of {', '.join(table)}"
 
 
-# --- a layout that stands in for one device, where that cannot hold the model (`verify --reference`)
+# --- a layout as the reference, if the model does not fit on one device (`verify --reference`)
 
 
 def check_reference(layout: Layout, reference: Layout, world_size: int) -> None:
-    """Raise `LayoutError` where `reference` cannot stand in for one device, or is the layout itself.
+    """Raise `LayoutError` if `reference` cannot replace one device, or is the same layout.
 
-    What only changes how numbers are kept, not what is computed (precision, meta), makes no other layout of it.
+    Layouts that differ only in precision or meta count as the same.
     """
     if reference.row.any_axes:
         raise LayoutError(

@@ -1,9 +1,8 @@
-"""The options that a strategy has beside what is common to all layouts, a dataclass for each mechanism.
+"""The options of strategies, in addition to those of all layouts: a dataclass for each mechanism.
 
-They are frozen and inherit `StrategyOptions`: the names of the fields are the keys, their defaults hold where a layout
-leaves a key out, their annotations say what a value may be: bool, int (at least 1), float (above 0), a Literal of
-words, or `int | None` and `float | None`. A strategy lists the options of the mechanisms that it composes (no key
-twice) and reads them with `layout.read(DDPOptions)`.
+The classes are frozen and inherit from `StrategyOptions`. The names of the fields are the keys of a layout, with their
+defaults. An annotation is bool, int (at least 1), float (above 0), a Literal of words, `int | None` or `float | None`.
+A strategy lists the options of its mechanisms (without repeated keys) and reads them with `layout.read(DDPOptions)`.
 """
 
 from __future__ import annotations
@@ -55,9 +54,9 @@ class StrategyOptions:
 class DDPOptions(StrategyOptions):
     """DistributedDataParallel.
 
-    bucket_mb      size of a gradient bucket in MiB; None: torch's own
+    bucket_mb      size of a gradient bucket in MiB; None: the default of torch
     static_graph   every update uses the same parameters
-    find_unused    some updates leave parameters out
+    find_unused    some updates do not use all parameters
     """
 
     bucket_mb: float | None = None
@@ -96,10 +95,10 @@ class BatchNormOptions(StrategyOptions):
 
 @dataclass(frozen=True)
 class CompressOptions(StrategyOptions):
-    """What gradients are made smaller by before they travel.
+    """Gradient compression.
 
     compress      fp16 and bf16 round each element; powersgd sends a matrix as two narrow ones
-    matrix_rank   columns of these
+    matrix_rank   columns of these matrices
     """
 
     compress: Literal["none", "fp16", "bf16", "powersgd"] = "none"
@@ -110,7 +109,7 @@ class CompressOptions(StrategyOptions):
         return self.compress == "none"
 
     def conflict(self, layout: Layout) -> str:
-        """Only gradients that each rank holds whole can be compressed."""
+        """Only gradients that each rank holds in full can be compressed."""
         shared = [axis for axis in ("context", "expert", "tensor") if layout.degrees.get(axis, 1) > 1]
         if shared and not self.is_exact():
             return f"compress={self.compress} is for replicas alone; leave it out, or {shared[0]}"
@@ -151,7 +150,7 @@ class HorovodOptions(StrategyOptions):
 class FSDPOptions(StrategyOptions):
     """`fully_shard`.
 
-    reshard_after_forward   gathered blocks are let go of after forward, and gathered again in backward
+    reshard_after_forward   free gathered blocks after forward, and gather them again in backward
     """
 
     reshard_after_forward: bool = True
@@ -159,15 +158,15 @@ class FSDPOptions(StrategyOptions):
 
 @dataclass(frozen=True)
 class BuildOptions(StrategyOptions):
-    """How a model that is split comes to its ranks.
+    """How a split model is built.
 
-    meta   no rank ever holds all of it: each builds shapes alone, and gets its parts from a file of rank 0's
+    meta   no rank holds the whole model: each builds only shapes, and reads its parts from a file of rank 0
     """
 
     meta: bool = False
 
     def conflict(self, layout: Layout) -> str:
-        """Replicas hold the whole model, whatever it is built on."""
+        """Replicas hold the whole model, so meta has no use."""
         if self.meta and layout.strategy == "ddp" and layout.degrees.get("tensor", 1) == 1:
             return "every rank of ddp holds the whole model; leave out meta, or give tensor=2, or fsdp:meta=true"
         return ""
@@ -199,8 +198,8 @@ class ContextOptions(StrategyOptions):
 class PipelineOptions(StrategyOptions):
     """Stages of blocks.
 
-    schedule       which rank does what when
-    microbatches   micro-batches that go through together; None: twice the ranks of the pipeline
+    schedule       the order of actions of the ranks
+    microbatches   number of micro-batches in a schedule; None: twice the ranks of the pipeline
     chunks         stages on each rank, under schedule=interleaved
     """
 
@@ -224,9 +223,9 @@ class PipelineOptions(StrategyOptions):
 class ParameterServerOptions(StrategyOptions):
     """Servers and trainers.
 
-    servers   ranks that hold the parameters; those that are left train
-    updates   sync: one for each global batch; async: one for each trainer's part of it, as it comes in
-    order     of async: as messages arrive, or drawn from the seed, so that it can be had again
+    servers   number of ranks that hold the parameters; the other ranks train
+    updates   sync: one for each global batch; async: one for each trainer's part of it, as it arrives
+    order     for async: the order of arrival, or one drawn from the seed, which can be repeated
     """
 
     servers: int = 1
@@ -242,7 +241,7 @@ class ParameterServerOptions(StrategyOptions):
         return {} if self.is_exact() else {"order": "seeded"}
 
     def conflict(self, layout: Layout) -> str:
-        """Nobody waits for all gradients of an asynchronous update, and the loss scale would have to travel."""
+        """Asynchronous updates and parameter servers do not support some options."""
         if layout.precision == "fp16":
             return "the loss scale of fp16 is not told to the trainers; use precision=bf16"
         if "order" in layout.options and self.updates == "sync":
@@ -262,7 +261,7 @@ class DataParallelOptions(StrategyOptions):
     """nn.DataParallel has no options, only conflicts."""
 
     def conflict(self, layout: Layout) -> str:
-        """It copies the model anew in every step."""
+        """DataParallel copies the model in every step."""
         if layout.recompute:
             return "its copies of the model do not survive recompute; use ddp"
         if layout.compile:

@@ -34,14 +34,14 @@ AXES = ("pipeline", "replicate", "shard", "context", "expert", "tensor")
 """Mesh axes, outermost first: ranks that are neighbours on the last axis are neighbours in number, too."""
 
 SAMPLE_AXES = ("replicate", "shard", "expert")
-"""Those whose ranks read other samples."""
+"""Axes whose ranks read different samples."""
 
 DATA_AXES = ("replicate", "shard", "context", "expert")
-"""Those whose ranks have other samples, or other positions: their losses and gradients are parts of a sum."""
+"""Axes whose ranks have different samples or positions: their losses and gradients are summed."""
 
 
 Kind = type | tuple[str, ...]
-"""What a value may be: a type, or one of some words."""
+"""The type of a value, or the allowed words."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,14 @@ class Strategy:
     """One row of the table below.
 
     module      where its `prepare` is
-    header      the module whose docstring says what it holds, what travels and when to use it; "": the same
-    instead     mesh axis -> the module that prepares it where that axis has several ranks
-    axis        the mesh axis that takes the ranks; None: it runs in one process, whatever the world
-    options     those of the mechanisms that it composes
-    also_axes   further mesh axes that it goes with
+    header      the module whose docstring describes the strategy; "": the same
+    instead     mesh axis -> the module that prepares the layout if that axis has several ranks
+    axis        the mesh axis of the ranks; None: runs in one process
+    options     the options of its mechanisms
+    also_axes   other mesh axes that it can be combined with
     any_axes    its mesh axes have names chosen by the user
-    simulation  the file of strategies/simulated/ that does in one process what ranks do, for options that change the
-                mathematics
+    simulation  the file of strategies/simulated/ that simulates the ranks in one process, for options that are not
+                equivalent to one device
     """
 
     module: str
@@ -73,7 +73,7 @@ class Strategy:
         return {key: kind for options in self.options for key, kind in _kinds_of(options).items()}
 
 
-@functools.cache  # every Layout that is made asks, and reading annotations is slow
+@functools.cache  # called for every Layout, and reading annotations is slow
 def _kinds_of(options: type[Any]) -> Mapping[str, Kind]:
     hints = typing.get_type_hints(options)
     return {field.name: _kind(hints[field.name]) for field in dataclasses.fields(options)}
@@ -122,7 +122,7 @@ STRATEGIES: dict[str, Strategy] = {
         simulation="replicas",
     ),
     "tensor": Strategy("everyrank.strategies.tensor", "tensor", (TensorOptions, BuildOptions)),
-    # to all but attention, and to all but the experts, these are ddp on a mesh whose ranks lie along another axis
+    # except for attention and experts, these are ddp on a mesh with another axis
     "context": Strategy(
         "everyrank.strategies.ddp", "context", (ContextOptions, DDPOptions), header="everyrank.parallel.context"
     ),

@@ -1,15 +1,14 @@
 """Losses over the whole batch: the rows of all ranks in the order of their samples, with their gradient.
 
-A contrastive loss compares each sample with all others of the batch, of which a rank has a part. Inside a loss or a
-metric, `gather(x)` gives the rows that the others have, too. Backward adds up what all ranks' losses say of a row, and
-leaves it with the rank that has the sample.
+A contrastive loss compares each sample with all others of the batch, but a rank has only a part of it. In a loss or a
+metric, `gather(x)` returns the rows of all ranks. Backward sums the gradients of all ranks for a row, on the rank that
+has the sample.
 
     rank 0   x0 x1 x2 ─┐                    ┌─► loss of 0, 1, 2 against all
                        ├─► x0 x1 x2 x3 x4 ──┤
     rank 1   x3 x4 ────┘                    └─► loss of 3, 4 against all
 
-Which ranks these are, and how many rows each has, follows from the batch whose loss is being taken: nothing is asked
-of the other ranks but the rows themselves.
+The ranks and their numbers of rows follow from the batch whose loss is computed, so only the rows are sent.
 """
 
 from __future__ import annotations
@@ -86,15 +85,15 @@ def _note_asked() -> None:
 
 
 def gather(values: Tensor) -> Tensor:
-    """The rows of the whole global batch in the order of its samples, (B, ...), from this rank's own, (b, ...).
+    """Return the rows of the whole global batch, (B, ...), in the order of its samples, from the local rows, (b, ...).
 
     For losses over the batch: call it in `Workload.loss` (or a metric), equally often on every rank, with one row for
     each sample and rows of one shape on all ranks. It is differentiable: backward sums the gradients of all ranks. On
-    one device, and outside of a training by everyrank, it is the identity. `first_row` says where the own rows stand.
+    one device, and outside of a training by everyrank, it is the identity. `first_row` is the index of the local rows.
 
-    Raises `WorkloadError` for a tensor that has not one row for each sample, and `UnsupportedLayoutError` where the
-    loss is taken of less than a batch or of parts of samples: under accumulate, in a pipeline, under context, with
-    order="shard", by asynchronous trainers.
+    Raises `WorkloadError` for a tensor without one row for each sample. Raises `UnsupportedLayoutError` if a loss does
+    not cover the batch or covers parts of samples: with accumulate, pipeline, context, order="shard" or asynchronous
+    trainers.
     """
     _note_asked()
     scope = _scope.get()
@@ -109,7 +108,7 @@ def gather(values: Tensor) -> Tensor:
         )
     if reads.count == 1:
         return values
-    # the group that batch norm spans, which is there already: a new one would be a collective of all ranks
+    # reuse the group of batch norm, because creating a group is a collective of all ranks
     group = scope.mesh.group(*DATA_AXES)
     return _Gather.apply(values, _sizes(batch.total, reads.count), reads.index, group)
 
@@ -159,7 +158,7 @@ def _is_refused(scope: _LossScope) -> bool:
 def raise_on_all_ranks(refused: list[UnsupportedLayoutError], world: World, is_first: bool) -> None:
     """Raise on every rank the errors that some ranks have deferred. A collective in the first update only."""
     if not is_first:
-        if refused:  # a loss that gathers now and then
+        if refused:  # a loss that calls gather only sometimes
             raise refused[0]
         return
     if not float(sum_over_ranks(torch.tensor([len(refused)]), world)):
@@ -177,7 +176,7 @@ def _sizes(total: int, count: int) -> tuple[int, ...]:
 class _Gather(torch.autograd.Function):
     """Rows of this rank (b, ...) -> rows of all ranks (B, ...).
 
-    torch.distributed.nn.all_gather wants parts of one size, and its gradient is wrong over gloo.
+    torch.distributed.nn.all_gather needs parts of equal size, and its gradient is wrong with gloo.
     """
 
     @staticmethod
@@ -185,13 +184,13 @@ class _Gather(torch.autograd.Function):
         ctx.group, ctx.shape, ctx.rows = group, local.shape, slice(sum(sizes[:index]), sum(sizes[: index + 1]))
         kind = torch.uint8 if local.dtype is torch.bool else local.dtype
         padded = torch.zeros(max(sizes), *local.shape[1:], dtype=kind, device=local.device)
-        padded[: sizes[index]] = local[: sizes[index]]  # a padding sample is no row of the batch
+        padded[: sizes[index]] = local[: sizes[index]]  # a dummy sample is not a row of the batch
         rows = [torch.empty_like(padded) for _ in sizes]
         dist.all_gather(rows, padded, group=group)
         return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)]).to(local.dtype)
 
     @staticmethod
-    @once_differentiable  # a gradient of this gradient would leave out what came from the other ranks
+    @once_differentiable  # a second derivative would lack the contributions of other ranks
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore
         grad: Tensor = grads[0]
         wide = torch.float64 if grad.dtype is torch.float64 else torch.float32

@@ -34,7 +34,7 @@ __all__ = [
 
 
 _KINDS: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-_BACKWARD: Any = torch.ops.aten.native_batch_norm_backward.default  # of torch's kernels, which autograd calls
+_BACKWARD: Any = torch.ops.aten.native_batch_norm_backward.default  # the kernel that autograd calls
 
 
 def find_batch_norms(model: nn.Module) -> list[nn.Module]:
@@ -117,23 +117,23 @@ class _SynchronisedBatchNorm(nn.modules.batchnorm._BatchNorm):  # pyright: ignor
             return self._with_running_statistics(input)
         self._check_input_dim(input)
         state, world = self.everyrank
-        if state.is_padding and world.size == 1:  # there is no sample to take statistics of, and none that counts
+        if state.is_padding and world.size == 1:  # only a dummy sample: no statistics, and the output does not count
             return self._with_running_statistics(input) if self.running_mean is not None else input
-        has_variance = input.numel() > input.shape[1]  # of one value there is none, which is refused below
+        has_variance = input.numel() > input.shape[1]  # one value has no variance, and is refused below
         if world.size == 1 and self.momentum is not None and has_variance:
-            return self._alone(input, moves_statistics=not state.is_recomputing)
+            return self._normalise_locally(input, moves_statistics=not state.is_recomputing)
         output, mean, unbiased = _Normalise.apply(input, self.weight, self.bias, self.eps, world, state.is_padding)
         if self.training and self.track_running_stats and not state.is_recomputing:
             self.update_running_stats(mean, unbiased)
         return output
 
-    def _alone(self, values: Tensor, moves_statistics: bool) -> Tensor:
+    def _normalise_locally(self, values: Tensor, moves_statistics: bool) -> Tensor:
         """Normalise over the local samples with torch's own kernel, which is faster than the operators below."""
         mean, variance, seen = self.running_mean, self.running_var, self.num_batches_tracked
         weight, bias = self.weight, self.bias
-        if mean is not None:  # as wide as the statistics: torch refuses the mixture
+        if mean is not None:  # in the dtype of the statistics: torch refuses mixed dtypes
             weight, bias = _in(mean.dtype, weight), _in(mean.dtype, bias)
-        if not moves_statistics:  # copies move: without any less is saved than at first, which checkpoint() takes amiss
+        if not moves_statistics:  # update copies: checkpoint() raises if recomputation saves fewer tensors
             mean, variance = (None if tensor is None else tensor.clone() for tensor in (mean, variance))
         elif seen is not None:
             seen.add_(1)
@@ -177,12 +177,12 @@ class _Normalise(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide = values if values.dtype in (torch.float32, torch.float64) else values.float()
         over = [dim for dim in range(wide.dim()) if dim != 1]
-        along = [1, -1] + [1] * (wide.dim() - 2)  # (C,) made to broadcast along dimension 1
+        along = [1, -1] + [1] * (wide.dim() - 2)  # reshapes (C,) to broadcast along dimension 1
         size = wide.numel() / wide.shape[1]
         mean = wide.mean(over)
-        # not torch.var_mean, which takes ten times as long on CPU
+        # torch.var_mean takes ten times as long on CPU
         squares = (wide - mean.view(along)).square_().sum(over)
-        # a padding sample has a count of zero, and its squares must not count either
+        # a dummy sample has a count of zero, and its squares must not count either
         mean, variance, total = _over_ranks(mean, squares, size, is_padding, world)
         if isinstance(total, float) and total <= 1 and world.size == 1:
             raise WorkloadError(
@@ -193,30 +193,30 @@ class _Normalise(torch.autograd.Function):
             raise ValueError(
                 f"batch norm over {int(total)} value per channel: the micro-batch over all ranks is too small"
             )
-        # whoever normalises by given statistics evaluates: the kernel that torch has for that, and its backward below
+        # the kernel of evaluation mode, which normalises by given statistics; its backward is below
         output = F.batch_norm(wide, mean, variance, _in(wide.dtype, weight), _in(wide.dtype, bias), eps=eps)
         ctx.save_for_backward(wide, mean, variance, weight)
         ctx.world, ctx.eps, ctx.total, ctx.is_padding = world, eps, total, is_padding
-        # a total of one has no variance either, and is no error on CUDA
+        # one value over all ranks has no variance either; on CUDA it is not an error
         others = torch.clamp(total - 1, min=1) if isinstance(total, Tensor) else total - 1
         unbiased = variance * (total / others)
         ctx.mark_non_differentiable(mean, unbiased)
         return _in(values.dtype, output), mean, unbiased
 
     @staticmethod
-    @once_differentiable  # a gradient of this gradient would leave out what came from the other ranks
+    @once_differentiable  # a second derivative would lack the contributions of other ranks
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore
         grad: Tensor = grads[0]
         wide, mean, variance, weight = ctx.saved_tensors
         factor = _in(wide.dtype, weight)
-        # as if the statistics were constants; then what comes back through them, from the values of all ranks
+        # first with constant statistics; then the gradient through the statistics, from the values of all ranks
         input_grad, weight_grad, bias_grad = _BACKWARD(
             _in(wide.dtype, grad), wide, factor, mean, variance, None, None, False, ctx.eps, [True, True, True]
         )
         shared = torch.stack([weight_grad, bias_grad])
         if ctx.world.size > 1:
             dist.all_reduce(shared, group=ctx.world.group)
-        if not ctx.is_padding:  # a padding sample is not part of the mean it was normalised by
+        if not ctx.is_padding:  # a dummy sample is not part of the mean
             scale = (variance + ctx.eps).rsqrt_().div_(ctx.total)
             from_variance, from_mean = (shared * (scale if factor is None else scale * factor)).unbind()
             input_grad -= F.batch_norm(wide, mean, variance, from_variance, from_mean, eps=ctx.eps)
@@ -253,5 +253,5 @@ def _in(dtype: torch.dtype, tensor: Tensor) -> Tensor: ...
 @overload
 def _in(dtype: torch.dtype, tensor: Tensor | None) -> Tensor | None: ...
 def _in(dtype: torch.dtype, tensor: Tensor | None) -> Tensor | None:
-    """The tensor, if there is one, in this precision; asking first is cheaper than a conversion that does nothing."""
+    """Cast a tensor if needed; None stays None. The comparison is cheaper than a cast that does nothing."""
     return tensor if tensor is None or tensor.dtype is dtype else tensor.to(dtype)

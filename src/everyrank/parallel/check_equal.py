@@ -30,9 +30,9 @@ from everyrank.workload import Workload
 
 __all__ = ["check_equal"]
 
-# of the largest output; what splitting changes by rounding is far below, what it breaks far above
+# relative to the largest output: rounding differences are far below it, real differences far above
 _TOLERANCE = {"float64": 1e-6, "float32": 1e-4, "bf16": 5e-2, "fp16": 2e-2}
-_PIECE = 1 << 20  # elements that are compared together
+_PIECE = 1 << 20  # elements in each comparison
 
 
 @torch.no_grad()
@@ -62,9 +62,9 @@ def _difference(parallel: ParallelModel, batch: Batch) -> float:
     with parallel.micro_batch(batch) as micro_batch:
         output = call_model(model, micro_batch.input)
         pair = _sum_and_count(workload, output, micro_batch.target)
-    reshard(model)  # without a backward the root would stay gathered
+    reshard(model)  # without a backward, the root module would stay gathered
     outputs = _tensors(parallel.gather_output(output))
-    # a router may take another expert of two that are as likely, by rounding: then a few outputs are others
+    # rounding may change the choice of a router between two equally likely experts, which changes a few outputs
     worst = torch.median if workload.experts is not None else torch.max
     if parallel.context is not None:
         dist.all_reduce(pair, group=parallel.mesh.group("context"))
@@ -109,7 +109,9 @@ def _unsplit_model(parallel: ParallelModel) -> tuple[nn.Module, contextlib.Abstr
         return parallel.model, contextlib.nullcontext()
     world = parallel.mesh.world
     before = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):  # building seeds them
+    with torch.random.fork_rng(
+        [world.device] if world.device.type == "cuda" else []
+    ):  # building the model seeds the generators
         dtype = next(parallel.model.parameters()).dtype
         model = (
             on_meta(parallel.workload)
@@ -123,7 +125,7 @@ def _unsplit_model(parallel: ParallelModel) -> tuple[nn.Module, contextlib.Abstr
     parts = parallel.model.state_dict()
     for name, tensor in model.state_dict().items():
         with without_advice():
-            tensor.copy_(full_tensor(parts[name]))  # one after the other: no second copy of all of them
+            tensor.copy_(full_tensor(parts[name]))  # one at a time, to avoid a second copy of all tensors
     return model, contextlib.nullcontext()
 
 
@@ -149,7 +151,7 @@ def _differences(
     return [
         float(worst(_distances(a, b, worst))) / max(*map(abs, map(float, b.aminmax())), 1e-30)
         for a, b in zip(tensors, expected, strict=True)
-        if b.is_floating_point() and b.numel() and _is_finite(b)  # a model that says NaN is no matter here
+        if b.is_floating_point() and b.numel() and _is_finite(b)  # this check ignores outputs that are NaN
     ]
 
 
@@ -164,7 +166,7 @@ def _is_finite(tensor: Tensor) -> bool:
     return all(bool(piece.isfinite().all()) for piece in tensor.reshape(-1).split(_PIECE))
 
 
-# --- a model of which each rank has parts, computed with as if it were whole: one parameter gathered at a time
+# --- run a split model as a whole model: gather one parameter at a time
 
 _OF_THE_SHAPE = ("shape", "dtype", "ndim", "requires_grad", "size", "dim", "numel", "is_floating_point")
 

@@ -1,17 +1,17 @@
-"""Gradients made smaller before they travel, as communication hooks of DistributedDataParallel.
+"""Gradient compression, as communication hooks of DistributedDataParallel.
 
-fp16, bf16   Each rank rounds its gradient and sends to every rank the slice that this one adds up. Slices are added in
-             the gradient's own precision and in the order of ranks, rounded once more, and gathered by all:
+fp16, bf16   Each rank rounds its gradient and sends one slice to each rank. Each rank adds up its slices in rank order
+             and in the precision of the gradient, and rounds the sum; then all ranks gather the sums:
 
                  rank 0   [a0 a1]            [a0 b0] -> s0          [s0 s1]
                                   all-to-all                all-gather
                  rank 1   [b0 b1]            [a1 b1] -> s1          [s0 s1]
 
-             An all-reduce is these two steps, so half the bytes of one travel. (torch's own hooks add up in 16 bits, in
-             an order that the backend chooses: a sum that overflows sooner and that nobody can compute again.)
+             An all-reduce has the same two steps, so this sends half as many bytes. (torch's hooks add up in 16 bits,
+             in an order that the backend chooses: such a sum overflows sooner and cannot be reproduced.)
 
-powersgd     A matrix M (n, m) travels as P = M Q (n, r), orthonormalised, and Q = M^T P (m, r): r (n + m) elements for
-             n m. What that leaves out is kept on the rank, and added to its next gradient (error feedback).
+powersgd     A matrix M (n, m) is sent as P = M Q (n, r), orthonormalised, and Q = M^T P (m, r): r (n + m) elements
+             instead of n m. The approximation error is added to the next gradient of the rank (error feedback).
 
 Source: torch.distributed.algorithms.ddp_comm_hooks; Vogels, Karimireddy and Jaggi, NeurIPS 2019 (PowerSGD)
 """
@@ -35,7 +35,7 @@ from everyrank.world import World
 __all__ = ["ROUNDED", "Factors", "apply_compression", "initial_factors", "orthonormalise"]
 
 ROUNDED = {"fp16": torch.float16, "bf16": torch.bfloat16}
-"""What gradients are rounded to, by the value of `compress`."""
+"""The dtype to which gradients are rounded, by the value of `compress`."""
 _NAME = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # before torch 2.13
 
 
@@ -44,7 +44,7 @@ class Factors:
     """The state of PowerSGD for a matrix (n, m) between updates, with r = matrix_rank.
 
     q       (m, r), the same on every rank
-    error   (n, m), what this rank's gradients have lost so far
+    error   (n, m), the accumulated approximation error of this rank
     """
 
     q: Tensor
@@ -64,8 +64,8 @@ def apply_compression(
     numbers = {parameter: number for number, parameter in enumerate(model.parameters())}
     factors_of: dict[nn.Parameter, Factors | None] = {}
 
-    def hook(_, bucket):  # pyright: ignore  (torch looks at annotations, and takes none that are strings)
-        whole: list[Tensor] = []  # what travels as it is
+    def hook(_, bucket):  # pyright: ignore  (torch rejects string annotations here)
+        whole: list[Tensor] = []  # tensors that are sent uncompressed
         rounded: list[Tensor] = []
         matrices: list[tuple[Tensor, Factors]] = []
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
@@ -118,7 +118,7 @@ def _mean_of_rounded_over_ranks(gradients: Sequence[Tensor], dtype: torch.dtype,
 def initial_factors(parameter: Tensor, matrix_rank: int, number: int) -> Factors | None:
     """Return a random Q that is the same on every rank (`number` is the parameter's index), and an error of zero.
 
-    None for a parameter that is no matrix, or if both factors have as many elements as the matrix.
+    None for a parameter that is not a matrix, or if both factors have as many elements as the matrix.
     """
     if parameter.dim() < 2:
         return None

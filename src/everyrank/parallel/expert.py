@@ -1,36 +1,35 @@
-"""Expert parallel: each rank of an axis holds some of the experts, and tokens travel to those that they chose.
+"""Expert parallel: each rank of an axis holds some of the experts, and tokens are sent to the experts they choose.
 
              rank 0: experts 0, 1           rank 1: experts 2, 3
-    tokens   a   b   c   d                  e   f   g   h           each rank has tokens of its own
+    tokens   a   b   c   d                  e   f   g   h           each rank has different tokens
     choose   1   2   0   3                  3   2   2   1
-    sorted   c   a | b   d                  h | f   g   e           by expert, so by rank
-                   ╰───╳────────────────────╯                       all-to-all: as many rows to a rank as there are
+    sorted   c   a | b   d                  h | f   g   e           by expert, and so by rank
+                   ╰───╳────────────────────╯                       all-to-all with different sizes
     compute  c   a   h                      b   d   f   g   e
-                   ╰───╳────────────────────╯                       all-to-all back; sorted back; times the weights
+                   ╰───╳────────────────────╯                       all-to-all back; unsort; multiply by weights
 
-Holds     its experts, their gradients and optimizer state; all else in full
-Travels   per micro-batch and mixture: an all-to-all of one number for each expert; forward two all-to-alls of a row for
-          each token and expert that it chose, to the expert and back; backward two of their gradients; all before the
-          next layer can go on. Per update one all-reduce of the gradients of what is no expert's, in buckets,
-          overlapped with backward; the count of loss terms rides in it as two more elements; with clip_norm one of the
-          sum of squares. Before the first update the whole model is put together once, and compared
-Use when  the experts of a mixture do not fit on one device, between links that are fast both ways
+Holds     some of the experts, with their gradients and optimizer state; all other layers in full
+Travels   per micro-batch and mixture: an all-to-all of one number for each expert; in forward two all-to-alls of a row
+          for each token and chosen expert, to the expert and back; in backward two of their gradients; none of these
+          overlaps with computation. Per update one all-reduce of the gradients outside the experts, in buckets,
+          overlapped with backward, with (sum, count) of the loss as two more elements; with clip_norm one of the sum
+          of squares. Before the first update the whole model is gathered once and compared
+Use when  the experts of a mixture do not fit on one device, and the network between devices is fast
 Exact     yes
 Source    Shazeer et al. 2017; Lepikhin et al. 2021 (GShard); Gale et al. 2023 (no capacity)
 
-Keys: those of ddp. `Workload.experts` says where the experts are; their number has to divide by the ranks. Replicas of
-experts are ddp:expert=N, shards of them fsdp:expert=N.
+Keys: those of ddp. `Workload.experts` names the modules with experts, whose number has to be a multiple of the ranks.
+ddp:expert=N replicates experts, fsdp:expert=N shards them.
 
-Nothing is dropped and nothing padded, however uneven the choice: the numbers of rows go ahead in an all-to-all of their
-own. Backward of an all-to-all is one with the two lists of numbers exchanged. A rank that nobody chose computes one
-row of zeros: one that left its backward out would leave the others waiting.
+No token is dropped or padded, even if the choices are uneven: the ranks first exchange the numbers of rows, in another
+all-to-all. The backward of an all-to-all is an all-to-all with the two lists of numbers swapped. A rank whose experts
+have no tokens computes one row of zeros, so that it takes part in backward and the others do not wait for it.
 
-The gradients. Each rank starts backward from the sum of its own losses. A weight that every rank holds has on each of
-them the part of the gradient that comes from its own samples, and those are averaged over all data ranks:
-(g_0 + g_1 + ...) / n. The tokens that reach an expert come from all ranks of the axis, and so do their gradients: what
-its rank has is their sum already. It is divided by the ranks of the axis (and not added up over them, who hold other
-experts), averaged over the ranks that hold the same expert, and is then the same (g_0 + g_1 + ...) / n. From there the
-global count of loss terms makes both the gradient of the mean, as for any layout.
+Gradients. Each rank starts backward from the sum of its local losses. For a replicated weight, each rank has the
+gradient of its own samples, and these are averaged over all n data ranks: (g_0 + g_1 + ...) / n. The tokens of an
+expert come from all ranks of the axis, so its rank already has the sum of their gradients. This sum is divided by the
+number of ranks of the axis and averaged over the ranks that hold the same expert, which also gives
+(g_0 + g_1 + ...) / n. The global count of loss terms turns both into the gradient of the mean, as for any layout.
 """
 
 from __future__ import annotations
@@ -133,7 +132,7 @@ def _split(module: nn.Module, mesh: Mesh, group: dist.ProcessGroup) -> None:
         local = parameter.detach()[index * num_own : (index + 1) * num_own].clone()
         setattr(owner, name, nn.Parameter(local, requires_grad=parameter.requires_grad))
     shell: Any = copy.deepcopy(module).to("meta")  # computes with the weights that it is called with
-    if hasattr(shell, "num_experts"):  # so does transformers call it
+    if hasattr(shell, "num_experts"):  # the name in transformers
         shell.num_experts = num_own
     for (owner, name), parameter in whole.items():
         sharded = DTensor.from_local(owner.get_parameter(name).detach(), devices, [Shard(0)], run_check=False)
@@ -142,17 +141,17 @@ def _split(module: nn.Module, mesh: Mesh, group: dist.ProcessGroup) -> None:
     module.forward = functools.partial(_forward, compute, degree, num_own, group)
 
 
-@torch.compiler.disable  # how many rows travel is known only when they do
+@torch.compiler.disable  # the number of rows is known only at run time
 def _forward(
     compute: Any, degree: int, num_own: int, group: dist.ProcessGroup, tokens: Tensor, chosen: Tensor, weights: Tensor
 ) -> Tensor:
     """Compute the output of the module with all experts: (N, D), (N, K), (N, K) -> (N, D)."""
     chosen = chosen.reshape(len(tokens), -1)
-    order = chosen.flatten().argsort(stable=True)  # pairs of a token and a choice: by expert, so by rank
+    order = chosen.flatten().argsort(stable=True)  # sorts pairs of token and choice by expert, and so by rank
     sends = _count(chosen.flatten(), degree * num_own)
     takes = torch.empty_like(sends)
     dist.all_to_all_single(takes, sends, group=group)
-    # on CUDA the one wait of a layer: how much room the rows need is the host's to know
+    # the only synchronisation of the layer on CUDA: the host has to know the size of the received rows
     to, of = torch.stack([sends, takes]).view(2, degree, num_own).sum(2).tolist()
     arrived = _AllToAll.apply(tokens[order // chosen.shape[1]], to, of, group)
     expert = torch.arange(num_own, device=tokens.device).repeat(degree).repeat_interleave(takes, output_size=sum(of))
@@ -178,7 +177,7 @@ def _compute(module: nn.Module, shell: Any, degree: int, *arguments: Tensor) -> 
 
 
 class _AllToAll(torch.autograd.Function):
-    """Exchange rows: `to` rows to each rank of the group, `of` rows from each: (N, D) -> (M, D)."""
+    """Exchange rows with all ranks of the group, different numbers with each: (N, D) -> (M, D)."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, to: Sequence[int], of: Sequence[int], group: dist.ProcessGroup) -> Tensor:

@@ -27,7 +27,7 @@ __all__ = [
     "wait_for_gradients",
 ]
 
-_GROUP = "horovod"  # in what is counted, in place of the name of a process group
+_GROUP = "horovod"  # group name in the counted communication
 
 
 class CountingCompressor:

@@ -52,9 +52,9 @@ def _numbers(optimizer: Optimizer) -> list[Tensor]:
 class Averaging:
     """The schedule and the averaging of replicas.
 
-    every         updates from one mean to the next
-    num_updates   done since the last one
-    num_terms     loss terms that this rank has seen since, float64, shape ()
+    every         updates between two averages
+    num_updates   updates since the last average
+    num_terms     loss terms of this rank since the last average, float64, shape ()
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, every: int, world: World) -> None:
@@ -86,7 +86,7 @@ class Averaging:
         """Average the replicas in place. A collective."""
         state, numbers = averaged_state(self.model, self.optimizer), _numbers(self.optimizer)
         _average(state, self.num_terms, self.world, numbers)
-        # what has no mean is rank 0's: steps that the optimizer has counted, batches that batch norm has
+        # rank 0 broadcasts integer state: step counts of the optimizer, batch counts of batch norm
         for buffer in self.model.buffers():
             if not buffer.is_floating_point() and self.world.size > 1:
                 dist.broadcast(buffer, src=0, group=self.world.group)
@@ -118,7 +118,7 @@ def _average(tensors: list[Tensor], weight: Tensor, world: World, numbers: Seque
         flat = flatten([*same_dtype, torch.ones(1, dtype=dtype, device=world.device)])
         flat *= weight.to(dtype)
         counted = [number for number in numbers if number.dtype == dtype]
-        if counted:  # they may lie on the CPU beside parameters of a GPU; the other ranks add nothing to rank 0's
+        if counted:  # they may be on the CPU next to CUDA parameters; the other ranks add zero
             counts = torch.stack(counted).to(world.device)
             flat = torch.cat([counts if world.rank == 0 else torch.zeros_like(counts), flat])
         dist.all_reduce(flat, group=world.group)

@@ -1,6 +1,6 @@
-"""Where this rank stands on each axis of its layout, and who stands beside it.
+"""Mesh: the coordinates of a rank on the axes of its layout, and its process groups.
 
-The ranks of a world are numbered through the axes as the digits of a number are, the last axis fastest:
+Ranks are numbered along the axes like the digits of a number, with the last axis fastest:
 
     fsdp:shard=2,tensor=2 on 4 ranks        pipeline:shard=2,tensor=2 on 8 ranks
 
@@ -10,8 +10,8 @@ The ranks of a world are numbered through the axes as the digits of a number are
              1   2    3                            1    2    3                 1    6    7
 
 Ranks that differ in replicate, shard or expert read different samples; in context, different parts of the same
-sequences; in tensor and pipeline, the same. The servers of a parameter server stand in front of the first rank of the
-mesh, on no axis, and read nothing.
+sequences; in tensor and pipeline, the same samples. The servers of a parameter server have the ranks before the mesh,
+are on no axis, and read no data.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ __all__ = ["Mesh", "full_tensor", "local_tensor", "local_tensors", "make_device_
 class Mesh:
     """A rank's coordinate on every axis, outermost first; an axis that the layout does not have is one rank long.
 
-    servers       ranks in front of the mesh; their own coordinates are those of its first rank, and say nothing
-    in_lockstep   ranks that read are in the same update: one may wait for what another computes
+    servers       ranks before the mesh; their coordinates are meaningless (those of the first rank)
+    in_lockstep   all readers are in the same update, so one may wait for another
     """
 
     world: World
@@ -116,7 +116,9 @@ class Mesh:
         timeout = datetime.timedelta(seconds=self.world.timeout_seconds)
         if getattr(self.world.group, "bound_device_id", None) is None:
             return dist.new_subgroups_by_enumeration(members, timeout=timeout)[0]  # one after the other
-        return dist.split_group(split_ranks=members, timeout=timeout)  # nccl: one split of its communicator for all
+        return dist.split_group(
+            split_ranks=members, timeout=timeout
+        )  # nccl: one split of the communicator creates all groups
 
     def rank_at(self, **coordinate: int) -> int:
         """Return the rank with these coordinates, and otherwise the same as this rank's."""
@@ -140,7 +142,7 @@ class Mesh:
         """Return the DeviceMesh for parameters of experts, where `expert` is an axis of its own."""
         sizes = {axis: self.sizes[axis] for axis in AXES if axis != "context"}
         sizes["shard"] *= self.sizes["context"]
-        # torch combines only parts of one mesh: the same one, whichever of its axes are asked for
+        # torch combines only slices of the same mesh, so it is always created with all axes
         used = tuple((axis, size) for axis, size in sizes.items() if size > 1 or axis in ("shard", "expert"))
         return make_device_mesh(self.world, used)[axes]
 
@@ -148,7 +150,7 @@ class Mesh:
         """Return process group name -> axes of this layout, for measuring communication."""
         result = {getattr(self.world.group, "group_name", ""): self._axes_text(AXES)}
         for (sizes, axes, _), group in self.world.group_cache.groups.items():
-            if sizes == tuple(self.sizes.items()) and group is not None:  # a server is in no group of trainers
+            if sizes == tuple(self.sizes.items()) and group is not None:  # a server is not in the groups of trainers
                 result[group.group_name] = self._axes_text(axes)
         for mesh in self.world.group_cache.device_meshes.values():
             if mesh.size() == self.world.size:  # one over context as well serves layouts with and without that axis
@@ -172,7 +174,7 @@ def make_device_mesh(world: World, axes: tuple[tuple[str, int], ...]) -> DeviceM
     if axes not in meshes:
         names, sizes = zip(*axes, strict=True)
         made = init_device_mesh(world.device.type, sizes, mesh_dim_names=names)
-        for name in names:  # torch gives them half an hour
+        for name in names:  # the default of torch is half an hour
             group: Any = made.get_group(name)
             group.set_timeout(datetime.timedelta(seconds=world.timeout_seconds))
         _wait_until_connected(world, "x".join(names))

@@ -14,10 +14,10 @@ ContextFactory = Callable[[], contextlib.AbstractContextManager[Any]]
 class MicroBatchState:
     """The micro-batch in the current forward or backward pass; one per model.
 
-    is_padding        it is a padding sample: one of weight zero, on a rank that has no sample of its own
-    is_recomputing    a block runs its forward once more, in backward
+    is_padding        it is a dummy sample of weight zero, on a rank without samples
+    is_recomputing    a block recomputes its forward in backward
     contexts          entered around each micro-batch: forward, loss and backward
-    recompute_contexts   of these, those that a block needs when it runs again
+    recompute_contexts   those of them that a recomputed block needs
     """
 
     def __init__(self, contexts: Sequence[ContextFactory] = (), recompute_contexts: Sequence[ContextFactory] = ()):
@@ -39,7 +39,7 @@ class MicroBatchState:
         self.is_recomputing = True
         try:
             with contextlib.ExitStack() as stack:
-                for context in self.recompute_contexts:  # torch runs backward outside of the modes of its caller
+                for context in self.recompute_contexts:  # torch runs backward outside the modes of the caller
                     stack.enter_context(context())
                 yield
         finally:

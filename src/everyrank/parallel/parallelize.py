@@ -41,12 +41,12 @@ class ParallelModel:
     """The model as laid out on this rank, and the state that its forward passes need.
 
     rank_0_model        rank 0's model in full, as long as the model itself is on the meta device
-    micro_batch_state   what forward passes know of the micro-batch in progress
-    tensor              what is split over the tensor axis; None where that is one rank long
-    context             what is split over the context axis; None where that is one rank long
-    experts             the modules of which each rank of the expert axis holds a part; none where that is one rank long
-    dropout             the forward pass as masks of dropout know it; None where torch draws them, or nothing is dropped
-    is_checked          the check before the first update has been done, or is not wanted
+    micro_batch_state   the state of the current micro-batch
+    tensor              the tensor parallelism; None if the axis has one rank
+    context             the context parallelism; None if the axis has one rank
+    experts             modules whose experts are split over the expert axis; [] if the axis has one rank
+    dropout             the state of exact dropout; None if torch draws the masks, or without dropout
+    is_checked          the check before the first update is done or disabled
     """
 
     workload: Workload
@@ -123,14 +123,14 @@ def parallelize(
     contexts: Sequence[ContextFactory] = (),
     local_statistics: bool = False,
 ) -> ParallelModel:
-    """The model of this rank, in training mode. This is the one place that owns the order of mechanisms.
+    """Build the model of this rank, in training mode. Only this function fixes the order of mechanisms.
 
-    What a strategy shards (`apply_ddp`, `apply_fsdp`) or cuts into stages (`apply_pipeline`), it does afterwards:
-    recomputation has to be inside what is compiled, and both inside what is sharded. Then it calls `materialise`.
+    A strategy shards (`apply_ddp`, `apply_fsdp`) or splits into stages (`apply_pipeline`) afterwards: recomputation has
+    to be inside compilation, and both inside sharding. Then it calls `materialise`.
 
     broadcast   start every rank from rank 0's weights
-    contexts    further ones, entered around each micro-batch and around what runs again in backward
-    local_statistics   batch norm takes its statistics over this rank's samples alone, also without batch_norm=local
+    contexts    more contexts, entered around each micro-batch and around recomputed blocks
+    local_statistics   compute batch norm over the local samples, also without batch_norm=local
     """
     model, rank_0_model = init_model(workload, layout, mesh.world)
     _check_dense_gradients(model, layout, mesh)
@@ -148,7 +148,7 @@ def parallelize(
         ],
         recompute_contexts=[*functions, *([context.context] if context is not None else []), *contexts],
     )
-    # recomputing must not move running statistics twice, and a simulated rank may have no sample
+    # recomputation must not update running statistics twice, and a simulated rank may have no sample
     if mesh.world.group is not None or layout.recompute or layout.simulated:
         is_local = local_statistics or layout.read(BatchNormOptions).batch_norm == "local"
         apply_batch_norm(model, state, single_process_world(mesh.world) if is_local else _batch_norm_world(mesh))
@@ -183,7 +183,7 @@ def exact_dropout(
 
 def _batch_norm_world(mesh: Mesh) -> World:
     """Return a world of the ranks that have different samples or parts of sequences."""
-    # on CUDA a communicator of its own: in DDP's its small collectives would wait behind the buckets of gradients
+    # on CUDA a separate communicator: in that of DDP, its small collectives would wait for the gradient buckets
     use = "batch norm" if mesh.world.device.type == "cuda" else ""
     size, group = mesh.size(*DATA_AXES), mesh.group(*DATA_AXES, use=use)
     return dataclasses.replace(mesh.world, rank=mesh.data_rank, size=size, group=group)

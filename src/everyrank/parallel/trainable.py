@@ -40,14 +40,14 @@ __all__ = ["Trainable", "make_trainable"]
 class Trainable:
     """The training state of this rank. Strategies step it, checkpoints save it, snapshots copy it.
 
-    parameters        all of the model's, as they are laid out on this rank
+    parameters        all parameters of the model, as laid out on this rank
     schedule          steps once per update, or on a plateau of the evaluation
-    scaler            of the loss, in fp16
-    ema               averages of the weights, where the workload has an ema_decay; what evaluation takes
-    global_batch, clip_norm   the workload's
-    clip              (max_norm) -> None: clips the normalised gradients, in place of what is done here
+    scaler            the loss scaler, for fp16
+    ema               averages of the weights if the workload has an ema_decay; used by evaluation
+    global_batch, clip_norm   those of the workload
+    clip              (max_norm) -> None: clips the normalised gradients instead of the code here
     phase_observers   called with forward, backward or optimizer when a step enters that phase
-    on_restore        called when a snapshot was put back, for what else begins anew then
+    on_restore        called after a snapshot was restored, to reset other state
     """
 
     model: nn.Module
@@ -86,12 +86,12 @@ class Trainable:
     def backward(self, loss: Tensor, *others: tuple[Tensor, Tensor]) -> None:
         """Run backward from loss * scale / global_batch, and from `others`: (tensor, its gradient)."""
         self.enter_phase("backward")
-        # A gradient to start from is what multiplying the loss would come to, without the two operators.
+        # Passing the factor as the initial gradient equals multiplying the loss, without two more operators.
         scale = self.scaler.scale if self.scaler else 1.0
         first = _constant(scale / self.global_batch, loss.dtype, loss.device)
         tensors, gradients = zip((loss, first), *others, strict=True)
         torch.autograd.backward(tensors, gradients)
-        self.enter_phase("optimizer")  # or the forward pass of another micro-batch
+        self.enter_phase("optimizer")  # or the next micro-batch
 
     def optimizer_step(
         self, total: Tensor, num_averaged: int = 1, sum_grad_squares: Callable[[], Tensor] | None = None
@@ -99,12 +99,12 @@ class Trainable:
         """Normalise the gradients by the global count, clip them, step optimizer and schedule.
 
         `total` is [sum, count] over all ranks, shape (2,). The gradients are those of sum / global_batch (times the
-        loss scale), averaged over `num_averaged` ranks. `sum_grad_squares` gives the sum of their squares where other
-        ranks hold other parts of them (parallel/gradients.py).
+        loss scale), averaged over `num_averaged` ranks. `sum_grad_squares` returns the sum of their squares if ranks
+        hold different parts of them (parallel/gradients.py).
 
-        On CPU, before anything is changed and on every rank alike, raises `WorkloadError` for a count of zero and
-        `NotFiniteError` for a loss that is NaN or infinite. On CUDA reading the loss would make the device wait: the
-        loop checks it later, and with a count of zero the gradients are multiplied by 0.
+        On CPU, before any change and on every rank, raises `WorkloadError` for a count of zero and
+        `NotFiniteError` for a loss that is NaN or infinite. On CUDA reading the loss would synchronise the
+        device: the loop checks it later, and with a count of zero the gradients are multiplied by 0.
         """
         factor = self._factor(total, num_averaged)
         clip_norm = self.clip_norm if self.clip is None else None
@@ -137,7 +137,7 @@ class Trainable:
             loss_sum, count = total.tolist()
             check_total(loss_sum, count)
             return constant / count
-        return torch.where(total[1] > 0, constant / total[1], 0.0)  # no terms, no update; the loop will say so
+        return torch.where(total[1] > 0, constant / total[1], 0.0)  # no terms, no update; the loop reports it
 
     def skip_update(self) -> None:
         """Skip this update, because its gradients have overflowed or there are none."""
@@ -148,7 +148,7 @@ class Trainable:
         if self.schedule is None or self.follows_evaluation:
             return
         with warnings.catch_warnings():
-            # torch takes a schedule that steps before the first optimizer step for a mistake
+            # torch warns about a schedule that steps before the optimizer
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             for _ in range(steps):
                 self.schedule.step()
@@ -254,7 +254,7 @@ def _make_optimizer(workload: Workload, model: nn.Module) -> Optimizer:
     _check_parameters(workload, model, optimizer)
     if isinstance(optimizer, torch.optim.SGD | torch.optim.Adagrad):
         for group in optimizer.param_groups:
-            # the fused kernels of these two know no DTensor; the others are the same arithmetic
+            # the fused kernels of these two do not support DTensor; other kernels give the same result
             if group.get("fused") and any(isinstance(parameter, DTensor) for parameter in group["params"]):
                 group["fused"] = False
     return optimizer
@@ -277,7 +277,7 @@ def _groups_by_mesh(optimizer: Optimizer) -> Generator[None]:
     try:
         yield
     finally:
-        for (group, _), new_group in zip(parts, split, strict=True):  # some optimizers note something in their groups
+        for (group, _), new_group in zip(parts, split, strict=True):  # some optimizers store values in their groups
             group.update({key: value for key, value in new_group.items() if key != "params"})
         optimizer.param_groups = whole
 
@@ -305,7 +305,7 @@ def _check_parameters(workload: Workload, model: nn.Module, optimizer: Optimizer
 
 
 def _norm(gradients: Sequence[Tensor], total: Tensor) -> Tensor:
-    """Return the norm of gradients that this rank holds whole: float64, shape ()."""
+    """Return the norm of gradients that this rank holds in full: float64, shape ()."""
     return torch.nn.utils.get_total_norm(gradients).to(total.device).double() if gradients else total.new_zeros(())
 
 

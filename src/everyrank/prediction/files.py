@@ -53,7 +53,7 @@ def _blamed(path: Path) -> Generator[None]:
     try:
         yield
     except OSError as error:
-        raise UsageError(f"--out {path}: cannot be written ({error.strerror}); give another place") from error
+        raise UsageError(f"--out {path}: cannot be written ({error.strerror}); give another path") from error
 
 
 @contextlib.contextmanager

@@ -2,17 +2,17 @@
 
     runs/digits-ddp-.../
         log.jsonl, log.csv, events.jsonl, epochs.csv, memberships.jsonl, resources.csv, record.json, ranks/
-        everyrank.lock              while a run is under way: who holds the folder
+        everyrank.lock              during a run: the process that uses the folder
         checkpoints/
             step-00000046/          a whole checkpoint: it got this name when it was complete
-                about.json          what it is, the size and CRC of every other file, and its own CRC
+                about.json          metadata, size and CRC of every other file, and its own CRC
                 training.pt         schedule, loss scale, groups of the optimizer
                 .metadata, *.distcp torch.distributed.checkpoint: tensors of model, optimizer and random generators
             step-00000069.tmp/      being written, or left by a crash; never read, removed by the next run
-            step-00000092.damaged/  set aside, because the training went on from before it
+            step-00000092.damaged/  renamed, because the training resumed from an earlier one
             best -> step-00000046
 
-metadata.py  CheckpointMetadata: what about.json holds, and the checks that a checkpoint is not damaged
+metadata.py  CheckpointMetadata: the content of about.json; checks for damage
 folder.py   which there are, and the names that only whole ones have
 lock.py     one run at a time
 """

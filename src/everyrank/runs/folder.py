@@ -51,7 +51,7 @@ def _name(step: int) -> str:
 
 
 def clear_unfinished(run: Path) -> None:
-    """Remove what a crash left half written, or half removed."""
+    """Remove checkpoints that a crash left incomplete."""
     for path in (run / _FOLDER).glob(f"*{_UNFINISHED}"):
         discard(path)
     for path in (run / _FOLDER).glob("*.old"):
@@ -60,7 +60,7 @@ def clear_unfinished(run: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Remove an unfinished checkpoint; of a link that stands there the link, and nothing that it leads to."""
+    """Remove an unfinished checkpoint. If it is a symbolic link, remove only the link."""
     with contextlib.suppress(OSError):
         if folder.is_symlink() or folder.is_file():
             folder.unlink()
@@ -68,11 +68,11 @@ def discard(folder: Path) -> None:
 
 
 def commit(folder: Path) -> Path:
-    """Give a checkpoint its name, now that it is whole; the step that a crash cannot tear."""
+    """Rename a complete checkpoint to its final name, which is atomic."""
     final = folder.with_name(folder.name.removesuffix(_UNFINISHED))
     _sync(folder)
     old = final.with_name(final.name + ".old")
-    if final.exists():  # the same step again: at no moment is there none
+    if final.exists():  # saved again at the same step: keep the old one until the new one is in place
         shutil.rmtree(old, ignore_errors=True)
         final.rename(old)
     folder.rename(final)
@@ -83,17 +83,17 @@ def commit(folder: Path) -> Path:
 
 
 def add_metrics(run: Path, step: int, metrics: dict[str, float]) -> None:
-    """Say in a whole checkpoint how good it is. Raises `OSError`, and `UsageError` where there is none of this step."""
+    """Add metrics to a checkpoint. Raises `OSError`, and `UsageError` if there is no checkpoint of this step."""
     path = run / _FOLDER / _name(step)
-    beside = path / f"{METADATA_FILE}{_UNFINISHED}"
-    write_metadata(path, dataclasses.replace(read_metadata(path).metadata, metrics=metrics), beside.name)
-    beside.replace(path / METADATA_FILE)
+    temporary = path / f"{METADATA_FILE}{_UNFINISHED}"
+    write_metadata(path, dataclasses.replace(read_metadata(path).metadata, metrics=metrics), temporary.name)
+    temporary.replace(path / METADATA_FILE)
     _sync(path)
 
 
 def _sync(folder: Path) -> None:
-    """The names in a folder, onto the disk."""
-    with contextlib.suppress(OSError):  # some file systems cannot
+    """Flush the directory entries of a folder to the disk."""
+    with contextlib.suppress(OSError):  # not supported by some file systems
         file = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(file)
@@ -102,11 +102,11 @@ def _sync(folder: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Take its name away first: a crash in the middle must not leave half of it under a name that says whole."""
-    gone = folder.with_name(folder.name + _UNFINISHED)
-    shutil.rmtree(gone, ignore_errors=True)
-    folder.rename(gone)
-    shutil.rmtree(gone, ignore_errors=True)
+    """Rename a checkpoint, then remove it, so that a crash does not leave half of it under its final name."""
+    renamed = folder.with_name(folder.name + _UNFINISHED)
+    shutil.rmtree(renamed, ignore_errors=True)
+    folder.rename(renamed)
+    shutil.rmtree(renamed, ignore_errors=True)
 
 
 def remove_old_checkpoints(run: Path, keep: int, step: int, best_by: str) -> None:
@@ -157,7 +157,7 @@ _ERRORS = ("loss", "perplexity", "error", "err", "mae", "mse", "rmse", "wer", "c
 
 
 def checkpoints_of(run: Path) -> list[Checkpoint]:
-    """All checkpoints under their final names, oldest first; what cannot be read as one is left out."""
+    """Return all checkpoints with final names, oldest first, without unreadable ones."""
     checkpoints: list[Checkpoint] = []
     for path in _named_steps(run):
         with contextlib.suppress(UsageError):
@@ -166,7 +166,7 @@ def checkpoints_of(run: Path) -> list[Checkpoint]:
 
 
 def _named_steps(run: Path) -> list[Path]:
-    """Folders with the name of a whole checkpoint, oldest first, whatever is in them."""
+    """Return folders with the name of a checkpoint, oldest first, without reading them."""
     names = {path: match for path in (run / _FOLDER).glob("step-*") if (match := NAME.fullmatch(path.name))}
     finals = {match[1] for match in names.values() if not match[2]}
     folders = [path for path, match in names.items() if path.is_dir() and not (match[2] and match[1] in finals)]
@@ -187,25 +187,25 @@ def find_checkpoint(path: Path) -> Checkpoint:
     if path.is_file():
         raise UsageError(f"{path}: a file, not the folder of a run or a checkpoint; weights go to --pretrained")
     if not path.exists():
-        raise UsageError(f"{path}: nothing is there; give the folder of a run, or one of its checkpoints")
+        raise UsageError(f"{path}: no such folder; give the folder of a run, or one of its checkpoints")
     if NAME.fullmatch(path.name) and path.parent.name == _FOLDER:
         return checkpoint_named(_by_its_name(path))
     if (path / ".metadata").is_file():
         raise UsageError(
-            f"{path}: a checkpoint of another program (no {METADATA_FILE}); only everyrank's own can go on"
+            f"{path}: a checkpoint of another program (no {METADATA_FILE}); everyrank resumes only its own checkpoints"
         )
-    raise UsageError(f"{path}: no whole checkpoint there (step-*/{METADATA_FILE}); the run has saved none")
+    raise UsageError(f"{path}: no complete checkpoint (step-*/{METADATA_FILE}); the run has not saved any")
 
 
 def newest_whole(run: Path) -> Checkpoint | None:
-    """The newest checkpoint whose files have their sizes, for a run that goes on by itself; None without one."""
+    """Return the newest checkpoint whose files have the right sizes, for an automatic restart; None without one."""
     return next(
         (checkpoint for checkpoint in reversed(checkpoints_of(run)) if damage(checkpoint, deep=False) is None), None
     )
 
 
 def _by_its_name(path: Path) -> Path:
-    """What `best` stands for. The folder of a run's checkpoints may itself be a link, to a disk with more room."""
+    """Resolve the link `best`, but not the folder of the checkpoints, which may be a link to a larger disk."""
     if path.name in ("", "..") or path.absolute().parent.name == "..":
         return path.resolve()
     target = path.resolve()
@@ -214,7 +214,7 @@ def _by_its_name(path: Path) -> Path:
 
 
 def checkpoint_named(path: Path) -> Checkpoint:
-    """The checkpoint in this very folder. Raises `UsageError` where about.json is missing, cut off or foreign."""
+    """Return the checkpoint in exactly this folder. Raises `UsageError` for a missing or invalid about.json."""
     try:
         return read_metadata(path)
     except UsageError as error:
@@ -222,9 +222,9 @@ def checkpoint_named(path: Path) -> Checkpoint:
 
 
 def set_aside_newer(checkpoint: Checkpoint) -> None:
-    """Make this the newest checkpoint of its run, for a training that goes on from it: damaged newer ones are renamed.
+    """Rename newer, damaged checkpoints of the run, because a training resumes from this one.
 
-    Raises `UsageError` where a newer one is whole: going on would leave two trainings in one folder.
+    Raises `UsageError` if a newer one is undamaged: resuming would mix two trainings in one folder.
     """
     run = checkpoint.path.parent.parent
     for path in _named_steps(run):
@@ -237,15 +237,15 @@ def set_aside_newer(checkpoint: Checkpoint) -> None:
             is_whole = False
         if is_whole:
             raise UsageError(
-                f"{checkpoint.path}: {path.name} of the same run is newer, and whole; give another --out to go on "
-                "from here beside it, or remove it"
+                f"{checkpoint.path}: {path.name} of the same run is newer and undamaged; resume from here with another "
+                "--out, or remove it"
             )
         shutil.rmtree(path.with_name(path.name + _DAMAGED), ignore_errors=True)
         path.rename(path.with_name(path.name + _DAMAGED))
 
 
 def all_of(run: Path) -> list[tuple[Path, Checkpoint | None]]:
-    """Every folder with the name of a checkpoint, oldest first; None where it cannot be read as one."""
+    """Return every folder with the name of a checkpoint, oldest first, with the checkpoint or None if unreadable."""
     folders: list[tuple[Path, Checkpoint | None]] = []
     for path in _named_steps(run):
         try:
@@ -256,7 +256,7 @@ def all_of(run: Path) -> list[tuple[Path, Checkpoint | None]]:
 
 
 def last_good(damaged: Path) -> Checkpoint | None:
-    """The newest undamaged checkpoint beside this one, all of it read."""
+    """Return the newest other checkpoint of the run that is undamaged (it reads all files)."""
     for other in reversed(checkpoints_of(damaged.parent.parent)):
         if other.path != damaged and damage(other) is None:
             return other
@@ -267,7 +267,7 @@ def _offer(damaged: Path) -> str:
     if damaged.parent.name != _FOLDER:
         return ""
     good = last_good(damaged)
-    return f"; the last good one: --resume {good.path}" if good else "; no other checkpoint of this run is whole"
+    return f"; the last good one: --resume {good.path}" if good else "; no other checkpoint of this run is undamaged"
 
 
 def require_whole(checkpoint: Checkpoint, deep: bool = False) -> None:
@@ -278,5 +278,5 @@ def require_whole(checkpoint: Checkpoint, deep: bool = False) -> None:
 
 
 def refuse_damaged(checkpoint: Checkpoint, reason: str) -> NoReturn:
-    """Raise `UsageError` for a checkpoint in which `found` is wrong, offering the last good one."""
+    """Raise `UsageError` for a damaged checkpoint; the message suggests the last good one."""
     raise UsageError(f"{checkpoint.path}: damaged: {reason}{_offer(checkpoint.path)}")

@@ -1,11 +1,11 @@
-"""One run at a time in a folder: rank 0 holds it while it trains.
+"""Locks the folder of a run: rank 0 holds the lock while it trains.
 
-The kernel's lock on the file ends with the process, however that ends, and network file systems that carry such locks
-hold off other hosts too. Where one does not, the file itself says who holds the folder: on this machine the process is
-looked for; of one elsewhere the file's time is watched, which its holder sets anew every few seconds.
+The kernel releases its lock when the process ends in any way. Network file systems that support locks also keep other
+hosts out. For file systems without locks, the file names the holder. If the holder is on this machine, its process is
+looked up. If it is on another machine, the time of the file is watched, which the holder updates every few seconds.
 
-A job whose ranks are started again, on other hosts perhaps, has a name in the file: what an earlier start of the same
-job has left is taken over without watching, because its ranks were ended before new ones could meet.
+A job whose ranks are restarted, maybe on other hosts, has its name in the file. A lock of an earlier start of the same
+job is taken over at once, because its ranks had ended before the new ones started.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ __all__ = ["LOCK", "hold"]
 
 LOCK = "everyrank.lock"
 _BEAT_SECONDS = 3.0
-_SILENT_SECONDS = 20.0  # without a beat, its holder has ended
+_SILENT_SECONDS = 20.0  # without an update of the file, the holder has ended
 _LOOK_SECONDS = 0.2
-_HANDOVER_SECONDS = 120.0  # until a file server knows that a host is gone which held a lock
-_CLOCK_SECONDS = 10.0  # what a clock may be set by while a process runs
+_HANDOVER_SECONDS = 120.0  # until a file server notices that the host of a lock is gone
+_CLOCK_SECONDS = 10.0  # largest change of the clock while a process runs
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 class _Holder(NamedTuple):
-    """A process of some machine, as it stands in the file."""
+    """The process that holds the lock, as written in the file."""
 
     host: str
-    space: str  # in which processes know each other by number
+    space: str  # PID namespace
     pid: int
     started: float
     since: str
-    job: str = ""  # of ranks that are started again: what is the same in all starts
+    job: str = ""  # name of an elastic job, the same in all its starts
 
 
 @contextlib.contextmanager
 def hold(run: Path, job: str = "") -> Generator[None]:
-    """Hold the folder of a run, which is made where it is not there.
+    """Lock the folder of a run while the block runs; create the folder if it does not exist.
 
-    `job` is what all starts of one elastic job have in common.
-    Raises `UsageError` that names who holds it, and for a folder that cannot be written.
+    `job` is the name of an elastic job, the same in all its starts. Raises `UsageError` if another process holds the
+    lock, and for a folder that cannot be written.
     """
     path = run / LOCK
     try:
@@ -72,7 +72,7 @@ def hold(run: Path, job: str = "") -> Generator[None]:
         beating.join()
         with contextlib.suppress(OSError):
             if _is_here(file, path):
-                path.unlink()  # before the lock is let go: who comes next makes a new one
+                path.unlink()  # before the lock is released; the next holder creates a new file
         os.close(file)
 
 
@@ -83,7 +83,7 @@ def _beat(file: int, stop: threading.Event) -> None:
 
 
 def _take(path: Path, job: str) -> int:
-    """The open file, which is ours now."""
+    """Take the lock; return the open file."""
     silent: set[_Holder] = set()
     deadline = time.monotonic() + _HANDOVER_SECONDS
     while True:
@@ -98,23 +98,23 @@ def _take(path: Path, job: str) -> int:
                 time.sleep(_LOOK_SECONDS)
                 continue
             if holder is None or is_same_job or holder in silent or holder.space == pid_namespace():
-                if _is_here(file, path):  # else its holder has just ended, and taken it away
+                if _is_here(file, path):  # otherwise its holder has just ended and removed it
                     _write(file, _myself(job))
                     locked_file, file = file, -1
                     return locked_file
                 continue
         finally:
             if file >= 0:
-                os.close(file)  # and with it the lock: the watch below opens and closes the file
+                os.close(file)  # releases the lock, because _beats opens and closes the file
         if _beats(path):
             raise UsageError(_held_by(path, holder))
         silent.add(holder)
 
 
 def _lock(file: int) -> bool:
-    """Take the kernel's lock, where there are such locks; whether nobody else has it.
+    """Take the kernel's lock; return whether no other process has it (True if the file system has no locks).
 
-    It is one of processes and not of files: workers of a data loader, forked from this one, do not inherit it.
+    It is a POSIX lock, which belongs to the process: forked loader workers do not inherit it.
     """
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -131,7 +131,7 @@ def _is_here(file: int, path: Path) -> bool:
 
 
 def _is_alive(holder: _Holder) -> bool:
-    """Whether it is a process that runs here; False of one elsewhere. A number may belong to another process by now."""
+    """Whether the holder runs on this machine. It compares start times, because process ids are reused."""
     if holder.space != pid_namespace():
         return False
     try:
@@ -143,7 +143,7 @@ def _is_alive(holder: _Holder) -> bool:
 
 
 def _beats(path: Path) -> bool:
-    """Watch a lock whose holder is elsewhere: whether it lives. Clocks are not compared, those of two hosts differ."""
+    """Whether a holder on another machine still updates the file; does not compare clocks of two hosts."""
     first = _time_of(path)
     deadline = time.monotonic() + _SILENT_SECONDS
     while time.monotonic() < deadline:
@@ -157,7 +157,7 @@ def _beats(path: Path) -> bool:
 
 
 def _time_of(path: Path) -> int | None:
-    """When the file was last written; None without one. Opening it anew is what asks a file server again."""
+    """Return the modification time; None without a file. Opening the file makes NFS ask its server again."""
     with contextlib.suppress(OSError), path.open("rb") as file:
         return os.fstat(file.fileno()).st_mtime_ns
     return None
@@ -175,7 +175,7 @@ def _write(file: int, holder: _Holder) -> None:
 
 
 def _read(file: int) -> _Holder | None:
-    """Who stands in the file; None where nobody does, or it cannot be read: then the kernel's lock alone counts."""
+    """Return the holder in the file; None if the file is empty or unreadable (then only the kernel's lock counts)."""
     try:
         content: Any = json.loads(os.pread(file, 1 << 16, 0))
         holder = _Holder(**content)
@@ -189,8 +189,8 @@ def _read(file: int) -> _Holder | None:
 
 
 def _held_by(path: Path, holder: _Holder | None) -> str:
-    who = "a process that cannot be named"
+    holder_text = "an unknown process"
     if holder is not None:
-        who = f"process {holder.pid} on {holder.host}, since {holder.since}"
-        who = "".join(letter if letter.isprintable() else "?" for letter in who)
-    return f"--out {path.parent}: another run holds it ({who}); wait for its end, or give another folder"
+        holder_text = f"process {holder.pid} on {holder.host}, since {holder.since}"
+        holder_text = "".join(letter if letter.isprintable() else "?" for letter in holder_text)
+    return f"--out {path.parent}: another run uses it ({holder_text}); wait for its end, or give another folder"

@@ -38,23 +38,23 @@ __all__ = ["Prepared", "prepare"]
 
 @dataclass(frozen=True)
 class Prepared:
-    """What the loop needs from any way of training.
+    """A training prepared on this rank: what the training loop needs from a strategy.
 
-    parallel            the model as it is laid out on this rank; with it workload, layout and mesh
-    trainable           the model with its optimizer: what checkpoints save and snapshots copy
-    step                one update from its micro-batches (of simulated ranks: all of the first, then all of the
-                        second, ...); float64, shape (2,): this rank's share of (sum, count). The
-                        loop adds the shares over ranks, outside the timed region
-    predict             the model's output for the rank's part of a batch, without an update; a collective where the
-                        layout splits the model
+    parallel            the model as laid out on this rank, with workload, layout and mesh
+    trainable           the model with its optimizer: the state that checkpoints save and snapshots copy
+    step                makes one update from its micro-batches (for simulated ranks: all of the first, then all of the
+                        second, ...). Returns the local (sum, count) of the loss: float64, shape (2,). The loop sums
+                        it over ranks, outside the timed region
+    predict             returns the output of the model for this rank's part of a batch, without an update; a collective
+                        if the layout splits the model
     full_state          full parameters and persistent buffers on rank 0's CPU, {} elsewhere; a collective
-    replicated_tensors  those that every rank holds in full, which must be equal to the last bit
-    num_micro_batches   parts that each update is cut into before it is cut over ranks
-    idle                of a pipeline: how long its newest step took, and how long this rank waited in it
-    averaging           of replicas that differ between two means: when they meet
+    replicated_tensors  tensors that every rank holds in full, and that must be equal to the last bit
+    num_micro_batches   number of micro-batches of an update, each of which is split over ranks
+    idle                for a pipeline: the time of the last step, and the time that this rank waited in it
+    averaging           for replicas that differ between averages: the schedule of the averages
     gather_for_eval     makes values that only some ranks hold available on all, before evaluation and checkpoints;
                         a collective, which most strategies do not need
-    not_compared        tensors that `full_state` leaves out, because how they lie on the ranks is not known
+    not_compared        tensors that `full_state` leaves out, because their placement on the ranks is unknown
     not_saved           tensors that no checkpoint can hold, for the same reason
     """
 
@@ -138,7 +138,7 @@ _NOT_BY_GLOO = {
     "expert": "all-gather of several tensors at once",
     "context": "send and receive",
 }
-"""Axis -> what its ranks do that gloo has for CPU tensors alone (it has all-reduce, broadcast, all-gather, all-to-all).
+"""Axis -> collectives of its ranks that gloo supports only for CPU tensors.
 
 Source: torch/csrc/distributed/c10d/ProcessGroupGloo.cpp
 """
@@ -165,7 +165,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
 
     If memory is insufficient, this raises `CannotRunError`, and later steps raise `OutOfMemoryError`.
     """
-    degrees = layout.mesh(world.size)  # refuses degrees that do not fit
+    degrees = layout.mesh(world.size)  # raises for degrees that do not fit
     _check_carried(layout, world)
     with oom_context("build", workload, layout, world):
         if layout.simulated:

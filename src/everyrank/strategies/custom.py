@@ -1,14 +1,15 @@
-"""Own parallel code: a person's `parallelize(model, mesh) -> model`, trained like any other strategy.
+"""Custom parallelize function: the user's `parallelize(model, mesh) -> model`, trained like any other strategy.
 
-Holds     what the person's function leaves on each rank
-Travels   what the person's code sends, and per update one all-reduce of loss and count of terms (two elements); with
-          clip_norm, unless the contract has a clip_grad_norm, the sum of squares over the axes that split parameters
-Use when  you have parallel code already, and want to know whether it is the training of one device
-Exact     as the person's code is: `everyrank verify` says so
+Holds     the parameters that the user's function leaves on each rank
+Travels   the communication of the user's code, and per update one all-reduce of loss and count of terms (two elements);
+          with clip_norm, unless the contract has a clip_grad_norm, the sum of squares over the axes that split
+          parameters
+Use when  you already have parallel code and want to know whether it is equivalent to one device
+Exact     depends on the user's code; check it with `everyrank verify`
 Source    the shape of torchtitan's `parallelize` functions: Liang et al. 2024
 
-A layout is written `path/file.py[:function][:axis=size,...]`; `parallelize` is the function where none is named. What
-cannot be told from the model it returns is in its `ParallelContract` (layout/contract.py).
+A layout is written `path/file.py[:function][:axis=size,...]`; the default function is `parallelize`. Its
+`ParallelContract` (layout/contract.py) describes what the returned model does not show.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Holds     parameters, gradients and optimizer state in full on the first device; copies of the parameters on the others
 Travels   inside the process, per micro-batch: parameters and inputs to every device, outputs and gradients back
-Use when  hardly ever: torch itself advises ddp, which copies nothing and does not share one interpreter
+Use when  never in new code: torch recommends ddp, which does not copy the model and has one interpreter per device
 Exact     yes; models with batch norm are refused, because each device would normalise its own part, and exact dropout,
           because its copies do not know which samples they have
 Source    torch.nn.DataParallel
@@ -30,7 +30,7 @@ __all__ = ["prepare"]
 
 
 def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
-    """Copy the model to as many devices as there are ranks, or to all where this is the only one.
+    """Copy the model to as many devices as ranks, or to all devices if there is only one rank.
 
     Raises `CannotRunError` without two CUDA devices, and for a model with batch norm or exact dropout.
     """
@@ -61,7 +61,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
 
 
 def _devices(world: World) -> list[int]:
-    """The devices that the model is copied to. Raises `CannotRunError` where there are no two."""
+    """Return the devices for the copies. Raises `CannotRunError` with fewer than two."""
     num_cuda = torch.cuda.device_count()
     num_devices = min(world.local_size, num_cuda) if world.local_size > 1 else num_cuda
     if world.device.type != "cuda" or num_devices < 2:
@@ -70,10 +70,10 @@ def _devices(world: World) -> list[int]:
 
 
 class _Copied(nn.Module):
-    """A model that takes its input whole, so that DataParallel can cut tensors, tuples and dicts alike.
+    """Takes the input as one argument, so that DataParallel can split tensors, tuples and dicts.
 
-    Each copy runs in a thread of its own, to which DataParallel hands on that autocast is on, but not in which dtype: a
-    thread has its own, and would compute in fp16 where bf16 was asked for.
+    Each copy runs in its own thread. DataParallel passes on that autocast is enabled, but not its dtype, so the threads
+    would use fp16 instead of bf16.
     """
 
     def __init__(self, model: nn.Module, layout: Layout, world: World) -> None:

@@ -1,8 +1,8 @@
 """Distributed data parallel: every rank holds the whole model and averages gradients.
 
 Holds     parameters, gradients and optimizer state in full on every rank
-Travels   one all-reduce of the gradients per update, in buckets, overlapped with backward; the count of loss terms
-          rides in it as two more elements
+Travels   one all-reduce of the gradients per update, in buckets, overlapped with backward; with (sum,
+          count) of the loss as two more elements
 Use when  the model and its optimizer fit on one device
 Exact     yes; with batch_norm=local or compress=... no: compared with a simulation of the same in one process
 Source    Li et al., VLDB 2020
@@ -10,12 +10,12 @@ Source    Li et al., VLDB 2020
 Keys: bucket_mb, the size of a bucket in MiB; find_unused=true, for models that leave parameters out of some
 updates; static_graph=true, for models that use the same ones in every update; batch_norm=local, for statistics over
 each rank's own samples, and rank 0's running ones (one broadcast per update); compress=fp16, bf16 or powersgd (with
-matrix_rank, 1 if left out), for gradients that travel in fewer bytes (parallel/compress.py). With context=N the ranks
+matrix_rank, 1 if left out), to compress gradients (parallel/compress.py). With context=N the ranks
 that share a sequence are replicas, too (parallel/context). With tensor=N the matrices are split
 (strategies/tensor.py), and torch's `fully_shard` keeps the replicas of the parts: it is
 `fsdp:replicate=...,shard=1,tensor=N`, sends what that sends, and with context=N or expert=N as well shards the
-parameters along that axis. With expert=N ranks hold other experts of a mixture (parallel/expert.py): replicas of
-those average their gradients in an all-reduce of their own.
+parameters along that axis. With expert=N ranks hold different experts of a mixture (parallel/expert.py), and
+replicas of experts average their gradients in a separate all-reduce.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ __all__ = ["prepare"]
 def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     """Replicate the model on every rank of the world."""
     mesh = open_mesh(layout, world)
-    has_experts = mesh.size("expert") > 1  # else DistributedDataParallel broadcasts all there is
+    has_experts = mesh.size("expert") > 1  # with experts, DistributedDataParallel must not broadcast them
     parallel = parallelize(workload, layout, mesh, broadcast=has_experts)
     model = parallel.model
     experts = [parameter for module in parallel.experts for parameter in module.parameters()]
@@ -64,12 +64,12 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
 
     def after_backward() -> None:
         check_unused_parameters(named, layout, world)
-        all_reduce_grads(experts, mesh)  # over the ranks that hold the same ones
+        all_reduce_grads(experts, mesh)  # over the ranks that hold the same experts
 
     step = make_step(
         parallel,
         trainable,
-        forward=ddp,  # gives the output, and the carrier of [sum, count]
+        forward=ddp,  # returns the output and the carrier of [sum, count]
         around=around,
         after_backward=after_backward,
         sum_over_ranks=lambda _: global_sum_and_count(ddp, world),

@@ -1,21 +1,21 @@
-"""Fully sharded data parallel (FSDP2): every rank holds a part of everything, and gathers what it computes with.
+"""Fully sharded data parallel (FSDP2): every rank holds a shard of the model and gathers parameters when it needs them.
 
 Holds     a part of each parameter, its gradient and its optimizer state
 Travels   per micro-batch: an all-gather of each block's parameters in forward and again in backward, an all-gather
           of the rest in forward, a reduce-scatter of each block's gradients and of the rest's. Per update: with
           replicas an all-reduce over them of each gradient shard; one all-reduce of loss and count of terms (two
           elements), overlapped with backward; one of the gradient of each parameter without dimensions, which cannot be
-          sharded; with clip_norm one of the sum of squares. With tensor, context or expert what their pages say, too
+          sharded; with clip_norm one of the sum of squares. With tensor, context or expert also their communication
 Use when  the model or its optimizer does not fit on one device
 Exact     yes; with batch_norm=local no: compared with a simulation of the same in one process
 Source    Rajbhandari et al., SC 2020 (P_os+g+p); Zhao et al., VLDB 2023
 
 Keys: reshard_after_forward=false keeps gathered blocks until backward: more memory, one all-gather less; meta=true
-fills the shards from a file, for a model that no rank has the memory for. With replicate=N (HSDP) shards
+fills the shards from a file, for a model that fits in the memory of no rank. With replicate=N (HSDP) shards
 have N copies: gathers stay among the shards, gradients are then all-reduced over the copies. With tensor=N the
 matrices are split before they are sharded (strategies/tensor.py), with context=N the sequences
 (parallel/context), and ranks along the context axis shard parameters, too. With expert=N each mixture's experts
-are a unit of their own, sharded over the ranks that hold the same ones (parallel/expert.py); all else over all ranks.
+are a separate unit, sharded over the ranks that hold the same ones (parallel/expert.py); the rest over all ranks.
 Blocks are the modules at `Workload.blocks`; without it the whole model is one unit.
 """
 
@@ -72,7 +72,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         trainable,
         forward=forward,
         around=around,
-        has_autocast=False,  # its MixedPrecisionPolicy casts
+        has_autocast=False,  # MixedPrecisionPolicy casts instead
         before_last_backward=total.start,
         after_backward=lambda: average_replicated_grads(replicated, mesh),
         sum_over_ranks=total.wait,
@@ -82,7 +82,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     )
 
     def predict(value: Any) -> Any:
-        return reshard_after(model, call_model(model, value))  # without a backward the root would stay gathered
+        return reshard_after(model, call_model(model, value))  # without a backward, the root module would stay gathered
 
     return Prepared(
         parallel,
@@ -96,18 +96,18 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
 
 
 class CountInFlight:
-    """[sum, count] of all ranks: the all-reduce travels while the last backward computes."""
+    """Sums [sum, count] over all ranks in an all-reduce that overlaps with the last backward."""
 
     def __init__(self, parallel: ParallelModel) -> None:
         self.parallel, self.group = parallel, parallel.mesh.world.group
 
     def start(self, local: Tensor) -> None:
-        """Send this rank's share, shape (2,)."""
+        """Start the all-reduce of the local [sum, count], shape (2,)."""
         self.total = self.parallel.count_once(local).clone()
         self.work = dist.all_reduce(self.total, group=self.group, async_op=True)
 
     def wait(self, _: Tensor) -> Tensor:
-        """The sum over all ranks, shape (2,)."""
+        """Return the sum over all ranks, shape (2,)."""
         assert self.work is not None
         self.work.wait()
         return self.total

@@ -1,9 +1,9 @@
-"""Horovod: data parallel by a library of its own, with its ranks, its all-reduce and an optimizer that sums gradients.
+"""Horovod: data parallel with the library Horovod: its ranks, its all-reduce and an optimizer that sums gradients.
 
 Holds     parameters, gradients and optimizer state in full on every rank
-Travels   one all-reduce of each gradient per update, overlapped with backward, those that are ready together by
-          Horovod; the sum and count of loss terms as two more elements. Counted is what is handed to Horovod
-Use when  a cluster has Horovod and starts everything by horovodrun; else ddp does the same, and is kept up
+Travels   one all-reduce of each gradient per update, overlapped with backward; Horovod fuses gradients that
+          are ready together. (sum, count) of the loss as two more elements. Bytes are counted as passed to Horovod
+Use when  your cluster starts jobs with horovodrun; otherwise use ddp, which does the same and is maintained
 Exact     yes; with batch_norm=local or compress=fp16 no: compared with a simulation of the same in one process
 Source    Sergeev and Del Balso 2018
 
@@ -57,14 +57,14 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     )
     optimizer: Any = trainable.optimizer
 
-    def go_on_from_rank_0() -> None:  # a checkpoint may have been read by now
+    def broadcast_from_rank_0() -> None:  # rank 0 may have loaded a checkpoint
         broadcast_model(hvd, model, world)
         broadcast_optimizer(hvd, optimizer, world)
 
     def step(batches: Sequence[Batch]) -> Tensor:
-        parallel.before_first_update(go_on_from_rank_0)
+        parallel.before_first_update(broadcast_from_rank_0)
         trainable.zero_grad()
-        totals: list[HorovodSum] = []  # of loss terms: travels while the last backward runs, as do its gradients
+        totals: list[HorovodSum] = []  # (sum, count) of the loss; sent during the last backward, like the gradients
         local = forward_backward(
             parallel,
             trainable,

@@ -1,18 +1,18 @@
-"""Local SGD: every rank trains a replica by itself, and every so many updates all take the mean of their parameters.
+"""Local SGD: every rank trains a replica independently, and all replicas are averaged every few updates.
 
 Holds     parameters, gradients and optimizer state in full on every rank
 Travels   every `every` updates one all-reduce of trained parameters, floating-point buffers, the optimizer's state and
-          the number of loss terms, and a broadcast of each buffer that counts; in between nothing. The mean of
-          parameters and buffers for an evaluation in between
-Use when  links are so slow that an all-reduce in every update costs more than it brings
-Exact     no: with every=H each rank takes H steps on its own samples before it hears of the others. Compared with a
-          simulation of the same steps in one process. With every=1 (plain parameter averaging) and SGD it is that of
-          one device: the mean of steps along local gradients is the step along their mean
+          the number of loss terms, and a broadcast of each integer buffer; in between nothing. For an evaluation
+          in between, the average of parameters and buffers
+Use when  the network is so slow that an all-reduce in every update costs more time than it saves
+Exact     no: with every=H each rank takes H steps on its own samples between two averages. It is compared with a
+          simulation of the same steps in one process. With every=1 (parameter averaging) and SGD it is equivalent to
+          one device: the mean of the steps is the step along the mean gradient
 Source    Stich, ICLR 2019; McMahan et al., AISTATS 2017
 
 Keys: every, 1 if left out. A rank normalises its loss by its own terms, clips its own gradient, and batch norm takes
-statistics over its own samples; in the mean a replica counts for the terms that it has seen. Checkpoints are saved
-where ranks hold the same: the first mean after one was due.
+statistics over its own samples; in the average, a replica is weighted by its number of terms. Checkpoints are
+saved when replicas are equal: at the first average after one is due.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = ["check_trains_alone", "local_update", "prepare"]
 
 
 def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
-    """A replica of the model on every rank of the world."""
+    """Replicate the model on every rank of the world."""
     check_trains_alone(workload, layout, world.size)
     mesh = dataclasses.replace(open_mesh(layout, world), in_lockstep=False)
     parallel = parallelize(workload, layout, mesh, local_statistics=True)
@@ -73,11 +73,11 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
 
 
 def local_update(trainable: Trainable, local: Tensor, batches: Sequence[Batch]) -> None:
-    """The step of one replica along the gradient of its own mean loss; without a term it stays where it is.
+    """Make the step of one replica along the gradient of its local mean loss; none without loss terms.
 
-    `own` is [sum, count] of its micro-batches, shape (2,).
+    `local` is [sum, count] of its micro-batches, shape (2,).
     """
-    # on CUDA reading the count would make the device wait: there a gradient without a term is zero, and steps
+    # on CUDA reading the count would synchronise; there the gradient without terms is zero, and the optimizer steps
     has_terms = any(batch.size for batch in batches) if local.is_cuda else float(local[1]) > 0
     if has_terms:
         trainable.optimizer_step(local)
@@ -86,7 +86,7 @@ def local_update(trainable: Trainable, local: Tensor, batches: Sequence[Batch]) 
 
 
 def check_trains_alone(workload: Workload, layout: Layout, ranks: int) -> None:
-    """Raise `UnsupportedLayoutError` for a workload that replicas cannot train by themselves."""
+    """Raise `UnsupportedLayoutError` for a workload that replicas cannot train independently."""
     if workload.ema_decay is not None:
         raise UnsupportedLayoutError(
             f"layout {layout}: ema_decay={workload.ema_decay:g}: each replica would have averages of its own; use ddp"

@@ -12,8 +12,8 @@ Travels   per update, between each trainer and each server: the server's part of
           and count (two elements, from the first server). With clip_norm servers exchange one number each. So at a
           server the bytes grow with the trainers, at a trainer they do not. Before an evaluation or a checkpoint: one
           broadcast of each parameter by its server, and of buffers by the first trainer
-Use when  hardly ever in place of ddp, whose ranks share the traffic evenly; asynchronous where ranks differ in speed
-          and a stale gradient does no harm
+Use when  rarely: ddp spreads the communication evenly over ranks. Asynchronous updates help if ranks differ in speed
+          and stale gradients are acceptable
 Exact     yes with updates=sync; no with updates=async
 Source    Li et al., OSDI 2014; asynchronous: Dean et al., NIPS 2012 (Downpour SGD), Recht et al., NIPS 2011 (Hogwild)
 
@@ -22,15 +22,15 @@ Keys: servers=S, the first S ranks (1); updates=sync or async; order=arrival or 
 Synchronous: a server adds up the gradients of all trainers in the order of ranks, divides them by the number of loss
 terms that came with them, and makes one update.
 
-Asynchronous: nobody waits for another trainer. A trainer's part of the global batch is an update of its own: the
-trainer takes the mean over the terms of its part, clips that, and pushes it; the server applies it as it is, whatever
-has changed since this trainer pulled. An update of the loop is as many of these as there are trainers with samples. The
-learning-rate schedule counts updates of the loop, and each part gets the whole learning rate. A trainer may run ahead
-of the others until the loop next looks at the losses (ten updates at most). With order=seeded the server takes its
-trainers in an order drawn from the seed, pulls and pushes mixed, so that the training can be had again. Batch norm is
-refused: statistics over all trainers would make them wait.
+Asynchronous: no trainer waits for another. Each trainer's part of the global batch makes a separate update. The trainer
+computes the mean gradient over the terms of its part, clips it, and pushes it; the server applies it, even if
+parameters have changed since this trainer pulled. One update of the loop has as many of these as there are trainers
+with samples. The learning-rate schedule counts updates of the loop, and each part gets the whole learning rate. A
+trainer may run ahead of the others until the loop next looks at the losses (ten updates at most). With order=seeded
+the server takes its trainers in an order drawn from the seed, pulls and pushes mixed, so that the training can be
+repeated. Batch norm is not supported: statistics over all trainers would make them wait.
 
-A rank that dies ends the training, which says which one: the launcher sees to that, under either kind of update.
+If a rank dies, the launcher ends the training and names the rank, with both kinds of updates.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     trainable = make_trainable(workload, layout, model)
     link = ServerLink(mesh, divide(trainable.parameters, layout))
     keep_owned_parameters(trainable.optimizer, set(link.own) if mesh.is_server else set())
-    refused: list[UnsupportedLayoutError] = []  # by trainers alone
+    refused: list[UnsupportedLayoutError] = []  # only on trainers
     compute = functools.partial(forward_backward, parallel, trainable, deferred_errors=refused)
     if options.updates == "sync":
         update = sync_server(trainable, link) if mesh.is_server else sync_trainer(trainable, link, compute)

@@ -3,7 +3,7 @@
     rank 0   F0 F1 .. .. B0 F2 B1 F3 B2 .. B3        2 ranks, 4 micro-batches, schedule 1f1b; a backward takes
     rank 1   .. F0 B0 .. F1 B1 .. F2 B2 F3 B3        twice a forward; idle: (2 - 1) / (4 + 2 - 1) of the time
 
-Holds     its blocks with their gradients and optimizer state; what is outside the blocks (embeddings, head) in full
+Holds     its blocks with their gradients and optimizer state; layers outside the blocks (embeddings, head) in full
 Travels   per micro-batch and stage: forward the output of its last block to the next stage, backward the gradient of
           its input to the one before (with the first of each shape goes a header of ten numbers). Per update: an
           all-reduce of loss, count and one flag for each parameter outside of the blocks, one (in pieces of 25 MiB) of
@@ -11,14 +11,14 @@ Travels   per micro-batch and stage: forward the output of its last block to the
           of the sum of squares; in the first one, of whether the blocks run in order, and of whether the loss asked
           for the whole batch. Shards travel as under fsdp, parts of matrices as under tensor; what is computed in
           front of the blocks (an embedding) every stage computes, with what travels for it
-Use when  the model is deep and does not fit, and links between devices are slow: little travels, and seldom
+Use when  a deep model does not fit on one device and the network is slow: messages are few and small
 Exact     yes, for models whose every block takes, untouched, what the one before returns (else refused)
 Source    Huang et al. 2019 (gpipe); Narayanan et al. 2019 and 2021 (1f1b, interleaved); Qi et al. 2024 (zero-bubble)
 
 Keys: schedule=1f1b, gpipe, interleaved or zero-bubble; microbatches, how many go through together (twice the ranks);
 chunks, the stages on each rank under interleaved (2). `accumulate` is how often that is done in an update. The stages
-are as equal as can be by multiplications for each position, the head counted on the last one. meta=true fills the
-blocks from a file, for a model that no rank has the memory for.
+have about equal numbers of multiplications per position, with the head on the last one. meta=true fills the
+blocks from a file, for a model that fits in the memory of no rank.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         sum_squares, norm_params(trainable.parameters, mesh, set(own_parameters)), mesh
     )
     pipeline = PipelineRun(mesh, stages, options, weight_grads, trainable.enter_phase)
-    refused: list[UnsupportedLayoutError] = []  # by the stage that takes the loss, while others wait for its gradient
+    refused: list[
+        UnsupportedLayoutError
+    ] = []  # on the stage that computes the loss, while others wait for its gradient
 
     def step(batches: Sequence[Batch]) -> Tensor:
         trainable.zero_grad()
@@ -95,7 +97,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
                 stages.check_block_order(lambda: call_model(model, micro_batch.input))
         except UnsupportedLayoutError as error:
             errors.append(error)
-        # the same on all ranks, and at the same time: who came seconds later would be ended before it could say so
+        # raised on all ranks at the same time: a later rank would be ended before it reports the error
         raise_on_all_ranks(errors, world, is_first=True)
 
     def flow(batches: Sequence[Batch]) -> Tensor:

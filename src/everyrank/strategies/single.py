@@ -1,4 +1,4 @@
-"""Single: one process, one device. What every other way of training is compared with.
+"""Single: one process, one device. All other strategies are compared with it.
 
 Holds     parameters, gradients and optimizer state in full
 Travels   nothing

@@ -36,15 +36,15 @@ def forward_backward(
     deferred_errors: list[UnsupportedLayoutError] | None = None,
     has_autocast: bool = True,
 ) -> Tensor:
-    """Forward and backward of this rank's micro-batches; its [sum, count] of loss terms, float64, shape (2,).
+    """Run forward and backward of the local micro-batches. Returns the local [sum, count]: float64, shape (2,).
 
     forward               input -> (output, carrier); None: the model itself. The gradient of the carrier, shape (2,),
-                          is [sum, count] of the micro-batch: a wrapper that reduces gradients reduces it as well
-    around                (whether it is the last, micro-batch) -> what is entered around forward and backward
-    before_last_backward  called with [sum, count] of all micro-batches, which can travel while backward computes
+                          is [sum, count] of the micro-batch: a wrapper that reduces gradients reduces it, too
+    around                (whether it is the last, micro-batch) -> context around forward and backward
+    before_last_backward  called with [sum, count] of all micro-batches, to send it during the last backward
     scale_loss            applied to the sum that backward starts from
     deferred_errors       see `compute_loss`
-    has_autocast          False where the wrapper casts by itself
+    has_autocast          False if the wrapper casts itself
     """
     workload, layout, mesh = parallel.workload, parallel.layout, parallel.mesh
     shares: list[Tensor] = []
@@ -76,16 +76,16 @@ def make_step(
     carrier: nn.Parameter | None = None,
     **how: Any,
 ) -> Callable[[Sequence[Batch]], Tensor]:
-    """The function `step(micro_batches)`: one update; gives this rank's share of [sum, count], float64, shape (2,).
+    """Return the function `step(micro_batches)`, which makes one update and returns the local [sum, count].
 
     sum_over_ranks    [sum, count] of this rank -> of all ranks, when backward is done
-    num_averaged      ranks over which the gradients were averaged; 1: they are sums, or nobody else's
-    sum_grad_squares  the sum of squares of all gradients, where other ranks hold other parts of them
+    num_averaged      ranks over which the gradients were averaged; 1: they are sums, or local
+    sum_grad_squares  returns the sum of squares of all gradients, if ranks hold different parts of them
     before_first      called once with the first micro-batch, before the first update
-    after_backward    gradients are complete on this rank: reduces what the wrapper does not
-    after_step        the optimizer has stepped
-    carrier           a parameter that carries [sum, count], and is none of the model's
-    how               what `forward_backward` takes
+    after_backward    called after the last backward, to reduce gradients that the wrapper does not reduce
+    after_step        called after the step of the optimizer
+    carrier           an extra parameter whose gradient is [sum, count]
+    how               arguments of `forward_backward`
     """
     carriers = [carrier] if carrier is not None else []
 

@@ -1,27 +1,27 @@
 """Tensor parallel: every rank holds a part of each matrix, and all ranks compute on the same samples.
 
              rank 0                     rank 1
-    x ──► up[:half] ──► gelu       up[half:] ──► gelu ◄── x        colwise: a part of the features, nothing travels
+    x ──► up[:half] ──► gelu       up[half:] ──► gelu ◄── x        colwise: a part of the features, no communication
                │                        │
-          down[:, :half]           down[:, half:]                  rowwise: a part of the sum
-               └────── all-reduce ──────┘ ──► y                    what every rank goes on with
+          down[:, :half]           down[:, half:]                  rowwise: a partial sum
+               └────── all-reduce ──────┘ ──► y                    the same on every rank
 
-Holds     a part of each matrix in the plan, its gradient and its optimizer state; all else in full
+Holds     a part of each matrix in the plan, its gradient and its optimizer state; all other layers in full
 Travels   per micro-batch: forward an all-reduce of the output of each rowwise and vocabulary layer, backward one of the
           gradient of the input of each gather module and of each colwise, colwise_gather or colwise_loss layer outside
           of those; for colwise_gather an all-gather of the output, for colwise_loss three all-reduces of one number for
           each position; all before the next layer can go on. Per update: an all-reduce of the gradient of each
           parameter of replicate_sum; with clip_norm, one of the sum of squares. In the first update an all-gather of
           one number for each parameter that is not split; before it the whole model is put together once, and compared
-Use when  one layer is too much for one device, or the batch cannot grow, inside a host with fast links
+Use when  a layer is too large for one device, or the batch cannot grow, within a host with fast connections
 Exact     yes
 Source    Shoeybi et al. 2019; Korthikanti et al. 2022 (sequence)
 
 Keys: sequence=true splits the activations between the matrices along the sequence: instead of their all-reduces, a
 reduce-scatter behind each split layer and an all-gather before the next, and the other way round in backward; per
 update (under fsdp per micro-batch) an all-reduce of the gradient of each norm that the plan calls sequence. meta=true
-fills the parts from a file, for a model that no rank has the memory for.
-What is split how is `Workload.tensor_plan`, in the words of parallel/tensor/apply.py.
+fills the parts from a file, for a model that fits in the memory of no rank.
+`Workload.tensor_plan` describes how layers are split, with the words of parallel/tensor/plan.py.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     trainable = make_trainable(workload, layout, model)
     sum_grad_squares = functools.partial(sum_squares, norm_params(trainable.parameters, mesh), mesh)
 
-    # Every rank has computed the loss of all samples: the count need not travel.
+    # Every rank has computed the loss of all samples, so the count is not sent.
     step = make_step(
         parallel,
         trainable,

@@ -1,8 +1,8 @@
 """ZeRO stage 1: every rank holds the whole model and a part of the optimizer.
 
 Holds     parameters and gradients in full on every rank; optimizer state for the parameters that the rank owns
-Travels   one all-reduce of the gradients per update, in buckets, overlapped with backward; the count of loss terms
-          rides in it as two more elements; then one broadcast by each rank of the trained parameters it owns
+Travels   one all-reduce of the gradients per update, in buckets, overlapped with backward; with (sum,
+          count) of the loss as two more elements; then one broadcast by each rank of the trained parameters it owns
 Use when  the model fits on one device but its optimizer state does not
 Exact     yes; with batch_norm=local no: compared with a simulation of the same in one process
 Source    Rajbhandari et al., SC 2020 (P_os)
@@ -38,7 +38,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     ddp = apply_ddp(model, layout, world)
     trainable = make_trainable(workload, layout, model)
     named = dict(model.named_parameters())
-    # Every rank comes to the same assignment, because all go through the same parameters in the same order.
+    # The assignment is the same on all ranks, because they iterate over the same parameters in the same order.
     trained = [parameter for parameter in trainable.parameters if parameter.requires_grad]
     owners = assign_owners(trained, world.size)
     owned = {parameter for parameter, owner in zip(trained, owners, strict=True) if owner == world.rank}
@@ -51,7 +51,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     step = make_step(
         parallel,
         trainable,
-        forward=ddp,  # gives the output, and the carrier of [sum, count]
+        forward=ddp,  # returns the output and the carrier of [sum, count]
         around=around,
         after_backward=lambda: check_unused_parameters(named, layout, world),
         sum_over_ranks=lambda _: global_sum_and_count(ddp, world),

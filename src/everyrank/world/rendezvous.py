@@ -121,7 +121,7 @@ def _by_file(path: Path, info: RankInfo, timeout_seconds: float) -> Rendezvous:
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
     if not path.parent.is_dir() or path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise UsageError(f"file://{path}: it cannot be written; give another place")
+        raise UsageError(f"file://{path}: it cannot be written; give another path")
     with contextlib.suppress(OSError):
         content, age = path.read_bytes(), time.time() - path.stat().st_mtime
         if content and not any(name in content for name in _STORE_KEYS):
@@ -134,7 +134,7 @@ def _by_file(path: Path, info: RankInfo, timeout_seconds: float) -> Rendezvous:
         with path.open("ab"):
             pass
     except OSError as error:
-        raise UsageError(f"file://{path}: {error.strerror}; give another place") from error
+        raise UsageError(f"file://{path}: {error.strerror}; give another path") from error
     return Rendezvous(dist.FileStore(str(path), info.size), None, info.rank == 0, path)
 
 

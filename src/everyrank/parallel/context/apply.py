@@ -1,8 +1,8 @@
-"""Split the sequences of a batch over ranks; attention reaches over all of them (ring.py).
+"""Split the sequences of a batch over ranks; attention spans all ranks (attention.py).
 
-Everything else in the model has to treat each position alone, and must not count positions itself: they are a part of
-the input. What can be seen of the opposite is refused: attention with a mask, or without torch's function for it;
-positions counted by `torch.arange` or cut out of a buffer.
+All other layers have to treat each position independently, and positions have to be a part of the input. Violations are
+refused if they can be detected: attention with a mask or without torch's function, and positions from `torch.arange` or
+sliced from a buffer.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _METHODS = {"ring": ring_attention, "ulysses": ulysses_attention}
 
 
 class ContextParallel:
-    """The part of every sequence that this rank has: a head and a tail of it.
+    """The part of every sequence on this rank: a head and a tail.
 
-    context   entered around forward, loss and backward: attention reaches over all ranks
+    context   entered around forward, loss and backward; in it attention spans all ranks
     """
 
     def __init__(
@@ -49,25 +49,25 @@ class ContextParallel:
     ) -> None:
         self.ring, self.dim, self.method, self.dropout = ring, dim, method, dropout
         self.model = model
-        self.length = 0  # of this rank's part
+        self.length = 0  # positions of this rank
         self.num_attentions = 0
         self.is_checked = False
 
     def context(self) -> TorchFunctionMode:
-        """What sees the calls of attention."""
+        """Return the mode that intercepts calls of attention."""
         return _Attention(self)
 
     def is_of_model(self, tensor: Tensor) -> bool:
-        """Whether it is a parameter or buffer that the model has now: FSDP puts others in their places."""
+        """Whether a tensor is a current parameter or buffer of the model (FSDP replaces them)."""
         return any(tensor is known for known in (*self.model.parameters(), *self.model.buffers()))
 
     @property
     def pieces(self) -> tuple[range, ...]:
-        """Which positions of the whole sequence this rank has: those of its head, and of its tail."""
+        """Return the positions of this rank in the whole sequence: those of its head and of its tail."""
         return chunk_positions(self.ring, self.ring.index, slice(0, self.length), self.length)
 
     def take(self, batch: Batch) -> Batch:
-        """The rank's part of the sequences of a batch.
+        """Return this rank's part of the sequences of a batch.
 
         Raises `UnsupportedLayoutError` for a length that does not divide.
         """
@@ -101,7 +101,7 @@ class ContextParallel:
         return dataclasses.replace(batch, input=inputs, target=target)
 
     def gather_output(self, output: Any) -> Any:
-        """An output of all ranks' parts, put together along the sequence. A collective."""
+        """Gather an output along the sequence from all ranks. A collective."""
 
         def gathered(tensor: Tensor) -> Tensor:
             if tensor.dim() <= self.dim or tensor.shape[self.dim] != self.length:
@@ -115,7 +115,7 @@ class ContextParallel:
         return map_tensors(output, gathered) if self.ring.count > 1 else output
 
     def check(self) -> None:
-        """After a forward pass: raise `UnsupportedLayoutError` for a model without attention that we could see."""
+        """After a forward pass: raise `UnsupportedLayoutError` if no call of attention was seen."""
         if not self.is_checked and self.num_attentions == 0:
             raise UnsupportedLayoutError(
                 "context: the model calls no torch.nn.functional.scaled_dot_product_attention, so that its attention "
@@ -125,7 +125,7 @@ class ContextParallel:
 
 
 class _Attention(TorchFunctionMode):
-    """Attention over all ranks in place of attention over this rank's part."""
+    """Replaces attention over the local part by attention over all ranks."""
 
     def __init__(self, split: ContextParallel) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class _Attention(TorchFunctionMode):
 
     def _counts_positions(self, func: Any, args: Any, result: Any) -> bool:
         length = self.split.length
-        if func is torch.arange:  # of integers: real ones are frequencies
+        if func is torch.arange:  # only integers: real numbers are frequencies
             return not result.is_floating_point() and len(result) == length
         if func is Tensor.__getitem__:
             keys = args[1] if isinstance(args[1], tuple) else (args[1],)
@@ -172,13 +172,13 @@ class _Attention(TorchFunctionMode):
     ) -> Tensor:
         self._check(query, key, attn_mask, dropout_p, enable_gqa)
         factor = scale if scale is not None else query.shape[-1] ** -0.5
-        # autocast lets torch's own function see its low precision; ours gets what it would
+        # autocast casts the inputs of torch's function; cast them for our function, too
         query, key, value = _autocast(query, key, value)
         dropout_weights = self._kept_weights(query, dropout_p) if dropout_p else None
         return _METHODS[self.split.method](query, key, value, is_causal, factor, self.split.ring, dropout_weights)
 
     def _kept_weights(self, query: Tensor, dropout_p: float) -> KeptWeights:
-        """The mask of this call: of the heads that are computed with here, and any positions of the sequence."""
+        """Return the dropout mask of this call, for the local heads and any positions of the sequence."""
         exact, ring = self.split.dropout, self.split.ring
         assert exact is not None
         heads = exact.features_here(query.shape[1]) if query.dim() == 4 else None
@@ -187,7 +187,7 @@ class _Attention(TorchFunctionMode):
         return kept_weights(exact, query, heads, self.split.length * ring.count, dropout_p)
 
     def _check(self, query: Tensor, key: Tensor, attn_mask: Tensor | None, dropout_p: float, enable_gqa: bool) -> None:
-        """Raise `UnsupportedLayoutError` for attention that is no attention of the sequence to itself."""
+        """Raise `UnsupportedLayoutError` for attention that is not self-attention over the sequence."""
         if attn_mask is not None:
             raise UnsupportedLayoutError(
                 "context: attention with a mask, which is made of this rank's positions alone; "
@@ -236,9 +236,9 @@ def _autocast(*tensors: Tensor) -> list[Tensor]:
 def apply_context_parallel(
     model: nn.Module, workload: Workload, layout: Layout, mesh: Mesh, dropout: ExactDropout | None = None
 ) -> ContextParallel | None:
-    """Split sequences over the context axis; None where that is one rank long. `dropout` is that of the model.
+    """Split sequences over the context axis; None if the axis has one rank. `dropout` is that of the model.
 
-    Raises `UnsupportedLayoutError` for a workload that does not say which dimension is the sequence.
+    Raises `UnsupportedLayoutError` for a workload without `sequence_dim`.
     """
     count = mesh.size("context")
     if count == 1:

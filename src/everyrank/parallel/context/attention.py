@@ -1,14 +1,14 @@
-"""Attention over a sequence that is split over ranks: two ways, both exact.
+"""Attention over a sequence that is split over ranks, with two exact methods.
 
-ring      Keys and values go round; each rank adds to its own queries what every part of the sequence gives, and keeps
-          the logarithm of the sum of exponentials, by which partial softmaxes are put together. In backward they go
-          round once more, and collect their gradients on the way home. Source: Liu, Zaharia and Abbeel 2023; the
+ring      Keys and values are sent around a ring; each rank adds the attention of its queries to each part, and keeps
+          the logarithm of the sum of exponentials, which combines partial softmaxes. In backward they are sent around
+          again and collect their gradients. Source: Liu, Zaharia and Abbeel 2023; the
           merging of partial softmaxes is Milakov and Gimelshein 2018, the balanced order Brandon et al. 2023.
-ulysses   An all-to-all gives every rank whole sequences of some of the heads, ordinary attention runs on them, and
-          another all-to-all gives them back. Source: Jacobs et al. 2023 (DeepSpeed-Ulysses).
+ulysses   An all-to-all gives every rank whole sequences of some of the heads, torch's attention runs on them, and
+          a second all-to-all reverses this. Source: Jacobs et al. 2023 (DeepSpeed-Ulysses).
 
-A rank holds a head and a tail: of 2N chunks, rank r has chunk r and chunk 2N-1-r, one after the other. Under a causal
-mask every rank then has the same work: early queries look at little, late ones at much.
+A rank holds a head and a tail: of 2N chunks, rank r has chunks r and 2N-1-r. With a causal mask every rank then has
+the same work, because early queries attend to few keys and late queries to many.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["SequenceGroup", "chunk_order", "chunk_positions", "ring_attention", 
 
 @dataclass(frozen=True)
 class SequenceGroup:
-    """The ranks that share a sequence: `index` of `count`, and the world's numbers of all of them, in order."""
+    """The ranks that share a sequence: `index` of this rank among `count`, and the global `ranks` in order."""
 
     index: int
     count: int
@@ -41,7 +41,7 @@ class SequenceGroup:
 
 
 def chunk_order(count: int) -> list[int]:
-    """The chunks of the sequence as the ranks hold them, one rank after the other.
+    """Return the chunks of the sequence in the order in which ranks hold them.
 
     >>> chunk_order(2)
     [0, 3, 1, 2]
@@ -50,7 +50,7 @@ def chunk_order(count: int) -> list[int]:
 
 
 def chunk_positions(ring: SequenceGroup, rank: int, rows: slice, length: int) -> tuple[range, ...]:
-    """Where in the whole sequence this part of the `length` positions of a rank stands: of a head, and a tail.
+    """Return the positions of some rows of a rank (of `length`) in the whole sequence, as ranges.
 
     >>> chunk_positions(SequenceGroup(0, 2, (0, 1), None), 0, slice(0, 4), 4)
     (range(0, 2), range(6, 8))
@@ -73,14 +73,14 @@ def ring_attention(
 ) -> Tensor:
     """Q (B, H, T/N, W), k and v (B, G, T/N, W) with G heads that divide H -> (B, H, T/N, W).
 
-    `kept` says what dropout multiplies the weights of a chunk by.
+    `kept` is the factor of dropout for the weights of a chunk.
     """
     out: Tensor = _RingAttention.apply(q, k, v, causal, scale, ring, dropout_weights)  # pyright: ignore
     return out
 
 
 def _without_autocast(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Scores are wide on purpose: autocast would give every product its low precision back."""
+    """Disable autocast, because it would compute scores in low precision."""
 
     @functools.wraps(method)
     def in_full(ctx: Any, *arguments: Any) -> Any:
@@ -91,7 +91,7 @@ def _without_autocast(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _RingAttention(torch.autograd.Function):
-    """The ring, in the paper's letters: lse is the logarithm of the sum of exponentials of a query's scores."""
+    """The ring, with the names of the paper: lse is the logarithm of the sum of exponentials of a query's scores."""
 
     @staticmethod
     @_without_autocast
@@ -112,7 +112,7 @@ class _RingAttention(torch.autograd.Function):
         kv = torch.cat([k, v], dim=-1)
         for step in range(ring.count):
             source = (ring.index - step) % ring.count
-            # the next part comes while this one is computed with
+            # the next part arrives while this one is used
             receive = ring_send_recv(kv, ring) if step < ring.count - 1 else None
             k_step, v_step = kv.to(wide).split([k.shape[-1], v.shape[-1]], dim=-1)
             for rows, columns, diagonal in _chunk_pairs(ring, source, q.shape[-2], causal):
@@ -143,12 +143,12 @@ class _RingAttention(torch.autograd.Function):
         q_wide, out_wide, dout = q.to(wide), out.to(wide), grads[0].to(wide)
         dq = torch.zeros_like(q_wide)
         kv = torch.cat([k, v], dim=-1)
-        dkv = torch.zeros_like(kv, dtype=wide)  # gradients of the keys and values that are here now
+        dkv = torch.zeros_like(kv, dtype=wide)  # gradients of the current keys and values
         receive_grads: Callable[[], Tensor] | None = None
         for step in range(ring.count):
             source = (ring.index - step) % ring.count
             receive = ring_send_recv(kv, ring) if step < ring.count - 1 else None
-            dkv = torch.zeros_like(dkv) if step else dkv  # those of the step before are on their way
+            dkv = torch.zeros_like(dkv) if step else dkv  # those of the previous step are being sent
             k_step, v_step = kv.to(wide).split([k.shape[-1], v.shape[-1]], dim=-1)
             for rows, columns, diagonal in _chunk_pairs(ring, source, q.shape[-2], causal):
                 dq_part, dkv_part = attend_backward(
@@ -162,18 +162,18 @@ class _RingAttention(torch.autograd.Function):
                     diagonal,
                     _kept_of_chunk(
                         dropout_weights, ring, source, rows, columns, q.shape[-2]
-                    ),  # the same ones as in forward
+                    ),  # the same mask as in forward
                 )
                 dq[..., rows, :] += dq_part
                 dkv[..., columns, :] += dkv_part
             if receive is not None:
                 kv = receive()
             if receive_grads is not None:
-                dkv += receive_grads()  # what the ranks before have found, which came while this one computed
+                dkv += receive_grads()  # gradients of the previous ranks, which arrived meanwhile
             if ring.count > 1:
                 receive_grads = ring_send_recv(dkv, ring)
         if receive_grads is not None:
-            dkv = receive_grads()  # home again
+            dkv = receive_grads()  # returned to this rank
         dk, dv = dkv.split([k.shape[-1], v.shape[-1]], dim=-1)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
 
@@ -181,7 +181,7 @@ class _RingAttention(torch.autograd.Function):
 def _kept_of_chunk(
     dropout_weights: KeptWeights | None, ring: SequenceGroup, source: int, rows: slice, columns: slice, length: int
 ) -> Tensor | None:
-    """What dropout multiplies the weights of these queries and keys by; None without dropout."""
+    """Return the factor of dropout for the weights of these queries and keys; None without dropout."""
     if dropout_weights is None:
         return None
     queries = chunk_positions(ring, ring.index, rows, length)
@@ -189,9 +189,9 @@ def _kept_of_chunk(
 
 
 def _chunk_pairs(ring: SequenceGroup, source: int, length: int, causal: bool) -> list[tuple[slice, slice, bool]]:
-    """(queries, keys, whether they are the same chunk) for each pair of chunks in which something is to be computed.
+    """Return (queries, keys, whether they are the same chunk) for each pair of chunks that is not masked.
 
-    The keys are those of rank `source`; slices are of this rank's and of its part, each `length` positions long.
+    The keys are those of rank `source`; slices refer to the local parts of this rank and of `source`.
     """
     if not causal:
         return [(slice(0, length), slice(0, length), False)]
@@ -199,13 +199,13 @@ def _chunk_pairs(ring: SequenceGroup, source: int, length: int, causal: bool) ->
     head, tail = slice(0, half), slice(half, length)
     if source == ring.index:
         return [(head, head, True), (tail, head, False), (tail, tail, True)]
-    if source < ring.index:  # its head is before both of ours, its tail behind both
+    if source < ring.index:  # its head is before our chunks, its tail after them
         return [(head, head, False), (tail, head, False)]
     return [(tail, head, False), (tail, tail, False)]
 
 
 def ring_send_recv(tensor: Tensor, ring: SequenceGroup) -> Callable[[], Tensor]:
-    """Start sending `tensor` to the next rank of the ring; what is returned waits for that of the rank before."""
+    """Start sending to the next rank; return a function that waits for the previous rank's tensor and returns it."""
     sent = tensor.contiguous()
     received = torch.empty_like(sent)
     following = ring.ranks[(ring.index + 1) % ring.count]
@@ -233,9 +233,9 @@ def ulysses_attention(
     ring: SequenceGroup,
     dropout_weights: KeptWeights | None = None,
 ) -> Tensor:
-    """Q (B, H, T/N, W), k and v (B, G, T/N, W) -> (B, H, T/N, W); the heads have to divide by N.
+    """Q (B, H, T/N, W), k and v (B, G, T/N, W) -> (B, H, T/N, W); N has to divide the heads.
 
-    `kept` says what dropout multiplies the weights by.
+    `kept` is the factor of dropout for the weights.
     """
     q, k, v = (_to_heads(tensor, ring) for tensor in (q, k, v))
     is_grouped = q.shape[1] != k.shape[1]
@@ -265,7 +265,7 @@ def _to_sequence(tensor: Tensor, ring: SequenceGroup) -> Tensor:
 
 
 class _AllToAll(torch.autograd.Function):
-    """parts (N, ...): part i goes to rank i of the group, and its part for us comes; gradients go back alike."""
+    """Exchange parts (N, ...): part i is sent to rank i of the group; backward exchanges gradients in reverse."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, ring: SequenceGroup) -> Tensor:

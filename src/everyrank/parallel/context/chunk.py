@@ -1,9 +1,9 @@
-"""Attention of some queries to one chunk of keys, and what is needed to merge it with that to other chunks.
+"""Attention of some queries to one chunk of keys, with the log-sum-exp that merges it with other chunks.
 
-torch's flash attention for CPUs does it without a matrix of all scores, in one operator forward and one backward. Its
-backward takes the output and the log-sum-exp of the whole row, and so gives the gradients that belong to this chunk.
-Both are private: they are used where they are there and answer as the plain operators do. Those remain for the rest:
-other devices, values that are not as wide as keys, tensors without heads.
+torch's flash attention for CPUs computes it without a matrix of all scores, in one operator in forward and one in
+backward. The backward takes output and log-sum-exp of the whole row, and so returns the gradients for this chunk. Both
+operators are private: they are used if they exist and agree with plain operators. Plain operators are used otherwise:
+on other devices, if values and keys differ in width, and for tensors without heads.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch import Tensor
 __all__ = ["attend", "attend_backward"]
 
 _ATEN = torch.ops.aten
-_TOLERANCE = 1e-12  # of float64
+_TOLERANCE = 1e-12  # for float64
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: bool, dropout_weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Q (B, H, Tq, W), k and v (B, G, Tk, W) -> out (B, H, Tq, W), lse (B, H, Tq): of these keys alone.
+    """Q (B, H, Tq, W), k and v (B, G, Tk, W) -> out (B, H, Tq, W), lse (B, H, Tq), over these keys only.
 
     On the `diagonal`, queries and keys are those of the same positions, and later keys are masked. `kept` (B, H, Tq,
-    Tk) is what dropout multiplies the weights by; the lse is that of all of them.
+    Tk) is the factor of dropout for the weights; the lse is computed without dropout.
     """
     if dropout_weights is None and _suits_flash(q, k, v):
         return _ATEN._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, diagonal, scale=scale)
@@ -44,7 +44,7 @@ def attend_backward(
     diagonal: bool,
     dropout_weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Dq (B, H, Tq, W), and dk and dv side by side (B, G, Tk, 2W); out and lse are those of all keys."""
+    """Dq (B, H, Tq, W), and dk and dv concatenated (B, G, Tk, 2W); out and lse are over all keys."""
     if dropout_weights is not None or not _suits_flash(q, k, v):
         return _plain_backward(q, k, v, out, dout, lse, scale, diagonal, dropout_weights)
     dq, dk, dv = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -54,14 +54,14 @@ def attend_backward(
 
 
 def _suits_flash(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """The operator does not look at strides: torch's own `scaled_dot_product_attention` does before it calls it."""
+    """Whether the operator supports these tensors. It does not check strides itself, so they are checked here."""
     is_plain = all(tensor.stride(-1) == 1 and tensor.shape[-2] > 0 for tensor in (q, k, v))
     return q.device.type == "cpu" and q.dim() == 4 and k.shape[-1] == v.shape[-1] and is_plain and _flash_is_right()
 
 
 @functools.cache
 def _flash_is_right() -> bool:
-    """Whether this torch has the two operators, and they answer as the plain ones do, of a chunk of a longer row."""
+    """Whether this torch has both operators, and they agree with plain operators for a chunk of a longer row."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -72,7 +72,7 @@ def _flash_is_right() -> bool:
         for diagonal in (False, True):
             right = _plain(q, k, v, 0.5, diagonal)
             result = _ATEN._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, diagonal, scale=0.5)
-            lse = right[1] + math.log(2)  # as if other chunks had given as much again
+            lse = right[1] + math.log(2)  # as if other chunks had an equal sum of exponentials
             dq, dkv = _plain_backward(q, k, v, out, dout, lse, 0.5, diagonal)
             grads = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
                 dout, q, k, v, out, lse, 0.0, diagonal, scale=0.5
@@ -80,7 +80,7 @@ def _flash_is_right() -> bool:
             pairs = zip((*right, dq, *dkv.chunk(2, dim=-1)), (*result, *grads), strict=True)
             if not all(torch.allclose(value, other, rtol=_TOLERANCE, atol=_TOLERANCE) for value, other in pairs):
                 return False
-    except (AttributeError, RuntimeError, TypeError, ValueError):  # another torch's, with other arguments
+    except (AttributeError, RuntimeError, TypeError, ValueError):  # a torch version with other arguments
         return False
     return True
 

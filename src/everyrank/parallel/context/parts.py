@@ -1,4 +1,4 @@
-"""Parts of the sequences of a batch, for a custom parallelize function: its attention reaches over the ranks itself."""
+"""Parts of the sequences of a batch, for a custom parallelize function with its own distributed attention."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ __all__ = ["SequenceParts", "sequence_parts"]
 
 @dataclasses.dataclass
 class SequenceParts:
-    """The part of every sequence that this rank has: `index` of `count` equal ones along dimension `dim`.
+    """The part of every sequence that this rank has: `index` of `count` equal parts along `dim`.
 
-    length     of this rank's part, once a batch has been taken
-    order      (length of the whole, count) -> all positions, those of the first part first; None: contiguous parts
-    is_whole   a batch is handed on whole: the user's code cuts its part out of it
+    length     positions of this rank, known after the first batch
+    order      (whole length, count) -> all positions, beginning with the first part; None: contiguous parts
+    is_whole   batches are passed on whole, and the user's code selects its part
     """
 
     dim: int
@@ -38,24 +38,24 @@ class SequenceParts:
 
     @property
     def pieces(self) -> tuple[range, ...]:
-        """Which positions of the whole sequence this rank has, as contiguous pieces in its order."""
-        return _runs(self._places()[self.index * self.length : (self.index + 1) * self.length])
+        """Return the positions of this rank in the whole sequence, as contiguous ranges in its order."""
+        return _runs(self._positions()[self.index * self.length : (self.index + 1) * self.length])
 
-    def _places(self) -> list[int]:
-        """All positions, those of the first part first. Raises `LayoutError` for what is no permutation of them."""
+    def _positions(self) -> list[int]:
+        """Return all positions, beginning with the first part. Raises `LayoutError` for an invalid order."""
         length = self.count * self.length
         if self.order is None:
             return list(range(length))
-        places = [int(position) for position in self.order(length, self.count)]
-        if sorted(places) != list(range(length)):
+        positions = [int(position) for position in self.order(length, self.count)]
+        if sorted(positions) != list(range(length)):
             raise LayoutError(
-                f"contract: positions({length}, {self.count}) gives {len(places)} numbers, which are not each of the "
-                f"positions 0 to {length - 1} once"
+                f"contract: positions({length}, {self.count}) gives {len(positions)} numbers, which are not each of "
+                f"the positions 0 to {length - 1} once"
             )
-        return places
+        return positions
 
     def take(self, batch: Batch) -> Batch:
-        """The rank's part of the sequences of a batch: of every tensor as long as those of the input.
+        """Return this rank's part of the sequences of a batch: of every tensor as long as the input.
 
         Raises `UnsupportedLayoutError` for a length that does not divide.
         """
@@ -69,11 +69,11 @@ class SequenceParts:
                 "part of it; pad it to a multiple"
             )
         self.length = lengths[0] // self.count
-        places = self._places()
+        positions = self._positions()
         if self.is_whole:
             return batch
         start = self.index * self.length
-        own_positions = None if self.order is None else torch.tensor(places[start : start + self.length])
+        own_positions = None if self.order is None else torch.tensor(positions[start : start + self.length])
 
         def part(tensor: Tensor) -> Tensor:
             if tensor.dim() <= self.dim or tensor.shape[self.dim] != lengths[0]:
@@ -85,7 +85,7 @@ class SequenceParts:
         return dataclasses.replace(batch, input=map_tensors(batch.input, part), target=map_tensors(batch.target, part))
 
     def gather_output(self, output: Any) -> Any:
-        """An output of all ranks' parts, put together along the sequence. A collective."""
+        """Gather an output along the sequence from all ranks. A collective."""
 
         def gathered(tensor: Tensor) -> Tensor:
             if tensor.dim() <= self.dim or tensor.shape[self.dim] != self.length:
@@ -95,17 +95,17 @@ class SequenceParts:
             whole = torch.cat(rows, dim=self.dim)
             return whole if back is None else whole.index_select(self.dim, back.to(whole.device))
 
-        back = None if self.order is None else torch.tensor(self._places()).argsort()
+        back = None if self.order is None else torch.tensor(self._positions()).argsort()
         return map_tensors(output, gathered)
 
     def check(self) -> None:
-        """Nothing to check after a forward pass: attention is the user's own code."""
+        """Do nothing, because attention is the user's code."""
 
 
-def _runs(places: Sequence[int]) -> tuple[range, ...]:
-    """The positions as contiguous ranges: [0, 1, 6, 7] -> (range(0, 2), range(6, 8))."""
+def _runs(positions: Sequence[int]) -> tuple[range, ...]:
+    """Return positions as contiguous ranges: [0, 1, 6, 7] -> (range(0, 2), range(6, 8))."""
     runs: list[range] = []
-    for position in places:
+    for position in positions:
         if runs and runs[-1].stop == position:
             runs[-1] = range(runs[-1].start, position + 1)
         else:
@@ -119,11 +119,11 @@ def sequence_parts(
     order: Callable[[int, int], Sequence[int]] | None = None,
     is_whole: bool = False,
 ) -> SequenceParts | None:
-    """How sequences are cut over the context axis; None where that is one rank long.
+    """Return how sequences are split over the context axis; None if the axis has one rank.
 
     `order` and `is_whole` are those of `SequenceParts`.
 
-    Raises `UnsupportedLayoutError` for a workload that does not say which dimension is the sequence.
+    Raises `UnsupportedLayoutError` for a workload without `sequence_dim`.
     """
     count = mesh.size("context")
     if count == 1:

@@ -1,8 +1,8 @@
-"""Find the dropouts of a model and make them exact: modules by their place, functions by the block that calls them.
+"""Make the dropouts of a model exact: modules by replacing forward, functions by intercepting their calls.
 
-A module (nn.Dropout and its kin) keeps its class, its p and its modes; its forward is another one. Functions
-(F.dropout, attention with dropout_p, nn.MultiheadAttention) are seen where they are called, which costs each call of
-torch a microsecond or two: only models that may call one pay that. A model without dropout is left as it is.
+A dropout module keeps its class, its p and its modes, but gets a different forward. Calls of functions (F.dropout,
+attention with dropout_p, nn.MultiheadAttention) are intercepted, which costs each torch call a microsecond or two. So
+this is done only for models that may call one. A model without dropout is not changed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _NAMES = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "fe
 
 
 def count_dropouts(model: nn.Module) -> int:
-    """How many modules drop, or may drop by a function."""
+    """Return the number of modules that use dropout, or may call a dropout function."""
     return sum(
         (type(module).forward in _MODULES and module.p > 0) or _calls_functions(module)  # type: ignore[operator]
         for module in model.modules()
@@ -66,9 +66,9 @@ def apply_exact_dropout(
     mesh: Mesh,
     blocks: Callable[[], Sequence[nn.Module]],
 ) -> ExactDropout | None:
-    """Make the dropouts of `model` exact, in place: the forward pass as masks know it; None without dropout.
+    """Make the dropouts of `model` exact, in place. Returns the state of exact dropout; None without dropout.
 
-    `blocks` finds the repeated blocks, where functions have to be watched.
+    `blocks` returns the repeated blocks, in which functions are intercepted.
 
     Raises `WorkloadError` for dropout inside an operator of torch, `UnsupportedLayoutError` for one inside experts.
     """
@@ -112,7 +112,7 @@ def _refuse(model: nn.Module, workload: Workload) -> None:
 
 
 def _replace_modules(model: nn.Module, modules: list[tuple[str, nn.Module]], exact: ExactDropout) -> None:
-    """Each place gets a module of its own: one that is used in several would count its calls over all of them."""
+    """Give each path its own module, because a shared module would count its calls over all paths."""
     seen: set[int] = set()
     for name, module in modules:
         kind = _MODULES.get(type(module).forward)
@@ -139,7 +139,7 @@ def _drop_module(
 
 
 def _in_scope(exact: ExactDropout, site: DropoutSite, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A block's forward, in which calls of functions are counted anew."""
+    """Call the forward of a block, in which calls of functions are counted from zero."""
     outside = exact.scope, exact.function_calls
     site.num_calls += 1
     exact.scope, exact.function_calls = site, 0
@@ -175,7 +175,7 @@ class FunctionalDropout(TorchFunctionMode):
         p: float = 0.5,
         training: bool | None = None,
         inplace: bool = False,
-        train: bool | None = None,  # so does torch.dropout call it
+        train: bool | None = None,  # the name in torch.dropout
     ) -> Tensor:
         default = func not in (F.alpha_dropout, F.feature_alpha_dropout)
         is_training = next((given for given in (training, train) if given is not None), default)
@@ -202,13 +202,13 @@ def _drops(*args: Any, **kwargs: Any) -> bool:
 
 
 def _calls_functions(module: nn.Module) -> bool:
-    """Whether a module may drop by a function: it or its config has a probability of that name, or its code a call.
+    """Whether a module may call a dropout function: it or its config has a dropout probability, or its code a call.
 
-    Of packages only the first is looked at: theirs is code for dropout of 0, too.
+    For installed packages only the probability counts, because their code also handles a dropout of 0.
     """
     if type(module).forward in _MODULES or isinstance(module, nn.RNNBase):
         return False
-    config = getattr(module, "config", None)  # so do transformers keep it
+    config = getattr(module, "config", None)  # as in transformers
     fields = {**vars(module), **(vars(config) if hasattr(config, "__dict__") else {})}
     if any("drop" in name and isinstance(value, float) and value > 0 for name, value in fields.items()):
         return True
@@ -233,7 +233,7 @@ def _names_in(function: Any, seen: set[Any]) -> set[str]:
 
 
 def _follow_plan(model: nn.Module, exact: ExactDropout, plan: Mapping[str, str], by_sequence: bool) -> None:
-    """Know, behind each layer of a tensor plan, how what it gives lies on the tensor ranks."""
+    """Record after each layer of a tensor plan how its output is split over the tensor ranks."""
     between = "sequence" if by_sequence else ""
     behind = {"colwise": "features", "rowwise": between, "vocabulary": between, "sequence": between}
 

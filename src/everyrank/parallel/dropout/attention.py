@@ -1,7 +1,7 @@
-"""Dropout of attention weights: which of them are kept is known by sample, head, query and key.
+"""Dropout of attention weights, with a mask that depends on sample, head, query and key.
 
-Torch's kernels draw inside themselves, so attention with dropout is written out here. That takes the matrix of all
-weights of a layer, (B, H, T, T), as torch's own does wherever flash attention cannot run.
+Torch's kernels draw the mask inside, so attention with dropout is implemented here. It needs the matrix of all weights
+of a layer, (B, H, T, T), like torch's own implementation without flash attention.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from everyrank.parallel.dropout.masks import DimPart, dropped_share, keep_mask, 
 __all__ = ["KeptWeights", "attention_with_dropout", "kept_weights", "multi_head_attention_with"]
 
 KeptWeights = Callable[[tuple[range, ...], tuple[range, ...]], Tensor]
-"""(positions of queries, of keys) -> what their weights are multiplied by, (B, H, Tq, Tk): 0, or what scales them."""
+"""(positions of queries, of keys) -> factors of their weights, (B, H, Tq, Tk): 0 or 1 / (1 - p)."""
 
 
 def attention_with_dropout(
@@ -46,15 +46,15 @@ def attention_with_dropout(
         scores = scores.masked_fill(~seen, -torch.inf) if seen.dtype == torch.bool else scores + seen
     weights = scores.softmax(-1)
     if seen is not None and seen.dtype == torch.bool:
-        weights = weights.masked_fill(~seen.any(-1, keepdim=True), 0.0)  # a query that sees nothing
+        weights = weights.masked_fill(~seen.any(-1, keepdim=True), 0.0)  # a query that attends to nothing
     dropped = exact.drop(weights, dropout_p, exact.function_key())
     return dropped.to(value.dtype) @ value
 
 
 def kept_weights(exact: ExactDropout, like: Tensor, heads: DimPart | None, length: int, p: float) -> KeptWeights:
-    """The mask of this call of attention, for whoever computes it piece by piece over `length` positions.
+    """Return the mask of this call of attention, for code that computes it chunk by chunk over `length` positions.
 
-    `like` says precision and device; `heads` is None where queries are (B, T, W).
+    `like` has the dtype and device; `heads` is None if queries are (B, T, W).
     """
     share, keys = dropped_share(p), mix_bits(exact.keys + exact.function_key())
 
@@ -67,7 +67,7 @@ def kept_weights(exact: ExactDropout, like: Tensor, heads: DimPart | None, lengt
 
 
 def multi_head_attention_with(dropout: Callable[..., Any], attention: Callable[..., Any]) -> Callable[..., Any]:
-    """Torch's function behind nn.MultiheadAttention, in which these two stand for the functions that draw."""
+    """Return torch's multi_head_attention_forward with these functions in place of those that draw masks."""
     implementation: Any = F.multi_head_attention_forward
     names = {"dropout": dropout, "scaled_dot_product_attention": attention, "has_torch_function": lambda _: False}
     made = types.FunctionType(

@@ -1,13 +1,13 @@
-"""The forward pass in progress, as masks need to know it: which samples, positions and features are here, which call.
+"""ExactDropout: tracks which samples, positions and features are on this rank, and which dropout call is running.
 
-A call is known by the module that makes it and by how often that has been called in this forward pass; one of a
-function by the block it is in. Both say the same in one process, in a stage of a pipeline that runs some of the blocks,
-and in a block that runs once more in backward.
+A call of a module is identified by the module and its number of calls in this forward pass; a call of a function by the
+block that contains it. Both are the same in one process, in a pipeline stage that runs only some blocks, and in a block
+that is recomputed in backward.
 
-What a rank has of a tensor is read off its shape: the first dimension counts samples (or, flattened, a multiple of
-them; or the second one does, where sequences come first); under context the dimension of the sequence is a head and a
-tail of it; behind a colwise layer, up to the next rowwise one, the features or heads are a tensor rank's. A DTensor
-says itself.
+The part of a tensor on this rank follows from its shape. The first dimension has the samples (or a multiple of them if
+it is flattened; or the second one, if sequences come first). With context parallelism the sequence dimension is a head
+and a tail. Between a colwise and a rowwise layer, features or heads are those of the tensor rank. A DTensor has its
+placement.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from everyrank.parallel.mesh import Mesh
 
 __all__ = ["DropoutSite", "ExactDropout"]
 
-_STREAM = 0xD40  # other numbers than whatever else is seeded by (seed, update)
-_CALLS = [mix(number) for number in range(1 << 10)]  # a list: the compiler takes what it is asked for as a constant
-_ALPHA = -1.7580993408473766  # what alpha dropout puts in the place of an element: the limit of SELU
+_STREAM = 0xD40  # separates these numbers from others seeded by (seed, update)
+_CALLS = [mix(number) for number in range(1 << 10)]  # a list, because the compiler treats its elements as constants
+_ALPHA = -1.7580993408473766  # alpha dropout replaces elements by this limit of SELU
 
 
 class DropoutSite:
-    """A place in the model that drops, or a block in which functions do, and its calls in this forward pass.
+    """A dropout module, or a block with dropout functions, and its calls in this forward pass.
 
     key         int64, (): a tensor, so that one compiled graph serves all blocks
-    most_calls  in a forward pass so far
+    most_calls  largest number of calls in a forward pass so far
     """
 
     def __init__(self, name: str, device: torch.device) -> None:
@@ -60,7 +60,7 @@ class DropoutSite:
 
 @dataclass(frozen=True)
 class _Moment:
-    """Where a forward pass stands when a block begins."""
+    """The state of a forward pass at the start of a block."""
 
     keys: Tensor
     num_calls: list[int]
@@ -70,17 +70,17 @@ class _Moment:
 
 
 class ExactDropout:
-    """The samples that go through the model, and the calls that have been made.
+    """The samples in the model, and the dropout calls so far.
 
-    step         the update in progress
-    keys         of the samples, int64 (B,)
-    sites        all of the model, in the order in which they were found
-    modules      those that drop where their p, which may change, is above 0
-    is_watching  functions may drop, too
-    scope        the block that is running, for dropout as a function
-    is_recomputed   blocks are ours to run again, not the model's
-    is_replaying a block of ours runs once more in backward
-    split        how what is computed now lies on the tensor ranks: "", "features" or "sequence"
+    step         the current update
+    keys         keys of the samples, int64 (B,)
+    sites        all dropout sites of the model, in order
+    modules      dropout modules, which are active if their p is above 0 (p may change)
+    is_watching  whether functions are intercepted, too
+    scope        the running block, for dropout functions
+    is_recomputed   blocks are recomputed by everyrank, not by the model
+    is_replaying    such a block is being recomputed
+    split        how activations are split over the tensor ranks: "", "features" or "sequence"
     """
 
     def __init__(self, seed: int, mesh: Mesh, sequence_dim: int | None, is_recomputed: bool) -> None:
@@ -97,11 +97,11 @@ class ExactDropout:
 
     @property
     def is_used(self) -> bool:
-        """Whether anything may be dropped now."""
+        """Whether dropout may be active now."""
         return self.is_watching or any(module.p for module in self.modules)
 
     def begin(self, batch: Batch, pieces: tuple[range, ...] = ()) -> None:
-        """A micro-batch goes through the model now; under context these positions of its sequences."""
+        """Start a micro-batch; with context parallelism, `pieces` are its positions of the sequences."""
         if not self.is_used:
             return
         indices = batch.sample_indices or range(batch.start, batch.start + max(batch.size, 1))
@@ -116,13 +116,13 @@ class ExactDropout:
         self.length = lengths[0] if lengths else 0
 
     def moment(self) -> _Moment:
-        """What a block that runs again in backward has to begin with."""
+        """Return the state that a recomputed block has to start with."""
         num_calls = [site.num_calls for site in self.sites]
         return _Moment(self.keys, num_calls, self.scope, self.function_calls, self.split)
 
     @contextlib.contextmanager
     def back_at(self, moment: _Moment) -> Generator[None]:
-        """While a block runs again: the masks that it drew the first time."""
+        """Restore the state of a moment, so that a recomputed block gets the same masks."""
         now, was_replaying = self.moment(), self.is_replaying
         self._go_to(moment)
         self.is_replaying = True
@@ -139,9 +139,9 @@ class ExactDropout:
             site.num_calls = count
 
     def module_key(self, site: DropoutSite) -> Tensor:
-        """The key of a call of a module: the next one in this forward pass.
+        """Return the key of the next call of a module in this forward pass.
 
-        Raises `WorkloadError` for one of several calls that a checkpoint of the model's own makes once more.
+        Raises `WorkloadError` if the model's own checkpointing repeats one of several calls.
         """
         if not torch.compiler.is_compiling() and not self.is_replaying and _is_in_backward():
             if site.most_calls > 1:
@@ -157,9 +157,9 @@ class ExactDropout:
         return site.key + _call_key(site.num_calls)
 
     def function_key(self) -> Tensor:
-        """The key of a call of a function: the next one in the block that is running.
+        """Return the key of the next call of a function in the running block.
 
-        Raises `WorkloadError` inside a checkpoint of the model's own, which calls it again where nobody watches.
+        Raises `WorkloadError` inside the model's own checkpointing, whose second call cannot be intercepted.
         """
         if not torch.compiler.is_compiling() and not self.is_recomputed and is_in_checkpoint():
             raise WorkloadError(
@@ -170,9 +170,9 @@ class ExactDropout:
         return self.scope.key + _call_key(self.scope.num_calls) + _call_key(-self.function_calls)
 
     def drop(self, values: Tensor, p: float, key: Tensor, is_channels: bool = False, is_alpha: bool = False) -> Tensor:
-        """Dropout of `values`: of single elements or of whole channels, (B, C, ...). Gives a tensor of its own.
+        """Drop elements, or whole channels (B, C, ...), of `values`; returns a new tensor.
 
-        Raises `WorkloadError` for a tensor of which it cannot be told which elements are whose.
+        Raises `WorkloadError` if the shape does not show which elements belong to which sample.
         """
         share = dropped_share(p)
         if share == 0:
@@ -203,13 +203,13 @@ class ExactDropout:
         return torch.where(keep, values * (1 / (1 - share)), 0.0)
 
     def _keep(self, shape: Sequence[int], share: float, key: Tensor, dims: Sequence[DimPart] | None) -> Tensor:
-        """Which elements of a tensor are kept: bool, of its shape."""
+        """Return which elements of a tensor are kept: bool, of the same shape."""
         count, first = len(self.keys), shape[0] if shape else 0
         if first != count and len(shape) > 2 and shape[1] == count:  # sequences first
             flipped = self._keep((count, first, *shape[2:]), share, key, dims)
             return flipped.transpose(0, 1)
         keys = self.keys
-        if first == 1 != count:  # one for all samples (an embedding of the positions)
+        if first == 1 != count:  # shared by all samples (for example an embedding of the positions)
             keys = mix_bits(keys.new_zeros(1) + mix(self.seed, self.step, _STREAM + 1))
         elif not first or first % count:
             raise WorkloadError(
@@ -219,12 +219,12 @@ class ExactDropout:
             )
         inner = list(shape[1:]) if first == len(keys) else [first // count, *shape[1:]]
         parts = list(dims) if dims is not None else self._dims(inner)
-        parts = parts or [whole_dim(1)]  # a number for each sample
+        parts = parts or [whole_dim(1)]  # one number per sample
         rows = row_keys(mix_bits(keys + key), parts[:-1])
         return keep_mask(rows, parts[-1], share).view(*shape)
 
     def _dims(self, shape: Sequence[int]) -> list[DimPart]:
-        """What is here of the dimensions behind the samples."""
+        """Return the local part of each dimension after the samples."""
         dims = [whole_dim(size) for size in shape]
         if not self.split and not self.pieces:
             return dims
@@ -243,7 +243,7 @@ class ExactDropout:
         return dims
 
     def _sequence_place(self, shape: Sequence[int], length: int) -> int | None:
-        """Which dimension behind the samples is the sequence, if one is: as in the input, or behind the heads."""
+        """Return the index of the sequence dimension after the samples: as in the input, or after the heads."""
         places = [index for index, size in enumerate(shape) if size == length]
         usual = self.sequence_dim - 1 if self.sequence_dim is not None else None
         if not places or usual is None:
@@ -257,7 +257,7 @@ class ExactDropout:
         return usual if usual in places else places[0]
 
     def features_here(self, count: int, index: int = 0, parts: int = 1) -> DimPart:
-        """So many features or heads: those of this tensor rank; of them part `part` of `parts`, of `count` each."""
+        """Return `count` features or heads of this tensor rank: part `index` of `parts`."""
         tensor, tensor_index = (
             (self.mesh.size("tensor"), self.mesh.coordinate["tensor"]) if self.split == "features" else (1, 0)
         )
@@ -266,7 +266,7 @@ class ExactDropout:
 
 
 def _call_key(number: int) -> int:
-    """What tells the calls of a place apart: of modules counted up, of functions down from the end."""
+    """Return the key of call `number` of a site: counted up for modules, down from the end for functions."""
     if number >= len(_CALLS) // 2 or number < -len(_CALLS) // 2:
         return mix(number % (1 << 64))
     return _CALLS[number]
@@ -284,7 +284,7 @@ def is_in_checkpoint() -> bool:
 
 
 def _cut_pieces(pieces: Sequence[range], span: range) -> tuple[range, ...]:
-    """Of pieces laid end to end, what is in `span`."""
+    """Return the part of concatenated pieces that is in `span`."""
     result, start = list[range](), 0
     for piece in pieces:
         overlap = piece[max(0, span.start - start) : max(0, span.stop - start)]
@@ -294,7 +294,7 @@ def _cut_pieces(pieces: Sequence[range], span: range) -> tuple[range, ...]:
 
 
 def _dims_of(values: DTensor) -> list[DimPart]:
-    """What is here of the dimensions behind the samples of a tensor that says itself how it lies on the ranks."""
+    """Return the local part of each dimension after the samples of a DTensor, from its placement."""
     dims = [whole_dim(size) for size in values.shape[1:]]
     for axis, placement in enumerate(values.placements):
         if isinstance(placement, Shard) and placement.dim:

@@ -1,4 +1,4 @@
-"""How the blocks of a model are cut into stages of about equal cost. Arithmetic; what is counted is said below."""
+"""Splits the blocks of a model into stages of about equal cost."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ __all__ = ["balance", "cost", "own_cost"]
 
 
 def cost(module: nn.Module) -> int:
-    """Multiplications for each position: the elements of its matrices. Looking up an embedding multiplies nothing."""
+    """Return the multiplications per position: the elements of all matrices, without embeddings."""
     return sum(own_cost(child) for child in module.modules())
 
 
 def own_cost(module: nn.Module) -> int:
-    """The same of a module without those inside it."""
+    """Return the cost of a module without its submodules."""
     if isinstance(module, nn.Embedding):
         return 0
     return sum(parameter.numel() for parameter in module.parameters(recurse=False) if parameter.dim() >= 2)
 
 
 def balance(costs: Sequence[int], parts: int) -> list[range]:
-    """Contiguous parts of at least one block, the most expensive as cheap as can be.
+    """Split blocks into contiguous parts of at least one block, with the smallest possible largest cost.
 
     >>> balance([1, 1, 1, 3], 2)
     [range(0, 3), range(3, 4)]

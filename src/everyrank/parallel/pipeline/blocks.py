@@ -1,4 +1,4 @@
-"""What stands in the place of a block of a model: where another stage has it, and while a stage runs."""
+"""Modules that replace blocks: RemoteBlock for blocks of other stages, BlockProxy while a stage runs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["BlockProxy", "RemoteBlock", "held_elsewhere", "release_tensors"]
 
 
 class RemoteBlock(nn.Module):
-    """Where a block of another stage would be: its tensors by name, with their shape, and no memory.
+    """Replaces a block of another stage: it has the names and shapes of its tensors, but no memory.
 
-    coordinate       that of the ranks which have it, on the pipeline axis
+    coordinate       coordinate of its ranks on the pipeline axis
     held_elsewhere   name of a tensor -> (shape, dtype)
-    aliases          names of tensors that another name stands for, too
+    aliases          other names of the same tensors
     """
 
     def __init__(self, block: nn.Module, coordinate: int) -> None:
@@ -29,7 +29,7 @@ class RemoteBlock(nn.Module):
 
 
 def held_elsewhere(model: nn.Module) -> set[str]:
-    """Names of the parameters and buffers of the model that other stages of a pipeline have; tied ones once."""
+    """Return the names of parameters and buffers on other stages; tied ones once."""
     return {
         f"{block}.{name}"
         for block, absent in model.named_modules()
@@ -40,7 +40,7 @@ def held_elsewhere(model: nn.Module) -> set[str]:
 
 
 class _RemoteParameters(dict[str, Any]):
-    """The parameters of blocks, asked for while a stage runs: the other stages have some of them."""
+    """Raises if the model accesses parameters of blocks in forward, because other stages have some of them."""
 
     def items(self) -> Any:
         raise UnsupportedLayoutError(
@@ -50,19 +50,19 @@ class _RemoteParameters(dict[str, Any]):
 
 
 class BlockProxy(nn.Module):
-    """Stands in the place of a block while a stage runs."""
+    """Replaces a block while a stage runs."""
 
     def __init__(self, stages: Any, index: int) -> None:
         super().__init__()
         self.__dict__["_parameters"] = _RemoteParameters()
-        self.__dict__["stages"], self.__dict__["index"] = stages, index  # no submodules: a proxy owns nothing
+        self.__dict__["stages"], self.__dict__["index"] = stages, index  # not registered as submodules
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """What the block would do, as far as it is for this stage to do it."""
+        """Run the block if it belongs to this stage, else pass its input on."""
         return self.__dict__["stages"].run_block(self.__dict__["index"], args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """What a model asks of its block (a type of attention, say)."""
+        """Return an attribute of the block that the model reads (for example its type of attention)."""
         stages, index = self.__dict__["stages"], self.__dict__["index"]
         if index < stages.expected:
             raise UnsupportedLayoutError(
@@ -73,7 +73,7 @@ class BlockProxy(nn.Module):
 
 
 def release_tensors(block: nn.Module) -> None:
-    """Let go of all tensors of a block."""
+    """Free all tensors of a block."""
     for module in block.modules():
         for name, _ in list(module.named_parameters(recurse=False)):
             module.register_parameter(name, None)

@@ -1,7 +1,7 @@
-"""Weight gradients that wait: backward computes what the stage before is waiting for, and notes the rest.
+"""Deferred weight gradients: backward computes input gradients at once and queues weight gradients.
 
-Backward through a linear layer is two products: one gives the gradient of its input, the other that of its weight. A
-pipeline with zero bubbles does the second when it has nothing else to do (Qi et al. 2024).
+Backward of a linear layer has two products: the gradient of its input, for which the previous stage waits, and that of
+its weight. A zero-bubble pipeline computes the second when the rank would be idle (Qi et al. 2024).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["WeightGradQueue"]
 
 
 class WeightGradQueue:
-    """The weight gradients that wait, by (stage, micro-batch). Without `is_used` none does."""
+    """Queue of weight gradients by (stage, micro-batch); unused without `is_used`."""
 
     def __init__(self, is_used: bool) -> None:
         self.is_used = is_used
@@ -29,11 +29,11 @@ class WeightGradQueue:
         self.current: list[Callable[[], None]] = []
 
     def context(self) -> contextlib.AbstractContextManager[Any]:
-        """Entered around each micro-batch: what its backward comes to is put into the queue."""
+        """Return a context for a micro-batch, whose backward queues its weight gradients."""
         return _DeferWeightGrads(self.current) if self.is_used else contextlib.nullcontext()
 
     def select(self, stage: int, index: int) -> None:
-        """What goes through the model from now on is this micro-batch in this stage."""
+        """Select the micro-batch and stage of the following forward passes."""
         if self.is_used:
             self.current = self.waiting[stage, index]
 
@@ -44,7 +44,7 @@ class WeightGradQueue:
 
 
 class _DeferWeightGrads(TorchFunctionMode):
-    """While it is entered, the weight gradients of linear layers are noted in `waiting` when backward comes to them."""
+    """While entered, weight gradients of linear layers are queued in `waiting` in backward."""
 
     def __init__(self, waiting: list[Callable[[], None]]) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def _arguments(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tup
 
 
 class _Linear(torch.autograd.Function):
-    """values (..., I), weight (O, I), bias (O,) -> (..., O); backward leaves the weight's gradient to the queue."""
+    """values (..., I), weight (O, I), bias (O,) -> (..., O); backward queues the weight gradient."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, weight: Tensor, bias: Tensor | None, waiting: list[Any]) -> Tensor:
@@ -71,7 +71,9 @@ class _Linear(torch.autograd.Function):
         low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
         low_values = values.to(low)
         ctx.save_for_backward(low_values)
-        ctx.weight = weight  # itself: where blocks run again, what is saved comes back as a copy without a gradient
+        ctx.weight = (
+            weight  # not save_for_backward: with recomputation, saved tensors return as copies without gradients
+        )
         ctx.waiting, ctx.low, ctx.bias = waiting, low, None if bias is None else bias.dtype
         ctx.into = values.dtype
         return F.linear(low_values, weight.to(low), None if bias is None else bias.to(low))

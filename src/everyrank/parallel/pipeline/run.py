@@ -1,7 +1,7 @@
-"""Run a schedule: forwards and backwards of micro-batches through the stages of this rank, and messages to the others.
+"""Runs a schedule: forward and backward of micro-batches in the stages of this rank, and messages between stages.
 
-What one stage hands to the next is a tensor whose shape the next one cannot know: with the first of each kind (the
-shapes of the batch are known on both sides) goes a header that says it; later ones go alone.
+A stage does not know the shape of the tensor that it receives. So the first tensor for each shape of the batch (which
+both sides know) is sent with a header that has its shape; later ones without.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _HEADER = 10  # dtype, number of dimensions, up to eight sizes
 
 
 class PipelineIdle(NamedTuple):
-    """How long the ranks of a pipeline stand idle.
+    """Idle time of the ranks of a pipeline.
 
-    theory_share      of the time of a step, where sending takes none (schedule.py)
-    seconds           of the newest step, spent on micro-batches
-    waiting_seconds   of these, spent waiting for other ranks
+    theory_share      idle fraction of a step if sending takes no time (schedule.py)
+    seconds           time of the last step for micro-batches
+    waiting_seconds   the part of it spent waiting for other ranks
     """
 
     theory_share: float
@@ -44,9 +44,9 @@ class PipelineIdle(NamedTuple):
 
 
 class PipelineRun:
-    """The pipeline axis as one rank sees it. Stage s is on rank s % size.
+    """Runs the stages of one rank. Stage s is on rank s % size.
 
-    num_micro_batches   those that go through together
+    num_micro_batches   number of micro-batches in a schedule
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class PipelineRun:
         self.sent: list[tuple[Any, Tensor]] = []
         self.num_run = self.num_micro_batches
         self.seconds = self.waiting = 0.0
-        # Forward and backward messages between two ranks cross each other: each way has a group of its own, or NCCL,
-        # which keeps the order of all messages between two ranks, would wait for itself.
+        # Forward and backward messages cross each other, so each direction has its own group: NCCL keeps the order of
+        # all messages between two ranks of a group, and would deadlock.
         ways = [(kind, wraps) for kind in "FB" for wraps in (False, True)[: 1 + (stages.count > self.size)]]
         self.groups = {way: mesh.group("pipeline", use=f"{way[0]} {way[1]}") for way in ways}
 
@@ -75,10 +75,10 @@ class PipelineRun:
         forward: Callable[[int, int, Tensor | None], Tensor],
         backward: Callable[[int, Tensor, Tensor | None], None],
     ) -> None:
-        """All micro-batches forward and backward.
+        """Run all micro-batches forward and backward.
 
-        `forward(stage, index, received)` gives the output of a stage; `backward(index, output, gradient)` goes back
-        from it, from the loss where the gradient is None. `index` is that of the micro-batch.
+        `forward(stage, index, received)` returns the output of a stage; `backward(index, output, gradient)` runs
+        backward from it (from the loss if `gradient` is None). `index` is the index of the micro-batch.
         """
         started = time.perf_counter()
         self.waiting, self.num_run = 0.0, len(batches)
@@ -86,7 +86,7 @@ class PipelineRun:
         schedule = _schedule(self.schedule, self.size, len(batches), self.stages.count // self.size)
         for kind, stage, index in schedule[self.mesh.coordinate["pipeline"]]:
             self.weight_grads.select(stage, index)
-            # what is waited for belongs to what it is waited for
+            # the time of waiting belongs to this action
             self.enter_phase("forward" if kind == "F" else "backward")
             key = _shapes(batches[index])
             if kind == "F":
@@ -102,7 +102,7 @@ class PipelineRun:
     def _forward(
         self, stage: int, index: int, key: Hashable, forward: Callable[[int, int, Tensor | None], Tensor]
     ) -> tuple[Tensor | None, Tensor]:
-        """A stage forward: (what it was sent, its output), which backward needs."""
+        """Run a stage forward; return its input and output for backward."""
         received = self._receive("F", stage, index, key).requires_grad_() if stage else None
         output = forward(stage, index, received)
         if stage < self.stages.count - 1:
@@ -118,7 +118,7 @@ class PipelineRun:
         received: Tensor | None,
         output: Tensor,
     ) -> None:
-        """A stage backward; the gradient of what it was sent goes to the stage before."""
+        """Run a stage backward; send the gradient of its input to the previous stage."""
         gradient = self._receive("B", stage, index, key) if stage < self.stages.count - 1 else None
         backward(index, output, gradient)
         if received is not None:
@@ -126,7 +126,7 @@ class PipelineRun:
             self._send("B", stage, index, grad, key)
 
     def forward_only(self, batch: Batch, run: Callable[[int, Tensor | None], tuple[Any, bool]]) -> Any:
-        """One batch forward through all stages; the model's output on the last one, None elsewhere."""
+        """Run a batch forward through all stages; return the output of the model on the last one, None elsewhere."""
         final_output = None
         for stage in self.stages.numbers:
             received = self._receive("F", stage, 0, _shapes(batch)) if stage else None
@@ -139,12 +139,12 @@ class PipelineRun:
         return final_output
 
     def idle(self) -> PipelineIdle:
-        """Of the newest run."""
+        """Return the idle time of the last run."""
         chunks = self.stages.count // self.size
         return PipelineIdle(bubble(self.schedule, self.size, self.num_run, chunks), self.seconds, self.waiting)
 
     def _send(self, kind: str, stage: int, index: int, tensor: Tensor, key: Hashable) -> None:
-        """Hand a tensor from `stage` to the one after (F) or before (B). Nothing of it is waited for."""
+        """Send a tensor from `stage` to the next (F) or previous one (B), without waiting."""
         other = stage + 1 if kind == "F" else stage - 1
         tensor = tensor.detach().contiguous()
         shape = (tensor.dtype, tuple(tensor.shape))
@@ -165,10 +165,10 @@ class PipelineRun:
         self.sent.append((work, tensor))
 
     def _receive(self, kind: str, stage: int, index: int, key: Hashable) -> Tensor:
-        """What `stage` is handed by the one before (F) or after (B)."""
+        """Receive the tensor for `stage` from the previous (F) or next one (B)."""
         started = time.perf_counter()
         source = stage - 1 if kind == "F" else stage + 1
-        shape_of = (source, key) if kind == "F" else (stage, key)  # a gradient has the shape of what it is of
+        shape_of = (source, key) if kind == "F" else (stage, key)  # a gradient has the shape of its output
         if shape_of not in self.shapes:
             header = self._wait(kind, source, stage, (_HEADER,), torch.int64, index).tolist()
             self.shapes[shape_of] = _DTYPES[header[0]], tuple(header[2 : 2 + header[1]])
@@ -189,7 +189,7 @@ class PipelineRun:
         return tensor
 
     def _flush(self) -> None:
-        """Wait until all that was sent has arrived."""
+        """Wait until all messages have arrived."""
         started = time.perf_counter()
         for work, _ in self.sent:
             work.wait()
@@ -210,7 +210,7 @@ _schedule = functools.lru_cache(maxsize=64)(make_schedule)
 
 
 def _shapes(batch: Batch) -> Hashable:
-    """What both sides of a message know of it: the shapes of the batch."""
+    """Return the shapes of the batch, which both sides of a message know."""
     header: list[Any] = [torch.is_grad_enabled()]
     map_tensors(batch.input, lambda tensor: header.append(tuple(tensor.shape)) or tensor)
     return tuple(header)

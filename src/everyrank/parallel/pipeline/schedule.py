@@ -1,11 +1,10 @@
-"""Who computes what when in a pipeline: pure arithmetic, no torch.
+"""Pipeline schedules: the order of actions of each rank. Imports no torch.
 
-A schedule is made by simulating it: every rank, whenever it is free, takes the best of what it may do. So no schedule
-can wait for itself, whatever the numbers of stages and micro-batches, and the simulation says how long the ranks are
-idle.
+A schedule is the result of a simulation, in which every free rank takes the best possible action. So no schedule can
+deadlock, for any numbers of stages and micro-batches, and the simulation shows how long ranks are idle.
 
     gpipe         all forwards, then all backwards; keeps all micro-batches               Huang et al. 2019
-    1f1b          a backward as soon as there is one; keeps as many as stages follow      Narayanan et al. 2019
+    1f1b          a backward as early as possible; keeps one per later stage              Narayanan et al. 2019
     interleaved   1f1b with several stages on each rank: smaller bubbles, more sending    Narayanan et al. 2021
     zero-bubble   1f1b whose weight gradients wait for an idle moment (ZB-H1)             Qi et al. 2024
 """
@@ -19,7 +18,7 @@ __all__ = ["Action", "bubble", "make_schedule"]
 
 
 class Action(NamedTuple):
-    """F: forward; B: backward; I, W: backward to the input alone, and to the weights.
+    """F: forward; B: backward; I, W: backward only for the input, and for the weights.
 
     `stage` counts through all stages of the model; stage s is on rank s % ranks.
     """
@@ -34,12 +33,12 @@ Timed = tuple[float, float, Action]
 
 
 def make_schedule(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> list[list[Action]]:
-    """What each rank does, in order. `chunks` is the number of stages on each rank."""
+    """Return the actions of each rank, in order. `chunks` is the number of stages on each rank."""
     return [[action for _, _, action in row] for row in _simulate(name, ranks, micro_batches, chunks)]
 
 
 def bubble(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> float:
-    """The part of the time that ranks stand idle, where a backward takes twice a forward and sending takes none.
+    """Return the idle fraction of the time, if a backward takes twice a forward and sending takes no time.
 
     gpipe and 1f1b: (S-1)/(M+S-1) for S stages and M micro-batches.
     """
@@ -50,7 +49,7 @@ def bubble(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> float:
 
 
 def _simulate(name: str, ranks: int, micro_batches: int, chunks: int) -> list[list[Timed]]:
-    """(begin, end, action) of everything, by rank."""
+    """Return (start, end, action) of each action, by rank."""
     simulation = _Simulation(name, ranks, micro_batches, chunks)
     for _ in range(ranks * chunks * micro_batches * (3 if name == "zero-bubble" else 2)):
         simulation.step()
@@ -58,11 +57,11 @@ def _simulate(name: str, ranks: int, micro_batches: int, chunks: int) -> list[li
 
 
 class _Simulation:
-    """The ranks at work: who has done what by when.
+    """The state of the simulation.
 
-    rows     (begin, end, action) of what each rank has done
-    done     action -> when it ended
-    counts   of each rank: how many actions of each kind it has done
+    rows     (start, end, action) of the finished actions of each rank
+    done     action -> its end
+    counts   number of finished actions of each kind, for each rank
     """
 
     def __init__(self, name: str, ranks: int, micro_batches: int, chunks: int) -> None:
@@ -75,7 +74,7 @@ class _Simulation:
         self.counts = [dict.fromkeys("FBIW", 0) for _ in range(ranks)]
 
     def step(self) -> None:
-        """Of all that may be done next, do what can begin first; of those, what its rank likes best."""
+        """Do the action that can start first; among equals, the one that its rank prefers."""
         best: tuple[float, int, int, Action] | None = None
         for rank in range(self.ranks):
             liked = _preferences(self.name, rank, self.counts[rank], self.micro_batches, self.ranks, self.chunks)
@@ -96,7 +95,7 @@ class _Simulation:
         self.counts[rank][action.kind] += 1
 
     def _next(self, kind: str, rank: int) -> Action | None:
-        """The rank's next action of this kind; None where it has done all."""
+        """Return the next action of this kind of a rank; None if all are done."""
         count = self.counts[rank][kind]
         if count == self.micro_batches * self.chunks:
             return None
@@ -104,7 +103,7 @@ class _Simulation:
         return Action(kind, chunk * self.ranks + rank, micro)
 
     def _earliest(self, action: Action, rank: int) -> float | None:
-        """When an action can begin; None where something that it needs is not done yet."""
+        """Return the earliest start of an action; None if it still depends on another action."""
         kind, stage, micro = action
         needs: list[Action] = []
         if kind == "F" and stage:
@@ -123,11 +122,11 @@ class _Simulation:
 def _preferences(
     name: str, rank: int, counts: dict[str, int], micro_batches: int, ranks: int, chunks: int
 ) -> Sequence[str]:
-    """What a rank may do now, the best first."""
+    """Return the kinds of actions that a rank may do now, in order of preference."""
     if name == "gpipe":
         return "F" if counts["F"] < micro_batches * chunks else "B"
     if name == "zero-bubble":
-        if counts["I"] - counts["W"] > rank:  # the memory of 1f1b's first rank is all that a rank may hold
+        if counts["I"] - counts["W"] > rank:  # a rank may hold at most the memory of the first rank of 1f1b
             return "WI"
         return "FIW" if counts["F"] - counts["I"] < ranks - rank else "IW"
     limit = ranks - rank if chunks == 1 else 2 * (ranks - rank - 1) + (chunks - 1) * ranks + 1
@@ -135,9 +134,9 @@ def _preferences(
 
 
 def _orders(ranks: int, micro_batches: int, chunks: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """(chunk, micro-batch) of all forwards, and of all backwards, in the order in which every rank takes them.
+    """Return (chunk, micro-batch) of all forwards and of all backwards, in the order of every rank.
 
-    With several chunks as many micro-batches as there are ranks go through one, then through the next.
+    With several chunks, groups of as many micro-batches as ranks pass through one chunk, then through the next.
     """
     groups = [range(first, min(first + ranks, micro_batches)) for first in range(0, micro_batches, ranks)]
     if chunks == 1:

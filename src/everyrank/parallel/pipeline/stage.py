@@ -1,13 +1,13 @@
-"""Cut a model at its blocks into the stages of a pipeline, and run one of them.
+"""Splits a model at its blocks into the stages of a pipeline, and runs one of them.
 
-A rank keeps the blocks of its own stages, and of all that is outside the blocks (embeddings, the head) a replica.
-Every stage runs the model's own forward: foreign blocks hand on what they get, the first own block gets what the stage
-before has sent, and behind the last own block the forward ends. So whatever the model hands to its blocks besides
-(positions, masks, tables) is there on every stage, and needs no sending; and a weight that several stages use (a tied
-embedding) gets its gradients added up over all of them. Memory for these replicas is the price.
+A rank keeps the blocks of its own stages and a replica of everything outside the blocks (embeddings, the head). Every
+stage runs the forward of the whole model: blocks of other stages pass their input on, the first local block gets the
+tensor from the previous stage, and forward ends after the last local block. So other arguments of blocks (positions,
+masks, tables) exist on every stage and are not sent. The gradients of a weight that several stages use (a tied
+embedding) are summed over these stages. The cost is the memory for these replicas.
 
-It is exact if every block's output is, untouched, the next one's first argument. A model that computes between its
-blocks is refused.
+This is exact if the unchanged output of every block is the first argument of the next. A model that computes between
+its blocks is refused.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ __all__ = ["Stages", "apply_pipeline"]
 
 
 class _StageDone(Exception):  # noqa: N818  (no error)
-    """The forward of this stage is at its end."""
+    """Ends the forward of a stage."""
 
     def __init__(self, output: Tensor) -> None:
-        super().__init__("a stage ended; nobody but everyrank should see this")
+        super().__init__("end of a pipeline stage; everyrank should have caught this")
         self.output = output
 
 
 class Stages:
-    """A model of which this rank keeps the blocks of some stages.
+    """A model with only the blocks of some stages.
 
-    path      where the blocks are: `Workload.blocks`
+    path      the path of the blocks: `Workload.blocks`
     spans     the blocks of each stage
     numbers   the stages of this rank, of `count` in all: stage s is on rank s % size of the pipeline
     """
@@ -66,13 +66,13 @@ class Stages:
         for index, (name, block) in enumerate(zip(names, self.blocks, strict=True)):
             if stage_of[index] not in self.numbers:
                 container.register_module(name, RemoteBlock(block, stage_of[index] % size))
-                release_tensors(block)  # what the model may ask the block itself stays: an attribute, a type
+                release_tensors(block)  # keeps attributes and type of the block, which the model may read
         self.own = dict(container.named_children())
 
     def run(self, number: int, received: Tensor | None, forward: Callable[[], Any]) -> tuple[Any, bool]:
-        """`forward` of the whole model as far as stage `number` goes: (output, whether it is the model's own).
+        """Run `forward` of the whole model up to the end of a stage; return (output, whether it is the model's output).
 
-        `received` is what the stage before has sent; None for the first.
+        `received` is the tensor from the previous stage; None for the first.
         """
         self.span, self.received, self.handed_on, self.expected = self.spans[number], received, None, 0
         self._install(self.proxies)
@@ -89,10 +89,10 @@ class Stages:
 
     @torch.no_grad()
     def check_block_order(self, forward: Callable[[], Any]) -> None:
-        """Go through the whole model with no block doing anything: the last gives zeros, the others NaN.
+        """Run the whole model with fake blocks: the last returns zeros, the others NaN.
 
-        Raises `UnsupportedLayoutError`, on all ranks alike, for a model that computes between its blocks, or that uses
-        the output of one for anything but the next. What else goes wrong is not looked at: shapes may be others here.
+        Raises `UnsupportedLayoutError` on all ranks if the model computes between its blocks, or uses the output of a
+        block for anything but the next. Ignores other errors, because shapes may differ here.
         """
         self.is_checking = True
         try:
@@ -110,12 +110,12 @@ class Stages:
             )
 
     def _install(self, modules: Mapping[str, nn.Module]) -> None:
-        """Put these in the places of the blocks."""
+        """Replace the blocks by these modules."""
         for name, module in modules.items():
             self.container.register_module(name, module)
 
     def run_block(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """What stands in the place of a block does: run it where it is this stage's, else hand its input on.
+        """Run a block if it belongs to this stage, else pass its input on.
 
         Raises `UnsupportedLayoutError` for a model that computes between its blocks, `WorkloadError` for blocks that
         do not take and return one tensor.
@@ -126,7 +126,7 @@ class Stages:
         if index not in self.span:
             return self._hand_on(value)
         if index == self.span.start and self.received is not None:
-            value = self.received.clone()  # a block may add to its argument in place, which a leaf does not allow
+            value = self.received.clone()  # a block may change its argument in place, which a leaf does not allow
         block = self.blocks[index]
         output = block(value, *args[1:], **kwargs) if args else block(**{**kwargs, first: value})
         if not isinstance(output, Tensor):
@@ -139,7 +139,7 @@ class Stages:
         return self._hand_on(output)
 
     def _input_of(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Tensor]:
-        """(its name where it comes by keyword, the first argument of a block): the output of the block before."""
+        """Return the first argument of a block, with its name if it is a keyword argument."""
         if not args and not kwargs:
             raise WorkloadError(f"pipeline: block {index} is called without an argument")
         first = next(iter(kwargs), "")
@@ -160,7 +160,7 @@ class Stages:
         return first, value
 
     def _pretend(self, index: int, value: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """In place of a block's output, for `check_block_order`: NaN, and zeros for the last block's."""
+        """Return the fake output of a block for `check_block_order`: NaN, or zeros for the last block."""
         if is_in_checkpoint():
             raise UnsupportedLayoutError(
                 f"pipeline: the model calls block {index} inside torch.utils.checkpoint, which would call it again in "
@@ -179,15 +179,15 @@ class Stages:
         return value
 
     def own_blocks(self) -> list[nn.Module]:
-        """The blocks of this rank's stages."""
+        """Return the blocks of this rank."""
         return [self.blocks[index] for number in self.numbers for index in self.spans[number]]
 
     def own_parameters(self) -> list[nn.Parameter]:
-        """The parameters that no other stage has."""
+        """Return the parameters that no other stage has."""
         return list(dict.fromkeys(parameter for block in self.own_blocks() for parameter in block.parameters()))
 
     def outside_buffers(self) -> list[Tensor]:
-        """The buffers that every stage has."""
+        """Return the buffers that every stage has."""
         of_blocks = {id(buffer) for block in self.own_blocks() for buffer in block.buffers()}
         return [buffer for buffer in self.model.buffers() if id(buffer) not in of_blocks]
 
@@ -199,9 +199,9 @@ def _has_nan(value: Any) -> bool:
 
 
 def apply_pipeline(model: nn.Module, workload: Workload, layout: Layout, mesh: Mesh) -> Stages:
-    """Keep of the model what this rank needs. The model is changed in place.
+    """Reduce the model, in place, to the blocks that this rank needs.
 
-    Raises `UnsupportedLayoutError` for a model that cannot be cut exactly.
+    Raises `UnsupportedLayoutError` for a model that cannot be split exactly.
     """
     ranks, options = mesh.size("pipeline"), layout.read(PipelineOptions)
     chunks = options.chunks if options.schedule == "interleaved" else 1
@@ -225,15 +225,15 @@ def apply_pipeline(model: nn.Module, workload: Workload, layout: Layout, mesh: M
     _check_ties(model, workload.blocks, blocks)
     costs = [cost(block) for block in blocks]
     inside = {module for block in blocks for module in block.modules()}
-    # What is computed behind the blocks (a head) comes on top of the last stage. In front there is hardly more than
-    # looking up an embedding, which costs nothing in multiplications.
+    # The last stage also computes everything after the blocks (a head). Before the blocks there is usually only an
+    # embedding, which needs no multiplications.
     costs[-1] += sum(own_cost(module) for module in model.modules() if module not in inside)
     spans = balance(costs, ranks * chunks)
     return Stages(model, workload.blocks, spans, ranks, mesh.coordinate["pipeline"])
 
 
 def _check_ties(model: nn.Module, path: str, blocks: Sequence[nn.Module]) -> None:
-    """Refuse a weight of a block that another block, or what is outside of the blocks, has too."""
+    """Refuse a weight that a block shares with another block or with a module outside the blocks."""
     everything = model.named_modules(remove_duplicate=False)
     places = [name for name, module in everything if name.rpartition(".")[0] == path and module in blocks]
     if len(places) > len(blocks):

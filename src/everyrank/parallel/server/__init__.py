@@ -1,1 +1,1 @@
-"""Parameter servers: what is said between servers and trainers, and the two kinds of update made of it."""
+"""Parameter servers: the messages between servers and trainers, and the two kinds of updates."""

@@ -6,7 +6,7 @@
     push      [push, sum, count, has]  ->      head: sum and count of the loss; for each parameter whether it has a
               its gradients, flat      ->      gradient; gradients only where the count is not 0
 
-A message goes to, or comes from, each server. Heads are float64, on CPU; parameters and gradients have the precision of
+Each message exists once per server. Heads are float64, on CPU; parameters and gradients have the precision of
 the model.
 """
 

@@ -1,1 +1,1 @@
-"""Tensor parallel: matrices split over ranks, and what a model may do with the parts."""
+"""Tensor parallel: matrices are split over ranks, by a plan, with checks that the model supports it."""

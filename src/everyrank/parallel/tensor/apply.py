@@ -36,15 +36,15 @@ from everyrank.world.collectives import fingerprint
 
 __all__ = ["TensorParallel", "apply_tensor_parallel", "is_split"]
 
-_MOST_CHECKS = 20  # updates in which gradients that were zero so far are looked at
+_MAX_CHECKS = 20  # updates in which gradients that were zero so far are checked again
 
 
 class TensorParallel:
-    """What a step has to know of a model whose matrices are split.
+    """What a training step needs for a model with split matrices.
 
     context                entered around forward, loss and backward
-    reduce_partial_grads   after the last backward of an update: complete the gradients of what is not split, of which
-                           each rank has a partial sum
+    reduce_partial_grads   called after the last backward of an update: sums partial gradients of parameters that are
+                           not split
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, plan: Mapping[str, str], checks_views: bool) -> None:
@@ -80,19 +80,19 @@ class TensorParallel:
             gradient = parameter.grad
             if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
                 continue
-            if gradient.placements != parameter.placements:  # each rank has seen a part of the sequence
+            if gradient.placements != parameter.placements:  # each rank has the gradient of a part of the sequence
                 parameter.grad = gradient.redistribute(placements=parameter.placements)
         if self.view_check is not None:
             self.view_check.end()
             self.view_check = None
-        if self.unseen and self.num_checks < _MOST_CHECKS:
+        if self.unseen and self.num_checks < _MAX_CHECKS:
             self.num_checks += 1
-            self._check_alike()
+            self._check_identical()
 
-    def _check_alike(self) -> None:
-        """What is not split has the same gradient, to the last bit, on all ranks of this axis.
+    def _check_identical(self) -> None:
+        """Check that parameters that are not split have identical gradients on all ranks of this axis.
 
-        One of zeros says nothing: it is looked at again in the next update.
+        A gradient of zeros is checked again in the next update.
         """
         whole = {
             name: p
@@ -143,7 +143,7 @@ def apply_tensor_parallel(model: nn.Module, workload: Workload, layout: Layout, 
     gathering = [name for name, word in plan.items() if word == "gather"]
     for name, word in plan.items():
         module = model.get_submodule(name)
-        # behind a gather the input is whole already; said otherwise, torch would add up its gradient once more
+        # after a gather the input is already whole; otherwise torch would sum its gradient twice
         is_gathered = any(name.startswith(f"{other}.") for other in gathering)
         style = _style(word, by_sequence, dim, is_gathered)
         if word == "rowwise":
@@ -151,7 +151,7 @@ def apply_tensor_parallel(model: nn.Module, workload: Workload, layout: Layout, 
         if style is not None:
             parallelize_module(module, devices, style)
             if layout.compile and word == "vocabulary":
-                # its sum may be under way still, which the compiler of the first block would not understand
+                # its sum may still be in progress, which the compiler does not support
                 module.register_forward_hook(lambda _, __, output: output.clone())
         elif word == "gather":
             module.register_forward_pre_hook(_gathering(devices, by_sequence, dim), with_kwargs=True)
@@ -161,7 +161,7 @@ def apply_tensor_parallel(model: nn.Module, workload: Workload, layout: Layout, 
 
 def _style(word: str, by_sequence: bool, dim: int, is_gathered: bool) -> ParallelStyle | None:
     """Return torch's ParallelStyle for an entry of the plan."""
-    between = Shard(dim) if by_sequence else Replicate()  # how activations are laid out between split modules
+    between = Shard(dim) if by_sequence else Replicate()  # placement of activations between split modules
     styles: dict[str, Callable[[], ParallelStyle]] = {
         "colwise": lambda: ColwiseParallel(input_layouts=Replicate() if is_gathered else between),
         "rowwise": lambda: RowwiseParallel(output_layouts=between),
@@ -178,7 +178,7 @@ def _style(word: str, by_sequence: bool, dim: int, is_gathered: bool) -> Paralle
 
 def _check_part(name: str, degree: int, module: nn.Module, args: tuple[Any, ...]) -> None:
     """Check that the input of a rowwise layer is already split."""
-    whole = module.get_parameter("weight").shape[1]  # of a DTensor: of all of it
+    whole = module.get_parameter("weight").shape[1]  # a DTensor has the global shape
     if args and not isinstance(args[0], DTensor) and args[0].shape[-1] * degree != whole:
         raise UnsupportedLayoutError(
             f"tensor_plan: {name} is rowwise and takes {whole // degree} of {whole} features on each rank, but gets "

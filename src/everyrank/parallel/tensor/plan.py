@@ -1,19 +1,19 @@
-"""A plan: which modules are split, and how. What `Workload.tensor_plan` may say.
+"""The tensor plan, `Workload.tensor_plan`: which modules are split, and how.
 
-It maps names of modules (`*` stands for one part of a name) to what is done with them:
+It maps module names (`*` matches one component) to one of these words:
 
-    colwise          a Linear whose output features are split; its input is whole
-    rowwise          a Linear whose input features are split; outputs are added up
-    colwise_gather   colwise, and the output is put together again: a head
+    colwise          a Linear with split output features; its input is whole
+    rowwise          a Linear with split input features; outputs are summed over ranks
+    colwise_gather   colwise, and the output is gathered: for a head
     colwise_loss     colwise, and the loss is computed on the split output: F.cross_entropy over a split vocabulary
-    vocabulary       an Embedding whose rows are split; outputs are added up
-    gather           a module that hands its first argument to several colwise ones: one all-reduce in backward for all
-    sequence         a norm on a part of the sequence, where the layout says sequence=true (else nothing)
-    replicate        whole on every rank, like all that is not named: every rank computes the same
-    replicate_sum    whole, but used on split features (a norm inside attention heads): its gradients are added up
+    vocabulary       an Embedding with split rows; outputs are summed over ranks
+    gather           a module that passes its first argument to several colwise ones, with one all-reduce in backward
+    sequence         a norm on a part of the sequence if the layout has sequence=true (else no effect)
+    replicate        whole on every rank, like modules that are not in the plan: every rank computes the same
+    replicate_sum    whole, but used on split features (a norm inside attention heads): gradients are summed over ranks
 
-With `sequence=true` the activations between the split modules are split too, along the sequence: what `rowwise` and
-`vocabulary` add up is scattered, and `gather`, `colwise_gather` and `colwise_loss` gather it (Korthikanti et al. 2022).
+With `sequence=true` the activations between the split modules are split too, along the sequence: the sums of `rowwise`
+and `vocabulary` are scattered, and `gather`, `colwise_gather` and `colwise_loss` gather it (Korthikanti et al. 2022).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PLAN_WORDS = (
     "replicate",
     "replicate_sum",
 )
-# module type, and the dimension of its weight that has to divide
+# module type, and the dimension of its weight that is split
 _SPLIT: Mapping[str, tuple[type[nn.Module], int]] = {
     "colwise": (nn.Linear, 0),
     "rowwise": (nn.Linear, 1),
@@ -50,7 +50,7 @@ _SPLIT: Mapping[str, tuple[type[nn.Module], int]] = {
 
 
 def resolve(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """Name of a module -> word, for every module that a pattern of the plan matches; later patterns win."""
+    """Return module name -> word for every module that the plan matches; later patterns win."""
     names = [name for name, _ in model.named_modules() if name]
     result: dict[str, str] = {}
     for pattern, word in plan.items():

@@ -1,8 +1,8 @@
-"""Notice a view that means something else on split features.
+"""Detects views that are wrong on split features.
 
-A colwise layer has an n-th of its features on each rank. `view(B, T, 4, -1)` then gives four heads of an n-th of their
-width: a training that runs, and is another one. Where the shape of such a view, computed for all features, has another
-last dimension, or where fused features are cut into pieces, the plan and the model do not fit.
+With n ranks, a colwise layer has 1/n of its features on each rank. `view(B, T, 4, -1)` then returns four heads of 1/n
+of their width, which runs but is wrong. The check compares the last dimension of such a view with that of a view of all
+features, and refuses fused features that are split.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _CUTS = ("chunk", "split", "tensor_split", "split_with_sizes")
 
 
 class ViewCheck(TorchFunctionMode):
-    """Looks, while it is entered, at what is done with the outputs of split layers.
+    """While entered, checks the use of outputs of split layers.
 
-    `layers` are the colwise ones by name, `degree` the number of ranks they are split over.
+    `layers` are the colwise layers by name, `degree` the number of ranks they are split over.
     Raises `UnsupportedLayoutError`.
     """
 
@@ -39,10 +39,10 @@ class ViewCheck(TorchFunctionMode):
         ]
 
     def _remember(self, name: str, _: nn.Module, __: Any, output: Tensor) -> None:
-        self.outputs[id(output)] = output, name  # kept, so that its id stays its own
+        self.outputs[id(output)] = output, name  # the reference keeps its id from being reused
 
     def end(self) -> None:
-        """Forget the outputs, and look no more."""
+        """Forget the outputs and stop checking."""
         self.outputs.clear()
         for hook in self.hooks:
             hook.remove()

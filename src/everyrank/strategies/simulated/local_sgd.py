@@ -34,7 +34,7 @@ class _Replicas:
         self.num_updates = 0
 
     def reset(self) -> None:
-        """All of them are what the model is now."""
+        """Set all replicas to the current model."""
         self.snapshots = [self.trainable.snapshot() for _ in range(self.count)]
         self.terms, self.num_updates = [0.0] * self.count, 0
 
@@ -47,7 +47,7 @@ class _Replicas:
             state = averaged_state(trainable.model, trainable.optimizer)
             parts = [tensor * (weight / sum(self.terms)) for tensor in state]
             sums = [a + b for a, b in zip(sums, parts, strict=True)] if sums else parts
-        trainable.load_snapshot(self.snapshots[0])  # with what is no number to take a mean of
+        trainable.load_snapshot(self.snapshots[0])  # with the state that is not averaged
         for tensor, mean in zip(averaged_state(trainable.model, trainable.optimizer), sums, strict=True):
             tensor.copy_(mean)
 
@@ -71,7 +71,7 @@ def simulate(workload: Workload, layout: Layout, world: World) -> Prepared:
             replicas.terms[rank] += float(share[1])
             total += share
         replicas.num_updates += 1
-        replicas.load_mean()  # what is evaluated, and where all begin when it was time to meet
+        replicas.load_mean()  # for evaluation, and as the start of all replicas after an average
         if replicas.num_updates == layout.read(LocalSGDOptions).every:
             replicas.reset()
         return total

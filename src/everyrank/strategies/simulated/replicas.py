@@ -32,7 +32,7 @@ from everyrank.world import World
 __all__ = ["simulate"]
 
 MakeCombine = Callable[[nn.Module, Layout], tuple[Callable[[nn.Parameter, list[Tensor]], Tensor], Any]]
-_OPTIONS = ("batch_norm", "compress", "matrix_rank")  # that change the mathematics; no others are read here
+_OPTIONS = ("batch_norm", "compress", "matrix_rank")  # the options that change the algorithm; others are ignored here
 
 
 def simulate(workload: Workload, layout: Layout, world: World, make: MakeCombine | None = None) -> Prepared:
