@@ -221,7 +221,7 @@ def test_a_folder_from_elsewhere(tmp_path: Path, content: str, capsys: pytest.Ca
     (folder / "rank0.state").write_text(content)
     os.mkfifo(folder / "rank1.state")
     assert main(["autopsy", str(tmp_path)]) == 2
-    assert "no rank has left its state there" in capsys.readouterr().err
+    assert "no rank has written its state there" in capsys.readouterr().err
 
 
 def test_a_process_that_is_somebody_elses(tmp_path: Path) -> None:

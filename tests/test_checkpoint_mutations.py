@@ -196,7 +196,7 @@ def test_a_checkpoint_of_a_newer_torch_says_so(tmp_path: Path, version: str) -> 
     """The error names both versions and the fix; where this torch is the newer one, the table is only damaged."""
     (tmp_path / ".metadata").write_bytes(pickle.dumps(OfANewerTorch()))
     about = dataclasses.replace(an_about(), versions={"torch": version})
-    with pytest.raises(UsageError, match="no table of contents of a checkpoint") as caught:
+    with pytest.raises(UsageError, match="not a table of contents of a checkpoint") as caught:
         contents_of(Checkpoint(tmp_path, about))
     text = f"torch {version} wrote it, and this is torch {torch.__version__}"
     assert (text in str(caught.value)) == (version != "2.13.0")
@@ -231,7 +231,7 @@ def test_a_checkpoint_from_before_there_was_a_sum(run: Path, capsys: pytest.Capt
         assert one is not None
         (path / "about.json").write_text(json.dumps(dataclasses.asdict(one.metadata) | {"schema": 1}, indent=1))
     assert main(["checkpoint", "inspect", str(run)]) == 0
-    assert capsys.readouterr().out.count("has no checksum of its own") == 2
+    assert capsys.readouterr().out.count("has no checksum") == 2
     newest = find_checkpoint(run)
     require_whole(newest, deep=True)
     (newest.path / "about.json").write_text(json.dumps(dataclasses.asdict(newest.metadata) | {"schema": 2}, indent=1))

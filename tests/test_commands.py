@@ -289,7 +289,7 @@ def test_check_of_samples(ranks: Any, mutation: str, words: str | None) -> None:
         ("train digits --local-rank 0", "--local-rank: "),
         ("train digits --dist-url tcp://n0:1", "write --init-method tcp://HOST:PORT"),
         ("train digits --arch resnet50", "imagenet --set depth=50"),
-        ("train digits --gpu 0", "put CUDA_VISIBLE_DEVICES=0 in front"),
+        ("train digits --gpu 0", "use CUDA_VISIBLE_DEVICES=0"),
         ("train digits --grad_accu_steps 2", "write --layout ddp:accumulate=N"),
         ("train digits --wd 1e-4", "change weight_decay there"),
         ("train digits --weight_decay 1e-4", "--weight_decay: the optimizer"),

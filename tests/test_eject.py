@@ -388,7 +388,7 @@ CHANGES = {
     "ema_decay": ('name="points",', 'name="points", ema_decay=0.9,'),
     "on_epoch": ('name="points",', 'name="points", on_epoch=print,'),
     "order='shard'": ('name="points",', 'name="points", order="shard",'),
-    "eject writes no streams": ("data(slice(0, 44))", "iter([])"),
+    "eject does not support streams": ("data(slice(0, 44))", "iter([])"),
     "points.py, line 9: everyrank.gather is a loss over the whole": ("import Workload", "import Workload, gather"),
 }
 
@@ -409,6 +409,6 @@ def test_nothing_is_overwritten(outside: Path, tmp_path: Path, capsys: Any) -> N
     project = tmp_path / "project"
     project.mkdir()
     (project / "train.py").write_text("mine")
-    assert "it holds files already" in refused(capsys, "eject", outside / "points.py", project)
+    assert "the folder has files already" in refused(capsys, "eject", outside / "points.py", project)
     assert (project / "train.py").read_text() == "mine"
     assert len(list(project.iterdir())) == 1

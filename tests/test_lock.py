@@ -69,7 +69,7 @@ def test_a_second_run_is_refused_and_told_who_holds_it(tmp_path: Path, locks: st
     """One line; the folder is free again when the first run has ended, or was killed."""
     with held(tmp_path / "run", locks=locks) as process:
         with (
-            pytest.raises(UsageError, match=rf"another run holds it \(process {process.pid} on .*, since "),
+            pytest.raises(UsageError, match=rf"another run uses it \(process {process.pid} on .*, since "),
             hold(tmp_path / "run"),
         ):
             pass
@@ -126,10 +126,10 @@ def test_the_next_start_of_the_same_job(tmp_path: Path, monkeypatch: pytest.Monk
     with held(tmp_path, "elsewhere", "with", "n1:29500") as process:
         waited = time.monotonic()
         monkeypatch.setattr(lock, "_HANDOVER_SECONDS", 1.0)
-        with pytest.raises(UsageError, match="another run holds it"), hold(tmp_path, "n1:29500"):
+        with pytest.raises(UsageError, match="another run uses it"), hold(tmp_path, "n1:29500"):
             pass
         assert time.monotonic() > waited + 1.0
-        with pytest.raises(UsageError, match="another run holds it"), hold(tmp_path, "n1:29501"):
+        with pytest.raises(UsageError, match="another run uses it"), hold(tmp_path, "n1:29501"):
             pass
         assert time.monotonic() < waited + 60.0
         monkeypatch.setattr(lock, "_HANDOVER_SECONDS", 60.0)
@@ -166,7 +166,7 @@ def test_the_command_line_does_not_train_in_a_folder_that_is_held(forge: Forge, 
         done = forge(tmp_path, *words, "--steps", "4", "--resume")
         assert done.status == 2
         (line,) = done.err.splitlines()
-        assert f"another run holds it (process {os.getpid()} on " in line
+        assert f"another run uses it (process {os.getpid()} on " in line
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
     with hold(tmp_path / "new"):
         assert forge(tmp_path, *words[:-1], "new", "--steps", "2").status == 2

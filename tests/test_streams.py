@@ -302,7 +302,7 @@ def opened(world: World, kind: str) -> str:
         ("endless", "give Workload.steps"),
         ("endless, with steps", "40"),
         ("endless, counted", "or endless = True"),
-        ("generator", "a generator can be gone"),
+        ("generator", "a generator can be used only once"),
         ("loader", "a DataLoader; give the dataset"),
     ],
 )

@@ -132,7 +132,7 @@ def test_where_all_are_damaged_nothing_is_offered(
 
 
 @pytest.mark.parametrize(
-    ("place", "said"), [(".", "no whole checkpoint there"), ("./", "no whole checkpoint there"), ("", "is no folder")]
+    ("place", "said"), [(".", "no complete checkpoint"), ("./", "no complete checkpoint"), ("", "is not a folder")]
 )
 def test_the_folder_where_we_are_is_a_place_like_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: str, said: str

@@ -181,7 +181,7 @@ def wait_for_job(number: str, slurm: dict[str, str], seconds: float = 200.0) -> 
 
 
 def test_a_job_that_is_out_of_time_goes_on(tmp_path: Path, slurm: dict[str, str]) -> None:
-    """--requeue: asked by USR1 the ranks save, the job waits in the queue again, and --resume goes on to the end."""
+    """--requeue: asked by USR1 the ranks save, the job is requeued, and --resume goes on to the end."""
     words = [
         "train",
         "digits",
@@ -207,9 +207,9 @@ def test_a_job_that_is_out_of_time_goes_on(tmp_path: Path, slurm: dict[str, str]
         time.sleep(0.05)
     subprocess.run(["scancel", "--batch", "--signal=USR1", number], env={**os.environ, **slurm}, check=True)
     said = tmp_path / f"slurm-{number}.out"
-    while time.monotonic() < deadline and "waits in the queue again" not in said.read_text():
+    while time.monotonic() < deadline and "is requeued" not in said.read_text():
         time.sleep(0.1)
-    assert "waits in the queue again" in said.read_text()
+    assert "is requeued" in said.read_text()
     # Slurm waits two minutes before a job that was put back may begin again; a person may say that it need not. Within
     # the same second, though, the nodes still refuse the job they have just ended ("Job credential revoked").
     time.sleep(5.0)
@@ -387,7 +387,7 @@ def refused(command: list[str], folder: Path, variables: dict[str, str]) -> str:
             ["srun started 2 tasks on a node", "srun --ntasks-per-node=1"],
         ),
         ("salloc --nodes=1 --ntasks=4", "--launcher slurm --processes 8", {}, ["SLURM_NTASKS=4", "--processes 4"]),
-        ("srun --nodes=1 --ntasks=4", "--processes 2", {}, ["slurm started 4", "leave it out"]),
+        ("srun --nodes=1 --ntasks=4", "--processes 2", {}, ["slurm started 4", "leave --processes out"]),
         ("salloc --nodes=2 --ntasks=4", "", {}, ["4 tasks on 2 nodes", "--launcher slurm", "srun"]),
         ("srun --nodes=1 --ntasks=2", "--launcher torchrun", {}, ["slurm has already started this rank"]),
     ],

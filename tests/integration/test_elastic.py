@@ -295,7 +295,7 @@ def test_a_job_of_slurm_that_loses_a_rank_and_a_node(
     slurm_says("scontrol update nodename=n2 state=drain reason=broken", slurm)
     try:
         os.kill(process_of(out, 3), signal.SIGKILL)
-        wait_until(lambda: "waits in the queue again" in said.read_text(), "the job is queued again", out)
+        wait_until(lambda: "is requeued" in said.read_text(), "the job is queued again", out)
         assert "rank 3 of 4 on n2: ended by SIGKILL" in said.read_text()
         time.sleep(5.0)  # as in test_conformance: nodes refuse a job that they have just ended
 

@@ -354,7 +354,11 @@ MISTAKES: dict[str, tuple[str, dict[str, str], list[str]]] = {
         {**ONE_TASK_A_NODE, **GPUS},
         ["1 task on a node with 4 GPUs", "3 would be idle", "srun --ntasks-per-node=4", "--processes 2"],
     ),
-    "another number than srun's": ("--processes 4", SRUN, ["--processes 4", "slurm started 6", "leave it out"]),
+    "another number than srun's": (
+        "--processes 4",
+        SRUN,
+        ["--processes 4", "slurm started 6", "leave --processes out"],
+    ),
     "a launcher in a launcher": ("--launcher slurm", SRUN, ["--launcher slurm", "slurm has already started"]),
     "torchrun in torchrun": ("--launcher torchrun", TORCHRUN, ["--launcher torchrun", "torchrun has already started"]),
     "nodes": ("--launcher slurm --nodes two", JOB, ["--nodes two", "a number"]),

@@ -783,7 +783,7 @@ def test_new_slurm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     subprocess.run(["sh", "-n", str(tmp_path / "train.sbatch")], check=True)
     (tmp_path / "train.py").unlink()
     assert main(["new", "slurm", str(tmp_path / "train.py")]) == 2
-    assert "train.sbatch: it exists already" in capsys.readouterr().err
+    assert "train.sbatch: this file exists already" in capsys.readouterr().err
     assert not (tmp_path / "train.py").exists()
     assert main(["new", "slurm", str(tmp_path / "other.sbatch")]) == 2
     assert "give a name like train.py" in capsys.readouterr().err
