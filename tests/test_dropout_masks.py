@@ -1,4 +1,4 @@
-"""The masks of exact dropout: what they are, how they are distributed, and what cannot have one."""
+"""The masks of exact dropout: their bits, their distribution, and the models that are refused."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ NUMBER = SAMPLES * ROWS * FEATURES
 
 
 def mask(seed: int = 1, samples: int = SAMPLES, rows: int = ROWS, features: int = FEATURES, p: float = 0.1) -> Tensor:
-    """(samples, rows, features)."""
+    """Return a mask of shape (samples, rows, features)."""
     keys = row_keys(sample_keys(seed, range(samples), CPU), [whole_dim(rows)])
     return keep_mask(keys, whole_dim(features), p)
 
 
 def test_bits() -> None:
-    """The masks are those of the same arithmetic in Python: they may not change under a training that goes on."""
+    """The masks equal those of the same arithmetic in Python, so that a resumed training keeps its masks."""
 
     def mixed(state: int) -> int:
         state %= 1 << 64
@@ -47,7 +47,7 @@ def test_bits() -> None:
     def is_kept(sample: int, row: int, feature: int) -> bool:
         key = mixed(mixed(sample * golden + 7) + (row + 1) * golden)
         bits = mixed(key + (feature // 4 + 1) * golden) >> 16 * (feature % 4) & 0xFFFF
-        return (bits ^ 0x8000) >= round(0.3 * (1 << 16))  # as a signed number, which is what is compared
+        return (bits ^ 0x8000) >= round(0.3 * (1 << 16))  # compared as a signed number
 
     golden = 0x9E3779B97F4A7C15
     found = mask(seed=7, samples=3, rows=2, features=10, p=0.3)
@@ -56,7 +56,7 @@ def test_bits() -> None:
 
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
 def test_share(p: float) -> None:
-    """As many are dropped as p says, and their number varies as that of independent draws does."""
+    """The fraction of dropped elements is p, with the variance of independent draws."""
     dropped = ~mask(p=p)
     share = dropped_share(p)
     assert abs(share - p) <= 2**-17
@@ -67,27 +67,27 @@ def test_share(p: float) -> None:
 
 
 def assert_normal(deviations: float) -> None:
-    """A seed is fixed, so this cannot fail by chance; of a good mask it is 3 or more once in 400 times."""
+    """The seed is fixed, so this cannot fail by chance. A good mask would exceed 3 deviations once in 400 seeds."""
     assert abs(deviations) < 4
 
 
 def correlation(one: Tensor, other: Tensor, p: float = 0.1) -> float:
-    """Of two masks, in standard deviations of that of independent ones."""
+    """Return the correlation of two masks, in standard deviations of independent masks."""
     product = (one.double() - (1 - dropped_share(p))) * (other.double() - (1 - dropped_share(p)))
     return float(product.mean()) / (dropped_share(p) * (1 - dropped_share(p))) * math.sqrt(one.numel())
 
 
 @pytest.mark.parametrize("lag", [1, 2, 3, 4, 5, 8, 16, 32])
-def test_neighbours_know_nothing_of_each_other(lag: int) -> None:
-    """Features, rows and samples that are `lag` apart."""
+def test_neighbours_are_independent(lag: int) -> None:
+    """Features, rows and samples at distance `lag` are uncorrelated."""
     own = mask()
     assert_normal(correlation(own[..., lag:], own[..., :-lag]))
     assert_normal(correlation(own[:, lag:], own[:, :-lag]))
     assert_normal(correlation(own[lag:], own[:-lag]))
 
 
-def test_updates_and_calls_know_nothing_of_each_other() -> None:
-    """Masks of neighbouring seeds; and none stands in another one, shifted by a row or a sample."""
+def test_updates_and_calls_are_independent() -> None:
+    """Masks of neighbouring seeds are uncorrelated, also if one is shifted by a row or a sample."""
     masks = [mask(seed) for seed in range(4)]
     for one, other in itertools.combinations(masks, 2):
         assert_normal(correlation(one, other))
@@ -96,7 +96,7 @@ def test_updates_and_calls_know_nothing_of_each_other() -> None:
 
 
 def test_patterns_are_as_frequent_as_they_should_be() -> None:
-    """Each of the 256 patterns of eight elements next to each other: chi squared, with 255 degrees of freedom."""
+    """All 256 patterns of eight adjacent elements are equally frequent: chi squared with 255 degrees of freedom."""
     octets = mask(p=0.5).view(-1, 8).long() @ (1 << torch.arange(8))
     counts = octets.bincount(minlength=256).double()
     expected = len(octets) / 256
@@ -106,7 +106,7 @@ def test_patterns_are_as_frequent_as_they_should_be() -> None:
 
 @pytest.mark.parametrize("features", [1, 5, 96])
 def test_parts_of_a_mask(features: int) -> None:
-    """However a tensor is cut, a part has the bits that it has in the whole."""
+    """The mask of a part equals that part of the whole mask, for every way to split a tensor."""
     whole = mask(samples=6, rows=8, features=features)
     keys = sample_keys(1, [5, 0, 3], CPU)
     rows = DimPart((range(1, 3), range(6, 8)), 8)
@@ -120,7 +120,7 @@ def test_parts_of_a_mask(features: int) -> None:
 
 
 def exact_of(model: nn.Module, text: str = "single", **changes: Any) -> ExactDropout | None:
-    """The model's dropouts made exact, in one process, before four samples."""
+    """Make the dropouts of the model exact, in one process, and start a micro-batch of four samples."""
     axes = ("pipeline", "replicate", "shard", "context", "expert", "tensor")
     world: World = World.__new__(World)
     object.__setattr__(world, "device", CPU)
@@ -151,7 +151,7 @@ def test_modules() -> None:
 
 
 def test_a_module_in_two_places_has_two_masks() -> None:
-    """And two calls of one place have two."""
+    """Two calls of one module have different masks, too."""
     shared = nn.Dropout(0.5)
     model = nn.ModuleList([shared, nn.Sequential(shared)])
     exact = exact_of(model)
@@ -165,7 +165,7 @@ def test_a_module_in_two_places_has_two_masks() -> None:
 
 
 class Functions(nn.Module):
-    """What drops by functions of torch."""
+    """A module that calls the dropout functions of torch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class Functions(nn.Module):
 
 @pytest.mark.parametrize("need_weights", [False, True])
 def test_functions(need_weights: bool) -> None:
-    """Attention and dropout as functions: of half of the samples the same, and without a draw from torch."""
+    """Dropout functions and attention give half of the samples the same result, and draw no numbers from torch."""
     model = Functions()
     exact = exact_of(model)
     assert exact is not None
@@ -196,7 +196,7 @@ def test_functions(need_weights: bool) -> None:
 
 
 def test_the_audit_has_nothing_to_say() -> None:
-    """It counts torch's functions that draw masks, to compare the states they are drawn from: here is none."""
+    """The audit counts torch's functions that draw masks, and exact dropout calls none of them."""
     seen: list[Any] = []
 
     class Watch(TorchFunctionMode):
@@ -213,7 +213,7 @@ def test_the_audit_has_nothing_to_say() -> None:
 
 
 def test_attention_without_dropping_is_torchs() -> None:
-    """The weights that are written out are those of torch's kernel: masks, scales, grouped heads, empty rows."""
+    """The attention weights equal those of torch's kernel, with masks, scales, grouped heads and empty rows."""
     from everyrank.parallel.dropout.attention import attention_with_dropout
 
     exact = exact_of(nn.Dropout(0.1))
@@ -229,7 +229,7 @@ def test_attention_without_dropping_is_torchs() -> None:
 
 
 def test_left_alone() -> None:
-    """A model without dropout, and one whose workload leaves it to torch."""
+    """A model without dropout, and one with Workload.dropout="torch", are not changed."""
     assert exact_of(nn.Linear(3, 3)) is None
     assert exact_of(nn.Dropout(0.5), dropout="torch") is None
     with pytest.raises(WorkloadError, match=r"dropout='both': give exact or torch"):
@@ -237,7 +237,7 @@ def test_left_alone() -> None:
 
 
 def test_refused() -> None:
-    """What draws inside an operator; a tensor that does not say which sample is whose."""
+    """Dropout inside an operator of torch is refused, and a tensor whose shape does not show the samples."""
     with pytest.raises(WorkloadError, match=r"LSTM\(dropout=0.2\) draws inside an operator.*Workload.dropout='torch'"):
         exact_of(nn.LSTM(3, 3, num_layers=2, dropout=0.2))
     with pytest.raises(UnsupportedLayoutError, match=r"experts has dropout inside"):

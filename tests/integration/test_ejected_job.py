@@ -1,4 +1,4 @@
-"""An ejected project in a real job of Slurm."""
+"""An ejected project in a real Slurm job."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def test_slurm_runs_what_is_ejected(
     slurm: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Submitted by the command of its README: the losses of `everyrank train` to the last bit, and weights."""
+    """The command in its README submits the job, which gets the losses of `everyrank train` to the last bit."""
     project = eject(forge, outside / "points.py", tmp_path / "project", "--launcher", "slurm", *words)
     ours = forge(tmp_path, "train", outside / "points.py", *(words or ("--layout", "ddp")), "--out", "run", size=2)
     assert ours.status == 0, ours.err
     assert "\nsbatch train.sbatch\n" in (project / "README.md").read_text()
-    # both nodes are this machine here, whose name may lead nowhere
+    # both nodes are this machine, whose name may have no address
     own = {"MASTER_ADDR": "127.0.0.1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     monkeypatch.delenv("PYTHONPATH", raising=False)
     status = batch_job(project, "sbatch --output=out train.sbatch", slurm | own)

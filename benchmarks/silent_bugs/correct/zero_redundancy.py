@@ -28,7 +28,7 @@ def main():
         optimizer.step()
         if rank == 0 and step % 8 == 7:
             print(f"step {step} loss {loss.item():.6f}")
-    time.sleep(0.2)  # a thread of gloo may hold the last tensor; it must let go before Python exits
+    time.sleep(0.2)  # a thread of gloo may hold the last tensor; it has to free it before Python exits
     dist.destroy_process_group()
 
 

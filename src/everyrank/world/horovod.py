@@ -2,8 +2,8 @@
 
 Horovod has its own rendezvous: each rank reads its numbers from environment variables, and the addresses of the others
 from a server over HTTP. horovodrun provides both. Under any other launcher the variables follow from the world, and
-rank 0 runs that server until the ranks are connected: on loopback, or, where ranks are on several hosts, at the address
-of the interface that they use already.
+rank 0 runs that server until the ranks are connected: on loopback, or with several hosts at the address of the
+interface that they use already.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ _NUMBERS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZ
 
 
 def import_horovod() -> Any:
-    """Import `horovod.torch`. Raises `CannotRunError` where it is not installed or does not load."""
+    """Import `horovod.torch`. Raises `CannotRunError` if it is not installed or does not load."""
     try:
         return importlib.import_module("horovod.torch")
     except ImportError as error:
         if error.name in ("horovod", "horovod.torch"):
-            why = "Horovod is not installed"
+            reason = "Horovod is not installed"
         else:  # for example built for another torch
-            why = f"Horovod does not load ({describe(error).splitlines()[0]})"
+            reason = f"Horovod does not load ({describe(error).splitlines()[0]})"
         raise CannotRunError(
-            f"{why}; build 0.28.1 for this torch (docs/horovod.md), or use layout ddp, or another --backend"
+            f"{reason}; build 0.28.1 for this torch (docs/horovod.md), or use layout ddp, or another --backend"
         ) from error
 
 
 def start_horovod(world: World) -> Any:
     """Call `hvd.init()` with the ranks of the world and return `horovod.torch`. A collective of all ranks.
 
-    Raises `CannotRunError` without Horovod, `UsageError` where its ranks are not those of the world, and
-    `RankFailedError` where they do not connect within the timeout.
+    Raises `CannotRunError` without Horovod, `UsageError` if its ranks are not those of the world, and
+    `RankFailedError` if they do not connect within the timeout.
     """
     hvd = import_horovod()
     if "horovod" in world.group_cache.at_end:
