@@ -24,6 +24,7 @@ from everyrank.collectives.options import OPERATION_NAMES, size_text
 from everyrank.commands.new import GROUPS
 from everyrank.launch import LAUNCHERS
 from everyrank.layout import STRATEGIES
+from everyrank.options import BenchOptions, TrainOptions, VerifyOptions, arguments_of
 from everyrank.record import Record, read_records
 from everyrank.report import groups, markdown, tables
 
@@ -174,6 +175,20 @@ def strategies() -> str:
         header = _header(path, "Holds", "Use when", "Exact")
         rows.append([f"`{name}`", *header])
     return _table(["strategy", "each rank holds", "use it when", "exact"], rows)
+
+
+def option_fields(options: type[Any]) -> Callable[[], str]:
+    """The fields of an options class that are also flags of its command."""
+
+    def made() -> str:
+        rows: list[list[str]] = []
+        for name, (_, about) in arguments_of(options).items():
+            default = getattr(options, name, None)
+            text = about.help % {"default": default}
+            rows.append([f"`{name}`", f"`{about.flag}`", f"`{default!r}`", text.replace("|", "\\|")])
+        return _table(["field", "flag", "default", "meaning"], rows)
+
+    return made
 
 
 def launchers() -> str:
@@ -410,6 +425,10 @@ PARTS: dict[str, dict[str, tuple[Path, Callable[[], str]]]] = {
         "the code structure": (PACKAGE, house),
         "strategies": (PACKAGE / "strategies", strategies),
         "launchers": (PACKAGE / "launch", launchers),
+    },
+    "docs/api.md": {
+        f"fields of {options.__name__}": (PACKAGE / "options.py", option_fields(options))
+        for options in (TrainOptions, VerifyOptions, BenchOptions)
     },
     "docs/recipes.md": {"recipes": (PACKAGE / "recipes", recipes)},
     "docs/which-layout.md": {"layouts measured": (FAMILIES, layouts_measured)},

@@ -15,6 +15,7 @@ PAGES = (
     "README.md",
     "README.zh.md",
     "docs/code-structure.md",
+    "docs/api.md",
     "docs/recipes.md",
     "docs/which-layout.md",
     "docs/benchmarks.md",

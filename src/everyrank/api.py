@@ -48,18 +48,29 @@ def run(
     options: TrainOptions | None = None,
     **changes: Any,
 ) -> list[Record]:
-    """Train `workload` under `layout` on the ranks that `launch` starts; a list of one Record.
+    """Train `workload` under `layout` on the ranks that `launch` starts. Same as `everyrank train`.
 
-    workload  a `Workload`, or as the command line has it: a built-in name, or "path/file.py[:name]"
-    layout    a `Layout`, or its text: "fsdp:precision=bf16"
-    launch    None: on this host, with as many processes as `everyrank train`; a str is the name of a launcher
+    Args:
+        workload: A `Workload`, or as on the command line: a built-in name, or "path/file.py[:name]".
+        layout: A `Layout`, or its text: "fsdp:precision=bf16".
+        launch: A `Launch`, or the name of a launcher. None: here, on as many processes as there are GPUs; without a
+            GPU on 2, or on 1 for a layout of one process.
+        options: The options of `everyrank train`.
+        **changes: Fields of `TrainOptions` by name.
 
-    `options` are those of `everyrank train`; fields of `TrainOptions` can be given by name, too:
-    `run("digits", "ddp", epochs=3, out="runs/first")`.
+    Returns:
+        A list of one Record. If torchrun started this process as a rank, ranks other than 0 get an empty list.
 
-    Where this process is itself a rank that torchrun started, only rank 0 gets the Record, the others [].
-    Raises an `EveryrankError`: `UsageError` for a wrong call or workload, `RankFailedError` when a rank fails,
-    `StoppedError` when SIGTERM or SIGUSR1 asked to stop: then the update in progress is done and saved.
+    Raises:
+        UsageError: The call or the workload is wrong.
+        RankFailedError: A rank failed.
+        StoppedError: SIGTERM or SIGUSR1 asked to stop. The update in progress is then done and saved.
+
+    Examples:
+        >>> from everyrank import run
+        >>> [record] = run("digits", "ddp", steps=3, show=False)
+        >>> len(record.loss)
+        3
     """
     workload, layout = _workload_of(workload), _layout_of(layout)
     launch, options = _launch_of(launch, [layout]), _completed(options or TrainOptions(), changes)
@@ -173,13 +184,32 @@ def verify(
     options: VerifyOptions | None = None,
     **changes: Any,
 ) -> list[Record]:
-    """Compare each layout with one device; one Record for each.
+    """Compare each layout with one device, update by update. Same as `everyrank verify`.
 
-    `verify("digits", ["ddp", "fsdp"])`: workload, layouts and launch are given as to `run`. `options` are those of
-    `everyrank verify`; fields of `VerifyOptions` can be given by name, too. A layout that the workload cannot have is
-    refused in its row, or not verified, with the reason; where none of the layouts can be had, that is raised. A
-    difference is no error: it is in `Record.parity`. `reference="fsdp:meta=true"` compares with that layout, where one
-    device cannot hold the model. Raises what `run` raises.
+    A difference raises no error: it is in `Record.parity`. A layout that the workload does not support is refused in
+    its Record, with the reason.
+
+    Args:
+        workload: As for `run`.
+        layouts: One or more layouts, as `Layout` or as text.
+        launch: As for `run`.
+        options: The options of `everyrank verify`.
+        **changes: Fields of `VerifyOptions` by name. For example, `reference="fsdp:meta=true"` compares with this
+            layout if the model does not fit one device.
+
+    Returns:
+        One Record for each layout.
+
+    Raises:
+        UsageError: The call or the workload is wrong.
+        UnsupportedLayoutError: The workload supports none of the layouts.
+        RankFailedError: A rank failed.
+
+    Examples:
+        >>> from everyrank import verify
+        >>> records = verify("digits", ["ddp", "fsdp"], steps=3, quick=True, show=False)
+        >>> [(record.layout, record.parity.status) for record in records]
+        [('ddp', 'equal'), ('fsdp', 'equal')]
     """
     workload, layouts = _workload_of(workload), _layouts_of(layouts)
     if isinstance(changes.get("reference"), Layout):
@@ -209,10 +239,29 @@ def bench(
     kept: list[Record] | None = None,
     **changes: Any,
 ) -> list[Record]:
-    """Check each layout as `verify` does and time those that are equal; one Record for each.
+    """Check each layout like `verify`, and measure the speed of those that are equal. Same as `everyrank bench`.
 
-    `options` are those of `everyrank bench`; fields of `BenchOptions` can be given by name, too. Raises what `run`
-    raises; `kept` then has the Records so far, also after Ctrl-C.
+    Args:
+        workload: As for `run`.
+        layouts: One or more layouts, as `Layout` or as text.
+        launch: As for `run`.
+        options: The options of `everyrank bench`.
+        kept: If an error or Ctrl-C ends the call, this list has the Records so far.
+        **changes: Fields of `BenchOptions` by name.
+
+    Returns:
+        One Record for each layout.
+
+    Raises:
+        UsageError: The call or the workload is wrong.
+        UnsupportedLayoutError: The workload supports none of the layouts.
+        RankFailedError: A rank failed.
+
+    Examples:
+        >>> from everyrank import bench
+        >>> [record] = bench("digits", "ddp", trials=1, steps=3, verify_steps=3, show=False)
+        >>> record.throughput_samples_per_second.trials
+        1
     """
     workload, layouts = _workload_of(workload), _layouts_of(layouts)
     launch, options = _launch_of(launch, layouts), _completed(options or BenchOptions(), changes)

@@ -53,7 +53,20 @@ _LONGEST = 1000  # longest message in characters; the log has the whole
 
 
 class EveryrankError(Exception):
-    """Base class of all errors. `log` is the file with the traceback of user code, if there is one."""
+    """Base class of all errors. The message is one line.
+
+    Attributes:
+        exit_status: Exit status of the command line for this kind of error.
+        log: File with the traceback of user code, if there is one.
+
+    Examples:
+        >>> from everyrank import EveryrankError, parse_layout
+        >>> try:
+        ...     parse_layout("ddp:accumulate=0")
+        ... except EveryrankError as error:
+        ...     print(error, error.exit_status)
+        layout ddp:accumulate=0: accumulate=0: give at least 1 micro-batch 2
+    """
 
     exit_status = 4
 

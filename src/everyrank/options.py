@@ -7,6 +7,7 @@ The command line makes flags from the fields that have an `Argument` (`commands/
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,13 +69,13 @@ def check_minimums(options: object) -> None:
 
 
 def _with_helps(options: _Type) -> _Type:
-    """Add the help of each field to the docstring of the class."""
+    """Return the class. The last section of its docstring, the attributes, continues with the texts of `--help`."""
     helps = {
         name: argument.help % {"default": getattr(options, name, "")}
         for name, (_, argument) in arguments_of(options).items()
     }
-    lines = [f"    {name:14}   {text}" for name, text in helps.items()]
-    options.__doc__ = "\n".join([f"{options.__doc__}".rstrip(), "", *lines])
+    lines = [f"    {name}: {text[0].upper()}{text[1:]}." for name, text in helps.items()]
+    options.__doc__ = "\n".join([inspect.cleandoc(f"{options.__doc__}"), *lines])
     return options
 
 
@@ -104,12 +105,19 @@ _GUARD_EVERY = "updates between two comparisons (default %(default)s); each chec
 @_with_helps
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(_Call):
-    """For `everyrank train` and `run`.
+    """The options of `everyrank train` and `run`.
 
-    In Python, nothing is written if `out` is None, and `resume` is always a folder.
+    In Python, no file is written if `out` is None, and `resume` is always a folder.
 
-    before_update    (prepared, number) -> None, called on every rank before each update. `everyrank chaos` injects
-                     faults with it. It is pickled to be sent to the ranks
+    Examples:
+        >>> from everyrank import TrainOptions
+        >>> TrainOptions(epochs=3, keep=1).save_async
+        False
+
+    Attributes:
+        show: Print progress and results.
+        before_update: `(prepared, number) -> None`, called in every rank before each update. `everyrank chaos` uses it
+            to put a fault into a real run. It is sent to the ranks by pickle.
     """
 
     epochs: Annotated[int | None, Argument("number of epochs, instead of the workload's", "E", minimum=1)] = None
@@ -163,7 +171,11 @@ class TrainOptions(_Call):
 @_with_helps
 @dataclass(frozen=True, kw_only=True)
 class PredictOptions(_Call):
-    """For `everyrank predict`. Either `resume` or `pretrained` has to be given."""
+    """The options of `everyrank predict`. Give `resume` or `pretrained`.
+
+    Attributes:
+        show: Print progress and results.
+    """
 
     out: Annotated[Path, Argument("output with a row for each sample: F.jsonl or F.npy", "F")]
     resume: Annotated[Path | None, Argument("the run (its newest checkpoint), or a checkpoint", "DIR")] = None
@@ -176,10 +188,17 @@ class PredictOptions(_Call):
 @_with_helps
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions(_Call):
-    """For `everyrank verify` and `verify`.
+    """The options of `everyrank verify` and `verify`.
 
-    explicit   the layouts were requested: an unsupported one is refused. Otherwise (all layouts by default) it is
-               reported as not verified, with the reason
+    Examples:
+        >>> from everyrank import VerifyOptions
+        >>> VerifyOptions(quick=True).steps
+        20
+
+    Attributes:
+        show: Print progress and results.
+        explicit: The user named these layouts. A layout that the workload does not support is then refused. Otherwise
+            it is not verified, with the reason.
     """
 
     steps: Annotated[int, Argument("updates to compare (default %(default)s)", "K", minimum=1)] = 20
@@ -195,12 +214,19 @@ class VerifyOptions(_Call):
 @_with_helps
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions(_Call):
-    """For `everyrank bench` and `bench`. `steps` is the length of the timed and of the untimed run.
+    """The options of `everyrank bench` and `bench`. `steps` is the length of each timed and untimed run.
 
-    explicit        as for `VerifyOptions`
-    batch_factor   factor of the global batch; in weak scaling, the number of ranks
-    verify_steps   updates to compare
-    load_before    load average of this machine before the call, set by the called function; None if unknown
+    Examples:
+        >>> from everyrank import BenchOptions
+        >>> BenchOptions(trials=3).verify_steps
+        20
+
+    Attributes:
+        show: Print progress and results.
+        explicit: As for `VerifyOptions`.
+        batch_factor: Multiplies the global batch. In weak scaling it grows with the number of ranks.
+        verify_steps: Updates to compare.
+        load_before: Load average of this machine at the start. `bench` fills it in; None if the system has none.
     """
 
     trials: Annotated[int, Argument("timed runs of each layout (default %(default)s)", "T", minimum=1)] = 5
@@ -214,7 +240,11 @@ class BenchOptions(_Call):
 @_with_helps
 @dataclass(frozen=True, kw_only=True)
 class ChaosOptions(_Call):
-    """For `everyrank chaos`: the length of the training, and which faults are injected."""
+    """The options of `everyrank chaos`: a training of `steps` updates, and where in it faults strike.
+
+    Attributes:
+        show: Print progress and results.
+    """
 
     faults: Annotated[tuple[str, ...], Argument("faults to inject; default: all", "NAME", flag="--fault")] = ()
     seed: Annotated[int, Argument("seed that selects update and rank of each fault (default %(default)s)", "S", 0)] = 0

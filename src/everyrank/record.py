@@ -192,7 +192,16 @@ class Membership:
 
 @dataclass(frozen=True)
 class Record:
-    """All results of one run. The fields are described in docs/records.md."""
+    """All results of one run. docs/records.md describes the fields. A value that was not measured is None.
+
+    Examples:
+        >>> from everyrank import Record
+        >>> record = Record("digits", "ddp", launcher="spawn", backend="gloo", device="cpu", world_size=2)
+        >>> record.parity.outcome
+        'not verified here: no check was asked for'
+        >>> print(record.step_seconds)
+        None
+    """
 
     workload: str
     layout: str
@@ -222,7 +231,18 @@ class Record:
 
 
 def write_records(records: Sequence[Record], path: str | Path) -> None:
-    """Write a list of Records as JSON. Numbers keep all their digits; NaN is written as null."""
+    """Write a list of Records as JSON. Numbers keep all their digits; NaN is written as null.
+
+    Args:
+        records: The results of `run`, `verify` or `bench`.
+        path: The file. Missing folders are created.
+
+    Examples:
+        >>> from everyrank import Record, read_records, write_records
+        >>> write_records([Record("digits", "ddp", "spawn", "gloo", "cpu", 2)], "records.json")
+        >>> [record.layout for record in read_records("records.json")]
+        ['ddp']
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps([_plain(dataclasses.asdict(record)) for record in records], indent=1, allow_nan=False)
@@ -248,7 +268,20 @@ def _plain(value: Any) -> Any:
 
 
 def read_records(path: str | Path) -> list[Record]:
-    """Read what `write_records` wrote. Raises `UsageError` for a file that is not a list of Records."""
+    """Read the Records that `write_records` or `--json` wrote.
+
+    Args:
+        path: The file.
+
+    Raises:
+        UsageError: The file is not a list of Records.
+
+    Examples:
+        >>> from everyrank import read_records
+        >>> for record in read_records("records.json"):
+        ...     print(record.layout, record.parity.status)
+        ddp not_verified
+    """
     path = Path(path)
     if path.is_fifo() and path.absolute().parts[1:2] not in (("dev",), ("proc",)):  # those are <(...) of a shell
         raise UsageError(f"{path}: a named pipe; give a file that --json wrote")

@@ -49,19 +49,28 @@ def assert_same_training(
     backend: str | None = None,
     timeout_seconds: float = 120.0,
 ) -> None:
-    """Assert that each layout is the training of one device: `everyrank verify`, without the command line.
+    """Assert that each layout computes the same training as one device. Same checks as `everyrank verify`.
 
-    workload    a `Workload`, which may be made of closures and lambdas, or what `find_workload` gives
-    layouts     as one types them (`"fsdp:tensor=2"`, `"my_parallel.py:tensor=2"`), or `Layout`s
-    processes   ranks of each layout
-    steps       updates that are compared; the last of the first epoch and the first of the second are among them
-    quick       compare only in float64; False: also in the precision of the layout
-    reference   the layout to compare with, if the model does not fit on one device
-    backend     shm, gloo, nccl or mpi; None: shm for ranks of one host on CPU, else nccl
+    Args:
+        workload: A `Workload`, which may contain closures and lambdas, or the result of `find_workload`.
+        layouts: One or more layouts as you type them ("fsdp:tensor=2", "my_parallel.py:tensor=2"), or as `Layout`.
+        processes: Number of ranks of each layout.
+        steps: Number of updates to compare. The last of the first epoch and the first of the second are among them.
+        quick: Compare only in float64. False: in the layout's own precision, too.
+        reference: The layout to compare with, if the model does not fit one device.
+        device: cpu or cuda.
+        backend: shm, gloo, nccl or mpi. None: shm for ranks of one host on CPU, otherwise nccl.
+        timeout_seconds: Longest wait for another rank.
 
-    Raises `AssertionError` for a layout that is not equivalent, not supported or cannot run here, with a line for
-    each: the first difference, its size and the likely cause. `EveryrankError` for a wrong
-    call, and for code of the workload's that raises.
+    Raises:
+        AssertionError: A layout is not equivalent, is not supported by this workload, or cannot run here. The message
+            has a line for each: the first difference, its size, and the likely cause.
+        EveryrankError: The call is wrong, or code of the workload raises an error.
+
+    Examples:
+        >>> from everyrank import find_workload
+        >>> from everyrank.testing import assert_same_training
+        >>> assert_same_training(find_workload("digits"), ["ddp", "zero1"], steps=3)
     """
     __tracebackhide__ = True  # pytest then shows the user's line
     named = [layouts] if isinstance(layouts, Layout | str) else layouts
@@ -95,24 +104,42 @@ def assert_same_gradients(
 ) -> None:
     """Assert that the gradients of `parallelize(model, mesh)` on all ranks are those of `model` on one device.
 
-    model          a module, of which each rank gets a copy, or () -> one, called after seeding
-    parallelize    (model, mesh) -> model, with torch's DeviceMesh of these axes; a closure or a lambda is fine
-    inputs         one batch: (input, target), each a tensor (N, ...), or a tuple or dict of them; ranks along an axis
-                   of "batch" get parts of it, so N is at least as many as they are
-    loss           (output, target) -> (sum, count): the loss summed over its terms, and how many terms
-    mesh           axis -> ranks along it, outermost first; their product is the number of processes
-    contract       what the ranks of an axis read, and what the gradient is; None: `parallelize.contract`, or the
-                   `contract` of its module, or the usual names (`ParallelContract`)
-    sequence_dim   which dimension of the input is the sequence, for an axis that splits it
-    clip_norm      clip the gradients to this norm, too, by the contract's `clip_grad_norm` where it has one
-    allow_uncompared   names of tensors, or patterns such as "blocks.*.qkv.weight", that need not be compared. A part
-                   of a tensor that no DTensor describes, and that the contract's `gather` does not put together, is
-                   not compared: that fails unless it is named here
-    backend        shm, gloo, nccl or mpi; None: shm for ranks of one host on CPU, else nccl
+    The comparison is in float64. Buffers of asynchronous collectives hold NaN until they are waited for.
 
-    In float64. Buffers of asynchronous collectives hold NaN until they are waited for. Raises `AssertionError` with
-    the first gradient that differs, by how much, and the likely cause, or with the tensors that were not compared;
-    `EveryrankError` for a wrong call, and for code that raises.
+    Args:
+        model: A module, of which each rank gets a copy, or `() -> nn.Module`, called after seeding.
+        parallelize: `(model, mesh) -> model`, with torch's DeviceMesh of these axes. May be a closure or a lambda.
+        inputs: One batch (input, target), each a tensor (N, ...), or a tuple or dict of tensors. Ranks along a "batch"
+            axis get parts of it, so N is at least their number.
+        loss: `(output, target) -> (sum, count)`: the sum of the loss terms, and their number.
+        mesh: Axis -> ranks along it, outermost first. Their product is the number of processes.
+        contract: What the ranks of an axis read, and what the gradient is. None: `parallelize.contract`, or the
+            `contract` of its module, or the usual names (`ParallelContract`).
+        sequence_dim: The sequence dimension of the input, for an axis that splits it.
+        clip_norm: Also clip the gradients to this norm, with the contract's `clip_grad_norm` if it has one.
+        allow_uncompared: Names of tensors, or patterns such as "blocks.*.qkv.weight", that need not be compared. A
+            part of a tensor is not compared if no DTensor describes it and the contract's `gather` does not gather
+            it. That fails unless you list it here.
+        device: cpu or cuda.
+        backend: shm, gloo, nccl or mpi. None: shm for ranks of one host on CPU, otherwise nccl.
+        timeout_seconds: Longest wait for another rank.
+
+    Raises:
+        AssertionError: A gradient differs, or tensors were not compared. The message has the first difference, its
+            size, and the likely cause.
+        EveryrankError: The call is wrong, or user code raises an error.
+
+    Examples:
+        >>> import torch
+        >>> from torch.distributed.fsdp import fully_shard
+        >>> from everyrank.testing import assert_same_gradients
+        >>> assert_same_gradients(
+        ...     model=torch.nn.Linear(4, 2),
+        ...     parallelize=lambda model, mesh: fully_shard(model, mesh=mesh),
+        ...     inputs=(torch.randn(8, 4), torch.randn(8, 2)),
+        ...     loss=lambda output, target: (((output - target) ** 2).sum(), target.numel()),
+        ...     mesh={"data": 2},
+        ... )
     """
     from torch import nn
 

@@ -38,26 +38,33 @@ BACKEND_NAMES = ("shm", "gloo", "nccl", "mpi")
 
 @dataclass(frozen=True)
 class Launch:
-    """How rank processes start. For example `Launch("torchrun", processes=4)`.
+    """How rank processes start. Same as the launching options of the command line.
 
-    launcher         a name of `LAUNCHERS`: spawn, torchrun, slurm, mpi, ray or horovodrun
-    processes        total number of ranks over all nodes
-    device           cpu or cuda; None: cuda if there is a GPU
-    backend          one of `BACKEND_NAMES`; None: chosen by `world.choose_backend`
-    loader_workers   data loader processes of each rank; 0 loads in the rank itself
-    timeout_seconds  longest wait for another rank, in a collective and at the end
-    start_timeout_seconds  the same until the first update is done, which compiles, fills caches and opens connections;
-                     None: `timeout_seconds`
-    logs             folder for the ranks' logs; None: a temporary one, kept only after a failure
-    nodes            number of hosts; each runs processes // nodes ranks
-    node_rank        number of this host (spawn and torchrun, where the command is typed on each host)
-    rendezvous       HOST:PORT where the hosts meet, if no scheduler has connected them
-    init_method      env, tcp://host:port, file:///path, or (rank, size) -> a store; None: depends on the launcher
-    interface        network interface between hosts; None: the one on the route to the rendezvous
-    arguments        additional arguments for mpirun, srun, torchrun or horovodrun
-    options          options of the launcher: `TorchrunOptions`, `SlurmOptions`, `RayOptions`; None: their defaults
+    Attributes:
+        launcher: spawn, torchrun, slurm, mpi, ray or horovodrun.
+        processes: Total number of ranks over all nodes.
+        device: cpu or cuda. None: cuda if there is a GPU.
+        backend: shm, gloo, nccl or mpi. None: chosen from device and number of nodes.
+        loader_workers: Data loader processes of each rank. 0: the rank loads the data itself.
+        timeout_seconds: Longest wait for another rank, in a collective and at the end.
+        start_timeout_seconds: Longest wait until the first update is done, which compiles, fills caches and opens
+            connections. None: `timeout_seconds`.
+        logs: Folder for the logs of the ranks. None: a temporary one, kept only after a failure.
+        nodes: Number of hosts. Each runs processes // nodes ranks.
+        node_rank: Number of this host, for spawn and torchrun, where you type the command on each host.
+        rendezvous: HOST:PORT where the hosts meet, if no scheduler has connected them.
+        init_method: env, tcp://host:port, file:///path, or (rank, size) -> a store. None: depends on the launcher.
+        interface: Network interface between hosts. None: the one on the route to the rendezvous.
+        arguments: Additional arguments for mpirun, srun, torchrun or horovodrun.
+        options: Options of the launcher: `TorchrunOptions`, `SlurmOptions`, `RayOptions`. None: their defaults.
 
-    Raises `UsageError` for invalid values.
+    Raises:
+        UsageError: A value is invalid.
+
+    Examples:
+        >>> from everyrank import Launch
+        >>> Launch("torchrun", processes=8, nodes=2, node_rank=0, rendezvous="10.0.0.1:29500").processes_per_node
+        4
     """
 
     launcher: str = DEFAULT_LAUNCHER

@@ -38,35 +38,39 @@ _OURS = {"batch": "replicate", "sequence": "context", "same": "tensor"}
 
 @dataclass(frozen=True)
 class ParallelContract:
-    """Describes what a `parallelize(model, mesh)` does, as far as its result does not show it.
+    """Describes a `parallelize(model, mesh)` function where its result does not show it.
 
-    Define it next to the function as `contract`, or as its attribute `parallelize.contract`. Without one, the axes are
-    those of the layout and "data", and the gradient is a mean, as with DistributedDataParallel and `fully_shard`.
+    Define it next to the function as `contract`, or on it as `parallelize.contract`. Without one, the axes are those of
+    the layout and "data", and the gradient is a mean, as with DistributedDataParallel and `fully_shard`.
 
-    axes            mesh axis -> data of its ranks, outermost first: "batch" (different samples), "sequence" (a part of
-                    the same sequences: contiguous, equal, along `Workload.sequence_dim`) or "same". Those of batch
-                    come first, those of same last. None: the usual names stand for themselves (data, dp, replicate,
-                    shard, dp_replicate, dp_shard; context, cp; tensor, tp)
-    gradients       what `parameter.grad` is after backward, of the gradients that the ranks with other samples or
-                    positions have by themselves: "mean", "sum", or one for each axis, {"context": "sum"}
-    scale_loss      (loss, mesh) -> the loss for backward; its argument is the sum, shape (), over this rank's terms
-    after_backward  (model, mesh) -> None, called after the last backward of an update, for your own collectives
-    clip_grad_norm  (model, max_norm, mesh) -> None, replaces everyrank's clipping if the workload has a clip_norm
-    gather          (model, mesh) -> {name: whole tensor}, called by all ranks: tensors of the model as it was built,
-                    put together from parts that no DTensor describes. Names and shapes are those of
-                    `model.state_dict()` before `parallelize`. What it leaves out is taken as it lies on the ranks
-    context         (model, mesh, (input, target)) -> a context manager around forward, loss and backward of each
-                    micro-batch, and around forward in evaluation: `loss_parallel()`, `context_parallel(mesh, ...)`
-    positions       of the ranks that read a part of the same sequences, in which order they have the positions:
-                    "contiguous"; "zigzag" (of 2 n chunks, rank i has chunk i and chunk 2 n - 1 - i); or
-                    (length, ranks) -> all positions, those of the first rank first
-    cut_by_context  every rank reads whole sequences, and `context` cuts its part out of them, as torch's
-                    `context_parallel` does
+    Attributes:
+        axes: Mesh axis -> what its ranks read, outermost first: "batch" (different samples), "sequence" (a part of the
+            same sequences: contiguous, equal, along `Workload.sequence_dim`) or "same". Axes of "batch" come first,
+            those of "same" last. None: the usual names have their usual meaning (data, dp, replicate, shard,
+            dp_replicate, dp_shard; context, cp; tensor, tp).
+        gradients: What `parameter.grad` is after backward, relative to the gradients of ranks with different samples or
+            positions: "mean", "sum", or one for each axis, `{"context": "sum"}`.
+        scale_loss: `(loss, mesh) -> loss` before backward. The loss is the sum of this rank's terms, shape ().
+        after_backward: `(model, mesh) -> None`, called after the last backward of an update, for your own collectives.
+        clip_grad_norm: `(model, max_norm, mesh) -> None`. Replaces everyrank's clipping if the workload has a
+            clip_norm.
+        gather: `(model, mesh) -> {name: whole tensor}`, called by all ranks: tensors of the original model, gathered
+            from parts that no DTensor describes. Names and shapes are those of `model.state_dict()` before
+            `parallelize`. Other tensors are taken as they are on the ranks.
+        context: `(model, mesh, (input, target)) ->` a context manager around forward, loss and backward of each
+            micro-batch, and around forward in evaluation: `loss_parallel()`, `context_parallel(mesh, ...)`.
+        positions: Order of the positions over ranks that read parts of the same sequences: "contiguous"; "zigzag" (of
+            2 n chunks, rank i has chunk i and chunk 2 n - 1 - i); or (length, ranks) -> all positions, rank by rank.
+        cut_by_context: Every rank reads whole sequences, and `context` takes its part, as torch's `context_parallel`.
 
-        ParallelContract(axes={"shard": "batch", "tensor": "same"}, context=lambda model, mesh, batch: loss_parallel())
-        ParallelContract(axes={"context": "sequence"}, positions="zigzag")
+    Raises:
+        LayoutError: A value is none of these.
 
-    Raises `LayoutError` for unknown words.
+    Examples:
+        >>> from everyrank import ParallelContract
+        >>> contract = ParallelContract(axes={"context": "sequence"}, positions="zigzag")
+        >>> contract.reads("context")
+        'sequence'
     """
 
     axes: Mapping[str, str] | None = None

@@ -45,19 +45,29 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the mathematics runs.
+    """Where a workload runs: a strategy with its options. Same as `--layout` on the command line.
 
-    strategy    a key of `STRATEGIES`, or the `path/file.py[:function]` of a custom parallelize function
-    degrees     fixed numbers of ranks along mesh axes; the axis of the strategy gets the remaining ranks
-    accumulate  number of micro-batches of an update, each of which is split over ranks
-    precision   float64, float32, bf16 or fp16 (the last with loss scaling)
-    recompute   activation checkpointing of `Workload.blocks`
-    compile     torch.compile
-    options     options of the strategy
-    simulated   0: run on all ranks; else simulate so many ranks in one process. Layouts that are not equivalent to one
-                device are compared with it
+    Attributes:
+        strategy: A key of `STRATEGIES` ("ddp"), or the `path/file.py[:function]` of a custom parallelize function.
+        degrees: Number of ranks along a mesh axis. The strategy's own axis takes the remaining ranks by default.
+        accumulate: Number of micro-batches of an update.
+        precision: float64, float32, bf16 or fp16 (fp16 with loss scaling).
+        recompute: Activation checkpointing of `Workload.blocks`.
+        compile: Use torch.compile.
+        options: Options of the strategy. For example `{"compress": "fp16"}` for ddp.
+        simulated: 0: run on the ranks of the launch. N: one process simulates N ranks. Layouts that are different
+            algorithms, such as local_sgd, are compared with this simulation.
 
-    Raises `LayoutError` for a value that the strategy does not know.
+    Raises:
+        LayoutError: The strategy has no such value or option.
+
+    Examples:
+        >>> from everyrank import Layout
+        >>> layout = Layout("fsdp", degrees={"tensor": 2}, precision="bf16")
+        >>> str(layout)
+        'fsdp:tensor=2,precision=bf16'
+        >>> layout.mesh(8)
+        {'shard': 4, 'tensor': 2}
     """
 
     strategy: str
@@ -198,7 +208,22 @@ class Layout:
 
 
 def parse_layout(text: str) -> Layout:
-    """Parse `name[:key=value,...]`; a key without a value means true. Raises `LayoutError`."""
+    """Parse a layout as you type it: `name[:key=value,...]`. A key without a value means true.
+
+    Args:
+        text: For example "ddp:accumulate=4,precision=bf16" or "my_parallel.py:tensor=2".
+
+    Raises:
+        LayoutError: The text is no layout, or its file is missing.
+
+    Examples:
+        >>> from everyrank import parse_layout
+        >>> parse_layout("ddp:accumulate=4").accumulate
+        4
+        >>> parse_layout("dpp")
+        Traceback (most recent call last):
+        everyrank.errors.LayoutError: layout 'dpp': did you mean ddp? give one of ...
+    """
     strategy, colon, options_text = _name_and_keys(text)
     row = find_strategy(strategy)
     if row is None:

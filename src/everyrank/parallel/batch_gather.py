@@ -85,15 +85,30 @@ def _note_asked() -> None:
 
 
 def gather(values: Tensor) -> Tensor:
-    """Return the rows of the whole global batch, (B, ...), in the order of its samples, from the local rows, (b, ...).
+    """Gather the rows of the global batch, (B, ...), from this rank's rows, (b, ...), in the order of the samples.
 
-    For losses over the batch: call it in `Workload.loss` (or a metric), equally often on every rank, with one row for
-    each sample and rows of one shape on all ranks. It is differentiable: backward sums the gradients of all ranks. On
-    one device, and outside of a training by everyrank, it is the identity. `first_row` is the index of the local rows.
+    Use it for losses over the batch, for example contrastive ones. Call it in `Workload.loss` or a metric, equally
+    often on every rank, with one row for each sample and the same row shape on all ranks. It is differentiable:
+    backward sums the gradients of all ranks. On one device, and outside of a training, it returns its argument.
+    `first_row` is the position of this rank's rows.
 
-    Raises `WorkloadError` for a tensor without one row for each sample. Raises `UnsupportedLayoutError` if a loss does
-    not cover the batch or covers parts of samples: with accumulate, pipeline, context, order="shard" or asynchronous
-    trainers.
+    Args:
+        values: One row for each sample of this rank, (b, ...).
+
+    Raises:
+        WorkloadError: The tensor does not have one row for each sample.
+        UnsupportedLayoutError: The loss does not see the whole batch of samples: with accumulate, in a pipeline, under
+            context, with order="shard", or with asynchronous trainers.
+
+    Examples:
+        >>> import torch
+        >>> from everyrank import first_row, gather
+        >>> def loss(images, texts):
+        ...     logits = images @ gather(texts).T
+        ...     target = first_row() + torch.arange(len(images))
+        ...     return torch.nn.functional.cross_entropy(logits, target, reduction="sum"), len(images)
+        >>> loss(torch.eye(3), torch.eye(3))
+        (tensor(1.6543), 3)
     """
     _note_asked()
     scope = _scope.get()
@@ -114,10 +129,15 @@ def gather(values: Tensor) -> Tensor:
 
 
 def first_row() -> int:
-    """The row of `gather(x)` at which this rank's rows start; 0 on one device.
+    """Return the row of `gather(x)` at which this rank's rows start; 0 on one device.
 
     Sample i of the rank is row `first_row() + i`. A dummy sample (of weight zero, on a rank without samples) is row 0.
-    Raises what `gather` raises.
+    Raises the same errors as `gather`.
+
+    Examples:
+        >>> from everyrank import first_row
+        >>> first_row()
+        0
     """
     scope = _scope.get()
     if scope is None or _is_refused(scope) or not scope.batch.size:

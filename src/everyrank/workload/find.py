@@ -41,10 +41,20 @@ HIDDEN_NAME = "_everyrank_workload_"
 
 
 def find_workload(place: str, **settings: Any) -> Workload:
-    """Find a workload by `place`: a built-in name, or `path/file.py[:name]`.
+    """Find a workload: a built-in name, or one in your own file.
 
-    `settings` go to the function found there: `find_workload("digits", lr=0.1)`. Raises `UsageError` when nothing
-    is there, `WorkloadError` when the file raises.
+    Args:
+        place: A built-in name ("digits"), or `path/file.py[:name]`.
+        **settings: Arguments of the function that builds the workload.
+
+    Raises:
+        UsageError: There is no such name, file or setting.
+        WorkloadError: The file raises an error.
+
+    Examples:
+        >>> from everyrank import find_workload
+        >>> find_workload("digits", lr=0.1).global_batch
+        64
     """
     return load(Source(place, settings))
 

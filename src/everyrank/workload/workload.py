@@ -38,60 +38,77 @@ class Source:
 
 @dataclass(frozen=True)
 class Workload:
-    """The mathematics of a training.
+    """The mathematics of a training: model, data, loss, optimizer and global batch, independent of where it runs.
 
-    Required
-        name            shown in tables and file names
-        model           () -> nn.Module; called after seeding, in every process
-        train_data      () -> Dataset of (input, target); both may be tensors, tuples or dicts of them. All of the data,
-                        on every rank: it is divided here. One that can only be iterated is read whole by each reader.
-                        Randomness inside `dataset[i]` (torch, numpy, random) becomes a function of (seed, epoch, i);
-                        a dataset that draws none can say `deterministic = True` and save 12 us a sample
-        loss            (output, target) -> (sum, count): the loss summed over its terms, and how many terms
-        optimizer       (model) -> torch.optim.Optimizer; called after sharding, with the module that holds the
-                        parameters
-        global_batch    samples per update over all ranks
+    The first six fields are required. In the descriptions, `(output, target) -> (sum, count)` is a function of these
+    arguments that returns a pair. N is the number of samples of a micro-batch, D a feature dimension.
 
-    Optional
-        eval_data       () -> Dataset
-        collate         list of samples -> (input, target); default: torch's
-        metrics         {"top1": (output, target) -> (sum, count)}: added up exactly over all ranks; one whose name
-                        begins with an underscore ("_hits") feeds `derived` alone, and stands in no table, log or Record
-        derived         {"perplexity": (means) -> number}: of the exact means of the evaluation, eval_loss among them
-        predict         (output) -> Tensor (B, ...): what `everyrank predict` writes; default: the output itself
-        schedule        (optimizer) -> LRScheduler, stepped once per update; a ReduceLROnPlateau once per epoch, on the
-                        loss of eval_data
-        on_epoch        (epoch, metrics, predict) -> None, called on rank 0 after each epoch of `everyrank train`, with
-                        what its evaluation came to; predict(input) is the model's output for a batch
-        epochs, steps   how long to train; give one (default: one epoch)
-        drop_last       leave out the last batch of an epoch of training where it is smaller than the others
-        eval_batch      samples of an evaluation batch over all ranks; default: global_batch
-        order           global: a random order of all samples in each epoch (a stream: its own); shard: each rank reads
-                        one part of the files in `train_data().shard_sizes`, which update has which samples then
-                        depends on the ranks; or whole streams out of `train_data().streams`, as long as they last
-                        (data/uneven.py), which is the same training on any ranks
-        weights         () -> a number for each training sample: an epoch draws as many samples as there are, with
-                        replacement, each as often as its weight says (torch's WeightedRandomSampler), the same on all
-                        ranks
-        seed            of initial weights, sample order, augmentation and dropout
-        dropout         exact: the masks of nn.Dropout and of torch's functions for dropout are a function of (seed,
-                        update, sample, position), the same under every layout; torch: torch draws them, by rank
-        ema_decay       keep a moving average of the weights: after each update decay * average + (1 - decay) * weight;
-                        evaluation, `everyrank predict` and exported weights take the average
-        clip_norm       largest global norm of the gradients
-        blocks          dotted path of the repeated blocks ("layers"): where FSDP shards and recomputation cuts
-        tensor_plan     {"layers.*.query": "colwise", ...} for tensor-parallel layouts
-        experts         where the experts of a mixture are ("layers.*.experts"), for expert-parallel layouts: modules
-                        whose parameters are stacked by expert along dimension 0, called as (tokens (N, D), chosen
-                        experts (N, K), weights (N, K)) -> (N, D): the sum over the chosen ones, by weight
-        sequence_dim    which dimension of the input is the sequence, for context-parallel layouts
-        num_devices     devices the model lives on: above 1, `model` is called with a list of so many, and puts its
-                        parts there itself (they are all the same one, unless the layout says devices=2)
-        batch_rule      set by `load`: how the learning rate follows another global batch, to be printed
-        source          set by `find_workload`; without it the object itself is sent to the ranks by value.
-                        `dataclasses.replace` gives a workload without one: it is no longer what the source gives
+    Attributes:
+        name: Shown in tables and file names.
+        model: `() -> nn.Module`. Called in every process, after seeding.
+        train_data: `() -> Dataset` of (input, target); each is a tensor, or a tuple or dict of tensors. Return all of
+            the data on every rank, because everyrank divides it. If the data can only be iterated, each reader reads
+            the whole stream. Random numbers drawn inside `dataset[i]` (torch, numpy, random) become a function of
+            (seed, epoch, i). A dataset that draws none can set `deterministic = True` and save 12 us a sample.
+        loss: `(output, target) -> (sum, count)`: the sum of the loss terms, shape (), and the number of terms.
+        optimizer: `(model) -> torch.optim.Optimizer`. Called after sharding, with the module that has the parameters.
+        global_batch: Samples per update over all ranks.
+        eval_data: `() -> Dataset`. None: no evaluation.
+        collate: List of samples -> (input, target). Default: torch's.
+        metrics: `{"top1": (output, target) -> (sum, count)}`, summed exactly over all ranks. A metric whose name
+            begins with an underscore ("_hits") is only an input of `derived`, and appears in no table, log or Record.
+        derived: `{"perplexity": (means) -> number}`, computed from the exact means of the evaluation and eval_loss.
+        predict: `(output) -> Tensor (N, ...)`: the rows that `everyrank predict` writes. Default: the output itself.
+        schedule: `(optimizer) -> LRScheduler`, stepped once per update; a ReduceLROnPlateau once per epoch, with the
+            loss on eval_data.
+        on_epoch: `(epoch, metrics, predict) -> None`. `everyrank train` calls it on rank 0 after each epoch with the
+            results of the evaluation. `predict(input)` is the model's output for a batch.
+        epochs: Length of the training in epochs. Default: one epoch. Give `epochs` or `steps`.
+        steps: Length of the training in updates.
+        drop_last: Drop the last training batch of an epoch if it is smaller than the others.
+        eval_batch: Samples of an evaluation batch over all ranks. Default: global_batch.
+        order: "global": a random order of all samples in each epoch (for a stream, its own order). "shard": each rank
+            reads one part of the files in `train_data().shard_sizes`, so the samples of an update depend on the number
+            of ranks; or whole streams of `train_data().streams` until they end, which does not depend on it.
+        weights: `() ->` one number for each training sample. An epoch then draws that many samples with replacement,
+            in proportion to the weights, the same on all ranks (torch's WeightedRandomSampler).
+        seed: Seed of initial weights, sample order, augmentation and dropout.
+        dropout: "exact": dropout masks are a function of (seed, update, sample, position), the same under every
+            layout. "torch": torch draws them, separately on each rank.
+        ema_decay: Keep a moving average of the weights: after each update decay * average + (1 - decay) * weight.
+            Evaluation, `everyrank predict` and exported weights use the average.
+        clip_norm: Largest global norm of the gradients.
+        blocks: Dotted path of the repeated blocks ("layers"): the units of FSDP, activation checkpointing and
+            pipeline stages.
+        tensor_plan: `{"layers.*.query": "colwise", ...}` for tensor-parallel layouts.
+        experts: Path of the experts of a mixture ("layers.*.experts") for expert-parallel layouts. Their parameters
+            are stacked by expert along dimension 0. They are called as (tokens (N, D), chosen experts (N, K), weights
+            (N, K)) and return the weighted sum over the chosen experts, (N, D).
+        sequence_dim: The sequence dimension of the input, for context-parallel layouts.
+        num_devices: Number of devices of the model. Above 1, `model` is called with a list of that many devices and
+            places its parts on them. They are the same device unless the layout has devices=2.
+        batch_rule: Set by everyrank: how the learning rate follows a different global batch.
+        source: Set by `find_workload`. Without it, the object itself is sent to the ranks by value, for example after
+            `dataclasses.replace`.
 
-    Raises `WorkloadError` for a value that cannot be meant.
+    Raises:
+        WorkloadError: A value is invalid.
+
+    Examples:
+        >>> import torch
+        >>> from everyrank import Workload
+        >>> def loss(output, target):
+        ...     return torch.nn.functional.mse_loss(output, target, reduction="sum"), target.numel()
+        >>> workload = Workload(
+        ...     name="line",
+        ...     model=lambda: torch.nn.Linear(1, 1),
+        ...     train_data=lambda: [(torch.ones(1), torch.ones(1))] * 64,
+        ...     loss=loss,
+        ...     optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        ...     global_batch=16,
+        ... )
+        >>> workload.loss(torch.zeros(2, 1), torch.ones(2, 1))
+        (tensor(2.), 2)
     """
 
     name: str

@@ -1,0 +1,59 @@
+"""Each public name has an example in its docstring, and the example prints what it shows."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+from pathlib import Path
+
+import pytest
+
+import everyrank
+from everyrank import testing
+
+PUBLIC = {name: getattr(everyrank, name) for name in everyrank.__all__} | {
+    name: getattr(testing, name) for name in testing.__all__
+}
+STARTS_RANKS = ("assert_same_gradients", "assert_same_training", "bench", "run", "verify")
+FLAGS = doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL
+
+
+def run_example(name: str) -> doctest.TestResults:
+    """Run the example of a docstring as it is printed."""
+    examples = doctest.DocTestParser().get_examples(inspect.getdoc(PUBLIC[name]) or "")
+    return doctest.DocTestRunner(optionflags=FLAGS).run(doctest.DocTest(examples, {}, name, None, None, None))
+
+
+def assert_example_is_right(name: str) -> None:
+    result = run_example(name)
+    assert result.attempted > 1
+    assert result.failed == 0
+
+
+@pytest.fixture
+def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file that the example of `read_records` reads, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    run_example("write_records")
+
+
+@pytest.mark.parametrize("name", sorted(set(PUBLIC) - set(STARTS_RANKS)))
+def test_the_example_prints_what_it_shows(name: str, records: None) -> None:
+    assert_example_is_right(name)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("name", STARTS_RANKS)
+def test_an_example_that_starts_ranks_prints_what_it_shows(name: str) -> None:
+    assert_example_is_right(name)
+
+
+def test_a_wrong_example_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong() -> None:
+        """
+        >>> 1 + 1
+        3
+        """
+
+    monkeypatch.setitem(PUBLIC, "wrong", wrong)
+    assert run_example("wrong").failed == 1
