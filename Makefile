@@ -8,7 +8,7 @@
 #   make test-at-length      what checks one thing many times: recipes, layouts on 8 ranks, their mutations, models of all
 #                            kinds, transformers, faults
 #   make test-integrations PART=slurm   one part, of either: horovod slurm mpi ray hosts launchers (spawn, torchrun),
-#                            benches, package (wheel, notebook); recipes (beside the library, with their mutations, and by
+#                            benches, package (wheel, notebook, site); recipes (beside the library, with their mutations, and by
 #                            their own commands), models (odd ones, transformers), layouts (8 ranks, experts, simulations,
 #                            dropout, own code, parameter servers; their traffic, their mutations), suite (what is marked
 #                            beside the other tests)

@@ -6,6 +6,9 @@ Pages link to files of the repository as GitHub shows them: `../src/everyrank/st
 what is in it, so each file that a page links to becomes a page, too: code in a code block, a folder as the list of its
 files, a Record (JSON) as it is. README.md is the first page, README.zh.md the first of the Chinese ones. Zensical then
 builds with `--strict`: a link or an anchor that leads nowhere ends it.
+
+docs/theme has the three templates that differ from Zensical's: each page has a language, a navigation in it, and a link
+to its translation. A Chinese page is the translation of the English one with the same path outside of docs/zh.
 """
 
 from __future__ import annotations
@@ -19,10 +22,15 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+THEME = ROOT / "docs" / "theme"
 CONFIGURATION = ROOT / "docs" / "zensical.toml"
 LINK = re.compile(r"(?<!\\)(\]\()([^)\s#]+)(#[^)\s]*)?\)")
 CODE = re.compile(r"(^```.*?^```$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
 FRONT = {Path("README.md"): Path("index.md"), Path("README.zh.md"): Path("zh/index.md")}
+TITLES = {
+    Path("index.md"): "Distributed PyTorch training that checks its own numbers",
+    Path("zh/index.md"): "分布式训练，跑得起来还要算得对",
+}
 COPIED = {".json", ".png", ".svg", ".css"}
 
 
@@ -83,6 +91,25 @@ def page(path: Path) -> tuple[str, set[Path]]:
     return f"# {path.name}\n\n`{path}` in the repository:\n\n````{language}\n{text}\n````\n", set()
 
 
+def translation(path: Path) -> Path | None:
+    """The same page in the other language, relative to the root of the site; None where there is none."""
+    other = path.relative_to("zh") if path.parts[0] == "zh" else Path("zh") / path
+    source = next((source for source, target in FRONT.items() if target == other), Path("docs") / other)
+    return other if (ROOT / source).is_file() else None
+
+
+def front_matter(path: Path) -> str:
+    """Language, title and translation of a page, for the templates; `path` is relative to the root of the site."""
+    fields = {"language": "zh" if path.parts[0] == "zh" else "en"}
+    if path in TITLES:
+        fields["title"] = TITLES[path]
+    other = translation(path)
+    if other is not None:
+        is_index = other.name in ("index.md", "README.md")
+        fields["translation"] = f"{(other.parent if is_index else other.with_suffix('')).as_posix()}/"
+    return "\n".join(["---", *(f'{name}: "{value}"' for name, value in fields.items()), "---", "", ""])
+
+
 def stage(folder: Path) -> int:
     """Write every page, and all that they lead to; how many."""
     waiting = {*FRONT, *(path.relative_to(ROOT) for path in (ROOT / "docs").rglob("*.md"))}
@@ -97,7 +124,7 @@ def stage(folder: Path) -> int:
             shutil.copy(ROOT / path, target)
             continue
         text, found = page(path)
-        target.write_text(text, encoding="utf-8")
+        target.write_text(front_matter(place(path)) + text, encoding="utf-8")
         waiting |= found - done
     return len(done)
 
@@ -109,7 +136,9 @@ def main() -> int:
     out: Path = parser.parse_args().out
     shutil.rmtree(out, ignore_errors=True)
     number = stage(out / "pages")
-    configuration = CONFIGURATION.read_text(encoding="utf-8").replace("SOURCES", str(ROOT / "src"))
+    configuration = (
+        CONFIGURATION.read_text(encoding="utf-8").replace("SOURCES", str(ROOT / "src")).replace("THEME", str(THEME))
+    )
     (out / "zensical.toml").write_text(configuration, encoding="utf-8")
     program = shutil.which("zensical", path=str(Path(sys.executable).parent)) or "zensical"
     command = [program, "build", "--strict", "--clean", "--config-file", str(out / "zensical.toml")]

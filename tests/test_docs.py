@@ -119,6 +119,18 @@ def test_the_site_has_what_its_pages_link_to(root: Path, tmp_path: Path) -> None
             )
 
 
+def test_each_staged_page_names_its_language_and_translation(root: Path) -> None:
+    site = runpy.run_path(str(root / "docs" / "build_site.py"))
+    matter, translation = site["front_matter"], site["translation"]
+    assert 'language: "zh"' in matter(Path("zh/start.md"))
+    assert 'translation: "start/"' in matter(Path("zh/start.md"))
+    assert 'translation: "zh/coming-from/"' in matter(Path("coming-from/README.md"))
+    assert 'translation: "zh/"' in matter(Path("index.md"))
+    assert "translation" not in matter(Path("releasing.md"))
+    chinese = [path.relative_to(root / "docs") for path in (root / "docs" / "zh").rglob("*.md")]
+    assert [path for path in chinese if translation(path) is None] == []
+
+
 def test_numbers_beside_theirs_are_those_of_the_benchmarks(root: Path) -> None:
     """Intervals on the pages for people from elsewhere stand in docs/benchmarks.md, which says where they are from."""
     measured = (root / "docs" / "benchmarks.md").read_text()

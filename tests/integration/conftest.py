@@ -30,7 +30,7 @@ PARTS = {
     "hosts": r"three_hosts|four_hosts",
     "recipes": r"test_recipe_commands|test_audit_recipes",
     "benches": r"test_benches|test_benchmarks",
-    "package": r"test_wheel|test_notebook",
+    "package": r"test_wheel|test_notebook|test_site",
     "models": r"test_odd_models|test_causal_lm|test_larger_models",
     "layouts": r"test_more_ranks|test_saving_meshes|_model_parallel|_experts",
     "launchers": r"test_conformance|test_failures|test_elastic",  # spawn and torchrun, and what all of them share
