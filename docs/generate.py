@@ -99,7 +99,7 @@ CHINESE = {
     "epoch s": "一个 epoch（秒）",
     "eval loss": "验证 loss",
     "memory MiB": "内存（MiB）",
-    "sent KiB an update": "每次更新发送（KiB）",
+    "sent KiB an update": "每步发送（KiB）",
     "algorithm": "算法",
     "2 ranks: steps, sent": "2 个 rank：步数，发送量",
     "4 ranks: steps, sent": "4 个 rank：步数，发送量",
