@@ -51,18 +51,16 @@ class Table:
 
 
 def parity_text(parity: Parity, table: Table) -> str:
-    """Return `equal`, `DIFFERENT`, or `refused` or `not verified` with a footnote for the reason."""
+    """Return `equal`, `DIFFERENT`, or `refused` with the reason in a footnote of the table."""
     if parity.status == "refused":
         return table.noted("refused", f"refused: {parity.reason}")
-    if parity.status == "not_verified":
-        return table.noted("not verified", f"not verified here: {parity.reason}")
     return parity.status if parity.status == "equal" else parity.status.upper()
 
 
 def verify_table(records: Sequence[Record]) -> Table:
     """Return a table of the equivalence checks: largest difference, tolerance, and the compared updates."""
     table = Table(["layout", "ranks", "parity", "difference", "tolerance", "compared"], [])
-    for record in records:
+    for record in _verified(records):
         parity = record.parity
         difference, tolerance = parity.max_relative_difference, parity.tolerance
         table.rows.append(
@@ -75,11 +73,25 @@ def verify_table(records: Sequence[Record]) -> Table:
                 parity.scope or "",
             ]
         )
+    table.footnotes.extend(_not_verified(records))
     return table
 
 
+def _verified(records: Sequence[Record]) -> list[Record]:
+    return [record for record in records if record.parity.status != "not_verified"]
+
+
+def _not_verified(records: Sequence[Record]) -> list[str]:
+    """One line for each reason why layouts were not verified here. They have no row, because it would be empty."""
+    layouts: dict[str, list[str]] = {}
+    for record in records:
+        if record.parity.status == "not_verified":
+            layouts.setdefault(record.parity.reason or "", []).append(label(record))
+    return [f"{', '.join(names)}: not verified here: {reason}" for reason, names in layouts.items()]
+
+
 def bench_table(records: Sequence[Record]) -> Table:
-    """Return a table of speed and metrics, with a row for each layout."""
+    """Return a table of speed and metrics, with a row for each layout that was verified or refused."""
     metrics = list(dict.fromkeys(name for record in records for name in record.metrics if name != "eval_loss"))
     header = [
         "layout",
@@ -95,7 +107,7 @@ def bench_table(records: Sequence[Record]) -> Table:
     table = Table(header, [])
     checked = [record for record in records if is_checked(record)]
     single = next((record for record in checked if record.layout == "single"), None)
-    for record in records:
+    for record in _verified(records):
         row = [label(record), str(record.world_size), parity_text(record.parity, table)]
         throughput, step = record.throughput_samples_per_second, record.step_seconds
         if is_checked(record) and throughput is not None and step is not None:
@@ -108,6 +120,7 @@ def bench_table(records: Sequence[Record]) -> Table:
                 f"{record.metrics['eval_loss']:.4f}" if "eval_loss" in record.metrics else "",
             ]
         table.rows.append(row + [""] * (len(header) - len(row)))
+    table.footnotes.extend(_not_verified(records))
     return table
 
 

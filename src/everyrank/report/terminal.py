@@ -29,15 +29,8 @@ def print_table(heading: str, table: Table, notes: Sequence[str] = ()) -> None:
             Text(printable(name)), justify="left" if index == 0 or name == "parity" else "right", overflow="fold"
         )
     for row in table.rows:
-        shown.add_row(
-            *[
-                Text(
-                    printable(cell), style=_STYLES.get(cell.partition(" ")[0], "dim" if "not verified" in cell else "")
-                )
-                for cell in row
-            ]
-        )
-    console.print(shown)
+        shown.add_row(*[Text(printable(cell), style=_STYLES.get(cell.partition(" ")[0], "")) for cell in row])
+    console.print(shown if table.rows else Text(printable(heading), style="bold"))
     for note in (*table.footnotes, *notes):
         console.print(Text(printable(note), style="dim"))
 
