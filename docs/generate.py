@@ -433,11 +433,13 @@ PARTS: dict[str, dict[str, tuple[Path, Callable[[], str]]]] = {
     "docs/recipes.md": {"recipes": (PACKAGE / "recipes", recipes)},
     "docs/which-layout.md": {"layouts measured": (FAMILIES, layouts_measured)},
     "docs/zh/which-layout.md": {"layouts measured": (FAMILIES, in_chinese(layouts_measured))},
-    "docs/benchmarks.md": {
-        "step beside hand-written": (OVERHEAD, step_beside_hand_written),
+    "docs/performance.md": {
         "the speeds of make demo": (DIGITS, lambda: demo_table(0)),
         "where a step of make demo goes": (DIGITS, lambda: demo_table(1)),
         "what the layouts of make demo hold and send": (DIGITS, lambda: demo_table(2)),
+    },
+    "docs/benchmarks.md": {
+        "step beside hand-written": (OVERHEAD, step_beside_hand_written),
         "all families": (FAMILIES, lambda: demo_table(0, FAMILIES)),
         "what all families send": (FAMILIES, lambda: demo_table(2, FAMILIES)),
         "losses of all families": (FAMILIES, loss_curves),

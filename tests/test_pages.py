@@ -19,6 +19,7 @@ PAGES = (
     "docs/recipes.md",
     "docs/which-layout.md",
     "docs/benchmarks.md",
+    "docs/performance.md",
     "docs/collectives.md",
     "docs/backends.md",
     "docs/zh/which-layout.md",
@@ -49,7 +50,7 @@ def test_pages_follow_from_what_is_there(
             '"the checks of make demo" is not what benchmarks/records/text-demo-cpu',
         ),
         (
-            "docs/benchmarks.md",
+            "docs/performance.md",
             "| ddp | 0.",
             "| ddp | 9.",
             '"where a step of make demo goes" is not what benchmarks/records/dig',
