@@ -1,12 +1,14 @@
-"""The built wheel in an empty virtual environment: code, types, data, recipes and page template."""
+"""The built wheel and source distribution in fresh environments: code, types, data, recipes and page template."""
 
 from __future__ import annotations
 
 import email
 import os
 import re
+import runpy
 import subprocess
 import sys
+import tarfile
 import tomllib
 import venv
 import zipfile
@@ -32,20 +34,11 @@ assert main(["eject", "digits", sys.argv[1] + "-project", "--layout", "fsdp"]) =
 
 def test_wheel(tmp_path: Path, repository: Path) -> None:
     """Built from the checkout, installed without it; torch and the rest are borrowed from the tests' environment."""
-    wheels = tmp_path / "dist"
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", wheels, repository]
-    subprocess.run(build, check=True, capture_output=True, timeout=120)
-    (wheel,) = wheels.glob("everyrank-*.whl")
+    wheel = built("--wheel", repository, tmp_path / "dist")
     check_extras(wheel, repository)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     folder = tmp_path / "wheelhouse"
-    venv.create(folder, with_pip=True)
-    python = folder / "bin" / "python"
-    subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", wheel], check=True, timeout=120)
-    (site,) = folder.glob("lib/python*/site-packages")
-    # the heavy libraries, but not the editable install of everyrank, which is a .pth file and not read from here
-    borrowed = Path(sys.prefix).glob("lib/python*/site-packages")
-    (site / "borrowed.pth").write_text("\n".join(map(str, borrowed)) + "\n")
+    python = installed(wheel, folder)
     done = subprocess.run(
         [python, "-c", CODE, tmp_path / "mine.py"],
         cwd=tmp_path,
@@ -65,6 +58,47 @@ def test_wheel(tmp_path: Path, repository: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "equal" in done.stdout
+
+
+def test_source_distribution(tmp_path: Path, repository: Path) -> None:
+    """It builds the same files as the checkout, and installs in a fresh environment."""
+    archive = built("--sdist", repository, tmp_path / "dist")
+    with tarfile.open(archive) as opened:
+        opened.extractall(tmp_path, filter="data")
+    source = tmp_path / archive.name.removesuffix(".tar.gz")
+    wheel = built("--wheel", source, tmp_path / "from-source")
+    assert checksums(wheel) == checksums(built("--wheel", repository, tmp_path / "from-checkout"))
+    python = installed(wheel, tmp_path / "wheelhouse")
+    command = [python.with_name("everyrank"), "--version"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
+    version = runpy.run_path(str(repository / "src/everyrank/_version.py"))["__version__"]
+    assert done.stdout == f"everyrank {version}\n"
+
+
+def built(kind: str, source: Path, folder: Path) -> Path:
+    """The distribution that `python -m build` makes of a source tree."""
+    command = [sys.executable, "-m", "build", kind, "--no-isolation", "--outdir", folder, source]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    [distribution] = folder.iterdir()
+    return distribution
+
+
+def installed(wheel: Path, folder: Path) -> Path:
+    """The Python of a fresh environment with only this wheel; torch and the rest are those of the tests."""
+    venv.create(folder, with_pip=True)
+    python = folder / "bin" / "python"
+    subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", wheel], check=True, timeout=120)
+    (site,) = folder.glob("lib/python*/site-packages")
+    # the heavy libraries, but not the editable install of everyrank, which is a .pth file and not read from here
+    borrowed = Path(sys.prefix).glob("lib/python*/site-packages")
+    (site / "borrowed.pth").write_text("\n".join(map(str, borrowed)) + "\n")
+    return python
+
+
+def checksums(wheel: Path) -> dict[str, int]:
+    """The CRC of each file of a wheel."""
+    with zipfile.ZipFile(wheel) as archive:
+        return {info.filename: info.CRC for info in archive.infolist()}
 
 
 def check_extras(wheel: Path, repository: Path) -> None:
