@@ -1,11 +1,16 @@
 """Draw the pictures of the pages into docs/images: report.svg from the Record of make demo, and others.
 
-python docs/pictures.py        write them; needs the extra `html`
+python docs/pictures.py            write the SVG files; needs the extra `html`
+python docs/pictures.py --audit    write audit.png, the page of a real audit; also needs Chromium
 """
 
 from __future__ import annotations
 
+import argparse
 import re
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 from everyrank.layout import parse_layout
@@ -14,6 +19,7 @@ from everyrank.record import read_records
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
 DIGITS = ROOT / "benchmarks" / "records" / "digits-cpu.json"
+AUDITED = "benchmarks/silent_bugs/accumulation_ragged.py"
 LAYOUT, RANKS = "pipeline:shard=2,tensor=2", 8
 COLOURS = ("#cfe4f2", "#fbe3bf", "#c5e8dc", "#f6d3bd")
 HEAD = (
@@ -86,6 +92,28 @@ def ranks() -> str:
     return "\n".join([HEAD.format(width=740, height=236), *body, "</svg>\n"])
 
 
+def audit() -> None:
+    """Audit the example of the README, and photograph the page that `audit --html` writes."""
+    with tempfile.TemporaryDirectory() as folder:
+        page = Path(folder) / "audit.html"
+        command = [sys.executable, "-m", "everyrank", "audit", "--html", str(page), AUDITED]
+        subprocess.run(command, cwd=ROOT, check=False, timeout=300)  # noqa: S603  (its exit status is 1: a finding)
+        options = [
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--hide-scrollbars",
+            f"--user-data-dir={folder}/chromium",
+        ]
+        shot = ["--window-size=1160,560", f"--screenshot={IMAGES / 'audit.png'}", page.as_uri()]
+        subprocess.run(["chromium", *options, *shot], check=True, capture_output=True, timeout=120)  # noqa: S603, S607
+
+
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--audit", action="store_true", help="photograph the page of an audit")
+    if parser.parse_args().audit:
+        audit()
+        sys.exit()
     for name, draw in {"report": report, "mesh": mesh, "ranks": ranks}.items():
         (IMAGES / f"{name}.svg").write_text(draw(), encoding="utf-8")

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from everyrank.audit import Audit, Finding
 from everyrank.cli import main
 from everyrank.record import (
     Breakdown,
@@ -27,7 +28,7 @@ from everyrank.record import (
     read_records,
     write_records,
 )
-from everyrank.report import charts
+from everyrank.report import audit_page, charts
 
 SVG = "{http://www.w3.org/2000/svg}"
 EQUAL = Parity("equal", bitwise=True, max_relative_difference=0.0, tolerance=1e-10)
@@ -660,3 +661,21 @@ def test_other_settings_are_not_the_same_thing(undrawn: Callable[..., Report]) -
     wide = {**timed("ddp", EQUAL).provenance, "settings": {"width": 32}}
     shown = undrawn([timed("ddp", EQUAL, 7)], [timed("ddp", EQUAL, 5, provenance=wide)])
     assert " beside " not in shown.markdown
+
+
+def test_the_page_of_an_audit_shows_the_code_without_its_indentation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A deeply nested line fits next to its finding; files inside the current folder have short names."""
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "train.py"
+    script.write_text("def main():\n    for x in data:\n        loss = f(x)\n        loss.backward()\n" * 3)
+    finding = Finding("FAIL", "gradient.scale", f"{script}:7", "too large", also=(f"{script}:8", "/elsewhere/b.py:1"))
+    page = audit_page(Audit(("train.py",), 2, 12, 4.0, (finding,), (), ()))
+    assert '<span class="named">   7          loss = f(x)</span>' in page
+    assert "<span>   3          loss = f(x)</span>" in page
+    assert "<h2>train.py</h2>" in page
+    assert "see also train.py:8, /elsewhere/b.py:1<" in page
+    script.write_text("        if x:\n            loss.backward()\n")
+    page = audit_page(Audit(("train.py",), 2, 12, 4.0, (dataclasses.replace(finding, place=f"{script}:2"),), (), ()))
+    assert '<span class="named">   2      loss.backward()</span>' in page

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +69,17 @@ def audit_page(audit: Audit) -> str:
     for finding in audit.findings:
         files.setdefault(finding.place.rpartition(":")[0], []).append(finding)
     shown = [
-        {"name": name or "the run as a whole", "parts": _excerpts(name, findings)} for name, findings in files.items()
+        {"name": _relative(name) or "the run as a whole", "parts": _excerpts(name, findings)}
+        for name, findings in files.items()
     ]
     words = " ".join(audit.words)
-    return environment().from_string(template).render(audit=audit, files=shown, words=words, summary=summary(audit))
+    page = environment().from_string(template)
+    return page.render(audit=audit, files=shown, words=words, summary=summary(audit), relative=_relative)
+
+
+def _relative(path: str) -> str:
+    """The path relative to the current folder, if it is inside."""
+    return path.removeprefix(f"{Path.cwd()}/")
 
 
 def _excerpts(name: str, findings: list[Finding]) -> list[dict[str, Any]]:
@@ -86,8 +94,10 @@ def _excerpts(name: str, findings: list[Finding]) -> list[dict[str, Any]]:
     excerpts: list[dict[str, Any]] = []
     for number, at_line in sorted(by_line.items()):
         first, last = max(1, number - _CONTEXT_LINES), min(len(lines), number + _CONTEXT_LINES)
+        # without the indentation that they share, more of each line fits next to the findings
+        code = textwrap.dedent("\n".join(lines[first - 1 : last])).split("\n")
         around = [
-            {"number": line, "text": lines[line - 1], "is_named": line == number} for line in range(first, last + 1)
+            {"number": first + at, "text": text, "is_named": first + at == number} for at, text in enumerate(code)
         ]
         excerpts.append({"lines": around, "findings": at_line})
     return excerpts
