@@ -2,15 +2,21 @@
 
     python docs/habits.py [PAGE.md ...]
 
-It is a report and never fails. Code blocks, inline code, tables and link targets are left out.
+It is a report and never fails. Code blocks, inline code, tables and link targets are left out. Without pages, it counts
+README.md, the English pages, and the texts of --help.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import re
 import sys
 from pathlib import Path
+
+from everyrank.cli import main as everyrank
+from everyrank.commands import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 # habit: (pattern, the rate in Accelerate's documentation per 1,000 words)
@@ -40,6 +46,18 @@ def rates(texts: list[str]) -> tuple[int, dict[str, float]]:
     return words, {name: 1000 * count / max(words, 1) for name, count in counts.items()}
 
 
+def help_texts() -> list[str]:
+    """The help of each command, with all launching options where it has some."""
+    return [_help(command, "--help-all") or _help(command, "--help") for command in COMMANDS]
+
+
+def _help(command: str, flag: str) -> str:
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(SystemExit):
+        everyrank([command, flag])
+    return re.sub(r"\{.*?\}", "X", output.getvalue())  # choices, such as {none,linear,sqrt}
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Print the table; 0."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -47,8 +65,9 @@ def main(arguments: list[str] | None = None) -> int:
     given: list[Path] = parser.parse_args(arguments).pages
     docs = [path for path in sorted((ROOT / "docs").rglob("*.md")) if not {"zh", "decisions"} & set(path.parts)]
     pages = given or [ROOT / "README.md", *docs]
-    words, rate = rates([page.read_text(encoding="utf-8") for page in pages])
-    print(f"habits per 1,000 words, {len(pages)} pages, {words:,} words")
+    texts = [page.read_text(encoding="utf-8") for page in pages] + ([] if given else help_texts())
+    words, rate = rates(texts)
+    print(f"habits per 1,000 words, {len(pages)} pages{'' if given else ' and --help'}, {words:,} words")
     for name, (_, theirs) in HABITS.items():
         print(f"  {name:22} {rate[name]:5.1f}   Accelerate {theirs:g}")
     return 0

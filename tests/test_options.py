@@ -97,7 +97,7 @@ def test_two_lengths_are_one_too_many(sent: list[Any]) -> None:
 def test_help_lists_the_fields(options: type[Any]) -> None:
     lines = (options.__doc__ or "").splitlines()
     for name in arguments_of(options):
-        assert any(line.split()[:1] == [name] for line in lines), name
+        assert any(line.split()[:1] == [f"{name}:"] for line in lines), name
 
 
 KERNELS = """

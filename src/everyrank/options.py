@@ -94,12 +94,12 @@ class _Call:
 
 GUARDS = ("stop", "warn")
 AUTO = "auto"  # as --save-every
-_EVALUATE_EVERY = "updates between two evaluations; default: an epoch; 0: only at the end"
+_EVALUATE_EVERY = "updates between two evaluations (default: an epoch, 0: only at the end)"
 _SAVE_EVERY = (
-    "updates between two checkpoints; default: an epoch; 0: none; auto: chosen from the time of saving and --mtbf"
+    "updates between two checkpoints (default: an epoch, 0: never, auto: chosen from the saving time and --mtbf)"
 )
-_GUARD = "compare replicas bit by bit; if they differ, end the training (stop) or print a warning (warn)"
-_GUARD_EVERY = "updates between two comparisons (default %(default)s); each checkpoint is preceded by one"
+_GUARD = "compare replicas bit by bit. If they differ, end the training (stop) or print a warning (warn)"
+_GUARD_EVERY = "updates between two comparisons (default %(default)s). Each checkpoint is preceded by one"
 
 
 @_with_helps
@@ -126,7 +126,7 @@ class TrainOptions(_Call):
         Path | None,
         Argument(
             "folder for logs (log.jsonl, log.csv, events.jsonl, epochs.csv, resources.csv), checkpoints and "
-            "record.json; default: runs/...",
+            "record.json (default: runs/...)",
             "DIR",
         ),
     ] = None
@@ -151,7 +151,7 @@ class TrainOptions(_Call):
     best_by: Annotated[
         str | None,
         Argument(
-            "metric that selects the best checkpoint, which is kept, too (NAME, NAME:min or NAME:max); default: "
+            "metric that selects the best checkpoint, which is kept, too (NAME, NAME:min or NAME:max) (default: )"
             "the first of the workload",
             "METRIC",
             flag="--best",
@@ -163,9 +163,9 @@ class TrainOptions(_Call):
     guard_every: Annotated[int, Argument(_GUARD_EVERY, "K", minimum=1)] = 50
     before_update: Callable[[Any, int], None] | None = None
     cudnn_benchmark: Annotated[
-        bool, Argument("let cuDNN choose the fastest kernel for each input shape; changes the last digits")
+        bool, Argument("let cuDNN choose the fastest kernel for each input shape, which changes the last digits")
     ] = False
-    deterministic: Annotated[bool, Argument("use deterministic kernels, and fail if torch has none; slower")] = False
+    deterministic: Annotated[bool, Argument("use deterministic kernels (slower), and fail if torch has none")] = False
 
 
 @_with_helps
@@ -246,7 +246,7 @@ class ChaosOptions(_Call):
         show: Print progress and results.
     """
 
-    faults: Annotated[tuple[str, ...], Argument("faults to inject; default: all", "NAME", flag="--fault")] = ()
+    faults: Annotated[tuple[str, ...], Argument("faults to inject (default: all)", "NAME", flag="--fault")] = ()
     seed: Annotated[int, Argument("seed that selects update and rank of each fault (default %(default)s)", "S", 0)] = 0
     steps: Annotated[int, Argument("updates of each training (default %(default)s)", "K", minimum=12)] = 30
     save_every: Annotated[int, Argument("updates between two checkpoints (default %(default)s)", "K", minimum=1)] = 5

@@ -31,12 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments: those before the script are for everyrank, those after it for the script."""
     parser.set_defaults(starts_ranks=True)
     parser.add_argument("--processes", type=int, metavar="N", help="ranks, as torchrun starts them (default 2)")
-    parser.add_argument("--updates", type=int, default=12, metavar="K", help="updates that are looked at (default 12)")
+    parser.add_argument("--updates", type=int, default=12, metavar="K", help="number of updates to check (default 12)")
+    parser.add_argument("--watch", action="store_true", help="run only the cheap checks during a complete run")
     parser.add_argument(
-        "--watch", action="store_true", help="only what costs little, and let the script run to its end"
-    )
-    parser.add_argument(
-        "--replay", action="store_true", help="the first updates once more in one process and float64, to compare with"
+        "--replay", action="store_true", help="repeat the first updates in one process and float64, and compare"
     )
     parser.add_argument(
         "--pretend-cuda",

@@ -30,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sizes", nargs="+", action="extend", default=[], metavar="S", help="64KiB, or 4:64MiB (default), x4 each"
     )
-    parser.add_argument("--dtype", default="float32", metavar="T", help=f"{', '.join(DTYPE_BYTES)}; default: float32")
-    parser.add_argument("--reduction", default="sum", metavar="R", help=f"{', '.join(REDUCTION_NAMES)}; default: sum")
+    parser.add_argument("--dtype", default="float32", metavar="T", help=f"{', '.join(DTYPE_BYTES)} (default: float32)")
+    parser.add_argument("--reduction", default="sum", metavar="R", help=f"{', '.join(REDUCTION_NAMES)} (default: sum)")
     parser.add_argument(
         "--algorithm",
         nargs="+",

@@ -39,8 +39,8 @@ def add_launching(parser: argparse.ArgumentParser, several_sizes: bool = False, 
     """Add --processes, --launcher, the flags that go with them, and those of each launcher."""
     parser.set_defaults(starts_ranks=True)
     processes = (
-        "total number of processes over all nodes; default: the number of visible GPUs, or on CPU "
-        f"{CPU_PROCESSES}; 1 for a layout of one device"
+        "total number of processes over all nodes (default: the number of visible GPUs, on CPU "
+        f"{CPU_PROCESSES}, and 1 for a layout of one device)"
     )
     if several_sizes:
         parser.add_argument(
@@ -50,19 +50,19 @@ def add_launching(parser: argparse.ArgumentParser, several_sizes: bool = False, 
         parser.add_argument("--processes", type=int, metavar="N", help=processes)
     group: Any = parser.add_argument_group("launching", "where and how ranks start")
     group.add_argument(
-        "--launcher", metavar="X", help=f"{', '.join(LAUNCHERS)} (default: {DEFAULT_LAUNCHER}; mpi with --backend mpi)"
+        "--launcher", metavar="X", help=f"{', '.join(LAUNCHERS)} (default: {DEFAULT_LAUNCHER}, with --backend mpi: mpi)"
     )
-    group.add_argument("--device", metavar="D", help="cpu or cuda; default: cuda if there is a GPU")
-    backends = "shm, gloo, nccl or mpi; default: shm on CPU, nccl on CUDA"
+    group.add_argument("--device", metavar="D", help="cpu or cuda (default: cuda if there is a GPU)")
+    backends = "shm, gloo, nccl or mpi (default: shm on CPU, nccl on CUDA)"
     if several_backends:
-        group.add_argument("--backend", nargs="+", metavar="B", help=f"{backends}; or horovod. Several take turns")
+        group.add_argument("--backend", nargs="+", metavar="B", help=f"{backends}, or horovod. Several take turns")
     else:
         group.add_argument("--backend", metavar="B", help=backends)
     group.add_argument(
         "--timeout", type=float, default=300.0, metavar="S", help="longest wait for another rank, in seconds"
     )
     group.add_argument(
-        "--start-timeout", type=float, metavar="S", help="timeout until the first update is done; default: --timeout"
+        "--start-timeout", type=float, metavar="S", help="timeout until the first update is done (default: --timeout)"
     )
     group.add_argument("--dry-run", action="store_true", help="print the commands without running them")
     group.add_argument("--nodes", metavar="N", help="number of hosts; MIN:MAX for torchrun, or a batch job of Slurm")
@@ -71,12 +71,12 @@ def add_launching(parser: argparse.ArgumentParser, several_sizes: bool = False, 
     )
     group.add_argument("--rendezvous", metavar="HOST:PORT", help="address where the hosts connect: HOST is node 0")
     group.add_argument(
-        "--interface", metavar="I", help="network interface between hosts; default: the one on the route to HOST"
+        "--interface", metavar="I", help="network interface between hosts (default: the one on the route to HOST)"
     )
     group.add_argument(
         "--init-method",
         metavar="M",
-        help="env, tcp://HOST:PORT or file:///PATH; default: depends on the launcher",
+        help="env, tcp://HOST:PORT or file:///PATH (default: depends on the launcher)",
     )
     added_flags: set[str] = set()
     for launcher in launchers():

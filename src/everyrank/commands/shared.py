@@ -43,15 +43,17 @@ def add_common(parser: argparse.ArgumentParser, several_sizes: bool = False, rec
     parser.add_argument(
         "--workers", type=int, default=0, metavar="W", help="data loader processes of each rank (default 0)"
     )
-    parser.add_argument("--data", type=Path, metavar="DIR", help="where the data is, for workloads that ship none")
-    parser.add_argument("--download", action="store_true", help="fetch the data into --data DIR first (mnist, cifar)")
+    parser.add_argument(
+        "--data", type=Path, metavar="DIR", help="folder of the data, if the workload does not include it"
+    )
+    parser.add_argument("--download", action="store_true", help="download it into --data DIR first (mnist, cifar)")
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="K=V", help="settings of the workload")
     parser.add_argument("--batch", type=int, metavar="N", help="global batch, instead of the workload's")
     parser.add_argument(
         "--lr-rule",
         choices=LR_RULES,
         default="none",
-        help="how the learning rate follows --batch: linear, sqrt, none (default)",
+        help="how the learning rate follows --batch (default: none)",
     )
     if records:
         parser.add_argument("--json", type=Path, metavar="F", help="write Records")
@@ -64,7 +66,7 @@ def add_layouts(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         action="extend",
         metavar="L",
-        help=f"one or more, or a function: FILE.py[:function][:axis=N]; default: {' '.join(STRATEGIES)}",
+        help=f"one or more, or a function: FILE.py[:function][:axis=N] (default: {' '.join(STRATEGIES)})",
     )
 
 
