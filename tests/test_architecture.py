@@ -36,6 +36,7 @@ ORDER = [
     "strategies",
     "loop",
     "measure",
+    "script",
     "collectives",
     "checkpoint",
     "train",
@@ -50,6 +51,7 @@ ORDER = [
     "api",
     "chaos",
     "testing",
+    "watch",
     "commands",
     "cli",
 ]
@@ -191,7 +193,8 @@ def test_all_names_exist() -> None:
     import importlib
 
     for path in modules():
-        if path.name in ("__main__.py", "ray_driver.py", "ray_room.py"):  # Ray, which the others import, is an extra
+        # Ray is an extra, and `everyrank.watch` watches whoever imports it
+        if path.name in ("__main__.py", "ray_driver.py", "ray_room.py") or path == PACKAGE / "watch.py":
             continue
         name = ".".join(("everyrank", *(part for part in name_of(path) if part != "__init__")))
         module = importlib.import_module(name)

@@ -16,11 +16,13 @@ from everyrank.commands import (
     comm,
     doctor,
     eject,
+    launch,
     new,
     predict,
     report,
     train,
     verify,
+    watch,
 )
 
 __all__ = ["COMMANDS"]
@@ -29,12 +31,14 @@ COMMANDS: dict[str, ModuleType] = {
     "train": train,
     "verify": verify,
     "audit": audit,
+    "launch": launch,
     "bench": bench,
     "chaos": chaos,
     "predict": predict,
     "checkpoint": checkpoint,
     "report": report,
     "comm": comm,
+    "watch": watch,
     "autopsy": autopsy,
     "doctor": doctor,
     "new": new,

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import re
 from pathlib import Path
+
+import psutil
 
 from everyrank.commands.shared import say
 from everyrank.errors import UsageError
 from everyrank.launch.autopsy import FOLDER, hang_autopsy
 
+_STACKS = re.compile(r"/rank\d+\.(stacks|seen)$")
+
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-HELP = "show why a run hangs: which rank is missing from which collective"
-EXAMPLES = ("everyrank autopsy runs/first",)
+HELP = "show why ranks hang: which rank is missing from which collective"
+EXAMPLES = ("everyrank autopsy runs/first", "everyrank autopsy 4711")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """RUN_DIR, the folder of a run."""
+    """RUN_DIR, the folder of a run, or the number of a process."""
     parser.add_argument(
-        "run_dir", type=Path, metavar="RUN_DIR", help="the --out folder of a training that runs on this host"
+        "run_dir",
+        type=Path,
+        metavar="RUN_DIR|PID",
+        help="--out or --logs of ranks on this host, or one of their processes",
     )
 
 
@@ -28,8 +37,11 @@ def run(args: argparse.Namespace) -> int:
     Raises `UsageError` if no rank has left its state.
     """
     path: Path = args.run_dir
+    if str(path).isdecimal() and not path.exists():
+        say(_autopsy_of_process(int(str(path))))
+        return 0
     if not path.is_dir():
-        raise UsageError(f"{path}: no such folder; give the --out folder of a training")
+        raise UsageError(f"{path}: no such folder; give the --out folder of a training, or a process number")
     for folder in (path / "ranks" / FOLDER, path / FOLDER, path):
         autopsy = hang_autopsy(folder)
         if autopsy is not None:
@@ -37,4 +49,23 @@ def run(args: argparse.Namespace) -> int:
             return 0
     raise UsageError(
         f"{path}: no rank has written its state there (ranks/{FOLDER}); give the --out folder of a training"
+    )
+
+
+def _autopsy_of_process(pid: int) -> str:
+    """The autopsy of the job of a rank, its launcher, or a process in between. Raises `UsageError`."""
+    try:
+        process = psutil.Process(pid)
+        family = [process, *process.children(recursive=True)]
+    except psutil.Error as error:
+        raise UsageError(f"{pid}: {type(error).__name__}: there is no such process here, or it is not yours") from None
+    for member in family:
+        with contextlib.suppress(psutil.Error, OSError):
+            for file in member.open_files():  # each rank keeps its file of stacks open
+                autopsy = hang_autopsy(Path(file.path).parent) if _STACKS.search(file.path) else None
+                if autopsy is not None:
+                    return autopsy
+    raise UsageError(
+        f"{pid}: neither this process nor its children are ranks that everyrank watches; start the script by everyrank "
+        "launch, or by python -m everyrank watch"
     )

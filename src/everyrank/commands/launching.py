@@ -35,9 +35,20 @@ from everyrank.options import arguments_of
 __all__ = ["add_launching", "dry_run_or_submit", "is_reporting_rank", "launch_of", "quiet_launch_of"]
 
 
-def add_launching(parser: argparse.ArgumentParser, several_sizes: bool = False, several_backends: bool = False) -> None:
-    """Add --processes, --launcher, the flags that go with them, and those of each launcher."""
-    parser.set_defaults(starts_ranks=True)
+_OF_WORKLOADS = ("device", "backend", "start_timeout", "interface", "init_method")
+
+
+def add_launching(
+    parser: argparse.ArgumentParser,
+    several_sizes: bool = False,
+    several_backends: bool = False,
+    for_scripts: bool = False,
+) -> None:
+    """Add --processes, --launcher, the flags that go with them, and those of each launcher.
+
+    `for_scripts` leaves out the flags of what a user's script decides itself, such as --backend.
+    """
+    parser.set_defaults(starts_ranks=True, **(dict.fromkeys(_OF_WORKLOADS) if for_scripts else {}))
     processes = (
         "total number of processes over all nodes (default: the number of visible GPUs, on CPU "
         f"{CPU_PROCESSES}, and 1 for a layout of one device)"
@@ -52,17 +63,16 @@ def add_launching(parser: argparse.ArgumentParser, several_sizes: bool = False, 
     group.add_argument(
         "--launcher", metavar="X", help=f"{', '.join(LAUNCHERS)} (default: {DEFAULT_LAUNCHER}, with --backend mpi: mpi)"
     )
-    group.add_argument("--device", metavar="D", help="cpu or cuda (default: cuda if there is a GPU)")
-    backends = "shm, gloo, nccl or mpi (default: shm on CPU, nccl on CUDA)"
-    if several_backends:
-        group.add_argument("--backend", nargs="+", metavar="B", help=f"{backends}, or horovod. Several take turns")
-    else:
-        group.add_argument("--backend", metavar="B", help=backends)
+    if not for_scripts:
+        _add_settings_of_workloads(group, several_backends)
     group.add_argument(
-        "--timeout", type=float, default=300.0, metavar="S", help="longest wait for another rank, in seconds"
-    )
-    group.add_argument(
-        "--start-timeout", type=float, metavar="S", help="timeout until the first update is done (default: --timeout)"
+        "--timeout",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="after this wait for other ranks, print why (default 300)"
+        if for_scripts
+        else "longest wait for another rank, in seconds",
     )
     group.add_argument("--dry-run", action="store_true", help="print the commands without running them")
     group.add_argument("--nodes", metavar="N", help="number of hosts; MIN:MAX for torchrun, or a batch job of Slurm")
@@ -70,14 +80,6 @@ def add_launching(parser: argparse.ArgumentParser, several_sizes: bool = False, 
         "--node-rank", type=int, metavar="K", help="number of this host, if you start the command on each host"
     )
     group.add_argument("--rendezvous", metavar="HOST:PORT", help="address where the hosts connect: HOST is node 0")
-    group.add_argument(
-        "--interface", metavar="I", help="network interface between hosts (default: the one on the route to HOST)"
-    )
-    group.add_argument(
-        "--init-method",
-        metavar="M",
-        help="env, tcp://HOST:PORT or file:///PATH (default: depends on the launcher)",
-    )
     added_flags: set[str] = set()
     for launcher in launchers():
         for options in _option_classes(launcher):
@@ -85,6 +87,26 @@ def add_launching(parser: argparse.ArgumentParser, several_sizes: bool = False, 
             added_flags |= arguments_of(options).keys()  # torchrun and ray share --restarts
     group.add_argument(
         "--launcher-args", default="", metavar="'...'", help="additional arguments for mpirun, srun, torchrun"
+    )
+
+
+def _add_settings_of_workloads(group: Any, several_backends: bool) -> None:
+    group.add_argument("--device", metavar="D", help="cpu or cuda; default: cuda if there is a GPU")
+    backends = "shm, gloo, nccl or mpi; default: shm on CPU, nccl on CUDA"
+    if several_backends:
+        group.add_argument("--backend", nargs="+", metavar="B", help=f"{backends}; or horovod. Several take turns")
+    else:
+        group.add_argument("--backend", metavar="B", help=backends)
+    group.add_argument(
+        "--start-timeout", type=float, metavar="S", help="timeout until the first update is done; default: --timeout"
+    )
+    group.add_argument(
+        "--interface", metavar="I", help="network interface between hosts; default: the one on the route to HOST"
+    )
+    group.add_argument(
+        "--init-method",
+        metavar="M",
+        help="env, tcp://HOST:PORT or file:///PATH; default: depends on the launcher",
     )
 
 
@@ -325,8 +347,12 @@ def _print_for_each_host(args: argparse.Namespace, launcher: Launcher, layout: L
 def _submit(args: argparse.Namespace, launch: Launch, launcher: BatchLauncher, layout: Layout | None) -> int:
     """Submit the command to the batch queue, or print the script (--dry-run)."""
     folder = Path.cwd()
-    name = f"everyrank-{Path(args.workload.partition(':')[0]).stem}"
-    command = [sys.executable, "-P", "-m", "everyrank", *(word for word in args.words if word != "--dry-run")]
+    job = args.command.stem if hasattr(args, "command") else Path(args.workload.partition(":")[0]).stem
+    name = f"everyrank-{job}"
+    after = len(args.command.words) if hasattr(args, "command") else 0  # the arguments of a script are its own
+    words = args.words[: len(args.words) - after]
+    words = [*(word for word in words if word != "--dry-run"), *args.words[len(words) :]]
+    command = [sys.executable, "-P", "-m", "everyrank", *words]
     script = launcher.batch_script(launch, options_of(args, launcher.batch_options), command, folder, name)
     if args.dry_run:
         print(f"{script}\n# in the allocation:\n{_commands_text(launch)}")
@@ -334,8 +360,8 @@ def _submit(args: argparse.Namespace, launch: Launch, launcher: BatchLauncher, l
     if layout is not None and getattr(args, "evaluate", None) is False:
         check_fewer_ranks(layout, launch, args.out)
     path = folder / "runs" / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.sbatch"
-    job, output = launcher.submit(script, path)
-    print(f"submitted job {job}: {path}; its output: {folder / output}")
+    number, output = launcher.submit(script, path)
+    print(f"submitted job {number}: {path}; its output: {folder / output}")
     return 0
 
 

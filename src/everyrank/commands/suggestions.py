@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 
 __all__ = ["suggest_command", "suggest_flag", "suggest_recipe"]
 
-_COMMANDS = {"init": "new", "check": "verify", "test": "verify", "fit": "train", "launch": "train", "lint": "audit"}
+_COMMANDS = {"init": "new", "check": "verify", "test": "verify", "fit": "train", "run": "launch", "lint": "audit"}
 """Command of another tool -> our command."""
 
 _RANK = "launchers set the rank in the environment; leave it out, and start with --processes N or torchrun"

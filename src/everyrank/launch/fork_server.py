@@ -115,6 +115,8 @@ def _wait(supervisors: dict[int, int], directory: Path) -> int:
                 write_whole(directory / f"rank{rank}.exit", json.dumps(exit_row(rank, code)).encode())
         if code and rank is not None and not failed:
             failed = 128 - code if code < 0 else code
+            if (directory / "stop").exists():  # ranks that were asked to stop may end in any way
+                continue
             timer = threading.Timer(_GRACE_SECONDS, os._exit, (failed,))
             timer.daemon = True
             timer.start()

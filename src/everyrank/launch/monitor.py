@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from everyrank.errors import RankFailedError, UsageError, kind_named, signal_text
-from everyrank.launch.autopsy import FOLDER, hang_autopsy
+from everyrank.launch.autopsy import FOLDER, hang_autopsy, hang_report
 from everyrank.launch.host_info import has_driver, host_name
 from everyrank.launch.job import Launch, starts_supervisors
 from everyrank.launch.reports import Reports, ranks_text
 from everyrank.launch.signals import Stop, catch_signals
 from everyrank.launch.stalled_ranks import resume_stopped
+from everyrank.launch.supervisor import write_whole
 
 __all__ = ["ProcessMonitor", "pass_on_output"]
 
@@ -46,6 +47,7 @@ class ProcessMonitor:
         self.starts_supervisors = starts_supervisors(self.commands)
         self.processes: list[subprocess.Popen[bytes]] = []
         self.heartbeat_at = 0.0
+        self.grace_until: float | None = None
         # with one command per host, only the ranks of this host report here
         is_per_host = launch.nodes > 1 and self.launcher.launch_per_node
         count = launch.processes_per_node if is_per_host else launch.processes
@@ -121,12 +123,13 @@ class ProcessMonitor:
         # A host that joins a running job waits until the other hosts admit it, without a limit.
         has_limit = not self.launch.is_elastic
         deadline = time.monotonic() + self.launch.start_seconds if has_limit else 0
-        was_stop_forwarded = False
+        num_forwarded, was_hang_shown = 0, False
         while True:
             codes = [process.poll() for process in self.processes]
             is_final = not self.launch.restarts_ranks or self._is_stop_requested
             failed = is_final and (self.reports.errors() or self._dead())
-            if failed or any(code not in (None, 0) for code in codes):
+            has_failed = failed or any(code not in (None, 0) for code in codes)
+            if has_failed and (not self._is_in_grace or None not in codes):
                 self._raise_first_failure()
             if all(code == 0 for code in codes):
                 return
@@ -138,9 +141,15 @@ class ProcessMonitor:
                     f"{ranks_text(missing)} of {self.launch.processes} never started: "
                     f"no sign within {self.launch.start_seconds:g} s ({self.launch.start_flag}){self._last_line()}"
                 )
-            if self._is_stop_requested and not was_stop_forwarded:
-                was_stop_forwarded = True
-                (self.directory / "stop").touch()  # each supervisor polls for this file
+            if self.stop is not None and self._is_stop_requested and num_forwarded < max(1, self.stop.count):
+                num_forwarded = max(1, self.stop.count)
+                self._forward_stop()
+            if self.grace_until is not None and time.monotonic() > self.grace_until:
+                assert self.stop is not None
+                raise RankFailedError(f"ranks still ran {self.stop.grace_seconds:g} s after the signal (--grace)")
+            if not was_hang_shown and (hang := hang_report(self.logs / FOLDER, self.directory.name)):
+                was_hang_shown = True
+                print(f"everyrank: {hang}", file=sys.stderr, flush=True)
             if autopsy_request.asked is not None:
                 autopsy_request.asked = None
                 text = hang_autopsy(self.logs / FOLDER) or "no rank has written its state yet"
@@ -163,6 +172,22 @@ class ProcessMonitor:
     def _is_stop_requested(self) -> bool:
         """Whether a signal has requested a stop."""
         return self.stop is not None and self.stop.asked is not None
+
+    @property
+    def _is_in_grace(self) -> bool:
+        """Whether ranks end, in any way, because a signal was passed on to them."""
+        return self.grace_until is not None
+
+    def _forward_stop(self) -> None:
+        """Write the file for which each supervisor polls."""
+        assert self.stop is not None
+        content = ""
+        if self.stop.grace_seconds is not None:
+            assert self.stop.asked is not None
+            content = f"{self.stop.count} {int(self.stop.asked)}"
+            if self.stop.asked != signal.SIGUSR1:
+                self.grace_until = time.monotonic() + self.stop.grace_seconds
+        write_whole(self.directory / "stop", content.encode())
 
     def _dead(self) -> list[dict[str, Any]]:
         """Rank processes that ended without a result or an error, earliest first."""

@@ -254,7 +254,8 @@ def _follow(actors: list[Any], extra_group: Any, directory: Path, job: Job) -> E
             grows_until = time.monotonic() + _SAVE_SECONDS
         if (is_stop_requested or grows_until) and not is_stopping:
             is_stopping = True
-            ray.get([actor.give.remote("stop", b"") for actor in actors])
+            request = (directory / "stop").read_bytes() if is_stop_requested else b""
+            ray.get([actor.give.remote("stop", request) for actor in actors])
         results = ray.get([actor.take.remote() for actor in actors])
         statuses = [status for _, status in results]
         for files, _ in results:

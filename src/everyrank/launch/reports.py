@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from everyrank.errors import EveryrankError, RankFailedError, StoppedError, UsageError, kind_named, signal_text
+from everyrank.launch.autopsy import FOLDER, last_place
 from everyrank.launch.host_info import host_name
 from everyrank.launch.job import Launch
-from everyrank.launch.stalled_ranks import diagnose_stalled, is_a_wait
+from everyrank.launch.stalled_ranks import concerns_others, diagnose_stalled, is_a_wait
 
 __all__ = ["Reports", "exit_row", "rank_of", "ranks_text"]
 
@@ -120,7 +121,8 @@ class Reports:
             cause = f"ended by {signal_text(-code)}"
         else:
             cause = f"exited with status {code} before its work was done"
-        return RankFailedError(f"{self._who(row)}: {cause}", self._log(row["rank"]))
+        place = last_place(self.logs / FOLDER, row["rank"], row["time"])
+        return RankFailedError(f"{self._who(row)}: {cause}{place and f'; {place}'}", self._log(row["rank"]))
 
     def _hanging(self, errors: list[dict[str, Any]]) -> RankFailedError | None:
         """The error for ranks that do not respond, if the first error was a timeout; else None."""
@@ -139,8 +141,9 @@ class Reports:
         )
 
     def _error(self, errors: list[dict[str, Any]]) -> EveryrankError:
-        # skip ranks that their launcher stopped after another rank had failed
-        first = next((row for row in errors if row["kind"] != StoppedError.__name__), errors[0])
+        # skip ranks that their launcher stopped after another rank had failed, and ranks that only lost another one
+        running = [row for row in errors if row["kind"] != StoppedError.__name__] or errors
+        first = next((row for row in running if not concerns_others(row["message"])), running[0])
         kind = kind_named(first["kind"])
         log = self._log(first["rank"]) if first["has_frames"] else None
         # A wrong call or workload fails on every rank. An error on only some ranks is a failed run.

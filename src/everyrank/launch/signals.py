@@ -16,9 +16,16 @@ __all__ = ["Stop", "catch_signals"]
 
 @dataclass
 class Stop:
-    """The signal that requested a stop; None before."""
+    """The signal that requested a stop; None before.
+
+    grace_seconds   None: ranks are asked with SIGUSR1 until they end. A number: the signal itself is passed on to the
+                    ranks once, and they are ended after this time (SIGUSR1 ends no rank)
+    count           how many signals are to be passed on
+    """
 
     asked: signal.Signals | None = None
+    grace_seconds: float | None = None
+    count: int = 0
 
 
 @contextlib.contextmanager

@@ -15,7 +15,9 @@ __all__ = ["concerns_others", "diagnose_stalled", "is_a_wait", "resume_stopped"]
 _TIMEOUT = re.compile(r"(gloo|nccl|shm|mpi).*tim(ed|e) ?out", re.IGNORECASE)
 # the error if another rank calls a different collective, for which gloo aborts
 _MISMATCH = re.compile(
-    r"call the same collectives in the same order|enforce fail|(closed|reset) by peer", re.IGNORECASE
+    r"call the same collectives in the same order|enforce fail|(closed|reset) by peer|gloo.*broken pipe|"
+    r"failed to recv, got 0 bytes|remote process exited|did the remote server shutdown|ncclRemoteError",
+    re.IGNORECASE,
 )
 _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 _STATES = {

@@ -58,15 +58,20 @@ def supervise(job: Job, rank: int, directory: Path) -> None:
 
 def _watch(job: Job, child: int, directory: Path, ending: threading.Event) -> None:
     """Forward a request to stop. End the rank and this process when the launcher or the user's process is gone."""
-    launcher_pid, requested_at = os.getppid(), 0.0
+    launcher_pid, requested_at, passed_on = os.getppid(), 0.0, ""
     is_local = pid_namespace() == job.pid_namespace
     parent_lives = _process_lives(job.parent_pid) if is_local else _heartbeat_lives(directory)
     while True:
         time.sleep(_POLL_SECONDS)
-        if (directory / "stop").exists() and time.monotonic() > requested_at + _STOP_INTERVAL_SECONDS:
+        request = _stop_request(directory)
+        if request == "" and time.monotonic() > requested_at + _STOP_INTERVAL_SECONDS:
             requested_at = time.monotonic()
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGUSR1)
+        elif request and request != passed_on:  # "COUNT SIGNAL", passed on once
+            passed_on = request
+            with contextlib.suppress(ProcessLookupError, ValueError, IndexError):
+                os.kill(child, int(request.split()[1]))
         is_orphan = not parent_lives()
         if is_orphan or os.getppid() != launcher_pid:
             ending.set()
@@ -80,6 +85,13 @@ def _watch(job: Job, child: int, directory: Path, ending: threading.Event) -> No
                 for folder in (directory, *([] if job.keeps_logs else [job.logs])):
                     shutil.rmtree(folder, ignore_errors=True)
             os._exit(1)
+
+
+def _stop_request(directory: Path) -> str | None:
+    """The content of the file that requests a stop; None without one."""
+    with contextlib.suppress(OSError):
+        return (directory / "stop").read_text()
+    return None
 
 
 def _process_lives(pid: int) -> Callable[[], bool]:

@@ -33,7 +33,7 @@ from everyrank.launch.host_info import (
     usable_interfaces,
 )
 
-__all__ = ["Rendezvous", "open_store"]
+__all__ = ["Rendezvous", "ask_server", "open_store"]
 
 _STORE_KEYS = (b"everyrank", b"refcount")  # everyrank's keys and torch's own, in the file of a FileStore
 
@@ -167,11 +167,11 @@ def _by_address_at_server(server: str, info: RankInfo, timeout: datetime.timedel
     """
     if info.rank == 0:
         store, row = _open_anywhere(info, timeout)
-        _ask_server(server, "PUT", row)
+        ask_server(server, "PUT", row)
         return Rendezvous(store, None, is_host=True)
     deadline = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:
-        text = _ask_server(server, "GET")
+        text = ask_server(server, "GET")
         rendezvous = _connect(json.loads(text), info, timeout) if text else None
         if rendezvous is not None:
             return rendezvous
@@ -179,7 +179,7 @@ def _by_address_at_server(server: str, info: RankInfo, timeout: datetime.timedel
     raise _no_address(timeout)
 
 
-def _ask_server(server: str, method: str, text: str | None = None) -> str:
+def ask_server(server: str, method: str, text: str | None = None) -> str:
     """Write everyrank's entry on the server, or return it; an empty text where there is none."""
     host, port = split_endpoint(server, "the rendezvous at http://")
     try:

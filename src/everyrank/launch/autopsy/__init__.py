@@ -12,19 +12,38 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from everyrank.errors import describe
-from everyrank.launch.autopsy.rank_state import FOLDER, RankState, current_state, keep_state
-from everyrank.launch.autopsy.rank_views import read_rank_views
-from everyrank.launch.autopsy.verdict import verdict
+from everyrank.errors import describe, is_own
+from everyrank.launch.autopsy.rank_state import FOLDER, RankState, current_state, hang_report, keep_state
+from everyrank.launch.autopsy.rank_views import last_frames, read_rank_views
+from everyrank.launch.autopsy.verdict import location_text, verdict
 from everyrank.launch.stalled_ranks import concerns_others
 
-__all__ = ["FOLDER", "RankState", "current_state", "hang_autopsy", "keep_state", "last_words"]
+__all__ = [
+    "FOLDER",
+    "RankState",
+    "current_state",
+    "hang_autopsy",
+    "hang_report",
+    "keep_state",
+    "last_place",
+    "last_words",
+]
 
 
 def hang_autopsy(folder: Path, timeout_seconds: float = 5.0) -> str | None:
     """The paragraph for the ranks that write their state to this folder; None if there are none."""
     views = read_rank_views(folder, timeout_seconds)
     return verdict(views) if views else None
+
+
+def last_place(folder: Path, rank: int, ended_at: float) -> str:
+    """`it was last seen at train.py:31 in main, 0.3 s earlier` for a rank that died without an error; "" if unknown."""
+    frames, seen_at = last_frames(folder, rank)
+    frames = [frame for frame in frames if is_own(frame[0])]
+    if not frames:
+        return ""
+    seconds = ended_at - seen_at
+    return f"it was last seen at {location_text(frames)}" + (f", {seconds:.1f} s earlier" if seconds > 0.1 else "")
 
 
 def last_words(error: BaseException) -> str:

@@ -6,6 +6,7 @@ rank3.answer   stack and collectives, written on request and after a failure
 rank3.stacks   stacks that `faulthandler` writes after a signal. It needs no interpreter, so it also works while C code
                blocks it, and in data loader workers, which are forks of the rank
 request        all ranks answer when a new text is written to this file
+hang.JOB       the autopsy that a rank has written because it waited for too long
 
 A thread writes the files and sleeps most of the time.
 """
@@ -27,7 +28,7 @@ from typing import Any
 
 from everyrank.launch.host_info import host_name, pid_namespace, start_time
 
-__all__ = ["FOLDER", "STACKS_SIGNAL", "RankState", "current_state", "keep_state"]
+__all__ = ["FOLDER", "STACKS_SIGNAL", "RankState", "current_state", "hang_report", "keep_state", "report_hang"]
 
 FOLDER = "autopsy"  # next to the logs of the ranks
 # an unused signal; None on systems without real-time signals
@@ -56,16 +57,38 @@ def keep_state(folder: Path, rank: int, size: int, job: str) -> RankState | None
     return state
 
 
+def report_hang(folder: Path, job: str, text: Callable[[], str]) -> str | None:
+    """Write and return the text, unless a different rank of this job has already done so; then None."""
+    path = folder / f"hang.{job}"
+    try:
+        file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+    except OSError:
+        return None
+    with os.fdopen(file, "w") as opened:
+        content = text()
+        opened.write(content)
+    return content
+
+
+def hang_report(folder: Path, job: str) -> str:
+    """The text that a rank of this job has written because it waited for too long; "" if there is none."""
+    with contextlib.suppress(OSError), (folder / f"hang.{job}").open(errors="replace") as file:
+        return file.read(10_000)
+    return ""
+
+
 class RankState:
     """Writes the files of this rank from a thread.
 
     is_started   whether the first update is done; --start-timeout applies before, --timeout after it
     calls        returns the collectives of this rank (`world.calls.recorded_calls`); set when a world is opened
+    on_look      called by the thread with each stack of the main thread, twice a second
     """
 
     def __init__(self, folder: Path, rank: int, size: int, job: str) -> None:
-        self.folder, self.rank, self.size = folder, rank, size
+        self.folder, self.rank, self.size, self.job = folder, rank, size, job
         self.calls: Callable[[bool], dict[str, Any]] = lambda _: {}
+        self.on_look: Callable[[list[tuple[str, int, str]]], None] = lambda _: None
         self.is_started = self.has_ended = False
         self.main = threading.main_thread().ident or 0
         for kind in ("answer", "seen"):
@@ -114,6 +137,7 @@ class RankState:
                     self.answer(question)
                 if count % 2 == 0:
                     previous = self._write_stack(previous)
+                    self.on_look(previous["frames"])
 
     def _write_stack(self, previous: Any) -> Any:
         """Write the stack of the main thread; if it has not changed, also the collectives, read only once."""
@@ -126,6 +150,10 @@ class RankState:
         os.pwrite(self.seen, content + b" " * max(0, 8192 - len(content)), 0)
         os.ftruncate(self.seen, max(8192, len(content)))
         return row
+
+    def look_again(self) -> None:
+        """Write the stack of the main thread at once."""
+        self._write_stack(None)
 
     def frames(self) -> list[tuple[str, int, str]]:
         """(file, line, function) of the main thread, the innermost first."""

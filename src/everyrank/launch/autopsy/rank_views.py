@@ -19,7 +19,7 @@ import psutil
 from everyrank.launch.autopsy.rank_state import STACKS_SIGNAL
 from everyrank.launch.host_info import pid_namespace, start_time
 
-__all__ = ["Frame", "RankView", "read_rank_views"]
+__all__ = ["Frame", "RankView", "last_frames", "read_rank_views"]
 
 Frame = tuple[str, int, str]  # file, line, function
 _MAX_BYTES = 1 << 22  # size limit of a file; an answer has a few thousand bytes
@@ -239,6 +239,19 @@ def _view(folder: Path, identity: dict[str, Any], process: psutil.Process | None
             stacks = [(child.pid, _stack(folder, identity, child.pid)) for child in children[:8]]
             view.workers = [(pid, frames) for pid, frames in stacks if frames]
     return view
+
+
+def last_frames(folder: Path, rank: int) -> tuple[list[Frame], float]:
+    """The last known stack of a rank that has died, innermost first, and when it was recorded ([], 0.0 if unknown).
+
+    The time is that of its host's clock; infinity for the stack at the time when a library aborted the process.
+    """
+    identity, seen = _read(folder / f"rank{rank}.state"), _read(folder / f"rank{rank}.seen")
+    if not identity:
+        return [], 0.0
+    if frames := _frames_at_abort(folder, identity):
+        return frames, math.inf
+    return [(file, line, function) for file, line, function in seen.get("frames", [])], seen.get("time", 0.0)
 
 
 def _stack(folder: Path, identity: dict[str, Any], pid: int) -> list[Frame]:

@@ -16,7 +16,7 @@ from everyrank.errors import is_own, printable
 from everyrank.launch.autopsy.rank_views import Frame, RankView
 from everyrank.launch.stalled_ranks import concerns_others
 
-__all__ = ["verdict"]
+__all__ = ["location_text", "verdict"]
 
 _BUSY = 0.5  # CPU seconds per second; a process above it is computing
 # operations with the same number of elements on each rank
@@ -99,7 +99,9 @@ def _calls(view: RankView) -> dict[str, list[_Call]]:
     for row in view.calls.get("calls", []):
         group, number, operation, count, dtype, is_done, is_message, _, frame = row
         if not is_message:
-            call = _Call(number, str(operation), count, str(dtype), bool(is_done), _location([frame] if frame else []))
+            call = _Call(
+                number, str(operation), count, str(dtype), bool(is_done), location_text([frame] if frame else [])
+            )
             by_group.setdefault(str(group), []).append(call)
             last = str(group)
     has_pending = any(not call.is_done for calls in by_group.values() for call in calls)
@@ -188,7 +190,8 @@ def _mismatch(wait: _Wait, by_rank: dict[int, RankView]) -> str:
     size = next(iter(by_rank.values())).size
     who = f"all {size} ranks" if len(wait.ranks) == size else _ranks(wait.ranks)
     locations = {
-        number: row.location or _location(by_rank[number].frames) for number, row in ((first, wait.call), (rank, call))
+        number: row.location or location_text(by_rank[number].frames)
+        for number, row in ((first, wait.call), (rank, call))
     }
     return (
         f"mismatch ({kinds[call.differs(wait.call)]}): collective {wait.call.number} of the group of {who} is "
@@ -215,7 +218,7 @@ def _deadlock(waits: Sequence[_Wait], by_rank: dict[int, RankView]) -> str:
         return ""
     texts = [
         f"rank {rank} waits in {_name(wait, by_rank)}, to which {_ranks(wait.missing)} never came, at "
-        f"{_location(by_rank[rank].frames) or 'an unknown location'}"
+        f"{location_text(by_rank[rank].frames) or 'an unknown location'}"
         for wait in stuck
         for rank in wait.waiting[:1]
     ]
@@ -230,7 +233,9 @@ def _where_others_wait(waits: Sequence[_Wait], by_rank: dict[int, RankView], cau
         ranks_by_location: dict[str, list[int]] = {}
         for rank in wait.waiting:
             if f"on rank {rank}, at" not in text and f"rank {rank} waits in" not in text:
-                ranks_by_location.setdefault(_location(by_rank[rank].frames) or "an unknown location", []).append(rank)
+                ranks_by_location.setdefault(location_text(by_rank[rank].frames) or "an unknown location", []).append(
+                    rank
+                )
         for location, ranks in ranks_by_location.items():
             verb = "waits" if len(ranks) == 1 else "wait"
             name = _name(wait, by_rank)
@@ -239,7 +244,7 @@ def _where_others_wait(waits: Sequence[_Wait], by_rank: dict[int, RankView], cau
 
 
 def _stood(view: RankView) -> str:
-    location = _location(view.frames)
+    location = location_text(view.frames)
     if not location:
         return "was never seen"
     when = f", {view.age:.0f} s ago," if view.age >= 1.0 else ""
@@ -250,7 +255,7 @@ def _stands(view: RankView) -> str:
     """What a rank does, and where in the user's code: `stands at train.py:31 in main (it computes, process 7)`."""
     if view.ended:
         return "has ended its work"
-    location = _location(view.frames)
+    location = location_text(view.frames)
     if concerns_others(view.raised) and _is_at_barrier(view):
         return f"waited at a barrier of everyrank's, at {location or 'an unknown location'}"
     if concerns_others(view.raised):
@@ -260,7 +265,7 @@ def _stands(view: RankView) -> str:
     if view.age:
         return _stood(view)
     doing = _doing(view)
-    worker = next((f"; its worker, process {pid}, at {_location(frames)}" for pid, frames in view.workers), "")
+    worker = next((f"; its worker, process {pid}, at {location_text(frames)}" for pid, frames in view.workers), "")
     worker = worker if "loader" in doing else ""
     return f"stands at {location or 'an unknown location'} ({doing}, process {view.pid}{worker})"
 
@@ -280,7 +285,7 @@ def _doing(view: RankView) -> str:
     return "it waits for a disk or a driver" if view.state == "waiting for a disk" else "it waits"
 
 
-def _location(frames: Sequence[Frame]) -> str:
+def location_text(frames: Sequence[Frame]) -> str:
     """`train.py:31 in main`: the innermost frame in user code, else in everyrank, else of all."""
     user_frames = [frame for frame in frames if is_own(frame[0])]
     everyrank_frames = [frame for frame in frames if "everyrank" in Path(frame[0]).parts]

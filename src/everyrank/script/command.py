@@ -1,0 +1,125 @@
+"""The script or module that a user wants to run, checked before any process starts."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import runpy
+import sys
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from everyrank.errors import UsageError, describe
+
+__all__ = ["UserScript", "read_command"]
+
+
+@dataclass(frozen=True)
+class UserScript:
+    """What Python would be given: a script, or a module (`-m`), and its arguments.
+
+    name        path of the script, or name of the module
+    arguments   of the script
+    is_module   whether `name` is a module
+    """
+
+    name: str
+    arguments: tuple[str, ...] = ()
+    is_module: bool = False
+
+    @property
+    def stem(self) -> str:
+        """A short name for files and jobs: train for src/train.py, pkg.train for -m pkg.train."""
+        return self.name if self.is_module else Path(self.name).stem
+
+    @property
+    def words(self) -> list[str]:
+        """The words after `python`."""
+        return [*(["-m"] if self.is_module else []), self.name, *self.arguments]
+
+    def run(self) -> None:
+        """Run it in this process as `__main__`, with its own `sys.argv` and `sys.path`. Raises what the script raises.
+
+        The module stays in `sys.modules` afterwards, because threads and exit functions of the script may need it.
+        """
+        if self.is_module:
+            sys.argv = [self.name, *self.arguments]
+            sys.path.insert(0, str(Path.cwd()))
+            runpy.run_module(self.name, run_name="__main__", alter_sys=True)
+            return
+        path = Path(self.name).absolute()
+        sys.argv = [self.name, *self.arguments]
+        sys.path.insert(0, str(path.parent))
+        main = types.ModuleType("__main__")
+        main.__file__ = self.name
+        main.__dict__["__builtins__"] = __builtins__
+        sys.modules["__main__"] = main
+        exec(compile(path.read_bytes(), str(path), "exec"), main.__dict__)  # noqa: S102  (the user's script)
+
+
+def read_command(words: Sequence[str]) -> UserScript:
+    """The command in the words that would follow `python`.
+
+    >>> read_command(["-m", "json.tool", "--help"])
+    UserScript(name='json.tool', arguments=('--help',), is_module=True)
+
+    Raises `UsageError` for a file that does not exist, is no Python, or has a syntax error, and for an unknown module.
+    """
+    if not words or words == ["-m"]:
+        raise UsageError("no script was given; type everyrank launch train.py, with its own arguments after it")
+    if words[0] == "-m":
+        _check_module(words[1])
+        return UserScript(words[1], tuple(words[2:]), is_module=True)
+    path = Path(words[0])
+    if not path.is_file():
+        near = path.parent / f"{path.name}.py"
+        hint = f"did you mean {near}?" if near.is_file() else "give a Python script, or -m and a module"
+        raise UsageError(f"{path}: {'it is a folder' if path.is_dir() else 'there is no such file'}; {hint}")
+    try:
+        ast.parse(path.read_bytes(), str(path))
+    except SyntaxError as error:
+        text = describe(error)
+        raise UsageError(text if error.lineno else f"{path}: {error.msg}") from None
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}; give a Python script, or -m and a module") from None
+    except (ValueError, RecursionError, MemoryError) as error:  # a null byte, or too many parentheses
+        raise UsageError(f"{path}: it is no Python script ({type(error).__name__}: {error})") from None
+    return UserScript(words[0], tuple(words[1:]))
+
+
+def _check_module(name: str) -> None:
+    before = list(sys.path)
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        spec = importlib.util.find_spec(name.partition(".")[0])
+    except (ImportError, ValueError):
+        spec = None
+    finally:
+        sys.path[:] = before
+    if spec is None:
+        raise UsageError(
+            f"-m {name}: there is no module of this name here; give its full name, or the path of a script"
+        )
+
+
+def can_preload_torch(command: UserScript) -> bool:
+    """Whether torch may be imported before the script runs: the script sets no environment variables before that.
+
+    Torch reads variables such as OMP_NUM_THREADS and TORCH_LOGS once, when it is imported.
+    """
+    if command.is_module:
+        return False
+    tree = ast.parse(Path(command.name).read_bytes())
+    for statement in tree.body:
+        names = {node.attr for node in ast.walk(statement) if isinstance(node, ast.Attribute)}
+        names |= {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
+        if isinstance(statement, ast.Import | ast.ImportFrom):
+            if any(alias.name.split(".")[0] == "torch" for alias in statement.names):
+                return True
+            if isinstance(statement, ast.ImportFrom) and (statement.module or "").split(".")[0] == "torch":
+                return True
+        elif names & {"environ", "putenv", "load_dotenv", "set_start_method"}:
+            return False
+    return False

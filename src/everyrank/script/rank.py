@@ -1,0 +1,64 @@
+"""Run the script as one rank: in the environment that torchrun would give it, and with the autopsy ready."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import sys
+import threading
+import traceback
+
+from everyrank.errors import RankFailedError, is_own
+from everyrank.launch import RankInfo
+from everyrank.script.command import UserScript
+from everyrank.script.variables import rank_variables
+from everyrank.script.watching import watch
+
+__all__ = ["run_script_rank"]
+
+
+def run_script_rank(
+    info: RankInfo, command: UserScript, timeout_seconds: float, unset: tuple[str, ...], restart_count: int = 0
+) -> None:
+    """Run the script in this process, which is one rank of a job.
+
+    timeout_seconds   after which a rank that waits for others prints the autopsy
+    unset             variables that everyrank has set for its own ranks, and that the script should not see
+    restart_count     how often everyrank has started all ranks again
+
+    Raises what the script raises, and `RankFailedError` if the script exits with a status other than 0.
+    """
+    for name in unset:
+        if name != "OMP_NUM_THREADS" or info.local_size == 1:  # torchrun also sets it for several ranks
+            os.environ.pop(name, None)
+    if info.started_by != "torchrun":
+        info = dataclasses.replace(info, restart_count=info.restart_count + restart_count)
+        os.environ.update(rank_variables(info, timeout_seconds))
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # pyright: ignore  (a rank that is killed loses no line)
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    watch(info, timeout_seconds)
+    try:
+        command.run()
+    except SystemExit as error:
+        _check_status(error)
+    except BaseException as error:
+        hook = sys.excepthook  # the script's own, or that of a library; torch's prints what is in the log, too
+        if hook is not sys.__excepthook__ and not getattr(hook, "__module__", "").startswith("torch."):
+            hook(type(error), error, error.__traceback__)
+        raise
+    threading._shutdown()  # pyright: ignore  (Python also waits for the script's threads before it exits)
+
+
+def _check_status(error: SystemExit) -> None:
+    """Raises `RankFailedError` for a status other than 0."""
+    if error.code in (None, 0):
+        return
+    if not isinstance(error.code, int):
+        print(error.code, file=sys.stderr)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_own(frame.filename)]
+    place = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno} in {frames[-1].name}: " if frames else ""  # noqa: PTH119
+    status = error.code if isinstance(error.code, int) else 1
+    said = "" if isinstance(error.code, int) else f": {error.code}"
+    raise RankFailedError(f"{place}exited with status {status}{said}") from error

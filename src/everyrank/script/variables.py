@@ -1,0 +1,123 @@
+"""The environment variables that torchrun sets for each rank, set for a rank of any launcher.
+
+torchrun opens the store of the ranks itself. Other launchers do not, so rank 0 opens it when the script calls
+`init_process_group`. Until then rank 0 keeps its port reserved, and publishes it in a file of the job.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.request import url2pathname
+
+from everyrank.errors import RankFailedError
+from everyrank.launch import RankInfo
+from everyrank.launch.host_info import boot_id, is_loopback, split_endpoint, usable_interfaces
+
+__all__ = ["rank_variables"]
+
+_FIRST_PORT, _LAST_PORT = 12_000, 31_999  # below the ports that systems use for outgoing connections
+_RESERVED: list[socket.socket] = []
+
+
+def rank_variables(info: RankInfo, timeout_seconds: float) -> dict[str, str]:
+    """RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and the other variables of torchrun for this rank.
+
+    Waits for the address of rank 0, and raises `RankFailedError` after `timeout_seconds`.
+    """
+    node, nodes = info.rank // info.local_size, -(-info.size // info.local_size)
+    variables = {
+        "RANK": info.rank,
+        "LOCAL_RANK": info.local_rank,
+        "WORLD_SIZE": info.size,
+        "LOCAL_WORLD_SIZE": info.local_size,
+        "GROUP_RANK": node,
+        "GROUP_WORLD_SIZE": nodes,
+        "ROLE_RANK": info.rank,
+        "ROLE_WORLD_SIZE": info.size,
+        "ROLE_NAME": "default",
+        "TORCHELASTIC_RESTART_COUNT": info.restart_count,
+        "TORCHELASTIC_MAX_RESTARTS": 0,
+        "TORCHELASTIC_RUN_ID": "everyrank",
+        "TORCHELASTIC_USE_AGENT_STORE": False,
+    }
+    host, port = _master(info, os.environ, timeout_seconds)
+    texts = {name: str(value) for name, value in variables.items()}
+    return {**texts, "MASTER_ADDR": host, "MASTER_PORT": str(port)}
+
+
+def _master(info: RankInfo, environment: Mapping[str, str], timeout_seconds: float) -> tuple[str, int]:
+    """The address at which rank 0 opens its store."""
+    kind, _, rest = info.rendezvous_url.partition("://")
+    if kind == "tcp":
+        return split_endpoint(rest, "the rendezvous at")
+    if kind == "http":  # the server of horovodrun
+        row = _through_server(info, rest, timeout_seconds)
+    elif kind in ("file", "meet"):
+        row = _through_file(info, Path(url2pathname(rest)).with_name("address"), timeout_seconds)
+    elif environment.get("MASTER_ADDR") and environment.get("MASTER_PORT"):
+        return environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    else:
+        raise RankFailedError(
+            f"{info.started_by} started {info.size} ranks on several hosts without an address for them to meet: set "
+            "MASTER_ADDR and MASTER_PORT"
+        )
+    is_here = row["boot"] == boot_id() or not row["addresses"]
+    return "127.0.0.1" if is_here and info.local_size == info.size else row["addresses"][0], row["port"]
+
+
+def _through_file(info: RankInfo, path: Path, timeout_seconds: float) -> dict[str, Any]:
+    if info.rank == 0:
+        row = _reserve_port()
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(json.dumps(row))
+        partial.replace(path)
+        return row
+    deadline = time.monotonic() + timeout_seconds
+    while path not in path.parent.iterdir():  # network file systems cache `exists`
+        if time.monotonic() > deadline:
+            raise RankFailedError(f"rank 0 did not publish its address within {timeout_seconds:g} s (--timeout)")
+        time.sleep(0.02)
+    return json.loads(path.read_text())
+
+
+def _through_server(info: RankInfo, server: str, timeout_seconds: float) -> dict[str, Any]:
+    """The same with the key-value server of horovodrun in place of the file."""
+    from everyrank.world.rendezvous import ask_server
+
+    if info.rank == 0:
+        row = _reserve_port()
+        ask_server(server, "PUT", json.dumps(row))
+        return row
+    deadline = time.monotonic() + timeout_seconds
+    while not (text := ask_server(server, "GET")):
+        if time.monotonic() > deadline:
+            raise RankFailedError(f"rank 0 did not publish its address within {timeout_seconds:g} s (--timeout)")
+        time.sleep(0.05)
+    return json.loads(text)
+
+
+def _reserve_port() -> dict[str, Any]:
+    """A free port, and the addresses of this host. Other programs do not get the port, but torch's store does.
+
+    The socket does not listen, and both it and the store allow the address to be shared.
+    """
+    for _ in range(100):
+        reserved = socket.socket()
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            reserved.bind(("", random.SystemRandom().randint(_FIRST_PORT, _LAST_PORT)))
+        except OSError:
+            reserved.close()
+            continue
+        _RESERVED.append(reserved)
+        addresses = [address for address in usable_interfaces().values() if not is_loopback(address)]
+        addresses = [address for address in addresses if not address.startswith("fe80")]
+        return {"boot": boot_id(), "port": reserved.getsockname()[1], "addresses": addresses}
+    raise RankFailedError(f"no port from {_FIRST_PORT} to {_LAST_PORT} is free on this host")

@@ -1,0 +1,330 @@
+"""Write the state of this rank for the autopsy, and print one when the rank waits for others for too long.
+
+`python -P -m everyrank.script.watching TIMEOUT FOLDER|- SCRIPT [ARGUMENTS ...]`
+
+Nothing of the script is changed: a thread looks twice a second where the main thread is, and torch's Flight Recorder
+remembers the collectives. The watch prints, and never ends a program.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import os
+import re
+import shutil
+import signal
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, NoReturn
+
+import psutil
+
+from everyrank.errors import EveryrankError, describe, printable
+from everyrank.launch import RankInfo, rank_info_from_environment
+from everyrank.launch.autopsy import RankState, current_state, hang_autopsy, keep_state, last_words
+from everyrank.launch.autopsy.rank_state import report_hang
+from everyrank.launch.host_info import start_time
+from everyrank.script.command import read_command
+
+__all__ = ["TIMEOUT_SECONDS", "watch", "watch_process", "watch_root"]
+
+TIMEOUT_SECONDS = 300.0
+_KEPT_CALLS = "256"  # length of the Flight Recorder's ring; a dump takes 1 ms for each 100 calls
+_IDLE_SHARE = 0.1  # of a core: a rank below it computes nothing
+_DAYS_KEPT = 7
+_STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
+
+
+def watch(info: RankInfo, timeout_seconds: float) -> None:
+    """Watch this rank, which everyrank has started."""
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _KEPT_CALLS)
+    state = current_state()
+    if state is None or info.started_by == "ray":  # the ranks of a host have no common folder under Ray
+        run = _Run(info.rank, info.size, _key(os.environ, is_one_host=info.local_size == info.size))
+        state = keep_state(watch_root() / run.key, run.rank, run.size, run.key)
+    if state is not None:
+        _prepare(state, timeout_seconds, prints=info.started_by == "ray")
+
+
+def watch_process(timeout_seconds: float = TIMEOUT_SECONDS, folder: Path | None = None) -> None:
+    """Watch this process, which any launcher has started, or which will call `init_process_group` itself.
+
+    folder   for the files of the ranks; all hosts must share it. None: one below /tmp, or for ranks on several hosts
+             one in `~/.cache/everyrank`, because clusters share home directories
+    """
+    if current_state() is not None:  # everyrank has started it
+        return
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _KEPT_CALLS)
+    _forward_exceptions()
+    run = _run_from_environment(os.environ)
+    if run is not None:
+        _start(run, timeout_seconds, folder)
+    else:
+        _listen_for_signal()
+        waiting = threading.Thread(target=_wait_for_group, args=(timeout_seconds, folder), daemon=True)
+        waiting.start()
+
+
+def watch_root(is_one_host: bool = True) -> Path:
+    """The folder below which watched ranks write their files; only this user can open it. Raises `OSError`."""
+    if is_one_host:
+        root = Path(tempfile.gettempdir()) / f"everyrank-{os.getuid()}"
+        root.mkdir(mode=0o700, exist_ok=True)
+        if root.is_symlink() or root.stat().st_uid != os.getuid():
+            raise PermissionError(f"{root} belongs to another user; set TMPDIR to a folder of your own")
+    else:
+        root = Path.home() / ".cache" / "everyrank"
+    return root / "watch"
+
+
+# --- which run this process belongs to
+
+
+class _Run(NamedTuple):
+    """The rank of this process, the number of ranks, and a name that only the ranks of this start have."""
+
+    rank: int
+    size: int
+    key: str
+    is_one_host: bool = True
+
+
+def _run_from_environment(environment: Mapping[str, str]) -> _Run | None:
+    with contextlib.suppress(EveryrankError, OSError):
+        info = rank_info_from_environment(environment)
+        if info is not None:
+            is_one_host = info.local_size == info.size
+            return _Run(info.rank, info.size, _key(environment, is_one_host), is_one_host)
+    with contextlib.suppress(KeyError, ValueError):  # deepspeed sets no LOCAL_WORLD_SIZE
+        rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        is_one_host = int(environment.get("LOCAL_SIZE", "0")) == size or environment.get("MASTER_ADDR") in (
+            "127.0.0.1",
+            "localhost",
+        )
+        return _Run(rank, size, _key(environment, is_one_host), is_one_host) if 0 <= rank < size else None
+    return None
+
+
+_NAMES = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT", "PMIX_NAMESPACE")
+_SLURM_NAMES = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+
+
+def _key(environment: Mapping[str, str], is_one_host: bool) -> str:
+    parts = [environment.get(name, "") for name in _NAMES + _SLURM_NAMES]
+    if is_one_host:
+        parts.append(_launcher_process(environment))
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _launcher_process(environment: Mapping[str, str]) -> str:
+    """Number and start time of the process that started the ranks of this host: the nearest without their variables."""
+    names = [name for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID") if name in environment]
+    with contextlib.suppress(psutil.Error, OSError):
+        for process in psutil.Process().parents():
+            if not names or not all(name in process.environ() for name in names):
+                return f"{process.pid} {start_time(process.pid)}"
+    return ""
+
+
+# --- the watch
+
+
+def _start(run: _Run, timeout_seconds: float, folder: Path | None) -> None:
+    try:
+        root = folder.absolute() if folder is not None else watch_root(run.is_one_host)
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder is None:
+            _delete_old_folders(root)
+    except OSError as error:
+        print(f"everyrank: not watched: {printable(str(error))}", file=sys.stderr)
+        return
+    state = keep_state(root / run.key, run.rank, run.size, run.key)
+    if state is not None:
+        atexit.register(state.end)
+        _prepare(state, timeout_seconds, prints=True)
+
+
+def _wait_for_group(timeout_seconds: float, folder: Path | None) -> None:
+    """Start as soon as the script has called `init_process_group`: only then the rank is known."""
+    while True:
+        time.sleep(0.25)
+        dist = sys.modules.get("torch.distributed")
+        with contextlib.suppress(Exception):
+            if dist is not None and dist.is_initialized():
+                key = _key({**os.environ, "RANK": ""}, is_one_host=True)
+                _start(_Run(dist.get_rank(), dist.get_world_size(), key), timeout_seconds, folder)
+                return
+
+
+def _prepare(state: RankState, timeout_seconds: float, prints: bool) -> None:
+    state.calls = _recorded_calls
+    signals = _listen_for_signal()
+    hang = _HangWatch(state, timeout_seconds, prints)
+
+    def look(frames: list[tuple[str, int, str]]) -> None:
+        hang.look(frames)
+        if signals is not None and _was_requested(signals):
+            threading.Thread(target=_print_autopsy, args=(state.folder,), daemon=True).start()
+
+    state.on_look = look
+    _record_exit(state)
+
+
+def _record_exit(state: RankState) -> None:
+    """Write where this process calls `os._exit`, which leaves no traceback."""
+    exit_now, pid = os._exit, os.getpid()
+
+    def record_and_exit(status: int) -> NoReturn:
+        if os.getpid() == pid:  # not in a fork, such as a data loader worker
+            with contextlib.suppress(Exception):
+                state.look_again()
+        exit_now(status)
+
+    os._exit = record_and_exit
+
+
+def _recorded_calls(with_places: bool) -> dict[str, Any]:
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not getattr(dist, "is_initialized", lambda: False)():
+        return {}
+    from everyrank.world.calls import recorded_calls
+
+    return recorded_calls(with_places)
+
+
+class _HangWatch:
+    """Notices that the main thread has not moved for `timeout_seconds`, and waits instead of computing."""
+
+    def __init__(self, state: RankState, timeout_seconds: float, prints: bool) -> None:
+        self.state, self.timeout_seconds, self.prints = state, timeout_seconds, prints
+        self.job = _job_of(state)
+        self.frames: list[tuple[str, int, str]] = []
+        self.since, self.cpu_since, self.is_reported = time.monotonic(), time.process_time(), False
+
+    def look(self, frames: list[tuple[str, int, str]]) -> None:
+        frames = _without_polling(frames)
+        if frames != self.frames:
+            if self.is_reported:
+                (self.state.folder / f"hang.{self.job}").unlink(missing_ok=True)
+            self.frames, self.is_reported = frames, False
+            self.since, self.cpu_since = time.monotonic(), time.process_time()
+            return
+        seconds = time.monotonic() - self.since
+        if self.is_reported or not frames or seconds < self.timeout_seconds:
+            return
+        if self._computes(seconds):
+            self.since, self.cpu_since = time.monotonic(), time.process_time()
+            return
+        self.is_reported = True
+        # in a thread, because this one has to answer the question of the autopsy
+        threading.Thread(target=self._report, daemon=True).start()
+
+    def _computes(self, seconds: float) -> bool:
+        is_busy = time.process_time() - self.cpu_since > _IDLE_SHARE * seconds
+        calls = self.state.calls(False).get("calls", []) if is_busy else []
+        return is_busy and all(call[5] for call in calls)
+
+    def _report(self) -> None:
+        def text() -> str:
+            autopsy = hang_autopsy(self.state.folder) or "no rank has written its state"
+            return f"rank {self.state.rank} has waited for {self.timeout_seconds:g} s (--timeout): {autopsy}"
+
+        report = report_hang(self.state.folder, self.job, text)
+        if report is not None and self.prints:
+            print(f"everyrank: {printable(report)}", file=sys.stderr, flush=True)
+
+
+def _job_of(state: RankState) -> str:
+    return re.sub(r"[^\w.-]", "_", state.job)
+
+
+def _without_polling(frames: list[tuple[str, int, str]]) -> list[tuple[str, int, str]]:
+    """The frames without those of Python's library that are innermost: a wait there may be a loop of short waits."""
+    for index, (file, _, _) in enumerate(frames):
+        is_polling = file.startswith(_STANDARD_LIBRARY) and "site-packages" not in file
+        if not is_polling and not file.endswith("torch/utils/data/dataloader.py"):
+            return frames[index:]
+    return frames
+
+
+# --- on request
+
+
+def _print_autopsy(folder: Path) -> None:
+    text = hang_autopsy(folder) or "no rank has written its state yet"
+    print(f"everyrank: autopsy: {printable(text)}", file=sys.stderr, flush=True)
+
+
+_SIGNALS: list[int] = []
+
+
+def _listen_for_signal() -> int | None:
+    """A pipe that receives SIGUSR2 even while C code blocks the main thread; None if the script uses that signal."""
+    if _SIGNALS:
+        return _SIGNALS[0]
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGUSR2) != signal.SIG_DFL:
+        return None
+    reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) if hasattr(os, "pipe2") else os.pipe()
+    os.set_blocking(reading, False)
+    os.set_blocking(writing, False)
+    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    if before != -1:  # asyncio, or the script
+        signal.set_wakeup_fd(before)
+        return None
+    signal.signal(signal.SIGUSR2, lambda *_: None)
+    signal.siginterrupt(signal.SIGUSR2, False)
+    _SIGNALS.append(reading)
+    return reading
+
+
+def _was_requested(reading: int) -> bool:
+    with contextlib.suppress(OSError):
+        return signal.SIGUSR2 in os.read(reading, 4096)
+    return False
+
+
+# --- the end of the process
+
+
+def _forward_exceptions() -> None:
+    """Record the exception that ends the script. If it waited for other ranks, print the autopsy after it."""
+    before = sys.excepthook
+
+    def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        before(kind, error, trace)
+        state = current_state()
+        if state is not None:
+            atexit.unregister(state.end)
+            autopsy = last_words(error)
+            if autopsy:
+                message = f"everyrank: rank {state.rank}: {describe(error)}; autopsy: {autopsy}"
+                print(printable(message), file=sys.stderr, flush=True)
+
+    sys.excepthook = record
+
+
+def _delete_old_folders(root: Path) -> None:
+    for folder in root.iterdir():
+        with contextlib.suppress(OSError):
+            if folder.stat().st_mtime < time.time() - 86_400 * _DAYS_KEPT:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def main(words: Sequence[str]) -> None:
+    """Run a script in this process and watch it."""
+    timeout_seconds, folder, *script = words
+    command = read_command(script)
+    watch_process(float(timeout_seconds), None if folder == "-" else Path(folder))
+    command.run()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,272 @@
+"""`everyrank launch` and `everyrank watch`: a user's script on several ranks, its failures, hangs and signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from everyrank.errors import RankFailedError
+from everyrank.launch import RankInfo
+from everyrank.script import read_command
+from everyrank.script.command import can_preload_torch
+from everyrank.script.variables import rank_variables
+from processes import Cli, refused
+
+SCRIPT = """
+import json, os, signal, sys, time
+import torch
+import torch.distributed as dist
+
+def step(rank, mode):
+    if mode == "raise" and rank == 1:
+        raise ValueError("a broken image")  # raise
+    if mode == "exit" and rank == 1:
+        sys.exit(3)  # exit
+    if mode == "exit now" and rank == 1:
+        os._exit(5)  # exit now
+    if mode == "segfault" and rank == 1:
+        import ctypes
+        ctypes.string_at(0)  # segfault
+    if mode == "hang" and rank == 1:
+        while True:
+            time.sleep(0.05)  # hang
+    if mode == "cleanup" and rank == 1:
+        try:
+            raise ValueError("a broken image")  # cleanup
+        finally:
+            dist.destroy_process_group()  # the others notice it first
+            time.sleep(1.0)
+    if mode == "once" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and rank == 1:
+        raise ValueError("a broken image")  # once
+    dist.all_reduce(torch.ones(3))  # waits
+
+if __name__ == "__main__":
+    mode = sys.argv[1]
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    print(f"rank {rank} of {dist.get_world_size()}, {sys.argv[1:]}", flush=True)
+    if mode == "signal":
+        def save(number, _):
+            open(f"saved{rank}", "w").write(str(number))
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, save)
+        open(f"ready{rank}", "w").close()
+        time.sleep(60)
+    step(rank, mode)
+    dist.destroy_process_group()
+"""
+
+
+def line_of(mark: str) -> str:
+    lines = SCRIPT.splitlines()
+    return f"train.py:{next(number for number, line in enumerate(lines, 1) if line.endswith(f'# {mark}'))} in step"
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    return tmp_path / "train.py"
+
+
+def test_as_torchrun_starts_it(cli: Cli, train: Path) -> None:
+    """Rank 0 on the screen, the others in files; arguments that everyrank has, too, are the script's."""
+    cli.start("launch", "--processes", 2, "--logs", "logs", "train.py", "fine", "--processes", "9", "--help")
+    status, out, err = cli.end()
+    assert (status, out) == (0, "rank 0 of 2, ['fine', '--processes', '9', '--help']\n")
+    assert err == "everyrank: output of the other ranks: logs/rank*.log\n"
+    log = (train.parent / "logs" / "rank1.log").read_text().splitlines()
+    assert log[1:] == ["rank 1 of 2, ['fine', '--processes', '9', '--help']"]
+    assert (train.parent / "logs" / "resources.csv").read_text().startswith("time,host")
+    assert cli.left() == {}
+
+
+@pytest.mark.parametrize(
+    ("mode", "cause"),
+    [
+        ("raise", "{}: ValueError: a broken image"),
+        ("exit", "{}: exited with status 3"),
+        ("exit now", "exited with status 5 before its work was done; it was last seen at {}"),
+        ("segfault", "ended by SIGSEGV; it was last seen at {}"),
+        ("cleanup", "{}: ValueError: a broken image"),
+    ],
+)
+@pytest.mark.usefixtures("train")
+def test_root_cause(cli: Cli, mode: str, cause: str) -> None:
+    """The line of the script, not that of the rank that only lost its peer; no process is left."""
+    cli.start("launch", "--processes", 2, "train.py", mode)
+    status, _, err = cli.end()
+    assert status == 4
+    assert err.splitlines()[-1].endswith(cause.format(line_of(mode))), err
+    assert "everyrank: rank 1 of 2 on " in err.splitlines()[-1]
+    assert cli.left() == {}
+
+
+@pytest.mark.usefixtures("train")
+def test_restarts(cli: Cli) -> None:
+    """By spawn everyrank starts all ranks again itself, and counts as torchrun does."""
+    cli.start("launch", "--processes", 2, "--restarts", 1, "train.py", "once")
+    status, out, err = cli.end()
+    assert (status, out.count("rank 0 of 2")) == (0, 2)
+    assert f"{line_of('once')}: ValueError: a broken image; starting all ranks again (1 of 1)" in err
+
+
+def test_a_signal_is_passed_on(cli: Cli, train: Path) -> None:
+    """SIGTERM reaches the script's own handler on each rank, once."""
+    cli.start("launch", "--processes", 2, "train.py", "signal")
+    cli.wait_for(lambda: all((train.parent / f"ready{rank}").exists() for rank in range(2)))
+    os.kill(cli.process.pid, signal.SIGTERM)
+    assert cli.end()[0] == 143
+    assert [(train.parent / f"saved{rank}").read_text() for rank in range(2)] == ["15", "15"]
+    assert cli.left() == {}
+
+
+def hang_text() -> str:
+    return (
+        "rank 1 never came to all_reduce of 3 elements of float32, collective 1 of the group of all 2 ranks: it "
+        f"stands at {line_of('hang')}"
+    )
+
+
+@pytest.mark.usefixtures("train")
+def test_a_hang_explains_itself(cli: Cli) -> None:
+    """After --timeout, once; on request by the number of the process; the script is not ended."""
+    cli.start("launch", "--processes", 2, "--timeout", 2, "--logs", "logs", "train.py", "hang")
+    cli.wait_for(lambda: "(--timeout)" in cli.said()[1])
+    assert hang_text() in cli.said()[1]
+    assert f"rank 0 waits in it, at {line_of('waits')}" in cli.said()[1]
+    pid = json.loads((cli.folder / "logs" / "autopsy" / "rank0.state").read_text())["pid"]
+    for place in (pid, "logs"):
+        asking = Cli(cli.server, cli.folder)
+        asking.start("autopsy", place)
+        status, out, err = asking.end()
+        assert status == 0, err
+        assert hang_text() in " ".join(out.split())
+    assert cli.process.poll() is None
+    os.kill(cli.process.pid, signal.SIGINT)
+    assert cli.end()[0] == 130
+    assert cli.said()[1].count("(--timeout)") == 1
+    assert cli.left() == {}
+
+
+@pytest.mark.parametrize("how", ["watch", "import"])
+def test_watched_under_a_foreign_launcher(cli: Cli, train: Path, tmp_path: Path, how: str) -> None:
+    """The same under torchrun, by `python -m everyrank watch`, or one import; also on SIGUSR2."""
+    if how == "watch":
+        words: list[Any] = ["-m", "everyrank", "watch", "--timeout", "2", "train.py", "hang"]
+    else:
+        train.write_text("import everyrank.watch" + SCRIPT)  # in the empty first line
+        words = ["train.py", "hang"]
+    command = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
+    cli.start(*words, command=command, TMPDIR=str(tmp_path))
+    if how == "watch":
+        cli.wait_for(lambda: "(--timeout)" in cli.said()[1])
+    else:
+        folders = tmp_path.glob("everyrank-*/watch/*")
+        seen = cli.wait_for(lambda: [path for path in tmp_path.rglob("rank0.seen") if "step" in path.read_text()])
+        assert folders
+        os.kill(json.loads(seen[0].with_name("rank0.state").read_text())["pid"], signal.SIGUSR2)
+        cli.wait_for(lambda: "everyrank: autopsy:" in cli.said()[1])
+    assert hang_text() in cli.said()[1]
+    assert cli.process.poll() is None
+
+
+def test_an_exception_passes_through_the_watch(cli: Cli, tmp_path: Path) -> None:
+    """Python's traceback and status, as without everyrank."""
+    (tmp_path / "fail.py").write_text("import sys\nprint(sys.argv, __name__)\nraise KeyError('lr')\n")
+    cli.start("watch", "fail.py", "--lr", "1", is_forked=False)
+    status, out, err = cli.end()
+    assert (status, out) == (1, "['fail.py', '--lr', '1'] __main__\n")
+    assert err.splitlines()[-1] == "KeyError: 'lr'"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "no script was given"),
+        (["missing.py"], "missing.py: there is no such file; give a Python script"),
+        (["train"], "train: there is no such file; did you mean train.py?"),
+        (["."], ".: it is a folder"),
+        (["broken.py"], "broken.py:1: SyntaxError"),
+        (["null.py"], "null.py"),
+        (["-m", "no_such_module"], "-m no_such_module: there is no module of this name here"),
+        (["--grace", "-1", "train.py"], "--grace -1: give 0 or more"),
+        (["--restarts", "-1", "train.py"], "--restarts -1: give 0 or more"),
+        (["--launcher", "nope", "train.py"], "--launcher nope: unknown launcher"),
+        (["--timeout", "0", "train.py"], "--timeout 0"),
+        (["--processes", "3", "--nodes", "2", "train.py"], "--processes 3 --nodes 2"),
+    ],
+)
+def test_wrong_calls(
+    train: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    """One line, before a process starts."""
+    monkeypatch.chdir(train.parent)
+    Path("broken.py").write_text("def:\n")
+    Path("null.py").write_bytes(b"a = 1\0\n")
+    assert message in refused(capsys, "launch", *words)
+
+
+def test_dry_run_and_batch_script(
+    train: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command of the launcher; for Slurm outside an allocation the script, with the arguments as they are."""
+    from everyrank.cli import main
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.chdir(train.parent)
+    assert main(["launch", "--dry-run", "--launcher", "torchrun", "--processes", "4", "train.py", "fine"]) == 0
+    assert "--nproc-per-node=4" in capsys.readouterr().out
+    words = ["launch", "--dry-run", "--launcher", "slurm", "--nodes", "2", "--processes", "4", "train.py", "--dry-run"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "#SBATCH --job-name=everyrank-train" in out
+    assert "everyrank launch --launcher slurm --nodes 2 --processes 4 train.py --dry-run\n" in out
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import torch", True),
+        ("import sys\nfrom torch import nn\nimport os\nos.environ['A'] = '1'", True),
+        ("import os\nos.environ['OMP_NUM_THREADS'] = '1'\nimport torch", False),
+        ("import os\nif True:\n    os.putenv('A', '1')\nimport torch", False),
+        ("from dotenv import load_dotenv\nload_dotenv()\nimport torch", False),
+        ("print('no torch at all')", False),
+    ],
+)
+def test_when_torch_may_be_imported_first(tmp_path: Path, source: str, expected: bool) -> None:
+    """A script that sets variables before it imports torch gets a process without torch."""
+    (tmp_path / "script.py").write_text(source)
+    assert can_preload_torch(read_command([str(tmp_path / "script.py")])) is expected
+
+
+def test_variables_of_each_way_to_meet(tmp_path: Path) -> None:
+    """Rank 0 reserves a port, and the others read it; a launcher's own address stays."""
+    url = (tmp_path / "rendezvous").as_uri()
+    infos = [RankInfo(rank, rank, 2, 2, "spawn", url) for rank in range(2)]
+    first, second = (rank_variables(info, 5.0) for info in infos)
+    assert first["MASTER_PORT"] == second["MASTER_PORT"]
+    assert (first["RANK"], second["RANK"], second["WORLD_SIZE"]) == ("0", "1", "2")
+    assert second["MASTER_ADDR"] == "127.0.0.1"
+    fixed = rank_variables(RankInfo(3, 1, 4, 2, "slurm", "tcp://n1:29501"), 5.0)
+    assert (fixed["MASTER_ADDR"], fixed["MASTER_PORT"], fixed["GROUP_RANK"]) == ("n1", "29501", "1")
+    (tmp_path / "other").mkdir()
+    with pytest.raises(RankFailedError, match=r"rank 0 did not publish its address within 0.1 s"):
+        rank_variables(RankInfo(1, 1, 2, 2, "spawn", (tmp_path / "other" / "rendezvous").as_uri()), 0.1)
+
+
+def test_a_module(cli: Cli, tmp_path: Path) -> None:
+    """-m, as Python has it."""
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "run.py").write_text(
+        "import os, sys\nprint(os.environ['WORLD_SIZE'], sys.argv[1:], __name__)\n"
+    )
+    cli.start("launch", "--processes", 2, "-m", "pkg.run", "-x")
+    status, out, err = cli.end()
+    assert (status, out) == (0, "2 ['-x'] __main__\n"), err
