@@ -51,6 +51,7 @@ ORDER = [
     "api",
     "chaos",
     "testing",
+    "pytest_plugin",
     "watch",
     "commands",
     "cli",

@@ -28,6 +28,7 @@ A host is one machine. A node is a host as launchers count them (--nodes).
     worker.py         runs in each rank process
     supervisor.py     records how a rank process ended
     fork_server.py    imports torch once for all ranks of a host
+    zygote.py         a fork server for many jobs of a test suite
     node.py           one task on each node, which starts the ranks there
     rank_info.py      the numbers of one rank among all
     environments.py   which launcher started this process, from its environment variables

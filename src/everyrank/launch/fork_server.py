@@ -38,11 +38,14 @@ _GRACE_SECONDS = 3.0  # after the first failure, so that other ranks can report 
 _PROCESSES: list[subprocess.Popen[bytes]] = []
 
 
-def main() -> int:
-    """0 when all ranks ended well; else the status of the first supervisor that did not."""
+def main(is_checked: bool = False) -> int:
+    """0 when all ranks ended well; else the status of the first supervisor that did not.
+
+    `is_checked`: this process is itself a fork, of one that has imported all modules.
+    """
     directory, first, count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     numbers = [(first + local_rank, local_rank, count) for local_rank in range(count)]
-    start = _fork if _import_and_check(directory) else _start
+    start = _fork if is_checked or _import_and_check(directory) else _start
     supervisors = {start(directory, row): row[0] for row in numbers}
     return _wait(supervisors, directory)
 

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from everyrank.errors import RankFailedError, UsageError, kind_named, signal_text
 from everyrank.launch.autopsy import FOLDER, hang_autopsy, hang_report
@@ -23,6 +23,9 @@ from everyrank.launch.reports import Reports, ranks_text
 from everyrank.launch.signals import Stop, catch_signals
 from everyrank.launch.stalled_ranks import resume_stopped
 from everyrank.launch.supervisor import write_whole
+
+if TYPE_CHECKING:
+    from everyrank.launch.zygote import Zygote, ZygoteProcess
 
 __all__ = ["ProcessMonitor", "pass_on_output"]
 
@@ -35,7 +38,16 @@ _HEARTBEAT_SECONDS = 1.0  # for supervisors on other machines
 class ProcessMonitor:
     """The processes of a job, started on entry of a `with` block. On exit, all that still run are ended."""
 
-    def __init__(self, launch: Launch, directory: Path, logs: Path, stop: Stop | None = None) -> None:
+    def __init__(
+        self,
+        launch: Launch,
+        directory: Path,
+        logs: Path,
+        stop: Stop | None = None,
+        zygote: Zygote | None = None,
+        limit_seconds: float | None = None,
+    ) -> None:
+        self.zygote, self.limit_seconds = zygote, limit_seconds
         self.launch = launch
         self.launcher = launch.row
         self.directory = directory
@@ -45,7 +57,7 @@ class ProcessMonitor:
         self.output: threading.Thread | None = None
         self.commands = self.launcher.commands(launch, directory)
         self.starts_supervisors = starts_supervisors(self.commands)
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[subprocess.Popen[bytes] | ZygoteProcess] = []
         self.heartbeat_at = 0.0
         self.grace_until: float | None = None
         # with one command per host, only the ranks of this host report here
@@ -83,7 +95,9 @@ class ProcessMonitor:
         ranks = (self.logs / f"rank{rank}.log" for rank in self.reports.expected)
         return [self.logs / self._launcher_log_name, *ranks]
 
-    def _start(self, command: list[str]) -> subprocess.Popen[bytes]:
+    def _start(self, command: list[str]) -> subprocess.Popen[bytes] | ZygoteProcess:
+        if self.zygote is not None and self.zygote.can_start(command):
+            return self.zygote.start(command, _child_environment())
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -124,6 +138,7 @@ class ProcessMonitor:
         has_limit = not self.launch.is_elastic
         deadline = time.monotonic() + self.launch.start_seconds if has_limit else 0
         num_forwarded, was_hang_shown = 0, False
+        limit = time.monotonic() + (self.limit_seconds or 0.0)
         while True:
             codes = [process.poll() for process in self.processes]
             is_final = not self.launch.restarts_ranks or self._is_stop_requested
@@ -150,13 +165,16 @@ class ProcessMonitor:
             if not was_hang_shown and (hang := hang_report(self.logs / FOLDER, self.directory.name)):
                 was_hang_shown = True
                 print(f"everyrank: {hang}", file=sys.stderr, flush=True)
+            if self.limit_seconds is not None and time.monotonic() > limit:
+                autopsy = hang_autopsy(self.logs / FOLDER) or "no rank has written its state"
+                raise RankFailedError(f"the ranks did not end within {self.limit_seconds:g} s: {autopsy}")
             if autopsy_request.asked is not None:
                 autopsy_request.asked = None
                 text = hang_autopsy(self.logs / FOLDER) or "no rank has written its state yet"
                 print(f"everyrank: autopsy: {text}", file=sys.stderr, flush=True)
             if time.monotonic() > self.heartbeat_at + _HEARTBEAT_SECONDS:
                 self._heartbeat()
-            time.sleep(0.02 if missing else 0.1)
+            time.sleep(0.02 if missing or self.zygote is not None else 0.1)  # tests are short
 
     def results(self) -> dict[int, Any]:
         """Results of the function by rank. Raises `RankFailedError` if one is missing."""

@@ -18,7 +18,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
@@ -48,6 +48,9 @@ from everyrank.launch.rank_info import RankInfo
 from everyrank.launch.reports import rank_of
 from everyrank.launch.signals import Stop
 
+if TYPE_CHECKING:
+    from everyrank.launch.zygote import Zygote
+
 __all__ = ["run_ranks"]
 
 _FILES_PER_RANK, _FILES_PER_WORKER = 32, 4  # with fewer open files, a rank and its loader workers deadlock
@@ -59,6 +62,8 @@ def run_ranks(
     *arguments: Any,
     stop: Stop | None = None,
     kept: dict[int, Any] | None = None,
+    zygote: Zygote | None = None,
+    limit_seconds: float | None = None,
 ) -> dict[int, Any]:
     """Call `function(info, *arguments)` in every rank process. Returns the results by rank.
 
@@ -67,6 +72,8 @@ def run_ranks(
     function   pickled by value if it is defined in a notebook or a script; or "module:name", which the rank imports, so
                that this process need not have torch. `info` is a `RankInfo`
     stop       when it requests a stop, ranks receive SIGUSR1 until they end by themselves
+    zygote     forks the ranks, in place of new processes
+    limit_seconds  after which ranks that still run are ended, and the error is the autopsy
     kept       receives the preliminary results of `info.keep` by rank, also after an error
 
     If this process was started as a rank (by torchrun, mpirun or srun), the function is called here, with `stop` as its
@@ -87,7 +94,7 @@ def run_ranks(
         preload = function.partition(":")[0] if isinstance(function, str) else "torch"
         job = _job(launch, cloudpickle.dumps((function, arguments)), preload, directory, logs)
         (directory / "job.pickle").write_bytes(pickle.dumps(job))
-        with ProcessMonitor(launch, directory, logs, stop) as monitor:
+        with ProcessMonitor(launch, directory, logs, stop, zygote, limit_seconds) as monitor:
             monitor.wait()
             return monitor.results()
 

@@ -7,11 +7,13 @@
     start.py        starts all ranks, passes signals on, and starts failed ranks again
     watching.py     writes the state of a rank for the autopsy, and prints one when the rank waits for too long
 
-No file here imports torch before the script has done so, except preloaded.py.
+    function.py     calls a function of a test as one rank
+
+No file here imports torch before the script has done so, except preloaded.py and function.py.
 """
 
 from everyrank.script.command import UserScript, read_command
 from everyrank.script.start import ScriptOptions, launch_script
 from everyrank.script.watching import watch
 
-__all__ = ["UserScript", "ScriptOptions", "launch_script", "read_command", "watch"]
+__all__ = ["ScriptOptions", "UserScript", "launch_script", "read_command", "watch"]

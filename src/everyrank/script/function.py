@@ -1,0 +1,79 @@
+"""Call a function of a test on one rank, with a process group."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+from collections.abc import Callable, Generator
+from typing import Any, NamedTuple
+from urllib.request import url2pathname
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+
+from everyrank.backends import register_backend
+from everyrank.errors import UsageError
+from everyrank.launch import RankInfo
+from everyrank.launch.autopsy import current_state
+from everyrank.launch.host_info import LOOPBACK
+from everyrank.script.variables import rank_variables
+from everyrank.world.calls import KEPT_CALLS, recorded_calls
+
+__all__ = ["TEST_BACKENDS", "Skipped", "run_function_rank"]
+
+TEST_BACKENDS = ("gloo", "shm", "nccl")
+
+
+class Skipped(NamedTuple):
+    """The result of a rank that called `pytest.skip`."""
+
+    reason: str
+
+
+def run_function_rank(info: RankInfo, backend: str | None, timeout_seconds: float, content: bytes) -> Any:
+    """Call a function with its arguments (`content`, by cloudpickle). Returns its result, or `Skipped`.
+
+    backend   of torch.distributed, which is initialized around the call; None: not initialized
+    """
+    os.environ.update(rank_variables(info, timeout_seconds))
+    torch.set_num_threads(info.threads or 1)
+    function: Callable[..., Any]
+    function, arguments, keywords = cloudpickle.loads(content)
+    try:
+        with _process_group(info, backend, timeout_seconds):
+            return function(*arguments, **keywords)
+    except BaseException as error:
+        if type(error).__name__ == "Skipped" and not isinstance(error, Exception):  # pytest's
+            return Skipped(str(error))
+        raise
+
+
+@contextlib.contextmanager
+def _process_group(info: RankInfo, backend: str | None, timeout_seconds: float) -> Generator[None]:
+    """Initialize torch.distributed over a file: no port is opened.
+
+    `everyrank.world.open_world` does more, and takes longer: it finds hosts, chooses devices, and collects garbage.
+    """
+    if backend is None:
+        yield
+        return
+    if backend not in TEST_BACKENDS:
+        raise UsageError(f"backend={backend!r}: give {', '.join(TEST_BACKENDS)}, or None for no process group")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(KEPT_CALLS))
+    if (state := current_state()) is not None:
+        state.calls = recorded_calls
+    if backend == "nccl":
+        torch.cuda.set_device(info.local_rank % max(1, torch.cuda.device_count()))
+    dist.init_process_group(
+        register_backend(backend),
+        store=dist.FileStore(url2pathname(info.rendezvous_url.removeprefix("file://")), info.size),
+        rank=info.rank,
+        world_size=info.size,
+        timeout=datetime.timedelta(seconds=timeout_seconds),
+    )
+    yield
+    dist.barrier()  # a rank that ends first would break the connections of the others
+    dist.destroy_process_group()

@@ -1,0 +1,160 @@
+"""The pytest plugin: a suite that uses it, run by pytest in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SUITE = """
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+
+def mean(value):
+    total = torch.tensor([value + dist.get_rank()])
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
+
+
+def test_results_by_rank(ranks):
+    assert ranks(4, backend="gloo").run(mean, 3.0) == [4.5] * 4
+    assert ranks(2, backend="shm").run(mean, value=3.0) == [3.5] * 2
+    factor = 10
+    assert ranks(2, backend=None).run(lambda: factor) == [10, 10]
+
+
+@pytest.mark.ranks(3, backend="shm")
+def test_settings_of_the_marker(ranks):
+    assert ranks.run(mean, 0.0) == [1.0] * 3
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("count", [1, 2])
+def test_on_each_rank(count, tmp_path):
+    value = torch.ones(count)
+    dist.all_reduce(value)
+    assert value.sum() == 2 * count
+    (tmp_path / str(dist.get_rank())).touch()
+
+
+@pytest.mark.ranks(2)
+def test_wrong():
+    print("output of rank", dist.get_rank())
+    assert dist.get_rank() == 0  # wrong
+
+
+@pytest.mark.ranks(2, timeout=2)
+def test_hang():
+    if dist.get_rank() == 0:
+        dist.barrier()  # waits
+    time.sleep(100)  # cause
+
+
+@pytest.mark.ranks(2)
+def test_skip():
+    pytest.skip("not on this machine")
+
+
+@pytest.mark.ranks(2)
+def test_unpicklable(capsys):
+    pass
+
+
+@pytest.mark.ranks(2, backend="smoke")
+def test_unknown_backend():
+    pass
+
+
+@pytest.mark.ranks("two")
+def test_wrong_number():
+    pass
+
+
+@pytest.mark.ranks(2, speed=3)
+def test_unknown_setting():
+    pass
+
+
+@pytest.mark.ranks(2)
+def test_after_all_that():
+    assert dist.get_world_size() == 2
+"""
+
+
+def line_of(mark: str) -> int:
+    return next(number for number, line in enumerate(SUITE.splitlines(), 1) if line.endswith(f"# {mark}"))
+
+
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What pytest printed."""
+    folder: Path = tmp_path_factory.mktemp("suite")
+    (folder / "test_own.py").write_text(SUITE)
+    plugin = ["-p", "everyrank.pytest_plugin"] if "everyrank" not in _entry_points() else []
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *plugin, "-p", "no:cacheprovider", "-v", "--strict-markers", "test_own.py"],
+        cwd=folder,
+        env={**os.environ, "TMPDIR": str(folder), "COLUMNS": "300"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert not list(folder.glob("everyrank-*")), "a folder of the ranks was left"
+    return done.stdout + done.stderr
+
+
+def _entry_points() -> set[str]:
+    from importlib.metadata import entry_points
+
+    return {entry.name for entry in entry_points(group="pytest11")}
+
+
+@pytest.mark.parametrize(
+    ("name", "outcome"),
+    [
+        ("test_results_by_rank", "PASSED"),
+        ("test_settings_of_the_marker", "PASSED"),
+        (r"test_on_each_rank\[1\]", "PASSED"),
+        (r"test_on_each_rank\[2\]", "PASSED"),
+        ("test_wrong", "FAILED"),
+        ("test_hang", "FAILED"),
+        ("test_skip", "SKIPPED"),
+        ("test_unpicklable", "FAILED"),
+        ("test_unknown_backend", "FAILED"),
+        ("test_wrong_number", "FAILED"),
+        ("test_unknown_setting", "FAILED"),
+        ("test_after_all_that", "PASSED"),
+    ],
+)
+def test_outcomes(suite: str, name: str, outcome: str) -> None:
+    """A rank's failure or skip is that of the test, and the next test is not disturbed."""
+    assert re.search(rf"::{name} {outcome}", suite), suite
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        f"test_own.py:{line_of('wrong')} in test_wrong: AssertionError: assert 1 == 0",
+        "output of rank 1",
+        "output of rank 0",
+        "the ranks did not end within 2 s: rank 1 never came to barrier, collective 1 of the group of all 2 ranks: it "
+        f"stands at test_own.py:{line_of('cause')} in test_hang",
+        f"rank 0 waits in it, at test_own.py:{line_of('waits')} in test_hang",
+        "test_unpicklable: it or one of its arguments cannot be sent to the ranks (TypeError: cannot pickle",
+        "backend='smoke': give gloo, shm, nccl, or None for no process group",
+        "@pytest.mark.ranks('two'): give a number of processes",
+        "got an unexpected keyword argument 'speed'; give (processes, backend=..., timeout=...)",
+    ],
+)
+def test_messages(suite: str, message: str) -> None:
+    """The root cause with the line of the test, the output of the rank, and for a hang the autopsy."""
+    assert message in suite
