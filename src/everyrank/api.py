@@ -35,7 +35,7 @@ from everyrank.record import Interval, Parity, Record, Scaling
 from everyrank.runs import LENGTHS, find_checkpoint, require_whole
 from everyrank.workload import HIDDEN_NAME, Source, Workload, check_place
 
-__all__ = ["bench", "check_fewer_ranks", "predict", "run", "verify"]
+__all__ = ["bench", "check_fewer_ranks", "keep_trace", "predict", "run", "verify"]
 
 _Options = TypeVar("_Options", TrainOptions, PredictOptions, VerifyOptions, BenchOptions)
 
@@ -221,6 +221,21 @@ def verify(
             check_reference(layout, parse_layout(options.reference), launch.processes)
     results = run_ranks(launch, "everyrank.parity.rank:verify_rank", _sent(workload), list(layouts), launch, options)
     return _require_any_supported(results.get(0) or [])
+
+
+def keep_trace(
+    workload: Workload | Source | str, *, options: VerifyOptions | None = None, **changes: Any
+) -> dict[str, Any]:
+    """Run the first updates of `workload` on one process in float64; what `everyrank verify --save` writes.
+
+    `options` are those of `everyrank verify`. Compare two results with `everyrank.parity.kept.compare_kept`. Raises
+    what `run` raises.
+    """
+    workload = _workload_of(workload)
+    launch = Launch(processes=1, device="cpu")
+    options = _completed(options or VerifyOptions(), changes)
+    results = run_ranks(launch, "everyrank.parity.rank:keep_rank", _sent(workload), launch, options)
+    return results[0]
 
 
 def _require_any_supported(records: list[Record]) -> list[Record]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import shlex
+from pathlib import Path
+from typing import Any
 
 from everyrank.commands.launching import launch_of
 from everyrank.commands.shared import (
@@ -19,6 +21,7 @@ from everyrank.commands.shared import (
     source_of,
     status_of,
 )
+from everyrank.commands.versions import compare_versions
 from everyrank.options import VerifyOptions
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
@@ -28,6 +31,7 @@ EXAMPLES = (
     "everyrank verify digits --layout ddp zero1 fsdp --processes 2",
     "everyrank verify my_workload.py",
     "everyrank verify text --quick --layout my_parallel.py:tensor=2 --processes 2",
+    "everyrank verify digits --save before.json",
 )
 
 
@@ -36,12 +40,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_common(parser)
     add_layouts(parser)
     add_options(parser, VerifyOptions)
+    group: Any = parser.add_argument_group("versions", "compare the workload with itself at a different time")
+    group.add_argument("--save", type=Path, metavar="F", help="keep losses and tensors of one process in a file")
+    group.add_argument("--against", type=Path, metavar="F", help="compare with such a file: code, torch, machine")
+    group.add_argument("--between", nargs=2, metavar=("A", "B"), help="compare two commits of git (main HEAD)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Compare each layout with one device and show the Records; 0 if all are equal, else `status_of`."""
     from everyrank import api
 
+    if args.save or args.against or args.between:
+        return compare_versions(args)
     layouts, launch = layouts_of(args), launch_of(args)
     check_writable(args.json)
     source = source_of(args)

@@ -28,6 +28,7 @@ The rules (docs/parity.md):
     backward.py        the first module whose backward pass differs
     diagnose.py        the first tensor that differs, and the likely cause
     check.py           the whole check of one layout
+    kept.py            traces in files: compares today's code, torch or machine with an earlier one
     rank.py            the work of one rank for `everyrank verify`
 """
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from everyrank.parity.reference import MAX_REVERSED_DIFFERENCE, Reference, relative, tensor_distance
 from everyrank.parity.trace import Trace
 
-__all__ = ["Comparison", "compare", "largest", "tensor_tolerance"]
+__all__ = ["LOSS_BASE", "LOSS_FACTOR", "Comparison", "compare", "largest", "tensor_tolerance"]
 
-_LOSS_BASE = {"float64": 1e-10, "float32": 1e-6, "bf16": 1e-3, "fp16": 1e-3}
+LOSS_BASE = {"float64": 1e-10, "float32": 1e-6, "bf16": 1e-3, "fp16": 1e-3}
 # allowed multiple of the distance between perturbed runs; larger in float64, which has only two perturbed runs
-_LOSS_FACTOR = {"float64": 100.0, "float32": 10.0, "bf16": 10.0, "fp16": 10.0}
+LOSS_FACTOR = {"float64": 100.0, "float32": 10.0, "bf16": 10.0, "fp16": 10.0}
 _TENSOR_BASE = {"float64": 1e-13, "float32": 1e-6, "bf16": 1e-3, "fp16": 1e-3}  # relative to the largest element
 _MOVED_BASE = 1e-7  # relative to the distance moved, float64; a mistake changes the update by much more
 _TENSOR_FACTOR = 10.0
@@ -59,7 +59,7 @@ class _Divergence:
 def compare(reference: Reference, run: Trace, precision: str) -> Comparison:
     """Compare `run` with `single`, with tolerances from the perturbed runs."""
     single = reference.trace
-    base, factor = _LOSS_BASE[precision], _LOSS_FACTOR[precision]
+    base, factor = LOSS_BASE[precision], LOSS_FACTOR[precision]
     tolerances = [max(base, factor * floor) for floor in reference.loss_floors]
     differences = [relative(a, b) for a, b in zip(single.losses, run.losses, strict=True)]
     divergence = (

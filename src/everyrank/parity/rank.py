@@ -14,13 +14,14 @@ from everyrank.measure.provenance import provenance
 from everyrank.options import VerifyOptions
 from everyrank.parallel.mesh import open_mesh
 from everyrank.parity import ParityCase, check_layout, gradient_case, parity_case
+from everyrank.parity.kept import kept_trace
 from everyrank.parity.samples import check_samples
 from everyrank.progress import print_lines_once, progress, row_known
 from everyrank.record import Parity, Record
 from everyrank.workload import Source, Workload, load
 from everyrank.world import World, on_rank_0, open_world, single_process_world
 
-__all__ = ["verify_gradients_rank", "verify_rank"]
+__all__ = ["keep_rank", "verify_gradients_rank", "verify_rank"]
 
 
 _SHARD_ORDER = (
@@ -111,6 +112,18 @@ def _with_samples(parity: Parity, case: ParityCase, layout: Layout, world: World
         cause=parity.cause or "the samples are not read as they should be",
         checks=[*parity.checks, *problems],
     )
+
+
+def keep_rank(
+    info: RankInfo, workload_or_source: Source | Workload, launch: Launch, options: VerifyOptions
+) -> dict[str, Any] | None:
+    """Return what a file keeps of `single` (`kept_trace`), on rank 0."""
+    with open_world(info, launch) as world:
+        workload = load(workload_or_source)
+        train_data, eval_data = open_data(workload, world)
+        steps, is_cached = options.steps, not options.fresh
+        case = parity_case(workload, train_data, eval_data, steps, is_quick=options.quick, is_cached=is_cached)
+        return kept_trace(case, world, options.command) if world.rank == 0 else None
 
 
 def verify_gradients_rank(

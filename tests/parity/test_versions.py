@@ -1,0 +1,171 @@
+"""`verify --save`, `--against` and `--between`: five changes judged, files from elsewhere, two commits."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from everyrank.parity.kept import compare_kept
+from processes import refused
+
+WORKLOAD = '''
+import torch
+from torch import nn
+
+from everyrank import Workload
+
+SEED, THREADS, SCALE, GRADIENT, RATE = 0, 0, 1.0, 1.0, 0.1
+
+
+class Summed(nn.Module):
+    """A linear layer whose sum may be taken in pieces."""
+
+    def __init__(self, pieces):
+        super().__init__()
+        self.weight, self.pieces = nn.Parameter(torch.randn(4, 32) * 0.1), pieces
+
+    def forward(self, value):
+        parts = zip(value.chunk(self.pieces, 1), self.weight.chunk(self.pieces, 1))
+        return sum(part @ weight.T for part, weight in parts)
+
+
+def data():
+    values = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
+    return [(value, value[:4].sign()) for value in values]
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(context, value):
+        return value.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        return gradient * GRADIENT
+
+
+def loss(output, target):
+    return (Scaled.apply(output) - target).square().sum() * SCALE, target.numel()
+
+
+def workload():
+    if THREADS:
+        torch.set_num_threads(THREADS)
+    return Workload(
+        name="summed",
+        model=lambda: Summed(PIECES),
+        train_data=data,
+        loss=loss,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9),
+        global_batch=16,
+        epochs=3,
+        seed=SEED,
+    )
+'''.replace("RATE = 0, 0, 1.0, 1.0, 0.1", "RATE, PIECES = 0, 0, 1.0, 1.0, 0.1, 1")
+
+
+def changed(**constants: float) -> str:
+    names = ["SEED", "THREADS", "SCALE", "GRADIENT", "RATE", "PIECES"]
+    values: list[float] = [0, 0, 1.0, 1.0, 0.1, 1]
+    for name, value in constants.items():
+        values[names.index(name)] = value
+    line = f"{', '.join(names)} = {', '.join(map(str, values))}"
+    return "\n".join(line if row.startswith("SEED, ") else row for row in WORKLOAD.splitlines())
+
+
+@pytest.fixture
+def saved(everyrank: Callable[..., Any], tmp_path: Path) -> Path:
+    (tmp_path / "summed.py").write_text(WORKLOAD)
+    done = everyrank(tmp_path, "verify", "summed.py", "--save", "before.json")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "wrote before.json: 12 updates of summed\n"
+    return tmp_path / "before.json"
+
+
+CHANGES = [
+    ({}, 0, "equal: 12 losses differ by at most 0.0e+00", ""),
+    ({"PIECES": 4}, 0, "equal: 12 losses differ by at most ", ""),  # reordered sums
+    ({"THREADS": 2}, 0, "equal: 12 losses differ by at most ", ""),
+    (
+        {"SCALE": 0.5},
+        1,
+        "different: the loss of update 0 is ",
+        "the loss is 0.5 times what it was: a scale in the loss",
+    ),
+    ({"GRADIENT": 2.0}, 1, "different: the loss of update 1 is ", "the gradients are 2 times what they were"),
+    ({"RATE": 0.05}, 1, "different: the loss of update 1 is ", "the optimizer or the learning rate has changed"),
+    ({"SEED": 1}, 1, "not comparable: not the same experiment: seed: 0 before, 1 now", ""),
+]
+
+
+def test_changes_are_judged(saved: Path, everyrank: Callable[..., Any]) -> None:
+    """Rounding, a difference with its cause, or a different experiment."""
+    for constants, status, line, cause in CHANGES:
+        (saved.parent / "summed.py").write_text(changed(**constants))
+        done = everyrank(saved.parent, "verify", "summed.py", "--against", "before.json")
+        printed = " ".join(done.stdout.split())
+        assert (done.returncode, line in printed, cause in printed) == (status, True, True), (constants, done)
+
+
+def test_two_commits(everyrank: Callable[..., Any], tmp_path: Path) -> None:
+    """Each in a worktree of its own, which is removed; the user's files stay as they are."""
+
+    def git(*words: str) -> str:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+        return subprocess.run(
+            ["git", *identity, *words], cwd=tmp_path, check=True, capture_output=True, text=True
+        ).stdout
+
+    git("init", "--quiet", "-b", "main")
+    for constants in ({}, {"SCALE": 3.0}):
+        (tmp_path / "summed.py").write_text(changed(**constants))
+        git("add", "summed.py")
+        git("commit", "--quiet", "-m", str(constants))
+    (tmp_path / "summed.py").write_text("not committed, and no Python")
+    done = everyrank(tmp_path, "verify", "summed.py", "--between", "HEAD~1", "HEAD")
+    assert done.returncode == 1, done.stderr
+    assert "the loss is 3 times what it was" in " ".join(done.stdout.split())
+    assert len(git("worktree", "list").splitlines()) == 1
+    assert (tmp_path / "summed.py").read_text() == "not committed, and no Python"
+    unknown = everyrank(tmp_path, "verify", "summed.py", "--between", "HEAD", "nope")
+    assert (unknown.returncode, unknown.stderr) == (2, "everyrank: --between: nope: git knows no such commit\n")
+
+
+def test_files_from_elsewhere(saved: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that --save did not write is refused in one line."""
+    monkeypatch.chdir(saved.parent)
+    content = json.loads(saved.read_text())
+    for wrong in ([], {}, {**content, "format": "2"}, {**content, "losses": ["1"]}, {**content, "counts": []}):
+        Path("wrong.json").write_text(json.dumps(wrong))
+        text = refused(capsys, "verify", "digits", "--against", "wrong.json")
+        assert "--against wrong.json: it was not written by everyrank verify --save" in text
+    assert "No such file" in refused(capsys, "verify", "digits", "--against", "missing.json")
+    assert "leave --layout" in refused(capsys, "verify", "digits", "--save", "a.json", "--layout", "ddp")
+    assert "no file" in refused(capsys, "verify", "digits", "--between", "main", "HEAD")
+    _test_comparison(content)
+
+
+def _test_comparison(content: dict[str, Any]) -> None:
+    """The other causes, on the numbers alone."""
+
+    def judged(change: Callable[[dict[str, Any]], None]) -> str:
+        now = copy.deepcopy(content)
+        change(now)
+        return " ".join(compare_kept(content, now).lines())
+
+    assert "update 3 has 64 loss terms before, 60 now" in judged(lambda now: now["counts"].__setitem__(3, 60.0))
+    assert "a schedule, the order of samples" in judged(lambda now: now["losses"].__setitem__(5, 9.0))
+    assert "weight differs by" in judged(lambda now: now["final"]["weight"].__setitem__(0, 9.0))
+    assert "the initial weights are different" in judged(lambda now: now["initial"]["weight"].__setitem__(0, 9.0))
+    assert "training data" in judged(lambda now: now["experiment"].__setitem__("training data", "x"))
+    assert "tensor bias: None before, [3] now" in judged(lambda now: now["experiment"]["tensors"].update(bias=[3]))
+    text = judged(lambda now: now["versions"].update(torch="9.9"))
+    assert text.startswith("equal: ")
+    assert "torch: " in text
+    assert "9.9 now" in text
