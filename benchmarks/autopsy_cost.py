@@ -27,13 +27,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from everyrank.backends import RECENT_CALLS
-from everyrank.backends.engine import PendingWork
-from everyrank.backends.operation_queue import OperationQueue
 from everyrank.launch import Launch, RankInfo, run_ranks
 from everyrank.launch.autopsy import current_state
 from everyrank.launch.autopsy.rank_state import _POLL_SECONDS
 from everyrank.layout import parse_layout
 from everyrank.parallel.mesh import open_mesh
+from everyrank.script.watching import _prepare as watch_for_hangs
 from everyrank.train.stragglers import _WINDOW_SECONDS, StragglerWatch
 from everyrank.world import open_world
 
@@ -76,14 +75,15 @@ def measure(info: RankInfo, launch: Launch, rounds: int) -> dict[str, Any]:
 
 def added() -> dict[str, float]:
     """CPU seconds of one note in the ring, and of one look of the thread: the least of five turns."""
-    state, work, tensors = current_state(), PendingWork("", OperationQueue([0], 1.0), iter(()), []), [torch.ones(8)]
+    state, tensors = current_state(), [torch.ones(8)]
     assert state is not None
+    watch_for_hangs(state, 300.0, prints=False)  # as a script has it
 
     def note() -> None:
-        RECENT_CALLS.note("all_reduce", "alone", tensors, work)
+        RECENT_CALLS.note("all_reduce", "alone", tensors)
 
     def look() -> None:
-        state._note_where(None)
+        state.on_look(state._write_stack(None)["frames"])
 
     found = {}
     for name, function, count in (("note_seconds", note, 2000), ("thread_look_seconds", look, 50)):
@@ -104,7 +104,7 @@ def switch(is_on: bool) -> None:
     if is_on:
         RECENT_CALLS.__dict__.pop("note", None)
         state.has_ended = False
-        state.thread = threading.Thread(target=state._attend, daemon=True)
+        state.thread = threading.Thread(target=state._run, daemon=True)
         state.thread.start()
     else:
         RECENT_CALLS.note = lambda *_: None
@@ -115,10 +115,11 @@ def switch(is_on: bool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--backends", nargs="+", default=["shm", "gloo"])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rows = []
-    for backend in ("shm", "gloo"):
+    for backend in args.backends:
         launch = Launch(processes=2, device="cpu", backend=backend)
         found = run_ranks(launch, measure, launch, args.rounds)[0]
         ratios = sorted(on / off for on, off in zip(found["with"], found["without"], strict=True))

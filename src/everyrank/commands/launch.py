@@ -30,6 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_launching(parser, for_scripts=True)
     parser.set_defaults(workers=0)
     parser.add_argument(
+        "--start-timeout", type=float, default=300.0, metavar="S", help="longest wait for ranks to start (default 300)"
+    )
+    parser.add_argument(
         "--logs",
         type=Path,
         metavar="DIR",

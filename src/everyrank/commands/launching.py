@@ -35,7 +35,7 @@ from everyrank.options import arguments_of
 __all__ = ["add_launching", "dry_run_or_submit", "is_reporting_rank", "launch_of", "quiet_launch_of"]
 
 
-_OF_WORKLOADS = ("device", "backend", "start_timeout", "interface", "init_method")
+_OF_WORKLOADS = ("device", "backend", "interface", "init_method")
 
 
 def add_launching(
