@@ -45,6 +45,7 @@ ORDER = [
     "benchmark",
     "doctor",
     "audit",
+    "rerun",
     "report",
     "recipes",
     "eject",

@@ -1,0 +1,14 @@
+"""Runs a user's script again, on one or several ranks, with the batches, draws and learning rates of an earlier run.
+
+host.py       one process that imports torch once and forks the ranks of each run
+recording.py  what a run gives: losses, gradients, parameters, states and printed lines of each update
+process.py    the program of that process
+inside/       the hooks in each rank: they impose and record
+
+Only process.py and inside/ import torch when they are imported.
+"""
+
+from everyrank.rerun.host import ScriptHost
+from everyrank.rerun.recording import Imposed, Printed, RankRecording, Recording, Update
+
+__all__ = ["Imposed", "Printed", "RankRecording", "Recording", "ScriptHost", "Update"]

@@ -1,0 +1,143 @@
+"""Starts the process that imports torch once, and asks it for runs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from everyrank.audit.guardian import guarded
+from everyrank.audit.script import find_script, has_gpu, names_cuda, own_text
+from everyrank.audit.watch.recorder import ENVIRONMENT
+from everyrank.errors import CannotRunError
+from everyrank.rerun.recording import Imposed, Recording, read_recording
+
+__all__ = ["ScriptHost"]
+
+
+class ScriptHost:
+    """Runs a script on one or several ranks, any number of times, without touching the user's files.
+
+    words            a script and its arguments, or -m, a module and its arguments
+    timeout_seconds  for each run
+    pretend_cuda     run CUDA calls on the CPU even if the script does not name CUDA
+
+    Example:
+        with ScriptHost(["train.py", "--epochs", "2"]) as host:
+            two = host.run(ranks=2, float64=True)
+            one = host.run(ranks=1, float64=True, imposed=Imposed(recording=two))
+
+    Raises `CannotRunError` if the process does not start. What the script does wrong is in `Recording.trouble`.
+
+    """
+
+    def __init__(self, words: Sequence[str], timeout_seconds: float = 120.0, pretend_cuda: bool = False) -> None:
+        self.words, self.timeout_seconds, self.pretend_cuda = list(words), timeout_seconds, pretend_cuda
+        self._process: Any = None
+        self._runs = 0
+
+    def __enter__(self) -> Self:
+        try:
+            self.folder = Path(tempfile.mkdtemp(prefix="everyrank-rerun-"))
+        except OSError as error:
+            raise CannotRunError(f"no folder for temporary files: {error}; set TMPDIR to one") from error
+        self._cleanup = contextlib.ExitStack()
+        self._cleanup.callback(shutil.rmtree, self.folder, ignore_errors=True)
+        self._cleanup.enter_context(guarded(self.folder))
+        script = find_script(self.words)
+        main = str(script.absolute()) if script else ""
+        environment = {
+            **os.environ,
+            # the guardian finds every process of the script by it, and the inject folder is not on the path
+            ENVIRONMENT: json.dumps({"folder": str(self.folder)}),
+            "OMP_NUM_THREADS": "1",
+            "WANDB_MODE": "disabled",
+        }
+        self._process = subprocess.Popen(  # noqa: S603  (our own module)
+            [sys.executable, "-P", "-m", "everyrank.rerun.process", str(self.folder), main],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        self._cleanup.callback(self._end)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._cleanup.close()
+
+    def _end(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def run(
+        self,
+        ranks: int = 1,
+        *,
+        words: Sequence[str] | None = None,
+        imposed: Imposed = Imposed(),
+        float64: bool = False,
+        updates: int = 12,
+        detailed: int = 6,
+        seconds: float = 30.0,
+        environment: Mapping[str, str] | None = None,
+    ) -> Recording:
+        """Run the script on `ranks` ranks.
+
+        updates   optimizer steps after which the script is ended
+        detailed  first updates whose gradients, parameters and states are recorded
+        seconds   after which the ranks agree on a last update, unless a recording is imposed
+        """
+        words = self.words if words is None else list(words)
+        script = find_script(words)
+        names_gpu = self.pretend_cuda or names_cuda(f"{own_text(script) if script else ''} {' '.join(words)}")
+        self._runs += 1
+        folder = self.folder / f"run{self._runs}"
+        folder.mkdir()
+        recording = imposed.recording
+        settings = {
+            "folder": str(folder),
+            "words": words,
+            "main": str(script.absolute()) if script else "",
+            "ranks": ranks,
+            "devices": 0 if has_gpu() or not names_gpu else ranks,
+            "float64": float64,
+            "updates": updates,
+            "detailed": detailed,
+            "seconds": seconds,
+            "timeout": self.timeout_seconds,
+            "environment": dict(environment or {}),
+            "imposed": str(recording.folder) if recording is not None else "",
+            "imposed_ranks": len(recording.ranks) if recording is not None else 0,
+            "order": imposed.order,
+            "rows": imposed.rows,
+            "seed": imposed.seed,
+            "without_checkpointing": imposed.without_checkpointing,
+        }
+        start = time.monotonic()
+        answer = self._ask(settings)
+        return read_recording(folder, ranks, answer["trouble"], answer["traceback"], time.monotonic() - start)
+
+    def _ask(self, settings: dict[str, Any]) -> dict[str, str]:
+        try:
+            self._process.stdin.write(json.dumps(settings) + "\n")
+            self._process.stdin.flush()
+            limit = self.timeout_seconds + 60.0  # torch is imported first
+            if not select.select([self._process.stdout], [], [], limit)[0]:
+                return {"trouble": f"no answer within {limit:g} s", "traceback": ""}
+            line = self._process.stdout.readline()
+        except OSError as error:
+            raise CannotRunError(f"the process that runs the script has ended: {error}") from error
+        if not line:
+            raise CannotRunError(f"the process that runs the script has ended: {self._process.stderr.read()[-500:]}")
+        return json.loads(line)

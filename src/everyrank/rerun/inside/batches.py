@@ -1,0 +1,255 @@
+"""What loaders yield: recorded, put together from several ranks, or shuffled in one order."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data._utils import fetch
+
+from everyrank.rerun.inside.session import Session
+
+__all__ = ["install_batches", "merged", "num_rows"]
+
+_MOST_BYTES = 3e8
+
+
+class _NotMergedError(Exception):
+    """Parts of a batch that cannot be put together, with the reason."""
+
+
+def install_batches(session: Session) -> None:
+    """Hook DataLoader: number the loaders, record or impose each batch."""
+    if session.settings["order"]:
+        _one_order(session)
+    init, iterate, length = DataLoader.__init__, DataLoader.__iter__, DataLoader.__len__
+    made = 0
+    passes: dict[int, int] = {}
+    lengths: dict[int, int] = {}
+    recorded_lengths = session.imposed[0]["facts"].get("lengths", {}) if session.imposed else {}
+
+    @functools.wraps(init)
+    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+        nonlocal made
+        init(self, *args, **kwargs)
+        object.__setattr__(self, "_everyrank_number", made)
+        with contextlib.suppress(Exception), session.quiet():
+            lengths[made] = length(self)
+        made += 1
+        session.facts["lengths"] = lengths
+
+    @functools.wraps(length)
+    def measured(self: Any) -> int:
+        number = getattr(self, "_everyrank_number", -1)
+        return recorded_lengths[number] if number in recorded_lengths and session.is_active else length(self)
+
+    @functools.wraps(iterate)
+    def iterating(self: Any) -> Any:
+        number = getattr(self, "_everyrank_number", -1)
+        count = passes[number] = passes.get(number, -1) + 1
+        if session.imposed:
+            parts = [each["batches"] for each in session.imposed]
+            key = [number, count]
+            found = [[batch for loader_pass, batch in part if loader_pass == key] for part in parts]
+            if any(found):
+                return _Imposed(session, found)
+            session.refuse(f"the {len(session.imposed)} ranks did not read pass {count} of loader {number}")
+        return _Recorded(session, iterate(self), [number, count])
+
+    DataLoader.__init__, DataLoader.__iter__, DataLoader.__len__ = construct, iterating, measured
+
+
+class _Recorded:
+    """The iterator of a loader, which records its batches."""
+
+    def __init__(self, session: Session, iterator: Any, key: list[int]) -> None:
+        self._session, self._iterator, self._key = session, iterator, key
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        batch = next(self._iterator)
+        session = self._session
+        session.batch_size = num_rows(batch)
+        if session.is_active and not session.settings["order"]:
+            with session.quiet():
+                try:
+                    size = session.facts.get("bytes", 0) + _bytes(batch)
+                    if size > _MOST_BYTES:
+                        raise _NotMergedError(f"batches of more than {_MOST_BYTES / 1e6:.0f} MB")
+                    session.facts["bytes"] = size
+                    session.batches.append((self._key, _encoded(batch)))
+                except _NotMergedError as error:
+                    session.refuse(str(error))
+        return batch
+
+    def __len__(self) -> int:
+        return len(self._iterator)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._iterator, name)
+
+
+class _Imposed:
+    """Recorded batches of several ranks, put together one by one."""
+
+    def __init__(self, session: Session, parts: list[list[Any]]) -> None:
+        self._session, self._parts, self._next = session, parts, 0
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __len__(self) -> int:
+        return max(len(part) for part in self._parts)
+
+    def __next__(self) -> Any:
+        session, index = self._session, self._next
+        if index >= len(self):
+            raise StopIteration
+        self._next += 1
+        batches = [part[index] if index < len(part) else None for part in self._parts]
+        session.rows = [0 if batch is None else num_rows(batch) for batch in batches]
+        session.batch_size = sum(session.rows)
+        present = [batch for batch in batches if batch is not None]
+        with session.quiet():
+            try:
+                return _decoded(merged(present))
+            except _NotMergedError as error:
+                session.refuse(str(error))
+                return _decoded(present[0])
+
+
+# --- batches as containers of tensors, numbers and text
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def _encoded(value: Any) -> Any:
+    """A copy of a batch in containers that torch.load reads back with weights_only."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        return {"__numpy__": torch.from_numpy(value.copy())}
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, _PLAIN):
+        return value
+    if type(value) is dict:
+        return {key: _encoded(each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_encoded(each) for each in value)
+    raise _NotMergedError(f"batches hold {type(value).__name__}, which is not put together")
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        if set(value) == {"__numpy__"}:
+            return value["__numpy__"].numpy().copy()
+        return {key: _decoded(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_decoded(each) for each in value)
+    return value
+
+
+def num_rows(batch: Any) -> int:
+    """The number of samples in a batch: the first dimension of its first tensor."""
+    if isinstance(batch, torch.Tensor):
+        return len(batch) if batch.dim() else 1
+    if isinstance(batch, dict):
+        return next((rows for each in batch.values() if (rows := num_rows(each))), 0)
+    if isinstance(batch, list | tuple):
+        return next((rows for each in batch if (rows := num_rows(each))), 0)
+    return 0
+
+
+def _bytes(batch: Any) -> int:
+    if isinstance(batch, torch.Tensor):
+        return batch.numel() * batch.element_size()
+    if isinstance(batch, dict):
+        return sum(_bytes(each) for each in batch.values())
+    return sum(_bytes(each) for each in batch) if isinstance(batch, list | tuple) else 0
+
+
+def merged(parts: list[Any]) -> Any:
+    """Batches of several ranks as one: tensors along their first dimension, lists of samples one after the other."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if any(type(part) is not type(first) for part in parts):
+        raise _NotMergedError("ranks read batches of different types")
+    if isinstance(first, torch.Tensor):
+        if not first.dim():
+            if all(torch.equal(part, first) for part in parts):
+                return first
+            raise _NotMergedError("a batch holds a number without a batch dimension, and ranks differ in it")
+        if any(part.shape[1:] != first.shape[1:] or part.dtype != first.dtype for part in parts):
+            raise _NotMergedError("ranks read samples of different shapes, such as texts padded to each batch's length")
+        return torch.cat(parts)
+    if isinstance(first, dict):
+        if any(part.keys() != first.keys() for part in parts):
+            raise _NotMergedError("batches of the ranks have different keys")
+        return {key: merged([part[key] for part in parts]) for key in first}
+    if isinstance(first, list | tuple):
+        if any(len(part) != len(first) for part in parts) or not _holds_columns(first):
+            return type(first)(each for part in parts for each in part)
+        return type(first)(merged([part[index] for part in parts]) for index in range(len(first)))
+    if all(part == first for part in parts):
+        return first
+    raise _NotMergedError("a batch holds a number without a batch dimension, and ranks differ in it")
+
+
+def _holds_columns(batch: Any) -> bool:
+    """Whether a list holds one entry for each kind of value, as `[images, labels]`, not one for each sample."""
+    columns = [each for each in batch if isinstance(each, torch.Tensor) and each.dim()]
+    if columns:
+        return len({len(column) for column in columns}) == 1
+    return any(isinstance(each, list | tuple | dict) for each in batch) and not all(
+        isinstance(each, dict) for each in batch
+    )
+
+
+# --- one order
+
+
+def _one_order(session: Session) -> None:
+    """Shuffle alike on any number of ranks, and let what a dataset draws depend on the sample and the pass."""
+    init = RandomSampler.__init__
+
+    @functools.wraps(init)
+    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if self.generator is None and session.ranks == 1:
+            self.generator = torch.Generator().manual_seed(torch.initial_seed())
+
+    RandomSampler.__init__ = construct
+    read: dict[int, int] = {}  # passes over each sample
+
+    def sample(dataset: Any, index: Any) -> Any:
+        with session.quiet():
+            states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+            number = int(index) if isinstance(index, int | np.integer) else hash(index)
+            count = read[number] = read.get(number, -1) + 1
+            seed = (number * 7919 + count) % 2**31
+            random.seed(seed)
+            np.random.seed(seed)
+            torch.default_generator.manual_seed(seed)
+            try:
+                return dataset[index]
+            finally:
+                random.setstate(states[0])
+                np.random.set_state(states[1])
+                torch.set_rng_state(states[2])
+
+    def fetched(self: Any, index: Any) -> Any:
+        samples = [sample(self.dataset, each) for each in index] if self.auto_collation else sample(self.dataset, index)
+        return self.collate_fn(samples)
+
+    fetch._MapDatasetFetcher.fetch = fetched

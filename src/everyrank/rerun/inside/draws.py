@@ -1,0 +1,193 @@
+"""Records and imposes random numbers, and records the tensors that each line computes in the first update."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from everyrank.audit.watch.place import is_own_file, where
+from everyrank.rerun.inside.session import Session
+
+__all__ = ["install_draws"]
+
+_NEW = {"rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal", "bernoulli", "multinomial"}
+_NEW |= {"poisson", "binomial", "_standard_gamma", "_sample_dirichlet", "randperm", "native_dropout"}
+_IN_PLACE = {"normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_", "geometric_", "cauchy_"}
+_ROWS = {
+    "rand": "uniform",
+    "randn": "normal",
+    "rand_like": "uniform",
+    "randn_like": "normal",
+    "normal_": "normal",
+    "uniform_": "uniform",
+    "bernoulli_": "bernoulli",
+}
+_MOST_ELEMENTS = 200_000
+_MOST_VALUES = 4000
+_VIEWS = {"detach", "clone", "alias", "view", "_unsafe_view", "t", "transpose", "lift_fresh", "_to_copy", "expand"}
+
+
+def install_draws(session: Session, pretend: Any) -> contextlib.ExitStack:
+    """The modes to run the script in."""
+    stack = contextlib.ExitStack()
+    if pretend is not None:
+        stack.enter_context(_OnCpu(pretend))
+    stack.enter_context(_Draws(session))
+    return stack
+
+
+class _OnCpu(TorchFunctionMode):
+    """Lets CUDA calls run on the CPU."""
+
+    def __init__(self, pretend: Any) -> None:
+        super().__init__()
+        self.pretend = pretend
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result, args, kwargs = self.pretend.rewrite(func, args, kwargs or {})
+        return result if result is not None else func(*args, **kwargs)
+
+
+class _Draws(TorchDispatchMode):
+    """Sees every operation of torch."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self.session = session
+        self.recorded = [{tuple(key): value for key, value in each["draws"]} for each in session.imposed]
+        self.num_row_draws = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        session = self.session
+        if not session.is_active:
+            return out
+        name = func._schema.name.rpartition("::")[2]
+        if name in _NEW or name in _IN_PLACE:
+            with session.quiet():
+                return self.drawn(name, args, out)
+        if session.update == 0 and not session.in_backward and name not in _VIEWS:
+            with session.quiet():
+                self.computed(name, out)
+        return out
+
+    # --- draws
+
+    def drawn(self, name: str, args: Any, out: Any) -> Any:
+        """Record the numbers of a draw, or replace them."""
+        session = self.session
+        drawn = out[1] if name == "native_dropout" else out
+        if type(drawn) is not torch.Tensor and not isinstance(drawn, nn.Parameter):
+            return out
+        if session.settings["rows"]:
+            return self.by_rows(name, args, out)
+        key = session.key(name)
+        if not self.recorded:
+            if drawn.numel() <= 10 * _MOST_ELEMENTS:
+                session.draws.append((key, (drawn.detach().clone(), session.is_training)))
+            return out
+        found = [each[key][0] for each in self.recorded if key in each]
+        if not found:
+            if session.is_training:
+                session.refuse(f"the ranks did not draw at {key[0]} ({name})")
+            return out
+        new = _together(found, drawn, name in _IN_PLACE or name == "randperm" or _in_constructor())
+        if new is None:
+            session.refuse(f"random numbers of {key[0]} ({name}) have another shape on one rank")
+            return out
+        if name == "native_dropout":
+            values, probability = args[0], args[1]
+            out[1].copy_(new)
+            out[0].copy_(values * new / (1 - probability))
+            return out
+        if new.shape == drawn.shape:
+            with torch.no_grad():
+                drawn.copy_(new)
+            return out
+        session.facts["widened"] = [*session.facts.get("widened", []), key[0]]
+        session.rows = [len(part) for part in found]
+        return new.to(drawn.dtype)
+
+    def by_rows(self, name: str, args: Any, out: Any) -> Any:
+        """Row g of a draw with a row for each sample: the same numbers whichever rank has the sample."""
+        session = self.session
+        kind = _ROWS.get(name)
+        if kind is None or not session.batch_size or not out.dim() or len(out) != session.batch_size:
+            return out
+        generator = np.random.Generator(np.random.PCG64(self.num_row_draws))
+        self.num_row_draws += 1
+        shape = (len(out) * session.ranks, *out.shape[1:])
+        if kind == "normal":
+            numbers = generator.standard_normal(shape)
+            if name == "normal_":
+                mean, deviation = [*args[1:], *[0.0, 1.0][len(args) - 1 :]][:2]
+                numbers = numbers * deviation + mean
+        elif kind == "uniform":
+            numbers = generator.random(shape)
+            if name == "uniform_":
+                low, high = [*args[1:], *[0.0, 1.0][len(args) - 1 :]][:2]
+                numbers = numbers * (high - low) + low
+        else:
+            probability = args[1] if len(args) > 1 else 0.5
+            if isinstance(probability, torch.Tensor):
+                return out
+            numbers = (generator.random(shape) < probability).astype(np.float64)
+        with torch.no_grad():
+            out.copy_(torch.from_numpy(np.ascontiguousarray(numbers[session.rank :: session.ranks])))
+        return out
+
+    # --- values
+
+    def computed(self, name: str, out: Any) -> None:
+        """Record what a line of the script computes."""
+        session = self.session
+        if len(session.values) >= _MOST_VALUES:
+            return
+        for index, value in enumerate(out if isinstance(out, tuple | list) else (out,)):
+            if type(value) is not torch.Tensor or not value.is_floating_point() or value.numel() > _MOST_ELEMENTS:
+                continue
+            place = where()
+            if place:
+                key = session.key(f"{name}.{index}" if index else name, place)
+                session.values.append((key, (value.detach().clone(), False)))
+
+
+def _together(found: list[Any], drawn: Any, keeps_shape: bool) -> Any:
+    """The draws of all ranks as one draw; None if the shapes do not allow it.
+
+    keeps_shape  the draw fills a tensor that exists, such as a weight: rank 0's numbers are those that DDP broadcasts
+    """
+    first = found[0]
+    for dim in range(first.dim()):
+        others = [part.shape[:dim] + part.shape[dim + 1 :] for part in found]
+        is_sum = all(other == others[0] for other in others) and sum(part.shape[dim] for part in found) == (
+            drawn.shape[dim] if drawn.dim() > dim else -1
+        )
+        if is_sum and drawn.shape[:dim] + drawn.shape[dim + 1 :] == others[0]:
+            return torch.cat(found, dim)
+    if first.shape != drawn.shape:
+        return None
+    if keeps_shape or not first.dim() or all(torch.equal(part, first) for part in found[1:]):
+        return first
+    return torch.cat(found)
+
+
+def _in_constructor() -> bool:
+    """Whether a module is being made: its weights have one shape on any number of ranks."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name in ("__init__", "reset_parameters") and isinstance(
+            frame.f_locals.get("self"), nn.Module
+        ):
+            return True
+        if frame.f_code.co_name == "<module>" and is_own_file(frame.f_code.co_filename):
+            return False
+        frame = frame.f_back
+    return False

@@ -1,0 +1,110 @@
+"""Names for parameters and states that are the same in every run: the order in which modules are made."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from everyrank.rerun.inside.session import Session
+
+__all__ = ["Modules", "install_modules", "plain_name"]
+
+_WRAPPERS = ("module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
+
+
+def plain_name(name: str) -> str:
+    """A name without the parts that wrappers add."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+class Modules:
+    """All modules that live, in the order of their making."""
+
+    def __init__(self) -> None:
+        self.made: list[Any] = []
+
+    def add(self, module: Any) -> None:
+        """Remember a module that is being made."""
+        self.made.append(weakref.ref(module))
+
+    def roots(self) -> list[tuple[str, Any]]:
+        """(name, module) of those that are in no other: "Net", "Net (2)". Wrappers are looked through."""
+        alive = [module for module in (ref() for ref in self.made) if module is not None]
+        alive = [module for module in alive if "_modules" in vars(module)]
+        inner = {id(child) for module in alive for child in module.children()}
+        roots: list[tuple[str, Any]] = []
+        counts: dict[str, int] = {}
+        for module in alive:
+            if id(module) in inner or any(module is known for _, known in roots):
+                continue
+            kind = type(_unwrapped(module)).__name__.removeprefix("FSDP")  # fully_shard makes FSDPNet of Net
+            counts[kind] = counts.get(kind, 0) + 1
+            roots.append((kind if counts[kind] == 1 else f"{kind} ({counts[kind]})", module))
+        return roots
+
+    def parameters(self) -> dict[int, str]:
+        """The name of each parameter, by its identity."""
+        names: dict[int, str] = {}
+        for root, module in self.roots():
+            for name, parameter in module.named_parameters():
+                names.setdefault(id(parameter), f"{root}: {plain_name(name)}")
+        return names
+
+    def states(self, stepped: set[int]) -> dict[str, Any]:
+        """Buffers of all modules, and parameters that no optimizer steps."""
+        found: dict[str, Any] = {}
+        for root, module in self.roots():
+            held = list(module.parameters())
+            if not any(id(parameter) in stepped for parameter in held) and all(p.grad is None for p in held):
+                found |= {f"{root}: {plain_name(name)}": p for name, p in module.named_parameters()}
+            found |= {f"{root}: {plain_name(name)}": buffer for name, buffer in module.named_buffers()}
+        return found
+
+
+def _unwrapped(module: Any) -> Any:
+    while True:
+        inner = next((module._modules[name] for name in _WRAPPERS if module._modules.get(name) is not None), None)
+        if inner is None or len(module._modules) > 1:
+            return module
+        module = inner
+
+
+def install_modules(session: Session) -> Modules:
+    """Note each module as it is made or copied, and what the outermost one is given while training."""
+    modules = Modules()
+    init, restore, call = nn.Module.__init__, nn.Module.__setstate__, nn.Module.__call__
+    depth = 0
+
+    @functools.wraps(init)
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        modules.add(self)
+        init(self, *args, **kwargs)
+
+    @functools.wraps(restore)
+    def copied(self: Any, state: Any) -> None:
+        modules.add(self)
+        restore(self, state)
+
+    @functools.wraps(call)
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal depth
+        if depth == 0 and session.is_active and session.update == 0 and torch.is_grad_enabled() and self.training:
+            given = [value.detach().clone() for value in [*args, *kwargs.values()] if _is_plain(value)]
+            if len(session.inputs) < 64 and any(parameter.requires_grad for parameter in self.parameters()):
+                session.inputs.append(given)
+        depth += 1
+        try:
+            return call(self, *args, **kwargs)
+        finally:
+            depth -= 1
+
+    nn.Module.__init__, nn.Module.__setstate__, nn.Module.__call__ = made, copied, called
+    return modules
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) is torch.Tensor and value.numel() < 1e7

@@ -1,0 +1,39 @@
+"""On one rank, batch norm over the samples of each of the recorded ranks, as each of them does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
+
+from everyrank.rerun.inside.session import Session
+
+__all__ = ["install_norms"]
+
+
+def install_norms(session: Session) -> None:
+    """Let BatchNorm normalise the parts of a batch that was put together one by one. SyncBatchNorm takes it whole."""
+    if not session.imposed or len(session.imposed) < 2:
+        return
+    plain: Any = _BatchNorm.forward
+
+    def forward(self: Any, values: Any) -> Any:
+        rows = session.rows
+        if isinstance(self, SyncBatchNorm) or not (self.training and rows and len(values) % sum(rows) == 0):
+            return plain(self, values)
+        scale = len(values) // sum(rows)
+        parts = values.split([count * scale for count in rows])
+        outputs = [plain(self, parts[0])]
+        # rank 0's running statistics are those that DDP broadcasts and a script saves
+        kept = dict(self._buffers)
+        try:
+            for part in parts[1:]:
+                self._buffers.update({name: None if each is None else each.clone() for name, each in kept.items()})
+                outputs.append(plain(self, part))
+        finally:
+            self._buffers.update(kept)
+        session.facts["norms"] = session.facts.get("norms", 0) + 1
+        return torch.cat(outputs)
+
+    _BatchNorm.forward = forward

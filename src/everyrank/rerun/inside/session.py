@@ -1,0 +1,122 @@
+"""The state that all hooks of a rank share."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from everyrank.audit.watch.place import where
+
+__all__ = ["Session"]
+
+_WAIT_SECONDS = 10.0
+
+
+class Session:
+    """What a rank has recorded so far, and what is imposed on it.
+
+    imposed   the recordings of the ranks that this one puts together, by rank; empty if none
+    rows      number of samples of the last batch that each of them read
+    """
+
+    def __init__(self, settings: dict[str, Any], rank: int) -> None:
+        self.settings, self.rank, self.ranks = settings, rank, int(settings["ranks"])
+        self.folder = Path(settings["folder"])
+        self.pid = os.getpid()
+        self.start = time.monotonic()
+        self.update = 0
+        self.in_backward = False
+        self.is_training = False
+        self.muted = 0
+        self.updates: list[dict[str, Any]] = []
+        self.printed: list[dict[str, Any]] = []
+        self.values: list[Any] = []
+        self.draws: list[Any] = []
+        self.inputs: list[Any] = []
+        self.batches: list[Any] = []
+        self.facts: dict[str, Any] = {"refused": []}
+        self.counts: dict[tuple[Any, ...], int] = {}
+        self.rows: list[int] = []
+        self.batch_size = 0
+        self.imposed = [
+            torch.load(Path(settings["imposed"]) / f"rank{each}.pt", weights_only=True)
+            for each in range(settings["imposed_ranks"])
+        ]
+        self.before_write: Any = lambda: None
+
+    @property
+    def is_active(self) -> bool:
+        """Whether hooks act: not inside another hook, nor in a worker of a loader."""
+        return not self.muted and os.getpid() == self.pid
+
+    @contextlib.contextmanager
+    def quiet(self) -> Generator[None]:
+        """Hooks do nothing within the block."""
+        self.muted += 1
+        try:
+            yield
+        finally:
+            self.muted -= 1
+
+    def key(self, operation: str, place: str = "") -> tuple[str, str, int]:
+        """(line, operation, how often it was met before)."""
+        place = place or where()
+        count = self.counts.get((place, operation), 0)
+        self.counts[place, operation] = count + 1
+        return place, operation, count
+
+    def refuse(self, why: str) -> None:
+        """Note that something could not be imposed. The run goes on, and is not compared."""
+        if why not in self.facts["refused"]:
+            self.facts["refused"].append(why)
+
+    def write(self) -> None:
+        """Write the recording, completely or not at all."""
+        with self.quiet():
+            with contextlib.suppress(Exception):
+                self.before_write()
+            content = {
+                "updates": self.updates,
+                "printed": self.printed,
+                "values": self.values,
+                "draws": self.draws,
+                "inputs": self.inputs,
+                "batches": self.batches,
+                "facts": self.facts,
+            }
+            # one file, so that the memory of equal tensors is shared
+            partial = self.folder / f".rank{self.rank}.pt"
+            torch.save(content, partial)
+            os.replace(partial, self.folder / f"rank{self.rank}.pt")  # noqa: PTH105
+
+    def is_last(self) -> bool:
+        """Whether the run ends after this update; rank 0 chooses it two updates ahead when time is up."""
+        if self.update >= self.settings["updates"]:
+            return True
+        path = self.folder / "last.json"
+        if path.exists():
+            with contextlib.suppress(ValueError):
+                return self.update >= json.loads(path.read_text())
+        elif self.rank == 0 and not self.imposed and time.monotonic() > self.start + self.settings["seconds"]:
+            path.write_text(str(self.update + 2))
+        return False
+
+    def finish(self) -> NoReturn:
+        """End this process when the other ranks get here too, because they may wait for it in a collective."""
+        self.write()
+        (self.folder / f"done{self.rank}").touch()
+        end = time.monotonic() + _WAIT_SECONDS
+        while time.monotonic() < end and len(list(self.folder.glob("done*"))) < self.ranks:
+            time.sleep(0.02)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(0)

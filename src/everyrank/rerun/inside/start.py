@@ -1,0 +1,77 @@
+"""Installs the hooks in a forked rank, and runs the script there."""
+
+from __future__ import annotations
+
+import random
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from everyrank.audit.watch.pretend_cuda import PretendCuda
+from everyrank.rerun.inside.batches import install_batches
+from everyrank.rerun.inside.draws import install_draws
+from everyrank.rerun.inside.modules import install_modules
+from everyrank.rerun.inside.norms import install_norms
+from everyrank.rerun.inside.precision import install_float64
+from everyrank.rerun.inside.printed import install_printed
+from everyrank.rerun.inside.session import Session
+from everyrank.rerun.inside.steps import install_steps
+
+__all__ = ["run_script"]
+
+
+def run_script(settings: dict[str, Any], rank: int) -> None:
+    """Run the script as `python script.py ...` would, under all hooks, and write the recording at its end."""
+    session = Session(settings, rank)
+    if settings["seed"] is not None:
+        for seed in (torch.manual_seed, np.random.seed, random.seed):
+            seed(settings["seed"] + rank)
+    pretend = PretendCuda(settings["devices"]) if settings["devices"] else None
+    if pretend is not None:
+        pretend.install()
+    torch.compile = lambda model=None, *_args, **_kwargs: model if model is not None else (lambda function: function)
+    torch.nn.Module.compile = lambda *_args, **_kwargs: None
+    if settings["float64"]:
+        install_float64()
+    if settings["without_checkpointing"]:
+        _keep_activations()
+    modules = install_modules(session)
+    install_norms(session)
+    install_batches(session)
+    install_printed(session)
+    install_steps(session, modules)
+    modes = install_draws(session, pretend)
+    words = settings["words"]
+    try:
+        with modes:
+            if words[0] == "-m":
+                sys.argv = words[1:]
+                sys.path[0:0] = [str(Path.cwd())]
+                runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+            else:
+                sys.argv = list(words)
+                sys.path[0:0] = [str(Path(words[0]).absolute().parent)]
+                runpy.run_path(words[0], run_name="__main__")
+    except BaseException:
+        session.write()
+        raise
+    session.finish()
+
+
+def _keep_activations() -> None:
+    """Let activation checkpointing call its function directly, which must not change a gradient."""
+    import torch.utils.checkpoint as module
+
+    own = {"use_reentrant", "context_fn", "determinism_check", "debug", "preserve_rng_state", "early_stop"}
+
+    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **{name: value for name, value in kwargs.items() if name not in own})
+
+    module.checkpoint = call
+    module.checkpoint_sequential = lambda functions, _segments, value, **_kwargs: (
+        torch.nn.Sequential(*functions)(value) if isinstance(functions, list | tuple) else functions(value)
+    )

@@ -1,0 +1,137 @@
+"""Records losses, gradients, parameters, learning rates and states of each update."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from everyrank.audit.watch.place import where
+from everyrank.rerun.inside.modules import Modules
+from everyrank.rerun.inside.session import Session
+
+__all__ = ["install_steps"]
+
+
+class _Steps:
+    def __init__(self, session: Session, modules: Modules) -> None:
+        self.session, self.modules = session, modules
+        self.losses: list[float] = []
+        self.backwards: list[str] = []
+        self.pending: dict[str, Any] = {}
+        self.stepped: set[int] = set()
+        self.names: dict[int, str] = {}
+        self.own_rates: dict[int, list[float]] = {}
+
+    @property
+    def is_detailed(self) -> bool:
+        return self.session.update < self.session.settings["detailed"]
+
+    def before(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        """When an optimizer begins a step."""
+        session = self.session
+        if not session.is_active:
+            return
+        with session.quiet(), torch.no_grad():
+            self.note_states()
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            unknown = [p for p in parameters if id(p) not in self.names]
+            if unknown:
+                self.names = self.modules.parameters()
+                for number, parameter in enumerate(parameters):
+                    self.names.setdefault(id(parameter), f"{type(optimizer).__name__}: parameter {number}")
+            self.stepped |= {id(p) for p in parameters}
+            own = [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
+            self.pending = {
+                "losses": self.losses,
+                "backwards": self.backwards,
+                "step": where(),
+                "gradients": {},
+                "before": {},
+                "after": {},
+                "rates": own,
+                "states": {},
+            }
+            if self.is_detailed:
+                named = {self.names[id(p)]: p for p in parameters}
+                self.pending["gradients"] = {
+                    name: None if p.grad is None else shard_of(p.grad) for name, p in named.items()
+                }
+                self.pending["before"] = {name: shard_of(p) for name, p in named.items()}
+            self.impose_rates(optimizer, own)
+            self.losses, self.backwards = [], []
+
+    def impose_rates(self, optimizer: Any, own: list[float]) -> None:
+        """Step with the learning rates of the recorded ranks; what the script has set is put back afterwards."""
+        recorded = self.session.imposed[0]["updates"] if self.session.imposed else []
+        self.own_rates = {}
+        if self.session.update < len(recorded):
+            rates = recorded[self.session.update]["rates"]
+            if len(rates) == len(own):
+                self.own_rates[id(optimizer)] = own
+                for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                    group["lr"] = torch.full_like(group["lr"], rate) if torch.is_tensor(group["lr"]) else rate
+
+    def after(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        """When it has ended: the last update of the run ends the process."""
+        session = self.session
+        if not session.is_active or not self.pending:
+            return
+        with session.quiet(), torch.no_grad():
+            for group, rate in zip(optimizer.param_groups, self.own_rates.get(id(optimizer), []), strict=False):
+                group["lr"] = rate
+            if self.is_detailed:
+                parameters = [p for group in optimizer.param_groups for p in group["params"]]
+                self.pending["after"] = {self.names[id(p)]: shard_of(p) for p in parameters}
+            session.updates.append(self.pending)
+            self.pending = {}
+            session.update += 1
+            is_last = session.is_last()
+        if is_last:
+            session.finish()
+
+    def note_states(self) -> None:
+        """Record the states that the last update has left, before the next one begins."""
+        updates = self.session.updates
+        if updates and len(updates) <= self.session.settings["detailed"] and not updates[-1]["states"]:
+            states = self.modules.states(self.stepped)
+            updates[-1]["states"] = {name: shard_of(state) for name, state in states.items()}
+
+
+def shard_of(tensor: Any) -> Any:
+    """A copy of a tensor's local part; empty if its memory has been freed."""
+    tensor = tensor.detach()
+    tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    if tensor.is_sparse:
+        tensor = tensor.to_dense()
+    if tensor.numel() and not tensor.untyped_storage().nbytes():
+        return torch.empty(0)
+    return tensor.clone(memory_format=torch.contiguous_format).cpu()
+
+
+def install_steps(session: Session, modules: Modules) -> None:
+    """Hook every optimizer, and every backward."""
+    steps = _Steps(session, modules)
+    session.before_write = steps.note_states
+    register_optimizer_step_pre_hook(steps.before)
+    register_optimizer_step_post_hook(steps.after)
+    backward = torch.autograd.backward
+
+    @functools.wraps(backward)
+    def run_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        is_outer = session.is_active and not session.in_backward
+        if is_outer:
+            losses = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+            with session.quiet(), torch.no_grad():
+                steps.losses.append(sum(float(loss.detach().double().sum()) for loss in losses))
+            steps.backwards.append(where())
+            session.is_training = True
+        was, session.in_backward = session.in_backward, True
+        try:
+            backward(tensors, *args, **kwargs)
+        finally:
+            session.in_backward = was
+
+    torch.autograd.backward = run_backward

@@ -1,0 +1,150 @@
+"""What a run of a script gives, and what a run can be made to use."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Imposed", "Printed", "RankRecording", "Recording", "Update", "Value", "read_recording"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """A tensor that a line of the script computed in the first update.
+
+    needs_gradient  whether a gradient flows back through it
+    """
+
+    tensor: Any
+    needs_gradient: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Draw:
+    """Random numbers that a line drew. `loop` is whether the script had begun to train."""
+
+    tensor: Any
+    is_training: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Printed:
+    """One line that the script printed, logged or wrote to a dashboard.
+
+    place       the line of the script, "/path/train.py:12"
+    occurrence  how often that line had printed before
+    numbers     the numbers in the text, in order
+    stream      "stdout", "logging" or "tensorboard"
+    update      optimizer steps before it
+    """
+
+    place: str
+    occurrence: int
+    text: str
+    numbers: list[float]
+    stream: str
+    update: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """One optimizer step of one rank. Tensors are local shards, by parameter name.
+
+    losses     value of each backward before the step
+    backwards  their lines
+    step       the line of the step
+    gradients  at the step; None for a parameter without one
+    before     parameters before the step
+    after      parameters after it
+    rates      learning rate of each parameter group, as the script has set it
+    states     buffers, and parameters of modules that no optimizer steps, when the next step begins
+    """
+
+    losses: list[float]
+    backwards: list[str]
+    step: str
+    gradients: dict[str, Any]
+    before: dict[str, Any]
+    after: dict[str, Any]
+    rates: list[float]
+    states: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class RankRecording:
+    """What one rank did.
+
+    values   tensors of the first update, by (line, operation, occurrence)
+    draws    random numbers, by (line, operation, occurrence)
+    inputs   tensors given to the outermost model while training, in order, up to the first update
+    facts    whatever else the hooks noted: "sizes" of batches, "refused" imposed content, ...
+    """
+
+    updates: list[Update]
+    printed: list[Printed]
+    output: str
+    values: dict[tuple[str, str, int], Value]
+    draws: dict[tuple[str, str, int], Draw]
+    inputs: list[list[Any]]
+    facts: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Recording:
+    """What all ranks of a run did.
+
+    trouble    "" or one line: why the run did not end as it should
+    traceback  of the first rank that failed
+    folder     where the recorded batches lie, for a run that they are imposed on
+    """
+
+    ranks: tuple[RankRecording, ...]
+    trouble: str
+    traceback: str
+    seconds: float
+    folder: Path
+
+
+@dataclasses.dataclass(frozen=True)
+class Imposed:
+    """What a run uses in place of its own.
+
+    recording              read the batches and draws of these ranks, put together, and step with their learning rates
+    order                  shuffle in one order on any number of ranks, and seed what a dataset draws by sample and pass
+    rows                   draws of one row for each sample are the same for a sample, whichever rank has it
+    seed                   seed of torch, numpy and random before the script starts
+    without_checkpointing  keep activations instead of computing them again
+    """
+
+    recording: Recording | None = None
+    order: bool = False
+    rows: bool = False
+    seed: int | None = None
+    without_checkpointing: bool = False
+
+
+def read_recording(folder: Path, ranks: int, trouble: str, traceback: str, seconds: float) -> Recording:
+    """Read what the ranks wrote. A rank that wrote nothing has an empty recording."""
+    import torch
+
+    read: list[RankRecording] = []
+    for rank in range(ranks):
+        path, log = folder / f"rank{rank}.pt", folder / f"rank{rank}.log"
+        output = log.read_text(errors="replace") if log.exists() else ""
+        if not path.exists():
+            read.append(RankRecording([], [], output, {}, {}, [], {}))
+            continue
+        content = torch.load(path, weights_only=True)
+        read.append(
+            RankRecording(
+                [Update(**update) for update in content["updates"]],
+                [Printed(**line) for line in content["printed"]],
+                output,
+                {tuple(key): Value(*value) for key, value in content["values"]},
+                {tuple(key): Draw(*value) for key, value in content["draws"]},
+                content["inputs"],
+                content["facts"],
+            )
+        )
+    return Recording(tuple(read), trouble, traceback, seconds, folder)
