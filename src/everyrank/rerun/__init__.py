@@ -9,6 +9,6 @@ Only process.py and inside/ import torch when they are imported.
 """
 
 from everyrank.rerun.host import ScriptHost
-from everyrank.rerun.recording import Imposed, Printed, RankRecording, Recording, Update
+from everyrank.rerun.recording import Imposed, Printed, RankRecording, RecordedUpdate, ScriptRecording
 
-__all__ = ["Imposed", "Printed", "RankRecording", "Recording", "ScriptHost", "Update"]
+__all__ = ["Imposed", "Printed", "RankRecording", "RecordedUpdate", "ScriptHost", "ScriptRecording"]

@@ -19,7 +19,7 @@ from everyrank.audit.guardian import guarded
 from everyrank.audit.script import find_script, has_gpu, names_cuda, own_text
 from everyrank.audit.watch.recorder import ENVIRONMENT
 from everyrank.errors import CannotRunError
-from everyrank.rerun.recording import Imposed, Recording, read_recording
+from everyrank.rerun.recording import Imposed, ScriptRecording, read_recording
 
 __all__ = ["ScriptHost"]
 
@@ -36,7 +36,7 @@ class ScriptHost:
             two = host.run(ranks=2, float64=True)
             one = host.run(ranks=1, float64=True, imposed=Imposed(recording=two))
 
-    Raises `CannotRunError` if the process does not start. What the script does wrong is in `Recording.trouble`.
+    Raises `CannotRunError` if the process does not start. What the script does wrong is in `ScriptRecording.trouble`.
 
     """
 
@@ -91,7 +91,7 @@ class ScriptHost:
         detailed: int = 6,
         seconds: float = 30.0,
         environment: Mapping[str, str] | None = None,
-    ) -> Recording:
+    ) -> ScriptRecording:
         """Run the script on `ranks` ranks.
 
         updates   optimizer steps after which the script is ended

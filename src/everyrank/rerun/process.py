@@ -90,9 +90,9 @@ def _rank(settings: dict[str, Any], rank: int, port: int) -> NoReturn:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="everyrank")
     code = 0
     try:
-        from everyrank.rerun.inside import run_script
+        from everyrank.rerun.inside import run_as_rank
 
-        run_script(settings, rank)
+        run_as_rank(settings, rank)
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException:  # the script's own error, whatever it is

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Imposed", "Printed", "RankRecording", "Recording", "Update", "Value", "read_recording"]
+__all__ = ["Imposed", "Printed", "RankRecording", "RecordedUpdate", "ScriptRecording", "Value", "read_recording"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Printed:
 
 
 @dataclasses.dataclass(frozen=True)
-class Update:
+class RecordedUpdate:
     """One optimizer step of one rank. Tensors are local shards, by parameter name.
 
     losses     value of each backward before the step
@@ -81,7 +81,7 @@ class RankRecording:
     facts    whatever else the hooks noted: "sizes" of batches, "refused" imposed content, ...
     """
 
-    updates: list[Update]
+    updates: list[RecordedUpdate]
     printed: list[Printed]
     output: str
     values: dict[tuple[str, str, int], Value]
@@ -91,7 +91,7 @@ class RankRecording:
 
 
 @dataclasses.dataclass(frozen=True)
-class Recording:
+class ScriptRecording:
     """What all ranks of a run did.
 
     trouble    "" or one line: why the run did not end as it should
@@ -117,14 +117,14 @@ class Imposed:
     without_checkpointing  keep activations instead of computing them again
     """
 
-    recording: Recording | None = None
+    recording: ScriptRecording | None = None
     order: bool = False
     rows: bool = False
     seed: int | None = None
     without_checkpointing: bool = False
 
 
-def read_recording(folder: Path, ranks: int, trouble: str, traceback: str, seconds: float) -> Recording:
+def read_recording(folder: Path, ranks: int, trouble: str, traceback: str, seconds: float) -> ScriptRecording:
     """Read what the ranks wrote. A rank that wrote nothing has an empty recording."""
     import torch
 
@@ -138,7 +138,7 @@ def read_recording(folder: Path, ranks: int, trouble: str, traceback: str, secon
         content = torch.load(path, weights_only=True)
         read.append(
             RankRecording(
-                [Update(**update) for update in content["updates"]],
+                [RecordedUpdate(**update) for update in content["updates"]],
                 [Printed(**line) for line in content["printed"]],
                 output,
                 {tuple(key): Value(*value) for key, value in content["values"]},
@@ -147,4 +147,4 @@ def read_recording(folder: Path, ranks: int, trouble: str, traceback: str, secon
                 content["facts"],
             )
         )
-    return Recording(tuple(read), trouble, traceback, seconds, folder)
+    return ScriptRecording(tuple(read), trouble, traceback, seconds, folder)

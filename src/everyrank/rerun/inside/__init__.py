@@ -11,6 +11,6 @@ printed.py    lines that the script prints and logs
 precision.py  float64 in place of float32
 """
 
-from everyrank.rerun.inside.start import run_script
+from everyrank.rerun.inside.start import run_as_rank
 
-__all__ = ["run_script"]
+__all__ = ["run_as_rank"]

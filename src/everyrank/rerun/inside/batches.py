@@ -14,7 +14,7 @@ from torch.utils.data._utils import fetch
 
 from everyrank.rerun.inside.session import Session
 
-__all__ = ["install_batches", "merged", "num_rows"]
+__all__ = ["install_batches", "merged", "rows_of_batch"]
 
 _MOST_BYTES = 3e8
 
@@ -76,7 +76,7 @@ class _Recorded:
     def __next__(self) -> Any:
         batch = next(self._iterator)
         session = self._session
-        session.batch_size = num_rows(batch)
+        session.batch_size = rows_of_batch(batch)
         if session.is_active and not session.settings["order"]:
             with session.quiet():
                 try:
@@ -114,7 +114,7 @@ class _Imposed:
             raise StopIteration
         self._next += 1
         batches = [part[index] if index < len(part) else None for part in self._parts]
-        session.rows = [0 if batch is None else num_rows(batch) for batch in batches]
+        session.rows = [0 if batch is None else rows_of_batch(batch) for batch in batches]
         session.batch_size = sum(session.rows)
         present = [batch for batch in batches if batch is not None]
         with session.quiet():
@@ -159,14 +159,14 @@ def _decoded(value: Any) -> Any:
     return value
 
 
-def num_rows(batch: Any) -> int:
+def rows_of_batch(batch: Any) -> int:
     """The number of samples in a batch: the first dimension of its first tensor."""
     if isinstance(batch, torch.Tensor):
         return len(batch) if batch.dim() else 1
     if isinstance(batch, dict):
-        return next((rows for each in batch.values() if (rows := num_rows(each))), 0)
+        return next((rows for each in batch.values() if (rows := rows_of_batch(each))), 0)
     if isinstance(batch, list | tuple):
-        return next((rows for each in batch if (rows := num_rows(each))), 0)
+        return next((rows for each in batch if (rows := rows_of_batch(each))), 0)
     return 0
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from everyrank.rerun.inside.session import Session
 
-__all__ = ["Modules", "install_modules", "plain_name"]
+__all__ = ["ModuleNames", "install_module_names", "plain_name"]
 
 _WRAPPERS = ("module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
 
@@ -21,7 +21,7 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-class Modules:
+class ModuleNames:
     """All modules that live, in the order of their making."""
 
     def __init__(self) -> None:
@@ -73,9 +73,9 @@ def _unwrapped(module: Any) -> Any:
         module = inner
 
 
-def install_modules(session: Session) -> Modules:
+def install_module_names(session: Session) -> ModuleNames:
     """Note each module as it is made or copied, and what the outermost one is given while training."""
-    modules = Modules()
+    modules = ModuleNames()
     init, restore, call = nn.Module.__init__, nn.Module.__setstate__, nn.Module.__call__
     depth = 0
 

@@ -14,17 +14,17 @@ import torch
 from everyrank.audit.watch.pretend_cuda import PretendCuda
 from everyrank.rerun.inside.batches import install_batches
 from everyrank.rerun.inside.draws import install_draws
-from everyrank.rerun.inside.modules import install_modules
+from everyrank.rerun.inside.modules import install_module_names
 from everyrank.rerun.inside.norms import install_norms
 from everyrank.rerun.inside.precision import install_float64
 from everyrank.rerun.inside.printed import install_printed
 from everyrank.rerun.inside.session import Session
-from everyrank.rerun.inside.steps import install_steps
+from everyrank.rerun.inside.steps import install_step_hooks
 
-__all__ = ["run_script"]
+__all__ = ["run_as_rank"]
 
 
-def run_script(settings: dict[str, Any], rank: int) -> None:
+def run_as_rank(settings: dict[str, Any], rank: int) -> None:
     """Run the script as `python script.py ...` would, under all hooks, and write the recording at its end."""
     session = Session(settings, rank)
     if settings["seed"] is not None:
@@ -39,11 +39,11 @@ def run_script(settings: dict[str, Any], rank: int) -> None:
         install_float64()
     if settings["without_checkpointing"]:
         _keep_activations()
-    modules = install_modules(session)
+    modules = install_module_names(session)
     install_norms(session)
     install_batches(session)
     install_printed(session)
-    install_steps(session, modules)
+    install_step_hooks(session, modules)
     modes = install_draws(session, pretend)
     words = settings["words"]
     try:

@@ -9,14 +9,14 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from everyrank.audit.watch.place import where
-from everyrank.rerun.inside.modules import Modules
+from everyrank.rerun.inside.modules import ModuleNames
 from everyrank.rerun.inside.session import Session
 
-__all__ = ["install_steps"]
+__all__ = ["install_step_hooks"]
 
 
 class _Steps:
-    def __init__(self, session: Session, modules: Modules) -> None:
+    def __init__(self, session: Session, modules: ModuleNames) -> None:
         self.session, self.modules = session, modules
         self.losses: list[float] = []
         self.backwards: list[str] = []
@@ -111,7 +111,7 @@ def shard_of(tensor: Any) -> Any:
     return tensor.clone(memory_format=torch.contiguous_format).cpu()
 
 
-def install_steps(session: Session, modules: Modules) -> None:
+def install_step_hooks(session: Session, modules: ModuleNames) -> None:
     """Hook every optimizer, and every backward."""
     steps = _Steps(session, modules)
     session.before_write = steps.note_states
