@@ -46,6 +46,7 @@ ORDER = [
     "doctor",
     "audit",
     "rerun",
+    "relations",
     "report",
     "recipes",
     "eject",

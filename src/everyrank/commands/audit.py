@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import signal
@@ -15,7 +16,7 @@ from everyrank.errors import CHECK_FAILED, UsageError, printable
 from everyrank.record import write_text
 
 if TYPE_CHECKING:
-    from everyrank.audit import Audit
+    from everyrank.audit import Audit, AuditOptions
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
@@ -41,6 +42,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="let CUDA calls run on the CPU, even if no line of the script names CUDA",
     )
+    parser.add_argument(
+        "--compare",
+        action=argparse.BooleanOptionalAction,
+        help="run the first updates again on one rank with the same batches, and compare (default: if they take less "
+        "than a minute)",
+    )
+    parser.add_argument("--only-compare", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--strict", action="store_true", help="exit status 1 also for WARN")
     parser.add_argument("--shim", type=Path, metavar="DIR", help="folder of modules that replace missing packages")
     parser.add_argument(
         "--timeout",
@@ -110,15 +119,33 @@ def run(args: argparse.Namespace) -> int:
 
         moved(0)
         try:
-            audit, failure = audit_script(words, options, moved), None
+            audit, failure = None if args.only_compare else audit_script(words, options, moved), None
         except ScriptFailedError as error:
             audit, failure = error.audit, error
+    audit = _compared(audit, words, options, args)
     if audit is not None:
         _show(audit, args)
     if failure is not None:
         print("\n".join(f"  {printable(line)}" for line in failure.tail), file=sys.stderr)
         raise failure
-    return CHECK_FAILED if audit is not None and audit.has_failed else 0  # audit is None on ranks other than 0
+    if audit is None:  # rank 0 has the word
+        return 0
+    is_warned = args.strict and any(finding.level == "WARN" for finding in audit.findings)
+    return CHECK_FAILED if audit.has_failed or is_warned else 0
+
+
+def _compared(audit: Audit | None, words: list[str], options: AuditOptions, args: argparse.Namespace) -> Audit | None:
+    """The audit with what a comparison of ranks with one rank has found."""
+    from everyrank.relations import audit_by_relations, why_not_compared, with_comparison
+
+    if args.only_compare:
+        return audit_by_relations(words, options)
+    if audit is None or args.compare is False:
+        return audit
+    why_not = why_not_compared(audit, options, os.environ)
+    if why_not and not (args.compare and why_not.startswith("by default")):
+        return dataclasses.replace(audit, unchecked=(*audit.unchecked, f"comparison with one rank: {why_not}"))
+    return with_comparison(audit, options)
 
 
 def _show(audit: Audit, args: argparse.Namespace) -> None:

@@ -85,7 +85,7 @@ class ScriptHost:
         ranks: int = 1,
         *,
         words: Sequence[str] | None = None,
-        imposed: Imposed = Imposed(),
+        imposed: Imposed | None = None,
         float64: bool = False,
         updates: int = 12,
         detailed: int = 6,
@@ -98,6 +98,7 @@ class ScriptHost:
         detailed  first updates whose gradients, parameters and states are recorded
         seconds   after which the ranks agree on a last update, unless a recording is imposed
         """
+        imposed = imposed or Imposed()
         words = self.words if words is None else list(words)
         script = find_script(words)
         names_gpu = self.pretend_cuda or names_cuda(f"{own_text(script) if script else ''} {' '.join(words)}")
@@ -118,7 +119,9 @@ class ScriptHost:
             "timeout": self.timeout_seconds,
             "environment": dict(environment or {}),
             "imposed": str(recording.folder) if recording is not None else "",
-            "imposed_ranks": len(recording.ranks) if recording is not None else 0,
+            "imposed_ranks": _imposed_ranks(imposed),
+            "num_recorded": len(recording.ranks) if recording is not None else 0,
+            "impose_parameters": imposed.parameters,
             "order": imposed.order,
             "rows": imposed.rows,
             "seed": imposed.seed,
@@ -141,3 +144,10 @@ class ScriptHost:
         if not line:
             raise CannotRunError(f"the process that runs the script has ended: {self._process.stderr.read()[-500:]}")
         return json.loads(line)
+
+
+def _imposed_ranks(imposed: Imposed) -> list[int]:
+    """The ranks whose batches and draws are put together."""
+    if imposed.recording is None:
+        return []
+    return list(range(len(imposed.recording.ranks))) if imposed.only_rank is None else [imposed.only_rank]

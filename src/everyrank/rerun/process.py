@@ -10,6 +10,7 @@ if __name__ == "__main__":  # files are redirected before anything else can impo
     OVERLAY = install_overlay(sys.argv[1], sys.argv[2])
 
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -20,8 +21,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed
-import torch.utils.data
+
+for _module in ("torch.distributed", "torch.utils.data", "everyrank.rerun.inside"):
+    importlib.import_module(_module)  # the ranks need them
 
 _AFTER_FAILURE_SECONDS = 5.0  # the other ranks may fail by themselves, with a better reason
 
@@ -33,6 +35,19 @@ def _free_port() -> int:
 
 
 def _run(settings: dict[str, Any]) -> dict[str, str]:
+    """Run the ranks, again if another program took their port in between."""
+    answer = _attempt(settings)
+    for _ in range(2):
+        if "EADDRINUSE" not in answer["trouble"]:
+            break
+        for path in Path(settings["folder"]).iterdir():
+            if path.is_file():
+                path.unlink()
+        answer = _attempt(settings)
+    return answer
+
+
+def _attempt(settings: dict[str, Any]) -> dict[str, str]:
     """Fork the ranks, wait for them, and return why one failed."""
     port = _free_port()
     processes: dict[int, int] = {}

@@ -58,6 +58,7 @@ class RecordedUpdate:
     before     parameters before the step
     after      parameters after it
     rates      learning rate of each parameter group, as the script has set it
+    batches    number of batches that were read before the step
     states     buffers, and parameters of modules that no optimizer steps, when the next step begins
     """
 
@@ -68,6 +69,7 @@ class RecordedUpdate:
     before: dict[str, Any]
     after: dict[str, Any]
     rates: list[float]
+    batches: int
     states: dict[str, Any]
 
 
@@ -111,6 +113,8 @@ class Imposed:
     """What a run uses in place of its own.
 
     recording              read the batches and draws of these ranks, put together, and step with their learning rates
+    only_rank              take the batches and draws of this rank only, not of all
+    parameters             after each step, take the recorded parameters
     order                  shuffle in one order on any number of ranks, and seed what a dataset draws by sample and pass
     rows                   draws of one row for each sample are the same for a sample, whichever rank has it
     seed                   seed of torch, numpy and random before the script starts
@@ -118,6 +122,8 @@ class Imposed:
     """
 
     recording: ScriptRecording | None = None
+    only_rank: int | None = None
+    parameters: bool = False
     order: bool = False
     rows: bool = False
     seed: int | None = None

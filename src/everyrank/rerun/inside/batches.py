@@ -1,5 +1,7 @@
 """What loaders yield: recorded, put together from several ranks, or shuffled in one order."""
 
+# The fetcher of map-style datasets is private.
+# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 import contextlib
@@ -74,9 +76,11 @@ class _Recorded:
         return self
 
     def __next__(self) -> Any:
+        self._session.has_begun = True
         batch = next(self._iterator)
         session = self._session
         session.batch_size = rows_of_batch(batch)
+        session.num_batches += 1
         if session.is_active and not session.settings["order"]:
             with session.quiet():
                 try:
@@ -110,12 +114,14 @@ class _Imposed:
 
     def __next__(self) -> Any:
         session, index = self._session, self._next
+        session.has_begun = True
         if index >= len(self):
             raise StopIteration
         self._next += 1
         batches = [part[index] if index < len(part) else None for part in self._parts]
         session.rows = [0 if batch is None else rows_of_batch(batch) for batch in batches]
         session.batch_size = sum(session.rows)
+        session.num_batches += 1
         present = [batch for batch in batches if batch is not None]
         with session.quiet():
             try:
@@ -143,7 +149,8 @@ def _encoded(value: Any) -> Any:
     if type(value) is dict:
         return {key: _encoded(each) for key, each in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_encoded(each) for each in value)
+        container: Any = type(value)
+        return container(_encoded(each) for each in value)
     raise _NotMergedError(f"batches hold {type(value).__name__}, which is not put together")
 
 
@@ -252,4 +259,5 @@ def _one_order(session: Session) -> None:
         samples = [sample(self.dataset, each) for each in index] if self.auto_collation else sample(self.dataset, index)
         return self.collate_fn(samples)
 
-    fetch._MapDatasetFetcher.fetch = fetched
+    fetcher: Any = fetch._MapDatasetFetcher
+    fetcher.fetch = fetched

@@ -1,8 +1,11 @@
 """Records and imposes random numbers, and records the tensors that each line computes in the first update."""
 
+# sys._getframe is private.
+# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from typing import Any
 
@@ -12,13 +15,15 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from everyrank.audit.watch.place import is_own_file, where
+from everyrank.audit.watch.place import is_own_file
 from everyrank.rerun.inside.session import Session
 
 __all__ = ["install_draws"]
 
-_NEW = {"rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal", "bernoulli", "multinomial"}
-_NEW |= {"poisson", "binomial", "_standard_gamma", "_sample_dirichlet", "randperm", "native_dropout"}
+_NEW = {
+    *("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal", "bernoulli", "multinomial"),
+    *("poisson", "binomial", "_standard_gamma", "_sample_dirichlet", "randperm", "native_dropout"),
+}
 _IN_PLACE = {"normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_", "geometric_", "cauchy_"}
 _ROWS = {
     "rand": "uniform",
@@ -73,7 +78,13 @@ class _Draws(TorchDispatchMode):
         if name in _NEW or name in _IN_PLACE:
             with session.quiet():
                 return self.drawn(name, args, out)
-        if session.update == 0 and not session.in_backward and name not in _VIEWS:
+        if (
+            session.has_begun
+            and session.update == 0
+            and not session.in_backward
+            and name not in _VIEWS
+            and "empty" not in name
+        ):
             with session.quiet():
                 self.computed(name, out)
         return out
@@ -98,6 +109,8 @@ class _Draws(TorchDispatchMode):
             if session.is_training:
                 session.refuse(f"the ranks did not draw at {key[0]} ({name})")
             return out
+        if session.is_training and len(found) > 1 and _is_repeated(found, drawn):
+            session.facts["repeated"] = [*session.facts.get("repeated", []), [*key[:2], list(found[0].shape)]]
         new = _together(found, drawn, name in _IN_PLACE or name == "randperm" or _in_constructor())
         if new is None:
             session.refuse(f"random numbers of {key[0]} ({name}) have another shape on one rank")
@@ -153,10 +166,29 @@ class _Draws(TorchDispatchMode):
         for index, value in enumerate(out if isinstance(out, tuple | list) else (out,)):
             if type(value) is not torch.Tensor or not value.is_floating_point() or value.numel() > _MOST_ELEMENTS:
                 continue
-            place = where()
+            place = _direct_line()
             if place:
                 key = session.key(f"{name}.{index}" if index else name, place)
                 session.values.append((key, (value.detach().clone(), False)))
+
+
+def _is_repeated(found: list[Any], drawn: Any) -> bool:
+    """Whether ranks drew the same numbers for samples of their own, where one rank draws different ones."""
+    first = found[0]
+    is_own = first.dim() > 0 and first.shape[1:] == drawn.shape[1:] and len(first) * len(found) == len(drawn)
+    return (
+        is_own and first.numel() > 1 and first.unique().numel() > 1 and all(torch.equal(each, first) for each in found)
+    )
+
+
+def _direct_line() -> str:
+    """The user's innermost line; "" for what optimizers and the wrappers of torch.distributed compute."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and not is_own_file(frame.f_code.co_filename):
+        if "/torch/distributed/" in frame.f_code.co_filename or "/torch/optim/" in frame.f_code.co_filename:
+            return ""
+        frame = frame.f_back
+    return f"{os.path.abspath(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else ""  # noqa: PTH100
 
 
 def _together(found: list[Any], drawn: Any, keeps_shape: bool) -> Any:

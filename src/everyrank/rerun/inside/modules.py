@@ -92,10 +92,11 @@ def install_module_names(session: Session) -> ModuleNames:
     @functools.wraps(call)
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal depth
-        if depth == 0 and session.is_active and session.update == 0 and torch.is_grad_enabled() and self.training:
+        if depth == 0 and session.is_active and session.update == 0 and _is_training(session, self):
             given = [value.detach().clone() for value in [*args, *kwargs.values()] if _is_plain(value)]
             if len(session.inputs) < 64 and any(parameter.requires_grad for parameter in self.parameters()):
                 session.inputs.append(given)
+        session.has_begun = True
         depth += 1
         try:
             return call(self, *args, **kwargs)
@@ -104,6 +105,11 @@ def install_module_names(session: Session) -> ModuleNames:
 
     nn.Module.__init__, nn.Module.__setstate__, nn.Module.__call__ = made, copied, called
     return modules
+
+
+def _is_training(session: Session, module: Any) -> bool:
+    """Whether this forward is one of the training, not a second one for activation checkpointing."""
+    return torch.is_grad_enabled() and module.training and not session.in_backward
 
 
 def _is_plain(value: Any) -> bool:

@@ -1,5 +1,7 @@
 """On one rank, batch norm over the samples of each of the recorded ranks, as each of them does."""
 
+# torch names its base class _BatchNorm.
+# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 from typing import Any
@@ -36,4 +38,5 @@ def install_norms(session: Session) -> None:
         session.facts["norms"] = session.facts.get("norms", 0) + 1
         return torch.cat(outputs)
 
-    _BatchNorm.forward = forward
+    kind: Any = _BatchNorm
+    kind.forward = forward

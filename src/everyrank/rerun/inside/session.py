@@ -35,6 +35,7 @@ class Session:
         self.update = 0
         self.in_backward = False
         self.is_training = False
+        self.has_begun = False  # a loader was read, or a model called
         self.muted = 0
         self.updates: list[dict[str, Any]] = []
         self.printed: list[dict[str, Any]] = []
@@ -48,7 +49,12 @@ class Session:
         self.batch_size = 0
         self.imposed = [
             torch.load(Path(settings["imposed"]) / f"rank{each}.pt", weights_only=True)
-            for each in range(settings["imposed_ranks"])
+            for each in settings["imposed_ranks"]
+        ]
+        self.num_batches = 0
+        self.parameters = [
+            torch.load(Path(settings["imposed"]) / f"rank{each}.pt", weights_only=True)["updates"]
+            for each in range(settings["num_recorded"] if settings["impose_parameters"] else 0)
         ]
         self.before_write: Any = lambda: None
 
@@ -101,11 +107,14 @@ class Session:
         """Whether the run ends after this update; rank 0 chooses it two updates ahead when time is up."""
         if self.update >= self.settings["updates"]:
             return True
+        if self.imposed:  # as the recorded ranks, unless their script came to its end
+            is_cut = not self.imposed[0]["facts"].get("came_to_end", False)
+            return is_cut and self.update >= max(len(each["updates"]) for each in self.imposed)
         path = self.folder / "last.json"
         if path.exists():
             with contextlib.suppress(ValueError):
                 return self.update >= json.loads(path.read_text())
-        elif self.rank == 0 and not self.imposed and time.monotonic() > self.start + self.settings["seconds"]:
+        elif self.rank == 0 and time.monotonic() > self.start + self.settings["seconds"]:
             path.write_text(str(self.update + 2))
         return False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import runpy
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from everyrank.audit.watch.place import where
 from everyrank.audit.watch.pretend_cuda import PretendCuda
 from everyrank.rerun.inside.batches import install_batches
 from everyrank.rerun.inside.draws import install_draws
@@ -39,6 +41,8 @@ def run_as_rank(settings: dict[str, Any], rank: int) -> None:
         install_float64()
     if settings["without_checkpointing"]:
         _keep_activations()
+    else:
+        _note_checkpointing(session)
     modules = install_module_names(session)
     install_norms(session)
     install_batches(session)
@@ -59,7 +63,24 @@ def run_as_rank(settings: dict[str, Any], rank: int) -> None:
     except BaseException:
         session.write()
         raise
+    session.facts["came_to_end"] = True
     session.finish()
+
+
+def _note_checkpointing(session: Session) -> None:
+    """Note the lines that use activation checkpointing."""
+    import torch.utils.checkpoint as module
+
+    for name in ("checkpoint", "checkpoint_sequential"):
+        original = getattr(module, name)
+
+        def noted(*args: Any, _original: Any = original, **kwargs: Any) -> Any:
+            lines, place = session.facts.setdefault("checkpointing", []), where()
+            if place not in lines:
+                lines.append(place)
+            return _original(*args, **kwargs)
+
+        setattr(module, name, functools.wraps(original)(noted))
 
 
 def _keep_activations() -> None:

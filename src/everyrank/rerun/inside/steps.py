@@ -52,6 +52,7 @@ class _Steps:
                 "before": {},
                 "after": {},
                 "rates": own,
+                "batches": session.num_batches,
                 "states": {},
             }
             if self.is_detailed:
@@ -85,12 +86,27 @@ class _Steps:
             if self.is_detailed:
                 parameters = [p for group in optimizer.param_groups for p in group["params"]]
                 self.pending["after"] = {self.names[id(p)]: shard_of(p) for p in parameters}
+            self.impose_parameters(optimizer)
             session.updates.append(self.pending)
             self.pending = {}
             session.update += 1
             is_last = session.is_last()
         if is_last:
             session.finish()
+
+    def impose_parameters(self, optimizer: Any) -> None:
+        """Replace the parameters by the recorded ones, which may be shards of several ranks."""
+        session = self.session
+        if not session.parameters or session.update >= len(session.parameters[0]):
+            return
+        recorded = [updates[session.update]["after"] for updates in session.parameters if session.update < len(updates)]
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            parts = [after[self.names[id(parameter)]] for after in recorded if self.names[id(parameter)] in after]
+            held = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            if parts and parts[0].shape == held.shape:
+                held.copy_(parts[0])
+            elif parts and sum(part.numel() for part in parts) == held.numel():
+                held.copy_(torch.cat([part.flatten() for part in parts]).view_as(held))
 
     def note_states(self) -> None:
         """Record the states that the last update has left, before the next one begins."""

@@ -1,0 +1,29 @@
+"""Audit by comparison: relations that hold for every correct training, whatever it trains.
+
+compare.py    runs the script again for each relation, and collects what differs
+ranks.py      N ranks are one: gradients, parameters, learning rates, states and printed numbers
+numbers.py    puts the shards of ranks together, and compares up to rounding
+lines.py      the first line of the script whose result is not that of one rank
+recompute.py  activation checkpointing changes no gradient
+precision.py  updates that 16-bit parameters round away
+"""
+
+from everyrank.relations.compare import (
+    Comparison,
+    audit_by_relations,
+    compare_script,
+    joined_findings,
+    judge_script,
+    why_not_compared,
+    with_comparison,
+)
+
+__all__ = [
+    "Comparison",
+    "audit_by_relations",
+    "compare_script",
+    "joined_findings",
+    "judge_script",
+    "why_not_compared",
+    "with_comparison",
+]

@@ -1,0 +1,183 @@
+"""Runs the script again for each relation, and collects what differs."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+
+from everyrank.audit import Audit, AuditOptions
+from everyrank.audit.finding import LEVELS, Finding, Findings, short_place
+from everyrank.audit.outside import rank_from_outside
+from everyrank.audit.script import find_script, own_text, starts_ranks_itself
+from everyrank.errors import EveryrankError
+from everyrank.relations.precision import judge_rounded_updates
+from everyrank.relations.ranks import judge_ranks
+from everyrank.relations.recompute import judge_recomputation
+from everyrank.rerun import Imposed, ScriptHost, ScriptRecording
+
+__all__ = [
+    "Comparison",
+    "audit_by_relations",
+    "compare_script",
+    "joined_findings",
+    "judge_script",
+    "why_not_compared",
+    "with_comparison",
+]
+
+_LONGEST_SECONDS = 60.0
+_VARIABLE = "EVERYRANK_COMPARE"  # 0: off unless --compare is given
+_EXPLAINS = ("gradient.", "loss.", "clip.", "random.", "replicas.", "norm.", "eval.", "schedule.", "data.", "batch")
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What the relations found.
+
+    findings   differences
+    unchecked  relations that could not be tested, with the reason
+    seconds    of all runs
+    """
+
+    findings: tuple[Finding, ...]
+    unchecked: tuple[str, ...]
+    seconds: float
+
+
+def compare_script(
+    words: Sequence[str],
+    processes: int,
+    *,
+    updates: int = 48,
+    seconds: float = 8.0,
+    timeout_seconds: float = 120.0,
+    pretend_cuda: bool = False,
+) -> Comparison:
+    """Run a script on `processes` ranks and on one, with the same batches, and compare.
+
+    updates   optimizer steps to compare
+    seconds   after which the run on several ranks is ended
+
+    Never raises for what the script does: a relation that cannot be tested is in `unchecked`.
+
+    Example:
+        comparison = compare_script(["train.py", "--epochs", "2"], processes=2)
+
+    """
+    start, findings = time.monotonic(), Findings()
+    try:
+        with ScriptHost(words, timeout_seconds, pretend_cuda) as host:
+            judge_script(host, words, processes, findings, updates, seconds)
+    except EveryrankError as error:
+        findings.not_checked(f"comparison with one rank: not compared, because {error}")
+    except Exception as error:  # the audit never ends by it
+        findings.not_checked(
+            f"comparison with one rank: not compared, because it failed ({type(error).__name__}: {error})"
+        )
+    return Comparison(tuple(findings.worst_first()), tuple(findings.unchecked), time.monotonic() - start)
+
+
+def judge_script(
+    host: ScriptHost,
+    words: Sequence[str],
+    processes: int,
+    findings: Findings,
+    updates: int = 48,
+    seconds: float = 8.0,
+) -> None:
+    """Test all relations of a script, in a host that may run others, too."""
+    float64 = True
+    many = host.run(processes, words=words, float64=True, updates=updates, seconds=seconds, detailed=updates)
+    if many.trouble and not many.trouble.startswith("no end"):
+        float64 = False
+        many = host.run(processes, words=words, updates=updates, seconds=seconds, detailed=updates)
+    if many.trouble:
+        findings.not_checked(f"{processes} ranks against one: not compared, because {many.trouble}")
+        return
+    judge_rounded_updates(many.ranks[0], findings)
+
+    def alone(imposed: Imposed) -> ScriptRecording:
+        return host.run(1, words=words, imposed=imposed, float64=float64, updates=updates, detailed=updates)
+
+    one = alone(Imposed(recording=many))
+    if processes > 1:
+        rank_0 = None
+        if not one.trouble and many.ranks[0].printed:
+            rank_0 = alone(Imposed(recording=many, only_rank=0, parameters=True))
+        judge_ranks(many, one, rank_0, findings)
+    lines = one.ranks[0].facts.get("checkpointing", [])
+    if lines and not one.trouble:
+        kept = host.run(
+            1,
+            words=words,
+            imposed=Imposed(recording=many, without_checkpointing=True),
+            float64=float64,
+            updates=1,
+            detailed=1,
+        )
+        if kept.trouble:
+            findings.not_checked(f"activation checkpointing at {short_place(lines[0])}: {kept.trouble}")
+        else:
+            judge_recomputation(one.ranks[0], kept.ranks[0], findings)
+
+
+def joined_findings(by_rules: Sequence[Finding], by_relations: Sequence[Finding]) -> list[Finding]:
+    """One finding for one mistake: a rule that explains a difference gets it as a consequence.
+
+    A difference that no rule explains stays a finding of its own.
+    """
+    causes = [
+        finding for finding in by_rules if finding.level in ("FAIL", "WARN") and finding.rule.startswith(_EXPLAINS)
+    ]
+    joined, kept = list(by_rules), list[Finding]()
+    for finding in by_relations:
+        is_symptom = finding.rule.startswith("ranks.") and finding.level == "WARN"
+        if is_symptom and causes:
+            cause = next((each for each in causes if each.place == finding.place), causes[0])
+            index = next(
+                number for number, each in enumerate(joined) if each.rule == cause.rule and each.place == cause.place
+            )
+            text = f"{joined[index].text}. Comparison with one rank: {finding.text}"
+            also = tuple(dict.fromkeys((*joined[index].also, finding.place, *finding.also)))
+            joined[index] = dataclasses.replace(joined[index], text=text, also=also)
+        else:
+            kept.append(finding)
+    return sorted([*joined, *kept], key=lambda finding: LEVELS.index(finding.level))
+
+
+def why_not_compared(audit: Audit, options: AuditOptions, environment: Mapping[str, str]) -> str:
+    """Why a script is not compared with one rank; "" if it is. `by default`: --compare overrides it."""
+    script = find_script(audit.words)
+    if rank_from_outside(environment) is not None:
+        return "an external launcher has started the ranks; run `everyrank audit` without it"
+    if options.processes is None and script is not None and starts_ranks_itself(own_text(script)):
+        return "the script starts its ranks itself"
+    if options.watch or environment.get(_VARIABLE) == "0":
+        return "by default not with --watch" if options.watch else f"by default not with {_VARIABLE}=0"
+    if audit.seconds > _LONGEST_SECONDS:
+        return f"by default not for a script whose first updates take {audit.seconds:.0f} s; --compare does it"
+    return ""
+
+
+def with_comparison(audit: Audit, options: AuditOptions) -> Audit:
+    """The audit, with the findings of the relations and the seconds that they took."""
+    comparison = compare_script(
+        audit.words, audit.world_size, timeout_seconds=options.timeout_seconds, pretend_cuda=options.pretend_cuda
+    )
+    return dataclasses.replace(
+        audit,
+        findings=tuple(joined_findings(audit.findings, comparison.findings)),
+        unchecked=tuple(dict.fromkeys((*audit.unchecked, *comparison.unchecked))),
+        altered=(*audit.altered, f"the comparison with one rank ran the script again ({comparison.seconds:.0f} s)"),
+        seconds=audit.seconds + comparison.seconds,
+    )
+
+
+def audit_by_relations(words: Sequence[str], options: AuditOptions) -> Audit:
+    """An audit without any rule, which shows what the relations find by themselves."""
+    processes = options.processes or 2
+    comparison = compare_script(words, processes, timeout_seconds=options.timeout_seconds)
+    return Audit(
+        tuple(words), processes, options.updates, comparison.seconds, comparison.findings, (), comparison.unchecked
+    )

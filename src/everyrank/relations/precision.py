@@ -1,0 +1,42 @@
+"""Updates that parameters of 16 bits round away: steps that should move an element and do not."""
+
+from __future__ import annotations
+
+from everyrank.audit.finding import Findings
+from everyrank.rerun import RankRecording
+
+__all__ = ["judge_rounded_updates"]
+
+_MOST_LOST = 0.5
+
+
+def judge_rounded_updates(rank: RankRecording, findings: Findings) -> None:
+    """Count the elements of 16-bit parameters that have a gradient and that no recorded step has moved."""
+    import torch
+
+    updates = [update for update in rank.updates if update.before and update.after]
+    if len(updates) < 3:
+        return
+    first, last = updates[0], updates[-1]
+    moved = total = 0
+    for name, before in first.before.items():
+        after = last.after.get(name)
+        gradients = [update.gradients.get(name) for update in updates]
+        if before.dtype not in (torch.bfloat16, torch.float16) or after is None or any(g is None for g in gradients):
+            continue
+        if after.shape != before.shape or any(g is None or g.shape != before.shape for g in gradients):
+            continue
+        has_gradient = torch.stack([gradient != 0 for gradient in gradients]).all(0)
+        total += int(has_gradient.sum())
+        moved += int((has_gradient & (after != before)).sum())
+    if total < 100 or moved > (1 - _MOST_LOST) * total or not any(first.rates):
+        return
+    findings.add(
+        "WARN",
+        "precision.rounded-away",
+        first.step,
+        f"{total - moved:,} of {total:,} elements of 16-bit parameters did not move in {len(updates)} updates although "
+        f"each had a gradient: the steps (learning rate {first.rates[0]:g}) are smaller than the parameters' precision",
+        "keep the parameters in float32 and compute in bfloat16 (autocast, MixedPrecisionPolicy), or "
+        "round stochastically",
+    )

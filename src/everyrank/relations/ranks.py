@@ -1,0 +1,387 @@
+"""N ranks are one: the same batches, draws and weights give the same updates on N ranks and on one.
+
+The first thing that differs is reported, with the line where the difference begins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+from everyrank.audit.finding import Findings, short_place
+from everyrank.relations.lines import first_differing
+from everyrank.relations.numbers import constant_factor, distance, tolerance_of, whole
+from everyrank.rerun import Printed, RankRecording, RecordedUpdate, ScriptRecording
+
+__all__ = ["comparable_updates", "judge_ranks"]
+
+_ANY_FACTOR = 1e-6  # a learning rate that is scaled by the ranks has one factor in all updates
+
+
+class _NotComparedError(Exception):
+    """Why two runs cannot be compared."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Case:
+    many: ScriptRecording
+    one: RankRecording
+    num_updates: int
+    tolerance: float
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.many.ranks)
+
+    def pairs(self, update: int) -> tuple[list[RecordedUpdate], RecordedUpdate]:
+        return [rank.updates[update] for rank in self.many.ranks], self.one.updates[update]
+
+
+def comparable_updates(many: ScriptRecording, one: RankRecording) -> int:
+    """Updates that all ranks and the one rank began after the same number of batches."""
+    runs = [rank.updates for rank in (*many.ranks, one)]
+    count = 0
+    for updates in zip(*runs, strict=False):
+        if len({(update.batches, len(update.losses)) for update in updates}) > 1:
+            break
+        count += 1
+    return count
+
+
+def judge_ranks(many: ScriptRecording, one: ScriptRecording, alone: ScriptRecording | None, findings: Findings) -> None:
+    """Add what differs to `findings`, or why the runs cannot be compared.
+
+    many   the script on N ranks
+    one    the script on one rank, with the batches, draws and rates of `many`
+    alone  on one rank, with those of rank 0 only and the parameters of `many`: tells rank 0's own numbers
+    """
+    try:
+        case = _case(many, one)
+    except _NotComparedError as error:
+        findings.not_checked(f"{len(many.ranks)} ranks against one: not compared, because {error}")
+        return
+    _repeated_draws(case, findings)
+    differs = _gradients(case, findings)
+    if differs is None:
+        differs = _rates(case, findings)
+    _states(case, findings, differs if differs is not None else case.num_updates)
+    if differs is None and alone is not None and not alone.trouble:
+        _printed(case, alone.ranks[0], findings)
+
+
+def _case(many: ScriptRecording, one: ScriptRecording) -> _Case:
+    """Check that the two runs can be compared. Raises `_NotComparedError`."""
+    if many.trouble:
+        raise _NotComparedError(f"the script failed in the comparison on {len(many.ranks)} ranks ({many.trouble})")
+    recorded = one.ranks[0]
+    refused = [why for rank in (*many.ranks, recorded) for why in rank.facts.get("refused", [])]
+    if refused:
+        raise _NotComparedError(refused[0])
+    if one.trouble:
+        raise _NotComparedError(f"the script does not run on one rank with the batches of all ({one.trouble})")
+    if not all(rank.updates for rank in (*many.ranks, recorded)):
+        raise _NotComparedError("no optimizer step was seen")
+    num_updates = comparable_updates(many, recorded)
+    if not num_updates:
+        firsts = [rank.updates[0] for rank in (*many.ranks, recorded)]
+        if firsts[0].batches != firsts[-1].batches or len(firsts[0].losses) != len(firsts[-1].losses):
+            numbers = f"{len(firsts[0].losses)} backwards on each rank, {len(firsts[-1].losses)} on one"
+            raise _NotComparedError(f"an update is made of different numbers of batches ({numbers})")
+        raise _NotComparedError("ranks read different numbers of batches before their first update")
+    _check_inputs(many, recorded)
+    first = recorded.updates[0]
+    tensors = [*first.gradients.values(), *first.before.values(), *(v.tensor for v in recorded.values.values())]
+    tolerance = tolerance_of(tensors)
+    if tolerance is None:
+        raise _NotComparedError("the script computes in 16 bits")
+    return _Case(many, recorded, num_updates, tolerance)
+
+
+def _check_inputs(many: ScriptRecording, one: RankRecording) -> None:
+    """Check that the model is given the same samples and begins with the same weights."""
+    import torch
+
+    inputs = [rank.inputs for rank in many.ranks]
+    if any(len(given) != len(one.inputs) for given in inputs):
+        raise _NotComparedError("the model runs a different number of times on one rank")
+    for index, together in enumerate(one.inputs):
+        parts = [given[index] for given in inputs]
+        if any(len(part) != len(together) for part in parts):
+            raise _NotComparedError("the model is given different arguments on one rank")
+        for column, value in enumerate(together):
+            values = [part[column] for part in parts]
+            is_same = all(each.shape == value.shape and distance(each, value) < 1e-6 for each in values)
+            shapes = {each.shape[1:] for each in (*values, value)}
+            rows = torch.cat(values) if value.dim() and len(shapes) == 1 else None
+            if not is_same and (rows is None or rows.shape != value.shape or distance(rows, value) > 1e-5):
+                raise _NotComparedError(
+                    "the batches of the ranks do not come from a DataLoader, and could not be put together"
+                )
+    first = one.updates[0]
+    for name, weight in first.before.items():
+        parts = [rank.updates[0].before.get(name) for rank in many.ranks]
+        joined = whole(parts, weight)
+        if joined.tensor is not None and distance(joined.tensor, weight) > 1e-6:
+            raise _NotComparedError(f"{name} begins with different weights on one rank")
+
+
+# --- gradients and parameters
+
+
+def _gradients(case: _Case, findings: Findings) -> int | None:
+    """The first update whose gradients or parameters differ."""
+    for update in range(case.num_updates):
+        ranks, one = case.pairs(update)
+        if not one.gradients:
+            return None
+        for kind, rule in (("gradients", "ranks.gradient"), ("after", "ranks.parameters")):
+            names = _differing(case, ranks, one, kind)
+            if names:
+                _report_difference(case, findings, update, kind, rule, names)
+                return update
+    return None
+
+
+def _values(update: RecordedUpdate, kind: str) -> dict[str, Any]:
+    return update.gradients if kind == "gradients" else update.after
+
+
+def _differing(case: _Case, ranks: list[RecordedUpdate], one: RecordedUpdate, kind: str) -> dict[str, float]:
+    """The distance of each tensor that is not that of one rank, by its name; -1 where ranks hold different ones."""
+    import torch
+
+    tolerance = case.tolerance * (1 if kind == "gradients" else 10)
+    ours = {name: tensor for name, tensor in _values(one, kind).items() if tensor is not None and tensor.numel()}
+    if not ours:
+        return {}
+    scale = max(float(torch.linalg.vector_norm(tensor.double())) for tensor in ours.values()) * 1e-4
+    names: dict[str, float] = {}
+    for name, tensor in ours.items():
+        parts = [_values(rank, kind).get(name) for rank in ranks]
+        joined = whole(parts, tensor)
+        if joined.tensor is None:
+            continue
+        apart = distance(joined.tensor, tensor, scale)
+        if apart > tolerance:
+            names[name] = apart if joined.is_same else -1.0
+    return names
+
+
+def _report_difference(
+    case: _Case, findings: Findings, update: int, kind: str, rule: str, names: dict[str, float]
+) -> None:
+    ranks, one = case.pairs(update)
+    place = one.step
+    word = "gradient" if kind == "gradients" else "value after the step"
+    if any(apart < 0 for apart in names.values()):
+        _report_own(case, findings, update, names, one)
+        return
+    worst = max(names, key=lambda name: names[name])
+    text = (
+        f"update {update}: with the same batches, {case.num_ranks} ranks and one rank differ in the {word} of {worst} "
+        f"by {names[worst]:.2g} of its norm ({len(names)} of {len(one.gradients)} parameters differ)"
+    )
+    values = {name: value for name, value in _values(one, kind).items() if value is not None}
+    wholes = {name: whole([_values(rank, kind).get(name) for rank in ranks], value) for name, value in values.items()}
+    pairs = [(wholes[name].tensor, value) for name, value in values.items() if wholes[name].tensor is not None]
+    factor = constant_factor(pairs) if kind == "gradients" else None
+    also: list[str] = []
+    reason = ""
+    if factor is not None:
+        reason = f"all are {factor:.4g} times those of one rank{_factor_reason(factor, case.num_ranks)}"
+        place = one.backwards[-1] if one.backwards else place
+    elif update == 0:
+        line = first_differing(case.many, case.one, case.tolerance)
+        if line is not None:
+            numbers = ", ".join(f"{number:.5g}" for number in line.ranks)
+            reason = (
+                f"the difference begins at {short_place(line.place)} ({line.operation}): {numbers} on the ranks, "
+                f"{line.one:.5g} on one"
+            )
+            place, also = line.place, [one.step]
+            if line.sums:
+                also = [*line.sums[-2:], *also]
+                reason += (
+                    f"; {short_place(line.sums[-1])} is a sum over the ranks, which averaged gradients divide by "
+                    f"{case.num_ranks}"
+                )
+    if not reason:
+        reason = "no rule explains it"
+        also = list(one.backwards)
+    findings.add(
+        "WARN",
+        rule,
+        place,
+        f"{text}: {reason}",
+        "make the computation the same on any number of ranks, or ignore this if ranks are meant to differ",
+        also=tuple(also),
+    )
+
+
+def _factor_reason(factor: float, num_ranks: int) -> str:
+    if math.isclose(factor, 1 / num_ranks, rel_tol=1e-3):
+        return ": a sum over samples whose gradients are averaged over the ranks"
+    if math.isclose(factor, num_ranks, rel_tol=1e-3):
+        return ": a mean over samples whose gradients are summed over the ranks"
+    return ""
+
+
+def _report_own(case: _Case, findings: Findings, update: int, names: dict[str, float], one: RecordedUpdate) -> None:
+    """Report parameters that each rank steps with a gradient of its own, unless ranks are averaged later."""
+    own = [name for name, apart in names.items() if apart < 0]
+    for later in range(update, case.num_updates):
+        ranks, whole_update = case.pairs(later)
+        held = [[rank.before.get(name) for rank in ranks] for name in own]
+        if (
+            later > update
+            and whole_update.before
+            and all(part[0] is not None and whole(part, part[0]).is_same for part in held)
+        ):
+            findings.not_checked(
+                f"{case.num_ranks} ranks against one: not compared, because ranks step by themselves and are averaged "
+                f"later (local SGD)"
+            )
+            return
+    if len(case.one.updates[update].gradients) == len(own) and case.num_updates < 3:
+        findings.not_checked(f"{case.num_ranks} ranks against one: not compared, because there were too few updates")
+        return
+    findings.add(
+        "WARN",
+        "ranks.own-gradient",
+        one.step,
+        f"update {update}: {len(own)} of {len(one.gradients)} parameters are stepped with a different gradient on each "
+        f"rank, for example {own[0]}: it is averaged on no update, and the ranks drift apart",
+        "average the gradients of these parameters over the ranks before the step",
+    )
+
+
+# --- draws, rates, states
+
+
+def _repeated_draws(case: _Case, findings: Findings) -> None:
+    by_line: dict[str, list[Any]] = {}
+    for place, operation, shape in case.one.facts.get("repeated", []):
+        by_line.setdefault(place, [operation, shape])
+    for place, (operation, shape) in by_line.items():
+        is_mask = operation in ("bernoulli_", "native_dropout")
+        findings.add(
+            "NOTE" if is_mask else "WARN",
+            "ranks.draws",
+            place,
+            f"all {case.num_ranks} ranks draw the same {'dropout masks' if is_mask else 'random numbers'} "
+            f"{tuple(shape)} for samples of their own ({operation}); one rank draws different ones for each sample",
+            "seed each rank differently after the model is made: torch.manual_seed(seed + rank)",
+        )
+
+
+def _rates(case: _Case, findings: Findings) -> int | None:
+    """The first update whose learning rate is neither that of one rank nor a constant factor of it."""
+    factors: list[float] = []
+    for update in range(case.num_updates):
+        ranks, one = case.pairs(update)
+        for rank in ranks[1:]:
+            if any(not math.isclose(a, b, rel_tol=1e-6) for a, b in zip(rank.rates, ranks[0].rates, strict=False)):
+                findings.add(
+                    "WARN",
+                    "ranks.rate",
+                    one.step,
+                    f"update {update}: ranks step with different learning rates: {_list([r.rates for r in ranks])}",
+                    "let all ranks step the scheduler with the same number, such as the loss averaged over the ranks",
+                )
+                return update
+        for ours, theirs in zip(one.rates, ranks[0].rates, strict=False):
+            if ours and theirs:
+                factors.append(theirs / ours)
+        if factors and not math.isclose(factors[-1], factors[0], rel_tol=_ANY_FACTOR):
+            findings.add(
+                "WARN",
+                "ranks.rate",
+                one.step,
+                f"update {update}: the learning rate is {ranks[0].rates[0]:.6g} on {case.num_ranks} ranks, and "
+                f"{one.rates[0]:.6g} on one rank with the same batches",
+                "compute the schedule, and the number that a plateau is judged by, from all ranks",
+            )
+            return update
+    return None
+
+
+def _list(rates: list[list[float]]) -> str:
+    return ", ".join(f"{rate[0]:.6g}" for rate in rates if rate)
+
+
+def _states(case: _Case, findings: Findings, end: int) -> None:
+    """Buffers and modules that no optimizer steps, such as averaged copies."""
+    for update in range(min(end, case.num_updates)):
+        ranks, one = case.pairs(update)
+        for name, state in one.states.items():
+            parts = [rank.states.get(name) for rank in ranks]
+            if state.numel() == 0 or any(part is None for part in parts):
+                continue
+            joined = whole(parts, state)
+            if joined.tensor is None or distance(joined.tensor, state) <= max(case.tolerance * 100, 1e-6):
+                continue  # rank 0's is that of one rank
+            what = "is the same on all ranks, and" if joined.is_same else "is of each rank's own samples:"
+            findings.add(
+                "WARN",
+                "ranks.state",
+                one.step,
+                f"after update {update}, the state {name} {what} differs from that of one rank by "
+                f"{distance(joined.tensor, state):.2g} of its norm",
+                "reduce what it is computed from over the ranks, or keep it on one and broadcast it",
+            )
+            return
+
+
+# --- printed numbers
+
+_DIGITS = re.compile(r"\.(\d+)")
+
+
+def _printed(case: _Case, alone: RankRecording, findings: Findings) -> None:
+    """Numbers that rank 0 shows: those of one rank, or rank 0's own, but not something between."""
+    theirs = {_key(line): line for line in case.many.ranks[0].printed}
+    own = {_key(line): line for line in alone.printed}
+    for line in case.one.printed:
+        shown, local = theirs.get(_key(line)), own.get(_key(line))
+        if shown is None or local is None or shown.update > case.num_updates:
+            continue
+        if not len(line.numbers) == len(shown.numbers) == len(local.numbers):
+            continue
+        for right, number, of_rank_0 in zip(line.numbers, shown.numbers, local.numbers, strict=True):
+            margin = _margin(shown.text, case.tolerance)
+            if _is_near(number, right, margin) or _is_near(number, of_rank_0, margin):
+                continue
+            if (
+                number
+                and right
+                and any(_is_near(number, right * factor, margin) for factor in (case.num_ranks, 1 / case.num_ranks))
+            ):
+                reason = f"{number / right:.3g} times that of one rank"
+            else:
+                reason = "neither that of all samples nor rank 0's own, as a mean of the ranks' means is"
+            findings.add(
+                "WARN",
+                "ranks.printed",
+                line.place,
+                f"the number {number:.6g} of {shown.text.strip()[:80]!r} is {right:.6g} on one rank with the same "
+                f"samples and weights: {reason}",
+                "sum numerators and denominators over the ranks separately, then divide",
+            )
+            break
+
+
+def _key(line: Printed) -> tuple[str, int, str]:
+    return line.place, line.occurrence, line.stream
+
+
+def _margin(text: str, tolerance: float) -> tuple[float, float]:
+    """(absolute, relative): half of the last digit shown, and rounding."""
+    digits = max((len(match) for match in _DIGITS.findall(text)), default=0)
+    return 1.01 * 10.0**-digits if digits else 0.5, max(tolerance, 1e-6)
+
+
+def _is_near(one: float, other: float, margin: Any) -> bool:
+    absolute, relative = margin
+    return abs(one - other) <= absolute + relative * max(abs(one), abs(other))
