@@ -9,7 +9,7 @@ precision.py  updates that 16-bit parameters round away
 """
 
 from everyrank.relations.compare import (
-    Comparison,
+    RelationResults,
     audit_by_relations,
     compare_script,
     joined_findings,
@@ -19,7 +19,7 @@ from everyrank.relations.compare import (
 )
 
 __all__ = [
-    "Comparison",
+    "RelationResults",
     "audit_by_relations",
     "compare_script",
     "joined_findings",

@@ -17,7 +17,7 @@ from everyrank.relations.recompute import judge_recomputation
 from everyrank.rerun import Imposed, ScriptHost, ScriptRecording
 
 __all__ = [
-    "Comparison",
+    "RelationResults",
     "audit_by_relations",
     "compare_script",
     "joined_findings",
@@ -32,7 +32,7 @@ _EXPLAINS = ("gradient.", "loss.", "clip.", "random.", "replicas.", "norm.", "ev
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison:
+class RelationResults:
     """What the relations found.
 
     findings   differences
@@ -53,7 +53,7 @@ def compare_script(
     seconds: float = 8.0,
     timeout_seconds: float = 120.0,
     pretend_cuda: bool = False,
-) -> Comparison:
+) -> RelationResults:
     """Run a script on `processes` ranks and on one, with the same batches, and compare.
 
     updates   optimizer steps to compare
@@ -75,7 +75,7 @@ def compare_script(
         findings.not_checked(
             f"comparison with one rank: not compared, because it failed ({type(error).__name__}: {error})"
         )
-    return Comparison(tuple(findings.worst_first()), tuple(findings.unchecked), time.monotonic() - start)
+    return RelationResults(tuple(findings.worst_first()), tuple(findings.unchecked), time.monotonic() - start)
 
 
 def judge_script(
@@ -138,7 +138,7 @@ def joined_findings(by_rules: Sequence[Finding], by_relations: Sequence[Finding]
             index = next(
                 number for number, each in enumerate(joined) if each.rule == cause.rule and each.place == cause.place
             )
-            text = f"{joined[index].text}. Comparison with one rank: {finding.text}"
+            text = f"{joined[index].text}. RelationResults with one rank: {finding.text}"
             also = tuple(dict.fromkeys((*joined[index].also, finding.place, *finding.also)))
             joined[index] = dataclasses.replace(joined[index], text=text, also=also)
         else:

@@ -6,7 +6,7 @@ import collections
 import dataclasses
 from typing import Any
 
-from everyrank.relations.numbers import distance
+from everyrank.relations.numbers import relative_difference
 from everyrank.rerun import RankRecording, ScriptRecording
 
 __all__ = ["Differing", "first_differing"]
@@ -63,13 +63,13 @@ def _kind(parts: list[Any], one: Any, tolerance: float) -> str:
     import torch
 
     if all(part.shape == one.shape for part in parts):
-        if all(distance(part, one) < tolerance for part in parts):
+        if all(relative_difference(part, one) < tolerance for part in parts):
             return "same"
         total = sum(part.double() for part in parts)
         scale = float(max(torch.linalg.vector_norm(part.double()) for part in parts))
-        if distance(total / len(parts), one, scale) < tolerance:
+        if relative_difference(total / len(parts), one, scale) < tolerance:
             return "mean"
-        if distance(total, one, scale) < tolerance:
+        if relative_difference(total, one, scale) < tolerance:
             return "sum"
         return ""
     if len(parts[0].shape) == len(one.shape):
@@ -78,7 +78,7 @@ def _kind(parts: list[Any], one: Any, tolerance: float) -> str:
             if any(shape != one.shape[:dim] + one.shape[dim + 1 :] for shape in shapes):
                 continue
             if sum(part.shape[dim] for part in parts) == one.shape[dim]:
-                return "rows" if distance(torch.cat(parts, dim), one) < tolerance else ""
+                return "rows" if relative_difference(torch.cat(parts, dim), one) < tolerance else ""
     if sum(part.numel() for part in parts) == one.numel() and parts[0].dim() == one.dim() == 1:
         return "rows"
     return "rows" if not _is_comparable(parts, one) else ""

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["Whole", "constant_factor", "distance", "tolerance_of", "whole"]
+__all__ = ["Whole", "constant_factor", "relative_difference", "tolerance_of", "whole"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,13 +29,13 @@ def whole(parts: Sequence[Any], like: Any) -> Whole:
         return Whole(None)
     if all(part.shape == like.shape for part in parts):
         first = parts[0]
-        return Whole(first, all(distance(part, first) < 1e-6 for part in parts[1:]))
+        return Whole(first, all(relative_difference(part, first) < 1e-6 for part in parts[1:]))
     if sum(part.numel() for part in parts) == like.numel():
         return Whole(torch.cat([part.flatten() for part in parts]).view(like.shape))
     return Whole(None)
 
 
-def distance(one: Any, other: Any, scale: float = 0.0) -> float:
+def relative_difference(one: Any, other: Any, scale: float = 0.0) -> float:
     """The norm of the difference relative to that of `other`, or to `scale` if that is larger."""
     import torch
 
@@ -57,7 +57,7 @@ def constant_factor(pairs: Sequence[tuple[Any, Any]]) -> float | None:
     if not size:
         return None
     factor = float(firsts @ seconds) / size
-    return factor if distance(firsts, factor * seconds) < 1e-3 else None
+    return factor if relative_difference(firsts, factor * seconds) < 1e-3 else None
 
 
 def tolerance_of(tensors: Sequence[Any]) -> float | None:

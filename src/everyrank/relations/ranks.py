@@ -12,7 +12,7 @@ from typing import Any
 
 from everyrank.audit.finding import Findings, short_place
 from everyrank.relations.lines import first_differing
-from everyrank.relations.numbers import constant_factor, distance, tolerance_of, whole
+from everyrank.relations.numbers import constant_factor, relative_difference, tolerance_of, whole
 from everyrank.rerun import Printed, RankRecording, RecordedUpdate, ScriptRecording
 
 __all__ = ["comparable_updates", "judge_ranks"]
@@ -112,10 +112,10 @@ def _check_inputs(many: ScriptRecording, one: RankRecording) -> None:
             raise _NotComparedError("the model is given different arguments on one rank")
         for column, value in enumerate(together):
             values = [part[column] for part in parts]
-            is_same = all(each.shape == value.shape and distance(each, value) < 1e-6 for each in values)
+            is_same = all(each.shape == value.shape and relative_difference(each, value) < 1e-6 for each in values)
             shapes = {each.shape[1:] for each in (*values, value)}
             rows = torch.cat(values) if value.dim() and len(shapes) == 1 else None
-            if not is_same and (rows is None or rows.shape != value.shape or distance(rows, value) > 1e-5):
+            if not is_same and (rows is None or rows.shape != value.shape or relative_difference(rows, value) > 1e-5):
                 raise _NotComparedError(
                     "the batches of the ranks do not come from a DataLoader, and could not be put together"
                 )
@@ -123,7 +123,7 @@ def _check_inputs(many: ScriptRecording, one: RankRecording) -> None:
     for name, weight in first.before.items():
         parts = [rank.updates[0].before.get(name) for rank in many.ranks]
         joined = whole(parts, weight)
-        if joined.tensor is not None and distance(joined.tensor, weight) > 1e-6:
+        if joined.tensor is not None and relative_difference(joined.tensor, weight) > 1e-6:
             raise _NotComparedError(f"{name} begins with different weights on one rank")
 
 
@@ -149,7 +149,7 @@ def _values(update: RecordedUpdate, kind: str) -> dict[str, Any]:
 
 
 def _differing(case: _Case, ranks: list[RecordedUpdate], one: RecordedUpdate, kind: str) -> dict[str, float]:
-    """The distance of each tensor that is not that of one rank, by its name; -1 where ranks hold different ones."""
+    """The relative_difference of each tensor that is not that of one rank, by its name; -1 where ranks hold different ones."""
     import torch
 
     tolerance = case.tolerance * (1 if kind == "gradients" else 10)
@@ -163,7 +163,7 @@ def _differing(case: _Case, ranks: list[RecordedUpdate], one: RecordedUpdate, ki
         joined = whole(parts, tensor)
         if joined.tensor is None:
             continue
-        apart = distance(joined.tensor, tensor, scale)
+        apart = relative_difference(joined.tensor, tensor, scale)
         if apart > tolerance:
             names[name] = apart if joined.is_same else -1.0
     return names
@@ -320,7 +320,7 @@ def _states(case: _Case, findings: Findings, end: int) -> None:
             if state.numel() == 0 or any(part is None for part in parts):
                 continue
             joined = whole(parts, state)
-            if joined.tensor is None or distance(joined.tensor, state) <= max(case.tolerance * 100, 1e-6):
+            if joined.tensor is None or relative_difference(joined.tensor, state) <= max(case.tolerance * 100, 1e-6):
                 continue  # rank 0's is that of one rank
             what = "is the same on all ranks, and" if joined.is_same else "is of each rank's own samples:"
             findings.add(
@@ -328,7 +328,7 @@ def _states(case: _Case, findings: Findings, end: int) -> None:
                 "ranks.state",
                 one.step,
                 f"after update {update}, the state {name} {what} differs from that of one rank by "
-                f"{distance(joined.tensor, state):.2g} of its norm",
+                f"{relative_difference(joined.tensor, state):.2g} of its norm",
                 "reduce what it is computed from over the ranks, or keep it on one and broadcast it",
             )
             return

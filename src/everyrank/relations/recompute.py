@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from everyrank.audit.finding import Findings
-from everyrank.relations.numbers import distance, tolerance_of
+from everyrank.relations.numbers import relative_difference, tolerance_of
 from everyrank.rerun import RankRecording
 
 __all__ = ["judge_recomputation"]
@@ -18,7 +18,7 @@ def judge_recomputation(one: RankRecording, kept: RankRecording, findings: Findi
     if tolerance is None or len(first.losses) != len(other.losses):
         return
     apart = {
-        name: distance(gradient, other.gradients[name])
+        name: relative_difference(gradient, other.gradients[name])
         for name, gradient in first.gradients.items()
         if gradient is not None
         and other.gradients.get(name) is not None
