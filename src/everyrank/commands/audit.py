@@ -63,6 +63,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", type=Path, metavar="F", help="write the findings")
     parser.add_argument("--html", type=Path, metavar="F", help="write a page with the findings next to the code")
+    parser.add_argument("--sarif", type=Path, metavar="F", help="write SARIF, for code scanning and editors")
+    parser.add_argument(
+        "--format", choices=("text", "github"), default="text", help="github: print annotations of GitHub Actions, too"
+    )
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="a module and its arguments, not a script")
     parser.add_argument(
         "script",
@@ -105,7 +109,8 @@ def run(args: argparse.Namespace) -> int:
     )
     check_html(args)
     check_writable(args.json)
-    for path in (args.json, args.html):
+    check_writable(args.sarif)
+    for path in (args.json, args.html, args.sarif):
         if path is not None and words and path.absolute() == Path(words[0]).absolute():
             raise UsageError(f"{path}: this is the script; give another path")
     done = -1
@@ -150,15 +155,19 @@ def _compared(audit: Audit | None, words: list[str], options: AuditOptions, args
 
 def _show(audit: Audit, args: argparse.Namespace) -> None:
     """Write the requested files, then print, so that a closed pipe loses no result."""
-    from everyrank.report import audit_page, print_audit
+    from everyrank.report import audit_page, github_annotations, print_audit, sarif_log
 
     if args.json is not None:
         write_text(args.json, json.dumps(audit.as_json(), indent=1) + "\n")
+    if args.sarif is not None:
+        write_text(args.sarif, json.dumps(sarif_log(audit), indent=1) + "\n")
     if args.html is not None:
         write_text(args.html, audit_page(audit))
     try:
         print_audit(audit)
-        for path in (args.json, args.html):
+        for line in github_annotations(audit) if args.format == "github" else ():
+            print(line)
+        for path in (args.json, args.html, args.sarif):
             if path is not None:
                 print(f"wrote {printable(str(path))}")
         sys.stdout.flush()

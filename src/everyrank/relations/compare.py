@@ -14,6 +14,7 @@ from everyrank.errors import EveryrankError
 from everyrank.relations.precision import judge_rounded_updates
 from everyrank.relations.ranks import judge_ranks
 from everyrank.relations.recompute import judge_recomputation
+from everyrank.relations.samples import judge_samples
 from everyrank.rerun import Imposed, ScriptHost, ScriptRecording
 
 __all__ = [
@@ -96,6 +97,7 @@ def judge_script(
         findings.not_checked(f"{processes} ranks against one: not compared, because {many.trouble}")
         return
     judge_rounded_updates(many.ranks[0], findings)
+    judge_samples(many, findings)
 
     def alone(imposed: Imposed) -> ScriptRecording:
         return host.run(1, words=words, imposed=imposed, float64=float64, updates=updates, detailed=updates)
@@ -138,7 +140,7 @@ def joined_findings(by_rules: Sequence[Finding], by_relations: Sequence[Finding]
             index = next(
                 number for number, each in enumerate(joined) if each.rule == cause.rule and each.place == cause.place
             )
-            text = f"{joined[index].text}. RelationResults with one rank: {finding.text}"
+            text = f"{joined[index].text}. Comparison with one rank: {finding.text}"
             also = tuple(dict.fromkeys((*joined[index].also, finding.place, *finding.also)))
             joined[index] = dataclasses.replace(joined[index], text=text, also=also)
         else:

@@ -63,9 +63,13 @@ def judge_ranks(many: ScriptRecording, one: ScriptRecording, alone: ScriptRecord
         findings.not_checked(f"{len(many.ranks)} ranks against one: not compared, because {error}")
         return
     _repeated_draws(case, findings)
-    differs = _gradients(case, findings)
-    if differs is None:
-        differs = _rates(case, findings)
+    by_gradient, by_rate = Findings(), Findings()
+    differs = _gradients(case, by_gradient)
+    changed = _rates(case, by_rate, case.num_updates if differs is None else differs + 1)
+    findings.extend(by_gradient if changed is None else by_rate)  # the rate comes first: it moves the parameters
+    for why in by_gradient.unchecked:
+        findings.not_checked(why)
+    differs = differs if changed is None else changed
     _states(case, findings, differs if differs is not None else case.num_updates)
     if differs is None and alone is not None and not alone.trouble:
         _printed(case, alone.ranks[0], findings)
@@ -149,7 +153,7 @@ def _values(update: RecordedUpdate, kind: str) -> dict[str, Any]:
 
 
 def _differing(case: _Case, ranks: list[RecordedUpdate], one: RecordedUpdate, kind: str) -> dict[str, float]:
-    """The relative_difference of each tensor that is not that of one rank, by its name; -1 where ranks hold different ones."""
+    """How far each tensor is from that of one rank, by name; -1 where ranks hold different ones."""
     import torch
 
     tolerance = case.tolerance * (1 if kind == "gradients" else 10)
@@ -276,10 +280,10 @@ def _repeated_draws(case: _Case, findings: Findings) -> None:
         )
 
 
-def _rates(case: _Case, findings: Findings) -> int | None:
+def _rates(case: _Case, findings: Findings, end: int) -> int | None:
     """The first update whose learning rate is neither that of one rank nor a constant factor of it."""
     factors: list[float] = []
-    for update in range(case.num_updates):
+    for update in range(end):
         ranks, one = case.pairs(update)
         for rank in ranks[1:]:
             if any(not math.isclose(a, b, rel_tol=1e-6) for a, b in zip(rank.rates, ranks[0].rates, strict=False)):

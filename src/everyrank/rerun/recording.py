@@ -80,6 +80,7 @@ class RankRecording:
     values   tensors of the first update, by (line, operation, occurrence)
     draws    random numbers, by (line, operation, occurrence)
     inputs   tensors given to the outermost model while training, in order, up to the first update
+    batches  ([loader, pass], content, optimizer steps before it) of each batch that a loader gave
     facts    whatever else the hooks noted: "sizes" of batches, "refused" imposed content, ...
     """
 
@@ -89,6 +90,7 @@ class RankRecording:
     values: dict[tuple[str, str, int], Value]
     draws: dict[tuple[str, str, int], Draw]
     inputs: list[list[Any]]
+    batches: list[tuple[list[int], Any, int]]
     facts: dict[str, Any]
 
 
@@ -139,7 +141,7 @@ def read_recording(folder: Path, ranks: int, trouble: str, traceback: str, secon
         path, log = folder / f"rank{rank}.pt", folder / f"rank{rank}.log"
         output = log.read_text(errors="replace") if log.exists() else ""
         if not path.exists():
-            read.append(RankRecording([], [], output, {}, {}, [], {}))
+            read.append(RankRecording([], [], output, {}, {}, [], [], {}))
             continue
         content = torch.load(path, weights_only=True)
         read.append(
@@ -150,6 +152,7 @@ def read_recording(folder: Path, ranks: int, trouble: str, traceback: str, secon
                 {tuple(key): Value(*value) for key, value in content["values"]},
                 {tuple(key): Draw(*value) for key, value in content["draws"]},
                 content["inputs"],
+                content["batches"],
                 content["facts"],
             )
         )

@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler
 from torch.utils.data._utils import fetch
 
+from everyrank.audit.watch.place import where
 from everyrank.rerun.inside.session import Session
 
 __all__ = ["install_batches", "merged", "rows_of_batch"]
@@ -42,6 +43,7 @@ def install_batches(session: Session) -> None:
         object.__setattr__(self, "_everyrank_number", made)
         with contextlib.suppress(Exception), session.quiet():
             lengths[made] = length(self)
+        session.facts.setdefault("loader_places", {})[made] = where()
         made += 1
         session.facts["lengths"] = lengths
 
@@ -57,7 +59,7 @@ def install_batches(session: Session) -> None:
         if session.imposed:
             parts = [each["batches"] for each in session.imposed]
             key = [number, count]
-            found = [[batch for loader_pass, batch in part if loader_pass == key] for part in parts]
+            found = [[batch for loader_pass, batch, _ in part if loader_pass == key] for part in parts]
             if any(found):
                 return _Imposed(session, found)
             session.refuse(f"the {len(session.imposed)} ranks did not read pass {count} of loader {number}")
@@ -88,7 +90,7 @@ class _Recorded:
                     if size > _MOST_BYTES:
                         raise _NotMergedError(f"batches of more than {_MOST_BYTES / 1e6:.0f} MB")
                     session.facts["bytes"] = size
-                    session.batches.append((self._key, _encoded(batch)))
+                    session.batches.append((self._key, _encoded(batch), session.update))
                 except _NotMergedError as error:
                     session.refuse(str(error))
         return batch

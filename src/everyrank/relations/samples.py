@@ -1,0 +1,83 @@
+"""Ranks read different samples in an epoch, told by the content of the samples: also for streams and own samplers."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+from everyrank.audit.finding import Findings
+from everyrank.rerun import RankRecording, ScriptRecording
+
+__all__ = ["judge_samples"]
+
+_FEW = 16  # samples of a rank: too few to judge
+_ALL = 0.9  # of the samples: the ranks read the same data, which rules of audit judge
+
+
+def judge_samples(many: ScriptRecording, findings: Findings) -> None:
+    """Compare the samples of ranks in each pass over a training loader.
+
+    A dataset with equal samples, draws with replacement and augmented samples cannot be judged: then a rank itself
+    reads a sample twice, or no sample comes back in a later pass.
+    """
+    passes = [_passes(rank) for rank in many.ranks]
+    if len(passes) < 2:
+        return
+    for key, (place, first) in passes[0].items():
+        others = [samples[key][1] for samples in passes[1:] if key in samples]
+        if len(others) + 1 < len(passes) or any(len(set(rows)) < len(rows) for rows in (first, *others)):
+            continue
+        second = others[0]
+        if any(len(rows) < _FEW for rows in (first, second)):
+            continue
+        common = set(first) & set(second)
+        smaller = min(len(first), len(second))
+        batch = max(_largest_batch(rank) for rank in many.ranks)
+        if len(common) > batch and len(common) < _ALL * smaller:
+            findings.add(
+                "WARN",
+                "data.shared-samples",
+                place,
+                f"pass {key[1]} over the training data: ranks 0 and 1 both read {len(common)} of {smaller} samples, by "
+                f"their content: the parts of the ranks overlap, and other samples are read by no rank",
+                "shuffle with a seed that all ranks share before the data is divided by rank",
+            )
+            return
+
+
+def _passes(rank: RankRecording) -> dict[tuple[int, int], tuple[str, list[int]]]:
+    """(line, checksums of samples) of each pass of a rank during which it trained."""
+    passes: dict[tuple[int, int], list[tuple[Any, int]]] = {}
+    for (loader, number), batch, update in rank.batches:
+        passes.setdefault((loader, number), []).append((batch, update))
+    places = rank.facts.get("loader_places", {})
+    return {
+        key: (places.get(key[0], ""), [checksum for batch, _ in read for checksum in _rows(batch)])
+        for key, read in passes.items()
+        if read[0][1] < read[-1][1]
+    }
+
+
+def _largest_batch(rank: RankRecording) -> int:
+    return max((sum(1 for _ in _rows(batch)) for _, batch, _ in rank.batches), default=0)
+
+
+def _rows(batch: Any) -> Iterator[int]:
+    """A checksum of each sample of a batch: of the first tensor with more than a number for each."""
+    import torch
+
+    tensors = [each for each in _leaves(batch) if isinstance(each, torch.Tensor) and each.dim() > 1]
+    for row in tensors[0] if tensors else ():
+        yield zlib.crc32(row.contiguous().numpy().tobytes())
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        for each in value.values():
+            yield from _leaves(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _leaves(each)
+    else:
+        yield value

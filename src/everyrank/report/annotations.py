@@ -1,0 +1,87 @@
+"""Findings of an audit where people review code: annotations of GitHub, and SARIF. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from everyrank._version import __version__
+from everyrank.audit import Audit, Finding
+
+__all__ = ["github_annotations", "sarif_log"]
+
+_GITHUB = {"FAIL": "error", "WARN": "warning", "PERF": "notice", "NOTE": "notice"}
+_SARIF = {"FAIL": "error", "WARN": "warning", "PERF": "note", "NOTE": "note"}
+
+
+def github_annotations(audit: Audit) -> list[str]:
+    """Lines that GitHub Actions shows beside the code: `::error file=train.py,line=12,title=gradient.scale::...`.
+
+    Paths are relative to the working folder. Text of the script cannot begin another command.
+    """
+    lines: list[str] = []
+    for finding in audit.findings:
+        path, line = _location(finding)
+        place = f"file={_property(path)},line={line}," if path else ""
+        text = f"{finding.text}\nfix: {finding.fix}" if finding.fix else finding.text
+        title = _property(f"{finding.level} {finding.rule}")
+        lines.append(f"::{_GITHUB[finding.level]} {place}title={title}::{_data(text)}")
+    return lines
+
+
+def sarif_log(audit: Audit) -> dict[str, Any]:
+    """The findings as SARIF 2.1.0, which code scanning and editors read.
+
+    https://docs.oasis-open.org/sarif/sarif/v2.1.0/sarif-v2.1.0.html
+    """
+    rules = list(dict.fromkeys(finding.rule for finding in audit.findings))
+    return {
+        "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
+        "version": "2.1.0",
+        "runs": [
+            {
+                "tool": {
+                    "driver": {
+                        "name": "everyrank audit",
+                        "version": __version__,
+                        "rules": [{"id": rule} for rule in rules],
+                    }
+                },
+                "results": [_result(finding, rules.index(finding.rule)) for finding in audit.findings],
+            }
+        ],
+    }
+
+
+def _result(finding: Finding, index: int) -> dict[str, Any]:
+    text = f"{finding.text}. Fix: {finding.fix}" if finding.fix else finding.text
+    result: dict[str, Any] = {
+        "ruleId": finding.rule,
+        "ruleIndex": index,
+        "level": _SARIF[finding.level],
+        "message": {"text": text},
+    }
+    path, line = _location(finding)
+    if path:
+        uri = Path(path).as_posix() if not Path(path).is_absolute() else Path(path).as_uri()
+        place = {"artifactLocation": {"uri": uri}, "region": {"startLine": line}}
+        result["locations"] = [{"physicalLocation": place}]
+    return result
+
+
+def _location(finding: Finding) -> tuple[str, int]:
+    """(path relative to the working folder, line); ("", 0) if the finding has no line."""
+    path, _, line = finding.place.rpartition(":")
+    if not path or not line.isdecimal():
+        return "", 0
+    relative = os.path.relpath(path)
+    return (path if relative.startswith("..") else relative), int(line)
+
+
+def _data(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _data(text).replace(":", "%3A").replace(",", "%2C")
