@@ -13,7 +13,7 @@ from everyrank.relations import joined_findings, judge_script
 from everyrank.rerun import ScriptHost
 
 CORRECT = """
-import copy
+import copy, datetime, time
 import torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -51,6 +51,7 @@ sampler = DistributedSampler(data)
 for epoch in range(2):
     sampler.set_epoch(epoch)
     for xb, yb in DataLoader(data, batch_size=20, sampler=sampler):
+        start = time.perf_counter()
         xb = xb + 0.1 * torch.randn_like(xb)
         loss = F.cross_entropy(model(xb), yb)
         optimizer.zero_grad()
@@ -65,7 +66,9 @@ for epoch in range(2):
         dist.all_reduce(shown)
         shown = shown[0] / shown[1]
         if rank == 0:
-            print(f"loss of class 0 {shown.item():.6f}, of my batch {loss.item():.6f}")
+            seconds = time.perf_counter() - start
+            now = datetime.datetime.now()
+            print(f"{now} loss of class 0 {shown.item():.6f}, of my batch {loss.item():.6f}, {seconds:.4f} s")
 dist.destroy_process_group()
 """
 
@@ -122,7 +125,7 @@ def found_in(host: tuple[ScriptHost, Path], text: str) -> Findings:
 
 
 def test_a_correct_script_is_silent(host: tuple[ScriptHost, Path]) -> None:
-    """Dropout, noise, buffers, averages, a rate scaled by the ranks, and a printed loss of rank 0's own batch."""
+    """Dropout, noise, buffers, averages, a scaled rate, rank 0's own loss, seconds and a date."""
     findings = found_in(host, CORRECT)
     assert findings == []
     assert findings.unchecked == []
@@ -152,3 +155,14 @@ def test_a_rule_that_explains_a_difference_gets_it_as_a_consequence() -> None:
     assert "update 0 differs" in joined.text
     note = Finding("NOTE", "data.padded", "train.py:3", "one sample twice")
     assert [finding.rule for finding in joined_findings([note], [difference])] == ["ranks.gradient", "data.padded"]
+
+
+def test_a_rule_is_the_cause_only_of_its_kind_of_difference() -> None:
+    """A late evaluation rule does not swallow a gradient; a vague rule gives way to the line of a difference."""
+    evaluation = Finding("FAIL", "eval.shard", "train.py:30", "rank 0's shard only")
+    difference = Finding("WARN", "ranks.gradient", "train.py:9", "it begins here")
+    assert [each.rule for each in joined_findings([evaluation], [difference])] == ["eval.shard", "ranks.gradient"]
+    vague = Finding("WARN", "gradient.unexplained", "train.py:47", "changed in between")
+    (joined,) = joined_findings([vague], [difference])
+    assert (joined.rule, joined.place, joined.also) == ("ranks.gradient", "train.py:9", ("train.py:47",))
+    assert "changed in between" in joined.text

@@ -29,7 +29,18 @@ __all__ = [
 
 _LONGEST_SECONDS = 60.0
 _VARIABLE = "EVERYRANK_COMPARE"  # 0: off unless --compare is given
-_EXPLAINS = ("gradient.", "loss.", "clip.", "random.", "replicas.", "norm.", "eval.", "schedule.", "data.", "batch")
+_OF_GRADIENTS = ("gradient.", "loss.", "clip.", "replicas.", "random.", "weights.", "ddp.", "collective.", "data.")
+_EXPLAINED_BY = {
+    "ranks.gradient": _OF_GRADIENTS,
+    "ranks.parameters": _OF_GRADIENTS,
+    "ranks.own-gradient": _OF_GRADIENTS,
+    "ranks.rate": ("schedule.", "replicas.rate"),
+    "ranks.state": ("replicas.", "norm."),
+    "ranks.draws": ("random.",),
+    "ranks.printed": ("eval.",),
+    "data.shared-samples": ("data.",),
+}
+"""Kinds of rules that can be the cause of each difference."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,24 +138,26 @@ def judge_script(
 def joined_findings(by_rules: Sequence[Finding], by_relations: Sequence[Finding]) -> list[Finding]:
     """One finding for one mistake: a rule that explains a difference gets it as a consequence.
 
-    A difference that no rule explains stays a finding of its own.
+    A rule that only sees that something is wrong (`gradient.unexplained`) becomes the consequence of a difference whose
+    line is known. A difference that no rule explains stays a finding of its own.
     """
-    causes = [
-        finding for finding in by_rules if finding.level in ("FAIL", "WARN") and finding.rule.startswith(_EXPLAINS)
-    ]
     joined, kept = list(by_rules), list[Finding]()
     for finding in by_relations:
-        is_symptom = finding.rule.startswith("ranks.") and finding.level == "WARN"
-        if is_symptom and causes:
-            cause = next((each for each in causes if each.place == finding.place), causes[0])
-            index = next(
-                number for number, each in enumerate(joined) if each.rule == cause.rule and each.place == cause.place
-            )
-            text = f"{joined[index].text}. Comparison with one rank: {finding.text}"
-            also = tuple(dict.fromkeys((*joined[index].also, finding.place, *finding.also)))
-            joined[index] = dataclasses.replace(joined[index], text=text, also=also)
-        else:
+        kinds = _EXPLAINED_BY.get(finding.rule, ())
+        causes = [each for each in joined if each.level in ("FAIL", "WARN") and each.rule.startswith(kinds or ("-",))]
+        if not causes:
             kept.append(finding)
+            continue
+        cause = next((each for each in causes if each.place == finding.place), causes[0])
+        index = joined.index(cause)
+        if cause.rule.endswith(".unexplained") and finding.place != cause.place:
+            also = tuple(dict.fromkeys((*finding.also, cause.place, *cause.also)))
+            text = f"{finding.text}. Rule {cause.rule}: {cause.text}"
+            joined[index] = dataclasses.replace(finding, text=text, also=also)
+        else:
+            also = tuple(dict.fromkeys((*cause.also, finding.place, *finding.also)))
+            text = f"{cause.text}. Comparison with one rank: {finding.text}"
+            joined[index] = dataclasses.replace(cause, text=text, also=also)
     return sorted([*joined, *kept], key=lambda finding: LEVELS.index(finding.level))
 
 

@@ -8,6 +8,7 @@ steps.py      losses, gradients, parameters, learning rates and states of each u
 modules.py    names of parameters and states
 norms.py      batch norm over the samples of each rank, on one rank
 printed.py    lines that the script prints and logs
+clock.py      a clock that ticks with each question
 precision.py  float64 in place of float32
 """
 

@@ -15,6 +15,7 @@ from everyrank.rerun.inside.session import Session
 __all__ = ["install_printed"]
 
 _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+\.\d*|\.\d+|\d+)(?:[eE][-+]?\d+)?(?![\w])")
+_NOT_COMPARED = re.compile(r"\d+:\d+(:\d+)?([.,]\d+)?|\d{4}-\d\d-\d\d|[\d.]+\s*[KMGT]i?B\b")  # times, dates and memory
 _MOST_LINES = 2000
 
 
@@ -42,7 +43,8 @@ def note(session: Session, place: str, text: str, stream: str) -> None:
     if not text.strip() or not place or len(session.printed) >= _MOST_LINES or not session.is_active:
         return
     _, _, occurrence = session.key(f"printed {stream}", place)
-    numbers = [float(number) for number in _NUMBER.findall(text.replace(",", ""))]
+    plain = _NOT_COMPARED.sub(" ", text)
+    numbers = [float(number) for number in _NUMBER.findall(plain)]
     session.printed.append(
         {
             "place": place,

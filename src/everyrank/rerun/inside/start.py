@@ -15,6 +15,7 @@ import torch
 from everyrank.audit.watch.place import where
 from everyrank.audit.watch.pretend_cuda import PretendCuda
 from everyrank.rerun.inside.batches import install_batches
+from everyrank.rerun.inside.clock import install_clock
 from everyrank.rerun.inside.draws import install_draws
 from everyrank.rerun.inside.modules import install_module_names
 from everyrank.rerun.inside.norms import install_norms
@@ -47,6 +48,7 @@ def run_as_rank(settings: dict[str, Any], rank: int) -> None:
     install_norms(session)
     install_batches(session)
     install_printed(session)
+    install_clock()
     install_step_hooks(session, modules)
     modes = install_draws(session, pretend)
     words = settings["words"]
