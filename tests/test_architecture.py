@@ -41,6 +41,7 @@ ORDER = [
     "checkpoint",
     "train",
     "prediction",
+    "plan",
     "parity",
     "benchmark",
     "doctor",

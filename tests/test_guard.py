@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 import zoo
 from checkpointing import Going, training
 from everyrank.errors import DivergedError
+from everyrank.runs import optimal_interval_seconds
 from everyrank.train.guard import Guard, bits_checksum
-from everyrank.train.saving import optimal_interval_seconds
 from everyrank.world import World
 from processes import Forge, refused
 from resuming import WORKLOAD

@@ -18,6 +18,7 @@ from everyrank.commands import (
     eject,
     launch,
     new,
+    plan,
     predict,
     report,
     train,
@@ -29,6 +30,7 @@ __all__ = ["COMMANDS"]
 
 COMMANDS: dict[str, ModuleType] = {
     "train": train,
+    "plan": plan,
     "verify": verify,
     "audit": audit,
     "launch": launch,

@@ -15,6 +15,7 @@
 metadata.py  CheckpointMetadata: the content of about.json; checks for damage
 folder.py   which there are, and the names that only whole ones have
 lock.py     one run at a time
+save_interval.py  how long to train between two checkpoints
 """
 
 from everyrank.runs.folder import (
@@ -50,6 +51,7 @@ from everyrank.runs.metadata import (
     open_file,
     write_metadata,
 )
+from everyrank.runs.save_interval import optimal_interval_seconds
 
 __all__ = [
     "LENGTHS",
@@ -75,6 +77,7 @@ __all__ = [
     "new_folder",
     "newest_whole",
     "open_file",
+    "optimal_interval_seconds",
     "refuse_damaged",
     "remove_old_checkpoints",
     "require_whole",

@@ -9,37 +9,24 @@ which the training waits counts as saving time.
 from __future__ import annotations
 
 import dataclasses
-import math
 import statistics
 
 from everyrank.checkpoint import SaveError, Saver
 from everyrank.data import Updates
 from everyrank.errors import EveryrankError, StoppedError
 from everyrank.options import AUTO, TrainOptions
+from everyrank.runs import optimal_interval_seconds
 from everyrank.strategies import Prepared
 from everyrank.train.display import Display
 from everyrank.train.guard import Guard
 from everyrank.train.log import Log
 from everyrank.world import from_rank_0
 
-__all__ = ["Saving", "is_every", "optimal_interval_seconds"]
+__all__ = ["Saving", "is_every"]
 
 _FIRST_AUTO = 10  # updates before the first checkpoint under `auto`, which measures the saving time
 _NEWEST = 5  # number of checkpoints in the median of the saving time
 _HOUR = 3600.0
-
-
-def optimal_interval_seconds(save_seconds: float, mtbf_seconds: float) -> float:
-    """Return the seconds between two checkpoints that lose the least time to saving and to failures.
-
-    J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future Generation
-    Computer Systems 22 (2006), equation 37; its first term is J. W. Young's (CACM 17, 1974).
-    """
-    if save_seconds >= 2 * mtbf_seconds:
-        return mtbf_seconds
-    ratio = save_seconds / (2 * mtbf_seconds)
-    young = math.sqrt(2 * save_seconds * mtbf_seconds)
-    return young * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save_seconds
 
 
 class Saving:

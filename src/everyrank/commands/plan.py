@@ -1,0 +1,192 @@
+"""everyrank plan"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from everyrank.commands.shared import check_writable, close_output
+from everyrank.errors import UsageError, printable
+from everyrank.record import write_text
+
+if TYPE_CHECKING:
+    from everyrank.plan.calibration import Calibration
+    from everyrank.plan.hardware import Link
+
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
+
+HELP = "predict what fits, how long a step takes and which layouts to try, without a GPU"
+EXAMPLES = (
+    "everyrank plan --decoder 8b --gpus 64xh100",
+    "everyrank plan --decoder 8b --gpus 8xa100 --layout fsdp:precision=bf16 --json plan.json",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the model, the cluster, the layouts, the whole run, and calibration and validation."""
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="a Hugging Face config.json of a decoder")
+    parser.add_argument("--decoder", metavar="D", help="8b, 70b, ..., or layers=32,hidden=4096,heads=32,...")
+    parser.add_argument("--gpus", metavar="NxKIND", help="for example 64xh100")
+    parser.add_argument("--per-node", type=int, metavar="N", help="GPUs of a node (default 8)")
+    parser.add_argument("--link", metavar="L", help="between nodes, for each GPU: 400Gb, or a file of comm --json")
+    parser.add_argument("--memory", metavar="M", help="of a GPU, for example 80GiB; default: that of its kind")
+    parser.add_argument("--layout", nargs="+", action="extend", metavar="L", help="ask of these only; default: all")
+    parser.add_argument("--batch", type=int, metavar="N", help="samples of an update over all GPUs (default: 2 a GPU)")
+    parser.add_argument("--seq", type=int, metavar="T", help="tokens of a sample, instead of the model's")
+    parser.add_argument("--tokens", metavar="N", help="of the whole run, for example 1T: hours, money and energy")
+    parser.add_argument("--price", type=float, metavar="P", help="of one GPU for an hour")
+    parser.add_argument("--mtbf", type=float, metavar="H", help="hours between failures of the job: adds goodput")
+    parser.add_argument("--calibration", type=Path, metavar="F", help="measured rows, or a written calibration")
+    parser.add_argument("--validate", type=Path, metavar="F", help="hold predictions against the measured rows in F")
+    parser.add_argument(
+        "--write-calibration", type=Path, metavar="F", help="write the fitted numbers and the intervals"
+    )
+    parser.add_argument("--json", type=Path, metavar="F", help="write the whole answer")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan or the table of errors; exit status 0."""
+    check_writable(args.json)
+    check_writable(args.write_calibration)
+    for path in (args.calibration, args.validate):
+        if path is not None and not path.is_file():
+            raise UsageError(f"{path}: no such file; give a table of measured rows")
+    from everyrank.plan.calibration import write_calibration
+    from everyrank.report.plan import print_plan, print_validation
+
+    if args.validate is not None:
+        answer, calibration = _validation(args)
+        printed = print_validation
+    else:
+        calibration = _calibration(args)
+        answer = _plan(args, calibration)
+        printed = print_plan
+    written = [path for path in (args.json, args.write_calibration) if path is not None]
+    if args.json is not None:
+        write_text(args.json, json.dumps(answer, indent=1, allow_nan=False, default=str) + "\n")
+    if args.write_calibration is not None:
+        write_text(args.write_calibration, write_calibration(calibration))
+    try:
+        printed(answer)
+        for path in written:
+            print(f"wrote {printable(str(path))}")
+        sys.stdout.flush()
+    except (BrokenPipeError, SystemExit):  # rich exits where its reader has gone
+        close_output()
+    return 0
+
+
+def _calibration(args: argparse.Namespace) -> Calibration:
+    from everyrank.plan.calibration import read_calibration, shipped_calibration
+
+    return read_calibration(args.calibration) if args.calibration is not None else shipped_calibration()
+
+
+def _validation(args: argparse.Namespace) -> tuple[dict[str, Any], Calibration]:
+    """The table of errors, and the calibration that it is of."""
+    from everyrank.plan.rows import read_rows
+    from everyrank.plan.validate import validate_rows
+
+    rows, unreadable = read_rows(args.validate)
+    calibration = _calibration(args)
+    fitted_rows = []
+    if args.calibration is not None and _is_table(args.calibration):
+        fitted_rows, _ = read_rows(args.calibration)
+    return validate_rows(rows, unreadable, calibration, fitted_rows), calibration
+
+
+def _is_table(path: Path) -> bool:
+    """Whether the file holds measured rows, not a written calibration."""
+    try:
+        return not (isinstance(read := json.loads(path.read_text(encoding="utf-8")), dict) and "calibration" in read)
+    except ValueError:
+        return True  # JSON lines
+
+
+def _plan(args: argparse.Namespace, calibration: Calibration) -> dict[str, Any]:
+    from dataclasses import replace
+
+    from everyrank.plan.answer import PlanRequest, answer_plan
+    from everyrank.plan.decoder import decoder_from_config, parse_decoder
+    from everyrank.plan.hardware import parse_bytes, parse_cluster
+
+    if args.gpus is None:
+        raise UsageError("plan needs a cluster: add --gpus, for example --gpus 64xh100")
+    memory = parse_bytes(args.memory, "--memory") if args.memory is not None else None
+    link = _link(args.link) if args.link is not None else None
+    cluster = parse_cluster(args.gpus, args.per_node, link, memory)
+    if args.seq is not None and args.seq < 1:
+        raise UsageError(f"--seq {args.seq}: give at least 1 token")
+    workload = "my_workload.py"
+    if args.decoder is not None and args.model is not None:
+        raise UsageError(f"{args.model} and --decoder {args.decoder}: give one of the two")
+    if args.decoder is not None:
+        sizes, name = parse_decoder(args.decoder), f"decoder {args.decoder}"
+        sizes = replace(sizes, seq=args.seq) if args.seq is not None else sizes
+    elif args.model is not None:
+        if not args.model.endswith(".json"):
+            raise UsageError(f"{args.model}: give a config.json of Hugging Face, or --decoder 8b")
+        if not Path(args.model).is_file():
+            raise UsageError(f"{args.model}: no such file; give a config.json of Hugging Face, or --decoder 8b")
+        sizes, name = decoder_from_config(Path(args.model), args.seq), args.model
+    else:
+        raise UsageError("plan needs a model: give a config.json, or --decoder 8b")
+    request = PlanRequest(
+        sizes=sizes,
+        name=name,
+        workload=shlex.quote(workload),
+        cluster=cluster,
+        batch=args.batch,
+        layouts=args.layout or (),
+        tokens=_number(args.tokens, "--tokens"),
+        price=_positive(args.price, "--price"),
+        mtbf_hours=_positive(args.mtbf, "--mtbf"),
+    )
+    return answer_plan(request, calibration)
+
+
+def _positive(value: float | None, flag: str) -> float | None:
+    if value is not None and not 0 < value < 1e12:
+        raise UsageError(f"{flag} {value}: give a number above 0")
+    return value
+
+
+def _number(text: str | None, flag: str) -> float | None:
+    """Return the number of `1T`, `300B`, `10M` or `5000`."""
+    if text is None:
+        return None
+    factor = {"T": 1e12, "B": 1e9, "G": 1e9, "M": 1e6, "K": 1e3}.get(text[-1:].upper(), 1.0)
+    try:
+        value = float(text[:-1] if factor > 1 else text) * factor
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e20:
+        raise UsageError(f"{flag} {text}: give a number above 0, such as 1T or 300B")
+    return value
+
+
+def _link(text: str) -> Link:
+    """The link between nodes: a rate, or the all-reduce of a file of `comm --json`."""
+    from everyrank.plan.hardware import Link, parse_link
+
+    path = Path(text)
+    if not text.endswith(".json"):
+        return parse_link(text)
+    if not path.is_file():
+        raise UsageError(f"--link {text}: no such file; write it with everyrank comm --op all_reduce --json {text}")
+    try:
+        costs = [
+            cost for cost in json.loads(path.read_text(encoding="utf-8"))["costs"] if cost["operation"] == "all_reduce"
+        ]
+        cost = next(cost for cost in costs if cost["bytes_per_second"])
+        ranks = int(cost["ranks"])
+        bus = float(cost["bytes_per_second"]) * 2 * (ranks - 1) / ranks
+        return Link(float(cost["latency_seconds"]) / max(2 * (ranks - 1), 1), bus, f"{bus / 1e9:.3g} GB/s measured")
+    except (ValueError, KeyError, TypeError, StopIteration, ZeroDivisionError) as error:
+        raise UsageError(
+            f"--link {text}: no cost of all_reduce in it; write it with everyrank comm --op all_reduce --json {text}"
+        ) from error

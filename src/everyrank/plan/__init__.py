@@ -1,0 +1,14 @@
+"""`everyrank plan`: which layouts fit, how long a step takes and which are worth trying, before anything is rented.
+
+hardware.py       GPU kinds and links with the source of each number
+decoder.py        the sizes of a decoder: typed, by name, or from a config.json
+configuration.py  configurations as columns, and what a training stack keeps for each parameter and token
+memory.py         memory of the fullest rank in closed form, by category
+step_time.py      seconds of a step in closed form, by part
+rows.py           measured rows of published tables
+calibration.py    three fitted numbers for each GPU kind and stack, and intervals
+validate.py       predictions held against measured rows
+candidates.py     layouts as configurations, all layouts of a cluster, the choice and the smallest change
+whole_run.py      hours, money and energy with checkpoints and failures
+answer.py         the answer of the command as one JSON object
+"""

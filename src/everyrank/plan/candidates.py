@@ -1,0 +1,331 @@
+"""Layouts of everyrank as configurations and back, all layouts of a decoder on a cluster, and the choice among them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from everyrank.errors import UsageError
+from everyrank.layout import Layout
+from everyrank.layout.options import PipelineOptions, TensorOptions
+from everyrank.plan.calibration import Calibration
+from everyrank.plan.configuration import STACKS, Configurations, Stack, make_configurations
+from everyrank.plan.decoder import DecoderSizes
+from everyrank.plan.hardware import Cluster
+from everyrank.plan.memory import Memory, predict_memory
+from everyrank.plan.step_time import StepTime, predict_step
+
+__all__ = [
+    "Estimate",
+    "configure_layout",
+    "default_batch",
+    "enumerate_layouts",
+    "estimate",
+    "find_best",
+    "layout_text",
+    "smallest_change",
+    "usual_layouts",
+]
+
+_TIED = 0.05  # two layouts that are predicted within this share of each other are a coin toss (measured in report)
+_SCHEDULES = ("1f1b", "gpipe", "zero-bubble")
+_MOST_ROWS = 2_000_000
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One configuration with its memory and time.
+
+    layout   as the user types it; index: its row in the columns
+    verdict  fits, may not fit (memory is in between what is sure) or does not fit
+    """
+
+    layout: str
+    verdict: str
+    index: int
+    configuration: Configurations
+    memory: Memory
+    time: StepTime
+    notes: tuple[str, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of an update."""
+        return float(np.max(self.time.total))
+
+    @property
+    def bound(self) -> str:
+        """The part that takes longest."""
+        return max(self.time.parts, key=lambda part: float(np.max(self.time.parts[part])))
+
+
+def default_batch(sizes: DecoderSizes, gpus: int) -> int:
+    """Return the samples of an update where none are given: 2 for each GPU, up to 16 million tokens (Llama 3's)."""
+    most = max(1, 2**24 // sizes.seq)
+    return max(1, min(2 * gpus, most))
+
+
+def _stack(precision: str, zero: int) -> Stack:
+    if precision == "float32":
+        stack = STACKS["everyrank-float32"]
+        return stack if zero == 3 else replace(stack, fsdp_root=False)
+    return STACKS["everyrank-fsdp" if zero == 3 else "everyrank-autocast"]
+
+
+def configure_layout(layout: Layout, sizes: DecoderSizes, cluster: Cluster, batch: int) -> Configurations:
+    """Return the configuration of a layout. Raises `UsageError` for what the closed form does not know.
+
+    The known strategies are single, ddp, zero1, fsdp, tensor, context and pipeline.
+    """
+    text = str(layout)
+    if layout.strategy not in ("single", "ddp", "zero1", "fsdp", "tensor", "context", "pipeline", "local_sgd"):
+        raise UsageError(
+            f"--layout {text}: the closed form does not know {layout.strategy}; give a workload, which plan traces"
+        )
+    if layout.precision == "float64":
+        raise UsageError(f"--layout {text}: float64 is for tests; give float32 or bf16")
+    degrees = layout.mesh(cluster.gpus) if layout.axis else {}
+    if degrees.get("expert", 1) > 1:
+        raise UsageError(f"--layout {text}: the closed form knows no experts; leave out expert")
+    tensor, pipeline = degrees.get("tensor", 1), degrees.get("pipeline", 1)
+    if sizes.heads % tensor or sizes.kv % tensor or sizes.ffn % tensor:
+        raise UsageError(
+            f"--layout {text}: tensor={tensor} does not divide {sizes.heads} heads, {sizes.kv} heads of keys and "
+            f"values, and {sizes.ffn}; give a divisor of all"
+        )
+    if pipeline > sizes.layers:
+        raise UsageError(f"--layout {text}: {pipeline} stages for {sizes.layers} blocks; give at most {sizes.layers}")
+    context = degrees.get("context", 1)
+    if sizes.seq % context:
+        raise UsageError(f"--layout {text}: context={context} does not divide {sizes.seq} tokens; give a divisor")
+    options = layout.read(PipelineOptions) if layout.strategy == "pipeline" else PipelineOptions()
+    parts = layout.accumulate
+    if layout.strategy == "pipeline":
+        parts *= options.microbatches or 2 * pipeline
+    readers = degrees.get("replicate", 1) * degrees.get("shard", 1)
+    if batch % (parts * readers):
+        raise UsageError(
+            f"--layout {text}: {batch} samples do not divide into {readers} x {parts} micro-batches; "
+            f"give --batch {math.ceil(batch / (parts * readers)) * parts * readers}"
+        )
+    zero = 3 if layout.strategy == "fsdp" or degrees.get("shard", 1) > 1 else 1 if layout.strategy == "zero1" else 0
+    rows: dict[str, Any] = {
+        "tensor": tensor,
+        "pipeline": pipeline,
+        "context": context,
+        "replicate": degrees.get("replicate", 1),
+        "shard": degrees.get("shard", 1),
+        "zero": zero,
+        "micro": batch // (parts * readers),
+        "accumulate": parts,
+        "recompute": int(layout.recompute),
+        "compiled": int(layout.compile),
+        "sequence": int(layout.read(TensorOptions).sequence) if tensor > 1 else 0,
+        "schedule": _SCHEDULES.index(options.schedule) if options.schedule in _SCHEDULES else 0,
+        "chunks": options.chunks if options.schedule == "interleaved" else 1,
+        "per_node": cluster.per_node,
+    }
+    stack = replace(_stack(layout.precision, zero), ends_everywhere=pipeline > 1)
+    return make_configurations(sizes, stack, rows)
+
+
+def layout_text(c: Configurations, index: int) -> str:
+    """Return the layout of one row as the user types it."""
+
+    def at(name: str) -> int:
+        value = np.asarray(getattr(c, name))
+        return int(value[index]) if value.ndim else int(value)
+
+    axes = {axis: at(axis) for axis in ("replicate", "shard", "context", "tensor")}
+    words: list[str] = []
+    if at("pipeline") > 1:
+        name = "pipeline"
+        words.append(f"pipeline={at('pipeline')}")
+        words += [f"{axis}={axes[axis]}" for axis in ("replicate", "shard", "tensor") if axes[axis] > 1]
+        words.append(f"microbatches={at('accumulate')}")
+        if at("chunks") > 1:
+            words += ["schedule=interleaved", f"chunks={at('chunks')}"]
+    else:
+        name = "fsdp" if at("zero") == 3 else "zero1" if at("zero") == 1 else "ddp"
+        if axes["replicate"] > 1 and name == "fsdp":
+            words.append(f"replicate={axes['replicate']}")
+        words += [f"{axis}={axes[axis]}" for axis in ("context", "tensor") if axes[axis] > 1]
+        if name == "ddp" and axes["replicate"] == 1 and axes["context"] == 1:
+            name, words = ("tensor", []) if axes["tensor"] > 1 else ("single", [])
+        elif name == "ddp" and axes["replicate"] == 1 and axes["tensor"] == 1:
+            name, words = "context", []
+        if at("accumulate") > 1:
+            words.append(f"accumulate={at('accumulate')}")
+    if at("size") < 4:
+        words.append("precision=bf16")
+    words += ["recompute"] if at("recompute") else []
+    words += ["sequence=true"] if at("sequence") else []
+    return name + (":" + ",".join(words) if words else "")
+
+
+def estimate(c: Configurations, cluster: Cluster, calibration: Calibration, layout: str | None = None) -> Estimate:
+    """Return the estimate of a single configuration."""
+    memory, time = predict_memory(c), predict_step_of(c, cluster, calibration)
+    verdict = verdicts(memory, cluster)[()]
+    return Estimate(layout or layout_text(c, 0), str(verdict), 0, c, memory, time)
+
+
+def predict_step_of(c: Configurations, cluster: Cluster, calibration: Calibration) -> StepTime:
+    """Return the time of configurations on a cluster, with the numbers fitted for its GPU kind."""
+    fitted, _ = calibration.fitted(cluster.gpu.name, "everyrank")
+    return predict_step(c, cluster.gpu, cluster.inside, cluster.across, fitted)
+
+
+def verdicts(memory: Memory, cluster: Cluster) -> Any:
+    """Return fits, may not fit, or does not fit for each row. `fits` holds at the upper end of what is not known."""
+    room = cluster.gpu.memory
+    return np.where(memory.high <= room, "fits", np.where(memory.low > room, "does not fit", "may not fit"))
+
+
+def usual_layouts(sizes: DecoderSizes, cluster: Cluster) -> list[str]:
+    """Return the layouts that the first table shows: one of each kind, for a cluster of this size."""
+    gpus, node = cluster.gpus, cluster.per_node
+    if gpus == 1:
+        return ["single:precision=bf16"]
+    texts = ["ddp:precision=bf16", "zero1:precision=bf16", "fsdp:precision=bf16"]
+    if gpus > node:
+        texts.append(f"fsdp:replicate={gpus // node},precision=bf16")
+    tensor = math.gcd(math.gcd(node, sizes.kv), math.gcd(sizes.heads, sizes.ffn))
+    if tensor > 1:
+        texts.append(f"fsdp:tensor={tensor},precision=bf16,sequence=true")
+    stages = max((s for s in (2, 4, 8) if s <= sizes.layers and gpus % s == 0), default=1)
+    if stages > 1:
+        texts.append(f"pipeline:pipeline={stages},replicate={gpus // stages},microbatches={stages},precision=bf16")
+    return texts
+
+
+def smallest_change(
+    layout: Layout, sizes: DecoderSizes, cluster: Cluster, batch: int, calibration: Calibration
+) -> tuple[str, str, int] | None:
+    """Return (the change, the layout, samples of an update) that makes a layout fit with the least change, or None.
+
+    In this order: bf16, recompute, smaller micro-batches, both, one more axis, then the fastest layout that fits.
+    """
+    steps: list[tuple[str, dict[str, Any]]] = []
+    if layout.precision == "float32":
+        steps.append(("bf16", {"precision": "bf16"}))
+    if not layout.recompute:
+        steps.append(("recompute", {"recompute": True}))
+    smaller = [layout.accumulate * factor for factor in (2, 4, 8, 16, 32, 64, 128, 256)]
+    steps += [(f"micro-batches of 1/{count // layout.accumulate}", {"accumulate": count}) for count in smaller]
+    everything: dict[str, Any] = {"precision": "bf16" if layout.precision == "float32" else layout.precision}
+    everything["recompute"] = True
+    steps.append(("bf16 and recompute", everything))
+    steps += [
+        (f"recompute and micro-batches of 1/{count // layout.accumulate}", everything | {"accumulate": count})
+        for count in smaller
+    ]
+    for name, change in steps:
+        found = _fitting(replace(layout, **change), sizes, cluster, batch, calibration)
+        if found:
+            return name, found, batch
+    others = find_best(sizes, cluster, batch, calibration)[0]
+    if others:
+        return "another layout", others[0].layout, batch
+    return None
+
+
+def _fitting(layout: Layout, sizes: DecoderSizes, cluster: Cluster, batch: int, calibration: Calibration) -> str | None:
+    try:
+        c = configure_layout(layout, sizes, cluster, batch)
+    except UsageError:
+        return None
+    return str(layout) if estimate(c, cluster, calibration).verdict == "fits" else None
+
+
+def _divisors(number: int, most: int) -> list[int]:
+    return [value for value in range(1, min(number, most) + 1) if number % value == 0]
+
+
+def enumerate_layouts(sizes: DecoderSizes, cluster: Cluster, batch: int) -> Configurations | None:
+    """Return every layout of a decoder on a cluster, in bf16, as columns; None where no layout divides the batch."""
+    gpus = cluster.gpus
+    tensors = [t for t in _divisors(gpus, 64) if sizes.heads % t == 0 and sizes.kv % t == 0 and sizes.ffn % t == 0]
+    stages = [p for p in _divisors(gpus, sizes.layers) if sizes.layers % p == 0]
+    contexts = [c for c in _divisors(gpus, 64) if sizes.seq % (2 * c) == 0 or c == 1]
+    shards = _divisors(gpus, gpus)
+    micros = [m for m in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256) if m <= batch]
+    grid = np.meshgrid(tensors, stages, contexts, shards, micros, (0, 1), (0, 1, 3), (1, 2), indexing="ij")
+    t, p, c, s, m, again, zero, chunks = (axis.reshape(-1) for axis in grid)
+    if len(t) > 20 * _MOST_ROWS:
+        raise UsageError(f"{gpus} GPUs: too many layouts to look at; give --layout")
+    inner = t * p * c * s
+    keep = (
+        (gpus % inner == 0)
+        & ((zero == 3) | (s == 1))
+        & ((chunks == 1) | ((p > 1) & (sizes.layers % (p * chunks) == 0)))
+    )
+    t, p, c, s, m, again, zero, chunks, inner = (axis[keep] for axis in (t, p, c, s, m, again, zero, chunks, inner))
+    r = gpus // inner
+    readers = r * s
+    parts = batch // np.maximum(m * readers, 1)
+    keep = parts * m * readers == batch
+    keep &= (zero != 1) | ((t == 1) & (p == 1) & (c == 1) & (r > 1))  # zero1 is for replicas only
+    keep &= (zero != 3) | (s * c > 1) | (t > 1)
+    keep &= (zero != 3) | (p == 1) | (s > 1)
+    keep &= (zero != 0) | (t == 1) | (p > 1) | ((r == 1) & (c == 1))  # replicas of split matrices are fsdp's
+    keep &= (p == 1) | (c == 1)  # our pipeline has no context axis
+    keep &= (p == 1) | (parts >= p)
+    if not keep.any():
+        return None
+    t, p, c, s, m, again, zero, chunks, r, parts = (
+        axis[keep] for axis in (t, p, c, s, m, again, zero, chunks, r, parts)
+    )
+    rows = {
+        "tensor": t, "pipeline": p, "context": c, "shard": s, "replicate": r, "micro": m, "accumulate": parts,
+        "recompute": again, "zero": zero, "chunks": chunks, "sequence": (t > 1) & (p == 1),
+        "per_node": cluster.per_node,
+    }  # fmt: skip
+    made = make_configurations(sizes, STACKS["everyrank-fsdp"], rows)
+    auto = STACKS["everyrank-autocast"]
+    for name in ("residual", "weight_copies", "fsdp_root"):
+        setattr(made, name, np.where(zero == 3, getattr(made, name), float(getattr(auto, name))))
+    made.ends_everywhere = np.where(p > 1, 1.0, 0.0)
+    return made
+
+
+def find_best(
+    sizes: DecoderSizes, cluster: Cluster, batch: int, calibration: Calibration, most: int = 3
+) -> tuple[list[Estimate], int, int]:
+    """Return (the fastest layouts that fit, how many fit, how many were looked at).
+
+    The first is the favourite; the others are of another kind and predicted within a coin toss of it.
+    """
+    columns = enumerate_layouts(sizes, cluster, batch)
+    if columns is None:
+        return [], 0, 0
+    memory = predict_memory(columns)
+    fits = np.flatnonzero(np.atleast_1d(verdicts(memory, cluster)) == "fits")
+    looked_at = len(columns)
+    if not len(fits):
+        return [], 0, looked_at
+    fitting = columns.take(fits)
+    seconds = np.atleast_1d(predict_step_of(fitting, cluster, calibration).total)
+    # of equal times, the layout with the fewest axes
+    axes = sum(np.asarray(getattr(fitting, axis) > 1, float) for axis in ("tensor", "pipeline", "context", "replicate"))
+    order = np.lexsort((axes, seconds))
+    chosen: list[Estimate] = []
+    kinds: set[tuple[float, ...]] = set()
+    for index in order[:5000]:
+        if chosen and (seconds[index] > chosen[0].seconds * (1 + _TIED) or len(chosen) == most):
+            break
+        one = fitting.take(np.array([index]))
+        kind = tuple(float(np.max(getattr(one, n))) for n in ("tensor", "pipeline", "context", "zero"))
+        if kind not in kinds:
+            kinds.add(kind)
+            chosen.append(_of_row(one, cluster, calibration))
+    return chosen, len(fits), looked_at
+
+
+def _of_row(one: Configurations, cluster: Cluster, calibration: Calibration) -> Estimate:
+    memory = predict_memory(one)
+    verdict = str(np.atleast_1d(verdicts(memory, cluster))[0])
+    return Estimate(layout_text(one, 0), verdict, 0, one, memory, predict_step_of(one, cluster, calibration))

@@ -1,0 +1,191 @@
+"""The sizes of a decoder: typed, known by name, or read from a Hugging Face config.json. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from everyrank.errors import UsageError
+
+__all__ = ["DECODERS", "DecoderSizes", "decoder_from_config", "parse_decoder"]
+
+_LARGEST = {"layers": 10_000, "hidden": 1_000_000, "heads": 100_000, "kv": 100_000, "ffn": 10_000_000}
+_LARGEST |= {"vocab": 1_000_000_000, "seq": 100_000_000, "head_dim": 100_000}
+
+
+@dataclass(frozen=True)
+class DecoderSizes:
+    """A decoder: embedding, `layers` blocks of attention and MLP, a norm and a head.
+
+    kv        heads of keys and values (fewer than `heads` in grouped-query attention)
+    ffn       inner width of the MLP; `gated`: it has three matrices (SwiGLU), else two
+    seq       tokens of a sample
+    head_dim  width of a head
+    tied      the head is the embedding
+    learned_positions  the embedding has a row for each position, too
+
+    Raises `UsageError` for sizes that make no model.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv: int
+    ffn: int
+    vocab: int
+    seq: int
+    gated: bool = True
+    head_dim: int = 0
+    tied: bool = False
+    learned_positions: bool = False
+
+    def __post_init__(self) -> None:
+        for name, largest in _LARGEST.items():
+            value: object = getattr(self, name)
+            if name == "head_dim" and value == 0:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
+                raise UsageError(f"decoder {name}={value!r}: give a whole number from 1 to {largest}")
+        if self.head_dim == 0:
+            if self.hidden % self.heads:
+                raise UsageError(
+                    f"decoder hidden={self.hidden},heads={self.heads}: heads do not divide the width; give head_dim="
+                )
+            object.__setattr__(self, "head_dim", self.hidden // self.heads)
+        if self.heads % self.kv:
+            raise UsageError(f"decoder heads={self.heads},kv={self.kv}: kv has to divide heads")
+
+    @property
+    def block_parameters(self) -> int:
+        """Parameters of one block, without its norms' few."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv)
+        return attention + (3 if self.gated else 2) * self.hidden * self.ffn + 2 * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """All parameters."""
+        tables = self.vocab * self.hidden * (1 if self.tied else 2)
+        return self.layers * self.block_parameters + tables + self.hidden * (self.seq if self.learned_positions else 1)
+
+    @property
+    def flops_per_token(self) -> float:
+        """Operations of forward and backward for a token: 6 for each parameter in a product, and causal attention."""
+        products = self.layers * (self.block_parameters - 2 * self.hidden) + self.vocab * self.hidden
+        return 6.0 * products + 6.0 * self.layers * self.seq * self.heads * self.head_dim
+
+
+DECODERS = {
+    "124m": DecoderSizes(12, 768, 12, 12, 3072, 50257, 1024, gated=False, tied=True, learned_positions=True),
+    "1b": DecoderSizes(16, 2048, 32, 8, 8192, 128256, 8192, tied=True),
+    "3b": DecoderSizes(28, 3072, 24, 8, 8192, 128256, 8192, tied=True),
+    "7b": DecoderSizes(32, 4096, 32, 32, 11008, 32000, 4096),
+    "8b": DecoderSizes(32, 4096, 32, 8, 14336, 128256, 8192),
+    "13b": DecoderSizes(40, 5120, 40, 40, 13824, 32000, 4096),
+    "70b": DecoderSizes(80, 8192, 64, 8, 28672, 128256, 8192),
+    "405b": DecoderSizes(126, 16384, 128, 8, 53248, 128256, 8192),
+}
+"""By name: GPT-2 small, Llama 3.2 (1b, 3b), Llama 2 (7b, 13b), Llama 3 (8b, 70b, 405b). Source: their config.json."""
+
+
+def parse_decoder(text: str) -> DecoderSizes:
+    """Return the sizes of `8b`, or `layers=32,hidden=4096,...`; both: `8b,seq=4096`. Raises `UsageError`."""
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words:
+        raise UsageError(f"--decoder {text!r}: give a name ({', '.join(DECODERS)}) or layers=32,hidden=4096,heads=32")
+    values: dict[str, Any] = {}
+    if "=" not in words[0]:
+        name = words.pop(0).lower()
+        if name not in DECODERS:
+            close = difflib.get_close_matches(name, DECODERS, 1)
+            hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(DECODERS)}"
+            raise UsageError(f"--decoder {name}: {hint}")
+        values = dataclasses.asdict(DECODERS[name])
+        changed = {word.partition("=")[0].strip() for word in words}
+        if changed & {"hidden", "heads"}:
+            values["head_dim"] = 0
+    kinds = {field.name: field.type for field in dataclasses.fields(DecoderSizes)}
+    for word in words:
+        key, equals, value = (part.strip() for part in word.partition("="))
+        if not equals or key not in kinds:
+            close = difflib.get_close_matches(key, kinds, 1)
+            hint = f"did you mean {close[0]}=?" if close else f"keys: {', '.join(kinds)}"
+            raise UsageError(f"--decoder {word}: {hint}")
+        values[key] = _value(key, value, kinds[key] == "bool")
+    missing = [key for key in ("layers", "hidden", "heads") if key not in values]
+    if missing:
+        raise UsageError(f"--decoder {text}: {missing[0]}= is missing; for example layers=32,hidden=4096,heads=32")
+    values.setdefault("kv", values["heads"])
+    gated = values.setdefault("gated", True)
+    values.setdefault("ffn", round(8 * values["hidden"] / 3 / 256 + 0.5) * 256 if gated else 4 * values["hidden"])
+    values.setdefault("vocab", 128256)
+    values.setdefault("seq", 8192)
+    return DecoderSizes(**values)
+
+
+def _value(key: str, text: str, is_bool: bool) -> int | bool:
+    if is_bool:
+        if text.lower() not in ("true", "false", "1", "0"):
+            raise UsageError(f"--decoder {key}={text}: give true or false")
+        return text.lower() in ("true", "1")
+    if not text.isdecimal() or len(text) > 12:
+        raise UsageError(f"--decoder {key}={text}: give a whole number")
+    return int(text)
+
+
+_LARGEST_CONFIG = 10_000_000  # bytes
+
+
+def decoder_from_config(path: Path, seq: int | None = None) -> DecoderSizes:
+    """Return the sizes in a Hugging Face `config.json` of a dense decoder. Raises `UsageError` for anything else.
+
+    `seq` is the length of a sample; the default is the smaller of `max_position_embeddings` and 8192.
+    """
+    try:
+        if path.stat().st_size > _LARGEST_CONFIG:
+            raise UsageError(f"{path}: larger than 10 MB; give the config.json of a model")
+        read: object = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(f"{path}: not JSON ({type(error).__name__}); give the config.json of a model") from error
+    if not isinstance(read, dict):
+        raise UsageError(f"{path}: no JSON object; give the config.json of a model")
+    config: dict[str, Any] = read.get("text_config", read) if isinstance(read.get("text_config", read), dict) else read
+
+    def number(*names: str, default: int | None = None) -> int:
+        for name in names:
+            value: object = config.get(name)
+            if isinstance(value, int) and not isinstance(value, bool):
+                return value
+        if default is None:
+            raise UsageError(f"{path}: no {names[0]}; give that of a dense decoder, or --decoder layers=...")
+        return default
+
+    experts = [name for name in ("num_local_experts", "num_experts", "n_routed_experts") if config.get(name)]
+    if experts:
+        raise UsageError(
+            f"{path}: {experts[0]} is set: the closed form knows no mixtures of experts; give a workload with the "
+            "model itself, which plan traces"
+        )
+    if config.get("is_encoder_decoder"):
+        raise UsageError(f"{path}: an encoder and a decoder; the closed form knows decoders; give a workload instead")
+    layers, hidden = number("num_hidden_layers", "n_layer", "n_layers"), number("hidden_size", "n_embd", "d_model")
+    heads = number("num_attention_heads", "n_head", "n_heads")
+    is_gpt2 = "n_embd" in config
+    gated = not is_gpt2 and config.get("model_type") not in ("gpt_neox", "opt", "bloom", "falcon", "phi", "mpt")
+    positions = number("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", default=8192)
+    return DecoderSizes(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv=number("num_key_value_heads", default=heads),
+        ffn=number("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden),
+        vocab=number("vocab_size"),
+        seq=seq or min(positions, 8192),
+        gated=gated,
+        head_dim=number("head_dim", default=0),
+        tied=bool(config.get("tie_word_embeddings", is_gpt2)),
+        learned_positions=is_gpt2,
+    )

@@ -1,0 +1,227 @@
+"""GPU kinds, links and clusters: facts of data sheets with their source. Nothing in this file is fitted."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass, replace
+
+from everyrank.errors import UsageError
+
+__all__ = ["GIB", "GPUS", "Cluster", "Gpu", "Link", "find_gpu", "parse_bytes", "parse_cluster", "parse_link"]
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A kind of GPU.
+
+    memory      bytes that torch reports as total capacity: less than on the data sheet, for ECC and the driver
+    flops       dense 16-bit tensor-core operations a second (bf16; fp16 where a kind has no bf16)
+    flops_tf32  the same for float32 products with TF32; plain float32 where a kind has no TF32
+    flops_fp8   the same for 8-bit floats; 0 where a kind has none
+    hbm         bytes a second between the chip and its memory
+    units       streaming multiprocessors (compute units on AMD)
+    watts       thermal design power
+    inside      links between the GPUs of one node, by default
+    across      links between nodes, by default
+    source      where the numbers are from
+    """
+
+    name: str
+    memory: float
+    flops: float
+    flops_tf32: float
+    flops_fp8: float
+    hbm: float
+    units: int
+    watts: float
+    inside: Link
+    across: Link
+    source: str
+
+    @property
+    def attention(self) -> float:
+        """Share of `flops` that FlashAttention-2 reaches over forward and backward with heads of 128.
+
+        It does not use what is new in Hopper (up to 335 of 989 Tflop/s forward), nor in Blackwell. Source: Dao 2023,
+        figures 4 to 7.
+        """
+        return 0.30 if self.flops_fp8 and self.hbm > 1.5e12 else 0.55
+
+
+@dataclass(frozen=True)
+class Link:
+    """`latency` seconds a hop, and `bandwidth` bytes a second of one GPU: bus bandwidth, as nccl-tests defines it."""
+
+    latency: float
+    bandwidth: float
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """So many GPUs of one kind, `per_node` in each node."""
+
+    gpu: Gpu
+    gpus: int
+    per_node: int
+    inside: Link
+    across: Link
+
+
+# Bus bandwidths of all-reduce inside a node: V100 and A100 as eth-easl/sailor measured them, the others from nccl-tests
+# on HGX boards as published. A link of 400 Gb/s carries 50e9 bytes a second, of which NCCL gets 96%.
+_NVLINK2 = Link(6e-6, 134e9, "NVLink 2")
+_NVLINK3 = Link(6.5e-6, 230e9, "NVLink 3")
+_NVLINK4 = Link(6e-6, 370e9, "NVLink 4")
+_NVLINK5 = Link(6e-6, 680e9, "NVLink 5")
+_GH200 = Link(8e-6, 150e9, "NVLink between GH200")
+_XGMI = Link(8e-6, 300e9, "Infinity Fabric")
+_PCIE3 = Link(10e-6, 10e9, "PCIe 3")
+_PCIE4 = Link(10e-6, 20e9, "PCIe 4")
+_PCIE5 = Link(10e-6, 40e9, "PCIe 5")
+_100G = Link(12e-6, 12e9, "100 Gb/s")
+_200G = Link(12e-6, 24e9, "200 Gb/s")
+_400G = Link(12e-6, 48e9, "400 Gb/s")
+
+_NV = "NVIDIA data sheet"
+_CAPACITY = "memory: total capacity in torch's out-of-memory messages"
+
+
+def _gpu(
+    name: str,
+    gib: float,
+    tflops: tuple[float, float, float],
+    terabytes: float,
+    units: int,
+    watts: float,
+    links: tuple[Link, Link],
+    source: str,
+) -> Gpu:
+    """A kind in the units of data sheets: operations as (16-bit, TF32, fp8), dense, in Tflop/s."""
+    flops, flops_tf32, flops_fp8 = (1e12 * value for value in tflops)
+    inside, across = links
+    return Gpu(name, gib * GIB, flops, flops_tf32, flops_fp8, terabytes * 1e12, units, watts, inside, across, source)
+
+
+_SXM2, _SXM3 = (_NVLINK2, _100G), (_NVLINK3, _200G)
+_SXM4, _SXM5 = (_NVLINK4, _400G), (_NVLINK5, _400G)
+_B200 = "hbm and total capacity: pytorch/ao#4002, measured; else NVIDIA data sheet"
+_H100_500W = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md; 0.85 of the SXM's operations for its 500 W"
+
+GPUS: dict[str, Gpu] = {
+    gpu.name: gpu
+    for gpu in (
+        _gpu("v100_16gb", 15.77, (125, 15.7, 0), 0.9, 80, 300, _SXM2, f"{_NV} V100; {_CAPACITY}"),
+        _gpu("v100_32gb", 31.74, (125, 15.7, 0), 0.9, 80, 300, _SXM2, f"{_NV} V100; {_CAPACITY}"),
+        _gpu("t4", 14.75, (65, 8.1, 0), 0.32, 40, 70, (_PCIE3, _100G), f"{_NV} T4; {_CAPACITY}"),
+        _gpu("a10", 22.06, (125, 62.5, 0), 0.6, 72, 150, (_PCIE4, _100G), f"{_NV} A10; {_CAPACITY}"),
+        _gpu("a100_40gb", 39.39, (312, 156, 0), 1.555, 108, 400, _SXM3, f"{_NV} A100; {_CAPACITY}"),
+        _gpu("a100_80gb", 79.15, (312, 156, 0), 2.039, 108, 400, _SXM3, f"{_NV} A100; {_CAPACITY}"),
+        _gpu("a100_80gb_pcie", 79.15, (312, 156, 0), 1.935, 108, 300, (_PCIE4, _200G), f"{_NV} A100; {_CAPACITY}"),
+        _gpu("l4", 22.03, (121, 60, 242), 0.3, 58, 72, (_PCIE4, _100G), f"{_NV} L4; {_CAPACITY}"),
+        _gpu("rtx4090", 23.65, (165, 82.6, 330), 1.008, 128, 450, (_PCIE4, _100G), f"NVIDIA Ada paper; {_CAPACITY}"),
+        _gpu("l40s", 44.3, (362, 183, 733), 0.864, 142, 350, (_PCIE4, _200G), f"{_NV} L40S; {_CAPACITY}"),
+        _gpu("h100_80gb", 79.1, (989, 494.5, 1979), 3.35, 132, 700, _SXM4, f"{_NV} H100 SXM; {_CAPACITY}"),
+        _gpu("h100_80gb_pcie", 79.1, (756, 378, 1513), 2.0, 114, 350, (_PCIE5, _200G), f"{_NV} H100; {_CAPACITY}"),
+        _gpu("h100_94gb_nvl", 93.1, (835, 417, 1671), 3.9, 132, 400, (_PCIE5, _400G), f"{_NV} H100 NVL; {_CAPACITY}"),
+        _gpu("h100_96gb_hbm2e_500w", 95.0, (840, 420, 1680), 2.4, 132, 500, _SXM4, _H100_500W),
+        _gpu("h200", 139.7, (989, 494.5, 1979), 4.8, 132, 700, _SXM4, f"{_NV} H200; {_CAPACITY}"),
+        _gpu("gh200_96gb", 94.5, (989, 494.5, 1979), 4.0, 132, 900, (_GH200, _200G), f"{_NV} GH200; {_CAPACITY}"),
+        _gpu("b200", 178.35, (2250, 1125, 4500), 7.672, 148, 1000, _SXM5, _B200),
+        _gpu(
+            "gb200",
+            184.0,
+            (2500, 1250, 5000),
+            7.672,
+            148,
+            1200,
+            _SXM5,
+            f"{_NV} GB200; memory: 186 GB less the driver's",
+        ),
+        _gpu("mi300x", 191.5, (1307, 653, 2614), 5.3, 304, 750, (_XGMI, _400G), "AMD data sheet MI300X"),
+    )
+}
+"""By name. Not verified on any of these GPUs: they are data sheets."""
+
+_ALIASES = {
+    "v100": "v100_32gb",
+    "a100": "a100_80gb",
+    "a100_sxm": "a100_80gb",
+    "a100_pcie": "a100_80gb_pcie",
+    "a10g": "a10",
+    "h100": "h100_80gb",
+    "h100_sxm": "h100_80gb",
+    "h100_pcie": "h100_80gb_pcie",
+    "h100_nvl": "h100_94gb_nvl",
+    "h200_sxm": "h200",
+    "h200_141gb": "h200",
+    "gh200": "gh200_96gb",
+    "b200_sxm": "b200",
+    "b200_180gb": "b200",
+    "4090": "rtx4090",
+    "rtx_4090": "rtx4090",
+}
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+    "kb": 1e3,
+    "mb": 1e6,
+    "gb": 1e9,
+    "tb": 1e12,
+}
+
+
+def find_gpu(name: str) -> Gpu:
+    """Return a kind of GPU by name: `h100`, `A100-80GB-PCIe`. Raises `UsageError` with the nearest names."""
+    key = re.sub(r"[-\s]+", "_", name.strip().lower()).removeprefix("nvidia_")
+    key = _ALIASES.get(key, key)
+    if key in GPUS:
+        return GPUS[key]
+    close = difflib.get_close_matches(key, [*GPUS, *_ALIASES], 2, 0.5)
+    meant = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(GPUS)}"
+    raise UsageError(f"--gpus: no GPU {name!r}; {meant}")
+
+
+def parse_bytes(text: str, flag: str) -> float:
+    """Return the bytes of `80GiB`, `80GB` or `80`; a plain number is GiB. Raises `UsageError`."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]i?b)?", text.strip().lower())
+    size = float(match[1]) * (_UNITS[match[2]] if match[2] else GIB) if match else 0.0
+    if not 0 < size < 2**60:
+        raise UsageError(f"{flag} {text}: give a size above 0, such as 80GiB")
+    return size
+
+
+def parse_link(text: str) -> Link:
+    """Return the link of `400Gb` (bits a second for each GPU) or `50GB` (bytes). Raises `UsageError`."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(Gb|Gbit|Gbps|GB)(?:/s)?", text.strip())
+    rate = float(match[1]) * (1.0 if match[2] == "GB" else 0.125) * 1e9 if match else 0.0
+    if not 0 < rate < 1e14:
+        raise UsageError(f"--link {text}: give the rate of one GPU, such as 400Gb (bits a second) or 50GB (bytes)")
+    return Link(12e-6, 0.96 * rate, text.strip())
+
+
+def parse_cluster(
+    text: str, per_node: int | None = None, link: Link | None = None, memory: float | None = None
+) -> Cluster:
+    """Return the cluster of `64xh100`. Raises `UsageError` for no GPUs, too many, or a kind that is not known."""
+    match = re.fullmatch(r"\s*([0-9]+)\s*[xX*]\s*(\S+)\s*", text)
+    if match is None:
+        raise UsageError(f"--gpus {text}: give a number and a kind, such as 64xh100")
+    count, gpu = int(match[1]), find_gpu(match[2])
+    if not 1 <= count <= 1_000_000:
+        raise UsageError(f"--gpus {text}: {count} GPUs; give at least 1 and at most 1000000")
+    if per_node is not None and per_node < 1:
+        raise UsageError(f"--per-node {per_node}: give at least 1")
+    per_node = min(per_node or 8, count)
+    if count % per_node:
+        raise UsageError(f"--gpus {text}: {count} GPUs do not fill nodes of {per_node}; give --per-node, or a multiple")
+    if memory is not None:
+        gpu = replace(gpu, memory=memory)
+    return Cluster(gpu, count, per_node, gpu.inside, link or gpu.across)

@@ -1,0 +1,220 @@
+"""What `everyrank plan` answers, on a terminal. Imports no torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from everyrank.errors import printable
+from everyrank.report.table import Table
+from everyrank.report.terminal import print_table
+
+__all__ = ["print_plan", "print_validation"]
+
+_GIB = 2**30
+_Answer = Mapping[str, Any]
+
+
+def _gib(size: float) -> str:
+    return f"{size / _GIB:.1f}" if size < 1000 * _GIB else f"{size / _GIB:,.0f}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+
+
+def _share(value: float) -> str:
+    return f"{100 * value:.1f}%"
+
+
+def _count(value: float) -> str:
+    for size, name in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if value >= size:
+            return f"{value / size:.3g}{name}"
+    return f"{value:.3g}"
+
+
+def print_plan(answer: _Answer) -> None:
+    """Print what fits, what does not with the smallest change, the shortlist, and the whole run."""
+    cluster, model, batch = answer["cluster"], answer["model"], answer["batch"]
+    across = f", {cluster['across']} between nodes" if cluster["gpus"] > cluster["per_node"] else ""
+    _say(
+        f"{model['name']}: {_count(model['parameters'])} parameters; {cluster['gpus']} x {cluster['gpu']} with "
+        f"{_gib(cluster['memory_bytes'])} GiB, {cluster['per_node']} in a node{across}; an update of "
+        f"{batch['samples']} samples, {_count(batch['tokens'])} tokens"
+    )
+    print_table("Memory of the fullest rank, GiB", _memory_table(answer["layouts"]))
+    for row in answer["layouts"]:
+        if "change" in row:
+            change = row["change"]
+            target = f": {change['layout']}" if "layout" in change else ""
+            _say(f"{row['layout']} {row['verdict']}. Smallest change: {change['what']}{target}")
+            if "command" in change:
+                _say(f"  {change['command']}")
+    _print_shortlist(answer)
+    if "whole_run" in answer:
+        _print_run(answer["whole_run"])
+
+
+def _memory_table(rows: Sequence[_Answer]) -> Table:
+    names = ("parameters", "gradients", "optimizer", "activations", "gathered", "logits", "temporary", "caches")
+    table = Table(["layout", "", *names, "allocated", "reserved", "device", "at most"], [])
+    for row in rows:
+        if "categories" not in row:
+            table.rows.append([row["layout"], row["verdict"], *[""] * 12])
+            table.footnotes.append(f"{row['layout']}: {row['reason']}")
+            continue
+        sizes = [_gib(row["categories"][name]) for name in names]
+        sums = [_gib(row[f"{name}_bytes"]) for name in ("allocated", "reserved", "device", "most")]
+        table.rows.append([row["layout"], row["verdict"], *sizes, *sums])
+    table.footnotes.append(
+        "fits: the device total fits at the upper end of what is not known (at most). Not in the numbers: other "
+        "programs on the GPU, and buffers that a library keeps without torch's allocator"
+    )
+    return table
+
+
+def _print_shortlist(answer: _Answer) -> None:
+    shortlist, calibration = answer["shortlist"], answer["calibration"]
+    if not shortlist:
+        _say(f"no layout fits surely ({answer['looked_at']} looked at): nothing to rank")
+        return
+    _say("")
+    _say(f"{answer['fitting']} of {answer['looked_at']} layouts fit.")
+    if not answer["is_ranked"]:
+        _say(
+            f"Not ranked: outside of what was measured ({'; '.join(answer['outside'])}). In the order of the alphabet:"
+        )
+    elif len(shortlist) > 1:
+        _say(f"A tie of {len(shortlist)}: predicted within 5% of each other, which is a coin toss. Let bench decide:")
+    for choice in shortlist:
+        low, high = _seconds(choice["low_seconds"]), _seconds(choice["high_seconds"])
+        _say(
+            f"{choice['layout']}: {_seconds(choice['step_seconds'])} a step ({low} to {high}), "
+            f"{_count(choice['tokens_per_second'])} tokens/s, {_share(choice['share_of_peak'])} of peak, "
+            f"{_gib(choice['device_bytes'])} GiB; bound by {_bound(choice)}"
+        )
+        _say(f"  {choice['commands']['train']}")
+        _say(f"  {choice['commands']['bench']}")
+    _say(
+        f"Intervals of {calibration['interval']:.0%}: {calibration['case']}; "
+        f"times are a factor {calibration['factor']:.2f} either way. "
+        "Not in the times: the data loader, stragglers, checkpoints. Not verified on a GPU."
+    )
+
+
+def _bound(choice: _Answer) -> str:
+    total = choice["step_seconds"]
+    largest = sorted(choice["parts"].items(), key=lambda part: -part[1])[:3]
+    return ", ".join(f"{name} {_share(seconds / total)}" for name, seconds in largest if seconds > 0.02 * total)
+
+
+def _print_run(run: _Answer) -> None:
+    money = f", {run['money']:,.0f} for GPUs" if run["money"] is not None else ""
+    _say("")
+    _say(
+        f"{_count(run['tokens'])} tokens: {_count(run['updates'])} updates, {run['hours']:,.1f} hours "
+        f"({_count(run['gpu_hours'])} GPU hours{money}, {_count(run['energy_kwh'])} kWh), "
+        f"goodput {_share(run['goodput'])}"
+    )
+    if run["save_every_seconds"] is not None:
+        _say(f"  a checkpoint every {run['save_every_seconds'] / 60:.0f} minutes loses the least")
+    for assumption in run["assumptions"]:
+        _say(f"  assumed: {assumption}")
+
+
+def print_validation(result: _Answer) -> None:
+    """Print the table of errors that `plan --validate` has measured."""
+    _say(
+        f"{result['read']} of {result['rows']} rows read; {result['left_out_of_fit']} are in the calibration, too, and "
+        "are predicted by fits without them"
+    )
+    for entry in result["unreadable"]:
+        _say(f"  {entry['count']} rows not read: {entry['reason']}")
+    for entry in result["assumed"]:
+        _say(f"  {entry['count']} rows do not give {entry['what']}, which is assumed")
+    if result["time"]:
+        print_table("Time of a step", _time_table(result))
+    if result["memory"]:
+        print_table("Memory", _error_table(result["memory"], ("source", "kind"), ("above_upper_end",)))
+    verdicts = result["verdicts"]
+    _say(
+        f"false `fits` (it ran out of memory): {verdicts['false_fits']}; false `does not fit` (it ran): "
+        f"{verdicts['false_does_not_fit']}; ran: {verdicts['ran_fits']} fits, {verdicts['ran_may_not_fit']} may not "
+        f"fit; ran out: {verdicts['ran_out_does_not_fit']} does not fit, {verdicts['ran_out_may_not_fit']} may not fit"
+    )
+    if result["choice"]:
+        table = Table(["source", "models", "rows", "regret: favourite", "best of three", "rank correlation"], [])
+        for row in result["choice"]:
+            regrets = [_share(row["regret_of_favourite"]), _share(row["regret_of_best_of_three"])]
+            table.rows.append(
+                [row["source"], str(row["models"]), str(row["rows"]), *regrets, f"{row['rank_correlation']:.2f}"]
+            )
+        print_table("Choice among the rows of one model", table)
+    if result["leave_one_source_out"]:
+        heading = "Each source, predicted from all others"
+        print_table(heading, _error_table(result["leave_one_source_out"], ("source",), ()))
+    draws = result["resamplings"]
+    if draws:
+        error = draws["mean_error"]
+        _say(
+            f"{draws['draws']} fits to a random half, each predicting the other half: mean error "
+            f"{_share(error['median'])}, worst {_share(error['worst'])}"
+        )
+        for row in draws["by_source"]:
+            error = row["mean_error"]
+            _say(f"  {row['source']}: {_share(error['median'])}, worst {_share(error['worst'])}")
+        for row in draws["matmul"]:
+            _say(f"  matmul of {row['case']}: {row['least']:.2f} to {row['most']:.2f}")
+
+
+def _time_table(result: _Answer) -> Table:
+    errors = ["mean", "median", "largest", "within 10%", "coverage of 90%", "factor"]
+    table = Table(["source", "rows", *errors, "constant share of peak", "of calibration"], [])
+    for row in result["time"]:
+        other = row["calibration_share_error"]
+        table.rows.append([
+            row["source"], str(row["rows"]), _share(row["mean_error"]), _share(row["median_error"]),
+            _share(row["largest_error"]), _share(row["within_10_percent"]), _share(row["coverage"]),
+            f"{row['median_factor']:.2f}", _share(row["own_share_error"]["mean_error"]),
+            _share(other["mean_error"]) if other else "",
+        ])  # fmt: skip
+        table.footnotes.append(f"{row['source']}: {', '.join(row['cases'])}")
+    for row in result["time_by_case"]:
+        table.footnotes.append(
+            f"{row['case']}: {row['rows']} rows, mean {_share(row['mean_error'])}, coverage {_share(row['coverage'])}"
+        )
+    table.footnotes.append(
+        "constant share of peak: the mean error of one number for each table, fitted to the table itself; of "
+        "calibration: of the number that the calibration rows have"
+    )
+    return table
+
+
+def _error_table(rows: Sequence[_Answer], keys: Sequence[str], counts: Sequence[str]) -> Table:
+    table = Table(
+        [
+            *keys,
+            "rows",
+            "mean",
+            "median",
+            "largest",
+            "bias",
+            "within 10%",
+            *[name.replace("_", " ") for name in counts],
+        ],
+        [],
+    )
+    for row in rows:
+        errors = [
+            _share(row[name]) for name in ("mean_error", "median_error", "largest_error", "bias", "within_10_percent")
+        ]
+        table.rows.append(
+            [*[row[key] for key in keys], str(row["rows"]), *errors, *[str(row[name]) for name in counts]]
+        )
+    return table
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(printable(line) + "\n")
