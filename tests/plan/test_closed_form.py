@@ -102,6 +102,22 @@ def test_memory_moves_as_it_should() -> None:
     assert (memory.low < memory.allocated).all()
 
 
+def test_a_model_that_is_built_whole_has_to_fit_whole() -> None:
+    """Without meta=true each rank holds all parameters for a moment, whatever it holds afterwards."""
+    sizes, cluster, calibration = DECODERS["70b"], parse_cluster("1024xh100"), shipped_calibration()
+    text = "fsdp:precision=bf16,recompute"
+    whole, parts = (
+        estimate(configure_layout(parse_layout(layout), sizes, cluster, 1024), cluster, calibration)
+        for layout in (text, f"{text},meta=true")
+    )
+    assert whole.verdict == "does not fit"
+    assert float(whole.memory.allocated) > 4 * sizes.parameters * 0.99
+    assert parts.verdict == "fits"
+    change = smallest_change(parse_layout(text), sizes, cluster, 1024, calibration)
+    assert change is not None
+    assert change[1] == f"{text},meta=true"
+
+
 def test_pipeline_keeps_more_micro_batches_under_gpipe() -> None:
     """1F1B keeps as many as there are stages, GPipe all of them."""
     rows = {"zero": 0, "shard": 1, "pipeline": 4, "accumulate": 32}
@@ -191,7 +207,17 @@ def test_layouts_are_read_back_as_they_were_written() -> None:
         text = layout_text(columns, index)
         again = configure_layout(parse_layout(text), sizes, cluster, 128)
         row = columns.take(np.array([index]))
-        for name in ("tensor", "pipeline", "replicate", "shard", "context", "micro", "accumulate", "recompute"):
+        for name in (
+            "tensor",
+            "pipeline",
+            "replicate",
+            "shard",
+            "context",
+            "micro",
+            "accumulate",
+            "recompute",
+            "whole_first",
+        ):
             assert float(getattr(again, name)) == float(np.max(getattr(row, name))), (text, name)
         assert float(predict_memory(again).allocated) == pytest.approx(float(np.max(predict_memory(row).allocated))), (
             text

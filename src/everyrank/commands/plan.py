@@ -9,26 +9,35 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from everyrank.commands.shared import check_writable, close_output
+from everyrank.commands.shared import check_writable, close_output, workload_words
 from everyrank.errors import UsageError, printable
 from everyrank.record import write_text
+from everyrank.workload import Source, check_place, parse_settings
 
 if TYPE_CHECKING:
     from everyrank.plan.calibration import Calibration
-    from everyrank.plan.hardware import Link
+    from everyrank.plan.hardware import Cluster, Link
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
 HELP = "predict what fits, how long a step takes and which layouts to try, without a GPU"
 EXAMPLES = (
     "everyrank plan --decoder 8b --gpus 64xh100",
+    "everyrank plan text --gpus 2xa100 --layout fsdp:precision=bf16",
     "everyrank plan --decoder 8b --gpus 8xa100 --layout fsdp:precision=bf16 --json plan.json",
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the model, the cluster, the layouts, the whole run, and calibration and validation."""
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="a Hugging Face config.json of a decoder")
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="a workload: a built-in name or path/file.py[:name]; or a Hugging Face config.json",
+    )
+    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="K=V", help="settings of the workload")
+    parser.add_argument("--data", type=Path, metavar="DIR", help="where the workload's data is, if it ships none")
     parser.add_argument("--decoder", metavar="D", help="8b, 70b, ..., or layers=32,hidden=4096,heads=32,...")
     parser.add_argument("--gpus", metavar="NxKIND", help="for example 64xh100")
     parser.add_argument("--per-node", type=int, metavar="N", help="GPUs of a node (default 8)")
@@ -129,12 +138,12 @@ def _plan(args: argparse.Namespace, calibration: Calibration) -> dict[str, Any]:
         sizes = replace(sizes, seq=args.seq) if args.seq is not None else sizes
     elif args.model is not None:
         if not args.model.endswith(".json"):
-            raise UsageError(f"{args.model}: give a config.json of Hugging Face, or --decoder 8b")
+            return _traced(args, cluster)
         if not Path(args.model).is_file():
             raise UsageError(f"{args.model}: no such file; give a config.json of Hugging Face, or --decoder 8b")
         sizes, name = decoder_from_config(Path(args.model), args.seq), args.model
     else:
-        raise UsageError("plan needs a model: give a config.json, or --decoder 8b")
+        raise UsageError("plan needs a model: give a workload, a config.json, or --decoder 8b")
     request = PlanRequest(
         sizes=sizes,
         name=name,
@@ -147,6 +156,23 @@ def _plan(args: argparse.Namespace, calibration: Calibration) -> dict[str, Any]:
         mtbf_hours=_positive(args.mtbf, "--mtbf"),
     )
     return answer_plan(request, calibration)
+
+
+def _traced(args: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
+    """The plan of a workload, which is traced."""
+    for flag, value in (("--tokens", args.tokens), ("--seq", args.seq), ("--price", args.price), ("--mtbf", args.mtbf)):
+        if value is not None:
+            raise UsageError(f"{flag}: for a decoder only (--decoder, config.json); a traced workload has no time")
+    args.workload, args.lr_rule = args.model, "none"
+    check_place(args.model)
+    settings = parse_settings(args.set)
+    if args.data is not None:
+        settings["data"] = str(args.data.absolute())
+    from everyrank.plan.traced import answer_workload
+    from everyrank.workload.find import load
+
+    workload = load(Source(args.model, settings, args.batch))
+    return answer_workload(workload, args.model, workload_words(args), cluster, args.layout or ())
 
 
 def _positive(value: float | None, flag: str) -> float | None:

@@ -11,4 +11,7 @@ validate.py       predictions held against measured rows
 candidates.py     layouts as configurations, all layouts of a cluster, the choice and the smallest change
 whole_run.py      hours, money and energy with checkpoints and failures
 answer.py         the answer of the command as one JSON object
+trace.py          every storage, operator and collective of a rank, seen on fake tensors
+pretend.py        the real prepare and step of any layout, for any rank of any number, on fake tensors
+traced.py         the answer for a user's own workload, traced
 """

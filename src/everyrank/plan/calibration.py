@@ -71,7 +71,7 @@ class Calibration:
         """Return the numbers for a GPU kind and stack, and the case that their interval is of."""
         if (gpu, stack) in self.fits:
             return self.fits[gpu, stack], CASES[0]
-        near = [fit for (kind, name), fit in self.fits.items() if name == stack]
+        near = [fit for (_, name), fit in self.fits.items() if name == stack]
         near = near or [fit for (kind, _), fit in self.fits.items() if kind == gpu]
         if not near:
             return PRIOR, CASES[2]

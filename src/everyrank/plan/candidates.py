@@ -10,7 +10,7 @@ import numpy as np
 
 from everyrank.errors import UsageError
 from everyrank.layout import Layout
-from everyrank.layout.options import PipelineOptions, TensorOptions
+from everyrank.layout.options import BuildOptions, PipelineOptions, TensorOptions
 from everyrank.plan.calibration import Calibration
 from everyrank.plan.configuration import STACKS, Configurations, Stack, make_configurations
 from everyrank.plan.decoder import DecoderSizes
@@ -127,6 +127,7 @@ def configure_layout(layout: Layout, sizes: DecoderSizes, cluster: Cluster, batc
         "schedule": _SCHEDULES.index(options.schedule) if options.schedule in _SCHEDULES else 0,
         "chunks": options.chunks if options.schedule == "interleaved" else 1,
         "per_node": cluster.per_node,
+        "whole_first": 0 if layout.read(BuildOptions).meta and BuildOptions in layout.row.options else 4,
     }
     stack = replace(_stack(layout.precision, zero), ends_everywhere=pipeline > 1)
     return make_configurations(sizes, stack, rows)
@@ -163,6 +164,7 @@ def layout_text(c: Configurations, index: int) -> str:
         words.append("precision=bf16")
     words += ["recompute"] if at("recompute") else []
     words += ["sequence=true"] if at("sequence") else []
+    words += ["meta=true"] if name in ("fsdp", "pipeline", "tensor") and not at("whole_first") else []
     return name + (":" + ",".join(words) if words else "")
 
 
@@ -190,15 +192,17 @@ def usual_layouts(sizes: DecoderSizes, cluster: Cluster) -> list[str]:
     gpus, node = cluster.gpus, cluster.per_node
     if gpus == 1:
         return ["single:precision=bf16"]
-    texts = ["ddp:precision=bf16", "zero1:precision=bf16", "fsdp:precision=bf16"]
+    texts = ["ddp:precision=bf16", "zero1:precision=bf16", "fsdp:precision=bf16,meta=true"]
     if gpus > node:
-        texts.append(f"fsdp:replicate={gpus // node},precision=bf16")
+        texts.append(f"fsdp:replicate={gpus // node},precision=bf16,meta=true")
     tensor = math.gcd(math.gcd(node, sizes.kv), math.gcd(sizes.heads, sizes.ffn))
     if tensor > 1:
-        texts.append(f"fsdp:tensor={tensor},precision=bf16,sequence=true")
+        texts.append(f"fsdp:tensor={tensor},precision=bf16,sequence=true,meta=true")
     stages = max((s for s in (2, 4, 8) if s <= sizes.layers and gpus % s == 0), default=1)
     if stages > 1:
-        texts.append(f"pipeline:pipeline={stages},replicate={gpus // stages},microbatches={stages},precision=bf16")
+        texts.append(
+            f"pipeline:pipeline={stages},replicate={gpus // stages},microbatches={stages},precision=bf16,meta=true"
+        )
     return texts
 
 
@@ -210,6 +214,10 @@ def smallest_change(
     In this order: bf16, recompute, smaller micro-batches, both, one more axis, then the fastest layout that fits.
     """
     steps: list[tuple[str, dict[str, Any]]] = []
+    if layout.strategy in ("fsdp", "pipeline", "tensor") and not layout.read(BuildOptions).meta:
+        with_meta = {**layout.options, "meta": True}
+        steps.append(("meta=true, so that no rank holds the whole model", {"options": with_meta}))
+        layout = replace(layout, options=with_meta)  # every further change has it, too
     if layout.precision == "float32":
         steps.append(("bf16", {"precision": "bf16"}))
     if not layout.recompute:
@@ -282,7 +290,7 @@ def enumerate_layouts(sizes: DecoderSizes, cluster: Cluster, batch: int) -> Conf
     rows = {
         "tensor": t, "pipeline": p, "context": c, "shard": s, "replicate": r, "micro": m, "accumulate": parts,
         "recompute": again, "zero": zero, "chunks": chunks, "sequence": (t > 1) & (p == 1),
-        "per_node": cluster.per_node,
+        "per_node": cluster.per_node, "whole_first": np.where((zero == 3) | (t > 1) | (p > 1), 0, 4),
     }  # fmt: skip
     made = make_configurations(sizes, STACKS["everyrank-fsdp"], rows)
     auto = STACKS["everyrank-autocast"]
@@ -310,7 +318,9 @@ def find_best(
     fitting = columns.take(fits)
     seconds = np.atleast_1d(predict_step_of(fitting, cluster, calibration).total)
     # of equal times, the layout with the fewest axes
-    axes = sum(np.asarray(getattr(fitting, axis) > 1, float) for axis in ("tensor", "pipeline", "context", "replicate"))
+    axes = np.zeros(len(seconds))
+    for axis in ("tensor", "pipeline", "context", "replicate"):
+        axes = axes + np.asarray(getattr(fitting, axis) > 1, float)
     order = np.lexsort((axes, seconds))
     chosen: list[Estimate] = []
     kinds: set[tuple[float, ...]] = set()

@@ -65,10 +65,10 @@ class Stack:
     optimizer_traffic: float = 40
 
 
-_MEGATRON = Stack("megatron", 2, 4, 12, logits=4, mlp_saved=(3, 2), fused_optimizer=True, logit_traffic=24)
-_MEGATRON = replace(_MEGATRON, optimizer_traffic=28)
-_MEGATRON_2021 = replace(_MEGATRON, logits=14, flash=False, scores=5, fused_softmax=True, overlaps=False)
-_MEGATRON_2021 = replace(_MEGATRON_2021, uncertainty=0.4, optimizer_traffic=40)
+_OWN_OPTIMIZER = replace(Stack("megatron", 2, 4, 12), fused_optimizer=True, optimizer_traffic=28)
+_MEGATRON = replace(_OWN_OPTIMIZER, logits=4, mlp_saved=(3, 2), logit_traffic=24)
+_UNFUSED = replace(_MEGATRON, flash=False, scores=5, fused_softmax=True, overlaps=False)
+_MEGATRON_2021 = replace(_UNFUSED, logits=14, uncertainty=0.4, optimizer_traffic=40)
 
 STACKS = {
     stack.name: stack
@@ -105,6 +105,7 @@ class Configurations:
     schedule        0: 1f1b or interleaved; 1: gpipe; 2: zero-bubble
     per_node        GPUs of a node
     fp8             1: products of 8-bit floats
+    whole_first     bytes for each parameter of the whole model, which a rank holds before it is split (0: meta=true)
     """
 
     layers: Any
@@ -153,6 +154,7 @@ class Configurations:
     logit_traffic: Any = 50
     optimizer_traffic: Any = 40
     fp8: Any = 0
+    whole_first: Any = 0
 
     @property
     def ranks(self) -> Any:

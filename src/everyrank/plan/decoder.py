@@ -13,8 +13,16 @@ from everyrank.errors import UsageError
 
 __all__ = ["DECODERS", "DecoderSizes", "decoder_from_config", "parse_decoder"]
 
-_LARGEST = {"layers": 10_000, "hidden": 1_000_000, "heads": 100_000, "kv": 100_000, "ffn": 10_000_000}
-_LARGEST |= {"vocab": 1_000_000_000, "seq": 100_000_000, "head_dim": 100_000}
+_LARGEST = {
+    "layers": 10_000,
+    "hidden": 1_000_000,
+    "heads": 100_000,
+    "kv": 100_000,
+    "ffn": 10_000_000,
+    "vocab": 1_000_000_000,
+    "seq": 100_000_000,
+    "head_dim": 100_000,
+}
 
 
 @dataclass(frozen=True)

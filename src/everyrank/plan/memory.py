@@ -25,7 +25,17 @@ from everyrank.plan.hardware import GIB
 
 __all__ = ["CATEGORIES", "Memory", "device_bytes", "predict_memory", "reserved_bytes", "saved_for_block"]
 
-CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "gathered", "logits", "temporary", "caches")
+CATEGORIES = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "gathered",
+    "logits",
+    "temporary",
+    "caches",
+    "building",
+)
 """Of allocated memory. `allocator` and `context` come on top of it for reserved and for device total."""
 
 _EXPECTED_FRAGMENTS, _MOST_FRAGMENTS = 1.10, 1.15
@@ -91,6 +101,10 @@ def predict_memory(c: Configurations) -> Memory:
     is_last = np.asarray(sums[1] > sums[0]) & np.asarray(c.pipeline > 1)
     categories = {name: np.where(is_last, last[name], first[name]) for name in CATEGORIES}
     allocated = np.where(is_last, sums[1], sums[0])
+    # a model that is not built on the meta device lies whole on each rank before it is split
+    building = np.maximum(c.whole_first * _all_parameters(c) - allocated, 0)
+    categories["building"] = building
+    allocated = allocated + building
     reserved = reserved_bytes(allocated)
     return Memory(
         categories,
@@ -165,4 +179,10 @@ def _on_stage(c: Configurations, first: bool) -> dict[str, Any]:
         "logits": np.where(at_loss, logits, 0),
         "temporary": np.where(at_loss, 0, np.where(is_busy, backward, peak)),
         "caches": caches,
+        "building": 0.0 * caches,
     }
+
+
+def _all_parameters(c: Configurations) -> Any:
+    """Return the parameters of the whole model."""
+    return c.layers * c.block + c.vocab * c.hidden * np.where(c.tied, 1, 2)

@@ -37,6 +37,9 @@ def _count(value: float) -> str:
 
 def print_plan(answer: _Answer) -> None:
     """Print what fits, what does not with the smallest change, the shortlist, and the whole run."""
+    if "shortlist" not in answer:
+        _print_traced(answer)
+        return
     cluster, model, batch = answer["cluster"], answer["model"], answer["batch"]
     across = f", {cluster['across']} between nodes" if cluster["gpus"] > cluster["per_node"] else ""
     _say(
@@ -45,24 +48,70 @@ def print_plan(answer: _Answer) -> None:
         f"{batch['samples']} samples, {_count(batch['tokens'])} tokens"
     )
     print_table("Memory of the fullest rank, GiB", _memory_table(answer["layouts"]))
-    for row in answer["layouts"]:
+    _print_changes(answer["layouts"])
+    _print_shortlist(answer)
+    if "whole_run" in answer:
+        _print_run(answer["whole_run"])
+
+
+def _print_traced(answer: _Answer) -> None:
+    """Print the plan of a user's own workload: its memory by layout, and the commands of those that fit."""
+    cluster = answer["cluster"]
+    _say(
+        f"{answer['model']['name']}: {cluster['gpus']} x {cluster['gpu']} with {_gib(cluster['memory_bytes'])} GiB, "
+        f"{cluster['per_node']} in a node; an update of {answer['batch']['samples']} samples"
+    )
+    rows = answer["layouts"]
+    names = list(dict.fromkeys(name for row in rows for name in row.get("categories", ())))
+    table = Table(["layout", "", *names, "allocated", "reserved", "device", "at most"], [])
+    for row in rows:
+        sums = [f"{name}_bytes" for name in ("allocated", "reserved", "device", "most")]
+        sizes = [row.get("categories", {}).get(name, 0.0) for name in names] + [row.get(name, 0.0) for name in sums]
+        table.rows.append([row["layout"], row["verdict"], *[_size(size) for size in sizes]])
+        table.footnotes.append(f"{row['layout']}: {row.get('note') or row['reason']}")
+    print_table("Memory of the fullest rank", table)
+    _print_changes(rows)
+    _say("")
+    _say("Fits:" if answer["commands"] else "No layout fits surely.")
+    for command in answer["commands"]:
+        _say(f"  {command}")
+    _say(
+        "Traced on CPU: CUDA's kernels may take temporaries of their own, for which `at most` leaves room. Let "
+        "everyrank bench decide between layouts that fit. Not verified on a GPU."
+    )
+
+
+def _size(size: float) -> str:
+    return f"{size / _GIB:.1f} GiB" if size >= _GIB else f"{size / 2**20:.1f} MiB" if size else "0"
+
+
+def _print_changes(rows: Sequence[_Answer]) -> None:
+    """Print the smallest change of each layout that does not fit."""
+    for row in rows:
         if "change" in row:
             change = row["change"]
             target = f": {change['layout']}" if "layout" in change else ""
             _say(f"{row['layout']} {row['verdict']}. Smallest change: {change['what']}{target}")
             if "command" in change:
                 _say(f"  {change['command']}")
-    _print_shortlist(answer)
-    if "whole_run" in answer:
-        _print_run(answer["whole_run"])
 
 
 def _memory_table(rows: Sequence[_Answer]) -> Table:
-    names = ("parameters", "gradients", "optimizer", "activations", "gathered", "logits", "temporary", "caches")
+    names = (
+        "parameters",
+        "gradients",
+        "optimizer",
+        "activations",
+        "gathered",
+        "logits",
+        "temporary",
+        "caches",
+        "building",
+    )
     table = Table(["layout", "", *names, "allocated", "reserved", "device", "at most"], [])
     for row in rows:
         if "categories" not in row:
-            table.rows.append([row["layout"], row["verdict"], *[""] * 12])
+            table.rows.append([row["layout"], row["verdict"], *[""] * 13])
             table.footnotes.append(f"{row['layout']}: {row['reason']}")
             continue
         sizes = [_gib(row["categories"][name]) for name in names]

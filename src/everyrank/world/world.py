@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -96,6 +97,51 @@ class World:
     step_timeout_seconds: float | None = None
     start_flag: str = "--timeout"
     group_cache: GroupCache = field(default_factory=lambda: GroupCache(), repr=False, compare=False)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def pretend(size: int, rank: int = 0, per_host: int = 8) -> Generator[World]:
+        """Yield the world of one rank of `size`, in which collectives return at once and no other rank exists.
+
+        Its tensors stay on CPU, and its process groups are torch's `fake` backend. `plan/pretend.py` uses it with fake
+        tensors, to run a strategy's own `prepare` and `step`. Raises `UsageError` where a process group exists already.
+
+        Example: `with World.pretend(64, rank=3) as world: mesh = open_mesh(layout, world)`.
+        """
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        if dist.is_initialized():
+            raise UsageError("World.pretend: this process is a rank already; call it in a process of its own")
+        if not 0 <= rank < size:
+            raise UsageError(f"World.pretend({size}, {rank}): give a rank from 0 to {size - 1}")
+        dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+        try:
+            yield World(
+                rank=rank,
+                size=size,
+                local_rank=rank % per_host,
+                local_size=min(per_host, size),
+                device=torch.device("cpu"),
+                backend="fake",
+                threads=torch.get_num_threads(),
+                loader_workers=0,
+                timeout_seconds=60.0,
+                store=_SilentStore(),
+                group=dist.group.WORLD,
+                hosts=tuple(f"host{index // per_host}" for index in range(size)),
+                devices=("cpu",) * size,
+            )
+        finally:
+            dist.destroy_process_group()
+
+
+class _SilentStore(dist.HashStore):
+    """A store in which every key is set: no barrier waits."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Return True."""
+        del keys
+        return True
 
 
 def choose_device(requested: str | None, num_cuda: int) -> str:

@@ -1,0 +1,287 @@
+"""Run the real `prepare` and `step` of any layout for any rank of any number, on fake tensors.
+
+`World.pretend` has no other ranks and fake tensors have no values, so a few places of torch and of ours cannot run as
+they are. All of them are replaced here, while `_pretended` is entered:
+
+- `nn.Module._apply` swaps fake parameters, and refuses where anything refers to them weakly
+- DeviceMesh computes with real tensors
+- DistributedDataParallel's reducer reads values in C++: `StandInDDP` keeps the same buckets
+- a pipeline stage is told shapes by the stage before: they are those of the whole model's blocks
+- comparisons between ranks, and with the whole model, before the first update
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
+
+from everyrank.data import Batch
+from everyrank.data.loader import map_tensors
+from everyrank.data.slicing import cut, micro_batches
+from everyrank.layout import Layout
+from everyrank.parallel import ddp, mesh
+from everyrank.parallel.parallelize import call_model, find_blocks
+from everyrank.parallel.pipeline.run import PipelineRun
+from everyrank.plan.trace import Operator, Trace
+from everyrank.strategies import Prepared, prepare
+from everyrank.workload import Workload
+from everyrank.world import World
+
+__all__ = ["StandInDDP", "TracedStep", "first_sample", "trace_step"]
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """What one rank holds and does in an update after the first.
+
+    peak_bytes   most that is alive at once, and `categories` at that moment
+    build_bytes  most that was alive while the model was built and in the first update
+    state_bytes  alive between two updates
+    operators    of the update, in order
+    events       (change in bytes, key) of each storage, for a replay of the allocator
+    """
+
+    rank: int
+    size: int
+    peak_bytes: int
+    categories: Mapping[str, int]
+    build_bytes: int
+    state_bytes: int
+    operators: tuple[Operator, ...]
+    events: tuple[tuple[int, int], ...]
+
+    @property
+    def flops(self) -> int:
+        """Operations of products and attention."""
+        return sum(operator.flops for operator in self.operators)
+
+    def collectives(self) -> dict[str, int]:
+        """Return name -> number of calls."""
+        names = [operator.name for operator in self.operators if operator.group]
+        return {name: names.count(name) for name in dict.fromkeys(names)}
+
+
+class StandInDDP(nn.Module):
+    """DistributedDataParallel's memory and traffic without its reducer: buckets of gradients, one all-reduce for each.
+
+    Buckets hold the gradients, as gradient_as_bucket_view=True has it: 1 MiB first, then `bucket_cap_mb` (25) each, in
+    the reverse order of the parameters.
+    """
+
+    def __init__(
+        self, module: nn.Module, process_group: Any = None, bucket_cap_mb: float | None = None, **_: Any
+    ) -> None:
+        super().__init__()
+        self.module, self.is_syncing = module, True
+        self.group: Any = process_group
+        ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad and name not in ignored]
+        limit = (bucket_cap_mb or 25) * 2**20
+        self.buckets: list[tuple[Tensor, list[nn.Parameter]]] = []
+        members: list[nn.Parameter] = []
+        size, most = 0.0, float(2**20)
+        for index, (_, parameter) in enumerate(reversed(named)):
+            members.append(parameter)
+            size += parameter.nbytes
+            if size >= most or index == len(named) - 1:
+                total = sum(parameter.numel() for parameter in members)
+                self.buckets.append((torch.zeros(total, dtype=members[0].dtype, device=members[0].device), members))
+                members, size, most = [], 0.0, limit
+        for flat, parameters in self.buckets:
+            for parameter, view in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+                parameter.register_post_accumulate_grad_hook(self._into(view.view_as(parameter)))
+
+    def _into(self, view: Tensor) -> Callable[[Tensor], None]:
+        def hook(parameter: Tensor) -> None:
+            if self.is_syncing and parameter.grad is not None:
+                view.copy_(parameter.grad)
+                parameter.grad = view
+
+        return hook
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Generator[None]:
+        """Gradients of this micro-batch stay outside of the buckets."""
+        self.is_syncing = False
+        try:
+            yield
+        finally:
+            self.is_syncing = True
+
+    def forward(self, value: Any) -> Any:
+        """The module's output; one all-reduce for each bucket is counted where backward would send it."""
+        output = self.module(value)
+        if self.is_syncing and torch.is_grad_enabled():
+            for flat, _ in self.buckets:
+                dist.all_reduce(flat, group=self.group)
+        return output
+
+    def register_comm_hook(self, *_: Any) -> None:
+        """Compression changes what travels, not what is held."""
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(module: Any, names: Any) -> None:
+        module._ddp_params_and_buffers_to_ignore = list(names)
+
+
+def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """`nn.Module._apply` without swapping tensors: nothing here needs their identity across a conversion."""
+    if recurse:
+        for module in self.children():
+            module._apply(fn)  # pyright: ignore[reportPrivateUsage]
+    tensors: Any = self  # its tables of parameters and buffers are torch's own
+    for name, parameter in tensors._parameters.items():
+        if parameter is not None:
+            with torch.no_grad():
+                changed = fn(parameter)
+            if changed is not parameter:
+                is_alike = (changed.dtype, changed.device) == (parameter.dtype, parameter.device)
+                if not is_alike:
+                    tensors._parameters[name] = nn.Parameter(changed, parameter.requires_grad)
+    for name, buffer in tensors._buffers.items():
+        if buffer is not None:
+            tensors._buffers[name] = fn(buffer)
+    return self
+
+
+def _outside_modes(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return call
+
+
+@contextlib.contextmanager
+def _pretended(shape: Callable[[], tuple[torch.dtype, tuple[int, ...]]]) -> Generator[None]:
+    """Replace what cannot run on fake tensors; `shape` gives dtype and shape of what stages hand on."""
+    receive = PipelineRun._receive  # pyright: ignore[reportPrivateUsage]
+
+    def known_shapes(self: PipelineRun, kind: str, stage: int, index: int, key: Any) -> Tensor:
+        self.shapes.setdefault((stage - 1, key) if kind == "F" else (stage, key), shape())
+        return receive(self, kind, stage, index, key)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(nn.Module, "_apply", _apply))
+        stack.enter_context(mock.patch.object(ddp, "DistributedDataParallel", StandInDDP))
+        stack.enter_context(mock.patch.object(PipelineRun, "_receive", known_shapes))
+        stack.enter_context(mock.patch.object(mesh, "init_device_mesh", _outside_modes(mesh.init_device_mesh)))
+        for name in ("__init__", "_flatten", "__getitem__", "get_local_rank", "_get_slice_mesh_layout"):
+            original = getattr(DeviceMesh, name, None)
+            if original is not None:
+                stack.enter_context(mock.patch.object(DeviceMesh, name, _outside_modes(original)))
+        yield
+
+
+def _block_shape(workload: Workload, batch: Batch) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Return dtype and shape of what one block hands to the next, from the whole model on the meta device."""
+    model = workload.model()
+    blocks = find_blocks(workload, model)
+    seen: list[tuple[torch.dtype, tuple[int, ...]]] = []
+    blocks[0].register_forward_hook(lambda _, __, output: seen.append((output.dtype, tuple(output.shape))))
+    with torch.no_grad():
+        call_model(model, batch.input)
+    return seen[0]
+
+
+def trace_step(workload: Workload, layout: Layout, size: int, rank: int = 0, samples: Any = None) -> TracedStep:
+    """Return what `rank` of `size` holds and does in an update of `workload` under `layout`.
+
+    `samples` is (input, target) of one collated sample; by default the first of the training data, which is read. No
+    process of this call may be a rank. Raises what `prepare` raises, and what fake tensors raise for a model whose
+    shapes depend on values.
+
+    Example: `trace_step(find_workload("text"), parse_layout("fsdp"), size=64).peak_bytes / 2**20`.
+    """
+    one = samples if samples is not None else first_sample(workload)
+    with World.pretend(size, rank) as world, FakeTensorMode(allow_non_fake_inputs=True):
+        trace = Trace()
+        shapes: list[tuple[torch.dtype, tuple[int, ...]]] = []
+
+        def shape() -> tuple[torch.dtype, tuple[int, ...]]:
+            if not shapes:
+                shapes.append(_block_shape(workload, _batches(workload, layout, prepared, one)[0]))
+            return shapes[0]
+
+        with _pretended(shape):
+            trace.phase = "parameters"
+            with trace:
+                prepared = prepare(workload, layout, world)
+                prepared.parallel.is_checked = True  # comparisons with the whole model, and between ranks
+                if prepared.parallel.tensor is not None:
+                    prepared.parallel.tensor.unseen.clear()
+                    prepared.parallel.tensor.view_check = None
+            trace.claim(prepared.trainable.parameters, "parameters")
+            trace.claim(prepared.model.buffers(), "buffers")
+            _run_update(trace, workload, layout, prepared, one)
+            build_bytes = trace.peak
+            gc.collect()  # what only cycles of references keep alive
+            state_bytes = trace.live
+            trace.reset()
+            _run_update(trace, workload, layout, prepared, one)
+            return TracedStep(
+                rank,
+                size,
+                trace.peak,
+                {name: count for name, count in trace.at_peak.items() if count},
+                build_bytes,
+                state_bytes,
+                tuple(trace.operators),
+                tuple(trace.events),
+            )
+
+
+def first_sample(workload: Workload) -> Any:
+    """Return (input, target) of one collated sample of the training data."""
+    from torch.utils.data import IterableDataset, default_collate
+
+    data = workload.train_data()
+    sample = next(iter(data)) if isinstance(data, IterableDataset) else data[0]
+    return (workload.collate or default_collate)([sample])
+
+
+def _batches(workload: Workload, layout: Layout, prepared: Prepared, one: Any) -> list[Batch]:
+    """Return the micro-batches of an update on this rank: the sample, repeated."""
+    del layout
+    result: list[Batch] = []
+    total = workload.global_batch
+    for positions in micro_batches(total, prepared.num_micro_batches):
+        part = cut(len(positions), prepared.data_slice) if prepared.data_slice.count else range(0)
+        count = max(len(part), 1)
+
+        def repeat(tensor: Tensor, count: int = count) -> Tensor:
+            changed = torch.empty((count, *tensor.shape[1:]), dtype=tensor.dtype)
+            return changed.to(prepared.dtype) if tensor.is_floating_point() else changed
+
+        inputs, target = (map_tensors(value, repeat) for value in one)
+        start = positions.start + part.start
+        result.append(Batch(inputs, target, len(part), start, total, prepared.num_micro_batches))
+    return result
+
+
+def _run_update(trace: Trace, workload: Workload, layout: Layout, prepared: Prepared, one: Any) -> None:
+    def enter(phase: str) -> None:
+        trace.phase = {"forward": "activations", "backward": "temporary", "optimizer": "temporary"}.get(phase, "other")
+
+    if enter not in prepared.trainable.phase_observers and not prepared.trainable.phase_observers:
+        prepared.trainable.phase_observers.append(enter)
+    trace.phase = "input"
+    with trace:
+        batches = _batches(workload, layout, prepared, one)
+        prepared.step(batches)
+    parameters = prepared.trainable.parameters
+    trace.claim([p.grad for p in parameters if p.grad is not None], "gradients")
+    states = prepared.trainable.optimizer.state.values()
+    tensors = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+    trace.claim(tensors, "optimizer")

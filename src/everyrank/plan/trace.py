@@ -1,0 +1,171 @@
+"""What one rank does in a training step, seen on fake tensors: every storage, operator and collective.
+
+`Trace` is a dispatch mode around the building of a model and around steps. Nothing is allocated and nothing computed:
+the sizes are those that the real run would have. A storage belongs to a category: what it was claimed as, or the phase
+in which it was made. FSDP2 frees and allocates gathered parameters by `UntypedStorage.resize_`, which passes the
+dispatcher by and is replaced while the mode is entered.
+
+Memory that a kernel takes for itself and gives back before it returns is not seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+from torch.utils.flop_counter import flop_registry
+
+__all__ = ["Operator", "Trace"]
+
+_NO_WORK = {"detach", "view", "_unsafe_view", "empty", "zeros", "alias"}
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator or a collective of one rank.
+
+    flops   operations of a product or of attention (the full square, causal or not); 0 for others
+    bytes   of its inputs and outputs; of a collective, of its largest tensor
+    group   of a collective: the name of its process group
+    """
+
+    name: str
+    phase: str
+    flops: int
+    bytes: int
+    group: str = ""
+
+
+class Trace(TorchDispatchMode):
+    """The storages that are alive, their peak, and the operators.
+
+    live        bytes alive now; peak, at_peak: the most since `reset`, and by category
+    events      (change in bytes, key) of every change of a storage, in order
+    operators   since `reset`
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = "other"
+        self.live = self.peak = 0
+        self.at_peak: dict[str, int] = {}
+        self.operators: list[Operator] = []
+        self.events: list[tuple[int, int]] = []
+        self._keys: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._sizes: dict[int, int] = {}
+        self._categories: dict[int, str] = {}
+        self._by_category: Counter[str] = Counter()
+        self._next = 0
+        self._resize: Any = None
+
+    def __enter__(self) -> Trace:
+        """Watch storages that are resized, too."""
+        trace, original = self, torch.UntypedStorage.resize_
+        self._resize = original
+
+        def resize_(storage: Any, size: int) -> Any:
+            result = original(storage, size)
+            if storage in trace._keys:
+                trace._change(trace._keys[storage], storage.nbytes())
+            else:
+                trace._see(storage, "gathered")
+            return result
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Stop watching."""
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*error)
+
+    def claim(self, tensors: Iterable[Tensor], category: str) -> None:
+        """Count the storages of `tensors` as `category` from now on."""
+        for tensor in tensors:
+            local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # pyright: ignore[reportPrivateUsage]
+            storage = local.untyped_storage()
+            self._see(storage, category)
+            key = self._keys[storage]
+            self._by_category[self._categories[key]] -= self._sizes[key]
+            self._by_category[category] += self._sizes[key]
+            self._categories[key] = category
+
+    def reset(self) -> None:
+        """Forget operators and peak; what is alive stays."""
+        self.peak, self.at_peak = self.live, dict(self._by_category)
+        self.operators.clear()
+        self.events.clear()
+
+    def _change(self, key: int, size: int) -> None:
+        change = size - self._sizes.get(key, 0)
+        if not change:
+            return
+        self._sizes[key] = size
+        self.live += change
+        self._by_category[self._categories[key]] += change
+        self.events.append((change, key))
+        if self.live > self.peak:
+            self.peak, self.at_peak = self.live, dict(self._by_category)
+
+    def _see(self, storage: Any, category: str) -> None:
+        if storage in self._keys:
+            return
+        key = self._next
+        self._next += 1
+        self._keys[storage], self._categories[key], self._sizes[key] = key, category, 0
+        self._change(key, storage.nbytes())
+        weakref.finalize(storage, self._gone, key)
+
+    def _gone(self, key: int) -> None:
+        self._change(key, 0)
+        self._sizes.pop(key, None)
+        self._categories.pop(key, None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator, and note what it makes."""
+        kwargs = kwargs or {}
+        if any(kind is DTensor for kind in types):
+            return NotImplemented  # its operators on local tensors come here one by one
+        if func is torch.ops.aten._local_scalar_dense.default:  # item(): nothing is known; all is finite and true
+            return True if args[0].dtype is torch.bool else 1.0 if args[0].dtype.is_floating_point else 1
+        result = func(*args, **kwargs)
+        inputs = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, Tensor)]
+        outputs = [value for value in tree_flatten(result)[0] if isinstance(value, Tensor)]
+        for tensor in outputs:
+            self._see(tensor.untyped_storage(), self.phase)
+        self._note(func, args, kwargs, result, inputs, outputs)
+        return result
+
+    def _note(
+        self, func: Any, args: Any, kwargs: Any, result: Any, inputs: list[Tensor], outputs: list[Tensor]
+    ) -> None:
+        space, name = func._schema.name.split("::")
+        if space in ("c10d", "_c10d_functional"):
+            size = max((tensor.nbytes for tensor in (*inputs, *outputs)), default=0)
+            self.operators.append(Operator(name, self.phase, 0, size, _group_name(tree_flatten((args, kwargs))[0])))
+        elif not func.is_view and name not in _NO_WORK:
+            packet = func._overloadpacket
+            flops = int(flop_registry[packet](*args, **kwargs, out_val=result)) if packet in flop_registry else 0
+            size = sum(tensor.nbytes for tensor in (*inputs, *outputs))
+            self.operators.append(Operator(name, self.phase, flops, size))
+
+
+def _group_name(values: list[Any]) -> str:
+    """The name of the process group among the arguments of a collective."""
+    for value in values:
+        if isinstance(value, torch.ScriptObject):
+            with contextlib.suppress(RuntimeError):  # a reduction is a ScriptObject, too
+                return dist.ProcessGroup.unbox(value).group_name
+    names = [value for value in values if isinstance(value, str)]
+    return names[-1] if names else "world"

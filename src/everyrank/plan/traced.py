@@ -1,0 +1,311 @@
+"""The plan of a user's own workload: each layout's fullest rank, traced from the real code on fake tensors.
+
+Blocks that are alike are traced at two depths, and the rest is a straight line: memory, operations and traffic of a
+model of like blocks are linear in their number. A model that fake tensors cannot run (shapes that depend on values) is
+answered from its parameters only, and such a layout is never said to fit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from everyrank.errors import EveryrankError, UsageError
+from everyrank.layout import Layout, parse_layout
+from everyrank.layout.options import PipelineOptions
+from everyrank.parallel.parallelize import find_blocks
+from everyrank.plan.hardware import GIB, Cluster
+from everyrank.plan.pretend import TracedStep, first_sample, trace_step
+from everyrank.workload import Workload
+
+__all__ = ["LayoutMemory", "answer_workload", "trace_layout"]
+
+_TRACED_BLOCKS = 12  # with more blocks that are alike, two depths are traced
+_FRAGMENTS, _MOST_FRAGMENTS = 1.10, 1.25  # reserved over allocated: expected, most
+_CONTEXT, _MOST_CONTEXT = 1.0 * GIB, 2.5 * GIB  # of CUDA and NCCL
+_OWN_CODE = 1.05  # kernels' temporaries, which the trace does not see
+
+
+@dataclass(frozen=True)
+class LayoutMemory:
+    """Bytes of the fullest rank of a layout.
+
+    categories   allocated bytes by category at the peak of an update; allocated: the most ever
+    building     allocated bytes while the model is built and in the first update
+    flops        operations of products of an update on that rank; moved: bytes of all operators; sent: of collectives
+    is_whole     False where activations are not known
+    note         how it was found out, or why it could not be
+    """
+
+    rank: int
+    categories: Mapping[str, float]
+    allocated: float
+    building: float
+    flops: float
+    moved: float
+    sent: float
+    collectives: Mapping[str, int]
+    is_whole: bool
+    note: str
+
+    def verdict(self, memory: float) -> str:
+        """Return fits, may not fit or does not fit."""
+        if self.allocated > memory:
+            return "does not fit"
+        return "fits" if self.is_whole and self.most <= memory else "may not fit"
+
+    @property
+    def reserved(self) -> float:
+        """What the caching allocator is expected to reserve."""
+        return self.allocated * _FRAGMENTS
+
+    @property
+    def device(self) -> float:
+        """With CUDA's context and NCCL."""
+        return self.reserved + _CONTEXT
+
+    @property
+    def most(self) -> float:
+        """The device total at the upper end."""
+        return self.allocated * _OWN_CODE * _MOST_FRAGMENTS + _MOST_CONTEXT
+
+
+def trace_layout(workload: Workload, layout: Layout, size: int, samples: Any) -> LayoutMemory:
+    """Return the memory of the fullest rank. Raises `UsageError` for layouts that do not support the workload.
+
+    `samples` is (input, target) of one collated sample.
+    """
+    is_pipeline = layout.strategy == "pipeline"
+    ranks = sorted({0, size - 1}) if is_pipeline else [0]
+    try:
+        found = [_trace_rank(workload, layout, size, rank, samples) for rank in ranks]
+    except EveryrankError:
+        raise
+    except Exception as error:  # fake tensors raise many kinds
+        return _of_parameters(workload, layout, size, error)
+    return max(found, key=lambda one: one.allocated)
+
+
+def _trace_rank(workload: Workload, layout: Layout, size: int, rank: int, samples: Any) -> LayoutMemory:
+    depths = _depths(workload, layout, size)
+    if depths is None:
+        return _memory_of(trace_step(workload, layout, size, rank, samples), "traced whole")
+    whole, first, second = depths
+    low = _memory_of(trace_step(_cut(workload, first), layout, size, rank, samples), "")
+    high = _memory_of(trace_step(_cut(workload, second), layout, size, rank, samples), "")
+    share = (whole - first) / (second - first)
+
+    def along(a: float, b: float) -> float:
+        return a + (b - a) * share
+
+    names = [*low.categories, *(name for name in high.categories if name not in low.categories)]
+    categories = {name: along(low.categories.get(name, 0.0), high.categories.get(name, 0.0)) for name in names}
+    calls = {
+        name: round(along(low.collectives.get(name, 0), high.collectives.get(name, 0))) for name in high.collectives
+    }
+    return LayoutMemory(
+        rank,
+        categories,
+        max(along(_later(low), _later(high)), along(low.building, high.building)),
+        along(low.building, high.building),
+        along(low.flops, high.flops),
+        along(low.moved, high.moved),
+        along(low.sent, high.sent),
+        calls,
+        True,
+        f"traced with {first} and {second} of {whole} blocks, which are alike",
+    )
+
+
+def _memory_of(step: TracedStep, note: str) -> LayoutMemory:
+    moved = sum(operator.bytes for operator in step.operators if not operator.group)
+    sent = sum(operator.bytes for operator in step.operators if operator.group and operator.name != "wait_tensor")
+    peak = float(max(step.peak_bytes, step.build_bytes))
+    categories = {name: float(count) for name, count in step.categories.items()}
+    return LayoutMemory(
+        step.rank,
+        categories,
+        peak,
+        float(step.build_bytes),
+        float(step.flops),
+        float(moved),
+        float(sent),
+        step.collectives(),
+        True,
+        note,
+    )
+
+
+def _later(found: LayoutMemory) -> float:
+    """The peak of an update after the first."""
+    return sum(found.categories.values())
+
+
+def _depths(workload: Workload, layout: Layout, size: int) -> tuple[int, int, int] | None:
+    """Return (blocks, two smaller numbers of them to trace), or None for a model to trace whole."""
+    if workload.blocks is None:
+        return None
+    with FakeTensorMode(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            blocks = find_blocks(workload, workload.model())
+        except EveryrankError:
+            raise
+        except Exception:
+            return None
+    kinds = {(type(block), tuple(tuple(p.shape) for p in block.parameters())) for block in blocks}
+    stages = layout.mesh(size).get("pipeline", 1) if layout.strategy == "pipeline" else 1
+    stages *= layout.read(PipelineOptions).chunks if layout.strategy == "pipeline" else 1
+    count = len(blocks)
+    if count <= _TRACED_BLOCKS or len(kinds) != 1 or (stages > 1 and count % stages):
+        return None
+    first, second = 4 * stages, 6 * stages
+    return (count, first, second) if second < count else None
+
+
+def _cut(workload: Workload, count: int) -> Workload:
+    """Return the workload with the first `count` blocks of its model."""
+
+    def model() -> nn.Module:
+        whole = workload.model()
+        assert workload.blocks is not None
+        container = whole.get_submodule(workload.blocks)
+        for name, _ in list(container.named_children())[count:]:
+            delattr(container, name)
+        return whole
+
+    return dataclasses.replace(workload, model=model)
+
+
+def _of_parameters(workload: Workload, layout: Layout, size: int, error: Exception) -> LayoutMemory:
+    """What is known of a model that cannot be traced: parameters, gradients, and two numbers of optimizer state."""
+    first_line = (str(error).splitlines() or [""])[0][:200]
+    reason = f"not traced: {type(error).__name__}: {first_line}"
+    try:
+        with FakeTensorMode(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            count = float(sum(parameter.nbytes for parameter in workload.model().parameters()))
+    except Exception:
+        return LayoutMemory(
+            0, {}, 0.0, 0.0, 0.0, 0.0, 0.0, {}, False, f"{reason}; its parameters are not known, either"
+        )
+    degrees = layout.mesh(size) if layout.axis else {}
+    parts = degrees.get("shard", 1) * degrees.get("tensor", 1) * degrees.get("pipeline", 1)
+    states = parts * (size if layout.strategy == "zero1" else 1)
+    categories = {"parameters": count / parts, "gradients": count / parts, "optimizer": 2 * count / states}
+    note = f"{reason}; only parameters, gradients and Adam's state are counted, activations are not"
+    return LayoutMemory(0, categories, sum(categories.values()), 0.0, 0.0, 0.0, 0.0, {}, False, note)
+
+
+def usual_workload_layouts(workload: Workload, size: int, per_node: int) -> list[str]:
+    """Return the layouts that are traced where none are given."""
+    if size == 1:
+        return ["single:precision=bf16", *(["single:precision=bf16,recompute"] if workload.blocks else [])]
+    texts = ["ddp:precision=bf16", "zero1:precision=bf16", "fsdp:precision=bf16"]
+    texts += ["fsdp:precision=bf16,recompute"] if workload.blocks else []
+    if size > per_node and size % per_node == 0:
+        texts.append(f"fsdp:replicate={size // per_node},precision=bf16")
+    if workload.tensor_plan:
+        texts.append(f"fsdp:tensor={min(per_node, size, 2)},precision=bf16")
+    return texts
+
+
+def answer_workload(
+    workload: Workload, name: str, command: str, cluster: Cluster, layouts: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return the answer for a workload; `command` is the workload as typed for a shell."""
+    with contextlib.redirect_stdout(None):  # a dataset may print
+        samples = first_sample(workload)
+    cache: dict[str, LayoutMemory] = {}
+
+    def memory_of(text: str) -> LayoutMemory:
+        if text not in cache:
+            gc.collect()
+            cache[text] = trace_layout(workload, parse_layout(text), cluster.gpus, samples)
+        return cache[text]
+
+    rows: list[dict[str, Any]] = []
+    for text in layouts or usual_workload_layouts(workload, cluster.gpus, cluster.per_node):
+        try:
+            found = memory_of(text)
+        except UsageError as error:
+            if layouts:
+                raise
+            rows.append({"layout": text, "verdict": "not possible", "reason": str(error)})
+            continue
+        rows.append(_row(text, found, cluster))
+    for row in rows:
+        if row["verdict"] in ("does not fit", "may not fit") and row["is_whole"]:
+            row["change"] = _change(row["layout"], memory_of, cluster, command, workload)
+    fitting = [row for row in rows if row["verdict"] == "fits"]
+    return {
+        "plan": 1,
+        "model": {"name": name},
+        "cluster": {
+            "gpu": cluster.gpu.name,
+            "gpus": cluster.gpus,
+            "per_node": cluster.per_node,
+            "memory_bytes": cluster.gpu.memory,
+            "inside": cluster.inside.name,
+            "across": cluster.across.name,
+            "source": cluster.gpu.source,
+        },
+        "batch": {"samples": workload.global_batch},
+        "layouts": rows,
+        "looked_at": len(rows),
+        "fitting": len(fitting),
+        "commands": [_command(row["layout"], command, cluster) for row in fitting[:3]],
+    }
+
+
+def _row(text: str, found: LayoutMemory, cluster: Cluster) -> dict[str, Any]:
+    return {
+        "layout": text,
+        "verdict": found.verdict(cluster.gpu.memory),
+        "categories": dict(found.categories),
+        "allocated_bytes": found.allocated,
+        "building_bytes": found.building,
+        "reserved_bytes": found.reserved,
+        "device_bytes": found.device,
+        "most_bytes": found.most,
+        "rank": found.rank,
+        "flops": found.flops,
+        "collectives": dict(found.collectives),
+        "is_whole": found.is_whole,
+        "note": found.note,
+    }
+
+
+def _change(text: str, memory_of: Any, cluster: Cluster, command: str, workload: Workload) -> dict[str, Any]:
+    """Return the first change that makes a layout fit: bf16, recompute, smaller micro-batches, or another layout."""
+    layout = parse_layout(text)
+    steps: list[tuple[str, Layout]] = []
+    if layout.precision == "float32":
+        steps.append(("bf16", dataclasses.replace(layout, precision="bf16")))
+    if workload.blocks and not layout.recompute:
+        steps.append(("recompute", dataclasses.replace(layout, recompute=True)))
+    for factor in (2, 8):
+        smaller = dataclasses.replace(layout, accumulate=layout.accumulate * factor)
+        if workload.global_batch >= smaller.accumulate * cluster.gpus:
+            steps.append((f"micro-batches of 1/{factor}", smaller))
+    others = ["fsdp:precision=bf16,recompute"] if workload.blocks else ["fsdp:precision=bf16"]
+    steps += [("another layout", parse_layout(other)) for other in others if cluster.gpus > 1]
+    for what, changed in steps:
+        with contextlib.suppress(UsageError):
+            if memory_of(str(changed)).verdict(cluster.gpu.memory) == "fits":
+                return {"what": what, "layout": str(changed), "command": _command(str(changed), command, cluster)}
+    return {"what": "none of recompute, smaller micro-batches and fsdp is enough; give more GPUs or a smaller model"}
+
+
+def _command(layout: str, command: str, cluster: Cluster) -> str:
+    nodes = cluster.gpus // cluster.per_node
+    launch = f" --launcher slurm --nodes {nodes}" if nodes > 1 else ""
+    return f"everyrank train {command} --layout {layout}{launch} --processes {cluster.gpus}"

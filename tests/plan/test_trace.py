@@ -1,0 +1,163 @@
+"""The real prepare and step on fake tensors: what every rank holds and sends, on more ranks than there are cores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from everyrank.builtin import Decoder, DecoderShape, decoder_plan
+from everyrank.builtin.text import next_token_loss
+from everyrank.errors import UsageError
+from everyrank.layout import parse_layout
+from everyrank.plan.hardware import parse_cluster
+from everyrank.plan.pretend import first_sample, trace_step
+from everyrank.plan.traced import answer_workload, trace_layout
+from everyrank.workload import Workload
+from everyrank.world import World
+
+TENSOR = pytest.param("fsdp:tensor=2,precision=bf16", marks=pytest.mark.integration)
+BLOCKS, WIDTH, LENGTH, VOCABULARY = 4, 32, 16, 64
+
+
+class Tokens(Dataset[Any]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Any:
+        tokens = torch.zeros(LENGTH, dtype=torch.long)
+        return {"tokens": tokens, "positions": torch.arange(LENGTH)}, tokens
+
+
+def decoder(num_blocks: int = BLOCKS, batch: int = 64) -> Workload:
+    shape = DecoderShape(num_blocks=num_blocks, num_heads=4, width=WIDTH, hidden=64, vocabulary=VOCABULARY)
+    return Workload(
+        name="decoder",
+        model=lambda: Decoder(shape),
+        train_data=Tokens,
+        loss=next_token_loss,
+        optimizer=lambda model: torch.optim.AdamW(model.parameters()),
+        global_batch=batch,
+        blocks="blocks",
+        tensor_plan=decoder_plan(shape),
+        sequence_dim=1,
+        steps=1,
+    )
+
+
+def parameter_bytes(workload: Workload) -> int:
+    return sum(p.nbytes for p in workload.model().parameters())
+
+
+def test_fsdp_on_64_ranks_sends_what_its_page_promises() -> None:
+    """An all-gather of each block forward and backward, and of the rest; a reduce-scatter of each; one all-reduce."""
+    traced = trace_step(decoder(), parse_layout("fsdp"), 64, rank=63)
+    assert traced.collectives() == {
+        "_allgather_base_": 2 * BLOCKS + 1,
+        "_reduce_scatter_base_": BLOCKS + 1,
+        "allreduce_": 1,
+    }
+    # of 64 parts of parameters, gradients and two moments, with padding
+    assert traced.state_bytes < parameter_bytes(decoder()) * 4 / 64 * 1.2
+    assert traced.peak_bytes == sum(traced.categories.values())
+
+
+def test_replicas_reduce_and_broadcast() -> None:
+    """ddp reduces each bucket; zero1 broadcasts from each rank that owns parameters."""
+    assert set(trace_step(decoder(), parse_layout("ddp"), 64).collectives()) == {"allreduce_"}
+    zero1 = trace_step(decoder(), parse_layout("zero1"), 8, rank=3)
+    assert zero1.collectives()["broadcast_"] == 8
+
+
+def test_a_pipeline_of_four_stages() -> None:
+    """Inner stages receive and send; each micro-batch passes once each way."""
+    layout = parse_layout("pipeline:microbatches=8")
+    first, inner = (trace_step(decoder(), layout, 4, rank) for rank in (0, 1))
+    assert first.collectives()["send"] == 8
+    assert inner.collectives()["send"] == inner.collectives()["recv_"] == 16
+    assert first.peak_bytes > inner.peak_bytes, "the first stage keeps the most micro-batches"
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["local_sgd", "fsdp:replicate=4,recompute", pytest.param("context", marks=pytest.mark.integration), TENSOR],
+)
+def test_other_layouts_on_many_ranks(layout: str) -> None:
+    """They run, and hold something."""
+    traced = trace_step(decoder(), parse_layout(layout), 8, rank=7)
+    assert traced.peak_bytes > traced.state_bytes > 0
+    assert traced.flops > 0
+
+
+def test_recomputing_holds_less_and_computes_more() -> None:
+    plain, again = (trace_step(decoder(), parse_layout(layout), 2) for layout in ("ddp", "ddp:recompute"))
+    assert again.peak_bytes < plain.peak_bytes
+    assert again.flops > plain.flops
+
+
+@pytest.mark.integration
+def test_two_depths_are_as_good_as_all() -> None:
+    """Of 16 like blocks 4 and 6 are traced, and the line meets the whole model to the byte."""
+    deep = decoder(16, batch=8)
+    layout = parse_layout("fsdp")
+    line = trace_layout(deep, layout, 4, first_sample(deep))
+    whole = trace_step(deep, layout, 4)
+    assert "4 and 6 of 16" in line.note
+    assert line.allocated == pytest.approx(max(whole.peak_bytes, whole.build_bytes), rel=1e-3)
+    assert dict(line.collectives) == whole.collectives()
+    assert line.flops == whole.flops
+
+
+class Choosy(nn.Module):
+    """A model whose shapes depend on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.layer(value[value.sum(1).nonzero().squeeze(1)])
+
+
+def other(model: Callable[[], nn.Module]) -> Workload:
+    data = torch.utils.data.TensorDataset(torch.ones(16, 8), torch.ones(16, 8))
+
+    def loss(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+        return F.mse_loss(output, target, reduction="sum"), target.numel()
+
+    return Workload("other", model, lambda: data, loss, lambda m: torch.optim.SGD(m.parameters(), 0.1), 16, steps=1)
+
+
+def test_a_model_that_cannot_be_traced_is_never_said_to_fit() -> None:
+    """Its parameters are counted, the reason is named."""
+    answer = answer_workload(other(Choosy), "choosy", "choosy.py", parse_cluster("2xh100"), ["ddp"])
+    row = answer["layouts"][0]
+    assert row["verdict"] == "may not fit"
+    assert row["categories"]["parameters"] == (8 * 8 + 8) * 4
+    assert "not traced" in row["note"]
+
+
+def test_the_smallest_change_of_a_workload() -> None:
+    """On a card too small for it, the change fits and is another layout."""
+    workload = decoder(batch=64)
+    cluster = parse_cluster("2xt4", memory=2.5 * 2**30 + 6 * 2**20)
+    answer = answer_workload(workload, "decoder", "decoder.py", cluster, ["ddp"])
+    row = answer["layouts"][0]
+    assert row["verdict"] == "may not fit"
+    assert row["change"]["layout"] != "ddp"
+    assert row["change"]["layout"] in row["change"]["command"]
+
+
+def test_pretended_worlds_end() -> None:
+    """A second one may follow, and none stands beside a real process group."""
+    for rank in (0, 5):
+        with World.pretend(6, rank) as world:
+            assert (world.rank, world.size, torch.distributed.get_world_size()) == (rank, 6, 6)
+    assert not torch.distributed.is_initialized()
+    with pytest.raises(UsageError, match="rank"), World.pretend(2, 2):
+        pass
