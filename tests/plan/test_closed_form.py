@@ -361,3 +361,14 @@ def test_sizes_as_typed() -> None:
     assert parse_link("50GB").bandwidth == pytest.approx(48e9)
     assert parse_decoder("8b,seq=4096").seq == 4096
     assert parse_decoder("layers=4,hidden=256,heads=4").kv == 4
+
+
+def test_the_page_draws_memory_and_time(tmp_path: Path) -> None:
+    """It loads nothing."""
+    out = tmp_path / "plan.html"
+    assert main(["plan", "--decoder", "8b", "--gpus", "64xh100", "--html", str(out)]) == 0
+    text = out.read_text()
+    assert text.count("<svg") == 2
+    assert "activations" in text
+    assert "<script" not in text
+    assert 'src="http' not in text

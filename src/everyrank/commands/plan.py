@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from everyrank.commands.shared import check_writable, close_output, workload_words
+from everyrank.commands.shared import check_html, check_writable, close_output, workload_words
 from everyrank.errors import UsageError, printable
 from everyrank.record import write_text
 from everyrank.workload import Source, check_place, parse_settings
@@ -55,11 +55,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--write-calibration", type=Path, metavar="F", help="write the fitted numbers and the intervals"
     )
     parser.add_argument("--json", type=Path, metavar="F", help="write the whole answer")
+    parser.add_argument(
+        "--html", type=Path, metavar="F", help="write a self-contained page with memory and time by part"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan or the table of errors; exit status 0."""
     check_writable(args.json)
+    check_html(args)
+    if args.html is not None and args.validate is not None:
+        raise UsageError(f"--html {args.html}: for a plan only; use --json with --validate")
     check_writable(args.write_calibration)
     for path in (args.calibration, args.validate):
         if path is not None and not path.is_file():
@@ -74,9 +80,13 @@ def run(args: argparse.Namespace) -> int:
         calibration = _calibration(args)
         answer = _plan(args, calibration)
         printed = print_plan
-    written = [path for path in (args.json, args.write_calibration) if path is not None]
+    written = [path for path in (args.json, args.html, args.write_calibration) if path is not None]
     if args.json is not None:
         write_text(args.json, json.dumps(answer, indent=1, allow_nan=False, default=str) + "\n")
+    if args.html is not None:
+        from everyrank.report.plan_page import plan_page
+
+        write_text(args.html, plan_page(answer, args.words))
     if args.write_calibration is not None:
         write_text(args.write_calibration, write_calibration(calibration))
     try:

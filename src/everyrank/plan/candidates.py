@@ -71,7 +71,7 @@ def default_batch(sizes: DecoderSizes, gpus: int) -> int:
 def _stack(precision: str, zero: int) -> Stack:
     if precision == "float32":
         stack = STACKS["everyrank-float32"]
-        return stack if zero == 3 else replace(stack, fsdp_root=False)
+        return stack if zero == 3 else replace(stack, fsdp_root=False, holds_gradients=True)
     return STACKS["everyrank-fsdp" if zero == 3 else "everyrank-autocast"]
 
 
@@ -294,7 +294,7 @@ def enumerate_layouts(sizes: DecoderSizes, cluster: Cluster, batch: int) -> Conf
     }  # fmt: skip
     made = make_configurations(sizes, STACKS["everyrank-fsdp"], rows)
     auto = STACKS["everyrank-autocast"]
-    for name in ("residual", "weight_copies", "fsdp_root"):
+    for name in ("residual", "weight_copies", "fsdp_root", "holds_gradients"):
         setattr(made, name, np.where(zero == 3, getattr(made, name), float(getattr(auto, name))))
     made.ends_everywhere = np.where(p > 1, 1.0, 0.0)
     return made
@@ -328,7 +328,8 @@ def find_best(
         if chosen and (seconds[index] > chosen[0].seconds * (1 + _TIED) or len(chosen) == most):
             break
         one = fitting.take(np.array([index]))
-        kind = tuple(float(np.max(getattr(one, n))) for n in ("tensor", "pipeline", "context", "zero"))
+        used = tuple(bool(np.max(getattr(one, n)) > 1) for n in ("tensor", "pipeline", "context"))
+        kind = (*used, float(np.max(one.zero)))
         if kind not in kinds:
             kinds.add(kind)
             chosen.append(_of_row(one, cluster, calibration))

@@ -37,6 +37,9 @@ class Stack:
     attention      rate of its flash attention over FlashAttention-2's: 0.62 for version 1 (Dao 2023)
     logit_traffic  bytes moved for each logit at the loss: 24 fused, 40 to 60 eager, 120 in Megatron of 2021
     optimizer_traffic  bytes moved for each parameter in the optimizer's step: 28 fused, 40 not
+    extra          bytes for each token and element of the width that a block keeps besides: eager norms keep float32
+                   copies of their input. From traces of our decoder on CPU; fused norms keep less
+    holds_gradients  gradients of the last update lie in buffers while the loss is computed (else they are freed)
     uncertainty    share of the memory that the formula may be off by: from validated rows; 0.15 without any
     """
 
@@ -59,6 +62,8 @@ class Stack:
     fused_softmax: bool = False
     scores: float = 0
     selective_is_per_op: bool = False
+    extra: float = 0
+    holds_gradients: bool = True
     uncertainty: float = 0.15
     attention: float = 1
     logit_traffic: float = 50
@@ -74,9 +79,9 @@ STACKS = {
     stack.name: stack
     for stack in (
         # ours: parameters in float32; FSDP casts to bf16, the others compute under autocast
-        Stack("everyrank-fsdp", fsdp_root=True),
-        Stack("everyrank-autocast", residual=4, weight_copies=2, ends_everywhere=True),
-        Stack("everyrank-float32", size=4, residual=4, logits=16, ends_everywhere=True, fsdp_root=True),
+        Stack("everyrank-fsdp", fsdp_root=True, extra=18, holds_gradients=False),
+        Stack("everyrank-autocast", residual=4, weight_copies=2, ends_everywhere=True, extra=18),
+        Stack("everyrank-float32", size=4, residual=4, logits=16, fsdp_root=True, extra=18, holds_gradients=False),
         Stack("torchtitan", selective_is_per_op=True, fused_optimizer=True, uncertainty=0.08),
         Stack("llm-foundry", logits=8, mlp_saved=(3, 2), fsdp_root=True, attention=0.62, logit_traffic=24),
         _MEGATRON,
@@ -149,6 +154,8 @@ class Configurations:
     fused_softmax: Any = 0
     scores: Any = 0
     selective_is_per_op: Any = 0
+    extra: Any = 0
+    holds_gradients: Any = 1
     uncertainty: Any = 0.15
     attention: Any = 1
     logit_traffic: Any = 50

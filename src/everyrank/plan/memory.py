@@ -3,7 +3,7 @@
 Activations of a block for each token, in bytes of `size` b (Korthikanti et al. 2022, section 4, with flash attention
 and a gated MLP; s is the tensor axis where activations are split along the sequence, else 1):
 
-    norms and residuals   2 (residual + b) hidden / s
+    norms and residuals   (2 (residual + b) + extra) hidden / s
     attention             b (heads + 2 kv) head_dim / tensor + b heads head_dim / tensor + 4 heads / tensor
     scores, if not flash  scores heads seq / tensor
     MLP                   b mlp_saved ffn / tensor
@@ -73,7 +73,7 @@ class Memory:
 def saved_for_block(c: Configurations) -> Any:
     """Return the bytes that a block keeps for backward, for each token, without recomputation."""
     split = np.where(c.sequence, c.tensor, 1)
-    norms = 2 * (c.residual + c.size) * c.hidden / split
+    norms = (2 * (c.residual + c.size) + c.extra) * c.hidden / split
     attention = c.size * (2 * c.heads + 2 * c.kv) * c.head_dim / c.tensor
     attention = attention + np.where(c.flash, 4 * c.heads, c.scores * c.heads * c.seq) / c.tensor
     return norms + attention + c.size * c.mlp_saved * c.ffn / c.tensor
@@ -161,7 +161,10 @@ def _on_stage(c: Configurations, first: bool) -> dict[str, Any]:
     backward = backward + np.where(fsdp, (c.size + 4) * block, 0)
     last_unit = np.where(fsdp, (c.size + 4) * np.where(c.fsdp_root, ends, block), 0)
     step = np.where(c.fused_optimizer, 0, 4 * count / of_optimizer)
-    moments = [activations + logits, activations + backward, last_unit, step]
+    gradients = c.gradients * count / of_gradients
+    # with one micro-batch the gradients of the last update are freed before the loss, unless they lie in buffers
+    freed = np.where((c.holds_gradients == 0) & (c.accumulate == 1), gradients, 0)
+    moments = [activations + logits - freed, activations + backward, last_unit, step]
     peak = np.maximum(np.maximum(moments[0], moments[1]), np.maximum(moments[2], moments[3]))
     at_loss, in_backward = moments[0] >= peak, moments[1] >= peak
     is_busy = at_loss | in_backward
@@ -172,7 +175,7 @@ def _on_stage(c: Configurations, first: bool) -> dict[str, Any]:
     caches = np.where(c.caches, 2 * (shapes / c.tensor + np.where(has_head, table, 0)), 0)
     return {
         "parameters": c.parameters * own,
-        "gradients": c.gradients * count / of_gradients,
+        "gradients": gradients - np.where(at_loss, freed, 0),
         "optimizer": c.optimizer * count / of_optimizer,
         "activations": np.where(is_busy, activations, 0),
         "gathered": gathered,

@@ -38,7 +38,7 @@ from everyrank.strategies import Prepared, prepare
 from everyrank.workload import Workload
 from everyrank.world import World
 
-__all__ = ["StandInDDP", "TracedStep", "first_sample", "trace_step"]
+__all__ = ["StandInDDP", "TracedStep", "first_sample", "micro_batches_of", "trace_step"]
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ def trace_step(workload: Workload, layout: Layout, size: int, rank: int = 0, sam
 
         def shape() -> tuple[torch.dtype, tuple[int, ...]]:
             if not shapes:
-                shapes.append(_block_shape(workload, _batches(workload, layout, prepared, one)[0]))
+                shapes.append(_block_shape(workload, micro_batches_of(prepared, one)[0]))
             return shapes[0]
 
         with _pretended(shape):
@@ -224,12 +224,12 @@ def trace_step(workload: Workload, layout: Layout, size: int, rank: int = 0, sam
                     prepared.parallel.tensor.view_check = None
             trace.claim(prepared.trainable.parameters, "parameters")
             trace.claim(prepared.model.buffers(), "buffers")
-            _run_update(trace, workload, layout, prepared, one)
+            _run_update(trace, prepared, one)
             build_bytes = trace.peak
             gc.collect()  # what only cycles of references keep alive
             state_bytes = trace.live
             trace.reset()
-            _run_update(trace, workload, layout, prepared, one)
+            _run_update(trace, prepared, one)
             return TracedStep(
                 rank,
                 size,
@@ -251,18 +251,20 @@ def first_sample(workload: Workload) -> Any:
     return (workload.collate or default_collate)([sample])
 
 
-def _batches(workload: Workload, layout: Layout, prepared: Prepared, one: Any) -> list[Batch]:
-    """Return the micro-batches of an update on this rank: the sample, repeated."""
-    del layout
+def micro_batches_of(prepared: Prepared, one: Any, make: Callable[..., Tensor] = torch.empty) -> list[Batch]:
+    """Return the micro-batches of an update on this rank, with the shapes of one collated sample.
+
+    `one` is (input, target) of a sample; `make` is `torch.empty` or `torch.zeros`.
+    """
     result: list[Batch] = []
-    total = workload.global_batch
+    total = prepared.workload.global_batch
     for positions in micro_batches(total, prepared.num_micro_batches):
         part = cut(len(positions), prepared.data_slice) if prepared.data_slice.count else range(0)
         count = max(len(part), 1)
 
         def repeat(tensor: Tensor, count: int = count) -> Tensor:
-            changed = torch.empty((count, *tensor.shape[1:]), dtype=tensor.dtype)
-            return changed.to(prepared.dtype) if tensor.is_floating_point() else changed
+            dtype = prepared.dtype if tensor.is_floating_point() else tensor.dtype
+            return make((count, *tensor.shape[1:]), dtype=dtype)
 
         inputs, target = (map_tensors(value, repeat) for value in one)
         start = positions.start + part.start
@@ -270,7 +272,7 @@ def _batches(workload: Workload, layout: Layout, prepared: Prepared, one: Any) -
     return result
 
 
-def _run_update(trace: Trace, workload: Workload, layout: Layout, prepared: Prepared, one: Any) -> None:
+def _run_update(trace: Trace, prepared: Prepared, one: Any) -> None:
     def enter(phase: str) -> None:
         trace.phase = {"forward": "activations", "backward": "temporary", "optimizer": "temporary"}.get(phase, "other")
 
@@ -278,8 +280,7 @@ def _run_update(trace: Trace, workload: Workload, layout: Layout, prepared: Prep
         prepared.trainable.phase_observers.append(enter)
     trace.phase = "input"
     with trace:
-        batches = _batches(workload, layout, prepared, one)
-        prepared.step(batches)
+        prepared.step(micro_batches_of(prepared, one))
     parameters = prepared.trainable.parameters
     trace.claim([p.grad for p in parameters if p.grad is not None], "gradients")
     states = prepared.trainable.optimizer.state.values()

@@ -10,6 +10,7 @@ terminal.py   prints a table with rich
 page.py       a self-contained HTML page
 chaos.py      results of `everyrank chaos`, on the terminal
 plan.py       results of `everyrank plan`: memory, time, and errors of predictions
+plan_page.py  results of `everyrank plan` as a page: memory by category, time by part
 audit.py      results of `everyrank audit`, on the terminal and as a page
 review.py     results of `everyrank audit` as annotations of GitHub, and as SARIF
 comm.py       results of `everyrank comm`, on the terminal and as JSON

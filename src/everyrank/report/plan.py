@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from everyrank.errors import printable
 from everyrank.report.table import Table
 from everyrank.report.terminal import print_table
 
-__all__ = ["print_plan", "print_validation"]
+__all__ = ["plan_notes", "plan_tables", "plan_title", "print_plan", "print_validation"]
 
 _GIB = 2**30
 _Answer = Mapping[str, Any]
@@ -35,65 +35,74 @@ def _count(value: float) -> str:
     return f"{value:.3g}"
 
 
+def plan_title(answer: _Answer) -> str:
+    """Return the model, the cluster and the batch in a line."""
+    cluster, model, batch = answer["cluster"], answer["model"], answer["batch"]
+    parameters = f"{_count(model['parameters'])} parameters; " if "parameters" in model else ""
+    tokens = f", {_count(batch['tokens'])} tokens" if "tokens" in batch else ""
+    across = f", {cluster['across']} between nodes" if cluster["gpus"] > cluster["per_node"] else ""
+    return (
+        f"{model['name']}: {parameters}{cluster['gpus']} x {cluster['gpu']} with {_gib(cluster['memory_bytes'])} GiB, "
+        f"{cluster['per_node']} in a node{across}; an update of {batch['samples']} samples{tokens}"
+    )
+
+
+def plan_tables(answer: _Answer) -> list[tuple[str, Table]]:
+    """Return (heading, table) of the memory by layout."""
+    if "shortlist" in answer:
+        return [("Memory of the fullest rank, GiB", _memory_table(answer["layouts"]))]
+    return [("Memory of the fullest rank", _traced_table(answer["layouts"]))]
+
+
+def plan_notes(answer: _Answer) -> list[str]:
+    """Return the lines below the table: smallest changes, the shortlist with commands, and the whole run."""
+    lines = list(_changes(answer["layouts"]))
+    if "shortlist" in answer:
+        lines += _shortlist(answer)
+        return lines + list(_run(answer["whole_run"]) if "whole_run" in answer else ())
+    lines.append("Fits:" if answer["commands"] else "No layout fits surely.")
+    return [
+        *lines,
+        *(f"  {command}" for command in answer["commands"]),
+        "Traced on CPU: CUDA's kernels may take temporaries of their own, for which `at most` leaves room. Let "
+        "everyrank bench decide between layouts that fit. Not verified on a GPU.",
+    ]
+
+
 def print_plan(answer: _Answer) -> None:
     """Print what fits, what does not with the smallest change, the shortlist, and the whole run."""
-    if "shortlist" not in answer:
-        _print_traced(answer)
-        return
-    cluster, model, batch = answer["cluster"], answer["model"], answer["batch"]
-    across = f", {cluster['across']} between nodes" if cluster["gpus"] > cluster["per_node"] else ""
-    _say(
-        f"{model['name']}: {_count(model['parameters'])} parameters; {cluster['gpus']} x {cluster['gpu']} with "
-        f"{_gib(cluster['memory_bytes'])} GiB, {cluster['per_node']} in a node{across}; an update of "
-        f"{batch['samples']} samples, {_count(batch['tokens'])} tokens"
-    )
-    print_table("Memory of the fullest rank, GiB", _memory_table(answer["layouts"]))
-    _print_changes(answer["layouts"])
-    _print_shortlist(answer)
-    if "whole_run" in answer:
-        _print_run(answer["whole_run"])
+    _say(plan_title(answer))
+    for heading, table in plan_tables(answer):
+        print_table(heading, table)
+    for line in plan_notes(answer):
+        _say(line)
 
 
-def _print_traced(answer: _Answer) -> None:
-    """Print the plan of a user's own workload: its memory by layout, and the commands of those that fit."""
-    cluster = answer["cluster"]
-    _say(
-        f"{answer['model']['name']}: {cluster['gpus']} x {cluster['gpu']} with {_gib(cluster['memory_bytes'])} GiB, "
-        f"{cluster['per_node']} in a node; an update of {answer['batch']['samples']} samples"
-    )
-    rows = answer["layouts"]
+def _traced_table(rows: Sequence[_Answer]) -> Table:
     names = list(dict.fromkeys(name for row in rows for name in row.get("categories", ())))
-    table = Table(["layout", "", *names, "allocated", "reserved", "device", "at most"], [])
+    table = Table(["layout", "", *names, "building", "allocated", "reserved", "device", "at most"], [])
     for row in rows:
-        sums = [f"{name}_bytes" for name in ("allocated", "reserved", "device", "most")]
+        sums = [f"{name}_bytes" for name in ("building", "allocated", "reserved", "device", "most")]
         sizes = [row.get("categories", {}).get(name, 0.0) for name in names] + [row.get(name, 0.0) for name in sums]
         table.rows.append([row["layout"], row["verdict"], *[_size(size) for size in sizes]])
         table.footnotes.append(f"{row['layout']}: {row.get('note') or row['reason']}")
-    print_table("Memory of the fullest rank", table)
-    _print_changes(rows)
-    _say("")
-    _say("Fits:" if answer["commands"] else "No layout fits surely.")
-    for command in answer["commands"]:
-        _say(f"  {command}")
-    _say(
-        "Traced on CPU: CUDA's kernels may take temporaries of their own, for which `at most` leaves room. Let "
-        "everyrank bench decide between layouts that fit. Not verified on a GPU."
-    )
+    table.footnotes.append("building: the most while the model is built and in the first update")
+    return table
 
 
 def _size(size: float) -> str:
     return f"{size / _GIB:.1f} GiB" if size >= _GIB else f"{size / 2**20:.1f} MiB" if size else "0"
 
 
-def _print_changes(rows: Sequence[_Answer]) -> None:
-    """Print the smallest change of each layout that does not fit."""
+def _changes(rows: Sequence[_Answer]) -> Iterator[str]:
+    """The smallest change of each layout that does not fit."""
     for row in rows:
         if "change" in row:
             change = row["change"]
             target = f": {change['layout']}" if "layout" in change else ""
-            _say(f"{row['layout']} {row['verdict']}. Smallest change: {change['what']}{target}")
+            yield (f"{row['layout']} {row['verdict']}. Smallest change: {change['what']}{target}")
             if "command" in change:
-                _say(f"  {change['command']}")
+                yield (f"  {change['command']}")
 
 
 def _memory_table(rows: Sequence[_Answer]) -> Table:
@@ -124,29 +133,29 @@ def _memory_table(rows: Sequence[_Answer]) -> Table:
     return table
 
 
-def _print_shortlist(answer: _Answer) -> None:
+def _shortlist(answer: _Answer) -> Iterator[str]:
     shortlist, calibration = answer["shortlist"], answer["calibration"]
     if not shortlist:
-        _say(f"no layout fits surely ({answer['looked_at']} looked at): nothing to rank")
+        yield (f"no layout fits surely ({answer['looked_at']} looked at): nothing to rank")
         return
-    _say("")
-    _say(f"{answer['fitting']} of {answer['looked_at']} layouts fit.")
+    yield ("")
+    yield (f"{answer['fitting']} of {answer['looked_at']} layouts fit.")
     if not answer["is_ranked"]:
-        _say(
+        yield (
             f"Not ranked: outside of what was measured ({'; '.join(answer['outside'])}). In the order of the alphabet:"
         )
     elif len(shortlist) > 1:
-        _say(f"A tie of {len(shortlist)}: predicted within 5% of each other, which is a coin toss. Let bench decide:")
+        yield (f"A tie of {len(shortlist)}: predicted within 5% of each other, which is a coin toss. Let bench decide:")
     for choice in shortlist:
         low, high = _seconds(choice["low_seconds"]), _seconds(choice["high_seconds"])
-        _say(
+        yield (
             f"{choice['layout']}: {_seconds(choice['step_seconds'])} a step ({low} to {high}), "
             f"{_count(choice['tokens_per_second'])} tokens/s, {_share(choice['share_of_peak'])} of peak, "
             f"{_gib(choice['device_bytes'])} GiB; bound by {_bound(choice)}"
         )
-        _say(f"  {choice['commands']['train']}")
-        _say(f"  {choice['commands']['bench']}")
-    _say(
+        yield (f"  {choice['commands']['train']}")
+        yield (f"  {choice['commands']['bench']}")
+    yield (
         f"Intervals of {calibration['interval']:.0%}: {calibration['case']}; "
         f"times are a factor {calibration['factor']:.2f} either way. "
         "Not in the times: the data loader, stragglers, checkpoints. Not verified on a GPU."
@@ -159,18 +168,18 @@ def _bound(choice: _Answer) -> str:
     return ", ".join(f"{name} {_share(seconds / total)}" for name, seconds in largest if seconds > 0.02 * total)
 
 
-def _print_run(run: _Answer) -> None:
+def _run(run: _Answer) -> Iterator[str]:
     money = f", {run['money']:,.0f} for GPUs" if run["money"] is not None else ""
-    _say("")
-    _say(
+    yield ("")
+    yield (
         f"{_count(run['tokens'])} tokens: {_count(run['updates'])} updates, {run['hours']:,.1f} hours "
         f"({_count(run['gpu_hours'])} GPU hours{money}, {_count(run['energy_kwh'])} kWh), "
         f"goodput {_share(run['goodput'])}"
     )
     if run["save_every_seconds"] is not None:
-        _say(f"  a checkpoint every {run['save_every_seconds'] / 60:.0f} minutes loses the least")
+        yield (f"  a checkpoint every {run['save_every_seconds'] / 60:.0f} minutes loses the least")
     for assumption in run["assumptions"]:
-        _say(f"  assumed: {assumption}")
+        yield (f"  assumed: {assumption}")
 
 
 def print_validation(result: _Answer) -> None:

@@ -1,0 +1,124 @@
+"""Peak memory of an update on 2 CPU ranks, measured and as `everyrank plan` traces it on fake tensors.
+
+    python benchmarks/plan_memory.py                    # writes benchmarks/records/plan-memory-cpu.json
+
+The measured peak is the sum of all allocations that the profiler sees on a rank, from before the model is built to the
+end of the second update; the peak is taken in the second update. Both are of the same decoder, with inputs of zeros.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from everyrank.builtin import Decoder, DecoderShape, decoder_plan
+from everyrank.builtin.text import next_token_loss
+from everyrank.launch import Launch, run_ranks
+from everyrank.layout import parse_layout
+from everyrank.measure.profiling import events_of, profiler
+from everyrank.measure.provenance import machine
+from everyrank.plan.pretend import first_sample, micro_batches_of, trace_step
+from everyrank.strategies import prepare
+from everyrank.workload import Workload
+from everyrank.world import open_world
+
+LAYOUTS = (
+    *("ddp", "ddp:precision=bf16", "ddp:accumulate=2", "zero1", "local_sgd"),
+    *("fsdp", "fsdp:recompute", "fsdp:precision=bf16", "fsdp:accumulate=2", "fsdp:reshard_after_forward=false"),
+    *("fsdp:meta=true", "pipeline", "pipeline:schedule=gpipe", "pipeline:schedule=zero-bubble", "context", "tensor"),
+)
+LENGTH, OUT = 128, Path(__file__).parent / "records" / "plan-memory-cpu.json"
+
+
+class _Zeros(Dataset[Any]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Any:
+        tokens = torch.zeros(LENGTH, dtype=torch.long)
+        return {"tokens": tokens, "positions": torch.arange(LENGTH)}, tokens
+
+
+def workload() -> Workload:
+    """A decoder of 4 blocks and 4 million parameters."""
+    shape = DecoderShape(num_blocks=4, num_heads=4, width=256, hidden=704, vocabulary=2048)
+    return Workload(
+        name="decoder",
+        model=lambda: Decoder(shape),
+        train_data=_Zeros,
+        loss=next_token_loss,
+        optimizer=lambda model: torch.optim.AdamW(model.parameters()),
+        global_batch=8,
+        blocks="blocks",
+        tensor_plan=decoder_plan(shape),
+        sequence_dim=1,
+        steps=2,
+    )
+
+
+def on_rank(info: Any, layouts: Sequence[str]) -> tuple[dict[str, int], dict[str, Any]]:
+    """Return layout -> peak bytes of the second update on this rank, and the machine."""
+    with open_world(info, Launch(processes=info.size, timeout_seconds=600.0)) as world:
+        return {text: _peak(world, text) for text in layouts}, machine(world)
+
+
+def _peak(world: Any, text: str) -> int:
+    layout, trained = parse_layout(text), workload()
+    sample = first_sample(trained)
+    gc.collect()
+    with profiler(torch.device("cpu"), memory=True) as finished:
+        prepared = prepare(trained, layout, world)
+        prepared.step(micro_batches_of(prepared, sample, torch.zeros))
+        gc.collect()
+        with torch.profiler.record_function("second update"):
+            prepared.step(micro_batches_of(prepared, sample, torch.zeros))
+    events = events_of(finished)
+    start = next(event["ts"] for event in events if event["name"] == "second update")
+    changes = [e for e in events if e["name"] == "[memory]" and e["args"]["Device Type"] == 0]
+    alive: dict[int, int] = {}
+    total = peak = 0
+    for event in sorted(changes, key=lambda event: event["ts"]):
+        address, change = int(event["args"]["Addr"]), int(event["args"]["Bytes"])
+        if change > 0:
+            alive[address] = change
+            total += change
+        else:
+            total -= alive.pop(address, 0)
+        peak = max(peak, total) if event["ts"] >= start else 0
+    return peak
+
+
+def main() -> int:
+    """Measure, trace and write the table; 0."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layout", nargs="+", default=list(LAYOUTS))
+    parser.add_argument("--out", type=Path, default=OUT)
+    args = parser.parse_args()
+    measured = run_ranks(Launch(processes=2, timeout_seconds=600.0), on_rank, args.layout)
+    rows: list[dict[str, Any]] = []
+    trained = workload()
+    sample = first_sample(trained)
+    for text in args.layout:
+        for rank in (0, 1):
+            traced = trace_step(trained, parse_layout(text), 2, rank, sample)
+            real = measured[rank][0][text]
+            rows.append(
+                {"layout": text, "rank": rank, "measured_bytes": real, "traced_bytes": traced.peak_bytes}
+                | {"error": traced.peak_bytes / real - 1, "categories": dict(traced.categories)}
+            )
+            print(f"{text} rank {rank}: {real / 2**20:.2f} MiB measured, {100 * rows[-1]['error']:+.2f}%", flush=True)
+    about = {"command": "python benchmarks/plan_memory.py", "machine": measured[0][1]}
+    args.out.write_text(json.dumps(about | {"rows": rows}, indent=1, default=str) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
