@@ -12,7 +12,6 @@ import argparse
 import gc
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +63,10 @@ def workload() -> Workload:
     )
 
 
-def on_rank(info: Any, layouts: Sequence[str]) -> tuple[dict[str, int], dict[str, Any]]:
-    """Return layout -> peak bytes of the second update on this rank, and the machine."""
+def on_rank(info: Any, text: str) -> tuple[int, dict[str, Any]]:
+    """Return the peak bytes of the second update on this rank, and the machine."""
     with open_world(info, Launch(processes=info.size, timeout_seconds=600.0)) as world:
-        return {text: _peak(world, text) for text in layouts}, machine(world)
+        return _peak(world, text), machine(world)
 
 
 def _peak(world: Any, text: str) -> int:
@@ -99,23 +98,26 @@ def _peak(world: Any, text: str) -> int:
 def main() -> int:
     """Measure, trace and write the table; 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layout", nargs="+", default=list(LAYOUTS))
+    parser.add_argument("--layout", nargs="+", default=list(LAYOUTS), help="rows of other layouts in --out are kept")
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
-    measured = run_ranks(Launch(processes=2, timeout_seconds=600.0), on_rank, args.layout)
-    rows: list[dict[str, Any]] = []
+    kept = json.loads(args.out.read_text())["rows"] if args.out.exists() else []
+    rows: list[dict[str, Any]] = [row for row in kept if row["layout"] not in args.layout]
+    about: dict[str, Any] = {}
     trained = workload()
     sample = first_sample(trained)
     for text in args.layout:
+        # processes of its own: what an earlier layout has left alive would be counted
+        measured = run_ranks(Launch(processes=2, timeout_seconds=600.0), on_rank, text)
+        about = {"command": "python benchmarks/plan_memory.py", "machine": measured[0][1]}
         for rank in (0, 1):
             traced = trace_step(trained, parse_layout(text), 2, rank, sample)
-            real = measured[rank][0][text]
+            real = measured[rank][0]
             rows.append(
                 {"layout": text, "rank": rank, "measured_bytes": real, "traced_bytes": traced.peak_bytes}
                 | {"error": traced.peak_bytes / real - 1, "categories": dict(traced.categories)}
             )
             print(f"{text} rank {rank}: {real / 2**20:.2f} MiB measured, {100 * rows[-1]['error']:+.2f}%", flush=True)
-    about = {"command": "python benchmarks/plan_memory.py", "machine": measured[0][1]}
     args.out.write_text(json.dumps(about | {"rows": rows}, indent=1, default=str) + "\n")
     return 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shlex
 import traceback
 from collections.abc import Generator
 from typing import Literal
@@ -45,7 +46,20 @@ def oom_context(phase: Phase, workload: Workload, layout: Layout, world: World) 
         if layout.axis is not None and world.size > 1:
             kind = RankFailedError
         text = f"no memory here {purpose}{_memory_needed(error, workload, layout)}"
-        raise kind(f"layout {layout}: {text}; {advice}{_layouts_that_split(layout)}") from None
+        plan = _plan_command(workload, layout, world)
+        raise kind(f"layout {layout}: {text}; {advice}{_layouts_that_split(layout)}{plan}") from None
+
+
+def _plan_command(workload: Workload, layout: Layout, world: World) -> str:
+    """Return the command that names the smallest change that fits, for a GPU; "" on CPU."""
+    if world.device.type != "cuda":
+        return ""
+    place = shlex.quote(workload.source.place if workload.source is not None else "my_workload.py")
+    memory = torch.cuda.get_device_properties(world.device).total_memory / 2**30
+    return (
+        f". The smallest change that fits: everyrank plan {place} --gpus {world.size}xKIND --memory {memory:.1f}GiB "
+        f"--layout {shlex.quote(str(layout))}"
+    )
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
