@@ -7,6 +7,7 @@ they are. All of them are replaced here, while `_pretended` is entered:
 - DeviceMesh computes with real tensors
 - DistributedDataParallel's reducer reads values in C++: `StandInDDP` keeps the same buckets
 - a pipeline stage is told shapes by the stage before: they are those of the whole model's blocks
+- with meta=true, rank 0's whole model lies in files: it is not counted, and other ranks get its shapes
 - comparisons between ranks, and with the whole model, before the first update
 """
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -30,10 +31,11 @@ from everyrank.data import Batch
 from everyrank.data.loader import map_tensors
 from everyrank.data.slicing import cut, micro_batches
 from everyrank.layout import Layout
-from everyrank.parallel import ddp, mesh
+from everyrank.parallel import ddp, init_model, mesh
+from everyrank.parallel.init_model import on_meta
 from everyrank.parallel.parallelize import call_model, find_blocks
 from everyrank.parallel.pipeline.run import PipelineRun
-from everyrank.plan.trace import Operator, Trace
+from everyrank.plan.trace import Operator, StorageTrace
 from everyrank.strategies import Prepared, prepare
 from everyrank.workload import Workload
 from everyrank.world import World
@@ -86,12 +88,12 @@ class StandInDDP(nn.Module):
         self.module, self.is_syncing = module, True
         self.group: Any = process_group
         ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad and name not in ignored]
+        named = [p for name, p in module.named_parameters() if p.requires_grad and name not in ignored]
         limit = (bucket_cap_mb or 25) * 2**20
         self.buckets: list[tuple[Tensor, list[nn.Parameter]]] = []
         members: list[nn.Parameter] = []
         size, most = 0.0, float(2**20)
-        for index, (_, parameter) in enumerate(reversed(named)):
+        for index, parameter in enumerate(reversed(named)):
             members.append(parameter)
             size += parameter.nbytes
             if size >= most or index == len(named) - 1:
@@ -164,8 +166,24 @@ def _outside_modes(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def _pretended(shape: Callable[[], tuple[torch.dtype, tuple[int, ...]]]) -> Generator[None]:
+def _pretended(
+    trace: StorageTrace, workload: Workload, shape: Callable[[], tuple[torch.dtype, tuple[int, ...]]]
+) -> Generator[None]:
     """Replace what cannot run on fake tensors; `shape` gives dtype and shape of what stages hand on."""
+
+    @contextlib.contextmanager
+    def uncounted() -> Generator[None]:
+        trace.is_paused = True
+        try:
+            yield
+        finally:
+            trace.is_paused = False
+
+    def hand_out(full: nn.Module | None, _: World) -> Iterator[tuple[str, Tensor]]:
+        model = full if full is not None else on_meta(workload)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            yield name, tensor.detach() if full is not None else torch.empty(tensor.shape, dtype=tensor.dtype)
+
     receive = PipelineRun._receive  # pyright: ignore[reportPrivateUsage]
 
     def known_shapes(self: PipelineRun, kind: str, stage: int, index: int, key: Any) -> Tensor:
@@ -177,6 +195,9 @@ def _pretended(shape: Callable[[], tuple[torch.dtype, tuple[int, ...]]]) -> Gene
         stack.enter_context(mock.patch.object(ddp, "DistributedDataParallel", StandInDDP))
         stack.enter_context(mock.patch.object(PipelineRun, "_receive", known_shapes))
         stack.enter_context(mock.patch.object(mesh, "init_device_mesh", _outside_modes(mesh.init_device_mesh)))
+        stack.enter_context(mock.patch.object(init_model, "built_in_files", uncounted))
+        stack.enter_context(mock.patch.object(init_model, "put_into_file", return_value=None))
+        stack.enter_context(mock.patch.object(init_model, "_hand_out", hand_out))
         for name in ("__init__", "_flatten", "__getitem__", "get_local_rank", "_get_slice_mesh_layout"):
             original = getattr(DeviceMesh, name, None)
             if original is not None:
@@ -206,7 +227,7 @@ def trace_step(workload: Workload, layout: Layout, size: int, rank: int = 0, sam
     """
     one = samples if samples is not None else first_sample(workload)
     with World.pretend(size, rank) as world, FakeTensorMode(allow_non_fake_inputs=True):
-        trace = Trace()
+        trace = StorageTrace()
         shapes: list[tuple[torch.dtype, tuple[int, ...]]] = []
 
         def shape() -> tuple[torch.dtype, tuple[int, ...]]:
@@ -214,7 +235,7 @@ def trace_step(workload: Workload, layout: Layout, size: int, rank: int = 0, sam
                 shapes.append(_block_shape(workload, micro_batches_of(prepared, one)[0]))
             return shapes[0]
 
-        with _pretended(shape):
+        with _pretended(trace, workload, shape):
             trace.phase = "parameters"
             with trace:
                 prepared = prepare(workload, layout, world)
@@ -272,7 +293,7 @@ def micro_batches_of(prepared: Prepared, one: Any, make: Callable[..., Tensor] =
     return result
 
 
-def _run_update(trace: Trace, prepared: Prepared, one: Any) -> None:
+def _run_update(trace: StorageTrace, prepared: Prepared, one: Any) -> None:
     def enter(phase: str) -> None:
         trace.phase = {"forward": "activations", "backward": "temporary", "optimizer": "temporary"}.get(phase, "other")
 

@@ -1,6 +1,6 @@
 """What one rank does in a training step, seen on fake tensors: every storage, operator and collective.
 
-`Trace` is a dispatch mode around the building of a model and around steps. Nothing is allocated and nothing computed:
+`StorageTrace` is a dispatch mode around the building of a model and around steps. Nothing is allocated or computed:
 the sizes are those that the real run would have. A storage belongs to a category: what it was claimed as, or the phase
 in which it was made. FSDP2 frees and allocates gathered parameters by `UntypedStorage.resize_`, which passes the
 dispatcher by and is replaced while the mode is entered.
@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["Operator", "Trace"]
+__all__ = ["Operator", "StorageTrace"]
 
 _NO_WORK = {"detach", "view", "_unsafe_view", "empty", "zeros", "alias"}
 
@@ -46,12 +46,13 @@ class Operator:
     group: str = ""
 
 
-class Trace(TorchDispatchMode):
+class StorageTrace(TorchDispatchMode):
     """The storages that are alive, their peak, and the operators.
 
     live        bytes alive now; peak, at_peak: the most since `reset`, and by category
     events      (change in bytes, key) of every change of a storage, in order
     operators   since `reset`
+    is_paused   storages that are made meanwhile are never counted
     """
 
     def __init__(self) -> None:
@@ -67,8 +68,9 @@ class Trace(TorchDispatchMode):
         self._by_category: Counter[str] = Counter()
         self._next = 0
         self._resize: Any = None
+        self.is_paused = False
 
-    def __enter__(self) -> Trace:
+    def __enter__(self) -> StorageTrace:
         """Watch storages that are resized, too."""
         trace, original = self, torch.UntypedStorage.resize_
         self._resize = original
@@ -119,7 +121,7 @@ class Trace(TorchDispatchMode):
             self.peak, self.at_peak = self.live, dict(self._by_category)
 
     def _see(self, storage: Any, category: str) -> None:
-        if storage in self._keys:
+        if storage in self._keys or self.is_paused:
             return
         key = self._next
         self._next += 1
