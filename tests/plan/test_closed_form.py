@@ -37,6 +37,11 @@ def test_facts_of_gpu_kinds() -> None:
         assert gpu.inside.bandwidth > 0
     assert find_gpu("H100").name == find_gpu("h100_sxm").name == "h100_80gb"
     assert find_gpu("NVIDIA-A100-40GB").name == "a100_40gb"
+    assert find_gpu("a100_sxm4_80gb").name == "a100_80gb"
+    assert find_gpu("h100_sxm5_80gb").name == find_gpu("h100_sxm").name
+    assert find_gpu("h200_141gb").name == "h200"
+    with pytest.raises(UsageError, match="h100"):
+        find_gpu("h100_7gb")
 
 
 def test_known_decoders_have_their_published_parameters() -> None:
@@ -70,7 +75,9 @@ def test_rows_that_cannot_be_read_are_counted(tmp_path: Path) -> None:
     """Each with its reason; none is dropped in silence."""
     _, unreadable = read_rows(ROWS)
     assert unreadable == [("bigscience-topo-01", "model.layers is missing")]
-    odd: list[Any] = [5, None, {}, {"id": "x", "model": {"hidden": "many"}}, {"model": [], "hardware": 3}]
+    whole = json.loads(ROWS.read_text())[0]
+    odd: list[Any] = [whole | {"measured": {"step_ms": value}} for value in (-1, float("nan"), "fast")]
+    odd += [5, None, {}, {"id": "x", "model": {"hidden": "many"}}, {"model": [], "hardware": 3}]
     (tmp_path / "odd.json").write_text(json.dumps(odd))
     rows, unreadable = read_rows(tmp_path / "odd.json")
     assert not rows

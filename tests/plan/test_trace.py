@@ -85,7 +85,12 @@ def test_a_pipeline_of_four_stages() -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    ["local_sgd", "fsdp:replicate=4,recompute", pytest.param("context", marks=pytest.mark.integration), TENSOR],
+    [
+        "local_sgd",
+        pytest.param("fsdp:replicate=4,recompute", marks=pytest.mark.integration),
+        pytest.param("context", marks=pytest.mark.integration),
+        TENSOR,
+    ],
 )
 def test_other_layouts_on_many_ranks(layout: str) -> None:
     """They run, and hold something."""
@@ -142,6 +147,7 @@ def test_a_model_that_cannot_be_traced_is_never_said_to_fit() -> None:
     assert "not traced" in row["note"]
 
 
+@pytest.mark.integration
 def test_the_smallest_change_of_a_workload() -> None:
     """On a card too small for it, the change fits and is another layout."""
     workload = decoder(batch=64)

@@ -75,6 +75,7 @@ class Cluster:
 # on HGX boards as published. A link of 400 Gb/s carries 50e9 bytes a second, of which NCCL gets 96%.
 _NVLINK2 = Link(6e-6, 134e9, "NVLink 2")
 _NVLINK3 = Link(6.5e-6, 230e9, "NVLink 3")
+_NVLINK_A800 = Link(6.5e-6, 160e9, "NVLink of 400 GB/s")
 _NVLINK4 = Link(6e-6, 370e9, "NVLink 4")
 _NVLINK5 = Link(6e-6, 680e9, "NVLink 5")
 _GH200 = Link(8e-6, 150e9, "NVLink between GH200")
@@ -128,6 +129,29 @@ GPUS: dict[str, Gpu] = {
         _gpu("h100_80gb_pcie", 79.1, (756, 378, 1513), 2.0, 114, 350, (_PCIE5, _200G), f"{_NV} H100; {_CAPACITY}"),
         _gpu("h100_94gb_nvl", 93.1, (835, 417, 1671), 3.9, 132, 400, (_PCIE5, _400G), f"{_NV} H100 NVL; {_CAPACITY}"),
         _gpu("h100_96gb_hbm2e_500w", 95.0, (840, 420, 1680), 2.4, 132, 500, _SXM4, _H100_500W),
+        _gpu(
+            "a800_80gb", 79.15, (312, 156, 0), 2.039, 108, 400, (_NVLINK_A800, _200G), f"A100 of 400 GB/s; {_CAPACITY}"
+        ),
+        _gpu(
+            "h800_80gb",
+            79.1,
+            (989, 494.5, 1979),
+            3.35,
+            132,
+            700,
+            (_NVLINK_A800, _400G),
+            f"H100 of 400 GB/s; {_CAPACITY}",
+        ),
+        _gpu(
+            "a6000",
+            47.5,
+            (155, 77.5, 0),
+            0.768,
+            84,
+            300,
+            (_PCIE4, _100G),
+            f"{_NV} RTX A6000; memory: less the driver's",
+        ),
         _gpu("h200", 139.7, (989, 494.5, 1979), 4.8, 132, 700, _SXM4, f"{_NV} H200; {_CAPACITY}"),
         _gpu("gh200_96gb", 94.5, (989, 494.5, 1979), 4.0, 132, 900, (_GH200, _200G), f"{_NV} GH200; {_CAPACITY}"),
         _gpu("b200", 178.35, (2250, 1125, 4500), 7.672, 148, 1000, _SXM5, _B200),
@@ -153,6 +177,7 @@ _ALIASES = {
     "a100_pcie": "a100_80gb_pcie",
     "a10g": "a10",
     "h100": "h100_80gb",
+    "h800": "h800_80gb",
     "h100_sxm": "h100_80gb",
     "h100_pcie": "h100_80gb_pcie",
     "h100_nvl": "h100_94gb_nvl",
@@ -181,12 +206,20 @@ _UNITS = {
 def find_gpu(name: str) -> Gpu:
     """Return a kind of GPU by name: `h100`, `A100-80GB-PCIe`. Raises `UsageError` with the nearest names."""
     key = re.sub(r"[-\s]+", "_", name.strip().lower()).removeprefix("nvidia_")
-    key = _ALIASES.get(key, key)
-    if key in GPUS:
-        return GPUS[key]
+    names = [key, re.sub(r"_(sxm\d?|hbm\d\w?|nvl\d*)\b", "", key), re.sub(r"_\d+gb$", "", key)]
+    for candidate in [*names, re.sub(r"_(sxm\d?)?(_?\d+gb)?$", "", key)]:
+        known = _ALIASES.get(candidate, candidate)
+        if known in GPUS and (candidate == key or _is_same_memory(key, GPUS[known])):
+            return GPUS[known]
     close = difflib.get_close_matches(key, [*GPUS, *_ALIASES], 2, 0.5)
     meant = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(GPUS)}"
     raise UsageError(f"--gpus: no GPU {name!r}; {meant}")
+
+
+def _is_same_memory(key: str, gpu: Gpu) -> bool:
+    """Whether the gigabytes in a name, if there are any, are those of a kind."""
+    match = re.search(r"_(\d+)gb", key)
+    return match is None or abs(float(match[1]) * 1e9 / gpu.memory - 1) < 0.1
 
 
 def parse_bytes(text: str, flag: str) -> float:
