@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from everyrank.commands.shared import check_html, check_writable, close_output, workload_words
+from everyrank.commands.shared import check_html, check_writable, close_output, repeated_arguments
 from everyrank.errors import UsageError, printable
 from everyrank.record import write_text
 from everyrank.workload import Source, check_place, parse_settings
@@ -182,7 +182,7 @@ def _traced(args: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
     from everyrank.workload.find import load
 
     workload = load(Source(args.model, settings, args.batch))
-    return answer_workload(workload, args.model, workload_words(args), cluster, args.layout or ())
+    return answer_workload(workload, args.model, repeated_arguments(args), cluster, args.layout or ())
 
 
 def _positive(value: float | None, flag: str) -> float | None:
