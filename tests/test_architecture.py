@@ -48,6 +48,7 @@ ORDER = [
     "audit",
     "rerun",
     "relations",
+    "port",
     "report",
     "recipes",
     "eject",

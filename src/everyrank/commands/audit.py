@@ -44,9 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--compare",
-        action=argparse.BooleanOptionalAction,
-        help="run the first updates again on one rank with the same batches, and compare (default: if they take less "
-        "than a minute)",
+        action="store_true",
+        help="run the first updates again on one rank with the same batches, and compare",
     )
     parser.add_argument("--only-compare", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--strict", action="store_true", help="exit status 1 also for WARN")
@@ -145,10 +144,10 @@ def _compared(audit: Audit | None, words: list[str], options: AuditOptions, args
 
     if args.only_compare:
         return audit_by_relations(words, options)
-    if audit is None or args.compare is False:
+    if audit is None or not args.compare:
         return audit
     why_not = why_not_compared(audit, options, os.environ)
-    if why_not and not (args.compare and why_not.startswith("by default")):
+    if why_not:
         return dataclasses.replace(audit, unchecked=(*audit.unchecked, f"comparison with one rank: {why_not}"))
     return with_comparison(audit, options)
 

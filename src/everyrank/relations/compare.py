@@ -27,8 +27,6 @@ __all__ = [
     "with_comparison",
 ]
 
-_LONGEST_SECONDS = 60.0
-_VARIABLE = "EVERYRANK_COMPARE"  # 0: off unless --compare is given
 _OF_GRADIENTS = ("gradient.", "loss.", "clip.", "replicas.", "random.", "weights.", "ddp.", "collective.", "data.")
 _EXPLAINED_BY = {
     "ranks.gradient": _OF_GRADIENTS,
@@ -162,16 +160,12 @@ def joined_findings(by_rules: Sequence[Finding], by_relations: Sequence[Finding]
 
 
 def why_not_compared(audit: Audit, options: AuditOptions, environment: Mapping[str, str]) -> str:
-    """Why a script is not compared with one rank; "" if it is. `by default`: --compare overrides it."""
+    """Why a script cannot be compared with one rank; "" if it can."""
     script = find_script(audit.words)
     if rank_from_outside(environment) is not None:
         return "an external launcher has started the ranks; run `everyrank audit` without it"
     if options.processes is None and script is not None and starts_ranks_itself(own_text(script)):
         return "the script starts its ranks itself"
-    if options.watch or environment.get(_VARIABLE) == "0":
-        return "by default not with --watch" if options.watch else f"by default not with {_VARIABLE}=0"
-    if audit.seconds > _LONGEST_SECONDS:
-        return f"by default not for a script whose first updates take {audit.seconds:.0f} s; --compare does it"
     return ""
 
 

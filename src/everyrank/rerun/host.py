@@ -91,11 +91,13 @@ class ScriptHost:
         detailed: int = 6,
         seconds: float = 30.0,
         environment: Mapping[str, str] | None = None,
+        expressions: bool = False,
     ) -> ScriptRecording:
         """Run the script on `ranks` ranks.
 
         updates   optimizer steps after which the script is ended
         detailed  first updates whose gradients, parameters and states are recorded
+        expressions  also record which expressions of the script make loaders, call the model, save, ... (facts)
         seconds   after which the ranks agree on a last update, unless a recording is imposed
         """
         imposed = imposed or Imposed()
@@ -126,6 +128,11 @@ class ScriptHost:
             "rows": imposed.rows,
             "seed": imposed.seed,
             "without_checkpointing": imposed.without_checkpointing,
+            "without_dropout": imposed.without_dropout,
+            "norms_over_ranks": imposed.norms_over_ranks,
+            "pass_batches": imposed.pass_batches,
+            "most_elements": imposed.most_elements,
+            "expressions": expressions,
         }
         start = time.monotonic()
         answer = self._ask(settings)

@@ -107,7 +107,7 @@ def _rank(settings: dict[str, Any], rank: int, port: int) -> NoReturn:
     try:
         from everyrank.rerun.inside import run_as_rank
 
-        run_as_rank(settings, rank)
+        run_as_rank(settings, rank, OVERLAY)
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException:  # the script's own error, whatever it is

@@ -121,6 +121,10 @@ class Imposed:
     rows                   draws of one row for each sample are the same for a sample, whichever rank has it
     seed                   seed of torch, numpy and random before the script starts
     without_checkpointing  keep activations instead of computing them again
+    without_dropout        every kind of dropout returns its input
+    norms_over_ranks       batch norm takes the samples of all ranks, as SyncBatchNorm does on GPUs
+    most_elements          of a larger tensor so many elements are kept, evenly spread, and its norm; 0 for all
+    pass_batches           a pass over a loader has so many batches, the last one among them; 0 for all
     """
 
     recording: ScriptRecording | None = None
@@ -130,6 +134,10 @@ class Imposed:
     rows: bool = False
     seed: int | None = None
     without_checkpointing: bool = False
+    without_dropout: bool = False
+    norms_over_ranks: bool = False
+    pass_batches: int = 0
+    most_elements: int = 0
 
 
 def read_recording(folder: Path, ranks: int, trouble: str, traceback: str, seconds: float) -> ScriptRecording:

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import random
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from torch.utils.data._utils import fetch
 
 from everyrank.audit.watch.place import where
@@ -30,6 +31,8 @@ def install_batches(session: Session) -> None:
     """Hook DataLoader: number the loaders, record or impose each batch."""
     if session.settings["order"]:
         _one_order(session)
+    if session.settings["pass_batches"]:
+        _short_passes(session.settings["pass_batches"])
     init, iterate, length = DataLoader.__init__, DataLoader.__iter__, DataLoader.__len__
     made = 0
     passes: dict[int, int] = {}
@@ -263,3 +266,16 @@ def _one_order(session: Session) -> None:
 
     fetcher: Any = fetch._MapDatasetFetcher
     fetcher.fetch = fetched
+
+
+def _short_passes(count: int) -> None:
+    """A pass over a loader has its first batches and its last one, which may be smaller."""
+    sampler: Any = BatchSampler
+    batches = sampler.__iter__
+
+    @functools.wraps(batches)
+    def shortened(self: Any) -> Any:
+        kept = list(batches(self)) if hasattr(self.sampler, "__len__") else list(itertools.islice(batches(self), count))
+        yield from kept if len(kept) <= count else [*kept[: count - 1], kept[-1]]
+
+    sampler.__iter__ = shortened

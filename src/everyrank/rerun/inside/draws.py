@@ -72,12 +72,14 @@ class _Draws(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         session = self.session
-        if not session.is_active:
+        if not session.is_active or (session.settings["order"] and not session.settings["rows"]):
             return out
         name = func._schema.name.rpartition("::")[2]
         if name in _NEW or name in _IN_PLACE:
             with session.quiet():
                 return self.drawn(name, args, out)
+        if session.settings["order"]:
+            return out
         if (
             session.has_begun
             and session.update == 0

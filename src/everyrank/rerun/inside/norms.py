@@ -7,8 +7,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 
+from everyrank.audit.watch.sync_batch_norm import install_sync_batch_norm
 from everyrank.rerun.inside.session import Session
 
 __all__ = ["install_norms"]
@@ -16,6 +18,8 @@ __all__ = ["install_norms"]
 
 def install_norms(session: Session) -> None:
     """Let BatchNorm normalise the parts of a batch that was put together one by one. SyncBatchNorm takes it whole."""
+    if session.settings["norms_over_ranks"] and session.ranks > 1:
+        _install_norms_over_ranks()
     if not session.imposed or len(session.imposed) < 2:
         return
     plain: Any = _BatchNorm.forward
@@ -39,4 +43,19 @@ def install_norms(session: Session) -> None:
         return torch.cat(outputs)
 
     kind: Any = _BatchNorm
+    kind.forward = forward
+
+
+def _install_norms_over_ranks() -> None:
+    """Let BatchNorm take the samples of all ranks, as SyncBatchNorm does on GPUs."""
+    install_sync_batch_norm()
+    kind: Any = _BatchNorm
+    plain, over_ranks = kind.forward, SyncBatchNorm.forward
+
+    def forward(self: Any, values: Any) -> Any:
+        if not (self.training and dist.is_initialized()):
+            return plain(self, values)
+        self.process_group = None
+        return over_ranks(self, values)
+
     kind.forward = forward

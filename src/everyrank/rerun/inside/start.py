@@ -12,11 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from everyrank.audit.watch.overlay import Overlay
 from everyrank.audit.watch.place import where
 from everyrank.audit.watch.pretend_cuda import PretendCuda
+from everyrank.audit.watch.saving import install_saving
 from everyrank.rerun.inside.batches import install_batches
 from everyrank.rerun.inside.clock import install_clock
 from everyrank.rerun.inside.draws import install_draws
+from everyrank.rerun.inside.expressions import install_expressions
 from everyrank.rerun.inside.modules import install_module_names
 from everyrank.rerun.inside.norms import install_norms
 from everyrank.rerun.inside.precision import install_float64
@@ -27,7 +30,7 @@ from everyrank.rerun.inside.steps import install_step_hooks
 __all__ = ["run_as_rank"]
 
 
-def run_as_rank(settings: dict[str, Any], rank: int) -> None:
+def run_as_rank(settings: dict[str, Any], rank: int, overlay: Overlay) -> None:
     """Run the script as `python script.py ...` would, under all hooks, and write the recording at its end."""
     session = Session(settings, rank)
     if settings["seed"] is not None:
@@ -44,11 +47,16 @@ def run_as_rank(settings: dict[str, Any], rank: int) -> None:
         _keep_activations()
     else:
         _note_checkpointing(session)
+    install_saving(_NoEvents(session), overlay)  # type: ignore[arg-type]
     modules = install_module_names(session)
     install_norms(session)
     install_batches(session)
     install_printed(session)
     install_clock()
+    if settings["expressions"]:
+        install_expressions(session)
+    if settings["without_dropout"]:
+        _leave_out_dropout()
     install_step_hooks(session, modules)
     modes = install_draws(session, pretend)
     words = settings["words"]
@@ -98,3 +106,35 @@ def _keep_activations() -> None:
     module.checkpoint_sequential = lambda functions, _segments, value, **_kwargs: (
         torch.nn.Sequential(*functions)(value) if isinstance(functions, list | tuple) else functions(value)
     )
+
+
+def _leave_out_dropout() -> None:
+    """Let every kind of dropout return its input."""
+    functional: Any = torch.nn.functional
+    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
+        setattr(functional, name, lambda input, *_args, **_kwargs: input)  # noqa: A006  (torch's name)
+    attention = functional.scaled_dot_product_attention
+
+    @functools.wraps(attention)
+    def without(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, **kwargs: Any) -> Any:
+        del dropout_p
+        return attention(query, key, value, attn_mask=attn_mask, dropout_p=0.0, **kwargs)
+
+    functional.scaled_dot_product_attention = without
+    init = torch.nn.RNNBase.__init__
+
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.dropout = 0.0
+
+    torch.nn.RNNBase.__init__ = made
+
+
+class _NoEvents:
+    """The part of a recorder that redirected libraries need. Nothing is recorded of what they save."""
+
+    def __init__(self, session: Session) -> None:
+        self.muted = session.quiet
+
+    def write(self, _event: Any) -> None:
+        """Leave the event out."""

@@ -58,9 +58,9 @@ class _Steps:
             if self.is_detailed:
                 named = {self.names[id(p)]: p for p in parameters}
                 self.pending["gradients"] = {
-                    name: None if p.grad is None else shard_of(p.grad) for name, p in named.items()
+                    name: None if p.grad is None else self.kept(p.grad) for name, p in named.items()
                 }
-                self.pending["before"] = {name: shard_of(p) for name, p in named.items()}
+                self.pending["before"] = {name: self.kept(p) for name, p in named.items()}
             self.impose_rates(optimizer, own)
             self.losses, self.backwards = [], []
 
@@ -85,7 +85,7 @@ class _Steps:
                 group["lr"] = rate
             if self.is_detailed:
                 parameters = [p for group in optimizer.param_groups for p in group["params"]]
-                self.pending["after"] = {self.names[id(p)]: shard_of(p) for p in parameters}
+                self.pending["after"] = {self.names[id(p)]: self.kept(p) for p in parameters}
             self.impose_parameters(optimizer)
             session.updates.append(self.pending)
             self.pending = {}
@@ -108,12 +108,21 @@ class _Steps:
             elif parts and sum(part.numel() for part in parts) == held.numel():
                 held.copy_(torch.cat([part.flatten() for part in parts]).view_as(held))
 
+    def kept(self, tensor: Any) -> Any:
+        """A copy of a tensor's local part; of a large one, elements spread evenly over it and the norm of all."""
+        shard, most = shard_of(tensor), self.session.settings["most_elements"]
+        if not most or shard.numel() <= most:
+            return shard
+        flat = shard.flatten()
+        norm = flat.double().norm().to(flat.dtype) if flat.is_floating_point() else flat.sum()
+        return torch.cat([flat[:: -(-len(flat) // most)], norm[None]])
+
     def note_states(self) -> None:
         """Record the states that the last update has left, before the next one begins."""
         updates = self.session.updates
         if updates and len(updates) <= self.session.settings["detailed"] and not updates[-1]["states"]:
             states = self.modules.states(self.stepped)
-            updates[-1]["states"] = {name: shard_of(state) for name, state in states.items()}
+            updates[-1]["states"] = {name: self.kept(state) for name, state in states.items()}
 
 
 def shard_of(tensor: Any) -> Any:

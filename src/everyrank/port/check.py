@@ -1,0 +1,173 @@
+"""Compares a port on several ranks with the original on one: each update, and the lines that it prints."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+from everyrank.rerun import Printed, RankRecording, RecordedUpdate, ScriptRecording
+
+__all__ = ["Comparison", "compare"]
+
+FLOAT64_TOLERANCE, FLOAT32_TOLERANCE = 1e-9, 2e-3
+_PRINTED_TOLERANCE = 2e-4
+# lines with a time or a speed differ in each run
+_IS_TIMED = re.compile(
+    r"\d\d:\d\d|\d\s*(ms|s|sec|secs|seconds|it/s|samples/s|mins?)\b|time|elapsed|eta|speed|throughput", re.IGNORECASE
+)
+_NUMBER = re.compile(r"-?\d+\.?\d*(?:[eE][-+]?\d+)?")
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """How a port on `ranks` ranks compares with the original.
+
+    updates     optimizer steps that were compared
+    largest     largest relative difference of "losses", "gradients", "weights" and "buffers"
+    difference  "" or one sentence: the first update that differs, by how much
+    printed     lines that differ: (the original's, the port's)
+    has_failed  whether the port raised an error or did not end
+    """
+
+    ranks: int
+    updates: int
+    largest: dict[str, float]
+    difference: str
+    printed: list[tuple[str, str]]
+    has_failed: bool = False
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether no update differs."""
+        return not self.difference
+
+
+def compare(original: ScriptRecording, port: ScriptRecording, tolerance: float) -> Comparison:
+    """Compare rank 0 of the port with the original, and the other ranks with rank 0.
+
+    Gradients and weights are compared by the norm of the whole update: a tensor whose gradient is rounding only, such
+    as a bias before batch norm, has no relative difference of its own.
+    """
+    ranks = len(port.ranks)
+    largest = {"losses": 0.0, "gradients": 0.0, "weights": 0.0, "buffers": 0.0}
+    if port.trouble:
+        reason = f"on {ranks} ranks the port fails: {port.trouble}{_hint(port.trouble)}"
+        return Comparison(ranks, 0, largest, reason, [], has_failed=True)
+    one, many = original.ranks[0].updates, port.ranks[0].updates
+    for number, (expected, found) in enumerate(zip(one, many, strict=False)):
+        difference = _compare_update(number, expected, found, port.ranks, largest, tolerance)
+        if difference:
+            return Comparison(ranks, number, largest, f"on {ranks} ranks {difference}", [])
+    if len(one) != len(many):
+        reason = f"on {ranks} ranks the port has {len(many)} updates, the original {len(one)}"
+        return Comparison(ranks, min(len(one), len(many)), largest, reason, [])
+    return Comparison(ranks, len(one), largest, "", _differing_lines(original.ranks[0], port.ranks[0]))
+
+
+def _hint(trouble: str) -> str:
+    """What an error that only smaller batches give may mean."""
+    if "size" in trouble or "shape" in trouble or "dimension" in trouble or "more than 1 value" in trouble:
+        return "; a rank has fewer samples than the batch: a size that the script writes down itself, or squeeze()?"
+    return ""
+
+
+def _compare_update(
+    number: int,
+    expected: RecordedUpdate,
+    found: RecordedUpdate,
+    ranks: tuple[RankRecording, ...],
+    largest: dict[str, float],
+    tolerance: float,
+) -> str:
+    """One sentence if an update differs."""
+    where = f"update {number} ({found.step.rpartition('/')[2]})"
+    if len(expected.losses) != len(found.losses):
+        return f"{where} has {len(found.losses)} backward passes, the original {len(expected.losses)}"
+    for one, other in zip(expected.losses, found.losses, strict=True):
+        gap = abs(one - other) / max(abs(one), 1e-8)
+        largest["losses"] = max(largest["losses"], gap)
+        if not gap <= tolerance:
+            return f"{where}: the loss is {other:.6g}, in the original {one:.6g} ({_ratio(other, one)})"
+    for kind, a, b in (
+        ("gradients", expected.gradients, found.gradients),
+        ("weights", expected.after, found.after),
+    ):
+        gap, ratio = _distance(a, b)
+        if gap is None:
+            return f"{where}: {kind} of other parameters or shapes ({ratio})"
+        largest[kind] = max(largest[kind], gap)
+        if not gap <= tolerance:
+            return (
+                f"{where}: the {kind} differ by {gap:.1e} of their norm; they are {ratio} times the original's"
+                f"{_cause(kind, float(ratio), len(ranks))}"
+            )
+    if len(expected.rates) != len(found.rates) or any(
+        abs(one - other) > 1e-9 * abs(one) for one, other in zip(expected.rates, found.rates, strict=True)
+    ):
+        return f"{where}: the learning rates are {found.rates}, in the original {expected.rates}"
+    buffers = {name: state for name, state in expected.states.items() if state.is_floating_point()}
+    gap, _ = _distance(buffers, {name: found.states[name] for name in buffers if name in found.states})
+    largest["buffers"] = max(largest["buffers"], gap or 0.0)
+    if gap is None or not gap <= tolerance:
+        return f"{where}: buffers, such as running statistics, differ"
+    for rank, recording in enumerate(ranks[1:], 1):
+        if number < len(recording.updates):
+            gap, ratio = _distance(found.after, recording.updates[number].after)
+            if gap is None or not gap <= tolerance:
+                return f"{where}: rank {rank} has other weights than rank 0"
+    return ""
+
+
+def _cause(kind: str, ratio: float, ranks: int) -> str:
+    """A likely cause of a factor between gradients."""
+    if kind == "gradients" and abs(ratio * ranks - 1) < 1e-3:
+        return "; likely cause: the loss is a sum, and DistributedDataParallel averages"
+    if kind == "gradients" and abs(ratio / ranks - 1) < 1e-3:
+        return "; likely cause: the gradient is multiplied by the number of ranks"
+    return ""
+
+
+def _ratio(value: float, reference: float) -> str:
+    return f"{value / reference:.4g} times" if reference else "not 0"
+
+
+def _distance(expected: dict[str, Any], found: dict[str, Any]) -> tuple[float | None, str]:
+    """The norm of the difference over that of the reference, and the best factor between them."""
+    named = {name: tensor for name, tensor in expected.items() if tensor is not None}
+    others = {name: tensor for name, tensor in found.items() if tensor is not None}
+    if named.keys() != others.keys():
+        odd = sorted(named.keys() ^ others.keys())
+        # a parameter without a gradient may have one of zeros in the wrapper
+        if any(float(named.get(name, others.get(name)).abs().max()) for name in odd):
+            return None, ", ".join(odd[:3])
+    squares = product = gap = 0.0
+    for name in named.keys() & others.keys():
+        a, b = named[name].double(), others[name].double()
+        if a.shape != b.shape:
+            return None, name
+        squares += float(a.square().sum())
+        product += float((a * b).sum())
+        gap += float((a - b).square().sum())
+    norm = max(squares, 1e-300) ** 0.5
+    return gap**0.5 / norm, f"{product / max(squares, 1e-300):.4g}"
+
+
+def _differing_lines(original: RankRecording, port: RankRecording) -> list[tuple[str, str]]:
+    """Printed lines that differ by more than rounding; lines with times are left out."""
+    one, many = _lines(original.printed), _lines(port.printed)
+    differing = [(a, b) for a, b in zip(one, many, strict=False) if not _is_same(a, b)]
+    longer, shorter = (one, many) if len(one) > len(many) else (many, one)
+    rest = longer[len(shorter) :]
+    return differing + [(line, "") if longer is one else ("", line) for line in rest]
+
+
+def _lines(printed: list[Printed]) -> list[str]:
+    return [each.text.strip() for each in printed if each.stream == "stdout" and not _IS_TIMED.search(each.text)]
+
+
+def _is_same(one: str, other: str) -> bool:
+    if _NUMBER.sub("#", one) != _NUMBER.sub("#", other):
+        return False
+    pairs = zip(map(float, _NUMBER.findall(one)), map(float, _NUMBER.findall(other)), strict=True)
+    return all(abs(a - b) <= _PRINTED_TOLERANCE * max(1.0, abs(a)) for a, b in pairs)

@@ -1,0 +1,167 @@
+"""From the facts of a run to the edits that make the script a DistributedDataParallel script."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+
+from everyrank.port.evaluation import edit_counts, edit_evaluations
+from everyrank.port.facts import Fact
+from everyrank.port.frame import add_frame
+from everyrank.port.loss import edit_losses
+from everyrank.port.model import edit_models
+from everyrank.port.outputs import edit_writes
+from everyrank.port.plan import Choice, Plan
+from everyrank.port.source import NotPortedError
+
+__all__ = ["edit_script"]
+
+# names that only a distributed script has, and what to do with it
+_DISTRIBUTED = {
+    "init_process_group": "torch.distributed",
+    "DistributedDataParallel": "DistributedDataParallel",
+    "fully_shard": "FSDP",
+    "Accelerator": "accelerate",
+    "deepspeed": "DeepSpeed",
+    "horovod": "Horovod",
+    "LOCAL_RANK": "LOCAL_RANK",
+    "lightning": "Lightning",
+    "pytorch_lightning": "Lightning",
+}
+
+
+def edit_script(text: str, facts: Sequence[Fact], choice: Choice) -> Plan:
+    """Edit the script as `choice` says; the result is in `Plan.source`. Raises `NotPortedError`."""
+    plan = Plan(text, list(facts), choice)
+    refuse_distributed(plan)
+    backwards = plan.of("backward")
+    if not backwards:
+        raise NotPortedError(1, "no backward of this script was seen within its first updates: nothing trains here")
+    for gradient in plan.of("autograd.grad"):
+        raise NotPortedError(
+            gradient.line, "torch.autograd.grad does not go through DistributedDataParallel: average these by hand"
+        )
+    if not backwards[0].is_inner:
+        raise NotPortedError(
+            backwards[0].line, "the training loop stands in another file: run everyrank port on the file with the loop"
+        )
+    edit_loaders(plan)
+    edit_models(plan)
+    edit_losses(plan)
+    edit_counts(plan)
+    edit_evaluations(plan)
+    edit_writes(plan)
+    replace_leftovers(plan)
+    add_frame(plan)
+    return plan
+
+
+def refuse_distributed(plan: Plan) -> None:
+    """Raise `NotPortedError` for a script that uses several processes already."""
+    for node in ast.walk(plan.source.tree):
+        names = []
+        if isinstance(node, ast.Name):
+            names = [node.id]
+        elif isinstance(node, ast.Attribute):
+            names = [node.attr]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names = [node.value]
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name.partition(".")[0] for alias in node.names]
+            names += [(node.module or "").partition(".")[0]] if isinstance(node, ast.ImportFrom) else []
+        for name in names:
+            if name in _DISTRIBUTED:
+                raise NotPortedError(
+                    node.lineno,  # type: ignore[attr-defined]
+                    f"the script uses {_DISTRIBUTED[name]} already: check it with everyrank audit",
+                )
+
+
+# --- data
+
+
+def edit_loaders(plan: Plan) -> None:
+    """Split the batches of the training loader over the ranks; without a loader, the tensors of each batch."""
+    source = plan.source
+    trains = plan.training_loaders
+    for loader in plan.of("loader"):
+        if loader.details["id"] not in trains:
+            continue
+        if loader.details["is_stream"] or not loader.details["has_batches"]:
+            raise NotPortedError(
+                loader.line,
+                "the samples come as a stream without indices: give each rank and each worker its own part in the "
+                "dataset's __iter__",
+            )
+        if not loader.is_inner:
+            raise NotPortedError(loader.line, "the loader is made in another file: return it from this script")
+        call = source.at(loader.span)
+        if call is None:
+            raise NotPortedError(loader.line, "the call that makes the loader was not found")
+        if plan.once(call):
+            plan.helpers.add("split")
+            source.wrap(call, "split(", ")", "each rank reads its part of every batch")
+            _replace_batch_size(plan, call)
+    if not trains:
+        _split_tensors(plan)
+
+
+def _replace_batch_size(plan: Plan, call: ast.AST) -> None:
+    """In the training loop, replace the batch size that the loader was given: a rank has fewer samples."""
+    source = plan.source
+    size = next((source.code(word.value) for word in getattr(call, "keywords", []) if word.arg == "batch_size"), "")
+    if not size or size.isdigit():
+        return
+    for backward in plan.of("backward"):
+        node = source.at(backward.span)
+        loop = next((each for each in source.loops(node) if isinstance(each, ast.For)), None) if node else None
+        if loop is None or not plan.once(loop, "batch size"):
+            continue
+        names = plan.batch_names(loop)
+        for each in ast.walk(loop):
+            is_read = isinstance(each, ast.Name | ast.Attribute) and isinstance(each.ctx, ast.Load)
+            if is_read and source.code(each) == size and names:
+                source.replace(each, f"len({names[0]})", "the number of samples of this rank")
+
+
+def _split_tensors(plan: Plan) -> None:
+    """Without a loader: split what the training forward and its loss are given, where it gets its value."""
+    source, forwards = plan.source, plan.training_forwards
+    if not forwards:
+        raise NotPortedError(
+            plan.of("backward")[0].line,
+            "no call of a module led to this backward: DistributedDataParallel needs model(x), not model.method(x)",
+        )
+    names: list[str] = []
+    for fact in [*forwards, *(loss for loss in plan.of("loss") if loss.is_inner)]:
+        call = source.at(fact.span)
+        for node in ast.walk(call) if call else ():
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id not in names:
+                names.append(node.id)
+    call = source.at(forwards[0].span)
+    scope = source.scope(call) if call else source.tree
+    parts: dict[ast.stmt, list[str]] = {}
+    for name in names:
+        stores = [node for node in source.stores(name, scope) if source.scope(node) is scope]
+        stores = stores or [node for node in source.stores(name, source.tree) if source.scope(node) is source.tree]
+        if stores and plan.is_data(statement := source.statement(stores[-1])):
+            parts.setdefault(statement, []).append(name)
+    if not parts:
+        raise NotPortedError(
+            forwards[0].line, "where the batch comes from was not found: split it by hand, tensor[rank::world_size]"
+        )
+    plan.helpers.add("part")
+    for statement, split in parts.items():
+        together = ", ".join(split)
+        source.insert_after(statement, f"{together} = part({together})", "each rank takes its part of every batch")
+
+
+def replace_leftovers(plan: Plan) -> None:
+    """DataParallel goes, and a device is a rank's own."""
+    source = plan.source
+    for node in ast.walk(source.tree):
+        is_wrapper = isinstance(node, ast.Call) and source.code(node.func).rpartition(".")[2] == "DataParallel"
+        if is_wrapper and node.args:
+            source.replace(node, source.code(node.args[0]), "DistributedDataParallel takes its place")
+        if isinstance(node, ast.Constant) and node.value == "cuda:0":
+            source.replace(node, '"cuda"', "each rank has its own device")

@@ -1,0 +1,56 @@
+"""What was seen of a run of the script: each expression that did something of interest, and where it stands."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["Call", "Fact", "read_facts"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One line of the stack of the user's own code: [first line, column, last line, column], and its function."""
+
+    file: str
+    span: tuple[int, int, int, int]
+    function: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Fact:
+    """An expression of the script that made a loader, called the model, saved a file, ...
+
+    kind      "loader", "pass", "forward", "loss", "backward", "optimizer", "step", "write", "seed" or "draw"
+    chain     the calls of the script that led there, the innermost first
+    is_inner  whether the innermost line of the user's own code stands in the script, not in another file of theirs
+    details   what else is known: see rerun/inside/expressions.py
+    """
+
+    kind: str
+    chain: tuple[Call, ...]
+    is_inner: bool
+    details: dict[str, Any]
+
+    @property
+    def span(self) -> tuple[int, int, int, int]:
+        """The place of the innermost expression."""
+        return self.chain[0].span
+
+    @property
+    def line(self) -> int:
+        """Its first line."""
+        return self.chain[0].span[0]
+
+
+def read_facts(records: Sequence[dict[str, Any]], path: str) -> list[Fact]:
+    """The facts as seen from the script at `path`: what another file did counts for the line that called it."""
+    facts: list[Fact] = []
+    for record in records:
+        calls = [Call(file, (line, column, last, end), name) for file, line, column, last, end, name in record["chain"]]
+        chain = tuple(call for call in calls if call.file == path)
+        details = {name: value for name, value in record.items() if name not in ("kind", "chain")}
+        if chain:
+            facts.append(Fact(record["kind"], chain, calls[0].file == path, details))
+    return facts

@@ -1,0 +1,113 @@
+"""Imports, helper functions, the start and the end of the process group, and the random numbers of each rank."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+
+from everyrank.port.helpers import helper_text
+from everyrank.port.plan import Plan
+from everyrank.port.source import NotPortedError
+
+__all__ = ["add_frame"]
+
+_BEGINS = ("loader", "seed", "optimizer", "forward", "draw")
+
+
+def add_frame(plan: Plan) -> None:
+    """Add what all other edits rely on."""
+    _add_own_noise(plan)
+    _choose_seed(plan)
+    source = plan.source
+    body = source.tree.body
+    imports = [node for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
+    first = next(
+        (node for node in body if not isinstance(node, ast.Import | ast.ImportFrom) and not _is_text(node)), None
+    )
+    if first is None or not imports:
+        raise NotPortedError(1, "the script imports nothing before its first statement: import torch at the top")
+    leading = [node for node in imports if node.lineno < first.lineno]
+    if not leading:
+        raise NotPortedError(first.lineno, "this statement stands before all imports: move the imports to the top")
+    block = _imports(plan, imports)
+    helpers = helper_text(
+        plan.helpers,
+        has_batch_norm=plan.has_batch_norm,
+        finds_unused=plan.finds_unused,
+        sums=plan.choice.loss == "sum",
+        has_numpy="np" in _names(imports),
+    )
+    start = ["setup()"] + (["same_seed()"] if plan.has_same_seed else [])
+    reason = "what the port needs, in plain PyTorch"
+    main = next((node for node in body if isinstance(node, ast.If) and "__main__" in source.code(node.test)), None)
+    begins = [fact for fact in plan.facts if fact.kind in _BEGINS]
+    if main is not None and all(any(_is_in(call.span[0], main) for call in fact.chain) for fact in begins):
+        source.insert_after(leading[-1], f"{block}\n\n\n{helpers}", reason)
+        source.insert_before(main.body[0], "\n".join(start), "before anything else")
+        source.insert_after(main.body[-1], "dist.destroy_process_group()", "all ranks leave together")
+    else:
+        source.insert_after(
+            leading[-1], f"{block}\n\n\n{helpers}\n\n\n" + "\n".join(start), f"{reason}, before anything else"
+        )
+        last = main.body[-1] if main is not None and main is body[-1] else body[-1]
+        source.insert_after(last, "dist.destroy_process_group()", "all ranks leave together")
+
+
+def _add_own_noise(plan: Plan) -> None:
+    """Where dropout or other random numbers are drawn in training: numbers of its own for each rank."""
+    source = plan.source
+    drops = any(fact.details["has_dropout"] for fact in plan.training_forwards)
+    draws = [fact for fact in plan.of("draw") if fact.details["in_loop"] and fact.details["library"] == "torch"]
+    if not drops and not draws:
+        return
+    if "split" not in plan.helpers or not plan.training_loaders:
+        line = (draws or plan.training_forwards)[0].line
+        plan.note(
+            line, "all ranks draw the same dropout masks or noise here, because their batches come from the same draws"
+        )
+        return
+    wrappers = [edit for edit in source.edits if " = parallel(" in edit.text]
+    last = max(wrappers, key=lambda edit: edit.start)
+    indent = last.text[: len(last.text) - len(last.text.lstrip())]
+    plan.helpers.add("own_noise")
+    source.edits.append(
+        dataclasses.replace(last, text=f"{indent}own_noise()\n", reason="dropout and noise of its own on each rank")
+    )
+
+
+def _choose_seed(plan: Plan) -> None:
+    """Whether anything is drawn before the script sets a seed for it: then all ranks need the same one."""
+    seeded: set[str] = set()
+    for fact in plan.facts:
+        if fact.kind == "seed":
+            seeded.add(fact.details["library"])
+        needs = (
+            {fact.details["library"]}
+            if fact.kind == "draw"
+            else {"torch"}
+            if fact.kind in ("loader", "optimizer")
+            else set()
+        )
+        if needs - seeded:
+            plan.has_same_seed = True
+            plan.helpers.add("same_seed")
+            return
+
+
+def _imports(plan: Plan, imports: list[ast.Import | ast.ImportFrom]) -> str:
+    bound = _names(imports)
+    needed = ["os", "sys", *(["random"] if plan.has_same_seed else []), "torch"]
+    return "\n".join([*(f"import {name}" for name in needed if name not in bound), "import torch.distributed as dist"])
+
+
+def _names(imports: list[ast.Import | ast.ImportFrom]) -> set[str]:
+    """The names that plain import statements bind."""
+    return {alias.asname or alias.name for node in imports if isinstance(node, ast.Import) for alias in node.names}
+
+
+def _is_text(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _is_in(line: int, node: ast.stmt) -> bool:
+    return node.lineno <= line <= (node.end_lineno or node.lineno)

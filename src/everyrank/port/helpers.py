@@ -1,0 +1,159 @@
+"""Functions in plain PyTorch that a port brings along. Each port has only those that it calls."""
+
+from __future__ import annotations
+
+__all__ = ["HELPERS", "helper_text"]
+
+SETUP = '''
+def setup():
+    """Join the other processes of torchrun, each on its own device; only rank 0 prints. Plain python is one process."""
+    if torch.accelerator.is_available():
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
+    if "RANK" in os.environ:
+        dist.init_process_group()
+    else:
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    if dist.get_rank() != 0:
+        sys.stdout = open(os.devnull, "w")
+'''
+
+SAME_SEED = '''
+def same_seed():
+    """Let all ranks draw the same numbers until the training begins, and others in each run."""
+    seed = [torch.initial_seed() % 2**32]
+    dist.broadcast_object_list(seed)
+    random.seed(seed[0])
+    np.random.seed(seed[0])
+    torch.manual_seed(seed[0])
+'''
+
+OWN_NOISE = '''
+def own_noise():
+    """Let each rank draw its own dropout masks and noise from here on; rank 0 goes on as one process would."""
+    if dist.get_rank() != 0:
+        torch.manual_seed(torch.initial_seed() + dist.get_rank())
+'''
+
+SPLIT = '''
+class RankBatches:
+    """Each batch of a sampler, split over the ranks: together they read the batches that one process reads."""
+
+    def __init__(self, batches, evaluates):
+        self.batches, self.evaluates = batches, evaluates
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __iter__(self):
+        for batch in self.batches:
+            part = batch[dist.get_rank() :: dist.get_world_size()]
+            if part or not self.evaluates:
+                yield part or batch  # fewer samples than ranks: the rest take all, whose mean is the same
+
+
+def split(loader, evaluates=False):
+    """The same loader, for this rank's part of each batch."""
+    if isinstance(loader.sampler, torch.utils.data.RandomSampler):  # one order for all ranks
+        seed = [torch.initial_seed()]
+        dist.broadcast_object_list(seed)
+        loader.sampler.generator = torch.Generator().manual_seed(seed[0])
+    return torch.utils.data.DataLoader(
+        loader.dataset,
+        batch_sampler=RankBatches(loader.batch_sampler, evaluates),
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        worker_init_fn=loader.worker_init_fn,
+        persistent_workers=loader.persistent_workers,
+    )
+'''
+
+PART = '''
+def part(*tensors):
+    """This rank's part of a batch that all ranks have."""
+    parts = [tensor[dist.get_rank() :: dist.get_world_size()] for tensor in tensors]
+    return parts if len(parts) > 1 else parts[0]
+'''
+
+PARALLEL = '''
+def parallel(model):
+    """The model, whose gradients are averaged over the ranks."""
+    return torch.nn.parallel.DistributedDataParallel(model{options})
+'''
+
+PARALLEL_NORM = '''
+def parallel(model):
+    """The model, whose gradients are averaged over the ranks; batch norm takes the samples of all ranks on CUDA."""
+    if next(model.parameters()).is_cuda:
+        torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    return torch.nn.parallel.DistributedDataParallel(model{options})
+'''
+
+MEAN = '''
+def mean_over_ranks(loss, count):
+    """The loss of the whole batch, from the mean of `count` terms here; DDP averages its gradient to the whole one."""
+    count = torch.as_tensor(count, dtype=loss.dtype, device=loss.device)
+    loss = torch.where(count == 0, loss.nan_to_num(), loss)  # a mean over no terms is nan
+    sums = torch.stack([loss.detach() * count, count])
+    dist.all_reduce(sums)
+    share = loss * (count * dist.get_world_size() / sums[1])
+    return share + (sums[0] / sums[1] - share.detach())
+'''
+
+SUM = '''
+def sum_over_ranks(loss):
+    """The loss of the whole batch, from the sum here; DDP averages its gradient to the whole one."""
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    share = loss * dist.get_world_size()
+    return share + (total - share.detach())
+'''
+
+ADD = '''
+def add_over_ranks(*numbers):
+    """The sums over the ranks of numbers that each rank has counted."""
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+    sums = torch.stack([torch.as_tensor(number, dtype=torch.float64, device=device) for number in numbers])
+    dist.all_reduce(sums)
+    sums = [total.to(n.device, n.dtype) if torch.is_tensor(n) else type(n)(total) for n, total in zip(numbers, sums)]
+    return sums if len(sums) > 1 else sums[0]
+'''
+
+# in the order in which they stand in a port
+HELPERS = {
+    "setup": SETUP,
+    "same_seed": SAME_SEED,
+    "own_noise": OWN_NOISE,
+    "split": SPLIT,
+    "part": PART,
+    "parallel": PARALLEL,
+    "mean_over_ranks": MEAN,
+    "sum_over_ranks": SUM,
+    "add_over_ranks": ADD,
+}
+
+_LEAVES_OUT = """            if len(batch) < dist.get_world_size() and not self.evaluates:
+                continue  # fewer samples than ranks: left out, because a sum would count some of them twice
+            if part:
+                yield part
+"""
+
+
+def helper_text(names: set[str], *, has_batch_norm: bool, finds_unused: bool, sums: bool, has_numpy: bool) -> str:
+    """The functions of these names, two empty lines apart.
+
+    has_batch_norm  batch norm of the model takes the samples of all ranks
+    finds_unused    some parameters have no gradient in some updates
+    sums            the loss is a sum over samples
+    has_numpy       numpy's random numbers are seeded, too
+    """
+    options = ", find_unused_parameters=True" if finds_unused else ""
+    texts = dict(HELPERS)
+    texts["parallel"] = (PARALLEL_NORM if has_batch_norm else PARALLEL).replace("{options}", options)
+    if sums:
+        start = texts["split"].index("            if part or not self.evaluates:")
+        end = texts["split"].index("\n\n\ndef split")
+        texts["split"] = texts["split"][:start] + _LEAVES_OUT.rstrip("\n") + texts["split"][end:]
+    if not has_numpy:
+        texts["same_seed"] = texts["same_seed"].replace("    np.random.seed(seed[0])\n", "")
+    return "\n\n".join(text.rstrip("\n") for name, text in texts.items() if name in names).lstrip("\n")

@@ -1,0 +1,90 @@
+"""Makes the loss of each backward that of the whole batch, so that averaged gradients are those of one process."""
+
+from __future__ import annotations
+
+import ast
+
+from everyrank.port.facts import Fact
+from everyrank.port.plan import Plan
+from everyrank.port.source import NotPortedError
+
+__all__ = ["edit_losses"]
+
+_REASON = "the value is that of the whole batch, and so is the gradient once it is averaged"
+
+
+def edit_losses(plan: Plan) -> None:
+    """Put the loss of each backward through mean_over_ranks or sum_over_ranks."""
+    source = plan.source
+    for backward in plan.of("backward"):
+        call = source.at(backward.span)
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+            raise NotPortedError(backward.line, "this backward is not called on a loss: write loss.backward()")
+        if not plan.once(call):
+            continue
+        if not backward.details["is_scalar"]:
+            raise NotPortedError(
+                backward.line, "this backward is given a gradient: only a loss of one number is ported"
+            )
+        root = _unscaled(call.func.value)
+        statement, text = source.statement(call), source.code(root)
+        if plan.choice.loss == "sum":
+            plan.helpers.add("sum_over_ranks")
+            whole = f"sum_over_ranks({text})"
+        else:
+            plan.helpers.add("mean_over_ranks")
+            whole = f"mean_over_ranks({text}, {count_of_terms(plan, statement)})"
+        if not isinstance(root, ast.Name | ast.Attribute):
+            source.replace(root, whole, _REASON)
+            continue
+        block = source.block(statement)
+        assigned = [each for each in block[: block.index(statement)] if source.stores(text, each)]
+        if assigned:
+            source.insert_after(assigned[-1], f"{text} = {whole}", _REASON)
+        else:
+            source.insert_before(statement, f"{text} = {whole}", _REASON)
+
+
+def _unscaled(node: ast.expr) -> ast.expr:
+    """The loss without a division by a number of micro-batches or the scale of a GradScaler."""
+    while True:
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div | ast.Mult):
+            node = node.left
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == "scale"
+            and node.args
+        ):
+            node = node.args[0]
+        else:
+            return node
+
+
+def count_of_terms(plan: Plan, statement: ast.stmt) -> str:
+    """An expression for the number of terms of this rank that the loss of a backward is the mean of."""
+    source, scope = plan.source, plan.source.scope(statement)
+
+    def calls(facts: list[Fact]) -> list[tuple[Fact, ast.Call]]:
+        pairs = [(fact, source.at(fact.span)) for fact in facts if fact.is_inner and fact.line <= statement.lineno]
+        return [(fact, call) for fact, call in pairs if isinstance(call, ast.Call) and source.scope(call) is scope]
+
+    losses = sorted(calls(plan.of("loss")), key=lambda pair: -pair[0].line)
+    names: list[str] = []
+    if losses:
+        fact, call = losses[0]
+        if fact.details["ignored"] is not None and len(call.args) > 1:
+            return f"({source.code(call.args[1])} != {fact.details['ignored']}).sum()"
+        names = [source.code(argument) for argument in reversed(call.args) if isinstance(argument, ast.Name)]
+    forwards = calls(plan.training_forwards)
+    given = [source.code(argument) for _, call in forwards for argument in call.args if isinstance(argument, ast.Name)]
+    loops = [loop for loop in source.loops(statement) if isinstance(loop, ast.For)]
+    of_batch = [name for loop in loops for name in plan.batch_names(loop)]
+    names = [name for name in names if name in given or name in of_batch] + [n for n in names if n not in given] + given
+    if names:
+        return f"len({names[0]})"
+    for _, call in forwards:
+        for word in call.keywords:
+            if isinstance(word.value, ast.Name):
+                return f"len({word.value.id})" if word.arg else f"len(next(iter({word.value.id}.values())))"
+    raise NotPortedError(statement.lineno, "the number of samples that this loss is the mean of was not found")

@@ -1,0 +1,168 @@
+"""Wraps the models that train in DistributedDataParallel. Only training forwards call the wrapper.
+
+The model itself stays as it is for evaluation, saving and methods of its own: no `.module`, no "module." in a
+checkpoint, and no communication where ranks evaluate different numbers of batches.
+"""
+
+from __future__ import annotations
+
+import ast
+
+from everyrank.port.facts import Fact
+from everyrank.port.plan import Plan
+from everyrank.port.source import NotPortedError
+
+__all__ = ["edit_models"]
+
+# what a wrapper has too, with the same meaning
+_SAME_ON_WRAPPER = {
+    "train",
+    "eval",
+    "parameters",
+    "zero_grad",
+    "to",
+    "cuda",
+    "cpu",
+    "modules",
+    "requires_grad_",
+    "training",
+}
+# calls after which the wrapper is made, if they come before the training
+_PREPARING = {
+    "to",
+    "cuda",
+    "apply",
+    "load_state_dict",
+    "requires_grad_",
+    "half",
+    "float",
+    "double",
+    "parameters",
+    "compile",
+}
+
+
+def edit_models(plan: Plan) -> None:
+    """Call a wrapper in each training forward, and make it where the model is ready."""
+    source = plan.source
+    if not plan.training_forwards:
+        raise NotPortedError(
+            plan.of("backward")[0].line,
+            "no call of a module led to this backward: DistributedDataParallel needs model(x), not model.method(x)",
+        )
+    for forward in plan.training_forwards:
+        call = source.at(forward.span)
+        if not forward.is_inner or not isinstance(call, ast.Call):
+            raise NotPortedError(
+                forward.line, f"{forward.details['module']} is called in another file: move the call into this script"
+            )
+        if not isinstance(call.func, ast.Name | ast.Attribute):
+            raise NotPortedError(call.lineno, f"{source.code(call.func)} is no name: give the model one")
+        plan.has_batch_norm |= forward.details["has_batch_norm"]
+        if forward.details["has_batch_norm"]:
+            plan.note(
+                call.lineno,
+                "batch norm takes the samples of all ranks on CUDA, as was checked; on the CPU torch cannot do that, "
+                "and each rank normalizes its own samples",
+            )
+        _follow(plan, call.func, 0, forward)
+
+
+def _follow(plan: Plan, name_node: ast.expr, depth: int, forward: Fact) -> None:
+    """Replace a name of the model by its wrapper's, here or where it is passed to this function."""
+    source, name = plan.source, plan.source.code(name_node)
+    scope = source.scope(name_node)
+    if isinstance(scope, ast.FunctionDef) and name in [argument.arg for argument in scope.args.args]:
+        if source.stores(name, scope):
+            raise NotPortedError(scope.lineno, f"{scope.name} assigns to {name} anew: give it another name")
+        if depth + 1 >= len(forward.chain):
+            raise NotPortedError(scope.lineno, f"the call that gives {name} to {scope.name} was not seen")
+        _follow(plan, _argument(plan, scope, name, forward.chain[depth + 1].span), depth + 1, forward)
+        for node in ast.walk(scope):
+            is_attribute = isinstance(node, ast.Attribute) and source.code(node.value) == name
+            if is_attribute and node.attr not in _SAME_ON_WRAPPER and plan.once(node):
+                source.replace(node.value, f"{name}.module", "the model in the wrapper")
+        return
+    if not isinstance(name_node, ast.Name | ast.Attribute):
+        raise NotPortedError(name_node.lineno, f"{name} is no name: give the model one")
+    wrapper = f"{name.rpartition('.')[0]}.ddp_{name.rpartition('.')[2]}" if "." in name else f"ddp_{name}"
+    owner, store = _store(plan, name, name_node, forward)
+    if plan.once(name_node, "wrapper"):
+        source.replace(name_node, wrapper, "the training forward goes through the wrapper")
+    if plan.once(owner, wrapper):
+        plan.helpers.add("parallel")
+        statement = _last_preparation(plan, name, store, forward)
+        source.insert_after(statement, f"{wrapper} = parallel({name})", "averages the gradients over the ranks")
+
+
+def _argument(plan: Plan, function: ast.FunctionDef, name: str, span: tuple[int, int, int, int]) -> ast.expr:
+    """The expression that a call gives to a parameter of a function."""
+    call = plan.source.at(span)
+    parameters = [argument.arg for argument in function.args.args]
+    if isinstance(call, ast.Call):
+        given = next((word.value for word in call.keywords if word.arg == name), None)
+        index = parameters.index(name) - (1 if parameters[:1] == ["self"] else 0)
+        has_stars = any(isinstance(argument, ast.Starred) for argument in call.args[: index + 1])
+        if given is None and index < len(call.args) and not has_stars:
+            given = call.args[index]
+        if given is not None:
+            return given
+    raise NotPortedError(span[0], f"this call gives {name} to {function.name} in a way that cannot be followed")
+
+
+def _store(plan: Plan, name: str, node: ast.expr, forward: Fact) -> tuple[ast.AST, ast.stmt]:
+    """The scope that the model belongs to, and the last statement that assigns it."""
+    source, scope = plan.source, plan.source.scope(node)
+    for owner in dict.fromkeys([scope, source.tree]):
+        stores = [each for each in source.stores(name, owner) if source.scope(each) is owner]
+        if stores:
+            return owner, source.statement(stores[-1])
+    if "." in name:  # self.model, which another method assigns
+        definition = source.around(scope, ast.ClassDef)
+        stores = source.stores(name, definition) if definition else []
+        is_module = isinstance(definition, ast.ClassDef) and any("Module" in source.code(b) for b in definition.bases)
+        if is_module:
+            raise NotPortedError(
+                forward.line,
+                f"a method other than forward of {definition.name} is called in training: call the model itself, "  # type: ignore[union-attr]
+                "and let forward choose",
+            )
+        if stores:
+            return source.scope(stores[-1]), source.statement(stores[-1])
+    raise NotPortedError(forward.line, f"where {name} is assigned was not found")
+
+
+def _last_preparation(plan: Plan, name: str, store: ast.stmt, forward: Fact) -> ast.stmt:
+    """The statement after which the model is ready: moved, loaded and in its optimizer, before the training begins."""
+    source, scope = plan.source, plan.source.scope(store)
+    training = [
+        statement
+        for call in forward.chain
+        if (statement := source.at(call.span, ast.stmt)) is not None and source.scope(statement) is scope
+    ]
+    statement: ast.stmt = store
+    if training:
+        lines = range(training[0].lineno, training[0].lineno + 1)  # type: ignore[attr-defined]
+        while not any(_holds(each, lines[0]) for each in source.block(statement)) and isinstance(
+            parent := source.parents[statement], ast.stmt
+        ):
+            statement = parent
+    block = source.block(statement)
+    end = len(block)
+    if training:
+        end = next((i for i, each in enumerate(block) if _holds(each, training[0].lineno)), end)  # type: ignore[attr-defined]
+    optimizers = {fact.span[:2] for fact in plan.of("optimizer")}
+    last = statement
+    for each in block[block.index(statement) + 1 : end]:
+        for node in ast.walk(each):
+            is_optimizer = isinstance(node, ast.Call) and (node.lineno, node.col_offset) in optimizers
+            is_prepared = (
+                isinstance(node, ast.Attribute) and node.attr in _PREPARING and source.code(node.value) == name
+            )
+            if is_optimizer or is_prepared:
+                last = each
+    return last
+
+
+def _holds(statement: ast.stmt, line: int) -> bool:
+    return statement.lineno <= line <= (statement.end_lineno or statement.lineno)

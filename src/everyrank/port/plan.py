@@ -1,0 +1,97 @@
+"""A port in the making: the script, the facts of its run, the choice that is tried, and what the edits need so far."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from collections.abc import Sequence
+
+from everyrank.port.facts import Fact
+from everyrank.port.source import Source
+
+__all__ = ["Choice", "Plan"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What the source does not tell for certain: the check decides.
+
+    loss        "mean" or "sum": how the loss depends on the samples of a batch
+    evaluation  "split" over the ranks, or "whole": every rank evaluates everything
+    """
+
+    loss: str
+    evaluation: str
+
+
+class Plan:
+    """The source with its edits, and what the edits of one part of the script tell those of another.
+
+    helpers       names of the functions that the port brings along
+    notes         what is left to the person: (line, sentence)
+    has_batch_norm, finds_unused, has_own_noise   of the models that are wrapped
+    """
+
+    def __init__(self, text: str, facts: Sequence[Fact], choice: Choice) -> None:
+        self.source, self.facts, self.choice = Source(text), facts, choice
+        self.helpers = {"setup"}
+        self.notes: list[tuple[int, str]] = []
+        self.has_batch_norm = False
+        self.finds_unused = any(fact.details["unused"] for fact in self.of("step"))
+        self.has_same_seed = False
+        self._seen: set[tuple[ast.AST, str]] = set()
+
+    def of(self, kind: str) -> list[Fact]:
+        """The facts of a kind, in the order of the run."""
+        return [fact for fact in self.facts if fact.kind == kind]
+
+    def once(self, node: ast.AST, what: str = "") -> bool:
+        """Whether this is the first call with the node."""
+        key = (node, what)
+        is_first = key not in self._seen
+        self._seen.add(key)
+        return is_first
+
+    @property
+    def training_loaders(self) -> set[int]:
+        """The ids of the loaders whose batches led to a backward."""
+        return {fact.details["loader"] for fact in self.of("backward")} - {0}
+
+    @property
+    def training_forwards(self) -> list[Fact]:
+        """Calls of modules whose outputs a backward came to."""
+        return [fact for fact in self.of("forward") if fact.details["reached"]]
+
+    def batch_names(self, loop: ast.For) -> list[str]:
+        """The names that a loop over a loader gives to the parts of a batch, without its counter."""
+        source, target = self.source, loop.target
+        is_counted = isinstance(loop.iter, ast.Call) and source.code(loop.iter.func) == "enumerate"
+        if is_counted and isinstance(target, ast.Tuple):
+            target = target.elts[-1]
+        return [node.id for node in ast.walk(target) if isinstance(node, ast.Name)]
+
+    def data_names(self) -> list[str]:
+        """The names that training forwards and their losses are given."""
+        names: list[str] = []
+        for fact in [*self.training_forwards, *(loss for loss in self.of("loss") if loss.is_inner)]:
+            call = self.source.at(fact.span)
+            for node in getattr(call, "args", []):
+                if isinstance(node, ast.Name) and node.id not in names:
+                    names.append(node.id)
+        return names
+
+    def is_data(self, statement: ast.stmt) -> bool:
+        """Whether a statement gives data its value: it calls no model, no loss and no class."""
+        if not isinstance(statement, ast.Assign) or not isinstance(
+            statement.value, ast.Call | ast.Subscript | ast.Tuple | ast.BinOp
+        ):
+            return False
+        calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
+        spans = {fact.span[:2] for kind in ("forward", "loss", "optimizer") for fact in self.of(kind)}
+        makes_object = any(self.source.code(call.func).rpartition(".")[2][:1].isupper() for call in calls)
+        return not makes_object and not any((call.lineno, call.col_offset) in spans for call in calls)
+
+    def note(self, line: int, sentence: str) -> None:
+        """Leave something to the person."""
+        if (line, sentence) not in self.notes:
+            self.notes.append((line, sentence))

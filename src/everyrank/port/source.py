@@ -1,0 +1,221 @@
+"""The text of a script, whose expressions are found by their place and edited there. No other byte changes."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from everyrank.errors import CannotRunError
+
+__all__ = ["Edit", "NotPortedError", "Source"]
+
+Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+class NotPortedError(CannotRunError):
+    """A script, or a part of it, that is not ported: its line, the reason and what to do by hand."""
+
+    def __init__(self, line: int, reason: str) -> None:
+        super().__init__(f"line {line}: {reason}")
+        self.line, self.reason = line, reason
+
+
+@dataclasses.dataclass(frozen=True)
+class Edit:
+    """New text for the bytes between two positions (line from 1, column in bytes), which are equal for an insertion.
+
+    reason  one sentence for the person; "" for an edit that belongs to another one
+    """
+
+    start: tuple[int, int]
+    end: tuple[int, int]
+    text: str
+    reason: str
+
+
+class Source:
+    """A script and the edits that were made to it.
+
+    text   as it is in the file
+    tree   its syntax tree
+    edits  in the order in which they were made
+    """
+
+    def __init__(self, text: str) -> None:
+        self.newline = "\r\n" if "\r\n" in text else "\n"
+        self.text = text if text.endswith("\n") else text + self.newline
+        self.lines = self.text.encode().splitlines(keepends=True)
+        self.tree = ast.parse(self.text)
+        self.parents = {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
+        self.edits: list[Edit] = []
+        self.unit = self._indentation()
+
+    def _indentation(self) -> str:
+        """One level of indentation, as the script has it: spaces or a tab."""
+        for node in ast.walk(self.tree):
+            body = getattr(node, "body", None)
+            if isinstance(node, ast.stmt) and isinstance(body, list) and body and body[0].lineno > node.lineno:
+                inner, outer = self.indent(body[0]), self.indent(node)
+                if inner.startswith(outer) and inner != outer:
+                    return inner[len(outer) :]
+        return "    "
+
+    # --- finding
+
+    def at(self, span: Sequence[int], kind: type[ast.AST] | tuple[type[ast.AST], ...] = ast.Call) -> ast.AST | None:
+        """The smallest node of a kind around [first line, column, last line, column]; None if there is none."""
+        line, column, last_line, last_column = span
+        around = [
+            node
+            for node in ast.walk(self.tree)
+            if isinstance(node, kind)
+            and hasattr(node, "lineno")
+            and (node.lineno, node.col_offset) <= (line, column)
+            and (last_line, last_column) <= (node.end_lineno, node.end_col_offset)
+        ]
+        return min(
+            around,
+            key=lambda node: (node.end_lineno - node.lineno, node.end_col_offset - node.col_offset),
+            default=None,
+        )
+
+    def ancestors(self, node: ast.AST | None) -> Iterator[ast.AST]:
+        """The node, the node around it, and so on."""
+        while node is not None:
+            yield node
+            node = self.parents.get(node)
+
+    def around(self, node: ast.AST | None, *kinds: type[ast.AST]) -> ast.AST | None:
+        """The node itself or the nearest one around it that is of one of these kinds."""
+        return next((each for each in self.ancestors(node) if isinstance(each, kinds)), None)
+
+    def statement(self, node: ast.AST) -> ast.stmt:
+        """The statement that a node belongs to."""
+        found = self.around(node, ast.stmt)
+        assert isinstance(found, ast.stmt)
+        return found
+
+    def scope(self, node: ast.AST) -> Scope:
+        """The function whose body a node is in, or the module."""
+        found = self.around(self.parents.get(node), ast.FunctionDef, ast.AsyncFunctionDef)
+        return found if isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef) else self.tree
+
+    def block(self, statement: ast.stmt) -> list[ast.stmt]:
+        """The statements that a statement stands among."""
+        parent = self.parents[statement]
+        for name in ("body", "orelse", "finalbody"):
+            statements = getattr(parent, name, [])
+            if isinstance(statements, list) and statement in statements:
+                return statements
+        return [statement]
+
+    def loops(self, node: ast.AST) -> list[ast.For | ast.While]:
+        """The loops of the same function around a node, the innermost first."""
+        scope = self.scope(node)
+        return [
+            each
+            for each in self.ancestors(node)
+            if isinstance(each, ast.For | ast.While) and each is not node and self.scope(each) is scope
+        ]
+
+    def code(self, node: ast.AST) -> str:
+        """The text of a node."""
+        return ast.get_source_segment(self.text, node) or ""
+
+    def stores(self, name: str, within: ast.AST) -> list[ast.AST]:
+        """The nodes that assign to a name, which may be an attribute such as `self.model`."""
+        return [
+            node
+            for node in ast.walk(within)
+            if isinstance(node, ast.Name | ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and self.code(node) == name
+        ]
+
+    # --- editing
+
+    def replace(self, node: ast.AST, text: str, reason: str) -> None:
+        """Put `text` in place of an expression."""
+        self.edits.append(Edit(_start(node), _end(node), text, reason))
+
+    def wrap(self, node: ast.AST, before: str, after: str, reason: str) -> None:
+        """Put text before and after an expression."""
+        self.edits.append(Edit(_start(node), _start(node), before, reason))
+        self.edits.append(Edit(_end(node), _end(node), after, ""))
+
+    def indent(self, statement: ast.stmt) -> str:
+        """The white space before a statement."""
+        line = self.lines[statement.lineno - 1].decode()
+        return line[: len(line) - len(line.lstrip())]
+
+    def insert_after(self, statement: ast.stmt, code: str, reason: str) -> None:
+        """Put lines after a statement, with its indentation."""
+        self._insert(_end(statement)[0] + 1, self.indent(statement), code, reason)
+
+    def insert_before(self, statement: ast.stmt, code: str, reason: str) -> None:
+        """Put lines before a statement, and before its decorators."""
+        decorators = getattr(statement, "decorator_list", [])
+        line = min([statement.lineno, *(decorator.lineno for decorator in decorators)])
+        self._insert(line, self.indent(statement), code, reason)
+
+    def _insert(self, line: int, indent: str, code: str, reason: str) -> None:
+        lines = [f"{indent}{each}" if each else "" for each in code.split("\n")]
+        self.edits.append(Edit((line, 0), (line, 0), "".join(each + "\n" for each in lines), reason))
+
+    def put_under(self, statement: ast.stmt, condition: str, reason: str) -> None:
+        """Put a statement under an `if`. The lines of a string over several lines are not moved."""
+        first, last = statement.lineno, _end(statement)[0]
+        block = self.block(statement)
+        shares_line = any(
+            other is not statement and other.lineno <= last and _end(other)[0] >= first for other in block
+        )
+        parent = self.parents[statement]
+        if shares_line or getattr(parent, "lineno", 0) == first:
+            raise NotPortedError(first, "several statements share this line: put each on a line of its own")
+        in_strings = {
+            line
+            for node in ast.walk(statement)
+            if isinstance(node, ast.Constant | ast.JoinedStr) and node.lineno != node.end_lineno
+            if self.code(node).lstrip("rbfuRBFU")[:3] in ('"""', "'''")
+            for line in range(node.lineno + 1, _end(node)[0] + 1)
+        }
+        self.insert_before(statement, f"if {condition}:", reason)
+        for line in range(first, last + 1):
+            if line not in in_strings and self.lines[line - 1].strip():
+                self.edits.append(Edit((line, 0), (line, 0), self.unit, ""))
+
+    def edited(self) -> str:
+        """The text with all edits. Raises `NotPortedError` if edits overlap, or the result is no Python."""
+        starts = [0]
+        for line in self.lines:
+            starts.append(starts[-1] + len(line))
+        raw = self.text.encode()
+
+        def offset(position: tuple[int, int]) -> int:
+            return min(starts[min(position[0] - 1, len(starts) - 1)] + position[1], len(raw))
+
+        order = sorted(enumerate(dict.fromkeys(self.edits)), key=lambda each: (offset(each[1].start), each[0]))
+        pieces: list[bytes] = []
+        done = 0
+        for _, edit in order:
+            start, end = offset(edit.start), offset(edit.end)
+            if start < done:
+                raise NotPortedError(edit.start[0], "two edits of this line overlap: split it into several statements")
+            text = edit.text.replace("\n", self.newline)
+            pieces += [raw[done:start], text.encode()]
+            done = end
+        text = b"".join([*pieces, raw[done:]]).decode()
+        try:
+            ast.parse(text)
+        except SyntaxError as error:
+            raise NotPortedError(error.lineno or 1, f"the edited script is no Python ({error.msg})") from error
+        return text
+
+
+def _start(node: ast.AST) -> tuple[int, int]:
+    return node.lineno, node.col_offset  # type: ignore[attr-defined]
+
+
+def _end(node: ast.AST) -> tuple[int, int]:
+    return node.end_lineno, node.end_col_offset  # type: ignore[attr-defined]

@@ -1,0 +1,254 @@
+"""Records which expression of the script makes a loader, calls the model, runs backward, steps, saves, draws.
+
+Each record has the exact span of the expression, which Python gives for a running frame (`co_positions`), and the spans
+of the calls that led there. A tool that edits the script needs both.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import os
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import DataLoader, IterableDataset
+
+from everyrank.audit.watch.place import frames
+from everyrank.rerun.inside.batches import rows_of_batch
+from everyrank.rerun.inside.session import Session
+
+__all__ = ["install_expressions"]
+
+_LOSSES = ("nll_loss", "cross_entropy", "mse_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits")
+_LOSSES += ("l1_loss", "smooth_l1_loss", "kl_div", "huber_loss", "triplet_margin_loss", "ctc_loss")
+_DRAWS = ("randn", "rand", "randn_like", "rand_like", "randint", "randperm", "normal", "bernoulli", "multinomial")
+_MOST = 5000
+
+
+def install_expressions(session: Session) -> None:
+    """Hook all of them; the records are in `facts["expressions"]`, in the order in which the script came to them."""
+    watcher = _Watcher(session)
+    session.facts["expressions"] = watcher.records
+    watcher.watch_loaders()
+    watcher.watch_modules()
+    watcher.watch_losses()
+    watcher.watch_optimizers()
+    watcher.watch_writes()
+    watcher.watch_draws()
+
+
+class _Watcher:
+    """The records, and what connects them: the loader whose batch was read last, the module that is being called."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.records: list[dict[str, Any]] = []
+        self.kept_alive: list[Any] = []  # so that no two objects have the same id
+        self.loader = 0
+        self.rows = 0
+        self.depth = 0
+
+    def note(self, kind: str, **details: Any) -> dict[str, Any] | None:
+        """Add a record of the running expression; None if no line of the user's is running."""
+        if not self.session.is_active or len(self.records) >= _MOST:
+            return None
+        with self.session.quiet():
+            chain = [
+                [os.path.abspath(frame.f_code.co_filename), *_span(frame), frame.f_code.co_name]  # noqa: PTH100
+                for frame in frames()
+            ]
+        if not chain:
+            return None
+        record = {"kind": kind, "chain": chain, **details}
+        self.records.append(record)
+        return record
+
+    def before(self, owner: Any, name: str, note: Callable[..., Any]) -> None:
+        """Call `note` with the arguments, before each call of a function."""
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def hooked(*args: Any, **kwargs: Any) -> Any:
+            note(*args, **kwargs)
+            return original(*args, **kwargs)
+
+        setattr(owner, name, hooked)
+
+    def watch_loaders(self) -> None:
+        """Each loader that is made, and each pass over one."""
+        init, iterate = DataLoader.__init__, DataLoader.__iter__
+
+        @functools.wraps(init)
+        def made(loader: Any, *args: Any, **kwargs: Any) -> None:
+            init(loader, *args, **kwargs)
+            self.kept_alive.append(loader)
+            self.note(
+                "loader",
+                id=id(loader),
+                is_stream=isinstance(loader.dataset, IterableDataset),
+                has_batches=loader.batch_sampler is not None,
+                sampler=type(loader.sampler).__name__,
+                drop_last=bool(loader.drop_last),
+            )
+
+        @functools.wraps(iterate)
+        def iterating(loader: Any) -> Any:
+            self.note("pass", id=id(loader), trains=torch.is_grad_enabled())
+            return _Pass(self, loader, iterate(loader))
+
+        DataLoader.__init__, DataLoader.__iter__ = made, iterating
+
+    def watch_modules(self) -> None:
+        """Calls of a module by the script itself, and whether a backward came to their outputs."""
+        call: Any = torch.nn.Module.__call__
+
+        @functools.wraps(call)
+        def calling(module: Any, *args: Any, **kwargs: Any) -> Any:
+            record = None
+            if not self.depth and any(p.requires_grad for p in module.parameters()):
+                self.kept_alive.append(module)
+                record = self.note(
+                    "forward",
+                    id=id(module),
+                    module=type(module).__name__,
+                    trains=torch.is_grad_enabled() and module.training,
+                    reached=False,
+                    rows=rows_of_batch([*args, *kwargs.values()]),
+                    has_batch_norm=any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in module.modules()),
+                    has_dropout=any("Dropout" in type(m).__name__ and getattr(m, "p", 0) for m in module.modules())
+                    or any(getattr(m, "dropout", 0) for m in module.modules() if isinstance(m, torch.nn.RNNBase)),
+                )
+            self.depth += 1
+            try:
+                output = call(module, *args, **kwargs)
+            finally:
+                self.depth -= 1
+            if record is not None:
+                for tensor in _tensors(output):
+                    if tensor.requires_grad:
+                        tensor.register_hook(lambda _gradient, record=record: record.update(reached=True))
+            return output
+
+        torch.nn.Module.__call__ = calling
+
+    def watch_losses(self) -> None:
+        """Losses of torch.nn.functional with their reduction, and each backward."""
+        for name in _LOSSES:
+            original = getattr(F, name)
+
+            @functools.wraps(original)
+            def loss(*args: Any, _original: Any = original, _name: str = name, **kwargs: Any) -> Any:
+                output = _original(*args, **kwargs)
+                target = args[1] if len(args) > 1 else kwargs.get("target")
+                if torch.is_grad_enabled() and isinstance(target, torch.Tensor):
+                    ignored = kwargs.get("ignore_index", -100)
+                    is_masked = not target.is_floating_point() and bool((target == ignored).any())
+                    self.note(
+                        "loss",
+                        name=_name,
+                        reduction=kwargs.get("reduction", "mean"),
+                        ignored=ignored if is_masked else None,
+                        rows=self.rows,
+                    )
+                return output
+
+            setattr(F, name, loss)
+        backward: Any = torch.Tensor.backward
+
+        @functools.wraps(backward)
+        def run_backward(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            self.note("backward", loader=self.loader, rows=self.rows, is_scalar=tensor.numel() == 1)
+            return backward(tensor, *args, **kwargs)
+
+        torch.Tensor.backward = run_backward
+        self.before(torch.autograd, "grad", lambda *_args, **_kwargs: self.note("autograd.grad"))
+
+    def watch_optimizers(self) -> None:
+        """Optimizers that are made, and each step, with parameters that have no gradient."""
+        for kind in {each for each in vars(torch.optim).values() if isinstance(each, type)}:
+            if issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer:
+                init = kind.__init__
+
+                @functools.wraps(init)
+                def made(optimizer: Any, *args: Any, _init: Any = init, **kwargs: Any) -> None:
+                    _init(optimizer, *args, **kwargs)
+                    self.kept_alive.append(optimizer)
+                    self.note("optimizer", id=id(optimizer), name=type(optimizer).__name__)
+
+                kind.__init__ = made
+
+        def stepped(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+            parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+            self.note("step", id=id(optimizer), unused=sum(p.grad is None for p in parameters))
+
+        register_optimizer_step_post_hook(stepped)
+
+    def watch_writes(self) -> None:
+        """Files and folders that the script writes."""
+        for owner, name in ((torch, "save"), (os, "mkdir"), (os, "makedirs")):
+            self.before(owner, name, lambda *_args, _name=name, **_kwargs: self.note("write", name=_name))
+        original = builtins.open
+
+        @functools.wraps(original)
+        def opened(file: Any, mode: Any = "r", *args: Any, **kwargs: Any) -> Any:
+            if isinstance(mode, str) and set(mode) & set("wax+") and str(file) != os.devnull:
+                self.note("write", name="open")
+            return original(file, mode, *args, **kwargs)
+
+        builtins.open = opened
+
+    def watch_draws(self) -> None:
+        """Seeds, and random numbers of torch, numpy and random."""
+        self.before(torch, "manual_seed", lambda *_args, **_kwargs: self.note("seed", library="torch"))
+        for library, owner, names in (
+            ("random", random, ("randint", "random", "shuffle", "sample", "choice", "uniform", "gauss")),
+            ("numpy", np.random, ("permutation", "rand", "randn", "shuffle", "choice", "randint", "uniform", "normal")),
+        ):
+            self.before(owner, "seed", lambda *_args, _of=library, **_kwargs: self.note("seed", library=_of))
+            for name in names:
+                self.before(owner, name, lambda *_args, _of=library, **_kwargs: self.draw(_of))
+        for name in _DRAWS:
+            self.before(torch, name, lambda *_args, **_kwargs: self.draw("torch"))
+
+    def draw(self, library: str) -> None:
+        self.note("draw", library=library, in_loop=bool(self.loader))
+
+
+class _Pass:
+    """The iterator of a loader; it tells which loader's batch is in use."""
+
+    def __init__(self, watcher: _Watcher, loader: Any, iterator: Any) -> None:
+        self._watcher, self._loader, self._iterator = watcher, loader, iterator
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        batch = next(self._iterator)
+        self._watcher.loader, self._watcher.rows = id(self._loader), rows_of_batch(batch)
+        return batch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._iterator, name)
+
+
+def _span(frame: Any) -> list[int]:
+    """First line, column in bytes, last line, column of the expression that a frame is running."""
+    line, last_line, column, last_column = list(frame.f_code.co_positions())[frame.f_lasti // 2]
+    if None in (line, last_line, column, last_column):
+        return [frame.f_lineno, 0, frame.f_lineno, 0]
+    return [line, column, last_line, last_column]
+
+
+def _tensors(value: Any) -> list[Any]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if hasattr(value, "values") and hasattr(value, "keys"):
+        return [tensor for each in value.values() for tensor in _tensors(each)]
+    return [tensor for each in value for tensor in _tensors(each)] if isinstance(value, list | tuple) else []
