@@ -6,22 +6,22 @@ import ast
 
 import pytest
 
-from everyrank.port.source import NotPortedError, Source
+from everyrank.port.source import NotPortedError, ScriptSource
 
 TABBED = "import torch\n\n\ndef main():\n\tfor x in [1]:\n\t\tsave(x,  'ä',\n\t\t     2)  # why\n"
 
 
-def call_of(source: Source, name: str) -> ast.Call:
+def call_of(source: ScriptSource, name: str) -> ast.Call:
     return next(n for n in ast.walk(source.tree) if isinstance(n, ast.Call) and source.code(n.func) == name)
 
 
 def test_without_edits_the_text_is_unchanged() -> None:
     for text in (TABBED, TABBED.replace("\n", "\r\n")):
-        assert Source(text).edited() == text
+        assert ScriptSource(text).edited() == text
 
 
 def test_a_statement_under_a_condition_keeps_tabs_and_comments() -> None:
-    source = Source(TABBED)
+    source = ScriptSource(TABBED)
     source.put_under(source.statement(call_of(source, "save")), "rank == 0", "written once")
     assert source.edited() == TABBED.replace(
         "\t\tsave(x,  'ä',\n\t\t     2)  # why\n", "\t\tif rank == 0:\n\t\t\tsave(x,  'ä',\n\t\t\t     2)  # why\n"
@@ -29,31 +29,31 @@ def test_a_statement_under_a_condition_keeps_tabs_and_comments() -> None:
 
 
 def test_columns_are_bytes() -> None:
-    source = Source("é = call('ü', b)\n")
+    source = ScriptSource("é = call('ü', b)\n")
     source.wrap(call_of(source, "call").args[1], "f(", ")", "")
     assert source.edited() == "é = call('ü', f(b))\n"
 
 
 def test_windows_line_ends_are_kept() -> None:
-    source = Source("a = 1\r\nb = 2\r\n")
+    source = ScriptSource("a = 1\r\nb = 2\r\n")
     source.insert_after(source.tree.body[0], "c = 3", "")
     assert source.edited() == "a = 1\r\nc = 3\r\nb = 2\r\n"
 
 
 def test_lines_of_a_long_string_are_not_moved() -> None:
-    source = Source("if x:\n    write('''a\n  b\n''')\n")
+    source = ScriptSource("if x:\n    write('''a\n  b\n''')\n")
     source.put_under(source.statement(call_of(source, "write")), "first", "")
     assert source.edited() == "if x:\n    if first:\n        write('''a\n  b\n''')\n"
 
 
 def test_a_line_with_two_statements_is_refused() -> None:
-    source = Source("a = 1; save(a)\n")
+    source = ScriptSource("a = 1; save(a)\n")
     with pytest.raises(NotPortedError, match="line 1"):
         source.put_under(source.statement(call_of(source, "save")), "first", "")
 
 
 def test_overlapping_edits_are_refused() -> None:
-    source = Source("f(g(x))\n")
+    source = ScriptSource("f(g(x))\n")
     outer = call_of(source, "f")
     source.replace(outer, "1", "")
     source.replace(outer.args[0], "2", "")
@@ -62,12 +62,12 @@ def test_overlapping_edits_are_refused() -> None:
 
 
 def test_a_file_without_a_last_line_end() -> None:
-    source = Source("a = 1")
+    source = ScriptSource("a = 1")
     source.insert_after(source.tree.body[0], "b = 2", "")
     assert source.edited() == "a = 1\nb = 2\n"
 
 
 def test_decorated_functions_get_lines_before_their_decorators() -> None:
-    source = Source("import a\n\n\n@a.b\ndef f():\n    pass\n")
+    source = ScriptSource("import a\n\n\n@a.b\ndef f():\n    pass\n")
     source.insert_before(source.tree.body[1], "x = 1", "")
     assert source.edited() == "import a\n\n\nx = 1\n@a.b\ndef f():\n    pass\n"

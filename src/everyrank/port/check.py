@@ -8,7 +8,7 @@ from typing import Any
 
 from everyrank.rerun import Printed, RankRecording, RecordedUpdate, ScriptRecording
 
-__all__ = ["Comparison", "compare"]
+__all__ = ["PortComparison", "compare_port"]
 
 FLOAT64_TOLERANCE, FLOAT32_TOLERANCE = 1e-9, 2e-3
 _PRINTED_TOLERANCE = 2e-4
@@ -20,7 +20,7 @@ _NUMBER = re.compile(r"-?\d+\.?\d*(?:[eE][-+]?\d+)?")
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison:
+class PortComparison:
     """How a port on `ranks` ranks compares with the original.
 
     updates     optimizer steps that were compared
@@ -43,7 +43,7 @@ class Comparison:
         return not self.difference
 
 
-def compare(original: ScriptRecording, port: ScriptRecording, tolerance: float) -> Comparison:
+def compare_port(original: ScriptRecording, port: ScriptRecording, tolerance: float) -> PortComparison:
     """Compare rank 0 of the port with the original, and the other ranks with rank 0.
 
     Gradients and weights are compared by the norm of the whole update: a tensor whose gradient is rounding only, such
@@ -53,16 +53,16 @@ def compare(original: ScriptRecording, port: ScriptRecording, tolerance: float) 
     largest = {"losses": 0.0, "gradients": 0.0, "weights": 0.0, "buffers": 0.0}
     if port.trouble:
         reason = f"on {ranks} ranks the port fails: {port.trouble}{_hint(port.trouble)}"
-        return Comparison(ranks, 0, largest, reason, [], has_failed=True)
+        return PortComparison(ranks, 0, largest, reason, [], has_failed=True)
     one, many = original.ranks[0].updates, port.ranks[0].updates
     for number, (expected, found) in enumerate(zip(one, many, strict=False)):
         difference = _compare_update(number, expected, found, port.ranks, largest, tolerance)
         if difference:
-            return Comparison(ranks, number, largest, f"on {ranks} ranks {difference}", [])
+            return PortComparison(ranks, number, largest, f"on {ranks} ranks {difference}", [])
     if len(one) != len(many):
         reason = f"on {ranks} ranks the port has {len(many)} updates, the original {len(one)}"
-        return Comparison(ranks, min(len(one), len(many)), largest, reason, [])
-    return Comparison(ranks, len(one), largest, "", _differing_lines(original.ranks[0], port.ranks[0]))
+        return PortComparison(ranks, min(len(one), len(many)), largest, reason, [])
+    return PortComparison(ranks, len(one), largest, "", _differing_lines(original.ranks[0], port.ranks[0]))
 
 
 def _hint(trouble: str) -> str:

@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["Call", "Fact", "read_facts"]
+__all__ = ["CallSite", "Fact", "read_facts"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class CallSite:
     """One line of the stack of the user's own code: [first line, column, last line, column], and its function."""
 
     file: str
@@ -29,7 +29,7 @@ class Fact:
     """
 
     kind: str
-    chain: tuple[Call, ...]
+    chain: tuple[CallSite, ...]
     is_inner: bool
     details: dict[str, Any]
 
@@ -48,7 +48,9 @@ def read_facts(records: Sequence[dict[str, Any]], path: str) -> list[Fact]:
     """The facts as seen from the script at `path`: what another file did counts for the line that called it."""
     facts: list[Fact] = []
     for record in records:
-        calls = [Call(file, (line, column, last, end), name) for file, line, column, last, end, name in record["chain"]]
+        calls = [
+            CallSite(file, (line, column, last, end), name) for file, line, column, last, end, name in record["chain"]
+        ]
         chain = tuple(call for call in calls if call.file == path)
         details = {name: value for name, value in record.items() if name not in ("kind", "chain")}
         if chain:

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from everyrank.port.facts import Fact
-from everyrank.port.source import Source
+from everyrank.port.source import ScriptSource
 
 __all__ = ["Choice", "Plan"]
 
@@ -33,7 +33,7 @@ class Plan:
     """
 
     def __init__(self, text: str, facts: Sequence[Fact], choice: Choice) -> None:
-        self.source, self.facts, self.choice = Source(text), facts, choice
+        self.source, self.facts, self.choice = ScriptSource(text), facts, choice
         self.helpers = {"setup"}
         self.notes: list[tuple[int, str]] = []
         self.has_batch_norm = False

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from everyrank.errors import CannotRunError, UsageError
-from everyrank.port.check import FLOAT32_TOLERANCE, FLOAT64_TOLERANCE, Comparison, compare
+from everyrank.port.check import FLOAT32_TOLERANCE, FLOAT64_TOLERANCE, PortComparison, compare_port
 from everyrank.port.edits import edit_script
 from everyrank.port.facts import Fact, read_facts
 from everyrank.port.plan import Choice
@@ -38,7 +38,7 @@ class Attempt:
     text: str
     edits: list[Edit]
     notes: list[tuple[int, str]]
-    comparisons: list[Comparison]
+    comparisons: list[PortComparison]
     without_dropout: bool = False
 
     @property
@@ -191,10 +191,10 @@ def _check(
     float64: bool,
     *,
     without_dropout: bool = False,
-) -> list[Comparison]:
+) -> list[PortComparison]:
     """Compare on each number of ranks, until one differs."""
     tolerance = FLOAT64_TOLERANCE if float64 else FLOAT32_TOLERANCE
-    comparisons: list[Comparison] = []
+    comparisons: list[PortComparison] = []
     with _with_siblings(Path(words[0]), ported) as candidate:
         for count in ranks:
             recording = host.run(
@@ -205,7 +205,7 @@ def _check(
                 float64=float64,
                 imposed=_imposed(without_dropout=without_dropout),
             )
-            comparisons.append(compare(original, recording, tolerance))
+            comparisons.append(compare_port(original, recording, tolerance))
             if not comparisons[-1].is_equal:
                 break
     return comparisons

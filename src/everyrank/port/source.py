@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from everyrank.errors import CannotRunError
 
-__all__ = ["Edit", "NotPortedError", "Source"]
+__all__ = ["Edit", "NotPortedError", "ScriptSource"]
 
 Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -34,7 +34,7 @@ class Edit:
     reason: str
 
 
-class Source:
+class ScriptSource:
     """A script and the edits that were made to it.
 
     text   as it is in the file

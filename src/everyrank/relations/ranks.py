@@ -235,7 +235,10 @@ def _factor_reason(factor: float, num_ranks: int) -> str:
 def _report_own(case: _Case, findings: Findings, update: int, names: dict[str, float], one: RecordedUpdate) -> None:
     """Report parameters that each rank steps with a gradient of its own, unless ranks are averaged later."""
     own = [name for name, apart in names.items() if apart < 0]
-    for later in range(update, case.num_updates):
+    stepped = [[rank.after.get(name) for rank in case.pairs(update)[0]] for name in own]
+    # Adam's first step hides different gradients: ranks that have not drifted apart have not been averaged, either
+    are_apart = not all(part[0] is not None and whole(part, part[0]).is_same for part in stepped)
+    for later in range(update, case.num_updates if are_apart else update):
         ranks, whole_update = case.pairs(later)
         held = [[rank.before.get(name) for rank in ranks] for name in own]
         if (
