@@ -139,7 +139,8 @@ def _distance(expected: dict[str, Any], found: dict[str, Any]) -> tuple[float | 
     if named.keys() != others.keys():
         odd = sorted(named.keys() ^ others.keys())
         # a parameter without a gradient may have one of zeros in the wrapper
-        if any(float(named.get(name, others.get(name)).abs().max()) for name in odd):
+        both = {**others, **named}
+        if any(float(both[name].abs().max()) for name in odd):
             return None, ", ".join(odd[:3])
     squares = product = gap = 0.0
     for name in named.keys() & others.keys():

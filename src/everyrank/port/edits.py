@@ -160,8 +160,7 @@ def replace_leftovers(plan: Plan) -> None:
     """DataParallel goes, and a device is a rank's own."""
     source = plan.source
     for node in ast.walk(source.tree):
-        is_wrapper = isinstance(node, ast.Call) and source.code(node.func).rpartition(".")[2] == "DataParallel"
-        if is_wrapper and node.args:
+        if isinstance(node, ast.Call) and node.args and source.code(node.func).rpartition(".")[2] == "DataParallel":
             source.replace(node, source.code(node.args[0]), "DistributedDataParallel takes its place")
         if isinstance(node, ast.Constant) and node.value == "cuda:0":
             source.replace(node, '"cuda"', "each rank has its own device")

@@ -79,8 +79,12 @@ def _follow(plan: Plan, name_node: ast.expr, depth: int, forward: Fact) -> None:
             raise NotPortedError(scope.lineno, f"the call that gives {name} to {scope.name} was not seen")
         _follow(plan, _argument(plan, scope, name, forward.chain[depth + 1].span), depth + 1, forward)
         for node in ast.walk(scope):
-            is_attribute = isinstance(node, ast.Attribute) and source.code(node.value) == name
-            if is_attribute and node.attr not in _SAME_ON_WRAPPER and plan.once(node):
+            if (
+                isinstance(node, ast.Attribute)
+                and source.code(node.value) == name
+                and node.attr not in _SAME_ON_WRAPPER
+                and plan.once(node)
+            ):
                 source.replace(node.value, f"{name}.module", "the model in the wrapper")
         return
     if not isinstance(name_node, ast.Name | ast.Attribute):
@@ -135,22 +139,20 @@ def _store(plan: Plan, name: str, node: ast.expr, forward: Fact) -> tuple[ast.AS
 def _last_preparation(plan: Plan, name: str, store: ast.stmt, forward: Fact) -> ast.stmt:
     """The statement after which the model is ready: moved, loaded and in its optimizer, before the training begins."""
     source, scope = plan.source, plan.source.scope(store)
-    training = [
-        statement
-        for call in forward.chain
-        if (statement := source.at(call.span, ast.stmt)) is not None and source.scope(statement) is scope
-    ]
+    running = [source.at(call.span, ast.stmt) for call in forward.chain]
+    training = [each for each in running if isinstance(each, ast.stmt) and source.scope(each) is scope]
     statement: ast.stmt = store
     if training:
-        lines = range(training[0].lineno, training[0].lineno + 1)  # type: ignore[attr-defined]
-        while not any(_holds(each, lines[0]) for each in source.block(statement)) and isinstance(
-            parent := source.parents[statement], ast.stmt
-        ):
+        line = training[0].lineno
+        while not any(_holds(each, line) for each in source.block(statement)):
+            parent = source.parents[statement]
+            if not isinstance(parent, ast.stmt):
+                break
             statement = parent
     block = source.block(statement)
     end = len(block)
     if training:
-        end = next((i for i, each in enumerate(block) if _holds(each, training[0].lineno)), end)  # type: ignore[attr-defined]
+        end = next((i for i, each in enumerate(block) if _holds(each, training[0].lineno)), end)
     optimizers = {fact.span[:2] for fact in plan.of("optimizer")}
     last = statement
     for each in block[block.index(statement) + 1 : end]:

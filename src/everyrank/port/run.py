@@ -7,7 +7,7 @@ import dataclasses
 import os
 import tempfile
 import tokenize
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
 from everyrank.errors import CannotRunError, UsageError
@@ -232,7 +232,7 @@ def _without_dropout(
 
 
 @contextlib.contextmanager
-def _with_siblings(script: Path, text: str) -> Iterator[Path]:
+def _with_siblings(script: Path, text: str) -> Generator[Path]:
     """The port in a folder of its own, with links to all that stands beside the script, which it may import or read."""
     with tempfile.TemporaryDirectory(prefix="everyrank-port-") as folder:
         path = Path(folder) / f"{script.stem}_ddp.py"

@@ -71,13 +71,11 @@ class ScriptSource:
             for node in ast.walk(self.tree)
             if isinstance(node, kind)
             and hasattr(node, "lineno")
-            and (node.lineno, node.col_offset) <= (line, column)
-            and (last_line, last_column) <= (node.end_lineno, node.end_col_offset)
+            and _start(node) <= (line, column)
+            and (last_line, last_column) <= _end(node)
         ]
         return min(
-            around,
-            key=lambda node: (node.end_lineno - node.lineno, node.end_col_offset - node.col_offset),
-            default=None,
+            around, key=lambda node: (_end(node)[0] - _start(node)[0], _end(node)[1] - _start(node)[1]), default=None
         )
 
     def ancestors(self, node: ast.AST | None) -> Iterator[ast.AST]:

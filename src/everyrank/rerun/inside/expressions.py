@@ -4,6 +4,8 @@ Each record has the exact span of the expression, which Python gives for a runni
 of the calls that led there. A tool that edits the script needs both.
 """
 
+# The hooks replace parts of torch that are private.
+# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 import builtins
@@ -16,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -25,8 +28,19 @@ from everyrank.rerun.inside.session import Session
 
 __all__ = ["install_expressions"]
 
-_LOSSES = ("nll_loss", "cross_entropy", "mse_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits")
-_LOSSES += ("l1_loss", "smooth_l1_loss", "kl_div", "huber_loss", "triplet_margin_loss", "ctc_loss")
+_LOSSES = [
+    "nll_loss",
+    "cross_entropy",
+    "mse_loss",
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+    "l1_loss",
+    "smooth_l1_loss",
+    "kl_div",
+    "huber_loss",
+    "triplet_margin_loss",
+    "ctc_loss",
+]
 _DRAWS = ("randn", "rand", "randn_like", "rand_like", "randint", "randperm", "normal", "bernoulli", "multinomial")
 _MOST = 5000
 
@@ -82,7 +96,8 @@ class _Watcher:
 
     def watch_loaders(self) -> None:
         """Each loader that is made, and each pass over one."""
-        init, iterate = DataLoader.__init__, DataLoader.__iter__
+        kind: Any = DataLoader
+        init, iterate = kind.__init__, kind.__iter__
 
         @functools.wraps(init)
         def made(loader: Any, *args: Any, **kwargs: Any) -> None:
@@ -102,11 +117,12 @@ class _Watcher:
             self.note("pass", id=id(loader), trains=torch.is_grad_enabled())
             return _Pass(self, loader, iterate(loader))
 
-        DataLoader.__init__, DataLoader.__iter__ = made, iterating
+        kind.__init__, kind.__iter__ = made, iterating
 
     def watch_modules(self) -> None:
         """Calls of a module by the script itself, and whether a backward came to their outputs."""
-        call: Any = torch.nn.Module.__call__
+        kind: Any = torch.nn.Module
+        call = kind.__call__
 
         @functools.wraps(call)
         def calling(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -120,7 +136,7 @@ class _Watcher:
                     trains=torch.is_grad_enabled() and module.training,
                     reached=False,
                     rows=rows_of_batch([*args, *kwargs.values()]),
-                    has_batch_norm=any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in module.modules()),
+                    has_batch_norm=any(isinstance(m, _BatchNorm) for m in module.modules()),
                     has_dropout=any("Dropout" in type(m).__name__ and getattr(m, "p", 0) for m in module.modules())
                     or any(getattr(m, "dropout", 0) for m in module.modules() if isinstance(m, torch.nn.RNNBase)),
                 )
@@ -135,7 +151,7 @@ class _Watcher:
                         tensor.register_hook(lambda _gradient, record=record: record.update(reached=True))
             return output
 
-        torch.nn.Module.__call__ = calling
+        kind.__call__ = calling
 
     def watch_losses(self) -> None:
         """Losses of torch.nn.functional with their reduction, and each backward."""
@@ -159,21 +175,23 @@ class _Watcher:
                 return output
 
             setattr(F, name, loss)
-        backward: Any = torch.Tensor.backward
+        kind: Any = torch.Tensor
+        backward = kind.backward
 
         @functools.wraps(backward)
         def run_backward(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             self.note("backward", loader=self.loader, rows=self.rows, is_scalar=tensor.numel() == 1)
             return backward(tensor, *args, **kwargs)
 
-        torch.Tensor.backward = run_backward
+        kind.backward = run_backward
         self.before(torch.autograd, "grad", lambda *_args, **_kwargs: self.note("autograd.grad"))
 
     def watch_optimizers(self) -> None:
         """Optimizers that are made, and each step, with parameters that have no gradient."""
-        for kind in {each for each in vars(torch.optim).values() if isinstance(each, type)}:
-            if issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer:
-                init = kind.__init__
+        kinds: set[Any] = {each for each in vars(torch.optim).values() if isinstance(each, type)}
+        for kind in kinds:
+            if torch.optim.Optimizer in kind.__mro__[1:]:
+                init: Any = kind.__init__
 
                 @functools.wraps(init)
                 def made(optimizer: Any, *args: Any, _init: Any = init, **kwargs: Any) -> None:
