@@ -228,8 +228,14 @@ def test_a_loss_between_samples_is_not_equal(tmp_path: Path) -> None:
             "stream",
         ),
         (DATA + "print(x.mean())\n", 1, "nothing trains"),
+        (
+            DATA + "m = nn.Linear(6, 2)\nfor i in range(3):\n    F.cross_entropy(m(x), y).backward()\n"
+            "    for p in m.parameters():\n        p.data -= 0.1 * p.grad\n        p.grad = None\n",
+            12,
+            "optimizer",
+        ),
     ],
-    ids=["distributed", "stream", "trains-nothing"],
+    ids=["distributed", "stream", "trains-nothing", "no-optimizer"],
 )
 def test_refused_with_the_line(tmp_path: Path, text: str, line: int, reason: str) -> None:
     with pytest.raises(NotPortedError, match=reason) as caught:

@@ -34,6 +34,17 @@ def own_noise():
         torch.manual_seed(torch.initial_seed() + dist.get_rank())
 '''
 
+RANK_0_FIRST = '''
+def rank_0_first(make):
+    """What a function that downloads returns: rank 0 calls it first, then the others, who find the files."""
+    if dist.get_rank() != 0:
+        dist.barrier()
+    made = make()
+    if dist.get_rank() == 0:
+        dist.barrier()
+    return made
+'''
+
 SPLIT = '''
 class RankBatches:
     """Each batch of a sampler, split over the ranks: together they read the batches that one process reads."""
@@ -124,6 +135,7 @@ HELPERS = {
     "setup": SETUP,
     "same_seed": SAME_SEED,
     "own_noise": OWN_NOISE,
+    "rank_0_first": RANK_0_FIRST,
     "split": SPLIT,
     "part": PART,
     "parallel": PARALLEL,

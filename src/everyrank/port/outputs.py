@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 
 from everyrank.port.plan import Plan
-from everyrank.port.source import Edit, NotPortedError
+from everyrank.port.source import Edit, NotPortedError, ScriptSource
 
 __all__ = ["edit_writes"]
 
@@ -34,44 +34,38 @@ def edit_writes(plan: Plan) -> None:
         if node is None:
             continue
         statement = source.statement(node)
-        with_file = [
+        files = [
             each
             for each in source.ancestors(node)
             if isinstance(each, ast.With) and "open(" in source.code(each.items[0].context_expr)
         ]
-        statement = with_file[-1] if with_file else statement
+        statement = files[-1] if files else statement
         if any(each in done for each in source.ancestors(statement)):
             continue
-        done.add(statement)
-        _guard(plan, statement)
+        if _is_all_of(node, statement, source):
+            done.add(statement)
+            _guard(plan, statement)
+        elif plan.once(node, "rank 0 first") and isinstance(node, ast.Call):
+            plan.helpers.add("rank_0_first")
+            source.wrap(node, "rank_0_first(lambda: ", ")", "rank 0 downloads or creates it, then the others find it")
+
+
+def _is_all_of(node: ast.AST, statement: ast.stmt, source: ScriptSource) -> bool:
+    """Whether a statement only writes: it is the call, a `with open`, or a call that is given an open file."""
+    if isinstance(statement, ast.With):
+        return True
+    is_open = isinstance(node, ast.Call) and source.code(node.func) == "open"
+    return isinstance(statement, ast.Expr) and (statement.value is node or is_open)
 
 
 def _guard(plan: Plan, statement: ast.stmt) -> None:
     source = plan.source
-    text = source.code(statement)
-    if "exist_ok=True" in text or isinstance(source.parents.get(statement), ast.Try):
+    if "exist_ok=True" in source.code(statement) or isinstance(source.parents.get(statement), ast.Try):
         return  # several ranks may do it
-    if not isinstance(statement, ast.Expr | ast.With):
-        _let_rank_0_go_first(plan, statement)
-        return
     try:
         source.put_under(statement, _IS_FIRST, "written once")
     except NotPortedError as error:
         plan.note(error.line, f"every rank writes here; {error.reason}")
-
-
-def _let_rank_0_go_first(plan: Plan, statement: ast.stmt) -> None:
-    """A statement that writes and returns something, such as a download: the other ranks find the files afterwards."""
-    if plan.source.loops(statement) or not isinstance(statement, ast.Assign | ast.AnnAssign):
-        plan.note(statement.lineno, "every rank writes here, and uses the result: run it once before")
-        return
-    source = plan.source
-    source.insert_before(
-        statement, "if dist.get_rank() != 0:\n" + source.unit + "dist.barrier()", "rank 0 downloads first"
-    )
-    source.insert_after(
-        statement, "if dist.get_rank() == 0:\n" + source.unit + "dist.barrier()", "now the others find the files"
-    )
 
 
 def _hide_bar(plan: Plan, call: ast.Call) -> None:

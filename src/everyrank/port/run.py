@@ -15,7 +15,7 @@ from everyrank.port.check import FLOAT32_TOLERANCE, FLOAT64_TOLERANCE, PortCompa
 from everyrank.port.edits import edit_script
 from everyrank.port.facts import Fact, read_facts
 from everyrank.port.plan import Choice
-from everyrank.port.source import Edit
+from everyrank.port.source import Edit, NotPortedError
 from everyrank.rerun import Imposed, ScriptHost, ScriptRecording
 
 __all__ = ["Attempt", "PortResult", "port_script"]
@@ -90,6 +90,12 @@ def port_script(
         edit_script(text, facts, choices[0])
         say("running it in float64")
         original, float64 = _original(host)
+        if not original.ranks[0].updates:
+            line = next(fact.line for fact in facts if fact.kind == "backward")
+            raise NotPortedError(
+                line,
+                "no optimizer of torch.optim steps after this backward, so the check has nothing to compare: use one",
+            )
         tried: list[Attempt] = []
         for choice in choices:
             if _is_settled(choice, tried):

@@ -66,6 +66,8 @@ def install_batches(session: Session) -> None:
             if any(found):
                 return _Imposed(session, found)
             session.refuse(f"the {len(session.imposed)} ranks did not read pass {count} of loader {number}")
+        # a batch sampler of the script's own gives each rank its part; torch's gives every rank the whole batch
+        session.is_split = type(self.batch_sampler) is not BatchSampler
         return _Recorded(session, iterate(self), [number, count])
 
     DataLoader.__init__, DataLoader.__iter__, DataLoader.__len__ = construct, iterating, measured

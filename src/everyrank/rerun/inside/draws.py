@@ -138,7 +138,8 @@ class _Draws(TorchDispatchMode):
             return out
         generator = np.random.Generator(np.random.PCG64(self.num_row_draws))
         self.num_row_draws += 1
-        shape = (len(out) * session.ranks, *out.shape[1:])
+        rank, ranks = (session.rank, session.ranks) if session.is_split else (0, 1)
+        shape = (len(out) * ranks, *out.shape[1:])
         if kind == "normal":
             numbers = generator.standard_normal(shape)
             if name == "normal_":
@@ -155,7 +156,7 @@ class _Draws(TorchDispatchMode):
                 return out
             numbers = (generator.random(shape) < probability).astype(np.float64)
         with torch.no_grad():
-            out.copy_(torch.from_numpy(np.ascontiguousarray(numbers[session.rank :: session.ranks])))
+            out.copy_(torch.from_numpy(np.ascontiguousarray(numbers[rank::ranks])))
         return out
 
     # --- values
