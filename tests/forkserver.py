@@ -424,6 +424,8 @@ def run_python(words: list[str]) -> None:
     sys.argv = [kind or name, *rest]
     sys.path.insert(0, str(Path.cwd() if kind else Path(name).absolute().parent))
     if kind == "-m":
+        # pytest's loader of this process has no code for runpy
+        sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != "AssertionRewritingHook"]
         sys.modules.pop(name, None)  # runpy warns of a module that is there already
         runpy.run_module(name, run_name="__main__", alter_sys=True)
     elif kind == "-c":

@@ -130,7 +130,7 @@ def alone(world: World) -> Any:
     expected = norm(values)
     apply_batch_norm(nn.Sequential(own), MicroBatchState(), world)
     found: Any = own
-    outputs = [found._alone(values, moves_statistics=moves) for moves in (True, False)]
+    outputs = [found._normalise_locally(values, moves_statistics=moves) for moves in (True, False)]
     same = [torch.equal(output, expected) for output in outputs]
     return same, [torch.equal(own.state_dict()[name], value) for name, value in norm.state_dict().items()]
 

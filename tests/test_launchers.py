@@ -78,7 +78,8 @@ def modules() -> list[Path]:
 def test_no_launcher_is_asked_for_by_name() -> None:
     """What depends on the launcher stands in its row: adding one is its file and its name in the table."""
     own = {PACKAGE / "launch" / f"{name}.py" for name in LAUNCHERS}
-    asks = {*own, PACKAGE / "audit" / "command_line.py"}  # which reads the command lines of the tools themselves
+    # the last three read the command lines of the tools themselves, and by which one a rank was started
+    asks = {*own, *(PACKAGE / path for path in ("audit/command_line.py", "script/rank.py", "script/watching.py"))}
     found = {str(path.relative_to(PACKAGE)): names for path in modules() if (names := names_asked_for(path))}
     assert {path: names for path, names in found.items() if PACKAGE / path not in asks} == {}
     # nor by another launcher

@@ -22,14 +22,16 @@ UNPICKLES = {
     "launch/ray_driver.py": "the job, as its own parent has written it",
     "launch/processes.py": "what ranks have kept in that folder",
     "launch/reports.py": "what they return",
+    "launch/zygote.py": "a request of the process that has started it, through its own pipe",
+    "script/function.py": "a test's function, which the process that starts the ranks has sent",
     "world/calls.py": "the dump of torch's Flight Recorder, which the same process has just made",
 }
 # Readers that know a few classes by name.
 READERS = {"checkpoint/storage.py", "datasets/cifar.py"}
 # torch.load of anything: what the audit's own ranks have written into the audit's own folder.
 LOADS_ALL = {"audit/replay/run.py"}
-# exec: the sitecustomize of the person's own, which the audit's stands in front of.
-RUNS_TEXT = {"audit/watch/inject/sitecustomize.py"}
+# exec: the person's own sitecustomize, which the audit's stands in front of, and the script that `launch` is given.
+RUNS_TEXT = {"audit/watch/inject/sitecustomize.py", "script/command.py"}
 
 
 def calls(path: Path) -> list[tuple[str, ast.Call]]:

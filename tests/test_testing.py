@@ -257,7 +257,9 @@ def test_a_wrong_call_is_no_finding(outcome: Any) -> None:
 def test_the_page_is_as_it_says(outcome: Any, repository: Path) -> None:
     """docs/testing.md: its examples pass, but for the mistake, whose message it shows."""
     page = (repository / "docs" / "testing.md").read_text()
-    code, shown = re.findall(r"^```(?:python)?\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[:2]
+    blocks = re.findall(r"^```(?:python)?\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    code = next(block for block in blocks if "def test_a_mistake" in block)
+    shown = next(block for block in blocks if block.startswith("E "))
     status, text, left = outcome("test_a_mistake", content=code)
     assert status == 1, text
     said = " ".join(shown.split()).partition("AssertionError: test_parallel.py")[2]

@@ -250,7 +250,7 @@ def test_half_a_set_is_told_whatever_its_rank(
     typed: Any, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]
 ) -> None:
     """Somebody types this on a second terminal and forgets the port: nobody else can tell them."""
-    monkeypatch.setattr(cli, "_SPEAK_SECONDS", 0.0)
+    monkeypatch.setattr(cli, "_REPORT_SECONDS", 0.0)
     shown = typed("train digits", **environment)
     assert shown.status == 2
     assert "MASTER_PORT" in shown.line

@@ -23,7 +23,7 @@ __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 HELP = "turn a script for one device into a DistributedDataParallel script, and check it"
 EXAMPLES = (
     "everyrank port train.py --epochs 5",
-    "everyrank port -o train_ddp.py --check-processes 2 4 train.py --epochs 5",
+    "everyrank port -o train_ddp.py --check-processes 2,4 train.py --epochs 5",
     "everyrank port --dry-run train.py",
 )
 
@@ -43,11 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--check-processes",
-        type=int,
-        nargs="+",
-        default=[2, 3],
-        metavar="N",
-        help="numbers of ranks that the port is checked on (default 2 3)",
+        default="2,3",
+        metavar="N,...",
+        help="numbers of ranks that the port is checked on (default %(default)s)",
     )
     parser.add_argument("--limit", type=float, default=300.0, metavar="S", help="seconds for each run (default 300)")
     parser.add_argument("--json", type=Path, metavar="F", help="write the edits, the notes and the comparison")
@@ -61,9 +59,9 @@ def run(args: argparse.Namespace) -> int:
     from everyrank.port import port_script
     from everyrank.progress import progress
 
-    words, target = _checked(args)
+    words, target, counts = _checked(args)
     with progress(6, show=True) as advance:
-        result = port_script(words, args.check_processes, args.limit, advance)
+        result = port_script(words, counts, args.limit, advance)
     best = result.best
     text = best.text
     if not best.is_equal:
@@ -81,12 +79,12 @@ def run(args: argparse.Namespace) -> int:
     target.write_bytes(text.encode())
     print(f"wrote {printable(str(target))}")
     arguments = shlex.join([str(target), *words[1:]])
-    print(f"next: torchrun --nproc-per-node {args.check_processes[0]} {printable(arguments)}")
+    print(f"next: torchrun --nproc-per-node {counts[0]} {printable(arguments)}")
     return 0 if best.is_equal else CHECK_FAILED
 
 
-def _checked(args: argparse.Namespace) -> tuple[list[str], Path]:
-    """The script with its arguments, and the path of the port. Raises `UsageError`."""
+def _checked(args: argparse.Namespace) -> tuple[list[str], Path, list[int]]:
+    """The script with its arguments, the path of the port, and the numbers of ranks. Raises `UsageError`."""
     words = args.script[1:] if args.script[:1] == ["--"] else args.script
     words = words[1:] if words and Path(words[0]).name in ("python", "python3") else words
     if not words:
@@ -97,9 +95,9 @@ def _checked(args: argparse.Namespace) -> tuple[list[str], Path]:
     if not script.is_file():
         near = difflib.get_close_matches(script.name, [each.name for each in script.absolute().parent.glob("*.py")], 1)
         raise UsageError(f"{script}: no such file" + (f"; did you mean {script.with_name(near[0])}?" if near else ""))
-    for count in args.check_processes:
-        if not 2 <= count <= 16:
-            raise UsageError(f"--check-processes {count}: give 2 to 16")
+    counts = [int(word) for word in args.check_processes.split(",") if word.strip().isdigit()]
+    if len(counts) != len(args.check_processes.split(",")) or not all(2 <= count <= 16 for count in counts):
+        raise UsageError(f"--check-processes {args.check_processes}: give numbers from 2 to 16, such as 2,3")
     if args.in_place and args.out is not None:
         raise UsageError("--in-place and -o: give one of them")
     target = script if args.in_place else args.out or script.with_name(f"{script.stem}_ddp.py")
@@ -112,7 +110,7 @@ def _checked(args: argparse.Namespace) -> tuple[list[str], Path]:
         if target.exists() and not args.in_place and not args.force:
             raise UsageError(f"{target}: it exists already; give another place with -o, or --force")
     check_writable(args.json)
-    return words, target
+    return words, target, counts
 
 
 def _show(result: PortResult, words: list[str], target: Path, text: str) -> None:

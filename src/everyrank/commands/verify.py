@@ -30,7 +30,6 @@ HELP = "compare layouts with one process, update by update"
 EXAMPLES = (
     "everyrank verify digits --layout ddp zero1 fsdp --processes 2",
     "everyrank verify my_workload.py",
-    "everyrank verify text --quick --layout my_parallel.py:tensor=2 --processes 2",
     "everyrank verify digits --save before.json",
 )
 

@@ -153,9 +153,9 @@ def _read_row(name: str, row: dict[str, Any]) -> Row:
     kind = _memory_kind(row, measured)
     step = _step_seconds(measured, degrees, sizes, gpus, recompute, row)
     memory = measured.get("memory_gib")
-    for value, name in ((step, "the time"), (memory, "measured.memory_gib")):
+    for value, field in ((step, "the time"), (memory, "measured.memory_gib")):
         if value is not None and not 0 < float(value) < 1e9:
-            raise _UnreadableError(f"{name} is not a number above 0")
+            raise _UnreadableError(f"{field} is not a number above 0")
     return Row(
         id=name,
         source=_source(row),

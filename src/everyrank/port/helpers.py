@@ -17,14 +17,22 @@ def setup():
         sys.stdout = open(os.devnull, "w")
 '''
 
+SHARED_SEED = '''
+def shared_seed():
+    """The seed of rank 0."""
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+    seed = torch.tensor(torch.initial_seed() % 2**63, device=device)
+    dist.broadcast(seed, 0)
+    return seed.item()
+'''
+
 SAME_SEED = '''
 def same_seed():
     """Let all ranks draw the same numbers until the training begins, and others in each run."""
-    seed = [torch.initial_seed() % 2**32]
-    dist.broadcast_object_list(seed)
-    random.seed(seed[0])
-    np.random.seed(seed[0])
-    torch.manual_seed(seed[0])
+    seed = shared_seed() % 2**32
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
 '''
 
 OWN_NOISE = '''
@@ -65,9 +73,7 @@ class RankBatches:
 def split(loader, evaluates=False):
     """The same loader, for this rank's part of each batch."""
     if isinstance(loader.sampler, torch.utils.data.RandomSampler):  # one order for all ranks
-        seed = [torch.initial_seed()]
-        dist.broadcast_object_list(seed)
-        loader.sampler.generator = torch.Generator().manual_seed(seed[0])
+        loader.sampler.generator = torch.Generator().manual_seed(shared_seed())
     return torch.utils.data.DataLoader(
         loader.dataset,
         batch_sampler=RankBatches(loader.batch_sampler, evaluates),
@@ -133,6 +139,7 @@ def add_over_ranks(*numbers):
 # in the order in which they stand in a port
 HELPERS = {
     "setup": SETUP,
+    "shared_seed": SHARED_SEED,
     "same_seed": SAME_SEED,
     "own_noise": OWN_NOISE,
     "rank_0_first": RANK_0_FIRST,
@@ -159,6 +166,8 @@ def helper_text(names: set[str], *, has_batch_norm: bool, finds_unused: bool, su
     sums            the loss is a sum over samples
     has_numpy       numpy's random numbers are seeded, too
     """
+    if names & {"same_seed", "split"}:
+        names = names | {"shared_seed"}
     options = ", find_unused_parameters=True" if finds_unused else ""
     texts = dict(HELPERS)
     texts["parallel"] = (PARALLEL_NORM if has_batch_norm else PARALLEL).replace("{options}", options)
@@ -167,5 +176,5 @@ def helper_text(names: set[str], *, has_batch_norm: bool, finds_unused: bool, su
         end = texts["split"].index("\n\n\ndef split")
         texts["split"] = texts["split"][:start] + _LEAVES_OUT.rstrip("\n") + texts["split"][end:]
     if not has_numpy:
-        texts["same_seed"] = texts["same_seed"].replace("    np.random.seed(seed[0])\n", "")
+        texts["same_seed"] = texts["same_seed"].replace("    np.random.seed(seed)\n", "")
     return "\n\n".join(text.rstrip("\n") for name, text in texts.items() if name in names).lstrip("\n")
