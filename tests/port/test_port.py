@@ -59,6 +59,46 @@ if __name__ == "__main__":
 """
 )
 
+ONE_FUNCTION = (
+    DATA
+    + """
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.classes = 2
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, self.classes))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def accuracy(model, inputs, targets):
+    with torch.no_grad():
+        return (model(inputs).argmax(1) == targets).float().mean().item() * model.classes
+
+
+def fit(model, loader, lr):
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    for epoch in range(2):
+        model.train()
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+        model.eval()
+        print(epoch, f"{accuracy(model, x[:30], y[:30]):.4f}", model.classes)
+
+
+def main():
+    net = Net()
+    fit(net, DataLoader(TensorDataset(x, y), batch_size=16, shuffle=True), lr=0.1)
+
+
+main()
+"""
+)
+
 CLASS = (
     DATA
     + """
@@ -173,6 +213,7 @@ for epoch in range(2):
 
 STYLES = {
     "functions": FUNCTIONS,
+    "one_function": ONE_FUNCTION,
     "class": CLASS,
     "no_loader": NO_LOADER,
     "summed": SUMMED,

@@ -7,6 +7,7 @@ checkpoint, and no communication where ranks evaluate different numbers of batch
 from __future__ import annotations
 
 import ast
+import itertools
 
 from everyrank.port.facts import Fact
 from everyrank.port.plan import Plan
@@ -66,6 +67,32 @@ def edit_models(plan: Plan) -> None:
                 "and each rank normalizes its own samples",
             )
         _follow(plan, call.func, 0, forward)
+    callers = {span for _, _, span in plan.passed_models}
+    for scope, name in dict.fromkeys((scope, name) for scope, name, _ in plan.passed_models):
+        if not _is_called_otherwise(plan, scope, callers):
+            _use_module(plan, scope, name)
+
+
+def _is_called_otherwise(plan: Plan, scope: ast.FunctionDef, callers: set[tuple[int, int, int, int]]) -> bool:
+    """Whether a function also gets the model itself: an evaluation calls it from another place."""
+    return any(
+        outer.span not in callers
+        for fact in plan.of("forward")
+        for inner, outer in itertools.pairwise(fact.chain)
+        if inner.function == scope.name and scope.lineno <= inner.span[0] <= (scope.end_lineno or 0)
+    )
+
+
+def _use_module(plan: Plan, scope: ast.FunctionDef, name: str) -> None:
+    """In a function that is given the wrapper, all but training forwards use the model inside of it."""
+    source = plan.source
+    for node in ast.walk(scope):
+        if not (isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load)):
+            continue
+        parent = source.parents[node]
+        is_same = isinstance(parent, ast.Attribute) and parent.attr in _SAME_ON_WRAPPER
+        if node not in plan.training_uses and not is_same and plan.once(node, "module"):
+            source.replace(node, f"{name}.module", "the model in the wrapper")
 
 
 def _follow(plan: Plan, name_node: ast.expr, depth: int, forward: Fact) -> None:
@@ -78,14 +105,8 @@ def _follow(plan: Plan, name_node: ast.expr, depth: int, forward: Fact) -> None:
         if depth + 1 >= len(forward.chain):
             raise NotPortedError(scope.lineno, f"the call that gives {name} to {scope.name} was not seen")
         _follow(plan, _argument(plan, scope, name, forward.chain[depth + 1].span), depth + 1, forward)
-        for node in ast.walk(scope):
-            if (
-                isinstance(node, ast.Attribute)
-                and source.code(node.value) == name
-                and node.attr not in _SAME_ON_WRAPPER
-                and plan.once(node)
-            ):
-                source.replace(node.value, f"{name}.module", "the model in the wrapper")
+        plan.training_uses.append(name_node)
+        plan.passed_models.append((scope, name, forward.chain[depth + 1].span))
         return
     if not isinstance(name_node, ast.Name | ast.Attribute):
         raise NotPortedError(name_node.lineno, f"{name} is no name: give the model one")

@@ -29,7 +29,10 @@ class Plan:
 
     helpers       names of the functions that the port brings along
     notes         what is left to the person: (line, sentence)
-    has_batch_norm, finds_unused, has_own_noise   of the models that are wrapped
+    has_batch_norm, finds_unused   of the models that are wrapped
+    has_same_seed  whether all ranks set one seed before anything is drawn
+    training_uses  names of a model in training forwards, and where it is passed on to one
+    passed_models  functions with a parameter that is a model in training, and the place of the call
     """
 
     def __init__(self, text: str, facts: Sequence[Fact], choice: Choice) -> None:
@@ -39,6 +42,8 @@ class Plan:
         self.has_batch_norm = False
         self.finds_unused = any(fact.details["unused"] for fact in self.of("step"))
         self.has_same_seed = False
+        self.training_uses: list[ast.expr] = []
+        self.passed_models: list[tuple[ast.FunctionDef, str, tuple[int, int, int, int]]] = []
         self._seen: set[tuple[ast.AST, str]] = set()
 
     def of(self, kind: str) -> list[Fact]:
