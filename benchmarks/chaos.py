@@ -26,7 +26,7 @@ from typing import Any
 
 from everyrank import Launch, Record, parse_layout
 from everyrank.chaos.campaign import compare_runs, corrupt_checkpoint, logged_updates, train_baseline
-from everyrank.chaos.faults import FAULTS, why_unseen
+from everyrank.chaos.faults import FAULTS, why_unnoticed
 from everyrank.chaos.trainer_run import run_trainer
 from everyrank.options import ChaosOptions
 from everyrank.record import write_records
@@ -43,7 +43,7 @@ def chosen(layout: str, processes: int, count: int, seed: int) -> list[tuple[str
     """(fault, update, rank), in the order of updates."""
     draw = random.Random(seed)
     names = [
-        name for name in FAULTS if not FAULTS[name].needs and not why_unseen(name, parse_layout(layout), processes)
+        name for name in FAULTS if not FAULTS[name].needs and not why_unnoticed(name, parse_layout(layout), processes)
     ]
     found: list[tuple[str, int, int]] = []
     update = 0
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace, place: Path) -> Record:
         "injections": len(told),
         "by_fault": dict(collections.Counter(row["fault"] for row in told)),
         "wrong": [row for row in told if row["wrong"]],
-        "left": sum(row["left"] for row in told) + ended.left,
+        "left": sum(row["left"] for row in told) + ended.num_left,
         "most_updates_lost": max(row["lost"] for row in told),
         "updates_lost": sum(row["lost"] for row in told),
         "median_notice_seconds": medians(told),
@@ -103,15 +103,18 @@ def strike(one: dict[str, Any], done: Any, is_last: bool) -> dict[str, Any]:
     row = {"fault": one["fault"], "update": one["update"], "left": 0, "lost": 0, "seconds": None, "wrong": ""}
     if not is_last:
         return row
-    row["left"] = done.left
+    row["left"] = done.num_left
     if done.injected_at is None:
         return row | {"wrong": f"it never struck: {done.message}"}
-    if not fault.says:
-        return row | {"seconds": done.cleared - done.injected_at, "wrong": "processes were left" if done.left else ""}
-    is_said = "ended by SIGKILL" in done.message if fault.corrupts else fault.is_said_in(done.message, one["rank"])
+    if not fault.message_pattern:
+        return row | {
+            "seconds": done.all_ended_at - done.injected_at,
+            "wrong": "processes were left" if done.num_left else "",
+        }
+    is_said = "ended by SIGKILL" in done.message if fault.corrupts else fault.is_reported_in(done.message, one["rank"])
     is_noticed = done.status not in (0, None) and is_said
     return row | {
-        "seconds": done.ended - done.injected_at,
+        "seconds": done.ended_at - done.injected_at,
         "wrong": "" if is_noticed else f"{done.status}: {done.message}",
     }
 
@@ -126,7 +129,7 @@ def recovered(
         corrupt_checkpoint(newest, FAULTS[name].corrupts, draw)
         refused = run_trainer(dataclasses.replace(call, resume=resume), place, limit)
         shutil.rmtree(place)
-        if not FAULTS[name].is_said_in(refused.message, 0):
+        if not FAULTS[name].is_reported_in(refused.message, 0):
             row["wrong"] = f"a spoilt checkpoint was not refused: {refused.message}"
         good = last_good(newest.path)
         assert good is not None

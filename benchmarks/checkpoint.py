@@ -38,7 +38,7 @@ from everyrank.loop import run_updates
 from everyrank.measure.clock import interval, now
 from everyrank.measure.provenance import provenance
 from everyrank.record import write_records
-from everyrank.runs import CheckpointMetadata
+from everyrank.runs import CheckpointMetadata, checkpoints_of
 from everyrank.strategies import Prepared, prepare
 from everyrank.world import World, open_world
 from everyrank.world.collectives import all_gather
@@ -121,7 +121,8 @@ def turns(
                 times[name].on_disk.append(on_disk)
                 times[name].stall.append(stall)
                 times[name].next_update.append(updating)
-    return times, saver.newest()
+    checkpoints = checkpoints_of(folder / "here")
+    return times, checkpoints[-1].path if checkpoints else None
 
 
 def seconds_of(world: World, function: Callable[[], object]) -> float:

@@ -12,6 +12,7 @@ import argparse
 import gc
 import json
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,10 @@ def main() -> int:
     for text in args.layout:
         # processes of its own: what an earlier layout has left alive would be counted
         measured = run_ranks(Launch(processes=2, timeout_seconds=600.0), on_rank, text)
-        about = {"command": "python benchmarks/plan_memory.py", "machine": measured[0][1]}
+        about = {
+            "command": "python benchmarks/plan_memory.py",
+            "provenance": measured[0][1] | {"date": f"{datetime.now(UTC):%Y-%m-%d}"},
+        }
         for rank in (0, 1):
             traced = trace_step(trained, parse_layout(text), 2, rank, sample)
             real = measured[rank][0]

