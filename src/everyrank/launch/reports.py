@@ -23,7 +23,7 @@ from everyrank.errors import EveryrankError, RankFailedError, StoppedError, Usag
 from everyrank.launch.autopsy import FOLDER, last_place
 from everyrank.launch.host_info import host_name
 from everyrank.launch.job import Launch
-from everyrank.launch.stalled_ranks import concerns_others, diagnose_stalled, is_a_wait
+from everyrank.launch.stalled_ranks import diagnose_stalled, is_a_wait, lost_another
 
 __all__ = ["Reports", "exit_row", "rank_of", "ranks_text"]
 
@@ -143,7 +143,7 @@ class Reports:
     def _error(self, errors: list[dict[str, Any]]) -> EveryrankError:
         # skip ranks that their launcher stopped after another rank had failed, and ranks that only lost another one
         running = [row for row in errors if row["kind"] != StoppedError.__name__] or errors
-        first = next((row for row in running if not concerns_others(row["message"])), running[0])
+        first = next((row for row in running if not lost_another(row["message"])), running[0])
         kind = kind_named(first["kind"])
         log = self._log(first["rank"]) if first["has_frames"] else None
         # A wrong call or workload fails on every rank. An error on only some ranks is a failed run.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["concerns_others", "diagnose_stalled", "is_a_wait", "resume_stopped"]
+__all__ = ["concerns_others", "diagnose_stalled", "is_a_wait", "lost_another", "resume_stopped"]
 
 # the error of a backend after the timeout for another rank
 _TIMEOUT = re.compile(r"(gloo|nccl|shm|mpi).*tim(ed|e) ?out", re.IGNORECASE)
@@ -17,6 +17,12 @@ _TIMEOUT = re.compile(r"(gloo|nccl|shm|mpi).*tim(ed|e) ?out", re.IGNORECASE)
 _MISMATCH = re.compile(
     r"call the same collectives in the same order|enforce fail|(closed|reset) by peer|gloo.*broken pipe|"
     r"failed to recv, got 0 bytes|remote process exited|did the remote server shutdown|ncclRemoteError",
+    re.IGNORECASE,
+)
+# the error if another rank has ended
+_LOST = re.compile(
+    r"(closed|reset) by peer|gloo.*broken pipe|failed to recv, got 0 bytes|remote process exited|"
+    r"did the remote server shutdown|ncclRemoteError|(shm|mpi) \w+: rank .* has ended",
     re.IGNORECASE,
 )
 _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
@@ -30,6 +36,11 @@ _STATES = {
 def is_a_wait(message: str) -> bool:
     """Whether an error message is a timeout while waiting for another rank."""
     return bool(_TIMEOUT.search(message))
+
+
+def lost_another(message: str) -> bool:
+    """Whether a rank failed because another rank has ended: the cause is there."""
+    return _LOST.search(message) is not None
 
 
 def concerns_others(message: str) -> bool:
