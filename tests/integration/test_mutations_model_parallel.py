@@ -92,7 +92,7 @@ def replicate_sum_forgotten() -> Patch:
 
 
 def _nobody_looks() -> Patch:
-    return mock.patch.object(TensorParallel, "_check_alike")
+    return mock.patch.object(TensorParallel, "_check_identical")
 
 
 def rowwise_not_reduced_unseen() -> Patch:
