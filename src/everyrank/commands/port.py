@@ -72,10 +72,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run or not (best.is_equal or args.force):
         return 0 if best.is_equal else CHECK_FAILED
     if args.in_place:
-        backup = Path(f"{words[0]}.orig")
-        if backup.exists():
-            raise UsageError(f"{backup}: it exists already; move it away, because the original is kept there")
-        backup.write_bytes(Path(words[0]).read_bytes())
+        Path(f"{words[0]}.orig").write_bytes(Path(words[0]).read_bytes())
     target.write_bytes(text.encode())
     print(f"wrote {printable(str(target))}")
     arguments = shlex.join([str(target), *words[1:]])
@@ -105,6 +102,8 @@ def _checked(args: argparse.Namespace) -> tuple[list[str], Path, list[int]]:
         raise UsageError(
             f"{target}: that is the script; give --in-place to edit it, which keeps the original beside it"
         )
+    if args.in_place and not args.dry_run and Path(f"{script}.orig").exists():
+        raise UsageError(f"{script}.orig: it exists already; move it away, because the original is kept there")
     if not args.dry_run:
         check_writable(target)
         if target.exists() and not args.in_place and not args.force:

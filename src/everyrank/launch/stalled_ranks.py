@@ -13,18 +13,15 @@ __all__ = ["concerns_others", "diagnose_stalled", "is_a_wait", "lost_another", "
 
 # the error of a backend after the timeout for another rank
 _TIMEOUT = re.compile(r"(gloo|nccl|shm|mpi).*tim(ed|e) ?out", re.IGNORECASE)
-# the error if another rank calls a different collective, for which gloo aborts
-_MISMATCH = re.compile(
-    r"call the same collectives in the same order|enforce fail|(closed|reset) by peer|gloo.*broken pipe|"
-    r"failed to recv, got 0 bytes|remote process exited|did the remote server shutdown|ncclRemoteError",
-    re.IGNORECASE,
-)
-# the error if another rank has ended
-_LOST = re.compile(
+# what gloo and nccl report if another rank has ended
+_PEER_ENDED = (
     r"(closed|reset) by peer|gloo.*broken pipe|failed to recv, got 0 bytes|remote process exited|"
-    r"did the remote server shutdown|ncclRemoteError|(shm|mpi) \w+: rank .* has ended",
-    re.IGNORECASE,
+    r"did the remote server shutdown|ncclRemoteError"
 )
+# the error if another rank calls a different collective, for which gloo aborts
+_MISMATCH = re.compile(rf"call the same collectives in the same order|enforce fail|{_PEER_ENDED}", re.IGNORECASE)
+# the error if another rank has ended
+_LOST = re.compile(rf"{_PEER_ENDED}|(shm|mpi) \w+: rank .* has ended", re.IGNORECASE)
 _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 _STATES = {
     psutil.STATUS_DISK_SLEEP: "it waits for a disk or a driver (state D)",

@@ -84,15 +84,7 @@ def answer_plan(request: PlanRequest, calibration: Calibration) -> dict[str, Any
         "plan": 1,
         "model": {"name": request.name, "parameters": sizes.parameters, "flops_per_token": sizes.flops_per_token}
         | dataclasses.asdict(sizes),
-        "cluster": {
-            "gpu": cluster.gpu.name,
-            "gpus": cluster.gpus,
-            "per_node": cluster.per_node,
-            "memory_bytes": cluster.gpu.memory,
-            "inside": cluster.inside.name,
-            "across": cluster.across.name,
-            "source": cluster.gpu.source,
-        },
+        "cluster": cluster.as_json(),
         "batch": {"samples": batch, "tokens": batch * sizes.seq},
         "calibration": {
             "case": case,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from dataclasses import dataclass, replace
+from typing import Any
 
 from everyrank.errors import UsageError
 
@@ -69,6 +70,18 @@ class Cluster:
     per_node: int
     inside: Link
     across: Link
+
+    def as_json(self) -> dict[str, Any]:
+        """Its entry in an answer; docs/plan.md describes the fields."""
+        return {
+            "gpu": self.gpu.name,
+            "gpus": self.gpus,
+            "per_node": self.per_node,
+            "memory_bytes": self.gpu.memory,
+            "inside": self.inside.name,
+            "across": self.across.name,
+            "source": self.gpu.source,
+        }
 
 
 # Bus bandwidths of all-reduce inside a node: V100 and A100 as eth-easl/sailor measured them, the others from nccl-tests

@@ -249,15 +249,7 @@ def answer_workload(
     return {
         "plan": 1,
         "model": {"name": name},
-        "cluster": {
-            "gpu": cluster.gpu.name,
-            "gpus": cluster.gpus,
-            "per_node": cluster.per_node,
-            "memory_bytes": cluster.gpu.memory,
-            "inside": cluster.inside.name,
-            "across": cluster.across.name,
-            "source": cluster.gpu.source,
-        },
+        "cluster": cluster.as_json(),
         "batch": {"samples": workload.global_batch},
         "layouts": rows,
         "looked_at": len(rows),

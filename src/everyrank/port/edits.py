@@ -127,11 +127,6 @@ def _replace_batch_size(plan: Plan, call: ast.AST) -> None:
 def _split_tensors(plan: Plan) -> None:
     """Without a loader: split what the training forward and its loss are given, where it gets its value."""
     source, forwards = plan.source, plan.training_forwards
-    if not forwards:
-        raise NotPortedError(
-            plan.of("backward")[0].line,
-            "no call of a module led to this backward: DistributedDataParallel needs model(x), not model.method(x)",
-        )
     names: list[str] = []
     for fact in [*forwards, *(loss for loss in plan.of("loss") if loss.is_inner)]:
         call = source.at(fact.span)

@@ -7,7 +7,7 @@ import dataclasses
 
 from everyrank.port.helpers import helper_text
 from everyrank.port.plan import Plan
-from everyrank.port.source import NotPortedError
+from everyrank.port.source import NotPortedError, holds_line
 
 __all__ = ["add_frame"]
 
@@ -41,7 +41,7 @@ def add_frame(plan: Plan) -> None:
     reason = "what the port needs, in plain PyTorch"
     main = next((node for node in body if isinstance(node, ast.If) and "__main__" in source.code(node.test)), None)
     begins = [fact for fact in plan.facts if fact.kind in _BEGINS]
-    if main is not None and all(any(_is_in(call.span[0], main) for call in fact.chain) for fact in begins):
+    if main is not None and all(any(holds_line(main, call.span[0]) for call in fact.chain) for fact in begins):
         source.insert_after(leading[-1], f"{block}\n\n\n{helpers}", reason)
         source.insert_before(main.body[0], "\n".join(start), "before anything else")
         source.insert_after(main.body[-1], "dist.destroy_process_group()", "all ranks leave together")
@@ -107,7 +107,3 @@ def _names(imports: list[ast.Import | ast.ImportFrom]) -> set[str]:
 
 def _is_text(node: ast.stmt) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-
-
-def _is_in(line: int, node: ast.stmt) -> bool:
-    return node.lineno <= line <= (node.end_lineno or node.lineno)

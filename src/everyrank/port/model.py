@@ -11,7 +11,7 @@ import itertools
 
 from everyrank.port.facts import Fact
 from everyrank.port.plan import Plan
-from everyrank.port.source import NotPortedError
+from everyrank.port.source import NotPortedError, holds_line
 
 __all__ = ["edit_models"]
 
@@ -46,11 +46,6 @@ _PREPARING = {
 def edit_models(plan: Plan) -> None:
     """Call a wrapper in each training forward, and make it where the model is ready."""
     source = plan.source
-    if not plan.training_forwards:
-        raise NotPortedError(
-            plan.of("backward")[0].line,
-            "no call of a module led to this backward: DistributedDataParallel needs model(x), not model.method(x)",
-        )
     for forward in plan.training_forwards:
         call = source.at(forward.span)
         if not forward.is_inner or not isinstance(call, ast.Call):
@@ -165,7 +160,7 @@ def _last_preparation(plan: Plan, name: str, store: ast.stmt, forward: Fact) -> 
     statement: ast.stmt = store
     if training:
         line = training[0].lineno
-        while not any(_holds(each, line) for each in source.block(statement)):
+        while not any(holds_line(each, line) for each in source.block(statement)):
             parent = source.parents[statement]
             if not isinstance(parent, ast.stmt):
                 break
@@ -173,7 +168,7 @@ def _last_preparation(plan: Plan, name: str, store: ast.stmt, forward: Fact) -> 
     block = source.block(statement)
     end = len(block)
     if training:
-        end = next((i for i, each in enumerate(block) if _holds(each, training[0].lineno)), end)
+        end = next((i for i, each in enumerate(block) if holds_line(each, training[0].lineno)), end)
     optimizers = {fact.span[:2] for fact in plan.of("optimizer")}
     last = statement
     for each in block[block.index(statement) + 1 : end]:
@@ -185,7 +180,3 @@ def _last_preparation(plan: Plan, name: str, store: ast.stmt, forward: Fact) -> 
             if is_optimizer or is_prepared:
                 last = each
     return last
-
-
-def _holds(statement: ast.stmt, line: int) -> bool:
-    return statement.lineno <= line <= (statement.end_lineno or statement.lineno)

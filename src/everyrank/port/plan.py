@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from everyrank.port.facts import Fact
-from everyrank.port.source import ScriptSource
+from everyrank.port.source import NotPortedError, ScriptSource
 
 __all__ = ["Choice", "Plan"]
 
@@ -64,8 +64,14 @@ class Plan:
 
     @property
     def training_forwards(self) -> list[Fact]:
-        """Calls of modules whose outputs a backward came to."""
-        return [fact for fact in self.of("forward") if fact.details["reached"]]
+        """Calls of modules whose outputs a backward came to. Raises `NotPortedError` if there are none."""
+        forwards = [fact for fact in self.of("forward") if fact.details["reached"]]
+        if not forwards:
+            raise NotPortedError(
+                self.of("backward")[0].line,
+                "no call of a module led to this backward: DistributedDataParallel needs model(x), not model.method(x)",
+            )
+        return forwards
 
     def batch_names(self, loop: ast.For) -> list[str]:
         """The names that a loop over a loader gives to the parts of a batch, without its counter."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from everyrank.errors import CannotRunError
 
-__all__ = ["Edit", "NotPortedError", "ScriptSource"]
+__all__ = ["Edit", "NotPortedError", "ScriptSource", "holds_line"]
 
 Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -209,6 +209,11 @@ class ScriptSource:
         except SyntaxError as error:
             raise NotPortedError(error.lineno or 1, f"the edited script is no Python ({error.msg})") from error
         return text
+
+
+def holds_line(statement: ast.stmt, line: int) -> bool:
+    """Whether a line belongs to a statement, or to a block inside of it."""
+    return statement.lineno <= line <= (statement.end_lineno or statement.lineno)
 
 
 def _start(node: ast.AST) -> tuple[int, int]:
