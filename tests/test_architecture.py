@@ -49,6 +49,7 @@ ORDER = [
     "rerun",
     "relations",
     "port",
+    "repair",
     "report",
     "recipes",
     "eject",

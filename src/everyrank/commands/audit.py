@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import json
 import os
 import signal
@@ -11,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from everyrank.commands.shared import check_html, check_writable, close_output
+from everyrank.commands.shared import check_html, check_writable, close_output, print_diff
 from everyrank.errors import CHECK_FAILED, UsageError, printable
 from everyrank.record import write_text
 
@@ -24,7 +25,7 @@ HELP = "find silent distributed-training mistakes in your own script"
 EXAMPLES = (
     "everyrank audit train.py --epochs 5",
     "everyrank audit --processes 4 --html audit.html train.py",
-    "everyrank audit torchrun --nproc_per_node=2 train.py",
+    "everyrank audit --fix train.py",
 )
 
 
@@ -49,6 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--only-compare", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--strict", action="store_true", help="exit status 1 also for WARN")
+    parser.add_argument(
+        "--fix", action="store_true", help="look for edits of the script, check each by another audit, show the diff"
+    )
+    parser.add_argument(
+        "--patch", type=Path, metavar="F", help="with --fix: write the diff, for patch -p0 or git apply"
+    )
     parser.add_argument("--shim", type=Path, metavar="DIR", help="folder of modules that replace missing packages")
     parser.add_argument(
         "--timeout",
@@ -109,7 +116,10 @@ def run(args: argparse.Namespace) -> int:
     check_html(args)
     check_writable(args.json)
     check_writable(args.sarif)
-    for path in (args.json, args.html, args.sarif):
+    check_writable(args.patch)
+    if args.patch is not None and not args.fix:
+        raise UsageError("--patch: give --fix, too")
+    for path in (args.json, args.html, args.sarif, args.patch):
         if path is not None and words and path.absolute() == Path(words[0]).absolute():
             raise UsageError(f"{path}: this is the script; give another path")
     done = -1
@@ -126,9 +136,12 @@ def run(args: argparse.Namespace) -> int:
             audit, failure = None if args.only_compare else audit_script(words, options, moved), None
         except ScriptFailedError as error:
             audit, failure = error.audit, error
+    unpatched = audit
     audit = _compared(audit, words, options, args)
     if audit is not None:
         _show(audit, args)
+    if args.fix and unpatched is not None and failure is None:
+        _show_patch(unpatched, options, args.patch)
     if failure is not None:
         print("\n".join(f"  {printable(line)}" for line in failure.tail), file=sys.stderr)
         raise failure
@@ -150,6 +163,34 @@ def _compared(audit: Audit | None, words: list[str], options: AuditOptions, args
     if why_not:
         return dataclasses.replace(audit, unchecked=(*audit.unchecked, f"comparison with one rank: {why_not}"))
     return with_comparison(audit, options)
+
+
+def _show_patch(audit: Audit, options: AuditOptions, target: Path | None) -> None:
+    """Look for edits that mend the findings, and print their diff and the reason of each."""
+    from everyrank.audit import short_place
+    from everyrank.repair import patch_script
+
+    patch = patch_script(audit, options, lambda text: print(f"{text} ...", file=sys.stderr))
+    name = os.path.relpath(audit.words[0])
+    diff = "".join(difflib.unified_diff(patch.original.splitlines(True), patch.text.splitlines(True), name, name))
+    print()
+    if diff:
+        print_diff(diff.splitlines())
+        print(f"\nmended, by {patch.audits} more audits of the edited script:")
+    for finding, reasons in patch.mended:
+        consequence = "" if reasons else ", which followed from the others"
+        print(f"  {finding.rule} at {printable(short_place(finding.place))}{consequence}")
+        for line, reason in reasons:
+            print(f"    line {line}: {reason}")
+    if patch.left:
+        print("not patched:")
+        for finding, reason in patch.left:
+            print(f"  {finding.rule} at {printable(short_place(finding.place))}: {printable(reason)}")
+    if not diff and not patch.left:
+        print("no finding to mend")
+    if target is not None:
+        write_text(target, diff)
+        print(f"wrote {printable(str(target))}")
 
 
 def _show(audit: Audit, args: argparse.Namespace) -> None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
-import os
 import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from everyrank.commands.shared import check_writable
+from everyrank.commands.shared import check_writable, print_diff
 from everyrank.errors import CHECK_FAILED, UsageError, printable
 from everyrank.record import write_text
 
@@ -115,12 +113,11 @@ def _checked(args: argparse.Namespace) -> tuple[list[str], Path, list[int]]:
 def _show(result: PortResult, words: list[str], target: Path, text: str) -> None:
     """Print the diff, a reason for each edit, the comparison, and what is left to the person."""
     best = result.best
-    is_terminal = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    for line in difflib.unified_diff(
-        result.original.splitlines(), text.splitlines(), Path(words[0]).name, target.name, lineterm=""
-    ):
-        color = {"+": "32", "-": "31", "@": "36"}.get(line[:1], "")
-        print(f"\033[{color}m{printable(line)}\033[0m" if color and is_terminal else printable(line))
+    print_diff(
+        difflib.unified_diff(
+            result.original.splitlines(), text.splitlines(), Path(words[0]).name, target.name, lineterm=""
+        )
+    )
     print("\nedits:")
     for line, reason in _reasons(best):
         print(f"  line {line}: {reason}")

@@ -6,7 +6,7 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ __all__ = [
     "close_output",
     "layouts_of",
     "options_of",
+    "print_diff",
     "repeated_arguments",
     "say",
     "say_next",
@@ -212,3 +213,11 @@ def check_writable(path: Path | None) -> None:
             probe.unlink(missing_ok=True)
     except OSError as error:
         raise UsageError(f"{path}: cannot be written ({error.strerror}); give another path") from error
+
+
+def print_diff(lines: Iterable[str]) -> None:
+    """Print a unified diff, in color on a terminal."""
+    is_colored = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    for line in lines:
+        text, color = printable(line.rstrip("\r\n")), {"+": "32", "-": "31", "@": "36"}.get(line[:1], "")
+        print(f"\033[{color}m{text}\033[0m" if color and is_colored else text)

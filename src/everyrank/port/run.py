@@ -18,7 +18,7 @@ from everyrank.port.plan import Choice
 from everyrank.port.source import Edit, NotPortedError
 from everyrank.rerun import Imposed, ScriptHost, ScriptRecording
 
-__all__ = ["Attempt", "PortResult", "port_script"]
+__all__ = ["Attempt", "PortResult", "port_script", "with_siblings"]
 
 UPDATES = 12
 _OBSERVED_UPDATES = 24
@@ -201,7 +201,7 @@ def _check(
     """Compare on each number of ranks, until one differs."""
     tolerance = FLOAT64_TOLERANCE if float64 else FLOAT32_TOLERANCE
     comparisons: list[PortComparison] = []
-    with _with_siblings(Path(words[0]), ported) as candidate:
+    with with_siblings(Path(words[0]), ported, f"{Path(words[0]).stem}_ddp.py") as candidate:
         for count in ranks:
             recording = host.run(
                 count,
@@ -238,10 +238,10 @@ def _without_dropout(
 
 
 @contextlib.contextmanager
-def _with_siblings(script: Path, text: str) -> Generator[Path]:
-    """The port in a folder of its own, with links to all that stands beside the script, which it may import or read."""
+def with_siblings(script: Path, text: str, name: str) -> Generator[Path]:
+    """A text in a folder of its own, with links to all that stands beside the script, which it may import or read."""
     with tempfile.TemporaryDirectory(prefix="everyrank-port-") as folder:
-        path = Path(folder) / f"{script.stem}_ddp.py"
+        path = Path(folder) / name
         for sibling in script.absolute().parent.iterdir():
             if sibling.name != path.name:
                 (path.parent / sibling.name).symlink_to(sibling)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import re
 from collections.abc import Iterator, Sequence
 
 from everyrank.errors import CannotRunError
@@ -131,7 +132,18 @@ class ScriptSource:
             and self.code(node) == name
         ]
 
+    def is_in_brackets(self, node: ast.AST) -> bool:
+        """Whether an expression stands alone in round brackets, as in `(loss / 2).backward()`."""
+        start, end = _start(node), _end(node)
+        before, after = self.lines[start[0] - 1][: start[1]], self.lines[end[0] - 1][end[1] :]
+        is_argument = re.search(rb"[\w\])]\($", before) is not None
+        return before.endswith(b"(") and after.startswith(b")") and not is_argument
+
     # --- editing
+
+    def edit(self, start: tuple[int, int], end: tuple[int, int], text: str, reason: str) -> None:
+        """Put `text` between two positions."""
+        self.edits.append(Edit(start, end, text, reason))
 
     def replace(self, node: ast.AST, text: str, reason: str) -> None:
         """Put `text` in place of an expression."""

@@ -1,0 +1,14 @@
+"""Patches for what the audit found: edits of the script, each checked by another audit.
+
+fix.py               tries edits, audits again, keeps what helps
+remedies.py          which edits may mend which finding
+edited_script.py     the script with its edits
+data_edits.py        edits of loaders and samplers
+gradient_edits.py    edits of the loss, of backward and of clipping
+replica_edits.py     edits of the wrapper, of seeds, of saving
+evaluation_edits.py  edits of evaluations
+"""
+
+from everyrank.repair.fix import Patch, patch_script
+
+__all__ = ["Patch", "patch_script"]

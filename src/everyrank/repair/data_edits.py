@@ -1,0 +1,133 @@
+"""Edits of loaders, samplers and splits."""
+
+from __future__ import annotations
+
+import ast
+
+from everyrank.audit import Finding
+from everyrank.repair.edited_script import (
+    CannotRepairError,
+    EditedScript,
+    end_of,
+    line_of_finding,
+    loader_of_loop,
+    name_of_loader,
+)
+
+__all__ = [
+    "all_ranks_read",
+    "divide_by_sampler",
+    "one_seed_for_the_sampler",
+    "set_epoch",
+    "shuffle_by_the_sampler",
+    "split_with_fixed_seed",
+]
+
+
+def divide_by_sampler(script: EditedScript, finding: Finding) -> None:
+    """DataLoader(data, shuffle=True) -> DataLoader(data, sampler=DistributedSampler(data, shuffle=True))."""
+    source, call = script.source, script.call_at(line_of_finding(finding), "DataLoader")
+    dataset = script.keyword(call, "dataset")
+    data = source.code(call.args[0]) if call.args else source.code(dataset.value) if dataset else ""
+    if not data or any(script.keyword(call, name) for name in ("sampler", "batch_sampler")) or len(call.args) > 2:
+        raise CannotRepairError("the loader has a sampler of its own")
+    sampler = script.imported("torch.utils.data.distributed", "DistributedSampler")
+    reason = "the sampler gives each rank its own samples"
+    shuffle = script.keyword(call, "shuffle")
+    given = f"shuffle={source.code(shuffle.value)}" if shuffle else "shuffle=False"
+    text = f"sampler={sampler}({data})" if given == "shuffle=True" else f"sampler={sampler}({data}, {given})"
+    if shuffle:
+        source.replace(shuffle, text, reason)
+    else:
+        last = max([*call.args, *call.keywords], key=end_of)
+        source.wrap(last, "", f", {text}", reason)
+    if given != "shuffle=False":
+        _set_epoch_in_loops_over(script, name_of_loader(script, call))
+
+
+def _set_epoch_in_loops_over(script: EditedScript, loader: str) -> None:
+    for node in ast.walk(script.source.tree):
+        if isinstance(node, ast.For) and loader and loader_of_loop(script, node) == loader:
+            epoch = _epoch_of(script, node)
+            if epoch:
+                _insert_set_epoch(script, node, loader, epoch)
+
+
+def _epoch_of(script: EditedScript, loop: ast.For) -> str:
+    """The name that counts the epochs around a loop: that of the next loop, or a parameter of the function."""
+    outer = [each for each in script.source.loops(loop) if each is not loop and isinstance(each, ast.For)]
+    if outer:
+        target = outer[0].target
+        if isinstance(target, ast.Name):
+            if target.id != "_":
+                return target.id
+            script.source.replace(target, "epoch", "the sampler needs the number of the epoch")
+            return "epoch"
+        return ""
+    scope = script.source.scope(loop)
+    names = [argument.arg for argument in scope.args.args] if isinstance(scope, ast.FunctionDef) else []
+    return next((name for name in names if "epoch" in name.lower() and not name.lower().startswith("n")), "")
+
+
+def _insert_set_epoch(script: EditedScript, loop: ast.For, loader: str, epoch: str) -> None:
+    script.source.insert_before(loop, f"{loader}.sampler.set_epoch({epoch})", "each epoch has an order of its own")
+
+
+def set_epoch(script: EditedScript, finding: Finding) -> None:
+    """loader.sampler.set_epoch(epoch) before the loop over the loader."""
+    loop = script.loop_around(line_of_finding(finding))
+    loader, epoch = loader_of_loop(script, loop), _epoch_of(script, loop)
+    if not loader or not epoch:
+        raise CannotRepairError("no name counts the epochs around this loop")
+    _insert_set_epoch(script, loop, loader, epoch)
+
+
+def shuffle_by_the_sampler(script: EditedScript, _: Finding) -> None:
+    """DistributedSampler(data, shuffle=False) -> DistributedSampler(data), for the sampler of a training loader."""
+    for call in script.calls_of("DistributedSampler"):
+        word = script.keyword(call, "shuffle")
+        if word is not None and script.source.code(word.value) == "False" and "set_epoch" in script.source.text:
+            script.remove_argument(call, word, "the sampler shuffles, and set_epoch gives each epoch its own order")
+            return
+    raise CannotRepairError("no DistributedSampler with shuffle=False and set_epoch was found")
+
+
+def one_seed_for_the_sampler(script: EditedScript, _: Finding) -> None:
+    """DistributedSampler(data, seed=rank) -> DistributedSampler(data)."""
+    samplers = script.calls_of("DistributedSampler")
+    seeds = [(call, word) for call in samplers if (word := script.keyword(call, "seed")) is not None]
+    if not seeds:
+        raise CannotRepairError("no sampler has a seed of its own")
+    for call, word in seeds:
+        script.remove_argument(call, word, "all ranks draw one order, and each reads its part of it")
+
+
+def all_ranks_read(script: EditedScript, _: Finding) -> None:
+    """DistributedSampler(data, 4, 0) -> DistributedSampler(data): the ranks and their number are those of the group."""
+    for call in script.calls_of("DistributedSampler"):
+        extra: list[ast.expr | ast.keyword] = [*call.args[1:3]]
+        extra += [word for word in call.keywords if word.arg in ("num_replicas", "rank")]
+        if extra:
+            kept = [script.source.code(call.args[0])] if call.args else []
+            kept += [script.source.code(word) for word in call.keywords if word.arg not in ("num_replicas", "rank")]
+            name = script.source.code(call.func)
+            script.source.replace(call, f"{name}({', '.join(kept)})", "number and ranks are those of the group")
+            return
+    raise CannotRepairError("no sampler is given a number of ranks")
+
+
+def split_with_fixed_seed(script: EditedScript, _: Finding) -> None:
+    """random_split(data, sizes, torch.Generator().manual_seed(0))."""
+    for call in script.calls_of("random_split"):
+        given = script.keyword(call, "generator")
+        generator = "torch.Generator().manual_seed(0)"
+        reason = "all ranks split the dataset equally"
+        if given is not None:
+            script.source.replace(given.value, generator, reason)
+        elif len(call.args) > 2:
+            script.source.replace(call.args[2], generator, reason)
+        else:
+            last = max([*call.args, *call.keywords], key=end_of)
+            script.source.wrap(last, "", f", generator={generator}", reason)
+        return
+    raise CannotRepairError("no random_split in the script")

@@ -1,0 +1,205 @@
+"""Tries the remedies of findings, audits the edited script, and keeps the edits that help and do no harm."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from everyrank.audit import Audit, AuditOptions, Finding, ScriptFailedError, audit_script
+from everyrank.errors import CannotRunError, EveryrankError
+from everyrank.port import NotPortedError
+from everyrank.port.helpers import HELPERS
+from everyrank.port.run import with_siblings
+from everyrank.repair.edited_script import CannotRepairError, EditedScript, line_of
+from everyrank.repair.remedies import Remedy, remedies_for
+
+__all__ = ["Patch", "edited_by", "patch_script"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Patch:
+    """The edits that mend findings, and those findings.
+
+    original  text of the script
+    text      the same, edited; equal to `original` if no edit helped
+    mended    each finding that is gone, with the reasons of its edits as (line, sentence)
+    left      each finding that a patch was looked for, with why there is none
+    audits    how often the edited script was audited
+    """
+
+    original: str
+    text: str
+    mended: tuple[tuple[Finding, tuple[tuple[int, str], ...]], ...]
+    left: tuple[tuple[Finding, str], ...]
+    audits: int
+
+
+def patch_script(audit: Audit, options: AuditOptions, say: Callable[[str], None] = lambda _: None) -> Patch:
+    """Edit the script of an audit so that its findings are gone; another audit checks each edit.
+
+    Raises `CannotRunError` for a module (-m) or a script that cannot be read.
+    """
+    script = Path(audit.words[0])
+    if audit.words[0].startswith("-"):
+        raise CannotRunError("a module (-m) is not patched: give the path of a script")
+    try:
+        text = script.read_bytes().decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CannotRunError(f"{script}: {error}") from error
+    left: list[tuple[Finding, str]] = []
+    open_findings: list[tuple[Finding, list[Remedy]]] = []
+    for finding in audit.findings:
+        remedies = remedies_for(finding)
+        if not remedies:
+            if finding.level in ("FAIL", "WARN"):
+                left.append((finding, "no edit is known for this kind of mistake"))
+        elif finding.level == "NOTE":
+            continue
+        elif not line_of(finding.place, script):
+            left.append((finding, "it does not stand in this script, and other files are not edited"))
+        else:
+            open_findings.append((finding, remedies))
+    trial = _Trials(audit, options, text, say)
+    kept = trial.all_at_once(open_findings)
+    if kept is None:
+        kept = []
+        for finding, remedies in open_findings:
+            reason = trial.one_by_one(finding, remedies, kept)
+            if reason:
+                left.append((finding, reason))
+    edited, reasons = _edited(text, kept)
+    mended = [(finding, reasons[index]) for index, (finding, _) in enumerate(kept)]
+    if kept:  # a consequence goes with its cause
+        gone = [finding for finding, _ in left if finding.rule not in trial.rules_left]
+        mended += [(finding, ()) for finding in gone]
+        left = [each for each in left if each[0] not in gone]
+    return Patch(text, edited, tuple(mended), tuple(left), trial.audits)
+
+
+class _Trials:
+    """Audits of the edited script.
+
+    rules_left  rules of the findings in the last audit that was better
+    """
+
+    def __init__(self, audit: Audit, options: AuditOptions, text: str, say: Callable[[str], None]) -> None:
+        self.before, self.options, self.text, self.say = audit, options, text, say
+        self.audits, self.rules_left = 0, set[str]()
+
+    def all_at_once(self, open_findings: Sequence[tuple[Finding, list[Remedy]]]) -> list[tuple[Finding, Remedy]] | None:
+        """The first remedy of every finding, in one audit; None if that is not enough."""
+        chosen: list[tuple[Finding, Remedy]] = []
+        for finding, remedies in open_findings:
+            remedy = next((each for each in remedies if self._fits([*chosen, (finding, each)])), None)
+            if remedy is None:
+                return None
+            chosen.append((finding, remedy))
+        if not chosen:
+            return []
+        return chosen if not self._why_not(chosen) else None
+
+    def one_by_one(self, finding: Finding, remedies: Sequence[Remedy], kept: list[tuple[Finding, Remedy]]) -> str:
+        """Add the first remedy that helps to those that are kept; why none does."""
+        reason = ""
+        for remedy in remedies:
+            chosen = [*kept, (finding, remedy)]
+            try:
+                _edited(self.text, chosen)
+            except (CannotRepairError, NotPortedError) as error:
+                reason = reason or str(error)
+                continue
+            why = self._why_not(chosen)
+            if not why:
+                kept.append(chosen[-1])
+                return ""
+            reason = why
+        return reason
+
+    def _fits(self, chosen: Sequence[tuple[Finding, Remedy]]) -> bool:
+        try:
+            _edited(self.text, chosen)
+        except (CannotRepairError, NotPortedError):
+            return False
+        return True
+
+    def _why_not(self, chosen: Sequence[tuple[Finding, Remedy]]) -> str:
+        """Audit the edited script; "" if the findings are gone and no other one has come."""
+        text, _ = _edited(self.text, chosen)
+        script = Path(self.before.words[0])
+        self.audits += 1
+        self.say(f"auditing patch {self.audits}")
+        with with_siblings(script, text, script.name) as path:
+            try:
+                after = audit_script([str(path), *self.before.words[1:]], self.options, lambda _: None)
+            except ScriptFailedError as error:
+                return f"with the edit the script fails: {error}"
+            except EveryrankError as error:
+                return f"the edited script could not be audited: {error}"
+        if after is None:
+            return "another rank has the result"
+        difference = _difference(self.before, after, [finding for finding, _ in chosen])
+        if not difference:
+            self.rules_left = {finding.rule for finding in after.findings}
+        return difference
+
+
+def _difference(before: Audit, after: Audit, findings: Sequence[Finding]) -> str:
+    """Why an edited script is no better; "" if these findings are gone and nothing else is wrong."""
+    known = Counter(finding.rule for finding in before.findings)
+    now = Counter(finding.rule for finding in after.findings)
+    mended = Counter(finding.rule for finding in findings)
+    for finding in after.findings:
+        if finding.rule in mended:
+            if now[finding.rule] > known[finding.rule] - mended[finding.rule]:
+                return "the edit was tried, and the audit finds the same again"
+        elif finding.level in ("FAIL", "WARN") and now[finding.rule] > known[finding.rule]:
+            return f"with the edit the audit finds: {finding.text}"
+    lost = [reason for reason in after.unchecked if reason not in before.unchecked and "gradients" in reason]
+    if lost:
+        return f"with the edit the audit cannot check it: {lost[0]}"
+    if after.updates < min(before.updates, 2):
+        return f"with the edit the script makes only {after.updates} updates"
+    return ""
+
+
+def edited_by(text: str, chosen: Sequence[tuple[Finding, Remedy]]) -> str:
+    """The script with these remedies. Raises `CannotRepairError` or `NotPortedError` if one does not fit."""
+    return _edited(text, chosen)[0]
+
+
+def _edited(text: str, chosen: Sequence[tuple[Finding, Remedy]]) -> tuple[str, list[tuple[tuple[int, str], ...]]]:
+    """The script with these remedies, and the reasons of each one's edits.
+
+    Raises `CannotRepairError` or `NotPortedError` if one does not fit.
+    """
+    script = EditedScript(text)
+    reasons: list[tuple[tuple[int, str], ...]] = []
+    for finding, remedy in chosen:
+        count = len(script.source.edits)
+        remedy(script, finding)
+        reasons.append(tuple((edit.start[0], edit.reason) for edit in script.source.edits[count:] if edit.reason))
+    _add_imports(script)
+    return script.source.edited(), reasons
+
+
+def _add_imports(script: EditedScript) -> None:
+    """Put imports and helper functions after the imports of the script."""
+    helpers = "\n\n".join(HELPERS[name].strip("\n") for name in sorted(script.helpers))
+    if helpers:
+        helpers = helpers.replace("dist.", f"{script.dist}.")
+    if not script.imports and not helpers:
+        return
+    imports = [node for node in script.source.tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    if not imports:
+        raise CannotRepairError("the script has no imports at its top")
+    needed = list(script.imports)
+    if helpers and not any(alias.name == "torch" for node in imports for alias in node.names):
+        needed.append("import torch")
+    block = "\n".join(needed)
+    if helpers:
+        follows = script.source.lines[imports[-1].end_lineno : imports[-1].end_lineno + 1]  # type: ignore[operator]
+        block += f"\n\n\n{helpers}" + ("\n\n" if follows and follows[0].strip() else "")
+    script.source.insert_after(imports[-1], block.strip("\n") if not helpers else block.lstrip("\n"), "")

@@ -1,0 +1,483 @@
+"""Each edit that `everyrank audit --fix` can try, on a few lines: the text after it."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from everyrank.audit import Finding
+from everyrank.repair.edited_script import CannotRepairError, EditedScript, line_of
+from everyrank.repair.fix import edited_by
+from everyrank.repair.remedies import REMEDIES, remedies_for
+
+# (rule, text of the finding, script, script after the first remedy that fits); the finding stands where "#!" is
+EDITS = [
+    (
+        "data.same",
+        "",
+        """
+        from torch.utils.data import DataLoader
+        loader = DataLoader(data, 8, shuffle=True, num_workers=2) #!
+        for epoch in range(3):
+            for batch in tqdm(loader):
+                train(batch)
+        """,
+        """
+        from torch.utils.data import DataLoader
+        from torch.utils.data.distributed import DistributedSampler
+        loader = DataLoader(data, 8, sampler=DistributedSampler(data), num_workers=2) #!
+        for epoch in range(3):
+            loader.sampler.set_epoch(epoch)
+            for batch in tqdm(loader):
+                train(batch)
+        """,
+    ),
+    (
+        "data.same",
+        "",
+        """
+        from torch.utils.data.distributed import DistributedSampler as Sampler
+        loader = DataLoader( #!
+            dataset=data,
+            shuffle=is_training,
+        )
+        """,
+        """
+        from torch.utils.data.distributed import DistributedSampler as Sampler
+        loader = DataLoader( #!
+            dataset=data,
+            sampler=Sampler(data, shuffle=is_training),
+        )
+        """,
+    ),
+    (
+        "data.epoch",
+        "the second epoch has the order of the first: set_epoch is not called",
+        """
+        def train(loader, epochs):
+            for _ in range(epochs):
+                for index, (x, y) in enumerate(loader): #!
+                    step(x, y)
+        """,
+        """
+        def train(loader, epochs):
+            for epoch in range(epochs):
+                loader.sampler.set_epoch(epoch)
+                for index, (x, y) in enumerate(loader): #!
+                    step(x, y)
+        """,
+    ),
+    (
+        "data.epoch",
+        "set_epoch is not called",
+        """
+        def train_epoch(self, epoch):
+            for x in self.loader: #!
+                step(x)
+        """,
+        """
+        def train_epoch(self, epoch):
+            self.loader.sampler.set_epoch(epoch)
+            for x in self.loader: #!
+                step(x)
+        """,
+    ),
+    (
+        "data.epoch",
+        "the second epoch has the order of the first: the data is not shuffled",
+        """
+        sampler = DistributedSampler(data, shuffle=False)
+        loader = DataLoader(data, 8, sampler=sampler) #!
+        sampler.set_epoch(epoch)
+        """,
+        """
+        sampler = DistributedSampler(data)
+        loader = DataLoader(data, 8, sampler=sampler) #!
+        sampler.set_epoch(epoch)
+        """,
+    ),
+    (
+        "data.overlap",
+        "",
+        "sampler = DistributedSampler(data, seed=rank, drop_last=True) #!",
+        "sampler = DistributedSampler(data, drop_last=True) #!",
+    ),
+    (
+        "data.skipped",
+        "",
+        "sampler = DistributedSampler(data, 4, rank, shuffle=True) #!",
+        "sampler = DistributedSampler(data, shuffle=True) #!",
+    ),
+    (
+        "data.split",
+        "",
+        "train, test = random_split(data, [80, 20]) #!",
+        "train, test = random_split(data, [80, 20], generator=torch.Generator().manual_seed(0)) #!",
+    ),
+    (
+        "gradient.carried",
+        "",
+        """
+        if True:
+            scaler.step(optimizer) #!
+            scaler.update()
+        """,
+        """
+        if True:
+            scaler.step(optimizer) #!
+            optimizer.zero_grad()
+            scaler.update()
+        """,
+    ),
+    (
+        "gradient.thrown-away",
+        "",
+        """
+        for index, x in enumerate(loader):
+            optimizer.zero_grad() #!
+            loss(x).backward()
+            if index % 2:
+                optimizer.step()
+        """,
+        """
+        for index, x in enumerate(loader):
+            loss(x).backward()
+            if index % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        """,
+    ),
+    (
+        "gradient.scale",
+        "it is divided by the 2 ranks once too often",
+        """
+        loss = criterion(model(x), y) #!
+        (loss / world_size).backward()
+        """,
+        """
+        loss = criterion(model(x), y) #!
+        loss.backward()
+        """,
+    ),
+    (
+        "gradient.scale",
+        "it is divided by the 2 ranks once too often",
+        """
+        import torch.distributed as dist
+        loss = criterion(model(x), y, reduction="sum") / len(y) #!
+        loss.backward()
+        """,
+        """
+        import torch.distributed as dist
+        loss = criterion(model(x), y, reduction="sum") / len(y) #!
+        (loss * dist.get_world_size()).backward()
+        """,
+    ),
+    (
+        "gradient.scale",
+        "the loss is multiplied by the 2 ranks",
+        """
+        loss = criterion(model(x), y) #!
+        loss *= args.world_size
+        loss.backward()
+        """,
+        """
+        loss = criterion(model(x), y) #!
+        loss.backward()
+        """,
+    ),
+    (
+        "gradient.scale",
+        "the loss is not divided by the 4 backwards of an update",
+        """
+        loss = criterion(model(x), y) #!
+        scaler.scale(loss).backward()
+        if (i + 1) % args.accumulate == 0:
+            scaler.step(optimizer)
+        """,
+        """
+        loss = criterion(model(x), y) #!
+        scaler.scale(loss / args.accumulate).backward()
+        if (i + 1) % args.accumulate == 0:
+            scaler.step(optimizer)
+        """,
+    ),
+    (
+        "gradient.scale",
+        "the loss is divided by the 4 backwards twice",
+        """
+        loss = criterion(model(x), y) / 4 #!
+        (loss / 4).backward()
+        """,
+        """
+        loss = criterion(model(x), y) / 4 #!
+        loss.backward()
+        """,
+    ),
+    (
+        "gradient.weights",
+        "",
+        """
+        with model.no_sync() if index else nullcontext():
+            loss.backward()
+        optimizer.step() #!
+        """,
+        """
+        with nullcontext():
+            loss.backward()
+        optimizer.step() #!
+        """,
+    ),
+    (
+        "clip.scaled",
+        "",
+        """
+        scaler.scale(loss).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0) #!
+        scaler.step(optimizer)
+        """,
+        """
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0) #!
+        scaler.step(optimizer)
+        """,
+    ),
+    (
+        "clip.local",
+        "",
+        """
+        for part in parts:
+            loss(part).backward()
+            clip_grad_norm_(model.parameters(), 1.0) #!
+        optimizer.step()
+        """,
+        """
+        for part in parts:
+            loss(part).backward()
+        clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        """,
+    ),
+    (
+        "replicas.unwrapped",
+        "",
+        "loss = F.cross_entropy(model.module(x), y) #!",
+        "loss = F.cross_entropy(model(x), y) #!",
+    ),
+    (
+        "random.dropout",
+        "",
+        """
+        import torch.distributed as dist
+        torch.manual_seed(args.seed)
+        model = DistributedDataParallel(Net())
+        model(x) #!
+        """,
+        """
+        import torch.distributed as dist
+        torch.manual_seed(args.seed)
+        model = DistributedDataParallel(Net())
+        torch.manual_seed(args.seed + dist.get_rank())
+        model(x) #!
+        """,
+    ),
+    (
+        "random.noise",
+        "",
+        """
+        from torch import distributed
+        generator = torch.Generator().manual_seed(5)
+        torch.randn(3, generator=generator) #!
+        """,
+        """
+        from torch import distributed
+        generator = torch.Generator().manual_seed(5 + distributed.get_rank())
+        torch.randn(3, generator=generator) #!
+        """,
+    ),
+    (
+        "eval.padded",
+        "",
+        """
+        import torch.distributed as dist
+        from torch.utils.data import DataLoader, Subset
+        loader = DataLoader(held_out, 5, sampler=DistributedSampler(held_out, shuffle=False)) #!
+        """,
+        """
+        import torch.distributed as dist
+        from torch.utils.data import DataLoader, Subset
+        loader = DataLoader(Subset(held_out, range(dist.get_rank(), len(held_out), dist.get_world_size())), 5) #!
+        """,
+    ),
+    (
+        "eval.dropped",
+        "",
+        "loader = DataLoader(held_out, drop_last=True, batch_size=5) #!",
+        "loader = DataLoader(held_out, batch_size=5) #!",
+    ),
+    (
+        "eval.mode",
+        "",
+        """
+        with torch.no_grad():
+            for x, y in loader:
+                output = model.module(x) #!
+        """,
+        """
+        model.eval()
+        with torch.no_grad():
+            for x, y in loader:
+                output = model.module(x) #!
+        model.train()
+        """,
+    ),
+    (
+        "train.mode",
+        "",
+        """
+        for x, y in loader:
+            loss = F.mse_loss(net(x), y) #!
+        """,
+        """
+        net.train()
+        for x, y in loader:
+            loss = F.mse_loss(net(x), y) #!
+        """,
+    ),
+    (
+        "eval.dropout",
+        "",
+        """
+        class Net(nn.Module):
+            def forward(self, x):
+                return F.dropout(self.layer(x), 0.1)
+        model(x) #!
+        """,
+        """
+        class Net(nn.Module):
+            def forward(self, x):
+                return F.dropout(self.layer(x), 0.1, training=self.training)
+        model(x) #!
+        """,
+    ),
+    (
+        "save.race",
+        "",
+        """
+        import torch.distributed as dist
+        torch.save({ #!
+            "model": model.state_dict(),
+        }, "last.pt")
+        """,
+        """
+        import torch.distributed as dist
+        if dist.get_rank() == 0:
+            torch.save({ #!
+                "model": model.state_dict(),
+            }, "last.pt")
+        """,
+    ),
+    (
+        "ddp.find-unused",
+        "",
+        "model = DDP(model, find_unused_parameters=True, device_ids=[0]) #!",
+        "model = DDP(model, device_ids=[0]) #!",
+    ),
+    ("ddp.buckets", "", "model = DDP(model, bucket_cap_mb=0.001) #!", "model = DDP(model) #!"),
+]
+
+# (rule, text, script): the helper that the edit brings along, and the line that calls it
+WITH_HELPERS = [
+    (
+        "gradient.ragged",
+        """
+        import torch
+        loss = F.cross_entropy(model(x), labels, ignore_index=PAD) #!
+        loss.backward()
+        """,
+        "def mean_over_ranks(",
+        "mean_over_ranks(loss, (labels != PAD).sum()).backward()",
+    ),
+    (
+        "schedule.differs",
+        """
+        import torch
+        plateau.step(loss.item()) #!
+        """,
+        "def add_over_ranks(",
+        "plateau.step(add_over_ranks(float(loss.item())) / dist.get_world_size())",
+    ),
+    (
+        "eval.shard",
+        """
+        import torch
+        def evaluate(loader):
+            hits = seen = 0
+            for x, y in loader:
+                hits += (model(x).argmax(1) == y).sum().item() #!
+                seen += len(y)
+            return hits / seen
+        """,
+        "def add_over_ranks(",
+        "    hits, seen = add_over_ranks(hits, seen)",
+    ),
+]
+
+
+def _plain(text: str) -> str:
+    return textwrap.dedent(text).strip("\n") + "\n"
+
+
+def _finding(rule: str, text: str, script: str) -> Finding:
+    line = next(number for number, each in enumerate(script.splitlines(), 1) if "#!" in each)
+    return Finding("FAIL", rule, f"train.py:{line}", text)
+
+
+def _first_that_fits(finding: Finding, text: str) -> str:
+    for remedy in remedies_for(finding):
+        try:
+            return edited_by(text, [(finding, remedy)])
+        except CannotRepairError:
+            continue
+    pytest.fail("no remedy fits")
+
+
+@pytest.mark.parametrize(
+    ("rule", "text", "before", "after"), EDITS, ids=[f"{i}-{row[0]}" for i, row in enumerate(EDITS)]
+)
+def test_an_edit(rule: str, text: str, before: str, after: str) -> None:
+    script = _plain(before)
+    assert _first_that_fits(_finding(rule, text, script), script) == _plain(after)
+
+
+@pytest.mark.parametrize(("rule", "before", "helper", "line"), WITH_HELPERS, ids=[row[0] for row in WITH_HELPERS])
+def test_an_edit_with_a_helper(rule: str, before: str, helper: str, line: str) -> None:
+    script = _plain(before)
+    edited = _first_that_fits(_finding(rule, "", script), script)
+    assert helper in edited
+    assert line in edited.replace(" #!", "").splitlines()
+    ast.parse(edited)
+
+
+def test_every_rule_with_an_edit_is_shown() -> None:
+    shown = {row[0] for row in itertools.chain(EDITS, WITH_HELPERS)}
+    assert {rule for rule, _, _ in REMEDIES} - shown == {"gradient.local", "random.augment"}  # the same edits
+
+
+def test_a_script_of_another_shape_is_left() -> None:
+    script = "batches = make(data) #!\n"
+    for remedy in remedies_for(_finding("data.same", "", script)):
+        with pytest.raises(CannotRepairError):
+            remedy(EditedScript(script), _finding("data.same", "", script))
+
+
+def test_a_place_in_another_file_is_not_edited(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    assert line_of(f"{script}:7", script) == 7
+    assert line_of(f"{tmp_path / 'engine.py'}:7", script) == 0
+    assert line_of("", script) == 0
