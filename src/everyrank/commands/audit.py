@@ -141,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
     if audit is not None:
         _show(audit, args)
     if args.fix and unpatched is not None and failure is None:
-        _show_patch(unpatched, options, args.patch)
+        _show_patch(unpatched, options, args.patch, args.json)
     if failure is not None:
         print("\n".join(f"  {printable(line)}" for line in failure.tail), file=sys.stderr)
         raise failure
@@ -165,7 +165,7 @@ def _compared(audit: Audit | None, words: list[str], options: AuditOptions, args
     return with_comparison(audit, options)
 
 
-def _show_patch(audit: Audit, options: AuditOptions, target: Path | None) -> None:
+def _show_patch(audit: Audit, options: AuditOptions, target: Path | None, json_file: Path | None) -> None:
     """Look for edits that mend the findings, and print their diff and the reason of each."""
     from everyrank.audit import short_place
     from everyrank.repair import patch_script
@@ -188,6 +188,9 @@ def _show_patch(audit: Audit, options: AuditOptions, target: Path | None) -> Non
             print(f"  {finding.rule} at {printable(short_place(finding.place))}: {printable(reason)}")
     if not diff and not patch.left:
         print("no finding to mend")
+    if json_file is not None:
+        known = json.loads(json_file.read_text())
+        write_text(json_file, json.dumps({**known, "patch": {**patch.as_json(), "diff": diff}}, indent=1) + "\n")
     if target is not None:
         write_text(target, diff)
         print(f"wrote {printable(str(target))}")

@@ -7,6 +7,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from everyrank.audit import Audit, AuditOptions, Finding, ScriptFailedError, audit_script
 from everyrank.errors import CannotRunError, EveryrankError
@@ -35,6 +36,17 @@ class Patch:
     mended: tuple[tuple[Finding, tuple[tuple[int, str], ...]], ...]
     left: tuple[tuple[Finding, str], ...]
     audits: int
+
+    def as_json(self) -> dict[str, Any]:
+        """As written by --json."""
+        return {
+            "mended": [
+                {"rule": finding.rule, "place": finding.place, "edits": [list(reason) for reason in reasons]}
+                for finding, reasons in self.mended
+            ],
+            "left": [{"rule": finding.rule, "place": finding.place, "reason": reason} for finding, reason in self.left],
+            "audits": self.audits,
+        }
 
 
 def patch_script(audit: Audit, options: AuditOptions, say: Callable[[str], None] = lambda _: None) -> Patch:

@@ -86,7 +86,7 @@ def _scale_loss(script: EditedScript, finding: Finding, factor: str, reason: str
         in_brackets = script.source.is_in_brackets(loss)
         text = f" {factor}"
         is_product = isinstance(loss, ast.BinOp) and isinstance(loss.op, ast.Mult | ast.Div)
-        if (is_argument and is_simple) or (in_brackets and is_product):
+        if (is_argument and is_simple) or (is_product and (in_brackets or is_argument)):
             script.source.wrap(loss, "", text, reason)
         elif is_argument or in_brackets:
             script.source.wrap(loss, "(", f"){text}", reason)
