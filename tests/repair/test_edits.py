@@ -11,7 +11,7 @@ import pytest
 
 from everyrank.audit import Finding
 from everyrank.repair.edited_script import CannotRepairError, EditedScript, line_of
-from everyrank.repair.fix import edited_by
+from everyrank.repair.fix import edited_by, is_editable
 from everyrank.repair.remedies import REMEDIES, remedies_for
 
 # (rule, text of the finding, script, script after the first remedy that fits); the finding stands where "#!" is
@@ -227,6 +227,23 @@ EDITS = [
         optimizer.step() #!
         """,
         """
+        with nullcontext():
+            loss.backward()
+        optimizer.step() #!
+        """,
+    ),
+    (
+        "gradient.local",
+        "",
+        """
+        import torch
+        with model.no_sync():
+            loss.backward()
+        optimizer.step() #!
+        """,
+        """
+        import torch
+        from contextlib import nullcontext
         with nullcontext():
             loss.backward()
         optimizer.step() #!
@@ -466,7 +483,7 @@ def test_an_edit_with_a_helper(rule: str, before: str, helper: str, line: str) -
 
 def test_every_rule_with_an_edit_is_shown() -> None:
     shown = {row[0] for row in itertools.chain(EDITS, WITH_HELPERS)}
-    assert {rule for rule, _, _ in REMEDIES} - shown == {"gradient.local", "random.augment"}  # the same edits
+    assert {rule for rule, _, _ in REMEDIES} - shown == {"random.augment"}  # the same edits as random.noise
 
 
 def test_a_script_of_another_shape_is_left() -> None:
@@ -481,3 +498,12 @@ def test_a_place_in_another_file_is_not_edited(tmp_path: Path) -> None:
     assert line_of(f"{script}:7", script) == 7
     assert line_of(f"{tmp_path / 'engine.py'}:7", script) == 0
     assert line_of("", script) == 0
+
+
+def test_editable_findings(tmp_path: Path) -> None:
+    """The audit offers --fix for a mistake in the script that has an edit."""
+    script = tmp_path / "train.py"
+    assert is_editable(Finding("FAIL", "gradient.carried", f"{script}:3", ""), script)
+    assert not is_editable(Finding("NOTE", "gradient.scale", f"{script}:3", "divided by the 2 ranks"), script)
+    assert not is_editable(Finding("FAIL", "replicas.rate", f"{script}:3", ""), script)
+    assert not is_editable(Finding("FAIL", "gradient.carried", f"{tmp_path / 'engine.py'}:3", ""), script)

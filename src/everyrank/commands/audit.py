@@ -7,12 +7,13 @@ import dataclasses
 import difflib
 import json
 import os
+import shlex
 import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from everyrank.commands.shared import check_html, check_writable, close_output, print_diff
+from everyrank.commands.shared import check_html, check_writable, close_output, print_diff, say_next
 from everyrank.errors import CHECK_FAILED, UsageError, printable
 from everyrank.record import write_text
 
@@ -165,6 +166,13 @@ def _compared(audit: Audit | None, words: list[str], options: AuditOptions, args
     return with_comparison(audit, options)
 
 
+def _has_edits(audit: Audit) -> bool:
+    """Whether --fix knows an edit for a mistake that was found."""
+    from everyrank.repair import is_editable
+
+    return any(is_editable(finding, Path(audit.words[0])) for finding in audit.findings)
+
+
 def _show_patch(audit: Audit, options: AuditOptions, target: Path | None, json_file: Path | None) -> None:
     """Look for edits that mend the findings, and print their diff and the reason of each."""
     from everyrank.audit import short_place
@@ -213,6 +221,8 @@ def _show(audit: Audit, args: argparse.Namespace) -> None:
         for path in (args.json, args.html, args.sarif):
             if path is not None:
                 print(f"wrote {printable(str(path))}")
+        if not args.fix and args.format == "text" and _has_edits(audit):
+            say_next(f"everyrank audit --fix {shlex.join(args.script)}")
         sys.stdout.flush()
     except (BrokenPipeError, SystemExit):  # rich exits if the reader of the pipe has gone
         close_output()

@@ -9,6 +9,6 @@ replica_edits.py     edits of the wrapper, of seeds, of saving
 evaluation_edits.py  edits of evaluations
 """
 
-from everyrank.repair.fix import Patch, patch_script
+from everyrank.repair.fix import Patch, is_editable, patch_script
 
-__all__ = ["Patch", "patch_script"]
+__all__ = ["Patch", "is_editable", "patch_script"]

@@ -17,7 +17,7 @@ from everyrank.port.run import with_siblings
 from everyrank.repair.edited_script import CannotRepairError, EditedScript, line_of
 from everyrank.repair.remedies import Remedy, remedies_for
 
-__all__ = ["Patch", "edited_by", "patch_script"]
+__all__ = ["Patch", "edited_by", "is_editable", "patch_script"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +89,11 @@ def patch_script(audit: Audit, options: AuditOptions, say: Callable[[str], None]
         mended += [(finding, ()) for finding in gone]
         left = [each for each in left if each[0] not in gone]
     return Patch(text, edited, tuple(mended), tuple(left), trial.audits)
+
+
+def is_editable(finding: Finding, script: Path) -> bool:
+    """Whether an edit is known for a mistake in a line of this script."""
+    return finding.level in ("FAIL", "WARN") and bool(remedies_for(finding)) and line_of(finding.place, script) > 0
 
 
 class _Trials:
