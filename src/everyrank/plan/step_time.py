@@ -136,8 +136,6 @@ def predict_step(c: Configurations, gpu: Gpu, inside: Link, across: Link, fitted
     matrix_seconds = 3 * products + attention + attention_backward
     matrix_seconds = matrix_seconds + np.where(full, products + attention, np.where(c.recompute == 2, half, 0))
     compute = forward + backward + again
-    launches = np.maximum(kernels * fitted.launch - forward, 0)
-    launches = launches + np.maximum((2 + full) * kernels * fitted.launch - backward - again, 0)
 
     row_bytes = c.tokens * c.hidden * c.size
     one_reduce = collective_seconds("all_reduce", row_bytes, c.tensor, c.per_node, inside, across)
@@ -146,6 +144,10 @@ def predict_step(c: Configurations, gpu: Gpu, inside: Link, across: Link, fitted
     keys_bytes = 2 * c.micro * c.seq * np.maximum(c.kv / c.tensor, 1) * c.head_dim * c.size
     one_gather = collective_seconds("all_gather", keys_bytes, c.context, beyond_tensor, inside, across)
     context_link = (3 + full) * one_gather
+    # a GPU that waits for launches has done its products and its collectives meanwhile
+    launches = np.maximum(kernels * fitted.launch - forward - 2 * one_reduce - one_gather, 0)
+    busy = backward + again + (2 + 2 * full) * one_reduce + (2 + full) * one_gather
+    launches = launches + np.maximum((2 + full) * kernels * fitted.launch - busy, 0)
 
     # fully sharded: a gather in forward and backward, a scatter in backward, each behind the neighbouring block
     block = c.block / c.tensor
