@@ -162,10 +162,15 @@ def predict_step(c: Configurations, gpu: Gpu, inside: Link, across: Link, fitted
 
     # head and loss, on the last stage
     table = c.vocab * c.hidden / c.tensor
-    head = 3 * _products(c.tokens, c.hidden, c.vocab / c.tensor, peak, gpu, fitted, c.size)
+    low_peak = np.where(c.size >= 4, gpu.flops_tf32, gpu.flops)  # the head stays in 16 bits
+    head = 3 * _products(c.tokens, c.hidden, c.vocab / c.tensor, low_peak, gpu, fitted, c.size)
     loss = (c.logit_traffic * c.tokens * c.vocab / c.tensor + 24 * table) / stream
     blocks = np.ceil(c.layers / c.pipeline)
     per_block = compute + launches + tensor_link + context_link + gather_link
+    # blocks that do not divide into stages are missing on the stages of embedding and head
+    spared = np.where(blocks * c.pipeline > c.layers, per_block, 0)
+    hidden_head = np.minimum(head + loss, spared) / (head + loss)
+    head, loss = head * (1 - hidden_head), loss * (1 - hidden_head)
     stage = blocks * per_block
     inner = c.tensor * c.context * c.shard * c.replicate  # ranks between neighbouring stages
     stage_rate = np.where(inner * c.pipeline <= c.per_node, inside.bandwidth, across.bandwidth)
