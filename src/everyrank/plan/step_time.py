@@ -196,11 +196,13 @@ def predict_step(c: Configurations, gpu: Gpu, inside: Link, across: Link, fitted
     )
     of_optimizer = np.where(sharded, units, np.where(c.zero >= 1, copies, 1))
     optimizer = c.optimizer_traffic * own / of_optimizer / stream + 2 * blocks * fitted.launch
+    # each micro-batch reads its gradients, and reads and writes their sum
+    adding = (c.size + 2 * c.gradients) * own / np.where(sharded, units, 1) / stream
 
     times = c.accumulate * blocks
     parts = {
         "products": times * matrix_seconds + c.accumulate * head,
-        "bandwidth": times * (compute - matrix_seconds) + c.accumulate * loss,
+        "bandwidth": times * (compute - matrix_seconds) + c.accumulate * (loss + adding),
         "launches": times * launches,
         "tensor link": times * tensor_link,
         "context link": times * context_link,
