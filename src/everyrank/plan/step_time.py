@@ -115,8 +115,14 @@ def _block(c: Configurations, gpu: Gpu, fitted: Fitted, peak: Any) -> tuple[Any,
     forward = 10 / split + 3 / c.tensor + np.where(c.gated, 5, 2) * inner + rotary
     backward = 14 / split + 3 / c.tensor + np.where(c.gated, 8, 3) * inner + rotary
     row_seconds = tokens * width * size * np.where(c.compiled, 0.6, 1.0) / stream
+    # products of 8 bits read 16 bits of each input and write it twice, as it is and transposed
+    rows_in = tokens * (2 * width + (heads * c.head_dim + c.ffn / c.tensor))
+    rows_out = tokens * (2 * width + (heads + 2 * kv_heads) * c.head_dim + (1 + c.gated) * c.ffn / c.tensor)
+    casts = np.where(c.fp8, 4 / stream, 0)
     kernels = np.where(c.flash, 22, 28) * np.where(c.compiled, 0.45, 1.0) + np.where(c.tensor > 1, 6, 0)
-    return products, attention, forward * row_seconds, backward * row_seconds, kernels + np.where(is_slow, 8, 0)
+    kernels = kernels + np.where(is_slow, 8, 0) + np.where(c.fp8, 8, 0)
+    elementwise = forward * row_seconds + casts * (rows_in + c.block / c.tensor)
+    return products, attention, elementwise, backward * row_seconds + casts * rows_out, kernels
 
 
 def predict_step(c: Configurations, gpu: Gpu, inside: Link, across: Link, fitted: Fitted = PRIOR) -> StepTime:
