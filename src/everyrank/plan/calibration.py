@@ -44,8 +44,9 @@ _WIDEST = 1.5  # of an interval's half-width, in natural logarithms, where no ro
 
 @dataclass(frozen=True)
 class Calibration:
-    """Fitted numbers by (GPU kind, stack), and errors of left-out rows by case, in natural logarithms.
+    """Fitted numbers by (GPU kind, stack), and errors of left-out rows, in natural logarithms.
 
+    errors    by case, and those of the first case by `GPU kind stack`, too
     rows      how many rows each case has
     sources   the tables they are from
     largest   of each axis and size, the largest value in any row: the range that was measured
@@ -84,7 +85,8 @@ class Calibration:
         order = CASES[CASES.index(case) :]
         if case == CASES[0] and self.rows.get((gpu, stack), 0) < _FEWEST:
             order = CASES[1:]
-        widths = [_quantile(self.errors.get(name, ()), coverage) for name in order]
+        names = [f"{gpu} {stack}", *order] if order[0] == CASES[0] else order
+        widths = [_quantile(self.errors.get(name, ()), coverage) for name in names]
         known = [width for width in widths if width is not None]
         return known[0] if known else _WIDEST
 
@@ -197,7 +199,8 @@ def fit_calibration(rows: Sequence[Row], folds: int = 5, seed: int = 0) -> Calib
     """Return the calibration of measured rows; those without a time are left out.
 
     Errors for the intervals come from rows that the fit has not seen: one of `folds` parts at a time for the same GPU
-    and stack, all of a case for another stack, and the prior for nothing fitted.
+    and stack (each has its own interval, from 16 rows), all of a case for another stack, and the prior for nothing
+    fitted.
     """
     timed = [row for row in rows if row.step_seconds]
     fits = _fits(timed)
@@ -209,7 +212,9 @@ def fit_calibration(rows: Sequence[Row], folds: int = 5, seed: int = 0) -> Calib
         kept, left = [row for i, row in enumerate(timed) if i not in part], [timed[i] for i in sorted(part)]
         some = Calibration(_fits(kept))
         left = [row for row in left if row.case in some.fits]
-        errors[CASES[0]] += _log_errors(left, some)
+        errors[CASES[0]] += (found := _log_errors(left, some))
+        for row, error in zip(left, found, strict=True):
+            errors.setdefault(f"{row.case[0]} {row.case[1]}", []).append(error)
     for case in fits:
         others = Calibration({name: fit for name, fit in fits.items() if name[1] != case[1] and name != case})
         errors[CASES[1]] += _log_errors([row for row in timed if row.case == case], others) if others.fits else []
