@@ -19,7 +19,7 @@ import numpy as np
 
 from everyrank.errors import UsageError
 from everyrank.plan.configuration import Configurations, make_configurations
-from everyrank.plan.hardware import Link, find_gpu, parse_link
+from everyrank.plan.hardware import Link, find_gpu
 from everyrank.plan.rows import Row
 from everyrank.plan.step_time import PRIOR, Fitted, predict_step
 
@@ -87,8 +87,13 @@ class Calibration:
             order = CASES[1:]
         names = [f"{gpu} {stack}", *order] if order[0] == CASES[0] else order
         widths = [_quantile(self.errors.get(name, ()), coverage) for name in names]
+        if case == CASES[2]:  # never narrower than with numbers of another stack
+            widths = [max((width for width in (*widths, self._other(coverage)) if width is not None), default=None)]
         known = [width for width in widths if width is not None]
         return known[0] if known else _WIDEST
+
+    def _other(self, coverage: float) -> float | None:
+        return _quantile(self.errors.get(CASES[1], ()), coverage)
 
 
 def case_of(calibration: Calibration, gpu: str, stack: str) -> str:
@@ -121,22 +126,10 @@ class _Group:
         return np.atleast_1d(predict_step(self.configurations, gpu, *self.links, fitted).total)
 
 
-def _links(row: Row) -> tuple[Link, Link]:
-    across = row.gpu.across
-    text = (row.across or "").replace(" ", "").lower()
-    for rate in ("1600gbps/node", "3200gbps/node", "800gbps/node"):
-        if text.startswith(rate):
-            return row.gpu.inside, parse_link(f"{int(rate.partition('g')[0]) // 8}Gb")
-    for rate in ("800", "400", "200", "100"):
-        if f"{rate}gb" in text:
-            return row.gpu.inside, parse_link(f"{rate}Gb")
-    return row.gpu.inside, across
-
-
 def _grouped(rows: Sequence[Row]) -> list[_Group]:
     groups: dict[Any, list[int]] = {}
     for index, row in enumerate(rows):
-        groups.setdefault((row.case, _links(row)), []).append(index)
+        groups.setdefault((row.case, (row.inside, row.across)), []).append(index)
     made: list[_Group] = []
     for (case, links), index in groups.items():
         chosen = [rows[i] for i in index]

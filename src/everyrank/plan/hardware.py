@@ -9,7 +9,20 @@ from typing import Any
 
 from everyrank.errors import UsageError
 
-__all__ = ["GIB", "GPUS", "Cluster", "Gpu", "Link", "find_gpu", "parse_bytes", "parse_cluster", "parse_link"]
+__all__ = [
+    "GIB",
+    "GPUS",
+    "PCIE3",
+    "PCIE4",
+    "Cluster",
+    "Gpu",
+    "Link",
+    "find_gpu",
+    "link_of_text",
+    "parse_bytes",
+    "parse_cluster",
+    "parse_link",
+]
 
 GIB = 2**30
 
@@ -46,10 +59,10 @@ class Gpu:
     def attention(self) -> float:
         """Share of `flops` that FlashAttention-2 reaches over forward and backward with heads of 128.
 
-        It does not use what is new in Hopper (up to 335 of 989 Tflop/s forward), nor in Blackwell. Source: Dao 2023,
-        figures 4 to 7.
+        It does not use what is new in Hopper (up to 335 of 989 Tflop/s forward), nor in Blackwell: where a unit does
+        more than 4 Tflop/s, softmax bounds it. Source: Dao 2023, figures 4 to 7.
         """
-        return 0.30 if self.flops_fp8 and self.hbm > 1.5e12 else 0.55
+        return 0.30 if self.flops > 4e12 * self.units else 0.55
 
 
 @dataclass(frozen=True)
@@ -92,15 +105,18 @@ _NVLINK_A800 = Link(6.5e-6, 160e9, "NVLink of 400 GB/s")
 _NVLINK4 = Link(6e-6, 370e9, "NVLink 4")
 _NVLINK5 = Link(6e-6, 680e9, "NVLink 5")
 _GH200 = Link(8e-6, 150e9, "NVLink between GH200")
+_XGMI2 = Link(8e-6, 70e9, "Infinity Fabric 3")
+_XGMI4 = Link(8e-6, 350e9, "Infinity Fabric 4")
 _XGMI = Link(8e-6, 300e9, "Infinity Fabric")
-_PCIE3 = Link(10e-6, 10e9, "PCIe 3")
-_PCIE4 = Link(10e-6, 20e9, "PCIe 4")
+PCIE3 = Link(10e-6, 10e9, "PCIe 3")
+PCIE4 = Link(10e-6, 20e9, "PCIe 4")
 _PCIE5 = Link(10e-6, 40e9, "PCIe 5")
 _100G = Link(12e-6, 12e9, "100 Gb/s")
 _200G = Link(12e-6, 24e9, "200 Gb/s")
 _400G = Link(12e-6, 48e9, "400 Gb/s")
 
 _NV = "NVIDIA data sheet"
+_LESS = "memory: less the driver's"
 _CAPACITY = "memory: total capacity in torch's out-of-memory messages"
 
 
@@ -130,14 +146,14 @@ GPUS: dict[str, Gpu] = {
     for gpu in (
         _gpu("v100_16gb", 15.77, (125, 15.7, 0), 0.9, 80, 300, _SXM2, f"{_NV} V100; {_CAPACITY}"),
         _gpu("v100_32gb", 31.74, (125, 15.7, 0), 0.9, 80, 300, _SXM2, f"{_NV} V100; {_CAPACITY}"),
-        _gpu("t4", 14.75, (65, 8.1, 0), 0.32, 40, 70, (_PCIE3, _100G), f"{_NV} T4; {_CAPACITY}"),
-        _gpu("a10", 22.06, (125, 62.5, 0), 0.6, 72, 150, (_PCIE4, _100G), f"{_NV} A10; {_CAPACITY}"),
+        _gpu("t4", 14.75, (65, 8.1, 0), 0.32, 40, 70, (PCIE3, _100G), f"{_NV} T4; {_CAPACITY}"),
+        _gpu("a10", 22.06, (125, 62.5, 0), 0.6, 72, 150, (PCIE4, _100G), f"{_NV} A10; {_CAPACITY}"),
         _gpu("a100_40gb", 39.39, (312, 156, 0), 1.555, 108, 400, _SXM3, f"{_NV} A100; {_CAPACITY}"),
         _gpu("a100_80gb", 79.15, (312, 156, 0), 2.039, 108, 400, _SXM3, f"{_NV} A100; {_CAPACITY}"),
-        _gpu("a100_80gb_pcie", 79.15, (312, 156, 0), 1.935, 108, 300, (_PCIE4, _200G), f"{_NV} A100; {_CAPACITY}"),
-        _gpu("l4", 22.03, (121, 60, 242), 0.3, 58, 72, (_PCIE4, _100G), f"{_NV} L4; {_CAPACITY}"),
-        _gpu("rtx4090", 23.65, (165, 82.6, 330), 1.008, 128, 450, (_PCIE4, _100G), f"NVIDIA Ada paper; {_CAPACITY}"),
-        _gpu("l40s", 44.3, (362, 183, 733), 0.864, 142, 350, (_PCIE4, _200G), f"{_NV} L40S; {_CAPACITY}"),
+        _gpu("a100_80gb_pcie", 79.15, (312, 156, 0), 1.935, 108, 300, (PCIE4, _200G), f"{_NV} A100; {_CAPACITY}"),
+        _gpu("l4", 22.03, (121, 60, 242), 0.3, 58, 72, (PCIE4, _100G), f"{_NV} L4; {_CAPACITY}"),
+        _gpu("rtx4090", 23.65, (165, 82.6, 330), 1.008, 128, 450, (PCIE4, _100G), f"NVIDIA Ada paper; {_CAPACITY}"),
+        _gpu("l40s", 44.3, (362, 183, 733), 0.864, 142, 350, (PCIE4, _200G), f"{_NV} L40S; {_CAPACITY}"),
         _gpu("h100_80gb", 79.1, (989, 494.5, 1979), 3.35, 132, 700, _SXM4, f"{_NV} H100 SXM; {_CAPACITY}"),
         _gpu("h100_80gb_pcie", 79.1, (756, 378, 1513), 2.0, 114, 350, (_PCIE5, _200G), f"{_NV} H100; {_CAPACITY}"),
         _gpu("h100_94gb_nvl", 93.1, (835, 417, 1671), 3.9, 132, 400, (_PCIE5, _400G), f"{_NV} H100 NVL; {_CAPACITY}"),
@@ -162,7 +178,7 @@ GPUS: dict[str, Gpu] = {
             0.768,
             84,
             300,
-            (_PCIE4, _100G),
+            (PCIE4, _100G),
             f"{_NV} RTX A6000; memory: less the driver's",
         ),
         _gpu("h200", 139.7, (989, 494.5, 1979), 4.8, 132, 700, _SXM4, f"{_NV} H200; {_CAPACITY}"),
@@ -178,6 +194,29 @@ GPUS: dict[str, Gpu] = {
             _SXM5,
             f"{_NV} GB200; memory: 186 GB less the driver's",
         ),
+        _gpu("p100", 15.9, (21.2, 10.6, 0), 0.732, 56, 300, _SXM2, f"{_NV} P100 (no tensor cores); {_CAPACITY}"),
+        _gpu("rtx3090", 23.69, (71, 35.6, 0), 0.936, 82, 350, (PCIE4, _100G), f"NVIDIA Ampere paper; {_CAPACITY}"),
+        _gpu(
+            "rtx5090", 31.36, (209.5, 104.8, 419), 1.792, 170, 575, (_PCIE5, _100G), f"NVIDIA Blackwell paper; {_LESS}"
+        ),
+        _gpu("a40", 44.4, (149.7, 74.8, 0), 0.696, 84, 300, (PCIE4, _200G), f"{_NV} A40; {_LESS}"),
+        _gpu("l40", 44.4, (181, 90.5, 362), 0.864, 142, 300, (PCIE4, _200G), f"{_NV} L40; {_LESS}"),
+        _gpu("rtx6000ada", 47.4, (364, 182, 728), 0.96, 142, 300, (PCIE4, _100G), f"{_NV} RTX 6000 Ada; {_LESS}"),
+        _gpu("h20", 94.9, (148, 74, 296), 4.0, 78, 400, _SXM4, f"{_NV} H20; {_LESS}"),
+        _gpu("b300", 267.0, (2250, 1125, 4500), 8.0, 148, 1100, _SXM5, f"{_NV} HGX B300; {_LESS}"),
+        _gpu("gb300", 267.0, (2500, 1250, 5000), 8.0, 148, 1400, _SXM5, f"{_NV} GB300; {_LESS}"),
+        _gpu(
+            "mi250x",
+            63.9,
+            (191.5, 47.9, 0),
+            1.638,
+            110,
+            280,
+            (_XGMI2, _200G),
+            "AMD data sheet MI250X, one of its two dies",
+        ),
+        _gpu("mi325x", 255.5, (1307, 653, 2614), 6.0, 304, 1000, (_XGMI, _400G), "AMD data sheet MI325X"),
+        _gpu("mi355x", 287.5, (2516, 1258, 5033), 8.0, 256, 1400, (_XGMI4, _400G), "AMD data sheet MI355X"),
         _gpu("mi300x", 191.5, (1307, 653, 2614), 5.3, 304, 750, (_XGMI, _400G), "AMD data sheet MI300X"),
     )
 }
@@ -199,6 +238,13 @@ _ALIASES = {
     "gh200": "gh200_96gb",
     "b200_sxm": "b200",
     "b200_180gb": "b200",
+    "gh200_480gb": "gh200_96gb",
+    "3090": "rtx3090",
+    "rtx_3090": "rtx3090",
+    "5090": "rtx5090",
+    "rtx_5090": "rtx5090",
+    "rtx_6000_ada": "rtx6000ada",
+    "mi250": "mi250x",
     "4090": "rtx4090",
     "rtx_4090": "rtx4090",
     "a800": "a800_80gb",
@@ -221,7 +267,8 @@ _UNITS = {
 def find_gpu(name: str) -> Gpu:
     """Return a kind of GPU by name: `h100`, `A100-80GB-PCIe`. Raises `UsageError` with the nearest names."""
     key = re.sub(r"[-\s]+", "_", name.strip().lower()).removeprefix("nvidia_")
-    names = [key, re.sub(r"_(sxm\d?|hbm\d\w?|nvl\d*)\b", "", key), re.sub(r"_\d+gb$", "", key)]
+    plain = re.sub(r"_(sxm\d?|hbm\d\w?|nvl\d*)(?=_|$)", "", key)
+    names = [key, plain, re.sub(r"_\d+gb$", "", key)]
     for candidate in [*names, re.sub(r"_(sxm\d?)?(_?\d+gb)?$", "", key)]:
         known = _ALIASES.get(candidate, candidate)
         if known in GPUS and (candidate == key or _is_same_memory(key, GPUS[known])):
@@ -253,6 +300,33 @@ def parse_link(text: str) -> Link:
     if not 0 < rate < 1e14:
         raise UsageError(f"--link {text}: give the rate of one GPU, such as 400Gb (bits a second) or 50GB (bytes)")
     return Link(12e-6, 0.96 * rate, text.strip())
+
+
+_INFINIBAND = {"fdr": 56, "edr": 100, "hdr100": 100, "hdr": 200, "ndr200": 200, "ndr": 400, "xdr": 800}
+
+
+def link_of_text(value: Any, per_node: int) -> Link | None:
+    """Return the link of one GPU that a table describes, such as `1600 Gbps/node RoCE` or `8x HDR`; None for no rate.
+
+    The rate is that of a GPU, but for `/node`, a number of cards, Tb/s, or Ethernet, which a node's GPUs share.
+    """
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return Link(12e-6, 0.12e9 * value, f"{value:g} Gb/s") if 0 < value < 1e5 else None
+    text = str(value or "")
+    lower = text.lower()
+    match = re.search(r"(?:(\d+)\s*[x×]\s*)?(\d+(?:\.\d+)?)\s*([TG])(i?B|b|bit)(?=ps|/s|e\b|E\b|\b)", text)
+    if match:
+        rate = float(match[2]) * (1000 if match[3] == "T" else 1) * (8 if match[4].endswith("B") else 1)
+        is_shared = match[1] is not None or match[3] == "T" or "ethernet" in lower or "gbe" in lower
+    else:
+        match = re.search(r"(?:(\d+)\s*[x×]\s*)?\b(fdr|edr|hdr100|hdr|ndr200|ndr|xdr)", lower)
+        if match is None:
+            return None
+        rate, is_shared = float(_INFINIBAND[match[2]]), match[1] is not None
+    of_gpu = re.search(r"(a|per|/)\s*gpu", lower) is not None
+    is_shared = not of_gpu and (is_shared or re.search(r"(a|per|/)\s*node", lower) is not None)
+    rate *= int(match[1] or 1) / (per_node if is_shared else 1)
+    return Link(12e-6, 0.12e9 * rate, f"{rate:g} Gb/s") if 0 < rate < 1e5 else None
 
 
 def parse_cluster(

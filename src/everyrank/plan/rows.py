@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 from everyrank.errors import UsageError
 from everyrank.plan.configuration import STACKS, Stack
 from everyrank.plan.decoder import DecoderSizes
-from everyrank.plan.hardware import Gpu, find_gpu
+from everyrank.plan.hardware import PCIE3, PCIE4, Gpu, Link, find_gpu, link_of_text
 
 __all__ = ["Row", "read_rows"]
 
@@ -29,6 +30,7 @@ class Row:
     """A measured configuration.
 
     source       where it is from: repository or owner
+    inside, across  links in a node and between nodes
     case         what a model of time is fitted to: GPU kind and stack
     degrees      names of `Configurations` -> numbers
     step_seconds, memory_bytes  measured; None where the table has none
@@ -40,6 +42,8 @@ class Row:
     id: str
     source: str
     gpu: Gpu
+    inside: Link
+    across: Link
     stack: Stack
     sizes: DecoderSizes
     degrees: Mapping[str, float]
@@ -50,7 +54,6 @@ class Row:
     ran_out: bool
     assumed: tuple[str, ...]
     model: str
-    across: str | None
 
     @property
     def case(self) -> tuple[str, str]:
@@ -96,82 +99,183 @@ def read_rows(path: Path) -> tuple[list[Row], list[tuple[str, str]]]:
     return rows, unreadable
 
 
+_MIXTURES = re.compile(r"mixtral|\bmoe\b|_moe|moe_|deepseek[-_ ]?v[23]|-a\d+b\b|dbrx|grok", re.IGNORECASE)
+_EXPERTS = ("experts", "num_experts", "n_experts", "num_local_experts", "n_routed_experts", "moe")
+_BYTES = {"gib": 2.0**30, "mib": 2.0**20, "gb": 1e9, "mb": 1e6, "bytes": 1.0, "b": 1.0}
+
+
 def _read_row(name: str, row: dict[str, Any]) -> Row:
-    if row.get("kind") not in (None, "llm"):
-        raise _UnreadableError(f"kind {row['kind']}: the closed form knows decoders")
-    model, hardware, parallel, batch = (row.get(part) or {} for part in ("model", "hardware", "parallel", "batch"))
-    measured, extra = row.get("measured") or {}, row.get("extra") or {}
-    if parallel.get("ep") not in (None, 1) or model.get("experts"):
-        raise _UnreadableError("a mixture of experts: not in the closed form")
-    assumed: list[str] = []
-
-    def needed(group: Mapping[str, Any], key: str, where: str) -> int:
-        value = group.get(key)
-        if value is None:
-            raise _UnreadableError(f"{where}.{key} is missing")
-        return int(value)
-
-    hidden = needed(model, "hidden", "model")
-    heads = model.get("heads")
-    if heads is None:
-        heads = max(1, hidden // 128)
-        while hidden % heads:
-            heads -= 1
-        assumed.append(f"heads={heads}")
-    vocab = model.get("vocab")
-    if vocab is None:
-        vocab = 51200
-        assumed.append("vocab=51200")
-    gated = bool(model.get("gated_ffn"))
-    ffn = model.get("ffn")
-    if ffn is None:
-        ffn = 4 * hidden
-        assumed.append(f"ffn={ffn}")
-    sizes = DecoderSizes(
-        layers=needed(model, "layers", "model"),
-        hidden=hidden,
-        heads=int(heads),
-        kv=int(model.get("kv_heads") or heads),
-        ffn=int(ffn),
-        vocab=int(vocab),
-        seq=needed(model, "seq_len", "model"),
-        gated=gated,
-        head_dim=int(model.get("head_dim") or 0),
-        tied=not gated if model.get("tied") is None else bool(model["tied"]),
+    model, hardware, parallel, batch, measured, extra = (
+        _group(row, part) for part in ("model", "hardware", "parallel", "batch", "measured", "extra")
     )
-    gpu = find_gpu(str(hardware.get("gpu")))
-    gpus = needed(hardware, "gpus", "hardware")
-    per_node = int(hardware.get("gpus_per_node") or min(gpus, 8))
-    degrees = _degrees(gpus, parallel, batch, assumed)
+    _refuse_unknown(row, model, parallel, extra)
+    ran_out = bool(extra.get("oom") or measured.get("oom")) or any("oom" in str(v).lower() for v in measured.values())
+    measured = {key: value for key, value in measured.items() if "oom" not in str(value).lower()}
+    assumed: list[str] = []
+    gpu = _gpu_of(hardware)
+    sizes = _sizes_of(model, assumed)
+    gpus, per_node = _gpus_of(hardware, parallel)
+    degrees = _degrees(gpus, sizes, parallel, batch, extra, assumed)
     degrees["per_node"] = per_node
     recompute = _recompute(row, assumed)
     degrees["recompute"] = recompute
-    stack = _stack_of(row, parallel, assumed)
-    if (row.get("parallel") or {}).get("sp") is None and stack.name in ("megatron", "megatron-te"):
+    stack = _stack_of(row, parallel, extra, assumed)
+    if parallel.get("sp") is None and stack.name in ("megatron", "megatron-te"):
         degrees["sequence"] = 1  # Megatron's advice since 2022
-    degrees["fp8"] = int("fp8" in str(row.get("precision")).lower())
-    kind = _memory_kind(row, measured)
+    degrees["fp8"] = int(_is_fp8(row))
+    if degrees["fp8"] and not gpu.flops_fp8:
+        raise _UnreadableError(f"precision {row['precision']}: {gpu.name} has no products of 8 bits")
     step = _step_seconds(measured, degrees, sizes, gpus, recompute, row)
-    memory = measured.get("memory_gib")
-    for value, field in ((step, "the time"), (memory, "measured.memory_gib")):
-        if value is not None and not 0 < float(value) < 1e9:
+    memory = _memory_bytes(measured)
+    for value, field in ((step, "the time"), (memory, "the memory")):
+        if value is not None and not 0 < value < 1e18:
             raise _UnreadableError(f"{field} is not a number above 0")
+    if step is None and memory is None and not ran_out:
+        raise _UnreadableError("measured has neither a time nor a memory, and it did not run out of memory")
+    is_pcie = "pcie" in (text := str(hardware.get("intra_node") or "").lower()) and "nvlink" not in text
     return Row(
         id=name,
         source=_source(row),
         gpu=gpu,
+        inside=(PCIE3 if gpu.hbm < 1e12 and not gpu.flops_fp8 else PCIE4) if is_pcie else gpu.inside,
+        across=link_of_text(hardware.get("inter_node"), per_node) or gpu.across,
         stack=stack,
         sizes=sizes,
         degrees=degrees,
         gpus=gpus,
         step_seconds=step,
-        memory_bytes=float(memory) * 2**30 if memory else None,
-        memory_kind=kind,
-        ran_out=bool(extra.get("oom") or measured.get("oom")),
+        memory_bytes=memory,
+        memory_kind=_memory_kind(row, measured),
+        ran_out=ran_out,
         assumed=tuple(assumed),
         model=str(model.get("name") or f"{sizes.layers}x{sizes.hidden}"),
-        across=hardware.get("inter_node"),
     )
+
+
+def _group(row: Mapping[str, Any], part: str) -> dict[str, Any]:
+    """A part of a row, which may be missing."""
+    value = row.get(part)
+    if value is not None and not isinstance(value, dict):
+        raise _UnreadableError(f"{part} is no JSON object")
+    return value or {}
+
+
+def _number(value: Any, where: str) -> float:
+    """Return a number, typed as one or as text such as `2,048`."""
+    if isinstance(value, str):
+        value = value.replace(",", "").replace("_", "").strip()
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise _UnreadableError(f"{where} is no number: {value!r}")
+    try:
+        return float(value)
+    except ValueError:
+        raise _UnreadableError(f"{where} is no number: {value!r}") from None
+
+
+def _whole(value: Any, where: str) -> int:
+    number = _number(value, where)
+    if not math.isfinite(number) or number != int(number):
+        raise _UnreadableError(f"{where} is no whole number: {value!r}")
+    return int(number)
+
+
+def _is_true(value: Any) -> bool:
+    """Whether a flag is set, typed as true, 1 or as text."""
+    return str(value).strip().lower() not in ("none", "false", "no", "off", "0", "")
+
+
+def _refuse_unknown(
+    row: Mapping[str, Any], model: Mapping[str, Any], parallel: Mapping[str, Any], extra: Mapping[str, Any]
+) -> None:
+    """Raise for what the closed form does not know."""
+    experts = parallel.get("ep") not in (None, 1, "1") or any(_is_true(model.get(name)) for name in _EXPERTS)
+    if experts or str(row.get("kind")).lower() == "moe" or _MIXTURES.search(str(model.get("name"))):
+        raise _UnreadableError("a mixture of experts: not in the closed form")
+    if row.get("kind") not in (None, "llm"):
+        raise _UnreadableError(f"kind {row['kind']}: the closed form knows decoders")
+    if _is_true(extra.get("cpu_offload")):
+        raise _UnreadableError("offload to the CPU: not in the closed form")
+    precision = str(row.get("precision") or "").lower()
+    if re.search(r"fp4|int4|int8|fp64|float64", precision):
+        raise _UnreadableError(f"precision {row['precision']}: the closed form knows 32, 16 and 8-bit floats")
+
+
+def _is_fp8(row: Mapping[str, Any]) -> bool:
+    return re.search(r"fp8|float8|e4m3|e5m2", str(row.get("precision")).lower()) is not None
+
+
+def _gpu_of(hardware: Mapping[str, Any]) -> Gpu:
+    if not isinstance(name := hardware.get("gpu"), str):
+        raise _UnreadableError("hardware.gpu is missing")
+    try:
+        return find_gpu(name)
+    except UsageError:
+        raise _UnreadableError(f"hardware.gpu: {name} is not known") from None
+
+
+def _gpus_of(hardware: Mapping[str, Any], parallel: Mapping[str, Any]) -> tuple[int, int]:
+    """Return (GPUs, GPUs of a node); where the first is missing, it follows from the nodes or the degrees."""
+    nodes, per_node = hardware.get("nodes"), hardware.get("gpus_per_node")
+    if hardware.get("gpus") is not None:
+        gpus = _whole(hardware["gpus"], "hardware.gpus")
+    elif nodes is not None and per_node is not None:
+        gpus = _whole(nodes, "hardware.nodes") * _whole(per_node, "hardware.gpus_per_node")
+    elif parallel.get("dp") is not None:
+        gpus = math.prod(_whole(parallel.get(name) or 1, f"parallel.{name}") for name in ("dp", "tp", "pp", "cp"))
+    else:
+        raise _UnreadableError("hardware.gpus is missing")
+    if not 1 <= gpus <= 10**7:
+        raise _UnreadableError(f"hardware.gpus: {gpus} GPUs")
+    if per_node is None:
+        per_node = gpus / _whole(nodes, "hardware.nodes") if nodes else min(gpus, 8)
+    return gpus, max(1, int(_number(per_node, "hardware.gpus_per_node")))
+
+
+def _sizes_of(model: Mapping[str, Any], assumed: list[str]) -> DecoderSizes:
+    """Return the decoder; what is missing and can be derived is noted in `assumed`."""
+
+    def given(key: str) -> int | None:
+        value = model.get(key)
+        return None if value is None else _whole(value, f"model.{key}")
+
+    def needed(key: str) -> int:
+        if (value := given(key)) is None:
+            raise _UnreadableError(f"model.{key} is missing")
+        return value
+
+    hidden, seq = needed("hidden"), needed("seq_len")
+    if not 1 <= hidden <= 10**6:
+        raise _UnreadableError(f"model.hidden: {hidden}")
+    if (heads := given("heads")) is None:
+        heads = max(1, hidden // 128)
+        while hidden % heads:
+            heads -= 1
+        assumed.append(f"heads={heads}")
+    if (vocab := given("vocab")) is None:
+        vocab = 51200
+        assumed.append("vocab=51200")
+    gated = _is_true(model.get("gated_ffn"))
+    if (ffn := given("ffn")) is None:
+        ffn = 4 * hidden
+        assumed.append(f"ffn={ffn}")
+    sizes = DecoderSizes(
+        layers=1,
+        hidden=hidden,
+        heads=heads,
+        kv=given("kv_heads") or heads,
+        ffn=ffn,
+        vocab=vocab,
+        seq=seq,
+        gated=gated,
+        head_dim=given("head_dim") or 0,
+        tied=not gated if model.get("tied") is None else _is_true(model["tied"]),
+    )
+    layers = given("layers")
+    if layers is None and model.get("params") is not None:
+        rest = _number(model["params"], "model.params") - (sizes.parameters - sizes.block_parameters)
+        layers = max(1, round(rest / sizes.block_parameters))
+        assumed.append(f"layers={layers}")
+    return dataclasses.replace(sizes, layers=needed("layers") if layers is None else layers)
 
 
 def _source(row: Mapping[str, Any]) -> str:
@@ -181,36 +285,75 @@ def _source(row: Mapping[str, Any]) -> str:
     return str(source or "unknown")
 
 
-def _degrees(gpus: int, parallel: Mapping[str, Any], batch: Mapping[str, Any], assumed: list[str]) -> dict[str, float]:
-    tensor, pipeline = int(parallel.get("tp") or 1), int(parallel.get("pp") or 1)
-    context, chunks = int(parallel.get("cp") or 1), int(parallel.get("vpp") or 1)
-    if min(tensor, pipeline, context, chunks) < 1:
-        raise _UnreadableError("parallel has a degree below 1")
-    rest = gpus // (tensor * pipeline * context)
-    if rest < 1 or rest * tensor * pipeline * context != gpus:
-        raise _UnreadableError(f"tp {tensor} x pp {pipeline} x cp {context} does not divide {gpus} GPUs")
-    zero = parallel.get("zero_stage")
-    if zero is None:
-        zero = 3 if parallel.get("fsdp") else 0
-        assumed.append(f"zero_stage={zero}")
-    shard = int(parallel.get("fsdp") or rest) if int(zero) == 3 else 1
-    if rest % shard:
-        shard = rest
-    micro, accumulate, total = batch.get("micro"), batch.get("grad_accum"), batch.get("global")
+def _zero_stage(parallel: Mapping[str, Any], extra: Mapping[str, Any], assumed: list[str]) -> int:
+    strategy = str(extra.get("sharding_strategy") or parallel.get("fsdp") or "").upper()
+    stages = {"SHARD_GRAD_OP": 2, "NO_SHARD": 0, "FULL_SHARD": 3, "HYBRID_SHARD": 3}
+    if (zero := parallel.get("zero_stage")) is None:
+        stage = stages.get(strategy, 3 if _is_true(parallel.get("fsdp")) else 0)
+        assumed.append(f"zero_stage={stage}")
+        return stage
+    match = re.search(r"[0-3]", str(zero))
+    if match is None or (not isinstance(zero, str) and zero not in (0, 1, 2, 3)):
+        raise _UnreadableError(f"parallel.zero_stage: {zero!r}; 0 to 3 are known")
+    return int(match[0])
+
+
+def _batch_of(readers: int, batch: Mapping[str, Any], assumed: list[str]) -> tuple[float, float]:
+    """Return samples of a micro-batch, and micro-batches of an update."""
+    micro, accumulate, total = (
+        None if batch.get(name) is None else _number(batch[name], f"batch.{name}")
+        for name in ("micro", "grad_accum", "global")
+    )
     if micro is None:
         if total is None:
             raise _UnreadableError("batch.micro and batch.global are missing")
-        micro = float(total) / rest / float(accumulate or 1)
+        micro = total / readers / (accumulate or 1)
         assumed.append(f"micro={micro:g}")
+    if micro <= 0 or (accumulate is not None and accumulate <= 0):
+        raise _UnreadableError("batch has a size below 1")
     if accumulate is None:
         if total is None:
-            accumulate = 1
+            accumulate = 1.0
             assumed.append("grad_accum=1")
         else:
-            accumulate = max(1.0, round(float(total) / (float(micro) * rest), 3))
-    if float(micro) <= 0 or float(accumulate) <= 0:
+            accumulate = max(1.0, round(total / (micro * readers), 3))
+    if not 0 < micro * accumulate * readers < 1e12:
         raise _UnreadableError("batch has a size below 1")
-    sequence = parallel.get("sp")
+    return micro, accumulate
+
+
+def _degrees(
+    gpus: int,
+    sizes: DecoderSizes,
+    parallel: Mapping[str, Any],
+    batch: Mapping[str, Any],
+    extra: Mapping[str, Any],
+    assumed: list[str],
+) -> dict[str, float]:
+    tensor, pipeline, context, chunks = (
+        _whole(parallel.get(name) if parallel.get(name) is not None else 1, f"parallel.{name}")
+        for name in ("tp", "pp", "cp", "vpp")
+    )
+    if min(tensor, pipeline, context, chunks) < 1:
+        raise _UnreadableError("parallel has a degree below 1")
+    if pipeline * (chunks if pipeline > 1 else 1) > sizes.layers:
+        raise _UnreadableError(f"pp {pipeline} x vpp {chunks}: more stages than {sizes.layers} layers")
+    if tensor > sizes.heads:
+        raise _UnreadableError(f"tp {tensor}: more ranks than {sizes.heads} heads")
+    rest = gpus // (tensor * pipeline * context)
+    if rest < 1 or rest * tensor * pipeline * context != gpus:
+        raise _UnreadableError(f"tp {tensor} x pp {pipeline} x cp {context} does not divide {gpus} GPUs")
+    zero = _zero_stage(parallel, extra, assumed)
+    fsdp = parallel.get("fsdp")
+    has_number = not isinstance(fsdp, bool) and re.fullmatch(r"\d+", str(fsdp)) is not None
+    shard = max(1, int(fsdp)) if has_number and zero == 3 else rest if zero == 3 else 1
+    if rest % shard:
+        shard = rest
+    if (dp := parallel.get("dp")) is not None:
+        stated = _whole(dp, "parallel.dp")
+        if stated not in (rest, rest * context, rest // shard):
+            assumed.append(f"dp={rest}")
+    micro, accumulate = _batch_of(rest, batch, assumed)
     return {
         "tensor": tensor,
         "pipeline": pipeline,
@@ -218,10 +361,10 @@ def _degrees(gpus: int, parallel: Mapping[str, Any], batch: Mapping[str, Any], a
         "chunks": chunks,
         "replicate": rest // shard,
         "shard": shard,
-        "zero": int(zero),
-        "micro": float(micro),
-        "accumulate": float(accumulate),
-        "sequence": int(bool(sequence)),
+        "zero": zero,
+        "micro": micro,
+        "accumulate": accumulate,
+        "sequence": int(_is_true(parallel.get("sp"))),
     }
 
 
@@ -230,51 +373,93 @@ def _recompute(row: Mapping[str, Any], assumed: list[str]) -> int:
     if text is None:
         assumed.append("recomputation=none")
         return 0
-    text = str(text).lower()
-    if text in ("none", "false", "no", "off", "0"):
+    if not _is_true(text):
         return 0
-    return 2 if "selective" in text else 1
+    return 2 if re.search("selective|attn|attention|core", str(text).lower()) else 1
 
 
-def _stack_of(row: Mapping[str, Any], parallel: Mapping[str, Any], assumed: list[str]) -> Stack:
-    """The stack of a row, by its source, precision and attention."""
+def _named_stack(
+    row: Mapping[str, Any], parallel: Mapping[str, Any], extra: Mapping[str, Any], assumed: list[str]
+) -> Stack:
+    """The stack that a row names, or that its source, precision and attention imply."""
     precision, source = str(row.get("precision") or "").lower(), _source(row).lower()
-    if not precision:
-        assumed.append("precision=16 bit")
-    named = str((row.get("extra") or {}).get("stack") or row.get("stack") or "")
+    named = str(extra.get("stack") or row.get("stack") or "")
     attention = str(row.get("attention") or "").lower()
     if named in STACKS:
-        stack = STACKS[named]
-    elif precision.startswith(("fp32", "float32", "tf32")):
-        stack = STACKS["float32"]
-    elif "torchtitan" in source:
-        stack = STACKS["torchtitan"]
-    elif "llm-foundry" in source or "mosaic" in source or parallel.get("zero_stage") == 3:
-        stack = STACKS["llm-foundry"]
-    elif "simumax" in source:
-        stack = STACKS["megatron-te"]
-    elif "bigscience" in source or "deepspeed" in source or "deepspeed" in str(row.get("notes")).lower():
-        stack = STACKS["megatron-deepspeed"]
-    elif "vtrain" in source or "unfused" in attention:
-        stack = STACKS["megatron-2022"]
-    else:
-        stack = STACKS["megatron"]
-    if "flash" in attention or "sdpa" in attention:
-        stack = dataclasses.replace(stack, flash=True)
-    elif "unfused" in attention or attention in ("torch", "eager"):
+        return STACKS[named]
+    if precision.startswith(("fp32", "float32", "tf32")):
+        if "tf32" not in precision:
+            assumed.append("products=TF32")
+        return STACKS["float32"]
+    if "torchtitan" in source:
+        return STACKS["torchtitan"]
+    if "llm-foundry" in source or "mosaic" in source:
+        return STACKS["llm-foundry"]
+    if _zero_stage(parallel, extra, []) == 3:  # kernels of 2024 or of 2023
+        is_later = _is_true(row.get("compile")) or re.search(r"sdpa|2|3|cudnn", attention) is not None
+        return STACKS["torchtitan" if is_later else "llm-foundry"]
+    if "simumax" in source:
+        return STACKS["megatron-te"]
+    if "bigscience" in source or "deepspeed" in source or "deepspeed" in str(row.get("notes")).lower():
+        return STACKS["megatron-deepspeed"]
+    return STACKS["megatron-2022" if "vtrain" in source or "unfused" in attention else "megatron"]
+
+
+def _stack_of(
+    row: Mapping[str, Any], parallel: Mapping[str, Any], extra: Mapping[str, Any], assumed: list[str]
+) -> Stack:
+    """The stack of a row, with its attention and compiler."""
+    if not row.get("precision"):
+        assumed.append("precision=16 bit")
+    stack = _named_stack(row, parallel, extra, assumed)
+    attention = str(row.get("attention") or "").lower()
+    is_flash = re.search(r"flash|sdpa|fa[234]|cudnn|efficient|xformers|\bte\b|triton|ring", attention) is not None
+    if "unfused" in attention or attention in ("torch", "eager", "math", "naive"):
         stack = dataclasses.replace(stack, flash=False, scores=stack.scores or 2 * stack.size + 1)
-    return dataclasses.replace(stack, compiled=True) if row.get("compile") is True else stack
+    elif is_flash:
+        stack = dataclasses.replace(stack, flash=True)
+    return dataclasses.replace(stack, compiled=True) if _is_true(row.get("compile")) else stack
 
 
 def _memory_kind(row: Mapping[str, Any], measured: Mapping[str, Any]) -> str:
     kind = str(measured.get("memory_kind") or row.get("memory_kind") or "").lower()
     text = f"{kind} {row.get('notes') or ''} {_source(row)}".lower()
-    for word in ("device", "allocated", "reserved"):
-        if word in text:
-            return word
+    for part in (kind, text):
+        for word in ("allocated", "reserved", "device"):
+            if word in part:
+                return word
+        if re.search(r"nvidia-smi|rocm-smi|total", part):
+            return "device"
     if "simumax" in text:
         return "allocated"
     return "device" if "bigscience" in text else "reserved"
+
+
+def _memory_bytes(measured: Mapping[str, Any]) -> float | None:
+    """Bytes, out of memory_gib, memory_gb, ...; a unit in the text goes before that of the name."""
+    for unit, size in _BYTES.items():
+        value = measured.get(f"memory_{unit}")
+        if value is None or value == "":
+            continue
+        match = re.fullmatch(r"\s*([\d.,]+)\s*(gib|mib|gb|mb|b)\s*", str(value).lower())
+        if match:
+            return _number(match[1], f"measured.memory_{unit}") * _BYTES[match[2]]
+        return _number(value, f"measured.memory_{unit}") * size
+    return None
+
+
+def _rate(measured: Mapping[str, Any], *names: str) -> float | None:
+    """Return the first number that is given under one of the names."""
+    for name in names:
+        value = measured.get(name)
+        if value is None or value == "":
+            continue
+        text = re.sub(r"\s*(ms|s|%)\s*$", "", value) if isinstance(value, str) else value
+        if (number := _number(text, f"measured.{name}")) and not number > 0:
+            raise _UnreadableError("the time is not a number above 0")
+        if number:
+            return number
+    return None
 
 
 def _step_seconds(
@@ -285,19 +470,35 @@ def _step_seconds(
     recompute: int,
     row: Mapping[str, Any],
 ) -> float | None:
-    """Seconds of an update: printed, or out of tokens a second."""
-    if measured.get("step_ms"):
-        return float(measured["step_ms"]) / 1e3
+    """Seconds of an update: printed, or out of tokens or samples a second, or out of a share of peak."""
+    if (found := _rate(measured, "step_ms")) is not None:
+        return found / 1e3
+    if (found := _rate(measured, "step_s", "step_seconds")) is not None:
+        return found
     samples = degrees["replicate"] * degrees["shard"] * degrees["micro"] * degrees["accumulate"]
-    if measured.get("tokens_s_gpu"):
-        return samples * sizes.seq / (float(measured["tokens_s_gpu"]) * gpus)
-    rate = measured.get("tflops_gpu")
-    if not rate:
+    if (found := _rate(measured, "tokens_s_gpu")) is not None:
+        return samples * sizes.seq / (found * gpus)
+    if (found := _rate(measured, "tokens_s")) is not None:
+        return samples * sizes.seq / found
+    if (found := _rate(measured, "samples_s")) is not None:
+        return samples / found
+    return _seconds_of_operations(measured, samples * sizes.seq * sizes.flops_per_token, gpus, recompute, row)
+
+
+def _seconds_of_operations(
+    measured: Mapping[str, Any], flops: float, gpus: int, recompute: int, row: Mapping[str, Any]
+) -> float | None:
+    """Seconds of a row without a time, out of its operations a second or its share of peak."""
+    again = 4 / 3 if recompute == 1 else 1
+    # tables of Megatron-DeepSpeed count the recomputed forward (4 of 3)
+    counts_again = "hardware" in str(row.get("notes")).lower() or "bigscience" in _source(row).lower()
+    peak = find_gpu(str(_group(row, "hardware").get("gpu"))).flops
+    if (found := _rate(measured, "tflops_gpu")) is not None:
+        seconds = flops * (again if counts_again else 1) / (found * 1e12 * gpus)
+    elif (found := _rate(measured, "mfu")) is not None:
+        seconds = flops / (found * (0.01 if found > 1.5 else 1) * peak * gpus)
+    elif (found := _rate(measured, "hfu")) is not None:
+        seconds = flops * again / (found * (0.01 if found > 1.5 else 1) * peak * gpus)
+    else:
         return None
-    # a row without a time: out of its operations. Tables of Megatron-DeepSpeed count the recomputed forward (4 of 3)
-    counts_again = recompute == 1 and (
-        "hardware" in str(row.get("notes")).lower() or "bigscience" in _source(row).lower()
-    )
-    flops = samples * sizes.seq * sizes.flops_per_token * (4 / 3 if counts_again else 1)
-    seconds = flops / (float(rate) * 1e12 * gpus)
     return seconds if math.isfinite(seconds) else None

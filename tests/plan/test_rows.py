@@ -1,0 +1,149 @@
+"""Rows of tables as other people type them: every one is predicted, or counted with its reason."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from everyrank.plan.calibration import row_seconds, shipped_calibration
+from everyrank.plan.hardware import GIB, link_of_text
+from everyrank.plan.rows import Row, read_rows
+from everyrank.plan.validate import validate_rows
+
+TITAN: dict[str, Any] = next(
+    row for row in json.loads((Path(__file__).parent / "rows.json").read_text()) if row["id"].endswith("8xh100-bf16")
+)
+
+
+def changed(**fields: Any) -> dict[str, Any]:
+    """The torchtitan row with some fields replaced: `model__layers=16`; `...` removes one."""
+    row = copy.deepcopy(TITAN)
+    for path, value in fields.items():
+        group: dict[str, Any] = row
+        *parts, name = path.split("__")
+        for part in parts:
+            group = group.setdefault(part, {})
+        if value is ...:
+            group.pop(name, None)
+        else:
+            group[name] = value
+    return row
+
+
+def read(tmp_path: Path, *rows: Any) -> tuple[list[Row], list[str]]:
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    good, bad = read_rows(tmp_path / "rows.json")
+    assert len(good) + len(bad) == len(rows)
+    return good, [reason for _, reason in bad]
+
+
+def test_the_same_row_typed_in_other_ways(tmp_path: Path) -> None:
+    """Text for numbers, other names of fields and units, and sizes that follow from others."""
+    same = [
+        changed(),
+        changed(model__layers="32", model__hidden="4,096", batch__micro=2.0, measured__tokens_s_gpu="5762"),
+        changed(hardware__gpus=..., hardware__nodes=1, hardware__gpus_per_node=8),
+        changed(hardware__gpus=..., hardware__nodes=..., hardware__gpus_per_node=...),
+        changed(batch__micro=..., batch__grad_accum=1),
+        changed(batch__global=..., batch__grad_accum="1"),
+        changed(parallel__fsdp=True),
+        changed(parallel__fsdp="FULL_SHARD", parallel__zero_stage="stage 3"),
+        changed(measured__tokens_s_gpu=..., measured__tokens_s=8 * 5762),
+        changed(measured__tokens_s_gpu=..., measured__step_s=16 * 8192 / 8 / 5762),
+        changed(measured__memory_gib="82.4 GiB"),
+        changed(measured__memory_gib=..., measured__memory_gb=82.4 * 1.073741824),
+        changed(model__layers=..., model__params=8.03e9),
+    ]
+    rows, reasons = read(tmp_path, *same)
+    assert not reasons
+    for row in rows:
+        assert row.step_seconds == pytest.approx(rows[0].step_seconds)
+        assert row.memory_bytes == pytest.approx(82.4 * GIB)
+        assert (row.sizes, row.stack, row.degrees) == (rows[0].sizes, rows[0].stack, rows[0].degrees)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"hardware__gpu": "tpu_v5e"}, "tpu_v5e is not known"),
+        ({"hardware__gpu": None}, "hardware.gpu is missing"),
+        ({"hardware__gpus": 0}, "0 GPUs"),
+        ({"model__layers": 16.5}, "no whole number"),
+        ({"model__hidden": 10**30}, "model.hidden"),
+        ({"model__heads": 33}, "heads do not divide"),
+        ({"model__num_experts": 8}, "mixture of experts"),
+        ({"model__name": "Mixtral-8x7B"}, "mixture of experts"),
+        ({"parallel__ep": 8}, "mixture of experts"),
+        ({"kind": "image"}, "kind image"),
+        ({"parallel__pp": 8, "model__layers": 4}, "more stages"),
+        ({"parallel__cp": 3}, "does not divide"),
+        ({"parallel__zero_stage": 4}, "zero_stage"),
+        ({"precision": "nvfp4"}, "precision nvfp4"),
+        ({"precision": "fp8", "hardware__gpu": "a100"}, "no products of 8 bits"),
+        ({"batch__micro": 0}, "below 1"),
+        ({"measured": {"mfu": None}}, "neither a time nor a memory"),
+        ({"measured__tokens_s_gpu": "fast"}, "no number"),
+        ({"measured__step_ms": -1}, "not a number above 0"),
+        ({"measured__memory_gib": float("nan")}, "not a number above 0"),
+        ({"extra": ["x"]}, "extra is no JSON object"),
+        ({"extra__cpu_offload": True}, "offload"),
+    ],
+)
+def test_what_cannot_be_predicted_has_its_reason(tmp_path: Path, fields: dict[str, Any], reason: str) -> None:
+    rows, reasons = read(tmp_path, changed(**fields))
+    assert not rows
+    assert reason in reasons[0]
+
+
+@pytest.mark.parametrize(
+    "gpu", ["NVIDIA A100-SXM4-40GB", "V100-SXM2-32GB", "MI300X", "H20", "B300", "mi355x", "rtx_3090"]
+)
+def test_other_gpu_kinds_and_layouts_are_predicted(tmp_path: Path, gpu: str) -> None:
+    """Long sequences, every axis, and compilers; nothing is infinite, and the whole table is made."""
+    rows, reasons = read(
+        tmp_path,
+        changed(hardware__gpu=gpu),
+        changed(hardware__gpu=gpu, parallel__cp=8, parallel__fsdp=None, model__seq_len=131072, batch__micro=1),
+        changed(hardware__gpu=gpu, parallel__tp=8, parallel__pp=4, hardware__gpus=128, hardware__nodes=16),
+        changed(hardware__gpu=gpu, parallel__fsdp=8, hardware__gpus=16384, batch__global=32768),
+        changed(hardware__gpu=gpu, measured={"tokens_s_gpu": "OOM"}),
+        changed(hardware__gpu=gpu, hardware__inter_node=200, hardware__intra_node="PCIe 4", compile="true"),
+    )
+    assert not reasons
+    assert [row.ran_out for row in rows] == [False, False, False, False, True, False]
+    seconds = row_seconds(rows, shipped_calibration())
+    assert np.isfinite(seconds).all()
+    assert (seconds > 0).all()
+    table = validate_rows(rows, [], shipped_calibration())
+    assert sum(entry["rows"] for entry in table["time"]) == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "gigabits"),
+    [
+        ("1600 Gbps/node RoCE", 200),
+        ("Slingshot 200 Gb/s a GPU", 200),
+        ("8 x 400 Gb/s NDR", 400),
+        ("3.2 Tbps EFA", 400),
+        ("50 GB/s per GPU", 400),
+        ("4x HDR", 100),
+        ("NDR InfiniBand", 400),
+        ("100GbE", 12.5),
+        ("25 Gbps", 25),
+        (800, 800),
+    ],
+)
+def test_links_as_tables_describe_them(text: str | int, gigabits: float) -> None:
+    link = link_of_text(text, 8)
+    assert link is not None
+    assert link.bandwidth == pytest.approx(0.96 * gigabits / 8 * 1e9)
+
+
+@pytest.mark.parametrize("text", [None, "", "InfiniBand", "fast", {"rate": 1}, True, float("nan")])
+def test_a_link_without_a_rate_is_that_of_the_gpu_kind(text: Any) -> None:
+    assert link_of_text(text, 8) is None
