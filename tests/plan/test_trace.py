@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -9,14 +10,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import Dataset
 
-from everyrank.builtin import Decoder, DecoderShape, decoder_plan
+from everyrank.builtin import DECODER_EXPERTS, Decoder, DecoderShape, decoder_plan
 from everyrank.builtin.text import next_token_loss
 from everyrank.errors import UsageError
 from everyrank.layout import parse_layout
 from everyrank.plan.hardware import parse_cluster
 from everyrank.plan.pretend import first_sample, trace_step
+from everyrank.plan.trace import StorageTrace
 from everyrank.plan.traced import answer_workload, trace_layout
 from everyrank.workload import Workload
 from everyrank.world import World
@@ -103,6 +106,40 @@ def test_recomputing_holds_less_and_computes_more() -> None:
     plain, again = (trace_step(decoder(), parse_layout(layout), 2) for layout in ("ddp", "ddp:recompute"))
     assert again.peak_bytes < plain.peak_bytes
     assert again.flops > plain.flops
+
+
+def test_tensor_parallel_keeps_only_its_state_between_updates() -> None:
+    """Parameters, gradients and two moments; the check of views, which remembers outputs, has ended."""
+    traced = trace_step(decoder(num_blocks=1), parse_layout("tensor"), 2)
+    assert traced.state_bytes < 4.2 * parameter_bytes(decoder(num_blocks=1))
+
+
+def test_experts_get_equal_parts_of_the_tokens() -> None:
+    """Fake tensors have no counts: their sum is spread evenly, so half of the rows come back from the other rank."""
+    shape = DecoderShape(1, 4, WIDTH, 64, VOCABULARY, experts=4)
+    workload = dataclasses.replace(
+        decoder(batch=8), model=lambda: Decoder(shape), tensor_plan=decoder_plan(shape), experts=DECODER_EXPERTS
+    )
+    traced = trace_step(workload, parse_layout("expert"), 2)
+    sent = [operator.bytes for operator in traced.operators if operator.name == "alltoall_base_"]
+    rows = 8 // 2 * LENGTH * shape.top_k
+    assert sent == [4 * 8, *[rows * WIDTH * 4] * 4]
+    assert traced.state_bytes < trace_step(workload, parse_layout("ddp"), 2).state_bytes
+
+
+def test_counts_that_are_known_by_their_sum() -> None:
+    """However a mixture counts: one_hot, bincount, scatter_add; other numbers stay unknown."""
+    with FakeTensorMode(), StorageTrace():
+        chosen = torch.zeros(5, 2, dtype=torch.long)
+        ones = torch.ones_like(chosen.flatten())
+        for counts in (
+            F.one_hot(chosen.flatten(), 4).sum(0),
+            torch.bincount(chosen.flatten(), minlength=4),
+            torch.zeros(4, dtype=torch.long).scatter_add_(0, chosen.flatten(), ones),
+        ):
+            assert counts.tolist() == [2, 3, 2, 3]
+            assert torch.stack([counts, counts]).sum().item() == 20
+        assert ones.sum().item() == 1
 
 
 @pytest.mark.integration

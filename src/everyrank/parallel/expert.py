@@ -131,7 +131,10 @@ def _split(module: nn.Module, mesh: Mesh, group: dist.ProcessGroup) -> None:
     for (owner, name), parameter in whole.items():
         local = parameter.detach()[index * num_own : (index + 1) * num_own].clone()
         setattr(owner, name, nn.Parameter(local, requires_grad=parameter.requires_grad))
-    shell: Any = copy.deepcopy(module).to("meta")  # computes with the weights that it is called with
+    tensors = [*module.parameters(), *module.buffers()]
+    on_meta = {id(tensor): torch.empty_like(tensor, device="meta") for tensor in tensors}
+    on_meta |= {id(p): nn.Parameter(on_meta[id(p)], requires_grad=p.requires_grad) for p in module.parameters()}
+    shell: Any = copy.deepcopy(module, dict(on_meta))  # computes with the weights that it is called with
     if hasattr(shell, "num_experts"):  # the name in transformers
         shell.num_experts = num_own
     for (owner, name), parameter in whole.items():

@@ -242,7 +242,9 @@ def trace_step(workload: Workload, layout: Layout, size: int, rank: int = 0, sam
                 prepared.parallel.is_checked = True  # comparisons with the whole model, and between ranks
                 if prepared.parallel.tensor is not None:
                     prepared.parallel.tensor.unseen.clear()
-                    prepared.parallel.tensor.view_check = None
+                    if prepared.parallel.tensor.view_check is not None:
+                        prepared.parallel.tensor.view_check.end()  # it keeps the outputs that it has seen
+                        prepared.parallel.tensor.view_check = None
             trace.claim(prepared.trainable.parameters, "parameters")
             trace.claim(prepared.model.buffers(), "buffers")
             _run_update(trace, prepared, one)

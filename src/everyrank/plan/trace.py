@@ -25,6 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import flop_registry
 
+from everyrank.plan.even_counts import EvenCounts
+
 __all__ = ["Operator", "StorageTrace"]
 
 _NO_WORK = {"detach", "view", "_unsafe_view", "empty", "zeros", "alias"}
@@ -67,6 +69,7 @@ class StorageTrace(TorchDispatchMode):
         self._categories: dict[int, str] = {}
         self._by_category: Counter[str] = Counter()
         self._next = 0
+        self._counts = EvenCounts()
         self._resize: Any = None
         self.is_paused = False
 
@@ -140,8 +143,16 @@ class StorageTrace(TorchDispatchMode):
         if any(kind is DTensor for kind in types):
             return NotImplemented  # its operators on local tensors come here one by one
         if func is torch.ops.aten._local_scalar_dense.default:  # item(): nothing is known; all is finite and true
-            return True if args[0].dtype is torch.bool else 1.0 if args[0].dtype.is_floating_point else 1
-        result = func(*args, **kwargs)
+            if args[0].dtype.is_floating_point:
+                return 1.0
+            return True if args[0].dtype is torch.bool else self._counts.of_scalar(args[0])
+        if func is torch.ops.aten.bincount.default and (
+            kinds := kwargs.get("minlength", args[2] if len(args) > 2 else 0)
+        ):
+            result = args[0].new_zeros(kinds)  # of a number that is known
+        else:
+            result = func(*args, **kwargs)
+        self._counts.note(func, args, result)
         inputs = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, Tensor)]
         outputs = [value for value in tree_flatten(result)[0] if isinstance(value, Tensor)]
         for tensor in outputs:
