@@ -35,46 +35,51 @@ EVERY = 50
 ARMS = [("digits", "ddp"), ("digits", "zero1"), ("digits", "fsdp:replicate=2,shard=1"), ("text", "ddp")]
 
 
-def measure(
-    info: RankInfo, launch: Launch, name: str, layout: str, rounds: int, every: int, command: list[str]
-) -> Record | None:
-    """In a rank: a Record of one workload under one layout, on rank 0."""
+def measure_all(info: RankInfo, launch: Launch, rounds: int, every: int, command: list[str]) -> list[Record] | None:
+    """In a rank: a Record of each of `ARMS`, on rank 0."""
     with open_world(info, launch) as world:
         torch.set_num_threads(1)
-        job = find_workload(name)
-        data = job.train_data()
-        prepared = prepare(job, parse_layout(layout), world)
-        per_epoch = updates_per_epoch(len(data), job.global_batch)
-        updates = run_updates(prepared, data, all_updates((rounds + 1) * every, per_epoch))
-        guard = Guard(prepared, "stop", every, 0)
-        assert guard.compares
-        updating: list[float] = []
-        comparing: list[float] = []
-        for number in range(rounds + 1):
-            updating.append(seconds_of(world, lambda: list(itertools.islice(updates, every))))
-            comparing.append(seconds_of(world, lambda done=(number + 1) * every: guard.check(done)))
-        del updating[0], comparing[0]
-        if world.rank != 0:
-            return None
-        share = interval([own / step for own, step in zip(comparing, updating, strict=True)])
-        source = provenance(job, data, world, command)
-        elements = sum(parameter.numel() for parameter in prepared.trainable.parameters)
-        source["guard"] = {
-            "every": every,
-            "parameters": elements,
-            "share": dataclasses.asdict(share),
-            "comparison_seconds": dataclasses.asdict(interval(comparing)),
-        }
-        return Record(
-            workload=name,
-            layout=layout,
-            launcher="spawn",
-            backend=world.backend,
-            device=world.device.type,
-            world_size=world.size,
-            step_seconds=interval([seconds / every for seconds in updating]),
-            provenance=source,
-        )
+        records = [
+            measure(world, name, layout, rounds if name == "digits" else max(2, rounds // 5), every, command)
+            for name, layout in ARMS
+        ]
+    return None if world.rank else records
+
+
+def measure(world: World, name: str, layout: str, rounds: int, every: int, command: list[str]) -> Record:
+    """The Record of one workload under one layout, on each rank."""
+    job = find_workload(name)
+    data = job.train_data()
+    prepared = prepare(job, parse_layout(layout), world)
+    per_epoch = updates_per_epoch(len(data), job.global_batch)
+    updates = run_updates(prepared, data, all_updates((rounds + 1) * every, per_epoch))
+    guard = Guard(prepared, "stop", every, 0)
+    assert guard.compares
+    updating: list[float] = []
+    comparing: list[float] = []
+    for number in range(rounds + 1):
+        updating.append(seconds_of(world, lambda: list(itertools.islice(updates, every))))
+        comparing.append(seconds_of(world, lambda done=(number + 1) * every: guard.check(done)))
+    del updating[0], comparing[0]
+    share = interval([own / step for own, step in zip(comparing, updating, strict=True)])
+    source = provenance(job, data, world, command)
+    elements = sum(parameter.numel() for parameter in prepared.trainable.parameters)
+    source["guard"] = {
+        "every": every,
+        "parameters": elements,
+        "share": dataclasses.asdict(share),
+        "comparison_seconds": dataclasses.asdict(interval(comparing)),
+    }
+    return Record(
+        workload=name,
+        layout=layout,
+        launcher="spawn",
+        backend=world.backend,
+        device=world.device.type,
+        world_size=world.size,
+        step_seconds=interval([seconds / every for seconds in updating]),
+        provenance=source,
+    )
 
 
 def seconds_of(world: World, function: Any) -> float:
@@ -120,11 +125,7 @@ def main() -> None:
     args = parser.parse_args()
     launch = Launch(processes=args.processes, device=args.device)
     command = ["python", *sys.argv]
-    records: list[Record] = []
-    for name, layout in ARMS:
-        rounds = args.rounds if name == "digits" else max(2, args.rounds // 5)
-        results = run_ranks(launch, measure, launch, name, layout, rounds, args.every, command)
-        records += [row for row in results.values() if row is not None]
+    [records] = filter(None, run_ranks(launch, measure_all, launch, args.rounds, args.every, command).values())
     show(records)
     if args.json:
         write_records(records, args.json)

@@ -41,15 +41,19 @@ from typing import IO, Any, NoReturn
 
 from everyrank.launch.monitor import _child_environment
 
-# `python` and `torchrun` for a shell: their words, files and environment go to the server, their signals follow
+# `python` and `torchrun` for a shell: their words, files and environment go to the server, their signals follow.
+# `--open=5,7` passes further open files, under the same numbers.
 PROGRAM = """\
 #!{python} -ES
 import os, pickle, signal, socket, struct, sys
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
-content = pickle.dumps(("run_python_here", ({before!r} + sys.argv[1:], os.getcwd()), os.getcwd(), dict(os.environ)))
+words, kept = {before!r} + sys.argv[1:], []
+if words and words[0].startswith("--open="):
+    kept = list(map(int, words.pop(0)[7:].split(",")))
+content = pickle.dumps(("run_python_here", (words, os.getcwd(), kept), os.getcwd(), dict(os.environ)))
 here = [os.open(path, os.O_RDONLY) for path in {namespaces!r}]
-socket.send_fds(server, [struct.pack("i", len(content))], [0, 1, 2, *here])
+socket.send_fds(server, [struct.pack("i", len(content))], [0, 1, 2, *here, *kept])
 server.sendall(content)
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
     signal.signal(number, lambda number, _: server.send(bytes([number])))
@@ -60,6 +64,7 @@ if status < 0:
     os.kill(os.getpid(), -status)
 sys.exit(status)
 """
+AUDIT = "EVERYRANK_AUDIT"  # the hooks' settings, in the environment of a script that is audited
 MARK = "EVERYRANK_TEST_MARK"  # finds, in /proc, every process that a test has started
 _NO_MARK = "-" * 32
 _STREAMS = 3
@@ -401,8 +406,11 @@ def _end_with(function: Callable[..., object], *arguments: object) -> NoReturn:
         traceback.print_exc()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
-    except BaseException:
-        traceback.print_exc()
+    except BaseException as error:
+        frames = error.__traceback__
+        while frames is not None and frames.tb_frame.f_code.co_filename == __file__ and frames.tb_next is not None:
+            frames = frames.tb_next  # a new interpreter has no such frames
+        sys.excepthook(type(error), error, frames)
         status = 1
     with contextlib.suppress(BaseException):
         threading._shutdown()
@@ -437,14 +445,42 @@ def run_python(words: list[str]) -> None:
         exec(compile(Path(name).read_bytes(), name, "exec"), vars(script))
 
 
-def run_python_here(words: list[str], folder: str) -> None:
-    """The same on the host of who asks, whose namespaces are the open files after the streams."""
+def _add_hooks() -> None:
+    """Do what audit/watch/inject/sitecustomize.py does in a new process whose script imports torch."""
+    from everyrank.audit.watch.install import install
+
+    sys.stdout.reconfigure(write_through=True)  # PYTHONUNBUFFERED
+    tests = str(Path(__file__).parent)
+    for loaded, module in list(sys.modules.items()):  # an audit takes modules outside of site-packages for the script's
+        if str(getattr(module, "__file__", None)).startswith(tests):
+            del sys.modules[loaded]
+    path = os.environ["PYTHONPATH"].split(os.pathsep)
+    sys.path[:0] = path
+    for folder in path[1:]:
+        file = Path(folder) / "sitecustomize.py"
+        if file.is_file():
+            exec(compile(file.read_text(), str(file), "exec"), {"__name__": "sitecustomize", "__file__": str(file)})
+            break
+    install()
+
+
+def run_python_here(words: list[str], folder: str, kept: Sequence[int] = ()) -> None:
+    """The same on the host of the caller: its namespaces, then its files `kept`, are open after the streams."""
     for number, path in enumerate(_NAMESPACES, _STREAMS):
         if not os.path.sameopenfile(number, own := os.open(path, os.O_RDONLY)) and _libc.setns(number, 0):
             raise OSError(ctypes.get_errno(), f"{path} of who asks cannot be entered")
         os.close(number)
         os.close(own)
+    first = _STREAMS + len(_NAMESPACES)
+    high = [_above(number, 512) for number in range(first, first + len(kept))]
+    for number in range(first, first + len(kept)):
+        os.close(number)
+    for source, number in zip(high, kept, strict=True):
+        os.dup2(source, number, inheritable=False)
+        os.close(source)
     os.chdir(folder)  # another /sys is another tree of files, and begins at its root
+    if AUDIT in os.environ:
+        _add_hooks()
     run_python(words)
 
 
@@ -462,6 +498,10 @@ class _ForkingPopen(_Popen):
     def _execute_child(self, *arguments: Any) -> None:
         call = inspect.signature(_Popen._execute_child).bind(self, *arguments).arguments
         words = [] if isinstance(call["args"], str | bytes) else list(map(os.fsdecode, call["args"]))
+        if words and words[0] == sys.executable and AUDIT in (call["env"] or {}):
+            call["args"] = [str(_programs(self.address) / "python"), *words[1:]]
+            super()._execute_child(*list(call.values())[1:])
+            return
         if not words or not _is_forked(words) or len(list(Path("/proc/self/task").iterdir())) > 1:
             place = next((place for place in range(len(words)) if _is_forked(words[place:])), None)
             if place is not None and call["executable"] is None:
@@ -513,6 +553,10 @@ _spawn = multiprocessing.util.spawnv_passfds
 def _spawnv_passfds(path: bytes, words: Sequence[str | bytes], kept: Sequence[int]) -> int:
     """Fork what `multiprocessing` spawns, from a process without threads; start everything else as ever."""
     code = os.fsdecode(words[-2])
+    if "import spawn_main" in code and AUDIT in os.environ:  # a new process has hooks of its own
+        program = os.fsencode(_programs(_ForkingPopen.address) / "python")
+        opened = "--open=" + ",".join(map(str, kept))
+        return _spawn(program, [program, os.fsencode(opened), b"-c", os.fsencode(code), words[-1]], kept)
     if "import spawn_main" not in code or len(list(Path("/proc/self/task").iterdir())) > 1:
         return _spawn(path, words, kept)
     for stream in (sys.stdout, sys.stderr):

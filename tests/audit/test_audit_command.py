@@ -28,7 +28,9 @@ def test_a_mistake_is_printed_with_its_line(everyrank: Any, tmp_path: Path) -> N
     text = (SCRIPTS / "classifier.py").read_text().replace(*MISTAKE)
     (tmp_path / "train.py").write_text(text)
     (tmp_path / "last.pt").write_text("of an earlier run")
-    done = everyrank(tmp_path, "audit", "--replay", "--json", "found.json", "--html", "found.html", "train.py")
+    done = everyrank(
+        tmp_path, "audit", "--replay", "--json", "found.json", "--html", "found.html", "train.py", is_forked=False
+    )
     assert done.returncode == 1, done.stderr
     number = list(lines_with(text, "labels in loader:"))[-1]
     assert f"FAIL  train.py:{number}  data.epoch" in done.stdout
@@ -103,7 +105,7 @@ def test_megabytes_are_no_burden(everyrank: Any, tmp_path: Path) -> None:
 def test_a_script_that_hangs_before_it_trains(cli: Cli, imported: str, said: str) -> None:
     (cli.folder / "train.py").write_text(f"import {imported}\ntime.sleep(1000)\n")
     begin = time.monotonic()
-    cli.start("audit", "--processes", 2, "--timeout", 2, "train.py")
+    cli.start("audit", "--processes", 2, "--timeout", 2, "train.py", is_forked=False)
     status, _, err = cli.end()
     assert status == 4
     assert f"train.py: no progress for 2 s before its first update{said}" in last_line(err)
@@ -130,7 +132,7 @@ def test_a_rank_that_never_comes_is_explained(cli: Cli) -> None:
 
 def test_ctrl_c_leaves_nothing_behind(cli: Cli) -> None:
     (cli.folder / "train.py").write_text("import time, torch\nprint('here')\ntime.sleep(1000)\n")
-    cli.start("audit", "--processes", 2, "train.py")
+    cli.start("audit", "--processes", 2, "train.py", is_forked=False)
     cli.wait_for(lambda: len(cli.processes()) >= 3)
     os.kill(cli.process.pid, signal.SIGINT)
     status, _, err = cli.end()
@@ -142,7 +144,7 @@ def test_ctrl_c_leaves_nothing_behind(cli: Cli) -> None:
 @pytest.mark.integration
 def test_nothing_stays_when_the_audit_is_killed(cli: Cli) -> None:
     (cli.folder / "train.py").write_text("import time, torch\nprint('here')\ntime.sleep(1000)\n")
-    cli.start("audit", "--processes", 2, "train.py")
+    cli.start("audit", "--processes", 2, "train.py", is_forked=False)
     cli.wait_for(lambda: len(cli.processes()) >= 3)
     cli.process.kill()
     cli.end()

@@ -1,4 +1,7 @@
-"""Recipes by the command in their header, with the audit before the script: no FAIL, no WARN."""
+"""Recipes by the command in their header, with the audit before the script: no FAIL, no WARN.
+
+The audit and its ranks are forked. One test of torchrun, and those of MPI, Slurm, Ray and Horovod, start a new Python.
+"""
 
 from __future__ import annotations
 
@@ -34,15 +37,27 @@ def check(said: str, num_ranks: int = 2) -> None:
     assert said.count(f"updates on {num_ranks} ranks") == 1, said
 
 
-@pytest.mark.parametrize("name", ["ddp_spawn", "ddp_torchrun", "elastic_torchrun"])
+@pytest.fixture
+def forked_programs(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork `python` and `torchrun` of the typed commands, and the ranks that torchrun starts."""
+    monkeypatch.setattr(test_recipes, "PROGRAMS", programs)
+    monkeypatch.setitem(test_recipes.OURS, "PYTHON_EXEC", str(programs / "python"))
+
+
+def test_ddp_torchrun(tmp_path: Path) -> None:
+    check(audited(tmp_path, "ddp_torchrun"))
+
+
+@pytest.mark.parametrize("name", ["ddp_spawn", "elastic_torchrun"])
+@pytest.mark.usefixtures("forked_programs")
 def test_by_its_own_command(tmp_path: Path, name: str) -> None:
     check(audited(tmp_path, name))
 
 
 @pytest.mark.parametrize("name", [*RPC, "parameter_server_async", "parameter_server_rpc"])
-def test_recipes_over_rpc(programs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
-    """Each worker's training is looked at; of the calls it is said that they are not. The audit itself is forked."""
-    monkeypatch.setattr(test_recipes, "PROGRAMS", programs)
+@pytest.mark.usefixtures("forked_programs")
+def test_recipes_over_rpc(tmp_path: Path, name: str) -> None:
+    """The audit records the training of each worker, and reports that it did not check the calls."""
     said = audited(tmp_path, name)
     assert " FAIL" not in said
     assert " WARN" not in said
@@ -52,6 +67,7 @@ def test_recipes_over_rpc(programs: Path, monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 @pytest.mark.parametrize("way", ["file", "tcp"])
+@pytest.mark.usefixtures("forked_programs")
 def test_ranks_by_their_arguments(tmp_path: Path, way: str) -> None:
     """Started by us, all ranks would be rank 0: audit says how they are started."""
     name, meeting = "ddp_by_hand", tmp_path / "meeting"
@@ -64,6 +80,7 @@ def test_ranks_by_their_arguments(tmp_path: Path, way: str) -> None:
     check(typed(tmp_path, " &\n".join(lines)).stdout)
 
 
+@pytest.mark.usefixtures("forked_programs")
 def test_several_hosts(tmp_path: Path) -> None:
     """Two nodes of torchrun cannot be looked at: both say so."""
     said = audited(tmp_path, "multi_node", 1)
@@ -98,6 +115,7 @@ def test_ray(tmp_path: Path) -> None:
     check(audited(tmp_path, "ray_actors"))
 
 
+@pytest.mark.usefixtures("forked_programs")
 def test_imagenet(tmp_path: Path, images: Path) -> None:
     """SyncBatchNorm on pretended devices, batches by a list of indices, a checkpoint through an open file."""
     (tmp_path / "images").symlink_to(images)

@@ -22,7 +22,7 @@ def test_bench_and_report(everyrank: Any, tmp_path: Path) -> None:
     Layouts that nobody asked for by name and the workload cannot have say why.
     """
     words = ("--steps", "6", "--trials", "2", "--json", "r.json", "--html", "r.html")
-    done = everyrank(tmp_path, "bench", "digits", "--processes", "2", *words, is_forked=False)
+    done = everyrank(tmp_path, "bench", "digits", "--processes", "2", *words)
     assert done.returncode == 0, done.stderr
     records = read_records(tmp_path / "r.json")
     trained = ["single", "ddp", "zero1", "fsdp", "horovod", "parameter_server", "local_sgd"]
@@ -75,7 +75,7 @@ def test_a_bench_that_is_stopped_shows_what_it_has(
     """Rows are said as they are known, without a terminal too; stopped, it shows them and writes the files."""
     words = ["bench", "digits", "--layout", "single", "ddp", "--trials", "1000", "--steps", "2"]
     files = ["--json", "r.json", "--html", "r.html"]
-    cli.start(*words, "--processes", "2", *files, is_forked=False)
+    cli.start(*words, "--processes", "2", *files)
     cli.wait_for(lambda: "ddp: trial 2 of 1000, " in cli.said()[0])
     cli.process.send_signal(number)
     found, out, err = cli.end()

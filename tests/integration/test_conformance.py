@@ -228,10 +228,10 @@ def test_a_job_that_is_out_of_time_goes_on(tmp_path: Path, slurm: dict[str, str]
 @pytest.mark.parametrize(
     "command",
     [
-        "PYTHON -m torch.distributed.run --standalone --nproc-per-node 2 -m everyrank",
+        "FORKED -m torch.distributed.run --standalone --nproc-per-node 2 -m everyrank",
         "OPENMPI --allow-run-as-root --oversubscribe --bind-to none -n 2 PYTHON -m everyrank",
         "MPICH -n 2 PYTHON -m everyrank",
-        "SRUN --nodes=2 --ntasks=2 --cpu-bind=none PYTHON -m everyrank",
+        "SRUN --nodes=2 --ntasks=2 --cpu-bind=none FORKED -m everyrank",
         "SRUN --nodes=1 --ntasks=2 --cpu-bind=none FORKED -m everyrank",
         "SRUN --nodes=1 --ntasks=1 FORKED -m torch.distributed.run --standalone --nproc-per-node 2 -m everyrank",
     ],
@@ -270,7 +270,7 @@ def test_several_hosts(
     programs: Path, tmp_path: Path, single: Record, three_hosts: Hosts, words: list[str], count: int
 ) -> None:
     """The same command on each host, two ranks on each; one that is typed without its place says what to type where."""
-    python = EVERYRANK if count == 2 else forked(programs)
+    python = forked(programs) if words or count != 2 else EVERYRANK
     common = [*python, *JOB, "--processes", str(2 * count), "--nodes", str(count), *words]
     common += ["--rendezvous", f"{three_hosts.addresses[0]}:29650"]
     started = [

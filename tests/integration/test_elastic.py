@@ -49,7 +49,7 @@ TRAIN = [
 ]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def undisturbed(everyrank: Any, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The losses of four ranks to which nothing happens."""
     folder = tmp_path_factory.mktemp("undisturbed")
@@ -143,7 +143,7 @@ def test_a_rank_that_is_killed_on_one_host(cli: Cli, undisturbed: list[float]) -
     (cli.folder / "slow.py").write_text(SLOW)
     out = cli.folder / "out"
     words = [*TRAIN, "--launcher", "torchrun", "--restarts", "2", "--processes", "4", "--out", "out"]
-    cli.start(*words, is_forked=False)
+    cli.start(*words)
     wait_until(lambda: len(lines(out / "log.jsonl")) >= 8, "the first updates", out)
     before = process_of(out, 2)
     os.kill(before, signal.SIGKILL)
