@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,16 @@ def forked_ranks(forkserver: ForkServer, monkeypatch: pytest.MonkeyPatch) -> Non
         return forkserver.python(Path.cwd(), *command[1:], streams=streams, environment=_child_environment())
 
     monkeypatch.setattr(ProcessMonitor, "_start", fork)
+
+
+@pytest.fixture(scope="module")
+def forked_scripts(programs: Path) -> Iterator[None]:
+    """Fork the processes of `ScriptHost`, which run a script again, also where the test itself calls it."""
+    import everyrank.rerun.host
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(everyrank.rerun.host, "sys", types.SimpleNamespace(executable=str(programs / "python")))
+        yield
 
 
 @pytest.fixture

@@ -410,7 +410,7 @@ def _end_with(function: Callable[..., object], *arguments: object) -> NoReturn:
         frames = error.__traceback__
         while frames is not None and frames.tb_frame.f_code.co_filename == __file__ and frames.tb_next is not None:
             frames = frames.tb_next  # a new interpreter has no such frames
-        sys.excepthook(type(error), error, frames)
+        sys.excepthook(type(error), error.with_traceback(frames), frames)
         status = 1
     with contextlib.suppress(BaseException):
         threading._shutdown()
@@ -450,10 +450,6 @@ def _add_hooks() -> None:
     from everyrank.audit.watch.install import install
 
     sys.stdout.reconfigure(write_through=True)  # PYTHONUNBUFFERED
-    tests = str(Path(__file__).parent)
-    for loaded, module in list(sys.modules.items()):  # an audit takes modules outside of site-packages for the script's
-        if str(getattr(module, "__file__", None)).startswith(tests):
-            del sys.modules[loaded]
     path = os.environ["PYTHONPATH"].split(os.pathsep)
     sys.path[:0] = path
     for folder in path[1:]:
@@ -479,9 +475,18 @@ def run_python_here(words: list[str], folder: str, kept: Sequence[int] = ()) -> 
         os.dup2(source, number, inheritable=False)
         os.close(source)
     os.chdir(folder)  # another /sys is another tree of files, and begins at its root
-    if AUDIT in os.environ:
+    _forget_tests()
+    if "/audit/watch/inject" in os.environ.get("PYTHONPATH", ""):
         _add_hooks()
     run_python(words)
+
+
+def _forget_tests() -> None:
+    """Let a script find no modules of the tests: an audit would take them for the script's own."""
+    tests = str(Path(__file__).parent)
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(tests):
+            del sys.modules[name]
 
 
 _Popen = subprocess.Popen
