@@ -225,7 +225,7 @@ def test_a_training_that_fails_without_a_fault(everyrank: Any, tmp_path: Path) -
     (tmp_path / "mine.py").write_text(WORKLOAD.replace("def squared(output, target):", "def squared(output):"))
     done = everyrank(tmp_path, "chaos", "mine.py", "--layout", "ddp", "--processes", 2, *SHORT)
     assert done.returncode == 4, done
-    assert "the baseline run failed without a fault: " in one_line(done.stderr)
+    assert "the baseline run failed" in one_line(done.stderr)
 
 
 def test_a_training_imports_no_fault() -> None:

@@ -34,12 +34,12 @@ def test_a_mistake_is_printed_with_its_line(everyrank: Any, tmp_path: Path) -> N
     assert done.returncode == 1, done.stderr
     number = list(lines_with(text, "labels in loader:"))[-1]
     assert f"FAIL  train.py:{number}  data.epoch" in done.stdout
-    assert "write: before the loop over the loader: loader.sampler.set_epoch(epoch)" in done.stdout
+    assert "loader.sampler.set_epoch(epoch)" in done.stdout
     found = json.loads((tmp_path / "found.json").read_text())
     assert [finding["rule"] for finding in found["findings"] if finding["level"] == "FAIL"] == ["data.epoch"]
     assert found["world_size"] == 2
     [replay] = found["replay"]
-    assert "updates 0 to 2 of 2 ranks in one process and float64: the gradient is equal to" in replay
+    assert "updates 0 to 2 of 2 ranks" in replay
     assert replay in " ".join(done.stdout.split())
     page = (tmp_path / "found.html").read_text()
     assert 'class="named"' in page

@@ -186,7 +186,7 @@ def test_ranks_that_do_not_share_a_batch_evenly(everyrank: Any, tmp_path: Path) 
     words += ["--launcher", "torchrun", "--rendezvous-kind", "c10d", "--nodes", "1:1", "--out", "out"]
     done = everyrank(tmp_path, *words)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("64 samples of an update over 3 ranks: some read one more than others") == 1
+    assert done.stdout.count("64 samples of an update over 3 ranks") == 1
     assert (tmp_path / "out" / "memberships.jsonl").exists()
 
 

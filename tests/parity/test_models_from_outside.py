@@ -165,5 +165,5 @@ def test_an_optimizer_that_takes_a_shard_for_the_whole(ranks: Any) -> None:
         metrics={},
     )
     result = ranks(2, outcome, workload, "fsdp", next(KEYS))[0]
-    assert result.startswith("different: the gradients are those of one device")
+    assert result.startswith("different: ")
     assert "optimizer" in result

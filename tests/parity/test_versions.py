@@ -147,7 +147,7 @@ def test_files_from_elsewhere(saved: Path, capsys: pytest.CaptureFixture[str], m
     for wrong in ([], {}, {**content, "format": "2"}, {**content, "losses": ["1"]}, {**content, "counts": []}):
         Path("wrong.json").write_text(json.dumps(wrong))
         text = refused(capsys, "verify", "digits", "--against", "wrong.json")
-        assert "--against wrong.json: it was not written by everyrank verify --save" in text
+        assert "--against wrong.json" in text
     assert "No such file" in refused(capsys, "verify", "digits", "--against", "missing.json")
     assert "leave --layout" in refused(capsys, "verify", "digits", "--save", "a.json", "--layout", "ddp")
     assert "no file" in refused(capsys, "verify", "digits", "--between", "main", "HEAD")

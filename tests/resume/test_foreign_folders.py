@@ -95,5 +95,5 @@ def test_a_folder_that_is_taken_away_is_said(forge: Forge, tmp_path: Path) -> No
     workload.write_text(workload.read_text().replace("\nworkload =", take + "\n\nworkload ="))
     done = forge(tmp_path, "train", workload, "--out", "run", "--device", "cpu")
     assert done.status == 4, done
-    assert "log.jsonl, events.jsonl, log.csv, epochs.csv were taken away" in done.err
+    assert "log.jsonl, events.jsonl, log.csv, epochs.csv" in done.err
     assert "wrote" not in done.out

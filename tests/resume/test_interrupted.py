@@ -155,7 +155,7 @@ def test_a_run_that_goes_on_from_an_older_checkpoint(
     words = words_for("ddp", "--steps", "15", "--resume", str(older))
     done = forge(tmp_path, *words, size=2)
     assert done.status == 2
-    assert "newer and undamaged; resume from here with another --out" in done.err
+    assert "another --out" in done.err
     assert [row[0] for row in logged(tmp_path / "run")] == list(range(20))
     done = forge(tmp_path, *words, "--out", "other", size=2)
     assert done.status == 0, done

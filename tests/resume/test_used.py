@@ -41,7 +41,7 @@ def digits(everyrank: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
 
 
 def test_nothing_to_go_on_from_is_said(digits: tuple[Path, str]) -> None:
-    assert "no checkpoint in run: starting from the beginning" in digits[1].splitlines()
+    assert "no checkpoint in run" in digits[1]
 
 
 def test_going_on_needs_a_place(capsys: pytest.CaptureFixture[str], digits: tuple[Path, str]) -> None:

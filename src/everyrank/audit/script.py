@@ -116,7 +116,8 @@ def own_text(script: Path) -> str:
             for root in [folder] if dots else roots | {path.parent}:
                 module = root.joinpath(*name.split(".")) if name else root
                 waiting += [module.with_name(f"{module.name}.py"), module / "__init__.py"]
-                waiting += [module / f"{part}.py" for part in re.split(r"[,()\s]+", names) if part.isidentifier()]
+                imported = re.split(r"[,()\s]+", names)
+                waiting += [module / f"{part}.py" for part in imported if part.isidentifier()]
     return "\n".join(texts.values())
 
 

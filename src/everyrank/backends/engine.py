@@ -250,7 +250,7 @@ class Engine:
                 self._move(queue)  # its last data may have arrived since
             if head.done or head.missing is not missing:
                 continue
-            gone = {rank: words for rank, words in gone.items() if rank in missing}
+            gone = {rank: reason for rank, reason in gone.items() if rank in missing}
             if gone and (not queue.is_any_enough or len(gone) == len(missing)):
                 self._fail(queue, RankFailedError(f"{head.name}: {', '.join(gone.values())}"))
             elif now > head.since + queue.timeout_seconds and (head.is_awaited or not queue.is_message):

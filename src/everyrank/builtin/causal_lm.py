@@ -172,8 +172,8 @@ def _translate(outline: CausalLM) -> dict[str, str] | None:
         plan[f"model.{pattern}"] = VOCABULARY_WORDS[word]
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is not None and head.weight is embedding.weight:
-        words = {embedding: "vocabulary", head: "colwise_gather"}
-        ends = {name: words[module] for name, module in outline.named_modules() if module in words}
+        styles = {embedding: "vocabulary", head: "colwise_gather"}
+        ends = {name: styles[module] for name, module in outline.named_modules() if module in styles}
         if plan.keys() & ends.keys():  # one weight: split alike, or not at all
             plan |= ends
     return plan or None

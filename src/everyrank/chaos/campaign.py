@@ -144,7 +144,7 @@ def inject_fault(baseline: Baseline, name: str, options: ChaosOptions, folder: P
     first_update = (2 if fault.corrupts else 1) * options.save_every + 1
     update = generator.randrange(first_update, options.steps - options.save_every)
     rank = generator.randrange(baseline.size)
-    outcome: dict[str, Any] = {"fault": name, "what": fault.what, "update": update, "rank": rank}
+    outcome: dict[str, Any] = {"fault": name, "what": fault.description, "update": update, "rank": rank}
     reason = _why_skipped(baseline, name)
     if reason:
         return _record(baseline, options, outcome | {"status": "not run here", "reason": reason}, None)

@@ -17,7 +17,7 @@ OWN_DISK, TWO_HOSTS = "a separate disk", "two hosts"
 class Fault:
     """One kind of fault.
 
-    what             short description
+    description      a few words
     message_pattern  regular expression of the error message, {rank} for the faulty rank; "" if no message is required
     noticed_by       the process that notices the fault
     ends             whether the fault ends the training; otherwise the training continues without help
@@ -26,7 +26,7 @@ class Fault:
     needs            requirement: "", `OWN_DISK` (mount namespaces, tmpfs), or `TWO_HOSTS` (network namespaces)
     """
 
-    what: str
+    description: str
     message_pattern: str
     noticed_by: str
     ends: bool = True

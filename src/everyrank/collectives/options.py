@@ -109,25 +109,25 @@ class CommOptions:
         return REDUCING if self.reduction != "sum" else OPERATION_NAMES
 
 
-def parse_sizes(words: Sequence[str]) -> tuple[int, ...]:
+def parse_sizes(texts: Sequence[str]) -> tuple[int, ...]:
     """Parse sizes such as `64KiB`, or ranges such as `4:64MiB` in steps of a factor of 4. Raises `UsageError`."""
     sizes: list[int] = []
-    for word in words or [_DEFAULT_SIZES]:
-        low, colon, high = word.partition(":")
-        first = _bytes_of(low, word)
-        last = _bytes_of(high, word) if colon else first
+    for text in texts or [_DEFAULT_SIZES]:
+        low, colon, high = text.partition(":")
+        first = _bytes_of(low, text)
+        last = _bytes_of(high, text) if colon else first
         if first > last:
-            raise UsageError(f"--sizes {word}: give the smaller size first")
+            raise UsageError(f"--sizes {text}: give the smaller size first")
         while first <= last:
             sizes.append(first)
             first *= _STEP
     return tuple(dict.fromkeys(sizes))
 
 
-def _bytes_of(text: str, word: str) -> int:
-    match = re.fullmatch(r"(\d{1,15})\s*([A-Za-z]*)", text)
+def _bytes_of(size: str, text: str) -> int:
+    match = re.fullmatch(r"(\d{1,15})\s*([A-Za-z]*)", size)
     if match is None or match[2].upper() not in _UNITS or int(match[1]) == 0:
-        raise UsageError(f"--sizes {word}: give bytes, as in 64KiB, or a range, as in 4:64MiB")
+        raise UsageError(f"--sizes {text}: give bytes, as in 64KiB, or a range, as in 4:64MiB")
     return int(match[1]) * _UNITS[match[2].upper()]
 
 

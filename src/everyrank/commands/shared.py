@@ -144,15 +144,15 @@ def repeated_arguments(args: argparse.Namespace) -> str:
 
     These are the flags for data, settings, batch, launcher, device and backend, if they were given.
     """
-    words = [args.workload]
-    words += ["--data", str(args.data)] if args.data is not None else []
-    words += ["--set", *args.set] if args.set else []
-    words += ["--batch", str(args.batch)] if args.batch is not None else []
-    words += ["--lr-rule", args.lr_rule] if args.lr_rule != "none" else []
+    arguments = [args.workload]
+    arguments += ["--data", str(args.data)] if args.data is not None else []
+    arguments += ["--set", *args.set] if args.set else []
+    arguments += ["--batch", str(args.batch)] if args.batch is not None else []
+    arguments += ["--lr-rule", args.lr_rule] if args.lr_rule != "none" else []
     for flag in ("launcher", "device", "backend"):
         value = getattr(args, flag)
-        words += [f"--{flag}", value] if value is not None else []
-    return shlex.join(words)
+        arguments += [f"--{flag}", value] if value is not None else []
+    return shlex.join(arguments)
 
 
 def say_next(*commands: str) -> None:

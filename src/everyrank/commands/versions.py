@@ -120,13 +120,14 @@ def _run(
     file = worktree / path.resolve().relative_to(top)
     if not file.is_file():
         raise UsageError(f"--between {name}: {path} does not exist in that commit")
-    words = list(args.words)
-    at = words.index("--between")
-    del words[at : at + 3]
-    words = [word if word != args.workload else word.replace(str(path), str(file), 1) for word in words]
-    paths = [str(Path(place).resolve()) for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
-    paths = [place.replace(str(top), str(worktree), 1) if Path(place).is_relative_to(top) else place for place in paths]
-    command = [sys.executable, "-P", "-m", "everyrank", *words, "--fresh", "--save", str(output)]
+    arguments = list(args.words)
+    at = arguments.index("--between")
+    del arguments[at : at + 3]
+    moved = args.workload.replace(str(path), str(file), 1)
+    arguments = [moved if argument == args.workload else argument for argument in arguments]
+    paths = [str(Path(entry).resolve()) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    paths = [entry.replace(str(top), str(worktree), 1) if Path(entry).is_relative_to(top) else entry for entry in paths]
+    command = [sys.executable, "-P", "-m", "everyrank", *arguments, "--fresh", "--save", str(output)]
     done = subprocess.run(
         command,
         cwd=folder if folder.is_dir() else worktree,

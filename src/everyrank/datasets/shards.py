@@ -23,25 +23,25 @@ from everyrank.errors import EveryrankError, WorkloadError
 __all__ = ["JsonLines", "TarShards", "TextLines", "checksum_of_names", "files_in"]
 
 
-def files_in(place: Path, suffixes: Sequence[str]) -> list[Path]:
-    """List the file `place`, or all files below that folder with one of these suffixes, sorted.
+def files_in(path: Path, suffixes: Sequence[str]) -> list[Path]:
+    """List the file `path`, or all files below that folder with one of these suffixes, sorted.
 
     Raises `WorkloadError` for none.
     """
-    if place.is_file():
-        return [place]
-    if not place.is_dir():
-        raise WorkloadError(f"{place}: no such file or folder")
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise WorkloadError(f"{path}: no such file or folder")
     paths = sorted(
-        path
-        for path in place.rglob("*")
-        if path.is_file()
-        and not any(component.startswith(".") for component in path.relative_to(place).parts)
-        and (not suffixes or path.suffix.lower() in suffixes)
+        file
+        for file in path.rglob("*")
+        if file.is_file()
+        and not any(component.startswith(".") for component in file.relative_to(path).parts)
+        and (not suffixes or file.suffix.lower() in suffixes)
     )
     if not paths:
         kinds = ", ".join(f"*{suffix}" for suffix in suffixes) or "files"
-        raise WorkloadError(f"{place}: no {kinds} there")
+        raise WorkloadError(f"{path}: no {kinds} there")
     return paths
 
 

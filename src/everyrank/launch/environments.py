@@ -100,9 +100,10 @@ def _check_agreement(environment: Mapping[str, str], info: RankInfo) -> None:
 
 
 def is_rank_0_of_all(environment: Mapping[str, str]) -> bool:
-    """Whether this process is rank 0 of an external launcher, or no rank; other variables may be wrong.
+    """Whether this process is rank 0 of an external launcher, or not a rank at all.
 
-    A rank that is not a number, left over in a shell of an allocation, is ignored: one process must report the error.
+    Reads only the variable for the rank, because exactly one process has to report errors in the others. A value that
+    is not a number is ignored: a shell in an allocation may have one.
     """
     # A user may have started only this process, so their RANK counts only next to the marker of a launcher.
     return all(

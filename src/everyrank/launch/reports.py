@@ -121,8 +121,8 @@ class Reports:
             cause = f"ended by {signal_text(-code)}"
         else:
             cause = f"exited with status {code} before its work was done"
-        place = last_place(self.logs / FOLDER, row["rank"], row["time"])
-        return RankFailedError(f"{self._who(row)}: {cause}{place and f'; {place}'}", self._log(row["rank"]))
+        line = last_place(self.logs / FOLDER, row["rank"], row["time"])
+        return RankFailedError(f"{self._who(row)}: {cause}{line and f'; {line}'}", self._log(row["rank"]))
 
     def _hanging(self, errors: list[dict[str, Any]]) -> RankFailedError | None:
         """The error for ranks that do not respond, if the first error was a timeout; else None."""

@@ -228,12 +228,12 @@ def parse_layout(text: str) -> Layout:
     row = find_strategy(strategy)
     if row is None:
         raise LayoutError(f"layout {text!r}: {_known(strategy, STRATEGIES)}")
-    words = options_text.split(",") if colon else []
+    assignments = options_text.split(",") if colon else []
     pairs: dict[str, str] = {}
-    for word in words:
-        key, equals, value = word.partition("=")
+    for assignment in assignments:
+        key, equals, value = assignment.partition("=")
         if not key or (equals and not value):
-            raise LayoutError(f"layout {text!r}: {word!r} is not key=value; for example {strategy}:accumulate=4")
+            raise LayoutError(f"layout {text!r}: {assignment!r} is not key=value; for example {strategy}:accumulate=4")
         if key in pairs:
             raise LayoutError(f"layout {text!r}: {key} is given twice")
         pairs[key] = value if equals else "true"

@@ -54,11 +54,11 @@ def _plan_command(workload: Workload, layout: Layout, world: World) -> str:
     """Return the command that names the smallest change that fits, for a GPU; "" on CPU."""
     if world.device.type != "cuda":
         return ""
-    place = shlex.quote(workload.source.place if workload.source is not None else "my_workload.py")
+    name_or_path = shlex.quote(workload.source.place if workload.source is not None else "my_workload.py")
     memory = torch.cuda.get_device_properties(world.device).total_memory / 2**30
     return (
-        f". The smallest change that fits: everyrank plan {place} --gpus {world.size}xKIND --memory {memory:.1f}GiB "
-        f"--layout {shlex.quote(str(layout))}"
+        f". The smallest change that fits: everyrank plan {name_or_path} "
+        f"--gpus {world.size}xKIND --memory {memory:.1f}GiB --layout {shlex.quote(str(layout))}"
     )
 
 

@@ -72,9 +72,9 @@ def audit_page(audit: Audit) -> str:
         {"name": _relative(name) or "the run as a whole", "parts": _excerpts(name, findings)}
         for name, findings in files.items()
     ]
-    words = " ".join(audit.words)
+    command = " ".join(audit.words)
     page = environment().from_string(template)
-    return page.render(audit=audit, files=shown, words=words, summary=summary(audit), relative=_relative)
+    return page.render(audit=audit, files=shown, words=command, summary=summary(audit), relative=_relative)
 
 
 def _relative(path: str) -> str:

@@ -1,4 +1,4 @@
-"""Calls the user's `Workload.on_epoch` on rank 0 after each epoch. All ranks take part in its calls of `predict`.
+"""Calls the user's `Workload.on_epoch` on rank 0 after each epoch. When it calls `predict`, all ranks compute.
 
 Under most layouts no rank has the whole model, so `predict` needs all ranks. But a function that ran on every rank
 would print, plot and write once for each rank. So the other ranks wait, and join each `predict`.

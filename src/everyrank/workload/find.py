@@ -232,13 +232,13 @@ def _check_settings(function: Callable[..., object], source: Source, where: str)
 _TYPES: dict[object, tuple[type, ...]] = {"float": (int, float), "int": (int,), "str": (str,), "bool": (bool,)}
 
 
-def parse_settings(words: Sequence[str]) -> dict[str, Any]:
+def parse_settings(assignments: Sequence[str]) -> dict[str, Any]:
     """`["lr=0.05", "norm=group"]` -> `{"lr": 0.05, "norm": "group"}`; Python literals where they read as such."""
     settings: dict[str, Any] = {}
-    for word in words:
-        key, equals, text = word.partition("=")
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
         if not equals or not key.isidentifier():
-            raise UsageError(f"--set {word}: write key=value, for example --set lr=0.05")
+            raise UsageError(f"--set {assignment}: write key=value, for example --set lr=0.05")
         try:
             settings[key] = ast.literal_eval(text)
         except (RecursionError, MemoryError):

@@ -312,9 +312,9 @@ def to_float64(value: Any) -> Any:
 # --- several forward passes as one
 
 
-def output_rows(out: Any, begin: int, end: int, total: int) -> Any:
-    """The samples from `begin` to `end` of an output; None where its first dim is not the samples."""
-    return out[begin:end] if out.dim() and out.shape[0] == total else None
+def output_rows(out: Any, start: int, end: int, total: int) -> Any:
+    """The samples from `start` to `end` of an output; None where its first dim is not the samples."""
+    return out[start:end] if out.dim() and out.shape[0] == total else None
 
 
 def num_rows(backward: RecordedBackward) -> int:

@@ -599,14 +599,15 @@ def _record_commands(overlay: Overlay) -> None:
     def record(event: str, arguments: tuple[Any, ...]) -> None:
         try:
             if event == "os.system":
-                words = os.fsdecode(arguments[0]).split()
+                command = os.fsdecode(arguments[0]).split()
             elif event == "subprocess.Popen":
                 given = arguments[1]
-                words = [os.fsdecode(w) for w in given] if isinstance(given, list | tuple) else str(given).split()
-                words = words[2].split() if words[:2] == ["/bin/sh", "-c"] and len(words) > 2 else words
+                is_list = isinstance(given, list | tuple)
+                command = [os.fsdecode(argument) for argument in given] if is_list else str(given).split()
+                command = command[2].split() if command[:2] == ["/bin/sh", "-c"] and len(command) > 2 else command
             else:
                 return
-            program = os.path.basename(words[0]) if words else ""
+            program = os.path.basename(command[0]) if command else ""
             if program and not program.startswith("python"):
                 overlay.commands.add(program)
         except Exception:  # noqa: S110  (it must not end the script)

@@ -2,8 +2,8 @@
 
 ring      Keys and values are sent around a ring; each rank adds the attention of its queries to each part, and keeps
           the logarithm of the sum of exponentials, which combines partial softmaxes. In backward they are sent around
-          again and collect their gradients. Source: Liu, Zaharia and Abbeel 2023; the
-          merging of partial softmaxes is Milakov and Gimelshein 2018, the balanced order Brandon et al. 2023.
+          again and collect their gradients. Source: Liu, Zaharia and Abbeel 2023. Partial softmaxes are merged as
+          in Milakov and Gimelshein 2018, and the balanced order is from Brandon et al. 2023.
 ulysses   An all-to-all gives every rank whole sequences of some of the heads, torch's attention runs on them, and
           a second all-to-all reverses this. Source: Jacobs et al. 2023 (DeepSpeed-Ulysses).
 
@@ -73,7 +73,7 @@ def ring_attention(
 ) -> Tensor:
     """Q (B, H, T/N, W), k and v (B, G, T/N, W) with G heads that divide H -> (B, H, T/N, W).
 
-    `kept` is the factor of dropout for the weights of a chunk.
+    `dropout_weights` returns the dropout factors of the attention weights of a chunk.
     """
     out: Tensor = _RingAttention.apply(q, k, v, causal, scale, ring, dropout_weights)  # pyright: ignore
     return out
@@ -235,7 +235,7 @@ def ulysses_attention(
 ) -> Tensor:
     """Q (B, H, T/N, W), k and v (B, G, T/N, W) -> (B, H, T/N, W); N has to divide the heads.
 
-    `kept` is the factor of dropout for the weights.
+    `dropout_weights` returns the dropout factors of the attention weights.
     """
     q, k, v = (_to_heads(tensor, ring) for tensor in (q, k, v))
     is_grouped = q.shape[1] != k.shape[1]

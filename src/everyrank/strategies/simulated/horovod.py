@@ -28,8 +28,8 @@ def simulate(workload: Workload, layout: Layout, world: World) -> Prepared:
     compress = layout.read(HorovodOptions).compress
     if compress != "none" and layout.simulated > 2:
         raise CannotRunError(
-            f"layout {layout}: the order in which Horovod adds up the fp16 of {layout.simulated} ranks is another one "
-            "in every run, so nothing can be compared with it; compare on 2"
+            f"layout {layout}: Horovod adds the fp16 gradients of {layout.simulated} ranks in a different order in each "
+            "run, so no simulation is equal to it; use 2 ranks to compare"
         )
     return replicas.simulate(workload, layout, world, _make_sum)
 

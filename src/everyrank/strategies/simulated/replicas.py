@@ -32,17 +32,18 @@ from everyrank.world import World
 __all__ = ["simulate"]
 
 MakeCombine = Callable[[nn.Module, Layout], tuple[Callable[[nn.Parameter, list[Tensor]], Tensor], Any]]
-_OPTIONS = ("batch_norm", "compress", "matrix_rank")  # the options that change the algorithm; others are ignored here
+_OPTIONS = ("batch_norm", "compress", "matrix_rank")  # only these options change the algorithm
 
 
 def simulate(workload: Workload, layout: Layout, world: World, make: MakeCombine | None = None) -> Prepared:
-    """Simulate the replicas of `layout.simulated` ranks. `make` returns how gradients are combined, if not by
-    `compress`.
+    """Simulate the replicas of `layout.simulated` ranks.
+
+    `make` returns a function that combines the gradients of all ranks; None: as the option `compress` does.
     """
     if layout.read(BatchNormOptions).batch_norm == "sync" and has_batch_norm(on_cpu(workload)):
         raise CannotRunError(
-            "batch norm spans all ranks, and then one process cannot tell the gradient of one of them from those of "
-            "the others; add batch_norm=local to compare"
+            "a simulation in one process cannot compute the gradient of each rank if batch norm spans all ranks; add "
+            "batch_norm=local to compare"
         )
     options = {key: layout.options[key] for key in _OPTIONS if key in layout.options}
     layout = dataclasses.replace(layout, strategy="ddp", options=options)
