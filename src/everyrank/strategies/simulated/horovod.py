@@ -28,8 +28,8 @@ def simulate(workload: Workload, layout: Layout, world: World) -> Prepared:
     compress = layout.read(HorovodOptions).compress
     if compress != "none" and layout.simulated > 2:
         raise CannotRunError(
-            f"layout {layout}: Horovod adds the fp16 gradients of {layout.simulated} ranks in a different order in each "
-            "run, so no simulation is equal to it; use 2 ranks to compare"
+            f"layout {layout}: Horovod adds the fp16 gradients of {layout.simulated} ranks in a different order each "
+            "time, so no simulation is equal to it; use 2 ranks to compare"
         )
     return replicas.simulate(workload, layout, world, _make_sum)
 
