@@ -14,7 +14,7 @@ helpers.py     the functions in plain PyTorch that a port brings along
 check.py       the comparison of a port with the original
 """
 
-from everyrank.port.run import Attempt, PortResult, port_script
+from everyrank.port.run import Attempt, PortResult, audit_port, check_port, port_script
 from everyrank.port.source import NotPortedError
 
-__all__ = ["Attempt", "NotPortedError", "PortResult", "port_script"]
+__all__ = ["Attempt", "NotPortedError", "PortResult", "audit_port", "check_port", "port_script"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 from everyrank.port.facts import Fact
@@ -81,6 +82,7 @@ class Plan:
             target = target.elts[-1]
         return [node.id for node in ast.walk(target) if isinstance(node, ast.Name)]
 
+    @functools.cached_property
     def data_names(self) -> list[str]:
         """The names that training forwards and their losses are given."""
         names: list[str] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from everyrank.errors import CannotRunError
 
@@ -49,6 +50,7 @@ class ScriptSource:
         self.tree = ast.parse(self.text)
         self.parents = {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
         self.edits: list[Edit] = []
+        self._found: dict[Any, ast.AST | None] = {}
         self.unit = self._indentation()
 
     def _indentation(self) -> str:
@@ -65,6 +67,12 @@ class ScriptSource:
 
     def at(self, span: Sequence[int], kind: type[ast.AST] | tuple[type[ast.AST], ...] = ast.Call) -> ast.AST | None:
         """The smallest node of a kind around [first line, column, last line, column]; None if there is none."""
+        key = (*span, kind)
+        if key not in self._found:  # a script's loop comes to each expression many times
+            self._found[key] = self._smallest(span, kind)
+        return self._found[key]
+
+    def _smallest(self, span: Sequence[int], kind: type[ast.AST] | tuple[type[ast.AST], ...]) -> ast.AST | None:
         line, column, last_line, last_column = span
         around = [
             node
@@ -119,7 +127,15 @@ class ScriptSource:
 
     def code(self, node: ast.AST) -> str:
         """The text of a node."""
-        return ast.get_source_segment(self.text, node) or ""
+        if not hasattr(node, "lineno"):
+            return ""
+        (line, column), (last_line, last_column) = _start(node), _end(node)
+        # ast.get_source_segment splits the whole text each time
+        if line == last_line:
+            return self.lines[line - 1][column:last_column].decode()
+        between = self.lines[line : last_line - 1]
+        whole = b"".join([self.lines[line - 1][column:], *between, self.lines[last_line - 1][:last_column]])
+        return whole.decode().replace("\r\n", "\n")
 
     def stores(self, name: str, within: ast.AST) -> list[ast.AST]:
         """The nodes that assign to a name, which may be an attribute such as `self.model`."""
