@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from everyrank.port import audit_port, check_port, port_script
+from everyrank.port import audit_port, check_ported, port_script
 from everyrank.rerun import ScriptHost
 from porting import FUNCTIONS
 
@@ -84,7 +84,7 @@ def reported(host: ScriptHost, text: str) -> str:
     """All that `everyrank port --check` tells of a port."""
     port = Path(host.words[0]).with_name("train_ddp.py")
     port.write_text(text)
-    best = check_port(host, port, (3,)).best
+    best = check_ported(host, port, (3,)).best
     lines = [each.difference for each in best.comparisons] + best.doubts
     lines += [f"printed: {other}" for _, other in best.differing_lines]
     if any(lines):

@@ -12,15 +12,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from everyrank.commands.shared import check_writable
+from everyrank.commands.shared import check_html, check_writable
 from everyrank.errors import CHECK_FAILED, UsageError, printable
 from everyrank.record import write_text
 
 if TYPE_CHECKING:
     from everyrank.audit import Finding
-    from everyrank.port import Attempt, PortResult
+    from everyrank.port import PortResult
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run", "with_header"]
 
 HELP = "turn a script for one device into a DistributedDataParallel script, and check it"
 EXAMPLES = (
@@ -55,6 +55,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--limit", type=float, default=300.0, metavar="S", help="seconds for each run (default 300)")
     parser.add_argument("--json", type=Path, metavar="F", help="write the edits, the notes and the comparison")
+    parser.add_argument("--html", type=Path, metavar="F", help="write a page with the script and the port side by side")
+    parser.add_argument(
+        "--sampler",
+        choices=("batches", "torch"),
+        default="batches",
+        help="batches: split each batch over the ranks (default); torch: DistributedSampler, with another order",
+    )
     parser.add_argument(
         "script", nargs=argparse.REMAINDER, metavar="SCRIPT.py [ARGS ...]", help="as Python is given them"
     )
@@ -62,17 +69,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Port a script, or check a port; exit status 1 if no port was equal to it, 3 if it is not ported."""
-    from everyrank.port import audit_port, check_port, port_script
+    from everyrank.port import audit_port, check_ported, port_script
     from everyrank.progress import progress
     from everyrank.rerun import ScriptHost
 
     words, target, counts = _checked(args)
-    with progress(8, show=True) as advance:
+    with progress(9, show=True) as advance:
         if args.check is not None:
             with ScriptHost(words, timeout_seconds=args.limit) as host:
-                result = check_port(host, args.check, counts, advance)
+                result = check_ported(host, args.check, counts, advance)
         else:
-            result = port_script(words, counts, args.limit, advance)
+            result = port_script(words, counts, args.limit, advance, sampler=args.sampler)
         best = result.best
         findings: list[Finding] = []
         if not best.has_failed and (best.is_equal or args.check is not None):
@@ -81,9 +88,15 @@ def run(args: argparse.Namespace) -> int:
     text, is_right = best.text, best.is_equal and not any(finding.level == "FAIL" for finding in findings)
     if args.check is None and not is_right:
         reason = best.comparisons[-1].difference or next(each.text for each in findings if each.level == "FAIL")
-        text = _with_header(text, f"# NOT EQUAL to {Path(words[0]).name}: {reason}\n")
+        text = with_header(text, f"# NOT EQUAL to {Path(words[0]).name}: {reason}\n")
     if args.json is not None:
         write_text(args.json, json.dumps(_as_json(result, findings, is_right), indent=1) + "\n")
+    if args.html is not None:
+        from everyrank.report.port import port_page
+
+        write_text(
+            args.html, port_page(result, findings, words, target.name if args.check is None else args.check.name)
+        )
     if args.check is None:
         _show_edits(result, words, target, text)
     _show_check(result, findings)
@@ -99,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if is_right else CHECK_FAILED
 
 
-def _with_header(text: str, header: str) -> str:
+def with_header(text: str, header: str) -> str:
     """The text with a comment in its first line, or after `#!/usr/bin/env python` and a line of the encoding."""
     lines = text.splitlines(keepends=True)
     kept = 1 if lines and lines[0].startswith("#!") else 0
@@ -125,6 +138,7 @@ def _checked(args: argparse.Namespace) -> tuple[list[str], Path, list[int]]:
         raise UsageError(f"--check-processes {args.check_processes}: give numbers from 2 to 16, such as 2,3")
     target = _target(args, script)
     check_writable(args.json)
+    check_html(args)
     return words, target, counts
 
 
@@ -153,6 +167,8 @@ def _target(args: argparse.Namespace, script: Path) -> Path:
 
 def _show_edits(result: PortResult, words: list[str], target: Path, text: str) -> None:
     """Print the diff and a reason for each edit."""
+    from everyrank.report.port import edit_reasons
+
     best = result.best
     is_terminal = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     for line in difflib.unified_diff(
@@ -161,7 +177,7 @@ def _show_edits(result: PortResult, words: list[str], target: Path, text: str) -
         color = {"+": "32", "-": "31", "@": "36"}.get(line[:1], "")
         print(f"\033[{color}m{printable(line)}\033[0m" if color and is_terminal else printable(line))
     print("\nedits:")
-    for line, reason in _reasons(best):
+    for line, reason in edit_reasons(best):
         print(f"  line {line}: {reason}")
     print()
 
@@ -169,10 +185,11 @@ def _show_edits(result: PortResult, words: list[str], target: Path, text: str) -
 def _show_check(result: PortResult, findings: list[Finding]) -> None:
     """Print the comparison, the findings of the audit, and what is left to the user."""
     from everyrank.audit import short_place
+    from everyrank.report.port import check_lines
 
     best = result.best
     print("checked:" if best.is_equal else "not equal:")
-    for line in _checks(result):
+    for line in check_lines(result):
         print(f"  {printable(line)}")
     if best.differing_lines:
         print(f"\nprinted otherwise by the port ({len(best.differing_lines)} lines, the first):")
@@ -193,29 +210,9 @@ def _show_check(result: PortResult, findings: list[Finding]) -> None:
     print()
 
 
-def _reasons(attempt: Attempt) -> list[tuple[int, str]]:
-    pairs = [(edit.start[0], edit.reason) for edit in attempt.edits if edit.reason]
-    return sorted(dict.fromkeys(pairs))
-
-
-def _checks(result: PortResult) -> list[str]:
-    """One line for each number of ranks."""
-    lines: list[str] = []
-    precision = "float64" if result.float64 else "float32, because the script does not run in float64"
-    for comparison in result.best.comparisons:
-        if not comparison.is_equal:
-            lines.append(comparison.difference)
-            continue
-        gaps = ", ".join(f"{kind} {gap:.0e}" for kind, gap in comparison.largest.items())
-        dropout = ", all dropout left out" if result.best.without_dropout else ""
-        lines.append(
-            f"{comparison.updates} updates on {comparison.ranks} ranks equal one process in {precision}{dropout}: "
-            f"largest relative difference of {gaps}"
-        )
-    return lines
-
-
 def _as_json(result: PortResult, findings: list[Finding], is_right: bool) -> dict[str, Any]:
+    from everyrank.report.port import edit_reasons
+
     best = result.best
     return {
         "equal": is_right,
@@ -223,7 +220,7 @@ def _as_json(result: PortResult, findings: list[Finding], is_right: bool) -> dic
         "without_dropout": best.without_dropout,
         "loss": best.choice.loss if best.choice is not None else None,
         "evaluation": best.choice.evaluation if best.choice is not None else None,
-        "edits": [{"line": line, "reason": reason} for line, reason in _reasons(best)],
+        "edits": [{"line": line, "reason": reason} for line, reason in edit_reasons(best)],
         "left_to_you": [{"line": line, "sentence": sentence} for line, sentence in best.notes],
         "comparisons": [
             {

@@ -7,6 +7,7 @@ plan.py        a port in the making, which the edits share
 edits.py       the order of all edits; loaders and batches
 model.py       the wrapper of each model
 loss.py        the loss of each backward
+accumulation.py  one all-reduce for each update of several backwards
 evaluation.py  counts of the training loop, and evaluations
 outputs.py     files, folders, progress bars
 frame.py       imports, helper functions, start and end, random numbers
@@ -14,7 +15,7 @@ helpers.py     the functions in plain PyTorch that a port brings along
 check.py       the comparison of a port with the original
 """
 
-from everyrank.port.run import Attempt, PortResult, audit_port, check_port, port_script
+from everyrank.port.run import Attempt, PortResult, audit_port, check_ported, port_script
 from everyrank.port.source import NotPortedError
 
-__all__ = ["Attempt", "NotPortedError", "PortResult", "audit_port", "check_port", "port_script"]
+__all__ = ["Attempt", "NotPortedError", "PortResult", "audit_port", "check_ported", "port_script"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 
+from everyrank.port.accumulation import edit_accumulation
 from everyrank.port.evaluation import edit_counts, edit_evaluations
 from everyrank.port.facts import Fact
 from everyrank.port.frame import add_frame
@@ -47,6 +48,7 @@ def edit_script(text: str, facts: Sequence[Fact], choice: Choice) -> Plan:
         )
     edit_loaders(plan)
     edit_models(plan)
+    edit_accumulation(plan)
     edit_losses(plan)
     edit_counts(plan)
     edit_evaluations(plan)
@@ -100,7 +102,15 @@ def edit_loaders(plan: Plan) -> None:
             raise NotPortedError(loader.line, "the call that makes the loader was not found")
         if plan.once(call):
             plan.helpers.add("split")
-            source.wrap(call, "split(", ")", "each rank reads its part of every batch")
+            reason = "each rank reads its part of every batch"
+            if plan.choice.sampler == "torch":
+                reason = "DistributedSampler divides the samples over the ranks"
+                plan.note(
+                    call.lineno,
+                    "DistributedSampler has another order than one process, and repeats samples where the ranks do not "
+                    "divide their number; the check compared a port with split batches",
+                )
+            source.wrap(call, "split(", ")", reason)
             _replace_batch_size(plan, call)
     if not trains:
         _split_tensors(plan)
@@ -146,6 +156,10 @@ def _split_tensors(plan: Plan) -> None:
             forwards[0].line, "where the batch comes from was not found: split it by hand, tensor[rank::world_size]"
         )
     plan.helpers.add("part")
+    blocks = {id(source.block(statement)) for statement in parts}
+    if len(blocks) == 1:  # together, because one may be made of another
+        last = max(parts, key=lambda statement: statement.lineno)
+        parts = {last: [name for split in parts.values() for name in split]}
     for statement, split in parts.items():
         together = ", ".join(split)
         source.insert_after(statement, f"{together} = part({together})", "each rank takes its part of every batch")

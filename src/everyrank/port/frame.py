@@ -35,6 +35,8 @@ def add_frame(plan: Plan) -> None:
         has_batch_norm=plan.has_batch_norm,
         finds_unused=plan.finds_unused,
         sums=plan.choice.loss == "sum",
+        sampler=plan.choice.sampler,
+        has_logging="logging" in _names(imports),
         has_numpy="np" in _names(imports),
     )
     start = ["setup()"] + (["same_seed()"] if plan.has_same_seed else [])

@@ -19,10 +19,12 @@ class Choice:
 
     loss        "mean" or "sum": how the loss depends on the samples of a batch
     evaluation  "split" over the ranks, or "whole": every rank evaluates everything
+    sampler     "batches": each batch is split over the ranks; "torch": DistributedSampler, with another order
     """
 
     loss: str
     evaluation: str
+    sampler: str = "batches"
 
 
 class Plan:
@@ -103,6 +105,14 @@ class Plan:
         spans = {fact.span[:2] for kind in ("forward", "loss", "optimizer") for fact in self.of(kind)}
         makes_object = any(self.source.code(call.func).rpartition(".")[2][:1].isupper() for call in calls)
         return not makes_object and not any((call.lineno, call.col_offset) in spans for call in calls)
+
+    def wrapper_of(self, model: ast.expr) -> str:
+        """The name of the wrapper of a model that training forwards call."""
+        name = self.source.code(model)
+        if model in self.training_uses:  # a function that is given the wrapper
+            return name
+        owner, _, last = name.rpartition(".")
+        return f"{owner}.ddp_{last}" if owner else f"ddp_{last}"
 
     def note(self, line: int, sentence: str) -> None:
         """Leave something to the person."""

@@ -19,7 +19,7 @@ from everyrank.port.plan import Choice
 from everyrank.port.source import Edit
 from everyrank.rerun import Imposed, ScriptHost, ScriptRecording
 
-__all__ = ["Attempt", "PortResult", "audit_port", "check_port", "port_script"]
+__all__ = ["Attempt", "PortResult", "audit_port", "check_ported", "port_script"]
 
 UPDATES = 12
 _OBSERVED_UPDATES = 24
@@ -81,9 +81,15 @@ class PortResult:
 
 
 def port_script(
-    words: Sequence[str], ranks: Sequence[int], timeout_seconds: float, say: Callable[[str], None] = lambda _: None
+    words: Sequence[str],
+    ranks: Sequence[int],
+    timeout_seconds: float,
+    say: Callable[[str], None] = lambda _: None,
+    sampler: str = "batches",
 ) -> PortResult:
     """Port `words`, a script and its arguments, and check it on these numbers of ranks.
+
+    sampler  "torch": an equal port is written with DistributedSampler, whose other order cannot be compared
 
     Raises `NotPortedError` for a script that is not ported, and `CannotRunError` if it does not run here.
     """
@@ -116,10 +122,16 @@ def port_script(
             tried = _without_dropout(host, words, original, tried, ranks, float64, imposed, say)
             equal = [attempt for attempt in tried if attempt.is_equal]
     best = min(equal, key=lambda attempt: len(attempt.differing_lines)) if equal else tried[0]
+    if best.is_equal and best.choice is not None and sampler != best.choice.sampler:
+        choice = dataclasses.replace(best.choice, sampler=sampler)
+        plan = edit_script(text, facts, choice)
+        best = dataclasses.replace(
+            best, choice=choice, text=plan.source.edited(), edits=plan.source.edits, notes=sorted(plan.notes)
+        )
     return PortResult(text, best, tried, float64)
 
 
-def check_port(
+def check_ported(
     host: ScriptHost, port: Path, ranks: Sequence[int], say: Callable[[str], None] = lambda _: None
 ) -> PortResult:
     """Compare a port that the user has, perhaps edited by hand, with the script of `host` on these numbers of ranks.
