@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from everyrank.commands.port import with_header
-from everyrank.port import Attempt, PortResult
+from everyrank.port import Attempt, PortResult, ScriptFiles
 from everyrank.port.check import PortComparison
 from everyrank.port.helpers import helper_text
 from everyrank.port.source import Edit
@@ -50,7 +50,12 @@ def test_the_page_escapes_and_shows_both_sides() -> None:
     attempt = Attempt(
         None, "a = 1\nb = '<i>'\n", [Edit((2, 0), (2, 0), "b", "the reason")], [(1, "a note")], [comparison]
     )
-    page = port_page(PortResult("a = 1\nc = '<u>'\n", attempt, [attempt], True), [], ["train.py"], "train_ddp.py")
+    page = port_page(
+        PortResult(ScriptFiles(Path("train.py"), "a = 1\nc = '<u>'\n"), attempt, [attempt], True),
+        [],
+        ["train.py"],
+        "train_ddp.py",
+    )
     for text in ("&lt;b&gt;1", "&lt;u&gt;", "&lt;i&gt;", "the reason", "a note", "prints on each rank"):
         assert text in page, text
     assert "<u>" not in page

@@ -84,12 +84,13 @@ def reported(host: ScriptHost, text: str) -> str:
     """All that `everyrank port --check` tells of a port."""
     port = Path(host.words[0]).with_name("train_ddp.py")
     port.write_text(text)
-    best = check_ported(host, port, (3,)).best
+    result = check_ported(host, port, (3,))
+    best = result.best
     lines = [each.difference for each in best.comparisons] + best.doubts
     lines += [f"printed: {other}" for _, other in best.differing_lines]
     if any(lines):
         return "\n".join(lines)
-    return "\n".join(each.text for each in audit_port(host.words, best, 60.0))
+    return "\n".join(each.text for each in audit_port(host.words, result.files, best, 60.0))
 
 
 def test_nothing_is_reported_of_the_right_port(right_port: tuple[ScriptHost, str]) -> None:

@@ -55,6 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--limit", type=float, default=300.0, metavar="S", help="seconds for each run (default 300)")
     parser.add_argument("--json", type=Path, metavar="F", help="write the edits, the notes and the comparison")
+    parser.add_argument(
+        "--with", dest="other", type=Path, metavar="F", help="edit this file, too: one of yours with the training loop"
+    )
     parser.add_argument("--html", type=Path, metavar="F", help="write a page with the script and the port side by side")
     parser.add_argument(
         "--sampler",
@@ -79,12 +82,12 @@ def run(args: argparse.Namespace) -> int:
             with ScriptHost(words, timeout_seconds=args.limit) as host:
                 result = check_ported(host, args.check, counts, advance)
         else:
-            result = port_script(words, counts, args.limit, advance, sampler=args.sampler)
+            result = port_script(words, counts, args.limit, advance, args.sampler, args.other)
         best = result.best
         findings: list[Finding] = []
         if not best.has_failed and (best.is_equal or args.check is not None):
             advance("auditing the port on 2 ranks")
-            findings = audit_port(words, best, args.limit)
+            findings = audit_port(words, result.files, best, args.limit)
     text, is_right = best.text, best.is_equal and not any(finding.level == "FAIL" for finding in findings)
     if args.check is None and not is_right:
         reason = best.comparisons[-1].difference or next(each.text for each in findings if each.level == "FAIL")
@@ -105,11 +108,19 @@ def run(args: argparse.Namespace) -> int:
             Path(f"{words[0]}.orig").write_bytes(Path(words[0]).read_bytes())
         target.write_bytes(text.encode())
         print(f"wrote {printable(str(target))}")
+        if args.other is not None:
+            _other_target(args.other).write_bytes(best.other_text.encode())
+            print(f"wrote {printable(str(_other_target(args.other)))}")
         arguments = shlex.join([str(target), *words[1:]])
         print(f"next: torchrun --nproc-per-node {counts[0]} {printable(arguments)}")
     # a port that somebody has edited must also print, save and read as it should
     is_right = is_right and not (args.check is not None and (best.doubts or best.differing_lines or findings))
     return 0 if is_right else CHECK_FAILED
+
+
+def _other_target(other: Path) -> Path:
+    """Where the port of the other file is written, so that the port of the script imports it."""
+    return other.with_name(f"{other.stem}_ddp.py")
 
 
 def with_header(text: str, header: str) -> str:
@@ -146,6 +157,7 @@ def _target(args: argparse.Namespace, script: Path) -> Path:
     """Where the port is written. Raises `UsageError` if it cannot be."""
     if args.in_place and args.out is not None:
         raise UsageError("--in-place and -o: give one of them")
+    _check_other(args)
     target = script if args.in_place else args.out or script.with_name(f"{script.stem}_ddp.py")
     if not args.in_place and target.absolute() == script.absolute():
         raise UsageError(
@@ -165,20 +177,35 @@ def _target(args: argparse.Namespace, script: Path) -> Path:
     return target
 
 
+def _check_other(args: argparse.Namespace) -> None:
+    """Raise `UsageError` if the file of --with cannot be edited, or its port not be written."""
+    if args.other is None:
+        return
+    if args.in_place or args.check is not None:
+        raise UsageError("--with: leave out --in-place and --check")
+    if not args.other.is_file():
+        raise UsageError(f"--with {args.other}: no such file")
+    if _other_target(args.other).exists() and not args.force and not args.dry_run:
+        raise UsageError(f"{_other_target(args.other)}: it exists already; move it away, or give --force")
+
+
 def _show_edits(result: PortResult, words: list[str], target: Path, text: str) -> None:
     """Print the diff and a reason for each edit."""
     from everyrank.report.port import edit_reasons
 
     best = result.best
     is_terminal = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    for line in difflib.unified_diff(
-        result.original.splitlines(), text.splitlines(), Path(words[0]).name, target.name, lineterm=""
-    ):
-        color = {"+": "32", "-": "31", "@": "36"}.get(line[:1], "")
-        print(f"\033[{color}m{printable(line)}\033[0m" if color and is_terminal else printable(line))
+    changed = [(result.original, text, Path(words[0]).name, target.name)]
+    if result.files.other is not None:
+        other = result.files.other
+        changed.append((result.files.other_text, best.other_text, other.name, _other_target(other).name))
+    for before, after, name, new_name in changed:
+        for line in difflib.unified_diff(before.splitlines(), after.splitlines(), name, new_name, lineterm=""):
+            color = {"+": "32", "-": "31", "@": "36"}.get(line[:1], "")
+            print(f"\033[{color}m{printable(line)}\033[0m" if color and is_terminal else printable(line))
     print("\nedits:")
     for line, reason in edit_reasons(best):
-        print(f"  line {line}: {reason}")
+        print(f"  {result.files.place(line)}: {reason}")
     print()
 
 
@@ -206,7 +233,7 @@ def _show_check(result: PortResult, findings: list[Finding]) -> None:
     if best.notes:
         print("\nleft to you:")
         for line, sentence in best.notes:
-            print(f"  line {line}: {sentence}")
+            print(f"  {result.files.place(line)}: {sentence}")
     print()
 
 
@@ -220,8 +247,8 @@ def _as_json(result: PortResult, findings: list[Finding], is_right: bool) -> dic
         "without_dropout": best.without_dropout,
         "loss": best.choice.loss if best.choice is not None else None,
         "evaluation": best.choice.evaluation if best.choice is not None else None,
-        "edits": [{"line": line, "reason": reason} for line, reason in edit_reasons(best)],
-        "left_to_you": [{"line": line, "sentence": sentence} for line, sentence in best.notes],
+        "edits": [{"place": result.files.place(line), "reason": reason} for line, reason in edit_reasons(best)],
+        "left_to_you": [{"place": result.files.place(line), "sentence": sentence} for line, sentence in best.notes],
         "comparisons": [
             {
                 "ranks": each.ranks,
@@ -235,4 +262,5 @@ def _as_json(result: PortResult, findings: list[Finding], is_right: bool) -> dic
         "audit": [finding.as_json() for finding in findings],
         "doubts": best.doubts,
         "text": best.text,
+        "other_text": best.other_text,
     }

@@ -1,6 +1,7 @@
 """Turns a script for one device into a DistributedDataParallel script, and checks that it trains the same.
 
 run.py         observes the script, edits it, checks the result, tries another choice
+files.py       the script, and another file that is edited with it
 facts.py       what was seen of a run: expressions with their places
 source.py      the script's text, edited in place
 plan.py        a port in the making, which the edits share
@@ -15,7 +16,8 @@ helpers.py     the functions in plain PyTorch that a port brings along
 check.py       the comparison of a port with the original
 """
 
+from everyrank.port.files import ScriptFiles
 from everyrank.port.run import Attempt, PortResult, audit_port, check_ported, port_script
 from everyrank.port.source import NotPortedError
 
-__all__ = ["Attempt", "NotPortedError", "PortResult", "audit_port", "check_ported", "port_script"]
+__all__ = ["Attempt", "NotPortedError", "PortResult", "ScriptFiles", "audit_port", "check_ported", "port_script"]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from everyrank.port.accumulation import edit_accumulation
 from everyrank.port.evaluation import edit_counts, edit_evaluations
 from everyrank.port.facts import Fact
+from everyrank.port.files import ScriptFiles
 from everyrank.port.frame import add_frame
 from everyrank.port.loss import edit_losses
 from everyrank.port.model import edit_models
@@ -31,9 +34,9 @@ _DISTRIBUTED = {
 }
 
 
-def edit_script(text: str, facts: Sequence[Fact], choice: Choice) -> Plan:
+def edit_script(files: ScriptFiles, facts: Sequence[Fact], choice: Choice) -> Plan:
     """Edit the script as `choice` says; the result is in `Plan.source`. Raises `NotPortedError`."""
-    plan = Plan(text, list(facts), choice)
+    plan = Plan(files, list(facts), choice)
     refuse_distributed(plan)
     backwards = plan.of("backward")
     if not backwards:
@@ -44,7 +47,9 @@ def edit_script(text: str, facts: Sequence[Fact], choice: Choice) -> Plan:
         )
     if not backwards[0].is_inner:
         raise NotPortedError(
-            backwards[0].line, "the training loop stands in another file: run everyrank port on the file with the loop"
+            backwards[0].line,
+            f"the training loop stands in {Path(backwards[0].file).name}, which the script imports: give it too, "
+            f"--with {os.path.relpath(backwards[0].file)}",
         )
     edit_loaders(plan)
     edit_models(plan)
@@ -96,7 +101,7 @@ def edit_loaders(plan: Plan) -> None:
                 "dataset's __iter__",
             )
         if not loader.is_inner:
-            raise NotPortedError(loader.line, "the loader is made in another file: return it from this script")
+            raise NotPortedError(loader.line, f"the loader is made in {Path(loader.file).name}: make it in this script")
         call = source.at(loader.span)
         if call is None:
             raise NotPortedError(loader.line, "the call that makes the loader was not found")
@@ -106,7 +111,7 @@ def edit_loaders(plan: Plan) -> None:
             if plan.choice.sampler == "torch":
                 reason = "DistributedSampler divides the samples over the ranks"
                 plan.note(
-                    call.lineno,
+                    loader.line,
                     "DistributedSampler has another order than one process, and repeats samples where the ranks do not "
                     "divide their number; the check compared a port with split batches",
                 )

@@ -47,8 +47,9 @@ def edit_counts(plan: Plan) -> None:
 def _is_mean(plan: Plan, node: ast.AST) -> bool:
     """Whether an expression is a mean over the samples that is only shown: `output.mean().item()`, not a loss."""
     source = plan.source
-    is_item = isinstance(node, ast.Attribute) and node.attr == "item" and isinstance(source.parents[node], ast.Call)
-    if not is_item or not isinstance(node.value, ast.Call) or not isinstance(node.value.func, ast.Attribute):
+    if not (isinstance(node, ast.Attribute) and node.attr == "item" and isinstance(source.parents[node], ast.Call)):
+        return False
+    if not isinstance(node.value, ast.Call) or not isinstance(node.value.func, ast.Attribute):
         return False
     return node.value.func.attr == "mean" and not node.value.args and not node.value.keywords
 

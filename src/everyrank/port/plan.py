@@ -8,6 +8,7 @@ import functools
 from collections.abc import Sequence
 
 from everyrank.port.facts import Fact
+from everyrank.port.files import ScriptFiles
 from everyrank.port.source import NotPortedError, ScriptSource
 
 __all__ = ["Choice", "Plan"]
@@ -38,8 +39,9 @@ class Plan:
     passed_models  functions with a parameter that is a model in training, and the place of the call
     """
 
-    def __init__(self, text: str, facts: Sequence[Fact], choice: Choice) -> None:
-        self.source, self.facts, self.choice = ScriptSource(text), facts, choice
+    def __init__(self, files: ScriptFiles, facts: Sequence[Fact], choice: Choice) -> None:
+        self.files, self.facts, self.choice = files, facts, choice
+        self.source = ScriptSource(files.whole)
         self.helpers = {"setup"}
         self.notes: list[tuple[int, str]] = []
         self.has_batch_norm = False

@@ -15,8 +15,9 @@ from everyrank.errors import CannotRunError, EveryrankError, UsageError
 from everyrank.port.check import FLOAT32_TOLERANCE, FLOAT64_TOLERANCE, PortComparison, compare_port
 from everyrank.port.edits import edit_script
 from everyrank.port.facts import Fact, read_facts
+from everyrank.port.files import ScriptFiles
 from everyrank.port.plan import Choice
-from everyrank.port.source import Edit
+from everyrank.port.source import Edit, NotPortedError
 from everyrank.rerun import Imposed, ScriptHost, ScriptRecording
 
 __all__ = ["Attempt", "PortResult", "audit_port", "check_ported", "port_script"]
@@ -33,6 +34,7 @@ class Attempt:
 
     choice        None for a port that the user gave
     text          the whole ported script
+    other_text    the other ported file; "" if there is none
     without_dropout  whether it was equal only with all dropout left out
     """
 
@@ -41,6 +43,7 @@ class Attempt:
     edits: list[Edit]
     notes: list[tuple[int, str]]
     comparisons: list[PortComparison]
+    other_text: str = ""
     without_dropout: bool = False
 
     @property
@@ -68,16 +71,21 @@ class Attempt:
 class PortResult:
     """What became of a script.
 
-    original  its text
+    files     the script, and the other file that is ported with it
     best      the attempt that is equal, or the last one that is not
     tried     all attempts
     float64   whether they were compared in float64
     """
 
-    original: str
+    files: ScriptFiles
     best: Attempt
     tried: list[Attempt]
     float64: bool
+
+    @property
+    def original(self) -> str:
+        """The text of the script."""
+        return self.files.text
 
 
 def port_script(
@@ -86,21 +94,23 @@ def port_script(
     timeout_seconds: float,
     say: Callable[[str], None] = lambda _: None,
     sampler: str = "batches",
+    other: Path | None = None,
 ) -> PortResult:
     """Port `words`, a script and its arguments, and check it on these numbers of ranks.
 
+    other    a file below the folder of the script, which is edited with it
     sampler  "torch": an equal port is written with DistributedSampler, whose other order cannot be compared
 
     Raises `NotPortedError` for a script that is not ported, and `CannotRunError` if it does not run here.
     """
     script = Path(words[0])
-    text = _read(script)
+    files = ScriptFiles(script, _read(script), other, _read(other) if other is not None else "")
     with ScriptHost(words, timeout_seconds=timeout_seconds) as host:
         say("running the script")
-        facts = _observe(host, script)
+        facts = _observe(host, files)
         # the same edits that the first choice needs, before anything is compared
         choices = _choices(facts)
-        edit_script(text, facts, choices[0])
+        _edit(files, facts, choices[0])
         say("running it in float64")
         imposed = dataclasses.replace(_IMPOSED, backward_is_update=not any(fact.kind == "step" for fact in facts))
         original, float64 = _original(host, imposed)
@@ -108,27 +118,33 @@ def port_script(
         for choice in choices:
             if _is_settled(choice, tried):
                 continue
-            plan = edit_script(text, facts, choice)
-            ported = plan.source.edited()
-            if any(attempt.text == ported for attempt in tried):
+            attempt = _edit(files, facts, choice)
+            if any((each.text, each.other_text) == (attempt.text, attempt.other_text) for each in tried):
                 continue
             say(f"checking the port on {' and '.join(map(str, ranks))} ranks")
-            comparisons = _check(host, words, ported, original, ranks, float64, imposed)
-            tried.append(Attempt(choice, ported, plan.source.edits, sorted(plan.notes), comparisons))
+            comparisons = _check(host, files, attempt, original, ranks, float64, imposed)
+            tried.append(dataclasses.replace(attempt, comparisons=comparisons))
             if tried[-1].is_equal and not tried[-1].differing_lines:
                 break
         equal = [attempt for attempt in tried if attempt.is_equal]
         if not equal:
-            tried = _without_dropout(host, words, original, tried, ranks, float64, imposed, say)
+            tried = _without_dropout(host, files, original, tried, ranks, float64, imposed, say)
             equal = [attempt for attempt in tried if attempt.is_equal]
     best = min(equal, key=lambda attempt: len(attempt.differing_lines)) if equal else tried[0]
     if best.is_equal and best.choice is not None and sampler != best.choice.sampler:
-        choice = dataclasses.replace(best.choice, sampler=sampler)
-        plan = edit_script(text, facts, choice)
-        best = dataclasses.replace(
-            best, choice=choice, text=plan.source.edited(), edits=plan.source.edits, notes=sorted(plan.notes)
-        )
-    return PortResult(text, best, tried, float64)
+        other_order = _edit(files, facts, dataclasses.replace(best.choice, sampler=sampler))
+        best = dataclasses.replace(other_order, comparisons=best.comparisons, without_dropout=best.without_dropout)
+    return PortResult(files, best, tried, float64)
+
+
+def _edit(files: ScriptFiles, facts: Sequence[Fact], choice: Choice) -> Attempt:
+    """The port that a choice gives. Raises `NotPortedError` with the file and the line."""
+    try:
+        plan = edit_script(files, facts, choice)
+        text, other_text = files.parts(plan.source.edited())
+    except NotPortedError as error:
+        raise NotPortedError(error.line, error.reason, files.place(error.line)) from None
+    return Attempt(choice, text, plan.source.edits, sorted(plan.notes), [], other_text)
 
 
 def check_ported(
@@ -138,7 +154,7 @@ def check_ported(
 
     Raises `CannotRunError` if the original does not run here.
     """
-    words, ported = host.words, _read(port)
+    files = ScriptFiles(Path(host.words[0]), _read(Path(host.words[0])))
     say("running the script in float64")
     imposed = _IMPOSED
     original, float64 = _original(host, imposed)
@@ -146,35 +162,36 @@ def check_ported(
         imposed = dataclasses.replace(_IMPOSED, backward_is_update=True)
         original, float64 = _original(host, imposed)
     if not original.ranks[0].updates:
-        raise CannotRunError(f"{words[0]}: no backward was seen within the time of a run, so nothing is compared")
+        raise CannotRunError(f"{files.script}: no backward was seen within the time of a run, so nothing is compared")
     say(f"checking the port on {' and '.join(map(str, ranks))} ranks")
-    tried = [Attempt(None, ported, [], [], _check(host, words, ported, original, ranks, float64, imposed))]
+    attempt = Attempt(None, _read(port), [], [], [])
+    tried = [dataclasses.replace(attempt, comparisons=_check(host, files, attempt, original, ranks, float64, imposed))]
     if not tried[0].is_equal:
-        tried = _without_dropout(host, words, original, tried, ranks, float64, imposed, say)
-    return PortResult(_read(Path(words[0])), tried[0], tried, float64)
+        tried = _without_dropout(host, files, original, tried, ranks, float64, imposed, say)
+    return PortResult(files, tried[0], tried, float64)
 
 
-def audit_port(words: Sequence[str], attempt: Attempt, timeout_seconds: float) -> list[Finding]:
+def audit_port(words: Sequence[str], files: ScriptFiles, attempt: Attempt, timeout_seconds: float) -> list[Finding]:
     """FAIL and WARN findings of the audit of a port on 2 ranks that the original on one process does not have."""
     # an equal gradient is proof that no forward that counts is outside of the wrapper
     known = {"replicas.unwrapped"} if attempt.is_equal else set[str]()
     if "convert_sync_batchnorm" in attempt.text:  # it works on CUDA only, which the port's notes tell
         known.add("replicas.buffers")
 
-    def worst(text: str, ranks: int) -> list[Finding]:
-        findings = _audit(words, text, ranks, timeout_seconds)
+    def worst(text: str, other_text: str, ranks: int) -> list[Finding]:
+        findings = _audit(words, files.written(text, other_text), ranks, timeout_seconds)
         return [each for each in findings if each.level in ("FAIL", "WARN") and each.rule not in known]
 
-    findings = worst(attempt.text, 2)
+    findings = worst(attempt.text, attempt.other_text, 2)
     if findings:
-        known |= {each.rule for each in worst(_read(Path(words[0])), 1)}
+        known |= {each.rule for each in worst(files.text, files.other_text, 1)}
     return [each for each in findings if each.rule not in known]
 
 
-def _audit(words: Sequence[str], text: str, ranks: int, timeout_seconds: float) -> Sequence[Finding]:
+def _audit(words: Sequence[str], files: dict[str, str], ranks: int, timeout_seconds: float) -> Sequence[Finding]:
     """The findings of the rules in a script; none if the script does not run to a verdict."""
     options = AuditOptions(processes=ranks, timeout_seconds=timeout_seconds, limit_seconds=timeout_seconds)
-    with _with_siblings(Path(words[0]), text) as candidate:
+    with _with_siblings(Path(words[0]), files) as candidate:
         try:
             audit = audit_script([str(candidate), *words[1:]], options, is_open=False)
         except ScriptFailedError as error:
@@ -195,7 +212,7 @@ def _read(script: Path) -> str:
         raise UsageError(f"{script}: {error}") from error
 
 
-def _observe(host: ScriptHost, script: Path) -> list[Fact]:
+def _observe(host: ScriptHost, files: ScriptFiles) -> list[Fact]:
     recording = host.run(
         1,
         updates=_OBSERVED_UPDATES,
@@ -205,7 +222,11 @@ def _observe(host: ScriptHost, script: Path) -> list[Fact]:
     )
     if recording.trouble:
         raise CannotRunError(f"the script does not run on one process here: {_reason(recording.trouble)}")
-    return read_facts(recording.ranks[0].facts.get("expressions", []), os.path.abspath(script))  # noqa: PTH100
+    offsets = {str(files.script.absolute()): 0}
+    if files.other is not None:
+        offsets[str(files.other.absolute())] = files.num_lines
+    offsets = {os.path.normpath(path): offset for path, offset in offsets.items()}
+    return read_facts(recording.ranks[0].facts.get("expressions", []), offsets)
 
 
 def _reason(trouble: str) -> str:
@@ -257,8 +278,8 @@ def _original(host: ScriptHost, imposed: Imposed) -> tuple[ScriptRecording, bool
 
 def _check(
     host: ScriptHost,
-    words: Sequence[str],
-    ported: str,
+    files: ScriptFiles,
+    attempt: Attempt,
     original: ScriptRecording,
     ranks: Sequence[int],
     float64: bool,
@@ -267,11 +288,11 @@ def _check(
     """Compare on each number of ranks, until one differs."""
     tolerance = FLOAT64_TOLERANCE if float64 else FLOAT32_TOLERANCE
     comparisons: list[PortComparison] = []
-    with _with_siblings(Path(words[0]), ported) as candidate:
+    with _with_siblings(files.script, files.written(attempt.text, attempt.other_text)) as candidate:
         for count in ranks:
             recording = host.run(
                 count,
-                words=[str(candidate), *words[1:]],
+                words=[str(candidate), *host.words[1:]],
                 updates=UPDATES,
                 detailed=UPDATES,
                 float64=float64,
@@ -285,7 +306,7 @@ def _check(
 
 def _without_dropout(
     host: ScriptHost,
-    words: Sequence[str],
+    files: ScriptFiles,
     with_dropout: ScriptRecording,
     tried: list[Attempt],
     ranks: Sequence[int],
@@ -302,7 +323,7 @@ def _without_dropout(
         return tried
     again: list[Attempt] = []
     for attempt in tried:
-        found = _check(host, words, attempt.text, original, ranks, float64, imposed)
+        found = _check(host, files, attempt, original, ranks, float64, imposed)
         again.append(dataclasses.replace(attempt, comparisons=found, without_dropout=True))
         if again[-1].is_equal:
             return again
@@ -310,12 +331,24 @@ def _without_dropout(
 
 
 @contextlib.contextmanager
-def _with_siblings(script: Path, text: str) -> Generator[Path]:
+def _with_siblings(script: Path, files: dict[str, str]) -> Generator[Path]:
     """The port in a folder of its own, with links to all that stands beside the script, which it may import or read."""
     with tempfile.TemporaryDirectory(prefix="everyrank-port-") as folder:
-        path = Path(folder) / f"{script.stem}_ddp.py"
-        for sibling in script.absolute().parent.iterdir():
-            if sibling.name != path.name:
-                (path.parent / sibling.name).symlink_to(sibling)
-        path.write_bytes(text.encode())
-        yield path
+        for name, text in files.items():
+            _link_folder(script.absolute().parent, Path(folder), Path(name))
+            (Path(folder) / name).unlink(missing_ok=True)  # never write through a link to the user's file
+            (Path(folder) / name).write_bytes(text.encode())
+        yield Path(folder) / next(iter(files))
+
+
+def _link_folder(original: Path, folder: Path, name: Path) -> None:
+    """Link to all that a folder has, but make the folders on the way to a file, and leave the file out."""
+    if folder.is_symlink():
+        folder.unlink()
+    folder.mkdir(exist_ok=True)
+    for sibling in original.iterdir():
+        link = folder / sibling.name
+        if sibling.name != name.parts[0] and not os.path.lexists(link):
+            link.symlink_to(sibling)
+    if len(name.parts) > 1:
+        _link_folder(original / name.parts[0], folder / name.parts[0], Path(*name.parts[1:]))

@@ -17,8 +17,8 @@ Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 class NotPortedError(CannotRunError):
     """A script, or a part of it, that is not ported: its line, the reason and what to do by hand."""
 
-    def __init__(self, line: int, reason: str) -> None:
-        super().__init__(f"line {line}: {reason}")
+    def __init__(self, line: int, reason: str, place: str = "") -> None:
+        super().__init__(f"{place or f'line {line}'}: {reason}")
         self.line, self.reason = line, reason
 
 

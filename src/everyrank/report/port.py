@@ -46,6 +46,7 @@ def port_page(result: PortResult, findings: Sequence[Finding], words: Sequence[s
     """
     template = Path(__file__).with_name("port.html").read_text(encoding="utf-8")
     best = result.best
+    border = result.files.whole.splitlines()[result.files.num_lines - 1 :][:1] if result.files.other is not None else []
     return (
         environment()
         .from_string(template)
@@ -57,8 +58,14 @@ def port_page(result: PortResult, findings: Sequence[Finding], words: Sequence[s
             printed=best.differing_lines,
             doubts=best.doubts,
             findings=[(short_place(each.place), each.text, each.fix) for each in findings],
-            notes=best.notes,
-            rows=list(_rows(result.original.splitlines(), best.text.splitlines(), edit_reasons(best))),
+            notes=[(result.files.place(line), sentence) for line, sentence in best.notes],
+            rows=list(
+                _rows(
+                    result.files.whole.splitlines(),
+                    [*best.text.splitlines(), *border, *best.other_text.splitlines()],
+                    edit_reasons(best),
+                )
+            ),
         )
     )
 
