@@ -17,6 +17,8 @@ _BORDER = "# everyrank: the other file begins here"
 class ScriptFiles:
     """The texts of a script and of another file, which stands in the same folder or below it; "" if there is none.
 
+    port_name  the name of the script's port; "" for train_ddp.py of train.py
+
     Facts and edits count the lines of the other file on from those of the script.
     """
 
@@ -24,6 +26,7 @@ class ScriptFiles:
     text: str
     other: Path | None = None
     other_text: str = ""
+    port_name: str = ""
 
     def __post_init__(self) -> None:
         if self.other is None:
@@ -72,7 +75,7 @@ class ScriptFiles:
 
     def written(self, text: str, other_text: str) -> dict[str, str]:
         """The files of a port by their names, relative to the folder of the script; the script first."""
-        files = {f"{self.script.stem}_ddp.py": text}
+        files = {self.port_name or f"{self.script.stem}_ddp.py": text}
         if self.other is not None:
             name = self.other.absolute().relative_to(self.script.absolute().parent)
             files[str(name.with_name(f"{name.stem}_ddp.py"))] = other_text
