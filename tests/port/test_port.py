@@ -7,209 +7,9 @@ from pathlib import Path
 import pytest
 
 from everyrank.port import NotPortedError, PortResult, port_script
+from porting import BY_HAND, CLASS, DATA, FOLDS, FUNCTIONS, GAN, NO_LOADER, ONE_FUNCTION, SUMMED
 
 pytestmark = pytest.mark.integration
-
-DATA = """
-import torch
-import torch.nn.functional as F
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-torch.manual_seed(3)
-x = torch.randn(86, 6)
-y = (x.sum(1) > 0).long()
-"""
-
-FUNCTIONS = (
-    DATA
-    + """
-
-def train(net, loader, optimizer):
-    net.train()
-    total, seen = 0.0, 0
-    for inputs, targets in loader:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(net(inputs), targets)
-        loss.backward()
-        nn.utils.clip_grad_norm_(net.parameters(), 0.5)
-        optimizer.step()
-        total += loss.item() * len(inputs)
-        seen += len(inputs)
-    print(f"loss {total / seen:.5f}")
-
-
-def evaluate(net, loader):
-    net.eval()
-    right = 0
-    with torch.no_grad():
-        for inputs, targets in loader:
-            right += (net(inputs).argmax(1) == targets).sum().item()
-    print(f"right {right} of {len(loader.dataset)}")
-
-
-if __name__ == "__main__":
-    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 2))
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
-    loader = DataLoader(TensorDataset(x, y), batch_size=16, shuffle=True)
-    for epoch in range(2):
-        train(net, loader, optimizer)
-        evaluate(net, DataLoader(TensorDataset(x[:33], y[:33]), batch_size=8))
-    torch.save(net.state_dict(), "net.pt")
-"""
-)
-
-ONE_FUNCTION = (
-    DATA
-    + """
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.classes = 2
-        self.layers = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, self.classes))
-
-    def forward(self, x):
-        return self.layers(x)
-
-
-def accuracy(model, inputs, targets):
-    with torch.no_grad():
-        return (model(inputs).argmax(1) == targets).float().mean().item() * model.classes
-
-
-def fit(model, loader, lr):
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    for epoch in range(2):
-        model.train()
-        for inputs, targets in loader:
-            optimizer.zero_grad()
-            F.cross_entropy(model(inputs), targets).backward()
-            optimizer.step()
-        model.eval()
-        print(epoch, f"{accuracy(model, x[:30], y[:30]):.4f}", model.classes)
-
-
-def main():
-    net = Net()
-    fit(net, DataLoader(TensorDataset(x, y), batch_size=16, shuffle=True), lr=0.1)
-
-
-main()
-"""
-)
-
-CLASS = (
-    DATA
-    + """
-
-class Trainer:
-    def __init__(self, steps):
-        self.model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
-        self.loader = DataLoader(TensorDataset(x, y), batch_size=12, shuffle=True)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        self.scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(self.optimizer, patience=0)
-        self.criterion = nn.CrossEntropyLoss(ignore_index=1)
-        self.steps = steps
-
-    def fit(self):
-        for epoch in range(3):
-            for i, (data, target) in enumerate(self.loader):
-                output = self.model(data)
-                loss = self.criterion(output, target) / self.steps
-                loss.backward()
-                if (i + 1) % self.steps == 0 or i + 1 == len(self.loader):
-                    self.optimizer.step()
-                    self.optimizer.zero_grad()
-            self.scheduler.step(loss.item())
-            print("epoch", epoch, "loss %.4f" % loss.item(), "lr", self.optimizer.param_groups[0]["lr"])
-
-
-Trainer(steps=2).fit()
-"""
-)
-
-NO_LOADER = (
-    DATA
-    + """
-model = nn.Linear(6, 2)
-opt = torch.optim.AdamW(model.parameters(), lr=0.05)
-
-
-def get_batch():
-    ix = torch.randint(len(x), (10,))
-    return x[ix], y[ix]
-
-
-for step in range(8):
-    xb, yb = get_batch()
-    loss = F.cross_entropy(model(xb), yb)
-    opt.zero_grad()
-    loss.backward()
-    opt.step()
-    print(step, f"{loss.item():.4f}")
-"""
-)
-
-SUMMED = (
-    DATA
-    + """
-model = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 6))
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-loader = DataLoader(TensorDataset(x), batch_size=16, shuffle=True)
-for epoch in range(2):
-    for (batch,) in loader:
-        optimizer.zero_grad()
-        recon = model(batch)
-        loss = ((recon - batch) ** 2).sum() + 0.1 * recon.abs().sum()
-        loss.backward()
-        optimizer.step()
-    print(f"{loss.item():.4f}")
-"""
-)
-
-FOLDS = (
-    DATA
-    + """
-folds = torch.randperm(len(x)).chunk(3)
-for number, held_out in enumerate(folds):
-    kept = torch.cat([fold for other, fold in enumerate(folds) if other != number])
-    net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 2))
-    opt = torch.optim.SGD(net.parameters(), lr=0.1)
-    loader = DataLoader(TensorDataset(x[kept], y[kept]), batch_size=20, shuffle=True)
-    for inputs, targets in loader:
-        opt.zero_grad()
-        loss = F.cross_entropy(net(inputs), targets)
-        loss.backward()
-        opt.step()
-    print(number, f"{loss.item():.4f}")
-"""
-)
-
-GAN = (
-    DATA
-    + """
-netG = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 6))
-netD = nn.Sequential(nn.Linear(6, 8), nn.LeakyReLU(0.2), nn.Linear(8, 1))
-optG = torch.optim.Adam(netG.parameters(), lr=1e-2)
-optD = torch.optim.Adam(netD.parameters(), lr=1e-2)
-criterion = nn.BCEWithLogitsLoss()
-for epoch in range(2):
-    for i, (real, _) in enumerate(DataLoader(TensorDataset(x, y), batch_size=16, shuffle=True)):
-        netD.zero_grad()
-        noise = torch.randn(real.size(0), 3)
-        fake = netG(noise)
-        errD_real = criterion(netD(real), torch.ones(real.size(0), 1))
-        errD_real.backward()
-        errD_fake = criterion(netD(fake.detach()), torch.zeros(real.size(0), 1))
-        errD_fake.backward()
-        optD.step()
-        netG.zero_grad()
-        errG = criterion(netD(fake), torch.ones(real.size(0), 1))
-        errG.backward()
-        optG.step()
-"""
-)
 
 STYLES = {
     "functions": FUNCTIONS,
@@ -219,6 +19,7 @@ STYLES = {
     "summed": SUMMED,
     "folds": FOLDS,
     "gan": GAN,
+    "by_hand": BY_HAND,
 }
 
 
@@ -269,14 +70,8 @@ def test_a_loss_between_samples_is_not_equal(tmp_path: Path) -> None:
             "stream",
         ),
         (DATA + "print(x.mean())\n", 1, "nothing trains"),
-        (
-            DATA + "m = nn.Linear(6, 2)\nfor i in range(3):\n    F.cross_entropy(m(x), y).backward()\n"
-            "    for p in m.parameters():\n        p.data -= 0.1 * p.grad\n        p.grad = None\n",
-            12,
-            "optimizer",
-        ),
     ],
-    ids=["distributed", "stream", "trains-nothing", "no-optimizer"],
+    ids=["distributed", "stream", "trains-nothing"],
 )
 def test_refused_with_the_line(tmp_path: Path, text: str, line: int, reason: str) -> None:
     with pytest.raises(NotPortedError, match=reason) as caught:

@@ -5,24 +5,27 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from everyrank.commands.shared import check_writable, print_diff
+from everyrank.commands.shared import check_html, check_writable, print_diff
 from everyrank.errors import CHECK_FAILED, UsageError, printable
 from everyrank.record import write_text
 
 if TYPE_CHECKING:
-    from everyrank.port import Attempt, PortResult
+    from everyrank.audit import Finding
+    from everyrank.port import PortResult
 
-__all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "HELP", "add_arguments", "run", "with_header"]
 
 HELP = "turn a script for one device into a DistributedDataParallel script, and check it"
 EXAMPLES = (
     "everyrank port train.py --epochs 5",
     "everyrank port -o train_ddp.py --check-processes 2,4 train.py --epochs 5",
     "everyrank port --dry-run train.py",
+    "everyrank port --check train_ddp.py train.py --epochs 5",
 )
 
 
@@ -34,6 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--in-place", action="store_true", help="edit the script itself; the original is kept as SCRIPT.py.orig"
+    )
+    parser.add_argument(
+        "--check", type=Path, metavar="PORT.py", help="compare this port with the script, and write nothing"
     )
     parser.add_argument("--dry-run", action="store_true", help="show the diff and the check, write nothing")
     parser.add_argument(
@@ -48,34 +54,80 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=float, default=300.0, metavar="S", help="seconds for each run (default 300)")
     parser.add_argument("--json", type=Path, metavar="F", help="write the edits, the notes and the comparison")
     parser.add_argument(
+        "--with", dest="other", type=Path, metavar="F", help="edit this file, too: one of yours with the training loop"
+    )
+    parser.add_argument("--html", type=Path, metavar="F", help="write a page with the script and the port side by side")
+    parser.add_argument(
+        "--sampler",
+        choices=("batches", "torch"),
+        default="batches",
+        help="batches: split each batch over the ranks (default); torch: DistributedSampler, with another order",
+    )
+    parser.add_argument(
         "script", nargs=argparse.REMAINDER, metavar="SCRIPT.py [ARGS ...]", help="as Python is given them"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Port a script; exit status 1 if no port was equal to it, 3 if it is not ported."""
-    from everyrank.port import port_script
+    """Port a script, or check a port; exit status 1 if no port was equal to it, 3 if it is not ported."""
+    from everyrank.port import audit_port, check_ported, port_script
     from everyrank.progress import progress
+    from everyrank.rerun import ScriptHost
 
     words, target, counts = _checked(args)
-    with progress(6, show=True) as advance:
-        result = port_script(words, counts, args.limit, advance)
-    best = result.best
-    text = best.text
-    if not best.is_equal:
-        text = f"# NOT EQUAL to {Path(words[0]).name}: {best.comparisons[-1].difference}\n{text}"
+    with progress(9, show=True) as advance:
+        if args.check is not None:
+            with ScriptHost(words, timeout_seconds=args.limit) as host:
+                result = check_ported(host, args.check, counts, advance)
+        else:
+            result = port_script(words, counts, args.limit, advance, args.sampler, args.other)
+        best = result.best
+        findings: list[Finding] = []
+        if not best.has_failed and (best.is_equal or args.check is not None):
+            advance("auditing the port on 2 ranks")
+            findings = audit_port(words, result.files, best, args.limit)
+    text, is_right = best.text, best.is_equal and not any(finding.level == "FAIL" for finding in findings)
+    if args.check is None and not is_right:
+        reason = best.comparisons[-1].difference or next(each.text for each in findings if each.level == "FAIL")
+        text = with_header(text, f"# NOT EQUAL to {Path(words[0]).name}: {reason}\n")
     if args.json is not None:
-        write_text(args.json, json.dumps(_as_json(result), indent=1) + "\n")
-    _show(result, words, target, text)
-    if args.dry_run or not (best.is_equal or args.force):
-        return 0 if best.is_equal else CHECK_FAILED
-    if args.in_place:
-        Path(f"{words[0]}.orig").write_bytes(Path(words[0]).read_bytes())
-    target.write_bytes(text.encode())
-    print(f"wrote {printable(str(target))}")
-    arguments = shlex.join([str(target), *words[1:]])
-    print(f"next: torchrun --nproc-per-node {counts[0]} {printable(arguments)}")
-    return 0 if best.is_equal else CHECK_FAILED
+        write_text(args.json, json.dumps(_as_json(result, findings, is_right), indent=1) + "\n")
+    if args.html is not None:
+        from everyrank.report.port import port_page
+
+        write_text(
+            args.html, port_page(result, findings, words, target.name if args.check is None else args.check.name)
+        )
+    if args.check is None:
+        _show_edits(result, words, target, text)
+    _show_check(result, findings)
+    if args.check is None and not args.dry_run and (is_right or args.force):
+        if args.in_place:
+            Path(f"{words[0]}.orig").write_bytes(Path(words[0]).read_bytes())
+        target.write_bytes(text.encode())
+        print(f"wrote {printable(str(target))}")
+        if args.other is not None:
+            _other_target(args.other).write_bytes(best.other_text.encode())
+            print(f"wrote {printable(str(_other_target(args.other)))}")
+        arguments = shlex.join([str(target), *words[1:]])
+        print(f"next: torchrun --nproc-per-node {counts[0]} {printable(arguments)}")
+    # a port that somebody has edited must also print, save and read as it should
+    is_right = is_right and not (args.check is not None and (best.doubts or best.differing_lines or findings))
+    return 0 if is_right else CHECK_FAILED
+
+
+def _other_target(other: Path) -> Path:
+    """Where the port of the other file is written, so that the port of the script imports it."""
+    return other.with_name(f"{other.stem}_ddp.py")
+
+
+def with_header(text: str, header: str) -> str:
+    """The text with a comment in its first line, or after `#!/usr/bin/env python` and a line of the encoding."""
+    lines = text.splitlines(keepends=True)
+    kept = 1 if lines and lines[0].startswith("#!") else 0
+    if kept < len(lines) and re.match(r"#.*coding[:=]", lines[kept]):
+        kept += 1
+    return "".join([*lines[:kept], header, *lines[kept:]])
 
 
 def _checked(args: argparse.Namespace) -> tuple[list[str], Path, list[int]]:
@@ -93,8 +145,17 @@ def _checked(args: argparse.Namespace) -> tuple[list[str], Path, list[int]]:
     counts = [int(word) for word in args.check_processes.split(",") if word.strip().isdigit()]
     if len(counts) != len(args.check_processes.split(",")) or not all(2 <= count <= 16 for count in counts):
         raise UsageError(f"--check-processes {args.check_processes}: give numbers from 2 to 16, such as 2,3")
+    target = _target(args, script)
+    check_writable(args.json)
+    check_html(args)
+    return words, target, counts
+
+
+def _target(args: argparse.Namespace, script: Path) -> Path:
+    """Where the port is written. Raises `UsageError` if it cannot be."""
     if args.in_place and args.out is not None:
         raise UsageError("--in-place and -o: give one of them")
+    _check_other(args)
     target = script if args.in_place else args.out or script.with_name(f"{script.stem}_ddp.py")
     if not args.in_place and target.absolute() == script.absolute():
         raise UsageError(
@@ -102,71 +163,87 @@ def _checked(args: argparse.Namespace) -> tuple[list[str], Path, list[int]]:
         )
     if args.in_place and not args.dry_run and Path(f"{script}.orig").exists():
         raise UsageError(f"{script}.orig: it exists already; move it away, because the original is kept there")
-    if not args.dry_run:
+    if args.check is not None:
+        if args.in_place or args.out is not None or args.force:
+            raise UsageError("--check: it writes no port; leave out -o, --in-place and --force")
+        if not args.check.is_file():
+            raise UsageError(f"{args.check}: no such file; give the port, then the script that it was made of")
+    elif not args.dry_run:
         check_writable(target)
         if target.exists() and not args.in_place and not args.force:
             raise UsageError(f"{target}: it exists already; give another place with -o, or --force")
-    check_writable(args.json)
-    return words, target, counts
+    return target
 
 
-def _show(result: PortResult, words: list[str], target: Path, text: str) -> None:
-    """Print the diff, a reason for each edit, the comparison, and what is left to the person."""
+def _check_other(args: argparse.Namespace) -> None:
+    """Raise `UsageError` if the file of --with cannot be edited, or its port not be written."""
+    if args.other is None:
+        return
+    if args.in_place or args.check is not None:
+        raise UsageError("--with: leave out --in-place and --check")
+    if not args.other.is_file():
+        raise UsageError(f"--with {args.other}: no such file")
+    if _other_target(args.other).exists() and not args.force and not args.dry_run:
+        raise UsageError(f"{_other_target(args.other)}: it exists already; move it away, or give --force")
+
+
+def _show_edits(result: PortResult, words: list[str], target: Path, text: str) -> None:
+    """Print the diff and a reason for each edit."""
+    from everyrank.report.port import edit_reasons
+
     best = result.best
-    print_diff(
-        difflib.unified_diff(
-            result.original.splitlines(), text.splitlines(), Path(words[0]).name, target.name, lineterm=""
-        )
-    )
+    changed = [(result.original, text, Path(words[0]).name, target.name)]
+    if result.files.other is not None:
+        other = result.files.other
+        changed.append((result.files.other_text, best.other_text, other.name, _other_target(other).name))
+    for before, after, name, new_name in changed:
+        print_diff(difflib.unified_diff(before.splitlines(), after.splitlines(), name, new_name, lineterm=""))
     print("\nedits:")
-    for line, reason in _reasons(best):
-        print(f"  line {line}: {reason}")
-    print("\nchecked:" if best.is_equal else "\nnot equal:")
-    for line in _checks(result):
+    for line, reason in edit_reasons(best):
+        print(f"  {result.files.place(line)}: {reason}")
+    print()
+
+
+def _show_check(result: PortResult, findings: list[Finding]) -> None:
+    """Print the comparison, the findings of the audit, and what is left to the user."""
+    from everyrank.audit import short_place
+    from everyrank.report.port import check_lines
+
+    best = result.best
+    print("checked:" if best.is_equal else "not equal:")
+    for line in check_lines(result):
         print(f"  {printable(line)}")
     if best.differing_lines:
         print(f"\nprinted otherwise by the port ({len(best.differing_lines)} lines, the first):")
         for one, other in best.differing_lines[:3]:
             print(f"  - {printable(one)}\n  + {printable(other)}")
+    if best.doubts:
+        print("\nnot as in the original:")
+        for line in best.doubts:
+            print(f"  {printable(line)}")
+    if findings:
+        print("\nfound by the audit of the port on 2 ranks, and not in the original:")
+        for finding in findings:
+            print(f"  {short_place(finding.place)}: {printable(finding.text)}\n    {printable(finding.fix)}")
     if best.notes:
         print("\nleft to you:")
         for line, sentence in best.notes:
-            print(f"  line {line}: {sentence}")
+            print(f"  {result.files.place(line)}: {sentence}")
     print()
 
 
-def _reasons(attempt: Attempt) -> list[tuple[int, str]]:
-    pairs = [(edit.start[0], edit.reason) for edit in attempt.edits if edit.reason]
-    return sorted(dict.fromkeys(pairs))
+def _as_json(result: PortResult, findings: list[Finding], is_right: bool) -> dict[str, Any]:
+    from everyrank.report.port import edit_reasons
 
-
-def _checks(result: PortResult) -> list[str]:
-    """One line for each number of ranks."""
-    lines: list[str] = []
-    precision = "float64" if result.float64 else "float32, because the script does not run in float64"
-    for comparison in result.best.comparisons:
-        if not comparison.is_equal:
-            lines.append(comparison.difference)
-            continue
-        gaps = ", ".join(f"{kind} {gap:.0e}" for kind, gap in comparison.largest.items())
-        dropout = ", all dropout left out" if result.best.without_dropout else ""
-        lines.append(
-            f"{comparison.updates} updates on {comparison.ranks} ranks equal one process in {precision}{dropout}: "
-            f"largest relative difference of {gaps}"
-        )
-    return lines
-
-
-def _as_json(result: PortResult) -> dict[str, Any]:
     best = result.best
     return {
-        "equal": best.is_equal,
+        "equal": is_right,
         "float64": result.float64,
         "without_dropout": best.without_dropout,
-        "loss": best.choice.loss,
-        "evaluation": best.choice.evaluation,
-        "edits": [{"line": line, "reason": reason} for line, reason in _reasons(best)],
-        "left_to_you": [{"line": line, "sentence": sentence} for line, sentence in best.notes],
+        "loss": best.choice.loss if best.choice is not None else None,
+        "evaluation": best.choice.evaluation if best.choice is not None else None,
+        "edits": [{"place": result.files.place(line), "reason": reason} for line, reason in edit_reasons(best)],
+        "left_to_you": [{"place": result.files.place(line), "sentence": sentence} for line, sentence in best.notes],
         "comparisons": [
             {
                 "ranks": each.ranks,
@@ -177,5 +254,8 @@ def _as_json(result: PortResult) -> dict[str, Any]:
             }
             for each in best.comparisons
         ],
+        "audit": [finding.as_json() for finding in findings],
+        "doubts": best.doubts,
         "text": best.text,
+        "other_text": best.other_text,
     }

@@ -1,12 +1,14 @@
 """Turns a script for one device into a DistributedDataParallel script, and checks that it trains the same.
 
 run.py         observes the script, edits it, checks the result, tries another choice
+files.py       the script, and another file that is edited with it
 facts.py       what was seen of a run: expressions with their places
 source.py      the script's text, edited in place
 plan.py        a port in the making, which the edits share
 edits.py       the order of all edits; loaders and batches
 model.py       the wrapper of each model
 loss.py        the loss of each backward
+accumulation.py  one all-reduce for each update of several backwards
 evaluation.py  counts of the training loop, and evaluations
 outputs.py     files, folders, progress bars
 frame.py       imports, helper functions, start and end, random numbers
@@ -14,7 +16,8 @@ helpers.py     the functions in plain PyTorch that a port brings along
 check.py       the comparison of a port with the original
 """
 
-from everyrank.port.run import Attempt, PortResult, port_script
+from everyrank.port.files import ScriptFiles
+from everyrank.port.run import Attempt, PortResult, audit_port, check_ported, port_script
 from everyrank.port.source import NotPortedError
 
-__all__ = ["Attempt", "NotPortedError", "PortResult", "port_script"]
+__all__ = ["Attempt", "NotPortedError", "PortResult", "ScriptFiles", "audit_port", "check_ported", "port_script"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 from everyrank.rerun import Printed, RankRecording, RecordedUpdate, ScriptRecording
@@ -13,6 +14,7 @@ __all__ = ["PortComparison", "compare_port"]
 
 FLOAT64_TOLERANCE, FLOAT32_TOLERANCE = 1e-9, 2e-3
 _PRINTED_TOLERANCE = 2e-4
+_OWN_LOSS = "it is the loss of a rank's own samples, not the mean over those of all ranks"
 # lines with a time or a speed differ in each run
 _IS_TIMED = re.compile(
     r"\d\d:\d\d|\d\s*(ms|s|sec|secs|seconds|it/s|samples/s|mins?)\b|time|elapsed|eta|speed|throughput", re.IGNORECASE
@@ -28,6 +30,7 @@ class PortComparison:
     largest     largest relative difference of "losses", "gradients", "weights" and "buffers"
     difference  "" or one sentence: the first update that differs, by how much
     printed     lines that differ: (the original's, the port's)
+    doubts      sentences: what each rank prints or writes, and checkpoints that differ
     has_failed  whether the port raised an error or did not end
     """
 
@@ -36,6 +39,7 @@ class PortComparison:
     largest: dict[str, float]
     difference: str
     printed: list[tuple[str, str]]
+    doubts: list[str] = dataclasses.field(default_factory=list[str])
     has_failed: bool = False
 
     @property
@@ -52,7 +56,7 @@ def compare_port(original: ScriptRecording, port: ScriptRecording, tolerance: fl
     """
     ranks = len(port.ranks)
     largest = {"losses": 0.0, "gradients": 0.0, "weights": 0.0, "buffers": 0.0}
-    if port.trouble:
+    if port.trouble and _error(port) != _error(original):
         reason = f"on {ranks} ranks the port fails: {port.trouble}{_hint(port.trouble)}"
         return PortComparison(ranks, 0, largest, reason, [], has_failed=True)
     one, many = original.ranks[0].updates, port.ranks[0].updates
@@ -65,7 +69,13 @@ def compare_port(original: ScriptRecording, port: ScriptRecording, tolerance: fl
     if len(one) != len(many):
         reason = f"on {ranks} ranks the port has {len(many)} updates, the original {len(one)}"
         return PortComparison(ranks, min(len(one), len(many)), largest, reason, [])
-    return PortComparison(ranks, len(one), largest, "", _differing_lines(original.ranks[0], port.ranks[0]))
+    printed = _differing_lines(original.ranks[0], port.ranks[0])
+    return PortComparison(ranks, len(one), largest, "", printed, _doubts(original.ranks[0], port.ranks))
+
+
+def _error(recording: ScriptRecording) -> str:
+    """The error that a run ended with, whichever rank had it."""
+    return re.sub(r"^rank \d+: ", "", recording.trouble)
 
 
 def _hint(trouble: str) -> str:
@@ -91,11 +101,18 @@ def _compare_update(
         gap = abs(one - other) / max(abs(one), 1e-8)
         largest["losses"] = max(largest["losses"], gap)
         if not gap <= tolerance:
-            return f"{where}: the loss is {other:.6g}, in the original {one:.6g} ({_ratio(other, one)})"
+            own = [each.updates[number].losses for each in ranks if number < len(each.updates)]
+            cause = "" if all(each == own[0] for each in own) else f"; likely cause: {_OWN_LOSS}"
+            return f"{where}: the loss is {other:.6g}, in the original {one:.6g} ({_ratio(other, one)}){cause}"
+    has_same_rates = len(expected.rates) == len(found.rates) and all(
+        abs(one - other) <= 1e-9 * abs(one) for one, other in zip(expected.rates, found.rates, strict=True)
+    )
     for kind, a, b in (
         ("gradients", expected.gradients, found.gradients),
         ("weights", expected.after, found.after),
     ):
+        if kind == "weights" and not has_same_rates:
+            return f"{where}: the learning rates are {found.rates}, in the original {expected.rates}"
         gap, ratio = _distance(a, b)
         if gap is None:
             return f"{where}: {kind} of other parameters or shapes ({ratio})"
@@ -103,12 +120,8 @@ def _compare_update(
         if not gap <= tolerance:
             return (
                 f"{where}: the {kind} differ by {gap:.1e} of their norm; they are {ratio} times the original's"
-                f"{_cause(kind, float(ratio), len(ranks))}"
+                f"{_cause(kind, float(ratio), ranks, number)}"
             )
-    if len(expected.rates) != len(found.rates) or any(
-        abs(one - other) > 1e-9 * abs(one) for one, other in zip(expected.rates, found.rates, strict=True)
-    ):
-        return f"{where}: the learning rates are {found.rates}, in the original {expected.rates}"
     buffers = {name: state for name, state in expected.states.items() if state.is_floating_point()}
     # they are reported, and decide nothing: a forward of one batch on all ranks has another unbiased variance
     gap, _ = _distance(buffers, {name: found.states[name] for name in buffers if name in found.states})
@@ -121,11 +134,16 @@ def _compare_update(
     return ""
 
 
-def _cause(kind: str, ratio: float, ranks: int) -> str:
-    """A likely cause of a factor between gradients."""
-    if kind == "gradients" and abs(ratio * ranks - 1) < 1e-3:
+def _cause(kind: str, ratio: float, ranks: tuple[RankRecording, ...], number: int) -> str:
+    """A likely cause of gradients that differ."""
+    own = [each.updates[number].gradients for each in ranks if number < len(each.updates)]
+    if kind != "gradients":
+        return ""
+    if any((gap := _distance(own[0], each)[0]) is None or gap > FLOAT32_TOLERANCE for each in own[1:]):
+        return "; likely cause: they are not averaged, because the forward does not go through the wrapper"
+    if abs(ratio * len(ranks) - 1) < 1e-3:
         return "; likely cause: the loss is a sum, and DistributedDataParallel averages"
-    if kind == "gradients" and abs(ratio / ranks - 1) < 1e-3:
+    if abs(ratio / len(ranks) - 1) < 1e-3:
         return "; likely cause: the gradient is multiplied by the number of ranks"
     return ""
 
@@ -174,3 +192,41 @@ def _is_same(one: str, other: str) -> bool:
         return False
     pairs = zip(map(float, _NUMBER.findall(one)), map(float, _NUMBER.findall(other)), strict=True)
     return all(abs(a - b) <= _PRINTED_TOLERANCE * max(1.0, abs(a)) for a, b in pairs)
+
+
+# --- what each rank does, and checkpoints
+
+
+def _doubts(original: RankRecording, ranks: tuple[RankRecording, ...]) -> list[str]:
+    """Sentences about lines that several ranks print, files that they write, and checkpoints that differ."""
+    doubts: dict[str, str] = {}
+    for rank in ranks[1:]:
+        for line in rank.printed:
+            if line.stream == "stdout":
+                doubts.setdefault(line.place, f"{_short(line.place)} prints on each rank: {line.text.strip()[:60]}")
+        others = dict(_writes(ranks[0]))
+        for path, place in _writes(rank):
+            if path in others:
+                doubts.setdefault(path, f"{_short(place)} writes {Path(path).name} on each rank")
+    expected, found = _saved(original), _saved(ranks[0])
+    for name, keys in expected.items():
+        if name not in found:
+            doubts[name] = f"the port does not save {name}, which the original does"
+        elif keys != found[name]:
+            odd = sorted(set(keys) ^ set(found[name]))[:2]
+            doubts[name] = f"the checkpoint {name} has other keys than the original's: {', '.join(odd)}"
+    return list(doubts.values())
+
+
+def _writes(recording: RankRecording) -> list[tuple[str, str]]:
+    saved = [(path, place) for path, place, _ in recording.facts.get("saved", [])]
+    return saved + [(path, place) for path, place in recording.facts.get("written", [])]
+
+
+def _saved(recording: RankRecording) -> dict[str, list[str]]:
+    """The keys of each saved file, by its name."""
+    return {Path(path).name: keys for path, _, keys in recording.facts.get("saved", [])}
+
+
+def _short(place: str) -> str:
+    return place.rpartition("/")[2]

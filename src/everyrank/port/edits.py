@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ast
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
+from everyrank.port.accumulation import edit_accumulation
 from everyrank.port.evaluation import edit_counts, edit_evaluations
 from everyrank.port.facts import Fact
+from everyrank.port.files import ScriptFiles
 from everyrank.port.frame import add_frame
 from everyrank.port.loss import edit_losses
 from everyrank.port.model import edit_models
@@ -30,9 +34,9 @@ _DISTRIBUTED = {
 }
 
 
-def edit_script(text: str, facts: Sequence[Fact], choice: Choice) -> Plan:
+def edit_script(files: ScriptFiles, facts: Sequence[Fact], choice: Choice) -> Plan:
     """Edit the script as `choice` says; the result is in `Plan.source`. Raises `NotPortedError`."""
-    plan = Plan(text, list(facts), choice)
+    plan = Plan(files, list(facts), choice)
     refuse_distributed(plan)
     backwards = plan.of("backward")
     if not backwards:
@@ -43,10 +47,13 @@ def edit_script(text: str, facts: Sequence[Fact], choice: Choice) -> Plan:
         )
     if not backwards[0].is_inner:
         raise NotPortedError(
-            backwards[0].line, "the training loop stands in another file: run everyrank port on the file with the loop"
+            backwards[0].line,
+            f"the training loop stands in {Path(backwards[0].file).name}, which the script imports: give it too, "
+            f"--with {os.path.relpath(backwards[0].file)}",
         )
     edit_loaders(plan)
     edit_models(plan)
+    edit_accumulation(plan)
     edit_losses(plan)
     edit_counts(plan)
     edit_evaluations(plan)
@@ -94,13 +101,21 @@ def edit_loaders(plan: Plan) -> None:
                 "dataset's __iter__",
             )
         if not loader.is_inner:
-            raise NotPortedError(loader.line, "the loader is made in another file: return it from this script")
+            raise NotPortedError(loader.line, f"the loader is made in {Path(loader.file).name}: make it in this script")
         call = source.at(loader.span)
         if call is None:
             raise NotPortedError(loader.line, "the call that makes the loader was not found")
         if plan.once(call):
             plan.helpers.add("split")
-            source.wrap(call, "split(", ")", "each rank reads its part of every batch")
+            reason = "each rank reads its part of every batch"
+            if plan.choice.sampler == "torch":
+                reason = "DistributedSampler divides the samples over the ranks"
+                plan.note(
+                    loader.line,
+                    "DistributedSampler has another order than one process, and repeats samples where the ranks do not "
+                    "divide their number; the check compared a port with split batches",
+                )
+            source.wrap(call, "split(", ")", reason)
             _replace_batch_size(plan, call)
     if not trains:
         _split_tensors(plan)
@@ -146,6 +161,10 @@ def _split_tensors(plan: Plan) -> None:
             forwards[0].line, "where the batch comes from was not found: split it by hand, tensor[rank::world_size]"
         )
     plan.helpers.add("part")
+    blocks = {id(source.block(statement)) for statement in parts}
+    if len(blocks) == 1:  # together, because one may be made of another
+        last = max(parts, key=lambda statement: statement.lineno)
+        parts = {last: [name for split in parts.values() for name in split]}
     for statement, split in parts.items():
         together = ", ".join(split)
         source.insert_after(statement, f"{together} = part({together})", "each rank takes its part of every batch")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 
+from everyrank.port.loss import count_of_terms
 from everyrank.port.plan import Plan
+from everyrank.port.source import NotPortedError
 
 __all__ = ["edit_counts", "edit_evaluations"]
 
@@ -38,6 +40,30 @@ def edit_counts(plan: Plan) -> None:
                     for inner in ast.walk(each):
                         if _is_length(plan, inner) and plan.once(inner, "count"):
                             _wrap(plan, inner)
+                if _is_mean(plan, each) and plan.once(each, "mean"):
+                    _average(plan, each)
+
+
+def _is_mean(plan: Plan, node: ast.AST) -> bool:
+    """Whether an expression is a mean over the samples that is only shown: `output.mean().item()`, not a loss."""
+    source = plan.source
+    if not (isinstance(node, ast.Attribute) and node.attr == "item" and isinstance(source.parents[node], ast.Call)):
+        return False
+    if not isinstance(node.value, ast.Call) or not isinstance(node.value.func, ast.Attribute):
+        return False
+    return node.value.func.attr == "mean" and not node.value.args and not node.value.keywords
+
+
+def _average(plan: Plan, node: ast.AST) -> None:
+    """Make a mean that is shown the mean over all ranks."""
+    assert isinstance(node, ast.Attribute)
+    try:
+        count = count_of_terms(plan, plan.source.statement(node))
+    except NotPortedError:
+        plan.note(node.lineno, "this mean is that of rank 0's samples")
+        return
+    plan.helpers.add("mean_over_ranks")
+    plan.source.wrap(node.value, "mean_over_ranks(", f", {count})", "the mean over the samples of all ranks")
 
 
 def _add_up(plan: Plan, statement: ast.AugAssign) -> None:
@@ -58,7 +84,7 @@ def _wrap(plan: Plan, node: ast.AST) -> None:
 
 def _is_length(plan: Plan, node: ast.AST) -> bool:
     """Whether an expression is the number of samples of a batch."""
-    source, names = plan.source, plan.data_names()
+    source, names = plan.source, plan.data_names
     if isinstance(node, ast.Call) and source.code(node.func) == "len" and node.args:
         return source.code(node.args[0]) in names
     if isinstance(node, ast.Call | ast.Subscript):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 __all__ = ["CallSite", "Fact", "read_facts"]
@@ -26,12 +26,14 @@ class Fact:
     chain     the calls of the script that led there, the innermost first
     is_inner  whether the innermost line of the user's own code stands in the script, not in another file of theirs
     details   what else is known: see rerun/inside/expressions.py
+    file      the file of the innermost line of the user's own code
     """
 
     kind: str
     chain: tuple[CallSite, ...]
     is_inner: bool
     details: dict[str, Any]
+    file: str = ""
 
     @property
     def span(self) -> tuple[int, int, int, int]:
@@ -44,15 +46,19 @@ class Fact:
         return self.chain[0].span[0]
 
 
-def read_facts(records: Sequence[dict[str, Any]], path: str) -> list[Fact]:
-    """The facts as seen from the script at `path`: what another file did counts for the line that called it."""
+def read_facts(records: Sequence[dict[str, Any]], offsets: Mapping[str, int]) -> list[Fact]:
+    """The facts as seen from the files that are edited: what another file did counts for the line that called it.
+
+    offsets  for the path of each file, how many lines stand before it in the text to edit
+    """
     facts: list[Fact] = []
     for record in records:
         calls = [
-            CallSite(file, (line, column, last, end), name) for file, line, column, last, end, name in record["chain"]
+            CallSite(file, (line + (more := offsets.get(file, 0)), column, last + more, end), name)
+            for file, line, column, last, end, name in record["chain"]
         ]
-        chain = tuple(call for call in calls if call.file == path)
+        chain = tuple(call for call in calls if call.file in offsets)
         details = {name: value for name, value in record.items() if name not in ("kind", "chain")}
         if chain:
-            facts.append(Fact(record["kind"], chain, calls[0].file == path, details))
+            facts.append(Fact(record["kind"], chain, calls[0].file in offsets, details, calls[0].file))
     return facts

@@ -11,6 +11,7 @@ from everyrank.port.source import NotPortedError, holds_line
 
 __all__ = ["add_frame"]
 
+_REASON = "what the port needs, in plain PyTorch"
 _BEGINS = ("loader", "seed", "optimizer", "forward", "draw")
 
 
@@ -18,39 +19,92 @@ def add_frame(plan: Plan) -> None:
     """Add what all other edits rely on."""
     _add_own_noise(plan)
     _choose_seed(plan)
-    source = plan.source
-    body = source.tree.body
-    imports = [node for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
+    source, border = plan.source, plan.files.num_lines
+    body = [node for node in source.tree.body if not border or node.lineno <= border]
+    other = [node for node in source.tree.body if border and node.lineno > border]
+    leading = _leading_imports(body)
+    start = ["setup()"] + (["same_seed()"] if plan.has_same_seed else [])
+    main = next((node for node in body if isinstance(node, ast.If) and "__main__" in source.code(node.test)), None)
+    begins = [fact for fact in plan.facts if fact.kind in _BEGINS]
+    is_in_main = main is not None and all(any(holds_line(main, call.span[0]) for call in fact.chain) for fact in begins)
+    if other:
+        source.insert_after(_leading_imports(other), _helpers(plan, other), _REASON)
+        _import_other(plan, body)
+        block = "\n".join(_imports_of_helpers(plan, start))
+    else:
+        block = _helpers(plan, body)
+    if main is not None and is_in_main:
+        source.insert_after(leading, block, _REASON)
+        source.insert_before(main.body[0], "\n".join(start), "before anything else")
+        source.insert_after(main.body[-1], "dist.destroy_process_group()", "all ranks leave together")
+    else:
+        source.insert_after(leading, f"{block}\n\n\n" + "\n".join(start), f"{_REASON}, before anything else")
+        last = main.body[-1] if main is not None and main is body[-1] else body[-1]
+        source.insert_after(last, "dist.destroy_process_group()", "all ranks leave together")
+
+
+def _leading_imports(body: list[ast.stmt]) -> ast.stmt:
+    """The last of the imports at the top of a file. Raises `NotPortedError` if there are none."""
     first = next(
         (node for node in body if not isinstance(node, ast.Import | ast.ImportFrom) and not _is_text(node)), None
     )
-    if first is None or not imports:
+    if first is None or not _imports_in(body):
         raise NotPortedError(1, "the script imports nothing before its first statement: import torch at the top")
-    leading = [node for node in imports if node.lineno < first.lineno]
+    leading = [node for node in _imports_in(body) if node.lineno < first.lineno]
     if not leading:
         raise NotPortedError(first.lineno, "this statement stands before all imports: move the imports to the top")
-    block = _imports(plan, imports)
+    return leading[-1]
+
+
+def _imports_in(body: list[ast.stmt]) -> list[ast.Import | ast.ImportFrom]:
+    return [node for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
+def _helpers(plan: Plan, body: list[ast.stmt]) -> str:
+    """Imports and helper functions, for the file with these statements."""
+    imports = _imports_in(body)
     helpers = helper_text(
         plan.helpers,
         has_batch_norm=plan.has_batch_norm,
         finds_unused=plan.finds_unused,
         sums=plan.choice.loss == "sum",
+        sampler=plan.choice.sampler,
+        has_logging="logging" in _names(imports),
         has_numpy="np" in _names(imports),
     )
-    start = ["setup()"] + (["same_seed()"] if plan.has_same_seed else [])
-    reason = "what the port needs, in plain PyTorch"
-    main = next((node for node in body if isinstance(node, ast.If) and "__main__" in source.code(node.test)), None)
-    begins = [fact for fact in plan.facts if fact.kind in _BEGINS]
-    if main is not None and all(any(holds_line(main, call.span[0]) for call in fact.chain) for fact in begins):
-        source.insert_after(leading[-1], f"{block}\n\n\n{helpers}", reason)
-        source.insert_before(main.body[0], "\n".join(start), "before anything else")
-        source.insert_after(main.body[-1], "dist.destroy_process_group()", "all ranks leave together")
-    else:
-        source.insert_after(
-            leading[-1], f"{block}\n\n\n{helpers}\n\n\n" + "\n".join(start), f"{reason}, before anything else"
-        )
-        last = main.body[-1] if main is not None and main is body[-1] else body[-1]
-        source.insert_after(last, "dist.destroy_process_group()", "all ranks leave together")
+    return f"{_imports(plan, imports)}\n\n\n{helpers}"
+
+
+def _imports_of_helpers(plan: Plan, start: list[str]) -> list[str]:
+    """The imports of a script whose helper functions stand in the other file."""
+    texts = [*start, *(edit.text for edit in plan.source.edits if edit.start[0] <= plan.files.num_lines)]
+    used = sorted(name for name in plan.helpers if any(f"{name}(" in text for text in texts))
+    return [f"from {plan.files.module}_ddp import {', '.join(used)}", "import torch.distributed as dist"]
+
+
+def _import_other(plan: Plan, body: list[ast.stmt]) -> None:
+    """Let the script import the port of the other file in place of the other file."""
+    source, module = plan.source, plan.files.module
+    package, _, name = module.rpartition(".")
+    has_import = False
+    for node in (each for statement in body for each in ast.walk(statement)):
+        if isinstance(node, ast.ImportFrom) and node.module == module and not node.level:
+            text = source.code(node).replace(f"from {module}", f"from {module}_ddp", 1)
+            source.replace(node, text, "the port of the other file")
+            has_import = True
+        elif (isinstance(node, ast.ImportFrom) and node.module == package) or isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name != (name if isinstance(node, ast.ImportFrom) else module):
+                    continue
+                if "." in alias.name and not alias.asname:
+                    raise NotPortedError(
+                        node.lineno, f"write: from {package} import {name}, so that its port can take its place"
+                    )
+                text = f"{alias.name}_ddp as {alias.asname or alias.name}"
+                source.replace(alias, text, "the port of the other file")
+                has_import = True
+    if not has_import:
+        raise NotPortedError(1, f"the script does not import {module} itself, so its port cannot take its place")
 
 
 def _add_own_noise(plan: Plan) -> None:

@@ -85,6 +85,35 @@ def split(loader, evaluates=False):
     )
 '''
 
+TORCH_SAMPLER = '''
+class EpochSampler(torch.utils.data.DistributedSampler):
+    """A DistributedSampler that shuffles anew in each epoch, without calls of set_epoch."""
+
+    def __iter__(self):
+        self.set_epoch(self.epoch + 1)
+        return super().__iter__()
+
+
+def split(loader, evaluates=False):
+    """The same loader, for this rank's samples; an evaluation has each sample once."""
+    if evaluates:
+        sampler = range(dist.get_rank(), len(loader.dataset), dist.get_world_size())
+    else:
+        is_shuffled = isinstance(loader.sampler, torch.utils.data.RandomSampler)
+        sampler = EpochSampler(loader.dataset, shuffle=is_shuffled, seed=shared_seed())
+    return torch.utils.data.DataLoader(
+        loader.dataset,
+        batch_size=max(1, loader.batch_size // dist.get_world_size()),
+        sampler=sampler,
+        drop_last=loader.drop_last,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        worker_init_fn=loader.worker_init_fn,
+        persistent_workers=loader.persistent_workers,
+    )
+'''
+
 PART = '''
 def part(*tensors):
     """This rank's part of a batch that all ranks have."""
@@ -158,23 +187,38 @@ _LEAVES_OUT = """            if len(batch) < dist.get_world_size() and not self.
 """
 
 
-def helper_text(names: set[str], *, has_batch_norm: bool, finds_unused: bool, sums: bool, has_numpy: bool) -> str:
+def helper_text(
+    names: set[str],
+    *,
+    has_batch_norm: bool,
+    finds_unused: bool,
+    sums: bool,
+    has_numpy: bool,
+    has_logging: bool = False,
+    sampler: str = "batches",
+) -> str:
     """The functions of these names, two empty lines apart.
 
     has_batch_norm  batch norm of the model takes the samples of all ranks
     finds_unused    some parameters have no gradient in some updates
     sums            the loss is a sum over samples
     has_numpy       numpy's random numbers are seeded, too
+    has_logging     the script logs, which only rank 0 shows
+    sampler         "batches" or "torch", as in `Choice`
     """
     if names & {"same_seed", "split"}:
         names = names | {"shared_seed"}
     options = ", find_unused_parameters=True" if finds_unused else ""
     texts = dict(HELPERS)
     texts["parallel"] = (PARALLEL_NORM if has_batch_norm else PARALLEL).replace("{options}", options)
-    if sums:
+    if sampler == "torch":
+        texts["split"] = TORCH_SAMPLER
+    elif sums:
         start = texts["split"].index("            if part or not self.evaluates:")
         end = texts["split"].index("\n\n\ndef split")
         texts["split"] = texts["split"][:start] + _LEAVES_OUT.rstrip("\n") + texts["split"][end:]
+    if has_logging:
+        texts["setup"] += "        logging.disable()\n"
     if not has_numpy:
         texts["same_seed"] = texts["same_seed"].replace("    np.random.seed(seed)\n", "")
     return "\n\n".join(text.rstrip("\n") for name, text in texts.items() if name in names).lstrip("\n")

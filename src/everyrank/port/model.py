@@ -105,7 +105,7 @@ def _follow(plan: Plan, name_node: ast.expr, depth: int, forward: Fact) -> None:
         return
     if not isinstance(name_node, ast.Name | ast.Attribute):
         raise NotPortedError(name_node.lineno, f"{name} is no name: give the model one")
-    wrapper = f"{name.rpartition('.')[0]}.ddp_{name.rpartition('.')[2]}" if "." in name else f"ddp_{name}"
+    wrapper = plan.wrapper_of(name_node)
     owner, store = _store(plan, name, name_node, forward)
     if plan.once(name_node, "wrapper"):
         source.replace(name_node, wrapper, "the training forward goes through the wrapper")

@@ -26,6 +26,8 @@ def edit_writes(plan: Plan) -> None:
             name = source.code(node.func)
             if name in _WRITERS or name.rpartition(".")[2] in _WRITING_METHODS:
                 nodes.append(node)
+            if any(word.arg == "download" and source.code(word.value) != "False" for word in node.keywords):
+                nodes.append(node)
             if name in _LOGGERS or name.rpartition(".")[2] == "SummaryWriter":
                 plan.note(node.lineno, f"every rank logs with {name}: let only rank 0 make it")
             if name.rpartition(".")[2] in _BARS and not any(word.arg in (None, "disable") for word in node.keywords):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 from everyrank.port.facts import Fact
+from everyrank.port.files import ScriptFiles
 from everyrank.port.source import NotPortedError, ScriptSource
 
 __all__ = ["Choice", "Plan"]
@@ -18,10 +20,12 @@ class Choice:
 
     loss        "mean" or "sum": how the loss depends on the samples of a batch
     evaluation  "split" over the ranks, or "whole": every rank evaluates everything
+    sampler     "batches": each batch is split over the ranks; "torch": DistributedSampler, with another order
     """
 
     loss: str
     evaluation: str
+    sampler: str = "batches"
 
 
 class Plan:
@@ -35,8 +39,9 @@ class Plan:
     passed_models  functions with a parameter that is a model in training, and the place of the call
     """
 
-    def __init__(self, text: str, facts: Sequence[Fact], choice: Choice) -> None:
-        self.source, self.facts, self.choice = ScriptSource(text), facts, choice
+    def __init__(self, files: ScriptFiles, facts: Sequence[Fact], choice: Choice) -> None:
+        self.files, self.facts, self.choice = files, facts, choice
+        self.source = ScriptSource(files.whole)
         self.helpers = {"setup"}
         self.notes: list[tuple[int, str]] = []
         self.has_batch_norm = False
@@ -81,6 +86,7 @@ class Plan:
             target = target.elts[-1]
         return [node.id for node in ast.walk(target) if isinstance(node, ast.Name)]
 
+    @functools.cached_property
     def data_names(self) -> list[str]:
         """The names that training forwards and their losses are given."""
         names: list[str] = []
@@ -101,6 +107,14 @@ class Plan:
         spans = {fact.span[:2] for kind in ("forward", "loss", "optimizer") for fact in self.of(kind)}
         makes_object = any(self.source.code(call.func).rpartition(".")[2][:1].isupper() for call in calls)
         return not makes_object and not any((call.lineno, call.col_offset) in spans for call in calls)
+
+    def wrapper_of(self, model: ast.expr) -> str:
+        """The name of the wrapper of a model that training forwards call."""
+        name = self.source.code(model)
+        if model in self.training_uses:  # a function that is given the wrapper
+            return name
+        owner, _, last = name.rpartition(".")
+        return f"{owner}.ddp_{last}" if owner else f"ddp_{last}"
 
     def note(self, line: int, sentence: str) -> None:
         """Leave something to the person."""

@@ -10,15 +10,17 @@ import tokenize
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
-from everyrank.errors import CannotRunError, UsageError
+from everyrank.audit import AuditOptions, Finding, ScriptFailedError, audit_script
+from everyrank.errors import CannotRunError, EveryrankError, UsageError
 from everyrank.port.check import FLOAT32_TOLERANCE, FLOAT64_TOLERANCE, PortComparison, compare_port
 from everyrank.port.edits import edit_script
 from everyrank.port.facts import Fact, read_facts
+from everyrank.port.files import ScriptFiles
 from everyrank.port.plan import Choice
 from everyrank.port.source import Edit, NotPortedError
 from everyrank.rerun import Imposed, ScriptHost, ScriptRecording
 
-__all__ = ["Attempt", "PortResult", "port_script", "with_siblings"]
+__all__ = ["Attempt", "PortResult", "audit_port", "check_ported", "port_script", "with_siblings"]
 
 UPDATES = 12
 _OBSERVED_UPDATES = 24
@@ -30,15 +32,18 @@ _MOST_ELEMENTS = 4096
 class Attempt:
     """One way to port the script, and how it compares.
 
+    choice        None for a port that the user gave
     text          the whole ported script
+    other_text    the other ported file; "" if there is none
     without_dropout  whether it was equal only with all dropout left out
     """
 
-    choice: Choice
+    choice: Choice | None
     text: str
     edits: list[Edit]
     notes: list[tuple[int, str]]
     comparisons: list[PortComparison]
+    other_text: str = ""
     without_dropout: bool = False
 
     @property
@@ -56,65 +61,144 @@ class Attempt:
         """Printed lines that differ on the most ranks."""
         return self.comparisons[-1].printed if self.comparisons else []
 
+    @property
+    def doubts(self) -> list[str]:
+        """What each rank prints or writes, and checkpoints that differ, on the most ranks."""
+        return self.comparisons[-1].doubts if self.comparisons else []
+
 
 @dataclasses.dataclass(frozen=True)
 class PortResult:
     """What became of a script.
 
-    original  its text
+    files     the script, and the other file that is ported with it
     best      the attempt that is equal, or the last one that is not
     tried     all attempts
     float64   whether they were compared in float64
     """
 
-    original: str
+    files: ScriptFiles
     best: Attempt
     tried: list[Attempt]
     float64: bool
 
+    @property
+    def original(self) -> str:
+        """The text of the script."""
+        return self.files.text
+
 
 def port_script(
-    words: Sequence[str], ranks: Sequence[int], timeout_seconds: float, say: Callable[[str], None] = lambda _: None
+    words: Sequence[str],
+    ranks: Sequence[int],
+    timeout_seconds: float,
+    say: Callable[[str], None] = lambda _: None,
+    sampler: str = "batches",
+    other: Path | None = None,
 ) -> PortResult:
     """Port `words`, a script and its arguments, and check it on these numbers of ranks.
+
+    other    a file below the folder of the script, which is edited with it
+    sampler  "torch": an equal port is written with DistributedSampler, whose other order cannot be compared
 
     Raises `NotPortedError` for a script that is not ported, and `CannotRunError` if it does not run here.
     """
     script = Path(words[0])
-    text = _read(script)
+    files = ScriptFiles(script, _read(script), other, _read(other) if other is not None else "")
     with ScriptHost(words, timeout_seconds=timeout_seconds) as host:
         say("running the script")
-        facts = _observe(host, script)
+        facts = _observe(host, files)
         # the same edits that the first choice needs, before anything is compared
         choices = _choices(facts)
-        edit_script(text, facts, choices[0])
+        _edit(files, facts, choices[0])
         say("running it in float64")
-        original, float64 = _original(host)
-        if not original.ranks[0].updates:
-            line = next(fact.line for fact in facts if fact.kind == "backward")
-            raise NotPortedError(
-                line,
-                "no optimizer of torch.optim steps after this backward, so the check has nothing to compare: use one",
-            )
+        imposed = dataclasses.replace(_IMPOSED, backward_is_update=not any(fact.kind == "step" for fact in facts))
+        original, float64 = _original(host, imposed)
         tried: list[Attempt] = []
         for choice in choices:
             if _is_settled(choice, tried):
                 continue
-            plan = edit_script(text, facts, choice)
-            ported = plan.source.edited()
-            if any(attempt.text == ported for attempt in tried):
+            attempt = _edit(files, facts, choice)
+            if any((each.text, each.other_text) == (attempt.text, attempt.other_text) for each in tried):
                 continue
             say(f"checking the port on {' and '.join(map(str, ranks))} ranks")
-            comparisons = _check(host, words, ported, original, ranks, float64)
-            tried.append(Attempt(choice, ported, plan.source.edits, sorted(plan.notes), comparisons))
+            comparisons = _check(host, files, attempt, original, ranks, float64, imposed)
+            tried.append(dataclasses.replace(attempt, comparisons=comparisons))
             if tried[-1].is_equal and not tried[-1].differing_lines:
                 break
         equal = [attempt for attempt in tried if attempt.is_equal]
         if not equal:
-            tried = _without_dropout(host, words, tried, ranks, float64, say)
+            tried = _without_dropout(host, files, original, tried, ranks, float64, imposed, say)
             equal = [attempt for attempt in tried if attempt.is_equal]
     best = min(equal, key=lambda attempt: len(attempt.differing_lines)) if equal else tried[0]
-    return PortResult(text, best, tried, float64)
+    if best.is_equal and best.choice is not None and sampler != best.choice.sampler:
+        other_order = _edit(files, facts, dataclasses.replace(best.choice, sampler=sampler))
+        best = dataclasses.replace(other_order, comparisons=best.comparisons, without_dropout=best.without_dropout)
+    return PortResult(files, best, tried, float64)
+
+
+def _edit(files: ScriptFiles, facts: Sequence[Fact], choice: Choice) -> Attempt:
+    """The port that a choice gives. Raises `NotPortedError` with the file and the line."""
+    try:
+        plan = edit_script(files, facts, choice)
+        text, other_text = files.parts(plan.source.edited())
+    except NotPortedError as error:
+        raise NotPortedError(error.line, error.reason, files.place(error.line)) from None
+    return Attempt(choice, text, plan.source.edits, sorted(plan.notes), [], other_text)
+
+
+def check_ported(
+    host: ScriptHost, port: Path, ranks: Sequence[int], say: Callable[[str], None] = lambda _: None
+) -> PortResult:
+    """Compare a port that the user has, perhaps edited by hand, with the script of `host` on these numbers of ranks.
+
+    Raises `CannotRunError` if the original does not run here.
+    """
+    files = ScriptFiles(Path(host.words[0]), _read(Path(host.words[0])), port_name=port.name)
+    say("running the script in float64")
+    imposed = _IMPOSED
+    original, float64 = _original(host, imposed)
+    if not original.ranks[0].updates:
+        imposed = dataclasses.replace(_IMPOSED, backward_is_update=True)
+        original, float64 = _original(host, imposed)
+    if not original.ranks[0].updates:
+        raise CannotRunError(f"{files.script}: no backward was seen within the time of a run, so nothing is compared")
+    say(f"checking the port on {' and '.join(map(str, ranks))} ranks")
+    attempt = Attempt(None, _read(port), [], [], [])
+    tried = [dataclasses.replace(attempt, comparisons=_check(host, files, attempt, original, ranks, float64, imposed))]
+    if not tried[0].is_equal:
+        tried = _without_dropout(host, files, original, tried, ranks, float64, imposed, say)
+    return PortResult(files, tried[0], tried, float64)
+
+
+def audit_port(words: Sequence[str], files: ScriptFiles, attempt: Attempt, timeout_seconds: float) -> list[Finding]:
+    """FAIL and WARN findings of the audit of a port on 2 ranks that the original on one process does not have."""
+    # an equal gradient is proof that no forward that counts is outside of the wrapper
+    known = {"replicas.unwrapped"} if attempt.is_equal else set[str]()
+    if "convert_sync_batchnorm" in attempt.text:  # it works on CUDA only, which the port's notes tell
+        known.add("replicas.buffers")
+
+    def worst(text: str, other_text: str, ranks: int) -> list[Finding]:
+        findings = _audit(words, files.written(text, other_text), ranks, timeout_seconds)
+        return [each for each in findings if each.level in ("FAIL", "WARN") and each.rule not in known]
+
+    findings = worst(attempt.text, attempt.other_text, 2)
+    if findings:
+        known |= {each.rule for each in worst(files.text, files.other_text, 1)}
+    return [each for each in findings if each.rule not in known]
+
+
+def _audit(words: Sequence[str], files: dict[str, str], ranks: int, timeout_seconds: float) -> Sequence[Finding]:
+    """The findings of the rules in a script; none if the script does not run to a verdict."""
+    options = AuditOptions(processes=ranks, timeout_seconds=timeout_seconds, limit_seconds=timeout_seconds)
+    with with_siblings(Path(words[0]), files) as candidate:
+        try:
+            audit = audit_script([str(candidate), *words[1:]], options, is_open=False)
+        except ScriptFailedError as error:
+            audit = error.audit
+        except EveryrankError:
+            audit = None
+    return audit.findings if audit is not None else ()
 
 
 def _read(script: Path) -> str:
@@ -128,7 +212,7 @@ def _read(script: Path) -> str:
         raise UsageError(f"{script}: {error}") from error
 
 
-def _observe(host: ScriptHost, script: Path) -> list[Fact]:
+def _observe(host: ScriptHost, files: ScriptFiles) -> list[Fact]:
     recording = host.run(
         1,
         updates=_OBSERVED_UPDATES,
@@ -136,9 +220,14 @@ def _observe(host: ScriptHost, script: Path) -> list[Fact]:
         imposed=Imposed(order=True, pass_batches=_PASS_BATCHES),
         expressions=True,
     )
-    if recording.trouble:
+    has_stepped = any(each["kind"] == "step" for each in recording.ranks[0].facts.get("expressions", []))
+    if recording.trouble and (not has_stepped or _hangs(recording)):
         raise CannotRunError(f"the script does not run on one process here: {_reason(recording.trouble)}")
-    return read_facts(recording.ranks[0].facts.get("expressions", []), os.path.abspath(script))  # noqa: PTH100
+    offsets = {str(files.script.absolute()): 0}
+    if files.other is not None:
+        offsets[str(files.other.absolute())] = files.num_lines
+    offsets = {os.path.normpath(path): offset for path, offset in offsets.items()}
+    return read_facts(recording.ranks[0].facts.get("expressions", []), offsets)
 
 
 def _reason(trouble: str) -> str:
@@ -155,61 +244,68 @@ def _choices(facts: Sequence[Fact]) -> list[Choice]:
 
 def _is_settled(choice: Choice, tried: Sequence[Attempt]) -> bool:
     """Whether an earlier attempt has shown that this choice is not the right one."""
-    return any(
-        attempt.choice.loss != choice.loss
-        if attempt.is_equal
-        else attempt.has_failed and attempt.choice.evaluation == choice.evaluation
-        for attempt in tried
-    )
+    return any(_excludes(attempt, attempt.choice, choice) for attempt in tried if attempt.choice is not None)
 
 
-def _imposed(*, without_dropout: bool = False) -> Imposed:
-    return Imposed(
-        order=True,
-        rows=True,
-        seed=1234,
-        norms_over_ranks=True,
-        pass_batches=_PASS_BATCHES,
-        most_elements=_MOST_ELEMENTS,
-        without_dropout=without_dropout,
-    )
+def _excludes(attempt: Attempt, known: Choice, choice: Choice) -> bool:
+    if attempt.has_failed:
+        return known.evaluation == choice.evaluation
+    if known.loss != choice.loss:  # the loss was right in the first update
+        return attempt.is_equal or attempt.comparisons[-1].updates > 0
+    # no evaluation comes before the first update
+    return not attempt.is_equal and attempt.comparisons[-1].updates == 0
 
 
-def _original(host: ScriptHost, *, without_dropout: bool = False) -> tuple[ScriptRecording, bool]:
+_IMPOSED = Imposed(
+    order=True,
+    rows=True,
+    seed=1234,
+    norms_over_ranks=True,
+    pass_batches=_PASS_BATCHES,
+    most_elements=_MOST_ELEMENTS,
+)
+
+
+def _original(host: ScriptHost, imposed: Imposed) -> tuple[ScriptRecording, bool]:
     """The original on one rank, in float64 if it runs there."""
-    trouble = ""
+    runs: list[ScriptRecording] = []
     for float64 in (True, False):
-        recording = host.run(
-            1, updates=UPDATES, detailed=UPDATES, float64=float64, imposed=_imposed(without_dropout=without_dropout)
-        )
-        if not recording.trouble:
-            return recording, float64
-        trouble = recording.trouble
-    raise CannotRunError(f"the script does not run with fixed random numbers: {_reason(trouble)}")
+        runs.append(host.run(1, updates=UPDATES, detailed=UPDATES, float64=float64, imposed=imposed))
+        if not runs[-1].trouble:
+            return runs[-1], float64
+    wide, narrow = runs
+    # shortened epochs may be what it fails of in the end: the updates before it are compared
+    if not narrow.ranks[0].updates or _hangs(narrow):
+        raise CannotRunError(f"the script does not run with fixed random numbers: {_reason(narrow.trouble)}")
+    float64 = len(wide.ranks[0].updates) == len(narrow.ranks[0].updates)
+    return (wide if float64 else narrow), float64
+
+
+def _hangs(recording: ScriptRecording) -> bool:
+    return not recording.traceback
 
 
 def _check(
     host: ScriptHost,
-    words: Sequence[str],
-    ported: str,
+    files: ScriptFiles,
+    attempt: Attempt,
     original: ScriptRecording,
     ranks: Sequence[int],
     float64: bool,
-    *,
-    without_dropout: bool = False,
+    imposed: Imposed,
 ) -> list[PortComparison]:
     """Compare on each number of ranks, until one differs."""
     tolerance = FLOAT64_TOLERANCE if float64 else FLOAT32_TOLERANCE
     comparisons: list[PortComparison] = []
-    with with_siblings(Path(words[0]), ported, f"{Path(words[0]).stem}_ddp.py") as candidate:
+    with with_siblings(files.script, files.written(attempt.text, attempt.other_text)) as candidate:
         for count in ranks:
             recording = host.run(
                 count,
-                words=[str(candidate), *words[1:]],
+                words=[str(candidate), *host.words[1:]],
                 updates=UPDATES,
                 detailed=UPDATES,
                 float64=float64,
-                imposed=_imposed(without_dropout=without_dropout),
+                imposed=imposed,
             )
             comparisons.append(compare_port(original, recording, tolerance))
             if not comparisons[-1].is_equal:
@@ -219,18 +315,24 @@ def _check(
 
 def _without_dropout(
     host: ScriptHost,
-    words: Sequence[str],
+    files: ScriptFiles,
+    with_dropout: ScriptRecording,
     tried: list[Attempt],
     ranks: Sequence[int],
     float64: bool,
+    imposed: Imposed,
     say: Callable[[str], None],
 ) -> list[Attempt]:
     """Compare again with all dropout left out: some masks cannot be imposed, and then nothing can be told with them."""
     say("comparing without dropout")
-    original, float64 = _original(host, without_dropout=True)
+    imposed = dataclasses.replace(imposed, without_dropout=True)
+    original, float64 = _original(host, imposed)
+    before, after = ([update.losses for update in each.ranks[0].updates] for each in (with_dropout, original))
+    if before == after:  # there is no dropout
+        return tried
     again: list[Attempt] = []
     for attempt in tried:
-        found = _check(host, words, attempt.text, original, ranks, float64, without_dropout=True)
+        found = _check(host, files, attempt, original, ranks, float64, imposed)
         again.append(dataclasses.replace(attempt, comparisons=found, without_dropout=True))
         if again[-1].is_equal:
             return again
@@ -238,12 +340,24 @@ def _without_dropout(
 
 
 @contextlib.contextmanager
-def with_siblings(script: Path, text: str, name: str) -> Generator[Path]:
-    """A text in a folder of its own, with links to all that stands beside the script, which it may import or read."""
+def with_siblings(script: Path, files: dict[str, str]) -> Generator[Path]:
+    """The port in a folder of its own, with links to all that stands beside the script, which it may import or read."""
     with tempfile.TemporaryDirectory(prefix="everyrank-port-") as folder:
-        path = Path(folder) / name
-        for sibling in script.absolute().parent.iterdir():
-            if sibling.name != path.name:
-                (path.parent / sibling.name).symlink_to(sibling)
-        path.write_bytes(text.encode())
-        yield path
+        for name, text in files.items():
+            _link_folder(script.absolute().parent, Path(folder), Path(name))
+            (Path(folder) / name).unlink(missing_ok=True)  # never write through a link to the user's file
+            (Path(folder) / name).write_bytes(text.encode())
+        yield Path(folder) / next(iter(files))
+
+
+def _link_folder(original: Path, folder: Path, name: Path) -> None:
+    """Link to all that a folder has, but make the folders on the way to a file, and leave the file out."""
+    if folder.is_symlink():
+        folder.unlink()
+    folder.mkdir(exist_ok=True)
+    for sibling in original.iterdir():
+        link = folder / sibling.name
+        if sibling.name != name.parts[0] and not os.path.lexists(link):
+            link.symlink_to(sibling)
+    if len(name.parts) > 1:
+        _link_folder(original / name.parts[0], folder / name.parts[0], Path(*name.parts[1:]))

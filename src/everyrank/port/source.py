@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from everyrank.errors import CannotRunError
 
@@ -17,8 +18,8 @@ Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 class NotPortedError(CannotRunError):
     """A script, or a part of it, that is not ported: its line, the reason and what to do by hand."""
 
-    def __init__(self, line: int, reason: str) -> None:
-        super().__init__(f"line {line}: {reason}")
+    def __init__(self, line: int, reason: str, place: str = "") -> None:
+        super().__init__(f"{place or f'line {line}'}: {reason}")
         self.line, self.reason = line, reason
 
 
@@ -50,6 +51,7 @@ class ScriptSource:
         self.tree = ast.parse(self.text)
         self.parents = {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
         self.edits: list[Edit] = []
+        self._found: dict[Any, ast.AST | None] = {}
         self.unit = self._indentation()
 
     def _indentation(self) -> str:
@@ -66,6 +68,12 @@ class ScriptSource:
 
     def at(self, span: Sequence[int], kind: type[ast.AST] | tuple[type[ast.AST], ...] = ast.Call) -> ast.AST | None:
         """The smallest node of a kind around [first line, column, last line, column]; None if there is none."""
+        key = (*span, kind)
+        if key not in self._found:  # a script's loop comes to each expression many times
+            self._found[key] = self._smallest(span, kind)
+        return self._found[key]
+
+    def _smallest(self, span: Sequence[int], kind: type[ast.AST] | tuple[type[ast.AST], ...]) -> ast.AST | None:
         line, column, last_line, last_column = span
         around = [
             node
@@ -120,7 +128,15 @@ class ScriptSource:
 
     def code(self, node: ast.AST) -> str:
         """The text of a node."""
-        return ast.get_source_segment(self.text, node) or ""
+        if not hasattr(node, "lineno"):
+            return ""
+        (line, column), (last_line, last_column) = _start(node), _end(node)
+        # ast.get_source_segment splits the whole text each time
+        if line == last_line:
+            return self.lines[line - 1][column:last_column].decode()
+        between = self.lines[line : last_line - 1]
+        whole = b"".join([self.lines[line - 1][column:], *between, self.lines[last_line - 1][:last_column]])
+        return whole.decode().replace("\r\n", "\n")
 
     def stores(self, name: str, within: ast.AST) -> list[ast.AST]:
         """The nodes that assign to a name, which may be an attribute such as `self.model`."""

@@ -148,7 +148,7 @@ class _Trials:
         script = Path(self.before.words[0])
         self.audits += 1
         self.say(f"auditing patch {self.audits}")
-        with with_siblings(script, text, script.name) as path:
+        with with_siblings(script, {script.name: text}) as path:
             try:
                 after = audit_script([str(path), *self.before.words[1:]], self.options, lambda _: None)
             except ScriptFailedError as error:

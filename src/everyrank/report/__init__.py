@@ -13,6 +13,7 @@ plan.py       results of `everyrank plan`: memory, time, and errors of predictio
 plan_page.py  results of `everyrank plan` as a page: memory by category, time by part
 audit.py      results of `everyrank audit`, on the terminal and as a page
 review.py     results of `everyrank audit` as annotations of GitHub, and as SARIF
+port.py       results of `everyrank port`: its checks as lines, and a page with the script and the port side by side
 comm.py       results of `everyrank comm`, on the terminal and as JSON
 comm_page.py  results of `everyrank comm` as a page, with time over bytes
 """

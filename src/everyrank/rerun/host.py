@@ -129,6 +129,7 @@ class ScriptHost:
             "seed": imposed.seed,
             "without_checkpointing": imposed.without_checkpointing,
             "without_dropout": imposed.without_dropout,
+            "backward_is_update": imposed.backward_is_update,
             "norms_over_ranks": imposed.norms_over_ranks,
             "pass_batches": imposed.pass_batches,
             "most_elements": imposed.most_elements,

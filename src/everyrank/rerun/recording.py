@@ -122,6 +122,7 @@ class Imposed:
     seed                   seed of torch, numpy and random before the script starts
     without_checkpointing  keep activations instead of computing them again
     without_dropout        every kind of dropout returns its input
+    backward_is_update     record each backward as an update, for a script that changes its weights by hand
     norms_over_ranks       batch norm takes the samples of all ranks, as SyncBatchNorm does on GPUs
     most_elements          of a larger tensor so many elements are kept, evenly spread, and its norm; 0 for all
     pass_batches           a pass over a loader has so many batches, the last one among them; 0 for all
@@ -135,6 +136,7 @@ class Imposed:
     seed: int | None = None
     without_checkpointing: bool = False
     without_dropout: bool = False
+    backward_is_update: bool = False
     norms_over_ranks: bool = False
     pass_batches: int = 0
     most_elements: int = 0

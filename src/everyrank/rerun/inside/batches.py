@@ -21,6 +21,7 @@ from everyrank.rerun.inside.session import Session
 __all__ = ["install_batches", "merged", "rows_of_batch"]
 
 _MOST_BYTES = 3e8
+_MOST_LISTED = 100_000  # batches of a pass; an endless one has no last batch
 
 
 class _NotMergedError(Exception):
@@ -59,6 +60,7 @@ def install_batches(session: Session) -> None:
     def iterating(self: Any) -> Any:
         number = getattr(self, "_everyrank_number", -1)
         count = passes[number] = passes.get(number, -1) + 1
+        session.passes[id(self.dataset)] = session.passes.get(id(self.dataset), -1) + 1
         if session.imposed:
             parts = [each["batches"] for each in session.imposed]
             key = [number, count]
@@ -244,14 +246,13 @@ def _one_order(session: Session) -> None:
             self.generator = torch.Generator().manual_seed(torch.initial_seed())
 
     RandomSampler.__init__ = construct
-    read: dict[int, int] = {}  # passes over each sample
 
     def sample(dataset: Any, index: Any) -> Any:
         with session.quiet():
             states = random.getstate(), np.random.get_state(), torch.get_rng_state()
             number = int(index) if isinstance(index, int | np.integer) else hash(index)
-            count = read[number] = read.get(number, -1) + 1
-            seed = (number * 7919 + count) % 2**31
+            # by pass, not by how often this rank has read it: in another pass another rank may have read it
+            seed = (number * 7919 + session.passes.get(id(dataset), 0)) % 2**31
             random.seed(seed)
             np.random.seed(seed)
             torch.default_generator.manual_seed(seed)
@@ -277,7 +278,8 @@ def _short_passes(count: int) -> None:
 
     @functools.wraps(batches)
     def shortened(self: Any) -> Any:
-        kept = list(batches(self)) if hasattr(self.sampler, "__len__") else list(itertools.islice(batches(self), count))
+        is_listed = hasattr(self.sampler, "__len__") and len(self) <= _MOST_LISTED
+        kept = list(batches(self) if is_listed else itertools.islice(batches(self), count))
         yield from kept if len(kept) <= count else [*kept[: count - 1], kept[-1]]
 
     sampler.__iter__ = shortened

@@ -33,6 +33,9 @@ _ROWS = {
     "normal_": "normal",
     "uniform_": "uniform",
     "bernoulli_": "bernoulli",
+    "bernoulli": "bernoulli",
+    "randint": "integers",
+    "randint_like": "integers",
 }
 _MOST_ELEMENTS = 200_000
 _MOST_VALUES = 4000
@@ -77,7 +80,7 @@ class _Draws(TorchDispatchMode):
         name = func._schema.name.rpartition("::")[2]
         if name in _NEW or name in _IN_PLACE:
             with session.quiet():
-                return self.drawn(name, args, out)
+                return self.drawn(name, args, kwargs or {}, out)
         if session.settings["order"]:
             return out
         if (
@@ -93,14 +96,15 @@ class _Draws(TorchDispatchMode):
 
     # --- draws
 
-    def drawn(self, name: str, args: Any, out: Any) -> Any:
+    def drawn(self, name: str, args: Any, kwargs: Any, out: Any) -> Any:
         """Record the numbers of a draw, or replace them."""
         session = self.session
         drawn = out[1] if name == "native_dropout" else out
         if type(drawn) is not torch.Tensor and not isinstance(drawn, nn.Parameter):
             return out
         if session.settings["rows"]:
-            return self.by_rows(name, args, out)
+            # a generator of its own has one seed on all ranks, as that of a sampler
+            return out if kwargs.get("generator") is not None else self.by_rows(name, args, out)
         key = session.key(name)
         if not self.recorded:
             if drawn.numel() <= 10 * _MOST_ELEMENTS:
@@ -150,11 +154,17 @@ class _Draws(TorchDispatchMode):
             if name == "uniform_":
                 low, high = [*args[1:], *[0.0, 1.0][len(args) - 1 :]][:2]
                 numbers = numbers * (high - low) + low
+        elif kind == "integers":
+            bounds = [each for each in args if isinstance(each, int)]  # high, or low and high
+            low, high = [0, *bounds][-2:]
+            numbers = low + np.floor(generator.random(shape) * (high - low))
         else:
-            probability = args[1] if len(args) > 1 else 0.5
-            if isinstance(probability, torch.Tensor):
-                return out
-            numbers = (generator.random(shape) < probability).astype(np.float64)
+            given = args[0] if name == "bernoulli" and len(args) == 1 else args[1] if len(args) > 1 else 0.5
+            probability = given.double().cpu().numpy() if isinstance(given, torch.Tensor) else given
+            numbers = generator.random(shape)[rank::ranks] < probability
+            with torch.no_grad():
+                out.copy_(torch.from_numpy(np.ascontiguousarray(numbers)))
+            return out
         with torch.no_grad():
             out.copy_(torch.from_numpy(np.ascontiguousarray(numbers[rank::ranks])))
         return out

@@ -12,6 +12,7 @@ import builtins
 import functools
 import os
 import random
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -209,13 +210,16 @@ class _Watcher:
 
     def watch_writes(self) -> None:
         """Files and folders that the script writes."""
-        for owner, name in ((torch, "save"), (os, "mkdir"), (os, "makedirs")):
-            self.before(owner, name, lambda *_args, _name=name, **_kwargs: self.note("write", name=_name))
+        self.before(torch, "save", lambda *_args, **_kwargs: self.note("write", name="save"))
+        for name in ("mkdir", "makedirs"):
+            self.before(
+                os, name, lambda path, *_args, _name=name, **_kwargs: _is_kept(path) and self.note("write", name=_name)
+            )
         original = builtins.open
 
         @functools.wraps(original)
         def opened(file: Any, mode: Any = "r", *args: Any, **kwargs: Any) -> Any:
-            if isinstance(mode, str) and set(mode) & set("wax+") and str(file) != os.devnull:
+            if isinstance(mode, str) and set(mode) & set("wax+") and _is_kept(file):
                 self.note("write", name="open")
             return original(file, mode, *args, **kwargs)
 
@@ -254,6 +258,14 @@ class _Pass:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._iterator, name)
+
+
+def _is_kept(path: Any) -> bool:
+    """Whether a file is one of the user's: not a temporary one, such as those of torch's compiler."""
+    if not isinstance(path, str | os.PathLike) or str(path) == os.devnull:
+        return False
+    whole, here = os.path.realpath(path), os.path.realpath(os.getcwd())  # noqa: PTH109
+    return whole.startswith(here + os.sep) or not whole.startswith(os.path.realpath(tempfile.gettempdir()) + os.sep)
 
 
 def _span(frame: Any) -> list[int]:

@@ -25,6 +25,7 @@ class Session:
 
     imposed   the recordings of the ranks that this one puts together, by rank; empty if none
     rows      number of samples of the last batch that each of them read
+    passes    passes over each dataset, by its identity
     is_split  whether the loader in use gives each rank its part of every batch
     """
 
@@ -48,6 +49,7 @@ class Session:
         self.counts: dict[tuple[Any, ...], int] = {}
         self.rows: list[int] = []
         self.batch_size = 0
+        self.passes: dict[int, int] = {}
         self.is_split = False
         self.imposed = [
             torch.load(Path(settings["imposed"]) / f"rank{each}.pt", weights_only=True)

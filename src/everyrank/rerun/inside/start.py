@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
+import os
 import random
 import runpy
 import sys
@@ -29,6 +31,8 @@ from everyrank.rerun.inside.steps import install_step_hooks
 
 __all__ = ["run_as_rank"]
 
+_MOST_WRITES = 1000
+
 
 def run_as_rank(settings: dict[str, Any], rank: int, overlay: Overlay) -> None:
     """Run the script as `python script.py ...` would, under all hooks, and write the recording at its end."""
@@ -47,12 +51,13 @@ def run_as_rank(settings: dict[str, Any], rank: int, overlay: Overlay) -> None:
         _keep_activations()
     else:
         _note_checkpointing(session)
-    install_saving(_NoEvents(session), overlay)  # type: ignore[arg-type]
+    install_saving(_Saves(session), overlay)  # type: ignore[arg-type]
     modules = install_module_names(session)
     install_norms(session)
     install_batches(session)
     install_printed(session)
     install_clock()
+    _note_writes(session)
     if settings["expressions"]:
         install_expressions(session)
     if settings["without_dropout"]:
@@ -130,11 +135,29 @@ def _leave_out_dropout() -> None:
     torch.nn.RNNBase.__init__ = made
 
 
-class _NoEvents:
-    """The part of a recorder that redirected libraries need. Nothing is recorded of what they save."""
+def _note_writes(session: Session) -> None:
+    """Note which files of the user this rank writes, and where."""
+    written: list[list[str]] = session.facts.setdefault("written", [])
+    original = builtins.open
+
+    @functools.wraps(original)
+    def opened(file: Any, mode: Any = "r", *args: Any, **kwargs: Any) -> Any:
+        if session.is_active and isinstance(mode, str) and set(mode) & set("wax") and isinstance(file, str | Path):
+            entry = [os.path.abspath(file), where()]  # noqa: PTH100
+            if entry[0] != os.devnull and entry[1] and entry not in written and len(written) < _MOST_WRITES:
+                written.append(entry)
+        return original(file, mode, *args, **kwargs)
+
+    builtins.open = opened
+
+
+class _Saves:
+    """The part of a recorder that redirected libraries need. It notes what torch saves, with its keys."""
 
     def __init__(self, session: Session) -> None:
-        self.muted = session.quiet
+        self.muted, self.saved = session.quiet, session.facts.setdefault("saved", [])
 
-    def write(self, _event: Any) -> None:
-        """Leave the event out."""
+    def write(self, event: Any) -> None:
+        """Note a save."""
+        if len(self.saved) < _MOST_WRITES:
+            self.saved.append([event.path, event.line, event.keys])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from typing import Any
 
 import torch
@@ -158,5 +159,10 @@ def install_step_hooks(session: Session, modules: ModuleNames) -> None:
             backward(tensors, *args, **kwargs)
         finally:
             session.in_backward = was
+        if is_outer and session.settings["backward_is_update"]:
+            parameters = [p for _, root in modules.roots() for p in root.parameters() if p.requires_grad]
+            update = types.SimpleNamespace(param_groups=[{"params": list(dict.fromkeys(parameters))}])
+            steps.before(update, (), {})
+            steps.after(update, (), {})
 
     torch.autograd.backward = run_backward

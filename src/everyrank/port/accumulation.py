@@ -1,0 +1,53 @@
+"""With gradient accumulation, the gradients are averaged over the ranks once for each update."""
+
+from __future__ import annotations
+
+import ast
+
+from everyrank.port.plan import Plan
+
+__all__ = ["edit_accumulation"]
+
+
+def edit_accumulation(plan: Plan) -> None:
+    """Where `if CONDITION: optimizer.step()` follows the backward in its loop, average under that condition only."""
+    source = plan.source
+    forwards = {source.at(fact.span) for fact in plan.training_forwards}
+    for fact in plan.of("step"):
+        step = source.at(fact.span)
+        guard = source.around(step, ast.If)
+        loop = source.parents.get(guard) if isinstance(guard, ast.If) else None
+        if not isinstance(guard, ast.If) or not isinstance(loop, ast.For | ast.While) or guard not in loop.body:
+            continue
+        body = loop.body[: loop.body.index(guard)]
+        before = [(statement, node) for statement in body for node in ast.walk(statement) if node in forwards]
+        if len(before) != 1 or not plan.once(guard, "accumulation") or not _is_known(plan, guard, body):
+            continue
+        statement, forward = before[0]
+        assert isinstance(forward, ast.Call)
+        source.insert_before(
+            statement,
+            f"{plan.wrapper_of(forward.func)}.require_backward_grad_sync = {source.code(guard.test)}",
+            "gradients are averaged over the ranks once for each update",
+        )
+
+
+def _is_known(plan: Plan, guard: ast.If, body: list[ast.stmt]) -> bool:
+    """Whether the condition has its value before the forward, and no effect of its own."""
+    source = plan.source
+    nodes = list(ast.walk(guard.test))
+    names = {source.code(node) for node in nodes if isinstance(node, ast.Name | ast.Attribute)}
+    stored = {
+        source.code(node)
+        for statement in body
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store)
+    }
+    only_lengths = all(source.code(node.func) == "len" for node in nodes if isinstance(node, ast.Call))
+    has_backward = any(
+        isinstance(node, ast.Call) and node in {source.at(fact.span) for fact in plan.of("backward")}
+        for statement in body
+        for node in ast.walk(statement)
+    )
+    is_line = guard.test.lineno == guard.test.end_lineno
+    return has_backward and only_lengths and is_line and not names & stored and not guard.orelse

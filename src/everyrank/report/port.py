@@ -1,0 +1,90 @@
+"""What `everyrank port` has done, as lines of text, and as a page with the script and the port side by side."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from everyrank.audit import Finding, short_place
+from everyrank.port import Attempt, PortResult
+from everyrank.report.page import environment
+
+__all__ = ["check_lines", "edit_reasons", "port_page"]
+
+_CONTEXT_LINES = 3
+
+
+def edit_reasons(attempt: Attempt) -> list[tuple[int, str]]:
+    """(line of the script, reason) of each edit, in the order of the lines."""
+    pairs = [(edit.start[0], edit.reason) for edit in attempt.edits if edit.reason]
+    return sorted(dict.fromkeys(pairs))
+
+
+def check_lines(result: PortResult) -> list[str]:
+    """One line for each number of ranks."""
+    lines: list[str] = []
+    precision = "float64" if result.float64 else "float32, because the script does not run in float64"
+    for comparison in result.best.comparisons:
+        if not comparison.is_equal:
+            lines.append(comparison.difference)
+            continue
+        gaps = ", ".join(f"{kind} {gap:.0e}" for kind, gap in comparison.largest.items())
+        dropout = ", all dropout left out" if result.best.without_dropout else ""
+        lines.append(
+            f"{comparison.updates} updates on {comparison.ranks} ranks equal one process in {precision}{dropout}: "
+            f"largest relative difference of {gaps}"
+        )
+    return lines
+
+
+def port_page(result: PortResult, findings: Sequence[Finding], words: Sequence[str], port_name: str) -> str:
+    """Return a self-contained HTML page: the lines that change next to those of the script, with their reasons.
+
+    Raises `CannotRunError` if jinja2 is missing.
+    """
+    template = Path(__file__).with_name("port.html").read_text(encoding="utf-8")
+    best = result.best
+    border = result.files.whole.splitlines()[result.files.num_lines - 1 :][:1] if result.files.other is not None else []
+    return (
+        environment()
+        .from_string(template)
+        .render(
+            words=" ".join(words),
+            names=(Path(words[0]).name, port_name),
+            is_equal=best.is_equal,
+            checks=check_lines(result),
+            printed=best.differing_lines,
+            doubts=best.doubts,
+            findings=[(short_place(each.place), each.text, each.fix) for each in findings],
+            notes=[(result.files.place(line), sentence) for line, sentence in best.notes],
+            rows=list(
+                _rows(
+                    result.files.whole.splitlines(),
+                    [*best.text.splitlines(), *border, *best.other_text.splitlines()],
+                    edit_reasons(best),
+                )
+            ),
+        )
+    )
+
+
+def _rows(before: list[str], after: list[str], reasons: Sequence[tuple[int, str]]) -> Iterator[dict[str, Any]]:
+    """One row for each line that is shown; an empty row where lines are left out."""
+    matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
+    for number, group in enumerate(matcher.get_grouped_opcodes(_CONTEXT_LINES)):
+        if number:
+            yield {"kind": "gap"}
+        for kind, start, end, new_start, new_end in group:
+            for at in range(max(end - start, new_end - new_start)):
+                old = start + at if start + at < end else None
+                new = new_start + at if new_start + at < new_end else None
+                place = (old if old is not None else end) + 1
+                why = [] if kind == "equal" else [text for line, text in reasons if line == place]
+                yield {
+                    "kind": "same" if kind == "equal" else "changed",
+                    "old": None if old is None else (old + 1, before[old]),
+                    "new": None if new is None else (new + 1, after[new]),
+                    "why": why if old is not None or not at else [],
+                }

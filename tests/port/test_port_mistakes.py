@@ -1,0 +1,105 @@
+"""A port with one edit left out or done wrongly is told from a right one, by its numbers, its output or its files."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+from everyrank.port import audit_port, check_ported, port_script
+from everyrank.rerun import ScriptHost
+from porting import FUNCTIONS
+
+pytestmark = pytest.mark.integration
+
+# (what the port has, what stands there after the mistake, what the check or the audit reports)
+MISTAKES = {
+    "loss of a rank's own samples": ("    loss = mean_over_ranks(loss, len(targets))\n", "", "own samples"),
+    "weight of a full batch": ("mean_over_ranks(loss, len(targets))", "mean_over_ranks(loss, 16)", "the loss is"),
+    "no wrapper in training": ("train(ddp_net, loader", "train(net, loader", "not averaged"),
+    "wrapper of nothing": (
+        "return torch.nn.parallel.DistributedDataParallel(model)",
+        "return model",
+        "not averaged",
+    ),
+    "loss not multiplied by the ranks": ("(count * dist.get_world_size() / sums[1])", "(count / sums[1])", "0.3333"),
+    "loss shown is a rank's own": ("    dist.all_reduce(sums)\n    share", "    share", "the loss is"),
+    "training batches not split": (
+        "split(DataLoader(TensorDataset(x, y)",
+        "(DataLoader(TensorDataset(x, y)",
+        "every rank reads",
+    ),
+    "order of its own on each rank": (
+        ".manual_seed(shared_seed())",
+        ".manual_seed(torch.initial_seed())",
+        "the loss is",
+    ),
+    "rest of a batch left out": (
+        "batch[dist.get_rank() :: dist.get_world_size()]",
+        "batch[dist.get_rank() :: dist.get_world_size()][: len(batch) // dist.get_world_size()]",
+        "the loss is",
+    ),
+    "last batch left out": ("batch_size=16, shuffle=True", "batch_size=16, shuffle=True, drop_last=True", "loss is"),
+    "learning rate scaled by the ranks": ("lr=0.01)", "lr=0.01 * dist.get_world_size())", "learning rates"),
+    "clipped by a part of the norm": ("0.5)\n", "0.5 / dist.get_world_size())\n", "gradients"),
+    "gradients kept": ("        optimizer.zero_grad()\n", "", "gradients"),
+    "count of a rank's own": ("seen += add_over_ranks(len(inputs))", "seen += len(inputs)", "printed"),
+    "weight of a rank's own": ("loss.item() * add_over_ranks(len(inputs))", "loss.item() * len(inputs)", "printed"),
+    "evaluation not added up": ("    right = add_over_ranks(right)\n", "", "printed"),
+    "evaluation added up, not split": (
+        "split(DataLoader(TensorDataset(x[:33], y[:33]), batch_size=8), evaluates=True)",
+        "DataLoader(TensorDataset(x[:33], y[:33]), batch_size=8)",
+        "printed",
+    ),
+    "evaluation padded": (", evaluates=True)", ")", "printed"),
+    "every rank saves": (
+        "    if dist.get_rank() == 0:\n        torch.save",
+        "    if True:\n        torch.save",
+        "net.pt",
+    ),
+    "no rank 0 saves": ("== 0:\n        torch.save", "== 1:\n        torch.save", "does not save net.pt"),
+    "keys of the wrapper": ("torch.save(net.state_dict()", "torch.save(ddp_net.state_dict()", "other keys"),
+    "every rank prints": ('        sys.stdout = open(os.devnull, "w")', "        pass", "prints on each rank"),
+    "one dropout mask for all": ("    own_noise()\n    loader", "    loader", "dropout masks are equal"),
+    "no process group": (
+        'if "RANK" in os.environ:\n        dist.init_process_group()',
+        'if "RANK" in os.environ:\n        pass',
+        "fails",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def right_port(tmp_path_factory: pytest.TempPathFactory) -> Generator[tuple[ScriptHost, str]]:
+    script = tmp_path_factory.mktemp("mistakes") / "train.py"
+    # BatchNorm1d of one sample fails, and its statistics are those of a rank on the CPU
+    script.write_text(FUNCTIONS.replace("nn.BatchNorm1d(8), ", ""))
+    text = port_script([str(script)], (3,), 120.0).best.text
+    with ScriptHost([str(script)], timeout_seconds=60.0) as host:
+        yield host, text
+
+
+def reported(host: ScriptHost, text: str) -> str:
+    """All that `everyrank port --check` tells of a port."""
+    port = Path(host.words[0]).with_name("train_ddp.py")
+    port.write_text(text)
+    result = check_ported(host, port, (3,))
+    best = result.best
+    lines = [each.difference for each in best.comparisons] + best.doubts
+    lines += [f"printed: {other}" for _, other in best.differing_lines]
+    if any(lines):
+        return "\n".join(lines)
+    return "\n".join(each.text for each in audit_port(host.words, result.files, best, 60.0))
+
+
+def test_nothing_is_reported_of_the_right_port(right_port: tuple[ScriptHost, str]) -> None:
+    assert reported(*right_port).strip() == ""
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_reported(right_port: tuple[ScriptHost, str], name: str) -> None:
+    host, text = right_port
+    right, wrong, expected = MISTAKES[name]
+    assert right in text, text
+    assert expected in reported(host, text.replace(right, wrong))
