@@ -30,14 +30,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments: those before the script are for everyrank, those after it for the script."""
     parser.set_defaults(starts_ranks=True)
     parser.add_argument(
-        "-o", "--out", type=Path, metavar="F", help="the port (default: SCRIPT_ddp.py beside the script)"
+        "-o", "--out", type=Path, metavar="F", help="file of the port (default: SCRIPT_ddp.py next to the script)"
     )
     parser.add_argument(
-        "--in-place", action="store_true", help="edit the script itself; the original is kept as SCRIPT.py.orig"
+        "--in-place", action="store_true", help="edit the script itself, and keep the original as SCRIPT.py.orig"
     )
     parser.add_argument("--dry-run", action="store_true", help="show the diff and the check, write nothing")
     parser.add_argument(
-        "--force", action="store_true", help="write the port even if it is not equal; its header says so"
+        "--force", action="store_true", help="write the port even if it is not equal, with a warning at its top"
     )
     parser.add_argument(
         "--check-processes",
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=float, default=300.0, metavar="S", help="seconds for each run (default 300)")
     parser.add_argument("--json", type=Path, metavar="F", help="write the edits, the notes and the comparison")
     parser.add_argument(
-        "script", nargs=argparse.REMAINDER, metavar="SCRIPT.py [ARGS ...]", help="as Python is given them"
+        "script", nargs=argparse.REMAINDER, metavar="SCRIPT.py [ARGS ...]", help="your script and its own arguments"
     )
 
 
