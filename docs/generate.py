@@ -49,6 +49,11 @@ def demo_table(number: int, path: Path = DIGITS) -> str:
     return markdown("", tables(records)[number][1]).partition("\n\n")[2].rstrip()
 
 
+def demo_speeds() -> str:
+    """The speeds of the layouts that ran, without the reasons why others did not."""
+    return demo_table(0).partition("\n\n")[0]
+
+
 def demo_checks() -> str:
     """What `make demo` compares with one process: the layouts that ran, of both workloads."""
     rows: list[list[str]] = []
@@ -114,6 +119,17 @@ CHINESE = {
     "all_reduce of": "all_reduce 的大小",
     "x the first, by means": "按均值的加速比",
     "x the first, by medians": "按中位数的加速比",
+    "data ms": "数据（ms）",
+    "forward ms": "前向（ms）",
+    "backward ms": "反向（ms）",
+    "optimizer ms": "优化器（ms）",
+    "exposed communication ms": "未重叠的通信（ms）",
+    "sum ms": "合计（ms）",
+    "exposed": "未重叠的比例",
+    "in how many collectives": "集合通信的次数",
+    "none": "无",
+    "start s": "启动（秒）",
+    "first step ms": "第一步（ms）",
 }
 """Of cells of the tables, what they are on the Chinese pages; all else stays as it is printed."""
 
@@ -137,7 +153,7 @@ def in_chinese(make: Callable[[], str]) -> Callable[[], str]:
             for english, chinese in CHINESE_SENTENCES.items():
                 lines[number] = lines[number].replace(english, chinese)
             lines[number] = re.sub(
-                r"([^。]+), (\d+) cores, (torch \S+), (\S+); medians; (`.+`), by (`.+`)\.",
+                r"([^。]+), (\d+) cores, (torch \S+), (\S+), medians: (`.+`), by (`.+`)\.",
                 r"\1，\2 核，\3，\4；中位数；数据在 \5，由 \6 测得。",
                 lines[number],
             )
@@ -342,7 +358,7 @@ def layouts_by_backend() -> str:
     header = ["workload", "layout", "backend", "samples/s", "x the first", "exposed communication, ms an update"]
     about = read_records(BACKENDS)[0].provenance
     how = "Medians over rounds, in which the backends take turns (lowest to highest ratio of a round)."
-    source = f"{_where(about)}; `{BACKENDS.relative_to(ROOT)}`, by `python benchmarks/backends.py`."
+    source = f"{_where(about)}: `{BACKENDS.relative_to(ROOT)}`, by `python benchmarks/backends.py`."
     return f"{_table(header, shown)}\n\n{how} {source}"
 
 
@@ -371,7 +387,7 @@ def step_beside_hand_written() -> str:
         rounds = records[0].provenance["overhead"]["ratio_to_hand_written"]["rounds"]
         parts.append(f"**{workload}**, {ranks}, {rounds} rounds\n\n{_table(header, rows)}")
     about = read_records(OVERHEAD)[0].provenance
-    return "\n\n".join([*parts, f"{_where(about)}; `{OVERHEAD.relative_to(ROOT)}`."])
+    return "\n\n".join([*parts, f"{_where(about)}: `{OVERHEAD.relative_to(ROOT)}`."])
 
 
 def _where(about: dict[str, Any]) -> str:
@@ -409,7 +425,7 @@ def _not_measured() -> str:
 def _source() -> str:
     about = json.loads(COLLECTIVES.read_text(encoding="utf-8"))["provenance"]
     return (
-        f"{about['processor']}, {about['cores']} cores, torch {about['torch']}, {about['date'][:10]}; medians; "
+        f"{about['processor']}, {about['cores']} cores, torch {about['torch']}, {about['date'][:10]}, medians: "
         f"`{COLLECTIVES.relative_to(ROOT)}`, by `python benchmarks/collectives.py`."
     )
 
@@ -434,9 +450,14 @@ PARTS: dict[str, dict[str, tuple[Path, Callable[[], str]]]] = {
     "docs/which-layout.md": {"layouts measured": (FAMILIES, layouts_measured)},
     "docs/zh/which-layout.md": {"layouts measured": (FAMILIES, in_chinese(layouts_measured))},
     "docs/performance.md": {
-        "the speeds of make demo": (DIGITS, lambda: demo_table(0)),
+        "the speeds of make demo": (DIGITS, demo_speeds),
         "where a step of make demo goes": (DIGITS, lambda: demo_table(1)),
         "what the layouts of make demo hold and send": (DIGITS, lambda: demo_table(2)),
+    },
+    "docs/zh/performance.md": {
+        "the speeds of make demo": (DIGITS, in_chinese(demo_speeds)),
+        "where a step of make demo goes": (DIGITS, in_chinese(lambda: demo_table(1))),
+        "what the layouts of make demo hold and send": (DIGITS, in_chinese(lambda: demo_table(2))),
     },
     "docs/benchmarks.md": {
         "step beside hand-written": (OVERHEAD, step_beside_hand_written),

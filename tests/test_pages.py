@@ -23,6 +23,7 @@ PAGES = (
     "docs/collectives.md",
     "docs/backends.md",
     "docs/zh/which-layout.md",
+    "docs/zh/performance.md",
     "docs/zh/collectives.md",
 )
 

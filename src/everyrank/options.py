@@ -151,8 +151,8 @@ class TrainOptions(_Call):
     best_by: Annotated[
         str | None,
         Argument(
-            "metric that selects the best checkpoint, which is kept, too (NAME, NAME:min or NAME:max) (default: )"
-            "the first of the workload",
+            "metric that selects the best checkpoint, which is kept, too: NAME, NAME:min or NAME:max "
+            "(default: the first of the workload)",
             "METRIC",
             flag="--best",
         ),
@@ -202,7 +202,9 @@ class VerifyOptions(_Call):
     """
 
     steps: Annotated[int, Argument("updates to compare (default %(default)s)", "K", minimum=1)] = 20
-    quick: Annotated[bool, Argument("compare only six updates in float64; prints what it leaves out")] = False
+    quick: Annotated[bool, Argument("compare only six updates in float64; prints the checks that it leaves out")] = (
+        False
+    )
     fresh: Annotated[bool, Argument("run single again, without the cached result of an earlier call")] = False
     samples: Annotated[bool, Argument("check that each sample is trained on once and evaluated once")] = False
     reference: Annotated[

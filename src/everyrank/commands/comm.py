@@ -26,9 +26,16 @@ EXAMPLES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the operations to measure, and the launch flags."""
-    parser.add_argument("--op", nargs="+", action="extend", default=[], metavar="O", help="default: every operation")
     parser.add_argument(
-        "--sizes", nargs="+", action="extend", default=[], metavar="S", help="64KiB, or 4:64MiB (default), x4 each"
+        "--op", nargs="+", action="extend", default=[], metavar="O", help="operations to time (default: all)"
+    )
+    parser.add_argument(
+        "--sizes",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="S",
+        help="sizes of the tensors: 64KiB, or a range, times 4 each (default 4:64MiB)",
     )
     parser.add_argument("--dtype", default="float32", metavar="T", help=f"{', '.join(DTYPE_BYTES)} (default: float32)")
     parser.add_argument("--reduction", default="sum", metavar="R", help=f"{', '.join(REDUCTION_NAMES)} (default: sum)")

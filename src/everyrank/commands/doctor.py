@@ -15,10 +15,11 @@ from everyrank.record import write_text
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-HELP = "list what this machine can run, and how to get the rest"
+HELP = "list the layouts and backends that this machine can run, and how to get the rest"
 EXAMPLES = (
     "everyrank doctor",
     "everyrank doctor --json doctor.json",
+    "everyrank doctor --launch --launcher torchrun --processes 2",
 )
 
 

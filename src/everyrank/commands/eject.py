@@ -13,7 +13,10 @@ from everyrank.workload import Source, check_place, parse_settings
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
 HELP = "export a workload and a layout as a project in plain PyTorch"
-EXAMPLES = ("everyrank eject digits my_project --layout fsdp",)
+EXAMPLES = (
+    "everyrank eject digits my_project --layout fsdp",
+    "everyrank eject my_workload.py my_project --layout ddp --launcher slurm --processes 8",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layout", default="ddp", metavar="L", help="ddp (default), zero1, fsdp, tensor, pipeline")
     parser.add_argument("--launcher", default="torchrun", metavar="X", help="torchrun (default), spawn, slurm, mpi")
     parser.add_argument("--processes", type=int, default=2, metavar="N", help="ranks of a host (default 2)")
-    parser.add_argument("--data", type=Path, metavar="DIR", help="where the data is, for workloads that ship none")
+    parser.add_argument(
+        "--data", type=Path, metavar="DIR", help="folder of the data, if the workload does not include it"
+    )
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="K=V", help="settings of the workload")
     parser.add_argument("--batch", type=int, metavar="N", help="global batch, instead of the workload's")
     parser.add_argument("--epochs", type=int, metavar="E", help="number of epochs, instead of the workload's")

@@ -36,14 +36,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--logs",
         type=Path,
         metavar="DIR",
-        help="output of each rank; default: a temporary folder, kept after a failure",
+        help="output of each rank (default: a temporary folder, kept after a failure)",
     )
     parser.add_argument(
         "--grace", type=float, default=30.0, metavar="S", help="time for ranks to end after a signal (default 30)"
     )
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="a module and its arguments, not a script")
     parser.add_argument(
-        "script", nargs=argparse.REMAINDER, metavar="SCRIPT.py [ARGS ...]", help="as Python is given them"
+        "script", nargs=argparse.REMAINDER, metavar="SCRIPT.py [ARGS ...]", help="your script and its own arguments"
     )
 
 

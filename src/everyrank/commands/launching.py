@@ -75,7 +75,7 @@ def add_launching(
         else "longest wait for another rank, in seconds",
     )
     group.add_argument("--dry-run", action="store_true", help="print the commands without running them")
-    group.add_argument("--nodes", metavar="N", help="number of hosts; MIN:MAX for torchrun, or a batch job of Slurm")
+    group.add_argument("--nodes", metavar="N", help="number of hosts (MIN:MAX for torchrun, or a batch job of Slurm)")
     group.add_argument(
         "--node-rank", type=int, metavar="K", help="number of this host, if you start the command on each host"
     )
@@ -91,22 +91,24 @@ def add_launching(
 
 
 def _add_settings_of_workloads(group: Any, several_backends: bool) -> None:
-    group.add_argument("--device", metavar="D", help="cpu or cuda; default: cuda if there is a GPU")
-    backends = "shm, gloo, nccl or mpi; default: shm on CPU, nccl on CUDA"
+    group.add_argument("--device", metavar="D", help="cpu or cuda (default: cuda if there is a GPU)")
+    default = "(default: shm on CPU, nccl on CUDA)"
     if several_backends:
-        group.add_argument("--backend", nargs="+", metavar="B", help=f"{backends}; or horovod. Several take turns")
+        group.add_argument(
+            "--backend", nargs="+", metavar="B", help=f"shm, gloo, nccl, mpi or horovod {default}. Several take turns"
+        )
     else:
-        group.add_argument("--backend", metavar="B", help=backends)
+        group.add_argument("--backend", metavar="B", help=f"shm, gloo, nccl or mpi {default}")
     group.add_argument(
-        "--start-timeout", type=float, metavar="S", help="timeout until the first update is done; default: --timeout"
+        "--start-timeout", type=float, metavar="S", help="timeout until the first update is done (default: --timeout)"
     )
     group.add_argument(
-        "--interface", metavar="I", help="network interface between hosts; default: the one on the route to HOST"
+        "--interface", metavar="I", help="network interface between hosts (default: the one on the route to HOST)"
     )
     group.add_argument(
         "--init-method",
         metavar="M",
-        help="env, tcp://HOST:PORT or file:///PATH; default: depends on the launcher",
+        help="env, tcp://HOST:PORT or file:///PATH (default: depends on the launcher)",
     )
 
 

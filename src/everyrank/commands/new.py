@@ -92,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         type=Path,
         metavar="PATH",
-        help="write the recipe to PATH, and its modules and data next to it; without PATH, or with -: print it",
+        help="write the recipe to PATH, and its modules and data next to it (without PATH, or with -: print it)",
     )
     parser.add_argument("--list", action="store_true", help="list the recipes")
 

@@ -34,23 +34,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model",
         nargs="?",
         metavar="MODEL",
-        help="a workload: a built-in name or path/file.py[:name]; or a Hugging Face config.json",
+        help="a workload (a built-in name or path/file.py[:name]), or a Hugging Face config.json",
     )
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="K=V", help="settings of the workload")
-    parser.add_argument("--data", type=Path, metavar="DIR", help="where the workload's data is, if it ships none")
-    parser.add_argument("--decoder", metavar="D", help="8b, 70b, ..., or layers=32,hidden=4096,heads=32,...")
-    parser.add_argument("--gpus", metavar="NxKIND", help="for example 64xh100")
+    parser.add_argument(
+        "--data", type=Path, metavar="DIR", help="folder of the data, if the workload does not include it"
+    )
+    parser.add_argument(
+        "--decoder", metavar="D", help="a decoder instead of MODEL: 8b, 70b, ..., or layers=32,hidden=4096,heads=32,..."
+    )
+    parser.add_argument("--gpus", metavar="NxKIND", help="number and kind, for example 64xh100")
     parser.add_argument("--per-node", type=int, metavar="N", help="GPUs of a node (default 8)")
-    parser.add_argument("--link", metavar="L", help="between nodes, for each GPU: 400Gb, or a file of comm --json")
-    parser.add_argument("--memory", metavar="M", help="of a GPU, for example 80GiB; default: that of its kind")
-    parser.add_argument("--layout", nargs="+", action="extend", metavar="L", help="ask of these only; default: all")
+    parser.add_argument(
+        "--link", metavar="L", help="bandwidth between nodes for each GPU: 400Gb, or a file that comm --json wrote"
+    )
+    parser.add_argument("--memory", metavar="M", help="memory of a GPU, for example 80GiB (default: that of its kind)")
+    parser.add_argument(
+        "--layout", nargs="+", action="extend", metavar="L", help="predict only these layouts (default: all)"
+    )
     parser.add_argument("--batch", type=int, metavar="N", help="samples of an update over all GPUs (default: 2 a GPU)")
     parser.add_argument("--seq", type=int, metavar="T", help="tokens of a sample, instead of the model's")
-    parser.add_argument("--tokens", metavar="N", help="of the whole run, for example 1T: hours, money and energy")
-    parser.add_argument("--price", type=float, metavar="P", help="of one GPU for an hour")
+    parser.add_argument(
+        "--tokens", metavar="N", help="tokens of the whole run, for example 1T: adds hours, money and energy"
+    )
+    parser.add_argument("--price", type=float, metavar="P", help="price of one GPU for an hour")
     parser.add_argument("--mtbf", type=float, metavar="H", help="hours between failures of the job: adds goodput")
     parser.add_argument("--calibration", type=Path, metavar="F", help="measured rows, or a written calibration")
-    parser.add_argument("--validate", type=Path, metavar="F", help="hold predictions against the measured rows in F")
+    parser.add_argument("--validate", type=Path, metavar="F", help="compare predictions with the measured rows in F")
     parser.add_argument(
         "--write-calibration", type=Path, metavar="F", help="write the fitted numbers and the intervals"
     )

@@ -33,17 +33,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments: those before the script are for everyrank, those after it for the script."""
     parser.set_defaults(starts_ranks=True)
     parser.add_argument(
-        "-o", "--out", type=Path, metavar="F", help="the port (default: SCRIPT_ddp.py beside the script)"
+        "-o", "--out", type=Path, metavar="F", help="file of the port (default: SCRIPT_ddp.py next to the script)"
     )
     parser.add_argument(
-        "--in-place", action="store_true", help="edit the script itself; the original is kept as SCRIPT.py.orig"
+        "--in-place", action="store_true", help="edit the script itself, and keep the original as SCRIPT.py.orig"
     )
     parser.add_argument(
         "--check", type=Path, metavar="PORT.py", help="compare this port with the script, and write nothing"
     )
     parser.add_argument("--dry-run", action="store_true", help="show the diff and the check, write nothing")
     parser.add_argument(
-        "--force", action="store_true", help="write the port even if it is not equal; its header says so"
+        "--force", action="store_true", help="write the port even if it is not equal, with a warning at its top"
     )
     parser.add_argument(
         "--check-processes",
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="batches: split each batch over the ranks (default); torch: DistributedSampler, with another order",
     )
     parser.add_argument(
-        "script", nargs=argparse.REMAINDER, metavar="SCRIPT.py [ARGS ...]", help="as Python is given them"
+        "script", nargs=argparse.REMAINDER, metavar="SCRIPT.py [ARGS ...]", help="your script and its own arguments"
     )
 
 

@@ -14,7 +14,10 @@ from everyrank.prediction.files import check_predictions_suffix
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
 HELP = "write the predictions of a trained model"
-EXAMPLES = ("everyrank predict digits --resume runs/first --out predictions.jsonl",)
+EXAMPLES = (
+    "everyrank predict digits --resume runs/first --out predictions.jsonl",
+    "everyrank predict my_workload.py --pretrained model.safetensors --out predictions.npy --layout ddp --processes 2",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

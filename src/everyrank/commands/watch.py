@@ -22,14 +22,21 @@ EXAMPLES = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments: those before the script are for everyrank, those after it for the script."""
     parser.add_argument(
-        "--timeout", type=float, default=300.0, metavar="S", help="after this wait, print why (default 300)"
+        "--timeout",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="after S seconds without progress, print why (default 300)",
     )
     parser.add_argument(
-        "--folder", type=Path, metavar="DIR", help="files of the ranks; several hosts must share it (default: a cache)"
+        "--folder",
+        type=Path,
+        metavar="DIR",
+        help="folder for the files of the ranks, shared by all hosts (default: a cache)",
     )
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="a module and its arguments, not a script")
     parser.add_argument(
-        "script", nargs=argparse.REMAINDER, metavar="SCRIPT.py [ARGS ...]", help="as Python is given them"
+        "script", nargs=argparse.REMAINDER, metavar="SCRIPT.py [ARGS ...]", help="your script and its own arguments"
     )
 
 

@@ -29,7 +29,7 @@ class RayOptions(LauncherOptions):
                     when a node is lost, and add ranks when there is room again; None: the number is fixed
     """
 
-    address: Annotated[str | None, Argument("ray: address of the cluster; default: one on this machine", "A")] = None
+    address: Annotated[str | None, Argument("ray: address of the cluster (default: one on this machine)", "A")] = None
     restarts: Annotated[int, Argument("torchrun, ray: start all ranks again up to K times", "K")] = 0
     min_processes: Annotated[
         int | None, Argument("ray: continue with at least N ranks, and add ranks when there is room", "N")
