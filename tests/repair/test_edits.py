@@ -287,6 +287,63 @@ EDITS = [
         "loss = F.cross_entropy(model(x), y) #!",
     ),
     (
+        "replicas.unwrapped",
+        "",
+        """
+        net = model.module if fast else model
+        loss = F.cross_entropy(net(x), y) #!
+        """,
+        """
+        net = model if fast else model
+        loss = F.cross_entropy(net(x), y) #!
+        """,
+    ),
+    (
+        "replicas.unwrapped",
+        "",
+        """
+        ddp = DDP(net, device_ids=[0])
+        loss = F.cross_entropy(net(x), y) #!
+        """,
+        """
+        ddp = DDP(net, device_ids=[0])
+        loss = F.cross_entropy(ddp(x), y) #!
+        """,
+    ),
+    (
+        "replicas.drift",
+        "parameters differ between the ranks since the start (seeds here: 0, 1)",
+        """
+        import torch.distributed as dist
+        torch.manual_seed(rank) #!
+        net = Net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        """,
+        """
+        import torch.distributed as dist
+        torch.manual_seed(rank) #!
+        net = Net()
+        for tensor in net.state_dict().values():
+            dist.broadcast(tensor, 0)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        """,
+    ),
+    (
+        "schedule.often",
+        "",
+        """
+        optimizer.step()
+        for _ in range(world_size):
+            schedule.step() #!
+        print(loss)
+        """,
+        """
+        optimizer.step()
+        schedule.step() #!
+        print(loss)
+        """,
+    ),
+    (
         "random.dropout",
         "",
         """
@@ -383,6 +440,22 @@ EDITS = [
         """,
     ),
     (
+        "eval.dropout",
+        "",
+        """
+        class Net(nn.Module):
+            def forward(self, q, k, v):
+                return F.scaled_dot_product_attention(q, k, v, dropout_p=self.p)
+        model(x) #!
+        """,
+        """
+        class Net(nn.Module):
+            def forward(self, q, k, v):
+                return F.scaled_dot_product_attention(q, k, v, dropout_p=self.p if self.training else 0.0)
+        model(x) #!
+        """,
+    ),
+    (
         "save.race",
         "",
         """
@@ -414,11 +487,23 @@ WITH_HELPERS = [
         "gradient.ragged",
         """
         import torch
-        loss = F.cross_entropy(model(x), labels, ignore_index=PAD) #!
-        loss.backward()
+        for x, labels in loader:
+            loss = F.cross_entropy(model(x), labels, ignore_index=PAD) #!
+            loss.backward()
         """,
         "def mean_over_ranks(",
-        "mean_over_ranks(loss, (labels != PAD).sum()).backward()",
+        "    mean_over_ranks(loss, (labels != PAD).sum()).backward()",
+    ),
+    (
+        "gradient.ragged",
+        """
+        import torch
+        for x, labels, mask in loader:
+            loss = losses.sum() / mask.sum() #!
+            loss.backward()
+        """,
+        "def mean_over_ranks(",
+        "    mean_over_ranks(loss, mask.sum()).backward()",
     ),
     (
         "schedule.differs",

@@ -97,12 +97,12 @@ class EditedScript:
             raise CannotRepairError(f"line {line} does not call {' or '.join(names) or 'a function'}")
         return calls[0]
 
-    def calls_of(self, name: str, within: ast.AST | None = None) -> list[ast.Call]:
-        """All calls of functions with this last name."""
+    def calls_of(self, *names: str, within: ast.AST | None = None) -> list[ast.Call]:
+        """All calls of functions with one of these last names."""
         return [
             node
             for node in ast.walk(within or self.source.tree)
-            if isinstance(node, ast.Call) and self.last_name(node) == name
+            if isinstance(node, ast.Call) and self.last_name(node) in names
         ]
 
     def last_name(self, call: ast.Call) -> str:

@@ -106,15 +106,21 @@ def train_in_train_mode(script: EditedScript, finding: Finding) -> None:
 
 
 def dropout_by_mode(script: EditedScript, _: Finding) -> None:
-    """F.dropout(x, p) -> F.dropout(x, p, training=self.training)."""
-    found = False
-    for call in script.calls_of("dropout"):
+    """F.dropout(x, p) -> F.dropout(x, p, training=self.training), and dropout_p of attention likewise."""
+    edits = len(script.source.edits)
+    reason = "no dropout in eval mode"
+    for call in script.calls_of("dropout", "scaled_dot_product_attention"):
         scope = script.source.scope(call)
         has_self = isinstance(scope, ast.FunctionDef) and "self" in [each.arg for each in scope.args.args]
-        name = script.source.code(call.func)
-        if has_self and not name.startswith("self.") and not script.keyword(call, "training") and len(call.args) < 3:
+        probability = script.keyword(call, "dropout_p")
+        if not has_self or script.source.code(call.func).startswith("self."):
+            continue
+        if probability is not None and "self.training" not in script.source.code(probability):
+            text = script.source.code(probability.value)
+            text = text if isinstance(probability.value, ast.Name | ast.Constant | ast.Attribute) else f"({text})"
+            script.source.replace(probability.value, f"{text} if self.training else 0.0", reason)
+        elif script.last_name(call) == "dropout" and not script.keyword(call, "training") and len(call.args) < 3:
             last = max([*call.args, *call.keywords], key=end_of)
-            script.source.wrap(last, "", ", training=self.training", "no dropout in eval mode")
-            found = True
-    if not found:
-        raise CannotRepairError("no F.dropout without training= was found")
+            script.source.wrap(last, "", ", training=self.training", reason)
+    if len(script.source.edits) == edits:
+        raise CannotRepairError("no dropout that ignores the mode was found in a method")

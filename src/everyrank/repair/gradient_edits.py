@@ -174,18 +174,36 @@ def do_not_divide_twice(script: EditedScript, finding: Finding) -> None:
 
 def weigh_by_terms(script: EditedScript, finding: Finding) -> None:
     """Loss = mean_over_ranks(loss, len(labels)): ranks with fewer terms weigh less."""
-    loss = script.calls_at(line_of_finding(finding))
-    call = next((each for each in loss if len(each.args) >= 2), None)
-    if call is None:
-        raise CannotRepairError("the call of the loss function was not found")
-    target, ignored = script.source.code(call.args[1]), script.keyword(call, "ignore_index")
-    if not isinstance(call.args[1], ast.Name | ast.Attribute | ast.Call | ast.Subscript):
-        raise CannotRepairError("the targets of the loss have no name")
-    terms = f"({target} != {script.source.code(ignored.value)}).sum()" if ignored else f"len({target})"
+    terms = _number_of_terms(script, finding)
     script.helpers.add("mean_over_ranks")
     reason = "the mean over the terms of all ranks"
     for backward in _backwards_for(script, finding):
+        scope = script.source.scope(backward)
+        names = {node.id for node in ast.walk(ast.parse(terms)) if isinstance(node, ast.Name)} - {"len"}
+        if any(not _is_known(script, name, scope) for name in names):
+            raise CannotRepairError(f"the number of terms ({terms}) is not known where backward is called")
         script.source.wrap(_loss_of(backward), "mean_over_ranks(", f", {terms})", reason)
+
+
+def _is_known(script: EditedScript, name: str, scope: ast.AST) -> bool:
+    """Whether a function can read a variable: its own or the module's, or an import, not another function's."""
+    owners = {script.source.scope(store) for store in script.source.stores(name, script.source.tree)}
+    for node in ast.walk(script.source.tree):
+        if isinstance(node, ast.FunctionDef) and name in [each.arg for each in node.args.args]:
+            owners.add(node)
+    return not owners or bool(owners & {scope, script.source.tree})
+
+
+def _number_of_terms(script: EditedScript, finding: Finding) -> str:
+    """An expression for the number of terms that the loss of a line is the mean of."""
+    value = getattr(script.statement_at(line_of_finding(finding)), "value", None)
+    if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Div):  # losses.sum() / mask.sum()
+        return script.source.code(value.right)
+    call = next((each for each in script.calls_at(line_of_finding(finding)) if len(each.args) >= 2), None)
+    if call is None or not isinstance(call.args[1], ast.Name | ast.Attribute | ast.Call | ast.Subscript):
+        raise CannotRepairError("the number of terms of the loss was not found")
+    target, ignored = script.source.code(call.args[1]), script.keyword(call, "ignore_index")
+    return f"({target} != {script.source.code(ignored.value)}).sum()" if ignored else f"len({target})"
 
 
 def step_of_all_micro_batches(script: EditedScript, _: Finding) -> None:
@@ -207,7 +225,7 @@ def unscale_before_clipping(script: EditedScript, finding: Finding) -> None:
     """scaler.unscale_(optimizer) before clip_grad_norm_."""
     statement = script.statement_at(line_of_finding(finding))
     scope = script.source.scope(statement)
-    for step in script.calls_of("step", scope):
+    for step in script.calls_of("step", within=scope):
         if step.args and isinstance(step.func, ast.Attribute) and isinstance(step.args[0], ast.Name | ast.Attribute):
             scaler, optimizer = script.source.code(step.func.value), script.source.code(step.args[0])
             script.source.insert_before(
@@ -223,7 +241,7 @@ def clip_before_step(script: EditedScript, finding: Finding) -> None:
     """Move clip_grad_norm_ to just before the step."""
     statement = script.statement_at(line_of_finding(finding))
     scope = script.source.scope(statement)
-    steps = [call for call in script.calls_of("step", scope) if call.lineno > statement.lineno]
+    steps = [call for call in script.calls_of("step", within=scope) if call.lineno > statement.lineno]
     if not steps:
         raise CannotRepairError("no step after it in the same function")
     text = script.source.code(statement)

@@ -46,6 +46,8 @@ from everyrank.repair.replica_edits import (
     save_on_rank_0,
     seed_by_rank,
     seed_generator_by_rank,
+    start_with_rank_0,
+    step_schedule_once,
 )
 
 __all__ = ["REMEDIES", "Remedy", "remedies_for"]
@@ -78,11 +80,14 @@ REMEDIES: tuple[tuple[str, str, Remedy], ...] = (
     ("clip.scaled", "", unscale_before_clipping),
     ("clip.local", "", clip_before_step),
     ("replicas.unwrapped", "", call_the_wrapper),
+    ("replicas.drift", "seeds here", start_with_rank_0),
+    ("replicas.drift", "no torch.manual_seed before", start_with_rank_0),
     ("random.dropout", "", seed_by_rank),
     ("random.noise", "", seed_generator_by_rank),
     ("random.noise", "", seed_by_rank),
     ("random.augment", "", seed_generator_by_rank),
     ("random.augment", "", seed_by_rank),
+    ("schedule.often", "", step_schedule_once),
     ("schedule.differs", "", same_rate_everywhere),
     ("eval.shard", "", add_up_over_ranks),
     ("eval.padded", "", evaluate_without_padding),

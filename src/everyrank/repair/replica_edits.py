@@ -18,35 +18,61 @@ __all__ = [
 
 
 def call_the_wrapper(script: EditedScript, finding: Finding) -> None:
-    """model.module(x) -> model(x)."""
+    """model.module(x) -> model(x), also where the model in the wrapper has a name of its own."""
+    reason = "the wrapper averages the gradients, its module does not"
+    wrapped = {script.source.code(call.args[0]): call for call in script.calls_of(*_WRAPPERS) if call.args}
     for call in script.calls_at(line_of_finding(finding)):
-        func = call.func
+        func, name = call.func, script.source.code(call.func)
         if isinstance(func, ast.Attribute) and func.attr == "module":
-            script.source.replace(
-                func, script.source.code(func.value), "the wrapper averages the gradients, its module does not"
-            )
+            script.source.replace(func, script.source.code(func.value), reason)
             return
-    raise CannotRepairError("the model in the wrapper has a name of its own")
+        for store in script.source.stores(name, script.source.tree):  # name = model.module
+            value = getattr(script.source.statement(store), "value", None)
+            for node in ast.walk(value) if value is not None else ():
+                if isinstance(node, ast.Attribute) and node.attr == "module":
+                    script.source.replace(node, script.source.code(node.value), reason)
+                    return
+        statement = script.source.statement(wrapped[name]) if name in wrapped else None
+        if isinstance(statement, ast.Assign) and script.source.code(statement.targets[0]) != name:
+            script.source.replace(func, script.source.code(statement.targets[0]), reason)
+            return
+    raise CannotRepairError("how the model in the wrapper got its name was not found")
 
 
-def _wrap_statement(script: EditedScript) -> ast.stmt:
-    for name in ("DistributedDataParallel", "DDP", "fully_shard", "FSDP", "FullyShardedDataParallel"):
-        for call in script.calls_of(name):
-            return script.source.statement(call)
-    raise CannotRepairError("where the model is wrapped was not found")
+_WRAPPERS = ("DistributedDataParallel", "DDP", "fully_shard", "FSDP", "FullyShardedDataParallel")
 
 
 def seed_by_rank(script: EditedScript, _: Finding) -> None:
     """torch.manual_seed(seed + rank) once the model is wrapped."""
-    wrap = _wrap_statement(script)
-    reason = "each rank draws its own dropout masks and noise"
+    wraps = script.calls_of(*_WRAPPERS)
+    if not wraps:
+        raise CannotRepairError("where the model is wrapped was not found")
+    wrap = script.source.statement(wraps[0])
+    block, reason = script.source.block(wrap), "each rank draws its own dropout masks and noise"
     seeds = [call for call in script.calls_of("manual_seed") if script.source.code(call.func) == "torch.manual_seed"]
-    after = [call for call in seeds if call.lineno > wrap.lineno and call.args]
+    seeds = [call for call in seeds if call.args]
+    after = [call for call in seeds if call.lineno > wrap.lineno and script.source.statement(call) in block]
     if after:
         script.source.wrap(after[-1].args[0], "", f" + {script.dist}.get_rank()", reason)
         return
-    seed = next((script.source.code(call.args[0]) for call in reversed(seeds) if call.args), "torch.initial_seed()")
+    before = [call for call in seeds if call.lineno < wrap.lineno]
+    seed = script.source.code(before[-1].args[0]) if before else "torch.initial_seed()"
     script.source.insert_after(wrap, f"torch.manual_seed({seed} + {script.dist}.get_rank())", reason)
+
+
+def start_with_rank_0(script: EditedScript, _: Finding) -> None:
+    """Broadcast the weights of rank 0 before the optimizer is made."""
+    for call in (node for node in ast.walk(script.source.tree) if isinstance(node, ast.Call)):
+        name = script.source.code(call.args[0]) if call.args else ""
+        if name.endswith(".parameters()") and script.last_name(call)[:1].isupper():
+            model = name.removesuffix(".parameters()")
+            script.source.insert_before(
+                script.source.statement(call),
+                f"for tensor in {model}.state_dict().values():\n    {script.dist}.broadcast(tensor, 0)",
+                "all ranks start with the weights of rank 0",
+            )
+            return
+    raise CannotRepairError("the optimizer of model.parameters() was not found")
 
 
 def seed_generator_by_rank(script: EditedScript, _: Finding) -> None:
@@ -59,6 +85,15 @@ def seed_generator_by_rank(script: EditedScript, _: Finding) -> None:
             )
             return
     raise CannotRepairError("no generator has a seed")
+
+
+def step_schedule_once(script: EditedScript, finding: Finding) -> None:
+    """Take schedule.step() out of a loop over the ranks."""
+    statement = script.statement_at(line_of_finding(finding))
+    loop = script.source.parents[statement]
+    if not isinstance(loop, ast.For) or loop.body != [statement] or loop.orelse:
+        raise CannotRepairError("the step of the schedule is not alone in a loop")
+    script.source.replace(loop, script.source.code(statement), "one step of the schedule for each update")
 
 
 def same_rate_everywhere(script: EditedScript, finding: Finding) -> None:
