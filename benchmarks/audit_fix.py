@@ -77,6 +77,9 @@ def main() -> None:
             f"{row['name']}: mended {', '.join(row['mended']) or 'nothing'}; left {row['left'] or 'nothing'}",
             flush=True,
         )
+    if args.names and args.json and args.json.exists():  # some are run again: the others stay
+        anew = {row["name"]: row for row in rows}
+        rows = [anew.get(row["name"], row) for row in json.loads(args.json.read_text())["rows"]]
     print(summary(rows))
     if args.json:
         args.json.write_text(json.dumps({"rows": rows, "provenance": provenance()}, indent=1) + "\n")
