@@ -16,6 +16,7 @@ import ctypes
 import gc
 import importlib
 import inspect
+import io
 import multiprocessing
 import multiprocessing.util
 import os
@@ -449,7 +450,7 @@ def _add_hooks() -> None:
     """Do what audit/watch/inject/sitecustomize.py does in a new process whose script imports torch."""
     from everyrank.audit.watch.install import install
 
-    sys.stdout.reconfigure(write_through=True)  # PYTHONUNBUFFERED
+    sys.stdout = io.TextIOWrapper(open(1, "wb", 0, closefd=False), write_through=True)  # noqa: SIM115  (PYTHONUNBUFFERED)
     path = os.environ["PYTHONPATH"].split(os.pathsep)
     sys.path[:0] = path
     for folder in path[1:]:
