@@ -160,6 +160,7 @@ def serve_calls(rank: int, count: int, folder: Path, pipe: Connection | None = N
     pipe = pipe or Connection(3)
     faulthandler.register(signal.SIGUSR1, file=(folder / f"rank{rank}.stack").open("w"), all_threads=True)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # more: a pool of processes that import torch
     warnings.filterwarnings("error", module=r"everyrank\..*")
     import torch
 

@@ -171,7 +171,8 @@ def test_a_disk_with_no_room_for_the_log_either(forkserver: ForkServer, small_di
     assert done.returncode == 4, done.stdout + done.stderr
     assert "No space left on device" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
-    assert len(done.stderr.splitlines()) == 1, done.stderr
+    # the last page of the log may have room for a traceback
+    assert len([line for line in done.stderr.splitlines() if not line.startswith("full traceback: ")]) == 1, done.stderr
     there = checkpoints_of(tmp_path / "kept")
     assert [one.metadata.step for one in there] == [2, 4]
     assert [damage(one) for one in there] == [None] * 2
