@@ -108,8 +108,12 @@ class Forked:
 
     def kill(self) -> None:
         """SIGKILL, to it alone."""
+        self.send_signal(signal.SIGKILL)
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, unless it has ended."""
         if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
+            os.kill(self.pid, number)
 
     def close(self) -> None:
         """End it and its session, if they still run."""
