@@ -17,6 +17,7 @@ from everyrank.workload import Source, check_place, parse_settings
 if TYPE_CHECKING:
     from everyrank.plan.calibration import Calibration
     from everyrank.plan.hardware import Cluster, Link
+    from everyrank.plan.machine import Machine
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
@@ -60,6 +61,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--price", type=float, metavar="P", help="price of one GPU for an hour")
     parser.add_argument("--mtbf", type=float, metavar="H", help="hours between failures of the job: adds goodput")
     parser.add_argument("--calibration", type=Path, metavar="F", help="measured rows, or a written calibration")
+    parser.add_argument(
+        "--calibrate",
+        type=Path,
+        metavar="F",
+        help="measure this machine in about a minute and write F, for --calibration",
+    )
+    parser.add_argument(
+        "--backend", dest="of_links", metavar="B", help="with a measured machine: shm (default) or gloo"
+    )
     parser.add_argument("--validate", type=Path, metavar="F", help="compare predictions with the measured rows in F")
     parser.add_argument(
         "--write-calibration", type=Path, metavar="F", help="write the fitted numbers and the intervals"
@@ -77,6 +87,8 @@ def run(args: argparse.Namespace) -> int:
     if args.html is not None and args.validate is not None:
         raise UsageError(f"--html {args.html}: for a plan only; use --json with --validate")
     check_writable(args.write_calibration)
+    if args.calibrate is not None:
+        return _calibrate(args)
     for path in (args.calibration, args.validate):
         if path is not None and not path.is_file():
             raise UsageError(f"{path}: no such file; give a table of measured rows")
@@ -86,6 +98,9 @@ def run(args: argparse.Namespace) -> int:
     if args.validate is not None:
         answer, calibration = _validation(args)
         printed = print_validation
+    elif (machine := _machine(args)) is not None:
+        answer, calibration = _on_machine(args, machine), None
+        printed = print_plan
     else:
         calibration = _calibration(args)
         answer = _plan(args, calibration)
@@ -97,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
         from everyrank.report.plan_page import plan_page
 
         write_text(args.html, plan_page(answer, args.words))
-    if args.write_calibration is not None:
+    if args.write_calibration is not None and calibration is not None:
         write_text(args.write_calibration, write_calibration(calibration))
     try:
         printed(answer)
@@ -107,6 +122,27 @@ def run(args: argparse.Namespace) -> int:
     except (BrokenPipeError, SystemExit):  # rich exits where its reader has gone
         close_output()
     return 0
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    """Measure this machine and write the file; exit status 0."""
+    check_writable(args.calibrate)
+    from everyrank.plan.calibrate import calibrate
+    from everyrank.plan.machine import write_machine
+    from everyrank.report.plan import print_machine
+
+    machine = calibrate(backends=[args.of_links] if args.of_links else None)
+    write_text(args.calibrate, write_machine(machine))
+    print_machine(machine)
+    print(f"wrote {printable(str(args.calibrate))}")
+    return 0
+
+
+def _machine(args: argparse.Namespace) -> Machine | None:
+    """The measured machine in --calibration, if it is one."""
+    from everyrank.plan.machine import read_machine
+
+    return read_machine(args.calibration) if args.calibration is not None else None
 
 
 def _calibration(args: argparse.Namespace) -> Calibration:
@@ -178,7 +214,7 @@ def _plan(args: argparse.Namespace, calibration: Calibration) -> dict[str, Any]:
     return answer_plan(request, calibration)
 
 
-def _traced(args: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
+def _traced(args: argparse.Namespace, cluster: Cluster, timed: tuple[Machine, str] | None = None) -> dict[str, Any]:
     """The plan of a workload, which is traced."""
     for flag, value in (("--tokens", args.tokens), ("--seq", args.seq), ("--price", args.price), ("--mtbf", args.mtbf)):
         if value is not None:
@@ -192,7 +228,22 @@ def _traced(args: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
     from everyrank.workload.find import load
 
     workload = load(Source(args.model, settings, args.batch))
-    return answer_workload(workload, args.model, repeated_arguments(args), cluster, args.layout or ())
+    return answer_workload(workload, args.model, repeated_arguments(args), cluster, args.layout or (), timed)
+
+
+def _on_machine(args: argparse.Namespace, machine: Machine) -> dict[str, Any]:
+    """The plan of a workload on the machine that was measured: its memory and its time, traced."""
+    if args.model is None or args.decoder is not None or args.model.endswith(".json"):
+        raise UsageError(f"--calibration {args.calibration}: a measured machine is for a workload, which plan traces")
+    if args.gpus is not None or args.write_calibration is not None:
+        flag = "--gpus" if args.gpus is not None else "--write-calibration"
+        raise UsageError(
+            f"{flag}: {args.calibration} is for {machine.ranks} ranks of {machine.device}; leave {flag} out"
+        )
+    from everyrank.plan.hardware import host_cluster
+
+    backend = args.of_links or next(iter(machine.links))
+    return _traced(args, host_cluster(machine.device, machine.ranks), (machine, backend))
 
 
 def _positive(value: float | None, flag: str) -> float | None:

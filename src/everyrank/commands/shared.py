@@ -150,7 +150,7 @@ def repeated_arguments(args: argparse.Namespace) -> str:
     arguments += ["--batch", str(args.batch)] if args.batch is not None else []
     arguments += ["--lr-rule", args.lr_rule] if args.lr_rule != "none" else []
     for flag in ("launcher", "device", "backend"):
-        value = getattr(args, flag)
+        value = getattr(args, flag, None)
         arguments += [f"--{flag}", value] if value is not None else []
     return shlex.join(arguments)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +19,7 @@ __all__ = [
     "Gpu",
     "Link",
     "find_gpu",
+    "host_cluster",
     "link_of_text",
     "parse_bytes",
     "parse_cluster",
@@ -300,6 +302,16 @@ def parse_link(text: str) -> Link:
     if not 0 < rate < 1e14:
         raise UsageError(f"--link {text}: give the rate of one GPU, such as 400Gb (bits a second) or 50GB (bytes)")
     return Link(12e-6, 0.96 * rate, text.strip())
+
+
+def host_cluster(device: str, ranks: int) -> Cluster:
+    """Return the ranks of this host on a measured device. The facts of a CPU other than its memory are not known."""
+    if device != "cpu":
+        gpu = find_gpu(device)
+        return Cluster(gpu, ranks, ranks, gpu.inside, gpu.across)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks
+    link = Link(0.0, 1.0, "measured")
+    return Cluster(Gpu("cpu", memory, 1.0, 1.0, 0.0, 1.0, 1, 0.0, link, link, "this host"), ranks, ranks, link, link)
 
 
 _INFINIBAND = {"fdr": 56, "edr": 100, "hdr100": 100, "hdr": 200, "ndr200": 200, "ndr": 400, "xdr": 800}

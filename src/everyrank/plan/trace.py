@@ -144,7 +144,7 @@ class StorageTrace(TorchDispatchMode):
             return NotImplemented  # its operators on local tensors come here one by one
         if func is torch.ops.aten._local_scalar_dense.default:  # item(): nothing is known; all is finite and true
             if args[0].dtype.is_floating_point:
-                return 1.0
+                return 2.0  # more than one value, where somebody counts
             return True if args[0].dtype is torch.bool else self._counts.of_scalar(args[0])
         if func is torch.ops.aten.bincount.default and (
             kinds := kwargs.get("minlength", args[2] if len(args) > 2 else 0)

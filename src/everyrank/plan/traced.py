@@ -23,10 +23,11 @@ from everyrank.layout import Layout, parse_layout
 from everyrank.layout.options import PipelineOptions
 from everyrank.parallel.parallelize import find_blocks
 from everyrank.plan.hardware import GIB, Cluster
+from everyrank.plan.machine import Machine, traced_seconds
 from everyrank.plan.pretend import TracedStep, first_sample, trace_step
 from everyrank.workload import Workload
 
-__all__ = ["LayoutMemory", "answer_workload", "trace_layout"]
+__all__ = ["LayoutMemory", "answer_workload", "time_layout", "trace_layout"]
 
 _TRACED_BLOCKS = 12  # with more blocks that are alike, two depths are traced
 _FRAGMENTS, _MOST_FRAGMENTS = 1.10, 1.25  # reserved over allocated: expected, most
@@ -92,6 +93,22 @@ def trace_layout(workload: Workload, layout: Layout, size: int, samples: Any) ->
     except Exception as error:  # fake tensors raise many kinds
         return _of_parameters(workload, layout, size, error)
     return max(found, key=lambda one: one.allocated)
+
+
+def time_layout(
+    workload: Workload, layout: Layout, size: int, samples: Any, machine: Machine, backend: str
+) -> dict[str, float]:
+    """Return the seconds of an update by part on a measured machine, of the rank that takes longest.
+
+    Without the data loader. Raises `UsageError` for a strategy that the machine was not measured for.
+    """
+    ranks = [trace_step(workload, layout, size, rank, samples).operators for rank in range(size)]
+    idle = 0.0
+    if layout.strategy == "pipeline":
+        stages = layout.mesh(size).get("pipeline", 1)
+        parts = layout.read(PipelineOptions).microbatches or 2 * stages
+        idle = (stages - 1) / (parts + stages - 1)
+    return traced_seconds(ranks, layout.strategy, machine, backend, idle)
 
 
 def _trace_rank(workload: Workload, layout: Layout, size: int, rank: int, samples: Any) -> LayoutMemory:
@@ -219,9 +236,17 @@ def usual_workload_layouts(workload: Workload, size: int, per_node: int) -> list
 
 
 def answer_workload(
-    workload: Workload, name: str, command: str, cluster: Cluster, layouts: Sequence[str] = ()
+    workload: Workload,
+    name: str,
+    command: str,
+    cluster: Cluster,
+    layouts: Sequence[str] = (),
+    timed: tuple[Machine, str] | None = None,
 ) -> dict[str, Any]:
-    """Return the answer for a workload; `command` is the workload as typed for a shell."""
+    """Return the answer for a workload; `command` is the workload as typed for a shell.
+
+    `timed` is a measured machine and a backend: rows have the seconds of an update on it.
+    """
     with contextlib.redirect_stdout(None):  # a dataset may print
         samples = first_sample(workload)
     cache: dict[str, LayoutMemory] = {}
@@ -233,7 +258,7 @@ def answer_workload(
         return cache[text]
 
     rows: list[dict[str, Any]] = []
-    for text in layouts or usual_workload_layouts(workload, cluster.gpus, cluster.per_node):
+    for text in layouts or _layouts(workload, cluster, timed):
         try:
             found = memory_of(text)
         except UsageError as error:
@@ -241,7 +266,7 @@ def answer_workload(
                 raise
             rows.append({"layout": text, "verdict": "not possible", "reason": str(error)})
             continue
-        rows.append(_row(text, found, cluster))
+        rows.append(_row(text, found, cluster) | _time(workload, text, cluster.gpus, samples, timed))
     for row in rows:
         if row["verdict"] in ("does not fit", "may not fit") and row["is_whole"]:
             row["change"] = _change(row["layout"], memory_of, cluster, command, workload)
@@ -256,6 +281,20 @@ def answer_workload(
         "fitting": len(fitting),
         "commands": [_command(row["layout"], command, cluster) for row in fitting[:3]],
     }
+
+
+def _layouts(workload: Workload, cluster: Cluster, timed: tuple[Machine, str] | None) -> list[str]:
+    """The layouts that are looked at where none are given: on a measured machine, those that it was measured for."""
+    if timed is None:
+        return usual_workload_layouts(workload, cluster.gpus, cluster.per_node)
+    return list(timed[0].overhead.get(timed[1], {}))
+
+
+def _time(workload: Workload, text: str, size: int, samples: Any, timed: tuple[Machine, str] | None) -> dict[str, Any]:
+    if timed is None:
+        return {}
+    parts = time_layout(workload, parse_layout(text), size, samples, *timed)
+    return {"step_seconds": sum(parts.values()), "parts": parts}
 
 
 def _row(text: str, found: LayoutMemory, cluster: Cluster) -> dict[str, Any]:

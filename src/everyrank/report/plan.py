@@ -7,10 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from everyrank.errors import printable
+from everyrank.plan.machine import Machine
+from everyrank.plan.memory import CATEGORIES
 from everyrank.report.table import Table
 from everyrank.report.terminal import print_table
 
-__all__ = ["plan_notes", "plan_tables", "plan_title", "print_plan", "print_validation"]
+__all__ = ["plan_notes", "plan_tables", "plan_title", "print_machine", "print_plan", "print_validation"]
 
 _GIB = 2**30
 _Answer = Mapping[str, Any]
@@ -60,6 +62,12 @@ def plan_notes(answer: _Answer) -> list[str]:
     if "shortlist" in answer:
         lines += _shortlist(answer)
         return lines + list(_run(answer["whole_run"]) if "whole_run" in answer else ())
+    for row in answer["layouts"]:
+        if "step_seconds" in row:
+            parts = ", ".join(f"{name} {_seconds(value)}" for name, value in row["parts"].items() if value)
+            lines.append(
+                f"{row['layout']}: {_seconds(row['step_seconds'])} an update ({parts}), without the data loader"
+            )
     lines.append("Fits:" if answer["commands"] else "No layout fits surely.")
     return [
         *lines,
@@ -106,21 +114,11 @@ def _changes(rows: Sequence[_Answer]) -> Iterator[str]:
 
 
 def _memory_table(rows: Sequence[_Answer]) -> Table:
-    names = (
-        "parameters",
-        "gradients",
-        "optimizer",
-        "activations",
-        "gathered",
-        "logits",
-        "temporary",
-        "caches",
-        "building",
-    )
+    names = CATEGORIES
     table = Table(["layout", "", *names, "allocated", "reserved", "device", "at most"], [])
     for row in rows:
         if "categories" not in row:
-            table.rows.append([row["layout"], row["verdict"], *[""] * 13])
+            table.rows.append([row["layout"], row["verdict"], *[""] * (len(names) + 4)])
             table.footnotes.append(f"{row['layout']}: {row['reason']}")
             continue
         sizes = [_gib(row["categories"][name]) for name in names]
@@ -180,6 +178,23 @@ def _run(run: _Answer) -> Iterator[str]:
         yield (f"  a checkpoint every {run['save_every_seconds'] / 60:.0f} minutes loses the least")
     for assumption in run["assumptions"]:
         yield (f"  assumed: {assumption}")
+
+
+def print_machine(machine: Machine) -> None:
+    """Print the rates of a machine that was just measured."""
+    size, seconds = machine.kernels["product"][-1]
+    _say(
+        f"{machine.ranks} ranks of {machine.device} with {machine.threads} threads: "
+        f"products {size / seconds:.3g} flop/s"
+    )
+    size, seconds = machine.kernels["other"][-1]
+    _say(f"  other kernels {_count(size / seconds)}B/s")
+    for backend, curves in machine.links.items():
+        for kind, points in curves.items():
+            (_, first), (size, last) = points[0], points[-1]
+            _say(f"  {backend} {kind}: {_seconds(first)} for few bytes, {_count(size / last)}B/s for {_count(size)}B")
+        texts = [f"{name} {_seconds(value)}" for name, value in machine.overhead[backend].items()]
+        _say(f"  {backend}, overhead of an operator: {', '.join(texts)}")
 
 
 def print_validation(result: _Answer) -> None:

@@ -1,0 +1,63 @@
+"""A workload for plan_time.py: 17 MB of gradients in two blocks of two wide layers, which every layout can split."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from everyrank import Workload
+
+WIDTH = 1024
+CLASSES = 10
+
+
+class Block(nn.Module):
+    """(N, 1024) -> (N, 1024)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value + self.down(self.up(value).relu())
+
+
+class Mlp(nn.Module):
+    """4.2 million parameters, (N, 1024) -> (N, 10)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, value: Tensor) -> Tensor:
+        for block in self.blocks:
+            value = block(value)
+        return self.head(value)
+
+
+def train_data() -> TensorDataset:
+    """Noise, and as its class the largest of its first ten numbers."""
+    values = torch.randn(4096, WIDTH, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(values, values[:, :CLASSES].argmax(1))
+
+
+def loss(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    return F.cross_entropy(output, target, reduction="sum"), len(target)
+
+
+def workload() -> Workload:
+    """32 samples a rank on two ranks."""
+    return Workload(
+        name="mlp",
+        model=Mlp,
+        train_data=train_data,
+        loss=loss,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.01),
+        global_batch=64,
+        blocks="blocks",
+        tensor_plan={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"},
+        epochs=1,
+    )
