@@ -119,6 +119,10 @@ CHINESE = {
     "all_reduce of": "all_reduce 的大小",
     "x the first, by means": "按均值的加速比",
     "x the first, by medians": "按中位数的加速比",
+    "yes": "支持",
+    "samples/s": "样本/秒",
+    "x the first": "加速比",
+    "exposed communication, ms an update": "每步未重叠的通信（ms）",
     "data ms": "数据（ms）",
     "forward ms": "前向（ms）",
     "backward ms": "反向（ms）",
@@ -136,6 +140,9 @@ CHINESE = {
 CHINESE_SENTENCES = {
     "How many times as fast: by means, by medians. ": "加速比前一个按均值，后一个按中位数，都以第一个后端为 1。",
     "Over the starts: median (lowest to highest). ": "各次启动的中位数（最低～最高）。",
+    "Medians over rounds, in which the backends take turns (lowest to highest ratio of a round). ": (
+        "各后端轮流计时，取各轮的中位数（一轮内比值的最低～最高）。"
+    ),
 }
 """Of the lines below the tables."""
 
@@ -155,6 +162,11 @@ def in_chinese(make: Callable[[], str]) -> Callable[[], str]:
             lines[number] = re.sub(
                 r"([^。]+), (\d+) cores, (torch \S+), (\S+), medians: (`.+`), by (`.+`)\.",
                 r"\1，\2 核，\3，\4；中位数；数据在 \5，由 \6 测得。",
+                lines[number],
+            )
+            lines[number] = re.sub(
+                r"([^。]+), (\d+) cores, (torch \S+), (\S+): (`.+`), by (`.+`)\.",
+                r"\1，\2 核，\3，\4；数据在 \5，由 \6 测得。",
                 lines[number],
             )
         return "\n".join(lines)
@@ -482,6 +494,10 @@ PARTS: dict[str, dict[str, tuple[Path, Callable[[], str]]]] = {
     "docs/backends.md": {
         "what backends carry": (COLLECTIVES, what_backends_carry),
         "layouts by backend": (BACKENDS, layouts_by_backend),
+    },
+    "docs/zh/backends.md": {
+        "what backends carry": (COLLECTIVES, in_chinese(what_backends_carry)),
+        "layouts by backend": (BACKENDS, in_chinese(layouts_by_backend)),
     },
 }
 """Of each page, its parts: (what it is made from, how)."""

@@ -24,6 +24,7 @@ PAGES = (
     "docs/backends.md",
     "docs/zh/which-layout.md",
     "docs/zh/performance.md",
+    "docs/zh/backends.md",
     "docs/zh/collectives.md",
 )
 
