@@ -41,6 +41,7 @@ NEEDS = {
     "HOROVOD_WITH_PYTORCH=1": "a compiler and minutes: tests/integration/install_horovod",
     "RANK=0": "other ranks, started by hand",
     "kill": "the process of a run that hangs",
+    "patch": "the file that the line before has written",
 }
 PLACEHOLDERS = {"W", "WORKLOAD", "my_workload.py", "my_model.py", "before.json", "wrong.py", "model.py", "train.py"}
 
