@@ -50,6 +50,9 @@ def clear_once_an_update(script: EditedScript, finding: Finding) -> None:
     steps = [call for call in steps if script.source.scope(call) is scope]
     if not steps:
         raise CannotRepairError(f"no {owner}.step() in the same function")
+    parent = script.source.parents[statement]
+    if isinstance(parent, ast.If) and parent.body == [statement] and not parent.orelse:
+        statement = parent  # the condition has no other use
     script.remove_statement(statement, "this cleared the gradients of the other micro-batches")
     script.source.insert_after(
         script.source.statement(steps[-1]), f"{owner}.zero_grad()", "cleared once, after the update"
