@@ -101,11 +101,13 @@ def forked_ranks(forkserver: ForkServer, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.fixture(scope="module")
 def forked_scripts(programs: Path) -> Iterator[None]:
-    """Fork the processes of `ScriptHost`, which run a script again, also where the test itself calls it."""
+    """Fork the scripts of `audit_script` and `ScriptHost` also where the test itself calls them."""
+    import everyrank.audit.start
     import everyrank.rerun.host
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(everyrank.rerun.host, "sys", types.SimpleNamespace(executable=str(programs / "python")))
+        for module in (everyrank.audit.start, everyrank.rerun.host):
+            patch.setattr(module, "sys", types.SimpleNamespace(executable=str(programs / "python")))
         yield
 
 
