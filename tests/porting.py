@@ -216,3 +216,31 @@ for i in range(5):
     print(f"{loss.item():.4f}")
 """
 )
+
+ENGINE = """
+import torch
+import torch.nn.functional as F
+
+
+def train_one_epoch(model, loader, optimizer):
+    model.train()
+    total = 0.0
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        total += loss.item() * len(inputs)
+    return total
+"""
+
+WITH_ENGINE = (
+    DATA.replace("import torch\n", "import engine\nimport torch\n", 1)
+    + """
+net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+loader = DataLoader(TensorDataset(x, y), batch_size=16, shuffle=True)
+for epoch in range(2):
+    print(epoch, f"{engine.train_one_epoch(net, loader, optimizer):.5f}")
+"""
+)

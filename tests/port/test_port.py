@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from everyrank.port import NotPortedError, PortResult, port_script
-from porting import BY_HAND, CLASS, DATA, FOLDS, FUNCTIONS, GAN, NO_LOADER, ONE_FUNCTION, SUMMED
+from porting import BY_HAND, CLASS, DATA, ENGINE, FOLDS, FUNCTIONS, GAN, NO_LOADER, ONE_FUNCTION, SUMMED, WITH_ENGINE
 
 pytestmark = pytest.mark.integration
 
@@ -41,6 +41,21 @@ def test_ported_and_equal(tmp_path: Path, style: str) -> None:
     assert "everyrank" not in result.best.text
     removed = [line for line in STYLES[style].splitlines() if line.strip() and line.strip() not in result.best.text]
     assert len(removed) <= 12
+
+
+def test_a_training_loop_in_another_file(tmp_path: Path) -> None:
+    script, engine = tmp_path / "train.py", tmp_path / "engine.py"
+    script.write_text(WITH_ENGINE)
+    engine.write_text(ENGINE)
+    with pytest.raises(NotPortedError, match="--with"):
+        port_script([str(script)], (2,), 120.0)
+    result = port_script([str(script)], (3,), 120.0, other=engine)
+    assert result.best.is_equal, [comparison.difference for comparison in result.best.comparisons]
+    assert not result.best.differing_lines
+    assert "import engine_ddp as engine" in result.best.text
+    assert "def setup()" in result.best.other_text
+    assert "def setup()" not in result.best.text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["engine.py", "train.py"]
 
 
 CONTRASTIVE = SUMMED.replace(
