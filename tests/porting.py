@@ -217,6 +217,32 @@ for i in range(5):
 """
 )
 
+LOSS_IN_FORWARD = (
+    DATA
+    + """
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 2)
+
+    def forward(self, inputs, targets=None):
+        logits = self.layer(inputs)
+        loss = F.cross_entropy(logits, targets, ignore_index=1) if targets is not None else None
+        return logits, loss
+
+
+model = Net()
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+for xb, yb in DataLoader(TensorDataset(x, y), batch_size=16, shuffle=True):
+    logits, loss = model(xb, yb)
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+    print(f"{loss.item():.4f}")
+"""
+)
+
 ENGINE = """
 import torch
 import torch.nn.functional as F

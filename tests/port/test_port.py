@@ -7,7 +7,20 @@ from pathlib import Path
 import pytest
 
 from everyrank.port import NotPortedError, PortResult, port_script
-from porting import BY_HAND, CLASS, DATA, ENGINE, FOLDS, FUNCTIONS, GAN, NO_LOADER, ONE_FUNCTION, SUMMED, WITH_ENGINE
+from porting import (
+    BY_HAND,
+    CLASS,
+    DATA,
+    ENGINE,
+    FOLDS,
+    FUNCTIONS,
+    GAN,
+    LOSS_IN_FORWARD,
+    NO_LOADER,
+    ONE_FUNCTION,
+    SUMMED,
+    WITH_ENGINE,
+)
 
 pytestmark = pytest.mark.integration
 
@@ -20,6 +33,7 @@ STYLES = {
     "folds": FOLDS,
     "gan": GAN,
     "by_hand": BY_HAND,
+    "loss_in_forward": LOSS_IN_FORWARD,
 }
 
 

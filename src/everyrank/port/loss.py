@@ -77,6 +77,9 @@ def count_of_terms(plan: Plan, statement: ast.stmt) -> str:
             return f"({source.code(call.args[1])} != {fact.details['ignored']}).sum()"
         names = [source.code(argument) for argument in reversed(call.args) if isinstance(argument, ast.Name)]
     forwards = calls(plan.training_forwards)
+    masked = _masked_in_forward(plan, [call for _, call in forwards])
+    if not losses and masked:
+        return masked
     given = [source.code(argument) for _, call in forwards for argument in call.args if isinstance(argument, ast.Name)]
     loops = [loop for loop in source.loops(statement) if isinstance(loop, ast.For)]
     of_batch = [name for loop in loops for name in plan.batch_names(loop)]
@@ -88,3 +91,24 @@ def count_of_terms(plan: Plan, statement: ast.stmt) -> str:
             if isinstance(word.value, ast.Name):
                 return f"len({word.value.id})" if word.arg else f"len(next(iter({word.value.id}.values())))"
     raise NotPortedError(statement.lineno, "the number of samples that this loss is the mean of was not found")
+
+
+def _masked_in_forward(plan: Plan, forwards: list[ast.Call]) -> str:
+    """The number of terms that a loss inside of the model's forward does not ignore; "" if there is no such loss."""
+    source = plan.source
+    for fact in plan.of("loss"):
+        call = source.at(fact.span)
+        if not fact.is_inner or fact.details["ignored"] is None or not isinstance(call, ast.Call) or len(call.args) < 2:
+            continue
+        function = source.scope(call)
+        parameters = [each.arg for each in function.args.args] if isinstance(function, ast.FunctionDef) else []
+        names = [node.id for node in ast.walk(call.args[1]) if isinstance(node, ast.Name) and node.id in parameters]
+        if parameters[:1] != ["self"] or len(names) != 1:
+            continue
+        index = parameters.index(names[0]) - 1
+        for forward in forwards:
+            given = next((word.value for word in forward.keywords if word.arg == names[0]), None)
+            given = given or (forward.args[index] if index < len(forward.args) else None)
+            if given is not None:
+                return f"({source.code(given)} != {fact.details['ignored']}).sum()"
+    return ""
