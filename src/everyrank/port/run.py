@@ -173,19 +173,24 @@ def check_ported(
 
 def audit_port(words: Sequence[str], files: ScriptFiles, attempt: Attempt, timeout_seconds: float) -> list[Finding]:
     """FAIL and WARN findings of the audit of a port on 2 ranks that the original on one process does not have."""
-    # an equal gradient is proof that no forward that counts is outside of the wrapper
-    known = {"replicas.unwrapped"} if attempt.is_equal else set[str]()
+    # equal gradients are proof that their terms weigh the same, and that no forward that counts is outside of the wrapper
+    disproved = ("replicas.unwrapped", "gradient.") if attempt.is_equal else ()
+    known = set[str]()
     if "convert_sync_batchnorm" in attempt.text:  # it works on CUDA only, which the port's notes tell
         known.add("replicas.buffers")
 
     def worst(text: str, other_text: str, ranks: int) -> list[Finding]:
         findings = _audit(words, files.written(text, other_text), ranks, timeout_seconds)
-        return [each for each in findings if each.level in ("FAIL", "WARN") and each.rule not in known]
+        return [each for each in findings if _counts(each, known, disproved)]
 
     findings = worst(attempt.text, attempt.other_text, 2)
     if findings:
         known |= {each.rule for each in worst(files.text, files.other_text, 1)}
     return [each for each in findings if each.rule not in known]
+
+
+def _counts(finding: Finding, known: set[str], disproved: tuple[str, ...]) -> bool:
+    return finding.level in ("FAIL", "WARN") and finding.rule not in known and not finding.rule.startswith(disproved)
 
 
 def _audit(words: Sequence[str], files: dict[str, str], ranks: int, timeout_seconds: float) -> Sequence[Finding]:
