@@ -173,7 +173,7 @@ def check_ported(
 
 def audit_port(words: Sequence[str], files: ScriptFiles, attempt: Attempt, timeout_seconds: float) -> list[Finding]:
     """FAIL and WARN findings of the audit of a port on 2 ranks that the original on one process does not have."""
-    # equal gradients are proof that their terms weigh the same, and that no forward that counts is outside of the wrapper
+    # equal gradients are proof that their terms weigh the same, and that each forward goes through the wrapper
     disproved = ("replicas.unwrapped", "gradient.") if attempt.is_equal else ()
     known = set[str]()
     if "convert_sync_batchnorm" in attempt.text:  # it works on CUDA only, which the port's notes tell
