@@ -5,27 +5,42 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from everyrank.commands.shared import add_outputs, check_html, check_writable, show
-from everyrank.errors import UsageError
+from everyrank.commands.shared import add_outputs, check_html, check_writable, say, show
+from everyrank.errors import CHECK_FAILED, UsageError, printable
 from everyrank.record import read_records
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-HELP = "show results that --json wrote"
+HELP = "show results that --json wrote, or compare two loss curves"
 EXAMPLES = (
     "everyrank report records.json",
     "everyrank report before.json after.json --html report.html",
+    "everyrank report compare before.csv after.csv --column train_loss",
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add RECORDS.json (one or more), --html and --markdown."""
-    parser.add_argument("records", nargs="+", type=Path, metavar="RECORDS.json")
+    """Add RECORDS.json (one or more) or `compare A B`, and the options of both."""
+    parser.add_argument("files", nargs="+", metavar="RECORDS.json", help="one or more; or: compare A B")
     add_outputs(parser)
+    parser.add_argument("--column", metavar="NAME", help="compare: CSV column or TensorBoard tag (default: the loss)")
+    parser.add_argument("--precision", metavar="P", help="compare: float64, float32 (default), bf16 or fp16")
+    parser.add_argument(
+        "--same-seed", action="store_true", help="compare: both runs have one seed and read the same samples"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show the Records of the files next to each other and write the requested pages; exit status 0."""
+    """Show the Records of the files next to each other and write the requested pages; exit status 0.
+
+    `compare A B`: exit status 1 unless two loss curves differ by rounding or noise of seeds at most.
+    """
+    if args.files[0] == "compare":
+        return _compare(args)
+    for flag, value in (("--column", args.column), ("--precision", args.precision), ("--same-seed", args.same_seed)):
+        if value:
+            raise UsageError(f"{flag}: only for everyrank report compare A B")
+    args.records = [Path(word) for word in args.files]
     check_writable(args.markdown)
     check_html(args)
     # show only the file name, unless two files have the same name
@@ -44,3 +59,26 @@ def run(args: argparse.Namespace) -> int:
     args.json = None
     show(sets, args)
     return 0
+
+
+def _compare(args: argparse.Namespace) -> int:
+    """Compare two loss curves, or the curves of several seeds."""
+    from everyrank.report.curves import read_curves
+    from everyrank.report.two_curves import compare_curves, pairs_of_curves
+
+    if len(args.files) != 3:
+        raise UsageError(
+            "report compare: give two, A and B: Records, CSV files or TensorBoard folders; for several seeds give a "
+            "folder with a file for each"
+        )
+    if args.html is not None or args.markdown is not None:
+        raise UsageError("report compare: leave --html and --markdown out; it prints a few lines")
+    before, now = (read_curves(Path(word), args.column) for word in args.files[1:])
+    results = {
+        label: compare_curves(a, b, args.precision, args.same_seed) for label, a, b in pairs_of_curves(before, now)
+    }
+    for label, result in results.items():
+        for line in [label, *result.lines()] if len(results) > 1 else result.lines():
+            say(printable(line))
+    is_same = all(result.status not in ("different", "undecided") for result in results.values())
+    return 0 if is_same else CHECK_FAILED

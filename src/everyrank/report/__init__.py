@@ -4,6 +4,8 @@ rows.py       groups of Records, and their titles
 notes.py      the answer in a sentence, and notes on the measurement
 table.py      tables as plain text, without formatting
 beside.py     compares sets of Records, for example of two commits
+curves.py     reads loss curves: Records, CSV, TensorBoard
+two_curves.py  whether two loss curves differ by rounding, by noise of seeds, or by more
 charts.py     charts for the page
 drawing.py    functions that the charts share
 terminal.py   prints a table with rich

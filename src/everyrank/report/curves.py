@@ -1,0 +1,246 @@
+"""Read loss curves: Records, CSV, log.jsonl of a training, event files of TensorBoard. No code of a file runs."""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import io
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from everyrank.errors import CannotRunError, UsageError
+from everyrank.record import read_records
+
+__all__ = ["Curve", "read_curves"]
+
+_MAX_BYTES = 1 << 30
+_STEP_NAMES = ("step", "update", "global_step", "iteration", "iter", "steps", "_step", "batch", "epoch")
+_LOSS_NAMES = ("loss", "train_loss", "train/loss", "training_loss", "loss/train", "lm loss", "value")
+_SUFFIXES = (".csv", ".tsv", ".json", ".jsonl")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The losses of one run.
+
+    name        of the file, as the user knows it
+    losses      by step, in order of steps
+    resolution  half of the last printed digit; 0 if all digits were kept
+    precision   of the run, if its layout names one: "bf16"
+    """
+
+    name: str
+    losses: Mapping[int, float]
+    resolution: float = 0.0
+    precision: str | None = None
+    label: str = ""
+
+
+def read_curves(path: Path, column: str | None = None) -> list[Curve]:
+    """The curves of a file, or of each file in a folder: runs of one experiment with different seeds.
+
+    column   of a CSV file, or tag of TensorBoard; None: the one that is named like a loss
+
+    Raises `UsageError` for a file without a curve, `CannotRunError` for event files without tensorboard.
+    """
+    if not path.exists():
+        raise UsageError(f"{path}: there is no such file; give Records, a CSV file, log.jsonl, or a TensorBoard folder")
+    if path.is_dir():
+        return _read_folder(path, column)
+    if not path.is_file():
+        raise UsageError(f"{path}: neither a file nor a folder; give Records, a CSV file, or a TensorBoard folder")
+    return _read_file(path, column)
+
+
+def _read_folder(folder: Path, column: str | None) -> list[Curve]:
+    places = sorted({path.parent for path in folder.rglob("*tfevents*") if path.is_file()})
+    if places:
+        return [_read_events(place, column) for place in places]
+    files = sorted(path for path in folder.iterdir() if path.is_file() and path.suffix in _SUFFIXES)
+    if {"log.csv", "log.jsonl"} <= {path.name for path in files}:  # two forms of one run
+        files = [folder / "log.jsonl"]
+    if not files:
+        files = sorted(folder.glob("*/log.jsonl"))
+    if not files:
+        raise UsageError(f"{folder}: the folder has no CSV, JSON or event files; give the runs of one experiment")
+    return [curve for file in files for curve in _read_file(file, column)]
+
+
+def _read_file(path: Path, column: str | None) -> list[Curve]:
+    if "tfevents" in path.name:
+        return [_read_events(path, column)]
+    if path.stat().st_size > _MAX_BYTES:
+        raise UsageError(f"{path}: larger than 1 GiB; give a file with only the loss")
+    if path.suffix == ".json":
+        return _of_records(path)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{path}: not a text file; give Records, a CSV file, or a TensorBoard folder") from None
+    if path.suffix == ".jsonl":
+        return [_of_rows(path, _json_rows(path, text), column)]
+    return [_of_rows(path, _csv_rows(path, text), column)]
+
+
+# --- Records
+
+
+def _of_records(path: Path) -> list[Curve]:
+    curves: list[Curve] = []
+    for record in read_records(path):
+        if record.loss:
+            settings = record.layout.partition(":")[2].split(",")
+            found = [word.partition("=")[2] for word in settings if word.startswith("precision=")]
+            label = f"{record.workload} · {record.layout} · {record.world_size} ranks"
+            losses = dict(enumerate(record.loss))
+            curves.append(Curve(path.name, losses, precision=found[0] if found else None, label=label))
+    if not curves:
+        raise UsageError(f"{path}: no Record has losses; everyrank train, run or bench with --json F writes them")
+    return curves
+
+
+# --- rows of text
+
+
+def _csv_rows(path: Path, text: str) -> list[dict[str, str]]:
+    if not text.strip():
+        raise UsageError(f"{path}: the file is empty")
+    if "\0" in text:
+        raise UsageError(f"{path}: not a text file; give Records, a CSV file, or a TensorBoard folder")
+    first = text.lstrip().splitlines()[0]
+    delimiter = max(",;\t", key=first.count)
+    try:
+        rows = list(csv.reader(io.StringIO(text), delimiter=delimiter))
+    except csv.Error as error:
+        raise UsageError(f"{path}: not CSV ({error})") from None
+    rows = [row for row in rows if row]
+    header = [word.strip() for word in rows[0]]
+    if all(_number(word) is not None for word in header):  # no header: the last column is the loss
+        names = ["step", "loss"] if len(header) == 2 else ["loss"] if len(header) == 1 else []
+        if not names:
+            raise UsageError(f"{path}: the first line names no columns; begin the file with a line such as step,loss")
+        return [dict(zip(names, row, strict=False)) for row in rows]
+    return [dict(zip(header, row, strict=False)) for row in rows[1:]]
+
+
+def _json_rows(path: Path, text: str) -> list[dict[str, str]]:
+    rows: list[dict[str, str]] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row: Any = json.loads(line)
+        except (ValueError, RecursionError):
+            raise UsageError(f"{path}:{number}: not JSON; give a file with one JSON object in each line") from None
+        if not isinstance(row, dict):
+            raise UsageError(f"{path}:{number}: not a JSON object; give a file with one JSON object in each line")
+        rows.append({str(key): "" if value is None else str(value) for key, value in row.items()})
+    if not rows:
+        raise UsageError(f"{path}: the file is empty")
+    return rows
+
+
+def _of_rows(path: Path, rows: Sequence[Mapping[str, str]], column: str | None) -> Curve:
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    loss = _find_column(str(path), names, column)
+    lower = {name.lower(): name for name in reversed(names)}
+    step = next((lower[name] for name in _STEP_NAMES if name in lower and lower[name] != loss), None)
+    losses: dict[int, float] = {}
+    texts: list[str] = []
+    for index, row in enumerate(rows):
+        text = row.get(loss, "").strip()
+        if not text:  # a row for another metric
+            continue
+        value = _number(text)
+        if value is None:
+            raise UsageError(f"{path}: {loss} of row {index + 1} is {text[:40]!r}, which is no number")
+        at = _number(row.get(step, "")) if step else float(len(losses))
+        if at is None or not math.isfinite(at) or at != int(at):
+            raise UsageError(f"{path}: {step} of row {index + 1} is {row.get(step or '', '')[:40]!r}, not an integer")
+        losses.pop(int(at), None)  # a training that was resumed wrote this step twice
+        losses[int(at)] = value
+        texts.append(text)
+    if not losses:
+        raise UsageError(f"{path}: the column {loss} has no values")
+    return Curve(path.name, dict(sorted(losses.items())), _resolution(texts))
+
+
+def _find_column(place: str, names: Sequence[str], column: str | None) -> str:
+    if column is not None:
+        if column in names:
+            return column
+        near = difflib.get_close_matches(column, names, 1)
+        hint = f"did you mean {near[0]}?" if near else f"it has {_listed(names)}"
+        raise UsageError(f"{place}: there is no column {column}; {hint}")
+    lower = {name.lower().strip(): name for name in reversed(names)}
+    found = next((lower[name] for name in _LOSS_NAMES if name in lower), None)
+    if found is None:
+        candidates = [name for name in names if "loss" in name.lower()]
+        if len(candidates) != 1:
+            raise UsageError(f"{place}: which column is the loss? It has {_listed(names)}; add --column NAME")
+        found = candidates[0]
+    return found
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(name[:40] for name in names[:8])
+    return f"{shown}{', ...' if len(names) > 8 else ''}" if names else "no columns"
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _resolution(texts: Iterable[str]) -> float:
+    """Half of the last printed digit, by the value with the most digits; 0 if that has 12 or more."""
+    decimals, digits = 0, 0
+    for text in texts:
+        mantissa, _, exponent = text.lower().partition("e")
+        fraction = mantissa.partition(".")[2]
+        with_exponent = len(fraction) - int(exponent) if exponent.lstrip("+-").isdigit() else len(fraction)
+        decimals = max(decimals, with_exponent)
+        digits = max(digits, sum(letter.isdigit() for letter in mantissa.lstrip("-+0.")))
+    return 0.0 if digits >= 12 else 0.5 * 10.0**-decimals
+
+
+# --- TensorBoard
+
+
+def _read_events(path: Path, column: str | None) -> Curve:
+    """One folder of event files, or one such file."""
+    try:
+        import logging
+
+        logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it warns about each purged event
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+        from tensorboard.util import tensor_util
+    except ImportError:
+        raise CannotRunError(
+            f"{path}: reading TensorBoard's event files needs tensorboard; pip install 'everyrank[tensorboard]'"
+        ) from None
+    try:
+        events = EventAccumulator(str(path), size_guidance={"scalars": 0, "tensors": 0})
+        events.Reload()
+        tags = events.Tags()
+        tag = _find_column(str(path), [*tags["scalars"], *tags["tensors"]], column)
+        if tag in tags["scalars"]:
+            losses = {event.step: float(event.value) for event in events.Scalars(tag)}
+        else:
+            arrays = {event.step: tensor_util.make_ndarray(event.tensor_proto) for event in events.Tensors(tag)}
+            losses = {step: float(array) for step, array in arrays.items() if array.size == 1}
+    except UsageError:
+        raise
+    except Exception as error:  # a damaged file raises many kinds
+        raise UsageError(f"{path}: TensorBoard cannot read it ({type(error).__name__}: {str(error)[:100]})") from None
+    if not losses:
+        raise UsageError(f"{path}: {tag} has no values")
+    return Curve(path.name, dict(sorted(losses.items())), label=tag)

@@ -1,0 +1,295 @@
+"""Compare two loss curves: is the difference rounding, noise of seeds, or a difference?
+
+One run of each side can show rounding, or a difference from the first step on. What seeds do is only known from several
+runs: a folder of runs with different seeds for A, for B, or for both.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from everyrank.errors import UsageError
+from everyrank.report.curves import Curve
+
+__all__ = ["CurveComparison", "compare_curves", "pairs_of_curves"]
+
+_ROUNDING = {"float64": 1e-10, "float32": 1e-5, "bf16": 1e-2, "fp16": 3e-3}  # relative, of one loss before it grows
+_GROWTH = 10.0  # rounding differences may grow by this factor in one step; measured trainings stay below 3
+_LARGEST = 0.05  # relative; above it, rounding cannot be told from seeds
+_PARTS = 4  # of the curve, each compared by a t-test
+_LEVEL = 0.05
+
+
+@dataclass(frozen=True)
+class CurveComparison:
+    """The result.
+
+    status       "equal", "rounding", "noise of seeds", "different" or "undecided"
+    text         why
+    next         what to do; "" if nothing is left open
+    assumptions  of this result
+    """
+
+    status: str
+    text: str
+    next: str = ""
+    assumptions: tuple[str, ...] = ()
+
+    def lines(self) -> list[str]:
+        """The lines to print."""
+        rows = [f"{self.status}: {self.text}"]
+        rows += [f"next: {self.next}"] if self.next else []
+        return [*rows, *(f"assumed: {text}" for text in self.assumptions)]
+
+
+def pairs_of_curves(before: Sequence[Curve], now: Sequence[Curve]) -> list[tuple[str, list[Curve], list[Curve]]]:
+    """(label, runs of A, runs of B) to compare. Records of several layouts are compared layout by layout.
+
+    Raises `UsageError` if both sides have several layouts and none in common.
+    """
+    labels = [list(dict.fromkeys(run.label for run in runs)) for runs in (before, now)]
+    if len(labels[0]) == len(labels[1]) == 1:
+        return [(labels[0][0], list(before), list(now))]
+    rows = [
+        (label, [run for run in before if run.label == label], [run for run in now if run.label == label])
+        for label in labels[0]
+        if label in labels[1]
+    ]
+    if not rows:
+        shown = [", ".join(names[:3]) + ", ..." * (len(names) > 3) for names in labels]
+        raise UsageError(f"A and B have no layout in common: A has {shown[0]}; B has {shown[1]}")
+    return rows
+
+
+def compare_curves(
+    before: Sequence[Curve], now: Sequence[Curve], precision: str | None = None, same_seed: bool = False
+) -> CurveComparison:
+    """Compare the runs of two experiments.
+
+    before, now   the runs of each, which differ only in their seeds
+    precision     of the runs; None: as the Records name it, else float32
+    same_seed     the single runs of both sides have the same seed and read the same samples
+
+    Raises `UsageError` if they have fewer than 2 steps in common, or a run twice.
+    """
+    runs = [*before, *now]
+    for side in (before, now):
+        for index, run in enumerate(side):
+            copies = [other.name for other in side[:index] if other.losses == run.losses]
+            if copies:
+                raise UsageError(f"{copies[0]} and {run.name} are the same run; give runs with different seeds")
+    steps, note = _common_steps(before, now)
+    kind = precision or next((run.precision for run in runs if run.precision), None) or "float32"
+    if kind not in _ROUNDING:
+        raise UsageError(f"--precision {kind}: give one of {', '.join(_ROUNDING)}")
+    resolution = max(run.resolution for run in runs)
+    tolerances = {step: max(_ROUNDING[kind] * abs(before[0].losses[step]), 2 * resolution) for step in steps}
+    result = _broken(before, now, steps)
+    if result is None and len(before) == len(now) == 1:
+        result = _of_single_runs(before[0], now[0], steps, tolerances, kind, same_seed)
+    elif result is None:
+        result = _of_seeds(before, now, steps)
+    assumptions = list(result.assumptions)
+    if resolution and result.status != "equal":
+        assumptions.append(f"the losses are printed to {resolution * 2:.0e}; a smaller difference is not seen")
+    return CurveComparison(result.status, result.text, result.next, (*([note] if note else []), *assumptions))
+
+
+def _common_steps(before: Sequence[Curve], now: Sequence[Curve]) -> tuple[list[int], str]:
+    runs = [*before, *now]
+    common = sorted(set[int](runs[0].losses).intersection(*(run.losses for run in runs[1:])))
+    if len(common) < 2:
+        shown = [f"{run.name} has {len(run.losses)} ({_range(run)})" for run in (before[0], now[0])]
+        raise UsageError(
+            f"{len(common)} step{'s' * (len(common) != 1)} in common, and 2 are needed: {'; '.join(shown)}; "
+            "log both at the same steps"
+        )
+    longest = max(len(run.losses) for run in runs)
+    is_part = any(len(run.losses) != len(common) for run in runs)
+    return common, f"only the {len(common)} steps that all runs have are compared, of {longest}" if is_part else ""
+
+
+def _range(curve: Curve) -> str:
+    steps = list(curve.losses)
+    shown = ", ".join(map(str, steps[:3]))
+    return shown if len(steps) <= 3 else f"{shown}, ... {steps[-1]}"
+
+
+def _broken(before: Sequence[Curve], now: Sequence[Curve], steps: Sequence[int]) -> CurveComparison | None:
+    """NaN or infinity in one side only is a difference."""
+    first: dict[str, int | None] = {}
+    for name, runs in (("A", before), ("B", now)):
+        found = [step for step in steps if any(not math.isfinite(run.losses[step]) for run in runs)]
+        first[name] = found[0] if found else None
+    if first["A"] == first["B"] is None:
+        return None
+    if first["A"] is not None and first["B"] is not None:
+        raise UsageError(f"both have losses that are NaN or infinite (A from step {first['A']}, B from {first['B']})")
+    name = "A" if first["A"] is not None else "B"
+    return CurveComparison("different", f"only {name} has losses that are NaN or infinite, from step {first[name]} on")
+
+
+# --- one run of each
+
+
+def _of_single_runs(
+    before: Curve, now: Curve, steps: Sequence[int], tolerances: Mapping[int, float], kind: str, same_seed: bool
+) -> CurveComparison:
+    differences = {step: now.losses[step] - before.losses[step] for step in steps}
+    if not any(differences.values()):
+        return CurveComparison("equal", f"all {len(steps)} losses are the same, digit by digit")
+    assumptions = (
+        f"{kind} (--precision), whose rounding changes the first losses by at most {_ROUNDING[kind]:.0e} of their "
+        f"value and grows by at most a factor of {_GROWTH:g} in a step",
+    )
+    first = steps[0]
+    if abs(differences[first]) > tolerances[first]:
+        return _different_start(before, now, steps, tolerances, same_seed)
+    largest = max(steps, key=lambda step: abs(differences[step]) / (abs(before.losses[step]) or 1.0))
+    share = _share(differences[largest], before.losses[largest])
+    outside = _first_jump(steps, differences, tolerances)
+    if outside is not None:
+        text = (
+            f"the losses agree before step {outside}, whose losses are {before.losses[outside]:.6g} and "
+            f"{now.losses[outside]:.6g}: rounding does not grow so fast"
+        )
+        return CurveComparison("different", text, assumptions=(*assumptions, "both read the same samples"))
+    beyond = [step for step in steps if abs(differences[step]) > tolerances[step]]
+    if not beyond:
+        text = f"{len(steps)} losses differ by at most {share:.1e} of their value (step {largest})"
+        return CurveComparison("rounding", text, assumptions=assumptions)
+    start = f"the first losses agree, and the difference grows to {share:.1e} of the loss (step {largest})"
+    more = "give a folder with 3 or more runs of different seeds for A, for B, or for both"
+    if share > _LARGEST or _spacing(steps) > 1:
+        reason = (
+            "more than rounding can be blamed for" if share > _LARGEST else "it cannot be seen between logged steps"
+        )
+        return CurveComparison("undecided", f"{start}: {reason}", more, assumptions)
+    signs = [differences[step] > 0 for step in beyond]
+    one_sided = max(signs.count(True), signs.count(False))
+    if len(beyond) >= 8 and one_sided >= 0.95 * len(beyond):
+        sign = "above" if signs.count(True) == one_sided else "below"
+        text = f"{start}, with B {sign} A in {one_sided} of the {len(beyond)} steps that differ: a drift"
+        return CurveComparison("undecided", text, more, assumptions)
+    return CurveComparison("rounding", f"{start} step by step, as rounding does", assumptions=assumptions)
+
+
+def _different_start(
+    before: Curve, now: Curve, steps: Sequence[int], tolerances: Mapping[int, float], same_seed: bool
+) -> CurveComparison:
+    """The first losses differ: another seed, or another loss."""
+    first = steps[0]
+    old, new = before.losses[first], now.losses[first]
+    share = abs(_share(new - old, old))
+    text = f"the first losses (step {first}) are {old:.6g} and {new:.6g}: {share:.1e} of their value apart"
+    ratios = [now.losses[step] / before.losses[step] for step in steps if before.losses[step]]
+    factor = ratios[0] if ratios else 1.0
+    near = round(factor) if factor >= 1 else 1 / round(1 / factor) if factor > 0 else 0.0
+    slack = 10 * max(tolerances[step] / abs(before.losses[step]) for step in steps if before.losses[step])
+    if near and abs(near - 1) > 1e-9 and abs(factor / near - 1) < slack:
+        return CurveComparison("different", f"{text}; B is {near:.6g} times A: a scale in the loss", assumptions=())
+    if same_seed:
+        return CurveComparison(
+            "different", text, assumptions=("both have the same seed and read the same samples (--same-seed)",)
+        )
+    return CurveComparison(
+        "undecided",
+        f"{text}; a different seed does this, and so does a different loss, model or order of samples",
+        "add --same-seed if the seeds are the same; else give a folder with 3 or more runs for A, for B, or for both",
+    )
+
+
+def _share(difference: float, loss: float) -> float:
+    return abs(difference) / abs(loss) if loss else abs(difference)
+
+
+def _spacing(steps: Sequence[int]) -> int:
+    return max(after - step for step, after in itertools.pairwise(steps))
+
+
+def _first_jump(steps: Sequence[int], differences: Mapping[int, float], tolerances: Mapping[int, float]) -> int | None:
+    """The first step whose difference is much larger than those before it."""
+    largest, previous = 0.0, steps[0]
+    for step in steps:
+        size = abs(differences[step])
+        exponent = min(step - previous, 12)
+        if size > max(largest, tolerances[step]) * _GROWTH**exponent:
+            return step
+        largest, previous = max(largest, size), step
+    return None
+
+
+# --- several seeds
+
+
+def _of_seeds(before: Sequence[Curve], now: Sequence[Curve], steps: Sequence[int]) -> CurveComparison:
+    freedom = len(before) + len(now) - 2
+    counts = f"A has {len(before)} run{'s' * (len(before) != 1)}, B {len(now)}"
+    if freedom < 2:
+        return CurveComparison(
+            "undecided",
+            f"{counts}: too few to know what a seed changes",
+            "give 4 runs or more in all, for example 3 seeds of A and 1 of B",
+        )
+    assumptions = [
+        "the runs of one side differ only in their seeds, and are independent of each other",
+        "the mean losses of runs are normally distributed, and spread as far in A as in B",
+    ]
+    parts = [part for part in _parts(steps) if part]
+    critical = _t_quantile(1 - _LEVEL / len(parts) / 2, freedom)
+    rows: list[tuple[list[int], float, float, float]] = []
+    for part in parts:
+        sides = [[statistics.fmean(run.losses[step] for step in part) for run in runs] for runs in (before, now)]
+        means = [statistics.fmean(side) for side in sides]
+        squares = sum((value - mean) ** 2 for side, mean in zip(sides, means, strict=True) for value in side)
+        width = critical * math.sqrt(squares / freedom * (1 / len(before) + 1 / len(now)))
+        rows.append((part, means[0], means[1] - means[0], width))
+    apart = [row for row in rows if abs(row[2]) > row[3]]
+    part, mean, difference, width = (apart or rows)[-1]
+    scale = 100 / (abs(mean) or 1.0)
+    low, high = (difference - width) * scale, (difference + width) * scale
+    where = f"in steps {part[0]} to {part[-1]} B's mean loss is {low:+.2g}% to {high:+.2g}% from A's"
+    confidence = f"{100 * (1 - _LEVEL):g}% intervals over {len(parts)} parts of the curve"
+    if apart:
+        return CurveComparison(
+            "different", f"{counts}; {where}, more than seeds explain ({confidence})", assumptions=tuple(assumptions)
+        )
+    return CurveComparison(
+        "noise of seeds",
+        f"{counts}; {where}: no more than seeds explain ({confidence}). A difference below {width * scale:.2g}% would "
+        "not be seen",
+        assumptions=tuple(assumptions),
+    )
+
+
+def _parts(steps: Sequence[int]) -> list[list[int]]:
+    size = len(steps) / min(_PARTS, len(steps))
+    return [list(steps[round(index * size) : round((index + 1) * size)]) for index in range(min(_PARTS, len(steps)))]
+
+
+def _t_probability(value: float, freedom: int) -> float:
+    """P(T <= value) of Student's t. The finite sums of Abramowitz and Stegun, 26.7.3 and 26.7.4."""
+    angle = math.atan(value / math.sqrt(freedom))
+    cosine, sine = math.cos(angle), math.sin(angle)
+    term, total = (cosine, 0.0) if freedom % 2 else (1.0, 0.0)
+    start = 3 if freedom % 2 else 2
+    count = (freedom - 1) // 2 if freedom % 2 else freedom // 2
+    for index in range(count):
+        total += term
+        factor = start + 2 * index
+        term *= cosine**2 * (factor - 1) / factor
+    within = 2 / math.pi * (angle + sine * total) if freedom % 2 else sine * total
+    return 0.5 + within / 2
+
+
+def _t_quantile(probability: float, freedom: int) -> float:
+    """The value that T exceeds with 1 - probability. By bisection."""
+    low, high = 0.0, 1e4
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _t_probability(middle, freedom) < probability else (low, middle)
+    return high
