@@ -14,11 +14,15 @@ import json
 import math
 import operator
 import pickle
+import re
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from everyrank.backends import RECENT_CALLS
@@ -44,8 +48,36 @@ def recorded_calls(with_places: bool) -> dict[str, Any]:
         with contextlib.suppress(Exception):  # another thread may be making or destroying the group
             groups[internals._world.pg_names[group]] = sorted(ranks)
     # a job with an everyrank backend still saves checkpoints over gloo
-    rows = RECENT_CALLS.rows() + _flight_recorder(with_places)
+    rows = RECENT_CALLS.rows() + _flight_recorder(with_places) + _message_in_progress()
     return {"groups": groups, "calls": sorted(rows, key=operator.itemgetter(_TIME))}
+
+
+_MESSAGES = {"recv": ("src", "recv from"), "send": ("dst", "send to")}
+
+
+def _message_in_progress() -> list[list[Any]]:
+    """A row for the `dist.recv` or `dist.send` in which the main thread waits: gloo's recorder has no messages."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)  # pyright: ignore[reportPrivateUsage]
+    while frame is not None:
+        name = frame.f_code.co_name
+        if name in _MESSAGES and frame.f_code.co_filename == distributed_c10d.__file__:
+            argument, text = _MESSAGES[name]
+            values = frame.f_locals
+            tensor, peer, group = values.get("tensor"), values.get(argument), values.get("group")
+            if peer is None and (number := values.get(f"group_{argument}")) is not None:
+                peer = number if group is None else dist.get_global_rank(group, number)
+            if not isinstance(tensor, Tensor):
+                return []
+            row = [
+                "",
+                0,
+                f"{text} {'any rank' if peer is None else int(peer)}",
+                tensor.numel(),
+                str(tensor.dtype).removeprefix("torch."),
+            ]
+            return [[*row, False, True, time.time_ns(), None]]
+        frame = frame.f_back
+    return []
 
 
 def _flight_recorder(with_places: bool) -> list[list[Any]]:
@@ -83,7 +115,7 @@ def _row(entry: dict[str, Any]) -> list[Any]:
     return [
         entry["process_group"][0],
         entry["p2p_seq_id"] if is_message else entry["collective_seq_id"],
-        entry["profiling_name"].rpartition(":")[2].split(" ")[0],
+        _operation(entry["profiling_name"].rpartition(":")[2], is_message),
         sum(math.prod(sizes) for sizes in entry["input_sizes"]),
         _DTYPES.get(dtype, dtype.lower()),
         bool(entry["retired"]) or entry["state"] == "completed",
@@ -91,3 +123,12 @@ def _row(entry: dict[str, Any]) -> list[Any]:
         entry["time_created_ns"],
         next((location for location in locations if is_own(location[0])), None),
     ]
+
+
+_PEER = re.compile(r"(send|recv) \d+(?:->|<-)(\d+)")
+
+
+def _operation(name: str, is_message: bool) -> str:
+    """`all_reduce`; for a message that names its peer (nccl: `recv 0<-1`) `recv from 1`."""
+    match = _PEER.match(name) if is_message else None
+    return f"{_MESSAGES[match[1]][1]} {match[2]}" if match else name.split(" ")[0]

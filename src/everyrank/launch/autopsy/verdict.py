@@ -8,6 +8,7 @@ in no collective.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -28,6 +29,8 @@ _WAITS = (
     ("everyrank/world/barrier.py", ("store_barrier",), "waits for the others at a barrier of everyrank's"),
     ("everyrank/world/barrier.py", ("_wait_for_text",), "waits for a message of another rank"),
     ("torch/distributed/distributed_c10d.py", ("_store_based_barrier",), "waits for the others to make the same group"),
+    ("torch/distributed/distributed_c10d.py", ("_new_process_group_helper",), "waits for the others to make the group"),
+    ("torch/distributed/rendezvous.py", ("_create_c10d_store",), "waits for the others in init_process_group"),
     ("threading.py", ("wait", "acquire", "join"), "waits for a thread or a lock"),
     ("subprocess.py", ("wait", "_wait", "communicate"), "waits for a process that it has started"),
     ("multiprocessing/", ("wait", "poll", "join", "recv", "get"), "waits for a process that it has started"),
@@ -70,6 +73,29 @@ class _Wait(NamedTuple):
     other: dict[int, _Call]
 
 
+class _Message(NamedTuple):
+    """A message that a rank waits for, or that its peer does not take. `peer` is None for one from any rank."""
+
+    is_recv: bool
+    peer: int | None
+    text: str
+
+
+_MESSAGE = re.compile(r"(recv from|send to) (\d+|any rank)")
+
+
+def _message(view: RankView) -> _Message | None:
+    """The message in which a rank waits; None if it waits in none."""
+    for row in reversed(view.calls.get("calls", [])):
+        _, _, operation, count, dtype, is_done, is_message, _, _ = row
+        match = _MESSAGE.fullmatch(str(operation)) if is_message and not is_done else None
+        if match is not None:
+            peer = int(match[2]) if match[2].isdecimal() else None
+            text = f"message of {count:,} element{'s' * (count != 1)} of {dtype}"
+            return _Message(match[1] == "recv from", peer, text)
+    return None
+
+
 def verdict(views: Sequence[RankView]) -> str:
     """One paragraph about these ranks: first the cause, then the ranks that wait for it."""
     waits = _waits(views)
@@ -79,6 +105,7 @@ def verdict(views: Sequence[RankView]) -> str:
         [_stopped_or_gone(view) for view in views],
         [_mismatch(wait, by_rank) for wait in waits if wait.other],
         [_never_came(wait, by_rank, waiters) for wait in waits if wait.missing and not set(wait.missing) <= waiters],
+        [_never_sent(view, by_rank) for view in views],
         [_deadlock(waits, by_rank)],
     ):
         causes = list(dict.fromkeys(row for row in candidates if row))
@@ -211,6 +238,29 @@ def _never_came(wait: _Wait, by_rank: dict[int, RankView], waiters: set[int]) ->
     return f"{_ranks(missing)} never came to {_name(wait, by_rank)}: {'; '.join(texts)}{more}"
 
 
+def _never_sent(view: RankView, by_rank: dict[int, RankView]) -> str:
+    """The cause if a rank waits for a message, and its peer does something else; else ""."""
+    message = _message(view)
+    if message is None or message.peer is None:
+        return ""
+    peer = by_rank.get(message.peer)
+    other = _message(peer) if peer is not None else None
+    did = "never sent" if message.is_recv else "never received"
+    if other is not None and other.peer == view.rank and message.is_recv == other.is_recv:
+        first, second = sorted((view, by_rank[message.peer]), key=lambda each: each.rank)
+        verb = "receive from" if message.is_recv else "send to"
+        return (
+            f"ranks {first.rank} and {second.rank} both {verb} each other, and neither {did[6:]}: rank {first.rank} "
+            f"at {location_text(first.frames)}, rank {second.rank} at {location_text(second.frames)}"
+        )
+    stands = _stands(peer) if peer is not None else "has written no readable state"
+    preposition = "waits for" if message.is_recv else "sends"
+    return (
+        f"rank {message.peer} {did} the {message.text} that rank {view.rank} {preposition} at "
+        f"{location_text(view.frames) or 'an unknown location'}: it {stands}"
+    )
+
+
 def _deadlock(waits: Sequence[_Wait], by_rank: dict[int, RankView]) -> str:
     """The cause if ranks wait for each other, each in a different group."""
     stuck = [wait for wait in waits if wait.missing]
@@ -264,7 +314,14 @@ def _stands(view: RankView) -> str:
         return f"has raised at {location or 'an unknown location'}: {view.raised}"
     if view.age:
         return _stood(view)
-    doing = _doing(view)
+    message = _message(view)
+    if message is not None:
+        who = "any rank" if message.peer is None else f"rank {message.peer}"
+        doing = (
+            f"it waits for a {message.text} from {who}" if message.is_recv else f"it sends a {message.text} to {who}"
+        )
+    else:
+        doing = _doing(view)
     worker = next((f"; its worker, process {pid}, at {location_text(frames)}" for pid, frames in view.workers), "")
     worker = worker if "loader" in doing else ""
     return f"stands at {location or 'an unknown location'} ({doing}, process {view.pid}{worker})"
