@@ -33,7 +33,8 @@ PARTS = {
     "package": r"test_wheel|test_notebook|test_site",
     "models": r"test_odd_models|test_causal_lm|test_larger_models",
     "layouts": r"test_more_ranks|test_saving_meshes|_model_parallel|_experts",
-    "launchers": r"test_conformance|test_failures|test_elastic",  # spawn and torchrun, and what all of them share
+    # spawn and torchrun, and what all of them share
+    "launchers": r"test_conformance|test_failures|test_elastic|test_hanging_scripts|test_scripts",
     "suite": r"",  # what is marked beside the other tests of a room
 }
 ROOMS = {"recipes": "recipes", "parity": "layouts", "checkpoint": "layouts"}  # of tests/, and their parts; else suite

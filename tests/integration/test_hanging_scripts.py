@@ -1,0 +1,131 @@
+"""Fifteen ways to hang in a plain script, by `everyrank launch` and by `python -m everyrank watch` under torchrun.
+
+The rank at fault and its line of the script are named, and the watch ends no program.
+"""
+
+from __future__ import annotations
+
+import queue
+import re
+import shutil
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from integration.conftest import Hosts, free_port
+from processes import Cli
+
+SCRIPT = Path(__file__).parent.parent / "scripts" / "hang.py"
+# way: the ranks at fault, and what else the paragraph says; {waits}: the line where the others wait
+WAYS = {
+    "skipped_collective": (1, "rank 1 never came to all_reduce of 3 elements of float32"),
+    "barrier_while_saving": (0, "it waits for a process that it has started"),
+    "sleeping": (1, "rank 1 never came to all_reduce"),
+    "locked": (1, "rank 1 never came to all_reduce"),
+    "loader_worker": (1, "it waits for its data loader"),
+    "order_of_groups": (1, "mismatch (groups in different order)"),
+    "state_dict_on_rank_0": (1, "rank 0"),
+    "fsdp_forward_on_rank_0": (1, "rank 1 never came to "),
+    "object_collective": (1, "mismatch"),
+    "receive_without_send": (1, "rank 1 never sent the message of 3 elements of float32 that rank 0 waits for"),
+    "receive_from_each_other": (1, "ranks 0 and 1 both receive from each other"),
+    "stopped": (1, "rank 1 is stopped by a signal"),
+    "group_on_one_rank": (1, "rank 0"),
+    "thread_in_collective": (1, "it waits for a thread or a lock"),
+    "before_the_group": (1, "it waits for the others"),
+}
+
+
+def place_of(way: str, mark: str) -> str:
+    """`hang.py:31 in sleeping`; "" if this way has no such mark. That of `before_the_group` stands in main."""
+    lines = SCRIPT.read_text().splitlines()
+    name = "main" if way == "before_the_group" else way
+    first = lines.index(next(line for line in lines if line.startswith(f"def {name}(")))
+    for number, line in enumerate(lines[first + 1 :], first + 2):
+        if line.startswith(("def ", "class ")):
+            return ""
+        if line.endswith(f"# {mark}"):
+            return f"hang.py:{number} in {name}"
+    return ""
+
+
+def check(text: str, way: str) -> None:
+    """The paragraph names rank and lines."""
+    rank, phrase = WAYS[way]
+    line = next(line for line in text.splitlines() if "(--timeout)" in line)
+    assert phrase in line
+    assert re.search(rf"\brank {rank}\b", line)
+    for mark in ("cause", "waits"):
+        assert place_of(way, mark) in line, mark
+
+
+@pytest.mark.parametrize("how", ["launch", "watch"])
+@pytest.mark.parametrize("way", WAYS)
+def test_way_to_hang(cli: Cli, tmp_path: Path, way: str, how: str) -> None:
+    if how == "launch":
+        cli.start("launch", "--processes", 2, "--timeout", 2, "--grace", 0, SCRIPT, way)
+    else:
+        command = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
+        words = ("-m", "everyrank", "watch", "--timeout", 2, SCRIPT, way)
+        cli.start(*words, command=command, TMPDIR=str(tmp_path))
+    cli.wait_for(lambda: re.search(r"\(--timeout\).*\n", cli.said()[1]))
+    assert cli.process.poll() is None
+    check(cli.said()[1], way)
+    assert cli.said()[1].count("(--timeout)") == 1
+
+
+@pytest.mark.parametrize(
+    ("way", "how", "phrase"),
+    [
+        ("unequal_batches", "launch", "rank 1 was ended by a library"),  # torchrun would end rank 0 before it speaks
+        ("left_early", "launch", "rank 1 never came to all_reduce of 3 elements"),
+        ("left_early", "watch", "rank 1 never came to all_reduce of 3 elements"),
+    ],
+)
+def test_way_that_gloo_ends(cli: Cli, tmp_path: Path, way: str, how: str, phrase: str) -> None:
+    """A batch more on one rank, or a rank that leaves early: gloo ends the others, and the autopsy names both lines."""
+    if how == "launch":
+        cli.start("launch", "--processes", 2, SCRIPT, way)
+    else:
+        command = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
+        cli.start("-m", "everyrank", "watch", SCRIPT, way, command=command, TMPDIR=str(tmp_path))
+    status, _, err = cli.end()
+    assert status != 0
+    assert phrase in err
+    assert place_of(way, "waits") in err
+    assert way == "left_early" or place_of(way, "cause") in err
+
+
+def test_way_to_hang_on_three_hosts(three_hosts: Hosts, tmp_path: Path) -> None:
+    """Two hosts that share a folder: the rank on the other host is named, with its line."""
+    shutil.copy(SCRIPT, tmp_path / "hang.py")
+    port = str(free_port())
+    started = [
+        three_hosts.start(
+            index,
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"),
+                *(f"--node-rank={index}", f"--master-addr={three_hosts.addresses[0]}", f"--master-port={port}"),
+                *("-m", "everyrank", "watch", "--timeout", "3", "--folder", "shared", "hang.py", "sleeping"),
+            ],
+            tmp_path,
+            GLOO_SOCKET_IFNAME="eth0",
+            PYTHONPATH="",
+        )
+        for index in range(2)
+    ]
+    lines: queue.Queue[str] = queue.Queue()
+    for process in started:
+        threading.Thread(target=lambda errors: [lines.put(line) for line in errors], args=(process.stderr,)).start()
+    try:
+        deadline, text = time.monotonic() + 120, ""
+        while "(--timeout)" not in text:
+            text += lines.get(timeout=max(0.1, deadline - time.monotonic()))
+        check(text, "sleeping")
+        assert all(process.poll() is None for process in started)
+    finally:
+        for name in three_hosts.names:
+            three_hosts.kill(name)
