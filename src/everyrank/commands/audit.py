@@ -50,6 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run the first updates again on one rank with the same batches, and compare",
     )
     parser.add_argument("--only-compare", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--save", type=Path, metavar="F", help="keep losses, tensors and printed numbers, for a later --against"
+    )
+    parser.add_argument("--against", type=Path, metavar="F", help="compare the script with what --save has kept")
     parser.add_argument("--strict", action="store_true", help="exit status 1 also for WARN")
     parser.add_argument(
         "--fix", action="store_true", help="look for edits of the script, check each by another audit, show the diff"
@@ -114,6 +118,10 @@ def run(args: argparse.Namespace) -> int:
     options = AuditOptions(
         processes, args.updates, args.watch, args.timeout, args.limit, args.replay, args.pretend_cuda, args.shim
     )
+    if args.save is not None or args.against is not None:
+        from everyrank.commands.evidence import compare_script_versions
+
+        return compare_script_versions(args, words, options)
     check_html(args)
     check_writable(args.json)
     check_writable(args.sarif)

@@ -19,7 +19,7 @@ from everyrank.errors import CHECK_FAILED, CannotRunError, EveryrankError, Usage
 from everyrank.options import VerifyOptions
 from everyrank.record import write_text
 
-__all__ = ["compare_versions"]
+__all__ = ["compare_versions", "read_trace"]
 
 _MAX_BYTES = 1 << 30
 
@@ -36,7 +36,7 @@ def compare_versions(args: argparse.Namespace) -> int:
             raise UsageError("--between A B: leave --save and --against out")
         before, now = _of_commits(args)
     else:
-        before = _read(args.against) if args.against is not None else None
+        before = read_trace(args.against) if args.against is not None else None
         from everyrank import api
 
         now = api.keep_trace(source_of(args), options=options_of(args, VerifyOptions))
@@ -53,7 +53,7 @@ def compare_versions(args: argparse.Namespace) -> int:
     return 0 if result.status == "equal" else CHECK_FAILED
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_trace(path: Path, writer: str = "everyrank verify --save") -> dict[str, Any]:
     """A file that --save has written. Raises `UsageError` for any other."""
     try:
         if path.stat().st_size > _MAX_BYTES:
@@ -63,10 +63,10 @@ def _read(path: Path) -> dict[str, Any]:
             raise ValueError(f"format {content['format']!r}")
         _check_fields(content)
     except OSError as error:
-        raise UsageError(f"--against {path}: {error.strerror}; everyrank verify W --save {path} writes one") from None
+        raise UsageError(f"--against {path}: {error.strerror}; {writer} writes one") from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise UsageError(
-            f"--against {path}: it was not written by everyrank verify --save ({type(error).__name__}: {error})"
+            f"--against {path}: it was not written by {writer} ({type(error).__name__}: {error})"
         ) from None
     return content
 
@@ -139,7 +139,7 @@ def _run(
     if done.returncode or not output.exists():
         last = done.stderr.strip().splitlines()[-1:] or ["no message"]
         raise EveryrankError(f"--between {name}: {last[0].removeprefix('everyrank: ')}")
-    return _read(output)
+    return read_trace(output)
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from everyrank.parity.samples import sample_fingerprint
 from everyrank.parity.trace import trace as run_trace
 from everyrank.world import World
 
-__all__ = ["FORMAT", "KeptComparison", "compare_kept", "kept_trace"]
+__all__ = ["FORMAT", "KeptComparison", "compare_kept", "elements", "kept_trace"]
 
 FORMAT = "everyrank trace 1"
 _ELEMENTS = 64  # that are kept of each tensor
@@ -66,9 +66,9 @@ def kept_trace(case: ParityCase, world: World, command: list[str]) -> dict[str, 
             max(LOSS_BASE["float64"], LOSS_FACTOR["float64"] * floor) for floor in reference.loss_floors
         ],
         "evaluation": {name: list(pair) for name, pair in trace.evaluation.items()},
-        "initial": {name: _elements(value) for name, value in initial.items()},
-        "gradients": {name: _elements(value) for name, value in first.gradients.items()},
-        "final": {name: _elements(value) for name, value in final.items()},
+        "initial": {name: elements(value) for name, value in initial.items()},
+        "gradients": {name: elements(value) for name, value in first.gradients.items()},
+        "final": {name: elements(value) for name, value in final.items()},
         "final_tolerances": {
             name: tensor_tolerance(reference, 0, name, value, "float64") for name, value in final.items()
         },
@@ -77,7 +77,7 @@ def kept_trace(case: ParityCase, world: World, command: list[str]) -> dict[str, 
     }
 
 
-def _elements(tensor: Tensor) -> list[float]:
+def elements(tensor: Tensor) -> list[float]:
     """Some elements, evenly spaced, always the same for a shape."""
     flat = tensor.detach().reshape(-1)
     places = torch.linspace(0, max(0, flat.numel() - 1), min(_ELEMENTS, flat.numel())).long()

@@ -5,6 +5,7 @@ ranks.py      N ranks are one: gradients, parameters, learning rates, states and
 numbers.py    puts the shards of ranks together, and compares up to rounding
 lines.py      the first line of the script whose result is not that of one rank
 recompute.py  activation checkpointing changes no gradient
+kept_script.py  what a script computes, kept in a file for a later version of it
 samples.py    ranks read different samples of one stream in an epoch
 precision.py  updates that 16-bit parameters round away
 """

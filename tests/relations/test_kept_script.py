@@ -1,0 +1,124 @@
+"""`everyrank audit --save` and `--against`: five changes of a script, judged right."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from everyrank.cli import main
+from everyrank.errors import UsageError
+from everyrank.parity.kept import compare_kept
+from everyrank.relations.kept_script import trace_in_host
+from everyrank.rerun import ScriptHost
+
+TRAINING = """
+import time
+import torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+x = torch.randn(96, 6)
+data = TensorDataset(x, x[:, :3].argmax(1))
+net = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)))
+optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+sampler = DistributedSampler(data)
+for epoch in range(2):
+    sampler.set_epoch(epoch)
+    for xb, yb in DataLoader(data, batch_size=8, sampler=sampler):
+        loss = F.cross_entropy(net(xb), yb)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    print(f"epoch {epoch} loss {loss.item():.6f}, {time.time()} s")
+"""
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptHost]:
+    path = tmp_path_factory.mktemp("script") / "train.py"
+    path.write_text(TRAINING)
+    with ScriptHost([str(path)]) as started:
+        yield started
+
+
+def traced(host: ScriptHost, folder: Path, old: str = "", new: str = "") -> dict[str, Any]:
+    assert old in TRAINING
+    (folder / "train.py").write_text(TRAINING.replace(old, new) if old else TRAINING)
+    return trace_in_host(host, [str(folder / "train.py")], 2, 8)
+
+
+@pytest.fixture(scope="module")
+def before(host: ScriptHost, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    trace = traced(host, tmp_path_factory.mktemp("before"))
+    return json.loads(json.dumps(trace))  # as a file gives it
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "status", "phrase"),
+    [
+        ("yb)\n", "yb) / 2\n", "different", "0.5 times what it was: a scale in the loss has changed"),
+        ("import time", "import time, torch; torch.set_num_threads(2)", "equal", "rounding allows"),
+        ("net(xb), yb", "net(xb.flip(0)), yb.flip(0)", "equal", "rounding allows"),
+        ("manual_seed(0)", "manual_seed(1)", "not comparable", "not the same experiment: training data"),
+        ("loss.backward()", "(loss / 2).backward()", "different", "0.5 times"),
+        ("lr=0.01", "lr=0.02", "different", "the optimizer or the learning rate has changed"),
+        ("loss.item()", "loss.item() * 2", "different", "number 2 of"),
+    ],
+)
+def test_changes(
+    host: ScriptHost, before: dict[str, Any], tmp_path: Path, old: str, new: str, status: str, phrase: str
+) -> None:
+    result = compare_kept(before, traced(host, tmp_path, old, new))
+    assert (result.status, phrase in " ".join(result.lines())) == (status, True), result.lines()
+
+
+def test_times_are_left_out(before: dict[str, Any]) -> None:
+    """A number that two runs print differently is not kept."""
+    assert [value for value, _ in before["evaluation"].values() if value > 1e6] == []
+    assert any("epoch # loss #" in name for name in before["evaluation"])
+
+
+def test_a_script_that_is_not_reproducible(host: ScriptHost, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="two runs of this script differ: the loss of update 0"):
+        traced(host, tmp_path, "manual_seed(0)", "manual_seed(time.time_ns())")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--against", "missing.json", "train.py"], "missing.json: No such file"),
+        (["--against", "wrong.json", "train.py"], "wrong.json: it was not written by everyrank audit --save"),
+        (["--save", "kept.json", "--replay", "train.py"], "--replay: not with --save or --against"),
+        (["--save", "kept.json", "missing.py"], "missing.py"),
+    ],
+)
+def test_wrong_calls(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(TRAINING)
+    (tmp_path / "wrong.json").write_text("{}")
+    assert main(["audit", *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.splitlines()) == 1
+
+
+@pytest.mark.integration
+def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the command line, also with the number of ranks of the file."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(TRAINING)
+    assert main(["audit", "--processes", "1", "--updates", "4", "--save", "kept.json", "train.py"]) == 0
+    (tmp_path / "train.py").write_text(TRAINING.replace("yb)\n", "yb) * 3\n"))
+    assert main(["audit", "--updates", "4", "--against", "kept.json", "train.py"]) == 1
+    assert "the loss is 3 times what it was" in capsys.readouterr().out
