@@ -25,7 +25,7 @@ from torch.utils.data import default_collate
 
 from everyrank.errors import EveryrankError
 from everyrank.layout import parse_layout
-from everyrank.plan.calibrate import STRATEGIES, calibrate
+from everyrank.plan.calibrate import CALIBRATED, calibrate
 from everyrank.plan.machine import Machine
 from everyrank.plan.pretend import first_sample
 from everyrank.plan.traced import time_layout
@@ -75,7 +75,7 @@ def compared(name: str, machine: Machine, steps: int) -> list[dict[str, Any]]:
     workload = load(Source(WORKLOADS[name], {}, None))
     sample = first_sample(workload)
     rows: list[dict[str, Any]] = []
-    for layout in STRATEGIES:
+    for layout in CALIBRATED:
         for backend in BACKENDS:
             row: dict[str, Any] = {"workload": name, "layout": layout, "backend": backend}
             try:

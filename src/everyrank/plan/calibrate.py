@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -29,9 +30,10 @@ from everyrank.strategies import prepare
 from everyrank.workload import Workload
 from everyrank.world import World, open_world
 
-__all__ = ["STRATEGIES", "calibrate", "pipeline_bubble"]
+__all__ = ["CALIBRATED", "calibrate", "pipeline_bubble"]
 
-STRATEGIES = ("ddp", "zero1", "fsdp", "tensor", "pipeline")
+CALIBRATED = ("ddp", "zero1", "fsdp", "tensor", "pipeline")
+"""The strategies whose overhead is measured."""
 _REPETITIONS = 5
 _TINY_STEPS = 15
 _LENGTH = 8
@@ -123,7 +125,7 @@ def _on_rank(info: RankInfo, backend: str) -> dict[str, Any]:
     with open_world(info, launch) as world:
         return {
             "kernels": _kernels(world),
-            "links": _links(world) if world.size > 1 else {},
+            "links": _quiet_links(world) if world.size > 1 else {},
             "tiny": _tiny_steps(world),
             "about": provenance_of(world),
             "device": torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu",
@@ -189,7 +191,7 @@ def _convolutions(world: World) -> dict[str, list[Point]]:
 
 def _attention(world: World) -> dict[str, list[Point]]:
     curves: dict[str, list[Point]] = {"attention": [], "attention_backward": []}
-    attend = torch.nn.functional.scaled_dot_product_attention
+    attend: Any = torch.nn.functional.scaled_dot_product_attention
     for batch, length, width in ((2, 16, 16), (8, 64, 24), (8, 128, 64), (8, 512, 64)):
         with torch.enable_grad():
             parts = [torch.randn(batch, 4, length, width, device=world.device, requires_grad=True) for _ in range(3)]
@@ -204,10 +206,17 @@ def _attention(world: World) -> dict[str, list[Point]]:
     return curves
 
 
+def _quiet_links(world: World) -> dict[str, list[Point]]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames two collectives that older ones have
+        return _links(world)
+
+
 def _links(world: World) -> dict[str, list[Point]]:
     """Curves of collectives, by the bytes of the largest tensor."""
     curves: dict[str, list[Point]] = {}
     other, size = 1 - world.rank, world.size
+    named: Any = dist  # by the names that torch 2.12 has, too
     for elements in (2**4, 2**10, 2**14, 2**18, 2**21):
         whole = torch.zeros(elements, device=world.device)
         part = torch.zeros(elements // size, device=world.device)
@@ -222,8 +231,8 @@ def _links(world: World) -> dict[str, list[Point]]:
 
         calls: dict[str, tuple[Callable[[], Any], int]] = {
             "all_reduce": (lambda whole=whole: dist.all_reduce(whole), 1),
-            "all_gather": (lambda whole=whole, part=part: dist.all_gather_into_tensor(whole, part), 1),
-            "reduce_scatter": (lambda whole=whole, part=part: dist.reduce_scatter_tensor(part, whole), 1),
+            "all_gather": (lambda whole=whole, part=part: named.all_gather_into_tensor(whole, part), 1),
+            "reduce_scatter": (lambda whole=whole, part=part: named.reduce_scatter_tensor(part, whole), 1),
             "broadcast": (lambda whole=whole: dist.broadcast(whole, 0), 1),
             "send": (pass_on, 2),
         }
@@ -235,7 +244,7 @@ def _links(world: World) -> dict[str, list[Point]]:
 def _tiny_steps(world: World) -> dict[str, float]:
     """Median seconds of a step of the tiny decoder, by strategy."""
     result: dict[str, float] = {}
-    for strategy in STRATEGIES if world.size > 1 else ("single",):
+    for strategy in CALIBRATED if world.size > 1 else ("single",):
         workload = _tiny()
         try:
             prepared = prepare(workload, parse_layout(strategy), world)

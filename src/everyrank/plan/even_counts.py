@@ -15,8 +15,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 __all__ = ["EvenCounts"]
 
-_SAME_SUM = {"sum", "view", "_unsafe_view", "reshape", "clone", "detach", "alias", "_to_copy", "cumsum", "contiguous"}
-_SAME_SUM |= {"unsqueeze", "squeeze", "permute", "transpose", "t", "expand"}
+_SAME_SUM = frozenset(
+    (
+        *("sum", "view", "_unsafe_view", "reshape", "clone", "detach", "alias", "_to_copy", "contiguous"),
+        *("unsqueeze", "squeeze", "permute", "transpose", "t"),
+    )
+)
 _COUNTED = (torch.int64, torch.int32, torch.float32, torch.bool)
 
 

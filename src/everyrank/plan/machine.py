@@ -26,10 +26,25 @@ Point = tuple[float, float]
 class OperatorLike(Protocol):
     """What is read of `trace.Operator`."""
 
-    name: str
-    flops: int
-    bytes: int
-    group: str
+    @property
+    def name(self) -> str:
+        """As torch calls it."""
+        ...
+
+    @property
+    def flops(self) -> int:
+        """Operations; 0 for kernels that are no products."""
+        ...
+
+    @property
+    def bytes(self) -> int:
+        """Of its inputs and outputs."""
+        ...
+
+    @property
+    def group(self) -> str:
+        """Of a collective; empty for others."""
+        ...
 
 
 @dataclass(frozen=True)

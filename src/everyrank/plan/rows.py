@@ -346,7 +346,7 @@ def _degrees(
     zero = _zero_stage(parallel, extra, assumed)
     fsdp = parallel.get("fsdp")
     has_number = not isinstance(fsdp, bool) and re.fullmatch(r"\d+", str(fsdp)) is not None
-    shard = max(1, int(fsdp)) if has_number and zero == 3 else rest if zero == 3 else 1
+    shard = max(1, int(str(fsdp))) if has_number and zero == 3 else rest if zero == 3 else 1
     if rest % shard:
         shard = rest
     if (dp := parallel.get("dp")) is not None:
