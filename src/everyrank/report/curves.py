@@ -230,7 +230,7 @@ def _read_events(path: Path, column: str | None) -> Curve:
     try:
         events = EventAccumulator(str(path), size_guidance={"scalars": 0, "tensors": 0})
         events.Reload()
-        tags = events.Tags()
+        tags: dict[str, Any] = events.Tags()
         tag = _find_column(str(path), [*tags["scalars"], *tags["tensors"]], column)
         if tag in tags["scalars"]:
             losses = {event.step: float(event.value) for event in events.Scalars(tag)}

@@ -18,7 +18,7 @@ from everyrank.report.curves import Curve
 __all__ = ["CurveComparison", "compare_curves", "pairs_of_curves"]
 
 _ROUNDING = {"float64": 1e-10, "float32": 1e-5, "bf16": 1e-2, "fp16": 3e-3}  # relative, of one loss before it grows
-_GROWTH = 10.0  # rounding differences may grow by this factor in one step; measured trainings stay below 3
+_GROWTH = 10.0  # rounding differences may grow by this factor in one step; chosen, not measured
 _LARGEST = 0.05  # relative; above it, rounding cannot be told from seeds
 _PARTS = 4  # of the curve, each compared by a t-test
 _LEVEL = 0.05
