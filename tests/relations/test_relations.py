@@ -10,6 +10,7 @@ import pytest
 from everyrank.audit import Finding
 from everyrank.audit.finding import Findings
 from everyrank.relations import joined_findings, judge_script
+from everyrank.relations.schedule import is_stretched
 from everyrank.rerun import ScriptHost
 
 CORRECT = """
@@ -116,11 +117,11 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ScriptHost,
         yield running, path
 
 
-def found_in(host: tuple[ScriptHost, Path], text: str) -> Findings:
+def found_in(host: tuple[ScriptHost, Path], text: str, updates: int = 8) -> Findings:
     running, path = host
     path.write_text(text)
     findings = Findings()
-    judge_script(running, [str(path)], 2, findings, updates=8)
+    judge_script(running, [str(path)], 2, findings, updates)
     return findings
 
 
@@ -143,6 +144,88 @@ def test_a_broken_relation_is_named(host: tuple[ScriptHost, Path], name: str) ->
         text = text.replace("model.module(xb)", "model.module(xb.bfloat16())")
     findings = found_in(host, text)
     assert RULES[name] in [finding.rule for finding in findings], (findings, findings.unchecked)
+
+
+MORE = """
+import copy
+import torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+
+
+class Drawn(Dataset):
+    epoch = 0
+
+    def __len__(self):
+        return 96
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(1000 * self.epoch + index)
+        x = torch.randn(6, generator=generator)
+        return x, x[:3].argmax()
+
+
+net = nn.Linear(6, 3)
+averaged = copy.deepcopy(net)
+model = nn.parallel.DistributedDataParallel(net)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data, held = Drawn(), torch.randn(50, 6)
+loader = DataLoader(data, 8, sampler=DistributedSampler(data), num_workers=1)
+evaluation = DataLoader(TensorDataset(held, held[:, :3].argmax(1)), 25, sampler=DistributedSampler(held))
+updates = 3 * 96 // 16 // world
+schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / updates))
+for epoch in range(3):
+    data.epoch = epoch
+    for step, (x, y) in enumerate(loader):
+        (F.cross_entropy(model(x), y) / 2).backward()
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            with torch.no_grad():
+                averaged.weight.lerp_(net.weight, 0.1)
+    total = torch.zeros(2)
+    with torch.no_grad():
+        for x, y in evaluation:
+            total += torch.tensor([(net(x).argmax(1) == y).sum(), len(y)])
+    dist.all_reduce(total)
+    if rank == 0:
+        print(f"accuracy {total[0] / total[1]:.4f}")
+"""
+
+MORE_BROKEN = {
+    "average.often": (
+        "            with torch.no_grad():\n                averaged",
+        "        if True:\n            with torch.no_grad():\n                averaged",
+    ),
+    "data.frozen-workers": ("num_workers=1", "num_workers=1, persistent_workers=True"),
+    "schedule.horizon": (" // world", ""),
+    "ranks.printed": ("    dist.all_reduce(total)\n", ""),
+}
+
+
+def test_workers_evaluation_copies_and_schedules_of_a_correct_script_are_silent(host: tuple[ScriptHost, Path]) -> None:
+    """A dataset that changes with the epoch, accumulation, an average, and a schedule that counts the ranks."""
+    assert found_in(host, MORE, 48) == []
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("rule", MORE_BROKEN)
+def test_workers_evaluation_copies_and_schedules_are_named(host: tuple[ScriptHost, Path], rule: str) -> None:
+    """Frozen workers, one rank's evaluation, an average per micro-batch, a schedule that forgets the ranks."""
+    right, wrong = MORE_BROKEN[rule]
+    assert right in MORE
+    assert [finding.rule for finding in found_in(host, MORE.replace(right, wrong), 48)] == [rule]
+
+
+@pytest.mark.parametrize(("many", "expected"), [([1.0, 0.5, 0.0], True), ([1.0, 0.9, 0.2], False), ([1.0], None)])
+def test_a_schedule_that_is_divided_by_the_ranks_is_correct(many: list[float], expected: bool | None) -> None:
+    """The rates of two ranks are those of one rank after twice as many updates."""
+    one = [1.0, 0.8, 0.6, 0.4, 0.2, 0.0, 0.0]
+    assert is_stretched(many, one[: 2 * len(many) + 1], 2) is expected
 
 
 def test_a_rule_that_explains_a_difference_gets_it_as_a_consequence() -> None:

@@ -7,6 +7,9 @@ lines.py      the first line of the script whose result is not that of one rank
 recompute.py  activation checkpointing changes no gradient
 kept_script.py  what a script computes, kept in a file for a later version of it
 samples.py    ranks read different samples of one stream in an epoch
+workers.py    workers of a loader read the samples that the process itself reads
+schedule.py   the learning rate depends on the progress of the training, not on the number of ranks
+updates.py    an optimizer steps what was trained, and an averaged copy moves once per update
 precision.py  updates that 16-bit parameters round away
 """
 

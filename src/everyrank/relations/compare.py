@@ -15,6 +15,9 @@ from everyrank.relations.precision import judge_rounded_updates
 from everyrank.relations.ranks import judge_ranks
 from everyrank.relations.recompute import judge_recomputation
 from everyrank.relations.samples import judge_samples
+from everyrank.relations.schedule import has_schedule, judge_horizon
+from everyrank.relations.updates import judge_updates
+from everyrank.relations.workers import is_suspicious, judge_workers
 from everyrank.rerun import Imposed, ScriptHost, ScriptRecording
 
 __all__ = [
@@ -37,8 +40,15 @@ _EXPLAINED_BY = {
     "ranks.draws": ("random.",),
     "ranks.printed": ("eval.",),
     "data.shared-samples": ("data.",),
+    "data.frozen-workers": ("data.", "random."),
+    "data.repeat": ("data.",),
+    "weights.not-stepped": ("weights.",),
+    "schedule.horizon": ("schedule.",),
 }
 """Kinds of rules that can be the cause of each difference."""
+
+_COMPLETE_SECONDS = 6.0  # for a complete run, which only the end of a schedule needs
+_MOST_UPDATES = 20_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +117,12 @@ def judge_script(
         return
     judge_rounded_updates(many.ranks[0], findings)
     judge_samples(many, findings)
+    judge_updates(many.ranks[0], findings)
+    if many.ranks[0].facts.get("with_workers") and is_suspicious(many):
+        without = host.run(
+            processes, words=words, imposed=Imposed(no_workers=True), float64=float64, updates=updates, seconds=seconds
+        )
+        judge_workers(many, without, findings)
 
     def alone(imposed: Imposed) -> ScriptRecording:
         return host.run(1, words=words, imposed=imposed, float64=float64, updates=updates, detailed=updates)
@@ -116,7 +132,11 @@ def judge_script(
         rank_0 = None
         if not one.trouble and many.ranks[0].printed:
             rank_0 = alone(Imposed(recording=many, only_rank=0, parameters=True))
-        judge_ranks(many, one, rank_0, findings)
+        judge_ranks(
+            many, one, rank_0, lambda: alone(Imposed(recording=many, evaluation_rank=0, parameters=True)), findings
+        )
+        if has_schedule(many.ranks[0]):
+            _judge_complete_runs(host, words, processes, findings)
     lines = one.ranks[0].facts.get("checkpointing", [])
     if lines and not one.trouble:
         kept = host.run(
@@ -131,6 +151,19 @@ def judge_script(
             findings.not_checked(f"activation checkpointing at {short_place(lines[0])}: {kept.trouble}")
         else:
             judge_recomputation(one.ranks[0], kept.ranks[0], findings)
+
+
+def _judge_complete_runs(host: ScriptHost, words: Sequence[str], processes: int, findings: Findings) -> None:
+    """Compare the learning rates up to the end of the script, if it comes to its end soon."""
+    runs: list[ScriptRecording] = []
+    for ranks in (processes, 1):
+        run = host.run(
+            ranks, words=words, updates=_MOST_UPDATES, seconds=_COMPLETE_SECONDS, detailed=0, only_rates=True
+        )
+        if run.trouble or not run.ranks[0].facts.get("came_to_end"):
+            return
+        runs.append(run)
+    judge_horizon(runs[0], runs[1], findings)
 
 
 def joined_findings(by_rules: Sequence[Finding], by_relations: Sequence[Finding]) -> list[Finding]:

@@ -6,13 +6,16 @@ The first thing that differs is reported, with the line where the difference beg
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 from everyrank.audit.finding import Findings, short_place
 from everyrank.relations.lines import first_differing
 from everyrank.relations.numbers import constant_factor, relative_difference, tolerance_of, whole
+from everyrank.relations.schedule import is_stretched
 from everyrank.rerun import Printed, RankRecording, RecordedUpdate, ScriptRecording
 
 __all__ = ["comparable_updates", "judge_ranks"]
@@ -50,12 +53,19 @@ def comparable_updates(many: ScriptRecording, one: RankRecording) -> int:
     return count
 
 
-def judge_ranks(many: ScriptRecording, one: ScriptRecording, alone: ScriptRecording | None, findings: Findings) -> None:
+def judge_ranks(
+    many: ScriptRecording,
+    one: ScriptRecording,
+    alone: ScriptRecording | None,
+    evaluated_alone: Callable[[], ScriptRecording],
+    findings: Findings,
+) -> None:
     """Add what differs to `findings`, or why the runs cannot be compared.
 
     many   the script on N ranks
     one    the script on one rank, with the batches, draws and rates of `many`
     alone  on one rank, with those of rank 0 only and the parameters of `many`: tells rank 0's own numbers
+    evaluated_alone  runs it with rank 0's batches of evaluation only: tells numbers of its own evaluation
     """
     try:
         case = _case(many, one)
@@ -72,7 +82,7 @@ def judge_ranks(many: ScriptRecording, one: ScriptRecording, alone: ScriptRecord
     differs = differs if changed is None else changed
     _states(case, findings, differs if differs is not None else case.num_updates)
     if differs is None and alone is not None and not alone.trouble:
-        _printed(case, alone.ranks[0], findings)
+        _printed(case, alone.ranks[0], evaluated_alone, findings)
 
 
 def _case(many: ScriptRecording, one: ScriptRecording) -> _Case:
@@ -302,6 +312,12 @@ def _rates(case: _Case, findings: Findings, end: int) -> int | None:
             if ours and theirs:
                 factors.append(theirs / ours)
         if factors and not math.isclose(factors[-1], factors[0], rel_tol=_ANY_FACTOR):
+            curves = [[u.rates[0] for u in run.updates if u.rates] for run in (case.many.ranks[0], case.one)]
+            stretched = is_stretched(*curves, case.num_ranks)
+            if stretched is None:
+                findings.not_checked("learning rates against one rank: there were too few updates")
+            if stretched is not False:
+                return None
             findings.add(
                 "WARN",
                 "ranks.rate",
@@ -346,21 +362,36 @@ def _states(case: _Case, findings: Findings, end: int) -> None:
 _DIGITS = re.compile(r"\.(\d+)")
 
 
-def _printed(case: _Case, alone: RankRecording, findings: Findings) -> None:
+def _printed(
+    case: _Case, alone: RankRecording, evaluated_alone: Callable[[], ScriptRecording], findings: Findings
+) -> None:
     """Numbers that rank 0 shows: those of one rank, or rank 0's own, but not something between."""
     theirs = {_key(line): line for line in case.many.ranks[0].printed}
     own = {_key(line): line for line in alone.printed}
+    evaluations = functools.cache(lambda: {_key(line): line for line in evaluated_alone().ranks[0].printed})
     for line in case.one.printed:
         shown, local = theirs.get(_key(line)), own.get(_key(line))
         if shown is None or local is None or shown.update > case.num_updates:
             continue
         if not len(line.numbers) == len(shown.numbers) == len(local.numbers):
             continue
-        for right, number, of_rank_0 in zip(line.numbers, shown.numbers, local.numbers, strict=True):
+        for index, (right, number, of_rank_0) in enumerate(
+            zip(line.numbers, shown.numbers, local.numbers, strict=True)
+        ):
             margin = _margin(shown.text, case.tolerance)
-            if _is_near(number, right, margin) or _is_near(number, of_rank_0, margin):
+            if _is_near(number, right, margin) or _is_own_loss(case, shown, number, margin):
                 continue
-            if (
+            if _is_near(number, of_rank_0, margin):
+                evaluated = evaluations().get(_key(line)) if _has_evaluation(case) else None
+                is_of_evaluation = (
+                    evaluated is not None
+                    and len(evaluated.numbers) == len(line.numbers)
+                    and _is_near(number, evaluated.numbers[index], margin)
+                )
+                if not is_of_evaluation:
+                    continue
+                reason = "it is that of rank 0's part of the evaluation data only"
+            elif (
                 number
                 and right
                 and any(_is_near(number, right * factor, margin) for factor in (case.num_ranks, 1 / case.num_ranks))
@@ -377,6 +408,20 @@ def _printed(case: _Case, alone: RankRecording, findings: Findings) -> None:
                 "sum numerators and denominators over the ranks separately, then divide",
             )
             break
+
+
+def _is_own_loss(case: _Case, shown: Printed, number: float, margin: Any) -> bool:
+    """Whether a number is rank 0's last loss, which may also depend on the samples of other ranks."""
+    updates = case.many.ranks[0].updates
+    if not 0 < shown.update <= len(updates) or not updates[shown.update - 1].losses:
+        return False
+    losses = updates[shown.update - 1].losses
+    return any(_is_near(number, losses[-1] * times, margin) for times in {1, len(losses)})
+
+
+def _has_evaluation(case: _Case) -> bool:
+    rank = case.many.ranks[0]
+    return any(key[0] not in rank.facts.get("trained", []) for key, _, _ in rank.batches)
 
 
 def _key(line: Printed) -> tuple[str, int, str]:

@@ -9,7 +9,7 @@ from typing import Any
 from everyrank.audit.finding import Findings
 from everyrank.rerun import RankRecording, ScriptRecording
 
-__all__ = ["judge_samples"]
+__all__ = ["judge_samples", "samples_of_passes"]
 
 _FEW = 16  # samples of a rank: too few to judge
 _ALL = 0.9  # of the samples: the ranks read the same data, which rules of audit judge
@@ -21,7 +21,7 @@ def judge_samples(many: ScriptRecording, findings: Findings) -> None:
     A dataset with equal samples, draws with replacement and augmented samples cannot be judged: then a rank itself
     reads a sample twice, or no sample comes back in a later pass.
     """
-    passes = [_passes(rank) for rank in many.ranks]
+    passes = [samples_of_passes(rank) for rank in many.ranks]
     if len(passes) < 2:
         return
     for key, (place, first) in passes[0].items():
@@ -46,7 +46,7 @@ def judge_samples(many: ScriptRecording, findings: Findings) -> None:
             return
 
 
-def _passes(rank: RankRecording) -> dict[tuple[int, int], tuple[str, list[int]]]:
+def samples_of_passes(rank: RankRecording) -> dict[tuple[int, int], tuple[str, list[int]]]:
     """(line, checksums of samples) of each pass of a rank during which it trained."""
     passes: dict[tuple[int, int], list[tuple[Any, int]]] = {}
     for (loader, number), batch, update in rank.batches:

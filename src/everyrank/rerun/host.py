@@ -92,12 +92,14 @@ class ScriptHost:
         seconds: float = 30.0,
         environment: Mapping[str, str] | None = None,
         expressions: bool = False,
+        only_rates: bool = False,
     ) -> ScriptRecording:
         """Run the script on `ranks` ranks.
 
         updates   optimizer steps after which the script is ended
         detailed  first updates whose gradients, parameters and states are recorded
         expressions  also record which expressions of the script make loaders, call the model, save, ... (facts)
+        only_rates  record learning rates, and no batches, draws or values
         seconds   after which the ranks agree on a last update, unless a recording is imposed
         """
         imposed = imposed or Imposed()
@@ -124,6 +126,8 @@ class ScriptHost:
             "imposed_ranks": _imposed_ranks(imposed),
             "num_recorded": len(recording.ranks) if recording is not None else 0,
             "impose_parameters": imposed.parameters,
+            "evaluation_rank": imposed.evaluation_rank,
+            "no_workers": imposed.no_workers,
             "order": imposed.order,
             "rows": imposed.rows,
             "seed": imposed.seed,
@@ -134,6 +138,7 @@ class ScriptHost:
             "pass_batches": imposed.pass_batches,
             "most_elements": imposed.most_elements,
             "expressions": expressions,
+            "only_rates": only_rates,
         }
         start = time.monotonic()
         answer = self._ask(settings)

@@ -22,8 +22,16 @@ from typing import Any, NoReturn
 
 import torch
 
-for _module in ("torch.distributed", "torch.utils.data", "everyrank.rerun.inside"):
-    importlib.import_module(_module)  # the ranks need them
+# most scripts need these, and a fork shares them
+for _module in (
+    "torch.distributed.fsdp",
+    "torch.nn.parallel.distributed",
+    "torch.optim",
+    "torch.utils.data",
+    "torch._dynamo",
+    "everyrank.rerun.inside",
+):
+    importlib.import_module(_module)
 
 _AFTER_FAILURE_SECONDS = 5.0  # the other ranks may fail by themselves, with a better reason
 

@@ -116,6 +116,8 @@ class Imposed:
 
     recording              read the batches and draws of these ranks, put together, and step with their learning rates
     only_rank              take the batches and draws of this rank only, not of all
+    evaluation_rank        take the batches of this rank only from loaders that no backward follows
+    no_workers             loaders read in the process itself, not in workers
     parameters             after each step, take the recorded parameters
     order                  shuffle in one order on any number of ranks, and seed what a dataset draws by sample and pass
     rows                   draws of one row for each sample are the same for a sample, whichever rank has it
@@ -130,6 +132,8 @@ class Imposed:
 
     recording: ScriptRecording | None = None
     only_rank: int | None = None
+    evaluation_rank: int | None = None
+    no_workers: bool = False
     parameters: bool = False
     order: bool = False
     rows: bool = False

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import itertools
 import random
 from typing import Any
@@ -43,8 +44,12 @@ def install_batches(session: Session) -> None:
     @functools.wraps(init)
     def construct(self: Any, *args: Any, **kwargs: Any) -> None:
         nonlocal made
+        if session.settings["no_workers"] and session.is_active:
+            args, kwargs = _without_workers(args, kwargs)
         init(self, *args, **kwargs)
         object.__setattr__(self, "_everyrank_number", made)
+        if self.num_workers:
+            session.facts.setdefault("with_workers", []).append(made)
         with contextlib.suppress(Exception), session.quiet():
             lengths[made] = length(self)
         session.facts.setdefault("loader_places", {})[made] = where()
@@ -65,8 +70,11 @@ def install_batches(session: Session) -> None:
             parts = [each["batches"] for each in session.imposed]
             key = [number, count]
             found = [[batch for loader_pass, batch, _ in part if loader_pass == key] for part in parts]
+            is_trained = any(number in each["facts"].get("trained", []) for each in session.imposed)
+            if not is_trained and session.settings["evaluation_rank"] is not None:
+                found = found[session.settings["evaluation_rank"] :][:1]
             if any(found):
-                return _Imposed(session, found)
+                return _Imposed(session, found, number, is_trained)
             session.refuse(f"the {len(session.imposed)} ranks did not read pass {count} of loader {number}")
         # a batch sampler of the script's own gives each rank its part; torch's gives every rank the whole batch
         session.is_split = type(self.batch_sampler) is not BatchSampler
@@ -88,9 +96,10 @@ class _Recorded:
         self._session.has_begun = True
         batch = next(self._iterator)
         session = self._session
+        session.loader = self._key[0]
         session.batch_size = rows_of_batch(batch)
         session.num_batches += 1
-        if session.is_active and not session.settings["order"]:
+        if session.is_active and not session.settings["order"] and not session.settings["only_rates"]:
             with session.quiet():
                 try:
                     size = session.facts.get("bytes", 0) + _bytes(batch)
@@ -112,8 +121,9 @@ class _Recorded:
 class _Imposed:
     """Recorded batches of several ranks, put together one by one."""
 
-    def __init__(self, session: Session, parts: list[list[Any]]) -> None:
+    def __init__(self, session: Session, parts: list[list[Any]], number: int, is_trained: bool) -> None:
         self._session, self._parts, self._next = session, parts, 0
+        self._number, self._is_trained = number, is_trained
 
     def __iter__(self) -> Any:
         return self
@@ -127,7 +137,10 @@ class _Imposed:
         if index >= len(self):
             raise StopIteration
         self._next += 1
+        session.loader = self._number
         batches = [part[index] if index < len(part) else None for part in self._parts]
+        if not self._is_trained and None not in batches and all(_is_equal(each, batches[0]) for each in batches[1:]):
+            batches = batches[:1]  # every rank evaluates all samples
         session.rows = [0 if batch is None else rows_of_batch(batch) for batch in batches]
         session.batch_size = sum(session.rows)
         session.num_batches += 1
@@ -173,6 +186,18 @@ def _decoded(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_decoded(each) for each in value)
     return value
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_is_equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_is_equal, one, other))
+    return one == other
 
 
 def rows_of_batch(batch: Any) -> int:
@@ -230,6 +255,17 @@ def _holds_columns(batch: Any) -> bool:
     return any(isinstance(each, list | tuple | dict) for each in batch) and not all(
         isinstance(each, dict) for each in batch
     )
+
+
+# --- no workers
+
+
+def _without_workers(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of a DataLoader that reads in the process itself."""
+    only_for_workers = {"num_workers", "persistent_workers", "prefetch_factor", "multiprocessing_context", "timeout"}
+    kwargs = {name: value for name, value in kwargs.items() if name not in only_for_workers}
+    position = list(inspect.signature(DataLoader).parameters).index("num_workers")
+    return (*args[:position], 0, *args[position + 1 :]) if len(args) > position else args, kwargs
 
 
 # --- one order

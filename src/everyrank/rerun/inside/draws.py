@@ -15,7 +15,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from everyrank.audit.watch.place import is_own_file
+from everyrank.audit.watch.place import is_own_file, where
 from everyrank.rerun.inside.session import Session
 
 __all__ = ["install_draws"]
@@ -75,9 +75,16 @@ class _Draws(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         session = self.session
-        if not session.is_active or (session.settings["order"] and not session.settings["rows"]):
+        if (
+            not session.is_active
+            or session.settings["only_rates"]
+            or (session.settings["order"] and not session.settings["rows"])
+        ):
             return out
         name = func._schema.name.rpartition("::")[2]
+        if session.copies and name.endswith("_"):
+            with session.quiet():
+                self.moved(args[0])
         if name in _NEW or name in _IN_PLACE:
             with session.quiet():
                 return self.drawn(name, args, kwargs or {}, out)
@@ -93,6 +100,16 @@ class _Draws(TorchDispatchMode):
             with session.quiet():
                 self.computed(name, out)
         return out
+
+    def moved(self, changed: Any) -> None:
+        """Note a change of an averaged copy, with the number of backwards since the last step."""
+        session = self.session
+        first = changed[0] if isinstance(changed, list | tuple) and changed else changed
+        if type(first) in (torch.Tensor, nn.Parameter) and first.data_ptr() in session.copies:
+            noted = session.facts.setdefault("copies_moved", [])
+            entry = [session.update, session.num_backwards, where(), session.copies[first.data_ptr()]]
+            if not noted or noted[-1][:3] != entry[:3]:
+                noted.append(entry)
 
     # --- draws
 

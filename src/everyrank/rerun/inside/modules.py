@@ -54,6 +54,27 @@ class ModuleNames:
                 names.setdefault(id(parameter), f"{root}: {plain_name(name)}")
         return names
 
+    def copies(self, stepped: set[int]) -> dict[int, str]:
+        """The parameters of modules that are not stepped and have the shapes of one that is, by memory address."""
+        held = [(root, list(module.named_parameters())) for root, module in self.roots()]
+        trained = {_shapes(named) for _, named in held if any(id(p) in stepped for _, p in named)}
+        return {
+            parameter.data_ptr(): f"{root}: {plain_name(name)}"
+            for root, named in held
+            if named and _shapes(named) in trained and not any(id(p) in stepped or p.grad is not None for _, p in named)
+            for name, parameter in named
+            if not hasattr(parameter, "to_local")
+        }
+
+    def unstepped(self, stepped: set[int]) -> list[str]:
+        """The parameters of living modules that have a gradient and that no optimizer steps."""
+        return [
+            f"{root}: {plain_name(name)}"
+            for root, module in self.roots()
+            for name, parameter in module.named_parameters()
+            if parameter.grad is not None and id(parameter) not in stepped
+        ]
+
     def states(self, stepped: set[int]) -> dict[str, Any]:
         """Buffers of all modules, and parameters that no optimizer steps."""
         found: dict[str, Any] = {}
@@ -63,6 +84,10 @@ class ModuleNames:
                 found |= {f"{root}: {plain_name(name)}": p for name, p in module.named_parameters()}
             found |= {f"{root}: {plain_name(name)}": buffer for name, buffer in module.named_buffers()}
         return found
+
+
+def _shapes(named: list[tuple[str, Any]]) -> tuple[Any, ...]:
+    return tuple(parameter.shape for _, parameter in named)
 
 
 def _unwrapped(module: Any) -> Any:

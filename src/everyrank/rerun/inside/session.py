@@ -26,6 +26,7 @@ class Session:
     imposed   the recordings of the ranks that this one puts together, by rank; empty if none
     rows      number of samples of the last batch that each of them read
     passes    passes over each dataset, by its identity
+    copies    parameters of copies of a trained module, such as averaged ones, by the address of their memory
     is_split  whether the loader in use gives each rank its part of every batch
     """
 
@@ -33,7 +34,7 @@ class Session:
         self.settings, self.rank, self.ranks = settings, rank, int(settings["ranks"])
         self.folder = Path(settings["folder"])
         self.pid = os.getpid()
-        self.start = time.monotonic()
+        self.start: float | None = None  # of the second update: the first imports much
         self.update = 0
         self.in_backward = False
         self.is_training = False
@@ -51,6 +52,9 @@ class Session:
         self.batch_size = 0
         self.passes: dict[int, int] = {}
         self.is_split = False
+        self.loader = -1  # that gave the last batch
+        self.num_backwards = 0  # since the last step
+        self.copies: dict[int, str] = {}
         self.imposed = [
             torch.load(Path(settings["imposed"]) / f"rank{each}.pt", weights_only=True)
             for each in settings["imposed_ranks"]
@@ -114,6 +118,8 @@ class Session:
         if self.imposed:  # as the recorded ranks, unless their script came to its end
             is_cut = not self.imposed[0]["facts"].get("came_to_end", False)
             return is_cut and self.update >= max(len(each["updates"]) for each in self.imposed)
+        if self.start is None:
+            self.start = time.monotonic()
         path = self.folder / "last.json"
         if path.exists():
             with contextlib.suppress(ValueError):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from everyrank.audit.watch.place import where
+from everyrank.audit.watch.place import chain, where
 from everyrank.rerun.inside.modules import ModuleNames
 from everyrank.rerun.inside.session import Session
 
@@ -25,6 +25,7 @@ class _Steps:
         self.stepped: set[int] = set()
         self.names: dict[int, str] = {}
         self.own_rates: dict[int, list[float]] = {}
+        self.made: dict[int, str] = {}  # lines of optimizers
 
     @property
     def is_detailed(self) -> bool:
@@ -44,6 +45,9 @@ class _Steps:
                 for number, parameter in enumerate(parameters):
                     self.names.setdefault(id(parameter), f"{type(optimizer).__name__}: parameter {number}")
             self.stepped |= {id(p) for p in parameters}
+            if self.is_detailed:
+                session.copies = self.modules.copies(self.stepped)
+                self.note_dead(optimizer, parameters)
             own = [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
             self.pending = {
                 "losses": self.losses,
@@ -64,6 +68,17 @@ class _Steps:
                 self.pending["before"] = {name: self.kept(p) for name, p in named.items()}
             self.impose_rates(optimizer, own)
             self.losses, self.backwards = [], []
+
+    def note_dead(self, optimizer: Any, parameters: list[Any]) -> None:
+        """Note an optimizer that steps parameters of no module, in place of those that have the gradients."""
+        facts = self.session.facts
+        if "dead" in facts:
+            return
+        known = self.modules.parameters()
+        dead = sum(id(parameter) not in known and parameter.grad is None for parameter in parameters)
+        trained = self.modules.unstepped(self.stepped)
+        if dead and dead == len(trained):
+            facts["dead"] = [self.made.get(id(optimizer), where()), dead, len(parameters), trained]
 
     def impose_rates(self, optimizer: Any, own: list[float]) -> None:
         """Step with the learning rates of the recorded ranks; what the script has set is put back afterwards."""
@@ -91,6 +106,7 @@ class _Steps:
             session.updates.append(self.pending)
             self.pending = {}
             session.update += 1
+            session.num_backwards = 0
             is_last = session.is_last()
         if is_last:
             session.finish()
@@ -143,6 +159,22 @@ def install_step_hooks(session: Session, modules: ModuleNames) -> None:
     session.before_write = steps.note_states
     register_optimizer_step_pre_hook(steps.before)
     register_optimizer_step_post_hook(steps.after)
+    init = torch.optim.Optimizer.__init__
+
+    @functools.wraps(init)
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        steps.made[id(self)] = where()
+        init(self, *args, **kwargs)
+
+    torch.optim.Optimizer.__init__ = made
+    schedule = torch.optim.lr_scheduler.LRScheduler.__init__
+
+    @functools.wraps(schedule)
+    def scheduled(self: Any, *args: Any, **kwargs: Any) -> None:
+        session.facts.setdefault("schedules", chain()[:2])
+        schedule(self, *args, **kwargs)
+
+    torch.optim.lr_scheduler.LRScheduler.__init__ = scheduled
     backward = torch.autograd.backward
 
     @functools.wraps(backward)
@@ -154,6 +186,9 @@ def install_step_hooks(session: Session, modules: ModuleNames) -> None:
                 steps.losses.append(sum(float(loss.detach().double().sum()) for loss in losses))
             steps.backwards.append(where())
             session.is_training = True
+            session.num_backwards += 1
+            if session.loader >= 0 and session.loader not in session.facts.setdefault("trained", []):
+                session.facts["trained"].append(session.loader)
         was, session.in_backward = session.in_backward, True
         try:
             backward(tensors, *args, **kwargs)
