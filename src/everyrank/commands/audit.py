@@ -19,6 +19,7 @@ from everyrank.record import write_text
 
 if TYPE_CHECKING:
     from everyrank.audit import Audit, AuditOptions
+    from everyrank.relations import ResumeCommand
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
@@ -48,6 +49,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--compare",
         action="store_true",
         help="run the first updates again on one rank with the same batches, and compare",
+    )
+    parser.add_argument(
+        "--resume-with",
+        metavar="ARGS",
+        help="compare a training in one go with one that is resumed by these arguments, as '--resume out/last.pt'",
+    )
+    parser.add_argument(
+        "--stop-with",
+        default="",
+        metavar="ARGS",
+        help="with --resume-with: arguments that make the script save and end",
     )
     parser.add_argument("--only-compare", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument(
@@ -107,13 +119,23 @@ def _command(args: argparse.Namespace) -> tuple[list[str], int | None]:
     return words, command.processes if args.processes is None else args.processes
 
 
+def _resume_command(args: argparse.Namespace) -> ResumeCommand | None:
+    from everyrank.relations import resume_command
+
+    if args.stop_with and args.resume_with is None:
+        raise UsageError("--stop-with needs --resume-with; add --resume-with '--resume FILE'")
+    return None if args.resume_with is None else resume_command(args.resume_with, args.stop_with)
+
+
 def run(args: argparse.Namespace) -> int:
     """Audit a script and print the findings; exit status 1 if one of them is an error."""
     from everyrank.audit import AuditOptions, ScriptFailedError, audit_script
     from everyrank.launch.environments import is_rank_0_of_all
     from everyrank.progress import progress
+    from everyrank.relations import with_resume
 
     _end_with_the_terminal()
+    resume = _resume_command(args)
     words, processes = _command(args)
     options = AuditOptions(
         processes, args.updates, args.watch, args.timeout, args.limit, args.replay, args.pretend_cuda, args.shim
@@ -147,6 +169,8 @@ def run(args: argparse.Namespace) -> int:
             audit, failure = error.audit, error
     unpatched = audit
     audit = _compared(audit, words, options, args)
+    if resume is not None and audit is not None:
+        audit = with_resume(audit, options, resume)
     if audit is not None:
         _show(audit, args)
     if args.fix and unpatched is not None and failure is None:

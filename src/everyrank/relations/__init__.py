@@ -7,6 +7,7 @@ lines.py      the first line of the script whose result is not that of one rank
 recompute.py  activation checkpointing changes no gradient
 kept_script.py  what a script computes, kept in a file for a later version of it
 samples.py    ranks read different samples of one stream in an epoch
+resume.py     stopping and resuming changes nothing
 workers.py    workers of a loader read the samples that the process itself reads
 schedule.py   the learning rate depends on the progress of the training, not on the number of ranks
 updates.py    an optimizer steps what was trained, and an averaged copy moves once per update
@@ -21,14 +22,19 @@ from everyrank.relations.compare import (
     judge_script,
     why_not_compared,
     with_comparison,
+    with_resume,
 )
+from everyrank.relations.resume import ResumeCommand, resume_command
 
 __all__ = [
     "RelationResults",
+    "ResumeCommand",
     "audit_by_relations",
     "compare_script",
     "joined_findings",
     "judge_script",
+    "resume_command",
     "why_not_compared",
     "with_comparison",
+    "with_resume",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections.abc import Mapping, Sequence
 
@@ -14,6 +15,7 @@ from everyrank.errors import EveryrankError
 from everyrank.relations.precision import judge_rounded_updates
 from everyrank.relations.ranks import judge_ranks
 from everyrank.relations.recompute import judge_recomputation
+from everyrank.relations.resume import ResumeCommand, judge_resume
 from everyrank.relations.samples import judge_samples
 from everyrank.relations.schedule import has_schedule, judge_horizon
 from everyrank.relations.updates import judge_updates
@@ -28,6 +30,7 @@ __all__ = [
     "judge_script",
     "why_not_compared",
     "with_comparison",
+    "with_resume",
 ]
 
 _OF_GRADIENTS = ("gradient.", "loss.", "clip.", "replicas.", "random.", "weights.", "ddp.", "collective.", "data.")
@@ -213,6 +216,29 @@ def with_comparison(audit: Audit, options: AuditOptions) -> Audit:
         unchecked=tuple(dict.fromkeys((*audit.unchecked, *comparison.unchecked))),
         altered=(*audit.altered, f"the comparison with one rank ran the script again ({comparison.seconds:.0f} s)"),
         seconds=audit.seconds + comparison.seconds,
+    )
+
+
+def with_resume(audit: Audit, options: AuditOptions, command: ResumeCommand) -> Audit:
+    """The audit, with what a resumed training does differently from one in one go."""
+    start, findings = time.monotonic(), Findings()
+    why_not = why_not_compared(audit, options, os.environ)
+    if why_not:
+        return dataclasses.replace(audit, unchecked=(*audit.unchecked, f"resume: {why_not}"))
+    try:
+        with ScriptHost(audit.words, options.timeout_seconds, options.pretend_cuda) as host:
+            judge_resume(host, audit.words, audit.world_size, command, findings)
+    except EveryrankError as error:
+        findings.not_checked(f"resume: {error}")
+    except Exception as error:  # the audit never ends by it
+        findings.not_checked(f"resume: the comparison failed ({type(error).__name__}: {error})")
+    seconds = time.monotonic() - start
+    return dataclasses.replace(
+        audit,
+        findings=tuple(sorted((*audit.findings, *findings), key=lambda finding: LEVELS.index(finding.level))),
+        unchecked=tuple(dict.fromkeys((*audit.unchecked, *findings.unchecked))),
+        altered=(*audit.altered, f"the script ran three times more, to be resumed ({seconds:.0f} s)"),
+        seconds=audit.seconds + seconds,
     )
 
 

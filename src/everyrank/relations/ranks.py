@@ -368,6 +368,7 @@ def _printed(
     """Numbers that rank 0 shows: those of one rank, or rank 0's own, but not something between."""
     theirs = {_key(line): line for line in case.many.ranks[0].printed}
     own = {_key(line): line for line in alone.printed}
+    others = {_key(line) for rank in case.many.ranks[1:] for line in rank.printed}  # each rank shows its own numbers
     evaluations = functools.cache(lambda: {_key(line): line for line in evaluated_alone().ranks[0].printed})
     for line in case.one.printed:
         shown, local = theirs.get(_key(line)), own.get(_key(line))
@@ -382,7 +383,8 @@ def _printed(
             if _is_near(number, right, margin) or _is_own_loss(case, shown, number, margin):
                 continue
             if _is_near(number, of_rank_0, margin):
-                evaluated = evaluations().get(_key(line)) if _has_evaluation(case) else None
+                is_asked = _has_evaluation(case) and _key(line) not in others
+                evaluated = evaluations().get(_key(line)) if is_asked else None
                 is_of_evaluation = (
                     evaluated is not None
                     and len(evaluated.numbers) == len(line.numbers)

@@ -9,7 +9,7 @@ from typing import Any
 from everyrank.audit.finding import Findings
 from everyrank.rerun import RankRecording, ScriptRecording
 
-__all__ = ["judge_samples", "samples_of_passes"]
+__all__ = ["judge_samples", "samples_of_batch", "samples_of_passes"]
 
 _FEW = 16  # samples of a rank: too few to judge
 _ALL = 0.9  # of the samples: the ranks read the same data, which rules of audit judge
@@ -53,23 +53,23 @@ def samples_of_passes(rank: RankRecording) -> dict[tuple[int, int], tuple[str, l
         passes.setdefault((loader, number), []).append((batch, update))
     places = rank.facts.get("loader_places", {})
     return {
-        key: (places.get(key[0], ""), [checksum for batch, _ in read for checksum in _rows(batch)])
+        key: (places.get(key[0], ""), [checksum for batch, _ in read for checksum in samples_of_batch(batch)])
         for key, read in passes.items()
         if read[0][1] < read[-1][1]
     }
 
 
 def _largest_batch(rank: RankRecording) -> int:
-    return max((sum(1 for _ in _rows(batch)) for _, batch, _ in rank.batches), default=0)
+    return max((len(samples_of_batch(batch)) for _, batch, _ in rank.batches), default=0)
 
 
-def _rows(batch: Any) -> Iterator[int]:
+def samples_of_batch(batch: Any) -> list[int]:
     """A checksum of each sample of a batch: of the first tensor with more than a number for each."""
     import torch
 
     tensors = [each for each in _leaves(batch) if isinstance(each, torch.Tensor) and each.dim() > 1]
-    for row in tensors[0] if tensors else ():
-        yield zlib.crc32(row.contiguous().numpy().tobytes())
+    rows = tensors[0] if tensors else ()
+    return [zlib.crc32(row.contiguous().numpy().tobytes()) for row in rows]
 
 
 def _leaves(value: Any) -> Iterator[Any]:

@@ -12,6 +12,7 @@ __all__ = ["has_schedule", "is_stretched", "judge_horizon"]
 _ENDED = 0.01  # of the largest rate: the schedule has come to its end
 _HIGH = 0.1  # of the largest rate: it has not
 _LONG = 0.2  # of the updates: too many with a rate of zero
+_OTHER_END = 0.2  # of the ranks: one rank does not make that many times the updates
 _FEW = 2
 
 
@@ -45,8 +46,11 @@ def judge_horizon(many: ScriptRecording, one: ScriptRecording, findings: Finding
     if many.trouble or one.trouble or not (ranks.facts.get("came_to_end") and alone.facts.get("came_to_end")):
         return
     shared, single = ([update.rates[0] for update in rank.updates if update.rates] for rank in (ranks, alone))
-    if len(shared) < 4 or len(single) <= len(shared) or not max(shared) or not max(single):
-        return  # as many updates on one rank: the number is part of the settings
+    times = len(single) / max(len(shared), 1)
+    if len(shared) < 4 or abs(times - len(many.ranks)) > _OTHER_END * len(many.ranks):
+        return  # the number of updates is part of the settings, or the script stops early
+    if not max(shared) or not max(single):
+        return
     shared, single = ([rate / max(rates) for rate in rates] for rates in (shared, single))
     place = ranks.facts.get("schedules", [ranks.updates[-1].step])
     idle = [sum(rate < _ENDED for rate in reversed(rates)) / len(rates) for rates in (shared, single)]

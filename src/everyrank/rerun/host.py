@@ -93,6 +93,7 @@ class ScriptHost:
         environment: Mapping[str, str] | None = None,
         expressions: bool = False,
         only_rates: bool = False,
+        files: ScriptRecording | None = None,
     ) -> ScriptRecording:
         """Run the script on `ranks` ranks.
 
@@ -100,6 +101,7 @@ class ScriptHost:
         detailed  first updates whose gradients, parameters and states are recorded
         expressions  also record which expressions of the script make loaders, call the model, save, ... (facts)
         only_rates  record learning rates, and no batches, draws or values
+        files     begin with the files that this earlier run has written
         seconds   after which the ranks agree on a last update, unless a recording is imposed
         """
         imposed = imposed or Imposed()
@@ -109,6 +111,8 @@ class ScriptHost:
         self._runs += 1
         folder = self.folder / f"run{self._runs}"
         folder.mkdir()
+        if files is not None and (files.folder / "files").is_dir():
+            shutil.copytree(files.folder / "files", folder / "files", symlinks=True)
         recording = imposed.recording
         settings = {
             "folder": str(folder),

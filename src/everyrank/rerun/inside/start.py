@@ -52,6 +52,7 @@ def run_as_rank(settings: dict[str, Any], rank: int, overlay: Overlay) -> None:
     else:
         _note_checkpointing(session)
     install_saving(_Saves(session), overlay)  # type: ignore[arg-type]
+    _note_loads(session)
     modules = install_module_names(session)
     install_norms(session)
     install_batches(session)
@@ -96,6 +97,18 @@ def _note_checkpointing(session: Session) -> None:
             return _original(*args, **kwargs)
 
         setattr(module, name, functools.wraps(original)(noted))
+
+
+def _note_loads(session: Session) -> None:
+    """Note the lines that load a file."""
+    load = torch.load
+
+    @functools.wraps(load)
+    def loaded(*args: Any, **kwargs: Any) -> Any:
+        session.facts.setdefault("loads", []).append(where())
+        return load(*args, **kwargs)
+
+    torch.load = loaded
 
 
 def _keep_activations() -> None:
@@ -155,9 +168,12 @@ class _Saves:
     """The part of a recorder that redirected libraries need. It notes what torch saves, with its keys."""
 
     def __init__(self, session: Session) -> None:
-        self.muted, self.saved = session.quiet, session.facts.setdefault("saved", [])
+        self.session, self.muted, self.saved = session, session.quiet, session.facts.setdefault("saved", [])
 
     def write(self, event: Any) -> None:
-        """Note a save."""
+        """Note a save, and the updates before it."""
+        if not self.session.is_active:
+            return  # the recording itself
         if len(self.saved) < _MOST_WRITES:
             self.saved.append([event.path, event.line, event.keys])
+            self.session.facts.setdefault("saved_after", []).append([event.path, self.session.update, event.line])

@@ -1,0 +1,130 @@
+"""A training that is resumed is compared with one in one go. No rule of audit runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from everyrank.audit.finding import Findings
+from everyrank.errors import UsageError
+from everyrank.relations.resume import judge_resume, judge_resumed, resume_command
+from everyrank.rerun import RankRecording, RecordedUpdate, ScriptHost
+
+SCRIPT = """
+import argparse, os
+import torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--resume")
+args = parser.parse_args()
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+x = torch.randn(64, 6)
+data = TensorDataset(x, x[:, :3].argmax(1))
+net = nn.Linear(6, 3)
+optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+start = 0
+if args.resume:
+    state = torch.load(args.resume, weights_only=True)
+    net.load_state_dict(state["net"])
+    optimizer.load_state_dict(state["optimizer"])
+    schedule.load_state_dict(state["schedule"])
+    start = state["epoch"]
+model = nn.parallel.DistributedDataParallel(net)
+sampler = DistributedSampler(data)
+for epoch in range(start, 4):
+    sampler.set_epoch(epoch)
+    for xb, yb in DataLoader(data, 8, sampler=sampler):
+        optimizer.zero_grad()
+        F.cross_entropy(model(xb), yb).backward()
+        optimizer.step()
+        schedule.step()
+    if dist.get_rank() == 0:
+        state = {"net": net.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch + 1}
+        torch.save({**state, "schedule": schedule.state_dict()}, "last.pt")
+    dist.barrier()
+"""
+
+
+def update(weight: float, rate: float, after: float, gradient: float = 1.0) -> RecordedUpdate:
+    """One update of one parameter."""
+    tensors = [{"weight": torch.tensor([value])} for value in (gradient, weight, after)]
+    return RecordedUpdate([1.0], ["train.py:9"], "train.py:10", *tensors, [rate], 1, {})
+
+
+def recording(updates: list[RecordedUpdate], first: int, facts: dict[str, Any] | None = None) -> RankRecording:
+    """A rank that reads one sample in each update: numbers that begin with `first`."""
+    batches = [([0, 0], torch.full((1, 2), float(first + number)), number) for number in range(len(updates))]
+    return RankRecording(updates, [], "", {}, {}, [], batches, facts or {})
+
+
+WHOLE = [update(0.0, 0.1, 1.0), update(1.0, 0.1, 2.0), update(2.0, 0.05, 3.0)]
+
+
+@pytest.mark.parametrize(
+    ("resumed", "first", "expected"),
+    [
+        (WHOLE[1:], 1, ""),
+        ([update(0.5, 0.1, 2.0)], 1, "weights"),
+        ([update(1.0, 0.2, 2.0)], 1, "schedule is not resumed"),
+        ([update(1.0, 0.1, 2.0)], 0, "other samples"),
+        ([update(1.0, 0.1, 2.0, 3.0)], 1, "random numbers"),
+        ([update(1.0, 0.1, 1.5)], 1, "optimizer's state is not resumed"),
+        ([WHOLE[1], update(2.0, 0.1, 3.0)], 1, "2 updates after a resume"),
+    ],
+)
+def test_the_first_loss_of_a_resume_is_named(resumed: list[RecordedUpdate], first: int, expected: str) -> None:
+    """Weights, rate, samples, random numbers and the optimizer's state, in the order in which they matter."""
+    findings = Findings()
+    facts = {"loads": ["train.py:3"]}
+    judge_resumed(recording(WHOLE, 0), recording(resumed, first, facts), 1, "train.py:12", findings)
+    if not expected:
+        assert findings == []
+        return
+    (finding,) = findings
+    assert expected in finding.text
+    assert (finding.rule, finding.place, finding.also) == ("resume.differs", "train.py:3", ("train.py:12",))
+
+
+def test_arguments_are_split_as_by_a_shell() -> None:
+    """An open quote is refused."""
+    assert resume_command("--resume 'my file.pt'").resume == ["--resume", "my file.pt"]
+    with pytest.raises(UsageError, match="close the quote"):
+        resume_command("--resume 'x")
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ScriptHost, Path]]:
+    path = tmp_path_factory.mktemp("script") / "train.py"
+    path.write_text("")
+    with ScriptHost([str(path)]) as running:
+        yield running, path
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("", ""),
+        ('    start = state["epoch"]\n', "other samples"),
+        ('    schedule.load_state_dict(state["schedule"])\n', "schedule is not resumed"),
+        ('    net.load_state_dict(state["net"])\n', "weights"),
+    ],
+)
+def test_a_script_that_forgets_to_load_something_is_named(
+    host: tuple[ScriptHost, Path], line: str, expected: str
+) -> None:
+    """The script itself is ended after a checkpoint and started again."""
+    running, path = host
+    assert line in SCRIPT
+    path.write_text(SCRIPT.replace(line, ""))
+    findings = Findings()
+    judge_resume(running, [str(path)], 2, resume_command("--resume last.pt"), findings, updates=12)
+    assert findings.unchecked == []
+    assert [expected in finding.text for finding in findings] == ([True] if expected else [])
