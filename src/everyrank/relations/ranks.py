@@ -313,7 +313,7 @@ def _rates(case: _Case, findings: Findings, end: int) -> int | None:
                 factors.append(theirs / ours)
         if factors and not math.isclose(factors[-1], factors[0], rel_tol=_ANY_FACTOR):
             curves = [[u.rates[0] for u in run.updates if u.rates] for run in (case.many.ranks[0], case.one)]
-            stretched = is_stretched(*curves, case.num_ranks)
+            stretched = is_stretched(curves[0], curves[1], case.num_ranks)
             if stretched is None:
                 findings.not_checked("learning rates against one rank: there were too few updates")
             if stretched is not False:

@@ -104,7 +104,7 @@ class _Draws(TorchDispatchMode):
     def moved(self, changed: Any) -> None:
         """Note a change of an averaged copy, with the number of backwards since the last step."""
         session = self.session
-        first = changed[0] if isinstance(changed, list | tuple) and changed else changed
+        first: Any = changed[0] if isinstance(changed, list | tuple) and changed else changed
         if type(first) in (torch.Tensor, nn.Parameter) and first.data_ptr() in session.copies:
             noted = session.facts.setdefault("copies_moved", [])
             entry = [session.update, session.num_backwards, where(), session.copies[first.data_ptr()]]

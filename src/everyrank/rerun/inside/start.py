@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from everyrank.audit.watch.overlay import Overlay
 from everyrank.audit.watch.place import where
@@ -53,6 +54,7 @@ def run_as_rank(settings: dict[str, Any], rank: int, overlay: Overlay) -> None:
         _note_checkpointing(session)
     install_saving(_Saves(session), overlay)  # type: ignore[arg-type]
     _note_loads(session)
+    _keep_groups()
     modules = install_module_names(session)
     install_norms(session)
     install_batches(session)
@@ -97,6 +99,19 @@ def _note_checkpointing(session: Session) -> None:
             return _original(*args, **kwargs)
 
         setattr(module, name, functools.wraps(original)(noted))
+
+
+def _keep_groups() -> None:
+    """Keep process groups until the rank ends: freeing one waits for its threads, which may wait for Python's lock."""
+    destroy, kept = dist.destroy_process_group, list[Any]()
+
+    @functools.wraps(destroy)
+    def destroyed(*args: Any, **kwargs: Any) -> None:
+        if dist.is_initialized():
+            kept.append(dist.group.WORLD)
+        destroy(*args, **kwargs)
+
+    dist.destroy_process_group = destroyed
 
 
 def _note_loads(session: Session) -> None:
