@@ -127,12 +127,23 @@ def _resume_command(args: argparse.Namespace) -> ResumeCommand | None:
     return None if args.resume_with is None else resume_command(args.resume_with, args.stop_with)
 
 
+def _check_outputs(args: argparse.Namespace, words: list[str]) -> None:
+    """Raise `UsageError` for a file that cannot be written, or that is the script itself."""
+    check_html(args)
+    for path in (args.json, args.sarif, args.patch):
+        check_writable(path)
+    if args.patch is not None and not args.fix:
+        raise UsageError("--patch: give --fix, too")
+    for path in (args.json, args.html, args.sarif, args.patch):
+        if path is not None and words and path.absolute() == Path(words[0]).absolute():
+            raise UsageError(f"{path}: this is the script; give another path")
+
+
 def run(args: argparse.Namespace) -> int:
     """Audit a script and print the findings; exit status 1 if one of them is an error."""
     from everyrank.audit import AuditOptions, ScriptFailedError, audit_script
     from everyrank.launch.environments import is_rank_0_of_all
     from everyrank.progress import progress
-    from everyrank.relations import with_resume
 
     _end_with_the_terminal()
     resume = _resume_command(args)
@@ -144,15 +155,7 @@ def run(args: argparse.Namespace) -> int:
         from everyrank.commands.evidence import compare_script_versions
 
         return compare_script_versions(args, words, options)
-    check_html(args)
-    check_writable(args.json)
-    check_writable(args.sarif)
-    check_writable(args.patch)
-    if args.patch is not None and not args.fix:
-        raise UsageError("--patch: give --fix, too")
-    for path in (args.json, args.html, args.sarif, args.patch):
-        if path is not None and words and path.absolute() == Path(words[0]).absolute():
-            raise UsageError(f"{path}: this is the script; give another path")
+    _check_outputs(args, words)
     done = -1
     with progress(options.updates, show=is_rank_0_of_all(os.environ)) as advance:
 
@@ -170,6 +173,8 @@ def run(args: argparse.Namespace) -> int:
     unpatched = audit
     audit = _compared(audit, words, options, args)
     if resume is not None and audit is not None:
+        from everyrank.relations import with_resume
+
         audit = with_resume(audit, options, resume)
     if audit is not None:
         _show(audit, args)
