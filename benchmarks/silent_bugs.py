@@ -12,10 +12,11 @@ cause   what is named is what the file's own `Expected:` says: a rule of audit, 
 line    audit: the line that the file marks is named, or is among those shown with it; verify names tensors and layers
 A FAIL or WARN for a corrected or a correct script, or DIFFERENT for a right function, is a false alarm.
 
---docs writes the tables of docs/silent-bugs.md from the Record. --blind audits silent_bugs/blind_set/, --blind 2
-silent_bugs/blind_set_2/: 15 mistakes each, and 10 and 12 correct scripts, by writers who had seen neither the rules nor
-the corpus. Their first results are what counts; since then they have been looked at, like the others. There, NAME.py is
-the right script, and wrong/NAME.patch puts the mistake into it.
+--docs writes the tables of docs/silent-bugs.md from the Record. --blind N audits a blind set:
+silent_bugs/blind_set/ and silent_bugs/blind_set_2/ with 15 mistakes each and 10 and 12 correct scripts,
+silent_bugs/blind_set_3/ with 24 and 20, by writers who had seen neither the rules nor the corpus. Their first
+results are what counts; since then they have been looked at, like the others. There, NAME.py is the right script,
+and wrong/NAME.patch puts the mistake into it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent / "silent_bugs"
-BLIND = {1: FOLDER / "blind_set", 2: FOLDER / "blind_set_2"}
+BLIND = {1: FOLDER / "blind_set", 2: FOLDER / "blind_set_2", 3: FOLDER / "blind_set_3"}
 RECORD = Path(__file__).parent / "records" / "silent-bugs-cpu.json"
 DOCS = Path(__file__).parents[1] / "docs" / "silent-bugs.md"
 MISTAKE = "# <- the mistake"

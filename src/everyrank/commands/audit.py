@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
+_SHORT_SECONDS = 45.0  # an audit that takes longer is not run again without being asked
+
 HELP = "find silent distributed-training mistakes in your own script"
 EXAMPLES = (
     "everyrank audit train.py --epochs 5",
@@ -47,8 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--compare",
-        action="store_true",
-        help="run the first updates again on one rank with the same batches, and compare",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="run the first updates again on one rank with the same batches, and compare (default: if the rules found "
+        f"no FAIL within {_SHORT_SECONDS:g} s)",
     )
     parser.add_argument(
         "--resume-with",
@@ -171,7 +175,8 @@ def run(args: argparse.Namespace) -> int:
         except ScriptFailedError as error:
             audit, failure = error.audit, error
     unpatched = audit
-    audit = _compared(audit, words, options, args)
+    if failure is None:
+        audit = _compared(audit, words, options, args)
     if resume is not None and audit is not None:
         from everyrank.relations import with_resume
 
@@ -195,12 +200,23 @@ def _compared(audit: Audit | None, words: list[str], options: AuditOptions, args
 
     if args.only_compare:
         return audit_by_relations(words, options)
-    if audit is None or not args.compare:
+    if audit is None or args.compare is False or (args.compare is None and not _is_worth_comparing(audit, options)):
         return audit
     why_not = why_not_compared(audit, options, os.environ)
+    if why_not and args.compare is None:
+        return audit
     if why_not:
         return dataclasses.replace(audit, unchecked=(*audit.unchecked, f"comparison with one rank: {why_not}"))
+    if sys.stderr.isatty():
+        print("comparing with one rank; --no-compare leaves it out ...", file=sys.stderr)
     return with_comparison(audit, options)
+
+
+def _is_worth_comparing(audit: Audit, options: AuditOptions) -> bool:
+    """Whether to compare without being asked: a script that trains, is quick, and has no certain mistake yet."""
+    is_script = options.shim is None and audit.words[0] != "-m"
+    is_quick = audit.seconds <= _SHORT_SECONDS and not options.watch
+    return is_script and is_quick and audit.updates > 0 and not audit.has_failed
 
 
 def _has_edits(audit: Audit) -> bool:
