@@ -145,9 +145,10 @@ def _split_tensors(plan: Plan) -> None:
     names: list[str] = []
     for fact in [*forwards, *(loss for loss in plan.of("loss") if loss.is_inner)]:
         call = source.at(fact.span)
+        function = call.func if isinstance(call, ast.Call) else None
         for node in ast.walk(call) if call else ():
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id not in names:
-                names.append(node.id)
+                names += [] if node is function else [node.id]
     call = source.at(forwards[0].span)
     scope = source.scope(call) if call else source.tree
     parts: dict[ast.stmt, list[str]] = {}
@@ -155,7 +156,7 @@ def _split_tensors(plan: Plan) -> None:
         stores = [node for node in source.stores(name, scope) if source.scope(node) is scope]
         stores = stores or [node for node in source.stores(name, source.tree) if source.scope(node) is source.tree]
         if stores and plan.is_data(statement := source.statement(stores[-1])):
-            parts.setdefault(statement, []).append(name)
+            parts.setdefault(_after_branches(plan, statement, call), []).append(name)
     if not parts:
         raise NotPortedError(
             forwards[0].line, "where the batch comes from was not found: split it by hand, tensor[rank::world_size]"
@@ -168,6 +169,14 @@ def _split_tensors(plan: Plan) -> None:
     for statement, split in parts.items():
         together = ", ".join(split)
         source.insert_after(statement, f"{together} = part({together})", "each rank takes its part of every batch")
+
+
+def _after_branches(plan: Plan, statement: ast.stmt, call: ast.AST | None) -> ast.stmt:
+    """The statement, or the `if` around it whose branches each make the batch, before the training forward."""
+    parent = plan.source.parents[statement]
+    while isinstance(parent, ast.If) and parent.orelse and not any(node is call for node in ast.walk(parent)):
+        statement, parent = parent, plan.source.parents[parent]
+    return statement
 
 
 def replace_leftovers(plan: Plan) -> None:

@@ -72,7 +72,7 @@ class RankBatches:
 
 def split(loader, evaluates=False):
     """The same loader, for this rank's part of each batch."""
-    if isinstance(loader.sampler, torch.utils.data.RandomSampler):  # one order for all ranks
+    if getattr(loader.sampler, "generator", loader) is None:  # a random sampler: one order for all ranks
         loader.sampler.generator = torch.Generator().manual_seed(shared_seed())
     return torch.utils.data.DataLoader(
         loader.dataset,

@@ -135,6 +135,10 @@ def _store(plan: Plan, name: str, node: ast.expr, forward: Fact) -> tuple[ast.AS
     source, scope = plan.source, plan.source.scope(node)
     for owner in dict.fromkeys([scope, source.tree]):
         stores = [each for each in source.stores(name, owner) if source.scope(each) is owner]
+        running = [source.at(call.span, ast.stmt) for call in forward.chain]
+        lines = [each.lineno for each in running if isinstance(each, ast.stmt) and source.scope(each) is owner]
+        # not a model that is loaded again after the training
+        stores = [each for each in stores if not lines or source.statement(each).lineno < lines[0]] or stores
         if stores:
             return owner, source.statement(stores[-1])
     if "." in name:  # self.model, which another method assigns
