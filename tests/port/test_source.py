@@ -71,3 +71,28 @@ def test_decorated_functions_get_lines_before_their_decorators() -> None:
     source = ScriptSource("import a\n\n\n@a.b\ndef f():\n    pass\n")
     source.insert_before(source.tree.body[1], "x = 1", "")
     assert source.edited() == "import a\n\n\nx = 1\n@a.b\ndef f():\n    pass\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "after"),
+    [
+        ("a(); b(); c()\n", "a", "new()\na(); new(); b(); c()\n"),
+        ("a(); b(); c()\n", "b", "a(); new(); b(); new(); c()\n"),
+        ("a(); b(); c()\n", "c", "a(); b(); new(); c()\nnew()\n"),
+        ("if x: a()\nb()\n", "a", "if x: new(); a(); new()\nb()\n"),
+        ("for x in y:\n    a(); b()\n", "a", "for x in y:\n    new()\n    a(); new(); b()\n"),
+    ],
+)
+def test_lines_beside_a_statement_that_shares_its_line(text: str, name: str, after: str) -> None:
+    source = ScriptSource(text)
+    call = next(n for n in ast.walk(source.tree) if isinstance(n, ast.Call) and source.code(n) == f"{name}()")
+    statement = source.statement(call)
+    source.insert_before(statement, "new()", "a reason")
+    source.insert_after(statement, "new()", "a reason")
+    assert source.edited() == after
+
+
+def test_several_lines_beside_a_statement_that_shares_its_line_are_refused() -> None:
+    source = ScriptSource("a(); b()\n")
+    with pytest.raises(NotPortedError, match="share this line"):
+        source.insert_after(source.tree.body[0], "if x:\n    new()", "a reason")

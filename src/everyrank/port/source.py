@@ -176,14 +176,30 @@ class ScriptSource:
         return line[: len(line) - len(line.lstrip())]
 
     def insert_after(self, statement: ast.stmt, code: str, reason: str) -> None:
-        """Put lines after a statement, with its indentation."""
-        self._insert(_end(statement)[0] + 1, self.indent(statement), code, reason)
+        """Put lines after a statement, with its indentation; on its line if it shares the line with others."""
+        line, block = _end(statement)[0], self.block(statement)
+        if self._is_in_one_line(statement) or any(
+            _start(each) >= _end(statement) and each.lineno == line for each in block
+        ):
+            self.edit(_end(statement), _end(statement), f"; {_one_line(statement, code)}", reason)
+        else:
+            self._insert(line + 1, self.indent(statement), code, reason)
 
     def insert_before(self, statement: ast.stmt, code: str, reason: str) -> None:
-        """Put lines before a statement, and before its decorators."""
+        """Put lines before a statement, and before its decorators; on its line if it is not the first one there."""
+        line, block = statement.lineno, self.block(statement)
+        if self._is_in_one_line(statement) or any(
+            _end(each)[0] == line and each is not statement and _start(each) < _start(statement) for each in block
+        ):
+            self.edit(_start(statement), _start(statement), f"{_one_line(statement, code)}; ", reason)
+            return
         decorators = getattr(statement, "decorator_list", [])
         line = min([statement.lineno, *(decorator.lineno for decorator in decorators)])
         self._insert(line, self.indent(statement), code, reason)
+
+    def _is_in_one_line(self, statement: ast.stmt) -> bool:
+        """Whether it stands on the line of the `if` or loop around it."""
+        return getattr(self.parents.get(statement), "lineno", 0) == statement.lineno
 
     def _insert(self, line: int, indent: str, code: str, reason: str) -> None:
         lines = [f"{indent}{each}" if each else "" for each in code.split("\n")]
@@ -242,6 +258,13 @@ class ScriptSource:
 def holds_line(statement: ast.stmt, line: int) -> bool:
     """Whether a line belongs to a statement, or to a block inside of it."""
     return statement.lineno <= line <= (statement.end_lineno or statement.lineno)
+
+
+def _one_line(statement: ast.stmt, code: str) -> str:
+    """Code that is put on the line of other statements. Raises `NotPortedError` if it has several lines."""
+    if "\n" in code or code.endswith(":"):
+        raise NotPortedError(statement.lineno, "several statements share this line: put each on a line of its own")
+    return code
 
 
 def _start(node: ast.AST) -> tuple[int, int]:
