@@ -70,7 +70,7 @@ def _helpers(plan: Plan, body: list[ast.stmt]) -> str:
         sums=plan.choice.loss == "sum",
         sampler=plan.choice.sampler,
         has_logging="logging" in _names(imports),
-        has_numpy="np" in _names(imports),
+        has_numpy="np" in _names(imports) or _draws_from_numpy(plan),
     )
     return f"{_imports(plan, imports)}\n\n\n{helpers}"
 
@@ -151,7 +151,15 @@ def _choose_seed(plan: Plan) -> None:
 def _imports(plan: Plan, imports: list[ast.Import | ast.ImportFrom]) -> str:
     bound = _names(imports)
     needed = ["os", "sys", *(["random"] if plan.has_same_seed else []), "torch"]
-    return "\n".join([*(f"import {name}" for name in needed if name not in bound), "import torch.distributed as dist"])
+    lines = [f"import {name}" for name in needed if name not in bound]
+    if plan.has_same_seed and _draws_from_numpy(plan) and "np" not in bound:
+        lines.append("import numpy as np")
+    return "\n".join([*lines, "import torch.distributed as dist"])
+
+
+def _draws_from_numpy(plan: Plan) -> bool:
+    """Whether numpy's random numbers are drawn, also in another file, such as the splits of a cross validation."""
+    return any(fact.details["library"] == "numpy" for fact in plan.of("draw"))
 
 
 def _names(imports: list[ast.Import | ast.ImportFrom]) -> set[str]:
