@@ -28,7 +28,7 @@ MISTAKES = {
     "training batches not split": (
         "split(DataLoader(TensorDataset(x, y)",
         "(DataLoader(TensorDataset(x, y)",
-        "every rank reads",
+        "the loss is",
     ),
     "order of its own on each rank": (
         ".manual_seed(shared_seed())",

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
+import os
 import shlex
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,6 +100,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.validate is not None:
         answer, calibration = _validation(args)
+        answer["provenance"] = _provenance()
         printed = print_validation
     elif (machine := _machine(args)) is not None:
         answer, calibration = _on_machine(args, machine), None
@@ -149,6 +153,15 @@ def _calibration(args: argparse.Namespace) -> Calibration:
     from everyrank.plan.calibration import read_calibration, shipped_calibration
 
     return read_calibration(args.calibration) if args.calibration is not None else shipped_calibration()
+
+
+def _provenance() -> dict[str, Any]:
+    """Where and when a Record was made."""
+    return {
+        "torch": importlib.metadata.version("torch"),
+        "cores": os.cpu_count(),
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+    }
 
 
 def _validation(args: argparse.Namespace) -> tuple[dict[str, Any], Calibration]:
