@@ -592,3 +592,19 @@ def test_editable_findings(tmp_path: Path) -> None:
     assert not is_editable(Finding("NOTE", "gradient.scale", f"{script}:3", "divided by the 2 ranks"), script)
     assert not is_editable(Finding("FAIL", "replicas.rate", f"{script}:3", ""), script)
     assert not is_editable(Finding("FAIL", "gradient.carried", f"{tmp_path / 'engine.py'}:3", ""), script)
+
+
+def test_a_statement_that_shares_its_line_is_not_removed() -> None:
+    """Removing the line would remove the other statement, too."""
+    script = _plain(
+        """
+        for x in loader:
+            prepare(x); optimizer.zero_grad() #!
+            loss(x).backward()
+        optimizer.step()
+        """
+    )
+    finding = _finding("gradient.thrown-away", "", script)
+    (remedy,) = remedies_for(finding)
+    with pytest.raises(CannotRepairError, match="cannot be removed by itself"):
+        remedy(EditedScript(script), finding)

@@ -9,7 +9,7 @@ from everyrank.port.helpers import helper_text
 from everyrank.port.plan import Plan
 from everyrank.port.source import NotPortedError, holds_line
 
-__all__ = ["add_frame"]
+__all__ = ["add_frame", "imported_names", "imports_in", "leading_imports"]
 
 _REASON = "what the port needs, in plain PyTorch"
 _BEGINS = ("loader", "seed", "optimizer", "forward", "draw")
@@ -22,13 +22,13 @@ def add_frame(plan: Plan) -> None:
     source, border = plan.source, plan.files.num_lines
     body = [node for node in source.tree.body if not border or node.lineno <= border]
     other = [node for node in source.tree.body if border and node.lineno > border]
-    leading = _leading_imports(body)
+    leading = leading_imports(body)
     start = ["setup()"] + (["same_seed()"] if plan.has_same_seed else [])
     main = next((node for node in body if isinstance(node, ast.If) and "__main__" in source.code(node.test)), None)
     begins = [fact for fact in plan.facts if fact.kind in _BEGINS]
     is_in_main = main is not None and all(any(holds_line(main, call.span[0]) for call in fact.chain) for fact in begins)
     if other:
-        source.insert_after(_leading_imports(other), _helpers(plan, other), _REASON)
+        source.insert_after(leading_imports(other), _helpers(plan, other), _REASON)
         _import_other(plan, body)
         block = "\n".join(_imports_of_helpers(plan, start))
     else:
@@ -43,34 +43,35 @@ def add_frame(plan: Plan) -> None:
         source.insert_after(last, "dist.destroy_process_group()", "all ranks leave together")
 
 
-def _leading_imports(body: list[ast.stmt]) -> ast.stmt:
+def leading_imports(body: list[ast.stmt]) -> ast.stmt:
     """The last of the imports at the top of a file. Raises `NotPortedError` if there are none."""
     first = next(
         (node for node in body if not isinstance(node, ast.Import | ast.ImportFrom) and not _is_text(node)), None
     )
-    if first is None or not _imports_in(body):
+    if first is None or not imports_in(body):
         raise NotPortedError(1, "the script imports nothing before its first statement: import torch at the top")
-    leading = [node for node in _imports_in(body) if node.lineno < first.lineno]
+    leading = [node for node in imports_in(body) if node.lineno < first.lineno]
     if not leading:
         raise NotPortedError(first.lineno, "this statement stands before all imports: move the imports to the top")
     return leading[-1]
 
 
-def _imports_in(body: list[ast.stmt]) -> list[ast.Import | ast.ImportFrom]:
+def imports_in(body: list[ast.stmt]) -> list[ast.Import | ast.ImportFrom]:
+    """The import statements of a file that stand in no function and no condition."""
     return [node for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
 def _helpers(plan: Plan, body: list[ast.stmt]) -> str:
     """Imports and helper functions, for the file with these statements."""
-    imports = _imports_in(body)
+    imports = imports_in(body)
     helpers = helper_text(
         plan.helpers,
         has_batch_norm=plan.has_batch_norm,
         finds_unused=plan.finds_unused,
         sums=plan.choice.loss == "sum",
         sampler=plan.choice.sampler,
-        has_logging="logging" in _names(imports),
-        has_numpy="np" in _names(imports) or _draws_from_numpy(plan),
+        has_logging="logging" in imported_names(imports),
+        has_numpy="np" in imported_names(imports) or _draws_from_numpy(plan),
     )
     return f"{_imports(plan, imports)}\n\n\n{helpers}"
 
@@ -149,7 +150,7 @@ def _choose_seed(plan: Plan) -> None:
 
 
 def _imports(plan: Plan, imports: list[ast.Import | ast.ImportFrom]) -> str:
-    bound = _names(imports)
+    bound = imported_names(imports)
     needed = ["os", "sys", *(["random"] if plan.has_same_seed else []), "torch"]
     lines = [f"import {name}" for name in needed if name not in bound]
     if plan.has_same_seed and _draws_from_numpy(plan) and "np" not in bound:
@@ -162,7 +163,7 @@ def _draws_from_numpy(plan: Plan) -> bool:
     return any(fact.details["library"] == "numpy" for fact in plan.of("draw"))
 
 
-def _names(imports: list[ast.Import | ast.ImportFrom]) -> set[str]:
+def imported_names(imports: list[ast.Import | ast.ImportFrom]) -> set[str]:
     """The names that plain import statements bind."""
     return {alias.asname or alias.name for node in imports if isinstance(node, ast.Import) for alias in node.names}
 

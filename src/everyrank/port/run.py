@@ -20,7 +20,7 @@ from everyrank.port.plan import Choice
 from everyrank.port.source import Edit, NotPortedError
 from everyrank.rerun import Imposed, ScriptHost, ScriptRecording
 
-__all__ = ["Attempt", "PortResult", "audit_port", "check_ported", "port_script", "with_siblings"]
+__all__ = ["Attempt", "PortResult", "audit_port", "check_ported", "port_script", "read_script", "with_siblings"]
 
 UPDATES = 12
 _OBSERVED_UPDATES = 24
@@ -104,7 +104,7 @@ def port_script(
     Raises `NotPortedError` for a script that is not ported, and `CannotRunError` if it does not run here.
     """
     script = Path(words[0])
-    files = ScriptFiles(script, _read(script), other, _read(other) if other is not None else "")
+    files = ScriptFiles(script, read_script(script), other, read_script(other) if other is not None else "")
     with ScriptHost(words, timeout_seconds=timeout_seconds) as host:
         say("running the script")
         facts = _observe(host, files)
@@ -154,7 +154,7 @@ def check_ported(
 
     Raises `CannotRunError` if the original does not run here.
     """
-    files = ScriptFiles(Path(host.words[0]), _read(Path(host.words[0])), port_name=port.name)
+    files = ScriptFiles(Path(host.words[0]), read_script(Path(host.words[0])), port_name=port.name)
     say("running the script in float64")
     imposed = _IMPOSED
     original, float64 = _original(host, imposed)
@@ -164,7 +164,7 @@ def check_ported(
     if not original.ranks[0].updates:
         raise CannotRunError(f"{files.script}: no backward was seen within the time of a run, so nothing is compared")
     say(f"checking the port on {' and '.join(map(str, ranks))} ranks")
-    attempt = Attempt(None, _read(port), [], [], [])
+    attempt = Attempt(None, read_script(port), [], [], [])
     tried = [dataclasses.replace(attempt, comparisons=_check(host, files, attempt, original, ranks, float64, imposed))]
     if not tried[0].is_equal:
         tried = _without_dropout(host, files, original, tried, ranks, float64, imposed, say)
@@ -206,7 +206,8 @@ def _audit(words: Sequence[str], files: dict[str, str], ranks: int, timeout_seco
     return audit.findings if audit is not None else ()
 
 
-def _read(script: Path) -> str:
+def read_script(script: Path) -> str:
+    """The text of a script. Raises `UsageError` if it cannot be read, or is not UTF-8."""
     try:
         with tokenize.open(script) as file:
             encoding = file.encoding

@@ -10,7 +10,7 @@ from typing import Any
 
 from everyrank.errors import CannotRunError
 
-__all__ = ["Edit", "NotPortedError", "ScriptSource", "holds_line"]
+__all__ = ["Edit", "NotPortedError", "ScriptSource", "end_of", "holds_line", "start_of"]
 
 Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -80,11 +80,13 @@ class ScriptSource:
             for node in ast.walk(self.tree)
             if isinstance(node, kind)
             and hasattr(node, "lineno")
-            and _start(node) <= (line, column)
-            and (last_line, last_column) <= _end(node)
+            and start_of(node) <= (line, column)
+            and (last_line, last_column) <= end_of(node)
         ]
         return min(
-            around, key=lambda node: (_end(node)[0] - _start(node)[0], _end(node)[1] - _start(node)[1]), default=None
+            around,
+            key=lambda node: (end_of(node)[0] - start_of(node)[0], end_of(node)[1] - start_of(node)[1]),
+            default=None,
         )
 
     def ancestors(self, node: ast.AST | None) -> Iterator[ast.AST]:
@@ -130,7 +132,7 @@ class ScriptSource:
         """The text of a node."""
         if not hasattr(node, "lineno"):
             return ""
-        (line, column), (last_line, last_column) = _start(node), _end(node)
+        (line, column), (last_line, last_column) = start_of(node), end_of(node)
         # ast.get_source_segment splits the whole text each time
         if line == last_line:
             return self.lines[line - 1][column:last_column].decode()
@@ -150,7 +152,7 @@ class ScriptSource:
 
     def is_in_brackets(self, node: ast.AST) -> bool:
         """Whether an expression stands alone in round brackets, as in `(loss / 2).backward()`."""
-        start, end = _start(node), _end(node)
+        start, end = start_of(node), end_of(node)
         before, after = self.lines[start[0] - 1][: start[1]], self.lines[end[0] - 1][end[1] :]
         is_argument = re.search(rb"[\w\])]\($", before) is not None
         return before.endswith(b"(") and after.startswith(b")") and not is_argument
@@ -163,12 +165,12 @@ class ScriptSource:
 
     def replace(self, node: ast.AST, text: str, reason: str) -> None:
         """Put `text` in place of an expression."""
-        self.edits.append(Edit(_start(node), _end(node), text, reason))
+        self.edits.append(Edit(start_of(node), end_of(node), text, reason))
 
     def wrap(self, node: ast.AST, before: str, after: str, reason: str) -> None:
         """Put text before and after an expression."""
-        self.edits.append(Edit(_start(node), _start(node), before, reason))
-        self.edits.append(Edit(_end(node), _end(node), after, ""))
+        self.edits.append(Edit(start_of(node), start_of(node), before, reason))
+        self.edits.append(Edit(end_of(node), end_of(node), after, ""))
 
     def indent(self, statement: ast.stmt) -> str:
         """The white space before a statement."""
@@ -177,11 +179,11 @@ class ScriptSource:
 
     def insert_after(self, statement: ast.stmt, code: str, reason: str) -> None:
         """Put lines after a statement, with its indentation; on its line if it shares the line with others."""
-        line, block = _end(statement)[0], self.block(statement)
+        line, block = end_of(statement)[0], self.block(statement)
         if self._is_in_one_line(statement) or any(
-            _start(each) >= _end(statement) and each.lineno == line for each in block
+            start_of(each) >= end_of(statement) and each.lineno == line for each in block
         ):
-            self.edit(_end(statement), _end(statement), f"; {_one_line(statement, code)}", reason)
+            self.edit(end_of(statement), end_of(statement), f"; {_one_line(statement, code)}", reason)
         else:
             self._insert(line + 1, self.indent(statement), code, reason)
 
@@ -189,13 +191,21 @@ class ScriptSource:
         """Put lines before a statement, and before its decorators; on its line if it is not the first one there."""
         line, block = statement.lineno, self.block(statement)
         if self._is_in_one_line(statement) or any(
-            _end(each)[0] == line and each is not statement and _start(each) < _start(statement) for each in block
+            end_of(each)[0] == line and each is not statement and start_of(each) < start_of(statement) for each in block
         ):
-            self.edit(_start(statement), _start(statement), f"{_one_line(statement, code)}; ", reason)
+            self.edit(start_of(statement), start_of(statement), f"{_one_line(statement, code)}; ", reason)
             return
         decorators = getattr(statement, "decorator_list", [])
         line = min([statement.lineno, *(decorator.lineno for decorator in decorators)])
         self._insert(line, self.indent(statement), code, reason)
+
+    def shares_line(self, statement: ast.stmt) -> bool:
+        """Whether a line of it also has another statement, or the head of the block around it."""
+        first, last = statement.lineno, end_of(statement)[0]
+        others = [each for each in self.block(statement) if each is not statement]
+        return self._is_in_one_line(statement) or any(
+            each.lineno <= last and end_of(each)[0] >= first for each in others
+        )
 
     def _is_in_one_line(self, statement: ast.stmt) -> bool:
         """Whether it stands on the line of the `if` or loop around it."""
@@ -207,20 +217,15 @@ class ScriptSource:
 
     def put_under(self, statement: ast.stmt, condition: str, reason: str) -> None:
         """Put a statement under an `if`. The lines of a string over several lines are not moved."""
-        first, last = statement.lineno, _end(statement)[0]
-        block = self.block(statement)
-        shares_line = any(
-            other is not statement and other.lineno <= last and _end(other)[0] >= first for other in block
-        )
-        parent = self.parents[statement]
-        if shares_line or getattr(parent, "lineno", 0) == first:
+        first, last = statement.lineno, end_of(statement)[0]
+        if self.shares_line(statement):
             raise NotPortedError(first, "several statements share this line: put each on a line of its own")
         in_strings = {
             line
             for node in ast.walk(statement)
             if isinstance(node, ast.Constant | ast.JoinedStr) and node.lineno != node.end_lineno
             if self.code(node).lstrip("rbfuRBFU")[:3] in ('"""', "'''")
-            for line in range(node.lineno + 1, _end(node)[0] + 1)
+            for line in range(node.lineno + 1, end_of(node)[0] + 1)
         }
         self.insert_before(statement, f"if {condition}:", reason)
         for line in range(first, last + 1):
@@ -267,9 +272,11 @@ def _one_line(statement: ast.stmt, code: str) -> str:
     return code
 
 
-def _start(node: ast.AST) -> tuple[int, int]:
+def start_of(node: ast.AST) -> tuple[int, int]:
+    """Line and column of its first character."""
     return node.lineno, node.col_offset  # type: ignore[attr-defined]
 
 
-def _end(node: ast.AST) -> tuple[int, int]:
+def end_of(node: ast.AST) -> tuple[int, int]:
+    """Line and column after its last character."""
     return node.end_lineno, node.end_col_offset  # type: ignore[attr-defined]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 
 from everyrank.audit import Finding
+from everyrank.port.source import end_of
 from everyrank.repair.edited_script import (
     CannotRepairError,
     EditedScript,
-    end_of,
     line_of_finding,
     loader_of_loop,
     name_of_loader,

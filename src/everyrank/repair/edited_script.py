@@ -8,17 +8,15 @@ from pathlib import Path
 
 from everyrank.audit import Finding
 from everyrank.errors import CannotRunError
-from everyrank.port.source import ScriptSource, holds_line
+from everyrank.port.source import ScriptSource, end_of, holds_line, start_of
 
 __all__ = [
     "CannotRepairError",
     "EditedScript",
-    "end_of",
     "line_of",
     "line_of_finding",
     "loader_of_loop",
     "name_of_loader",
-    "start_of",
 ]
 
 
@@ -138,13 +136,7 @@ class EditedScript:
 
     def remove_statement(self, statement: ast.stmt, reason: str) -> None:
         """Remove a statement with its lines. Raises `CannotRepairError` if it is the only one of its block."""
-        block = self.source.block(statement)
-        shares = any(each is not statement and each.lineno <= (statement.end_lineno or 0) for each in block[1:])
-        shares = shares and any(
-            each is not statement and (holds_line(each, statement.lineno) or holds_line(statement, each.lineno))
-            for each in block
-        )
-        if len(block) < 2 or shares:
+        if len(self.source.block(statement)) < 2 or self.source.shares_line(statement):
             raise CannotRepairError(f"line {statement.lineno} cannot be removed by itself")
         end = (statement.end_lineno or statement.lineno) + 1
         self.source.edit((statement.lineno, 0), (end, 0), "", reason)
@@ -165,18 +157,7 @@ def _own_nodes(statement: ast.stmt) -> Iterator[ast.AST]:
     """The nodes of a statement without those of the blocks inside of it."""
     for node in ast.iter_child_nodes(statement):
         if not isinstance(node, ast.stmt):
-            yield node
-            yield from (each for each in ast.walk(node) if each is not node)
-
-
-def start_of(node: ast.AST) -> tuple[int, int]:
-    """Line and column of its first character."""
-    return node.lineno, node.col_offset  # type: ignore[attr-defined]
-
-
-def end_of(node: ast.AST) -> tuple[int, int]:
-    """Line and column after its last character."""
-    return node.end_lineno, node.end_col_offset  # type: ignore[attr-defined]
+            yield from ast.walk(node)
 
 
 def name_of_loader(script: EditedScript, call: ast.Call) -> str:

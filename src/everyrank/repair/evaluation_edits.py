@@ -6,10 +6,10 @@ import ast
 import re
 
 from everyrank.audit import Finding
+from everyrank.port.source import end_of
 from everyrank.repair.edited_script import (
     CannotRepairError,
     EditedScript,
-    end_of,
     line_of_finding,
     loader_of_loop,
     name_of_loader,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -12,8 +11,10 @@ from typing import Any
 from everyrank.audit import Audit, AuditOptions, Finding, ScriptFailedError, audit_script
 from everyrank.errors import CannotRunError, EveryrankError
 from everyrank.port import NotPortedError
+from everyrank.port.frame import imported_names, imports_in, leading_imports
 from everyrank.port.helpers import HELPERS
-from everyrank.port.run import with_siblings
+from everyrank.port.run import read_script, with_siblings
+from everyrank.port.source import end_of
 from everyrank.repair.edited_script import CannotRepairError, EditedScript, line_of
 from everyrank.repair.remedies import Remedy, remedies_for
 
@@ -52,15 +53,12 @@ class Patch:
 def patch_script(audit: Audit, options: AuditOptions, say: Callable[[str], None] = lambda _: None) -> Patch:
     """Edit the script of an audit so that its findings are gone; another audit checks each edit.
 
-    Raises `CannotRunError` for a module (-m) or a script that cannot be read.
+    Raises `CannotRunError` for a module (-m), `UsageError` for a script that cannot be read.
     """
     script = Path(audit.words[0])
     if audit.words[0].startswith("-"):
         raise CannotRunError("a module (-m) is not patched: give the path of a script")
-    try:
-        text = script.read_bytes().decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CannotRunError(f"{script}: {error}") from error
+    text = read_script(script)
     left: list[tuple[Finding, str]] = []
     open_findings: list[tuple[Finding, list[Remedy]]] = []
     for finding in audit.findings:
@@ -209,14 +207,13 @@ def _add_imports(script: EditedScript) -> None:
         helpers = helpers.replace("dist.", f"{script.dist}.")
     if not script.imports and not helpers:
         return
-    imports = [node for node in script.source.tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
-    if not imports:
-        raise CannotRepairError("the script has no imports at its top")
+    last = leading_imports(script.source.tree.body)
     needed = list(script.imports)
-    if helpers and not any(alias.name == "torch" for node in imports for alias in node.names):
+    if helpers and "torch" not in imported_names(imports_in(script.source.tree.body)):
         needed.append("import torch")
     block = "\n".join(needed)
     if helpers:
-        follows = script.source.lines[imports[-1].end_lineno : imports[-1].end_lineno + 1]  # type: ignore[operator]
+        line = end_of(last)[0]
+        follows = script.source.lines[line : line + 1]
         block += f"\n\n\n{helpers}" + ("\n\n" if follows and follows[0].strip() else "")
-    script.source.insert_after(imports[-1], block.strip("\n") if not helpers else block.lstrip("\n"), "")
+    script.source.insert_after(last, block.strip("\n") if not helpers else block.lstrip("\n"), "")

@@ -6,7 +6,8 @@ import ast
 import re
 
 from everyrank.audit import Finding
-from everyrank.repair.edited_script import CannotRepairError, EditedScript, end_of, line_of_finding, start_of
+from everyrank.port.source import end_of, start_of
+from everyrank.repair.edited_script import CannotRepairError, EditedScript, line_of_finding
 
 __all__ = [
     "clear_gradients",
@@ -176,7 +177,7 @@ def do_not_divide_twice(script: EditedScript, finding: Finding) -> None:
 
 
 def weigh_by_terms(script: EditedScript, finding: Finding) -> None:
-    """Loss = mean_over_ranks(loss, len(labels)): ranks with fewer terms weigh less."""
+    """mean_over_ranks(loss, len(labels)) in place of the loss: ranks with fewer terms weigh less."""
     terms = _number_of_terms(script, finding)
     script.helpers.add("mean_over_ranks")
     reason = "the mean over the terms of all ranks"

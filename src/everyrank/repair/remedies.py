@@ -66,7 +66,7 @@ REMEDIES: tuple[tuple[str, str, Remedy], ...] = (
     ("data.split", "", split_with_fixed_seed),
     ("gradient.carried", "", clear_gradients),
     ("gradient.thrown-away", "", clear_once_an_update),
-    ("gradient.scale", "divided by the", do_not_divide_by_ranks),
+    ("gradient.scale", "ranks once too often", do_not_divide_by_ranks),
     ("gradient.scale", "ranks once too often", multiply_by_ranks),
     ("gradient.scale", "multiplied by the", do_not_multiply_by_ranks),
     ("gradient.scale", "multiplied by the", divide_by_ranks),

@@ -14,7 +14,11 @@ __all__ = [
     "save_on_rank_0",
     "seed_by_rank",
     "seed_generator_by_rank",
+    "start_with_rank_0",
+    "step_schedule_once",
 ]
+
+_WRAPPERS = ("DistributedDataParallel", "DDP", "fully_shard", "FSDP", "FullyShardedDataParallel")
 
 
 def call_the_wrapper(script: EditedScript, finding: Finding) -> None:
@@ -37,9 +41,6 @@ def call_the_wrapper(script: EditedScript, finding: Finding) -> None:
             script.source.replace(func, script.source.code(statement.targets[0]), reason)
             return
     raise CannotRepairError("how the model in the wrapper got its name was not found")
-
-
-_WRAPPERS = ("DistributedDataParallel", "DDP", "fully_shard", "FSDP", "FullyShardedDataParallel")
 
 
 def seed_by_rank(script: EditedScript, _: Finding) -> None:
@@ -111,7 +112,7 @@ def same_rate_everywhere(script: EditedScript, finding: Finding) -> None:
 
 
 def save_on_rank_0(script: EditedScript, finding: Finding) -> None:
-    """If dist.get_rank() == 0: torch.save(...)."""
+    """torch.save(...) under `if dist.get_rank() == 0:`."""
     statement = script.statement_at(line_of_finding(finding))
     script.source.put_under(statement, f"{script.dist}.get_rank() == 0", "one rank writes the file")
 
