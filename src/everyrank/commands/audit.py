@@ -11,7 +11,7 @@ import shlex
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from everyrank.commands.shared import check_html, check_writable, close_output, print_diff, say_next
 from everyrank.errors import CHECK_FAILED, UsageError, printable
@@ -124,11 +124,13 @@ def _command(args: argparse.Namespace) -> tuple[list[str], int | None]:
 
 
 def _resume_command(args: argparse.Namespace) -> ResumeCommand | None:
+    if args.resume_with is None:
+        if args.stop_with:
+            raise UsageError("--stop-with needs --resume-with; add --resume-with '--resume FILE'")
+        return None
     from everyrank.relations import resume_command
 
-    if args.stop_with and args.resume_with is None:
-        raise UsageError("--stop-with needs --resume-with; add --resume-with '--resume FILE'")
-    return None if args.resume_with is None else resume_command(args.resume_with, args.stop_with)
+    return resume_command(args.resume_with, args.stop_with)
 
 
 def _check_outputs(args: argparse.Namespace, words: list[str]) -> None:
@@ -183,8 +185,10 @@ def run(args: argparse.Namespace) -> int:
         audit = with_resume(audit, options, resume)
     if audit is not None:
         _show(audit, args)
-    if args.fix and unpatched is not None and failure is None:
-        _show_patch(unpatched, options, args.patch, args.json)
+    if args.fix and unpatched is not None and audit is not None and failure is None:
+        patch = _show_patch(unpatched, options, args.patch)
+        if args.json is not None:
+            write_text(args.json, json.dumps({**audit.as_json(), "patch": patch}, indent=1) + "\n")
     if failure is not None:
         print("\n".join(f"  {printable(line)}" for line in failure.tail), file=sys.stderr)
         raise failure
@@ -196,17 +200,21 @@ def run(args: argparse.Namespace) -> int:
 
 def _compared(audit: Audit | None, words: list[str], options: AuditOptions, args: argparse.Namespace) -> Audit | None:
     """The audit with what a comparison of ranks with one rank has found."""
-    from everyrank.relations import audit_by_relations, why_not_compared, with_comparison
-
     if args.only_compare:
+        from everyrank.relations import audit_by_relations
+
         return audit_by_relations(words, options)
-    if audit is None or args.compare is False or (args.compare is None and not _is_worth_comparing(audit, options)):
+    if audit is None:
+        return None
+    is_wanted = _is_worth_comparing(audit, options) if args.compare is None else args.compare
+    if not is_wanted:
         return audit
+    from everyrank.relations import why_not_compared, with_comparison
+
     why_not = why_not_compared(audit, options, os.environ)
-    if why_not and args.compare is None:
-        return audit
     if why_not:
-        return dataclasses.replace(audit, unchecked=(*audit.unchecked, f"comparison with one rank: {why_not}"))
+        reasons = () if args.compare is None else (f"comparison with one rank: {why_not}",)
+        return dataclasses.replace(audit, unchecked=(*audit.unchecked, *reasons))
     if sys.stderr.isatty():
         print("comparing with one rank; --no-compare leaves it out ...", file=sys.stderr)
     return with_comparison(audit, options)
@@ -226,8 +234,8 @@ def _has_edits(audit: Audit) -> bool:
     return any(is_editable(finding, Path(audit.words[0])) for finding in audit.findings)
 
 
-def _show_patch(audit: Audit, options: AuditOptions, target: Path | None, json_file: Path | None) -> None:
-    """Look for edits that mend the findings, and print their diff and the reason of each."""
+def _show_patch(audit: Audit, options: AuditOptions, target: Path | None) -> dict[str, Any]:
+    """Look for edits that mend the findings, print their diff and the reason of each, and return them for --json."""
     from everyrank.audit import short_place
     from everyrank.repair import patch_script
 
@@ -249,12 +257,10 @@ def _show_patch(audit: Audit, options: AuditOptions, target: Path | None, json_f
             print(f"  {finding.rule} at {printable(short_place(finding.place))}: {printable(reason)}")
     if not diff and not patch.left:
         print("no finding to mend")
-    if json_file is not None:
-        known = json.loads(json_file.read_text())
-        write_text(json_file, json.dumps({**known, "patch": {**patch.as_json(), "diff": diff}}, indent=1) + "\n")
     if target is not None:
         write_text(target, diff)
         print(f"wrote {printable(str(target))}")
+    return {**patch.as_json(), "diff": diff}
 
 
 def _show(audit: Audit, args: argparse.Namespace) -> None:
