@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
+from mlp import CLASSES, WIDTH, loss, train_data
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 
 from everyrank import Workload
-
-WIDTH = 1024
-CLASSES = 10
 
 
 class Block(nn.Module):
@@ -36,16 +32,6 @@ class Mlp(nn.Module):
         for block in self.blocks:
             value = block(value)
         return self.head(value)
-
-
-def train_data() -> TensorDataset:
-    """Noise, and as its class the largest of its first ten numbers."""
-    values = torch.randn(4096, WIDTH, generator=torch.Generator().manual_seed(0))
-    return TensorDataset(values, values[:, :CLASSES].argmax(1))
-
-
-def loss(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
-    return F.cross_entropy(output, target, reduction="sum"), len(target)
 
 
 def workload() -> Workload:

@@ -20,6 +20,7 @@ from everyrank.audit.script import find_script
 from everyrank.errors import CannotRunError, UsageError
 from everyrank.parity.kept import FORMAT, elements
 from everyrank.relations.numbers import tolerance_of
+from everyrank.relations.samples import tensors_of
 from everyrank.rerun import Imposed, RankRecording, ScriptHost, ScriptRecording
 
 __all__ = ["script_trace", "trace_in_host"]
@@ -140,15 +141,14 @@ def _printed_numbers(ranks: Sequence[RankRecording]) -> dict[str, list[float]]:
 
 def _data_checksum(ranks: Sequence[RankRecording]) -> str:
     """Of the samples of the first batches of each rank, in any order within a batch."""
-    import torch
-    from torch.utils._pytree import tree_leaves
-
     content = hashlib.blake2b(digest_size=16)
     for rank in ranks:
         for _, batch, _ in rank.batches[:_BATCHES]:
-            for leaf in tree_leaves(batch):
-                if isinstance(leaf, torch.Tensor) and leaf.dim():
-                    rows = leaf.detach().double().flatten(1) if leaf.dim() > 1 else leaf.detach().double()[:, None]
+            for tensor in tensors_of(batch):
+                if tensor.dim():
+                    rows = (
+                        tensor.detach().double().flatten(1) if tensor.dim() > 1 else tensor.detach().double()[:, None]
+                    )
                     sums = zip(rows.sum(1).tolist(), rows.abs().sum(1).tolist(), strict=True)
                     content.update(" ".join(sorted(f"{one:.4e} {other:.4e}" for one, other in sums)).encode())
     return content.hexdigest()

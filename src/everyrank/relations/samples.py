@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from everyrank.audit.finding import Findings
 from everyrank.rerun import RankRecording, ScriptRecording
 
-__all__ = ["judge_samples", "samples_of_batch", "samples_of_passes"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["judge_samples", "samples_of_batch", "samples_of_passes", "tensors_of"]
 
 _FEW = 16  # samples of a rank: too few to judge
 _ALL = 0.9  # of the samples: the ranks read the same data, which rules of audit judge
@@ -24,6 +27,7 @@ def judge_samples(many: ScriptRecording, findings: Findings) -> None:
     passes = [samples_of_passes(rank) for rank in many.ranks]
     if len(passes) < 2:
         return
+    batch = max(_largest_batch(rank) for rank in many.ranks)
     for key, (place, first) in passes[0].items():
         others = [samples[key][1] for samples in passes[1:] if key in samples]
         if len(others) + 1 < len(passes) or any(len(set(rows)) < len(rows) for rows in (first, *others)):
@@ -33,7 +37,6 @@ def judge_samples(many: ScriptRecording, findings: Findings) -> None:
             continue
         common = set(first) & set(second)
         smaller = min(len(first), len(second))
-        batch = max(_largest_batch(rank) for rank in many.ranks)
         if len(common) > batch and len(common) < _ALL * smaller:
             findings.add(
                 "WARN",
@@ -60,24 +63,28 @@ def samples_of_passes(rank: RankRecording) -> dict[tuple[int, int], tuple[str, l
 
 
 def _largest_batch(rank: RankRecording) -> int:
-    return max((len(samples_of_batch(batch)) for _, batch, _ in rank.batches), default=0)
+    return max((len(_rows(batch)) for _, batch, _ in rank.batches), default=0)
 
 
 def samples_of_batch(batch: Any) -> list[int]:
     """A checksum of each sample of a batch: of the first tensor with more than a number for each."""
+    return [zlib.crc32(row.contiguous().numpy().tobytes()) for row in _rows(batch)]
+
+
+def _rows(batch: Any) -> Any:
+    """The first tensor of a batch with more than a number for each sample; () if there is none."""
+    return next((each for each in tensors_of(batch) if each.dim() > 1), ())
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a batch, in order, also in lists, tuples and the values of dicts."""
     import torch
 
-    tensors = [each for each in _leaves(batch) if isinstance(each, torch.Tensor) and each.dim() > 1]
-    rows = tensors[0] if tensors else ()
-    return [zlib.crc32(row.contiguous().numpy().tobytes()) for row in rows]
-
-
-def _leaves(value: Any) -> Iterator[Any]:
     if isinstance(value, dict):
         for each in value.values():
-            yield from _leaves(each)
+            yield from tensors_of(each)
     elif isinstance(value, list | tuple):
         for each in value:
-            yield from _leaves(each)
-    else:
+            yield from tensors_of(each)
+    elif isinstance(value, torch.Tensor):
         yield value
