@@ -21,14 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
 
-from everyrank.builtin import Decoder, DecoderShape, decoder_plan
-from everyrank.builtin.text import next_token_loss
+from everyrank.builtin import DecoderShape
 from everyrank.launch import Launch, run_ranks
 from everyrank.layout import parse_layout
 from everyrank.measure.profiling import events_of, profiler
 from everyrank.measure.provenance import machine
+from everyrank.plan.calibrate import decoder_workload
 from everyrank.plan.pretend import first_sample, micro_batches_of, trace_step
 from everyrank.strategies import prepare
 from everyrank.workload import Workload
@@ -42,30 +41,10 @@ LAYOUTS = (
 LENGTH, UPDATES, OUT = 128, 7, Path(__file__).parent / "records" / "plan-memory-cpu.json"
 
 
-class _Zeros(Dataset[Any]):
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> Any:
-        tokens = torch.zeros(LENGTH, dtype=torch.long)
-        return {"tokens": tokens, "positions": torch.arange(LENGTH)}, tokens
-
-
 def workload() -> Workload:
     """A decoder of 4 blocks and 4 million parameters."""
     shape = DecoderShape(num_blocks=4, num_heads=4, width=256, hidden=704, vocabulary=2048)
-    return Workload(
-        name="decoder",
-        model=lambda: Decoder(shape),
-        train_data=_Zeros,
-        loss=next_token_loss,
-        optimizer=lambda model: torch.optim.AdamW(model.parameters()),
-        global_batch=8,
-        blocks="blocks",
-        tensor_plan=decoder_plan(shape),
-        sequence_dim=1,
-        steps=3,
-    )
+    return decoder_workload(shape, 64, LENGTH, global_batch=8, sequence_dim=1, steps=3)
 
 
 def on_rank(info: Any, text: str) -> tuple[list[int], dict[str, Any]]:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.data import Dataset
 
 from everyrank.builtin import DECODER_EXPERTS, Decoder, DecoderShape, decoder_plan
-from everyrank.builtin.text import next_token_loss
 from everyrank.errors import UsageError
 from everyrank.layout import parse_layout
+from everyrank.plan.calibrate import decoder_workload
 from everyrank.plan.hardware import parse_cluster
 from everyrank.plan.pretend import first_sample, trace_step
 from everyrank.plan.trace import StorageTrace
@@ -28,29 +26,9 @@ TENSOR = pytest.param("fsdp:tensor=2,precision=bf16", marks=pytest.mark.integrat
 BLOCKS, WIDTH, LENGTH, VOCABULARY = 4, 32, 16, 64
 
 
-class Tokens(Dataset[Any]):
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> Any:
-        tokens = torch.zeros(LENGTH, dtype=torch.long)
-        return {"tokens": tokens, "positions": torch.arange(LENGTH)}, tokens
-
-
 def decoder(num_blocks: int = BLOCKS, batch: int = 64) -> Workload:
     shape = DecoderShape(num_blocks=num_blocks, num_heads=4, width=WIDTH, hidden=64, vocabulary=VOCABULARY)
-    return Workload(
-        name="decoder",
-        model=lambda: Decoder(shape),
-        train_data=Tokens,
-        loss=next_token_loss,
-        optimizer=lambda model: torch.optim.AdamW(model.parameters()),
-        global_batch=batch,
-        blocks="blocks",
-        tensor_plan=decoder_plan(shape),
-        sequence_dim=1,
-        steps=1,
-    )
+    return decoder_workload(shape, 64, LENGTH, global_batch=batch, sequence_dim=1, steps=1)
 
 
 def parameter_bytes(workload: Workload) -> int:

@@ -30,7 +30,7 @@ from everyrank.strategies import prepare
 from everyrank.workload import Workload
 from everyrank.world import World, open_world
 
-__all__ = ["CALIBRATED", "calibrate", "pipeline_bubble"]
+__all__ = ["CALIBRATED", "calibrate", "decoder_workload", "pipeline_bubble"]
 
 CALIBRATED = ("ddp", "zero1", "fsdp", "tensor", "pipeline")
 """The strategies whose overhead is measured."""
@@ -39,30 +39,45 @@ _TINY_STEPS = 15
 _LENGTH = 8
 
 
-class _Zeros(Dataset[Any]):
+class _ZeroTokens(Dataset[Any]):
+    def __init__(self, samples: int, length: int) -> None:
+        self.samples, self.length = samples, length
+
     def __len__(self) -> int:
-        return 8
+        return self.samples
 
     def __getitem__(self, index: int) -> Any:
-        tokens = torch.zeros(_LENGTH, dtype=torch.long)
-        return {"tokens": tokens, "positions": torch.arange(_LENGTH)}, tokens
+        tokens = torch.zeros(self.length, dtype=torch.long)
+        return {"tokens": tokens, "positions": torch.arange(self.length)}, tokens
+
+
+def decoder_workload(shape: DecoderShape, samples: int, length: int, name: str = "decoder", **fields: Any) -> Workload:
+    """Return a workload of a decoder and AdamW on zeros, to measure memory and overhead, which values do not change.
+
+    samples  of the dataset
+    length   tokens of a sample
+    fields   further fields of the workload, such as `global_batch`
+
+    Example:
+        decoder_workload(DecoderShape(num_blocks=2), samples=8, length=16, global_batch=8)
+
+    """
+    return Workload(
+        name=name,
+        model=lambda: Decoder(shape),
+        train_data=lambda: _ZeroTokens(samples, length),
+        loss=next_token_loss,
+        optimizer=lambda model: torch.optim.AdamW(model.parameters()),
+        blocks="blocks",
+        tensor_plan=decoder_plan(shape),
+        **fields,
+    )
 
 
 def _tiny() -> Workload:
     """A decoder so small that a step is overhead only."""
     shape = DecoderShape(num_blocks=2, num_heads=2, width=16, hidden=32, vocabulary=64)
-    return Workload(
-        name="tiny",
-        model=lambda: Decoder(shape),
-        train_data=_Zeros,
-        loss=next_token_loss,
-        optimizer=lambda model: torch.optim.AdamW(model.parameters()),
-        global_batch=8,
-        clip_norm=1.0,
-        blocks="blocks",
-        tensor_plan=decoder_plan(shape),
-        steps=1,
-    )
+    return decoder_workload(shape, 8, _LENGTH, name="tiny", global_batch=8, clip_norm=1.0, steps=1)
 
 
 def calibrate(device: str | None = None, backends: Sequence[str] | None = None) -> Machine:

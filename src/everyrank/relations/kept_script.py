@@ -20,7 +20,7 @@ from everyrank.audit.script import find_script
 from everyrank.errors import CannotRunError, UsageError
 from everyrank.parity.kept import FORMAT, elements
 from everyrank.relations.numbers import tolerance_of
-from everyrank.relations.samples import tensors_of
+from everyrank.relations.samples import tensors_of_batch
 from everyrank.rerun import Imposed, RankRecording, ScriptHost, ScriptRecording
 
 __all__ = ["script_trace", "trace_in_host"]
@@ -144,7 +144,7 @@ def _data_checksum(ranks: Sequence[RankRecording]) -> str:
     content = hashlib.blake2b(digest_size=16)
     for rank in ranks:
         for _, batch, _ in rank.batches[:_BATCHES]:
-            for tensor in tensors_of(batch):
+            for tensor in tensors_of_batch(batch):
                 if tensor.dim():
                     rows = (
                         tensor.detach().double().flatten(1) if tensor.dim() > 1 else tensor.detach().double()[:, None]

@@ -12,7 +12,7 @@ from everyrank.rerun import RankRecording, ScriptRecording
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["judge_samples", "samples_of_batch", "samples_of_passes", "tensors_of"]
+__all__ = ["judge_samples", "samples_of_batch", "samples_of_passes", "tensors_of_batch"]
 
 _FEW = 16  # samples of a rank: too few to judge
 _ALL = 0.9  # of the samples: the ranks read the same data, which rules of audit judge
@@ -73,18 +73,18 @@ def samples_of_batch(batch: Any) -> list[int]:
 
 def _rows(batch: Any) -> Any:
     """The first tensor of a batch with more than a number for each sample; () if there is none."""
-    return next((each for each in tensors_of(batch) if each.dim() > 1), ())
+    return next((each for each in tensors_of_batch(batch) if each.dim() > 1), ())
 
 
-def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+def tensors_of_batch(value: Any) -> Iterator[torch.Tensor]:
     """The tensors in a batch, in order, also in lists, tuples and the values of dicts."""
     import torch
 
     if isinstance(value, dict):
         for each in value.values():
-            yield from tensors_of(each)
+            yield from tensors_of_batch(each)
     elif isinstance(value, list | tuple):
         for each in value:
-            yield from tensors_of(each)
+            yield from tensors_of_batch(each)
     elif isinstance(value, torch.Tensor):
         yield value
