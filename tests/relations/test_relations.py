@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from everyrank.audit import Finding
 from everyrank.audit.finding import Findings
@@ -128,6 +129,30 @@ def found_in(host: tuple[ScriptHost, Path], text: str, updates: int = 8) -> Find
 def test_a_correct_script_is_silent(host: tuple[ScriptHost, Path]) -> None:
     """Dropout, noise, buffers, averages, a scaled rate, rank 0's own loss, seconds and a date."""
     findings = found_in(host, CORRECT)
+    assert findings == []
+    assert findings.unchecked == []
+
+
+ON_CUDA = {
+    'dist.init_process_group("gloo")': "import os\n"
+    'device = torch.device("cuda:" + os.environ["LOCAL_RANK"] if torch.cuda.is_available() else "cpu")\n'
+    'dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", device_id=device)',
+    "DistributedDataParallel(net, ": "DistributedDataParallel(net.to(device), device_ids=[device.index], ",
+    "xb = xb + 0.1 * torch.randn_like(xb)": "xb, yb = xb.to(device), yb.cuda(non_blocking=True)\n"
+    "        xb = xb + 0.1 * torch.randn_like(xb)",
+    "dist.all_reduce(mean)": "dist.all_reduce(mean, op=dist.ReduceOp.AVG)",
+    "mean / world": "mean",
+}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it is for hosts without a GPU")
+def test_a_correct_script_for_gpus_is_compared_on_the_cpu(host: tuple[ScriptHost, Path]) -> None:
+    """nccl, devices of ranks, and a mean that gloo lacks."""
+    text = CORRECT
+    for original, for_cuda in ON_CUDA.items():
+        assert original in text
+        text = text.replace(original, for_cuda)
+    findings = found_in(host, text)
     assert findings == []
     assert findings.unchecked == []
 

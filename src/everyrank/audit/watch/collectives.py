@@ -7,7 +7,6 @@ a backend's own functions.
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 import os
 import sys
@@ -116,15 +115,12 @@ def _reduction(args: Any) -> str:
 
 
 def install_process_group(recorder: Recorder, losses: Losses, pretends: bool) -> None:
-    """Hook the functions that open process groups. With pretended GPUs, gloo replaces nccl."""
+    """Hook the functions that open process groups."""
     c10d: Any = dist.distributed_c10d
     init = c10d.init_process_group
 
     @functools.wraps(init)
     def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if pretends:
-            kwargs.pop("device_id", None)
-            backend = "gloo" if backend is None or "nccl" in str(backend) else backend
         line = where()
         with recorder.during(f"init_process_group at {line}"):
             out = init(backend, *args, **kwargs)
@@ -141,9 +137,6 @@ def install_process_group(recorder: Recorder, losses: Losses, pretends: bool) ->
             continue
         setattr(c10d, name, _gathering(getattr(c10d, name), losses))
         setattr(dist, name, getattr(c10d, name))
-    if pretends:
-        _groups_of_gloo(c10d)
-        _average_on_gloo(c10d)
 
 
 def _gathering(function: Any, losses: Losses) -> Any:
@@ -156,46 +149,3 @@ def _gathering(function: Any, losses: Losses) -> Any:
         return work
 
     return gather
-
-
-def _groups_of_gloo(c10d: Any) -> None:
-    """Groups that the script opens with nccl use gloo, without a device."""
-    new_group = c10d.new_group
-    signature = inspect.signature(new_group)
-
-    @functools.wraps(new_group)
-    def made(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        bound.arguments.pop("device_id", None)
-        if "nccl" in str(bound.arguments.get("backend")):
-            bound.arguments["backend"] = "gloo"
-        return new_group(*bound.args, **bound.kwargs)
-
-    c10d.new_group = dist.new_group = made
-
-
-def _average_on_gloo(c10d: Any) -> None:
-    """Replace AVG, which gloo lacks, by the sum divided by the number of ranks."""
-    for name, output in _AVERAGED.items():
-        function = getattr(c10d, name)
-        setattr(c10d, name, _as_sum(function, output))
-        setattr(dist, name, getattr(c10d, name))
-
-
-_AVERAGED = {"all_reduce": "tensor", "reduce": "tensor", "reduce_scatter": "output", "reduce_scatter_tensor": "output"}
-
-
-def _as_sum(function: Any, output: str) -> Any:
-    signature = inspect.signature(function)
-
-    @functools.wraps(function)
-    def averaged(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        if bound.arguments.get("op") != dist.ReduceOp.AVG or bound.arguments.get("async_op"):
-            return function(*args, **kwargs)
-        bound.arguments["op"] = dist.ReduceOp.SUM
-        function(*bound.args, **bound.kwargs)
-        bound.arguments[output].div_(dist.get_world_size(bound.arguments.get("group")))
-        return None
-
-    return averaged

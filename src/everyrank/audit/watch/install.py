@@ -68,7 +68,7 @@ def install() -> None:
     if not install_sharding(gradients):
         message = "gradients under fully_shard: this version of torch keeps them elsewhere"
         recorder.write(Unchecked(message=message))
-    install_modules(recorder, losses, gradients, pretend is not None)
+    install_modules(recorder, losses, gradients)
     install_steps(recorder, losses, gradients, loaders.backward, end.after_step)
     install_loaders(recorder, loaders)
     _leave_uncompiled(recorder)

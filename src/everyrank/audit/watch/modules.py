@@ -203,11 +203,11 @@ def _of_samples(arguments: Any) -> Any:
     return None
 
 
-def install_modules(recorder: Recorder, losses: Losses, gradients: Gradients, pretends: bool) -> None:
+def install_modules(recorder: Recorder, losses: Losses, gradients: Gradients) -> None:
     """Hook each call of a module that has trainable parameters and is not inside another module."""
     modules = Modules(recorder, losses, gradients)
     _watch_calls(modules)
-    _watch_wrapping(modules, pretends)
+    _watch_wrapping(modules)
     _watch_join(recorder)
     _watch_to_empty(modules)
 
@@ -241,13 +241,11 @@ def _watch_calls(modules: Modules) -> None:
     torch.nn.Module.__call__ = call
 
 
-def _watch_wrapping(modules: Modules, pretends: bool) -> None:
+def _watch_wrapping(modules: Modules) -> None:
     recorder, init = modules.recorder, DistributedDataParallel.__init__
 
     @functools.wraps(init)
     def wrap(self: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kwargs: Any):
-        if pretends:
-            device_ids = output_device = None
         modules.wrapping(module, kwargs)
         with recorder.during(f"DistributedDataParallel() at {where()}"):
             init(self, module, device_ids, output_device, *args, **kwargs)

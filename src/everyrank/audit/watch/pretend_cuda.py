@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 import time
 import types
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from everyrank.audit.watch.place import caller_is_own
 from everyrank.audit.watch.sync_batch_norm import install_sync_batch_norm
@@ -55,6 +58,7 @@ class PretendCuda:
         self._devices()
         self._tensor_types()
         self._meshes()
+        self._groups()
         self._modules()
         self._precision()
         install_sync_batch_norm()
@@ -108,6 +112,28 @@ class PretendCuda:
             init(self, _on_cpu(device_type), *args, **kwargs)
 
         DeviceMesh.__init__ = on_cpu
+
+    def _groups(self) -> None:
+        """Process groups and DistributedDataParallel: gloo in place of nccl, and no devices."""
+        c10d: Any = dist.distributed_c10d
+        init, wrap = c10d.init_process_group, DistributedDataParallel.__init__
+
+        @functools.wraps(init)
+        def init_on_gloo(backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+            kwargs.pop("device_id", None)
+            return init("gloo" if backend is None or "nccl" in str(backend) else backend, *args, **kwargs)
+
+        @functools.wraps(wrap)
+        def wrap_on_cpu(
+            self: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kwargs: Any
+        ) -> None:
+            del device_ids, output_device
+            wrap(self, module, None, None, *args, **kwargs)
+
+        c10d.init_process_group = dist.init_process_group = init_on_gloo
+        DistributedDataParallel.__init__ = wrap_on_cpu
+        _groups_of_gloo(c10d)
+        _average_on_gloo(c10d)
 
     def _modules(self) -> None:
         module_to, load = torch.nn.Module.to, torch.load
@@ -225,3 +251,46 @@ def _constant(value: Any) -> Any:
         return value
 
     return answer
+
+
+def _groups_of_gloo(c10d: Any) -> None:
+    """Groups that the script opens with nccl use gloo, without a device."""
+    new_group = c10d.new_group
+    signature = inspect.signature(new_group)
+
+    @functools.wraps(new_group)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.arguments.pop("device_id", None)
+        if "nccl" in str(bound.arguments.get("backend")):
+            bound.arguments["backend"] = "gloo"
+        return new_group(*bound.args, **bound.kwargs)
+
+    c10d.new_group = dist.new_group = made
+
+
+def _average_on_gloo(c10d: Any) -> None:
+    """Replace AVG, which gloo lacks, by the sum divided by the number of ranks."""
+    for name, output in _AVERAGED.items():
+        function = getattr(c10d, name)
+        setattr(c10d, name, _as_sum(function, output))
+        setattr(dist, name, getattr(c10d, name))
+
+
+_AVERAGED = {"all_reduce": "tensor", "reduce": "tensor", "reduce_scatter": "output", "reduce_scatter_tensor": "output"}
+
+
+def _as_sum(function: Any, output: str) -> Any:
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def averaged(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        if bound.arguments.get("op") != dist.ReduceOp.AVG or bound.arguments.get("async_op"):
+            return function(*args, **kwargs)
+        bound.arguments["op"] = dist.ReduceOp.SUM
+        function(*bound.args, **bound.kwargs)
+        bound.arguments[output].div_(dist.get_world_size(bound.arguments.get("group")))
+        return None
+
+    return averaged
