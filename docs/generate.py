@@ -98,8 +98,9 @@ CHINESE = {
     "ranks": "rank 数",
     "parity": "是否等价",
     "samples/s (95%)": "样本/秒（95% 区间）",
-    "x single": "相对 single",
-    "x single (95%)": "相对 single（95% 区间）",
+    "x single": "速度相对 single",
+    "x single (95%)": "速度相对 single（95% 区间）",
+    "equal": "等价",
     "step ms": "一步（ms）",
     "epoch s": "一个 epoch（秒）",
     "eval loss": "验证 loss",
@@ -155,7 +156,8 @@ def in_chinese(make: Callable[[], str]) -> Callable[[], str]:
         for number, line in enumerate(lines):
             if line.startswith("| "):
                 cells = [CHINESE.get(cell, cell) for cell in line[2:-2].split(" | ")]
-                lines[number] = re.sub(r" \(([\d.,]+) to ([\d.,]+)\)", r"（\1～\2）", f"| {' | '.join(cells)} |")
+                line = re.sub(r" \(([\d.,]+) to ([\d.,]+)\)", r"（\1～\2）", f"| {' | '.join(cells)} |")
+                lines[number] = re.sub(r"\| (\d+) updates (?=\|)", r"| \1 步 ", line)
             lines[number] = re.sub(r"x the first: ([^|]+) \|", r"加速比：\1 |", lines[number])
             for english, chinese in CHINESE_SENTENCES.items():
                 lines[number] = lines[number].replace(english, chinese)
