@@ -38,6 +38,7 @@ EXPERTS = ROOT / "benchmarks" / "records" / "experts-cpu.json"
 COLLECTIVES = ROOT / "benchmarks" / "records" / "collectives-cpu.json"
 BACKENDS = ROOT / "benchmarks" / "records" / "backends-cpu.json"
 OVERHEAD = ROOT / "benchmarks" / "records" / "overhead-cpu.json"
+SILENT_BUGS = ROOT / "docs" / "silent-bugs.md"
 ALGORITHMS = PACKAGE / "collectives" / "algorithms"
 SHOWN_SIZES = (4, 64 * 2**10, 4 * 2**20, 64 * 2**20)  # bytes
 WIDTH = 120
@@ -135,6 +136,15 @@ CHINESE = {
     "none": "无",
     "start s": "启动（秒）",
     "first step ms": "第一步（ms）",
+    "bug": "bug",
+    "reported": "报告",
+    "how": "检查方式",
+    "found": "找出",
+    "cause": "原因",
+    "line": "行",
+    "what was named, or why nothing was": "指出的内容，或没有找出的原因（英文原文）",
+    "correct script": "正确的脚本",
+    "FAIL or WARN": "FAIL 或 WARN",
 }
 """Of cells of the tables, what they are on the Chinese pages; all else stays as it is printed."""
 
@@ -144,36 +154,59 @@ CHINESE_SENTENCES = {
     "Medians over rounds, in which the backends take turns (lowest to highest ratio of a round). ": (
         "各后端轮流计时，取各轮的中位数（一轮内比值的最低～最高）。"
     ),
+    "The scripts without a mistake (each corrected one above was looked at, too):": (
+        "没有错误的脚本（上面每个改正后的脚本也检查过）："
+    ),
 }
 """Of the lines below the tables."""
 
 
-def in_chinese(make: Callable[[], str]) -> Callable[[], str]:
-    """The same part for a Chinese page: the same numbers, with headers and the words around them in Chinese."""
+CHINESE_PATTERNS = (
+    (r" \((-?[\d.,]+) to (-?[\d.,]+)\)", r"（\1～\2）"),
+    (r"x the first: ([^|]+) \|", r"加速比：\1 |"),
+    (r"\| (\d+) updates (?=\|)", r"| \1 步 "),
+    (
+        r"([^。]+), (\d+) cores, (torch \S+), (\S+), medians: (`.+`), by (`.+`)\.",
+        r"\1，\2 核，\3，\4；中位数；数据在 \5，由 \6 测得。",
+    ),
+    (r"([^。]+), (\d+) cores, (torch \S+), (\S+): (`.+`), by (`.+`)\.", r"\1，\2 核，\3，\4；数据在 \5，由 \6 测得。"),
+    (
+        r"\*\*(\d+) of (\d+) found \((\d+%)\), (\d+) with the right cause; audit names the line of the mistake "
+        r"in (\d+) of (\d+); false alarms on (\d+) of (\d+) correct programs\.\*\*",
+        (
+            r"**\2 个找出 \1 个（\3），其中 \4 个原因正确；\6 个里 audit 指出了 \5 个的出错行；"
+            r"\8 个正确的程序误报 \7 个。**"
+        ),
+    ),
+)
+"""Of what has numbers in it."""
+
+
+def in_chinese(make: Callable[[], str], words: dict[str, str] | None = None) -> Callable[[], str]:
+    """The same part for a Chinese page: the same numbers, with headers and the words around them in Chinese.
+
+    `words` are cells that have a meaning of their own in this part, such as `{"yes": "是"}`.
+    """
+    known = {**CHINESE, **(words or {})}
 
     def made() -> str:
         lines = make().splitlines()
         for number, line in enumerate(lines):
             if line.startswith("| "):
-                cells = [CHINESE.get(cell, cell) for cell in line[2:-2].split(" | ")]
-                line = re.sub(r" \(([\d.,]+) to ([\d.,]+)\)", r"（\1～\2）", f"| {' | '.join(cells)} |")
-                lines[number] = re.sub(r"\| (\d+) updates (?=\|)", r"| \1 步 ", line)
-            lines[number] = re.sub(r"x the first: ([^|]+) \|", r"加速比：\1 |", lines[number])
+                lines[number] = f"| {' | '.join(known.get(cell, cell) for cell in line[2:-2].split(' | '))} |"
             for english, chinese in CHINESE_SENTENCES.items():
                 lines[number] = lines[number].replace(english, chinese)
-            lines[number] = re.sub(
-                r"([^。]+), (\d+) cores, (torch \S+), (\S+), medians: (`.+`), by (`.+`)\.",
-                r"\1，\2 核，\3，\4；中位数；数据在 \5，由 \6 测得。",
-                lines[number],
-            )
-            lines[number] = re.sub(
-                r"([^。]+), (\d+) cores, (torch \S+), (\S+): (`.+`), by (`.+`)\.",
-                r"\1，\2 核，\3，\4；数据在 \5，由 \6 测得。",
-                lines[number],
-            )
+            for pattern, chinese in CHINESE_PATTERNS:
+                lines[number] = re.sub(pattern, chinese, lines[number])
         return "\n".join(lines)
 
     return made
+
+
+def silent_bugs() -> str:
+    """The table that benchmarks/silent_bugs.py writes, with links as from docs/zh."""
+    text = SILENT_BUGS.read_text(encoding="utf-8")
+    return _part("python benchmarks/silent_bugs.py --docs", text).strip().replace("](../", "](../../")
 
 
 def house() -> str:
@@ -461,6 +494,9 @@ PARTS: dict[str, dict[str, tuple[Path, Callable[[], str]]]] = {
         for options in (TrainOptions, VerifyOptions, BenchOptions)
     },
     "docs/recipes.md": {"recipes": (PACKAGE / "recipes", recipes)},
+    "docs/zh/silent-bugs.md": {
+        "public bugs": (SILENT_BUGS, in_chinese(silent_bugs, {"yes": "是", "no": "否", "seconds": "秒"}))
+    },
     "docs/which-layout.md": {"layouts measured": (FAMILIES, layouts_measured)},
     "docs/zh/which-layout.md": {"layouts measured": (FAMILIES, in_chinese(layouts_measured))},
     "docs/performance.md": {

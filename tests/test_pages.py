@@ -26,6 +26,7 @@ PAGES = (
     "docs/zh/performance.md",
     "docs/zh/backends.md",
     "docs/zh/collectives.md",
+    "docs/zh/silent-bugs.md",
 )
 
 
