@@ -136,6 +136,17 @@ CHINESE = {
     "none": "无",
     "start s": "启动（秒）",
     "first step ms": "第一步（ms）",
+    "what it is": "内容",
+    "use it when": "适用场景",
+    "its first command": "第一条命令",
+    "Start here": "从这里开始",
+    "Data parallel": "数据并行",
+    "Models that do not fit on one device": "单个设备放不下的模型",
+    "A complete training script": "完整的训练脚本",
+    "Starting the ranks": "启动各个 rank",
+    "Communication": "通信",
+    "Parameter servers and RPC": "参数服务器与 RPC",
+    "Your own model and data, for everyrank": "你自己的模型和数据，用于 everyrank",
     "bug": "bug",
     "reported": "报告",
     "how": "检查方式",
@@ -194,6 +205,8 @@ def in_chinese(make: Callable[[], str], words: dict[str, str] | None = None) -> 
         for number, line in enumerate(lines):
             if line.startswith("| "):
                 lines[number] = f"| {' | '.join(known.get(cell, cell) for cell in line[2:-2].split(' | '))} |"
+            elif line.startswith("## "):
+                lines[number] = f"## {known.get(line[3:], line[3:])}"
             for english, chinese in CHINESE_SENTENCES.items():
                 lines[number] = lines[number].replace(english, chinese)
             for pattern, chinese in CHINESE_PATTERNS:
@@ -494,6 +507,7 @@ PARTS: dict[str, dict[str, tuple[Path, Callable[[], str]]]] = {
         for options in (TrainOptions, VerifyOptions, BenchOptions)
     },
     "docs/recipes.md": {"recipes": (PACKAGE / "recipes", recipes)},
+    "docs/zh/recipes.md": {"recipes": (PACKAGE / "recipes", in_chinese(recipes))},
     "docs/zh/silent-bugs.md": {
         "public bugs": (SILENT_BUGS, in_chinese(silent_bugs, {"yes": "是", "no": "否", "seconds": "秒"}))
     },

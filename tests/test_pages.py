@@ -27,6 +27,7 @@ PAGES = (
     "docs/zh/backends.md",
     "docs/zh/collectives.md",
     "docs/zh/silent-bugs.md",
+    "docs/zh/recipes.md",
 )
 
 
