@@ -136,6 +136,11 @@ CHINESE = {
     "none": "无",
     "start s": "启动（秒）",
     "first step ms": "第一步（ms）",
+    "strategy": "策略",
+    "each rank holds": "每个 rank 存什么",
+    "exact": "是否等价",
+    "launcher": "启动器",
+    "how its ranks start": "rank 怎样启动",
     "what it is": "内容",
     "use it when": "适用场景",
     "its first command": "第一条命令",
@@ -501,6 +506,11 @@ PARTS: dict[str, dict[str, tuple[Path, Callable[[], str]]]] = {
         "the code structure": (PACKAGE, house),
         "strategies": (PACKAGE / "strategies", strategies),
         "launchers": (PACKAGE / "launch", launchers),
+    },
+    "docs/zh/code-structure.md": {
+        "the code structure": (PACKAGE, house),
+        "strategies": (PACKAGE / "strategies", in_chinese(strategies, {"yes": "yes"})),
+        "launchers": (PACKAGE / "launch", in_chinese(launchers)),
     },
     "docs/api.md": {
         f"fields of {options.__name__}": (PACKAGE / "options.py", option_fields(options))

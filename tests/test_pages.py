@@ -28,6 +28,7 @@ PAGES = (
     "docs/zh/collectives.md",
     "docs/zh/silent-bugs.md",
     "docs/zh/recipes.md",
+    "docs/zh/code-structure.md",
 )
 
 
