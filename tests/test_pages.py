@@ -29,6 +29,7 @@ PAGES = (
     "docs/zh/silent-bugs.md",
     "docs/zh/recipes.md",
     "docs/zh/code-structure.md",
+    "docs/zh/benchmarks.md",
 )
 
 
