@@ -146,6 +146,10 @@ CHINESE = {
     "conventional, shm": "常规写法，shm",
     "everyrank, shm": "everyrank，shm",
     "everyrank, batch_norm=local, shm": "everyrank，batch_norm=local，shm",
+    "field": "字段",
+    "flag": "选项",
+    "default": "默认值",
+    "meaning": "含义",
     "strategy": "策略",
     "each rank holds": "每个 rank 存什么",
     "exact": "是否等价",
@@ -530,6 +534,10 @@ PARTS: dict[str, dict[str, tuple[Path, Callable[[], str]]]] = {
     },
     "docs/api.md": {
         f"fields of {options.__name__}": (PACKAGE / "options.py", option_fields(options))
+        for options in (TrainOptions, VerifyOptions, BenchOptions)
+    },
+    "docs/zh/api.md": {
+        f"fields of {options.__name__}": (PACKAGE / "options.py", in_chinese(option_fields(options)))
         for options in (TrainOptions, VerifyOptions, BenchOptions)
     },
     "docs/recipes.md": {"recipes": (PACKAGE / "recipes", recipes)},

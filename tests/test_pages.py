@@ -30,6 +30,7 @@ PAGES = (
     "docs/zh/recipes.md",
     "docs/zh/code-structure.md",
     "docs/zh/benchmarks.md",
+    "docs/zh/api.md",
 )
 
 
