@@ -38,6 +38,7 @@ EXPERTS = ROOT / "benchmarks" / "records" / "experts-cpu.json"
 COLLECTIVES = ROOT / "benchmarks" / "records" / "collectives-cpu.json"
 BACKENDS = ROOT / "benchmarks" / "records" / "backends-cpu.json"
 OVERHEAD = ROOT / "benchmarks" / "records" / "overhead-cpu.json"
+SILENT_BUGS = ROOT / "docs" / "silent-bugs.md"
 ALGORITHMS = PACKAGE / "collectives" / "algorithms"
 SHOWN_SIZES = (4, 64 * 2**10, 4 * 2**20, 64 * 2**20)  # bytes
 WIDTH = 120
@@ -98,8 +99,9 @@ CHINESE = {
     "ranks": "rank 数",
     "parity": "是否等价",
     "samples/s (95%)": "样本/秒（95% 区间）",
-    "x single": "相对 single",
-    "x single (95%)": "相对 single（95% 区间）",
+    "x single": "速度相对 single",
+    "x single (95%)": "速度相对 single（95% 区间）",
+    "equal": "等价",
     "step ms": "一步（ms）",
     "epoch s": "一个 epoch（秒）",
     "eval loss": "验证 loss",
@@ -134,6 +136,45 @@ CHINESE = {
     "none": "无",
     "start s": "启动（秒）",
     "first step ms": "第一步（ms）",
+    "loop": "循环",
+    "step us (95%)": "一步（us，95% 区间）",
+    "x hand-written (95%)": "相对手写（95% 区间）",
+    "us over it (95%)": "比手写多（us，95% 区间）",
+    "losses apart": "loss 之差",
+    "hand-written": "手写",
+    "conventional": "常规写法",
+    "conventional, shm": "常规写法，shm",
+    "everyrank, shm": "everyrank，shm",
+    "everyrank, batch_norm=local, shm": "everyrank，batch_norm=local，shm",
+    "field": "字段",
+    "flag": "选项",
+    "default": "默认值",
+    "meaning": "含义",
+    "strategy": "策略",
+    "each rank holds": "每个 rank 存什么",
+    "exact": "是否等价",
+    "launcher": "启动器",
+    "how its ranks start": "rank 怎样启动",
+    "what it is": "内容",
+    "use it when": "适用场景",
+    "its first command": "第一条命令",
+    "Start here": "从这里开始",
+    "Data parallel": "数据并行",
+    "Models that do not fit on one device": "单个设备放不下的模型",
+    "A complete training script": "完整的训练脚本",
+    "Starting the ranks": "启动各个 rank",
+    "Communication": "通信",
+    "Parameter servers and RPC": "参数服务器与 RPC",
+    "Your own model and data, for everyrank": "你自己的模型和数据，用于 everyrank",
+    "bug": "bug",
+    "reported": "报告",
+    "how": "检查方式",
+    "found": "找出",
+    "cause": "原因",
+    "line": "行",
+    "what was named, or why nothing was": "指出的内容，或没有找出的原因（英文原文）",
+    "correct script": "正确的脚本",
+    "FAIL or WARN": "FAIL 或 WARN",
 }
 """Of cells of the tables, what they are on the Chinese pages; all else stays as it is printed."""
 
@@ -143,35 +184,67 @@ CHINESE_SENTENCES = {
     "Medians over rounds, in which the backends take turns (lowest to highest ratio of a round). ": (
         "各后端轮流计时，取各轮的中位数（一轮内比值的最低～最高）。"
     ),
+    "The scripts without a mistake (each corrected one above was looked at, too):": (
+        "没有错误的脚本（上面每个改正后的脚本也检查过）："
+    ),
 }
 """Of the lines below the tables."""
 
 
-def in_chinese(make: Callable[[], str]) -> Callable[[], str]:
-    """The same part for a Chinese page: the same numbers, with headers and the words around them in Chinese."""
+CHINESE_PATTERNS = (
+    (r" \((-?[\d.,]+) to (-?[\d.,]+)\)", r"（\1～\2）"),
+    (r"x the first: ([^|]+) \|", r"加速比：\1 |"),
+    (r"\| (\d+) updates (?=\|)", r"| \1 步 "),
+    (r"(?<=\| )update (\d+)(?= \|)", r"第 \1 步"),
+    (r"(\d+ [a-z-]+) in (\d+) updates(?= \|)", r"\1（每 \2 步）"),
+    (r"(?<=\| )(\S+ [\d.]+), batch norm over ranks(?= \|)", r"\1，BN 跨 rank"),
+    (r"(\*\*\w+\*\*), two ranks, (\d+) rounds", r"\1，两个 rank，\2 轮"),
+    (r"(\*\*\w+\*\*), one process, (\d+) rounds", r"\1，单进程，\2 轮"),
+    (r"([^。]+), (\d+) cores, (torch \S+), (\S+): (`[^`]+`)\.", r"\1，\2 核，\3，\4；数据在 \5。"),
+    (
+        r"([^。]+), (\d+) cores, (torch \S+), (\S+), medians: (`.+`), by (`.+`)\.",
+        r"\1，\2 核，\3，\4；中位数；数据在 \5，由 \6 测得。",
+    ),
+    (r"([^。]+), (\d+) cores, (torch \S+), (\S+): (`.+`), by (`.+`)\.", r"\1，\2 核，\3，\4；数据在 \5，由 \6 测得。"),
+    (
+        r"\*\*(\d+) of (\d+) found \((\d+%)\), (\d+) with the right cause; audit names the line of the mistake "
+        r"in (\d+) of (\d+); false alarms on (\d+) of (\d+) correct programs\.\*\*",
+        (
+            r"**\2 个找出 \1 个（\3），其中 \4 个原因正确；\6 个里 audit 指出了 \5 个的出错行；"
+            r"\8 个正确的程序误报 \7 个。**"
+        ),
+    ),
+)
+"""Of what has numbers in it."""
+
+
+def in_chinese(make: Callable[[], str], words: dict[str, str] | None = None) -> Callable[[], str]:
+    """The same part for a Chinese page: the same numbers, with headers and the words around them in Chinese.
+
+    `words` are cells that have a meaning of their own in this part, such as `{"yes": "是"}`.
+    """
+    known = {**CHINESE, **(words or {})}
 
     def made() -> str:
         lines = make().splitlines()
         for number, line in enumerate(lines):
             if line.startswith("| "):
-                cells = [CHINESE.get(cell, cell) for cell in line[2:-2].split(" | ")]
-                lines[number] = re.sub(r" \(([\d.,]+) to ([\d.,]+)\)", r"（\1～\2）", f"| {' | '.join(cells)} |")
-            lines[number] = re.sub(r"x the first: ([^|]+) \|", r"加速比：\1 |", lines[number])
+                lines[number] = f"| {' | '.join(known.get(cell, cell) for cell in line[2:-2].split(' | '))} |"
+            elif line.startswith("## "):
+                lines[number] = f"## {known.get(line[3:], line[3:])}"
             for english, chinese in CHINESE_SENTENCES.items():
                 lines[number] = lines[number].replace(english, chinese)
-            lines[number] = re.sub(
-                r"([^。]+), (\d+) cores, (torch \S+), (\S+), medians: (`.+`), by (`.+`)\.",
-                r"\1，\2 核，\3，\4；中位数；数据在 \5，由 \6 测得。",
-                lines[number],
-            )
-            lines[number] = re.sub(
-                r"([^。]+), (\d+) cores, (torch \S+), (\S+): (`.+`), by (`.+`)\.",
-                r"\1，\2 核，\3，\4；数据在 \5，由 \6 测得。",
-                lines[number],
-            )
+            for pattern, chinese in CHINESE_PATTERNS:
+                lines[number] = re.sub(pattern, chinese, lines[number])
         return "\n".join(lines)
 
     return made
+
+
+def silent_bugs() -> str:
+    """The table that benchmarks/silent_bugs.py writes, with links as from docs/zh."""
+    text = SILENT_BUGS.read_text(encoding="utf-8")
+    return _part("python benchmarks/silent_bugs.py --docs", text).strip().replace("](../", "](../../")
 
 
 def house() -> str:
@@ -454,11 +527,24 @@ PARTS: dict[str, dict[str, tuple[Path, Callable[[], str]]]] = {
         "strategies": (PACKAGE / "strategies", strategies),
         "launchers": (PACKAGE / "launch", launchers),
     },
+    "docs/zh/code-structure.md": {
+        "the code structure": (PACKAGE, house),
+        "strategies": (PACKAGE / "strategies", in_chinese(strategies, {"yes": "yes"})),
+        "launchers": (PACKAGE / "launch", in_chinese(launchers)),
+    },
     "docs/api.md": {
         f"fields of {options.__name__}": (PACKAGE / "options.py", option_fields(options))
         for options in (TrainOptions, VerifyOptions, BenchOptions)
     },
+    "docs/zh/api.md": {
+        f"fields of {options.__name__}": (PACKAGE / "options.py", in_chinese(option_fields(options)))
+        for options in (TrainOptions, VerifyOptions, BenchOptions)
+    },
     "docs/recipes.md": {"recipes": (PACKAGE / "recipes", recipes)},
+    "docs/zh/recipes.md": {"recipes": (PACKAGE / "recipes", in_chinese(recipes))},
+    "docs/zh/silent-bugs.md": {
+        "public bugs": (SILENT_BUGS, in_chinese(silent_bugs, {"yes": "是", "no": "否", "seconds": "秒"}))
+    },
     "docs/which-layout.md": {"layouts measured": (FAMILIES, layouts_measured)},
     "docs/zh/which-layout.md": {"layouts measured": (FAMILIES, in_chinese(layouts_measured))},
     "docs/performance.md": {
@@ -478,6 +564,14 @@ PARTS: dict[str, dict[str, tuple[Path, Callable[[], str]]]] = {
         "losses of all families": (FAMILIES, loss_curves),
         "experts": (EXPERTS, lambda: demo_table(0, EXPERTS)),
         "what experts send": (EXPERTS, lambda: demo_table(2, EXPERTS)),
+    },
+    "docs/zh/benchmarks.md": {
+        "step beside hand-written": (OVERHEAD, in_chinese(step_beside_hand_written)),
+        "all families": (FAMILIES, in_chinese(lambda: demo_table(0, FAMILIES))),
+        "what all families send": (FAMILIES, in_chinese(lambda: demo_table(2, FAMILIES))),
+        "losses of all families": (FAMILIES, in_chinese(loss_curves)),
+        "experts": (EXPERTS, in_chinese(lambda: demo_table(0, EXPERTS))),
+        "what experts send": (EXPERTS, in_chinese(lambda: demo_table(2, EXPERTS))),
     },
     "docs/collectives.md": {
         "theory of the algorithms": (ALGORITHMS, theory_of_algorithms),

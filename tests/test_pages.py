@@ -26,6 +26,11 @@ PAGES = (
     "docs/zh/performance.md",
     "docs/zh/backends.md",
     "docs/zh/collectives.md",
+    "docs/zh/silent-bugs.md",
+    "docs/zh/recipes.md",
+    "docs/zh/code-structure.md",
+    "docs/zh/benchmarks.md",
+    "docs/zh/api.md",
 )
 
 
