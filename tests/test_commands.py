@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.resources
 import json
 import math
@@ -16,6 +17,7 @@ import pytest
 
 from everyrank import Launch, Layout, Workload, find_workload, read_records, run
 from everyrank.cli import main
+from everyrank.commands import train
 from everyrank.parity.samples import sample_errors
 from processes import refused
 
@@ -88,6 +90,23 @@ def test_train_digits(everyrank: Any, tmp_path: Path) -> None:
     assert rows[-1]["final"] == record.metrics
     assert "top1 0.9" in done.stdout
     assert record.provenance["data_checksum"].startswith("sha256:")
+
+
+def test_an_interrupted_training_names_its_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And one that has saved nothing does not."""
+
+    def interrupted(*_arguments: object, saves: bool, **_options: object) -> None:
+        if saves:
+            monkeypatch.setattr(train, "_newest_step", lambda _folder: 23)
+        raise KeyboardInterrupt
+
+    for saves in (False, True):
+        monkeypatch.setattr(train, "_newest_step", lambda _folder: 0)
+        monkeypatch.setattr("everyrank.api.run", functools.partial(interrupted, saves=saves))
+        assert main(["train", "digits", "--out", str(tmp_path / "out")]) == 130
+        assert ("saved update 23" in capsys.readouterr().out) == saves
 
 
 def test_verify_a_persons_file(everyrank: Any, tmp_path: Path) -> None:

@@ -95,6 +95,11 @@ def run(args: argparse.Namespace) -> int:
     before = _newest_step(out)
     try:
         records = api.run(source, layout, launch, options=options)
+    except KeyboardInterrupt:
+        newest = _newest_step(out)
+        if out is not None and newest > before:
+            say(f"saved update {newest} in {printable(str(out))}; go on with the same command and --resume")
+        raise
     except StoppedError as error:
         is_time_up = error.exit_status == 128 + signal.SIGUSR1  # a SIGTERM may be scancel's
         if args.requeue and is_time_up:

@@ -181,8 +181,10 @@ def _resume(
     check_left(job, options.resume, start_step, position)
     resume(job.prepared, job.prepared.world, checkpoint, metadata)
     for name, lengths in changed_lengths(checkpoint.metadata, metadata).items():
+        if job.prepared.workload.schedule is None:
+            continue  # the learning rates do not depend on the length
         old, new = (f"{value} {name}" if value is not None else "the workload's own length" for value in lengths)
-        display.line(f"learning rates: from update {start_step} on those of {new}, before that those of {old}")
+        display.line(f"schedule of learning rates: as for {new} from update {start_step} on, as for {old} before it")
     if options.out is not None and checkpoint.path.parent.parent.resolve() == options.out.resolve():
         on_rank_0(job.prepared.world, "leave behind", lambda: set_aside_newer(checkpoint))
     return start_step, position
