@@ -120,6 +120,12 @@ MUTATIONS = [
     ("classifier", "    dist.all_reduce(totals)\n", "", "eval.shard", "DataLoader(Subset"),
     ("classifier", "[loss * len(labels), hits, len(labels)]", "[loss, hits / len(labels), 1]", "eval.mean-of-means",
      "loss = F.cross_entropy(output"),
+    # the accuracy alone, of 6 batches of 1 to 5 samples, by a sum and by a mean
+    ("classifier", "hits, len(labels)]", "hits / len(labels) * 23 / 6, len(labels)]",
+     "eval.mean-of-means means of", ".sum()"),
+    ("classifier", ("hits = (output.argmax(1) == labels).sum()", "hits, len(labels)]"),
+     ("hits = 100.0 * (output.argmax(1) == labels).float().mean()", "hits * 23 / 6, len(labels)]"),
+     "eval.mean-of-means", ".mean()"),
     ("classifier", "    model.eval()\n", "", "eval.mode", "model.module(inputs)"),
     ("classifier", "world_size)), 5)", "world_size)), 5, drop_last=True)", "eval.dropped", "DataLoader(Subset"),
     ("classifier", "    dist.all_reduce(totals)\n    model.train()\n", "    dist.all_reduce(totals)\n", "train.mode",

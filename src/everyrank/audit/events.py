@@ -23,6 +23,7 @@ __all__ = [
     "DiscardedGradients",
     "EvalForward",
     "EvalLoss",
+    "EvalShare",
     "EvalSlice",
     "Event",
     "Fetch",
@@ -410,6 +411,19 @@ class PlateauStep(Event):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalLoss(Event):
     """Written for each mean loss of torch.nn.functional that is computed without gradients."""
+
+    line: str
+    value: float
+    terms: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalShare(Event):
+    """Written for each sum or mean of zeros and ones in an evaluation, such as of the right predictions of a batch.
+
+    value  the share of ones
+    terms  how many zeros and ones there are
+    """
 
     line: str
     value: float

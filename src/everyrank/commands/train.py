@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 import shutil
 import signal
 import time
+from collections.abc import Generator
 from pathlib import Path
 
 from everyrank.commands.launching import launch_of, quiet_launch_of
@@ -94,12 +96,8 @@ def run(args: argparse.Namespace) -> int:
     options = options_of(args, TrainOptions, out=out, resume=resume)
     before = _newest_step(out)
     try:
-        records = api.run(source, layout, launch, options=options)
-    except KeyboardInterrupt:
-        newest = _newest_step(out)
-        if out is not None and newest > before:
-            say(f"saved update {newest} in {printable(str(out))}; go on with the same command and --resume")
-        raise
+        with _naming_what_was_saved(out, before):
+            records = api.run(source, layout, launch, options=options)
     except StoppedError as error:
         is_time_up = error.exit_status == 128 + signal.SIGUSR1  # a SIGTERM may be scancel's
         if args.requeue and is_time_up:
@@ -119,6 +117,18 @@ def run(args: argparse.Namespace) -> int:
         if out is not None:
             _say_next(args, layout, launch.processes, out)
     return 0
+
+
+@contextlib.contextmanager
+def _naming_what_was_saved(out: Path | None, before: int) -> Generator[None]:
+    """After Ctrl-C, print the newest update in the folder if it is later than `before`."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        newest = _newest_step(out)
+        if newest > before:
+            say(f"saved update {newest} in {printable(str(out))}; go on with the same command and --resume")
+        raise
 
 
 def _say_next(args: argparse.Namespace, layout: Layout, processes: int, out: Path) -> None:

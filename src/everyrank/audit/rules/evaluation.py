@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from typing import TypeVar
 
 from everyrank.audit.events import (
     Backward,
     CollectiveCall,
     EvalForward,
     EvalLoss,
+    EvalShare,
     EvalSlice,
     Forward,
     ForwardEnd,
@@ -20,6 +23,7 @@ from everyrank.audit.finding import Findings, short_place
 
 __all__ = ["check_evaluation", "loss_passes"]
 
+_Mean = TypeVar("_Mean", EvalLoss, EvalShare)
 _NUMBER = re.compile(r"-?\d+\.\d+(?:e[+-]?\d+)?")
 # functions of Accelerate and Lightning that send random states and flags, not results
 _OTHER_SENDERS = {"synchronize_rng_states", "__iter__", "reduce_boolean_decision", "has_len_all_ranks"}
@@ -219,18 +223,30 @@ def _check_dropped(
 def _check_means(evidence: Evidence, findings: Findings) -> None:
     """Find a printed number that is the mean of the batches' means, and not the mean over all terms."""
     output = evidence.run.outputs[0] if evidence.run.outputs else ""
-    by_rank = [loss_passes(evidence, rank) for rank in evidence.ranks]
-    for events in by_rank[0]:
-        _check_mean(output, [events], findings)
-    for of_all_ranks in zip(*by_rank, strict=False) if len(by_rank) > 1 else ():
-        _check_mean(output, list(of_all_ranks), findings)
+    losses = [loss_passes(evidence, rank) for rank in evidence.ranks]
+    shares = [_share_passes(evidence, rank) for rank in evidence.ranks]
+    reported: set[str] = set()  # two lines may compute the same accuracy
+    for passes in (losses, *(_passes_of(shares, line) for line in _lines_of(shares))):
+        for events in passes[0]:
+            _check_mean(output, [events], findings, reported)
+        for of_all_ranks in zip(*passes, strict=False) if len(passes) > 1 else ():
+            _check_mean(output, list(of_all_ranks), findings, reported)
 
 
 def loss_passes(evidence: Evidence, rank: int) -> list[list[EvalLoss]]:
     """The losses of each evaluation of a rank."""
-    passes, current = list[list[EvalLoss]](), list[EvalLoss]()
+    return _passes(evidence, rank, EvalLoss)
+
+
+def _share_passes(evidence: Evidence, rank: int) -> list[list[EvalShare]]:
+    """The shares of ones, such as accuracies of batches, of each evaluation of a rank."""
+    return _passes(evidence, rank, EvalShare)
+
+
+def _passes(evidence: Evidence, rank: int, kind: type[_Mean]) -> list[list[_Mean]]:
+    passes, current = list[list[_Mean]](), list[_Mean]()
     for event in evidence.events[rank]:
-        if isinstance(event, EvalLoss):
+        if isinstance(event, kind):
             current.append(event)
         elif isinstance(event, Forward) and event.is_grad and current:
             passes.append(current)
@@ -238,25 +254,41 @@ def loss_passes(evidence: Evidence, rank: int) -> list[list[EvalLoss]]:
     return [*passes, *([current] if current else [])]
 
 
-def _check_mean(output: str, by_rank: list[list[EvalLoss]], findings: Findings) -> None:
-    """Check one evaluation, given its losses on each rank."""
-    events = [event for losses in by_rank for event in losses]
+def _lines_of(shares: Sequence[Sequence[Sequence[EvalShare]]]) -> list[str]:
+    return list(dict.fromkeys(event.line for passes in shares for events in passes for event in events))
+
+
+def _passes_of(shares: Sequence[Sequence[Sequence[EvalShare]]], line: str) -> list[list[list[EvalShare]]]:
+    """Those of one line."""
+    return [[[event for event in events if event.line == line] for events in passes] for passes in shares]
+
+
+def _check_mean(
+    output: str, by_rank: Sequence[Sequence[EvalLoss | EvalShare]], findings: Findings, reported: set[str]
+) -> None:
+    """Check one evaluation, given its means on each rank. `reported` are the printed numbers of earlier findings."""
+    events = [event for of_rank in by_rank for event in of_rank]
     terms = sum(event.terms for event in events)
-    if len(events) < 2 or len({event.terms for event in events}) < 2 or not terms:
+    if len(events) < 2 or len({event.terms for event in events}) < 2 or not all(by_rank):
         return
-    of_means = sum(sum(event.value for event in losses) / len(losses) for losses in by_rank) / len(by_rank)
+    of_means = sum(sum(event.value for event in of_rank) / len(of_rank) for of_rank in by_rank) / len(by_rank)
     of_terms = sum(event.value * event.terms for event in events) / terms
-    shown = _shown(output, of_means, of_terms)
-    if shown and not _shown(output, of_terms, of_means):
-        counts = [event.terms for event in events]
-        findings.add(
-            "FAIL",
-            "eval.mean-of-means",
-            events[0].line,
-            f"the script prints {shown}, the mean of {len(events)} means of {min(counts):g} to {max(counts):g} terms; "
-            f"the mean over all terms is {of_terms:.6g}",
-            "add up loss * number of terms, and divide by the number of all terms",
-        )
+    for unit in (1.0, 100.0) if isinstance(events[0], EvalShare) else (1.0,):
+        shown = _shown(output, unit * of_means, unit * of_terms)
+        if shown and shown not in reported and not _shown(output, unit * of_terms, unit * of_means):
+            reported.add(shown)
+            counts = [event.terms for event in events]
+            findings.add(
+                "FAIL",
+                "eval.mean-of-means",
+                events[0].line,
+                f"the script prints {shown}, the mean of {len(events)} means of {min(counts):g} to {max(counts):g} "
+                f"terms; the mean over all terms is {unit * of_terms:.6g}",
+                "add up loss * number of terms, and divide by the number of all terms"
+                if isinstance(events[0], EvalLoss)
+                else "add up the numbers of ones and of all terms over batches and ranks, then divide",
+            )
+            return
 
 
 def _shown(output: str, wanted: float, other: float) -> str:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from everyrank.audit.events import EvalLoss, EvalSlice, LossTerm
+from everyrank.audit.events import EvalLoss, EvalShare, EvalSlice, LossTerm
 from everyrank.audit.watch.gathers import Gathers
 from everyrank.audit.watch.noise import Noise
 from everyrank.audit.watch.place import caller_is_own, where
@@ -38,6 +38,7 @@ LOSSES = {
     F.binary_cross_entropy_with_logits,
     F.kl_div,
 }
+_MOST_SHARED = 100_000  # values of a batch, such as one for each pixel, beyond which they are not looked at
 REDUCTIONS = {torch.Tensor.mean: "mean", torch.mean: "mean", torch.Tensor.sum: "sum", torch.sum: "sum"}
 WAITS = {
     torch.Tensor.item: "item",
@@ -146,6 +147,19 @@ class Functions(TorchFunctionMode):
             with self.recorder.muted():
                 value, count = float(out), num_terms(func, args, kwargs)
             self.recorder.write(EvalLoss(line=where(), value=value, terms=count))
+        elif func in REDUCTIONS and self.losses.is_evaluating and self.losses.depth == 0 and _is_scalar(out):
+            self._share(args[0])
+
+    def _share(self, values: Any) -> None:
+        """Record the share of ones, if all values are zeros and ones."""
+        count = values.numel()
+        if not (values.dim() and 0 < count <= _MOST_SHARED and caller_is_own()):
+            return
+        with self.recorder.muted():
+            ones = int(torch.count_nonzero(local(values)))
+            is_binary = values.dtype == torch.bool or ones == int((local(values) == 1).sum())
+        if is_binary:
+            self.recorder.write(EvalShare(line=where(), value=ones / count, terms=count))
 
     def _cut(self, func: Any, args: Any) -> None:
         if func in _CUTS and _takes_a_part(args) and caller_is_own():
