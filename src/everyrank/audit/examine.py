@@ -323,7 +323,7 @@ def _judged(
         findings.not_checked("collectives, losses, dropout, sharded evaluations, waits: --watch does not record them")
     if any(event.is_after_jump for event in evidence.all_of(LoaderBatch)):
         findings.not_checked(
-            f"the middle of epochs: only {_BATCHES} to {_BATCHES + 3} batches and the last one were run"
+            f"batches in the middle of an epoch: only the first {_BATCHES} to {_BATCHES + 3} and the last one were run"
         )
     altered = [event.message for event in evidence.all_of(Altered)]
     if not settings.batches and not options.watch:
