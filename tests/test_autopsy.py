@@ -317,7 +317,7 @@ def test_calls_come_from_every_flight_recorder(monkeypatch: pytest.MonkeyPatch, 
         ),
         (
             [view(0, [call(1, False)]), view(1, state="gone"), view(2, [call(1, False)])],
-            "rank 1 .* process 101 was killed.* train.py:11 .* ranks 0 and 2 wait",
+            "rank 1 .*process 101 was killed.* train.py:11 .*ranks 0 and 2 wait",
         ),
         (
             [view(0, [call(1, False)]), view(1, [call(1, False)]), view(2, [call(1, False)])],

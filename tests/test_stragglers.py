@@ -185,4 +185,4 @@ def test_a_training_names_it(cli: Cli, tmp_path: Path, backend: str, who: int | 
 def test_how_it_is_said() -> None:
     """One line, with the share."""
     slow = Lateness(2, 0.314, 0.96, 0.0212, "it waits for data")
-    assert re.match(r"rank 2 .* 31% .* 96% .* 21 ms .* waits for data$", str(slow))
+    assert re.match(r"rank 2 .*31% .*96% .*21 ms .*waits for data$", str(slow))

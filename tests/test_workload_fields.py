@@ -126,7 +126,7 @@ def test_weights_are_drawn_once_for_all_ranks(ranks: Any) -> None:
     assert orders[0][0] == list(sampler)
     assert 0 not in orders[0][0]
     assert orders[0][1] == []
-    assert any(re.search(r"23 samples, drawn with weights, .* 2 of a last batch", line) for line in orders[0][2])
+    assert "23 samples, drawn with weights" in orders[0][2]
 
 
 def drawn(world: World) -> tuple[list[int], list[str], str]:
