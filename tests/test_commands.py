@@ -82,7 +82,7 @@ def test_train_digits(cli: Cli, tmp_path: Path) -> None:
     """At least 97% of the held-out digits under ddp on two processes; a log line for each update."""
     out = tmp_path / "out"
     words = ("train", "digits", "--layout", "ddp", "--processes", "2", "--out", out)
-    done = cli(tmp_path, *words, is_forked=False)
+    done = cli(tmp_path, *words)
     assert done.status == 0, done.err
     assert done.err == ""
     (record,) = read_records(out / "record.json")
