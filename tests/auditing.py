@@ -62,9 +62,7 @@ def record_forked(
         with output.open("wb") as stream:
             streams = (None, stream, stream)
             ranks.append(
-                server.start(
-                    run_watched, [str(script), *words], folder=folder, environment=environment, streams=streams
-                )
+                server.fork(run_watched, [str(script), *words], folder=folder, environment=environment, streams=streams)
             )
     begin = time.monotonic()
     try:

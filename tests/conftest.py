@@ -1,22 +1,23 @@
-"""Fixtures for all tests. The `ranks` fixture calls a function in several real processes that share a world."""
+"""Fixtures for all tests. `ranks`, `cli` and `python` start processes; tests/README.md shows which one a test takes."""
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import gc
 import os
 import signal
 import sys
-import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import everyrank.audit.start
+import everyrank.rerun.host
 from everyrank.launch.monitor import ProcessMonitor, _child_environment
 from forkserver import ForkServer
-from processes import Cli, Forge, Pool, command_line, run_cli
+from processes import Cli, Pool
 
 os.environ.pop("PYTEST_ADDOPTS", None)  # this run has read it; a pytest that a test starts is another one
 # where bytecode is not kept, each of some thousand processes compiles what it imports
@@ -32,8 +33,7 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session")
-def forkserver() -> Iterator[ForkServer]:
-    """The process that has imported everything, and forks."""
+def _server() -> Iterator[ForkServer]:
     server = ForkServer()
     yield server
     server.close()
@@ -48,16 +48,20 @@ def _pools() -> Iterator[dict[int, Pool]]:
 
 
 @pytest.fixture
-def ranks(forkserver: ForkServer, _pools: dict[int, Pool]) -> Any:
+def ranks(_server: ForkServer, _pools: dict[int, Pool]) -> Any:
     """`ranks(n, function, *arguments)`: results of `function(world, *arguments)` by rank.
 
-    The processes are kept for the whole run. They meet over a file, so no port is opened. A call that takes too long
-    fails with the stack of every rank; an exception in a rank is raised here with its traceback.
+    The processes are kept for the whole run; `is_new=True` takes new ones for a call. They meet over a file, so no port
+    is opened. A call that takes too long fails with the stack of every rank; an exception in a rank is raised here with
+    its traceback.
     """
 
-    def call(count: int, function: Any, *arguments: Any, timeout: float = 200.0) -> list[Any]:
+    def call(count: int, function: Any, *arguments: Any, timeout: float = 200.0, is_new: bool = False) -> list[Any]:
+        if is_new:
+            with contextlib.closing(Pool(_server, count)) as pool:
+                return pool.call(function, arguments, timeout)
         if count not in _pools:
-            _pools[count] = Pool(forkserver, count)
+            _pools[count] = Pool(_server, count)
         try:
             return _pools[count].call(function, arguments, timeout)
         except BaseException:
@@ -68,54 +72,62 @@ def ranks(forkserver: ForkServer, _pools: dict[int, Pool]) -> Any:
 
 
 @pytest.fixture(scope="session")
-def forge(forkserver: ForkServer) -> Forge:
-    """`forge(folder, "train", "digits", size=2)`: the command line on two ranks that torchrun would have started."""
-    return Forge(forkserver)
+def cli(_server: ForkServer) -> Cli:
+    """The command line: `cli(folder, "train", ...)`, `cli.start(folder, ...)`, `cli.on_ranks(folder, ..., size=2)`."""
+    return Cli(_server)
 
 
 @pytest.fixture(scope="session")
-def everyrank(forkserver: ForkServer) -> Any:
-    """`everyrank(folder, "train", "digits", "--processes", 2)`: a command line and the ranks it starts, ended."""
-    return functools.partial(run_cli, forkserver)
+def python(_server: ForkServer) -> ForkServer:
+    """Python processes that are forked: `python.fork(function)`, `python.start(folder, script)`, `python.programs`.
+
+    The ranks that the test itself starts with `run_ranks` are forked, too, and also its scripts.
+    """
+    return _server
 
 
-@pytest.fixture(scope="session")
-def programs(forkserver: ForkServer) -> Path:
-    """A folder with a `python` and a `torchrun` for a shell whose processes are forked."""
-    return forkserver.programs
+@pytest.fixture(autouse=True)
+def _commands_end(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "cli" in request.fixturenames:
+        request.getfixturevalue("cli").close()
 
 
-@pytest.fixture
-def forked_ranks(forkserver: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `run_ranks` starts from the test itself is forked, too."""
+@pytest.fixture(autouse=True)
+def _ranks_are_forked(request: pytest.FixtureRequest, _server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the ranks that a test starts with `run_ranks` itself, if it asks for `python`."""
+    if "python" not in request.fixturenames:
+        return
     start = ProcessMonitor._start
 
     def fork(monitor: ProcessMonitor, command: list[str]) -> Any:
         if command[0] != sys.executable:
             return start(monitor, command)
         streams = (None, None, monitor.launcher_log)
-        return forkserver.python(Path.cwd(), *command[1:], streams=streams, environment=_child_environment())
+        return _server.start(Path.cwd(), *command[1:], streams=streams, environment=_child_environment())
 
     monkeypatch.setattr(ProcessMonitor, "_start", fork)
 
 
-@pytest.fixture(scope="module")
-def forked_scripts(programs: Path) -> Iterator[None]:
-    """Fork the scripts of `audit_script` and `ScriptHost` also where the test itself calls them."""
-    import everyrank.audit.start
-    import everyrank.rerun.host
-
+@pytest.fixture(autouse=True, scope="session")
+def _scripts_are_forked(_server: ForkServer) -> Iterator[None]:
+    """Fork the scripts that a test starts with `audit_script` or `ScriptHost` itself."""
+    interpreter = _Interpreter(_server)
     with pytest.MonkeyPatch.context() as patch:
         for module in (everyrank.audit.start, everyrank.rerun.host):
-            patch.setattr(module, "sys", types.SimpleNamespace(executable=str(programs / "python")))
+            patch.setattr(module, "sys", interpreter)
         yield
 
 
-@pytest.fixture
-def cli(forkserver: ForkServer, tmp_path: Path) -> Iterator[Cli]:
-    """The same while it runs: `cli.start(...)`, `cli.end()`."""
-    with command_line(forkserver, tmp_path) as started:
-        yield started
+class _Interpreter:
+    """The part of `sys` that starts a script. The fork server starts when it is first asked."""
+
+    def __init__(self, server: ForkServer) -> None:
+        self.server = server
+
+    @property
+    def executable(self) -> str:
+        return str(self.server.programs / "python")
 
 
 @pytest.fixture(autouse=True)

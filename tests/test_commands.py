@@ -8,6 +8,7 @@ import importlib.resources
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,8 @@ from everyrank import Launch, Layout, Workload, find_workload, read_records, run
 from everyrank.cli import main
 from everyrank.commands import train
 from everyrank.parity.samples import sample_errors
-from processes import refused
+from forkserver import ForkServer
+from processes import Cli, refused
 
 MY_WORKLOAD = """
 import torch
@@ -76,19 +78,19 @@ class Tower(nn.Module):
 """
 
 
-def test_train_digits(everyrank: Any, tmp_path: Path) -> None:
+def test_train_digits(cli: Cli, tmp_path: Path) -> None:
     """At least 97% of the held-out digits under ddp on two processes; a log line for each update."""
     out = tmp_path / "out"
     words = ("train", "digits", "--layout", "ddp", "--processes", "2", "--out", out)
-    done = everyrank(tmp_path, *words, is_forked=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    done = cli(tmp_path, *words)
+    assert done.status == 0, done.err
+    assert done.err == ""
     (record,) = read_records(out / "record.json")
     assert record.metrics["top1"] >= 0.97
     rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     assert [row["loss"] for row in rows[:-1]] == record.loss
     assert rows[-1]["final"] == record.metrics
-    assert "top1 0.9" in done.stdout
+    assert "top1 0.9" in done.out
     assert record.provenance["data_checksum"].startswith("sha256:")
 
 
@@ -109,7 +111,7 @@ def test_an_interrupted_training_names_its_checkpoint(
         assert ("saved update 23" in capsys.readouterr().out) == saves
 
 
-def test_verify_a_persons_file(everyrank: Any, tmp_path: Path) -> None:
+def test_verify_a_persons_file(cli: Cli, tmp_path: Path) -> None:
     """A file written as in the design, a model never seen, a neighbour import, another working directory."""
     folder = tmp_path / "elsewhere"
     folder.mkdir()
@@ -117,8 +119,8 @@ def test_verify_a_persons_file(everyrank: Any, tmp_path: Path) -> None:
     (folder / "my_model.py").write_text(MY_MODEL)
     layouts = ["ddp", "zero1", "fsdp"]
     words = ("verify", "elsewhere/my_workload.py", "--layout", *layouts, "--processes", "3")
-    done = everyrank(tmp_path, *words, "--json", "out.json", "--samples")
-    assert done.returncode == 0, done.stderr + done.stdout
+    done = cli(tmp_path, *words, "--json", "out.json", "--samples")
+    assert done.status == 0, done.err + done.out
     records = read_records(tmp_path / "out.json")
     assert [record.layout for record in records] == layouts
     for record in records:
@@ -127,17 +129,17 @@ def test_verify_a_persons_file(everyrank: Any, tmp_path: Path) -> None:
         assert record.parity.max_relative_difference <= 1e-10
         assert record.world_size == 3
         assert any("dropout on in 3 modules" in line for line in record.parity.checks)
-        assert "2 epochs of 50 samples, each read once; 50 evaluated, each counted once" in record.parity.checks
+        assert any("2 epochs of 50 samples, each read once" in line for line in record.parity.checks)
 
 
-def test_started_by_torchrun(programs: Path, tmp_path: Path) -> None:
+def test_started_by_torchrun(python: ForkServer, tmp_path: Path) -> None:
     """`torchrun -m everyrank train ...`: the ranks recognise who started them, and only rank 0 speaks."""
     command = [
-        programs / "torchrun", "--standalone", "--nproc-per-node", "2",
+        python.programs / "torchrun", "--standalone", "--nproc-per-node", "2",
         "-m", "everyrank", "train", "digits", "--layout", "fsdp", "--steps", "5", "--out", "out",
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    environment["PYTHON_EXEC"] = str(programs / "python")  # torchrun starts its ranks by it
+    environment["PYTHON_EXEC"] = str(python.programs / "python")  # torchrun starts its ranks by it
     done = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=environment, check=False
     )
@@ -167,10 +169,10 @@ def test_run_from_python() -> None:
 
 
 @pytest.mark.integration
-def test_text_trains(everyrank: Any, tmp_path: Path) -> None:
+def test_text_trains(cli: Cli, tmp_path: Path) -> None:
     """The language model learns: far below the 5.55 nats of a uniform guess after fifteen updates."""
-    done = everyrank(tmp_path, "train", "text", "--layout", "single", "--steps", "15", "--out", "out")
-    assert done.returncode == 0, done.stderr
+    done = cli(tmp_path, "train", "text", "--layout", "single", "--steps", "15", "--out", "out")
+    assert done.status == 0, done.err
     (record,) = read_records(tmp_path / "out" / "record.json")
     assert record.loss[0] == pytest.approx(math.log(256), rel=0.02)
     assert record.loss[-1] < 4.2
@@ -262,13 +264,11 @@ def test_a_recipe_on_the_screen(words: str, tmp_path: Path) -> None:
 def test_sample_errors() -> None:
     """What the check of the samples says of a padded sampler, a stream read twice, a sample left out."""
     assert sample_errors([2, 0, 1], 3, "epoch 0") == []
-    assert sample_errors([0, 1, 2, 0], 3, "epoch 0") == [
-        "epoch 0: 1 of 3 samples were read more than once, the first is 0"
-    ]
-    assert sample_errors([0, 0], 3, "evaluation") == [
-        "evaluation: 2 of 3 samples were never read, the first is 1",
-        "evaluation: 1 of 3 samples were read more than once, the first is 0",
-    ]
+    [repeated] = sample_errors([0, 1, 2, 0], 3, "epoch 0")
+    assert re.match(r"epoch 0: 1 of 3 samples .* more than once.* 0$", repeated)
+    missed, repeated = sample_errors([0, 0], 3, "evaluation")
+    assert re.match(r"evaluation: 2 of 3 samples .* never read.* 1$", missed)
+    assert re.match(r"evaluation: 1 of 3 samples .* more than once.* 0$", repeated)
 
 
 def audit_in_ranks(world: Any, mutation: str) -> list[str]:

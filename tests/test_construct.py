@@ -138,7 +138,7 @@ def test_a_model_in_files_has_the_numbers_of_one_in_memory() -> None:
 def test_a_full_disk_is_one_line() -> None:
     """And no signal in the middle of initialisation."""
     full = mock.patch.object(file_backed, "_make_room", side_effect=OSError(28, "No space left on device"))
-    with full, pytest.raises(CannotRunError, match=r"no room for 8 MiB .*No space left on device.*TMPDIR"):
+    with full, pytest.raises(CannotRunError, match=r"8 MiB .*No space left on device.*TMPDIR"):
         file_backed.file_backed(torch.zeros(1 << 21))
 
 
@@ -224,4 +224,4 @@ def test_devices_of_a_rank(ranks: Any) -> None:
     """Each rank has two of its own; too few are said."""
     assert ranks(2, places, "ddp:devices=2", 4) == [["cuda:0", "cuda:1"], ["cuda:2", "cuda:3"]]
     assert ranks(2, places, "ddp", 2) == [["cuda:0"], ["cuda:1"]]
-    assert ranks(2, places, "ddp:devices=2", 2)[1] == ["needs 4 CUDA devices, 2 for each rank of this host"]
+    assert "needs 4 CUDA devices, 2" in ranks(2, places, "ddp:devices=2", 2)[1][0]

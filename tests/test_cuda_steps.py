@@ -65,10 +65,10 @@ NOT_PRETENDED = {
 
 
 @pytest.fixture(scope="module")
-def report(forkserver: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def report(python: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """All cases, in one process of their own: the guard for fake tensors stays in it."""
     path = tmp_path_factory.mktemp("fake_cuda") / "report.json"
-    child = forkserver.start(fake_cuda.write_report, list(BUDGETS), path)
+    child = python.fork(fake_cuda.write_report, list(BUDGETS), path)
     try:
         assert child.wait(200.0) == 0
     finally:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import everyrank
+from processes import Cli
 
 FENCE = re.compile(r"^(```+).*?^\1\s*$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -163,21 +164,21 @@ def words(text: str) -> str:
     return " ".join(text.replace("─", " ").split())
 
 
-def test_the_first_example_of_the_readme(everyrank: Any, root: Path) -> None:
+def test_the_first_example_of_the_readme(cli: Cli, root: Path) -> None:
     """A silent bug that audit names: the command and what it prints, except for "..." and the seconds."""
     block = (root / "README.md").read_text().partition("```\n$ everyrank audit")[2].partition("```")[0]
     command, _, shown = block.partition("\n")
-    done = everyrank(root, "audit", *command.split())
-    assert done.returncode == 1
-    printed = re.sub(r"in \d+ s", "in N s", words(done.stdout))
+    done = cli(root, "audit", *command.split())
+    assert done.status == 1
+    printed = re.sub(r"in \d+ s", "in N s", words(done.out))
     for text in re.sub(r"in \d+ s", "in N s", shown).split("...\n"):
         assert words(text) in printed
 
 
 @pytest.mark.integration
 @pytest.mark.timeout(500)  # ten commands, one after the other
-def test_start_here(everyrank: Any, root: Path, tmp_path: Path) -> None:
-    """Everything on the page from "One device" on, by copying what stands there."""
+def test_start_here(cli: Cli, root: Path, tmp_path: Path) -> None:
+    """Everything on the page from "One device" on, by copying what stands there; one training is shorter."""
     page = (root / "docs" / "start.md").read_text().partition("## One device")[2]
     ran: list[str] = []
     for language, block in re.findall(r"^```(\w*)\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
@@ -192,8 +193,8 @@ def test_start_here(everyrank: Any, root: Path, tmp_path: Path) -> None:
                 assert old in text
                 (tmp_path / "wrong.py").write_text(text.replace(old, new))
             elif line.startswith("everyrank "):
-                done = everyrank(tmp_path, *line.split()[1:])
-                assert done.returncode == (1 if "wrong.py" in line else 0), f"{line}\n{done.stderr}"
+                done = cli(tmp_path, *line.replace("--epochs 60", "--epochs 13").split()[1:])
+                assert done.status == (1 if "wrong.py" in line else 0), f"{line}\n{done.err}"
                 ran.append(line)
     assert len(ran) == 10
     assert (tmp_path / "train_ddp.py").exists()

@@ -244,7 +244,7 @@ def test_refused() -> None:
         exact_of(nn.ModuleDict({"experts": nn.Dropout(0.1)}), experts="experts")
     model = nn.Dropout(0.5)
     exact_of(model)
-    with pytest.raises(WorkloadError, match=r"shape \(7, 3\): none of its first dimensions counts the 4 samples"):
+    with pytest.raises(WorkloadError, match=r"shape \(7, 3\): .* the 4 samples"):
         model(torch.ones(7, 3))
     for shape in ((4,), (4, 3), (8, 3), (5, 4, 3), (1, 3)):  # samples; flattened; sequences first; one for all
         assert model(torch.ones(shape)).shape == shape

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from processes import one_line, refused
+from processes import Cli, one_line, refused
 
 RUFF = Path(sys.executable).with_name("ruff")
 WORKLOAD = '''
@@ -124,8 +124,8 @@ def outside(tmp_path: Path) -> Path:
     return folder
 
 
-def eject(forge: Any, place: Path | str, project: Path, *words: object) -> Path:
-    done = forge(project.parent, "eject", place, project, *words)
+def eject(cli: Cli, place: Path | str, project: Path, *words: object) -> Path:
+    done = cli.on_ranks(project.parent, "eject", place, project, *words)
     assert done.status == 0, done.err
     return project
 
@@ -142,13 +142,15 @@ def said(text: str) -> tuple[list[float], dict[str, float]]:
     return losses, {name: float(value) for name, value in zip(words[::2], words[1::2], strict=True)}
 
 
-def compare(forge: Any, folder: Path, place: Path | str, layout: str, size: int, *words: object) -> list[float]:
+def compare(cli: Cli, folder: Path, place: Path | str, layout: str, size: int, *words: object) -> list[float]:
     """Train under a layout, and the ejected project; the losses of both, which are equal to the last bit."""
-    project = eject(forge, place, folder / "project", "--layout", layout, "--processes", size, *words)
+    project = eject(cli, place, folder / "project", "--layout", layout, "--processes", size, *words)
     check_text(project)
-    ours = forge(folder, "train", place, "--layout", layout, "--out", "run", "--save-every", 0, *words, size=size)
+    ours = cli.on_ranks(
+        folder, "train", place, "--layout", layout, "--out", "run", "--save-every", 0, *words, size=size
+    )
     assert ours.status == 0, ours.err
-    theirs = forge(project, script="train.py", size=size, PYTHONPATH="")
+    theirs = cli.on_ranks(project, script="train.py", size=size, PYTHONPATH="")
     assert theirs.status == 0, theirs.err
     losses, metrics = said(theirs.out)
     events = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
@@ -195,20 +197,20 @@ def check_text(project: Path) -> None:
         pytest.param("fsdp", 2, marks=pytest.mark.integration),
     ],
 )
-def test_trains_as_train_does(layout: str, size: int, outside: Path, tmp_path: Path, forge: Any) -> None:
+def test_trains_as_train_does(layout: str, size: int, outside: Path, tmp_path: Path, cli: Cli) -> None:
     """To the last bit, with clipping, a schedule, terms that are not counted and a ragged last batch."""
-    losses = compare(forge, tmp_path, outside / "points.py", layout, size)
+    losses = compare(cli, tmp_path, outside / "points.py", layout, size)
     assert len(losses) == 6
     assert losses[-1] < losses[0]
 
 
-def test_comparison_can_fail(outside: Path, tmp_path: Path, forge: Any) -> None:
+def test_comparison_can_fail(outside: Path, tmp_path: Path, cli: Cli) -> None:
     """A script that forgets that DDP has averaged trains another training."""
-    project = eject(forge, outside / "points.py", tmp_path / "project", "--set", "clip=100.0")
+    project = eject(cli, outside / "points.py", tmp_path / "project", "--set", "clip=100.0")
     script = project / "train.py"
-    good = said(forge(project, script="train.py", size=2).out)[0]
+    good = said(cli.on_ranks(project, script="train.py", size=2).out)[0]
     script.write_text(script.read_text().replace("num_averaged * BATCH / total[1]", "BATCH / total[1]"))
-    bad = said(forge(project, script="train.py", size=2).out)[0]
+    bad = said(cli.on_ranks(project, script="train.py", size=2).out)[0]
     assert good[0] == bad[0]
     assert good[1:] != bad[1:]
 
@@ -262,10 +264,10 @@ workload = everyrank.Workload(
 @pytest.mark.parametrize(
     "layout", ["ddp:accumulate=2,precision=float64", pytest.param("fsdp", marks=pytest.mark.integration)]
 )
-def test_says_what_a_workload_says(layout: str, tmp_path: Path, forge: Any) -> None:
+def test_says_what_a_workload_says(layout: str, tmp_path: Path, cli: Cli) -> None:
     """Augmentation, dicts, collate, weights, batch norm over ranks, a plateau, micro-batches, a number of updates."""
     (tmp_path / "said.py").write_text(RICH)
-    assert len(compare(forge, tmp_path, tmp_path / "said.py", layout, 2)) == 13
+    assert len(compare(cli, tmp_path, tmp_path / "said.py", layout, 2)) == 13
 
 
 def test_built_in_workloads_stand_alone(tmp_path: Path) -> None:
@@ -285,21 +287,21 @@ def test_built_in_workloads_stand_alone(tmp_path: Path) -> None:
 
 @pytest.mark.integration
 @pytest.mark.parametrize("words", [("digits", "zero1", "--epochs", 1), ("text", "tensor", "--steps", 2)], ids=str)
-def test_built_in_workloads(words: tuple[Any, ...], tmp_path: Path, forge: Any) -> None:
+def test_built_in_workloads(words: tuple[Any, ...], tmp_path: Path, cli: Cli) -> None:
     """All that a built-in workload is made of is in one file."""
     name, layout, *rest = words
-    compare(forge, tmp_path, name, layout, 2, *rest)
+    compare(cli, tmp_path, name, layout, 2, *rest)
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("launcher", ["spawn", "torchrun", "mpi"])
-def test_really_started(launcher: str, outside: Path, tmp_path: Path, forge: Any, everyrank: Any) -> None:
+def test_really_started(launcher: str, outside: Path, tmp_path: Path, cli: Cli) -> None:
     """By the command of its README, without everyrank."""
     if launcher == "mpi" and shutil.which("mpirun") is None:
         pytest.skip("there is no mpirun on this machine")
-    project = eject(forge, outside / "points.py", tmp_path / "project", "--launcher", launcher)
-    ours = everyrank(tmp_path, "train", outside / "points.py", "--layout", "ddp", "--processes", 2, "--out", "run")
-    assert ours.returncode == 0, ours.stderr
+    project = eject(cli, outside / "points.py", tmp_path / "project", "--launcher", launcher)
+    ours = cli(tmp_path, "train", outside / "points.py", "--layout", "ddp", "--processes", 2, "--out", "run")
+    assert ours.status == 0, ours.err
     command = (project / "README.md").read_text().split("requirements.txt\n")[1].splitlines()[0].split()
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -345,9 +347,9 @@ PLACES = {
 
 
 @pytest.mark.parametrize("launcher", PLACES)
-def test_place_of_a_rank(launcher: str, outside: Path, tmp_path: Path, forge: Any, monkeypatch: Any) -> None:
+def test_place_of_a_rank(launcher: str, outside: Path, tmp_path: Path, cli: Cli, monkeypatch: Any) -> None:
     """Read as each launcher says it; started by nobody, one line says how."""
-    project = eject(forge, outside / "points.py", tmp_path / "project", "--launcher", launcher)
+    project = eject(cli, outside / "points.py", tmp_path / "project", "--launcher", launcher)
     tree = ast.parse((project / "train.py").read_text())
     wanted = ("find_place", "VARIABLES", "os")
     body = [node for node in tree.body if wanted[0] == getattr(node, "name", "") or wanted[1] in ast.unparse(node)[:9]]
@@ -394,11 +396,11 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("line", CHANGES)
-def test_refused_workload(line: str, outside: Path, tmp_path: Path, forge: Any) -> None:
+def test_refused_workload(line: str, outside: Path, tmp_path: Path, cli: Cli) -> None:
     """What a plain script cannot have is named, with why."""
     file = outside / "points.py"
     file.write_text(file.read_text().replace(*CHANGES[line]))
-    done = forge(tmp_path, "eject", file, tmp_path / "project")
+    done = cli.on_ranks(tmp_path, "eject", file, tmp_path / "project")
     assert done.status == 2
     assert line in one_line(done.err)
     assert not (tmp_path / "project").exists()

@@ -21,7 +21,7 @@ from everyrank.commands import COMMANDS
 from everyrank.errors import EveryrankError, WorkloadError
 from everyrank.record import read_records
 from everyrank.workload import find_workload
-from processes import Cli, one_line
+from processes import Cli, Ended, one_line
 
 PLAIN = """\
 import pathlib
@@ -118,15 +118,15 @@ COMMANDS_OF_A_WORKLOAD = {
 
 
 @pytest.mark.parametrize("command", COMMANDS_OF_A_WORKLOAD)
-def test_a_plain_script_is_not_run(command: str, everyrank: Any, tmp_path: Path) -> None:
+def test_a_plain_script_is_not_run(command: str, cli: Cli, tmp_path: Path) -> None:
     marker = tmp_path / "it-was-run"
     (tmp_path / "plain.py").write_text(PLAIN.format(marker=str(marker)))
     words = [word.replace("PLAIN", "plain.py") for word in COMMANDS_OF_A_WORKLOAD[command]]
-    done = everyrank(tmp_path, *words)
-    assert done.returncode == 2, done.stderr
+    done = cli(tmp_path, *words)
+    assert done.status == 2, done.err
     assert not marker.exists(), "the script was run"
-    assert "I AM TRAINING" not in done.stdout + done.stderr
-    assert "everyrank audit plain.py" in one_line(done.stderr)
+    assert "I AM TRAINING" not in done.out + done.err
+    assert "everyrank audit plain.py" in one_line(done.err)
     assert [path.name for path in tmp_path.iterdir()] == ["plain.py"], "nothing is left"
 
 
@@ -149,13 +149,13 @@ def test_the_api_does_not_run_a_plain_script(tmp_path: Path) -> None:
     ],
     ids=["comment", "docstring", "string"],
 )
-def test_a_plain_script_that_only_speaks_of_workloads_is_not_run(text: str, everyrank: Any, tmp_path: Path) -> None:
+def test_a_plain_script_that_only_speaks_of_workloads_is_not_run(text: str, cli: Cli, tmp_path: Path) -> None:
     marker = tmp_path / "it-was-run"
     (tmp_path / "plain.py").write_text(text.format(marker=str(marker)) if "{marker" in text else text)
-    done = everyrank(tmp_path, "train", "plain.py")
-    assert done.returncode == 2, done.stderr
+    done = cli(tmp_path, "train", "plain.py")
+    assert done.status == 2, done.err
     assert not marker.exists(), "the script was run"
-    assert "everyrank audit plain.py" in one_line(done.stderr)
+    assert "everyrank audit plain.py" in one_line(done.err)
 
 
 DEFINES = {
@@ -175,31 +175,31 @@ DEFINES = {
 
 
 @pytest.mark.parametrize("kind", DEFINES)
-def test_a_file_that_defines_a_workload_is_taken(kind: str, everyrank: Any, tmp_path: Path) -> None:
+def test_a_file_that_defines_a_workload_is_taken(kind: str, cli: Cli, tmp_path: Path) -> None:
     """However it does; such a file is no plain script."""
     place, text = DEFINES[kind]
     (tmp_path / "other.py").write_text(WORKLOAD)
     (tmp_path / "plain.py").write_text(text)
-    done = everyrank(tmp_path, "train", place, "--steps", "1", "--out", "out", "--device", "cpu")
-    assert done.returncode == 0, done.stderr
+    done = cli(tmp_path, "train", place, "--steps", "1", "--out", "out", "--device", "cpu")
+    assert done.status == 0, done.err
 
 
 # --- point 4: a parallel layout has two ranks
 
 
 @pytest.mark.parametrize(("layout", "size"), [("ddp", 2), ("fsdp", 2), ("single", 1), ("ddp:accumulate=2", 2)])
-def test_train_takes_as_many_ranks_as_verify(layout: str, size: int, everyrank: Any, tmp_path: Path) -> None:
+def test_train_takes_as_many_ranks_as_verify(layout: str, size: int, cli: Cli, tmp_path: Path) -> None:
     words = ["--layout", layout, "--steps", "1", "--out", "out", "--device", "cpu"]
-    done = everyrank(tmp_path, "train", "digits", *words, CUDA_VISIBLE_DEVICES="")
-    assert done.returncode == 0, done.stderr
+    done = cli(tmp_path, "train", "digits", *words, CUDA_VISIBLE_DEVICES="")
+    assert done.status == 0, done.err
     (record,) = read_records(tmp_path / "out" / "record.json")
     assert record.world_size == size
 
 
-def test_train_takes_one_rank_where_one_is_asked_for(everyrank: Any, tmp_path: Path) -> None:
+def test_train_takes_one_rank_where_one_is_asked_for(cli: Cli, tmp_path: Path) -> None:
     words = ["--layout", "ddp", "--processes", "1", "--steps", "1", "--out", "out", "--device", "cpu"]
-    done = everyrank(tmp_path, "train", "digits", *words)
-    assert done.returncode == 0, done.stderr
+    done = cli(tmp_path, "train", "digits", *words)
+    assert done.status == 0, done.err
     (record,) = read_records(tmp_path / "out" / "record.json")
     assert record.world_size == 1
 
@@ -214,11 +214,11 @@ def test_the_help_says_how_many(called: Any) -> None:
 # --- point 7: a model that is built already
 
 
-def test_a_module_instead_of_a_function(everyrank: Any, tmp_path: Path) -> None:
+def test_a_module_instead_of_a_function(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(WORKLOAD.replace("model=Net,", "model=Net(),"))
-    done = everyrank(tmp_path, "train", "mine.py", "--out", "out")
-    assert done.returncode == 2, done.stderr
-    line = done.stderr.strip().splitlines()[-1]
+    done = cli(tmp_path, "train", "mine.py", "--out", "out")
+    assert done.status == 2, done.err
+    line = done.err.strip().splitlines()[-1]
     assert "model=" in line
     assert "module.py" not in line
     assert "TypeError" not in line
@@ -236,17 +236,17 @@ def test_a_module_is_refused_by_the_workload() -> None:
         )
 
 
-def test_a_class_or_a_function_is_a_model(everyrank: Any, tmp_path: Path) -> None:
+def test_a_class_or_a_function_is_a_model(cli: Cli, tmp_path: Path) -> None:
     for number, model in enumerate(("Net", "lambda: Net()", "lambda: torch.nn.Linear(3, 2)")):
         (tmp_path / f"mine{number}.py").write_text(WORKLOAD.replace("model=Net,", f"model={model},"))
-        done = everyrank(tmp_path, "train", f"mine{number}.py", "--steps", "1", "--out", f"out{number}")
-        assert done.returncode == 0, done.stderr
+        done = cli(tmp_path, "train", f"mine{number}.py", "--steps", "1", "--out", f"out{number}")
+        assert done.status == 0, done.err
 
 
 # --- point 8: a workload that imports a train.py
 
 
-def test_eject_of_a_workload_that_imports_train(everyrank: Any, tmp_path: Path) -> None:
+def test_eject_of_a_workload_that_imports_train(cli: Cli, tmp_path: Path) -> None:
     """The user's train.py goes into the project, and the project's own script has another name."""
     user_file = "def loss(output, target):\n    return ((output - target) ** 2).sum(), target.numel()\n"
     (tmp_path / "train.py").write_text(user_file)
@@ -255,8 +255,8 @@ def test_eject_of_a_workload_that_imports_train(everyrank: Any, tmp_path: Path) 
             "\n\ndef loss(output, target):\n    return ((output - target) ** 2).sum(), target.numel()\n", ""
         ).replace("from everyrank import Workload\n", "from everyrank import Workload\nfrom train import loss\n")
     )
-    done = everyrank(tmp_path, "eject", "mine.py", "project")
-    assert done.returncode == 0, done.stderr
+    done = cli(tmp_path, "eject", "mine.py", "project")
+    assert done.status == 0, done.err
     project = tmp_path / "project"
     texts = {path.relative_to(project): path.read_text() for path in project.rglob("*.py")}
     assert user_file in texts.values(), "the user's file is there as it was"
@@ -271,15 +271,14 @@ def test_eject_of_a_workload_that_imports_train(everyrank: Any, tmp_path: Path) 
 
 
 @pytest.mark.integration
-def test_the_project_of_a_workload_that_imports_train_trains(everyrank: Any, cli: Cli, tmp_path: Path) -> None:
-    test_eject_of_a_workload_that_imports_train(everyrank, tmp_path)
+def test_the_project_of_a_workload_that_imports_train_trains(cli: Cli, tmp_path: Path) -> None:
+    test_eject_of_a_workload_that_imports_train(cli, tmp_path)
     project = tmp_path / "project"
     started = [name for name in project.glob("*.py") if "init_process_group" in name.read_text()]
     script = next(name for name in started if name.name in (project / "README.md").read_text())
     words = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script))
-    cli.folder = project
-    cli.start(command=words, GLOO_SOCKET_IFNAME="lo")
-    status, out, err = cli.end(200)
+    running = cli.start(project, command=words, GLOO_SOCKET_IFNAME="lo")
+    status, out, err = running.end(200)
     assert status == 0, err
     assert "loss" in out
 
@@ -287,28 +286,28 @@ def test_the_project_of_a_workload_that_imports_train_trains(everyrank: Any, cli
 # --- point 9: a template, and what comes next
 
 
-def test_new_workload_writes_a_template(everyrank: Any, tmp_path: Path) -> None:
+def test_new_workload_writes_a_template(cli: Cli, tmp_path: Path) -> None:
     """With comments, and right as it stands."""
-    done = everyrank(tmp_path, "new", "workload", "my_workload.py")
-    assert done.returncode == 0, done.stderr
-    assert "my_workload.py" in done.stdout
+    done = cli(tmp_path, "new", "workload", "my_workload.py")
+    assert done.status == 0, done.err
+    assert "my_workload.py" in done.out
     text = (tmp_path / "my_workload.py").read_text()
     compile(text, "my_workload.py", "exec")
     assert text.count("#") >= 5
     assert "Workload(" in text
     words = ["--layout", "ddp", "--processes", "2", "--quick", "--device", "cpu", "--json", "found.json"]
-    done = everyrank(tmp_path, "verify", "my_workload.py", *words)
-    assert done.returncode == 0, done.stderr
+    done = cli(tmp_path, "verify", "my_workload.py", *words)
+    assert done.status == 0, done.err
     [row] = json.loads((tmp_path / "found.json").read_text())
     assert row["parity"]["status"] == "equal"
 
 
-def test_new_workload_trains_and_is_ejected(everyrank: Any, tmp_path: Path) -> None:
-    assert everyrank(tmp_path, "new", "workload", "my_workload.py").returncode == 0
-    done = everyrank(tmp_path, "train", "my_workload.py", "--steps", "2", "--out", "out", "--device", "cpu")
-    assert done.returncode == 0, done.stderr
-    done = everyrank(tmp_path, "eject", "my_workload.py", "project")
-    assert done.returncode == 0, done.stderr
+def test_new_workload_trains_and_is_ejected(cli: Cli, tmp_path: Path) -> None:
+    assert cli(tmp_path, "new", "workload", "my_workload.py").status == 0
+    done = cli(tmp_path, "train", "my_workload.py", "--steps", "2", "--out", "out", "--device", "cpu")
+    assert done.status == 0, done.err
+    done = cli(tmp_path, "eject", "my_workload.py", "project")
+    assert done.status == 0, done.err
 
 
 def test_new_workload_overwrites_nothing(called: Any, refused: Any, tmp_path: Path) -> None:
@@ -334,15 +333,15 @@ NEXT = {
 
 
 @pytest.mark.parametrize("command", NEXT)
-def test_what_comes_next_is_said(command: str, everyrank: Any, tmp_path: Path) -> None:
+def test_what_comes_next_is_said(command: str, cli: Cli, tmp_path: Path) -> None:
     """A line that begins with `next:`, with a command that can be pasted."""
     words = NEXT[command]
     if command == "bench":
         words = ["bench", "digits", "--layout", "single", "--trials", "2", "--steps", "2"]
-    done = everyrank(tmp_path, *words, "--launcher", "spawn", "--device", "cpu")
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith("next:")]
-    assert len(lines) == 1, done.stdout
+    done = cli(tmp_path, *words, "--launcher", "spawn", "--device", "cpu")
+    assert done.status == 0, done.err
+    lines = [line for line in done.out.splitlines() if line.startswith("next:")]
+    assert len(lines) == 1, done.out
     named = re.findall(r"everyrank (\w+)", lines[0])
     assert named, lines[0]
     assert "--launcher spawn --device cpu" in lines[0]
@@ -352,29 +351,29 @@ def test_what_comes_next_is_said(command: str, everyrank: Any, tmp_path: Path) -
         assert "out" in lines[0]
 
 
-def test_nothing_comes_next_after_an_error(everyrank: Any, tmp_path: Path) -> None:
-    done = everyrank(tmp_path, "train", "digits", "--steps", "0")
-    assert done.returncode == 2
-    assert "next:" not in done.stdout + done.stderr
+def test_nothing_comes_next_after_an_error(cli: Cli, tmp_path: Path) -> None:
+    done = cli(tmp_path, "train", "digits", "--steps", "0")
+    assert done.status == 2
+    assert "next:" not in done.out + done.err
 
 
-def test_train_writes_a_page(everyrank: Any, tmp_path: Path) -> None:
+def test_train_writes_a_page(cli: Cli, tmp_path: Path) -> None:
     words = ["--steps", "3", "--out", "out", "--html", "report.html", "--device", "cpu"]
-    done = everyrank(tmp_path, "train", "digits", *words)
-    assert done.returncode == 0, done.stderr
+    done = cli(tmp_path, "train", "digits", *words)
+    assert done.status == 0, done.err
     page = (tmp_path / "report.html").read_text()
     assert "digits" in page
     assert "loss" in page
     assert "<svg" in page or "data:image" in page
     assert not re.search(r"<(script|link|img)[^>]*(src|href)=[\"']https?:", page), "it is self-contained"
-    assert "report.html" in done.stdout
+    assert "report.html" in done.out
 
 
-def test_a_page_that_cannot_be_written_is_refused_before_the_training(everyrank: Any, tmp_path: Path) -> None:
+def test_a_page_that_cannot_be_written_is_refused_before_the_training(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "folder.html").mkdir()
-    done = everyrank(tmp_path, "train", "digits", "--steps", "1", "--out", "out", "--html", "folder.html")
-    assert done.returncode == 2
-    assert "folder.html" in one_line(done.stderr)
+    done = cli(tmp_path, "train", "digits", "--steps", "1", "--out", "out", "--html", "folder.html")
+    assert done.status == 2
+    assert "folder.html" in one_line(done.err)
     assert not (tmp_path / "out" / "record.json").exists()
 
 
@@ -388,10 +387,10 @@ raise ValueError(f"argv={sys.argv[1:]} size={os.environ.get('WORLD_SIZE', '1')}"
 """
 
 
-def audited(everyrank: Any, folder: Path, *words: str) -> Any:
+def audited(cli: Cli, folder: Path, *words: str) -> Ended:
     """An audit of a script that tells its arguments and how many ranks there are."""
     (folder / "train.py").write_text("# torch.distributed\n" + TELLS)
-    return everyrank(folder, "audit", *words)
+    return cli(folder, "audit", *words)
 
 
 @pytest.mark.parametrize(
@@ -404,10 +403,10 @@ def audited(everyrank: Any, folder: Path, *words: str) -> Any:
         (["train.py", "--", "--", "b"], ["--", "b"]),
     ],
 )
-def test_a_first_separator_is_left_out(words: list[str], argv: list[str], everyrank: Any, tmp_path: Path) -> None:
-    done = audited(everyrank, tmp_path, *words)
-    assert done.returncode == 4, done.stderr
-    assert f"argv={argv}" in done.stderr.splitlines()[-1]
+def test_a_first_separator_is_left_out(words: list[str], argv: list[str], cli: Cli, tmp_path: Path) -> None:
+    done = audited(cli, tmp_path, *words)
+    assert done.status == 4, done.err
+    assert f"argv={argv}" in done.err.splitlines()[-1]
 
 
 OTHER_TOOLS = [
@@ -426,33 +425,33 @@ OTHER_TOOLS = [
 
 
 @pytest.mark.parametrize(("line", "size"), OTHER_TOOLS)
-def test_the_command_of_another_tool_is_understood(line: str, size: int | None, everyrank: Any, tmp_path: Path) -> None:
+def test_the_command_of_another_tool_is_understood(line: str, size: int | None, cli: Cli, tmp_path: Path) -> None:
     """Either the script is audited as it says, or the message is the command to type instead."""
-    done = audited(everyrank, tmp_path, *line.split())
-    last = done.stderr.splitlines()[-1]
+    done = audited(cli, tmp_path, *line.split())
+    last = done.err.splitlines()[-1]
     assert "no such file" not in last
-    if done.returncode == 4:  # the script was run
+    if done.status == 4:  # the script was run
         assert "argv=['--epochs', '5']" in last
         assert size is None or f"size={size}" in last
         return
-    assert done.returncode == 2, done.stderr
+    assert done.status == 2, done.err
     own = "everyrank audit " + (f"--processes {size} " if size is not None else "")
-    assert f"{own}train.py --epochs 5" in one_line(done.stderr)
+    assert f"{own}train.py --epochs 5" in one_line(done.err)
 
 
-def test_a_script_with_the_name_of_a_tool_is_that_script(everyrank: Any, tmp_path: Path) -> None:
+def test_a_script_with_the_name_of_a_tool_is_that_script(cli: Cli, tmp_path: Path) -> None:
     """A file that is there comes first."""
     (tmp_path / "python").write_text("# torch.distributed\n" + TELLS)
-    done = everyrank(tmp_path, "audit", "python", "--epochs", "5")
-    assert done.returncode == 4, done.stderr
-    assert "argv=['--epochs', '5']" in done.stderr.splitlines()[-1]
+    done = cli(tmp_path, "audit", "python", "--epochs", "5")
+    assert done.status == 4, done.err
+    assert "argv=['--epochs', '5']" in done.err.splitlines()[-1]
 
 
-def test_audit_of_a_workload_points_to_verify(everyrank: Any, tmp_path: Path) -> None:
+def test_audit_of_a_workload_points_to_verify(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "my_workload.py").write_text(WORKLOAD)
-    done = everyrank(tmp_path, "audit", "my_workload.py")
-    assert done.returncode == 2
-    assert "everyrank verify my_workload.py" in done.stderr.splitlines()[-1]
+    done = cli(tmp_path, "audit", "my_workload.py")
+    assert done.status == 2
+    assert "everyrank verify my_workload.py" in done.err.splitlines()[-1]
 
 
 # --- words and flags that are nearly right
@@ -564,8 +563,8 @@ def test_everyrank_alone_prints_the_help(called: Any) -> None:
     assert err == ""
 
 
-def test_a_pipeline_without_blocks_has_an_example(everyrank: Any, tmp_path: Path) -> None:
+def test_a_pipeline_without_blocks_has_an_example(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(WORKLOAD)
-    done = everyrank(tmp_path, "train", "mine.py", "--layout", "pipeline", "--processes", "2", "--out", "out")
-    assert done.returncode in (2, 3)
-    assert re.search(r"blocks=[\"']\w+", done.stderr.strip().splitlines()[-1])
+    done = cli(tmp_path, "train", "mine.py", "--layout", "pipeline", "--processes", "2", "--out", "out")
+    assert done.status in (2, 3)
+    assert re.search(r"blocks=[\"']\w+", done.err.strip().splitlines()[-1])

@@ -18,7 +18,7 @@ from everyrank.errors import DivergedError
 from everyrank.runs import optimal_interval_seconds
 from everyrank.train.guard import Guard, bits_checksum
 from everyrank.world import World
-from processes import Forge, refused
+from processes import Cli, refused
 from resuming import WORKLOAD
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
@@ -183,12 +183,12 @@ def squared(output, target):
 """
 
 
-def test_a_training_that_diverges_is_stopped_before_it_is_saved(forge: Forge, tmp_path: Path) -> None:
+def test_a_training_that_diverges_is_stopped_before_it_is_saved(cli: Cli, tmp_path: Path) -> None:
     """Between two comparisons, and a checkpoint is due first: it is not saved, status 4, and --resume goes on."""
     (tmp_path / "mine.py").write_text(WORKLOAD.replace("def squared(output, target):\n", FLIP))
     words = ("train", "mine.py", "--layout", "ddp:precision=float64", "--save-every", "5", "--out", "run")
     guard = ("--guard", "stop", "--guard-every", "50")
-    done = forge(tmp_path, *words, *guard, size=2, FLIP="7")
+    done = cli.on_ranks(tmp_path, *words, *guard, size=2, FLIP="7")
     assert done.status == 4, done
     line = done.err.splitlines()[-1]
     assert line.startswith("everyrank: ")
@@ -197,10 +197,10 @@ def test_a_training_that_diverges_is_stopped_before_it_is_saved(forge: Forge, tm
     assert "updates 7 to 10" in line
     saved = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
     assert saved == ["step-00000005", "step-00000006"]
-    done = forge(tmp_path, *words, *guard, "--resume", size=2)
+    done = cli.on_ranks(tmp_path, *words, *guard, "--resume", size=2)
     assert done.status == 0, done
     assert "going on after update 6" in done.out
-    done = forge(tmp_path, *words[:-1], "warned", "--guard", "warn", "--guard-every", "4", size=2, FLIP="7")
+    done = cli.on_ranks(tmp_path, *words[:-1], "warned", "--guard", "warn", "--guard-every", "4", size=2, FLIP="7")
     assert done.status == 0, done
     assert done.out.count("the training goes on (--guard warn)") == 1
     assert "after update 8: " in done.out
@@ -222,11 +222,11 @@ def test_the_interval_loses_least() -> None:
     assert optimal_interval_seconds(1.0, 86400.0) == pytest.approx((2 * 86400.0) ** 0.5, rel=0.01)
 
 
-def test_auto_saves_as_often_as_failures_ask_for(forge: Forge, tmp_path: Path) -> None:
+def test_auto_saves_as_often_as_failures_ask_for(cli: Cli, tmp_path: Path) -> None:
     """Failures are milliseconds apart: the first checkpoint tells how long one takes, and so when the next come."""
     (tmp_path / "mine.py").write_text(WORKLOAD)
     words = ("train", "mine.py", "--layout", "ddp", "--save-every", "auto", "--steps", "60", "--best", "eval_loss")
-    done = forge(tmp_path, *words, "--evaluate-every", "0", "--mtbf", "1e-6", "--out", "run", size=2)
+    done = cli.on_ranks(tmp_path, *words, "--evaluate-every", "0", "--mtbf", "1e-6", "--out", "run", size=2)
     assert done.status == 0, done
     said = [line for line in done.out.splitlines() if line.startswith("a checkpoint every ")]
     assert len(said) == 1, done.out
@@ -234,7 +234,7 @@ def test_auto_saves_as_often_as_failures_ask_for(forge: Forge, tmp_path: Path) -
     steps = [row["step"] for row in rows if row.get("checkpoint")]
     assert steps[0] == 10
     assert steps[-1] == 60
-    done = forge(tmp_path, *words, "--evaluate-every", "0", "--mtbf", "1e9", "--out", "rare", size=2)
+    done = cli.on_ranks(tmp_path, *words, "--evaluate-every", "0", "--mtbf", "1e9", "--out", "rare", size=2)
     assert done.status == 0, done
     rows = [json.loads(line) for line in (tmp_path / "rare" / "events.jsonl").read_text().splitlines()]
     rare = [row["step"] for row in rows if row.get("checkpoint")]

@@ -14,6 +14,7 @@ from everyrank.launch import Launch, horovodrun
 from everyrank.world import horovod as module
 from everyrank.world import import_horovod, start_horovod, wait_for_horovod
 from everyrank.world.horovod import horovod_numbers
+from processes import Cli
 
 
 def test_the_place_of_each_rank() -> None:
@@ -29,16 +30,16 @@ def test_the_place_of_each_rank() -> None:
         assert [" ".join(place[key] for key in keys) for place in places] == expected
 
 
-def test_horovod_that_is_not_there(everyrank: Any, tmp_path: Path) -> None:
+def test_horovod_that_is_not_there(cli: Cli, tmp_path: Path) -> None:
     """Status 3, one line."""
     hidden = "import sys\nsys.modules['horovod.torch'] = None\nfrom everyrank.builtin import digits\n"
     (tmp_path / "mine.py").write_text(hidden + "workload = digits.workload()\n")
-    done = everyrank(tmp_path, "train", "mine.py", "--layout", "horovod", "--processes", "2", "--save-every", "0")
-    assert done.returncode == 3, done.stderr
-    line = done.stderr.splitlines()[-1]
+    done = cli(tmp_path, "train", "mine.py", "--layout", "horovod", "--processes", "2", "--save-every", "0")
+    assert done.status == 3, done.err
+    line = done.err.splitlines()[-1]
     for part in ("Horovod is not installed", "0.28.1", "docs/horovod.md", "layout ddp", "--backend"):
         assert part in line
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in done.err
 
 
 def test_horovodrun_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from everyrank import Launch, Layout, Workload, api, bench, find_workload, run, 
 from everyrank.errors import EveryrankError, UsageError, WorkloadError
 from everyrank.launch.torchrun import TorchrunOptions
 from everyrank.workload import Source, load
+from processes import Cli
 
 DIGITS = Source("digits")
 NAN = float("nan")
@@ -178,7 +179,7 @@ def test_what_was_not_changed_still_runs(mine: Workload, sent: list[tuple[Any, .
         assert as_a_rank_loads_it(sent).epochs == workload.epochs
 
 
-@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.usefixtures("python")
 @pytest.mark.parametrize("field", ["loss", "model", "train_data", "optimizer"])
 def test_a_replaced_function_is_called(field: str, mine: Workload) -> None:
     """In a real rank: the original function would train without an error."""
@@ -187,7 +188,7 @@ def test_a_replaced_function_is_called(field: str, mine: Workload) -> None:
         run(changed, Layout("single"), Launch(device="cpu"), steps=1, show=False)
 
 
-@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.usefixtures("python")
 def test_verify_runs_the_replaced_loss(mine: Workload) -> None:
     """And does not report `equal` for the original."""
     changed = dataclasses.replace(mine, loss=divides_by_zero)
@@ -195,7 +196,7 @@ def test_verify_runs_the_replaced_loss(mine: Workload) -> None:
         verify(changed, [Layout("single")], Launch(device="cpu"), quick=True, show=False)
 
 
-@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.usefixtures("python")
 def test_the_record_names_and_shows_what_ran(mine: Workload) -> None:
     """The Record has the changed name, the changed number of updates, and other losses."""
     how = Layout("single"), Launch(device="cpu")
@@ -301,11 +302,11 @@ def test_a_name_that_no_file_system_has(place: str) -> None:
     assert "workload" in str(caught.value)
 
 
-def test_a_name_that_no_file_system_has_at_the_command_line(everyrank: Any, tmp_path: Path) -> None:
-    done = everyrank(tmp_path, "train", "x" * 100_000 + ".py")
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1
-    assert len(done.stderr) < 2000
+def test_a_name_that_no_file_system_has_at_the_command_line(cli: Cli, tmp_path: Path) -> None:
+    done = cli(tmp_path, "train", "x" * 100_000 + ".py")
+    assert done.status == 2
+    assert len(done.err.splitlines()) == 1
+    assert len(done.err) < 2000
 
 
 # --- finding 14: values that cannot be meant

@@ -32,7 +32,7 @@ from everyrank.launch.autopsy import hang_autopsy
 from everyrank.launch.autopsy.rank_state import STACKS_SIGNAL
 from everyrank.launch.host_info import pid_namespace
 from everyrank.record import Record, read_records, write_records
-from processes import Cli, one_line
+from processes import Cli, Running, one_line
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs Linux's /proc")
 
@@ -75,16 +75,16 @@ LEFT_BEHIND = [
 @pytest.mark.parametrize("command", ["train", "verify"])
 @pytest.mark.parametrize("variables", LEFT_BEHIND, ids=lambda variables: "-".join(variables))
 def test_a_variable_that_is_no_number_is_named(
-    command: str, variables: dict[str, str], everyrank: Any, tmp_path: Path
+    command: str, variables: dict[str, str], cli: Cli, tmp_path: Path
 ) -> None:
     """One line, with the variable; or the command runs, because the variable is not its business."""
     words = ["--layout", "single", "--quick"] if command == "verify" else ["--out", "out"]
-    done = everyrank(tmp_path, command, "digits", *words, "--steps", "1", "--device", "cpu", **variables)
-    if done.returncode == 0:
-        assert done.stdout
+    done = cli(tmp_path, command, "digits", *words, "--steps", "1", "--device", "cpu", **variables)
+    if done.status == 0:
+        assert done.out
         return
-    assert done.returncode == 2, done.stderr
-    line = one_line(done.stderr)
+    assert done.status == 2, done.err
+    line = one_line(done.err)
     assert any(f"{name}={value}" in line for name, value in variables.items())
 
 
@@ -112,17 +112,17 @@ def gone() -> int:
 
 
 @needs_proc
-def test_a_fifo_instead_of_the_stacks_of_a_rank_that_is_gone(cli: Cli) -> None:
-    (cli.folder / "rank0.state").write_text(json.dumps(state(0, gone(), 1.0, size=1)))
-    os.mkfifo(cli.folder / "rank0.stacks")
-    cli.start("autopsy", cli.folder)
-    status, out, err = cli.end(timeout=15)
+def test_a_fifo_instead_of_the_stacks_of_a_rank_that_is_gone(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "rank0.state").write_text(json.dumps(state(0, gone(), 1.0, size=1)))
+    os.mkfifo(tmp_path / "rank0.stacks")
+    running = cli.start(tmp_path, "autopsy", tmp_path)
+    status, out, err = running.end(timeout=15)
     assert status == 0, err
     assert "rank 0" in out
 
 
 @needs_proc
-def test_a_fifo_instead_of_the_stacks_of_a_rank_that_lives(cli: Cli) -> None:
+def test_a_fifo_instead_of_the_stacks_of_a_rank_that_lives(cli: Cli, tmp_path: Path) -> None:
     """Its process answers the signal, so the file is read."""
     assert STACKS_SIGNAL is not None
     code = f"import signal, time; signal.signal({STACKS_SIGNAL}, lambda *_: None); print(flush=True); time.sleep(100)"
@@ -131,10 +131,10 @@ def test_a_fifo_instead_of_the_stacks_of_a_rank_that_lives(cli: Cli) -> None:
             assert alive.stdout is not None
             alive.stdout.readline()
             began = psutil.Process(alive.pid).create_time()
-            (cli.folder / "rank0.state").write_text(json.dumps(state(0, alive.pid, began, size=1)))
-            os.mkfifo(cli.folder / "rank0.stacks")
-            cli.start("autopsy", cli.folder)
-            status, out, err = cli.end(timeout=15)
+            (tmp_path / "rank0.state").write_text(json.dumps(state(0, alive.pid, began, size=1)))
+            os.mkfifo(tmp_path / "rank0.stacks")
+            running = cli.start(tmp_path, "autopsy", tmp_path)
+            status, out, err = running.end(timeout=15)
             assert status == 0, err
             assert "rank 0" in out
         finally:
@@ -143,11 +143,11 @@ def test_a_fifo_instead_of_the_stacks_of_a_rank_that_lives(cli: Cli) -> None:
 
 @needs_proc
 @pytest.mark.parametrize("name", ["rank0.answer", "rank0.seen", "request", "rank1.state"])
-def test_a_fifo_instead_of_another_file(cli: Cli, name: str) -> None:
-    (cli.folder / "rank0.state").write_text(json.dumps(state(0, gone(), 1.0, size=1)))
-    os.mkfifo(cli.folder / name)
-    cli.start("autopsy", cli.folder)
-    status, out, err = cli.end(timeout=15)
+def test_a_fifo_instead_of_another_file(cli: Cli, tmp_path: Path, name: str) -> None:
+    (tmp_path / "rank0.state").write_text(json.dumps(state(0, gone(), 1.0, size=1)))
+    os.mkfifo(tmp_path / name)
+    running = cli.start(tmp_path, "autopsy", tmp_path)
+    status, out, err = running.end(timeout=15)
     assert status == 0, err
     assert "rank 0" in out
 
@@ -319,21 +319,21 @@ def test_groups_that_no_rank_writes(calls: Any, tmp_path: Path, called: Any) -> 
     assert "Error" not in err
 
 
-def test_a_fifo_instead_of_records(cli: Cli) -> None:
+def test_a_fifo_instead_of_records(cli: Cli, tmp_path: Path) -> None:
     """Nobody writes into it: opening it would wait for ever."""
-    os.mkfifo(cli.folder / "records.json")
-    cli.start("report", "records.json")
-    status, _, err = cli.end(timeout=15)
+    os.mkfifo(tmp_path / "records.json")
+    running = cli.start(tmp_path, "report", "records.json")
+    status, _, err = running.end(timeout=15)
     assert status == 2
     assert "records.json" in one_line(err)
 
 
-def test_a_fifo_instead_of_a_checkpoint(cli: Cli) -> None:
-    folder = cli.folder / "run" / "checkpoints" / "step-00000001"
+def test_a_fifo_instead_of_a_checkpoint(cli: Cli, tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "checkpoints" / "step-00000001"
     folder.mkdir(parents=True)
     os.mkfifo(folder / "about.json")
-    cli.start("checkpoint", "inspect", "run")
-    status, _, err = cli.end(timeout=15)
+    running = cli.start(tmp_path, "checkpoint", "inspect", "run")
+    status, _, err = running.end(timeout=15)
     assert status in (1, 2), err
 
 
@@ -377,12 +377,12 @@ def in_one_line(text: str, *parts: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def trained(everyrank: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def trained(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """A folder with `run`, a training of one update, and what was printed when it came to be: --out and --profile."""
     folder = tmp_path_factory.mktemp("steers")
     words = ["--out", f"run{ESCAPE}", "--profile", f"profile{ESCAPE}.json", "--steps", "1", "--device", "cpu"]
-    done = everyrank(folder, "train", "digits", *words)
-    assert done.returncode == 0, done.stderr
+    done = cli(folder, "train", "digits", *words)
+    assert done.status == 0, done.err
     (folder / f"run{ESCAPE}").rename(folder / "run")
     return folder, done
 
@@ -390,17 +390,17 @@ def trained(everyrank: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
 def test_train_prints_no_escape(trained: Any) -> None:
     folder, done = trained
     assert (folder / f"profile{ESCAPE}.json").exists()
-    assert harmless(done.stdout)
-    assert harmless(done.stderr)
-    assert in_one_line(done.stdout, "wrote", "profile", ".json")
+    assert harmless(done.out)
+    assert harmless(done.err)
+    assert in_one_line(done.out, "wrote", "profile", ".json")
 
 
-def test_train_keeps_a_name_with_a_newline_in_one_line(everyrank: Any, tmp_path: Path) -> None:
+def test_train_keeps_a_name_with_a_newline_in_one_line(cli: Cli, tmp_path: Path) -> None:
     out = f"run{NEWLINE}"
-    done = everyrank(tmp_path, "train", "digits", "--out", out, "--steps", "1", "--device", "cpu")
-    assert done.returncode == 0, done.stderr
+    done = cli(tmp_path, "train", "digits", "--out", out, "--steps", "1", "--device", "cpu")
+    assert done.status == 0, done.err
     assert (tmp_path / out / "record.json").exists()
-    assert in_one_line(done.stdout, "wrote", "runa", "b/log.jsonl")
+    assert in_one_line(done.out, "wrote", "runa", "b/log.jsonl")
 
 
 @pytest.mark.parametrize("name", [ESCAPE, NEWLINE])
@@ -425,11 +425,11 @@ def test_checkpoint_export_of_a_run_with_such_a_name(name: str, trained: Any, ca
 
 
 @pytest.mark.parametrize("name", [ESCAPE, NEWLINE])
-def test_predict_prints_no_escape(name: str, trained: Any, everyrank: Any) -> None:
-    done = everyrank(trained[0], "predict", "digits", "--resume", "run", "--out", f"{name}.jsonl", "--device", "cpu")
-    assert done.returncode == 0, done.stderr
-    assert harmless(done.stdout + done.stderr)
-    assert in_one_line(done.stdout, "wrote", "b.jsonl", "predictions")
+def test_predict_prints_no_escape(name: str, trained: Any, cli: Cli) -> None:
+    done = cli(trained[0], "predict", "digits", "--resume", "run", "--out", f"{name}.jsonl", "--device", "cpu")
+    assert done.status == 0, done.err
+    assert harmless(done.out + done.err)
+    assert in_one_line(done.out, "wrote", "b.jsonl", "predictions")
 
 
 @pytest.mark.parametrize("name", [ESCAPE, NEWLINE])
@@ -493,11 +493,11 @@ def test_export_onto_a_dangling_link(dangling: Path, trained: Any, called: Any) 
         assert link.name in one_line(err)
 
 
-def test_train_json_onto_a_dangling_link(dangling: Path, everyrank: Any, tmp_path: Path) -> None:
+def test_train_json_onto_a_dangling_link(dangling: Path, cli: Cli, tmp_path: Path) -> None:
     """It is refused before the work, not after it."""
-    done = everyrank(tmp_path, "train", "digits", "--steps", "1", "--out", "out", "--json", dangling.name)
-    assert done.returncode == 2, done.stderr
-    assert dangling.name in done.stderr.splitlines()[-1]
+    done = cli(tmp_path, "train", "digits", "--steps", "1", "--out", "out", "--json", dangling.name)
+    assert done.status == 2, done.err
+    assert dangling.name in done.err.splitlines()[-1]
     assert not (tmp_path / "out" / "record.json").exists()
 
 
@@ -518,27 +518,30 @@ def test_a_full_disk_is_named(flag: str, called: Any, tmp_path: Path) -> None:
     assert "No space left on device" in err
 
 
-def limited_files(cli: Cli, num_bytes: int, *words: object) -> tuple[int, str, str]:
+def limited_files(cli: Cli, folder: Path, num_bytes: int, *words: object) -> Running:
     """A command none of whose files may become larger: what a disk does that is full."""
-    cli.start(*words, command=("-m", "everyrank"), before=("prlimit", f"--fsize={num_bytes}"), is_forked=False)
-    return cli.end(timeout=110)
+    return cli.start(
+        folder, *words, command=("-m", "everyrank"), before=("prlimit", f"--fsize={num_bytes}"), is_forked=False
+    )
 
 
 @pytest.mark.integration
-def test_new_onto_a_full_disk_is_named(cli: Cli) -> None:
-    status, _, err = limited_files(cli, 100, "new", "ddp_spawn", "script.py")
+def test_new_onto_a_full_disk_is_named(cli: Cli, tmp_path: Path) -> None:
+    running = limited_files(cli, tmp_path, 100, "new", "ddp_spawn", "script.py")
+    status, _, err = running.end(timeout=110)
     assert status in (2, 4)
     assert "script.py" in one_line(err)
 
 
 @pytest.mark.integration
-def test_checkpoint_export_onto_a_full_disk_ends(cli: Cli, trained: Any) -> None:
-    status, _, err = limited_files(cli, 20_000, "checkpoint", "export", trained[0] / "run", "model.safetensors")
+def test_checkpoint_export_onto_a_full_disk_ends(cli: Cli, tmp_path: Path, trained: Any) -> None:
+    running = limited_files(cli, tmp_path, 20_000, "checkpoint", "export", trained[0] / "run", "model.safetensors")
+    status, _, err = running.end(timeout=110)
     assert status in (2, 4)
     assert "model.safetensors" in err.splitlines()[-1]
     assert "Traceback" not in err
-    assert not (cli.folder / "model.safetensors").exists()
-    assert cli.left() == {}
+    assert not (tmp_path / "model.safetensors").exists()
+    assert running.left() == {}
 
 
 @pytest.mark.parametrize(("number", "expected"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -560,16 +563,16 @@ def test_report_that_is_ended_speaks_of_no_ranks(
 
 @needs_proc
 @pytest.mark.parametrize(("number", "expected"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_autopsy_that_is_ended_speaks_of_no_ranks(number: int, expected: int, cli: Cli) -> None:
+def test_autopsy_that_is_ended_speaks_of_no_ranks(number: int, expected: int, cli: Cli, tmp_path: Path) -> None:
     """It waits some seconds for the answer of a process that gives none; no rank is ended with it."""
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"]) as alive:
         try:
             began = psutil.Process(alive.pid).create_time()
-            (cli.folder / "rank0.state").write_text(json.dumps(state(0, alive.pid, began, size=1)))
-            cli.start("autopsy", cli.folder)
-            cli.wait_for((cli.folder / "request").exists)
-            os.kill(cli.process.pid, number)
-            status, _, err = cli.end(timeout=15)
+            (tmp_path / "rank0.state").write_text(json.dumps(state(0, alive.pid, began, size=1)))
+            running = cli.start(tmp_path, "autopsy", tmp_path)
+            running.wait_for((tmp_path / "request").exists)
+            os.kill(running.process.pid, number)
+            status, _, err = running.end(timeout=15)
             assert status == expected
             assert "ranks are ended" not in one_line(err)
             assert alive.poll() is None
@@ -577,38 +580,42 @@ def test_autopsy_that_is_ended_speaks_of_no_ranks(number: int, expected: int, cl
             alive.kill()
 
 
-def test_train_that_is_ended_still_says_so(cli: Cli) -> None:
+def test_train_that_is_ended_still_says_so(cli: Cli, tmp_path: Path) -> None:
     """Of a command that starts ranks the line stays as it is."""
-    cli.start("train", "digits", "--processes", "2", "--layout", "ddp", "--epochs", "1000", "--out", "out")
-    cli.wait_for(lambda: (cli.folder / "out" / "log.jsonl").exists())
-    os.kill(cli.process.pid, signal.SIGINT)
-    status, _, err = cli.end()
+    running = cli.start(
+        tmp_path, "train", "digits", "--processes", "2", "--layout", "ddp", "--epochs", "1000", "--out", "out"
+    )
+    running.wait_for(lambda: (tmp_path / "out" / "log.jsonl").exists())
+    os.kill(running.process.pid, signal.SIGINT)
+    status, _, err = running.end()
     assert status == 130
     assert "all ranks are ended" in err.splitlines()[-1]
-    assert cli.left() == {}
+    assert running.left() == {}
 
 
 # --- finding 16: files may not become large enough for shared memory
 
 
 @pytest.mark.integration
-def test_a_limit_on_files_is_no_failure(cli: Cli) -> None:
+def test_a_limit_on_files_is_no_failure(cli: Cli, tmp_path: Path) -> None:
     """`ulimit -f 100`: shm does not work there, and gloo does."""
     limit = 100 * 1024
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[1] in (resource.RLIM_INFINITY, -1)
     words = ["verify", "digits", "--layout", "ddp", "--processes", "2", "--quick", "--steps", "1", "--device", "cpu"]
-    status, out, err = limited_files(cli, limit, *words)
+    running = limited_files(cli, tmp_path, limit, *words)
+    status, out, err = running.end(timeout=110)
     assert status == 0, err
     assert "equal" in out
-    assert cli.left() == {}
+    assert running.left() == {}
 
 
 @pytest.mark.integration
-def test_a_limit_on_files_is_named_where_shm_was_asked_for(cli: Cli) -> None:
+def test_a_limit_on_files_is_named_where_shm_was_asked_for(cli: Cli, tmp_path: Path) -> None:
     words = ["verify", "digits", "--layout", "ddp", "--processes", "2", "--quick", "--steps", "1", "--device", "cpu"]
-    status, _, err = limited_files(cli, 100 * 1024, *words, "--backend", "shm")
+    running = limited_files(cli, tmp_path, 100 * 1024, *words, "--backend", "shm")
+    status, _, err = running.end(timeout=110)
     assert status in (2, 3, 4)
     line = err.splitlines()[-1]
     assert "shm" in line
     assert "segment.py" not in line
-    assert cli.left() == {}
+    assert running.left() == {}

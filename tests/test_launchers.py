@@ -112,9 +112,7 @@ def test_each_launcher_is_a_file_with_its_row() -> None:
     for name in LAUNCHERS:
         assert find_launcher(name) == importlib.import_module(f"everyrank.launch.{name}").LAUNCHER
     assert find_launcher("env") is None  # a person
-    with pytest.raises(
-        UsageError, match="--launcher pbs: unknown launcher; give one of spawn, torchrun, slurm, mpi, ray, horovodrun"
-    ):
+    with pytest.raises(UsageError, match=r"--launcher pbs: .* spawn, torchrun, slurm, mpi, ray, horovodrun"):
         Launch("pbs")
     with pytest.raises(UsageError, match="did you mean torchrun"):
         Launch("torchun")
@@ -200,7 +198,7 @@ def test_a_shell_that_srun_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for name, value in shell.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UsageError, match=r"slurm has already started this rank.*unset SLURM_STEP_ID"):
+    with pytest.raises(UsageError, match=r"slurm has already started.*unset SLURM_STEP_ID"):
         launched("--launcher", "spawn")
 
 
@@ -287,9 +285,9 @@ def test_a_launcher_is_a_file_and_a_row() -> None:
     assert info is not None
     assert (info.rank, info.size, info.started_by) == (1, 2, "toy")
     assert not is_rank_0_of_all(variables)
-    with pytest.raises(UsageError, match="RANK=0 in the environment, but toyrun set 1"):
+    with pytest.raises(UsageError, match=r"RANK=0 .* toyrun set 1"):
         rank_info_from_environment({**variables, "RANK": "0"})
-    with pytest.raises(UsageError, match=r"TOY_RANK, TOY_SIZE but not TOY_LOCAL_RANK.*start with toyrun"):
+    with pytest.raises(UsageError, match=r"not TOY_LOCAL_RANK.*start with toyrun"):
         rank_info_from_environment({"TOY_RANK": "1", "TOY_SIZE": "2"})
 
 
@@ -308,7 +306,7 @@ def test_a_node_task_wants_a_launcher_that_starts_the_ranks_of_a_node(monkeypatc
     for name, value in {**variables, "MASTER_ADDR": "n0", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("sys.argv", ["node", "mpi", "2", "a folder"])
-    with pytest.raises(AssertionError, match="mpi starts no ranks of one node"):
+    with pytest.raises(AssertionError, match="mpi"):
         node_main()
 
 

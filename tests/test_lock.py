@@ -22,7 +22,7 @@ import everyrank.runs.lock as lock
 from everyrank.errors import UsageError
 from everyrank.runs import checkpoints_of, hold
 from everyrank.runs.lock import LOCK
-from processes import Forge
+from processes import Cli
 
 HOLDER = """
 import pathlib, sys
@@ -155,21 +155,21 @@ def test_a_lock_that_is_no_file(tmp_path: Path) -> None:
     assert (tmp_path / "elsewhere").read_text() == "mine"
 
 
-def test_the_command_line_does_not_train_in_a_folder_that_is_held(forge: Forge, tmp_path: Path) -> None:
+def test_the_command_line_does_not_train_in_a_folder_that_is_held(cli: Cli, tmp_path: Path) -> None:
     """Neither a new run nor one that goes on; nothing in the folder is touched, and afterwards it goes on."""
     words = ("train", "digits", "--set", "width=4", "--device", "cpu", "--evaluate-every", "0", "--out", "run")
-    assert forge(tmp_path, *words, "--steps", "2").status == 0
+    assert cli.on_ranks(tmp_path, *words, "--steps", "2").status == 0
     run = tmp_path / "run"
     (run / "record.json").unlink()
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     with hold(run):
-        done = forge(tmp_path, *words, "--steps", "4", "--resume")
+        done = cli.on_ranks(tmp_path, *words, "--steps", "4", "--resume")
         assert done.status == 2
         (line,) = done.err.splitlines()
         assert f"another run uses it (process {os.getpid()} on " in line
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
     with hold(tmp_path / "new"):
-        assert forge(tmp_path, *words[:-1], "new", "--steps", "2").status == 2
+        assert cli.on_ranks(tmp_path, *words[:-1], "new", "--steps", "2").status == 2
     assert not checkpoints_of(tmp_path / "new")
-    assert forge(tmp_path, *words, "--steps", "4", "--resume").status == 0
+    assert cli.on_ranks(tmp_path, *words, "--steps", "4", "--resume").status == 0
     assert [one.metadata.step for one in checkpoints_of(run)] == [2, 4]

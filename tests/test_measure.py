@@ -202,7 +202,7 @@ NAP_SECONDS = 0.02
 def sleepy(what: str) -> Workload:
     return Workload(
         name=what,
-        model=lambda: Sleepy(1 if what == "forward" else None, 5_000_000 if what == "gradient" else 3),
+        model=lambda: Sleepy(1 if what == "forward" else None, 2_000_000 if what == "gradient" else 3),
         train_data=lambda: Slow(what == "data"),
         loss=lambda output, target: ((output * 1e-6 - target).square().sum(), len(target)),
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e-3),
@@ -244,7 +244,7 @@ def test_a_nap_in_forward_on_one_rank_is_forward_there_and_waiting_on_the_other(
 
 
 def test_a_large_gradient_is_exposed_communication(ranks: Any) -> None:
-    """A hundred megabytes for a handful of arithmetic: backward waits for them."""
+    """40 MB for a handful of arithmetic: backward waits for them."""
     for seconds, shares in ranks(2, taken_apart, "gradient"):
         assert seconds["backward"] > seconds["forward"]
         assert shares["backward"] > 0.02

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,6 +43,11 @@ def test_one_start_says_nothing(tmp_path: Path, clock: Any) -> None:
     assert json.loads((tmp_path / MEMBERSHIPS).read_text())["lost_seconds"] is None
 
 
+def numbers(lines: list[str]) -> list[tuple[int, ...]]:
+    """Ranks, ranks before if they differ, the update, updates repeated, seconds lost."""
+    return [tuple(map(int, re.findall(r"(?<!\w)\d+", line))) for line in lines]
+
+
 def test_a_host_is_lost_and_another_comes(tmp_path: Path, clock: Any) -> None:
     """The last update of the start before is in its log; the first of this one is the next that is logged."""
     start(tmp_path, "h0 h1 h2 h3", 0)[0].first_update(1001.0)
@@ -52,11 +58,12 @@ def test_a_host_is_lost_and_another_comes(tmp_path: Path, clock: Any) -> None:
     assert own.rows[1] == Membership(1119.0, 3, ["h1", "h2", "h3"], 40, 6)
     own.first_update(1121.0)
     own.first_update(1122.0)
-    assert said == ["3 ranks on h1, h2, h3 (4 before): going on after update 40, 6 updates repeated, 21 s lost"]
+    assert numbers(said) == [(3, 4, 40, 6, 21)]
+    assert "h1, h2, h3" in said[0]
     log(tmp_path, 50, 1130.0)
     own, said = start(tmp_path, "h1 h2 h3", 49)
     own.first_update(1132.0)
-    assert said == ["3 ranks on h1, h2, h3: going on after update 49, 1 update repeated, 2 s lost"]
+    assert numbers(said) == [(3, 49, 1, 2)]
     assert [row.lost_seconds for row in own.rows] == [None, 21.0, 2.0]
     assert start(tmp_path, "h1", 49)[0].rows[:3] == own.rows  # as they are read again
 
@@ -69,7 +76,7 @@ def test_a_start_that_does_no_update(tmp_path: Path, clock: Any) -> None:
     log(tmp_path, 10, 1010.0)
     own, said = start(tmp_path, "h0", 10)
     own.first_update(1050.0)
-    assert said == ["1 rank on h0: going on after update 10, 0 updates repeated, 38 s lost"]
+    assert numbers(said) == [(1, 10, 0, 38)]
     assert [(row.repeated_updates, row.lost_seconds) for row in own.rows] == [(0, None), (2, None), (0, 38.0)]
 
 
@@ -78,11 +85,11 @@ def test_nothing_was_saved_before_the_loss(tmp_path: Path, clock: Any) -> None:
     start(tmp_path, "h0", 0)
     own, said = start(tmp_path, "h0", 0)
     own.first_update(1010.0)
-    assert said == ["1 rank on h0: going on after update 0, 0 updates repeated, 10 s lost"]
+    assert numbers(said) == [(1, 0, 0, 10)]
     log(tmp_path, 3, 1013.0)
     own, said = start(tmp_path, "h0", 0)
     own.first_update(1020.0)
-    assert said == ["1 rank on h0: going on after update 0, 3 updates repeated, 7 s lost"]
+    assert numbers(said) == [(1, 0, 3, 7)]
 
 
 def test_a_training_that_came_to_its_end_has_lost_nothing(tmp_path: Path, clock: Any) -> None:

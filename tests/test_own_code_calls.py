@@ -11,7 +11,7 @@ import pytest
 
 from everyrank import ParallelContract, parse_layout
 from everyrank.errors import LayoutError
-from processes import one_line
+from processes import Cli, one_line
 
 FILE = """\
 import time
@@ -83,34 +83,32 @@ WRONG = {
 
 
 @pytest.mark.parametrize("layout", WRONG)
-def test_wrong_calls(everyrank: Any, folder: Path, layout: str) -> None:
+def test_wrong_calls(cli: Cli, folder: Path, layout: str) -> None:
     """One line, with what to do about it, and exit status 2."""
-    done = everyrank(folder, "verify", "digits", "--quick", "--layout", layout, "--processes", 2)
-    assert done.returncode == 2, done.stderr
-    lines = [line for line in done.stderr.splitlines() if not line.startswith("full traceback: ")]
+    done = cli(folder, "verify", "digits", "--quick", "--layout", layout, "--processes", 2)
+    assert done.status == 2, done.err
+    lines = [line for line in done.err.splitlines() if not line.startswith("full traceback: ")]
     assert WRONG[layout] in one_line("\n".join(lines))
 
 
 @pytest.mark.integration
-def test_a_function_that_hangs(everyrank: Any, folder: Path) -> None:
+def test_a_function_that_hangs(cli: Cli, folder: Path) -> None:
     """The timeout ends it, and the line where it stands is said."""
-    done = everyrank(
-        folder, "verify", "digits", "--quick", "--layout", "mine.py:hangs", "--processes", 2, "--timeout", 10
-    )
-    assert done.returncode == 2
-    assert "after 9 s (--timeout 10) at line 22" in done.stderr
+    done = cli(folder, "verify", "digits", "--quick", "--layout", "mine.py:hangs", "--processes", 2, "--timeout", 10)
+    assert done.status == 2
+    assert "after 9 s (--timeout 10) at line 22" in done.err
 
 
-def test_it_trains_and_goes_on_under_others(everyrank: Any, folder: Path) -> None:
+def test_it_trains_and_goes_on_under_others(cli: Cli, folder: Path) -> None:
     """A checkpoint of it has the model's own names: ddp goes on from it, and it from ddp's."""
     (folder / "tiny.py").write_text(TINY)
     train = ("train", "tiny.py", "--processes", 2, "--save-every", 2)
     for steps, layout, more in ((2, "mine.py", ()), (4, "ddp", ("--resume",)), (6, "mine.py:data=2", ("--resume",))):
-        done = everyrank(folder, *train, "--steps", steps, "--layout", layout, "--out", "run", *more)
-        assert done.returncode == 0, done.stderr
+        done = cli(folder, *train, "--steps", steps, "--layout", layout, "--out", "run", *more)
+        assert done.status == 0, done.err
     losses = [json.loads(line) for line in (folder / "run" / "log.jsonl").read_text().splitlines()]
-    done = everyrank(folder, *train, "--steps", 6, "--layout", "ddp", "--out", "other")
-    assert done.returncode == 0, done.stderr
+    done = cli(folder, *train, "--steps", 6, "--layout", "ddp", "--out", "other")
+    assert done.status == 0, done.err
     others = [json.loads(line) for line in (folder / "other" / "log.jsonl").read_text().splitlines()]
     pairs = [(own["loss"], other["loss"]) for own, other in zip(losses, others, strict=True) if "loss" in own]
     assert len(pairs) == 6
@@ -144,21 +142,21 @@ def test_wrong_contracts(said: dict[str, Any], line: str) -> None:
     assert line in str(raised.value)
 
 
-def test_no_checkpoint_of_unknown_parts(everyrank: Any, folder: Path) -> None:
+def test_no_checkpoint_of_unknown_parts(cli: Cli, folder: Path) -> None:
     """A rank's own part, which no DTensor tells of, would be saved as if it were the whole."""
     (folder / "tiny.py").write_text(TINY)
-    done = everyrank(folder, "train", "tiny.py", "--processes", 2, "--layout", "mine.py:halves:tensor=2,data=1")
-    assert done.returncode == 2
-    assert "no checkpoint could hold it" in one_line(done.stderr)
+    done = cli(folder, "train", "tiny.py", "--processes", 2, "--layout", "mine.py:halves:tensor=2,data=1")
+    assert done.status == 2
+    assert "no checkpoint could hold it" in one_line(done.err)
 
 
-def test_bench_takes_it(everyrank: Any, folder: Path) -> None:
+def test_bench_takes_it(cli: Cli, folder: Path) -> None:
     """Checked and timed as any layout."""
     (folder / "tiny.py").write_text(TINY)
-    done = everyrank(
+    done = cli(
         folder, "bench", "tiny.py", "--layout", "mine.py", "--processes", 2, "--trials", 1, "--steps", 2, "--json", "r"
     )
-    assert done.returncode == 0, done.stderr
+    assert done.status == 0, done.err
     [record] = json.loads((folder / "r").read_text())
     assert (record["layout"], record["parity"]["status"]) == ("mine.py", "equal")
     assert record["throughput_samples_per_second"]["median"] > 0

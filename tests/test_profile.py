@@ -12,6 +12,7 @@ import pytest
 
 from everyrank import read_records
 from everyrank.measure.timeline import merge
+from processes import Cli
 
 PHASES = ("everyrank:forward", "everyrank:backward", "everyrank:optimizer")
 
@@ -131,12 +132,12 @@ def test_as_many_hosts_as_traces() -> None:
 
 
 @pytest.fixture(scope="module")
-def profiled(everyrank: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def profiled(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One real run, what it printed, its trace and its Record."""
     folder = tmp_path_factory.mktemp("profiled")
     words = ("--layout", "ddp", "--processes", "2", "--steps", "12", "--device", "cpu", "--backend", "gloo")
-    done = everyrank(folder, "train", "digits", *words, "--profile", "new/F.json.gz", "--out", "run")
-    assert done.returncode == 0, done.stderr
+    done = cli(folder, "train", "digits", *words, "--profile", "new/F.json.gz", "--out", "run")
+    assert done.status == 0, done.err
     text = gzip.decompress((folder / "new" / "F.json.gz").read_bytes()).decode()
     events = json.loads(text)["traceEvents"]
     labels = {row["pid"]: row["args"]["name"] for row in events if row["ph"] == "M" and row["name"] == "process_name"}
@@ -146,7 +147,7 @@ def profiled(everyrank: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     ]
     (record,) = read_records(folder / "run" / "record.json")
     steps = len((folder / "run" / "log.jsonl").read_text().splitlines()) - 1
-    return {"by_rank": by_rank, "record": record, "out": done.stdout, "steps": steps, "labels": labels}
+    return {"by_rank": by_rank, "record": record, "out": done.out, "steps": steps, "labels": labels}
 
 
 def test_a_real_trace_holds_one_step_of_both_ranks(profiled: dict[str, Any]) -> None:
@@ -181,7 +182,7 @@ def test_ranks_of_one_host_share_the_clock_of_a_real_trace(profiled: dict[str, A
     assert other[1] > one[0]
 
 
-def test_a_profiled_run_has_no_speed(everyrank: Any, profiled: dict[str, Any], tmp_path: Path) -> None:
+def test_a_profiled_run_has_no_speed(cli: Cli, profiled: dict[str, Any], tmp_path: Path) -> None:
     """The profiler slowed it. The same run without it has one."""
     record = profiled["record"]
     assert record.throughput_samples_per_second is None
@@ -190,30 +191,28 @@ def test_a_profiled_run_has_no_speed(everyrank: Any, profiled: dict[str, Any], t
     assert len(record.loss) == profiled["steps"] == 12
     assert "samples/s" not in profiled["out"]
     assert "F.json.gz" in profiled["out"]
-    done = everyrank(
-        tmp_path, "train", "digits", "--layout", "single", "--steps", "12", "--device", "cpu", "--out", "run"
-    )
-    assert done.returncode == 0, done.stderr
+    done = cli(tmp_path, "train", "digits", "--layout", "single", "--steps", "12", "--device", "cpu", "--out", "run")
+    assert done.status == 0, done.err
     (plain,) = read_records(tmp_path / "run" / "record.json")
     assert plain.throughput_samples_per_second is not None
 
 
-def test_a_run_of_one_step_has_a_trace_too(everyrank: Any, tmp_path: Path) -> None:
+def test_a_run_of_one_step_has_a_trace_too(cli: Cli, tmp_path: Path) -> None:
     """And a file that does not end in .gz is plain JSON."""
     words = ("--layout", "single", "--steps", "1", "--device", "cpu", "--profile", "F.json", "--out", "run")
-    done = everyrank(tmp_path, "train", "digits", *words)
-    assert done.returncode == 0, done.stderr
+    done = cli(tmp_path, "train", "digits", *words)
+    assert done.status == 0, done.err
     events = json.loads((tmp_path / "F.json").read_text(encoding="utf-8"))["traceEvents"]
     assert phases_of(events)["everyrank:backward"] == phases_of(events)["everyrank:optimizer"] == 1
 
 
-def test_a_place_for_the_trace_that_cannot_be_written_is_refused(everyrank: Any, tmp_path: Path) -> None:
+def test_a_place_for_the_trace_that_cannot_be_written_is_refused(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path, tmp_path / "file" / "F.json"):
-        done = everyrank(tmp_path, "train", "digits", "--steps", "1", "--profile", path, "--out", "run")
-        assert done.returncode == 2
-        assert "Traceback" not in done.stderr
-        (line,) = done.stderr.splitlines()
+        done = cli(tmp_path, "train", "digits", "--steps", "1", "--profile", path, "--out", "run")
+        assert done.status == 2
+        assert "Traceback" not in done.err
+        (line,) = done.err.splitlines()
         assert line.startswith("everyrank: ")
         assert str(path) in line
         assert not (tmp_path / "run" / "log.jsonl").exists()

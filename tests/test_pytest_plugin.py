@@ -146,13 +146,14 @@ def test_outcomes(suite: str, name: str, outcome: str) -> None:
         f"test_own.py:{line_of('wrong')} in test_wrong: AssertionError: assert 1 == 0",
         "output of rank 1",
         "output of rank 0",
-        "the ranks did not end within 2 s: rank 1 never came to barrier, collective 1 of the group of all 2 ranks: it "
-        f"stands at test_own.py:{line_of('cause')} in test_hang",
-        f"rank 0 waits in it, at test_own.py:{line_of('waits')} in test_hang",
-        "test_unpicklable: it or one of its arguments cannot be sent to the ranks (TypeError: cannot pickle",
-        "backend='smoke': give gloo, shm, nccl, or None for no process group",
+        "the ranks did not end within 2 s: ",
+        "rank 1 never came to barrier, collective 1",
+        f"test_own.py:{line_of('cause')} in test_hang",
+        f"waits in it, at test_own.py:{line_of('waits')} in test_hang",
+        "cannot be sent to the ranks",
+        "backend='smoke': give gloo, shm, nccl",
         "@pytest.mark.ranks('two'): give a number of processes",
-        "got an unexpected keyword argument 'speed'; give (processes, backend=..., timeout=...)",
+        "'speed'; give (processes, backend=..., timeout=...)",
     ],
 )
 def test_messages(suite: str, message: str) -> None:

@@ -31,6 +31,7 @@ def broken(output: Any, target: Any) -> Any:
     raise RuntimeError("this loss was asked for")
 
 
+@pytest.mark.usefixtures("python")
 @pytest.mark.parametrize("name", ["line.py", "two-lines.py"])  # no rank can import the second one by its name
 def test_what_was_replaced_is_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))

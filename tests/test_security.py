@@ -68,7 +68,7 @@ def test_who_opens_a_pickle() -> None:
     assert runs == RUNS_TEXT
 
 
-@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.usefixtures("python")
 def test_the_folder_of_a_job_is_this_users_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Whoever else could write there would have a pickle of theirs opened."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))

@@ -34,7 +34,7 @@ from everyrank.datasets.transforms import (
 from everyrank.errors import UsageError, WorkloadError
 from everyrank.workload import BUILT_IN, Source, load
 from everyrank.world import World
-from processes import Forge
+from processes import Cli
 
 
 def digits(count: int, size: int) -> tuple[Any, Any]:
@@ -134,7 +134,7 @@ def test_mnist_as_npz_is_read(tmp_path: Path) -> None:
         (b"PK\3\4", "no idx file"),
         (b"\0\0\x0d\1\0\0\0\1\0\0\0\0", "type 0x0d"),
         (b"\0\0\x08\3\0\0", "within its header"),
-        (idx(np.zeros((2, 3)))[:-1], r"5 bytes of data where the header \(2, 3\) asks for 6"),
+        (idx(np.zeros((2, 3)))[:-1], r"5 bytes .* \(2, 3\) asks for 6"),
         (gzip.compress(idx(np.zeros((2, 3))), mtime=0)[:-9], "cannot be read"),
     ],
 )
@@ -253,7 +253,7 @@ def test_a_truncated_image_is_reported_and_skipped_only_if_asked(images: Path, t
     (folder / "text.png").write_text("no image")
     data = ImageFolder(tmp_path, to_pixels)
     assert len(data) == 3
-    with pytest.raises(WorkloadError, match=r"cut\.jpg: cannot be read as an image .*[Tt]runcated.*broken=skip"):
+    with pytest.raises(WorkloadError, match=r"cut\.jpg: .*[Tt]runcated.*broken=skip"):
         data[0]
     with pytest.raises(WorkloadError, match=r"text\.png: cannot be read"):
         data[1]
@@ -388,11 +388,11 @@ SMALL = ("--layout", "ddp", "--processes", "2", "--steps", "3", "--json", "r.jso
     ],
 )
 def test_they_train_on_real_files(
-    forge: Forge, tmp_path: Path, mnist: Path, cifar: Path, images: Path, name: str, settings: list[str]
+    cli: Cli, tmp_path: Path, mnist: Path, cifar: Path, images: Path, name: str, settings: list[str]
 ) -> None:
     """Two ranks, three updates, exact evaluation."""
     data = {"mnist": mnist, "cifar100": cifar, "imagenet": images}[name]
-    done = forge(tmp_path, "train", name, "--data", data, *SMALL, "--set", *settings, size=2)
+    done = cli.on_ranks(tmp_path, "train", name, "--data", data, *SMALL, "--set", *settings, size=2)
     assert done.status == 0, done
     (record,) = read_records(tmp_path / "r.json")
     assert len(record.loss) == 3
@@ -400,11 +400,11 @@ def test_they_train_on_real_files(
     assert record.provenance["data_checksum"].startswith("sha256")
 
 
-def test_a_distributed_run_on_images_equals_one_device(forge: Forge, tmp_path: Path, images: Path) -> None:
+def test_a_distributed_run_on_images_equals_one_device(cli: Cli, tmp_path: Path, images: Path) -> None:
     """Augmentation, batch norm and a ragged batch; and each sample is read once."""
     words = ["--data", images, "--layout", "ddp", "fsdp", "--steps", "4", "--samples"]
     settings = ["--set", "batch=12", "width=4", "size=24", "epochs=2"]
-    done = forge(tmp_path, "verify", "imagenet", *words, *settings, size=2)
+    done = cli.on_ranks(tmp_path, "verify", "imagenet", *words, *settings, size=2)
     assert done.status == 0, done
     assert "each read once" in done.out
 
@@ -431,14 +431,14 @@ def test_data_that_is_not_there_is_asked_for_in_one_line(
         assert word in str(caught.value)
 
 
-def test_no_data_at_all_is_asked_for_on_the_command_line(everyrank: Any, tmp_path: Path) -> None:
-    done = everyrank(tmp_path, "train", "mnist")
-    assert done.returncode == 2, done.stderr
-    assert "--data DIR" in done.stderr.strip().splitlines()[-1]
-    assert "Traceback" not in done.stderr
+def test_no_data_at_all_is_asked_for_on_the_command_line(cli: Cli, tmp_path: Path) -> None:
+    done = cli(tmp_path, "train", "mnist")
+    assert done.status == 2, done.err
+    assert "--data DIR" in done.err.strip().splitlines()[-1]
+    assert "Traceback" not in done.err
 
 
-def test_a_truncated_image_ends_a_training_by_name(everyrank: Any, tmp_path: Path, images: Path) -> None:
+def test_a_truncated_image_ends_a_training_by_name(cli: Cli, tmp_path: Path, images: Path) -> None:
     """Also where a loader worker meets it, whose error arrives as the text of a traceback."""
     for part in ("train", "val"):
         (tmp_path / part / "a").mkdir(parents=True)
@@ -447,10 +447,10 @@ def test_a_truncated_image_ends_a_training_by_name(everyrank: Any, tmp_path: Pat
             whole = part == "val" or index != 2
             (tmp_path / part / "a" / f"{index}.jpg").write_bytes(content if whole else content[:-60])
     words = ["train", "imagenet", "--data", ".", "--workers", "1", "--set"]
-    done = everyrank(tmp_path, *words, "batch=2", "width=4", "size=64", "epochs=1")
-    assert done.returncode in (2, 4)
-    assert "Traceback" not in done.stderr
-    assert "2.jpg: cannot be read" in done.stderr.strip().splitlines()[-1]
+    done = cli(tmp_path, *words, "batch=2", "width=4", "size=64", "epochs=1")
+    assert done.status in (2, 4)
+    assert "Traceback" not in done.err
+    assert "2.jpg: cannot be read" in done.err.strip().splitlines()[-1]
 
 
 def test_the_sources_serve_a_workload_of_ones_own(images: Path) -> None:
@@ -474,7 +474,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_built_in_workload_is_resumed_without_its_settings(
-    forge: Forge, mnist: Path, cifar: Path, images: Path, tmp_path: Path, name: str
+    cli: Cli, mnist: Path, cifar: Path, images: Path, tmp_path: Path, name: str
 ) -> None:
     """Evaluated, and trained for longer: settings and the place of the data are those of the checkpoint."""
     assert {*SETTINGS, "text-medium", "text-124m"} == set(BUILT_IN)
@@ -482,14 +482,14 @@ def test_a_built_in_workload_is_resumed_without_its_settings(
     data = ["--data", str(places[name])] if name in places else []
     length, longer = ("steps", 5) if "text" in name or name == "causal-lm" else ("epochs", 2)
     first = [f"--{length}", "1"] if length == "epochs" else []
-    done = forge(tmp_path, "train", name, *data, *SETTINGS[name], *first, "--out", "run")
+    done = cli.on_ranks(tmp_path, "train", name, *data, *SETTINGS[name], *first, "--out", "run")
     assert done.status == 0, done.err
     (record,) = read_records(tmp_path / "run" / "record.json")
-    done = forge(tmp_path, "train", name, "--resume", "run", "--evaluate", "--json", "evaluated.json")
+    done = cli.on_ranks(tmp_path, "train", name, "--resume", "run", "--evaluate", "--json", "evaluated.json")
     assert done.status == 0, done.err
     (evaluated,) = read_records(tmp_path / "evaluated.json")
     assert evaluated.metrics == record.metrics
-    done = forge(tmp_path, "train", name, "--resume", "run", f"--{length}", str(longer))
+    done = cli.on_ranks(tmp_path, "train", name, "--resume", "run", f"--{length}", str(longer))
     assert done.status == 0, done.err
     rows = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     rates = [row["lr"] for row in rows if "lr" in row]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -162,14 +164,14 @@ workload = Workload(
 @pytest.mark.integration
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 @pytest.mark.parametrize("who", [1, None])
-def test_a_training_names_it(cli: Cli, backend: str, who: int | None) -> None:
+def test_a_training_names_it(cli: Cli, tmp_path: Path, backend: str, who: int | None) -> None:
     """On the screen and in the log, while it runs: rank 1 waits for its data."""
-    (cli.folder / "mine.py").write_text(WORKLOAD.replace("WHO", str(who)))
+    (tmp_path / "mine.py").write_text(WORKLOAD.replace("WHO", str(who)))
     words = ("--layout", "ddp", "--processes", "2", "--out", "out", "--backend", backend)
-    cli.start("train", "mine.py", *words)
-    status, stdout, stderr = cli.end(200)
+    running = cli.start(tmp_path, "train", "mine.py", *words)
+    status, stdout, stderr = running.end(200)
     assert status == 0, stderr
-    rows = [json.loads(line) for line in (cli.folder / "out" / "events.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "out" / "events.jsonl").read_text().splitlines()]
     slow = [row["straggler"] for row in rows if "straggler" in row]
     if who is None:
         assert slow == []
@@ -183,7 +185,4 @@ def test_a_training_names_it(cli: Cli, backend: str, who: int | None) -> None:
 def test_how_it_is_said() -> None:
     """One line, with the share."""
     slow = Lateness(2, 0.314, 0.96, 0.0212, "it waits for data")
-    assert str(slow) == (
-        "rank 2 is slower than the others: they wait for it 31% of the time (96% of all lateness is its, 21 ms each "
-        "time); it waits for data"
-    )
+    assert re.match(r"rank 2 .*31% .*96% .*21 ms .*waits for data$", str(slow))

@@ -26,6 +26,7 @@ from everyrank.parity import check_layout, parity_case
 from everyrank.parity.samples import check_samples
 from everyrank.strategies import prepare
 from everyrank.world import World, single_process_world
+from processes import Cli
 
 LENGTHS = [10, 17, 3]  # 5, 9 and 2 batches of two, of which two end in a batch of one
 BATCH = 6
@@ -376,26 +377,22 @@ def losses_of(folder: Path) -> list[tuple[str, ...]]:
     return [(epoch, terms, f"{float(loss):.9f}") for _, epoch, loss, _, terms, *_ in rows]
 
 
-def test_a_training_goes_on_in_the_middle_of_streams(everyrank: Any, tmp_path: Path) -> None:
+def test_a_training_goes_on_in_the_middle_of_streams(cli: Cli, tmp_path: Path) -> None:
     """On another number of ranks; the log, the epochs and the checkpoints know where they are."""
     (tmp_path / "w.py").write_text(WORKLOAD)
     words = ("train", "w.py", "--device", "cpu")
-    whole = everyrank(tmp_path, *words, "--layout", "ddp:precision=float64", "--processes", 3, "--out", "whole")
-    assert whole.returncode == 0, whole
-    assert "18 updates" in whole.stdout
-    part = everyrank(
-        tmp_path, *words, "--layout", "ddp:precision=float64", "--processes", 3, "--steps", 5, "--out", "part"
-    )
-    assert part.returncode == 0, part
-    seen = everyrank(tmp_path, "checkpoint", "inspect", "part")
-    assert "0 + 5 updates" in seen.stdout
-    rest = everyrank(
-        tmp_path, *words, "--layout", "fsdp:precision=float64", "--processes", 2, "--out", "part", "--resume"
-    )
-    assert rest.returncode == 0, rest
-    assert "resuming after update 5, from" in rest.stdout
+    whole = cli(tmp_path, *words, "--layout", "ddp:precision=float64", "--processes", 3, "--out", "whole")
+    assert whole.status == 0, whole
+    assert "18 updates" in whole.out
+    part = cli(tmp_path, *words, "--layout", "ddp:precision=float64", "--processes", 3, "--steps", 5, "--out", "part")
+    assert part.status == 0, part
+    seen = cli(tmp_path, "checkpoint", "inspect", "part")
+    assert "0 + 5 updates" in seen.out
+    rest = cli(tmp_path, *words, "--layout", "fsdp:precision=float64", "--processes", 2, "--out", "part", "--resume")
+    assert rest.status == 0, rest
+    assert "resuming after update 5, from" in rest.out
     assert losses_of(tmp_path / "part") == losses_of(tmp_path / "whole")
     assert [row[1] for row in losses_of(tmp_path / "whole")] == [str(float(count)) for count in COUNTS * 2]
-    again = everyrank(tmp_path, *words, "--epochs", 1, "--out", "part", "--resume")
-    assert again.returncode == 2, again
-    assert "2 epochs and 0 updates are done" in again.stderr
+    again = cli(tmp_path, *words, "--epochs", 1, "--out", "part", "--resume")
+    assert again.status == 2, again
+    assert "2 epochs and 0 updates are done" in again.err

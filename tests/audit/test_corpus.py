@@ -45,18 +45,16 @@ def corpus() -> Any:
 
 
 @pytest.mark.parametrize("name", [*FOUND, *(pytest.param(name, marks=pytest.mark.integration) for name in MORE)])
-def test_a_bug_is_found_and_its_correction_is_none(
-    forkserver: ForkServer, tmp_path: Path, corpus: Any, name: str
-) -> None:
+def test_a_bug_is_found_and_its_correction_is_none(python: ForkServer, tmp_path: Path, corpus: Any, name: str) -> None:
     script = corpus.FOLDER / f"{name}.py"
     (tmp_path / "wrong").mkdir()
     (tmp_path / "right").mkdir()
-    found = {one.rule: one for one in audit_forked(forkserver, tmp_path / "wrong", script).findings}
+    found = {one.rule: one for one in audit_forked(python, tmp_path / "wrong", script).findings}
     expected = found.get(corpus.field(script.read_text(), "Expected"))
     assert expected is not None, found
     assert expected.level in ("FAIL", "WARN")
     assert expected.place.rpartition(":")[0] == str(script)
-    right = audit_forked(forkserver, tmp_path / "right", script, "--right")
+    right = audit_forked(python, tmp_path / "right", script, "--right")
     assert [one for one in right.findings if one.level in ("FAIL", "WARN")] == []
     assert right.updates >= 3
 
@@ -87,20 +85,20 @@ RIGHT = [
 
 @pytest.mark.parametrize(("name", "changes"), RIGHT, ids=[name for name, _ in RIGHT])
 def test_what_looks_like_it_is_no_alarm(
-    forkserver: ForkServer, tmp_path: Path, corpus: Any, name: str, changes: dict[str, str]
+    python: ForkServer, tmp_path: Path, corpus: Any, name: str, changes: dict[str, str]
 ) -> None:
-    audit = audit_changed(forkserver, tmp_path, corpus.FOLDER / f"{name}.py", changes)
+    audit = audit_changed(python, tmp_path, corpus.FOLDER / f"{name}.py", changes)
     assert [one for one in audit.findings if one.level in ("FAIL", "WARN")] == []
     assert audit.updates >= 3
 
 
-def audit_changed(forkserver: ForkServer, folder: Path, script: Path, changes: dict[str, str]) -> Audit:
+def audit_changed(python: ForkServer, folder: Path, script: Path, changes: dict[str, str]) -> Audit:
     text = script.read_text()
     for before, after in changes.items():
         assert text.count(before) == 1, before
         text = text.replace(before, after)
     (folder / "train.py").write_text(text)
-    return audit_forked(forkserver, folder, folder / "train.py")
+    return audit_forked(python, folder, folder / "train.py")
 
 
 ALL_GATHER = "    dist.all_gather(gathered, features)"
@@ -119,15 +117,15 @@ CUT_OFF = {
 
 
 @pytest.mark.parametrize("kind", CUT_OFF)
-def test_features_that_are_cut_off_and_gathered(forkserver: ForkServer, tmp_path: Path, corpus: Any, kind: str) -> None:
+def test_features_that_are_cut_off_and_gathered(python: ForkServer, tmp_path: Path, corpus: Any, kind: str) -> None:
     """The rank's own, put back among them, say that a gradient was meant; without them it is a stop-gradient."""
     script = corpus.FOLDER / "gather_without_gradient.py"
     (tmp_path / "meant").mkdir()
-    found = audit_changed(forkserver, tmp_path, script, CUT_OFF[kind])
+    found = audit_changed(python, tmp_path, script, CUT_OFF[kind])
     assert [one.rule for one in found.findings if one.level in ("FAIL", "WARN")] == ["gradient.lost"]
     (place,) = [one.place for one in found.findings if one.rule == "gradient.lost"]
     assert "dist.all_gather" in (tmp_path / "train.py").read_text().splitlines()[int(place.rpartition(":")[2]) - 1]
-    meant = audit_changed(forkserver, tmp_path / "meant", script, {**CUT_OFF[kind], PUT_BACK: ""})
+    meant = audit_changed(python, tmp_path / "meant", script, {**CUT_OFF[kind], PUT_BACK: ""})
     assert [one for one in meant.findings if one.level in ("FAIL", "WARN")] == []
     assert any("gradient of the features gathered" in line for line in meant.unchecked)
 
@@ -139,26 +137,26 @@ WITH_BACKWARD = {
 }
 
 
-def test_a_gradient_that_is_a_view(forkserver: ForkServer, tmp_path: Path, corpus: Any) -> None:
+def test_a_gradient_that_is_a_view(python: ForkServer, tmp_path: Path, corpus: Any) -> None:
     """The backward of torch's own differentiable gather receives into what looks like the gradient: in its strides."""
     script, view = corpus.FOLDER / "gather_without_gradient.py", "torch.cat([part.T for part in gathered], 1).T"
     (tmp_path / "right").mkdir()
-    wrong = audit_changed(forkserver, tmp_path, script, {**WITH_BACKWARD, "torch.cat(gathered)": view})
+    wrong = audit_changed(python, tmp_path, script, {**WITH_BACKWARD, "torch.cat(gathered)": view})
     found = {one.rule: one for one in wrong.findings if one.level in ("FAIL", "WARN")}
-    assert "scatter_ of float32[16, 16] (a gradient that is a view" in found["collective.strides"].text
-    right = audit_changed(forkserver, tmp_path / "right", script, WITH_BACKWARD)
+    assert "scatter_ of float32[16, 16]" in found["collective.strides"].text
+    right = audit_changed(python, tmp_path / "right", script, WITH_BACKWARD)
     assert [one for one in right.findings if one.level in ("FAIL", "WARN")] == []
 
 
-def test_a_gather_with_a_backward_of_its_own_is_right(forkserver: ForkServer, tmp_path: Path) -> None:
-    audit = audit_forked(forkserver, tmp_path, ROOT / "benchmarks" / "silent_bugs" / "blind_set_2" / "simclr_toy.py")
+def test_a_gather_with_a_backward_of_its_own_is_right(python: ForkServer, tmp_path: Path) -> None:
+    audit = audit_forked(python, tmp_path, ROOT / "benchmarks" / "silent_bugs" / "blind_set_2" / "simclr_toy.py")
     assert [one for one in audit.findings if one.level in ("FAIL", "WARN")] == []
     assert not any("gradient of the features gathered" in line for line in audit.unchecked)
 
 
-def test_nodes_of_one_graph_are_no_samples(forkserver: ForkServer, tmp_path: Path) -> None:
+def test_nodes_of_one_graph_are_no_samples(python: ForkServer, tmp_path: Path) -> None:
     """All ranks feed the model the whole graph, and each its own nodes: right."""
-    audit = audit_forked(forkserver, tmp_path, ROOT / "benchmarks" / "silent_bugs" / "blind_set_2" / "graph_nodes.py")
+    audit = audit_forked(python, tmp_path, ROOT / "benchmarks" / "silent_bugs" / "blind_set_2" / "graph_nodes.py")
     assert [one for one in audit.findings if one.level in ("FAIL", "WARN")] == []
     assert audit.updates >= 3
 
@@ -170,7 +168,7 @@ def test_nodes_of_one_graph_are_no_samples(forkserver: ForkServer, tmp_path: Pat
         "padded_vocabulary_counted", "gather_over_wrong_group", "sharded_without_replicas",
     ))],
 )  # fmt: skip
-@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.usefixtures("python")
 def test_parallel_code_is_told_what_is_wrong_with_it(corpus: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The wrong function and the right one, under `assert_same_gradients`."""
     row = corpus.by_verify(corpus.FOLDER / f"{name}.py")

@@ -60,16 +60,16 @@ def changed(name: str, *replacements: tuple[str, str]) -> str:
     return text
 
 
-def audited(forkserver: ForkServer, folder: Path, text: str, **settings: Any) -> Audit:
+def audited(python: ForkServer, folder: Path, text: str, **settings: Any) -> Audit:
     (folder / "train.py").write_text(text)
-    return audit_forked(forkserver, folder, folder / "train.py", **settings)
+    return audit_forked(python, folder, folder / "train.py", **settings)
 
 
 def rules(audit: Audit) -> list[str]:
     return [finding.rule for finding in audit.findings if finding.level in ("FAIL", "WARN")]
 
 
-def test_a_prepared_schedule_is_stepped_once_for_each_rank(forkserver: ForkServer, tmp_path: Path) -> None:
+def test_a_prepared_schedule_is_stepped_once_for_each_rank(python: ForkServer, tmp_path: Path) -> None:
     """Accelerate does, because the schedule was made for the batches of all ranks."""
     steps = (
         "            optimizer.step()\n",
@@ -77,18 +77,18 @@ def test_a_prepared_schedule_is_stepped_once_for_each_rank(forkserver: ForkServe
     )
     main = ("\n\ndef main():", f"{PREPARED}\n\ndef main():")
     text = changed("classifier", ("        schedule.step()\n", ""), steps, main)
-    assert rules(audited(forkserver, tmp_path, text)) == []
+    assert rules(audited(python, tmp_path, text)) == []
 
 
-def test_loaders_are_held_against_their_like(forkserver: ForkServer, tmp_path: Path) -> None:
+def test_loaders_are_held_against_their_like(python: ForkServer, tmp_path: Path) -> None:
     """Rank 0 has a loader more, and evaluates more often: no reason to compare it with another of rank 1's."""
     more = "        schedule.step()\n        if rank == 0:\n            evaluate_one(model, held_out)\n"
     main = ("\n\ndef main():", f"\n{EVALUATE_ONE}\n\ndef main():")
     text = changed("classifier", ("        schedule.step()\n", more), main)
-    assert rules(audited(forkserver, tmp_path, text)) == []
+    assert rules(audited(python, tmp_path, text)) == []
 
 
-def test_what_is_cut_off_outside_of_no_grad_is_seen(forkserver: ForkServer, tmp_path: Path) -> None:
+def test_what_is_cut_off_outside_of_no_grad_is_seen(python: ForkServer, tmp_path: Path) -> None:
     """The evaluation's forward alone is under no_grad; what the sampler repeated is cut off afterwards."""
     text = changed(
         "classifier",
@@ -96,15 +96,13 @@ def test_what_is_cut_off_outside_of_no_grad_is_seen(forkserver: ForkServer, tmp_
          "held_out, 5, sampler=DistributedSampler(held_out, shuffle=False))"),
     )  # fmt: skip
     begin, end = text.index("    with torch.no_grad():"), text.index("    dist.all_reduce(totals)")
-    audit = audited(forkserver, tmp_path, text[:begin] + CUTS[1:] + text[end:])
+    audit = audited(python, tmp_path, text[:begin] + CUTS[1:] + text[end:])
     assert rules(audit) == []
     assert any("whether repeated samples are counted" in line for line in audit.unchecked)
 
 
 @pytest.mark.parametrize(("batches", "is_named"), [(15, False), (16, True)])
-def test_a_rest_is_that_of_the_whole_epoch(
-    forkserver: ForkServer, tmp_path: Path, batches: int, is_named: bool
-) -> None:
+def test_a_rest_is_that_of_the_whole_epoch(python: ForkServer, tmp_path: Path, batches: int, is_named: bool) -> None:
     """15 batches are 5 updates of 3: that the shortened epoch of 7 leaves one over is our doing."""
     count = 2 * 7 * batches
     text = changed(
@@ -118,19 +116,19 @@ def test_a_rest_is_that_of_the_whole_epoch(
         text.index("        schedule.st"),
     )
     text = text[:begin] + BY_THREE[1:] + text[end:]
-    assert ("gradient.scale" in rules(audited(forkserver, tmp_path, text))) is is_named
+    assert ("gradient.scale" in rules(audited(python, tmp_path, text))) is is_named
 
 
-def test_an_endless_sampler_costs_no_minutes(forkserver: ForkServer, tmp_path: Path) -> None:
+def test_an_endless_sampler_costs_no_minutes(python: ForkServer, tmp_path: Path) -> None:
     """10^10 samples with replacement, in batches of 1,000: the beginning is enough."""
     endless = "DataLoader(train, 1000, sampler=torch.utils.data.RandomSampler(train, True, 10**10))"
     text = changed("classifier", ("DataLoader(train, 7, sampler=sampler, drop_last=True)", endless))
-    audit = audited(forkserver, tmp_path, text)
+    audit = audited(python, tmp_path, text)
     assert audit.updates >= 4
     assert rules(audit) == []
 
 
-def test_the_mode_is_that_of_what_is_wrapped(forkserver: ForkServer, tmp_path: Path) -> None:
+def test_the_mode_is_that_of_what_is_wrapped(python: ForkServer, tmp_path: Path) -> None:
     """Lightning puts what is wrapped into train mode, and not the wrapper: dropout is still seen."""
     text = changed(
         "classifier",
@@ -138,11 +136,11 @@ def test_the_mode_is_that_of_what_is_wrapped(forkserver: ForkServer, tmp_path: P
         ("manual_seed(100 + rank)", "manual_seed(9)"),
         ("    sampler = ", "    model.eval()\n    model.module.train()\n    sampler = "),
     )
-    audit = audited(forkserver, tmp_path, text)
+    audit = audited(python, tmp_path, text)
     assert rules(audit) == ["random.dropout"]
 
 
-def test_files_that_are_named_by_bytes_and_given_rights(forkserver: ForkServer, tmp_path: Path) -> None:
+def test_files_that_are_named_by_bytes_and_given_rights(python: ForkServer, tmp_path: Path) -> None:
     """As loggers and atomic checkpoints do it; nothing of it is left where the script wrote it."""
     text = (SCRIPTS / "classifier.py").read_text()
     saves = (
@@ -153,16 +151,16 @@ def test_files_that_are_named_by_bytes_and_given_rights(forkserver: ForkServer, 
     text = text.replace('            torch.save({"model"', f'{saves}            torch.save({{"model"')
     (tmp_path / "kept").write_text("mine")
     (tmp_path / "kept").chmod(0o644)
-    audit = audited(forkserver, tmp_path, text)
+    audit = audited(python, tmp_path, text)
     assert audit.updates >= 8
     assert (tmp_path / "kept").stat().st_mode & 0o777 == 0o644
     assert not (tmp_path / "logs").exists()
 
 
-def test_what_to_empty_left_has_values_once_it_is_named(forkserver: ForkServer, tmp_path: Path) -> None:
+def test_what_to_empty_left_has_values_once_it_is_named(python: ForkServer, tmp_path: Path) -> None:
     """One finding, not a second one about gradients that our own NaN would have made."""
     text = (SCRIPTS / "sharded.py").read_text().replace("in model[::2]:", "in model[:3:2]:")
-    assert rules(audited(forkserver, tmp_path, text)) == ["weights.uninitialised"]
+    assert rules(audited(python, tmp_path, text)) == ["weights.uninitialised"]
 
 
 LIGHTNING = """
@@ -174,7 +172,7 @@ assert CPUAccelerator.auto_device_count() == 2, CPUAccelerator.auto_device_count
 """
 
 
-def test_lightning_without_a_gpu_is_told_of_all_ranks(forkserver: ForkServer, tmp_path: Path) -> None:
+def test_lightning_without_a_gpu_is_told_of_all_ranks(python: ForkServer, tmp_path: Path) -> None:
     """A package of that name, made here: `Trainer()` asks it how many devices there are."""
     package = tmp_path / "installed" / "lightning" / "fabric" / "accelerators"
     package.mkdir(parents=True)
@@ -185,7 +183,7 @@ def test_lightning_without_a_gpu_is_told_of_all_ranks(forkserver: ForkServer, tm
     )
     text = (SCRIPTS / "classifier.py").read_text()
     begin = LIGHTNING.replace("FOLDER", repr(str(tmp_path / "installed")))
-    audit = audited(forkserver, tmp_path, text.replace("\n\ndef evaluate(", f"{begin}\n\ndef evaluate("))
+    audit = audited(python, tmp_path, text.replace("\n\ndef evaluate(", f"{begin}\n\ndef evaluate("))
     assert any("Lightning" in line for line in audit.altered)
 
 
@@ -195,11 +193,11 @@ def test_accelerate_without_a_gpu_is_told_to_use_the_cpu() -> None:
     assert "ACCELERATE_USE_CPU" not in os.environ
 
 
-def test_the_same_augmentation_in_a_later_epoch(forkserver: ForkServer, tmp_path: Path) -> None:
+def test_the_same_augmentation_in_a_later_epoch(python: ForkServer, tmp_path: Path) -> None:
     """The evaluation's loader has a dataset of the same type, and draws nothing."""
     seeds = ("torch.initial_seed() + dist.get_rank()", "torch.initial_seed()")
     text = changed("stream", seeds, ("    if rank == 0:\n", QUIETLY[1:] + "    if rank == 0:\n"))
-    audit = audited(forkserver, tmp_path, text, epochs=0, batches=0, updates=200)
+    audit = audited(python, tmp_path, text, epochs=0, batches=0, updates=200)
     assert "random.augment" in rules(audit)
     [line] = lines_with(text, "loader = DataLoader(")
     [found] = [finding for finding in audit.findings if finding.rule == "random.augment"]

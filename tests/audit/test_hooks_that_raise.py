@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+
+from processes import Cli
 
 SCRIPT = """
 import torch, torch.distributed as dist
@@ -68,12 +69,12 @@ assert len(names) == len(HOOKS) + 2
 """
 
 
-def test_no_hook_ends_a_script(everyrank: Any, tmp_path: Path) -> None:
+def test_no_hook_ends_a_script(cli: Cli, tmp_path: Path) -> None:
     """Each hook raises during an update of its own, then all of them at once."""
     (tmp_path / "train.py").write_text(SCRIPT)
     words = ("--processes", "2", "--updates", "200", "--json", "found.json", "train.py")
-    done = everyrank(tmp_path, "audit", *words)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = cli(tmp_path, "audit", *words)
+    assert done.status == 0, done.out + done.err
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["updates"] >= 20, "it was stopped before its end"
     assert [one["rule"] for one in found["findings"] if one["level"] in ("FAIL", "WARN")] == []

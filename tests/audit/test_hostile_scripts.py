@@ -21,15 +21,15 @@ import pytest
 from auditing import SCRIPTS, lines_with
 from everyrank.audit.outside import rank_from_outside, shared_folder
 from everyrank.errors import EveryrankError
-from processes import Cli, command_line, free_port, left_of
+from processes import Cli, Running, free_port, left_of
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in Linux's /proc")
 
 LEFT_SECONDS = 8.0  # in which what is left over has to end
 
 
-def left(cli: Cli) -> dict[int, str]:
-    return left_of(cli.mark, LEFT_SECONDS)
+def left(running: Running) -> dict[int, str]:
+    return left_of(running.mark, LEFT_SECONDS)
 
 
 def last_line(stderr: str) -> str:
@@ -88,15 +88,16 @@ SCRIPT_KINDS = {
 QUICK = ("waits", "a child in another session")
 
 
-def start_audit(cli: Cli, text: str, *words: object) -> None:
+def start_audit(cli: Cli, folder: Path, text: str, *words: object) -> Running:
     """An audit of one process whose script has come to its mark."""
-    reached = cli.folder / "reached"
-    (cli.folder / "train.py").write_text(text.format(reached=str(reached)))
-    cli.start("audit", *words, "train.py", is_forked=False)
+    reached = folder / "reached"
+    (folder / "train.py").write_text(text.format(reached=str(reached)))
+    running = cli.start(folder, "audit", *words, "train.py", is_forked=False)
     deadline = time.monotonic() + 60
     while not reached.exists():
-        assert time.monotonic() < deadline, cli.said()
+        assert time.monotonic() < deadline, running.said()
         time.sleep(0.02)
+    return running
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL, signal.SIGTERM], ids=lambda number: number.name)
@@ -104,78 +105,78 @@ def start_audit(cli: Cli, text: str, *words: object) -> None:
     "kind",
     [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.integration) for kind in SCRIPT_KINDS],
 )
-def test_nothing_stays_when_the_audit_is_ended(kind: str, number: signal.Signals, cli: Cli) -> None:
+def test_nothing_stays_when_the_audit_is_ended(kind: str, number: signal.Signals, cli: Cli, tmp_path: Path) -> None:
     """SIGHUP is what the audit gets when its terminal is closed."""
-    start_audit(cli, SCRIPT_KINDS[kind])
-    os.kill(cli.process.pid, number)
-    cli.end(timeout=30)
-    assert left(cli) == {}
+    running = start_audit(cli, tmp_path, SCRIPT_KINDS[kind])
+    os.kill(running.process.pid, number)
+    running.end(timeout=30)
+    assert left(running) == {}
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL], ids=lambda number: number.name)
-def test_nothing_stays_of_two_ranks(number: signal.Signals, cli: Cli) -> None:
-    start_audit(cli, OTHER_SESSION, "--processes", 2)
-    os.kill(cli.process.pid, number)
-    cli.end(timeout=30)
-    assert left(cli) == {}
+def test_nothing_stays_of_two_ranks(number: signal.Signals, cli: Cli, tmp_path: Path) -> None:
+    running = start_audit(cli, tmp_path, OTHER_SESSION, "--processes", 2)
+    os.kill(running.process.pid, number)
+    running.end(timeout=30)
+    assert left(running) == {}
 
 
-def test_a_closed_terminal_ends_the_whole_group(cli: Cli) -> None:
+def test_a_closed_terminal_ends_the_whole_group(cli: Cli, tmp_path: Path) -> None:
     """The system signals every process of the foreground at once."""
-    start_audit(cli, OTHER_SESSION)
-    os.killpg(os.getpgid(cli.process.pid), signal.SIGHUP)
-    cli.end(timeout=30)
-    assert left(cli) == {}
+    running = start_audit(cli, tmp_path, OTHER_SESSION)
+    os.killpg(os.getpgid(running.process.pid), signal.SIGHUP)
+    running.end(timeout=30)
+    assert left(running) == {}
 
 
-def test_a_script_that_kills_its_parent(cli: Cli) -> None:
+def test_a_script_that_kills_its_parent(cli: Cli, tmp_path: Path) -> None:
     text = "import os, signal, time\nos.kill(os.getppid(), signal.SIGKILL)\ntime.sleep(1000)\n"
-    (cli.folder / "train.py").write_text(text)
-    cli.start("audit", "--timeout", 10, "train.py", is_forked=False)
-    cli.end(timeout=60)
-    assert left(cli) == {}
+    (tmp_path / "train.py").write_text(text)
+    running = cli.start(tmp_path, "audit", "--timeout", 10, "train.py", is_forked=False)
+    running.end(timeout=60)
+    assert left(running) == {}
 
 
 @pytest.mark.parametrize("kind", ["a child in another session", "a daemon", "python in another session"])
-def test_nothing_stays_of_a_script_that_ends(kind: str, cli: Cli) -> None:
+def test_nothing_stays_of_a_script_that_ends(kind: str, cli: Cli, tmp_path: Path) -> None:
     """What it started is ended with the audit, also in another session."""
-    start_audit(cli, SCRIPT_KINDS[kind].removesuffix("time.sleep(1000)\n"))
-    cli.end(timeout=60)
-    assert left(cli) == {}
+    running = start_audit(cli, tmp_path, SCRIPT_KINDS[kind].removesuffix("time.sleep(1000)\n"))
+    running.end(timeout=60)
+    assert left(running) == {}
 
 
-def test_nothing_stays_after_a_timeout(cli: Cli) -> None:
-    start_audit(cli, OTHER_SESSION, "--timeout", 2)
-    status, _, err = cli.end(timeout=60)
+def test_nothing_stays_after_a_timeout(cli: Cli, tmp_path: Path) -> None:
+    running = start_audit(cli, tmp_path, OTHER_SESSION, "--timeout", 2)
+    status, _, err = running.end(timeout=60)
     assert status == 4, err
-    assert left(cli) == {}
+    assert left(running) == {}
 
 
 @pytest.mark.integration
-def test_a_real_terminal_that_is_closed(cli: Cli) -> None:
+def test_a_real_terminal_that_is_closed(cli: Cli, tmp_path: Path) -> None:
     """`script` gives it a terminal; when that is killed, the system closes it."""
-    reached = cli.folder / "reached"
-    (cli.folder / "train.py").write_text(OTHER_SESSION.format(reached=str(reached)))
+    reached = tmp_path / "reached"
+    (tmp_path / "train.py").write_text(OTHER_SESSION.format(reached=str(reached)))
     code = "import pty, sys; pty.spawn(sys.argv[1:])"
     words = ("-c", code, sys.executable, "-m", "everyrank", "audit", "train.py")
-    cli.start(command=words, is_forked=False)
-    cli.wait_for(reached.exists)
-    cli.process.kill()
-    cli.end(timeout=30)
-    assert left(cli) == {}
+    running = cli.start(tmp_path, command=words, is_forked=False)
+    running.wait_for(reached.exists)
+    running.process.kill()
+    running.end(timeout=30)
+    assert left(running) == {}
 
 
 def test_no_folder_stays(cli: Cli, tmp_path: Path) -> None:
     """Of an audit that its terminal has ended; one that was killed may leave its folder."""
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    reached = cli.folder / "reached"
-    (cli.folder / "train.py").write_text(WAITS.format(reached=str(reached)))
-    cli.start("audit", "train.py", is_forked=False, TMPDIR=str(temporary))
-    cli.wait_for(reached.exists)
-    os.kill(cli.process.pid, signal.SIGHUP)
-    cli.end(timeout=30)
-    assert left(cli) == {}
+    reached = tmp_path / "reached"
+    (tmp_path / "train.py").write_text(WAITS.format(reached=str(reached)))
+    running = cli.start(tmp_path, "audit", "train.py", is_forked=False, TMPDIR=str(temporary))
+    running.wait_for(reached.exists)
+    os.kill(running.process.pid, signal.SIGHUP)
+    running.end(timeout=30)
+    assert left(running) == {}
     assert [path.name for path in temporary.iterdir() if path.name.startswith("everyrank-audit")] == []
 
 
@@ -189,27 +190,27 @@ SHELLS = {
 
 
 @contextlib.contextmanager
-def typed_ranks(server: Any, folder: Path, before: tuple[str, ...], size: int = 2) -> Iterator[list[Cli]]:
+def typed_ranks(cli: Cli, folder: Path, before: tuple[str, ...], size: int = 2) -> Iterator[list[Running]]:
     """The command of docs/audit.md, typed once for each rank."""
     temporary = folder / "temporary"
     temporary.mkdir(exist_ok=True)
     port = free_port()
-    with contextlib.ExitStack() as stack:
-        ranks = [stack.enter_context(command_line(server, folder)) for _ in range(size)]
-        for number, rank in enumerate(ranks):
-            variables = {"RANK": str(number), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            own = {"TMPDIR": str(temporary), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-            rank.start("audit", "train.py", before=before, is_forked=False, **variables, **own)
-        yield ranks
+    ranks: list[Running] = []
+    for number in range(size):
+        variables = {"RANK": str(number), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        own = {"TMPDIR": str(temporary), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        ranks.append(cli.start(folder, "audit", "train.py", before=before, is_forked=False, **variables, **own))
+    yield ranks
+    cli.close(*ranks)
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("kind", SHELLS)
-def test_ranks_of_two_terminals_meet(kind: str, forkserver: Any, tmp_path: Path) -> None:
+def test_ranks_of_two_terminals_meet(kind: str, cli: Cli, tmp_path: Path) -> None:
     """Twice on the same port in one of the cases: the files of the first audit are not taken for the second one's."""
     (tmp_path / "train.py").write_text((SCRIPTS / "classifier.py").read_text().replace(*MISTAKE))
     for _ in range(2 if kind == "shells" else 1):
-        with typed_ranks(forkserver, tmp_path, SHELLS[kind]) as ranks:
+        with typed_ranks(cli, tmp_path, SHELLS[kind]) as ranks:
             status, out, err = ranks[0].end(timeout=80)
             status_1, out_1, err_1 = ranks[1].end(timeout=80)
             assert status == 1, err
@@ -245,33 +246,33 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(("size", "crashing"), [(2, 1), (3, 2), (2, 0)])
-def test_the_error_of_the_rank_that_crashed(size: int, crashing: int, everyrank: Any, tmp_path: Path) -> None:
+def test_the_error_of_the_rank_that_crashed(size: int, crashing: int, cli: Cli, tmp_path: Path) -> None:
     """The others only lose their connection to it."""
     text = CRASHES.replace("CRASH", f"if dist.get_rank() == {crashing}:\n    raise ValueError('boom')")
     (tmp_path / "train.py").write_text(text)
-    done = everyrank(tmp_path, "audit", "--processes", size, "train.py")
-    assert done.returncode == 4, done.stderr
+    done = cli(tmp_path, "audit", "--processes", size, "train.py")
+    assert done.status == 4, done.err
     [line] = list(lines_with(text, "raise ValueError"))
-    said = last_line(done.stderr)
+    said = last_line(done.err)
     own_error = rf"rank {crashing}: train\.py:{line} in <module>: (\[rank{crashing}\]: ?)?ValueError: boom"
     assert re.search(own_error, said), said
     assert "onnection" not in said
 
 
 @pytest.mark.parametrize("crash", ["raise SystemExit(3)", "import os; os._exit(3)"])
-def test_the_status_of_the_rank_that_ended(crash: str, everyrank: Any, tmp_path: Path) -> None:
+def test_the_status_of_the_rank_that_ended(crash: str, cli: Cli, tmp_path: Path) -> None:
     """It says nothing; its number and its status are what is known."""
     (tmp_path / "train.py").write_text(CRASHES.replace("CRASH", f"if dist.get_rank() == 1:\n    {crash}"))
-    done = everyrank(tmp_path, "audit", "train.py")
-    assert done.returncode == 4, done.stderr
-    assert "rank 1" in last_line(done.stderr)
-    assert "status 3" in last_line(done.stderr)
+    done = cli(tmp_path, "audit", "train.py")
+    assert done.status == 4, done.err
+    assert "rank 1" in last_line(done.err)
+    assert "status 3" in last_line(done.err)
 
 
 # --- finding 5: a folder that somebody else has made first
 
 
-def test_a_link_in_the_place_of_the_shared_folder_is_not_followed(forkserver: Any, tmp_path: Path) -> None:
+def test_a_link_in_the_place_of_the_shared_folder_is_not_followed(cli: Cli, tmp_path: Path) -> None:
     """The name that a first audit uses is a link when the second one, started in the same way, comes."""
     (tmp_path / "train.py").write_text("import torch\nx = torch.ones(2, requires_grad=True)\nx.sum().backward()\n")
     temporary, victim = tmp_path / "temporary", tmp_path / "victim"
@@ -283,15 +284,15 @@ def test_a_link_in_the_place_of_the_shared_folder_is_not_followed(forkserver: An
     def run_rank(seconds: float) -> set[str]:
         """Names in the temporary folder while it runs, and a second after the first of them; rank 0 never starts."""
         seen = set[str]()
-        with command_line(forkserver, tmp_path) as rank:
-            rank.start("audit", "train.py", is_forked=False, **variables)  # TMPDIR is read at the start
-            deadline = time.monotonic() + seconds
-            while rank.process.poll() is None and time.monotonic() < deadline:
-                names = {path.name for path in temporary.iterdir() if path.name.startswith("everyrank")}
-                if names - seen:
-                    deadline = min(deadline, time.monotonic() + 1.0)
-                seen |= names
-                time.sleep(0.02)
+        rank = cli.start(tmp_path, "audit", "train.py", is_forked=False, **variables)  # TMPDIR is read at the start
+        deadline = time.monotonic() + seconds
+        while rank.process.poll() is None and time.monotonic() < deadline:
+            names = {path.name for path in temporary.iterdir() if path.name.startswith("everyrank")}
+            if names - seen:
+                deadline = min(deadline, time.monotonic() + 1.0)
+            seen |= names
+            time.sleep(0.02)
+        cli.close(rank)
         return seen
 
     start = time.monotonic()
@@ -368,78 +369,78 @@ for update in range(1_000_000):
 SILENT = ENDLESS.replace("time.sleep(0.2)", "while True: torch.ones(10).sum()")
 
 
-def cut_off(everyrank: Any, folder: Path, text: str, *words: str) -> Any:
+def cut_off(cli: Cli, folder: Path, text: str, *words: str) -> Any:
     """An audit that --limit has ended after some updates; on a slow machine torch alone may take longer to import."""
     (folder / "train.py").write_text(text)
     for limit in (3, 12, 96):
-        done = everyrank(folder, "audit", "--limit", limit, "--updates", 500, *words, "train.py")
-        if "no update within" not in done.stderr:
+        done = cli(folder, "audit", "--limit", limit, "--updates", 500, *words, "train.py")
+        if "no update within" not in done.err:
             break
     return done
 
 
 @pytest.mark.parametrize("text", [ENDLESS, SILENT], ids=["it goes on", "it computes"])
-def test_an_audit_that_was_cut_off_names_the_limit(text: str, everyrank: Any, tmp_path: Path) -> None:
+def test_an_audit_that_was_cut_off_names_the_limit(text: str, cli: Cli, tmp_path: Path) -> None:
     """On the screen and in JSON."""
-    done = cut_off(everyrank, tmp_path, text, "--json", "found.json")
-    printed = done.stdout + done.stderr
+    done = cut_off(cli, tmp_path, text, "--json", "found.json")
+    printed = done.out + done.err
     assert "Traceback" not in printed
     assert "nothing wrong found" not in printed
     assert "--limit" in printed
     assert "--limit" in (tmp_path / "found.json").read_text()
 
 
-def test_an_audit_that_came_to_its_end_says_nothing_of_it(everyrank: Any, tmp_path: Path) -> None:
+def test_an_audit_that_came_to_its_end_says_nothing_of_it(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(ENDLESS.replace("1_000_000", "3"))
-    done = everyrank(tmp_path, "audit", "train.py")
-    assert done.returncode == 0, done.stderr
-    assert "nothing wrong found" in done.stdout
-    assert "--limit" not in done.stdout
+    done = cli(tmp_path, "audit", "train.py")
+    assert done.status == 0, done.err
+    assert "nothing wrong found" in done.out
+    assert "--limit" not in done.out
 
 
 # --- finding 12: scripts that are none
 
 
 @pytest.mark.parametrize("content", [b"import torch\0\n", b"\0", b"\x7fELF\0\0\0", b"x = 1\n\0\n"])
-def test_a_script_with_null_bytes_is_named(content: bytes, everyrank: Any, tmp_path: Path) -> None:
+def test_a_script_with_null_bytes_is_named(content: bytes, cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_bytes(content)
-    done = everyrank(tmp_path, "audit", "train.py")
-    assert done.returncode == 2
-    assert "train.py" in last_line(done.stderr)
-    assert "ast.py" not in done.stderr
-    assert "null byte" in last_line(done.stderr).lower()
+    done = cli(tmp_path, "audit", "train.py")
+    assert done.status == 2
+    assert "train.py" in last_line(done.err)
+    assert "ast.py" not in done.err
+    assert "null byte" in last_line(done.err).lower()
 
 
 @pytest.mark.parametrize("content", [b"# coding: nonsense\n", b"\xff\xfe\n", b"(" * 5000 + b"\n"])
-def test_a_script_that_cannot_be_read_is_named(content: bytes, everyrank: Any, tmp_path: Path) -> None:
+def test_a_script_that_cannot_be_read_is_named(content: bytes, cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_bytes(content)
-    done = everyrank(tmp_path, "audit", "train.py")
-    assert done.returncode == 2
-    assert "train.py" in last_line(done.stderr)
-    assert "ast.py" not in done.stderr
+    done = cli(tmp_path, "audit", "train.py")
+    assert done.status == 2
+    assert "train.py" in last_line(done.err)
+    assert "ast.py" not in done.err
 
 
 @pytest.mark.parametrize("place", ["/proc/self/mem", "/dev/null", "/dev/zero"])
-def test_a_file_that_is_no_script_is_named(place: str, cli: Cli) -> None:
-    cli.start("audit", place)
-    status, _, err = cli.end(timeout=30)
+def test_a_file_that_is_no_script_is_named(place: str, cli: Cli, tmp_path: Path) -> None:
+    running = cli.start(tmp_path, "audit", place)
+    status, _, err = running.end(timeout=30)
     assert status in (2, 4)
     assert place in last_line(err)
 
 
-def test_a_fifo_is_no_script(cli: Cli) -> None:
-    os.mkfifo(cli.folder / "train.py")
-    cli.start("audit", "train.py")
-    status, _, err = cli.end(timeout=15)
+def test_a_fifo_is_no_script(cli: Cli, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "train.py")
+    running = cli.start(tmp_path, "audit", "train.py")
+    status, _, err = running.end(timeout=15)
     assert status == 2
     assert "train.py" in last_line(err)
 
 
-def test_a_backward_that_does_nothing(everyrank: Any, tmp_path: Path) -> None:
+def test_a_backward_that_does_nothing(cli: Cli, tmp_path: Path) -> None:
     """Nothing is trained, so nothing can have been found right."""
     nothing = "torch.Tensor.backward = lambda *_, **__: None"
     text = ENDLESS.replace("1_000_000", "5").replace("torch.manual_seed(0)", nothing)
     (tmp_path / "train.py").write_text(text)
-    done = everyrank(tmp_path, "audit", "train.py")
-    assert "Traceback" not in done.stderr
-    assert "nothing wrong found" not in done.stdout
+    done = cli(tmp_path, "audit", "train.py")
+    assert "Traceback" not in done.err
+    assert "nothing wrong found" not in done.out

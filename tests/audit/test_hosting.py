@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from auditing import lines_with
+from processes import Cli
 
 TRAIN = """
 import os, sys
@@ -54,22 +54,22 @@ IMPORTS = {
 
 
 @pytest.mark.parametrize("kind", IMPORTS)
-def test_a_script_that_knows_of_ranks_runs_on_two(kind: str, everyrank: Any, tmp_path: Path) -> None:
+def test_a_script_that_knows_of_ranks_runs_on_two(kind: str, cli: Cli, tmp_path: Path) -> None:
     """Wherever its files say so: beside the script, in packages, or in what only a run imports."""
     (tmp_path / "util").mkdir()
     (tmp_path / "util" / "__init__.py").write_text("from .misc import init\n" if "relative" in kind else "")
     (tmp_path / "util" / "misc.py").write_text(GUARDED)
     (tmp_path / "train.py").write_text(script(IMPORTS[kind]))
-    done = everyrank(tmp_path, "audit", "train.py")
-    assert ranks_of(done.stdout) == 2, done.stderr
+    done = cli(tmp_path, "audit", "train.py")
+    assert ranks_of(done.out) == 2, done.err
 
 
-def test_one_rank_of_a_distributed_script_is_no_good_news(everyrank: Any, tmp_path: Path) -> None:
+def test_one_rank_of_a_distributed_script_is_no_good_news(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(script("import torch.distributed"))
-    done = everyrank(tmp_path, "audit", "--processes", "1", "train.py")
-    assert ranks_of(done.stdout) == 1
-    assert "nothing wrong found" not in done.stdout
-    assert "--processes 2" in done.stdout.splitlines()[-1]
+    done = cli(tmp_path, "audit", "--processes", "1", "train.py")
+    assert ranks_of(done.out) == 1
+    assert "nothing wrong found" not in done.out
+    assert "--processes 2" in done.out.splitlines()[-1]
 
 
 CUDA = {
@@ -80,7 +80,7 @@ CUDA = {
 
 
 @pytest.mark.parametrize("kind", CUDA)
-def test_cuda_is_pretended(kind: str, everyrank: Any, tmp_path: Path) -> None:
+def test_cuda_is_pretended(kind: str, cli: Cli, tmp_path: Path) -> None:
     """Also generators, streams and events of it."""
     words, head = CUDA[kind]
     (tmp_path / "pkg").mkdir()
@@ -95,24 +95,24 @@ with getattr(torch, device).stream(getattr(torch, device).Stream()):
 assert isinstance(generator, torch.Generator)
 """
     (tmp_path / "pkg" / "train.py").write_text(script(head))
-    done = everyrank(tmp_path, "audit", *words)
-    assert done.returncode == 0, done.stderr
-    assert "CUDA calls ran on the CPU" in done.stdout
+    done = cli(tmp_path, "audit", *words)
+    assert done.status == 0, done.err
+    assert "CUDA calls ran on the CPU" in done.out
 
 
-def test_a_crash_shows_its_traceback_and_what_was_found(everyrank: Any, tmp_path: Path) -> None:
+def test_a_crash_shows_its_traceback_and_what_was_found(cli: Cli, tmp_path: Path) -> None:
     """The last frames, a log file that is there, and the findings of the updates before."""
     text = script(later="if step == 4: print('last words'); raise ValueError('boom')").replace(
         "optimizer.zero_grad()", "pass"
     )
     (tmp_path / "train.py").write_text(text)
-    done = everyrank(tmp_path, "audit", "train.py")
-    assert done.returncode == 4
-    assert "gradient.carried" in done.stdout
+    done = cli(tmp_path, "audit", "train.py")
+    assert done.status == 4
+    assert "gradient.carried" in done.out
     [line] = list(lines_with(text, "boom"))
-    assert f'train.py", line {line}, in <module>' in done.stderr
-    assert done.stderr.splitlines()[-1].endswith(f"rank 0: train.py:{line} in <module>: ValueError: boom")
-    log = re.search(r"full traceback: (\S+)", done.stderr)
+    assert f'train.py", line {line}, in <module>' in done.err
+    assert done.err.splitlines()[-1].endswith(f"rank 0: train.py:{line} in <module>: ValueError: boom")
+    log = re.search(r"full traceback: (\S+)", done.err)
     assert log is not None
     assert "last words" in Path(log[1]).read_text()
 
@@ -151,23 +151,21 @@ LOSSES = {
 
 @pytest.mark.parametrize("kind", LOSSES)
 @pytest.mark.parametrize(("divisor", "num", "rule"), [("2", "5", ""), ("1", "5", "gradient.scale")])
-def test_a_loss_that_the_model_returns(
-    kind: str, divisor: str, num: str, rule: str, everyrank: Any, tmp_path: Path
-) -> None:
+def test_a_loss_that_the_model_returns(kind: str, divisor: str, num: str, rule: str, cli: Cli, tmp_path: Path) -> None:
     """Accumulated over two backwards, and divided by them or not."""
     text = INSIDE.replace("LOSS", LOSSES[kind]).replace("DIVISOR", divisor).replace("NUM", num)
     (tmp_path / "train.py").write_text(text)
-    done = everyrank(tmp_path, "audit", "train.py")
-    assert done.returncode == (1 if rule else 0), done.stdout + done.stderr
-    assert rule in done.stdout
-    assert "the weight of loss terms" not in done.stdout
+    done = cli(tmp_path, "audit", "train.py")
+    assert done.status == (1 if rule else 0), done.out + done.err
+    assert rule in done.out
+    assert "the weight of loss terms" not in done.out
 
 
-def test_micro_batches_with_masks_of_different_sizes_are_ragged(everyrank: Any, tmp_path: Path) -> None:
+def test_micro_batches_with_masks_of_different_sizes_are_ragged(cli: Cli, tmp_path: Path) -> None:
     text = INSIDE.replace("LOSS", LOSSES["a sum over the sum of its mask"]).replace("DIVISOR", "2")
     (tmp_path / "train.py").write_text(text.replace("NUM", "3 + 2 * micro"))
-    done = everyrank(tmp_path, "audit", "train.py")
-    assert "gradient.ragged" in done.stdout, done.stdout + done.stderr
+    done = cli(tmp_path, "audit", "train.py")
+    assert "gradient.ragged" in done.out, done.out + done.err
 
 
 OWN_DATA = """
@@ -198,31 +196,31 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("noise", ["", "+ 0.1 * torch.randn(4)"], ids=["plain", "augmented"])
-def test_ranks_with_data_of_their_own(noise: str, everyrank: Any, tmp_path: Path) -> None:
+def test_ranks_with_data_of_their_own(noise: str, cli: Cli, tmp_path: Path) -> None:
     """Equal numbers are no equal samples."""
     (tmp_path / "train.py").write_text(OWN_DATA.replace("NOISE", noise))
-    done = everyrank(tmp_path, "audit", "train.py")
-    assert "data." not in done.stdout, done.stdout
+    done = cli(tmp_path, "audit", "train.py")
+    assert "data." not in done.out, done.out
 
 
-def test_a_shim_comes_before_all_else(everyrank: Any, tmp_path: Path) -> None:
+def test_a_shim_comes_before_all_else(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "shim").mkdir()
     (tmp_path / "shim" / "sitecustomize.py").write_text("import numpy\nnumpy.float = float\n")
     (tmp_path / "shim" / "old_package.py").write_text("name = 'old'\n")
     (tmp_path / "train.py").write_text(script("import numpy, old_package\nassert numpy.float is float"))
-    assert everyrank(tmp_path, "audit", "--shim", "shim", "train.py").returncode == 0
-    done = everyrank(tmp_path, "audit", "--shim", "absent", "train.py")
-    assert done.returncode == 2
-    assert "--shim absent" in done.stderr
+    assert cli(tmp_path, "audit", "--shim", "shim", "train.py").status == 0
+    done = cli(tmp_path, "audit", "--shim", "absent", "train.py")
+    assert done.status == 2
+    assert "--shim absent" in done.err
 
 
-def test_a_warning_is_no_good_news(everyrank: Any, tmp_path: Path) -> None:
+def test_a_warning_is_no_good_news(cli: Cli, tmp_path: Path) -> None:
     text = OWN_DATA.replace("NOISE", "").replace("for epoch", "loader = DataLoader(data, batch_size=8)\nfor epoch")
     text = text.replace("in DataLoader(data, batch_size=8, shuffle=True)", "in loader")
     (tmp_path / "train.py").write_text(text)
-    done = everyrank(tmp_path, "audit", "train.py")
-    assert "WARN" in done.stdout
-    assert "nothing wrong found" not in done.stdout
+    done = cli(tmp_path, "audit", "train.py")
+    assert "WARN" in done.out
+    assert "nothing wrong found" not in done.out
 
 
 LINE_SEARCH = """
@@ -242,9 +240,9 @@ for step in range(4):
 """
 
 
-def test_a_line_search_throws_no_gradient_away(everyrank: Any, tmp_path: Path) -> None:
+def test_a_line_search_throws_no_gradient_away(cli: Cli, tmp_path: Path) -> None:
     """LBFGS evaluates its closure several times in a step, each from zero."""
     (tmp_path / "train.py").write_text(LINE_SEARCH)
-    done = everyrank(tmp_path, "audit", "train.py")
-    assert done.returncode == 0, done.stderr
-    assert "WARN" not in done.stdout
+    done = cli(tmp_path, "audit", "train.py")
+    assert done.status == 0, done.err
+    assert "WARN" not in done.out

@@ -287,7 +287,7 @@ RULES = Path(judge_rules.__file__).parent
 
 
 @pytest.fixture(scope="session")
-def recorded(forkserver: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def recorded(python: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """`recorded(name, before, after)`: what is written down of a script that is changed so; run once."""
     known: dict[tuple[Any, ...], tuple[str, Recorded]] = {}
 
@@ -298,7 +298,7 @@ def recorded(forkserver: ForkServer, tmp_path_factory: pytest.TempPathFactory) -
             folder = tmp_path_factory.mktemp(name)
             text = changed(name, before, after)
             (folder / "train.py").write_text(text)
-            known[key] = text, record_forked(forkserver, folder, folder / "train.py", **settings)
+            known[key] = text, record_forked(python, folder, folder / "train.py", **settings)
             if rule.partition(" ")[0] in TIMES:
                 known[key][1].write_times(*TIMES[rule.partition(" ")[0]])
         return known[key]

@@ -66,12 +66,12 @@ def test_none_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("name", [*RECIPES, *(pytest.param(name, marks=pytest.mark.integration) for name in MORE)])
-def test_nothing_is_said_of_a_recipe(forkserver: ForkServer, tmp_path: Path, name: str) -> None:
+def test_nothing_is_said_of_a_recipe(python: ForkServer, tmp_path: Path, name: str) -> None:
     processes, unseen = {**RECIPES, **MORE}[name]
     beside(tmp_path, name)
     # These know the updates of an epoch: a shortened epoch would end before the first checkpoint.
     whole = {"batches": 0} if name in ("elastic_torchrun", "checkpoint_resume") else {}
-    audit = audit_forked(forkserver, tmp_path, tmp_path / f"{name}.py", processes=processes, **whole)
+    audit = audit_forked(python, tmp_path, tmp_path / f"{name}.py", processes=processes, **whole)
     assert [finding for finding in audit.findings if finding.level in ("FAIL", "WARN")] == []
     assert audit.world_size == processes
     assert audit.updates >= 4 or name in SERVED
@@ -80,7 +80,7 @@ def test_nothing_is_said_of_a_recipe(forkserver: ForkServer, tmp_path: Path, nam
     assert not list(tmp_path.glob("*/0*")), "checkpoints go elsewhere"
 
 
-def test_parameters_of_rank_0_are_no_mean(forkserver: ForkServer, tmp_path: Path) -> None:
+def test_parameters_of_rank_0_are_no_mean(python: ForkServer, tmp_path: Path) -> None:
     """Parameters that are equal again after each step were averaged, or the work of all ranks but one is lost."""
     beside(tmp_path, "local_sgd")
     script = tmp_path / "local_sgd.py"
@@ -88,7 +88,7 @@ def test_parameters_of_rank_0_are_no_mean(forkserver: ForkServer, tmp_path: Path
     assert text.count("dist.all_reduce(flat)") == 1
     text = text.replace("default=4", "default=1")  # parameter averaging
     script.write_text(text.replace("dist.all_reduce(flat)", "dist.broadcast(flat, 0)"))
-    audit = audit_forked(forkserver, tmp_path, script, processes=2)
+    audit = audit_forked(python, tmp_path, script, processes=2)
     assert ("FAIL", "gradient.local") in [(finding.level, finding.rule) for finding in audit.findings]
 
 
@@ -108,9 +108,9 @@ for update in range(6):
 """
 
 
-def test_sparse_gradients_are_looked_at(forkserver: ForkServer, tmp_path: Path) -> None:
+def test_sparse_gradients_are_looked_at(python: ForkServer, tmp_path: Path) -> None:
     """With their zeros; and a batch of one number, whose stride is that of a longer row."""
     (tmp_path / "bags.py").write_text(SPARSE)
-    audit = audit_forked(forkserver, tmp_path, tmp_path / "bags.py", processes=1)
+    audit = audit_forked(python, tmp_path, tmp_path / "bags.py", processes=1)
     assert [finding for finding in audit.findings if finding.level in ("FAIL", "WARN")] == []
     assert audit.updates == 6

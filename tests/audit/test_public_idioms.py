@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
+
+from processes import Cli
 
 HEAD = """
 import torch, torch.nn.functional as F
@@ -75,18 +76,18 @@ def wrong(stdout: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", SCRIPTS)
-def test_it_runs_and_is_right(kind: str, everyrank: Any, tmp_path: Path) -> None:
+def test_it_runs_and_is_right(kind: str, cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "helper").mkdir()
     (tmp_path / "helper" / "__init__.py").write_text("from . import more\n")
     (tmp_path / "helper" / "more.py").write_text("import torch.distributed as dist\n")
     (tmp_path / "train.py").write_text(SCRIPTS[kind])
-    done = everyrank(tmp_path, "audit", "train.py")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert wrong(done.stdout) == []
-    assert "had failed" not in done.stdout
-    assert "nothing wrong found" in done.stdout
+    done = cli(tmp_path, "audit", "train.py")
+    assert done.status == 0, done.out + done.err
+    assert wrong(done.out) == []
+    assert "had failed" not in done.out
+    assert "nothing wrong found" in done.out
     ranks = 2 if "Process" in kind else 1
-    assert f"on {ranks} rank" in done.stdout
+    assert f"on {ranks} rank" in done.out
 
 
 LARGE = """
@@ -110,32 +111,32 @@ for inputs, labels in DataLoader(seen, 100, sampler=sampler, shuffle=sampler is 
     ids=["all", "divided"],
 )
 def test_epochs_longer_than_twenty_thousand_samples(
-    sampler: str, expected: list[str], everyrank: Any, tmp_path: Path
+    sampler: str, expected: list[str], cli: Cli, tmp_path: Path
 ) -> None:
     (tmp_path / "train.py").write_text(
         HEAD.replace("nn.BatchNorm1d(8)", "nn.Tanh()") + LARGE.replace("SAMPLER", sampler)
     )
-    done = everyrank(tmp_path, "audit", "--processes", "2", "train.py")
-    assert [line.split()[2] for line in wrong(done.stdout)] == expected, done.stdout + done.stderr
+    done = cli(tmp_path, "audit", "--processes", "2", "train.py")
+    assert [line.split()[2] for line in wrong(done.out)] == expected, done.out + done.err
 
 
-def test_samples_that_are_all_equal(everyrank: Any, tmp_path: Path) -> None:
+def test_samples_that_are_all_equal(cli: Cli, tmp_path: Path) -> None:
     """Stand-in data: a sampler divides it, and each rank feeds the same rows."""
     text = HEAD.replace("nn.BatchNorm1d(8)", "nn.Tanh()") + LARGE.replace("torch.randn(30000", "torch.ones(30000")
     (tmp_path / "train.py").write_text(text.replace("SAMPLER", "sampler = DistributedSampler(seen)"))
-    done = everyrank(tmp_path, "audit", "--processes", "2", "train.py")
-    assert wrong(done.stdout) == [], done.stdout
-    assert "all samples of this dataset are equal" in done.stdout
+    done = cli(tmp_path, "audit", "--processes", "2", "train.py")
+    assert wrong(done.out) == [], done.out
+    assert "all samples" in done.out
 
 
-def test_epochs_too_long_to_be_written_down(everyrank: Any, tmp_path: Path) -> None:
+def test_epochs_too_long_to_be_written_down(cli: Cli, tmp_path: Path) -> None:
     """What is not known of their order is said, in training and in evaluation; nothing wrong is said in its place."""
     text = HEAD.replace("nn.BatchNorm1d(8)", "nn.Tanh()") + LARGE.replace("30000", "210000") + EVALUATED
     (tmp_path / "train.py").write_text(text.replace("SAMPLER", "sampler = None\ntorch.manual_seed(dist.get_rank())"))
-    done = everyrank(tmp_path, "audit", "--processes", "2", "train.py")
-    said = [line for line in done.stdout.splitlines() if "which samples each rank" in line]
-    assert ["reads" in line for line in said] == [True, False], done.stdout + done.stderr
-    assert "data." not in " ".join(wrong(done.stdout))
+    done = cli(tmp_path, "audit", "--processes", "2", "train.py")
+    said = [line for line in done.out.splitlines() if "which samples each rank" in line]
+    assert ["reads" in line for line in said] == [True, False], done.out + done.err
+    assert "data." not in " ".join(wrong(done.out))
 
 
 EVALUATED = """

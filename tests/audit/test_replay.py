@@ -62,23 +62,23 @@ def gradients_by_hand() -> tuple[torch.Tensor, torch.Tensor]:
     return gradient(torch.stack(losses).mean()), gradient(F.cross_entropy(network(inputs.double()), labels))
 
 
-def test_a_right_script_is_equal_and_its_batch_norm_has_a_size(forkserver: ForkServer, tmp_path: Path) -> None:
+def test_a_right_script_is_equal_and_its_batch_norm_has_a_size(python: ForkServer, tmp_path: Path) -> None:
     """The size is that of a calculation by hand; the training is the same to the last bit, and its generator, too."""
-    audit = replayed(forkserver, tmp_path / "with", updates=1)
+    audit = replayed(python, tmp_path / "with", updates=1)
     [line] = audit.replayed
-    found = re.fullmatch(r"update 0 of 2 ranks in one process and float64: the gradient is equal to (\S+)", line)
+    found = re.fullmatch(r"update 0 of 2 ranks .* the gradient is equal to (\S+)", line)
     assert found, line
     assert 0 < float(found[1]) < 1e-5
     apart, union = gradients_by_hand()
     moved = float((apart - union).norm() / union.norm())
     [text] = coupling(audit)
-    assert "5 samples at a time, not the 20 of an update" in text
+    assert "5 samples at a time, not the 20" in text
     assert f"by {moved:.1%} of its norm" in text
     [note] = [finding for finding in audit.findings if finding.rule == "replay.batchnorm"]
     assert note.level == "NOTE"
     assert int(note.place.rpartition(":")[2]) in lines_with(NORMS.read_text(), "F.cross_entropy(model(inputs)")
     assert said_of_replay(audit) == []
-    without = replayed(forkserver, tmp_path / "without", updates=0)
+    without = replayed(python, tmp_path / "without", updates=0)
     assert (without.replayed, coupling(without)) == ((), [])
     assert (tmp_path / "with" / "rank0.txt").read_text() == (tmp_path / "without" / "rank0.txt").read_text() != ""
 
@@ -255,9 +255,9 @@ CASES: dict[str, tuple[list[tuple[str, str]], str, str, str]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_said_is_right_or_why_not(forkserver: ForkServer, tmp_path: Path, name: str) -> None:
+def test_what_is_said_is_right_or_why_not(python: ForkServer, tmp_path: Path, name: str) -> None:
     changes, line, note, unchecked = CASES[name]
-    audit = replayed(forkserver, tmp_path, *changes)
+    audit = replayed(python, tmp_path, *changes)
     assert bool(audit.replayed) == bool(line), (audit.replayed, audit.unchecked)
     assert all(re.search(line, said) for said in audit.replayed), audit.replayed
     assert bool(coupling(audit)) == bool(note), (coupling(audit), audit.unchecked)
@@ -267,29 +267,30 @@ def test_what_is_said_is_right_or_why_not(forkserver: ForkServer, tmp_path: Path
     assert not [finding for finding in audit.findings if finding.rule == "replay.differs"]
 
 
-def test_accumulation_in_one_process(forkserver: ForkServer, tmp_path: Path) -> None:
-    audit = replayed(forkserver, tmp_path, processes=1)
+def test_accumulation_in_one_process(python: ForkServer, tmp_path: Path) -> None:
+    audit = replayed(python, tmp_path, processes=1)
     [line] = audit.replayed
     assert re.search(f"updates 0 to 1 of 1 rank .*{EQUAL}", line)
     [text] = coupling(audit)
-    assert "5 samples at a time, not the 10 of an update" in text
+    assert "5 samples at a time, not the 10" in text
 
 
-def test_sharded_parameters_are_not_replayed(forkserver: ForkServer, tmp_path: Path) -> None:
+def test_sharded_parameters_are_not_replayed(python: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text((SCRIPTS / "sharded.py").read_text())
-    audit = audit_forked(forkserver, tmp_path, tmp_path / "train.py", replay=2)
+    audit = audit_forked(python, tmp_path, tmp_path / "train.py", replay=2)
     assert audit.replayed == ()
-    assert said_of_replay(audit) == ["replay: the parameters are sharded (fully_shard, FSDP or DTensor)"]
+    [line] = said_of_replay(audit)
+    assert "replay: the parameters are sharded" in line
 
 
 def test_without_the_live_oracle_the_replay_names_a_wrong_scale(
-    forkserver: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    python: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What agrees with it does so of its own accord."""
     others = tuple(rule for rule in examine.RULES if rule.check is not check_gradients)
     assert len(others) == len(examine.RULES) - 1
     monkeypatch.setattr(examine, "RULES", others)
-    audit = replayed(forkserver, tmp_path, *CASES["scale"][0])
+    audit = replayed(python, tmp_path, *CASES["scale"][0])
     [finding] = [finding for finding in audit.findings if finding.rule == "replay.differs"]
     assert finding.level == "WARN"
     assert finding.text.endswith("the gradient is 2x too large")

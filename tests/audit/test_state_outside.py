@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
+
+from processes import Cli
 
 CENTER = """
 import torch
@@ -56,11 +57,11 @@ REDUCED = "dist.all_reduce(mean); mean /= dist.get_world_size()"
     ],
     ids=["right", "a center of its own", "not divided"],
 )
-def test_a_loss_with_a_center(reduce: str, divisor: str, expected: set[str], everyrank: Any, tmp_path: Path) -> None:
+def test_a_loss_with_a_center(reduce: str, divisor: str, expected: set[str], cli: Cli, tmp_path: Path) -> None:
     """A buffer of a loss module is the script's to synchronise; the statistics of batch norm in it are not meant."""
     (tmp_path / "train.py").write_text(CENTER.replace("REDUCE", reduce).replace("DIVISOR", divisor))
-    done = everyrank(tmp_path, "audit", "train.py")
-    found = set(re.findall(r"^(?:FAIL|WARN|NOTE) +\S+ +(\S+)", done.stdout, re.MULTILINE))
-    assert found == expected, done.stdout + done.stderr
+    done = cli(tmp_path, "audit", "train.py")
+    found = set(re.findall(r"^(?:FAIL|WARN|NOTE) +\S+ +(\S+)", done.out, re.MULTILINE))
+    assert found == expected, done.out + done.err
     if "replicas.buffers" in expected:
-        assert "CenterLoss.center" in done.stdout
+        assert "CenterLoss.center" in done.out

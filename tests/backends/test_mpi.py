@@ -18,7 +18,7 @@ from everyrank.backends.mpi.calls import Calls
 from everyrank.backends.mpi.library import meet
 from everyrank.backends.mpi.wait_table import WaitTable
 from everyrank.errors import CannotRunError, RankFailedError
-from processes import one_line
+from processes import Cli, one_line
 
 
 class FakeMpi(ModuleType):
@@ -53,14 +53,14 @@ def made(size: int) -> Any:
 
 def test_without_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)
-    with pytest.raises(CannotRunError, match=r"there is no mpi4py here; pip install 'everyrank\[mpi\]'"):
+    with pytest.raises(CannotRunError, match=r"pip install 'everyrank\[mpi\]'"):
         made(2)
 
 
 @pytest.mark.usefixtures("_fake_mpi")
 def test_without_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that nobody's mpirun has started would be an MPI world of its own."""
-    with pytest.raises(CannotRunError, match="not started by mpirun; use --launcher mpi"):
+    with pytest.raises(CannotRunError, match="mpirun; use --launcher mpi"):
         made(2)
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     with pytest.raises(CannotRunError, match="MPI_THREAD_SERIALIZED"):
@@ -71,32 +71,30 @@ def test_mpirun_of_another_mpi() -> None:
     """Then each process is a world of its own, and MPI would call both rank 0."""
     store: Any = dist.HashStore()
     store.set("place/1", "[0, 1]")
-    with pytest.raises(
-        CannotRunError, match=r"MPI knows 1 of 2 ranks; mpi4py uses Fake MPI v1.0: start them by its mpirun"
-    ):
+    with pytest.raises(CannotRunError, match=r"1 of 2 ranks.* Fake MPI v1\.0"):
         meet(store, FakeMpi("mpi"), 0, 2, range(2), 1.0)
 
 
 def test_a_rank_that_never_comes() -> None:
-    with pytest.raises(RankFailedError, match=r"rank 7 did not reach the MPI group within 0\.1 s"):
+    with pytest.raises(RankFailedError, match=r"rank 7 did not reach .* within 0\.1 s"):
         meet(dist.HashStore(), FakeMpi("mpi"), 0, 2, [3, 7], 0.1)
 
 
-def test_by_the_command(everyrank: Any, tmp_path: Path) -> None:
+def test_by_the_command(cli: Cli, tmp_path: Path) -> None:
     """One line and status 3, with mpi4py and without."""
     words = ["train", "digits", "--layout", "ddp", "--processes", "2", "--steps", "1", "--save-every", "0"]
-    done = everyrank(tmp_path, *words, "--backend", "mpi", "--launcher", "spawn")
-    assert done.returncode == 3
-    assert one_line(done.stderr).startswith("everyrank: --backend mpi: th")
+    done = cli(tmp_path, *words, "--backend", "mpi", "--launcher", "spawn")
+    assert done.status == 3
+    assert one_line(done.err).startswith("everyrank: --backend mpi: th")
 
 
-def test_mpirun_is_the_launcher_of_its_backend(everyrank: Any, tmp_path: Path) -> None:
+def test_mpirun_is_the_launcher_of_its_backend(cli: Cli, tmp_path: Path) -> None:
     """Also where it is one of several; another launcher that was asked for stays."""
     for words in (["train", "digits", "--backend", "mpi"], ["comm", "--backend", "gloo", "shm", "mpi"]):
-        done = everyrank(tmp_path, *words, "--processes", "2", "--dry-run")
-        assert "mpirun -n 2" in done.stdout, done
-    done = everyrank(tmp_path, "train", "digits", "--backend", "mpi", "--launcher", "torchrun", "--dry-run")
-    assert "mpirun" not in done.stdout, done
+        done = cli(tmp_path, *words, "--processes", "2", "--dry-run")
+        assert "mpirun -n 2" in done.out, done
+    done = cli(tmp_path, "train", "digits", "--backend", "mpi", "--launcher", "torchrun", "--dry-run")
+    assert "mpirun" not in done.out, done
 
 
 def test_who_is_missing() -> None:
@@ -127,8 +125,8 @@ def test_who_is_missing() -> None:
 @pytest.mark.parametrize(
     ("reduction", "dtype", "said"),
     [
-        ("band", torch.float32, "reduction band of torch.float32: MPI has none"),
-        ("max", torch.complex64, "reduction max of torch.complex64: MPI has none"),
+        ("band", torch.float32, "reduction band of torch.float32"),
+        ("max", torch.complex64, "reduction max of torch.complex64"),
         ("premul_sum", torch.float32, "give one of sum, avg"),
         ("sum", torch.float8_e4m3fn, "torch.float8_e4m3fn: MPI cannot reduce it"),
     ],

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from checkpointing import DIGITS
+from processes import Cli
 
 
 @pytest.fixture(scope="module")
-def _saved_once(everyrank: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def _saved_once(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
     words = ("--layout", "ddp", "--processes", "2", "--save-every", "2", "--evaluate-every", "0", "--out", "run")
-    done = everyrank(folder, *DIGITS, *words)
-    assert done.returncode == 0, done.stderr
+    done = cli(folder, *DIGITS, *words)
+    assert done.status == 0, done.err
     return folder / "run"
 
 

@@ -19,7 +19,7 @@ from everyrank.cli import main
 from everyrank.errors import UsageError
 from everyrank.runs import checkpoint_named, find_checkpoint, newest_whole
 from everyrank.world import World
-from processes import one_line, refused
+from processes import Cli, one_line, refused
 
 # --- what is damaged, foreign or hostile
 
@@ -208,12 +208,12 @@ def test_one_flipped_bit_is_found_in_any_file(ranks: Any, run_folder: Path) -> N
         flip(place / name)
 
 
-def test_one_flipped_bit_on_the_command_line(everyrank: Any, run_folder: Path, tmp_path: Path) -> None:
+def test_one_flipped_bit_on_the_command_line(cli: Cli, run_folder: Path, tmp_path: Path) -> None:
     flip(step(run_folder, 6) / "__1_0.distcp")
     words = ("--layout", "ddp", "--processes", "2", "--out", run_folder, "--resume")
-    done = everyrank(tmp_path, *DIGITS, *words)
-    assert done.returncode == 2, done.stderr
-    line = one_line(done.stderr)
+    done = cli(tmp_path, *DIGITS, *words)
+    assert done.status == 2, done.err
+    line = one_line(done.err)
     assert "__1_0.distcp" in line
     assert f"--resume {step(run_folder, 4)}" in line
 

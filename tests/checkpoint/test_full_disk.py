@@ -10,13 +10,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from everyrank.runs import checkpoints_of, damage, find_checkpoint
 from forkserver import ForkServer, run_python
-from processes import one_line
+from processes import Cli, one_line
 
 FULL = """\
 import os
@@ -68,14 +67,14 @@ workload = Workload(
 
 
 @pytest.fixture(scope="module")
-def small_disks(forkserver: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> None:
+def small_disks(python: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Skip where no small disk can be made."""
     reason = "a disk that is full is not verified for real"
     if sys.platform != "linux" or os.geteuid() != 0 or shutil.which("mount") is None:
         pytest.skip(f"{reason}: needs Linux, root and mount")
     folder = tmp_path_factory.mktemp("disk")
     with (folder / "said").open("w") as said:
-        if forkserver.start(mount_small_disk, folder, streams=(None, said, said)).wait(60):
+        if python.fork(mount_small_disk, folder, streams=(None, said, said)).wait(60):
             pytest.skip(f"{reason}: {(folder / 'said').read_text().splitlines()[-1]}")
 
 
@@ -107,14 +106,14 @@ class Ended:
     stderr: str
 
 
-def on_a_full_disk(forkserver: ForkServer, folder: Path, *words: str, cleared: bool, left: int) -> Ended:
+def on_a_full_disk(python: ForkServer, folder: Path, *words: str, cleared: bool, left: int) -> Ended:
     """Train with the run on a disk of 8 MiB that is full from update 5 on."""
     (folder / "mine.py").write_text(FULL)
     (folder / "disk").mkdir()
     own = {"DISK": str(folder / "disk"), "LEFT": str(left), "CLEARED": str(int(cleared)), "OMP_NUM_THREADS": "1"}
     arguments = (folder / "disk", folder / "kept", list(words))
     with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
-        started = forkserver.start(
+        started = python.fork(
             train_on_small_disk,
             *arguments,
             folder=folder,
@@ -129,9 +128,9 @@ def steps_logged(run: Path) -> list[int]:
     return [row["step"] for row in rows if "step" in row]
 
 
-def test_a_full_disk_while_training(forkserver: ForkServer, small_disks: None, tmp_path: Path) -> None:
+def test_a_full_disk_while_training(python: ForkServer, small_disks: None, tmp_path: Path) -> None:
     """One clear line for each checkpoint that could not be saved; the training goes on, and saves when it can."""
-    done = on_a_full_disk(forkserver, tmp_path, "--keep", "9", cleared=True, left=60_000)
+    done = on_a_full_disk(python, tmp_path, "--keep", "9", cleared=True, left=60_000)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     lines = [line for line in done.stdout.splitlines() if "could not be saved" in line]
@@ -147,10 +146,10 @@ def test_a_full_disk_while_training(forkserver: ForkServer, small_disks: None, t
     assert not list((tmp_path / "kept" / "checkpoints").glob("*.tmp"))
 
 
-def test_a_full_disk_at_the_end(forkserver: ForkServer, everyrank: Any, small_disks: None, tmp_path: Path) -> None:
+def test_a_full_disk_at_the_end(python: ForkServer, cli: Cli, small_disks: None, tmp_path: Path) -> None:
     """The last checkpoint is what the run was for: status 4, one line; the one before is whole and goes on."""
     two = ("--layout", "ddp", "--processes", "2")
-    done = on_a_full_disk(forkserver, tmp_path, *two, cleared=False, left=60_000)
+    done = on_a_full_disk(python, tmp_path, *two, cleared=False, left=60_000)
     assert done.returncode == 4, done.stdout + done.stderr
     line = one_line(done.stderr)
     assert "No space left on device" in line
@@ -159,15 +158,15 @@ def test_a_full_disk_at_the_end(forkserver: ForkServer, everyrank: Any, small_di
     assert [one.metadata.step for one in there] == [2, 4]
     assert [damage(one) for one in there] == [None] * 2
     words = ("--out", "kept", "--resume", "--steps", "8", "--save-every", "2")
-    again = everyrank(tmp_path, "train", "mine.py", *two, *words, DISK=str(tmp_path), LEFT="0", CLEARED="0")
-    assert again.returncode == 0, again.stderr
+    again = cli(tmp_path, "train", "mine.py", *two, *words, DISK=str(tmp_path), LEFT="0", CLEARED="0")
+    assert again.status == 0, again.err
     assert steps_logged(tmp_path / "kept") == list(range(8))
     assert find_checkpoint(tmp_path / "kept").metadata.step == 8
 
 
-def test_a_disk_with_no_room_for_the_log_either(forkserver: ForkServer, small_disks: None, tmp_path: Path) -> None:
+def test_a_disk_with_no_room_for_the_log_either(python: ForkServer, small_disks: None, tmp_path: Path) -> None:
     """Not one byte is left: however it ends, in one line, and what was saved is whole."""
-    done = on_a_full_disk(forkserver, tmp_path, cleared=False, left=0)
+    done = on_a_full_disk(python, tmp_path, cleared=False, left=0)
     assert done.returncode == 4, done.stdout + done.stderr
     assert "No space left on device" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr

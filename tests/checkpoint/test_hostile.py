@@ -16,7 +16,7 @@ from checkpointing import DIGITS, step, sum_again, try_digits
 from everyrank.checkpoint import export
 from everyrank.errors import UsageError
 from everyrank.runs import checkpoint_named
-from processes import one_line
+from processes import Cli, one_line
 
 
 class Hostile:
@@ -118,12 +118,12 @@ def test_values_of_another_kind_are_refused(ranks: Any, run_folder: Path, values
     assert "\n" not in line
 
 
-def test_a_hostile_table_on_the_command_line(everyrank: Any, run_folder: Path, tmp_path: Path) -> None:
+def test_a_hostile_table_on_the_command_line(cli: Cli, run_folder: Path, tmp_path: Path) -> None:
     place, mark = step(run_folder, 6), tmp_path / "it-ran"
     (place / ".metadata").write_bytes(pickle.dumps(Hostile(os.system, f"touch {mark}")))
     sum_again(place, ".metadata")
-    done = everyrank(tmp_path, *DIGITS, "--layout", "ddp", "--processes", "2", "--resume", place)
-    assert done.returncode == 2, done.stderr
-    assert ".metadata" in one_line(done.stderr)
+    done = cli(tmp_path, *DIGITS, "--layout", "ddp", "--processes", "2", "--resume", place)
+    assert done.status == 2, done.err
+    assert ".metadata" in one_line(done.err)
     assert not mark.exists()
     assert not list(tmp_path.glob("runs/*/log.jsonl"))

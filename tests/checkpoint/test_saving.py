@@ -301,10 +301,10 @@ def look_at(run: Path) -> int:
 
 
 @pytest.mark.integration
-def test_fifty_kills_leave_no_folder_that_cannot_be_loaded(forkserver: ForkServer, tmp_path: Path) -> None:
+def test_fifty_kills_leave_no_folder_that_cannot_be_loaded(python: ForkServer, tmp_path: Path) -> None:
     """SIGKILL at random moments of saving, in the background too: what has its name is whole, and there is some."""
     with (tmp_path / "said").open("w") as said, (tmp_path / "errors").open("w") as errors:
-        status = forkserver.start(kill_many, tmp_path, 17, 50, streams=(None, said, errors)).wait(200)
+        status = python.fork(kill_many, tmp_path, 17, 50, streams=(None, said, errors)).wait(200)
     assert status == 0, (tmp_path / "errors").read_text()
     num_unfinished, num_whole = map(int, (tmp_path / "said").read_text().split())
     assert num_unfinished >= 10, "the kills were meant to hit in the middle"

@@ -33,7 +33,7 @@ from everyrank.collectives.stride_check import MEMORY, check_strides
 from everyrank.collectives.sweep import refusal, sweep
 from everyrank.commands.launching import _backend
 from everyrank.measure.memory import free_memory_bytes
-from processes import Cli, one_line, refused
+from processes import Cli, Running, one_line, refused
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64]
 
@@ -115,12 +115,12 @@ def test_an_answer_that_never_came_is_wrong(ranks: Any) -> None:
     assert all(first[name] > 0 for name in ("reduce", "gather", "all_reduce", "all_gather", "isend"))
 
 
-def test_command(everyrank: Any, tmp_path: Path) -> None:
+def test_command(cli: Cli, tmp_path: Path) -> None:
     """Rows with times and bandwidths by their definitions, the costs, exit status 0."""
     words = ["--op", "all_reduce", "barrier", "--sizes", "4:1KiB", "--seconds", "0.01", "--json", "c.json"]
-    done = everyrank(tmp_path, "comm", *words)
-    assert done.returncode == 0, done.stderr
-    assert "all results correct" in done.stdout
+    done = cli(tmp_path, "comm", *words)
+    assert done.status == 0, done.err
+    assert "all results correct" in done.out
     found = json.loads((tmp_path / "c.json").read_text())
     *sizes, barrier = found["rows"]
     assert [row["num_bytes"] for row in sizes] == [4, 16, 64, 256, 1024]
@@ -146,24 +146,24 @@ raise SystemExit(main())
 """
 
 
-def test_a_wrong_element_is_status_1(forge: Any, tmp_path: Path) -> None:
+def test_a_wrong_element_is_status_1(cli: Cli, tmp_path: Path) -> None:
     """A backend that gets one element wrong, on both ranks, before and after the timed calls."""
     (tmp_path / "broken.py").write_text(BROKEN)
-    done = forge(tmp_path, "comm", "--op", "all_reduce", "--sizes", "20B", size=2, script="broken.py")
+    done = cli.on_ranks(tmp_path, "comm", "--op", "all_reduce", "--sizes", "20B", size=2, script="broken.py")
     assert done.statuses[0] == 1, done
     assert "4 wrong elements" in done.out
 
 
-def test_algorithms_by_the_command(everyrank: Any, tmp_path: Path) -> None:
+def test_algorithms_by_the_command(cli: Cli, tmp_path: Path) -> None:
     """With steps and bytes of the busiest rank."""
-    done = everyrank(
+    done = cli(
         tmp_path,
         "comm", "--op", "all_reduce", "--algorithm", "ring", "--sizes", "1KiB", "--processes", "3", "--seconds", "0.01",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "1368 B in 4 steps" in done.stdout
-    assert "by" in done.stdout
-    assert "shm ring" in done.stdout
+    assert done.status == 0, done.err
+    assert "1368 B in 4 steps" in done.out
+    assert "by" in done.out
+    assert "shm ring" in done.out
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ def test_backends_take_turns(ranks: Any) -> None:
     }
 
 
-def test_several_backends_by_the_command(everyrank: Any, tmp_path: Path) -> None:
+def test_several_backends_by_the_command(cli: Cli, tmp_path: Path) -> None:
     """In the order in which they were asked for, with the costs of both, and the page."""
     words = [
         "--op",
@@ -283,10 +283,10 @@ def test_several_backends_by_the_command(everyrank: Any, tmp_path: Path) -> None
         "gloo",
         "shm",
     ]
-    done = everyrank(tmp_path, "comm", *words, "--json", "c.json", "--html", "c.html")
-    assert done.returncode == 0, done.stderr
-    assert "gloo, shm, 2 ranks on cpu" in done.stdout
-    assert "shm monitored_barrier: not supported" in done.stdout
+    done = cli(tmp_path, "comm", *words, "--json", "c.json", "--html", "c.html")
+    assert done.status == 0, done.err
+    assert "gloo, shm, 2 ranks on cpu" in done.out
+    assert "shm monitored_barrier: not supported" in done.out
     found = json.loads((tmp_path / "c.json").read_text())
     assert [(row["num_bytes"], row["backend"]) for row in found["rows"][:4]] == [
         (4, "gloo"), (4, "shm"), (16, "gloo"), (16, "shm"),
@@ -325,11 +325,11 @@ def test_what_one_rank_is_refused_all_know(ranks: Any) -> None:
     assert ranks(2, one_sided) == ["not with these"] * 2
 
 
-def test_sizes_that_do_not_fit(everyrank: Any, tmp_path: Path) -> None:
+def test_sizes_that_do_not_fit(cli: Cli, tmp_path: Path) -> None:
     """Seen before a tensor is made: one line, status 3."""
-    done = everyrank(tmp_path, "comm", "--op", "all_reduce", "--sizes", "1KiB", "9999999GiB")
-    assert done.returncode == 3, done.stderr
-    assert "--sizes 9999999GiB: " in one_line(done.stderr)
+    done = cli(tmp_path, "comm", "--op", "all_reduce", "--sizes", "1KiB", "9999999GiB")
+    assert done.status == 3, done.err
+    assert "--sizes 9999999GiB: " in one_line(done.err)
 
 
 def test_needed_and_free_memory(tmp_path: Path) -> None:
@@ -353,21 +353,23 @@ def test_needed_and_free_memory(tmp_path: Path) -> None:
     assert free_memory_bytes(tmp_path) == 4000
 
 
-def sharing(cli: Cli) -> int:
+def sharing(running: Running) -> int:
     """How many of its processes have opened the shared memory of their group."""
     found = 0
-    for process in cli.processes():
+    for process in running.processes():
         with contextlib.suppress(OSError):
             found += "/memfd:everyrank" in Path(f"/proc/{process}/maps").read_text()
     return found
 
 
-def test_interrupted(cli: Cli) -> None:
+def test_interrupted(cli: Cli, tmp_path: Path) -> None:
     """Ctrl-C in the middle: one line, status 130, no process left."""
-    cli.start("comm", "--op", "all_reduce", "--sizes", "64MiB", "--seconds", "1e9", "--json", "c.json")
-    cli.wait_for(lambda: sharing(cli) >= 2)
-    os.killpg(cli.process.pid, signal.SIGINT)
-    status, _, stderr = cli.end()
+    running = cli.start(
+        tmp_path, "comm", "--op", "all_reduce", "--sizes", "64MiB", "--seconds", "1e9", "--json", "c.json"
+    )
+    running.wait_for(lambda: sharing(running) >= 2)
+    os.killpg(running.process.pid, signal.SIGINT)
+    status, _, stderr = running.end()
     assert (status, one_line(stderr)) == (130, "everyrank: interrupted; all ranks are ended")
-    assert cli.left() == {}
-    assert not (cli.folder / "c.json").exists()
+    assert running.left() == {}
+    assert not (tmp_path / "c.json").exists()

@@ -96,7 +96,7 @@ def test_the_schema_is_the_documented_one(repository: Path) -> None:
 def test_table_of_several() -> None:
     """A row for each backend, with how many times as fast as the first it is; one backend alone has no such columns."""
     found = measured(two_backends())
-    assert comm_title(found) == "gloo, shm, mpi, 2 ranks on cpu, float32"
+    assert comm_title(found).split(", ") == ["gloo", "shm", "mpi", "2 ranks on cpu", "float32"]
     table = comm_table(found)
     assert table.header[2] == "by"
     assert table.header[-2:] == ["x gloo: mean", "p50"]
@@ -120,12 +120,12 @@ def test_tensors_that_are_not_contiguous() -> None:
     """What gloo gets wrong is said; what a backend gets wrong that says it takes them is a failure."""
     said = [strides("gather"), strides("all_reduce", 3), strides("send", refused="no"), strides("isend", refused="no")]
     found = measured([row("gloo", 4, 1e-4)], said)
-    line = "gloo, strided tensors: correct: gather; wrong, without an error: all_reduce; refused (no): send, isend"
-    assert line in comm_notes(found)
+    [line] = [note for note in comm_notes(found) if note.startswith("gloo, strided tensors: ")]
+    assert re.search(r"correct: gather; wrong.*: all_reduce; refused \(no\): send, isend", line)
     assert not has_failed(found)
     failed = measured([row("gloo", 4, 1e-4)], [strides("all_reduce", 3, is_failure=True)])
     assert "gloo, strided tensors: WRONG: all_reduce" in comm_notes(failed)
-    assert "baseline: memory copy of 16 MiB on all ranks at once: 5 GB/s" in comm_notes(failed)
+    assert any("memory copy of 16 MiB" in note and "5 GB/s" in note for note in comm_notes(failed))
     assert has_failed(failed)
     assert has_failed(measured([row("gloo", 4, 1e-4, num_wrong=1)]))
 

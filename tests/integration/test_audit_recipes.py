@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from forkserver import ForkServer
 from integration.conftest import needs_horovod
 from integration.test_recipe_commands import mpirun
 from processes import free_port
@@ -38,10 +39,10 @@ def check(said: str, num_ranks: int = 2) -> None:
 
 
 @pytest.fixture
-def forked_programs(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def forked_programs(python: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fork `python` and `torchrun` of the typed commands, and the ranks that torchrun starts."""
-    monkeypatch.setattr(test_recipes, "PROGRAMS", programs)
-    monkeypatch.setitem(test_recipes.OURS, "PYTHON_EXEC", str(programs / "python"))
+    monkeypatch.setattr(test_recipes, "PROGRAMS", python.programs)
+    monkeypatch.setitem(test_recipes.OURS, "PYTHON_EXEC", str(python.programs / "python"))
 
 
 def test_ddp_torchrun(tmp_path: Path) -> None:

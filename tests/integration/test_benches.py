@@ -1,4 +1,4 @@
-"""Whole benches as a person types them, and launchers beside each other: minutes of real starts."""
+"""Whole benches as a user types them: minutes of real starts."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ import math
 import signal
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from everyrank import Launch, Layout, find_workload, parse_layout, read_records, run
+from everyrank import parse_layout, read_records
 from everyrank.layout import STRATEGIES
 from processes import Cli
 
 
-def test_bench_and_report(everyrank: Any, tmp_path: Path) -> None:
+def test_bench_and_report(cli: Cli, tmp_path: Path) -> None:
     """Rows for all there are, numbers only for what was checked equal; the report can be made again from the Records.
 
     Layouts that nobody asked for by name and the workload cannot have say why.
     """
     words = ("--steps", "6", "--trials", "2", "--json", "r.json", "--html", "r.html")
-    done = everyrank(tmp_path, "bench", "digits", "--processes", "2", *words)
-    assert done.returncode == 0, done.stderr
+    done = cli(tmp_path, "bench", "digits", "--processes", "2", *words)
+    assert done.status == 0, done.err
     records = read_records(tmp_path / "r.json")
     trained = ["single", "ddp", "zero1", "fsdp", "horovod", "parameter_server", "local_sgd"]
     reasons = {"dataparallel": "2 CUDA", "tensor": "tensor_plan", "context": "sequence_dim", "pipeline": "batch norm"}
@@ -59,8 +58,8 @@ def test_bench_and_report(everyrank: Any, tmp_path: Path) -> None:
             assert record.first_step_seconds is not None
     assert all(record.resources is None or max(record.resources.memory_bytes) > 2**27 for record in records)
     for heading in ("Step-time breakdown", "Memory and communication"):
-        assert heading in done.stdout
-    assert "not verified here: needs 2 CUDA devices" in done.stdout
+        assert heading in done.out
+    assert "not verified here: needs 2 CUDA devices" in done.out
     for record in (record for record in records if record.layout in trained and parse_layout(record.layout).is_exact):
         assert all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(records[0].loss, record.loss, strict=True))
     page = (tmp_path / "r.html").read_text()
@@ -68,21 +67,21 @@ def test_bench_and_report(everyrank: Any, tmp_path: Path) -> None:
     assert "everyrank bench digits --processes 2 --steps 6 --trials 2" in page
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_bench_that_is_stopped_shows_what_it_has(
-    cli: Cli, tmp_path: Path, number: signal.Signals, status: int
-) -> None:
-    """Rows are said as they are known, without a terminal too; stopped, it shows them and writes the files."""
+def test_a_bench_that_is_stopped_shows_what_it_has(cli: Cli, tmp_path: Path) -> None:
+    """Rows are said as they are known, without a terminal too; stopped, it shows them and writes the files.
+
+    Other signals are sent to a training, in tests/test_faults.py.
+    """
     words = ["bench", "digits", "--layout", "single", "ddp", "--trials", "1000", "--steps", "2"]
     files = ["--json", "r.json", "--html", "r.html"]
-    cli.start(*words, "--processes", "2", *files)
-    cli.wait_for(lambda: "ddp: trial 2 of 1000, " in cli.said()[0])
-    cli.process.send_signal(number)
-    found, out, err = cli.end()
+    running = cli.start(tmp_path, *words, "--processes", "2", *files)
+    running.wait_for(lambda: "ddp: trial 2 of 1000, " in running.said()[0])
+    running.process.send_signal(signal.SIGINT)
+    found, out, err = running.end()
     assert out.startswith("single: equal (20 updates)\nddp: equal (20 updates)\n")
-    assert found == status, err
+    assert found == 130, err
     assert "all ranks are ended" in err.splitlines()[-1]
-    assert cli.left() == {}
+    assert running.left() == {}
     records = read_records(tmp_path / "r.json")
     assert [record.layout for record in records] == ["single", "ddp"]
     for record in records:
@@ -92,11 +91,11 @@ def test_a_bench_that_is_stopped_shows_what_it_has(
     assert "Stopped before the end" in (tmp_path / "r.html").read_text()
 
 
-def test_bench_on_several_numbers_of_ranks(everyrank: Any, tmp_path: Path) -> None:
+def test_bench_on_several_numbers_of_ranks(cli: Cli, tmp_path: Path) -> None:
     """One rank first; then strong and weak scaling, each with its efficiency against that."""
     words = ("--processes", "1", "2", "--steps", "3", "--trials", "1", "--json", "r")
-    done = everyrank(tmp_path, "bench", "digits", "--layout", "ddp", *words)
-    assert done.returncode == 0, done.stderr
+    done = cli(tmp_path, "bench", "digits", "--layout", "ddp", *words)
+    assert done.status == 0, done.err
     one, strong, weak = read_records(tmp_path / "r")
     assert [one.world_size, strong.world_size, weak.world_size] == [1, 2, 2]
     assert [record.provenance["global_batch"] for record in (one, strong, weak)] == [64, 64, 128]
@@ -108,16 +107,4 @@ def test_bench_on_several_numbers_of_ranks(everyrank: Any, tmp_path: Path) -> No
         assert record.throughput_samples_per_second is not None
         ratio = record.throughput_samples_per_second.median / one.throughput_samples_per_second.median
         assert record.scaling.efficiency.median == pytest.approx(ratio / 2)
-    assert "efficiency relative to one rank" in done.stdout
-
-
-def test_launchers_are_bit_identical(everyrank: Any, tmp_path: Path) -> None:
-    """How processes start changes no bit."""
-    words = ["train", "digits", "--layout", "zero1", "--processes", "2", "--steps", "5", "--json", "r.json"]
-    done = everyrank(tmp_path, *words, "--launcher", "torchrun")
-    assert done.returncode == 0, done.stderr
-    (record,) = read_records(tmp_path / "r.json")
-    assert record.launcher == "torchrun"
-    (here,) = run(find_workload("digits"), Layout("zero1"), Launch(processes=2), steps=5, show=False)
-    assert here.launcher == "spawn"
-    assert record.loss == here.loss
+    assert "efficiency relative to one rank" in done.out

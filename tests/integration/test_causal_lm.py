@@ -224,7 +224,7 @@ def test_a_word_that_we_have_not(transformers: Any, monkeypatch: pytest.MonkeyPa
     config = transformers.MixtralConfig(**SMALL)
     plan = {**config.base_model_tp_plan, "layers.*.self_attn": "local_params"}
     monkeypatch.setattr(transformers.MixtralConfig, "base_model_tp_plan", plan)
-    with pytest.raises(WorkloadError, match=r"MixtralForCausalLM splits .*attn.* has no word .* tensor=False"):
+    with pytest.raises(WorkloadError, match=r"MixtralForCausalLM .*attn.* tensor=False"):
         from_transformers(config)
     found = from_transformers(config, tensor=False)
     assert (found.blocks, found.tensor_plan) == ("model.model.layers", None)
@@ -262,7 +262,7 @@ def test_a_config_is_not_changed(transformers: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"family": "bert"}, "family=bert: give one of llama, qwen, gpt2"),
+        ({"family": "bert"}, "family=bert: .* llama, qwen, gpt2"),
         ({"heads": 0}, "heads=0: give at least 1"),
         ({"heads": 5}, "a multiple of 10"),
     ],

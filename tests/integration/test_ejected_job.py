@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from integration.conftest import batch_job
+from processes import Cli
 from test_eject import eject, losses_of_train, outside, said
 
 __all__ = ["outside"]
@@ -20,13 +20,15 @@ def test_slurm_runs_what_is_ejected(
     words: tuple[str, ...],
     outside: Path,
     tmp_path: Path,
-    forge: Any,
+    cli: Cli,
     slurm: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The command in its README submits the job, which gets the losses of `everyrank train` to the last bit."""
-    project = eject(forge, outside / "points.py", tmp_path / "project", "--launcher", "slurm", *words)
-    ours = forge(tmp_path, "train", outside / "points.py", *(words or ("--layout", "ddp")), "--out", "run", size=2)
+    project = eject(cli, outside / "points.py", tmp_path / "project", "--launcher", "slurm", *words)
+    ours = cli.on_ranks(
+        tmp_path, "train", outside / "points.py", *(words or ("--layout", "ddp")), "--out", "run", size=2
+    )
     assert ours.status == 0, ours.err
     assert "\nsbatch train.sbatch\n" in (project / "README.md").read_text()
     # both nodes are this machine, whose name may have no address

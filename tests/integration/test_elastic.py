@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from everyrank import read_records
+from forkserver import ForkServer
 from integration.conftest import Hosts, needs_ray
 from integration.test_conformance import EVERYRANK, forked
 from processes import Cli
@@ -50,13 +51,13 @@ TRAIN = [
 
 
 @pytest.fixture(scope="module")
-def undisturbed(everyrank: Any, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def undisturbed(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The losses of four ranks to which nothing happens."""
     folder = tmp_path_factory.mktemp("undisturbed")
     (folder / "slow.py").write_text(SLOW)
     (folder / "hurry").touch()
-    done = everyrank(folder, *TRAIN, "--processes", "4", "--out", "out")
-    assert done.returncode == 0, done.stderr
+    done = cli(folder, *TRAIN, "--processes", "4", "--out", "out")
+    assert done.status == 0, done.err
     return read_records(folder / "r.json")[0].loss
 
 
@@ -90,12 +91,12 @@ def has_gone_on(out: Path, start: int) -> Callable[[], bool]:
 
 @pytest.mark.timeout(500)
 def test_four_hosts_then_three_then_four(
-    programs: Path, tmp_path: Path, four_hosts: Hosts, undisturbed: list[float]
+    python: ForkServer, tmp_path: Path, four_hosts: Hosts, undisturbed: list[float]
 ) -> None:
     """The first host, with rank 0, is lost, and comes again later: the same line typed everywhere, and nothing else."""
     (tmp_path / "slow.py").write_text(SLOW)
     names, out = four_hosts.names, tmp_path / "out"
-    words = [*forked(programs), *TRAIN, "--launcher", "torchrun", "--rendezvous-kind", "c10d", "--nodes", "3:4"]
+    words = [*forked(python), *TRAIN, "--launcher", "torchrun", "--rendezvous-kind", "c10d", "--nodes", "3:4"]
     words += ["--rendezvous", f"{four_hosts.addresses[1]}:29660", "--processes", "4", "--restarts", "3"]
     words += ["--resume", "--out", "out"]
     started = [four_hosts.start(index, words, tmp_path) for index in range(4)]
@@ -138,20 +139,20 @@ def test_four_hosts_then_three_then_four(
 
 
 @pytest.mark.timeout(400)
-def test_a_rank_that_is_killed_on_one_host(cli: Cli, undisturbed: list[float]) -> None:
+def test_a_rank_that_is_killed_on_one_host(cli: Cli, tmp_path: Path, undisturbed: list[float]) -> None:
     """--restarts: SIGKILL to rank 2 of 4 in the middle; all start again from the last checkpoint, and say the cost."""
-    (cli.folder / "slow.py").write_text(SLOW)
-    out = cli.folder / "out"
+    (tmp_path / "slow.py").write_text(SLOW)
+    out = tmp_path / "out"
     words = [*TRAIN, "--launcher", "torchrun", "--restarts", "2", "--processes", "4", "--out", "out"]
-    cli.start(*words)
+    running = cli.start(tmp_path, *words)
     wait_until(lambda: len(lines(out / "log.jsonl")) >= 8, "the first updates", out)
     before = process_of(out, 2)
     os.kill(before, signal.SIGKILL)
     wait_until(has_gone_on(out, 1), "they go on", out)
-    (cli.folder / "hurry").touch()
-    status, screen, err = cli.end(200)
+    (tmp_path / "hurry").touch()
+    status, screen, err = running.end(200)
     assert (status, err) == (0, ""), err
-    record = read_records(cli.folder / "r.json")[0]
+    record = read_records(tmp_path / "r.json")[0]
     assert record.loss == pytest.approx(undisturbed, rel=1e-12)
     assert [row.world_size for row in record.memberships] == [4, 4]
     again = record.memberships[1]
@@ -161,16 +162,28 @@ def test_a_rank_that_is_killed_on_one_host(cli: Cli, undisturbed: list[float]) -
     assert process_of(out, 2) != before
 
 
-def test_a_command_that_is_killed_takes_its_launcher_along(cli: Cli) -> None:
+def test_a_command_that_is_killed_takes_its_launcher_along(cli: Cli, tmp_path: Path) -> None:
     """What restarts ranks would go on to, without their job, and end the job of all other hosts when it gives up."""
-    (cli.folder / "slow.py").write_text(SLOW)
-    out = cli.folder / "out"
-    cli.start(*TRAIN, "--launcher", "torchrun", "--restarts", "3", "--processes", "2", "--out", "out", is_forked=False)
+    (tmp_path / "slow.py").write_text(SLOW)
+    out = tmp_path / "out"
+    running = cli.start(
+        tmp_path,
+        *TRAIN,
+        "--launcher",
+        "torchrun",
+        "--restarts",
+        "3",
+        "--processes",
+        "2",
+        "--out",
+        "out",
+        is_forked=False,
+    )
     wait_until(lambda: len(lines(out / "log.jsonl")) >= 2, "the first updates", out)
-    command = next(pid for pid, words in cli.processes().items() if " -m everyrank train" in words)
+    command = next(pid for pid, words in running.processes().items() if " -m everyrank train" in words)
     os.kill(command, signal.SIGKILL)
-    cli.end(60)
-    assert cli.left() == {}
+    running.end(60)
+    assert running.left() == {}
     assert "failed" not in (out / "ranks" / "torchrun.log").read_text()
 
 
@@ -180,24 +193,24 @@ def process_of(out: Path, rank: int) -> int:
     return int([line for line in lines if line.startswith(f"# rank {rank} ")][-1].rpartition(" ")[2])
 
 
-def test_ranks_that_do_not_share_a_batch_evenly(everyrank: Any, tmp_path: Path) -> None:
+def test_ranks_that_do_not_share_a_batch_evenly(cli: Cli, tmp_path: Path) -> None:
     """Not refused, for the mathematics stays; said, once."""
     words = ["train", "digits", "--layout", "ddp", "--steps", "2", "--save-every", "0", "--processes", "3"]
     words += ["--launcher", "torchrun", "--rendezvous-kind", "c10d", "--nodes", "1:1", "--out", "out"]
-    done = everyrank(tmp_path, *words)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("64 samples of an update over 3 ranks") == 1
+    done = cli(tmp_path, *words)
+    assert done.status == 0, done.err
+    assert done.out.count("64 samples of an update over 3 ranks") == 1
     assert (tmp_path / "out" / "memberships.jsonl").exists()
 
 
 @pytest.mark.parametrize("lost", ["rank", "actor"])
-def test_ray_places_what_was_lost_again(cli: Cli, undisturbed: list[float], lost: str) -> None:
+def test_ray_places_what_was_lost_again(cli: Cli, tmp_path: Path, undisturbed: list[float], lost: str) -> None:
     """SIGKILL to a rank, or to its actor, as when a node of Ray's is lost: all are placed and started again."""
     needs_ray()
-    (cli.folder / "slow.py").write_text(SLOW)
-    out = cli.folder / "out"
+    (tmp_path / "slow.py").write_text(SLOW)
+    out = tmp_path / "out"
     words = [*TRAIN, "--launcher", "ray", "--restarts", "1", "--processes", "2", "--out", "out"]
-    cli.start(*words, is_forked=False)
+    running = cli.start(tmp_path, *words, is_forked=False)
     wait_until(lambda: len(lines(out / "log.jsonl")) >= 8, "the first updates", out)
     rank = psutil.Process(process_of(out, 1))
     supervisor = rank.parent()
@@ -207,14 +220,14 @@ def test_ray_places_what_was_lost_again(cli: Cli, undisturbed: list[float], lost
     assert "RankActor" in actor.cmdline()[0]
     (rank if lost == "rank" else actor).kill()
     wait_until(has_gone_on(out, 1), "they go on", out)
-    (cli.folder / "hurry").touch()
-    status, screen, err = cli.end(150)
+    (tmp_path / "hurry").touch()
+    status, screen, err = running.end(150)
     assert (status, err) == (0, ""), err
-    record = read_records(cli.folder / "r.json")[0]
+    record = read_records(tmp_path / "r.json")[0]
     assert record.loss == pytest.approx(undisturbed, rel=1e-12)
     assert [row.world_size for row in record.memberships] == [2, 2]
     assert f"2 ranks on {record.memberships[1].hosts[0]}: going on after update " in screen
-    assert cli.left() == {}
+    assert running.left() == {}
 
 
 @pytest.fixture
@@ -224,32 +237,36 @@ def ray_nodes() -> Iterator[Any]:
     It is at the address of this machine: whoever connects to one at 127.0.0.1 is sent there by Ray.
     """
     needs_ray()
-    made = importlib.import_module("ray.cluster_utils").Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
-    )
+    # a node that was killed is noticed after a second and a half, not after a quarter of a minute
+    checks = {"initial_delay_ms": 0, "period_ms": 500, "timeout_ms": 5000, "failure_threshold": 3}
+    settings = {f"health_check_{name}": value for name, value in checks.items()}
+    head = {"num_cpus": 1, "include_dashboard": False, "_system_config": settings}
+    made = importlib.import_module("ray.cluster_utils").Cluster(initialize_head=True, head_node_args=head)
     yield made
     made.shutdown()
     os.environ.pop("RAY_CLIENT_MODE", None)  # it sets that
 
 
 @pytest.mark.timeout(400)
-def test_ray_goes_on_with_the_nodes_there_are(cli: Cli, undisturbed: list[float], ray_nodes: Any) -> None:
+def test_ray_goes_on_with_the_nodes_there_are(
+    cli: Cli, tmp_path: Path, undisturbed: list[float], ray_nodes: Any
+) -> None:
     """Two ranks; one, when a node is lost, which takes no restart; and two again, without an update done twice."""
     second = ray_nodes.add_node(num_cpus=1)
-    (cli.folder / "slow.py").write_text(SLOW)
-    out = cli.folder / "out"
+    (tmp_path / "slow.py").write_text(SLOW)
+    out = tmp_path / "out"
     words = [*TRAIN, "--launcher", "ray", "--address", ray_nodes.address, "--processes", "2", "--min-processes", "1"]
-    cli.start(*words, "--device", "cpu", "--out", "out", is_forked=False)
+    running = cli.start(tmp_path, *words, "--device", "cpu", "--out", "out", is_forked=False)
     wait_until(lambda: len(lines(out / "log.jsonl")) >= 8, "the first updates", out)
     ray_nodes.remove_node(second, allow_graceful=False)
     wait_until(has_gone_on(out, 1), "one goes on", out)
     wait_until(lambda: len(lines(out / "log.jsonl")) >= 12, "further updates", out)
     ray_nodes.add_node(num_cpus=1)
     wait_until(has_gone_on(out, 2), "two go on", out)
-    (cli.folder / "hurry").touch()
-    status, screen, err = cli.end(150)
+    (tmp_path / "hurry").touch()
+    status, screen, err = running.end(150)
     assert (status, err) == (0, ""), err
-    record = read_records(cli.folder / "r.json")[0]
+    record = read_records(tmp_path / "r.json")[0]
     assert record.world_size == 2
     assert record.loss == pytest.approx(undisturbed, rel=1e-12)
     lost, taken_in = record.memberships[1:]
@@ -259,7 +276,7 @@ def test_ray_goes_on_with_the_nodes_there_are(cli: Cli, undisturbed: list[float]
     assert taken_in.first_update >= 12
     assert f" (2 before): going on after update {lost.first_update}, " in screen
     assert f" (1 before): going on after update {taken_in.first_update}, 0 updates repeated, " in screen
-    assert cli.left() == {}
+    assert running.left() == {}
 
 
 # --- Slurm

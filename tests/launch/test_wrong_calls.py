@@ -11,7 +11,7 @@ import pytest
 from everyrank.commands import doctor as doctor_command
 from everyrank.launch import host_info
 from launching import DDP, JOB
-from processes import Forge
+from processes import Cli
 
 SLURM = DDP + "--launcher slurm --processes 2 --dry-run "
 
@@ -179,9 +179,9 @@ def test_a_rendezvous_that_is_loopback_is_not_tried(typed: Any, monkeypatch: pyt
         assert fragment in shown.line
 
 
-def test_a_dry_run_inside_a_launcher_says_so(forge: Forge, tmp_path: Path) -> None:
+def test_a_dry_run_inside_a_launcher_says_so(cli: Cli, tmp_path: Path) -> None:
     """Torchrun has started this rank: nothing else would be started, and no worker is rendered."""
-    done = forge(tmp_path, "train", "digits", "--layout", "ddp", "--dry-run")
+    done = cli.on_ranks(tmp_path, "train", "digits", "--layout", "ddp", "--dry-run")
     assert done.status == 0
     assert "everyrank.launch.worker" not in done.out
 

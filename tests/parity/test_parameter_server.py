@@ -26,7 +26,7 @@ from everyrank.world import World, single_process_world
 from everyrank.world.collectives import all_equal, sum_over_ranks
 from parity.test_equal import assert_equal, parities
 from parity.test_mutations import batch_norm_alone, epoch_not_set, padding_sample_counts, same_slice
-from processes import Forge
+from processes import Cli
 
 pytestmark = pytest.mark.integration
 
@@ -292,8 +292,8 @@ def trained(world: World, text: str) -> tuple[list[float], bool]:
     return (totals[:, 0] / totals[:, 1]).tolist(), all_equal(list(prepared.replicated_tensors), world)
 
 
-def test_two_servers_take_trainers_in_different_orders(forge: Forge, tmp_path: Path) -> None:
+def test_two_servers_take_trainers_in_different_orders(cli: Cli, tmp_path: Path) -> None:
     """Over gloo, whose sends wait for the receiver: no server waits for a trainer that waits for the other server."""
     words = ("--set", "norm=group", "--layout", f"{ASYNC},servers=2", "--backend", "gloo", "--timeout", "60")
-    done = forge(tmp_path, "train", "digits", *words, "--steps", "40", "--save-every", "0", size=4)
+    done = cli.on_ranks(tmp_path, "train", "digits", *words, "--steps", "40", "--save-every", "0", size=4)
     assert done.status == 0, done.err

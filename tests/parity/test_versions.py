@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from everyrank.parity.kept import compare_kept
-from processes import refused
+from processes import Cli, one_line, refused
 
 WORKLOAD = '''
 import torch
@@ -81,11 +81,11 @@ def changed(**constants: float) -> str:
 
 
 @pytest.fixture
-def saved(everyrank: Callable[..., Any], tmp_path: Path) -> Path:
+def saved(cli: Cli, tmp_path: Path) -> Path:
     (tmp_path / "summed.py").write_text(WORKLOAD)
-    done = everyrank(tmp_path, "verify", "summed.py", "--save", "before.json")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "wrote before.json: 12 updates of summed\n"
+    done = cli(tmp_path, "verify", "summed.py", "--save", "before.json")
+    assert done.status == 0, done.err
+    assert done.out == "wrote before.json: 12 updates of summed\n"
     return tmp_path / "before.json"
 
 
@@ -105,18 +105,18 @@ CHANGES = [
 ]
 
 
-def test_changes_are_judged(saved: Path, everyrank: Callable[..., Any]) -> None:
+def test_changes_are_judged(saved: Path, cli: Cli) -> None:
     """Rounding, a difference with its cause, or a different experiment."""
     for number, (constants, status, line, cause) in enumerate(CHANGES):
         script = saved.parent / "summed.py"
         script.write_text(changed(**constants))
         os.utime(script, (number, number))  # Python compiles a file again only if its second or its size has changed
-        done = everyrank(saved.parent, "verify", "summed.py", "--against", "before.json")
-        printed = " ".join(done.stdout.split())
-        assert (done.returncode, line in printed, cause in printed) == (status, True, True), (constants, done)
+        done = cli(saved.parent, "verify", "summed.py", "--against", "before.json")
+        printed = " ".join(done.out.split())
+        assert (done.status, line in printed, cause in printed) == (status, True, True), (constants, done)
 
 
-def test_two_commits(everyrank: Callable[..., Any], tmp_path: Path) -> None:
+def test_two_commits(cli: Cli, tmp_path: Path) -> None:
     """Each in a worktree of its own, which is removed; the user's files stay as they are."""
 
     def git(*words: str) -> str:
@@ -131,13 +131,14 @@ def test_two_commits(everyrank: Callable[..., Any], tmp_path: Path) -> None:
         git("add", "summed.py")
         git("commit", "--quiet", "-m", str(constants))
     (tmp_path / "summed.py").write_text("not committed, and no Python")
-    done = everyrank(tmp_path, "verify", "summed.py", "--between", "HEAD~1", "HEAD")
-    assert done.returncode == 1, done.stderr
-    assert "the loss is 3 times what it was" in " ".join(done.stdout.split())
+    done = cli(tmp_path, "verify", "summed.py", "--between", "HEAD~1", "HEAD")
+    assert done.status == 1, done.err
+    assert "the loss is 3 times" in " ".join(done.out.split())
     assert len(git("worktree", "list").splitlines()) == 1
     assert (tmp_path / "summed.py").read_text() == "not committed, and no Python"
-    unknown = everyrank(tmp_path, "verify", "summed.py", "--between", "HEAD", "nope")
-    assert (unknown.returncode, unknown.stderr) == (2, "everyrank: --between: nope: git knows no such commit\n")
+    unknown = cli(tmp_path, "verify", "summed.py", "--between", "HEAD", "nope")
+    assert unknown.status == 2
+    assert one_line(unknown.err).startswith("everyrank: --between: nope: ")
 
 
 def test_files_from_elsewhere(saved: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

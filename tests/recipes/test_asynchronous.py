@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from forkserver import ForkServer
 from recipes import test_recipes
 from recipes.test_recipes import DIGITS, NUM_ROWS, beside, read, text_of, typed, write_digits
 
@@ -19,10 +20,10 @@ COMMAND = f"python {NAME}.py --trainers 3 --replay --float64"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _forked_programs(programs: Path) -> Iterator[None]:
+def _forked_programs(python: ForkServer) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(test_recipes, "PROGRAMS", programs)
-        patch.setitem(test_recipes.OURS, "PYTHON_EXEC", str(programs / "python"))
+        patch.setattr(test_recipes, "PROGRAMS", python.programs)
+        patch.setitem(test_recipes.OURS, "PYTHON_EXEC", str(python.programs / "python"))
         yield
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from everyrank import Record
-from processes import Forge
+from processes import Cli
 from recipes import test_recipes as recipes
 
 pytestmark = pytest.mark.integration
@@ -47,18 +47,18 @@ workload = dataclasses.replace(whole, train_data=lambda: Streams(whole.train_dat
 
 
 @pytest.fixture(scope="module")
-def library(forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> Record:
+def library(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Record:
     folder = tmp_path_factory.mktemp("library")
     (folder / "workload.py").write_text(WORKLOAD.format(size=2))
     recipes.write_digits(folder, recipes.NUM_ROWS)
-    return recipes.train_workload(forge, folder, "single:precision=float64", size=1)
+    return recipes.train_workload(cli, folder, "single:precision=float64", size=1)
 
 
-def test_recipe_equals_one_device(forge: Forge, tmp_path: Path, library: Record) -> None:
+def test_recipe_equals_one_device(cli: Cli, tmp_path: Path, library: Record) -> None:
     """Every loss to 1e-12: 8 updates an epoch, of which one rank alone makes the last four."""
     text = recipes.text_of("ddp_uneven")
     assert len(library.loss) == 16
-    assert recipes.distance(recipes.printed(forge, tmp_path, "ddp_uneven", text), library) <= 1e-12
+    assert recipes.distance(recipes.printed(cli, tmp_path, "ddp_uneven", text), library) <= 1e-12
 
 
 @pytest.mark.parametrize(
@@ -72,14 +72,14 @@ def test_recipe_equals_one_device(forge: Forge, tmp_path: Path, library: Record)
         ),  # replicas part in the second epoch
     ],
 )
-def test_mutation_differs(forge: Forge, tmp_path: Path, library: Record, before: str, after: str) -> None:
+def test_mutation_differs(cli: Cli, tmp_path: Path, library: Record, before: str, after: str) -> None:
     text = recipes.text_of("ddp_uneven")
     assert text.count(before) == 1
-    assert recipes.distance(recipes.printed(forge, tmp_path, "ddp_uneven", text.replace(before, after)), library) > 1e-9
+    assert recipes.distance(recipes.printed(cli, tmp_path, "ddp_uneven", text.replace(before, after)), library) > 1e-9
 
 
-def test_either_divisor_comes_to_the_same(forge: Forge, tmp_path: Path, library: Record) -> None:
+def test_either_divisor_comes_to_the_same(cli: Cli, tmp_path: Path, library: Record) -> None:
     """By all ranks or by those that are left: it goes out again with the count."""
     text = recipes.text_of("ddp_uneven").replace("momentum])", "momentum], divide_by_initial_world_size=False)")
     assert "divide_by_initial_world_size=False):" in text
-    assert recipes.distance(recipes.printed(forge, tmp_path, "ddp_uneven", text), library) <= 1e-12
+    assert recipes.distance(recipes.printed(cli, tmp_path, "ddp_uneven", text), library) <= 1e-12

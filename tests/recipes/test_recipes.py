@@ -28,7 +28,8 @@ import pytest
 import everyrank
 from everyrank import Record, read_records
 from everyrank.cli import main
-from processes import LOOPBACK, Forge, by_hand, free_port
+from forkserver import ForkServer
+from processes import LOOPBACK, Cli, by_hand, free_port
 
 pytestmark = pytest.mark.integration
 
@@ -273,11 +274,11 @@ TASK |= {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_NODES": "2", "SLURM_JOB_ID": "7", 
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _forked_programs(programs: Path) -> Iterator[None]:
+def _forked_programs(python: ForkServer) -> Iterator[None]:
     """`python` and `torchrun` that start in no time; tests/integration types the real ones."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(globals(), "PROGRAMS", programs)
-        patch.setitem(OURS, "PYTHON_EXEC", str(programs / "python"))  # torchrun starts its ranks by it
+        patch.setitem(globals(), "PROGRAMS", python.programs)
+        patch.setitem(OURS, "PYTHON_EXEC", str(python.programs / "python"))  # torchrun starts its ranks by it
         yield
 
 
@@ -298,26 +299,28 @@ workload = digits.workload(norm="{norm}", epochs=2)
 """
 
 
-def library(forge: Forge, name: str) -> Record:
+def library(cli: Cli, name: str) -> Record:
     """The same training by the library, on the same samples."""
     norm = "batch" if name in BATCH_NORM else "group"
-    return by_the_library(forge, LAYOUTS[name], len(DIGITS) if name in WHOLE else NUM_ROWS, norm)
+    return by_the_library(cli, LAYOUTS[name], len(DIGITS) if name in WHOLE else NUM_ROWS, norm)
 
 
 @cache
-def by_the_library(forge: Forge, layout: str, num_rows: int, norm: str = "group") -> Record:
+def by_the_library(cli: Cli, layout: str, num_rows: int, norm: str = "group") -> Record:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "workload.py").write_text(BY_THE_LIBRARY.format(norm=norm))
         write_digits(Path(folder), num_rows)
-        record = train_workload(forge, Path(folder), layout, size=1 if layout.startswith("single") else 2)
+        record = train_workload(cli, Path(folder), layout, size=1 if layout.startswith("single") else 2)
     num_samples = num_rows - num_rows // 5
     assert len(record.loss) == 2 * -(-num_samples // 64)
     return record
 
 
-def train_workload(forge: Forge, folder: Path, layout: str, size: int) -> Record:
+def train_workload(cli: Cli, folder: Path, layout: str, size: int) -> Record:
     """The training of the workload file in that folder, by the library."""
-    done = forge(folder, "train", "workload.py", "--layout", layout, "--save-every", "0", "--out", "out", size=size)
+    done = cli.on_ranks(
+        folder, "train", "workload.py", "--layout", layout, "--save-every", "0", "--out", "out", size=size
+    )
     assert done.status == 0, done.err
     return read_records(folder / "out" / "record.json")[0]
 
@@ -343,13 +346,13 @@ def beside(folder: Path, name: str, text: str = "") -> None:
     write_digits(folder, len(DIGITS) if name in WHOLE else NUM_ROWS)
 
 
-def printed(forge: Forge, folder: Path, name: str, text: str) -> Printed:
+def printed(cli: Cli, folder: Path, name: str, text: str) -> Printed:
     """Run a recipe with its data beside it, as the commands in its header say."""
     beside(folder, name, text)
     commands = in_float64(text)
     if any(command.endswith(" &") or command.startswith("export ") for command in commands):
         return read(typed(folder, "\n".join(commands)).stdout)  # lines that only one shell can run
-    return read("".join(output(forge, folder, command) for command in commands))
+    return read("".join(output(cli, folder, command) for command in commands))
 
 
 def in_float64(text: str) -> list[str]:
@@ -358,13 +361,13 @@ def in_float64(text: str) -> list[str]:
     return [re.sub(r"(\.py\b.*?)( &)?$", r"\1 --float64\2", command) for command in commands]
 
 
-def output(forge: Forge, folder: Path, command: str) -> str:
+def output(cli: Cli, folder: Path, command: str) -> str:
     """What a command prints in this folder: forked where torchrun would start it, started where it starts itself."""
     program, *words = shlex.split(command)
     if program == "torchrun":
         place = next(index for index, word in enumerate(words) if word.endswith(".py"))
         size = int(words[words.index("--nproc-per-node") + 1])
-        done = forge(folder, *words[place + 1 :], size=size, script=words[place])
+        done = cli.on_ranks(folder, *words[place + 1 :], size=size, script=words[place])
         assert done.status == 0, done.err
         return done.out
     return typed(folder, command).stdout
@@ -416,19 +419,15 @@ def distance(found: Printed, record: Record) -> float:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_recipe_equals_the_library(forge: Forge, tmp_path: Path, name: str) -> None:
-    """Every loss to 1e-12, and the held-out images that are read right, exactly."""
-    text = text_of(name)
-    assert distance(printed(forge, tmp_path, name, text), library(forge, name)) <= 1e-12
+def test_mutation_differs(cli: Cli, tmp_path: Path, name: str) -> None:
+    """With a mistake that people make, the script still runs, and its numbers differ.
 
-
-@pytest.mark.parametrize("name", NAMES)
-def test_mutation_differs(forge: Forge, tmp_path: Path, name: str) -> None:
-    """The comparison above can fail: with a mistake that people make, the script still runs, and its numbers differ."""
+    As it is, each recipe is compared by its own command, in tests/integration/test_recipe_commands.py.
+    """
     text = text_of(name)
     before, after = MUTATIONS[name]
     assert text.count(before) == 1, f"{name} has changed; its mutation no longer fits"
-    assert distance(printed(forge, tmp_path, name, text.replace(before, after)), library(forge, name)) > 1e-9
+    assert distance(printed(cli, tmp_path, name, text.replace(before, after)), library(cli, name)) > 1e-9
 
 
 # --- those with a network of their own
@@ -469,43 +468,36 @@ workload = Workload(
 """
 
 
-def test_network_of_its_own_is_trained_as_the_library_would(forge: Forge, tmp_path: Path) -> None:
+def test_network_of_its_own_is_trained_as_the_library_would(cli: Cli, tmp_path: Path) -> None:
     """What the others are compared with is itself compared: the same network, as a workload on one device."""
     beside(tmp_path, "tensor")
     (tmp_path / "workload.py").write_text(TRANSFORMER)
-    assert distance(alone("tensor"), train_workload(forge, tmp_path, "single:precision=float64", size=1)) <= 1e-12
+    assert distance(alone("tensor"), train_workload(cli, tmp_path, "single:precision=float64", size=1)) <= 1e-12
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_recipe_equals_one_process(forge: Forge, tmp_path: Path, name: str) -> None:
-    """By the command in its header, and without the split."""
-    text = text_of(name)
-    assert gap(printed(forge, tmp_path, name, text), alone(ALONE[name])) <= 1e-12
-
-
-@pytest.mark.parametrize("name", ALONE)
-def test_mutation_differs_from_one_process(forge: Forge, tmp_path: Path, name: str) -> None:
+def test_mutation_differs_from_one_process(cli: Cli, tmp_path: Path, name: str) -> None:
     text = text_of(name)
     before, after = MUTATIONS[name]
     assert text.count(before) == 1, f"{name} has changed; its mutation no longer fits"
-    assert gap(printed(forge, tmp_path, name, text.replace(before, after)), alone(ALONE[name])) > 1e-9
+    assert gap(printed(cli, tmp_path, name, text.replace(before, after)), alone(ALONE[name])) > 1e-9
 
 
-def difference(forge: Forge, folder: Path, name: str, text: str) -> float:
+def difference(cli: Cli, folder: Path, name: str, text: str) -> float:
     """From the losses and the evaluation that this recipe is to have."""
-    found = printed(forge, folder, name, text)
-    return gap(found, alone(ALONE[name])) if name in ALONE else distance(found, library(forge, name))
+    found = printed(cli, folder, name, text)
+    return gap(found, alone(ALONE[name])) if name in ALONE else distance(found, library(cli, name))
 
 
 @pytest.mark.parametrize(("name", "before", "after"), MORE_MUTATIONS)
-def test_more_mutations_differ(forge: Forge, tmp_path: Path, name: str, before: str, after: str) -> None:
+def test_more_mutations_differ(cli: Cli, tmp_path: Path, name: str, before: str, after: str) -> None:
     text = text_of(name)
     assert text.count(before) == 1, f"{name} has changed; its mutation no longer fits"
-    assert difference(forge, tmp_path, name, text.replace(before, after)) > 1e-9
+    assert difference(cli, tmp_path, name, text.replace(before, after)) > 1e-9
 
 
 @pytest.mark.parametrize(("name", "size", "change"), OTHER_STARTS)
-def test_other_starts_are_equal(forge: Forge, tmp_path: Path, name: str, size: int, change: tuple[str, str]) -> None:
+def test_other_starts_are_equal(cli: Cli, tmp_path: Path, name: str, size: int, change: tuple[str, str]) -> None:
     text = text_of(name)
     assert change[0] in text
     text = re.sub(
@@ -515,7 +507,7 @@ def test_other_starts_are_equal(forge: Forge, tmp_path: Path, name: str, size: i
         count=1,
         flags=re.MULTILINE,
     )
-    assert difference(forge, tmp_path, name, text) <= 1e-12
+    assert difference(cli, tmp_path, name, text) <= 1e-12
 
 
 @pytest.mark.parametrize(
@@ -526,7 +518,7 @@ def test_other_starts_are_equal(forge: Forge, tmp_path: Path, name: str, size: i
     ],
 )
 def test_low_precision_is_low_and_trains(
-    forge: Forge, tmp_path: Path, name: str, words: str, before: str, after: str
+    cli: Cli, tmp_path: Path, name: str, words: str, before: str, after: str
 ) -> None:
     """Most losses differ from float64's by a hundredth to a tenth; without what asks for bf16, by what float32 rounds.
 
@@ -539,7 +531,7 @@ def test_low_precision_is_low_and_trains(
         write_digits(tmp_path, len(DIGITS))
         exact = read(typed(tmp_path, f"python {ALONE[name]}.py --float64").stdout).losses
     else:
-        exact = by_the_library(forge, LAYOUTS[name], len(DIGITS)).loss
+        exact = by_the_library(cli, LAYOUTS[name], len(DIGITS)).loss
     gaps = []
     for written in (text, text.replace(before, after)):
         beside(tmp_path, name, written)
@@ -547,7 +539,7 @@ def test_low_precision_is_low_and_trains(
         (tmp_path / "digits.py").write_text(
             (SHARED / "digits.py").read_text().replace("    if every_update:", "    if True:")
         )
-        found = read(output(forge, tmp_path, f"torchrun --nproc-per-node 2 {name}.py {words}")).losses
+        found = read(output(cli, tmp_path, f"torchrun --nproc-per-node 2 {name}.py {words}")).losses
         gaps.append(statistics.median(abs(a - b) / abs(b) for a, b in zip(found, exact, strict=True)))
     assert 1e-3 < gaps[0] < 0.2
     assert 1e-9 < gaps[1] < 1e-5
@@ -558,19 +550,21 @@ def test_low_precision_is_low_and_trains(
     [
         ("tensor", 3, "4 heads cannot be divided over 3 ranks"),
         ("expert", 3, "4 experts cannot be divided over 3 ranks"),
-        ("fsdp_tensor", 3, "TENSOR=2 has to divide the 3 ranks and the 4 heads"),
+        ("fsdp_tensor", 3, "TENSOR=2 has to divide the 3 ranks"),
         ("hsdp", 3, "SHARDS=2 has to divide the 3 ranks"),
-        ("pipeline", 5, "needs 1 to 4 ranks, one layer or more on each, got 5"),
-        ("context", 5, "LENGTH=96 is not a multiple of twice the 5 ranks"),
+        ("pipeline", 5, "needs 1 to 4 ranks"),
+        ("context", 5, "LENGTH=96"),
     ],
 )
 def test_number_of_ranks_that_does_not_fit_is_refused(tmp_path: Path, name: str, size: int, said: str) -> None:
     """By rank 0 in one line, before it looks for the others; these say nothing, and end as it does."""
     beside(tmp_path, name)
-    assert refusal(tmp_path, f"python {name}.py", **by_hand(0, "1", size)) == f"{name}.py: {said}"
+    line = refusal(tmp_path, f"python {name}.py", **by_hand(0, "1", size))
+    assert line.startswith(f"{name}.py: {said}")
+    assert str(size) in line
     assert typed(tmp_path, f"python {name}.py", 2, **by_hand(1, "1", size)).stderr == ""
     if name not in ALONE or ALONE[name] != name:  # those that plain python does not train
-        assert refusal(tmp_path, f"python {name}.py") == f"{name}.py: {said}".replace(str(size), "0", 1)
+        assert refusal(tmp_path, f"python {name}.py") == line.replace(str(size), "0", 1)
 
 
 def test_batch_with_fewer_samples_than_ranks_is_refused(tmp_path: Path) -> None:
@@ -598,27 +592,27 @@ SHARED_MUTATIONS = [
 
 @pytest.mark.parametrize(("file", "recipe", "before", "after"), SHARED_MUTATIONS)
 def test_mutation_of_a_shared_file_differs(
-    forge: Forge, tmp_path: Path, file: str, recipe: str, before: str, after: str
+    cli: Cli, tmp_path: Path, file: str, recipe: str, before: str, after: str
 ) -> None:
     text = (SHARED / f"{file}.py").read_text()
     assert text.count(before) == 1
     beside(tmp_path, recipe)
     (tmp_path / f"{file}.py").write_text(text.replace(before, after))
-    losses = read(output(forge, tmp_path, f"torchrun --nproc-per-node 2 {recipe}.py --float64"))
+    losses = read(output(cli, tmp_path, f"torchrun --nproc-per-node 2 {recipe}.py --float64"))
     if recipe in ALONE:
         assert gap(losses, alone(ALONE[recipe])) > 1e-9
     else:
-        assert distance(losses, library(forge, recipe)) > 1e-9
+        assert distance(losses, library(cli, recipe)) > 1e-9
 
 
-def test_average_after_every_update_equals_ddp(forge: Forge, tmp_path: Path) -> None:
+def test_average_after_every_update_equals_ddp(cli: Cli, tmp_path: Path) -> None:
     beside(tmp_path, "local_sgd")
-    found = read(output(forge, tmp_path, "torchrun --nproc-per-node 2 local_sgd.py --every 1 --float64"))
-    assert distance(found, library(forge, "ddp_torchrun")) <= 1e-12
+    found = read(output(cli, tmp_path, "torchrun --nproc-per-node 2 local_sgd.py --every 1 --float64"))
+    assert distance(found, library(cli, "ddp_torchrun")) <= 1e-12
 
 
 @pytest.mark.parametrize("way", ["file", "env"])
-def test_other_ways_to_meet(forge: Forge, tmp_path: Path, way: str) -> None:
+def test_other_ways_to_meet(cli: Cli, tmp_path: Path, way: str) -> None:
     """What the header's own command does over TCP; without --init under a launcher, too."""
     beside(tmp_path, "ddp_by_hand")
     line = "python ddp_by_hand.py --float64"
@@ -628,7 +622,7 @@ def test_other_ways_to_meet(forge: Forge, tmp_path: Path, way: str) -> None:
         place = f"WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={free_port()}"
         lines = [f"RANK={rank} {place} {line}" for rank in range(2)]
     found = read(typed(tmp_path, " &\n".join(lines)).stdout)
-    assert distance(found, library(forge, "ddp_by_hand")) <= 1e-12
+    assert distance(found, library(cli, "ddp_by_hand")) <= 1e-12
     assert not list(tmp_path.glob("meeting*"))
 
 
@@ -679,9 +673,8 @@ def test_file_of_a_killed_run_is_recognised(tmp_path: Path) -> None:
     killed.wait()
     for rank in (1, 0):
         line = refusal(tmp_path, f"python {words} {rank}")
-        assert (
-            line == f"ddp_by_hand.py: {meeting} was left by a run that was killed: remove it, and start all ranks again"
-        )
+        assert line.startswith(f"ddp_by_hand.py: {meeting} ")
+        assert "remove it" in line
     meeting.unlink()
     typed(tmp_path, f"python {words} 0 &\npython {words} 1")
     assert not list(tmp_path.glob("meeting*"))  # neither the file nor its lock
@@ -704,10 +697,10 @@ def test_incomplete_environment_is_named(tmp_path: Path, change: dict[str, str],
 @pytest.mark.parametrize(
     ("change", "gpus", "said"),
     [
-        ({"SLURM_JOB_ID": "7"}, 0, "in job 7, but not by srun: srun --ntasks 2 --cpu-bind=none python slurm.py"),
+        ({"SLURM_JOB_ID": "7"}, 0, "srun --ntasks 2 --cpu-bind=none python slurm.py"),
         ({}, 0, "not in a job of Slurm"),
         ({}, 4, "not in a job of Slurm"),
-        ({**TASK, "SLURM_NTASKS": "2"}, 4, "one task on each node, but 4 GPUs: srun --ntasks-per-node 4"),
+        ({**TASK, "SLURM_NTASKS": "2"}, 4, "4 GPUs: srun --ntasks-per-node 4"),
         ({**TASK, "PATH": ""}, 1, "set MASTER_ADDR"),
     ],
 )
@@ -753,7 +746,7 @@ def test_hosts_that_do_not_fit_are_refused(tmp_path: Path, before: str, after: s
         assert f"{vm} has 2.10, {vm} has 2.11" in lines[0]
 
 
-def test_restart_goes_on_with_another_number_of_ranks(forge: Forge, tmp_path: Path) -> None:
+def test_restart_goes_on_with_another_number_of_ranks(cli: Cli, tmp_path: Path) -> None:
     """Two ranks, of which one dies; the three that go on from the checkpoint print the losses of all updates."""
     beside(tmp_path, "elastic_torchrun")
     share = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -763,7 +756,7 @@ def test_restart_goes_on_with_another_number_of_ranks(forge: Forge, tmp_path: Pa
     assert not done.stdout
     done = typed(tmp_path, words.format(3), **share)
     assert "of 3 resumes from update 20" in done.stderr
-    assert distance(read(done.stdout), library(forge, "elastic_torchrun")) <= 1e-12
+    assert distance(read(done.stdout), library(cli, "elastic_torchrun")) <= 1e-12
     assert not list(tmp_path.glob("elastic.p*"))
 
 
@@ -830,28 +823,28 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def trained(forge: Forge, folder: Path, images: Path, text: str, *commands: str) -> Printed:
+def trained(cli: Cli, folder: Path, images: Path, text: str, *commands: str) -> Printed:
     (folder / "imagenet_ddp.py").write_text(text)
     if not (folder / "images").exists():
         (folder / "images").symlink_to(images)
-    return read("".join(output(forge, folder, command) for command in commands))
+    return read("".join(output(cli, folder, command) for command in commands))
 
 
 @pytest.fixture(scope="module")
-def by_library(forge: Forge, images: Path) -> Record:
+def by_library(cli: Cli, images: Path) -> Record:
     """The same training in one process by the library, of the script's own model, images and loss."""
     (images.parent / "my_images").mkdir()
     folder = images.parent / "my_images"
     (folder / "imagenet_ddp.py").write_text((RECIPES / "imagenet_ddp.py").read_text())
     (folder / "images").symlink_to(images)
     (folder / "workload.py").write_text(WORKLOAD)
-    return train_workload(forge, folder, "single:precision=float64", size=1)
+    return train_workload(cli, folder, "single:precision=float64", size=1)
 
 
-def test_imagenet_equals_the_library(forge: Forge, tmp_path: Path, images: Path, by_library: Record) -> None:
+def test_imagenet_equals_the_library(cli: Cli, tmp_path: Path, images: Path, by_library: Record) -> None:
     """Two ranks with a loader worker each, stopped after an epoch and begun again; losses to 1e-12, top-1 exactly."""
     text = (RECIPES / "imagenet_ddp.py").read_text()
-    found = trained(forge, tmp_path, images, text, COMMAND.format(2, 1, 1), COMMAND.format(2, 0, 2))
+    found = trained(cli, tmp_path, images, text, COMMAND.format(2, 1, 1), COMMAND.format(2, 0, 2))
     assert found.losses == pytest.approx(by_library.loss, rel=1e-12)
     assert found.numbers["top1"] == round(by_library.metrics["top1"], 4)
 
@@ -864,10 +857,10 @@ def test_imagenet_equals_the_library(forge: Forge, tmp_path: Path, images: Path,
     ],
 )
 def test_imagenet_mutation_differs(
-    forge: Forge, tmp_path: Path, images: Path, by_library: Record, before: str, after: str
+    cli: Cli, tmp_path: Path, images: Path, by_library: Record, before: str, after: str
 ) -> None:
     text = (RECIPES / "imagenet_ddp.py").read_text()
     assert text.count(before) == 1
-    wrong = trained(forge, tmp_path, images, text.replace(before, after), COMMAND.format(2, 0, 1))
+    wrong = trained(cli, tmp_path, images, text.replace(before, after), COMMAND.format(2, 0, 1))
     gaps = [abs(a - b) / b for a, b in zip(wrong.losses, by_library.loss[:4], strict=True)]
     assert max(gaps) > 1e-9

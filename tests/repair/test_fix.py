@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,6 +13,7 @@ from auditing import SCRIPTS
 from everyrank.audit import AuditOptions, Finding, audit_script
 from everyrank.repair import patch_script
 from everyrank.repair.edited_script import EditedScript
+from processes import Cli
 
 pytestmark = pytest.mark.integration
 
@@ -28,19 +28,19 @@ def _mistaken(folder: Path, *changes: tuple[str, str]) -> Path:
     return script
 
 
-def test_two_mistakes_are_mended_and_a_third_is_left(everyrank: Any, tmp_path: Path) -> None:
+def test_two_mistakes_are_mended_and_a_third_is_left(cli: Cli, tmp_path: Path) -> None:
     _mistaken(
         tmp_path,
         ("            optimizer.zero_grad()\n", ""),
         ("        if rank == 0:\n            print", "        if True:\n            print"),
         ("lr=0.1,", "lr=0.1 * (1 + rank),"),
     )
-    done = everyrank(tmp_path, "audit", "--fix", "--json", "audit.json", "--patch", "fix.diff", "train.py")
-    assert done.returncode == 1, done.stderr
+    done = cli(tmp_path, "audit", "--fix", "--json", "audit.json", "--patch", "fix.diff", "train.py")
+    assert done.status == 1, done.err
     found = json.loads((tmp_path / "audit.json").read_text())
     assert {each["rule"] for each in found["patch"]["mended"]} >= {"gradient.carried", "save.race"}
     assert "replicas.rate" in {each["rule"] for each in found["patch"]["left"]}
-    assert "optimizer.zero_grad()" in done.stdout
+    assert "optimizer.zero_grad()" in done.out
     subprocess.run(["patch", "-p0", "-i", "fix.diff"], cwd=tmp_path, check=True, capture_output=True)
     again = audit_script([str(tmp_path / "train.py")], AuditOptions(), lambda _: None)
     assert again is not None

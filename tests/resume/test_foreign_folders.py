@@ -9,7 +9,7 @@ import pytest
 
 from everyrank.record import read_records
 from everyrank.runs import checkpoints_of, damage
-from processes import Forge
+from processes import Cli
 from resuming import logged, spoilt
 
 pytestmark = pytest.mark.skipif(
@@ -17,21 +17,21 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def one_epoch(forge: Forge, folder: Path, *words: str) -> Path:
-    done = forge(folder, "train", spoilt(folder), "--epochs", "1", "--out", "run", "--device", "cpu", *words)
+def one_epoch(cli: Cli, folder: Path, *words: str) -> Path:
+    done = cli.on_ranks(folder, "train", spoilt(folder), "--epochs", "1", "--out", "run", "--device", "cpu", *words)
     assert done.status == 0, done
     return folder / "run"
 
 
-def goes_on(forge: Forge, folder: Path, *words: str) -> str:
-    done = forge(folder, "train", spoilt(folder), "--out", "run", "--device", "cpu", "--resume", *words)
+def goes_on(cli: Cli, folder: Path, *words: str) -> str:
+    done = cli.on_ranks(folder, "train", spoilt(folder), "--out", "run", "--device", "cpu", "--resume", *words)
     assert done.status == 0, done
     return done.out
 
 
-def test_links_in_a_foreign_folder_are_not_written_through(forge: Forge, tmp_path: Path) -> None:
+def test_links_in_a_foreign_folder_are_not_written_through(cli: Cli, tmp_path: Path) -> None:
     """What they lead to is as it was, and the training goes on."""
-    run = one_epoch(forge, tmp_path)
+    run = one_epoch(cli, tmp_path)
     (tmp_path / "outside").mkdir()
     mine = tmp_path / "mine"
     mine.write_text("mine")
@@ -40,7 +40,7 @@ def test_links_in_a_foreign_folder_are_not_written_through(forge: Forge, tmp_pat
         (run / name).unlink(missing_ok=True)
         (run / name).symlink_to(mine)
     (run / "checkpoints" / "step-00000008.tmp").symlink_to(tmp_path / "outside")
-    goes_on(forge, tmp_path)
+    goes_on(cli, tmp_path)
     assert mine.read_text() == "mine"
     assert not list((tmp_path / "outside").iterdir())
     assert [(one.metadata.step, damage(one)) for one in checkpoints_of(run)] == [(4, None), (8, None)]
@@ -48,12 +48,12 @@ def test_links_in_a_foreign_folder_are_not_written_through(forge: Forge, tmp_pat
 
 
 @pytest.mark.parametrize("place", ["", "run", "run/checkpoints/best", "run/checkpoints/step-00000004"])
-def test_checkpoints_may_be_on_another_disk(forge: Forge, tmp_path: Path, place: str) -> None:
+def test_checkpoints_may_be_on_another_disk(cli: Cli, tmp_path: Path, place: str) -> None:
     """A link to a folder with more room."""
-    run = one_epoch(forge, tmp_path)
+    run = one_epoch(cli, tmp_path)
     (run / "checkpoints").rename(tmp_path / "scratch")
     (run / "checkpoints").symlink_to(tmp_path / "scratch")
-    assert "after update 4 of 8" in goes_on(forge, tmp_path, *([place] if place else []))
+    assert "after update 4 of 8" in goes_on(cli, tmp_path, *([place] if place else []))
     assert sorted(path.name for path in (tmp_path / "scratch").glob("step-*")) == ["step-00000004", "step-00000008"]
     assert len(logged(run)) == 8
 
@@ -69,31 +69,31 @@ def test_checkpoints_may_be_on_another_disk(forge: Forge, tmp_path: Path, place:
     ids=["binary", "other rows", "other types", "deep"],
 )
 @pytest.mark.parametrize("name", ["log.jsonl", "events.jsonl"])
-def test_a_damaged_log_is_set_aside(forge: Forge, tmp_path: Path, name: str, content: bytes) -> None:
-    run = one_epoch(forge, tmp_path)
+def test_a_damaged_log_is_set_aside(cli: Cli, tmp_path: Path, name: str, content: bytes) -> None:
+    run = one_epoch(cli, tmp_path)
     rows = (run / name).read_bytes()
     (run / name).write_bytes(content + rows)
-    assert f"{name}: not all of its lines" in goes_on(forge, tmp_path)
+    assert f"{name}: not all of its lines" in goes_on(cli, tmp_path)
     assert (run / f"{name}.damaged").read_bytes() == content + rows
     assert [row[0] for row in logged(run)] == list(range(8))
 
 
-def test_a_log_that_is_a_pipe(forge: Forge, tmp_path: Path) -> None:
+def test_a_log_that_is_a_pipe(cli: Cli, tmp_path: Path) -> None:
     """It is not waited for."""
-    run = one_epoch(forge, tmp_path)
+    run = one_epoch(cli, tmp_path)
     (run / "log.jsonl").unlink()
     os.mkfifo(run / "log.jsonl")
-    goes_on(forge, tmp_path)
+    goes_on(cli, tmp_path)
     assert [row[0] for row in logged(run)] == list(range(4, 8))
 
 
-def test_a_folder_that_is_taken_away_is_said(forge: Forge, tmp_path: Path) -> None:
+def test_a_folder_that_is_taken_away_is_said(cli: Cli, tmp_path: Path) -> None:
     """Status 4, and no word of files that are not there; what was saved later is whole."""
     workload = Path(spoilt(tmp_path, more="metrics={'gone': take_away},"))
     take = "import shutil\n\n\ndef take_away(output, target):\n    shutil.rmtree('run', ignore_errors=True)\n"
     take += "    return (0.0 * output).sum(), len(target)\n"
     workload.write_text(workload.read_text().replace("\nworkload =", take + "\n\nworkload ="))
-    done = forge(tmp_path, "train", workload, "--out", "run", "--device", "cpu")
+    done = cli.on_ranks(tmp_path, "train", workload, "--out", "run", "--device", "cpu")
     assert done.status == 4, done
     assert "log.jsonl, events.jsonl, log.csv, epochs.csv" in done.err
     assert "wrote" not in done.out

@@ -17,7 +17,7 @@ import torch
 from everyrank.cli import main
 from everyrank.record import read_records
 from everyrank.runs import checkpoints_of, damage, find_checkpoint
-from processes import Cli, Forge, left_of, one_line
+from processes import Cli, Running, left_of, one_line
 from resuming import WORKLOAD, logged, table, words_for
 
 pytestmark = pytest.mark.skipif(
@@ -30,7 +30,7 @@ STEPS, SAVE_EVERY = 30, 5
 
 
 @pytest.fixture(scope="module")
-def whole(forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def whole(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The run under a layout on two ranks that nothing happened to."""
     made: dict[str, Path] = {}
 
@@ -38,7 +38,7 @@ def whole(forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
         if layout not in made:
             folder = tmp_path_factory.mktemp(layout)
             (folder / "mine.py").write_text(WORKLOAD)
-            done = forge(folder, *words_for(layout), size=2)
+            done = cli.on_ranks(folder, *words_for(layout), size=2)
             assert done.status == 0, done
             made[layout] = folder / "run"
         return made[layout]
@@ -83,34 +83,34 @@ def first_checkpoint(run: Path) -> Callable[[], bool]:
     ids=["ddp", "zero1", "fsdp"],
 )
 def test_a_run_that_is_killed_goes_on_to_the_last_bit(
-    cli: Cli, forge: Forge, whole: Callable[[str], Path], layout: str, more: list[str]
+    cli: Cli, tmp_path: Path, whole: Callable[[str], Path], layout: str, more: list[str]
 ) -> None:
     """SIGKILL to all its processes at a random moment; the same command with --resume makes the same run of it."""
-    (cli.folder / "mine.py").write_text(WORKLOAD)
-    run = cli.folder / "run"
-    cli.start(*words_for(layout, "--processes", "2", *more), SLEEP="0.01")
-    cli.wait_for(first_checkpoint(run))
+    (tmp_path / "mine.py").write_text(WORKLOAD)
+    run = tmp_path / "run"
+    running = cli.start(tmp_path, *words_for(layout, "--processes", "2", *more), SLEEP="0.01")
+    running.wait_for(first_checkpoint(run))
     pause = random.Random(layout).uniform(0.0, 0.6)
     time.sleep(pause)
-    killed = [psutil.Process(pid) for pid in cli.processes()]
+    killed = [psutil.Process(pid) for pid in running.processes()]
     for process in killed:
         with contextlib.suppress(psutil.NoSuchProcess):  # it has ended with the one that started it
             process.kill()
     assert psutil.wait_procs(killed, timeout=60)[1] == []  # the lock is let go after the memory, and with it the mark
-    assert cli.left() == {}
+    assert running.left() == {}
     for one in checkpoints_of(run):
         assert damage(one) is None
     assert find_checkpoint(run).metadata.step < STEPS, f"killed too late, after {pause} s"
     assert not (run / "record.json").exists()
     if layout == "ddp":
-        cli.start(*words_for(layout, "--processes", "2", *more, "--resume"))
-        status, out, err = cli.end()
+        running = cli.start(tmp_path, *words_for(layout, "--processes", "2", *more, "--resume"))
+        status, out, err = running.end()
     else:
-        status, out, err = forge(cli.folder, *words_for(layout, *more, "--resume"), size=2)
+        status, out, err = cli.on_ranks(tmp_path, *words_for(layout, *more, "--resume"), size=2)
         status = max(status)
     assert status == 0, err
     assert "resuming after update" in out
-    is_the_same_run(run, whole(layout), cli.folder)
+    is_the_same_run(run, whole(layout), tmp_path)
 
 
 LATE_WORKERS = """
@@ -132,35 +132,33 @@ signal_handling._set_worker_signal_handlers = late
 """
 
 
-def test_workers_that_begin_while_their_ranks_are_killed_end(cli: Cli) -> None:
+def test_workers_that_begin_while_their_ranks_are_killed_end(cli: Cli, tmp_path: Path) -> None:
     """torch compares the parent with the one there was when the worker began: it would wait for work for ever."""
-    (cli.folder / "mine.py").write_text(WORKLOAD + LATE_WORKERS)
-    cli.start(*words_for("ddp", "--processes", "2", "--workers", "1"))
-    cli.wait_for(lambda: len(list(cli.folder.glob("worker*"))) == 2)
-    workers = [int(path.name.removeprefix("worker")) for path in cli.folder.glob("worker*")]
-    for process in cli.processes().keys() - workers:
+    (tmp_path / "mine.py").write_text(WORKLOAD + LATE_WORKERS)
+    running = cli.start(tmp_path, *words_for("ddp", "--processes", "2", "--workers", "1"))
+    running.wait_for(lambda: len(list(tmp_path.glob("worker*"))) == 2)
+    workers = [int(path.name.removeprefix("worker")) for path in tmp_path.glob("worker*")]
+    for process in running.processes().keys() - workers:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
-    assert left_of(cli.mark, 30.0) == {}
+    assert left_of(running.mark, 30.0) == {}
 
 
-def test_a_run_that_goes_on_from_an_older_checkpoint(
-    forge: Forge, whole: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_run_that_goes_on_from_an_older_checkpoint(cli: Cli, whole: Callable[[str], Path], tmp_path: Path) -> None:
     """Beside the run, in a folder of its own: in the same one, what came after it would be lost, or mixed up."""
     (tmp_path / "mine.py").write_text(WORKLOAD)
-    done = forge(tmp_path, *words_for("ddp", "--steps", "20"), size=2)
+    done = cli.on_ranks(tmp_path, *words_for("ddp", "--steps", "20"), size=2)
     assert done.status == 0, done
     older = tmp_path / "run" / "checkpoints" / "step-00000010"
     words = words_for("ddp", "--steps", "15", "--resume", str(older))
-    done = forge(tmp_path, *words, size=2)
+    done = cli.on_ranks(tmp_path, *words, size=2)
     assert done.status == 2
     assert "another --out" in done.err
     assert [row[0] for row in logged(tmp_path / "run")] == list(range(20))
-    done = forge(tmp_path, *words, "--out", "other", size=2)
+    done = cli.on_ranks(tmp_path, *words, "--out", "other", size=2)
     assert done.status == 0, done
     assert [row[0] for row in logged(tmp_path / "other")] == list(range(15))
-    done = forge(tmp_path, *words_for("ddp", "--resume", "--out", "other"), size=2)
+    done = cli.on_ranks(tmp_path, *words_for("ddp", "--resume", "--out", "other"), size=2)
     assert done.status == 0, done
     is_the_same_run(tmp_path / "other", whole("ddp"), tmp_path)
 
@@ -168,76 +166,78 @@ def test_a_run_that_goes_on_from_an_older_checkpoint(
 # --- stopped by a signal
 
 
-def test_sigterm_saves_and_says_how_to_go_on(cli: Cli, forge: Forge, whole: Callable[[str], Path]) -> None:
+def test_sigterm_saves_and_says_how_to_go_on(cli: Cli, tmp_path: Path, whole: Callable[[str], Path]) -> None:
     """Status 143; the update in progress is done and saved, no rank is left, and --resume makes the same run of it."""
-    (cli.folder / "mine.py").write_text(WORKLOAD)
-    run = cli.folder / "run"
+    (tmp_path / "mine.py").write_text(WORKLOAD)
+    run = tmp_path / "run"
     every = 12  # so that the next one is seconds away when the signal comes, whatever else runs here
-    cli.start(*words_for("ddp", "--processes", "2", "--workers", "1", "--save-every", str(every)), SLEEP="0.06")
-    cli.wait_for((run / "checkpoints" / f"step-{every:08d}").exists)
-    assert cli.process is not None
-    os.kill(cli.process.pid, signal.SIGTERM)
+    running = cli.start(
+        tmp_path, *words_for("ddp", "--processes", "2", "--workers", "1", "--save-every", str(every)), SLEEP="0.06"
+    )
+    running.wait_for((run / "checkpoints" / f"step-{every:08d}").exists)
+    assert running.process is not None
+    os.kill(running.process.pid, signal.SIGTERM)
     begun = time.monotonic()
-    status, _, err = cli.end()
+    status, _, err = running.end()
     assert status == 143, err
     assert time.monotonic() - begun < 5
     line = one_line(err)
     assert f"saved in {run}" in line
     assert "--resume" in line
-    assert cli.left() == {}
+    assert running.left() == {}
     saved = find_checkpoint(run)
     assert damage(saved) is None
     assert saved.metadata.step % every, "the test was meant to stop between two checkpoints"
     assert f"after update {saved.metadata.step} of {STEPS}" in line
     assert [row[0] for row in logged(run)] == list(range(saved.metadata.step))
-    done = forge(cli.folder, *words_for("ddp", "--resume"), size=2)
+    done = cli.on_ranks(tmp_path, *words_for("ddp", "--resume"), size=2)
     assert done.status == 0, done
-    is_the_same_run(run, whole("ddp"), cli.folder)
+    is_the_same_run(run, whole("ddp"), tmp_path)
 
 
-def test_sigusr1_stops_within_seconds_where_steps_are_slow(cli: Cli) -> None:
+def test_sigusr1_stops_within_seconds_where_steps_are_slow(cli: Cli, tmp_path: Path) -> None:
     """Status 138. A step takes 0.3 s: the answer comes after the one in progress, and not after many."""
-    (cli.folder / "mine.py").write_text(WORKLOAD)
-    run = cli.folder / "run"
-    cli.start(*words_for("fsdp", "--processes", "2"), SLEEP="0.075")
-    cli.wait_for((cli.folder / "reached").exists)
+    (tmp_path / "mine.py").write_text(WORKLOAD)
+    run = tmp_path / "run"
+    running = cli.start(tmp_path, *words_for("fsdp", "--processes", "2"), SLEEP="0.075")
+    running.wait_for((tmp_path / "reached").exists)
     time.sleep(1.0)
-    assert cli.process is not None
-    os.kill(cli.process.pid, signal.SIGUSR1)
+    assert running.process is not None
+    os.kill(running.process.pid, signal.SIGUSR1)
     begun = time.monotonic()
-    status, _, err = cli.end()
+    status, _, err = running.end()
     assert time.monotonic() - begun < 4
     assert status == 138, err
     assert "saved in" in one_line(err)
-    assert cli.left() == {}
+    assert running.left() == {}
     saved = find_checkpoint(run)
     assert 1 <= saved.metadata.step <= 12
     assert damage(saved) is None
 
 
-def test_a_second_sigterm_ends_at_once(cli: Cli) -> None:
+def test_a_second_sigterm_ends_at_once(cli: Cli, tmp_path: Path) -> None:
     """Who cannot wait for a step of four seconds need not."""
-    (cli.folder / "mine.py").write_text(WORKLOAD)
-    cli.start(*words_for("ddp", "--processes", "2"), SLEEP="1")
-    cli.wait_for((cli.folder / "reached").exists)
-    assert cli.process is not None
-    os.kill(cli.process.pid, signal.SIGTERM)
+    (tmp_path / "mine.py").write_text(WORKLOAD)
+    running = cli.start(tmp_path, *words_for("ddp", "--processes", "2"), SLEEP="1")
+    running.wait_for((tmp_path / "reached").exists)
+    assert running.process is not None
+    os.kill(running.process.pid, signal.SIGTERM)
     time.sleep(0.3)
-    os.kill(cli.process.pid, signal.SIGTERM)
+    os.kill(running.process.pid, signal.SIGTERM)
     begun = time.monotonic()
-    status, _, err = cli.end()
+    status, _, err = running.end()
     assert time.monotonic() - begun < 3.5
     assert status == 143, err
     one_line(err)
-    assert cli.left() == {}
+    assert running.left() == {}
 
 
 # --- started by torchrun
 
 
-def rank_process(cli: Cli, rank: int) -> int | None:
+def rank_process(running: Running, rank: int) -> int | None:
     """The process of a rank that torchrun started, not its loader's."""
-    for pid in sorted(cli.processes()):
+    for pid in sorted(running.processes()):
         with contextlib.suppress(OSError):
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             if f"RANK={rank}".encode() in variables:
@@ -246,23 +246,23 @@ def rank_process(cli: Cli, rank: int) -> int | None:
 
 
 @pytest.mark.integration
-def test_under_torchrun_one_rank_that_is_asked_stops_all(cli: Cli) -> None:
+def test_under_torchrun_one_rank_that_is_asked_stops_all(cli: Cli, tmp_path: Path) -> None:
     """Without --out all ranks write into one folder; SIGUSR1 to rank 1 alone ends all of them, with a checkpoint."""
-    (cli.folder / "mine.py").write_text(WORKLOAD)
+    (tmp_path / "mine.py").write_text(WORKLOAD)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     words = ["train", "mine.py", "--layout", "fsdp", "--save-every", "5"]
-    cli.start("-m", "everyrank", *words, command=torchrun, is_forked=False, SLEEP="0.03")
-    cli.wait_for(lambda: any((cli.folder / "runs").glob("*/checkpoints/step-00000005")))
-    pid = rank_process(cli, 1)
+    running = cli.start(tmp_path, "-m", "everyrank", *words, command=torchrun, is_forked=False, SLEEP="0.03")
+    running.wait_for(lambda: any((tmp_path / "runs").glob("*/checkpoints/step-00000005")))
+    pid = rank_process(running, 1)
     assert pid is not None
     os.kill(pid, signal.SIGUSR1)
     begun = time.monotonic()
-    status, _, err = cli.end()
+    status, _, err = running.end()
     assert time.monotonic() - begun < 10
     assert status != 0
     assert "everyrank: stopped after update" in err
-    assert cli.left() == {}
-    (run,) = (cli.folder / "runs").iterdir()
+    assert running.left() == {}
+    (run,) = (tmp_path / "runs").iterdir()
     saved = find_checkpoint(run)
     assert saved.metadata.step < STEPS
     assert saved.metadata.world_size == 2

@@ -5,20 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 from everyrank import read_records
-from processes import Forge
+from processes import Cli
 
 LAYOUT = ("train", "digits", "--layout", "local_sgd:every=4", "--set", "epochs=2")
 
 
-def test_going_on_from_a_mean(forge: Forge, tmp_path: Path) -> None:
+def test_going_on_from_a_mean(cli: Cli, tmp_path: Path) -> None:
     """A checkpoint that was due after updates 6, 12, ... is that of the next mean; the losses after it are the same."""
-    whole = forge(tmp_path, *LAYOUT, "--save-every", "6", "--out", "whole", size=2)
+    whole = cli.on_ranks(tmp_path, *LAYOUT, "--save-every", "6", "--out", "whole", size=2)
     assert whole.status == 0, whole.err
     saved = sorted(path.name for path in (tmp_path / "whole" / "checkpoints").glob("step-*"))
     assert saved == ["step-00000036", "step-00000044", "step-00000046"]  # the oldest are let go of
-    first = forge(tmp_path, *LAYOUT, "--steps", "24", "--out", "parts", size=2)
+    first = cli.on_ranks(tmp_path, *LAYOUT, "--steps", "24", "--out", "parts", size=2)
     assert first.status == 0, first.err
-    rest = forge(tmp_path, *LAYOUT, "--out", "parts", "--resume", size=2)
+    rest = cli.on_ranks(tmp_path, *LAYOUT, "--out", "parts", "--resume", size=2)
     assert rest.status == 0, rest.err
     losses = [read_records(tmp_path / name / "record.json")[0].loss for name in ("whole", "parts")]
     assert losses[0] == losses[1]

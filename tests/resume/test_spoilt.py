@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from everyrank.runs import checkpoints_of, damage, find_checkpoint, write_metadata
-from processes import Forge, one_line
+from processes import Cli, one_line
 from resuming import WIDTH, WORKLOAD, spoilt, words_for
 
 pytestmark = pytest.mark.skipif(
@@ -40,41 +40,41 @@ workload = Workload(
 """
 
 
-def test_a_run_that_fails_late_keeps_its_folder(forge: Forge, tmp_path: Path) -> None:
+def test_a_run_that_fails_late_keeps_its_folder(cli: Cli, tmp_path: Path) -> None:
     """Nobody asked for it by --out, but two epochs of work and their checkpoints are in it."""
     (tmp_path / "late.py").write_text(LATE)
-    done = forge(tmp_path, "train", "late.py")
+    done = cli.on_ranks(tmp_path, "train", "late.py")
     assert done.status == 2, done
     assert "update 9 is one too many" in done.err
     (run,) = (tmp_path / "runs").iterdir()
     assert [one.metadata.step for one in checkpoints_of(run)] == [4, 8]
 
 
-def test_a_finished_run_is_not_begun_again(forge: Forge, tmp_path: Path) -> None:
+def test_a_finished_run_is_not_begun_again(cli: Cli, tmp_path: Path) -> None:
     """It has no checkpoint to go on from, and its log and Record would be overwritten."""
     words = ("train", "digits", *WIDTH, "--steps", "2", "--save-every", "0", "--out", "run")
-    assert forge(tmp_path, *words).status == 0
+    assert cli.on_ranks(tmp_path, *words).status == 0
     log = (tmp_path / "run" / "log.jsonl").read_text()
-    done = forge(tmp_path, *words, "--resume")
+    done = cli.on_ranks(tmp_path, *words, "--resume")
     assert done.status == 2
     assert "it holds a run already" in done.err
     assert (tmp_path / "run" / "log.jsonl").read_text() == log
 
 
-def test_the_best_of_a_run_is_known_after_going_on(forge: Forge, tmp_path: Path) -> None:
+def test_the_best_of_a_run_is_known_after_going_on(cli: Cli, tmp_path: Path) -> None:
     """The newest checkpoint is not the best; what is worse than that one does not take its place."""
     words = ("train", "digits", *WIDTH, "--save-every", "3", "--evaluate-every", "3", "--keep", "1", "--out", "run")
-    assert forge(tmp_path, *words, "--steps", "6").status == 0
+    assert cli.on_ranks(tmp_path, *words, "--steps", "6").status == 0
     run = tmp_path / "run"
     newest = find_checkpoint(run)
     metrics = newest.metadata.metrics | {"top1": 2.0}  # nothing can be better
     write_metadata(newest.path, dataclasses.replace(newest.metadata, metrics=metrics))
-    assert forge(tmp_path, *words, "--steps", "12", "--resume").status == 0
+    assert cli.on_ranks(tmp_path, *words, "--steps", "12", "--resume").status == 0
     assert [one.metadata.step for one in checkpoints_of(run)] == [6, 12]
     assert (run / "checkpoints" / "best").resolve() == newest.path
 
 
-def test_predictions_of_unequal_rows_are_refused(forge: Forge, tmp_path: Path) -> None:
+def test_predictions_of_unequal_rows_are_refused(cli: Cli, tmp_path: Path) -> None:
     """Two ranks whose rows have other shapes cannot be put into one file; they must not be put in wrongly."""
     (tmp_path / "mine.py").write_text(
         WORKLOAD
@@ -83,8 +83,8 @@ def test_predictions_of_unequal_rows_are_refused(forge: Forge, tmp_path: Path) -
             "RANK", "int(__import__('os').environ['RANK'])"
         )
     )
-    assert forge(tmp_path, *words_for("ddp", "--steps", "5"), size=2).status == 0
-    done = forge(tmp_path, "predict", "mine.py", "--layout", "ddp", "--resume", "run", "--out", "p.npy", size=2)
+    assert cli.on_ranks(tmp_path, *words_for("ddp", "--steps", "5"), size=2).status == 0
+    done = cli.on_ranks(tmp_path, "predict", "mine.py", "--layout", "ddp", "--resume", "run", "--out", "p.npy", size=2)
     assert done.status == 2, done
     assert "rows of shape" in done.err
     assert not (tmp_path / "p.npy").exists()
@@ -129,11 +129,11 @@ main(sys.argv[2:])
 
 
 @pytest.mark.parametrize(("where", "said"), [("/dev/full", "No space left on device"), ("pipe", "its reader has gone")])
-def test_a_training_that_nobody_can_see_comes_to_its_end(forge: Forge, tmp_path: Path, where: str, said: str) -> None:
+def test_a_training_that_nobody_can_see_comes_to_its_end(cli: Cli, tmp_path: Path, where: str, said: str) -> None:
     """`train ... | head -1` and a full disk behind `> file`: the checkpoints are there, and the status is 0."""
     (tmp_path / "unseen.py").write_text(UNSEEN)
     words = ("train", "digits", *WIDTH, "--save-every", "3", "--steps", "6", "--out", "run")
-    done = forge(tmp_path, where, *words, script="unseen.py")
+    done = cli.on_ranks(tmp_path, where, *words, script="unseen.py")
     assert done.status == 0, done
     assert done.err == f"standard output cannot be written ({said}); the training continues\n"
     assert [one.metadata.step for one in checkpoints_of(tmp_path / "run")] == [3, 6]
@@ -145,10 +145,8 @@ def test_a_training_that_nobody_can_see_comes_to_its_end(forge: Forge, tmp_path:
 
 @pytest.mark.parametrize("more", ['metrics={"bad": rises}', 'derived={"bad": derives}'])
 @pytest.mark.parametrize("words", [(), ("--save-async",)], ids=["at once", "async"])
-def test_an_evaluation_that_raises_loses_no_epoch(
-    forge: Forge, tmp_path: Path, more: str, words: tuple[str, ...]
-) -> None:
-    done = forge(tmp_path, "train", spoilt(tmp_path, more=more), *words, "--out", "run", "--device", "cpu")
+def test_an_evaluation_that_raises_loses_no_epoch(cli: Cli, tmp_path: Path, more: str, words: tuple[str, ...]) -> None:
+    done = cli.on_ranks(tmp_path, "train", spoilt(tmp_path, more=more), *words, "--out", "run", "--device", "cpu")
     assert done.status in (2, 4), done
     assert "spoilt.py" in done.err.splitlines()[-1]
     (one,) = checkpoints_of(tmp_path / "run")
@@ -156,9 +154,9 @@ def test_an_evaluation_that_raises_loses_no_epoch(
 
 
 @pytest.mark.parametrize("words", [(), ("--save-async",)], ids=["at once", "async"])
-def test_a_checkpoint_learns_how_good_it_is(forge: Forge, tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_a_checkpoint_learns_how_good_it_is(cli: Cli, tmp_path: Path, words: tuple[str, ...]) -> None:
     """It was saved before it was evaluated."""
-    done = forge(tmp_path, "train", spoilt(tmp_path), *words, "--out", "run", "--device", "cpu")
+    done = cli.on_ranks(tmp_path, "train", spoilt(tmp_path), *words, "--out", "run", "--device", "cpu")
     assert done.status == 0, done
     there = checkpoints_of(tmp_path / "run")
     assert [(one.metadata.step, list(one.metadata.metrics), damage(one)) for one in there] == [
@@ -191,11 +189,11 @@ workload = Workload(
 
 
 @pytest.mark.parametrize("words", [(), ("--save-async",)], ids=["at once", "async"])
-def test_nan_that_is_seen_late_is_named_and_not_saved(forge: Forge, tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_nan_that_is_seen_late_is_named_and_not_saved(cli: Cli, tmp_path: Path, words: tuple[str, ...]) -> None:
     """On CUDA losses are looked at some updates later: the one that began it is named, what is saved is from before."""
     (tmp_path / "nan.py").write_text(AS_ON_CUDA)
     more = ("--layout", "ddp", "--steps", "60", "--save-every", "5", "--out", "run", "--device", "cpu")
-    done = forge(tmp_path, "train", "nan.py", *more, *words, size=2)
+    done = cli.on_ranks(tmp_path, "train", "nan.py", *more, *words, size=2)
     assert done.status == 4, done
     assert "update 12: the loss is nan" in done.err
     there = checkpoints_of(tmp_path / "run")
@@ -204,10 +202,10 @@ def test_nan_that_is_seen_late_is_named_and_not_saved(forge: Forge, tmp_path: Pa
 
 
 @pytest.mark.parametrize("words", [(), ("--evaluate-every", "1")], ids=["at the end", "within"])
-def test_what_the_last_update_spoils_is_not_saved(forge: Forge, tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_what_the_last_update_spoils_is_not_saved(cli: Cli, tmp_path: Path, words: tuple[str, ...]) -> None:
     """No loss shows it any more: the parameters do."""
     workload = spoilt(tmp_path, rate="1e999")
-    done = forge(tmp_path, "train", workload, "--steps", "1", *words, "--out", "run", "--device", "cpu")
+    done = cli.on_ranks(tmp_path, "train", workload, "--steps", "1", *words, "--out", "run", "--device", "cpu")
     assert done.status == 4, done
     assert "update 0: it made parameter weight infinite" in done.err
     assert not checkpoints_of(tmp_path / "run")
@@ -225,16 +223,16 @@ def test_what_the_last_update_spoils_is_not_saved(forge: Forge, tmp_path: Path, 
     ids=["complex", "whole", "bool", "nan"],
 )
 def test_weights_of_other_numbers_are_refused(
-    forge: Forge, tmp_path: Path, change: dict[str, torch.Tensor], said: str
+    cli: Cli, tmp_path: Path, change: dict[str, torch.Tensor], said: str
 ) -> None:
     """A cast would drop what they mean; the file is named, and no update blamed."""
     torch.save({"weight": torch.ones(2, 3), "bias": torch.zeros(2)} | change, tmp_path / "w.pt")
-    done = forge(tmp_path, "train", spoilt(tmp_path), "--pretrained", "w.pt", "--out", "run", "--device", "cpu")
+    done = cli.on_ranks(tmp_path, "train", spoilt(tmp_path), "--pretrained", "w.pt", "--out", "run", "--device", "cpu")
     assert done.status == 2, done
     assert f"w.pt: {said}" in one_line(done.err)
     torch.save({"weight": torch.ones(2, 3).half(), "bias": torch.zeros(2).double()}, tmp_path / "w.pt")
     words = ("--pretrained", "w.pt", "--out", "again", "--device", "cpu")
-    assert forge(tmp_path, "train", spoilt(tmp_path), *words).status == 0
+    assert cli.on_ranks(tmp_path, "train", spoilt(tmp_path), *words).status == 0
 
 
 COMPLEX = """
@@ -249,22 +247,22 @@ def first_model():
     ("part", "made"),
     [("parameter", "nn.Parameter(torch.ones(2, dtype=torch.complex64))"), ("buffer", "torch.ones(2) * 1j")],
 )
-def test_a_model_of_complex_numbers_is_refused(forge: Forge, tmp_path: Path, part: str, made: str) -> None:
+def test_a_model_of_complex_numbers_is_refused(cli: Cli, tmp_path: Path, part: str, made: str) -> None:
     """They were made real without a word."""
     workload = Path(spoilt(tmp_path))
     model = COMPLEX.replace("PART", part).replace("MADE", made)
     workload.write_text(workload.read_text().replace("\nworkload =", model + "\nworkload ="))
-    done = forge(tmp_path, "train", workload, "--device", "cpu")
+    done = cli.on_ranks(tmp_path, "train", workload, "--device", "cpu")
     assert done.status == 2, done
     assert "turns of the model is torch.complex64" in one_line(done.err)
 
 
-def test_a_model_that_is_no_number_from_the_start(forge: Forge, tmp_path: Path) -> None:
+def test_a_model_that_is_no_number_from_the_start(cli: Cli, tmp_path: Path) -> None:
     """No update before the first one is blamed."""
     workload = Path(spoilt(tmp_path, more="clip_norm=1.0,"))
     model = "    model = nn.Linear(3, 2)\n    nn.init.constant_(model.weight, float('nan'))\n    return model"
     workload.write_text(workload.read_text().replace("    return nn.Linear(3, 2)", model))
-    done = forge(tmp_path, "train", workload, "--device", "cpu")
+    done = cli.on_ranks(tmp_path, "train", workload, "--device", "cpu")
     assert done.status == 4, done
     assert "parameter weight" in done.err
     assert "update before" not in done.err

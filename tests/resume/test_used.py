@@ -17,7 +17,7 @@ import torch
 from everyrank.cli import main
 from everyrank.record import read_records
 from everyrank.runs import checkpoints_of
-from processes import Cli, Forge, one_line, refused
+from processes import Cli, one_line, refused
 from resuming import WIDTH, WORKLOAD, logged, table
 
 pytestmark = pytest.mark.skipif(
@@ -28,13 +28,13 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def digits(everyrank: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def digits(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """30 updates under ddp on two ranks, and what the command said. --resume finds nothing there, and begins."""
     folder = tmp_path_factory.mktemp("digits")
     words = "train digits --layout ddp --processes 2 --set width=4 --steps 30 --save-every 10 --keep 2"
-    done = everyrank(folder, *words.split(), "--evaluate-every", "10", "--out", "run", "--resume")
-    assert done.returncode == 0, done.stderr
-    return folder / "run", done.stdout
+    done = cli(folder, *words.split(), "--evaluate-every", "10", "--out", "run", "--resume")
+    assert done.status == 0, done.err
+    return folder / "run", done.out
 
 
 # --- what cannot be gone on with
@@ -67,7 +67,7 @@ def test_going_on_needs_a_place(capsys: pytest.CaptureFixture[str], digits: tupl
     ids=["seed", "width", "rate", "batch", "steps"],
 )
 def test_another_training_is_not_gone_on_with(
-    forge: Forge, digits: tuple[Path, str], tmp_path: Path, words: tuple[str, ...], expected: list[str]
+    cli: Cli, digits: tuple[Path, str], tmp_path: Path, words: tuple[str, ...], expected: list[str]
 ) -> None:
     """Status 2, and the line names what differs; the run is as it was, but for what an autopsy reads."""
 
@@ -76,7 +76,7 @@ def test_another_training_is_not_gone_on_with(
 
     run = digits[0]
     before = contents()
-    done = forge(tmp_path, "train", "digits", *words, "--out", run, "--resume")
+    done = cli.on_ranks(tmp_path, "train", "digits", *words, "--out", run, "--resume")
     assert done.status == 2, done
     line = one_line(done.err)
     for word in expected:
@@ -84,9 +84,9 @@ def test_another_training_is_not_gone_on_with(
     assert contents() == before
 
 
-def test_another_workload_is_not_gone_on_with(forge: Forge, digits: tuple[Path, str], tmp_path: Path) -> None:
+def test_another_workload_is_not_gone_on_with(cli: Cli, digits: tuple[Path, str], tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(WORKLOAD)
-    done = forge(tmp_path, "train", "mine.py", "--resume", digits[0])
+    done = cli.on_ranks(tmp_path, "train", "mine.py", "--resume", digits[0])
     assert done.status == 2, done
     line = one_line(done.err)
     assert "digits" in line
@@ -99,14 +99,14 @@ def test_another_workload_is_not_gone_on_with(forge: Forge, digits: tuple[Path, 
 
 @pytest.mark.parametrize(("layout", "size"), [("ddp", 2), ("single", 1), ("fsdp", 3), ("zero1", 4)])
 def test_evaluating_says_what_training_said(
-    forge: Forge, digits: tuple[Path, str], tmp_path: Path, layout: str, size: int
+    cli: Cli, digits: tuple[Path, str], tmp_path: Path, layout: str, size: int
 ) -> None:
     """Under any layout: top1 to the last digit, and nothing is trained or written into the run."""
     run = digits[0]
     (trained,) = read_records(run / "record.json")
     before = sorted(run.rglob("*"))
     words = ("--evaluate", "--resume", run, "--layout", layout, "--json", "r.json")
-    done = forge(tmp_path, "train", "digits", *WIDTH, *words, size=size)
+    done = cli.on_ranks(tmp_path, "train", "digits", *WIDTH, *words, size=size)
     assert done.status == 0, done
     (record,) = read_records(tmp_path / "r.json")
     assert record.metrics["top1"] == trained.metrics["top1"]
@@ -117,7 +117,7 @@ def test_evaluating_says_what_training_said(
     assert not (tmp_path / "runs").exists()
 
 
-def test_predictions_are_in_the_order_of_the_data(forge: Forge, digits: tuple[Path, str], tmp_path: Path) -> None:
+def test_predictions_are_in_the_order_of_the_data(cli: Cli, digits: tuple[Path, str], tmp_path: Path) -> None:
     """Identical on 1 to 4 ranks, a row for each held-out image; .npy says the same."""
     from everyrank.builtin.digits import Digits
 
@@ -127,13 +127,13 @@ def test_predictions_are_in_the_order_of_the_data(forge: Forge, digits: tuple[Pa
     for size in (1, 2, 3, 4):
         layout = "single" if size == 1 else "ddp"
         words = ("--resume", run, "--layout", layout, "--out", f"p{size}.jsonl")
-        done = forge(tmp_path, "predict", "digits", *WIDTH, *words, size=size)
+        done = cli.on_ranks(tmp_path, "predict", "digits", *WIDTH, *words, size=size)
         assert done.status == 0, done
         assert "359 predictions" in done.out
         found[size] = [json.loads(line) for line in (tmp_path / f"p{size}.jsonl").read_text().splitlines()]
         assert [row["index"] for row in found[size]] == list(range(359))
     words = ("--resume", run, "--layout", "fsdp", "--out", "p.npy")
-    assert forge(tmp_path, "predict", "digits", *WIDTH, *words, size=2).status == 0
+    assert cli.on_ranks(tmp_path, "predict", "digits", *WIDTH, *words, size=2).status == 0
     assert found[1] == found[2] == found[3] == found[4]
     values = {size: np.array([row["prediction"] for row in rows]) for size, rows in found.items()}
     values[0] = np.load(tmp_path / "p.npy")
@@ -144,7 +144,7 @@ def test_predictions_are_in_the_order_of_the_data(forge: Forge, digits: tuple[Pa
 
 
 def test_exported_weights_are_the_model(
-    forge: Forge, digits: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    cli: Cli, digits: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """.safetensors and .pt hold the same tensors, open without everyrank, and give the same metrics."""
     from safetensors.torch import load_file
@@ -158,7 +158,7 @@ def test_exported_weights_are_the_model(
     assert all(torch.equal(one[key], other[key]) for key in one)
     for name in ("w.pt", "w.safetensors"):
         words = ("--evaluate", "--pretrained", name, "--json", "r.json")
-        done = forge(tmp_path, "train", "digits", *WIDTH, *words)
+        done = cli.on_ranks(tmp_path, "train", "digits", *WIDTH, *words)
         assert done.status == 0, done
         (record,) = read_records(tmp_path / "r.json")
         assert record.metrics["top1"] == trained.metrics["top1"]
@@ -175,7 +175,7 @@ class Hostile:
         return os.system, (f"touch {self.mark}",)
 
 
-def test_weights_that_are_none_are_refused(forge: Forge, digits: tuple[Path, str], tmp_path: Path) -> None:
+def test_weights_that_are_none_are_refused(cli: Cli, digits: tuple[Path, str], tmp_path: Path) -> None:
     """Of another model, no weights at all, cut off, hostile: status 2, one line, and nothing of it happens."""
     mark = tmp_path / "it-ran"
     assert main(["checkpoint", "export", str(digits[0]), str(tmp_path / "w.pt")]) == 0
@@ -204,7 +204,7 @@ def test_weights_that_are_none_are_refused(forge: Forge, digits: tuple[Path, str
         "mine.py": "safetensors",
     }
     for file, word in expected.items():
-        done = forge(tmp_path, "train", "digits", *WIDTH, "--evaluate", "--pretrained", file)
+        done = cli.on_ranks(tmp_path, "train", "digits", *WIDTH, "--evaluate", "--pretrained", file)
         assert done.status == 2, (file, done)
         line = one_line(done.err)
         assert file in line
@@ -212,12 +212,12 @@ def test_weights_that_are_none_are_refused(forge: Forge, digits: tuple[Path, str
         assert not mark.exists(), file
 
 
-def test_hostile_weights_for_a_rank_that_we_start(cli: Cli) -> None:
+def test_hostile_weights_for_a_rank_that_we_start(cli: Cli, tmp_path: Path) -> None:
     """The same line, and no other one, where the rank is a process of ours."""
-    mark = cli.folder / "it-ran"
-    torch.save({"weight": Hostile(mark)}, cli.folder / "hostile.pt")
-    cli.start("train", "digits", *WIDTH, "--evaluate", "--pretrained", "hostile.pt")
-    status, _, err = cli.end()
+    mark = tmp_path / "it-ran"
+    torch.save({"weight": Hostile(mark)}, tmp_path / "hostile.pt")
+    running = cli.start(tmp_path, "train", "digits", *WIDTH, "--evaluate", "--pretrained", "hostile.pt")
+    status, _, err = running.end()
     assert status == 2, err
     assert "hostile.pt" in one_line(err)
     assert not mark.exists()
@@ -259,13 +259,13 @@ def test_a_run_leaves_what_it_says(digits: tuple[Path, str]) -> None:
 # --- trackers
 
 
-def test_tensorboard_has_the_losses(forge: Forge, tmp_path: Path) -> None:
+def test_tensorboard_has_the_losses(cli: Cli, tmp_path: Path) -> None:
     """Every loss under the number of updates done; after going on, each of them once."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     words = ("train", "digits", *WIDTH, "--out", "run", "--save-every", "4", "--tracker", "tensorboard")
     for more in (("--steps", "6"), ("--steps", "9", "--resume")):
-        done = forge(tmp_path, *words, *more)
+        done = cli.on_ranks(tmp_path, *words, *more)
         assert done.status == 0, done
         shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000006", ignore_errors=True)  # as if it had crashed
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
@@ -277,21 +277,21 @@ def test_tensorboard_has_the_losses(forge: Forge, tmp_path: Path) -> None:
     assert [one.step for one in events.Scalars("top1")][-1] == 9
 
 
-def test_wandb_keeps_its_run_here(everyrank: Any, tmp_path: Path) -> None:
+def test_wandb_keeps_its_run_here(cli: Cli, tmp_path: Path) -> None:
     """Offline it needs neither key nor network, and leaves its run in ours."""
     if importlib.util.find_spec("wandb") is None:
         pytest.skip("logging to wandb is not verified: it is not installed")
     words = ("train", "digits", *WIDTH, "--steps", "3", "--save-every", "0", "--out", "run", "--tracker", "wandb")
-    done = everyrank(tmp_path, *words, WANDB_MODE="offline", WANDB_SILENT="true")
-    assert done.returncode == 0, done.stderr
+    done = cli(tmp_path, *words, WANDB_MODE="offline", WANDB_SILENT="true")
+    assert done.status == 0, done.err
     (folder,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
     (file,) = folder.glob("*.wandb")
     assert b"eval_loss" in file.read_bytes()
 
 
-def test_a_tracker_nobody_knows(forge: Forge, tmp_path: Path) -> None:
+def test_a_tracker_nobody_knows(cli: Cli, tmp_path: Path) -> None:
     """Status 2, one line that names those there are; no folder of a run is left."""
-    done = forge(tmp_path, "train", "digits", *WIDTH, "--steps", "3", "--tracker", "nonsense")
+    done = cli.on_ranks(tmp_path, "train", "digits", *WIDTH, "--steps", "3", "--tracker", "nonsense")
     assert done.status == 2, done
     line = one_line(done.err)
     assert "--tracker nonsense" in line
