@@ -19,6 +19,11 @@ from forkserver import ForkServer
 BASES = sorted(path.stem for path in SCRIPTS.glob("*.py"))
 
 NOISE = ("sampler = DistributedSampler(train)\n", "            loss = F.cross_entropy(model(inputs), labels)\n")
+LOADER = "    loader = DataLoader(train, 7, sampler=sampler, drop_last=True)\n"
+OWN_DATA = (
+    "    part = TensorDataset(*(tensor[{part}] for tensor in data.tensors))\n"
+    "    loader = DataLoader(part, 7, shuffle=True, drop_last=True)\n"
+)
 # (script, what stands there, what is written instead, the rule that must find it, text of the line it must name); what
 # stands after the rule has to be in its text. Several changes are tuples.
 MUTATIONS = [
@@ -50,6 +55,14 @@ MUTATIONS = [
      "loader = DataLoader("),
     ("stream", "part = dist.get_rank() * worker.num_workers + worker.id", "part = worker.id", "data.rows",
      "in loader:"),
+    ("classifier", LOADER, OWN_DATA.format(part="20 * rank : 20 * rank + 60"), "data.overlap",
+     "loader = DataLoader(part"),
+    ("classifier", LOADER, OWN_DATA.format(part="torch.randperm(101, generator=torch.Generator().manual_seed(rank))"),
+     "data.same in its own order", "loader = DataLoader(part"),
+    ("classifier", "    sampler = DistributedSampler(train)\n",
+     "    weights = torch.utils.data.WeightedRandomSampler([1.0] * 101, 101)\n"
+     "    DataLoader(train, 7, sampler=weights)\n    del weights\n    sampler = DistributedSampler(train)\n",
+     "data.sampler-lost WeightedRandomSampler", "sampler = DistributedSampler("),
     # --- gradients
     ("classifier", "            optimizer.zero_grad()\n", "", "gradient.carried", "optimizer.step()"),
     ("classifier", "            loss.backward()", "            (loss / world_size).backward()",
@@ -322,8 +335,26 @@ def wrong(audit: Audit) -> list[Finding]:
     return [finding for finding in audit.findings if finding.level != "NOTE"]
 
 
+NOISY = 'type("Noise", (nn.Module,), {"forward": lambda self, x: x + torch.randn_like(x) * self.training})()'
+GATHERED = (
+    "            outputs = __import__('torch.distributed.nn').distributed.nn.functional.all_gather(model(inputs))\n"
+    "            loss = F.cross_entropy(torch.stack(outputs).mean(0), labels)\n"
+)
 # what is right, too: (script, what stands there, what is written instead)
 ALSO_RIGHT = [
+    *(  # each rank has its own part of the data, also if one sample is in all parts
+        (
+            "classifier",
+            ("torch.randn(124, 12)", LOADER, "        sampler.set_epoch(epoch)\n"),
+            (f"torch.randn(124, 12).index_fill(0, torch.arange({same}), 0.0)", OWN_DATA.format(part=part), ""),
+        )
+        for same, part in ((0, "rank::2"), (0, "60 * rank : 60 + 60 * rank"), (2, "rank::2"))
+    ),
+    (  # members of an ensemble: the same samples, noise of each rank's own, and one loss of all outputs
+        "classifier",
+        ("DistributedSampler(train)", "nn.Dropout(0.1)", NOISE[1]),
+        ("DistributedSampler(train, 1, 0)", NOISY, GATHERED),
+    ),
     (  # divided by hand
         "classifier",
         "DataLoader(train, 7, sampler=sampler, drop_last=True)",

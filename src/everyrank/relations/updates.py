@@ -12,6 +12,7 @@ def judge_updates(rank: RankRecording, findings: Findings) -> None:
     """Look at the optimizer's parameters and at copies of the model, such as averaged ones, in each update."""
     _dead_parameters(rank, findings)
     _copies(rank, findings)
+    _counted_steps(rank, findings)
 
 
 def _dead_parameters(rank: RankRecording, findings: Findings) -> None:
@@ -27,6 +28,21 @@ def _dead_parameters(rank: RankRecording, findings: Findings) -> None:
         f"{len(trained)} parameters of the model have one and are not stepped, for example {trained[0]}",
         "make the optimizer from the parameters that the model has after it was wrapped, and before its first forward",
     )
+
+
+def _counted_steps(rank: RankRecording, findings: Findings) -> None:
+    """Report an optimizer that counts a step without a gradient: Adam's first update is then a smaller one."""
+    place, count, step = rank.facts.get("counted", ["", 0.0, ""])
+    if count:
+        findings.add(
+            "WARN",
+            "optimizer.counted",
+            place,
+            f"a step with gradients of zero, before the first backward, is counted: the first update is number "
+            f"{count + 1:g} for the optimizer, whose bias correction is then too small",
+            "set the learning rate and the weight decay to 0 for that step, and state['step'] to 0 after it",
+            also=(step,),
+        )
 
 
 def _copies(rank: RankRecording, findings: Findings) -> None:

@@ -17,6 +17,7 @@ from everyrank.audit.events import (
 )
 from everyrank.audit.evidence import EpochKey, Evidence, are_cut_off
 from everyrank.audit.finding import Findings, short_place
+from everyrank.audit.source_lines import returns_of
 
 __all__ = ["check_evaluation", "loss_passes"]
 
@@ -174,7 +175,7 @@ def _judge_unsent(evidence: Evidence, key: EpochKey, loader: LoaderEpoch, share:
         f"rank 0 evaluates {share} samples, and nothing is sent between the ranks before training continues: its "
         "result is that of its shard",
         "self.log(..., sync_dist=True)" if is_lightning else "all-reduce the sums and the counts, then divide",
-        tuple(event.line for event in forwards[:1]),
+        (*(event.line for event in forwards[:1]), *(returns_of(forwards[0].line) if forwards else ())),
     )
 
 
@@ -256,6 +257,7 @@ def _check_mean(output: str, by_rank: list[list[EvalLoss]], findings: Findings) 
             f"the script prints {shown}, the mean of {len(events)} means of {min(counts):g} to {max(counts):g} terms; "
             f"the mean over all terms is {of_terms:.6g}",
             "add up loss * number of terms, and divide by the number of all terms",
+            returns_of(events[0].line),
         )
 
 

@@ -19,7 +19,7 @@ from everyrank.audit.watch.losses import Losses
 from everyrank.audit.watch.place import where
 from everyrank.audit.watch.recorder import Recorder, checksum, harmless, local
 
-__all__ = ["Gradients"]
+__all__ = ["Gradients", "sample"]
 
 _SAMPLE = 2048
 
@@ -42,6 +42,7 @@ class Gradients:
         self.before_first: dict[str, np.ndarray] = {}  # .grad before the first backward of the update
         self.before_clip: dict[str, np.ndarray] | None = None
         self.loss_scale, self.is_unscaled = 1.0, False
+        self.zeroed_at = ""  # the line of the last zero_grad
         self.is_in_closure = False  # inside an optimizer's step, which computes the loss by a closure
 
     @property
@@ -167,6 +168,7 @@ class Gradients:
             not_stepped=self._left_out(parameters),
             is_zero=bool(grads) and all(float(grad.abs().sum()) == 0 for grad in grads),
             loss_scale=self.loss_scale,
+            zeroed_at=self.zeroed_at,
         )
 
     def _replicated(self, parameters: list[Any]) -> dict[str, int]:

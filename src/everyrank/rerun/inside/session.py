@@ -54,11 +54,17 @@ class Session:
         self.is_split = False
         self.loader = -1  # that gave the last batch
         self.num_backwards = 0  # since the last step
+        self.num_all_backwards = 0
+        self.num_calls = 0  # of models, and collectives
+        self.in_source = False  # inside a function whose result is imposed
+        self.sources: list[Any] = []
         self.copies: dict[int, str] = {}
         self.imposed = [
             torch.load(Path(settings["imposed"]) / f"rank{each}.pt", weights_only=True)
-            for each in settings["imposed_ranks"]
+            for each in ([rank] if settings["by_rows"] else settings["imposed_ranks"])
         ]
+        for each in self.imposed:
+            each["sources"] = {tuple(key): value for key, value in each["sources"]}
         self.num_batches = 0
         self.parameters = [
             torch.load(Path(settings["imposed"]) / f"rank{each}.pt", weights_only=True)["updates"]
@@ -104,6 +110,7 @@ class Session:
                 "draws": self.draws,
                 "inputs": self.inputs,
                 "batches": self.batches,
+                "sources": self.sources,
                 "facts": self.facts,
             }
             # one file, so that the memory of equal tensors is shared
