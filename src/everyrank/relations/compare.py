@@ -150,8 +150,8 @@ def judge_script(
             words=words,
             imposed=Imposed(recording=many, without_checkpointing=True),
             float64=float64,
-            updates=1,
-            detailed=1,
+            updates=2,  # states are known when the second begins
+            detailed=2,
         )
         if kept.trouble:
             findings.not_checked(f"activation checkpointing at {short_place(lines[0])}: {kept.trouble}")

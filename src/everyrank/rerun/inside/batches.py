@@ -79,9 +79,9 @@ def install_batches(session: Session) -> None:
         if session.settings["by_rows"]:
             key = [number, count]
             recorded = [batch for loader_pass, batch, _ in session.imposed[0]["batches"] if loader_pass == key]
-            return (
-                _ByRows(session, iterate(self), key, recorded) if recorded else _Recorded(session, iterate(self), key)
-            )
+            with session.natural():
+                iterator = iterate(self)
+            return _ByRows(session, iterator, key, recorded) if recorded else _Recorded(session, iterator, key)
         if session.imposed:
             parts = [each["batches"] for each in session.imposed]
             key = [number, count]
@@ -184,7 +184,11 @@ def _sliced(session: Session, iterator: Any, recorded: list[Any]) -> Any:
             session.refuse(str(error))
             whole = None
     start = 0
-    for batch in iterator:
+    while True:
+        with session.natural():
+            batch = next(iterator, None)
+        if batch is None:
+            return
         end = start + rows_of_batch(batch)
         if whole is not None and end > rows_of_batch(whole):
             return

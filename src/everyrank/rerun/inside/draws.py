@@ -134,7 +134,7 @@ class _Draws(TorchDispatchMode):
         if type(drawn) is not torch.Tensor and not isinstance(drawn, nn.Parameter):
             return out
         if session.settings["by_rows"]:
-            return self.next_rows(name, args, drawn, out)
+            return out if session.in_source else self.next_rows(name, args, drawn, out)
         if session.settings["rows"]:
             return self.by_rows(name, args, kwargs, out)
         key = session.key(name)
@@ -171,10 +171,10 @@ class _Draws(TorchDispatchMode):
             together = torch.cat if drawn.dim() else torch.stack
             queue = self.queues[place, name] = [together(alike) if alike else None, 0]
         (rows, start), count = queue, len(drawn) if drawn.dim() else 1
+        if session.has_begun and (not drawn.dim() or not session.batch_size or count % session.batch_size):
+            session.refuse(f"{place} ({name}) draws random numbers for a whole batch")
         if rows is None or rows.shape[1:] != drawn.shape[1:] or start + count > len(rows):
-            if session.is_training and drawn.dim():
-                session.refuse(f"random numbers of {place} ({name}) have another shape with these settings")
-            return out
+            return out  # as for more updates than were recorded
         queue[1] += count
         return _filled(name, args, drawn, out, rows[start : start + count].view(drawn.shape))
 

@@ -86,6 +86,15 @@ class Session:
         finally:
             self.muted -= 1
 
+    @contextlib.contextmanager
+    def natural(self) -> Generator[None]:
+        """Random numbers drawn within the block are the script's own."""
+        before, self.in_source = self.in_source, True
+        try:
+            yield
+        finally:
+            self.in_source = before
+
     def key(self, operation: str, place: str = "") -> tuple[str, str, int]:
         """(line, operation, how often it was met before)."""
         place = place or where()

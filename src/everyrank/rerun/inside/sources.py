@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import functools
 import sys
 import types
@@ -64,11 +65,8 @@ def _watched(session: Session, function: Any) -> Any:
         is_imposed = len(parts) == len(session.imposed) > 0
         is_own = is_imposed and not all(is_equal(part, parts[0]) for part in parts[1:])
         calls = session.num_calls
-        session.in_source = is_own
-        try:
+        with session.natural() if is_own else contextlib.nullcontext():
             result = function(*args, **kwargs)
-        finally:
-            session.in_source = False
         with session.quiet():
             if session.imposed:
                 return _together(session, parts, result) if is_own or (is_imposed and len(parts) == 1) else result
