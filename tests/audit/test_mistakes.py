@@ -127,6 +127,11 @@ MUTATIONS = [
      "model.module(inputs)"),
     ("sharded", "in model[::2]:", "in model[:3:2]:", "weights.uninitialised", "to_empty"),
     ("classifier", "lr=0.1,", "lr=0.1 * (1 + rank),", "replicas.rate", "optimizer.step()"),
+    ("classifier", ("    model = DistributedDataParallel(model)\n", "model.module(inputs)"),
+     ("    from torch.distributed.fsdp import FullyShardedDataParallel\n"
+      "    model = FullyShardedDataParallel(model, device_id=torch.device('cpu'), use_orig_params=True,\n"
+      "                                     ignored_modules=[model[3]])\n", "model(inputs)"),
+     "replicas.drift next to sharded ones", "optimizer.step()"),
     # --- evaluation
     ("classifier", "Subset(held_out, range(rank, len(held_out), world_size)), 5)",
      "held_out, 5, sampler=DistributedSampler(held_out, shuffle=False))", "eval.padded", "DataLoader(held_out"),

@@ -391,7 +391,8 @@ class OptimizerStep(Event):
     waits                (function, line, count) of calls such as .item() since the last step
     backward_update      the update whose backwards gave the gradient
     checksums            of all parameters, by name; {} where some are sharded
-    replicated           where some are sharded: checksums of those that each rank holds whole, by name
+    replicated           where some are sharded: checksums of those that each rank holds whole, by name; under FSDP1
+                         of those that it ignores
     is_sharded           some parameters are DTensors
     is_split             some are sharded in another way than fully_shard does it
     shapes               checksum of all local shapes

@@ -10,9 +10,9 @@ import ast
 import functools
 from pathlib import Path
 
-__all__ = ["conditions_of", "definitions_of", "returns_of"]
+__all__ = ["argument_of", "conditions_of", "definitions_of", "returns_of"]
 
-_MOST = 4  # lines; more would say nothing
+_MOST = 5  # lines; more would hide the one that matters
 
 
 def conditions_of(place: str) -> tuple[str, ...]:
@@ -35,7 +35,7 @@ def conditions_of(place: str) -> tuple[str, ...]:
 
 
 def definitions_of(place: str) -> tuple[str, ...]:
-    """The last assignments, in the same function, of the names that the statement at a line uses."""
+    """The last two assignments, in the same function, of each name that the statement at a line uses."""
     path, line = _split(place)
     function = _function_at(path, line)
     if function is None:
@@ -55,6 +55,14 @@ def returns_of(place: str) -> tuple[str, ...]:
         return ()
     found = [node.lineno for node in _own_nodes(function) if isinstance(node, ast.Return) and node.value is not None]
     return _places(path, found)
+
+
+def argument_of(place: str, name: str) -> tuple[str, ...]:
+    """The line of a keyword argument in the call at a line, which may have several lines."""
+    path, line = _split(place)
+    tree = _tree(path)
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _covers(node, line)] if tree else []
+    return _places(path, [word.value.lineno for call in calls for word in call.keywords if word.arg == name])
 
 
 def _split(place: str) -> tuple[str, int]:
@@ -117,9 +125,9 @@ def _names(node: ast.AST) -> set[str]:
 
 
 def _assignments(function: ast.AST, names: set[str], before: int) -> list[int]:
-    """The last assignment of each name above a line, the nearest first."""
-    last: dict[str, int] = {}
+    """The last two assignments of each name above a line, the nearest first."""
+    lines: dict[str, list[int]] = {}
     for node in _own_nodes(function):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in names and node.lineno < before:
-            last[node.id] = node.lineno
-    return sorted(set(last.values()), reverse=True)
+            lines.setdefault(node.id, []).append(node.lineno)
+    return sorted({line for of_name in lines.values() for line in of_name[-2:]}, reverse=True)

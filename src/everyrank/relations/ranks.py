@@ -417,8 +417,16 @@ def _printed(
                 f"the number {number:.6g} of {shown.text.strip()[:80]!r} is {right:.6g} on one rank with the same "
                 f"samples and weights: {reason}",
                 "sum numerators and denominators over the ranks separately, then divide",
+                also=_computed_at(case.many.ranks[0], shown, number, margin),
             )
             break
+
+
+def _computed_at(rank: RankRecording, shown: Printed, number: float, margin: Any) -> tuple[str, ...]:
+    """The line at which a printed number was still a tensor, and the assignments of what that line uses."""
+    items = [(value, line) for value, line, update in rank.facts.get("items", []) if update <= shown.update and line]
+    line = next((line for value, line in reversed(items) if _is_near(value, number, margin)), "")
+    return (line, *definitions_of(line)) if line else ()
 
 
 def _is_own_loss(case: _Case, shown: Printed, number: float, margin: Any) -> bool:

@@ -34,6 +34,7 @@ class Gradients:
         self.sharded: dict[int, tuple[Any, Any]] = {}  # by id of a gathered parameter: it, and its shard
         self.parameters: list[Any] = []  # of the model whose forward came last
         self.is_fully_sharded = False
+        self.ignored: set[int] = set()  # ids of parameters that FSDP1 leaves whole
         self.pieces: dict[tuple[int, str], np.ndarray] = {}  # by backward and name
         self.stepped: dict[
             tuple[int, str], np.ndarray
@@ -55,6 +56,7 @@ class Gradients:
         """Hook the parameters that are not hooked yet, under their names in the model."""
         self.parameters = [self._sharded(parameter) for parameter in root.parameters()]
         self.is_fully_sharded = any("FSDP" in type(module).__name__ for module in root.modules())
+        self.ignored |= {id(p) for module in root.modules() for p in getattr(module, "_ignored_params", ())}
         for name, shown in root.named_parameters():
             parameter = self._sharded(shown)
             if id(parameter) not in self.names:
@@ -160,7 +162,7 @@ class Gradients:
             waits=[(function, line, count) for (function, line), count in self.losses.waits.items()],
             backward_update=self.backward_update,
             checksums={} if is_sharded else {self.names[id(p)]: checksum(p) for p in parameters},
-            replicated=self._replicated(parameters) if is_sharded else {},
+            replicated=self._replicated(parameters) if is_sharded or self.ignored else {},
             is_sharded=is_sharded,
             is_split=any(_is_split(parameter, self.is_fully_sharded) for parameter in parameters),
             shapes=zlib.crc32(repr([tuple(local(parameter).shape) for parameter in parameters]).encode()),
@@ -173,6 +175,8 @@ class Gradients:
 
     def _replicated(self, parameters: list[Any]) -> dict[str, int]:
         """Checksums by name of the parameters that each rank holds whole, where others are sharded."""
+        if self.ignored:
+            parameters = [parameter for parameter in parameters if id(parameter) in self.ignored]
         whole = [
             p for p in parameters if not hasattr(p, "placements") or all(each.is_replicate() for each in p.placements)
         ]

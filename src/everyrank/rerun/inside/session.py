@@ -27,6 +27,7 @@ class Session:
     rows      number of samples of the last batch that each of them read
     passes    passes over each dataset, by its identity
     copies    parameters of copies of a trained module, such as averaged ones, by the address of their memory
+    items     [value, line, update] of each tensor that became a number, as by .item()
     is_split  whether the loader in use gives each rank its part of every batch
     """
 
@@ -58,6 +59,7 @@ class Session:
         self.num_calls = 0  # of models, and collectives
         self.in_source = False  # inside a function whose result is imposed
         self.sources: list[Any] = []
+        self.items: list[list[Any]] = []
         self.copies: dict[int, str] = {}
         self.imposed = [
             torch.load(Path(settings["imposed"]) / f"rank{each}.pt", weights_only=True)
@@ -112,6 +114,7 @@ class Session:
         with self.quiet():
             with contextlib.suppress(Exception):
                 self.before_write()
+            self.facts["items"] = self.items
             content = {
                 "updates": self.updates,
                 "printed": self.printed,
