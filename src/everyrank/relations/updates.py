@@ -48,9 +48,10 @@ def _counted_steps(rank: RankRecording, findings: Findings) -> None:
 def _copies(rank: RankRecording, findings: Findings) -> None:
     """Report copies that move between the backwards of one update, while the parameters stay the same."""
     moves: dict[str, dict[int, set[int]]] = {}
-    for update, backwards, place, _ in rank.facts.get("copies_moved", []):
+    for update, backwards, place, *_ in rank.facts.get("copies_moved", []):
         moves.setdefault(place, {}).setdefault(update, set()).add(backwards)
-    names = {place: name for _, _, place, name in rank.facts.get("copies_moved", [])}
+    names = {place: name for _, _, place, name, *_ in rank.facts.get("copies_moved", [])}
+    callers = {place: tuple(callers) for _, _, place, _, *callers in rank.facts.get("copies_moved", [])}
     for place, by_update in moves.items():
         repeated = [update for update, positions in by_update.items() if len(positions) > 1]
         if len(repeated) < 2:
@@ -63,5 +64,6 @@ def _copies(rank: RankRecording, findings: Findings) -> None:
             f"{names[place]}, in a copy of the model, moves {most} times per update although the parameters change "
             f"once: its decay is applied per micro-batch",
             "update the copy only after optimizer.step()",
+            also=callers[place],
         )
         return

@@ -15,7 +15,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from everyrank.audit.watch.place import is_own_file, where
+from everyrank.audit.watch.place import chain, is_own_file, where
 from everyrank.rerun.inside.session import Session
 
 __all__ = ["install_draws"]
@@ -123,7 +123,8 @@ class _Draws(TorchDispatchMode):
         first: Any = changed[0] if isinstance(changed, list | tuple) and changed else changed
         if type(first) in (torch.Tensor, nn.Parameter) and first.data_ptr() in session.copies:
             noted = session.facts.setdefault("copies_moved", [])
-            entry = [session.update, session.num_backwards, where(), session.copies[first.data_ptr()]]
+            place, *callers = [*chain(), ""][:2]
+            entry = [session.update, session.num_backwards, place, session.copies[first.data_ptr()], *callers]
             if not noted or noted[-1][:3] != entry[:3]:
                 noted.append(entry)
 
