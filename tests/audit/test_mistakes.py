@@ -19,6 +19,15 @@ from forkserver import ForkServer
 BASES = sorted(path.stem for path in SCRIPTS.glob("*.py"))
 
 NOISE = ("sampler = DistributedSampler(train)\n", "            loss = F.cross_entropy(model(inputs), labels)\n")
+NOISY = 'type("Noise", (nn.Module,), {"forward": lambda self, x: x + torch.randn_like(x) * self.training})()'
+GATHERED = (
+    "            outputs = __import__('torch.distributed.nn').distributed.nn.functional.all_gather(model(inputs))\n"
+    "            loss = F.cross_entropy(torch.stack(outputs).mean(0), labels)\n"
+)
+ENSEMBLE = (  # the same samples, noise of each rank's own, and one loss of all outputs
+    ("DistributedSampler(train)", "nn.Dropout(0.1)", NOISE[1]),
+    ("DistributedSampler(train, 1, 0)", NOISY, GATHERED),
+)
 LOADER = "    loader = DataLoader(train, 7, sampler=sampler, drop_last=True)\n"
 OWN_DATA = (
     "    part = TensorDataset(*(tensor[{part}] for tensor in data.tensors))\n"
@@ -238,6 +247,10 @@ REMARKS = [
       "            loss = F.cross_entropy(model"), "data.same share of each batch",
      "loader = DataLoader(train"),
     ("classifier", *SPLIT, "data.same layers are split", "loader = DataLoader(train"),
+    ("classifier", *ENSEMBLE, "data.same draws its own random numbers", "loader = DataLoader(train"),
+    ("classifier", (*ENSEMBLE[0], LOADER),
+     (*ENSEMBLE[1], "    loader = [[t[i : i + 7] for t in data.tensors] for i in range(0, 98, 7)]\n"),
+     "data.rows draw their own random numbers", "model(inputs)"),
     ("classifier", "            loss.backward()", "            (loss * 0.3).backward()",
      "gradient.scale a weight that the script chooses", "F.cross_entropy(model"),
     ("stream", ".square().mean()", ".square().sum()", "gradient.sum mean of sums", ".sum()"),
@@ -340,11 +353,6 @@ def wrong(audit: Audit) -> list[Finding]:
     return [finding for finding in audit.findings if finding.level != "NOTE"]
 
 
-NOISY = 'type("Noise", (nn.Module,), {"forward": lambda self, x: x + torch.randn_like(x) * self.training})()'
-GATHERED = (
-    "            outputs = __import__('torch.distributed.nn').distributed.nn.functional.all_gather(model(inputs))\n"
-    "            loss = F.cross_entropy(torch.stack(outputs).mean(0), labels)\n"
-)
 # what is right, too: (script, what stands there, what is written instead)
 ALSO_RIGHT = [
     *(  # each rank has its own part of the data, also if one sample is in all parts
@@ -355,11 +363,7 @@ ALSO_RIGHT = [
         )
         for same, part in ((0, "rank::2"), (0, "60 * rank : 60 + 60 * rank"), (2, "rank::2"))
     ),
-    (  # members of an ensemble: the same samples, noise of each rank's own, and one loss of all outputs
-        "classifier",
-        ("DistributedSampler(train)", "nn.Dropout(0.1)", NOISE[1]),
-        ("DistributedSampler(train, 1, 0)", NOISY, GATHERED),
-    ),
+    ("classifier", *ENSEMBLE),
     (  # divided by hand
         "classifier",
         "DataLoader(train, 7, sampler=sampler, drop_last=True)",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from everyrank.audit.source_lines import argument_of, conditions_of, definitions_of, returns_of
+from everyrank.audit.source_lines import argument_of, definitions_of, guards_of, returns_of
 
 SOURCE = """\
 import torch
@@ -46,8 +46,8 @@ def lines(places: tuple[str, ...]) -> list[int]:
 
 
 def test_the_condition_of_a_line_and_its_names(place: str) -> None:
-    assert lines(conditions_of(f"{place}19")) == [18, 15]
-    assert conditions_of(f"{place}17") == ()
+    assert lines(guards_of(f"{place}19")) == [18, 15]
+    assert guards_of(f"{place}17") == ()
 
 
 def test_what_a_line_uses(place: str) -> None:
@@ -69,4 +69,4 @@ def test_the_line_of_an_argument(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrong", ["", "?", "/nowhere/train.py:3", "train.py"])
 def test_a_line_that_cannot_be_read(wrong: str) -> None:
-    assert conditions_of(wrong) == definitions_of(wrong) == returns_of(wrong) == ()
+    assert guards_of(wrong) == definitions_of(wrong) == returns_of(wrong) == ()

@@ -37,6 +37,7 @@ from everyrank.audit.watch.place import is_own_file
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+) in \S+')  # of faulthandler
 _FEW_BYTES = 256  # a smaller all-reduce sends losses and counts, not parameters
+_NUMBERS = 64  # bytes: a smaller gather sends sizes
 _DIRECT = 3  # library functions between a line and the collective that it calls
 
 __all__ = ["EpochKey", "Evidence", "Samples", "are_cut_off", "read_evidence"]
@@ -247,8 +248,8 @@ class Evidence:
             elif isinstance(event, Backward):
                 has_output = False
             elif isinstance(event, CollectiveCall) and has_output and event.phase == "script":
-                is_kind = any(kind in event.op for kind in ("gather", "alltoall", "all_to_all", "reduce"))
-                if is_kind and event.num_bytes > _FEW_BYTES:
+                gathers = any(kind in event.op for kind in ("gather", "alltoall", "all_to_all"))
+                if event.num_bytes > (_NUMBERS if gathers else _FEW_BYTES) and (gathers or "reduce" in event.op):
                     return True
         return False
 

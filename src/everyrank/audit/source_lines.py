@@ -10,16 +10,16 @@ import ast
 import functools
 from pathlib import Path
 
-__all__ = ["argument_of", "conditions_of", "definitions_of", "returns_of"]
+__all__ = ["argument_of", "definitions_of", "guards_of", "returns_of"]
 
 _MOST = 5  # lines; more would hide the one that matters
 
 
-def conditions_of(place: str) -> tuple[str, ...]:
+def guards_of(place: str) -> tuple[str, ...]:
     """The `if` that decides whether a line runs, and the assignments of the names in it; () if there is none.
 
     Example:
-        conditions_of("train.py:12")  # ("train.py:11", "train.py:9") for `if is_last:` and `is_last = i % 4 == 0`
+        guards_of("train.py:12")  # ("train.py:11", "train.py:9") for `if is_last:` and `is_last = i % 4 == 0`
 
     """
     path, line = _split(place)

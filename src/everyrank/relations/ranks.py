@@ -277,7 +277,7 @@ def _report_own(case: _Case, findings: Findings, update: int, names: dict[str, f
         f"update {update}: {len(own)} of {len(one.gradients)} parameters are stepped with a different gradient on each "
         f"rank, for example {own[0]}: it is averaged on no update, and the ranks drift apart",
         "average the gradients of these parameters over the ranks before the step",
-        also=tuple(dict.fromkeys(made_at.get(name.partition(": ")[0], "") for name in own)),
+        also=tuple(dict.fromkeys(line for name in own for line in made_at.get(name.partition(": ")[0], []))),
     )
 
 
@@ -391,6 +391,8 @@ def _printed(
                 continue
             if _is_rate(case, shown, number, margin):
                 continue  # learning rates are compared by themselves
+            if _item(case.many.ranks[0], shown, number, margin)[1]:
+                continue  # gradients are compared by themselves
             if _is_near(number, of_rank_0, margin):
                 is_asked = _has_evaluation(case) and _key(line) not in others
                 evaluated = evaluations().get(_key(line)) if is_asked else None
@@ -424,9 +426,16 @@ def _printed(
 
 def _computed_at(rank: RankRecording, shown: Printed, number: float, margin: Any) -> tuple[str, ...]:
     """The line at which a printed number was still a tensor, and the assignments of what that line uses."""
-    items = [(value, line) for value, line, update in rank.facts.get("items", []) if update <= shown.update and line]
-    line = next((line for value, line in reversed(items) if _is_near(value, number, margin)), "")
+    line, _ = _item(rank, shown, number, margin)
     return (line, *definitions_of(line)) if line else ()
+
+
+def _item(rank: RankRecording, shown: Printed, number: float, margin: Any) -> tuple[str, bool]:
+    """The line that made a printed number of a tensor, and whether it was a term of the rank's own loss."""
+    items = [item for item in rank.facts.get("items", []) if item[2] <= shown.update and item[1]]
+    return next(
+        ((line, is_own) for value, line, _, is_own in reversed(items) if _is_near(value, number, margin)), ("", False)
+    )
 
 
 def _is_own_loss(case: _Case, shown: Printed, number: float, margin: Any) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from everyrank.audit.events import BackwardEnd, LossTerm
 from everyrank.audit.evidence import Evidence
 from everyrank.audit.finding import Findings
-from everyrank.audit.source_lines import conditions_of
+from everyrank.audit.source_lines import guards_of
 
 __all__ = ["Piece", "check_loss_terms", "times"]
 
@@ -128,7 +128,7 @@ def _wrong_scale(
 def _window_of(evidence: Evidence, update: int) -> tuple[str, ...]:
     """The lines that decide when the optimizer steps."""
     steps = evidence.steps.get(update)
-    return conditions_of(steps[evidence.ranks[0]].line) if steps else ()
+    return guards_of(steps[evidence.ranks[0]].line) if steps else ()
 
 
 def times(total: float) -> str:

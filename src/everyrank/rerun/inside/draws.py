@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from everyrank.audit.watch.place import chain, is_own_file, where
 from everyrank.rerun.inside.session import Session
@@ -71,6 +72,7 @@ class _Draws(TorchDispatchMode):
         self.session = session
         self.recorded = [{tuple(key): value for key, value in each["draws"]} for each in session.imposed]
         self.num_row_draws = 0
+        self.sent_tensors: Any = WeakTensorKeyDictionary()  # given to a collective
         self.queues: dict[tuple[str, str], list[Any]] = {}  # recorded rows of a line, and how many of them were used
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -86,8 +88,11 @@ class _Draws(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional"):
             session.num_calls += 1
             self.sent()
+            for tensor in _tensors(args):
+                self.sent_tensors[tensor] = True
         if name == "_local_scalar_dense" and len(session.items) < _MOST_VALUES:
-            session.items.append([float(out), where(), session.update])
+            is_own = args[0].requires_grad and args[0] not in self.sent_tensors
+            session.items.append([float(out), where(), session.update, is_own])
         if session.copies and name.endswith("_"):
             with session.quiet():
                 self.moved(args[0])
@@ -265,6 +270,12 @@ def _direct_line() -> str:
             return ""
         frame = frame.f_back
     return f"{os.path.abspath(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else ""  # noqa: PTH100
+
+
+def _tensors(value: Any) -> list[Any]:
+    if isinstance(value, list | tuple):
+        return [tensor for each in value for tensor in _tensors(each)]
+    return [value] if isinstance(value, torch.Tensor) else []
 
 
 def _sending_line() -> str:

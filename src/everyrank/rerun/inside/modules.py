@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import weakref
 from typing import Any
@@ -31,7 +32,7 @@ class ModuleNames:
 
     def __init__(self) -> None:
         self.made: list[Any] = []
-        self.made_at: dict[int, str] = {}  # by the identity of a module
+        self.made_at: dict[int, list[str]] = {}  # by the identity of a module
 
     def add(self, module: Any) -> None:
         """Remember a module that is being made, and the line that makes it."""
@@ -43,9 +44,12 @@ class ModuleNames:
         alive = {id(inner): inner for _, root in self.roots() for inner in root.modules()}
         return sum(isinstance(module, _BatchNorm) for module in alive.values())
 
-    def lines(self) -> dict[str, str]:
-        """The line that made each module that is in no other."""
-        return {name: self.made_at.get(id(_unwrapped(module)), "") for name, module in self.roots()}
+    def lines(self) -> dict[str, list[str]]:
+        """The lines that made each module that is in no other, and its wrapper."""
+        return {
+            name: [line for each in (module, _unwrapped(module)) for line in self.made_at.get(id(each), [])]
+            for name, module in self.roots()
+        }
 
     def roots(self) -> list[tuple[str, Any]]:
         """(name, module) of those that are in no other: "Net", "Net (2)". Wrappers are looked through."""
@@ -102,12 +106,15 @@ class ModuleNames:
         return found
 
 
-def _constructed_at(module: Any) -> str:
-    """The user's line that constructs a module, outside of the constructors of its own classes."""
-    for frame in frames():
-        if frame.f_code.co_name != "__init__" or frame.f_locals.get("self") is not module:
-            return f"{os.path.abspath(frame.f_code.co_filename)}:{frame.f_lineno}"  # noqa: PTH100
-    return ""
+def _constructed_at(module: Any) -> list[str]:
+    """The user's line that constructs a module, outside of the constructors of its own classes, and its caller."""
+    outside = (
+        frame for frame in frames() if frame.f_code.co_name != "__init__" or frame.f_locals.get("self") is not module
+    )
+    return [
+        f"{os.path.abspath(frame.f_code.co_filename)}:{frame.f_lineno}"  # noqa: PTH100
+        for frame in itertools.islice(outside, 2)
+    ]
 
 
 def _shapes(named: list[tuple[str, Any]]) -> tuple[Any, ...]:

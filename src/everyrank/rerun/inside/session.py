@@ -27,7 +27,7 @@ class Session:
     rows      number of samples of the last batch that each of them read
     passes    passes over each dataset, by its identity
     copies    parameters of copies of a trained module, such as averaged ones, by the address of their memory
-    items     [value, line, update] of each tensor that became a number, as by .item()
+    items     [value, line, update, whether it is a term of this rank's loss] of each tensor that became a number
     is_split  whether the loader in use gives each rank its part of every batch
     """
 
