@@ -138,28 +138,35 @@ def merge(path: Path, record: dict[str, Any], name: str, stem: str) -> None:
 
 
 def table(record: dict[str, Any]) -> str:
-    """Found, with the line, and correct programs with a false alarm (rules, relations) of each set."""
+    """Mistakes found, with the line, and correct programs with a false alarm, of each set; "-" if it was not run."""
     lines = [
         BEGIN,
         "",
-        "| scripts | mistakes | rules alone | relations alone | both | correct programs | false alarms |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | --- |",
+        "| scripts | mistakes | rules alone | relations alone | both | false alarms of rules | of relations |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for name, title in TITLES.items():
-        rows = record["sets"].get(name, {})
-        rows = {stem: each for stem, each in rows.items() if "rules" in each and "relations" in each}
-        mistakes = [each for each in rows.values() if each["has_mistake"]]
-        if not rows:
-            continue
-        found = {way: [bool(each[way]["found"]) for each in mistakes] for way in ("rules", "relations")}
-        shown = {way: sum(bool(each[way]["line"]) for each in mistakes) for way in ("rules", "relations")}
-        both = sum(any(pair) for pair in zip(*found.values(), strict=True))
-        both_lines = sum(bool(each["rules"]["line"] or each["relations"]["line"]) for each in mistakes)
-        false = {way: sum(bool(each[way]["false"]) for each in rows.values()) for way in ("rules", "relations")}
-        cells = [title, str(len(mistakes)), *(f"{sum(found[way])} ({shown[way]})" for way in ("rules", "relations"))]
-        cells += [f"{both} ({both_lines})", str(len(rows)), f"{false['rules']}, {false['relations']}"]
-        lines.append(f"| {' | '.join(cells)} |")
+        rows = list(record["sets"].get(name, {}).values())
+        mistakes = [each for each in rows if each["has_mistake"]]
+        cells = [found_by(mistakes, ways) for ways in (("rules",), ("relations",), ("rules", "relations"))]
+        cells += [false_alarms(rows, way) for way in ("rules", "relations")]
+        if rows:
+            lines.append(f"| {title} | {len(mistakes)} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", END])
+
+
+def found_by(mistakes: list[dict[str, Any]], ways: tuple[str, ...]) -> str:
+    """`21 (17)`: mistakes that one of these ways has found, and those with their line."""
+    if not all(way in each for each in mistakes for way in ways):
+        return "-"
+    found, lines = (sum(any(each[way][what] for way in ways) for each in mistakes) for what in ("found", "line"))
+    return f"{found} ({lines})"
+
+
+def false_alarms(rows: list[dict[str, Any]], way: str) -> str:
+    """`0 of 44`: correct programs with a false alarm."""
+    known = [each[way] for each in rows if way in each]
+    return f"{sum(bool(each['false']) for each in known)} of {len(known)}" if known else "-"
 
 
 def main() -> None:
