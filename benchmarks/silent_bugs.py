@@ -83,8 +83,8 @@ def with_mistakes(blind_set: Path, folder: Path) -> Path:
 # --- scripts, under audit
 
 
-def audited(script: Path, *words: str) -> dict[str, Any]:
-    """What an audit of the script comes to: its JSON, or the error that it ended with."""
+def audited(script: Path, *words: str, more: tuple[str, ...] = ()) -> dict[str, Any]:
+    """What an audit of the script, with `more` options, comes to: its JSON, or the error that it ended with."""
     text = script.read_text()
     found = re.search(r"nproc-per-node (\d)", text) or re.search(r"needs (\d) ranks", text)
     default = "1" if f"python {script.name}" in text else "2"  # as its header starts it
@@ -94,7 +94,7 @@ def audited(script: Path, *words: str) -> dict[str, Any]:
         if "spawn(" not in text:  # else it starts its ranks itself
             command += ["--processes", found[1] if found else default]
         done = subprocess.run(
-            [*command, "--json", str(out), str(script), *words],
+            [*command, *more, "--json", str(out), str(script), *words],
             cwd=folder,
             capture_output=True,
             text=True,

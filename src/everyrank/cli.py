@@ -157,6 +157,26 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see {self.prog} --help")
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse as argparse does; the value of an option for ARGS may begin with a dash: --resume-with "--resume"."""
+        return super().parse_known_args(None if args is None else self._with_dashes(list(args)), namespace)
+
+    def _with_dashes(self, words: list[str]) -> list[str]:
+        """Join each option for ARGS with its value, up to the first word that is no option."""
+        known = self._option_string_actions
+        joined: list[str] = []
+        index = 0
+        while index < len(words) and words[index].startswith("-"):
+            word, following = words[index], words[index + 1 : index + 2]
+            action = known.get(word)
+            takes_value = action is not None and action.nargs is None
+            if takes_value and action.metavar == "ARGS" and following and following[0] not in known:
+                joined.append(f"{word}={following[0]}")
+            else:
+                joined += [word, *(following if takes_value else [])]
+            index += 1 + takes_value
+        return [*joined, *words[index:]]
+
     def format_help(self) -> str:
         """Return the help text, with rarely used launching options only for --help-all."""
         hidden = [] if self.shows_all else [action for action in self._launching() if action.dest not in _IN_SHORT_HELP]

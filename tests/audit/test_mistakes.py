@@ -19,6 +19,20 @@ from forkserver import ForkServer
 BASES = sorted(path.stem for path in SCRIPTS.glob("*.py"))
 
 NOISE = ("sampler = DistributedSampler(train)\n", "            loss = F.cross_entropy(model(inputs), labels)\n")
+NOISY = 'type("Noise", (nn.Module,), {"forward": lambda self, x: x + torch.randn_like(x) * self.training})()'
+GATHERED = (
+    "            outputs = __import__('torch.distributed.nn').distributed.nn.functional.all_gather(model(inputs))\n"
+    "            loss = F.cross_entropy(torch.stack(outputs).mean(0), labels)\n"
+)
+ENSEMBLE = (  # the same samples, noise of each rank's own, and one loss of all outputs
+    ("DistributedSampler(train)", "nn.Dropout(0.1)", NOISE[1]),
+    ("DistributedSampler(train, 1, 0)", NOISY, GATHERED),
+)
+LOADER = "    loader = DataLoader(train, 7, sampler=sampler, drop_last=True)\n"
+OWN_DATA = (
+    "    part = TensorDataset(*(tensor[{part}] for tensor in data.tensors))\n"
+    "    loader = DataLoader(part, 7, shuffle=True, drop_last=True)\n"
+)
 # (script, what stands there, what is written instead, the rule that must find it, text of the line it must name); what
 # stands after the rule has to be in its text. Several changes are tuples.
 MUTATIONS = [
@@ -50,6 +64,14 @@ MUTATIONS = [
      "loader = DataLoader("),
     ("stream", "part = dist.get_rank() * worker.num_workers + worker.id", "part = worker.id", "data.rows",
      "in loader:"),
+    ("classifier", LOADER, OWN_DATA.format(part="20 * rank : 20 * rank + 60"), "data.overlap",
+     "loader = DataLoader(part"),
+    ("classifier", LOADER, OWN_DATA.format(part="torch.randperm(101, generator=torch.Generator().manual_seed(rank))"),
+     "data.same in its own order", "loader = DataLoader(part"),
+    ("classifier", "    sampler = DistributedSampler(train)\n",
+     "    weights = torch.utils.data.WeightedRandomSampler([1.0] * 101, 101)\n"
+     "    DataLoader(train, 7, sampler=weights)\n    del weights\n    sampler = DistributedSampler(train)\n",
+     "data.sampler-lost WeightedRandomSampler", "sampler = DistributedSampler("),
     # --- gradients
     ("classifier", "            optimizer.zero_grad()\n", "", "gradient.carried", "optimizer.step()"),
     ("classifier", "            loss.backward()", "            (loss / world_size).backward()",
@@ -114,6 +136,11 @@ MUTATIONS = [
      "model.module(inputs)"),
     ("sharded", "in model[::2]:", "in model[:3:2]:", "weights.uninitialised", "to_empty"),
     ("classifier", "lr=0.1,", "lr=0.1 * (1 + rank),", "replicas.rate", "optimizer.step()"),
+    ("classifier", ("    model = DistributedDataParallel(model)\n", "model.module(inputs)"),
+     ("    from torch.distributed.fsdp import FullyShardedDataParallel\n"
+      "    model = FullyShardedDataParallel(model, device_id=torch.device('cpu'), use_orig_params=True,\n"
+      "                                     ignored_modules=[model[3]])\n", "model(inputs)"),
+     "replicas.drift next to sharded ones", "optimizer.step()"),
     # --- evaluation
     ("classifier", "Subset(held_out, range(rank, len(held_out), world_size)), 5)",
      "held_out, 5, sampler=DistributedSampler(held_out, shuffle=False))", "eval.padded", "DataLoader(held_out"),
@@ -226,6 +253,10 @@ REMARKS = [
       "            loss = F.cross_entropy(model"), "data.same share of each batch",
      "loader = DataLoader(train"),
     ("classifier", *SPLIT, "data.same layers are split", "loader = DataLoader(train"),
+    ("classifier", *ENSEMBLE, "data.same draws its own random numbers", "loader = DataLoader(train"),
+    ("classifier", (*ENSEMBLE[0], LOADER),
+     (*ENSEMBLE[1], "    loader = [[t[i : i + 7] for t in data.tensors] for i in range(0, 98, 7)]\n"),
+     "data.rows draw their own random numbers", "model(inputs)"),
     ("classifier", "            loss.backward()", "            (loss * 0.3).backward()",
      "gradient.scale a weight that the script chooses", "F.cross_entropy(model"),
     ("stream", ".square().mean()", ".square().sum()", "gradient.sum mean of sums", ".sum()"),
@@ -330,6 +361,15 @@ def wrong(audit: Audit) -> list[Finding]:
 
 # what is right, too: (script, what stands there, what is written instead)
 ALSO_RIGHT = [
+    *(  # each rank has its own part of the data, also if one sample is in all parts
+        (
+            "classifier",
+            ("torch.randn(124, 12)", LOADER, "        sampler.set_epoch(epoch)\n"),
+            (f"torch.randn(124, 12).index_fill(0, torch.arange({same}), 0.0)", OWN_DATA.format(part=part), ""),
+        )
+        for same, part in ((0, "rank::2"), (0, "60 * rank : 60 + 60 * rank"), (2, "rank::2"))
+    ),
+    ("classifier", *ENSEMBLE),
     (  # divided by hand
         "classifier",
         "DataLoader(train, 7, sampler=sampler, drop_last=True)",

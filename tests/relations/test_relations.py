@@ -246,6 +246,77 @@ def test_workers_evaluation_copies_and_schedules_are_named(host: tuple[ScriptHos
     assert [finding.rule for finding in found_in(host, MORE.replace(right, wrong), 48)] == [rule]
 
 
+DRAWN = """
+import torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.last(self.norm(checkpoint(self.first, x, use_reentrant=False)))
+
+
+def samples(step, rank):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    x = torch.randn(int(torch.randint(8, 20, (1,), generator=generator)), 6, generator=generator)
+    return x, x[:, :3].argmax(1)
+
+
+model = nn.parallel.DistributedDataParallel(Net(), broadcast_buffers=False)
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+for step in range(5):
+    x, y = samples(step, rank)
+    total = torch.tensor(len(y))
+    dist.all_reduce(total)
+    loss = F.cross_entropy(model(x), y, reduction="sum")
+    optimizer.zero_grad()
+    (loss * world / total).backward()
+    optimizer.step()
+    shown = loss.detach() / len(y)
+    shown = loss.detach().clone()
+    dist.all_reduce(shown)
+    if rank == 0:
+        print(f"loss {shown / total:.6f}")
+"""
+
+DRAWN_BROKEN = {
+    "ranks.gradient": ("loss * world", "loss"),
+    "ranks.printed": ("shown = loss.detach().clone()", "shown = shown.clone() * total / world"),
+    "recompute.state": (
+        "self.last(self.norm(checkpoint(self.first, x, use_reentrant=False)))",
+        "self.last(checkpoint(lambda x: self.norm(self.first(x)), x, use_reentrant=False))",
+    ),
+    "optimizer.counted": (
+        "for step in",
+        "for p in model.parameters():\n    p.grad = torch.zeros_like(p)\noptimizer.step()\nfor step in",
+    ),
+}
+
+
+def test_batches_that_a_function_draws_are_put_together(host: tuple[ScriptHost, Path]) -> None:
+    """A function that seeds by step and rank, with another number of samples on each rank."""
+    findings = found_in(host, DRAWN)
+    assert findings == []
+    assert findings.unchecked == []
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("rule", DRAWN_BROKEN)
+def test_mistakes_of_a_script_without_a_loader_are_named(host: tuple[ScriptHost, Path], rule: str) -> None:
+    """A sum that is averaged, a mean of means, statistics that are updated twice, a step that counts."""
+    right, wrong = DRAWN_BROKEN[rule]
+    assert right in DRAWN
+    assert [finding.rule for finding in found_in(host, DRAWN.replace(right, wrong))] == [rule]
+
+
 @pytest.mark.parametrize(("many", "expected"), [([1.0, 0.5, 0.0], True), ([1.0, 0.9, 0.2], False), ([1.0], None)])
 def test_a_schedule_that_is_divided_by_the_ranks_is_correct(many: list[float], expected: bool | None) -> None:
     """The rates of two ranks are those of one rank after twice as many updates."""

@@ -12,6 +12,7 @@ events.py        one class for each kind of event
 evidence.py      the recorded events, by rank
 rules/           one kind of mistake a file
 finding.py       what a rule reports
+source_lines.py  lines of the source that decide about the line of a finding
 
 Only watch/ and replay/ import torch. Nothing here knows workloads, layouts or strategies.
 """

@@ -48,6 +48,7 @@ __all__ = [
     "Save",
     "ScheduleStep",
     "SeedSet",
+    "Shuffle",
     "SourceFiles",
     "Stopped",
     "Unchecked",
@@ -162,10 +163,30 @@ class RpcStarted(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SeedSet(Event):
-    """Written when the user's code calls torch.manual_seed."""
+    """Written when the user's code seeds a generator: `library` is "torch", "numpy" or "random".
+
+    lines  the user's lines on the stack, the innermost first
+    """
+
+    library: str
+    lines: list[str]
+    seed: int
+
+    @property
+    def line(self) -> str:
+        """The innermost line of the user's own code."""
+        return self.lines[0] if self.lines else ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shuffle(Event):
+    """Written when the user's code shuffles or chooses, before the first update.
+
+    state  checksum of the state of its generator before it
+    """
 
     line: str
-    seed: int
+    state: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -262,10 +283,18 @@ class Forward(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ForwardEnd(Event):
-    """Written after a forward with gradients: how many dropout masks and which noise were drawn inside it."""
+    """Written after a forward with gradients.
+
+    num_dropouts  dropout masks drawn inside it
+    noise         random draws inside it with a row for each sample
+    drawn_at      lines of all random draws inside it
+    output        checksum of a part of each tensor that it returns
+    """
 
     num_dropouts: int
     noise: list[RandomDraw]
+    drawn_at: list[str] = dataclasses.field(default_factory=list[str])
+    output: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -274,6 +303,7 @@ class EvalForward(Event):
 
     is_prediction, is_lightning  called by predict, or by any loop, of Lightning
     buffers, parameters          checksums of all of them; `parameters` is 0 where they are sharded
+    mode_at                      the line of the last `model.eval()`
     """
 
     line: str
@@ -283,6 +313,7 @@ class EvalForward(Event):
     is_lightning: bool
     buffers: int
     parameters: int
+    mode_at: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -361,7 +392,8 @@ class OptimizerStep(Event):
     waits                (function, line, count) of calls such as .item() since the last step
     backward_update      the update whose backwards gave the gradient
     checksums            of all parameters, by name; {} where some are sharded
-    replicated           where some are sharded: checksums of those that each rank holds whole, by name
+    replicated           where some are sharded: checksums of those that each rank holds whole, by name; under FSDP1
+                         of those that it ignores
     is_sharded           some parameters are DTensors
     is_split             some are sharded in another way than fully_shard does it
     shapes               checksum of all local shapes
@@ -369,6 +401,7 @@ class OptimizerStep(Event):
     not_stepped          names of parameters with a gradient that this optimizer does not have, at most 20
     is_zero              all gradients are zero
     loss_scale           that of the gradient scaler
+    zeroed_at            the line of the last zero_grad
     """
 
     line: str
@@ -384,6 +417,7 @@ class OptimizerStep(Event):
     not_stepped: list[str]
     is_zero: bool
     loss_scale: float
+    zeroed_at: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -451,14 +485,16 @@ class LoaderEpoch(Event):
     sampler_epoch  what set_epoch was last given
     workers        number of worker processes
     length         of the dataset
+    lost_sampler   class and line of a sampler for the same dataset that was dropped before it was read; [] if none
 
     num_batches    of the whole epoch
     indices        of the samples, in order, at most 200,000; a sampler's keys that are no integers as text
     num_indices    of the whole epoch
     sizes          sizes of the batches, sorted, each once
     subset         checksum of the indices of a Subset
-    seeded         hash of sample 0, drawn under a fixed seed
+    seeded         hash of the first, the middle and the last sample, drawn under a fixed seed
     content        the same, where it does not depend on the seed
+    samples        a checksum of each sample of `indices`, drawn under a fixed seed; [] if they are not known
     """
 
     loader: int
@@ -474,6 +510,7 @@ class LoaderEpoch(Event):
     shuffles: bool | None
     workers: int
     length: int | None
+    lost_sampler: list[str] = dataclasses.field(default_factory=list[str])
     num_batches: int | None = None
     indices: list[int | str] = dataclasses.field(default_factory=list[int | str])
     num_indices: int = 0
@@ -481,6 +518,7 @@ class LoaderEpoch(Event):
     subset: int | None = None
     seeded: str | None = None
     content: str | None = None
+    samples: list[int] = dataclasses.field(default_factory=list[int])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

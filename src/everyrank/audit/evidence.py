@@ -19,6 +19,7 @@ from everyrank.audit.events import (
     CollectiveCall,
     Event,
     Forward,
+    ForwardEnd,
     HookFailed,
     LoaderBatch,
     LoaderEpoch,
@@ -26,6 +27,8 @@ from everyrank.audit.events import (
     OptimizerStep,
     ProcessStart,
     RpcStarted,
+    SeedSet,
+    Shuffle,
     Stopped,
     event_from,
 )
@@ -34,6 +37,7 @@ from everyrank.audit.watch.place import is_own_file
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+) in \S+')  # of faulthandler
 _FEW_BYTES = 256  # a smaller all-reduce sends losses and counts, not parameters
+_NUMBERS = 64  # bytes: a smaller gather sends sizes
 _DIRECT = 3  # library functions between a line and the collective that it calls
 
 __all__ = ["EpochKey", "Evidence", "Samples", "are_cut_off", "read_evidence"]
@@ -214,6 +218,40 @@ class Evidence:
     def sends_activations(self) -> bool:
         """Whether the user's own model calls a collective in its forward."""
         return any(_is_in_user_model(event) for event in self.all_of(CollectiveCall))
+
+    def equal_seeds(self, libraries: Iterable[str]) -> tuple[str, ...]:
+        """Lines that give the generators of these libraries the same seed on two ranks, the last ones first."""
+        first, second = ([*self.of(rank, SeedSet)] for rank in self.ranks[:2])
+        theirs = {(event.library, event.line, event.seed) for event in second}
+        equal = [event for event in first if (event.library, event.line, event.seed) in theirs]
+        last = {event.library: event for event in equal if event.library in libraries}
+        return tuple(dict.fromkeys(line for event in last.values() for line in event.lines))
+
+    @functools.cached_property
+    def unequal_shuffles(self) -> tuple[str, ...]:
+        """Lines at which ranks 0 and 1 shuffle with generators in different states, before the first update."""
+        states: list[dict[str, list[int]]] = []
+        for rank in self.ranks[:2]:
+            by_line: dict[str, list[int]] = defaultdict(list)
+            for event in self.of(rank, Shuffle):
+                by_line[event.line].append(event.state)
+            states.append(by_line)
+        return tuple(line for line in states[0] if states[1].get(line, states[0][line]) != states[0][line])
+
+    @functools.cached_property
+    def has_joint_loss(self) -> bool:
+        """Whether the script sends what a forward gave, before its backward: a loss has the outputs of all ranks."""
+        has_output = False
+        for event in self.events[self.ranks[0]]:
+            if isinstance(event, ForwardEnd):
+                has_output = True
+            elif isinstance(event, Backward):
+                has_output = False
+            elif isinstance(event, CollectiveCall) and has_output and event.phase == "script":
+                gathers = any(kind in event.op for kind in ("gather", "alltoall", "all_to_all"))
+                if event.num_bytes > (_NUMBERS if gathers else _FEW_BYTES) and (gathers or "reduce" in event.op):
+                    return True
+        return False
 
     @functools.cached_property
     def is_split(self) -> bool:

@@ -65,6 +65,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ARGS",
         help="with --resume-with: arguments that make the script save and end",
     )
+    parser.add_argument(
+        "--same",
+        action="append",
+        default=[],
+        metavar="ARGS",
+        help="compare with other settings that should be the same training, as '--accum 1 --batch 32'",
+    )
     parser.add_argument("--only-compare", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument(
         "--save", type=Path, metavar="F", help="keep losses, tensors and printed numbers, for a later --against"
@@ -133,6 +140,14 @@ def _resume_command(args: argparse.Namespace) -> ResumeCommand | None:
     return resume_command(args.resume_with, args.stop_with)
 
 
+def _other_settings(args: argparse.Namespace) -> list[list[str]]:
+    """The arguments of each --same, split as a shell does."""
+    try:
+        return [shlex.split(text) for text in args.same]
+    except ValueError as error:
+        raise UsageError(f"--same {args.same[-1]!r}: {error}; close the quote") from error
+
+
 def _check_outputs(args: argparse.Namespace, words: list[str]) -> None:
     """Raise `UsageError` for a file that cannot be written, or that is the script itself."""
     check_html(args)
@@ -152,7 +167,7 @@ def run(args: argparse.Namespace) -> int:
     from everyrank.progress import progress
 
     _end_with_the_terminal()
-    resume = _resume_command(args)
+    resume, same = _resume_command(args), _other_settings(args)
     words, processes = _command(args)
     options = AuditOptions(
         processes, args.updates, args.watch, args.timeout, args.limit, args.replay, args.pretend_cuda, args.shim
@@ -179,10 +194,7 @@ def run(args: argparse.Namespace) -> int:
     unpatched = audit
     if failure is None:
         audit = _compared(audit, words, options, args)
-    if resume is not None and audit is not None:
-        from everyrank.relations import with_resume
-
-        audit = with_resume(audit, options, resume)
+    audit = _with_other_arguments(audit, options, resume, same)
     if audit is not None:
         _show(audit, args)
     if args.fix and unpatched is not None and audit is not None and failure is None:
@@ -218,6 +230,23 @@ def _compared(audit: Audit | None, words: list[str], options: AuditOptions, args
     if sys.stderr.isatty():
         print("comparing with one rank; --no-compare leaves it out ...", file=sys.stderr)
     return with_comparison(audit, options)
+
+
+def _with_other_arguments(
+    audit: Audit | None, options: AuditOptions, resume: ResumeCommand | None, same: list[list[str]]
+) -> Audit | None:
+    """The audit with what --resume-with and --same have found."""
+    if audit is None:
+        return None
+    if resume is not None:
+        from everyrank.relations import with_resume
+
+        audit = with_resume(audit, options, resume)
+    for more in same:
+        from everyrank.relations import with_settings
+
+        audit = with_settings(audit, options, more)
+    return audit
 
 
 def _is_worth_comparing(audit: Audit, options: AuditOptions) -> bool:

@@ -7,6 +7,7 @@ lines.py      the first line of the script whose result is not that of one rank
 recompute.py  activation checkpointing changes no gradient
 kept_script.py  what a script computes, kept in a file for a later version of it
 samples.py    ranks read different samples of one stream in an epoch
+same.py       other settings that should be the same training
 resume.py     stopping and resuming changes nothing
 workers.py    workers of a loader read the samples that the process itself reads
 schedule.py   the learning rate depends on the progress of the training, not on the number of ranks
@@ -23,6 +24,7 @@ from everyrank.relations.compare import (
     why_not_compared,
     with_comparison,
     with_resume,
+    with_settings,
 )
 from everyrank.relations.resume import ResumeCommand, resume_command
 
@@ -37,4 +39,5 @@ __all__ = [
     "why_not_compared",
     "with_comparison",
     "with_resume",
+    "with_settings",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from everyrank.audit import Audit, AuditOptions
 from everyrank.audit.finding import LEVELS, Finding, Findings, short_place
@@ -16,6 +16,7 @@ from everyrank.relations.precision import judge_rounded_updates
 from everyrank.relations.ranks import judge_ranks
 from everyrank.relations.recompute import judge_recomputation
 from everyrank.relations.resume import ResumeCommand, judge_resume
+from everyrank.relations.same import judge_settings
 from everyrank.relations.samples import judge_samples
 from everyrank.relations.schedule import has_schedule, judge_horizon
 from everyrank.relations.updates import judge_updates
@@ -31,6 +32,7 @@ __all__ = [
     "why_not_compared",
     "with_comparison",
     "with_resume",
+    "with_settings",
 ]
 
 _OF_GRADIENTS = ("gradient.", "loss.", "clip.", "replicas.", "random.", "weights.", "ddp.", "collective.", "data.")
@@ -46,6 +48,7 @@ _EXPLAINED_BY = {
     "data.frozen-workers": ("data.", "random."),
     "data.repeat": ("data.",),
     "weights.not-stepped": ("weights.",),
+    "recompute.state": ("replicas.buffers",),
     "schedule.horizon": ("schedule.",),
 }
 """Kinds of rules that can be the cause of each difference."""
@@ -147,8 +150,8 @@ def judge_script(
             words=words,
             imposed=Imposed(recording=many, without_checkpointing=True),
             float64=float64,
-            updates=1,
-            detailed=1,
+            updates=2,  # states are known when the second begins
+            detailed=2,
         )
         if kept.trouble:
             findings.not_checked(f"activation checkpointing at {short_place(lines[0])}: {kept.trouble}")
@@ -221,23 +224,42 @@ def with_comparison(audit: Audit, options: AuditOptions) -> Audit:
 
 def with_resume(audit: Audit, options: AuditOptions, command: ResumeCommand) -> Audit:
     """The audit, with what a resumed training does differently from one in one go."""
+
+    def judge(host: ScriptHost, findings: Findings) -> None:
+        judge_resume(host, audit.words, audit.world_size, command, findings)
+
+    return _with_more_runs(audit, options, "resume", "three times more, to be resumed", judge)
+
+
+def with_settings(audit: Audit, options: AuditOptions, more: Sequence[str]) -> Audit:
+    """The audit, with what these other arguments change of a training that should stay the same."""
+
+    def judge(host: ScriptHost, findings: Findings) -> None:
+        judge_settings(host, audit.words, audit.world_size, more, findings)
+
+    return _with_more_runs(audit, options, "--same", "twice more, to compare settings", judge)
+
+
+def _with_more_runs(
+    audit: Audit, options: AuditOptions, name: str, runs: str, judge: Callable[[ScriptHost, Findings], None]
+) -> Audit:
     start, findings = time.monotonic(), Findings()
     why_not = why_not_compared(audit, options, os.environ)
     if why_not:
-        return dataclasses.replace(audit, unchecked=(*audit.unchecked, f"resume: {why_not}"))
+        return dataclasses.replace(audit, unchecked=(*audit.unchecked, f"{name}: {why_not}"))
     try:
         with ScriptHost(audit.words, options.timeout_seconds, options.pretend_cuda) as host:
-            judge_resume(host, audit.words, audit.world_size, command, findings)
+            judge(host, findings)
     except EveryrankError as error:
-        findings.not_checked(f"resume: {error}")
+        findings.not_checked(f"{name}: {error}")
     except Exception as error:  # the audit never ends by it
-        findings.not_checked(f"resume: the comparison failed ({type(error).__name__}: {error})")
+        findings.not_checked(f"{name}: the comparison failed ({type(error).__name__}: {error})")
     seconds = time.monotonic() - start
     return dataclasses.replace(
         audit,
         findings=tuple(sorted((*audit.findings, *findings), key=lambda finding: LEVELS.index(finding.level))),
         unchecked=tuple(dict.fromkeys((*audit.unchecked, *findings.unchecked))),
-        altered=(*audit.altered, f"the script ran three times more, to be resumed ({seconds:.0f} s)"),
+        altered=(*audit.altered, f"the script ran {runs} ({seconds:.0f} s)"),
         seconds=audit.seconds + seconds,
     )
 

@@ -39,4 +39,5 @@ def judge_rounded_updates(rank: RankRecording, findings: Findings) -> None:
         f"each had a gradient: the steps (learning rate {first.rates[0]:g}) are smaller than the parameters' precision",
         "keep the parameters in float32 and compute in bfloat16 (autocast, MixedPrecisionPolicy), or "
         "round stochastically",
+        also=tuple(line for lines in rank.facts.get("made_at", {}).values() for line in lines),
     )

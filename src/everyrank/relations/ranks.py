@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from everyrank.audit.finding import Findings, short_place
+from everyrank.audit.source_lines import definitions_of
 from everyrank.relations.lines import first_differing
 from everyrank.relations.numbers import constant_factor, relative_difference, tolerance_of, whole
 from everyrank.relations.schedule import is_stretched
@@ -206,6 +207,10 @@ def _report_difference(
     if factor is not None:
         reason = f"all are {factor:.4g} times those of one rank{_factor_reason(factor, case.num_ranks)}"
         place = one.backwards[-1] if one.backwards else place
+        also = [*case.many.ranks[0].facts.get("sent_at", []), *definitions_of(place), one.step]
+    elif update == 0 and kind == "after" and one.optimizer:
+        reason = "the gradients are equal, so the optimizer steps them differently: look at its parameter groups"
+        place, also = one.optimizer, [*definitions_of(one.optimizer), one.step]
     elif update == 0:
         line = first_differing(case.many, case.one, case.tolerance)
         if line is not None:
@@ -264,6 +269,7 @@ def _report_own(case: _Case, findings: Findings, update: int, names: dict[str, f
     if len(case.one.updates[update].gradients) == len(own) and case.num_updates < 3:
         findings.not_checked(f"{case.num_ranks} ranks against one: not compared, because there were too few updates")
         return
+    made_at = case.one.facts.get("made_at", {})
     findings.add(
         "WARN",
         "ranks.own-gradient",
@@ -271,6 +277,7 @@ def _report_own(case: _Case, findings: Findings, update: int, names: dict[str, f
         f"update {update}: {len(own)} of {len(one.gradients)} parameters are stepped with a different gradient on each "
         f"rank, for example {own[0]}: it is averaged on no update, and the ranks drift apart",
         "average the gradients of these parameters over the ranks before the step",
+        also=tuple(dict.fromkeys(line for name in own for line in made_at.get(name.partition(": ")[0], []))),
     )
 
 
@@ -382,6 +389,10 @@ def _printed(
             margin = _margin(shown.text, case.tolerance)
             if _is_near(number, right, margin) or _is_own_loss(case, shown, number, margin):
                 continue
+            if _is_rate(case, shown, number, margin):
+                continue  # learning rates are compared by themselves
+            if _item(case.many.ranks[0], shown, number, margin)[1]:
+                continue  # gradients are compared by themselves
             if _is_near(number, of_rank_0, margin):
                 is_asked = _has_evaluation(case) and _key(line) not in others
                 evaluated = evaluations().get(_key(line)) if is_asked else None
@@ -408,8 +419,23 @@ def _printed(
                 f"the number {number:.6g} of {shown.text.strip()[:80]!r} is {right:.6g} on one rank with the same "
                 f"samples and weights: {reason}",
                 "sum numerators and denominators over the ranks separately, then divide",
+                also=_computed_at(case.many.ranks[0], shown, number, margin),
             )
             break
+
+
+def _computed_at(rank: RankRecording, shown: Printed, number: float, margin: Any) -> tuple[str, ...]:
+    """The line at which a printed number was still a tensor, and the assignments of what that line uses."""
+    line, _ = _item(rank, shown, number, margin)
+    return (line, *definitions_of(line)) if line else ()
+
+
+def _item(rank: RankRecording, shown: Printed, number: float, margin: Any) -> tuple[str, bool]:
+    """The line that made a printed number of a tensor, and whether it was a term of the rank's own loss."""
+    items = [item for item in rank.facts.get("items", []) if item[2] <= shown.update and item[1]]
+    return next(
+        ((line, is_own) for value, line, _, is_own in reversed(items) if _is_near(value, number, margin)), ("", False)
+    )
 
 
 def _is_own_loss(case: _Case, shown: Printed, number: float, margin: Any) -> bool:
@@ -419,6 +445,12 @@ def _is_own_loss(case: _Case, shown: Printed, number: float, margin: Any) -> boo
         return False
     losses = updates[shown.update - 1].losses
     return any(_is_near(number, losses[-1] * times, margin) for times in {1, len(losses)})
+
+
+def _is_rate(case: _Case, shown: Printed, number: float, margin: Any) -> bool:
+    """Whether a number is a learning rate of rank 0, before or after its last step."""
+    updates = case.many.ranks[0].updates[max(0, shown.update - 1) : shown.update + 1]
+    return any(rate and _is_near(number, rate, (margin[0], 1e-4)) for update in updates for rate in update.rates)
 
 
 def _has_evaluation(case: _Case) -> bool:

@@ -12,7 +12,7 @@ from everyrank.rerun import RankRecording, ScriptRecording
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["judge_samples", "samples_of_batch", "samples_of_passes", "tensors_of_batch"]
+__all__ = ["judge_samples", "num_samples", "samples_of_batch", "samples_of_passes", "tensors_of_batch"]
 
 _FEW = 16  # samples of a rank: too few to judge
 _ALL = 0.9  # of the samples: the ranks read the same data, which rules of audit judge
@@ -64,6 +64,11 @@ def samples_of_passes(rank: RankRecording) -> dict[tuple[int, int], tuple[str, l
 
 def _largest_batch(rank: RankRecording) -> int:
     return max((len(_rows(batch)) for _, batch, _ in rank.batches), default=0)
+
+
+def num_samples(batch: Any) -> int:
+    """The number of samples in a batch: the first dimension of its first tensor that has one."""
+    return next((len(each) for each in tensors_of_batch(batch) if each.dim()), 0)
 
 
 def samples_of_batch(batch: Any) -> list[int]:

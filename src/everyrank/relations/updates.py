@@ -12,6 +12,7 @@ def judge_updates(rank: RankRecording, findings: Findings) -> None:
     """Look at the optimizer's parameters and at copies of the model, such as averaged ones, in each update."""
     _dead_parameters(rank, findings)
     _copies(rank, findings)
+    _counted_steps(rank, findings)
 
 
 def _dead_parameters(rank: RankRecording, findings: Findings) -> None:
@@ -29,12 +30,28 @@ def _dead_parameters(rank: RankRecording, findings: Findings) -> None:
     )
 
 
+def _counted_steps(rank: RankRecording, findings: Findings) -> None:
+    """Report an optimizer that counts a step without a gradient: Adam's first update is then a smaller one."""
+    place, count, step = rank.facts.get("counted", ["", 0.0, ""])
+    if count:
+        findings.add(
+            "WARN",
+            "optimizer.counted",
+            place,
+            f"a step with gradients of zero, before the first backward, is counted: the first update is number "
+            f"{count + 1:g} for the optimizer, whose bias correction is then too small",
+            "set the learning rate and the weight decay to 0 for that step, and state['step'] to 0 after it",
+            also=(step,),
+        )
+
+
 def _copies(rank: RankRecording, findings: Findings) -> None:
     """Report copies that move between the backwards of one update, while the parameters stay the same."""
     moves: dict[str, dict[int, set[int]]] = {}
-    for update, backwards, place, _ in rank.facts.get("copies_moved", []):
+    for update, backwards, place, *_ in rank.facts.get("copies_moved", []):
         moves.setdefault(place, {}).setdefault(update, set()).add(backwards)
-    names = {place: name for _, _, place, name in rank.facts.get("copies_moved", [])}
+    names = {place: name for _, _, place, name, *_ in rank.facts.get("copies_moved", [])}
+    callers = {place: tuple(callers) for _, _, place, _, *callers in rank.facts.get("copies_moved", [])}
     for place, by_update in moves.items():
         repeated = [update for update, positions in by_update.items() if len(positions) > 1]
         if len(repeated) < 2:
@@ -47,5 +64,6 @@ def _copies(rank: RankRecording, findings: Findings) -> None:
             f"{names[place]}, in a copy of the model, moves {most} times per update although the parameters change "
             f"once: its decay is applied per micro-batch",
             "update the copy only after optimizer.step()",
+            also=callers[place],
         )
         return

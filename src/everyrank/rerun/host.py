@@ -128,6 +128,7 @@ class ScriptHost:
             "environment": dict(environment or {}),
             "imposed": str(recording.folder) if recording is not None else "",
             "imposed_ranks": _imposed_ranks(imposed),
+            "by_rows": imposed.by_rows,
             "num_recorded": len(recording.ranks) if recording is not None else 0,
             "impose_parameters": imposed.parameters,
             "evaluation_rank": imposed.evaluation_rank,

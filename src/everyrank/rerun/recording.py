@@ -60,6 +60,7 @@ class RecordedUpdate:
     rates      learning rate of each parameter group, as the script has set it
     batches    number of batches that were read before the step
     states     buffers, and parameters of modules that no optimizer steps, when the next step begins
+    optimizer  the line that made the optimizer
     """
 
     losses: list[float]
@@ -71,6 +72,7 @@ class RecordedUpdate:
     rates: list[float]
     batches: int
     states: dict[str, Any]
+    optimizer: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +117,7 @@ class Imposed:
     """What a run uses in place of its own.
 
     recording              read the batches and draws of these ranks, put together, and step with their learning rates
+    by_rows                each rank reads its own recorded samples in order, in batches of the size that it asks for
     only_rank              take the batches and draws of this rank only, not of all
     evaluation_rank        take the batches of this rank only from loaders that no backward follows
     no_workers             loaders read in the process itself, not in workers
@@ -131,6 +134,7 @@ class Imposed:
     """
 
     recording: ScriptRecording | None = None
+    by_rows: bool = False
     only_rank: int | None = None
     evaluation_rank: int | None = None
     no_workers: bool = False

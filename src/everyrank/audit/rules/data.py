@@ -6,9 +6,9 @@ import itertools
 from collections import defaultdict
 from collections.abc import Mapping
 
-from everyrank.audit.events import CollectiveCall, LoaderBatch, LoaderEpoch
+from everyrank.audit.events import CollectiveCall, ForwardEnd, LoaderBatch, LoaderEpoch
 from everyrank.audit.evidence import Evidence, are_cut_off
-from everyrank.audit.finding import Findings
+from everyrank.audit.finding import Findings, short_place
 
 __all__ = ["check_data"]
 
@@ -25,11 +25,12 @@ def check_data(evidence: Evidence, findings: Findings) -> None:
     for key in trained:
         if all(key in by_rank[rank] for rank in ranks):
             loaders = {rank: by_rank[rank][key] for rank in ranks}
-            is_common = _check_dataset(loaders, findings)
+            is_common = _check_dataset(evidence, loaders, findings)
             if loaders[ranks[0]].indices:
-                if is_common and not _have_own_data(loaders):
+                if is_common:
                     _check_indices(evidence, loaders, findings)
                 orders[key[0]].append(loaders[ranks[0]])
+            _check_lost_sampler(loaders[ranks[0]], findings)
     for epochs in orders.values():
         _check_epochs(evidence, epochs, findings)
     if not trained:
@@ -44,7 +45,21 @@ def check_data(evidence: Evidence, findings: Findings) -> None:
     _check_rows(evidence, findings)
 
 
-def _check_dataset(loaders: Mapping[int, LoaderEpoch], findings: Findings) -> bool:
+def _check_lost_sampler(loader: LoaderEpoch, findings: Findings) -> None:
+    if loader.lost_sampler:
+        kind, line = loader.lost_sampler
+        findings.add(
+            "WARN",
+            "data.sampler-lost",
+            next((made for made in loader.made_at if made), loader.line),
+            f"the {kind} that a loader of this dataset got at {short_place(line)} was dropped before it was read; "
+            f"{loader.sampler} draws the samples, without the weights or the order of the other one",
+            "divide what the first sampler draws over the ranks, and read it",
+            (line, loader.line),
+        )
+
+
+def _check_dataset(evidence: Evidence, loaders: Mapping[int, LoaderEpoch], findings: Findings) -> bool:
     """Whether all ranks have the same dataset; adds a finding if not."""
     line = next(iter(loaders.values())).line
     are_common = len({loader.subset for loader in loaders.values()}) == 1 or _are_disjoint(loaders)
@@ -55,7 +70,7 @@ def _check_dataset(loaders: Mapping[int, LoaderEpoch], findings: Findings) -> bo
             line,
             "the ranks split the dataset differently: training samples of one rank are validation samples of another",
             "split with a generator of a fixed seed: random_split(data, sizes, torch.Generator().manual_seed(0))",
-            _made_at(loaders),
+            (*_made_at(loaders), *evidence.unequal_shuffles),
         )
     elif len({loader.content for loader in loaders.values()} - {None}) > 1 and _are_divided(loaders):
         findings.add(
@@ -65,6 +80,7 @@ def _check_dataset(loaders: Mapping[int, LoaderEpoch], findings: Findings) -> bo
             "the sampler divides one dataset among the ranks, but its sample 0 is different on each: the data is made "
             "without a common seed, or files are listed in a different order",
             "make the data from a fixed seed, sort lists of files, and let the sampler divide the samples",
+            evidence.unequal_shuffles,
         )
     return are_common
 
@@ -73,6 +89,21 @@ def _have_own_data(loaders: Mapping[int, LoaderEpoch]) -> bool:
     """Whether each rank has its own dataset: then equal indices are different samples."""
     seeded = [loader.seeded for loader in loaders.values()]
     return None not in seeded and len(set(seeded)) > 1
+
+
+def _samples(loaders: Mapping[int, LoaderEpoch]) -> dict[int, list[object]]:
+    """What each rank reads: a checksum of each sample, or its index in a dataset that all ranks have; else {}.
+
+    A dataset with equal samples is told by its indices.
+    """
+    by_content = {rank: list[object](loader.samples) for rank, loader in loaders.items()}
+    are_known = all(
+        len(by_content[rank]) == len(loader.indices) and len(set(by_content[rank])) == len(set(loader.indices))
+        for rank, loader in loaders.items()
+    )
+    if are_known:
+        return by_content
+    return {} if _have_own_data(loaders) else {rank: list[object](loader.indices) for rank, loader in loaders.items()}
 
 
 def _are_divided(loaders: Mapping[int, LoaderEpoch]) -> bool:
@@ -93,13 +124,16 @@ def _check_indices(evidence: Evidence, loaders: Mapping[int, LoaderEpoch], findi
     first = next(iter(loaders.values()))
     if len(loaders) < 2 or "Weighted" in first.sampler:
         return
-    orders = [loader.indices for loader in loaders.values()]
+    samples = _samples(loaders)
+    if not samples:
+        return
+    orders = list(samples.values())
     if are_cut_off(loaders.values()) and orders[0] != orders[1]:
         findings.not_checked(
             f"which samples each rank reads at {first.line}: only the first {len(orders[0])} are known"
         )
         return
-    indices = {rank: _one_pass(loader, len(loaders)) for rank, loader in loaders.items()}
+    indices = {rank: _one_pass(samples[rank], loader.length, len(loaders)) for rank, loader in loaders.items()}
     if any(len(set(order)) < len(order) for order in indices.values()):
         return  # drawn with replacement
     first_set, second_set, *_ = sets = [set(order) for order in indices.values()]
@@ -110,9 +144,9 @@ def _check_indices(evidence: Evidence, loaders: Mapping[int, LoaderEpoch], findi
     if len(first_set) > 1 and num_common >= _MOST * len(first_set | second_set):  # the last batch may be dropped
         if not (length <= batch and first.batch_sampler == "BatchSamplerShard"):
             _check_same(evidence, loaders, indices, num_read, findings)
-    elif total - num_read > batch and length > batch:
+    elif total - num_read > batch and length > batch and not findings.has("data.content"):
         findings.add(
-            "FAIL",
+            "WARN" if _have_own_data(loaders) else "FAIL",
             "data.overlap",
             line,
             f"{total - num_read} of {total} samples of an epoch are read more than once, {num_common} of them by "
@@ -120,10 +154,11 @@ def _check_indices(evidence: Evidence, loaders: Mapping[int, LoaderEpoch], findi
             "let one sampler divide the samples over the ranks, without overlap",
             _made_at(loaders),
         )
-    elif total > num_read:
+    elif total > num_read and not _have_own_data(loaders):
         text = f"{total - num_read} of {length} samples are read twice an epoch, to give all ranks the same number"
         findings.add("NOTE", "data.padded", line, text)
-    _check_skipped(loaders, num_read, batch, findings)
+    if not _have_own_data(loaders):
+        _check_skipped(loaders, num_read, batch, findings)
 
 
 def _check_same(
@@ -141,6 +176,9 @@ def _check_same(
     elif _divides_itself(evidence, loaders):
         text = "every rank reads the same samples, and feeds the model its share of each batch"
         findings.add("NOTE", "data.same", first.line, text)
+    elif _are_members(evidence):
+        text = "every rank reads the same samples, draws its own random numbers for them, and shares its outputs"
+        findings.add("NOTE", "data.same", first.line, text)
     else:
         in_order = all(order == indices[evidence.ranks[0]] for order in indices.values())
         which = "the same samples in the same order" if in_order else "all samples, in its own order"
@@ -155,11 +193,35 @@ def _check_same(
         )
 
 
-def _one_pass(loader: LoaderEpoch, num_ranks: int) -> list[object]:
-    """The indices of one pass over the data: a custom sampler may make several passes in an epoch."""
-    indices: list[object] = list(loader.indices)
-    has_repeats = len(set(indices)) < len(indices)
-    return indices[: (loader.length or len(indices)) // num_ranks] if has_repeats else indices
+def _one_pass(samples: list[object], length: int | None, num_ranks: int) -> list[object]:
+    """The samples of one pass over the data: a custom sampler may make several passes in an epoch."""
+    has_repeats = len(set(samples)) < len(samples)
+    return samples[: (length or len(samples)) // num_ranks] if has_repeats else samples
+
+
+def _are_members(evidence: Evidence) -> bool:
+    """Whether the ranks compute different things from the same samples on purpose, as the members of an ensemble do.
+
+    Their models draw random numbers that are not dropout, and one loss has the outputs of all ranks.
+    """
+    forwards = evidence.training_forwards
+    first, second = (
+        {(event.update, event.micro): event for event in evidence.of(rank, ForwardEnd)} for rank in evidence.ranks[:2]
+    )
+    same = [
+        key
+        for key in first.keys()
+        & second.keys()
+        & forwards[evidence.ranks[0]].keys()
+        & forwards[evidence.ranks[1]].keys()
+        if first[key].drawn_at and not first[key].num_dropouts and _feeds_same(evidence, key)
+    ]
+    return bool(same) and evidence.has_joint_loss and all(first[key].output != second[key].output for key in same)
+
+
+def _feeds_same(evidence: Evidence, key: tuple[int, int]) -> bool:
+    first, second = (evidence.training_forwards[rank][key] for rank in evidence.ranks[:2])
+    return first.row_checksums == second.row_checksums and first.other_inputs == second.other_inputs
 
 
 def _divides_itself(evidence: Evidence, loaders: Mapping[int, LoaderEpoch]) -> bool:
@@ -266,13 +328,26 @@ def _compare_ranks(
     first = evidence.training_forwards[evidence.ranks[0]]
     same = [key for key, a, b in zip(common, first_rows, second_rows, strict=True) if a and 2 * len(a & b) >= len(a)]
     if len(same) >= 2 and 2 * len(same) >= len(common):
+        if _are_members(evidence):
+            text = f"in {len(same)} of {len(common)} steps the ranks feed the model the same samples"
+            text += (
+                ", draw their own random numbers for them, and share their outputs, as the members of an ensemble do"
+            )
+            findings.add("NOTE", "data.rows", first[same[0]].line, text)
+            return
         has_more_groups = len(evidence.groups) > 2
         level = "NOTE" if evidence.is_split else "WARN" if has_more_groups else "FAIL"
         text = f"in {len(same)} of {len(common)} steps the ranks feed the model the same samples"
         text += "; only tensor or context parallelism needs that" if level != "FAIL" else ""
         fix = "divide each batch over the ranks, or draw it with a seed that depends on the rank"
         fix = fix if level != "NOTE" else ""
-        findings.add(level, "data.rows", first[same[0]].line, text, fix, _read_at(evidence))
+        ends = {(event.update, event.micro): event for event in evidence.of(evidence.ranks[0], ForwardEnd)}
+        drawn_at = ends[same[0]].drawn_at if same[0] in ends else []
+        if drawn_at and evidence.has_joint_loss and not evidence.is_split:
+            text += f", and draw the same random numbers for them at {short_place(drawn_at[0])}"
+            fix = "let the noise depend on the rank, or divide the samples over the ranks"
+        seeds = evidence.equal_seeds(("torch", "numpy", "random"))
+        findings.add(level, "data.rows", first[same[0]].line, text, fix, (*drawn_at, *_read_at(evidence), *seeds))
         return
     if evidence.calls_by_rpc:
         return  # a server may run the samples of its trainers again

@@ -14,10 +14,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from everyrank.audit.events import Backward, DiscardedGradients, NoSync
+from everyrank.audit.events import Backward, DiscardedGradients, NoSync, OptimizerStep
 from everyrank.audit.evidence import Evidence
 from everyrank.audit.finding import Findings, short_place
 from everyrank.audit.rules.loss_terms import Piece, check_loss_terms
+from everyrank.audit.source_lines import guards_of
 
 __all__ = ["check_gradients"]
 
@@ -108,7 +109,13 @@ def check_gradients(evidence: Evidence, findings: Findings) -> None:
             event.line,
             f"zero_grad clears the gradient of {event.num_backwards} backwards before any optimizer step",
             "call zero_grad after the step, or before the first backward of an update",
+            tuple(line for place in _stepped_at(evidence) for line in guards_of(place)),
         )
+
+
+def _stepped_at(evidence: Evidence) -> tuple[str, ...]:
+    """The lines of the optimizer steps."""
+    return tuple(dict.fromkeys(step.line for step in evidence.of(evidence.ranks[0], OptimizerStep)))
 
 
 def _check_lost(evidence: Evidence, findings: Findings) -> None:
@@ -201,12 +208,18 @@ def _judge(evidence: Evidence, update: _Update, findings: Findings) -> None:
             update.line,
             f"update {update.number} still contains the gradient of the previous update",
             "optimizer.zero_grad() before the first backward of each update",
-            evidence.scaling_lines(update.number)[:1],
+            (*_zeroed_at(evidence, update), *evidence.scaling_lines(update.number)[:1], *guards_of(update.line)),
         )
     if all(fit.residual < update.tolerance for fit in fits.values()):
         check_loss_terms(evidence, update.number, fits[ranks[0]].factors[0], every, findings)
         return
     _explain(evidence, update, every, findings)
+
+
+def _zeroed_at(evidence: Evidence, update: _Update) -> tuple[str, ...]:
+    """The line of the zero_grad that came last before an update."""
+    step = next((step for step in evidence.of(evidence.ranks[0], OptimizerStep) if step.update == update.number), None)
+    return (step.zeroed_at,) if step is not None and step.zeroed_at else ()
 
 
 def _explain(evidence: Evidence, update: _Update, every: list[Piece], findings: Findings) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 from everyrank.audit.events import BackwardEnd, LossTerm
 from everyrank.audit.evidence import Evidence
 from everyrank.audit.finding import Findings
+from everyrank.audit.source_lines import guards_of
 
 __all__ = ["Piece", "check_loss_terms", "times"]
 
@@ -120,8 +121,14 @@ def _wrong_scale(
         next(iter(terms.values())).line,
         f"update {update}: the gradient is {times(total)}: {cause or 'a weight that the script chooses?'}",
         fix,
-        evidence.scaling_lines(update),
+        (*evidence.scaling_lines(update), *(_window_of(evidence, update) if num_backwards != usual else ())),
     )
+
+
+def _window_of(evidence: Evidence, update: int) -> tuple[str, ...]:
+    """The lines that decide when the optimizer steps."""
+    steps = evidence.steps.get(update)
+    return guards_of(steps[evidence.ranks[0]].line) if steps else ()
 
 
 def times(total: float) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from everyrank.audit.events import Fetch, ForwardEnd, LoaderEpoch
+from everyrank.audit.events import Fetch, ForwardEnd, LoaderEpoch, SeedSet
 from everyrank.audit.evidence import Evidence
 from everyrank.audit.finding import Findings
 
@@ -37,6 +37,7 @@ def _check_dropout(evidence: Evidence, findings: Findings) -> None:
             f"dropout masks are equal on all ranks: {len(same)} of {len(common)} "
             "forwards begin with the same generator state",
             "call torch.manual_seed(seed + rank) after the model has been built",
+            evidence.equal_seeds(("torch",)),
         )
 
 
@@ -62,7 +63,11 @@ def _check_noise(evidence: Evidence, findings: Findings) -> None:
             f"{sum(same[0] in drawn for drawn in first.values())} steps, but the samples differ"
             + (f"; seed {next(iter(seeds))} on each rank" if len(seeds) == 1 else ""),
             "use a seed that depends on the rank: torch.Generator().manual_seed(seed + rank)",
-            (*same[1:], evidence.training_forwards[evidence.ranks[0]][keys[0]].line),
+            (
+                *same[1:],
+                evidence.training_forwards[evidence.ranks[0]][keys[0]].line,
+                *evidence.equal_seeds(("torch",)),
+            ),
         )
 
 
@@ -118,6 +123,7 @@ def _check_augmentation(evidence: Evidence, findings: Findings) -> None:
                 _line_of(evidence, key[2]),
                 f"the dataset draws equal random numbers ({names}) on all ranks, so they augment equally",
                 "seed by rank: torch.manual_seed(seed + rank), a generator=, or a worker_init_fn",
+                evidence.equal_seeds(names.split(", ")),
             )
 
 
@@ -143,7 +149,14 @@ def _check_workers(evidence: Evidence, findings: Findings) -> None:
                     _line_of(evidence, dataset),
                     f"workers 0 and {worker} of the loader draw equal random numbers ({names})",
                     "keep the seeds that torch gives its workers, or add the worker's id in a worker_init_fn",
+                    _worker_seeds(evidence, names.split(", ")),
                 )
+
+
+def _worker_seeds(evidence: Evidence, libraries: list[str]) -> tuple[str, ...]:
+    """Lines that seed these generators on rank 0."""
+    events = [event for event in evidence.of(evidence.ranks[0], SeedSet) if event.library in libraries]
+    return tuple(dict.fromkeys(line for event in events[-1:] for line in event.lines))
 
 
 def _line_of(evidence: Evidence, dataset: str) -> str:

@@ -96,7 +96,8 @@ def _seeds(evidence: Evidence) -> tuple[str, str]:
     by_rank: list[list[SeedSet]] = []
     for rank in evidence.ranks:
         made = next((event.time for event in evidence.of(rank, OptimizerMade)), 0.0)
-        by_rank.append([event for event in evidence.of(rank, SeedSet) if event.time < made])
+        seeds = [event for event in evidence.of(rank, SeedSet) if event.library == "torch"]
+        by_rank.append([event for event in seeds if event.time < made])
     for events in zip(*by_rank, strict=False):
         if len({event.seed for event in events}) > 1:
             return events[0].line, f"; seeds here: {', '.join(str(event.seed) for event in events)}"
@@ -145,7 +146,7 @@ def _check_evaluated(evidence: Evidence, findings: Findings) -> None:
                 line,
                 "buffers (the statistics of batch norm) differ between the ranks when they evaluate",
                 "SyncBatchNorm, or broadcast rank 0's buffers before evaluating",
-                tuple(event.line for event in evidence.of(evidence.ranks[0], Wrap)[:1]),
+                (events[0].mode_at, *(event.line for event in evidence.of(evidence.ranks[0], Wrap)[:1])),
             )
             return
 

@@ -19,7 +19,7 @@ from everyrank.audit.watch.losses import Losses
 from everyrank.audit.watch.place import where
 from everyrank.audit.watch.recorder import Recorder, checksum, harmless, local
 
-__all__ = ["Gradients"]
+__all__ = ["Gradients", "sample"]
 
 _SAMPLE = 2048
 
@@ -34,6 +34,7 @@ class Gradients:
         self.sharded: dict[int, tuple[Any, Any]] = {}  # by id of a gathered parameter: it, and its shard
         self.parameters: list[Any] = []  # of the model whose forward came last
         self.is_fully_sharded = False
+        self.ignored: set[int] = set()  # ids of parameters that FSDP1 leaves whole
         self.pieces: dict[tuple[int, str], np.ndarray] = {}  # by backward and name
         self.stepped: dict[
             tuple[int, str], np.ndarray
@@ -42,6 +43,7 @@ class Gradients:
         self.before_first: dict[str, np.ndarray] = {}  # .grad before the first backward of the update
         self.before_clip: dict[str, np.ndarray] | None = None
         self.loss_scale, self.is_unscaled = 1.0, False
+        self.zeroed_at = ""  # the line of the last zero_grad
         self.is_in_closure = False  # inside an optimizer's step, which computes the loss by a closure
 
     @property
@@ -54,6 +56,7 @@ class Gradients:
         """Hook the parameters that are not hooked yet, under their names in the model."""
         self.parameters = [self._sharded(parameter) for parameter in root.parameters()]
         self.is_fully_sharded = any("FSDP" in type(module).__name__ for module in root.modules())
+        self.ignored |= {id(p) for module in root.modules() for p in getattr(module, "_ignored_params", ())}
         for name, shown in root.named_parameters():
             parameter = self._sharded(shown)
             if id(parameter) not in self.names:
@@ -159,7 +162,7 @@ class Gradients:
             waits=[(function, line, count) for (function, line), count in self.losses.waits.items()],
             backward_update=self.backward_update,
             checksums={} if is_sharded else {self.names[id(p)]: checksum(p) for p in parameters},
-            replicated=self._replicated(parameters) if is_sharded else {},
+            replicated=self._replicated(parameters) if is_sharded or self.ignored else {},
             is_sharded=is_sharded,
             is_split=any(_is_split(parameter, self.is_fully_sharded) for parameter in parameters),
             shapes=zlib.crc32(repr([tuple(local(parameter).shape) for parameter in parameters]).encode()),
@@ -167,10 +170,13 @@ class Gradients:
             not_stepped=self._left_out(parameters),
             is_zero=bool(grads) and all(float(grad.abs().sum()) == 0 for grad in grads),
             loss_scale=self.loss_scale,
+            zeroed_at=self.zeroed_at,
         )
 
     def _replicated(self, parameters: list[Any]) -> dict[str, int]:
         """Checksums by name of the parameters that each rank holds whole, where others are sharded."""
+        if self.ignored:
+            parameters = [parameter for parameter in parameters if id(parameter) in self.ignored]
         whole = [
             p for p in parameters if not hasattr(p, "placements") or all(each.is_replicate() for each in p.placements)
         ]

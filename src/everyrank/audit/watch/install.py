@@ -9,12 +9,14 @@ import contextlib
 import faulthandler
 import functools
 import os
+import random
 import signal
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed import rpc
 from torch.utils._python_dispatch import _disable_current_modes
@@ -25,6 +27,7 @@ from everyrank.audit.events import (
     ProcessStart,
     RpcStarted,
     SeedSet,
+    Shuffle,
     SourceFiles,
     Stopped,
     Unchecked,
@@ -34,11 +37,11 @@ from everyrank.audit.replay.run import run_replay
 from everyrank.audit.watch.collectives import Collectives, install_process_group
 from everyrank.audit.watch.frameworks import install_frameworks
 from everyrank.audit.watch.gradients import Gradients
-from everyrank.audit.watch.loaders import Loaders, install_loaders
+from everyrank.audit.watch.loaders import Loaders, install_loaders, random_states
 from everyrank.audit.watch.losses import Functions, Losses
 from everyrank.audit.watch.modules import install_modules
 from everyrank.audit.watch.overlay import Overlay, install_overlay
-from everyrank.audit.watch.place import caller_is_own, is_own_file, where
+from everyrank.audit.watch.place import caller_is_own, chain, is_own_file, where
 from everyrank.audit.watch.pretend_cuda import PretendCuda
 from everyrank.audit.watch.recorder import ENVIRONMENT, Recorder, Settings
 from everyrank.audit.watch.saving import install_saving
@@ -47,6 +50,8 @@ from everyrank.audit.watch.steps import install_sharding, install_steps
 __all__ = ["install"]
 
 _ALONE = 20  # times the updates, without communication
+_SHUFFLES = 64  # to record
+_CALLERS = 3  # lines that lead to a seed
 _WAIT_SECONDS = 15.0  # for the other ranks to get as far
 
 
@@ -74,6 +79,7 @@ def install() -> None:
     _leave_uncompiled(recorder)
     _leave_traces_alone(recorder)
     _watch_seeds(recorder)
+    _watch_shuffles(recorder)
     _watch_rpc(recorder)
     if not settings.keep_files:
         overlay = install_overlay(settings.folder, settings.main)
@@ -161,16 +167,49 @@ class End:
 
 
 def _watch_seeds(recorder: Recorder) -> None:
-    """Record the seeds that the script gives torch's generator, which draws the weights of models."""
-    manual_seed = torch.manual_seed
+    """Record the seeds that the script gives the generators of torch, numpy and Python."""
 
-    @functools.wraps(manual_seed)
-    def seeded(seed: Any) -> Any:
-        if caller_is_own():
-            recorder.write(SeedSet(line=where(), seed=int(seed)))
-        return manual_seed(seed)
+    def watched(library: str, set_seed: Any) -> Any:
+        @functools.wraps(set_seed)
+        def seeded(seed: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if caller_is_own():
+                with contextlib.suppress(Exception):  # a seed may be an array, or text
+                    recorder.write(SeedSet(library=library, lines=chain()[:_CALLERS], seed=int(seed)))
+            return set_seed(seed, *args, **kwargs)
 
-    torch.manual_seed = seeded
+        return seeded
+
+    for library, owner, name in (
+        ("torch", torch, "manual_seed"),
+        ("numpy", np.random, "seed"),
+        ("random", random, "seed"),
+    ):
+        setattr(owner, name, watched(library, getattr(owner, name)))
+
+
+def _watch_shuffles(recorder: Recorder) -> None:
+    """Record where the script shuffles or chooses from generators that all its code shares, before the first update."""
+    count = 0
+
+    def watched(number: int, choose: Any) -> Any:
+        @functools.wraps(choose)
+        def chosen(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            if recorder.update == 0 and count < _SHUFFLES and not recorder.is_muted and caller_is_own():
+                count += 1
+                with contextlib.suppress(Exception):
+                    recorder.write(Shuffle(line=where(), state=random_states()[number]))
+            return choose(*args, **kwargs)
+
+        return chosen
+
+    for number, owner, names in (  # as in random_states
+        (0, torch, ("randperm",)),
+        (1, random, ("shuffle", "sample", "choices")),
+        (2, np.random, ("shuffle", "permutation", "choice")),
+    ):
+        for name in names:
+            setattr(owner, name, watched(number, getattr(owner, name)))
 
 
 def _watch_rpc(recorder: Recorder) -> None:

@@ -9,28 +9,41 @@ may depend on.
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import hashlib
 import random
 import time
+import weakref
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, TypedDict
 
 import numpy as np
 import torch
 import torch.utils.data.dataloader as torch_loader
-from torch.utils.data import DistributedSampler, Subset, _utils, get_worker_info
+from torch.utils.data import (
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    _utils,
+    get_worker_info,
+)
 
 from everyrank.audit.events import Fetch, LoaderBatch, LoaderEpoch
 from everyrank.audit.watch.modules import rows
 from everyrank.audit.watch.place import where
 from everyrank.audit.watch.recorder import Recorder, all_leaves, harmless
 
-__all__ = ["Loaders", "install_loaders"]
+__all__ = ["Loaders", "install_loaders", "random_states"]
 
 _MOST_SAMPLES, _MOST_INDICES, _EXTRA, _REMAINDER = 2_000_000, 200_000, 8, 4
+_READ_SECONDS = 0.3  # to read the samples of an epoch once more
+_SEED, _OTHER_SEED = 1234567, 7654321
+_PLAIN_SAMPLERS = (SequentialSampler, RandomSampler, DistributedSampler)
 
 
 class _Content(TypedDict, total=False):
@@ -48,6 +61,18 @@ class _Indices(_Content, total=False):
     indices: list[int | str]
     num_indices: int
     sizes: list[int]
+    samples: list[int]
+
+
+@dataclasses.dataclass
+class _Sampler:
+    """A sampler that was given to a loader at this line, and whether it was read."""
+
+    sampler: weakref.ref[Any]
+    dataset: weakref.ref[Any]
+    kind: str
+    line: str
+    was_read: bool = False
 
 
 class Loaders:
@@ -58,6 +83,36 @@ class Loaders:
         self.made: Counter[str] = Counter()  # by line
         self.last: tuple[int, int] | None = None  # loader, epoch
         self.trained: dict[int, set[int]] = {}
+        self.samplers: list[_Sampler] = []
+        self.watched: set[Any] = set()  # their classes
+
+    @harmless("the samplers of loaders")
+    def made_loader(self, loader: Any) -> None:
+        """Remember a sampler that is not one of torch's own for whole datasets."""
+        sampler, dataset = loader.sampler, loader.dataset
+        kind: Any = type(sampler)
+        if not loader._auto_collation or kind in _PLAIN_SAMPLERS or not hasattr(kind, "__iter__"):
+            return
+        line = getattr(loader, "_audit_line", "")
+        self.samplers.append(_Sampler(weakref.ref(sampler), weakref.ref(dataset), kind.__name__, line))
+        if kind not in self.watched:
+            self.watched.add(kind)
+            iterate = kind.__iter__
+
+            @functools.wraps(iterate)
+            def iterating(sampler: Any) -> Any:
+                for known in self.samplers:
+                    known.was_read |= known.sampler() is sampler
+                return iterate(sampler)
+
+            kind.__iter__ = iterating
+
+    def lost_sampler(self, loader: Any) -> list[str]:
+        """The sampler of an earlier loader of this dataset that nothing holds any more, and that was never read."""
+        for known in self.samplers:
+            if known.sampler() is None and not known.was_read and known.dataset() is loader.dataset:
+                return [known.kind, known.line]
+        return []
 
     def _number(self, loader: Any) -> int:
         """The number of a loader, by its line, so that it is the same on all ranks even if one has more loaders."""
@@ -109,6 +164,7 @@ class Loaders:
                 shuffles=getattr(sampler, "shuffle", None),
                 workers=loader.num_workers,
                 length=_length(loader.dataset),
+                lost_sampler=self.lost_sampler(loader),
                 **indices,
             )
         )
@@ -128,6 +184,10 @@ class Loaders:
             with self.recorder.muted():
                 loader.__dict__["_audit_content"] = dataset_checksums(loader.dataset)
         content: _Content = loader.__dict__["_audit_content"]
+        samples: list[int] = []
+        if epoch == 0 and "seeded" in content and are_lists and self.recorder.world_size > 1:
+            with self.recorder.muted():
+                samples = sample_checksums(loader.dataset, [index for batch in batches for index in batch])
         count = min(self.shortened(self._length(loader, batches)), len(batches))
         shortened = batches[: count - 1] + batches[-1:] if len(batches) > count else batches
         iterator._audit["jump"] = count if len(batches) > count else None
@@ -137,6 +197,7 @@ class Loaders:
             "indices": resolved(loader.dataset, indices)[:_MOST_INDICES],
             "num_indices": len(indices),
             "sizes": sorted({len(batch) for batch in batches}) if are_lists else [],
+            "samples": samples,
             **content,
         }
 
@@ -211,41 +272,68 @@ def resolved(dataset: Any, indices: list[Any]) -> list[Any]:
 
 
 def dataset_checksums(dataset: Any) -> _Content:
-    """Checksums of a Subset's indices and of sample 0. Random states are restored.
+    """Checksums of a Subset's indices, and of the first, the middle and the last sample.
 
-    seeded   of the sample under a fixed seed: equal on ranks with the same data, even if it is augmented
+    seeded   of these samples under a fixed seed: equal on ranks with the same data, even if it is augmented
     content  the same, if it does not depend on the seed
     """
     checksums: _Content = {}
     while isinstance(dataset, Subset):
         checksums["subset"] = zlib.crc32(repr([int(index) for index in list(dataset.indices)[:5000]]).encode())
         dataset = dataset.dataset
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    try:
-        contents: list[str] = []
-        for seed in (1234567, 1234567, 7654321):
-            torch.manual_seed(seed)
-            random.seed(seed)
-            np.random.seed(seed)
-            contents.append(_content(dataset[0]))
+    length = _length(dataset) or 1
+    positions = list(dict.fromkeys((0, length // 2, length - 1)))
+    with contextlib.suppress(Exception), _kept_random_states():  # a dataset may refuse to give a sample twice
+        contents = [
+            "".join(_content(_seeded_sample(dataset, position, seed)).hexdigest() for position in positions)
+            for seed in (_SEED, _SEED, _OTHER_SEED)
+        ]
         if contents[0] == contents[1]:  # the dataset has no own generator and no counter
             checksums["seeded"] = contents[0]
             if contents[0] == contents[2]:
                 checksums["content"] = contents[0]
-    except Exception:  # noqa: S110  (a dataset may refuse to give a sample twice)
-        pass
-    torch.set_rng_state(states[0])
-    random.setstate(states[1])
-    np.random.set_state(states[2])
     return checksums
 
 
-def _content(value: Any) -> str:
+def sample_checksums(dataset: Any, indices: list[Any]) -> list[int]:
+    """A checksum of each of these samples, drawn under a fixed seed; [] if reading them takes too long."""
+    checksums: dict[Any, int] = {}
+    end = time.monotonic() + _READ_SECONDS
+    with contextlib.suppress(Exception), _kept_random_states():
+        for index in indices[:_MOST_INDICES]:
+            if index not in checksums:
+                digest = _content(_seeded_sample(dataset, index, _SEED)).digest()
+                checksums[index] = int.from_bytes(digest[:6], "big")
+            if time.monotonic() > end:
+                return []
+        return [checksums[index] for index in indices[:_MOST_INDICES]]
+    return []
+
+
+@contextlib.contextmanager
+def _kept_random_states() -> Generator[None]:
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])
+
+
+def _seeded_sample(dataset: Any, index: Any, seed: int) -> Any:
+    for set_seed in (torch.default_generator.manual_seed, random.seed, np.random.seed):
+        set_seed(seed)
+    return dataset[index]
+
+
+def _content(value: Any) -> Any:
+    """A hash of all that a sample has."""
     digest = hashlib.sha256()
     for leaf in all_leaves(value):
         is_tensor = isinstance(leaf, torch.Tensor)
         digest.update(leaf.detach().cpu().numpy().tobytes() if is_tensor else repr(leaf).encode())
-    return digest.hexdigest()
+    return digest
 
 
 def install_loaders(recorder: Recorder, loaders: Loaders) -> None:
@@ -281,6 +369,7 @@ def _watch_loader(recorder: Recorder, loaders: Loaders) -> None:
         if recorder.settings.devices and "pin_memory" in kwargs:
             kwargs["pin_memory"] = False
         init(self, *args, **kwargs)
+        loaders.made_loader(self)
 
     @functools.wraps(length)
     def shortened(self: Any) -> int:
@@ -330,7 +419,7 @@ def _watch_random_numbers(fetcher: Any, recorder: Recorder) -> None:
         number = seen[id(self)] = seen.get(id(self), 0) + 1
         if number > 2 or recorder.is_muted:
             return fetch(self, index)
-        before = _generators()
+        before = random_states()
         out = fetch(self, index)
         worker = get_worker_info()
         recorder.write(
@@ -339,7 +428,7 @@ def _watch_random_numbers(fetcher: Any, recorder: Recorder) -> None:
                 worker=worker.id if worker else -1,
                 dataset=type(self.dataset).__name__,
                 before=before,
-                after=_generators(),
+                after=random_states(),
             )
         )
         return out
@@ -347,7 +436,7 @@ def _watch_random_numbers(fetcher: Any, recorder: Recorder) -> None:
     fetcher.fetch = fetched
 
 
-def _generators() -> list[int]:
+def random_states() -> list[int]:
     """Checksums of the states of torch's, Python's and numpy's generator."""
     _, keys, position, *_ = np.random.get_state()
     python = zlib.crc32(repr(random.getstate()).encode())

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import zlib
 from typing import Any
 
@@ -23,7 +24,7 @@ from everyrank.audit.events import (
     Uninitialised,
     Wrap,
 )
-from everyrank.audit.watch.gradients import Gradients
+from everyrank.audit.watch.gradients import Gradients, sample
 from everyrank.audit.watch.losses import Losses
 from everyrank.audit.watch.place import is_called_by, where
 from everyrank.audit.watch.recorder import Recorder, checksum, harmless, local, tensors
@@ -34,6 +35,7 @@ _BATCH_NORMS = (torch.nn.modules.batchnorm._BatchNorm,)
 _LIGHTNING = ("lightning", "pytorch_lightning")
 _ROWS, _LONGEST_BATCH = 64, 4096
 _LARGEST_BUFFER = 1_000_000  # elements
+_OUTPUTS = 8  # tensors that a model returns
 OPAQUE = {  # classes whose gradients and parameters are not those of the script's tensors
     "FullyShardedDataParallel": "FullyShardedDataParallel (FSDP1), whose shards are flat; fully_shard can be checked",
     "DeepSpeedEngine": "DeepSpeed, which keeps them elsewhere",
@@ -46,6 +48,7 @@ class Modules:
     def __init__(self, recorder: Recorder, losses: Losses, gradients: Gradients) -> None:
         self.recorder, self.losses, self.gradients = recorder, losses, gradients
         self.wrapped: dict[int, Any] = {}  # DistributedDataParallel, by the id of the wrapped model
+        self.mode_at = ""  # the line of the last model.eval()
         self.emptied = ""  # the line of the last to_empty, until the next training forward
         self.reported = set[str]()  # classes of modules that have been reported, or need not be
 
@@ -101,8 +104,16 @@ class Modules:
         recorder = self.recorder
         if torch.is_grad_enabled():
             self.losses.forward_done(output)
-            num_dropouts = self.losses.num_dropouts - num_dropouts
-            recorder.write(ForwardEnd(num_dropouts=num_dropouts, noise=self.losses.noise.inside))
+            noise = self.losses.noise
+            with recorder.muted():
+                given = [t for t in itertools.islice(tensors(output), _OUTPUTS) if t.is_floating_point()]
+                end = ForwardEnd(
+                    num_dropouts=self.losses.num_dropouts - num_dropouts,
+                    noise=noise.inside,
+                    drawn_at=sorted(noise.inside_at),
+                    output=zlib.crc32(b"".join(sample(tensor).tobytes() for tensor in given)),
+                )
+            recorder.write(end)
             return
         with recorder.muted():
             is_sharded = any(hasattr(parameter, "to_local") for parameter in module.parameters())
@@ -114,6 +125,7 @@ class Modules:
                 is_lightning=any(is_called_by("_run_stage", package) for package in _LIGHTNING),
                 buffers=_checksums(module.buffers()),
                 parameters=0 if is_sharded else _checksums(module.parameters()),
+                mode_at=self.mode_at,
             )
         recorder.write(forward)
 
@@ -210,6 +222,20 @@ def install_modules(recorder: Recorder, losses: Losses, gradients: Gradients) ->
     _watch_wrapping(modules)
     _watch_join(recorder)
     _watch_to_empty(modules)
+    _watch_eval(modules)
+
+
+def _watch_eval(modules: Modules) -> None:
+    """Note the line of each `model.eval()`."""
+    to_eval = torch.nn.Module.eval
+
+    @functools.wraps(to_eval)
+    def evaluating(self: Any) -> Any:
+        if not modules.recorder.is_muted:
+            modules.mode_at = where()
+        return to_eval(self)
+
+    torch.nn.Module.eval = evaluating
 
 
 def _watch_calls(modules: Modules) -> None:

@@ -36,6 +36,7 @@ class Noise:
     def __init__(self) -> None:
         self.known: dict[int, tuple[Any, frozenset[RandomDraw]]] = {}  # drawn tensors, and those computed from them
         self.inside: list[RandomDraw] = []  # draws of the current forward
+        self.inside_at: set[str] = set()  # lines of all of them, whatever their shape
         self.num_samples = 0  # of the current forward
         self.shapes: set[Any] = set()  # of the parameters: weight noise does not count
 
@@ -46,6 +47,7 @@ class Noise:
     def entering(self, inputs: Any, num_samples: int, shapes: set[Any]) -> list[RandomDraw]:
         """The draws for its samples that go into a forward, which begins now."""
         self.inside, self.num_samples, self.shapes = [], num_samples, shapes
+        self.inside_at = set()
         known = [self.known[id(tensor)] for tensor in tensors(inputs) if id(tensor) in self.known]
         drawn = [draws for tensor, draws in known if tensor.shape[0] == num_samples > 1]
         return sorted(frozenset[RandomDraw]().union(*drawn))
@@ -58,6 +60,8 @@ class Noise:
         if is_drawn and 0 < recorder.update < recorder.settings.updates:
             drawn = where(), _checksum(recorder, out), _seed(kwargs.get("generator"))
             is_of_samples = out.shape[0] == self.num_samples > 1 and tuple(out.shape) not in self.shapes
+            if is_inside:
+                self.inside_at.add(drawn[0])
             if not is_inside:
                 self.known[id(out)] = out, frozenset([drawn])
             elif is_of_samples and torch.is_grad_enabled():

@@ -84,6 +84,8 @@ class _Looks:
     def zeroed(self, optimizer: Any) -> None:
         """Record gradients that zero_grad clears before a step has used them."""
         recorder, gradients = self.recorder, self.gradients
+        if not recorder.is_muted and gradients.is_wanted:
+            gradients.zeroed_at = where()
         if not gradients.pieces or recorder.is_muted:
             return
         names = {gradients.names.get(id(p)) for group in optimizer.param_groups for p in group["params"]}

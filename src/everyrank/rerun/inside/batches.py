@@ -19,13 +19,22 @@ from torch.utils.data._utils import fetch
 from everyrank.audit.watch.place import where
 from everyrank.rerun.inside.session import Session
 
-__all__ = ["install_batches", "merged", "rows_of_batch"]
+__all__ = [
+    "NotMergedError",
+    "decoded",
+    "encoded",
+    "install_batches",
+    "is_equal",
+    "merged",
+    "num_bytes",
+    "rows_of_batch",
+]
 
 _MOST_BYTES = 3e8
 _MOST_LISTED = 100_000  # batches of a pass; an endless one has no last batch
 
 
-class _NotMergedError(Exception):
+class NotMergedError(Exception):
     """Parts of a batch that cannot be put together, with the reason."""
 
 
@@ -59,13 +68,20 @@ def install_batches(session: Session) -> None:
     @functools.wraps(length)
     def measured(self: Any) -> int:
         number = getattr(self, "_everyrank_number", -1)
-        return recorded_lengths[number] if number in recorded_lengths and session.is_active else length(self)
+        is_imposed = number in recorded_lengths and session.is_active and not session.settings["by_rows"]
+        return recorded_lengths[number] if is_imposed else length(self)
 
     @functools.wraps(iterate)
     def iterating(self: Any) -> Any:
         number = getattr(self, "_everyrank_number", -1)
         count = passes[number] = passes.get(number, -1) + 1
         session.passes[id(self.dataset)] = session.passes.get(id(self.dataset), -1) + 1
+        if session.settings["by_rows"]:
+            key = [number, count]
+            recorded = [batch for loader_pass, batch, _ in session.imposed[0]["batches"] if loader_pass == key]
+            with session.natural():
+                iterator = iterate(self)
+            return _ByRows(session, iterator, key, recorded) if recorded else _Recorded(session, iterator, key)
         if session.imposed:
             parts = [each["batches"] for each in session.imposed]
             key = [number, count]
@@ -102,12 +118,12 @@ class _Recorded:
         if session.is_active and not session.settings["order"] and not session.settings["only_rates"]:
             with session.quiet():
                 try:
-                    size = session.facts.get("bytes", 0) + _bytes(batch)
+                    size = session.facts.get("bytes", 0) + num_bytes(batch)
                     if size > _MOST_BYTES:
-                        raise _NotMergedError(f"batches of more than {_MOST_BYTES / 1e6:.0f} MB")
+                        raise NotMergedError(f"batches of more than {_MOST_BYTES / 1e6:.0f} MB")
                     session.facts["bytes"] = size
-                    session.batches.append((self._key, _encoded(batch), session.update))
-                except _NotMergedError as error:
+                    session.batches.append((self._key, encoded(batch), session.update))
+                except NotMergedError as error:
                     session.refuse(str(error))
         return batch
 
@@ -139,7 +155,7 @@ class _Imposed:
         self._next += 1
         session.loader = self._number
         batches = [part[index] if index < len(part) else None for part in self._parts]
-        if not self._is_trained and None not in batches and all(_is_equal(each, batches[0]) for each in batches[1:]):
+        if not self._is_trained and None not in batches and all(is_equal(each, batches[0]) for each in batches[1:]):
             batches = batches[:1]  # every rank evaluates all samples
         session.rows = [0 if batch is None else rows_of_batch(batch) for batch in batches]
         session.batch_size = sum(session.rows)
@@ -147,10 +163,50 @@ class _Imposed:
         present = [batch for batch in batches if batch is not None]
         with session.quiet():
             try:
-                return _decoded(merged(present))
-            except _NotMergedError as error:
+                return decoded(merged(present))
+            except NotMergedError as error:
                 session.refuse(str(error))
-                return _decoded(present[0])
+                return decoded(present[0])
+
+
+class _ByRows(_Recorded):
+    """The recorded samples of a pass, in batches of the size that the loader itself would give."""
+
+    def __init__(self, session: Session, iterator: Any, key: list[int], recorded: list[Any]) -> None:
+        super().__init__(session, _sliced(session, iterator, recorded), key)
+
+
+def _sliced(session: Session, iterator: Any, recorded: list[Any]) -> Any:
+    with session.quiet():
+        try:
+            whole = merged(recorded)
+        except NotMergedError as error:
+            session.refuse(str(error))
+            whole = None
+    start = 0
+    while True:
+        with session.natural():
+            batch = next(iterator, None)
+        if batch is None:
+            return
+        end = start + rows_of_batch(batch)
+        if whole is not None and end > rows_of_batch(whole):
+            return
+        yield batch if whole is None else decoded(rows_between(whole, start, end))
+        start = end
+
+
+def rows_between(batch: Any, start: int, end: int) -> Any:
+    """Some samples of an encoded batch."""
+    if isinstance(batch, torch.Tensor):
+        return batch[start:end] if batch.dim() else batch
+    if isinstance(batch, dict):
+        return {key: rows_between(each, start, end) for key, each in batch.items()}
+    if isinstance(batch, list | tuple):
+        if not _holds_columns(batch):
+            return batch[start:end]
+        return type(batch)(rows_between(each, start, end) for each in batch)
+    return batch
 
 
 # --- batches as containers of tensors, numbers and text
@@ -158,8 +214,8 @@ class _Imposed:
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def _encoded(value: Any) -> Any:
-    """A copy of a batch in containers that torch.load reads back with weights_only."""
+def encoded(value: Any) -> Any:
+    """A copy of a batch in containers that torch.load reads back with weights_only. Raises `NotMergedError`."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
@@ -169,34 +225,36 @@ def _encoded(value: Any) -> Any:
     if isinstance(value, _PLAIN):
         return value
     if type(value) is dict:
-        return {key: _encoded(each) for key, each in value.items()}
+        return {key: encoded(each) for key, each in value.items()}
     if type(value) in (list, tuple):
         container: Any = type(value)
-        return container(_encoded(each) for each in value)
-    raise _NotMergedError(f"batches hold {type(value).__name__}, which is not put together")
+        return container(encoded(each) for each in value)
+    raise NotMergedError(f"batches hold {type(value).__name__}, which is not put together")
 
 
-def _decoded(value: Any) -> Any:
+def decoded(value: Any) -> Any:
+    """A copy of an encoded batch."""
     if isinstance(value, torch.Tensor):
         return value.clone()
     if isinstance(value, dict):
         if set(value) == {"__numpy__"}:
             return value["__numpy__"].numpy().copy()
-        return {key: _decoded(each) for key, each in value.items()}
+        return {key: decoded(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_decoded(each) for each in value)
+        return type(value)(decoded(each) for each in value)
     return value
 
 
-def _is_equal(one: Any, other: Any) -> bool:
+def is_equal(one: Any, other: Any) -> bool:
+    """Whether two encoded batches have the same content."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
         return one.shape == other.shape and torch.equal(one, other)
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_is_equal(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(is_equal(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_is_equal, one, other))
+        return len(one) == len(other) and all(map(is_equal, one, other))
     return one == other
 
 
@@ -211,12 +269,13 @@ def rows_of_batch(batch: Any) -> int:
     return 0
 
 
-def _bytes(batch: Any) -> int:
+def num_bytes(batch: Any) -> int:
+    """The memory of the tensors of a batch."""
     if isinstance(batch, torch.Tensor):
         return batch.numel() * batch.element_size()
     if isinstance(batch, dict):
-        return sum(_bytes(each) for each in batch.values())
-    return sum(_bytes(each) for each in batch) if isinstance(batch, list | tuple) else 0
+        return sum(num_bytes(each) for each in batch.values())
+    return sum(num_bytes(each) for each in batch) if isinstance(batch, list | tuple) else 0
 
 
 def merged(parts: list[Any]) -> Any:
@@ -225,18 +284,18 @@ def merged(parts: list[Any]) -> Any:
     if len(parts) == 1:
         return first
     if any(type(part) is not type(first) for part in parts):
-        raise _NotMergedError("ranks read batches of different types")
+        raise NotMergedError("ranks read batches of different types")
     if isinstance(first, torch.Tensor):
         if not first.dim():
             if all(torch.equal(part, first) for part in parts):
                 return first
-            raise _NotMergedError("a batch holds a number without a batch dimension, and ranks differ in it")
+            raise NotMergedError("a batch holds a number without a batch dimension, and ranks differ in it")
         if any(part.shape[1:] != first.shape[1:] or part.dtype != first.dtype for part in parts):
-            raise _NotMergedError("ranks read samples of different shapes, such as texts padded to each batch's length")
+            raise NotMergedError("ranks read samples of different shapes, such as texts padded to each batch's length")
         return torch.cat(parts)
     if isinstance(first, dict):
         if any(part.keys() != first.keys() for part in parts):
-            raise _NotMergedError("batches of the ranks have different keys")
+            raise NotMergedError("batches of the ranks have different keys")
         return {key: merged([part[key] for part in parts]) for key in first}
     if isinstance(first, list | tuple):
         if any(len(part) != len(first) for part in parts) or not _holds_columns(first):
@@ -244,7 +303,7 @@ def merged(parts: list[Any]) -> Any:
         return type(first)(merged([part[index] for part in parts]) for index in range(len(first)))
     if all(part == first for part in parts):
         return first
-    raise _NotMergedError("a batch holds a number without a batch dimension, and ranks differ in it")
+    raise NotMergedError("a batch holds a number without a batch dimension, and ranks differ in it")
 
 
 def _holds_columns(batch: Any) -> bool:

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from everyrank.audit.watch.place import is_own_file, where
+from everyrank.audit.watch.place import chain, is_own_file, where
 from everyrank.rerun.inside.session import Session
 
 __all__ = ["install_draws"]
@@ -71,6 +72,8 @@ class _Draws(TorchDispatchMode):
         self.session = session
         self.recorded = [{tuple(key): value for key, value in each["draws"]} for each in session.imposed]
         self.num_row_draws = 0
+        self.sent_tensors: Any = WeakTensorKeyDictionary()  # given to a collective
+        self.queues: dict[tuple[str, str], list[Any]] = {}  # recorded rows of a line, and how many of them were used
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -82,9 +85,19 @@ class _Draws(TorchDispatchMode):
         ):
             return out
         name = func._schema.name.rpartition("::")[2]
+        if func.namespace in ("c10d", "_c10d_functional"):
+            session.num_calls += 1
+            self.sent()
+            for tensor in _tensors(args):
+                self.sent_tensors[tensor] = True
+        if name == "_local_scalar_dense" and len(session.items) < _MOST_VALUES:
+            is_own = args[0].requires_grad and args[0] not in self.sent_tensors
+            session.items.append([float(out), where(), session.update, is_own])
         if session.copies and name.endswith("_"):
             with session.quiet():
                 self.moved(args[0])
+        if session.in_source and name not in _NEW and name not in _IN_PLACE:
+            return out
         if name in _NEW or name in _IN_PLACE:
             with session.quiet():
                 return self.drawn(name, args, kwargs or {}, out)
@@ -101,13 +114,22 @@ class _Draws(TorchDispatchMode):
                 self.computed(name, out)
         return out
 
+    def sent(self) -> None:
+        """Note the lines at which the script itself sends something in the first update, before its backward."""
+        session = self.session
+        if session.has_begun and session.update == 0 and not session.num_backwards and not session.in_backward:
+            lines, place = session.facts.setdefault("sent_at", []), _sending_line()
+            if place and place not in lines:
+                lines.append(place)
+
     def moved(self, changed: Any) -> None:
         """Note a change of an averaged copy, with the number of backwards since the last step."""
         session = self.session
         first: Any = changed[0] if isinstance(changed, list | tuple) and changed else changed
         if type(first) in (torch.Tensor, nn.Parameter) and first.data_ptr() in session.copies:
             noted = session.facts.setdefault("copies_moved", [])
-            entry = [session.update, session.num_backwards, where(), session.copies[first.data_ptr()]]
+            place, *callers = [*chain(), ""][:2]
+            entry = [session.update, session.num_backwards, place, session.copies[first.data_ptr()], *callers]
             if not noted or noted[-1][:3] != entry[:3]:
                 noted.append(entry)
 
@@ -119,10 +141,13 @@ class _Draws(TorchDispatchMode):
         drawn = out[1] if name == "native_dropout" else out
         if type(drawn) is not torch.Tensor and not isinstance(drawn, nn.Parameter):
             return out
+        if session.settings["by_rows"]:
+            return out if session.in_source else self.next_rows(name, args, drawn, out)
         if session.settings["rows"]:
-            # a generator of its own has one seed on all ranks, as that of a sampler
-            return out if kwargs.get("generator") is not None else self.by_rows(name, args, out)
+            return self.by_rows(name, args, kwargs, out)
         key = session.key(name)
+        if session.in_source:
+            return out  # what the function returns is imposed
         if not self.recorded:
             if drawn.numel() <= 10 * _MOST_ELEMENTS:
                 session.draws.append((key, (drawn.detach().clone(), session.is_training)))
@@ -138,24 +163,41 @@ class _Draws(TorchDispatchMode):
         if new is None:
             session.refuse(f"random numbers of {key[0]} ({name}) have another shape on one rank")
             return out
-        if name == "native_dropout":
-            values, probability = args[0], args[1]
-            out[1].copy_(new)
-            out[0].copy_(values * new / (1 - probability))
-            return out
         if new.shape == drawn.shape:
-            with torch.no_grad():
-                drawn.copy_(new)
-            return out
+            return _filled(name, args, drawn, out, new)
         session.facts["widened"] = [*session.facts.get("widened", []), key[0]]
         session.rows = [len(part) for part in found]
         return new.to(drawn.dtype)
 
-    def by_rows(self, name: str, args: Any, out: Any) -> Any:
+    def next_rows(self, name: str, args: Any, drawn: Any, out: Any) -> Any:
+        """Replace a draw by as many rows of the recorded ones of this line as it has, in their order."""
+        session, place = self.session, where()
+        queue = self.queues.get((place, name))
+        if queue is None:
+            parts = [value[0] for key, value in self.recorded[0].items() if key[:2] == (place, name)]
+            alike = [part for part in parts if part.dim() == drawn.dim() and part.shape[1:] == drawn.shape[1:]]
+            together = torch.cat if drawn.dim() else torch.stack
+            queue = self.queues[place, name] = [together(alike) if alike else None, 0]
+        (rows, start), count = queue, len(drawn) if drawn.dim() else 1
+        if session.has_begun and (not drawn.dim() or not session.batch_size or count % session.batch_size):
+            session.refuse(f"{place} ({name}) draws random numbers for a whole batch")
+        if rows is None or rows.shape[1:] != drawn.shape[1:] or start + count > len(rows):
+            return out  # as for more updates than were recorded
+        queue[1] += count
+        return _filled(name, args, drawn, out, rows[start : start + count].view(drawn.shape))
+
+    def by_rows(self, name: str, args: Any, kwargs: Any, out: Any) -> Any:
         """Row g of a draw with a row for each sample: the same numbers whichever rank has the sample."""
         session = self.session
         kind = _ROWS.get(name)
-        if kind is None or not session.batch_size or not out.dim() or len(out) != session.batch_size:
+        # a generator of its own has one seed on all ranks, as that of a sampler
+        if (
+            kind is None
+            or kwargs.get("generator") is not None
+            or not session.batch_size
+            or not out.dim()
+            or len(out) != session.batch_size
+        ):
             return out
         generator = np.random.Generator(np.random.PCG64(self.num_row_draws))
         self.num_row_draws += 1
@@ -202,6 +244,15 @@ class _Draws(TorchDispatchMode):
                 session.values.append((key, (value.detach().clone(), False)))
 
 
+def _filled(name: str, args: Any, drawn: Any, out: Any, new: Any) -> Any:
+    """The result of a draw with other numbers in it."""
+    with torch.no_grad():
+        drawn.copy_(new)
+        if name == "native_dropout":
+            out[0].copy_(args[0] * new / (1 - args[1]))
+    return out
+
+
 def _is_repeated(found: list[Any], drawn: Any) -> bool:
     """Whether ranks drew the same numbers for samples of their own, where one rank draws different ones."""
     first = found[0]
@@ -216,6 +267,22 @@ def _direct_line() -> str:
     frame: Any = sys._getframe(1)
     while frame is not None and not is_own_file(frame.f_code.co_filename):
         if "/torch/distributed/" in frame.f_code.co_filename or "/torch/optim/" in frame.f_code.co_filename:
+            return ""
+        frame = frame.f_back
+    return f"{os.path.abspath(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else ""  # noqa: PTH100
+
+
+def _tensors(value: Any) -> list[Any]:
+    if isinstance(value, list | tuple):
+        return [tensor for each in value for tensor in _tensors(each)]
+    return [value] if isinstance(value, torch.Tensor) else []
+
+
+def _sending_line() -> str:
+    """The user's innermost line; "" for what DistributedDataParallel and FSDP send."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and not is_own_file(frame.f_code.co_filename):
+        if "/torch/nn/parallel/" in frame.f_code.co_filename or "/fsdp/" in frame.f_code.co_filename:
             return ""
         frame = frame.f_back
     return f"{os.path.abspath(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else ""  # noqa: PTH100

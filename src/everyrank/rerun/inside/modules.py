@@ -1,14 +1,20 @@
 """Names for parameters and states that are the same in every run: the order in which modules are made."""
 
+# torch names its base class _BatchNorm.
+# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 import functools
+import itertools
+import os
 import weakref
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from everyrank.audit.watch.place import frames
 from everyrank.rerun.inside.session import Session
 
 __all__ = ["ModuleNames", "install_module_names", "plain_name"]
@@ -26,10 +32,24 @@ class ModuleNames:
 
     def __init__(self) -> None:
         self.made: list[Any] = []
+        self.made_at: dict[int, list[str]] = {}  # by the identity of a module
 
     def add(self, module: Any) -> None:
-        """Remember a module that is being made."""
+        """Remember a module that is being made, and the line that makes it."""
         self.made.append(weakref.ref(module))
+        self.made_at[id(module)] = _constructed_at(module)
+
+    def num_batch_norms(self) -> int:
+        """The batch norms of all modules that live."""
+        alive = {id(inner): inner for _, root in self.roots() for inner in root.modules()}
+        return sum(isinstance(module, _BatchNorm) for module in alive.values())
+
+    def lines(self) -> dict[str, list[str]]:
+        """The lines that made each module that is in no other, and its wrapper."""
+        return {
+            name: [line for each in (module, _unwrapped(module)) for line in self.made_at.get(id(each), [])]
+            for name, module in self.roots()
+        }
 
     def roots(self) -> list[tuple[str, Any]]:
         """(name, module) of those that are in no other: "Net", "Net (2)". Wrappers are looked through."""
@@ -86,6 +106,17 @@ class ModuleNames:
         return found
 
 
+def _constructed_at(module: Any) -> list[str]:
+    """The user's line that constructs a module, outside of the constructors of its own classes, and its caller."""
+    outside = (
+        frame for frame in frames() if frame.f_code.co_name != "__init__" or frame.f_locals.get("self") is not module
+    )
+    return [
+        f"{os.path.abspath(frame.f_code.co_filename)}:{frame.f_lineno}"  # noqa: PTH100
+        for frame in itertools.islice(outside, 2)
+    ]
+
+
 def _shapes(named: list[tuple[str, Any]]) -> tuple[Any, ...]:
     return tuple(parameter.shape for _, parameter in named)
 
@@ -122,6 +153,7 @@ def install_module_names(session: Session) -> ModuleNames:
             if len(session.inputs) < 64 and any(parameter.requires_grad for parameter in self.parameters()):
                 session.inputs.append(given)
         session.has_begun = True
+        session.num_calls += 1
         depth += 1
         try:
             return call(self, *args, **kwargs)

@@ -27,6 +27,7 @@ class Session:
     rows      number of samples of the last batch that each of them read
     passes    passes over each dataset, by its identity
     copies    parameters of copies of a trained module, such as averaged ones, by the address of their memory
+    items     [value, line, update, whether it is a term of this rank's loss] of each tensor that became a number
     is_split  whether the loader in use gives each rank its part of every batch
     """
 
@@ -54,11 +55,18 @@ class Session:
         self.is_split = False
         self.loader = -1  # that gave the last batch
         self.num_backwards = 0  # since the last step
+        self.num_all_backwards = 0
+        self.num_calls = 0  # of models, and collectives
+        self.in_source = False  # inside a function whose result is imposed
+        self.sources: list[Any] = []
+        self.items: list[list[Any]] = []
         self.copies: dict[int, str] = {}
         self.imposed = [
             torch.load(Path(settings["imposed"]) / f"rank{each}.pt", weights_only=True)
-            for each in settings["imposed_ranks"]
+            for each in ([rank] if settings["by_rows"] else settings["imposed_ranks"])
         ]
+        for each in self.imposed:
+            each["sources"] = {tuple(key): value for key, value in each["sources"]}
         self.num_batches = 0
         self.parameters = [
             torch.load(Path(settings["imposed"]) / f"rank{each}.pt", weights_only=True)["updates"]
@@ -80,6 +88,15 @@ class Session:
         finally:
             self.muted -= 1
 
+    @contextlib.contextmanager
+    def natural(self) -> Generator[None]:
+        """Random numbers drawn within the block are the script's own."""
+        before, self.in_source = self.in_source, True
+        try:
+            yield
+        finally:
+            self.in_source = before
+
     def key(self, operation: str, place: str = "") -> tuple[str, str, int]:
         """(line, operation, how often it was met before)."""
         place = place or where()
@@ -97,6 +114,7 @@ class Session:
         with self.quiet():
             with contextlib.suppress(Exception):
                 self.before_write()
+            self.facts["items"] = self.items
             content = {
                 "updates": self.updates,
                 "printed": self.printed,
@@ -104,6 +122,7 @@ class Session:
                 "draws": self.draws,
                 "inputs": self.inputs,
                 "batches": self.batches,
+                "sources": self.sources,
                 "facts": self.facts,
             }
             # one file, so that the memory of equal tensors is shared

@@ -28,6 +28,7 @@ from everyrank.rerun.inside.norms import install_norms
 from everyrank.rerun.inside.precision import install_float64
 from everyrank.rerun.inside.printed import install_printed
 from everyrank.rerun.inside.session import Session
+from everyrank.rerun.inside.sources import run_with_sources
 from everyrank.rerun.inside.steps import install_step_hooks
 
 __all__ = ["run_as_rank"]
@@ -77,7 +78,10 @@ def run_as_rank(settings: dict[str, Any], rank: int, overlay: Overlay) -> None:
             else:
                 sys.argv = list(words)
                 sys.path[0:0] = [str(Path(words[0]).absolute().parent)]
-                runpy.run_path(words[0], run_name="__main__")
+                if settings["order"] or settings["expressions"] or settings["only_rates"]:
+                    runpy.run_path(words[0], run_name="__main__")
+                else:
+                    run_with_sources(session, words[0])
     except BaseException:
         session.write()
         raise

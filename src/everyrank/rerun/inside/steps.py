@@ -48,6 +48,10 @@ class _Steps:
             if self.is_detailed:
                 session.copies = self.modules.copies(self.stepped)
                 self.note_dead(optimizer, parameters)
+                self.note_counted(optimizer, parameters)
+                if not session.update:
+                    session.facts["made_at"] = self.modules.lines()
+                    session.facts["batch_norms"] = self.modules.num_batch_norms()
             own = [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
             self.pending = {
                 "losses": self.losses,
@@ -59,6 +63,7 @@ class _Steps:
                 "rates": own,
                 "batches": session.num_batches,
                 "states": {},
+                "optimizer": self.made.get(id(optimizer), ""),
             }
             if self.is_detailed:
                 named = {self.names[id(p)]: p for p in parameters}
@@ -80,9 +85,22 @@ class _Steps:
         if dead and dead == len(trained):
             facts["dead"] = [self.made.get(id(optimizer), where()), dead, len(parameters), trained]
 
+    def note_counted(self, optimizer: Any, parameters: list[Any]) -> None:
+        """Note a step with gradients of zero, before the first backward, which the optimizer counts as an update."""
+        facts = self.session.facts
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if not self.backwards and not self.session.num_all_backwards:
+            if gradients and not any(bool(shard_of(gradient).any()) for gradient in gradients):
+                facts.setdefault("empty_steps", {})[id(optimizer)] = where()
+        elif id(optimizer) in facts.get("empty_steps", {}) and "counted" not in facts:
+            states = [optimizer.state[parameter] for parameter in parameters if parameter in optimizer.state]
+            counts = [float(state["step"]) for state in states if "step" in state]
+            facts["counted"] = [facts["empty_steps"][id(optimizer)], max(counts, default=0.0), where()]
+
     def impose_rates(self, optimizer: Any, own: list[float]) -> None:
         """Step with the learning rates of the recorded ranks; what the script has set is put back afterwards."""
-        recorded = self.session.imposed[0]["updates"] if self.session.imposed else []
+        is_imposed = self.session.imposed and not self.session.settings["by_rows"]
+        recorded = self.session.imposed[0]["updates"] if is_imposed else []
         self.own_rates = {}
         if self.session.update < len(recorded):
             rates = recorded[self.session.update]["rates"]
@@ -187,6 +205,7 @@ def install_step_hooks(session: Session, modules: ModuleNames) -> None:
             steps.backwards.append(where())
             session.is_training = True
             session.num_backwards += 1
+            session.num_all_backwards += 1
             if session.loader >= 0 and session.loader not in session.facts.setdefault("trained", []):
                 session.facts["trained"].append(session.loader)
         was, session.in_backward = session.in_backward, True

@@ -1,0 +1,110 @@
+"""Functions of the script that draw batches: recorded, and put together from several ranks, as the batches of loaders.
+
+A function counts if its source draws random numbers and it returns tensors without a gradient, without calling a model.
+Only the script itself is looked at, not the files that it imports.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import contextlib
+import functools
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from everyrank.rerun.inside.batches import NotMergedError, decoded, encoded, is_equal, merged, num_bytes, rows_of_batch
+from everyrank.rerun.inside.session import Session
+
+__all__ = ["run_with_sources"]
+
+_DECORATOR = "_everyrank_source"
+_DRAWS = ("rand", "Generator", "normal", "multinomial", "bernoulli", "poisson", "choice", "sample")
+_MOST_BYTES = 3e8
+
+
+def run_with_sources(session: Session, path: str) -> None:
+    """Run a script as `runpy.run_path` does, with its functions that draw under a decorator.
+
+    Raises what the script raises.
+    """
+    tree = ast.parse(Path(path).read_bytes(), path)
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and not node.decorator_list and _draws(node):
+            name = ast.Name(_DECORATOR, ast.Load())
+            node.decorator_list = [ast.copy_location(name, node)]  # its line stays that of `def`
+    setattr(builtins, _DECORATOR, functools.partial(_watched, session))
+    module = types.ModuleType("__main__")
+    module.__file__ = path
+    sys.modules["__main__"] = module
+    code = compile(tree, path, "exec", dont_inherit=True)
+    exec(code, module.__dict__)  # noqa: S102  (the script that the user gives)
+
+
+def _draws(function: ast.FunctionDef) -> bool:
+    """Whether a function names something that draws, and is no generator."""
+    names = [getattr(node, "attr", getattr(node, "id", "")) for node in ast.walk(function)]
+    is_generator = any(isinstance(node, ast.Yield | ast.YieldFrom) for node in ast.walk(function))
+    return not is_generator and any(word in name for name in names for word in _DRAWS if isinstance(name, str))
+
+
+def _watched(session: Session, function: Any) -> Any:
+    """The function, whose results are recorded or imposed."""
+
+    @functools.wraps(function)
+    def source(*args: Any, **kwargs: Any) -> Any:
+        if not session.is_active or session.in_source:
+            return function(*args, **kwargs)
+        place = f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
+        key = session.key("source", place)
+        parts = [each["sources"][key] for each in session.imposed if key in each.get("sources", {})]
+        is_imposed = len(parts) == len(session.imposed) > 0
+        is_own = is_imposed and not all(is_equal(part, parts[0]) for part in parts[1:])
+        calls = session.num_calls
+        with session.natural() if is_own else contextlib.nullcontext():
+            result = function(*args, **kwargs)
+        with session.quiet():
+            if session.imposed:
+                return _together(session, parts, result) if is_own or (is_imposed and len(parts) == 1) else result
+            if session.num_calls == calls and _is_batch(result):
+                _record(session, key, result)
+        return result
+
+    return source
+
+
+def _is_batch(result: Any) -> bool:
+    found = [each for each in _leaves(result) if isinstance(each, torch.Tensor)]
+    return any(each.dim() for each in found) and not any(each.requires_grad for each in found)
+
+
+def _leaves(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [leaf for each in value.values() for leaf in _leaves(each)]
+    return [leaf for each in value for leaf in _leaves(each)] if isinstance(value, list | tuple) else [value]
+
+
+def _record(session: Session, key: tuple[str, str, int], result: Any) -> None:
+    try:
+        size = session.facts.get("bytes", 0) + num_bytes(result)
+        if size <= _MOST_BYTES:
+            session.facts["bytes"] = size
+            session.sources.append((key, encoded(result)))
+    except NotMergedError:
+        pass  # it returns something else, which this run leaves as it is
+
+
+def _together(session: Session, parts: list[Any], result: Any) -> Any:
+    """What the function has given on the ranks, as one batch."""
+    try:
+        whole = decoded(merged(parts))
+    except NotMergedError as error:
+        session.refuse(str(error))
+        return result
+    session.rows = [rows_of_batch(part) for part in parts]
+    session.batch_size = sum(session.rows)
+    return whole
