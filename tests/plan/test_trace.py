@@ -80,6 +80,16 @@ def test_other_layouts_on_many_ranks(layout: str) -> None:
     assert traced.flops > 0
 
 
+def test_operators_are_kernels_with_their_operations() -> None:
+    """Attention on a CPU has its operations, backward 2.5 times as many; looking up a device is no kernel."""
+    operators = trace_step(decoder(num_blocks=1, batch=8), parse_layout("ddp"), 2).operators
+    attention = [operator.flops for operator in operators if "scaled_dot" in operator.name]
+    forward = 2 * 2 * 4 * LENGTH * LENGTH * WIDTH  # two products of 4 samples, all heads together
+    assert attention == [forward, forward * 5 // 2]
+    assert not {"device", "promote_types"} & {operator.name for operator in operators}
+    assert any(operator.is_strided for operator in operators), "rotary positions take every second number"
+
+
 def test_recomputing_holds_less_and_computes_more() -> None:
     plain, again = (trace_step(decoder(), parse_layout(layout), 2) for layout in ("ddp", "ddp:recompute"))
     assert again.peak_bytes < plain.peak_bytes

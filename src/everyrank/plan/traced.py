@@ -102,13 +102,14 @@ def time_layout(
 
     Without the data loader. Raises `UsageError` for a strategy that the machine was not measured for.
     """
-    ranks = [trace_step(workload, layout, size, rank, samples).operators for rank in range(size)]
+    traced = [trace_step(workload, layout, size, rank, samples) for rank in range(size)]
     idle = 0.0
     if layout.strategy == "pipeline":
         stages = layout.mesh(size).get("pipeline", 1)
         parts = layout.read(PipelineOptions).microbatches or 2 * stages
         idle = (stages - 1) / (parts + stages - 1)
-    return traced_seconds(ranks, layout.strategy, machine, backend, idle)
+    footprint = max(one.peak_bytes for one in traced)
+    return traced_seconds([one.operators for one in traced], layout.strategy, machine, backend, idle, footprint)
 
 
 def _trace_rank(workload: Workload, layout: Layout, size: int, rank: int, samples: Any) -> LayoutMemory:

@@ -193,8 +193,11 @@ def print_machine(machine: Machine) -> None:
         for kind, points in curves.items():
             (_, first), (size, last) = points[0], points[-1]
             _say(f"  {backend} {kind}: {_seconds(first)} for few bytes, {_count(size / last)}B/s for {_count(size)}B")
-        texts = [f"{name} {_seconds(value)}" for name, value in machine.overhead[backend].items()]
-        _say(f"  {backend}, overhead of an operator: {', '.join(texts)}")
+        texts = [
+            f"{name} {_seconds(of_step)} and {_seconds(each)}"
+            for name, (of_step, each) in machine.overhead[backend].items()
+        ]
+        _say(f"  {backend}, overhead of a step and of an operator: {', '.join(texts)}")
 
 
 def print_validation(result: _Answer) -> None:
