@@ -321,7 +321,11 @@ def parse_link(text: str) -> Link:
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(Gb|Gbit|Gbps|GB)(?:/s)?", text.strip())
     rate = float(match[1]) * (1.0 if match[2] == "GB" else 0.125) * 1e9 if match else 0.0
     if not 0 < rate < 1e14:
-        raise UsageError(f"--link {text}: give the rate of one GPU, such as 400Gb (bits a second) or 50GB (bytes)")
+        number = re.match(r"[0-9.]+", text.strip())
+        meant = f"did you mean {number[0]}Gb (bits a second) or {number[0]}GB (bytes)? " if number else ""
+        raise UsageError(
+            f"--link {text}: {meant}give the rate of one GPU, such as 400Gb or 50GB, or a file of everyrank comm --json"
+        )
     return Link(12e-6, 0.96 * rate, text.strip())
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from everyrank.errors import EveryrankError, UsageError
+from everyrank.errors import EveryrankError, UsageError, WorkloadError, describe
 from everyrank.layout import Layout, parse_layout
 from everyrank.layout.options import PipelineOptions
 from everyrank.parallel.parallelize import find_blocks
@@ -90,6 +90,8 @@ def trace_layout(workload: Workload, layout: Layout, size: int, samples: Any) ->
         found = [_trace_rank(workload, layout, size, rank, samples) for rank in ranks]
     except EveryrankError:
         raise
+    except (FileNotFoundError, PermissionError) as error:  # of the workload, on real tensors, too
+        raise WorkloadError(describe(error)) from error
     except Exception as error:  # fake tensors raise many kinds
         return _of_parameters(workload, layout, size, error)
     return max(found, key=lambda one: one.allocated)
