@@ -44,7 +44,7 @@ def measured(workload: str, layout: str, backend: str, steps: int) -> tuple[floa
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "bench.json"
         command = [sys.executable, "-m", "everyrank", "bench", workload, "--layout", layout, "--processes", "2"]
-        command += ["--device", "cpu", "--backend", backend, "--trials", "3", "--steps", str(steps), "--json", str(out)]
+        command += ["--device", "cpu", "--backend", backend, "--trials", "5", "--steps", str(steps), "--json", str(out)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         if not out.exists():
             return (done.stderr.strip().splitlines() or ["no record"])[-1][:200]

@@ -31,6 +31,7 @@ from everyrank.doctor.machine import (
     check_space,
     check_threads,
 )
+from everyrank.doctor.memory import memory_results
 from everyrank.doctor.network import (
     check_host_name,
     check_interface,
@@ -58,6 +59,27 @@ from try_versions import TORCHES
 examining: Any = importlib.import_module("everyrank.doctor.checks")  # the package has a function of that name
 
 MIB = 2**20
+
+
+def test_a_workload_is_held_against_the_memory_here() -> None:
+    """Each layout with its verdict; what does not fit ends with the smallest change, and fails the command."""
+    common = {"allocated_bytes": 3 * 2**30, "note": "traced whole"}
+    change = {"what": "bf16", "command": "everyrank train w.py --layout ddp:precision=bf16"}
+    answer = {
+        "cluster": {"memory_bytes": 2 * 2**30},
+        "layouts": [
+            {"layout": "fsdp", "verdict": "fits", **common},
+            {"layout": "zero1", "verdict": "may not fit", **common},
+            {"layout": "ddp", "verdict": "does not fit", "change": change, **common},
+            {"layout": "tensor", "verdict": "not possible", "reason": "no tensor_plan"},
+        ],
+    }
+    results = memory_results(answer)
+    assert [result.status for result in results] == [OK, WARNING, PROBLEM, ABSENT]
+    assert results[2].line == f"ddp: does not fit: 3 GiB of 2 GiB for each rank; bf16: {change['command']}"
+    assert "no tensor_plan" in results[3].text
+
+
 INTERFACES = {"lo": "127.0.0.1", "eth0": "192.0.2.2"}
 LAUNCHED = {
     "RANK": "1",

@@ -10,9 +10,12 @@ import pytest
 
 from everyrank.cli import main
 from everyrank.errors import UsageError
-from everyrank.plan.machine import Machine, read_machine, traced_seconds, write_machine
+from everyrank.plan.machine import Machine, kernel_kind, read_machine, traced_seconds, write_machine
 
-KERNELS = ("product", "other", "convolution", "convolution_backward", "attention", "attention_backward")
+KERNELS = (
+    *("product", "other", "strided", "exponential", "trigonometric", "sum", "normalisation", "normalisation_backward"),
+    *("convolution", "convolution_backward", "attention", "attention_backward"),
+)
 LINKS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send")
 
 
@@ -22,14 +25,17 @@ class Called:
     flops: int = 0
     bytes: int = 0
     group: str = ""
+    tensors: int = 1
+    is_strided: bool = False
 
 
-def machine() -> Machine:
-    """Kernels of 1 us or a billion a second, links of 10 us or 100 million a second."""
+def machine(cache: float = 0.0) -> Machine:
+    """Kernels of 1 us or a billion a second, cold ones take twice as long, links of 10 us or 100 million a second."""
     kernels = {kind: [(1e3, 1e-6), (1e9, 1.0)] for kind in KERNELS}
+    cold = {kind: [(size, 2 * seconds) for size, seconds in points] for kind, points in kernels.items()}
     links = {"shm": {kind: [(1e3, 1e-5), (1e8, 1.0)] for kind in LINKS}}
-    overhead = {"shm": {"ddp": 2e-6, "pipeline": 2e-6, "fsdp": 2e-6, "zero1": 2e-6, "tensor": 2e-6}}
-    return Machine("cpu", 2, 1, kernels, links, overhead, {"host": "test"})
+    overhead = {"shm": dict.fromkeys(("ddp", "pipeline", "fsdp", "zero1", "tensor"), (1e-4, 2e-6))}
+    return Machine("cpu", 2, 1, cache, kernels, cold, links, overhead, {"host": "test"})
 
 
 def test_the_time_of_a_step_is_the_slowest_rank_and_its_bubble() -> None:
@@ -39,11 +45,48 @@ def test_the_time_of_a_step_is_the_slowest_rank_and_its_bubble() -> None:
     parts = traced_seconds([light, heavy], "ddp", machine(), "shm")
     assert parts["kernels"] == pytest.approx(1 + 1e-3 + 1e-6, rel=1e-6)
     assert parts["links"] == pytest.approx(1)
-    assert parts["overhead"] == pytest.approx(5 * 2e-6)
+    assert parts["overhead"] == pytest.approx(1e-4 + 5 * 2e-6)
     idle = traced_seconds([heavy], "pipeline", machine(), "shm", bubble=0.2)
     assert idle["bubble"] == pytest.approx(0.25 * sum(value for name, value in idle.items() if name != "bubble"))
     more = traced_seconds([[Called("mm", flops=4 * 10**9)]], "ddp", machine(), "shm")
     assert more["kernels"] == pytest.approx(4), "beyond the last point at its rate"
+
+
+def test_what_caches_cannot_hold_comes_from_memory() -> None:
+    """In proportion to the bytes of a step of all ranks over those of the cache, which are half here."""
+    called = [Called("add", bytes=10**9)]
+    for footprint, seconds in ((0.0, 1.0), (250.0, 1.5), (500.0, 2.0), (5000.0, 2.0)):
+        assert machine(cache=1000.0).kernel_seconds(called, footprint) == pytest.approx(seconds)
+    assert machine().kernel_seconds(called, 5000.0) == pytest.approx(1.0), "of a GPU there are no cold curves"
+
+
+def test_a_product_of_few_rows_takes_the_bytes_of_its_matrix() -> None:
+    assert machine().kernel_seconds([Called("mm", flops=10**3, bytes=10**9)]) == pytest.approx(1.0)
+
+
+def test_a_foreach_operator_is_one_kernel_for_each_tensor() -> None:
+    assert machine().kernel_seconds([Called("_foreach_add_", bytes=10**4, tensors=100)]) == pytest.approx(100 * 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("called", "kind"),
+    [
+        (Called("addmm", flops=1), "product"),
+        (Called("convolution_backward", flops=1), "convolution_backward"),
+        (Called("_scaled_dot_product_flash_attention_for_cpu", flops=1), "attention"),
+        (Called("native_batch_norm"), "normalisation"),
+        (Called("native_layer_norm_backward"), "normalisation_backward"),
+        (Called("silu_backward"), "exponential"),
+        (Called("_log_softmax"), "exponential"),
+        (Called("cos"), "trigonometric"),
+        (Called("linalg_vector_norm"), "sum"),
+        (Called("mul"), "other"),
+        (Called("mul", is_strided=True), "strided"),
+    ],
+)
+def test_each_operator_has_its_curve(called: Called, kind: str) -> None:
+    assert kernel_kind(called) == kind
+    assert kind in KERNELS
 
 
 def test_a_machine_is_read_back(tmp_path: Path) -> None:
@@ -54,6 +97,9 @@ def test_a_machine_is_read_back(tmp_path: Path) -> None:
     assert read_machine(path) is None
     path.write_text(write_machine(machine()).replace('"product"', '"produce"').replace("1e-05", "-1"))
     with pytest.raises(UsageError, match="plan --calibrate"):
+        read_machine(path)
+    path.write_text(write_machine(machine()).replace('"machine": 2', '"machine": 1'))
+    with pytest.raises(UsageError, match="older version"):
         read_machine(path)
     with pytest.raises(UsageError, match="calibrate again"):
         machine().link_seconds([], "gloo")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -78,6 +80,16 @@ def test_other_layouts_on_many_ranks(layout: str) -> None:
     traced = trace_step(decoder(), parse_layout(layout), 8, rank=7)
     assert traced.peak_bytes > traced.state_bytes > 0
     assert traced.flops > 0
+
+
+def test_operators_are_kernels_with_their_operations() -> None:
+    """Attention on a CPU has its operations, backward 2.5 times as many; looking up a device is no kernel."""
+    operators = trace_step(decoder(num_blocks=1, batch=8), parse_layout("ddp"), 2).operators
+    attention = [operator.flops for operator in operators if "scaled_dot" in operator.name]
+    forward = 2 * 2 * 4 * LENGTH * LENGTH * WIDTH  # two products of 4 samples, all heads together
+    assert attention == [forward, forward * 5 // 2]
+    assert not {"device", "promote_types"} & {operator.name for operator in operators}
+    assert any(operator.is_strided for operator in operators), "rotary positions take every second number"
 
 
 def test_recomputing_holds_less_and_computes_more() -> None:
@@ -160,6 +172,31 @@ def test_a_model_that_cannot_be_traced_is_never_said_to_fit() -> None:
     assert row["verdict"] == "may not fit"
     assert row["categories"]["parameters"] == (8 * 8 + 8) * 4
     assert "not traced" in row["note"]
+
+
+def test_a_model_that_reads_files_when_it_is_built(tmp_path: Path) -> None:
+    """Weights of torch and numpy are read as fakes; a file that is missing is an error of the workload."""
+    torch.save(torch.ones(8, 8), tmp_path / "weight.pt")
+    np.save(tmp_path / "weight.npy", np.ones((8, 8), dtype=np.float32))
+
+    def reading(read: Callable[[], Tensor]) -> Callable[[], nn.Module]:
+        def make() -> nn.Module:
+            model = nn.Linear(8, 8)
+            model.weight = nn.Parameter(read())
+            return model
+
+        return make
+
+    for read in (
+        lambda: torch.load(tmp_path / "weight.pt", weights_only=True),
+        lambda: torch.from_numpy(np.load(tmp_path / "weight.npy")),
+    ):
+        found = trace_layout(other(reading(read)), parse_layout("ddp"), 2, (torch.ones(1, 8), torch.ones(1, 8)))
+        assert found.is_whole
+        assert found.categories["parameters"] >= (8 * 8 + 8) * 4
+    lost = other(reading(lambda: torch.load(tmp_path / "none.pt", weights_only=True)))
+    with pytest.raises(UsageError, match=r"none\.pt"):
+        trace_layout(lost, parse_layout("ddp"), 2, (torch.ones(1, 8), torch.ones(1, 8)))
 
 
 @pytest.mark.integration

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -11,7 +12,9 @@ from everyrank.commands.launching import add_launching, launch_of
 from everyrank.commands.shared import check_writable, close_output
 from everyrank.errors import CHECK_FAILED, UsageError, printable
 from everyrank.launch import Launch
+from everyrank.layout import parse_layout
 from everyrank.record import write_text
+from everyrank.workload import Source, check_place, parse_settings
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
@@ -19,12 +22,21 @@ HELP = "list the layouts and backends that this machine can run, and how to get 
 EXAMPLES = (
     "everyrank doctor",
     "everyrank doctor --json doctor.json",
+    "everyrank doctor text --layout ddp",
     "everyrank doctor --launch --launcher torchrun --processes 2",
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add --json, --launch and the launch flags."""
+    """Add the workload, --json, --launch and the launch flags."""
+    parser.add_argument(
+        "workload",
+        nargs="?",
+        metavar="WORKLOAD",
+        help="also check whether this workload (a built-in name or path/file.py[:name]) fits into the memory here",
+    )
+    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="K=V", help="settings of the workload")
+    parser.add_argument("--layout", nargs="+", action="extend", metavar="L", help="layouts to check it with")
     parser.add_argument(
         "--launch",
         action="store_true",
@@ -37,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check this machine, or with --launch a start of ranks, and print the results; 1 for a problem."""
-    from everyrank.doctor import DoctorReport, check_launch, paste, run_checks
+    from everyrank.doctor import DoctorReport, check_launch, check_memory, paste, run_checks
     from everyrank.progress import progress
     from everyrank.report import print_findings
 
@@ -46,9 +58,15 @@ def run(args: argparse.Namespace) -> int:
     check_writable(args.json)
     if not args.launch and (args.launcher or args.nodes or args.rendezvous or args.init_method):
         raise UsageError("doctor checks a launcher only with --launch: add --launch")
+    if args.workload is None and (args.set or args.layout):
+        raise UsageError("doctor --set and --layout are for a workload: everyrank doctor WORKLOAD --layout ddp")
+    source = _source(args)
     launch = launch_of(args) if args.launch else None
-    with progress(3 if launch else 5, show=True) as advance:
+    with progress((3 if launch else 5) + (source is not None), show=True) as advance:
         report = DoctorReport(check_launch(launch, advance)) if launch else run_checks(args.timeout, advance)
+        if source is not None:
+            command = shlex.join([args.workload, *(["--set", *args.set] if args.set else [])])
+            report.sections["memory"] = check_memory(source, command, args.processes, args.layout or (), advance)
     if args.json is not None:
         write_text(args.json, json.dumps(report.as_json(), indent=1) + "\n")
     try:
@@ -61,3 +79,13 @@ def run(args: argparse.Namespace) -> int:
     for problem in report.problems:
         print(f"everyrank: {printable(problem.line)}", file=sys.stderr)
     return CHECK_FAILED if report.problems else 0
+
+
+def _source(args: argparse.Namespace) -> Source | None:
+    """The workload to check, if there is one. Raises `UsageError` for a name that does not exist."""
+    if args.workload is None:
+        return None
+    check_place(args.workload)
+    for text in args.layout or ():
+        parse_layout(text)
+    return Source(args.workload, parse_settings(args.set))

@@ -98,11 +98,12 @@ def run(args: argparse.Namespace) -> int:
     from everyrank.plan.calibration import write_calibration
     from everyrank.report.plan import print_plan, print_validation
 
+    machine = _machine(args)
     if args.validate is not None:
         answer, calibration = _validation(args)
         answer["provenance"] = _provenance()
         printed = print_validation
-    elif (machine := _machine(args)) is not None:
+    elif machine is not None:
         answer, calibration = _on_machine(args, machine), None
         printed = print_plan
     else:
@@ -143,10 +144,14 @@ def _calibrate(args: argparse.Namespace) -> int:
 
 
 def _machine(args: argparse.Namespace) -> Machine | None:
-    """The measured machine in --calibration, if it is one."""
+    """The measured machine in --calibration, if it is one. Raises `UsageError` for --backend without one."""
     from everyrank.plan.machine import read_machine
 
-    return read_machine(args.calibration) if args.calibration is not None else None
+    is_asked = args.calibration is not None and args.validate is None
+    machine = read_machine(args.calibration) if is_asked else None
+    if args.of_links is not None and machine is None:
+        raise UsageError(f"--backend {args.of_links}: only with --calibrate, or with a --calibration that it wrote")
+    return machine
 
 
 def _calibration(args: argparse.Namespace) -> Calibration:

@@ -13,6 +13,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 from everyrank.commands.launching import launch_of, quiet_launch_of
+from everyrank.commands.oom_advice import with_smallest_change
 from everyrank.commands.shared import (
     add_common,
     add_options,
@@ -24,7 +25,7 @@ from everyrank.commands.shared import (
     say_next,
     source_of,
 )
-from everyrank.errors import EveryrankError, RankFailedError, StoppedError, UsageError, printable
+from everyrank.errors import EveryrankError, OutOfMemoryError, RankFailedError, StoppedError, UsageError, printable
 from everyrank.launch import slurm
 from everyrank.layout import Layout, parse_layout
 from everyrank.options import AUTO, GUARDS, TrainOptions
@@ -107,7 +108,9 @@ def run(args: argparse.Namespace) -> int:
         # requeue only after progress, because a job that fails before its first checkpoint would be requeued forever
         if args.requeue and args.resume is _NEWEST and _newest_step(out) > before:
             _requeue(error)
-        raise
+        raise with_smallest_change(error) from None
+    except OutOfMemoryError as error:
+        raise with_smallest_change(error) from None
     except UsageError as error:
         if args.out is None and resume is None and out is not None and error.log is None and not _has_trained(out):
             shutil.rmtree(out, ignore_errors=True)  # the user did not name this folder

@@ -6,6 +6,7 @@ network.py    interfaces, host name, ports, the environment of launchers
 software.py   versions, known-bad combinations, optional frameworks
 selftest.py   starts ranks, with torch: devices, backends, and collectives with known results
 launching.py  checks a launch: launcher, rendezvous, and a real start
+memory.py     whether a workload fits here, with torch: as `everyrank plan` traces it
 checks.py     runs all checks in order
 
 Each check is a function of its inputs, so that a test can pass those of a broken machine.
@@ -13,6 +14,7 @@ Each check is a function of its inputs, so that a test can pass those of a broke
 
 from everyrank.doctor.checks import DoctorReport, paste, run_checks
 from everyrank.doctor.launching import check_launch
+from everyrank.doctor.memory import check_memory
 from everyrank.doctor.results import CheckResult
 
-__all__ = ["CheckResult", "DoctorReport", "check_launch", "paste", "run_checks"]
+__all__ = ["CheckResult", "DoctorReport", "check_launch", "check_memory", "paste", "run_checks"]

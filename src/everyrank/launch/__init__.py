@@ -39,7 +39,7 @@ The whole folder imports no torch: the process in which the user typed the comma
 """
 
 from everyrank.launch.environments import rank_info_from_environment, threads_asked
-from everyrank.launch.host_info import CPU_PROCESSES, cgroup_quota, num_accelerators, num_cores
+from everyrank.launch.host_info import CPU_PROCESSES, cgroup_quota, host_memory_bytes, num_accelerators, num_cores
 from everyrank.launch.job import Launch
 from everyrank.launch.launcher import LAUNCHERS, Launcher, find_launcher, launchers
 from everyrank.launch.processes import run_ranks
@@ -56,6 +56,7 @@ __all__ = [
     "catch_signals",
     "cgroup_quota",
     "find_launcher",
+    "host_memory_bytes",
     "launchers",
     "num_accelerators",
     "num_cores",

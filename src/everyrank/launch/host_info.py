@@ -27,6 +27,7 @@ __all__ = [
     "check_reachable",
     "choose_interface",
     "has_driver",
+    "host_memory_bytes",
     "host_name",
     "is_loopback",
     "local_address_towards",
@@ -88,7 +89,7 @@ def start_time(pid: int) -> float:
     return float(text.rpartition(")")[2].split()[_STARTTIME_FIELD])
 
 
-# --- cores and GPUs
+# --- cores, memory and GPUs
 
 
 def num_cores() -> int:
@@ -107,6 +108,15 @@ def cgroup_quota(folder: Path) -> float | None:
         quota = int((folder / "cpu" / "cpu.cfs_quota_us").read_text())
         return quota / int((folder / "cpu" / "cpu.cfs_period_us").read_text()) if quota > 0 else None
     return None
+
+
+def host_memory_bytes(root: Path = Path("/")) -> int:
+    """Bytes of memory and swap of this host, or of this container if its limit is lower."""
+    limits = [psutil.virtual_memory().total]
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # cgroup versions 2 and 1; "max" is no limit
+        with contextlib.suppress(OSError, ValueError):
+            limits.append(int((root / "sys/fs/cgroup" / name).read_text()))
+    return min(limits) + psutil.swap_memory().total
 
 
 def num_accelerators() -> int:

@@ -13,6 +13,7 @@ trainable.py      model, optimizer, schedule, loss scaler and averages: the stat
 batch_norm.py     synchronised batch norm, on CPU too
 file_backed.py    tensors stored in a file instead of memory
 init_model.py     build the model: seeded, or on the meta device and materialised part by part
+state_memory.py   refuses a training whose state exceeds the memory, before its first update
 oom.py            out-of-memory errors with advice
 dropout/          dropout masks that are the same under every layout
 tensor/           tensor parallelism: split weight matrices

@@ -8,6 +8,7 @@ tensor.
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -25,6 +26,7 @@ from everyrank.layout import Layout
 from everyrank.layout.options import BuildOptions, DeviceOptions
 from everyrank.parallel.file_backed import built_in_files, put_into_file
 from everyrank.parallel.precision import param_dtype
+from everyrank.parallel.state_memory import refuse_too_large
 from everyrank.workload import Workload
 from everyrank.world import World
 from everyrank.world.collectives import broadcast_value
@@ -50,7 +52,8 @@ def init_model(
     """
     dtype = dtype or param_dtype(layout)
     if not layout.read(BuildOptions).meta:
-        model = _called(workload, layout, world)
+        with refuse_too_large(layout, world, dtype) if workload.num_devices == 1 else contextlib.nullcontext():
+            model = _called(workload, layout, world)
         return model.to(dtype) if workload.num_devices > 1 else model.to(world.device, dtype), None
     full = None
     if world.rank == 0:

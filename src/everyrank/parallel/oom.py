@@ -13,9 +13,9 @@ import torch
 
 from everyrank.errors import CannotRunError, EveryrankError, OutOfMemoryError, RankFailedError
 from everyrank.layout import Layout
-from everyrank.layout.options import BuildOptions
 from everyrank.parallel.init_model import on_meta
 from everyrank.parallel.precision import param_dtype
+from everyrank.parallel.state_memory import layouts_that_split
 from everyrank.workload import Workload
 from everyrank.world import World
 
@@ -47,19 +47,33 @@ def oom_context(phase: Phase, workload: Workload, layout: Layout, world: World) 
             kind = RankFailedError
         text = f"no memory here {purpose}{_memory_needed(error, workload, layout)}"
         plan = _plan_command(workload, layout, world)
-        raise kind(f"layout {layout}: {text}; {advice}{_layouts_that_split(layout)}{plan}") from None
+        raise kind(f"layout {layout}: {text}; {advice}{layouts_that_split(layout)}{plan}") from None
 
 
 def _plan_command(workload: Workload, layout: Layout, world: World) -> str:
-    """Return the command that names the smallest change that fits, for a GPU; "" on CPU."""
+    """Return the command that finds the smallest change that fits, for a GPU; "" on CPU."""
     if world.device.type != "cuda":
         return ""
-    name_or_path = shlex.quote(workload.source.place if workload.source is not None else "my_workload.py")
-    memory = torch.cuda.get_device_properties(world.device).total_memory / 2**30
-    return (
-        f". The smallest change that fits: everyrank plan {name_or_path} "
-        f"--gpus {world.size}xKIND --memory {memory:.1f}GiB --layout {shlex.quote(str(layout))}"
-    )
+    properties = torch.cuda.get_device_properties(world.device)
+    kind = "-".join(properties.name.removeprefix("NVIDIA ").split())
+    arguments = [
+        f"{world.size}x{kind}",
+        "--memory",
+        f"{properties.total_memory / 2**30:.1f}GiB",
+        "--layout",
+        str(layout),
+    ]
+    return f". Find the smallest change that fits: everyrank plan {_words(workload)} --gpus {shlex.join(arguments)}"
+
+
+def _words(workload: Workload) -> str:
+    """Return the workload as it is typed for a command."""
+    source = workload.source
+    if source is None:
+        return "my_workload.py"
+    settings = [f"{name}={value}" for name, value in {**source.saved, **source.settings}.items()]
+    batch = ["--batch", str(source.batch)] if source.batch is not None else []
+    return shlex.join([source.place, *(["--set", *settings] if settings else []), *batch])
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
@@ -82,12 +96,3 @@ def _memory_needed(error: BaseException, workload: Workload, layout: Layout) -> 
         num_bytes = count * torch.empty((), dtype=dtype).element_size()
         text += f": its parameters alone take {num_bytes / 2**20:,.0f} MiB in {str(dtype).removeprefix('torch.')}"
     return text
-
-
-def _layouts_that_split(layout: Layout) -> str:
-    if layout.read(BuildOptions).meta:
-        return "give more ranks"
-    return (
-        "give a layout that splits the model: fsdp:meta=true, tensor:meta=true or pipeline:meta=true (verify takes one "
-        "as --reference)"
-    )

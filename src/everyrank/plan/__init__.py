@@ -8,6 +8,7 @@ step_time.py      seconds of a step in closed form, by part
 rows.py           measured rows of published tables
 calibration.py    three fitted numbers for each GPU kind and stack, and intervals
 machine.py        a measured machine, and the seconds of a traced step on it
+kernels.py        measures the curves of kernels on this machine, from the caches and from memory
 calibrate.py      measures this machine: kernels, links, and the overhead of each strategy
 validate.py       predictions held against measured rows
 candidates.py     layouts as configurations, all layouts of a cluster, the choice and the smallest change

@@ -6,11 +6,14 @@ measures kernels, and there are no links. Each number is the median of several r
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,9 +27,10 @@ from everyrank.errors import EveryrankError
 from everyrank.launch import Launch, RankInfo, run_ranks
 from everyrank.layout import parse_layout
 from everyrank.measure.provenance import machine as provenance_of
+from everyrank.plan.kernels import measure_kernels, time_call
 from everyrank.plan.machine import Machine, Point
 from everyrank.plan.pretend import first_sample, micro_batches_of, trace_step
-from everyrank.strategies import prepare
+from everyrank.strategies import Prepared, prepare
 from everyrank.workload import Workload
 from everyrank.world import World, open_world
 
@@ -34,9 +38,11 @@ __all__ = ["CALIBRATED", "calibrate", "decoder_workload", "pipeline_bubble"]
 
 CALIBRATED = ("ddp", "zero1", "fsdp", "tensor", "pipeline")
 """The strategies whose overhead is measured."""
-_REPETITIONS = 5
-_TINY_STEPS = 15
+_BLOCKS = (2, 6)  # of two decoders so small that a step is overhead only
+_LEAD, _STEPS, _ROUNDS = 4, 10, 3
 _LENGTH = 8
+_COMPUTE_SECONDS = 5e-4  # between two collectives that are measured
+_POOL_BYTES = 2**26
 
 
 class _ZeroTokens(Dataset[Any]):
@@ -74,9 +80,8 @@ def decoder_workload(shape: DecoderShape, samples: int, length: int, name: str =
     )
 
 
-def _tiny() -> Workload:
-    """A decoder so small that a step is overhead only."""
-    shape = DecoderShape(num_blocks=2, num_heads=2, width=16, hidden=32, vocabulary=64)
+def _tiny(num_blocks: int) -> Workload:
+    shape = DecoderShape(num_blocks=num_blocks, num_heads=2, width=16, hidden=32, vocabulary=64)
     return decoder_workload(shape, 8, _LENGTH, name="tiny", global_batch=8, clip_norm=1.0, steps=1)
 
 
@@ -88,26 +93,35 @@ def calibrate(device: str | None = None, backends: Sequence[str] | None = None) 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     ranks = 2 if device == "cpu" else 1
     names = list(backends or (("shm", "gloo") if device == "cpu" else ("nccl",)))
-    results = {name: run_ranks(_launch(ranks, device, name), _on_rank, name) for name in names}
+    results = {name: run_ranks(_launch(ranks, device, name), _on_rank, name, name == names[0]) for name in names}
     first = results[names[0]]
-    kernels = _slowest([first[rank]["kernels"] for rank in sorted(first)])
-    links = {name: _slowest([of_rank[rank]["links"] for rank in sorted(of_rank)]) for name, of_rank in results.items()}
+    hot, cold = (_mean([first[rank]["kernels"][index] for rank in sorted(first)]) for index in (0, 1))
+    links = {name: _mean([of_rank[rank]["links"] for rank in sorted(of_rank)]) for name, of_rank in results.items()}
     about = dict(first[0]["about"]) | {"date": f"{datetime.now(UTC):%Y-%m-%d %H:%M}"}
+    cache = _last_cache() if device == "cpu" else 0.0
     threads = int(first[0]["threads"])
-    empty: dict[str, dict[str, float]] = {name: {} for name in names}
-    bare = Machine(str(first[0]["device"]), ranks, threads, kernels, links, empty, about)
+    bare = Machine(str(first[0]["device"]), ranks, threads, cache, hot, cold, links, {}, about)
     overhead = {
         name: {
-            strategy: _overhead(strategy, max(of_rank[rank]["tiny"][strategy] for rank in of_rank), bare, name, ranks)
+            strategy: _overhead(
+                strategy, [max(of_rank[rank]["tiny"][strategy][i] for rank in of_rank) for i in (0, 1)], bare, name
+            )
             for strategy in of_rank[0]["tiny"]
         }
         for name, of_rank in results.items()
     }
-    return Machine(bare.device, ranks, threads, kernels, links, overhead, about)
+    return replace(bare, overhead=overhead)
 
 
 def _launch(ranks: int, device: str, backend: str) -> Launch:
     return Launch(processes=ranks, device=device, backend=backend, timeout_seconds=120.0)
+
+
+def _last_cache() -> float:
+    """Bytes of the last cache of the first core; 32 MiB where the system does not tell."""
+    texts = [path.read_text() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    sizes = [float(text.strip().rstrip("K")) * 1024 for text in texts if text.strip().rstrip("K").isdecimal()]
+    return max(sizes, default=2.0**25)
 
 
 def pipeline_bubble(ranks: int, micro_batches: int) -> float:
@@ -115,110 +129,46 @@ def pipeline_bubble(ranks: int, micro_batches: int) -> float:
     return (ranks - 1) / (micro_batches + ranks - 1)
 
 
-def _overhead(strategy: str, seconds: float, machine: Machine, backend: str, ranks: int) -> float:
-    """Seconds for each operator, of a step that is overhead only."""
-    layout = parse_layout("single" if ranks == 1 else strategy)
-    traced = trace_step(_tiny(), layout, ranks)
-    known = machine.kernel_seconds(traced.operators)
-    known += machine.link_seconds(traced.operators, backend) if ranks > 1 else 0.0
-    idle = pipeline_bubble(ranks, 2 * ranks) if strategy == "pipeline" else 0.0
-    return max((seconds * (1 - idle) - known) / len(traced.operators), 1e-7)
+def _overhead(strategy: str, seconds: Sequence[float], machine: Machine, backend: str) -> tuple[float, float]:
+    """Seconds of a step and of an operator, from the steps of two decoders that are overhead only."""
+    layout = parse_layout("single" if machine.ranks == 1 else strategy)
+    idle = pipeline_bubble(machine.ranks, 2 * machine.ranks) if strategy == "pipeline" else 0.0
+    counts: list[int] = []
+    left: list[float] = []
+    for num_blocks, measured in zip(_BLOCKS, seconds, strict=True):
+        traced = trace_step(_tiny(num_blocks), layout, machine.ranks)
+        known = machine.kernel_seconds(traced.operators)
+        known += machine.link_seconds(traced.operators, backend) if machine.ranks > 1 else 0.0
+        counts.append(len(traced.operators))
+        left.append(max(measured * (1 - idle) - known, 0.0))
+    of_operator = max((left[1] - left[0]) / (counts[1] - counts[0]), 0.0)
+    return max(left[0] - of_operator * counts[0], 0.0), of_operator
 
 
-def _slowest(curves: Sequence[dict[str, list[Point]]]) -> dict[str, list[Point]]:
-    """The slowest rank at each point."""
+def _mean(curves: Sequence[dict[str, list[Point]]]) -> dict[str, list[Point]]:
+    """The mean of the ranks at each point."""
     return {
-        kind: [max(points, key=lambda point: point[1]) for points in zip(*(one[kind] for one in curves), strict=True)]
+        kind: [
+            (points[0][0], statistics.fmean(seconds for _, seconds in points))
+            for points in zip(*(one[kind] for one in curves), strict=True)
+        ]
         for kind in curves[0]
     }
 
 
-def _on_rank(info: RankInfo, backend: str) -> dict[str, Any]:
+def _on_rank(info: RankInfo, backend: str, has_kernels: bool) -> dict[str, Any]:
     """Measure on one rank, at the same time as the others."""
     device = None if info.size == 1 and torch.cuda.is_available() else "cpu"
     launch = Launch(processes=info.size, device=device, backend=backend, timeout_seconds=120.0)
     with open_world(info, launch) as world:
         return {
-            "kernels": _kernels(world),
+            "kernels": measure_kernels(world) if has_kernels else (),
             "links": _quiet_links(world) if world.size > 1 else {},
             "tiny": _tiny_steps(world),
             "about": provenance_of(world),
             "device": torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu",
             "threads": torch.get_num_threads(),
         }
-
-
-def _time(world: World, run: Callable[[], Any], least: float = 0.02) -> float:
-    """Median seconds of a call, while the other ranks do the same."""
-
-    def wait() -> None:
-        if world.device.type == "cuda":
-            torch.cuda.synchronize()
-
-    run()
-    wait()
-    started = time.perf_counter()
-    run()
-    wait()
-    count = torch.tensor([max(1, min(200, round(least / (time.perf_counter() - started + 1e-7))))])
-    if world.size > 1:
-        dist.all_reduce(count, dist.ReduceOp.MIN)  # a collective needs the same number on all ranks
-    times: list[float] = []
-    for _ in range(_REPETITIONS):
-        started = time.perf_counter()
-        for _ in range(int(count)):
-            run()
-        wait()
-        times.append((time.perf_counter() - started) / int(count))
-    return statistics.median(times)
-
-
-@torch.no_grad()
-def _kernels(world: World) -> dict[str, list[Point]]:
-    """Curves of products, convolutions, attention and other kernels."""
-    device, is_gpu = world.device, world.device.type == "cuda"
-    curves: dict[str, list[Point]] = {"product": [], "other": []}
-    for size in (16, 48, 128, 256, 512, *((2048, 8192) if is_gpu else ())):
-        left, right = (torch.randn(size, size, device=device) for _ in range(2))
-        curves["product"].append((2.0 * size**3, _time(world, lambda a=left, b=right: a @ b)))
-    for elements in (2**6, 2**10, 2**13, 2**16, 2**19, 2**22, *((2**26,) if is_gpu else ())):
-        left, right = (torch.randn(elements, device=device) for _ in range(2))
-        curves["other"].append((12.0 * elements, _time(world, lambda a=left, b=right: a + b)))
-    return curves | _convolutions(world) | _attention(world)
-
-
-def _convolutions(world: World) -> dict[str, list[Point]]:
-    curves: dict[str, list[Point]] = {"convolution": [], "convolution_backward": []}
-    for batch, width, size in ((4, 8, 8), (16, 16, 8), (32, 32, 8), (32, 64, 16)):
-        value = torch.randn(batch, width, size, size, device=world.device)
-        weight = torch.randn(width, width, 3, 3, device=world.device)
-        flops = 2.0 * batch * width * width * 9 * size * size
-        options: Any = ([0], [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
-
-        def backward(x: Tensor = value, w: Tensor = weight, options: Any = options) -> Any:
-            return torch.ops.aten.convolution_backward(x, x, w, *options, [True, True, False])
-
-        seconds = _time(world, lambda x=value, w=weight: torch.nn.functional.conv2d(x, w, padding=1))
-        curves["convolution"].append((flops, seconds))
-        curves["convolution_backward"].append((2 * flops, _time(world, backward)))
-    return curves
-
-
-def _attention(world: World) -> dict[str, list[Point]]:
-    curves: dict[str, list[Point]] = {"attention": [], "attention_backward": []}
-    attend: Any = torch.nn.functional.scaled_dot_product_attention
-    for batch, length, width in ((2, 16, 16), (8, 64, 24), (8, 128, 64), (8, 512, 64)):
-        with torch.enable_grad():
-            parts = [torch.randn(batch, 4, length, width, device=world.device, requires_grad=True) for _ in range(3)]
-            output = attend(*parts, is_causal=True)
-            flops = 4.0 * batch * 4 * length * length * width
-
-            def backward(output: Tensor = output, parts: Any = parts) -> Any:
-                return torch.autograd.grad(output, parts, output, retain_graph=True)
-
-            curves["attention_backward"].append((2.5 * flops, _time(world, backward)))
-        curves["attention"].append((flops, _time(world, lambda parts=parts: attend(*parts, is_causal=True))))
-    return curves
 
 
 def _quiet_links(world: World) -> dict[str, list[Point]]:
@@ -228,15 +178,25 @@ def _quiet_links(world: World) -> dict[str, list[Point]]:
 
 
 def _links(world: World) -> dict[str, list[Point]]:
-    """Curves of collectives, by the bytes of the largest tensor."""
+    """Curves of collectives, by the bytes of the largest tensor.
+
+    As in a training, ranks compute before each collective, so that they do not come at the same moment, its buffer is
+    another one each time, and its code has left the caches. The time of the computation is measured in turns with it.
+    """
     curves: dict[str, list[Point]] = {}
     other, size = 1 - world.rank, world.size
+    pools = [torch.zeros(_POOL_BYTES // 4, device=world.device) for _ in range(2)]
+    compute = _computation(world)
     named: Any = dist  # by the names that torch 2.12 has, too
-    for elements in (2**4, 2**10, 2**14, 2**18, 2**21):
-        whole = torch.zeros(elements, device=world.device)
-        part = torch.zeros(elements // size, device=world.device)
+    for elements in (2**4, 2**10, 2**14, 2**18, 2**21, 2**23):
+        starts = itertools.cycle(range(0, _POOL_BYTES // 4 - elements + 1, max(elements, 2**16)))
 
-        def pass_on(tensor: Tensor = whole) -> None:
+        def buffers(starts: Any = starts, elements: int = elements) -> tuple[Tensor, Tensor]:
+            start = next(starts)
+            return pools[0][start : start + elements], pools[1][start : start + elements // size]
+
+        def pass_on(buffers: Any = buffers) -> None:
+            tensor = buffers()[0]
             if world.rank == 0:
                 dist.send(tensor, other)
                 dist.recv(tensor, other)
@@ -245,36 +205,85 @@ def _links(world: World) -> dict[str, list[Point]]:
                 dist.send(tensor, other)
 
         calls: dict[str, tuple[Callable[[], Any], int]] = {
-            "all_reduce": (lambda whole=whole: dist.all_reduce(whole), 1),
-            "all_gather": (lambda whole=whole, part=part: named.all_gather_into_tensor(whole, part), 1),
-            "reduce_scatter": (lambda whole=whole, part=part: named.reduce_scatter_tensor(part, whole), 1),
-            "broadcast": (lambda whole=whole: dist.broadcast(whole, 0), 1),
+            "all_reduce": (lambda buffers=buffers: dist.all_reduce(buffers()[0]), 1),
+            "all_gather": (lambda buffers=buffers: named.all_gather_into_tensor(*buffers()), 1),
+            "reduce_scatter": (lambda buffers=buffers: named.reduce_scatter_tensor(*reversed(buffers())), 1),
+            "broadcast": (lambda buffers=buffers: dist.broadcast(buffers()[0], 0), 1),
             "send": (pass_on, 2),
         }
         for kind, (call, hops) in calls.items():
-            curves.setdefault(kind, []).append((4.0 * elements, _time(world, call) / hops))
+            seconds = _time_beside(world, compute, call) / hops
+            curves.setdefault(kind, []).append((4.0 * elements, seconds))
     return curves
 
 
-def _tiny_steps(world: World) -> dict[str, float]:
-    """Median seconds of a step of the tiny decoder, by strategy."""
-    result: dict[str, float] = {}
+def _computation(world: World) -> Callable[[], None]:
+    """About half a millisecond of small kernels over more memory than the inner caches hold."""
+    pool = torch.ones(2**22, device=world.device)
+    parts = itertools.cycle(pool.split(2**14))
+
+    def run(count: int) -> None:
+        for _ in range(count):
+            next(parts).add_(1.0)
+
+    count = max(1, round(_COMPUTE_SECONDS / (time_call(world, lambda: run(20)) / 20)))
+    return lambda: run(count)
+
+
+def _time_beside(world: World, compute: Callable[[], None], call: Callable[[], Any]) -> float:
+    """Return the seconds that a call adds to a computation, as a mean: waiting for the others is part of it."""
+
+    def both() -> None:
+        compute()
+        call()
+
+    count = torch.tensor([max(3, min(40, round(0.03 / time_call(world, both, blocks=1))))])
+    dist.all_reduce(count, dist.ReduceOp.MIN)
+    added: list[float] = []
+    for _ in range(5):
+        alone, beside = (_block(world, run, int(count)) for run in (compute, both))
+        added.append(beside - alone)
+    return max(statistics.median(added), 1e-6)
+
+
+def _block(world: World, run: Callable[[], Any], count: int) -> float:
+    dist.barrier()
+    started = time.perf_counter()
+    for _ in range(count):
+        run()
+    del world
+    return (time.perf_counter() - started) / count
+
+
+def _tiny_steps(world: World) -> dict[str, tuple[float, ...]]:
+    """Seconds of a step of each tiny decoder, by strategy: the median of a few runs."""
+    result: dict[str, tuple[float, ...]] = {}
     for strategy in CALIBRATED if world.size > 1 else ("single",):
-        workload = _tiny()
+        seconds: list[float] = []
         try:
-            prepared = prepare(workload, parse_layout(strategy), world)
+            for num_blocks in _BLOCKS:
+                workload = _tiny(num_blocks)
+                prepared = prepare(workload, parse_layout(strategy), world)
+                sample = first_sample(workload)
+                seconds.append(_step_seconds(world, prepared, sample))
         except EveryrankError:
             continue
-        sample = first_sample(workload)
-        times: list[float] = []
-        for _ in range(_TINY_STEPS):
-            batches = micro_batches_of(prepared, sample, torch.zeros)
-            if world.size > 1:
-                dist.barrier()
-            started = time.perf_counter()
-            prepared.step(batches)
-            if world.device.type == "cuda":
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - started)
-        result[strategy] = statistics.median(times[4:])
+        result[strategy] = tuple(seconds)
     return result
+
+
+def _step_seconds(world: World, prepared: Prepared, sample: Any) -> float:
+    batches = micro_batches_of(prepared, sample, torch.zeros)
+    for _ in range(_LEAD):
+        prepared.step(batches)
+    rounds: list[float] = []
+    for _ in range(_ROUNDS):
+        if world.size > 1:
+            dist.barrier()
+        started = time.perf_counter()
+        for _ in range(_STEPS):
+            prepared.step(batches)
+        if world.device.type == "cuda":
+            torch.cuda.synchronize()
+        rounds.append((time.perf_counter() - started) / _STEPS)
+    return statistics.median(rounds)

@@ -50,6 +50,7 @@ class Calibration:
     rows      how many rows each case has
     sources   the tables they are from
     largest   of each axis and size, the largest value in any row: the range that was measured
+    fitted_to  the fingerprints of the rows: errors on them are in-sample
     """
 
     fits: Mapping[tuple[str, str], Fitted] = field(default_factory=dict[tuple[str, str], Fitted])
@@ -57,6 +58,7 @@ class Calibration:
     errors: Mapping[str, Sequence[float]] = field(default_factory=dict[str, Sequence[float]])
     sources: tuple[str, ...] = ()
     largest: Mapping[str, float] = field(default_factory=dict[str, float])
+    fitted_to: frozenset[str] = frozenset()
 
     def outside(self, c: Configurations, gpus: int) -> list[str]:
         """Return what of a configuration is larger than in any row: `context 8 (measured: 1)`."""
@@ -216,7 +218,8 @@ def fit_calibration(rows: Sequence[Row], folds: int = 5, seed: int = 0) -> Calib
     if timed:
         largest |= {name: max(float(getattr(row.sizes, name)) for row in timed) for name in _AXES[5:]}
         largest["gpus"] = float(max(row.gpus for row in timed))
-    return Calibration(fits, counts, errors, tuple(sorted({row.source for row in timed})), largest)
+    sources, fitted_to = tuple(sorted({row.source for row in timed})), frozenset(row.fingerprint for row in timed)
+    return Calibration(fits, counts, errors, sources, largest, fitted_to)
 
 
 def _log_errors(rows: Sequence[Row], calibration: Calibration) -> list[float]:
@@ -235,14 +238,16 @@ def write_calibration(calibration: Calibration) -> str:
     ]
     errors = {case: sorted(round(error, 4) for error in values) for case, values in calibration.errors.items()}
     written = {"calibration": 1, "fits": fits, "errors": errors, "sources": list(calibration.sources)}
-    return json.dumps(written | {"largest": dict(calibration.largest)}, indent=1) + "\n"
+    written |= {"largest": dict(calibration.largest), "fitted_to": " ".join(sorted(calibration.fitted_to))}
+    return json.dumps(written, indent=1) + "\n"
 
 
 def _from_json(read: Mapping[str, Any]) -> Calibration:
     fits = {(fit["gpu"], fit["stack"]): Fitted(*(float(fit[name]) for name in _NAMES)) for fit in read["fits"]}
     rows = {(fit["gpu"], fit["stack"]): int(fit["rows"]) for fit in read["fits"]}
     largest = {name: float(value) for name, value in read.get("largest", {}).items()}
-    return Calibration(fits, rows, read.get("errors", {}), tuple(read.get("sources", ())), largest)
+    fitted_to = frozenset(str(read.get("fitted_to", "")).split())
+    return Calibration(fits, rows, read.get("errors", {}), tuple(read.get("sources", ())), largest, fitted_to)
 
 
 def shipped_calibration() -> Calibration:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
-import os
 import re
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from everyrank.errors import UsageError
+from everyrank.launch import host_memory_bytes
 
 __all__ = [
     "GIB",
@@ -57,6 +59,10 @@ class Gpu:
     across: Link
     source: str
 
+    def links_of_node(self, per_node: int) -> Link:
+        """Return `inside` for a node of so many GPUs: fewer than eight V100 are wired equally."""
+        return replace(self.inside, by_ranks=()) if per_node < len(self.inside.by_ranks) else self.inside
+
     @property
     def attention(self) -> float:
         """Share of `flops` that FlashAttention-2 reaches over forward and backward with heads of 128.
@@ -69,11 +75,23 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Link:
-    """`latency` seconds a hop, and `bandwidth` bytes a second of one GPU: bus bandwidth, as nccl-tests defines it."""
+    """`latency` seconds a hop, and `bandwidth` bytes a second of one GPU: bus bandwidth, as nccl-tests defines it.
+
+    start     seconds that a collective takes besides, whatever its size and its ranks
+    by_ranks  share of the bandwidth that groups of 1, 2, 3, ... ranks reach, where GPUs are wired unequally
+    """
 
     latency: float
     bandwidth: float
     name: str = ""
+    start: float = 0.0
+    by_ranks: tuple[float, ...] = ()
+
+    def rate(self, ranks: Any) -> Any:
+        """Return the bandwidth of a group of ranks."""
+        if not self.by_ranks:
+            return self.bandwidth
+        return self.bandwidth * np.interp(ranks, np.arange(len(self.by_ranks)) + 1, self.by_ranks)
 
 
 @dataclass(frozen=True)
@@ -99,10 +117,13 @@ class Cluster:
         }
 
 
-# Bus bandwidths of all-reduce inside a node: V100 and A100 as eth-easl/sailor measured them, the others from nccl-tests
-# on HGX boards as published. A link of 400 Gb/s carries 50e9 bytes a second, of which NCCL gets 96%.
-_NVLINK2 = Link(6e-6, 134e9, "NVLink 2")
-_NVLINK3 = Link(6.5e-6, 230e9, "NVLink 3")
+# Bus bandwidths of all-reduce inside a node: V100 and A100 are fitted to what eth-easl/sailor measured (errors in
+# benchmarks/records/plan-links.json), the others are from nccl-tests on HGX boards as published, without `start`.
+# A link of 400 Gb/s carries 50e9 bytes a second, of which NCCL gets 96%.
+# Eight V100 have no switch: a group's rings are those of the wires between its members.
+_CUBE_MESH = (0.167, 0.167, 0.335, 0.635, 0.276, 0.340, 0.647, 1.0)
+_NVLINK2 = Link(4.75e-6, 138.5e9, "NVLink 2", 16e-6, _CUBE_MESH)
+_NVLINK3 = Link(2.75e-6, 230e9, "NVLink 3", 39e-6)
 _NVLINK_A800 = Link(6.5e-6, 160e9, "NVLink of 400 GB/s")
 _NVLINK4 = Link(6e-6, 370e9, "NVLink 4")
 _NVLINK5 = Link(6e-6, 680e9, "NVLink 5")
@@ -300,7 +321,11 @@ def parse_link(text: str) -> Link:
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(Gb|Gbit|Gbps|GB)(?:/s)?", text.strip())
     rate = float(match[1]) * (1.0 if match[2] == "GB" else 0.125) * 1e9 if match else 0.0
     if not 0 < rate < 1e14:
-        raise UsageError(f"--link {text}: give the rate of one GPU, such as 400Gb (bits a second) or 50GB (bytes)")
+        number = re.match(r"[0-9.]+", text.strip())
+        meant = f"did you mean {number[0]}Gb (bits a second) or {number[0]}GB (bytes)? " if number else ""
+        raise UsageError(
+            f"--link {text}: {meant}give the rate of one GPU, such as 400Gb or 50GB, or a file of everyrank comm --json"
+        )
     return Link(12e-6, 0.96 * rate, text.strip())
 
 
@@ -308,8 +333,8 @@ def host_cluster(device: str, ranks: int) -> Cluster:
     """Return the ranks of this host on a measured device. The facts of a CPU other than its memory are not known."""
     if device != "cpu":
         gpu = find_gpu(device)
-        return Cluster(gpu, ranks, ranks, gpu.inside, gpu.across)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks
+        return Cluster(gpu, ranks, ranks, gpu.links_of_node(ranks), gpu.across)
+    memory = host_memory_bytes() / ranks
     link = Link(0.0, 1.0, "measured")
     return Cluster(Gpu("cpu", memory, 1.0, 1.0, 0.0, 1.0, 1, 0.0, link, link, "this host"), ranks, ranks, link, link)
 
@@ -358,4 +383,4 @@ def parse_cluster(
         raise UsageError(f"--gpus {text}: {count} GPUs do not fill nodes of {per_node}; give --per-node, or a multiple")
     if memory is not None:
         gpu = replace(gpu, memory=memory)
-    return Cluster(gpu, count, per_node, gpu.inside, link or gpu.across)
+    return Cluster(gpu, count, per_node, gpu.links_of_node(per_node), link or gpu.across)

@@ -1,8 +1,9 @@
 """A machine as `plan --calibrate` has measured it, and the seconds of a traced step on it. Imports no torch.
 
 The time of an operator is read from a measured curve: products, convolutions and attention by their operations, other
-kernels by their bytes, collectives by the bytes of their largest tensor. Every operator takes `overhead` seconds of
-Python and dispatch besides, which differ by strategy: FSDP's hooks are not DDP's.
+kernels by their bytes, collectives by the bytes of their largest tensor. A step that is larger than the caches reads
+from memory. Every step and every operator take `overhead` seconds of Python and dispatch besides, which differ by
+strategy: FSDP's hooks are not DDP's.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -46,29 +48,50 @@ class OperatorLike(Protocol):
         """Of a collective; empty for others."""
         ...
 
+    @property
+    def tensors(self) -> int:
+        """How many tensors it makes or changes, one after the other."""
+        ...
+
+    @property
+    def is_strided(self) -> bool:
+        """Whether an input is not contiguous along its last dimension."""
+        ...
+
+
+_Curves = Mapping[str, Sequence[Point]]
+
 
 @dataclass(frozen=True)
 class Machine:
     """Measured curves.
 
     device    cpu, or the name of the GPU; ranks, threads: that computed at the same time, and of each
-    kernels   kind of kernel -> points
+    cache     bytes of the last cache, which the ranks share; 0: cold curves are not used
+    kernels   kind of kernel -> points, with operands in the caches
+    cold      the same, with an operand from memory
     links     backend -> collective -> points
-    overhead  backend -> strategy -> seconds for each operator
+    overhead  backend -> strategy -> (seconds of a step, seconds of an operator) of Python and dispatch
     about     provenance: machine, versions and date
     """
 
     device: str
     ranks: int
     threads: int
-    kernels: Mapping[str, Sequence[Point]]
-    links: Mapping[str, Mapping[str, Sequence[Point]]]
-    overhead: Mapping[str, Mapping[str, float]]
+    cache: float
+    kernels: _Curves
+    cold: _Curves
+    links: Mapping[str, _Curves]
+    overhead: Mapping[str, Mapping[str, tuple[float, float]]]
     about: Mapping[str, Any]
 
-    def kernel_seconds(self, operators: Iterable[OperatorLike]) -> float:
-        """Return the seconds of all operators that are no collectives, without their overhead."""
-        return sum(self._kernel(operator) for operator in operators if not operator.group)
+    def kernel_seconds(self, operators: Iterable[OperatorLike], footprint: float = 0.0) -> float:
+        """Return the seconds of all operators that are no collectives, without their overhead.
+
+        `footprint` is the bytes that a rank uses in a step: what of them the caches cannot hold comes from memory.
+        """
+        share = min(1.0, footprint * self.ranks / self.cache) if self.cache else 0.0
+        return sum(self._kernel(operator, share) for operator in operators if not operator.group)
 
     def link_seconds(self, operators: Iterable[OperatorLike], backend: str) -> float:
         """Return the seconds of all collectives. Raises `UsageError` for a backend that was not measured."""
@@ -80,18 +103,39 @@ class Machine:
             if operator.group and (kind := collective_kind(operator.name)) is not None
         )
 
-    def _kernel(self, operator: OperatorLike) -> float:
-        kind = kernel_kind(operator.name) if operator.flops else "other"
-        return _at(self.kernels[kind], operator.flops or operator.bytes)
+    def _kernel(self, operator: OperatorLike, share: float) -> float:
+        kind, count = kernel_kind(operator), max(operator.tensors, 1)
+        amount = (operator.flops or operator.bytes) / count
+        seconds = (1 - share) * _at(self.kernels[kind], amount) + share * _at(self.cold[kind], amount)
+        if operator.flops:  # a product of few rows is bound by the bytes of its matrix
+            size = operator.bytes / count
+            moving = (1 - share) * _at(self.kernels["other"], size) + share * _at(self.cold["other"], size)
+            seconds = max(seconds, moving)
+        return count * seconds
 
 
-def kernel_kind(name: str) -> str:
-    """Return the curve of an operator with operations."""
-    if "conv" in name:
-        return "convolution_backward" if "backward" in name else "convolution"
-    if "scaled_dot" in name:
-        return "attention_backward" if "backward" in name else "attention"
-    return "product"
+_EXPONENTIAL = re.compile(r"silu|gelu|sigmoid|tanh|exp|log|softmax|erf|mish|elu$|softplus")
+_TRIGONOMETRIC = re.compile(r"^(sin|cos|tan|atan)")
+_SUMS = re.compile(r"sum|mean|norm$|amax|argmax|^var|^std|^max|^min|pool")
+
+
+def kernel_kind(operator: OperatorLike) -> str:
+    """Return the curve of an operator."""
+    name = operator.name
+    backward = "_backward" if "backward" in name else ""
+    if operator.flops:
+        if "conv" in name:
+            return f"convolution{backward}"
+        return f"attention{backward}" if "scaled_dot" in name else "product"
+    if re.search(r"batch_norm|layer_norm|group_norm", name):
+        return f"normalisation{backward}"
+    if operator.is_strided:
+        return "strided"
+    if _EXPONENTIAL.search(name):
+        return "exponential"
+    if _TRIGONOMETRIC.search(name):
+        return "trigonometric"
+    return "sum" if _SUMS.search(name) else "other"
 
 
 _COLLECTIVES = {
@@ -129,19 +173,22 @@ def traced_seconds(
     machine: Machine,
     backend: str,
     bubble: float = 0.0,
+    footprint: float = 0.0,
 ) -> dict[str, float]:
     """Return the seconds of a step by part: kernels, links, overhead and bubble, of the rank that takes longest.
 
-    `ranks` are the operators of each rank, `bubble` the idle share of a pipeline's step.
+    `ranks` are the operators of each rank, `bubble` the idle share of a pipeline's step, and `footprint` the bytes that
+    a rank uses.
     """
     if backend not in machine.overhead or strategy not in machine.overhead[backend]:
         raise UsageError(f"{strategy} on {backend}: not in this calibration; run plan --calibrate again")
     parts: list[dict[str, float]] = []
+    of_step, of_operator = machine.overhead[backend][strategy]
     for operators in ranks:
         one = {
-            "kernels": machine.kernel_seconds(operators),
+            "kernels": machine.kernel_seconds(operators, footprint),
             "links": machine.link_seconds(operators, backend),
-            "overhead": machine.overhead[backend][strategy] * len(operators),
+            "overhead": of_step + of_operator * len(operators),
         }
         parts.append(one | {"bubble": sum(one.values()) * bubble / (1 - bubble)})
     return max(parts, key=lambda one: sum(one.values()))
@@ -149,7 +196,7 @@ def traced_seconds(
 
 def write_machine(machine: Machine) -> str:
     """Return the machine as JSON text, which `read_machine` reads."""
-    return json.dumps({"machine": 1} | asdict(machine), indent=1, default=str) + "\n"
+    return json.dumps({"machine": 2} | asdict(machine), indent=1, default=str) + "\n"
 
 
 def read_machine(path: Path) -> Machine | None:
@@ -163,20 +210,23 @@ def read_machine(path: Path) -> Machine | None:
         return None
     if not isinstance(read, dict) or "machine" not in read:
         return None
+    if read["machine"] != 2:
+        raise UsageError(f"{path}: of an older version; write it again with plan --calibrate")
     try:
-        kernels = {kind: _points(points) for kind, points in read["kernels"].items()}
-        links = {
-            name: {kind: _points(points) for kind, points in curves.items()} for name, curves in read["links"].items()
-        }
+        links = {name: _curves(curves) for name, curves in read["links"].items()}
         overhead = {
-            name: {strategy: float(value) for strategy, value in values.items()}
+            name: {strategy: (float(of_step), float(each)) for strategy, (of_step, each) in values.items()}
             for name, values in read["overhead"].items()
         }
-        return Machine(
-            str(read["device"]), int(read["ranks"]), int(read["threads"]), kernels, links, overhead, read["about"]
-        )
+        curves = _curves(read["kernels"]), _curves(read["cold"])
+        sizes = int(read["ranks"]), int(read["threads"]), float(read["cache"])
+        return Machine(str(read["device"]), *sizes, *curves, links, overhead, read["about"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UsageError(f"{path}: no whole calibration ({error}); write it again with plan --calibrate") from error
+
+
+def _curves(read: Mapping[str, Any]) -> dict[str, list[Point]]:
+    return {kind: _points(points) for kind, points in read.items()}
 
 
 def _points(values: Any) -> list[Point]:

@@ -7,6 +7,7 @@ attention, compile and measured; docs/plan.md describes the fields. `Row.assumed
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import re
@@ -59,6 +60,13 @@ class Row:
     def case(self) -> tuple[str, str]:
         """GPU kind and stack."""
         return self.gpu.name, self.stack.name
+
+    @property
+    def fingerprint(self) -> str:
+        """Eight hexadecimal digits of what was run and measured: the same for one row in two files, whatever its id."""
+        seconds = f"{self.step_seconds:.6g}" if self.step_seconds else ""
+        what = (self.case, dataclasses.astuple(self.sizes), sorted(self.degrees.items()), self.gpus, seconds)
+        return hashlib.sha256(repr(what).encode()).hexdigest()[:8]
 
 
 class _UnreadableError(Exception):
@@ -137,7 +145,7 @@ def _read_row(name: str, row: dict[str, Any]) -> Row:
         id=name,
         source=_source(row),
         gpu=gpu,
-        inside=(PCIE3 if gpu.hbm < 1e12 and not gpu.flops_fp8 else PCIE4) if is_pcie else gpu.inside,
+        inside=(PCIE3 if gpu.hbm < 1e12 and not gpu.flops_fp8 else PCIE4) if is_pcie else gpu.links_of_node(per_node),
         across=link_of_text(hardware.get("inter_node"), per_node) or gpu.across,
         stack=stack,
         sizes=sizes,

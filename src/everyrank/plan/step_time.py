@@ -76,11 +76,12 @@ def collective_seconds(kind: str, size: Any, ranks: Any, in_node: Any, inside: L
     nodes = np.ceil(ranks / local)
     hops = 2 * np.log2(np.maximum(nodes, 2)) if kind == "all_reduce" else nodes - 1  # NCCL gathers along rings only
     inner_hops = np.minimum(local - 1, 2 * np.log2(np.maximum(local, 2)))
-    within = (local - 1) / local * size / inside.bandwidth + inner_hops * inside.latency
+    within = (local - 1) / local * size / inside.rate(local) + inner_hops * inside.latency
     # each GPU of a node has its own network card, up to what the links inside carry
-    rate = np.minimum(across.bandwidth * local, inside.bandwidth)
+    rate = np.minimum(across.bandwidth * local, np.where(local > 1, inside.rate(local), inside.bandwidth))
     between = (ranks - 1) / ranks * size / rate + hops * across.latency
-    return np.where(ranks > 1, _FACTORS[kind] * np.where(nodes > 1, np.maximum(within, between), within), 0.0)
+    seconds = _FACTORS[kind] * np.where(nodes > 1, np.maximum(within, between), within)
+    return np.where(ranks > 1, seconds + np.where(nodes > 1, across.start, inside.start), 0.0)
 
 
 def _block(c: Configurations, gpu: Gpu, fitted: Fitted, peak: Any) -> tuple[Any, Any, Any, Any, Any]:

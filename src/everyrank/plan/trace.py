@@ -23,13 +23,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from everyrank.plan.even_counts import EvenCounts
 
 __all__ = ["Operator", "StorageTrace"]
 
-_NO_WORK = {"detach", "view", "_unsafe_view", "empty", "zeros", "alias"}
+_NO_WORK = {"detach", "view", "_unsafe_view", "empty", "zeros", "alias", "promote_types", "empty_like", "new_empty"}
+_NO_KERNELS = {"prim", "profiler"}
+_GATHERS = {"embedding", "index_select", "gather", "index"}
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Operator:
     flops   operations of a product or of attention (the full square, causal or not); 0 for others
     bytes   of its inputs and outputs; of a collective, of its largest tensor
     group   of a collective: the name of its process group
+    tensors     it makes or changes, one after the other (foreach operators)
+    is_strided  an input is not contiguous along its last dimension
     """
 
     name: str
@@ -46,6 +50,8 @@ class Operator:
     flops: int
     bytes: int
     group: str = ""
+    tensors: int = 1
+    is_strided: bool = False
 
 
 class StorageTrace(TorchDispatchMode):
@@ -167,11 +173,24 @@ class StorageTrace(TorchDispatchMode):
         if space in ("c10d", "_c10d_functional"):
             size = max((tensor.nbytes for tensor in (*inputs, *outputs)), default=0)
             self.operators.append(Operator(name, self.phase, 0, size, _group_name(tree_flatten((args, kwargs))[0])))
-        elif not func.is_view and name not in _NO_WORK:
-            packet = func._overloadpacket
-            flops = int(flop_registry[packet](*args, **kwargs, out_val=result)) if packet in flop_registry else 0
+        elif space not in _NO_KERNELS and not func.is_view and name not in _NO_WORK:
             size = sum(tensor.nbytes for tensor in (*inputs, *outputs))
-            self.operators.append(Operator(name, self.phase, flops, size))
+            if name in _GATHERS:  # a few rows of the first input
+                size = 2 * sum(tensor.nbytes for tensor in outputs)
+            count = max(len(args[0]), 1) if name.startswith("_foreach") and isinstance(args[0], list | tuple) else 1
+            strided = any(tensor.dim() and tensor.shape[-1] > 1 < tensor.stride(-1) for tensor in inputs)
+            flops = _flops(func, args, kwargs, result)
+            self.operators.append(Operator(name, self.phase, flops, size, tensors=count, is_strided=strided))
+
+
+def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Operations of a product, a convolution or attention; 0 for others."""
+    packet, name = func._overloadpacket, func._schema.name
+    if name == "aten::_scaled_dot_product_flash_attention_for_cpu":
+        return sdpa_flop_count(*(tensor.shape for tensor in args[:3]))
+    if name == "aten::_scaled_dot_product_flash_attention_for_cpu_backward":
+        return sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4]))
+    return int(flop_registry[packet](*args, **kwargs, out_val=result)) if packet in flop_registry else 0
 
 
 def _group_name(values: list[Any]) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from everyrank.errors import EveryrankError, UsageError
+from everyrank.errors import EveryrankError, UsageError, WorkloadError, describe
 from everyrank.layout import Layout, parse_layout
 from everyrank.layout.options import PipelineOptions
 from everyrank.parallel.parallelize import find_blocks
@@ -90,6 +90,8 @@ def trace_layout(workload: Workload, layout: Layout, size: int, samples: Any) ->
         found = [_trace_rank(workload, layout, size, rank, samples) for rank in ranks]
     except EveryrankError:
         raise
+    except (FileNotFoundError, PermissionError) as error:  # of the workload, on real tensors, too
+        raise WorkloadError(describe(error)) from error
     except Exception as error:  # fake tensors raise many kinds
         return _of_parameters(workload, layout, size, error)
     return max(found, key=lambda one: one.allocated)
@@ -102,13 +104,14 @@ def time_layout(
 
     Without the data loader. Raises `UsageError` for a strategy that the machine was not measured for.
     """
-    ranks = [trace_step(workload, layout, size, rank, samples).operators for rank in range(size)]
+    traced = [trace_step(workload, layout, size, rank, samples) for rank in range(size)]
     idle = 0.0
     if layout.strategy == "pipeline":
         stages = layout.mesh(size).get("pipeline", 1)
         parts = layout.read(PipelineOptions).microbatches or 2 * stages
         idle = (stages - 1) / (parts + stages - 1)
-    return traced_seconds(ranks, layout.strategy, machine, backend, idle)
+    footprint = max(one.peak_bytes for one in traced)
+    return traced_seconds([one.operators for one in traced], layout.strategy, machine, backend, idle, footprint)
 
 
 def _trace_rank(workload: Workload, layout: Layout, size: int, rank: int, samples: Any) -> LayoutMemory:

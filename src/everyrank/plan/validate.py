@@ -27,12 +27,14 @@ def validate_rows(
 ) -> dict[str, Any]:
     """Return the table of errors; docs/plan.md describes its fields.
 
-    Rows that the calibration was fitted to, too (the same id), are predicted without the part of the calibration rows
-    that they are in. `calibration_rows` are those rows, where they are known.
+    `calibration_rows` are the rows of the calibration, where they are known: of these, a row is predicted by a fit
+    without the part of them that it is in. Without them, rows that the calibration was fitted to are counted as
+    in-sample.
     """
     timed = [row for row in rows if row.step_seconds]
     seconds = _seconds(timed, calibration, calibration_rows)
-    in_both = {row.id for row in calibration_rows} & {row.id for row in timed}
+    known = _fingerprints(calibration_rows)
+    in_sample = [row.source for row in timed if row.fingerprint in calibration.fitted_to - known]
     reasons: dict[str, int] = {}
     for _, reason in unreadable:
         reasons[reason] = reasons.get(reason, 0) + 1
@@ -44,7 +46,8 @@ def validate_rows(
         "unreadable": [{"reason": reason, "count": count} for reason, count in sorted(reasons.items())],
         "unreadable_ids": [{"id": name, "reason": reason} for name, reason in unreadable],
         "assumed": _assumed(rows),
-        "left_out_of_fit": len(in_both),
+        "left_out_of_fit": sum(row.fingerprint in known for row in timed),
+        "in_sample": len(in_sample),
         "calibration": {
             "sources": list(calibration.sources),
             "fits": [
@@ -54,7 +57,9 @@ def validate_rows(
             ],
         },
         "time": [
-            _time_of(source, timed, seconds, calibration, calibration_rows) for source in sources if _any(timed, source)
+            _time_of(source, timed, seconds, calibration, calibration_rows) | {"in_sample": in_sample.count(source)}
+            for source in sources
+            if _any(timed, source)
         ],
         "time_by_case": _by_case(timed, seconds, calibration),
         "memory": _memory(rows),
@@ -67,6 +72,10 @@ def validate_rows(
             for row, value in zip(timed, seconds, strict=True)
         ],
     }
+
+
+def _fingerprints(rows: _Rows) -> frozenset[str]:
+    return frozenset(row.fingerprint for row in rows if row.step_seconds)
 
 
 def _any(rows: _Rows, source: str) -> bool:
@@ -85,15 +94,15 @@ def _assumed(rows: _Rows) -> list[dict[str, Any]]:
 def _seconds(timed: _Rows, calibration: Calibration, calibration_rows: _Rows, folds: int = 5) -> Any:
     """Predicted seconds; a row that is in the calibration, too, is predicted by a fit without it."""
     seconds = row_seconds(timed, calibration) if timed else np.zeros(0)
-    known = {row.id for row in calibration_rows if row.step_seconds}
-    shared = [index for index, row in enumerate(timed) if row.id in known]
+    known = _fingerprints(calibration_rows)
+    shared = [index for index, row in enumerate(timed) if row.fingerprint in known]
     if not shared:
         return seconds
     order = np.random.default_rng(0).permutation(len(shared))
     for fold in range(folds):
         left = [shared[i] for i in order[fold::folds]]
-        ids = {timed[i].id for i in left}
-        kept = [row for row in calibration_rows if row.id not in ids]
+        left_out = _fingerprints([timed[i] for i in left])
+        kept = [row for row in calibration_rows if row.fingerprint not in left_out]
         if left and any(row.step_seconds for row in kept):
             seconds[left] = row_seconds([timed[i] for i in left], fit_calibration(kept, folds=10**9))
     return seconds

@@ -193,8 +193,11 @@ def print_machine(machine: Machine) -> None:
         for kind, points in curves.items():
             (_, first), (size, last) = points[0], points[-1]
             _say(f"  {backend} {kind}: {_seconds(first)} for few bytes, {_count(size / last)}B/s for {_count(size)}B")
-        texts = [f"{name} {_seconds(value)}" for name, value in machine.overhead[backend].items()]
-        _say(f"  {backend}, overhead of an operator: {', '.join(texts)}")
+        texts = [
+            f"{name} {_seconds(of_step)} and {_seconds(each)}"
+            for name, (of_step, each) in machine.overhead[backend].items()
+        ]
+        _say(f"  {backend}, overhead of a step and of an operator: {', '.join(texts)}")
 
 
 def print_validation(result: _Answer) -> None:
@@ -203,6 +206,11 @@ def print_validation(result: _Answer) -> None:
         f"{result['read']} of {result['rows']} rows read; {result['left_out_of_fit']} are in the calibration, too, and "
         "are predicted by fits without them"
     )
+    if result["in_sample"]:
+        _say(
+            f"  {result['in_sample']} rows are in-sample: this calibration was fitted to them, and errors on new rows "
+            "are larger. Add --calibration with the file of these rows to predict each by a fit without it."
+        )
     for entry in result["unreadable"]:
         _say(f"  {entry['count']} rows not read: {entry['reason']}")
     for entry in result["assumed"]:
@@ -253,7 +261,8 @@ def _time_table(result: _Answer) -> Table:
             f"{row['median_factor']:.2f}", _share(row["own_share_error"]["mean_error"]),
             _share(other["mean_error"]) if other else "",
         ])  # fmt: skip
-        table.footnotes.append(f"{row['source']}: {', '.join(row['cases'])}")
+        in_sample = f"; {row['in_sample']} of {row['rows']} rows in-sample" if row["in_sample"] else ""
+        table.footnotes.append(f"{row['source']}: {', '.join(row['cases'])}{in_sample}")
     for row in result["time_by_case"]:
         table.footnotes.append(
             f"{row['case']}: {row['rows']} rows, mean {_share(row['mean_error'])}, coverage {_share(row['coverage'])}"

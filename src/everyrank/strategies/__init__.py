@@ -29,6 +29,7 @@ from everyrank.parallel.oom import oom_context
 from everyrank.parallel.parallelize import ParallelModel
 from everyrank.parallel.pipeline.run import PipelineIdle
 from everyrank.parallel.precision import param_dtype
+from everyrank.parallel.state_memory import check_state_fits
 from everyrank.parallel.trainable import Trainable
 from everyrank.workload import Workload
 from everyrank.world import World, group_of_one, single_process_world
@@ -177,6 +178,8 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
                 instead = [name for axis, name in layout.row.instead.items() if degrees.get(axis, 1) > 1]
                 module = importlib.import_module(instead[0] if instead else layout.row.module)
                 prepared = module.prepare(workload, layout, world)
+    if workload.num_devices == 1 and not layout.simulated:
+        check_state_fits(prepared.trainable, layout, prepared.world)
 
     def step(batches: Sequence[Batch]) -> Tensor:
         with oom_context("update", workload, layout, world), group_of_one(prepared.world):

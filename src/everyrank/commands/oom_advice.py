@@ -1,0 +1,54 @@
+"""The smallest change that fits, found by `everyrank plan` after a run was out of memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from everyrank.errors import EveryrankError, UsageError
+from everyrank.launch import rank_info_from_environment
+
+__all__ = ["with_smallest_change"]
+
+_SECONDS = 90.0  # for the trace of a few layouts
+
+
+def with_smallest_change(error: EveryrankError, timeout_seconds: float = _SECONDS) -> EveryrankError:
+    """Return the error with the smallest change that fits and its command at the end.
+
+    The error is returned as it is where it does not name a command of `everyrank plan`, where plan finds no change in
+    time, and under an external launcher, because this process is a rank.
+    """
+    words = str(error).partition("everyrank plan ")[2]
+    try:
+        is_rank = rank_info_from_environment(os.environ) is not None
+        arguments = shlex.split(words)
+    except (UsageError, OSError, ValueError):
+        return error
+    if not words or is_rank:
+        return error
+    print(f"everyrank: out of memory; plan looks for a change that fits, up to {timeout_seconds:g} s", file=sys.stderr)
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "plan.json"
+        command = [sys.executable, "-m", "everyrank", "plan", *arguments, "--json", str(answer)]
+        try:
+            subprocess.run(  # noqa: S603
+                command,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=timeout_seconds,
+                check=True,
+                env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+            )
+            change = json.loads(answer.read_text(encoding="utf-8"))["layouts"][0]["change"]
+            text = f"{change['what']}: {change['command']}"
+        except (subprocess.SubprocessError, OSError, ValueError, LookupError):
+            return error
+    advised = type(error)(f"{error}. Smallest change: {text}")
+    advised.log = error.log
+    return advised

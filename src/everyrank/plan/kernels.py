@@ -1,0 +1,166 @@
+"""Curves of kernels on this machine: seconds against operations or bytes, by kind of kernel.
+
+Each size is measured twice. Hot: the same operands again and again, which the caches hold. Cold: one operand is another
+tensor each time, of so many that no cache holds them, and the others stay. So it is in a training step that is larger
+than the caches: one operand is what the operator before has made, and the other was made long ago.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from everyrank.plan.machine import Point
+from everyrank.world import World
+
+__all__ = ["measure_kernels", "time_call"]
+
+_BLOCK_SECONDS = 0.02
+_POOL_BYTES = 2**27  # larger than the last cache of a server
+_CPU_BYTES = (2**8, 2**12, 2**15, 2**17, 2**19, 2**21, 2**24)
+_GPU_BYTES = (*_CPU_BYTES, 2**28)
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A kernel of one size: `call` takes the operand that is another one each time, of a shape.
+
+    amount   operations, or bytes of operands and results
+    """
+
+    kind: str
+    amount: float
+    shape: tuple[int, ...]
+    call: Callable[[Tensor], Any]
+
+
+def time_call(world: World, run: Callable[[], Any], blocks: int = 5) -> float:
+    """Return the median seconds of a call over some blocks, while the other ranks do the same. A collective."""
+
+    def block(count: int) -> float:
+        started = time.perf_counter()
+        for _ in range(count):
+            run()
+        if world.device.type == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter() - started) / count
+
+    block(2)
+    count = torch.tensor([max(1, min(200, round(_BLOCK_SECONDS / (block(2) + 1e-7))))])
+    if world.size > 1:
+        dist.all_reduce(count, dist.ReduceOp.MIN)  # a collective needs the same number on all ranks
+    return statistics.median(block(int(count)) for _ in range(blocks))
+
+
+@torch.no_grad()
+def measure_kernels(world: World) -> tuple[dict[str, list[Point]], dict[str, list[Point]]]:
+    """Return the hot and the cold curves by kind. A collective, because ranks share caches and memory."""
+    pool = torch.ones(_POOL_BYTES // 4, device=world.device)
+    hot: dict[str, list[Point]] = {}
+    cold: dict[str, list[Point]] = {}
+    for case in (*_products(world), *_by_bytes(world), *_convolutions(world), *_attention(world)):
+        count = 1
+        for length in case.shape:
+            count *= length
+        ring = itertools.cycle([pool[start : start + count].view(case.shape) for start in _starts(len(pool), count)])
+        same = next(ring)
+        hot.setdefault(case.kind, []).append((case.amount, time_call(world, lambda c=case, same=same: c.call(same))))
+        cold.setdefault(case.kind, []).append(
+            (case.amount, time_call(world, lambda c=case, ring=ring: c.call(next(ring))))
+        )
+    return hot, cold
+
+
+def _starts(whole: int, count: int) -> range:
+    return range(0, whole - count + 1, max(count, whole // 4096))
+
+
+def _products(world: World) -> Iterator[_Case]:
+    for size in (16, 48, 128, 256, 512, *((2048, 8192) if world.device.type == "cuda" else ())):
+        left = torch.randn(size, size, device=world.device)
+        yield _Case("product", 2.0 * size**3, (size, size), lambda right, left=left: left @ right)
+
+
+def _by_bytes(world: World) -> Iterator[_Case]:
+    """Kernels that go by their bytes: elementwise ones, strided operands, exponentials, sums, batch norm."""
+    device, is_gpu = world.device, world.device.type == "cuda"
+    for size in _GPU_BYTES if is_gpu else _CPU_BYTES:
+        count = size // 4
+        other = torch.ones(count, device=device)
+        yield _Case("other", 3.0 * size, (count,), lambda value, other=other: value + other)
+        yield _Case("exponential", 2.0 * size, (count,), torch.nn.functional.silu)
+        if size < 2**12:
+            continue
+        rows = count // 64
+        yield _Case("sum", 1.0 * size, (rows, 64), lambda value: value.sum(-1))
+        yield _Case("trigonometric", 2.0 * size, (count,), torch.cos)
+        half = torch.ones(rows, 32, device=device)
+        yield _Case("strided", 1.5 * size, (rows, 64), lambda value, half=half: value[:, ::2] + half)
+        if size < 2**22:
+            yield from _normalisation(world, rows)
+
+
+def _normalisation(world: World, rows: int) -> Iterator[_Case]:
+    """Batch norm of (samples, 16, 8, 8) without the mean over ranks."""
+    shape = (max(rows // 16, 1), 16, 8, 8)
+    size = 4.0 * shape[0] * 1024
+    weight, rest = torch.ones(16, device=world.device), (torch.zeros(16, device=world.device) for _ in range(2))
+    mean, bias = rest
+    normalise: Any = torch.ops.aten.native_batch_norm
+    backward: Any = torch.ops.aten.native_batch_norm_backward
+    yield _Case("normalisation", 2 * size, shape, lambda x: normalise(x, weight, bias, mean, weight, True, 0.1, 1e-5))
+    value = torch.randn(shape, device=world.device)
+    _, saved, inverse = normalise(value, weight, bias, mean, weight, True, 0.1, 1e-5)
+    masks = [True, True, True]
+    yield _Case(
+        "normalisation_backward",
+        3 * size,
+        shape,
+        lambda gradient: backward(gradient, value, weight, mean, weight, saved, inverse, True, 1e-5, masks),
+    )
+
+
+def _convolutions(world: World) -> Iterator[_Case]:
+    for batch, width, size in ((4, 8, 8), (16, 16, 8), (32, 32, 8), (32, 64, 16)):
+        shape = (batch, width, size, size)
+        value = torch.randn(shape, device=world.device)
+        weight = torch.randn(width, width, 3, 3, device=world.device)
+        flops = 2.0 * batch * width * width * 9 * size * size
+        options: Any = ([0], [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+
+        def forward(x: Tensor, weight: Tensor = weight) -> Tensor:
+            return torch.nn.functional.conv2d(x, weight, padding=1)
+
+        def backward(x: Tensor, value: Tensor = value, weight: Tensor = weight, options: Any = options) -> Any:
+            return torch.ops.aten.convolution_backward(x, value, weight, *options, [True, True, False])
+
+        yield _Case("convolution", flops, shape, forward)
+        yield _Case("convolution_backward", 2 * flops, shape, backward)
+
+
+def _attention(world: World) -> Iterator[_Case]:
+    attend: Any = torch.nn.functional.scaled_dot_product_attention
+    for batch, length, width in ((2, 16, 16), (8, 64, 24), (8, 128, 64), (8, 512, 64)):
+        shape = (batch, 4, length, width)
+        flops = 4.0 * batch * 4 * length * length * width
+        with torch.enable_grad():
+            parts = [torch.randn(shape, device=world.device, requires_grad=True) for _ in range(3)]
+            output = attend(*parts, is_causal=True)
+
+        def forward(query: Tensor, parts: Any = parts) -> Tensor:
+            return attend(query, *parts[1:], is_causal=True)
+
+        def backward(gradient: Tensor, output: Tensor = output, parts: Any = parts) -> Any:
+            with torch.enable_grad():
+                return torch.autograd.grad(output, parts, gradient, retain_graph=True)
+
+        yield _Case("attention", flops, shape, forward)
+        yield _Case("attention_backward", 2.5 * flops, shape, backward)
