@@ -9,6 +9,8 @@ import pytest
 from everyrank.port import NotPortedError, PortResult, port_script
 from porting import (
     BY_HAND,
+    CARRIED,
+    CARRIED_FROM_LOADER,
     CLASS,
     DATA,
     ENGINE,
@@ -18,6 +20,7 @@ from porting import (
     LOSS_IN_FORWARD,
     NO_LOADER,
     ONE_FUNCTION,
+    SUBSETS,
     SUMMED,
     WITH_ENGINE,
 )
@@ -34,6 +37,9 @@ STYLES = {
     "gan": GAN,
     "by_hand": BY_HAND,
     "loss_in_forward": LOSS_IN_FORWARD,
+    "carried": CARRIED,
+    "carried_from_loader": CARRIED_FROM_LOADER,
+    "subsets": SUBSETS,
 }
 
 
@@ -79,7 +85,14 @@ CONTRASTIVE = SUMMED.replace(
 )
 
 
-def test_a_loss_between_samples_is_not_equal(tmp_path: Path) -> None:
+def test_a_loss_between_samples_is_refused(tmp_path: Path) -> None:
+    text = CONTRASTIVE.replace("recon @ batch.T", "recon @ recon.T")
+    with pytest.raises(NotPortedError, match="compares samples of a batch") as caught:
+        ported(tmp_path, text, (2,))
+    assert "cross_entropy(recon @ recon.T" in text.splitlines()[caught.value.line - 1]
+
+
+def test_a_loss_with_the_inputs_of_other_samples_is_not_equal(tmp_path: Path) -> None:
     result = ported(tmp_path, CONTRASTIVE, (2,))
     assert not result.best.is_equal
     assert "update 0" in result.best.comparisons[-1].difference

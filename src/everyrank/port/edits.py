@@ -17,6 +17,7 @@ from everyrank.port.model import edit_models
 from everyrank.port.outputs import edit_writes
 from everyrank.port.plan import Choice, Plan
 from everyrank.port.source import NotPortedError
+from everyrank.port.states import edit_states
 
 __all__ = ["edit_script"]
 
@@ -117,7 +118,7 @@ def edit_loaders(plan: Plan) -> None:
                 )
             source.wrap(call, "split(", ")", reason)
             _replace_batch_size(plan, call)
-    if not trains:
+    if not edit_states(plan) and not trains:
         _split_tensors(plan)
 
 

@@ -63,13 +63,15 @@ def imports_in(body: list[ast.stmt]) -> list[ast.Import | ast.ImportFrom]:
 
 def _helpers(plan: Plan, body: list[ast.stmt]) -> str:
     """Imports and helper functions, for the file with these statements."""
-    imports = imports_in(body)
+    last = leading_imports(body).lineno
+    imports = [node for node in imports_in(body) if node.lineno <= last]  # a later one is not there yet
     helpers = helper_text(
         plan.helpers,
         has_batch_norm=plan.has_batch_norm,
         finds_unused=plan.finds_unused,
         sums=plan.choice.loss == "sum",
         sampler=plan.choice.sampler,
+        has_wandb=plan.has_wandb,
         has_logging="logging" in imported_names(imports),
         has_numpy="np" in imported_names(imports) or _draws_from_numpy(plan),
     )
@@ -115,7 +117,10 @@ def _add_own_noise(plan: Plan) -> None:
     draws = [fact for fact in plan.of("draw") if fact.details["in_loop"] and fact.details["library"] == "torch"]
     if not drops and not draws:
         return
-    if "split" not in plan.helpers or not plan.training_loaders:
+    first = next((index for index, fact in enumerate(plan.facts) if fact.kind == "forward"), 0)
+    is_drawn = any(fact.kind == "draw" and fact.details["library"] == "torch" for fact in plan.facts[first:])
+    has_own_sequences = "own_sequences" in plan.helpers and not is_drawn
+    if not has_own_sequences and ("split" not in plan.helpers or not plan.training_loaders):
         line = (draws or plan.training_forwards)[0].line
         plan.note(
             line, "all ranks draw the same dropout masks or noise here, because their batches come from the same draws"

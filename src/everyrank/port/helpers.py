@@ -17,6 +17,23 @@ def setup():
         sys.stdout = open(os.devnull, "w")
 '''
 
+SILENT = '''
+class Silent:
+    """Takes the place of a logger on the other ranks."""
+
+    def __getattr__(self, name):
+        return self
+
+    def __call__(self, *args, **kwargs):
+        return self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+'''
+
 SHARED_SEED = '''
 def shared_seed():
     """The seed of rank 0."""
@@ -121,6 +138,15 @@ def part(*tensors):
     return parts if len(parts) > 1 else parts[0]
 '''
 
+OWN_SEQUENCES = '''
+def own_sequences(tensors, dim):
+    """This rank's part of the sequences along a dimension of a tensor, or of each tensor of a tuple."""
+    if isinstance(tensors, (tuple, list)):
+        return type(tensors)(own_sequences(tensor, dim) for tensor in tensors)
+    own = torch.arange(dist.get_rank(), tensors.size(dim), dist.get_world_size(), device=tensors.device)
+    return tensors.index_select(dim, own)
+'''
+
 PARALLEL = '''
 def parallel(model):
     """The model, whose gradients are averaged over the ranks."""
@@ -130,9 +156,18 @@ def parallel(model):
 PARALLEL_NORM = '''
 def parallel(model):
     """The model, whose gradients are averaged over the ranks; batch norm takes the samples of all ranks on CUDA."""
-    if next(model.parameters()).is_cuda:
+    is_cuda = next(model.parameters()).is_cuda
+    if is_cuda:
         torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    return torch.nn.parallel.DistributedDataParallel(model{options})
+    wrapper = torch.nn.parallel.DistributedDataParallel(model{options})
+
+    def share_running_means(*_):
+        for buffer in model.buffers():
+            dist.broadcast(buffer.data, 0)
+
+    if not is_cuda:  # each rank normalizes its own samples
+        wrapper.register_forward_hook(share_running_means)
+    return wrapper
 '''
 
 MEAN = '''
@@ -168,12 +203,14 @@ def add_over_ranks(*numbers):
 # in the order in which they stand in a port
 HELPERS = {
     "setup": SETUP,
+    "Silent": SILENT,
     "shared_seed": SHARED_SEED,
     "same_seed": SAME_SEED,
     "own_noise": OWN_NOISE,
     "rank_0_first": RANK_0_FIRST,
     "split": SPLIT,
     "part": PART,
+    "own_sequences": OWN_SEQUENCES,
     "parallel": PARALLEL,
     "mean_over_ranks": MEAN,
     "sum_over_ranks": SUM,
@@ -195,6 +232,7 @@ def helper_text(
     sums: bool,
     has_numpy: bool,
     has_logging: bool = False,
+    has_wandb: bool = False,
     sampler: str = "batches",
 ) -> str:
     """The functions of these names, two empty lines apart.
@@ -204,6 +242,7 @@ def helper_text(
     sums            the loss is a sum over samples
     has_numpy       numpy's random numbers are seeded, too
     has_logging     the script logs, which only rank 0 shows
+    has_wandb       it logs to Weights & Biases
     sampler         "batches" or "torch", as in `Choice`
     """
     if names & {"same_seed", "split"}:
@@ -219,6 +258,8 @@ def helper_text(
         texts["split"] = texts["split"][:start] + _LEAVES_OUT.rstrip("\n") + texts["split"][end:]
     if has_logging:
         texts["setup"] += "        logging.disable()\n"
+    if has_wandb:
+        texts["setup"] += '        os.environ["WANDB_MODE"] = "disabled"\n'
     if not has_numpy:
         texts["same_seed"] = texts["same_seed"].replace("    np.random.seed(seed)\n", "")
     return "\n\n".join(text.rstrip("\n") for name, text in texts.items() if name in names).lstrip("\n")

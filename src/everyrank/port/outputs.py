@@ -13,7 +13,7 @@ _IS_FIRST = "dist.get_rank() == 0"
 # what a short run may not come to: functions that write a file, by their whole name or its last part
 _WRITERS = {"torch.save", "os.mkdir", "plt.savefig"}
 _WRITING_METHODS = {"save_pretrained", "save_image", "savefig", "to_csv", "imsave"}
-_LOGGERS = {"SummaryWriter", "wandb.init", "mlflow.start_run"}
+_LOGGERS = {"SummaryWriter", "mlflow.start_run"}
 _BARS = {"tqdm", "trange"}
 
 
@@ -29,7 +29,9 @@ def edit_writes(plan: Plan) -> None:
             if any(word.arg == "download" and source.code(word.value) != "False" for word in node.keywords):
                 nodes.append(node)
             if name in _LOGGERS or name.rpartition(".")[2] == "SummaryWriter":
-                plan.note(node.lineno, f"every rank logs with {name}: let only rank 0 make it")
+                plan.helpers.add("Silent")
+                source.wrap(node, "(", f" if {_IS_FIRST} else Silent())", "only rank 0 logs")
+            plan.has_wandb |= name == "wandb.init"
             if name.rpartition(".")[2] in _BARS and not any(word.arg in (None, "disable") for word in node.keywords):
                 _hide_bar(plan, node)
     for node in nodes:

@@ -34,6 +34,7 @@ class Plan:
     helpers       names of the functions that the port brings along
     notes         what is left to the person: (line, sentence)
     has_batch_norm, finds_unused   of the models that are wrapped
+    has_wandb     whether Weights & Biases is used, which only rank 0 may log to
     has_same_seed  whether all ranks set one seed before anything is drawn
     training_uses  names of a model in training forwards, and where it is passed on to one
     passed_models  functions with a parameter that is a model in training, and the place of the call
@@ -45,6 +46,7 @@ class Plan:
         self.helpers = {"setup"}
         self.notes: list[tuple[int, str]] = []
         self.has_batch_norm = False
+        self.has_wandb = False
         self.finds_unused = any(fact.details["unused"] for fact in self.of("step"))
         self.has_same_seed = False
         self.training_uses: list[ast.expr] = []

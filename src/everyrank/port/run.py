@@ -128,6 +128,7 @@ def port_script(
                 break
         equal = [attempt for attempt in tried if attempt.is_equal]
         if not equal:
+            _refuse_coupled(files, facts)
             tried = _without_dropout(host, files, original, tried, ranks, float64, imposed, say)
             equal = [attempt for attempt in tried if attempt.is_equal]
     best = min(equal, key=lambda attempt: len(attempt.differing_lines)) if equal else tried[0]
@@ -135,6 +136,20 @@ def port_script(
         other_order = _edit(files, facts, dataclasses.replace(best.choice, sampler=sampler))
         best = dataclasses.replace(other_order, comparisons=best.comparisons, without_dropout=best.without_dropout)
     return PortResult(files, best, tried, float64)
+
+
+def _refuse_coupled(files: ScriptFiles, facts: Sequence[Fact]) -> None:
+    """Raise `NotPortedError` for a loss that compares samples of a batch: it is no mean over samples."""
+    for number, backward in enumerate(facts):
+        if backward.kind == "backward" and backward.details["couples"]:
+            before = [fact for fact in facts[:number] if fact.kind in ("loss", "forward") and fact.is_inner]
+            line = before[-1].line if before and before[-1].kind == "loss" else backward.line
+            raise NotPortedError(
+                line,
+                "this loss compares samples of a batch with each other, so it is no mean over samples: gather the "
+                "outputs of all ranks before it, with torch.distributed.nn.functional.all_gather",
+                files.place(line),
+            )
 
 
 def _edit(files: ScriptFiles, facts: Sequence[Fact], choice: Choice) -> Attempt:
