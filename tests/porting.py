@@ -337,6 +337,57 @@ for held_out in range(2):
         print(epoch, f"{loss.item():.4f} {largest:.4f}")
 """
 
+GPT = (
+    DATA
+    + """
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(5)
+        self.mlp = nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 5))
+
+    def forward(self, h):
+        return h + self.mlp(self.norm(h))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 5)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(5, 11)
+
+    def forward(self, tokens):
+        h = self.embed(tokens)
+        for block in self.blocks:
+            h = block(h)
+        return self.head(h)
+
+
+def main():
+    tokens = torch.randint(11, (70, 9))
+    model = Model()
+    print(sum(p.numel() for p in model.parameters()))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for epoch in range(2):
+        for (batch,) in DataLoader(TensorDataset(tokens), batch_size=16, shuffle=True):
+            loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+        with torch.no_grad():
+            right = (model(tokens[:, :-1]).argmax(-1) == tokens[:, 1:]).float().mean()
+        print(f"{loss.item():.4f} {right.item():.4f}")
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "gpt.pt")
+
+
+if __name__ == "__main__":
+    main()
+"""
+)
+
 ENGINE = """
 import torch
 import torch.nn.functional as F

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from everyrank.port import NotPortedError, PortResult, port_script
+from everyrank.port import NotPortedError, PortResult, check_ported, port_script
+from everyrank.rerun import ScriptHost
 from porting import (
     BY_HAND,
     CARRIED,
@@ -17,6 +18,7 @@ from porting import (
     FOLDS,
     FUNCTIONS,
     GAN,
+    GPT,
     LOSS_IN_FORWARD,
     NO_LOADER,
     ONE_FUNCTION,
@@ -77,6 +79,24 @@ def test_a_training_loop_in_another_file(tmp_path: Path) -> None:
     assert "def setup()" not in result.best.text
     # forked scripts write bytecode, because the variable that forbids it is read when Python starts
     assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {"engine.py", "train.py"}
+
+
+def test_fsdp(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(GPT)
+    result = port_script([str(script)], (2, 3), 120.0, target="fsdp")
+    best = result.best
+    assert best.is_equal, [comparison.difference for comparison in best.comparisons]
+    assert not best.differing_lines
+    assert not best.doubts  # one checkpoint, with the keys of the original's
+    assert "shard(model, *model.blocks)" in best.text
+    assert "own_noise" not in best.text  # nothing is drawn in training
+    # without the shares of the ranks the gradient is another one
+    wrong = best.text.replace("loss = mean_over_ranks(loss, len(batch))", "pass")
+    assert wrong != best.text
+    (tmp_path / "wrong.py").write_text(wrong)
+    with ScriptHost([str(script)]) as host:
+        assert not check_ported(host, tmp_path / "wrong.py", (2,)).best.is_equal
 
 
 CONTRASTIVE = SUMMED.replace(

@@ -8,6 +8,7 @@ plan.py        a port in the making, which the edits share
 edits.py       the order of all edits; loaders and batches
 states.py      hidden states that are carried from batch to batch
 model.py       the wrapper of each model
+shards.py      FSDP in place of the wrapper
 loss.py        the loss of each backward
 accumulation.py  one all-reduce for each update of several backwards
 evaluation.py  counts of the training loop, and evaluations

@@ -61,8 +61,12 @@ def compare_port(original: ScriptRecording, port: ScriptRecording, tolerance: fl
         reason = f"on {ranks} ranks the port fails: {port.trouble}{_hint(port.trouble)}"
         return PortComparison(ranks, 0, largest, reason, [], has_failed=True)
     one, many = original.ranks[0].updates, port.ranks[0].updates
-    for number, (expected, found) in enumerate(zip(one, many, strict=False)):
-        difference = _compare_update(number, expected, found, port.ranks, largest, tolerance)
+    for number, expected in enumerate(one[: len(many)]):
+        whole, is_sharded = _whole(
+            expected, [each.updates[number] for each in port.ranks if number < len(each.updates)]
+        )
+        ranks_to_compare = port.ranks[:1] if is_sharded else port.ranks
+        difference = _compare_update(number, expected, whole, ranks_to_compare, largest, tolerance)
         if difference:
             return PortComparison(ranks, number, largest, f"on {ranks} ranks {difference}", [])
     if not one:
@@ -74,6 +78,24 @@ def compare_port(original: ScriptRecording, port: ScriptRecording, tolerance: fl
     printed = _differing_lines(original.ranks[0], port.ranks[0], cut)
     doubts = _doubts(original.ranks[0], port.ranks, cut)
     return PortComparison(ranks, min(len(one), len(many)), largest, "", printed, doubts)
+
+
+def _whole(expected: RecordedUpdate, parts: list[RecordedUpdate]) -> tuple[RecordedUpdate, bool]:
+    """The update of rank 0 with whole tensors in place of shards, which FSDP cuts along the first dimension."""
+    import torch
+
+    whole, is_sharded = parts[0], False
+    for kind in ("gradients", "after"):
+        tensors = dict(getattr(whole, kind))
+        for name, reference in getattr(expected, kind).items():
+            shards = [getattr(part, kind).get(name) for part in parts]
+            kept = [shard for shard in shards if shard is not None and shard.numel()]
+            if reference is None or not kept or all(shard.shape == reference.shape for shard in kept):
+                continue
+            if reference.dim() and sum(len(shard) for shard in kept) == len(reference):
+                tensors[name], is_sharded = torch.cat(kept), True
+        whole = dataclasses.replace(whole, **{kind: tensors})
+    return whole, is_sharded
 
 
 def _ends_early(original: ScriptRecording, port: ScriptRecording) -> bool:

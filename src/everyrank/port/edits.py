@@ -16,6 +16,7 @@ from everyrank.port.loss import edit_losses
 from everyrank.port.model import edit_models
 from everyrank.port.outputs import edit_writes
 from everyrank.port.plan import Choice, Plan
+from everyrank.port.shards import whole_states
 from everyrank.port.source import NotPortedError
 from everyrank.port.states import edit_states
 
@@ -54,7 +55,10 @@ def edit_script(files: ScriptFiles, facts: Sequence[Fact], choice: Choice) -> Pl
         )
     edit_loaders(plan)
     edit_models(plan)
-    edit_accumulation(plan)
+    if choice.target == "fsdp":
+        whole_states(plan)
+    else:
+        edit_accumulation(plan)
     edit_losses(plan)
     edit_counts(plan)
     edit_evaluations(plan)

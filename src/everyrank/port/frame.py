@@ -82,7 +82,10 @@ def _imports_of_helpers(plan: Plan, start: list[str]) -> list[str]:
     """The imports of a script whose helper functions stand in the other file."""
     texts = [*start, *(edit.text for edit in plan.source.edits if edit.start[0] <= plan.files.num_lines)]
     used = sorted(name for name in plan.helpers if any(f"{name}(" in text for text in texts))
-    return [f"from {plan.files.module}_ddp import {', '.join(used)}", "import torch.distributed as dist"]
+    return [
+        f"from {plan.files.module}_{plan.files.target} import {', '.join(used)}",
+        "import torch.distributed as dist",
+    ]
 
 
 def _import_other(plan: Plan, body: list[ast.stmt]) -> None:
@@ -92,7 +95,7 @@ def _import_other(plan: Plan, body: list[ast.stmt]) -> None:
     has_import = False
     for node in (each for statement in body for each in ast.walk(statement)):
         if isinstance(node, ast.ImportFrom) and node.module == module and not node.level:
-            text = source.code(node).replace(f"from {module}", f"from {module}_ddp", 1)
+            text = source.code(node).replace(f"from {module}", f"from {module}_{plan.files.target}", 1)
             source.replace(node, text, "the port of the other file")
             has_import = True
         elif (isinstance(node, ast.ImportFrom) and node.module == package) or isinstance(node, ast.Import):
@@ -103,7 +106,7 @@ def _import_other(plan: Plan, body: list[ast.stmt]) -> None:
                     raise NotPortedError(
                         node.lineno, f"write: from {package} import {name}, so that its port can take its place"
                     )
-                text = f"{alias.name}_ddp as {alias.asname or alias.name}"
+                text = f"{alias.name}_{plan.files.target} as {alias.asname or alias.name}"
                 source.replace(alias, text, "the port of the other file")
                 has_import = True
     if not has_import:
@@ -126,7 +129,7 @@ def _add_own_noise(plan: Plan) -> None:
             line, "all ranks draw the same dropout masks or noise here, because their batches come from the same draws"
         )
         return
-    wrappers = [edit for edit in source.edits if " = parallel(" in edit.text]
+    wrappers = [edit for edit in source.edits if " = parallel(" in edit.text or edit.text.lstrip().startswith("shard(")]
     last = max(wrappers, key=lambda edit: edit.start)
     indent = last.text[: len(last.text) - len(last.text.lstrip())]
     plan.helpers.add("own_noise")
@@ -160,7 +163,8 @@ def _imports(plan: Plan, imports: list[ast.Import | ast.ImportFrom]) -> str:
     lines = [f"import {name}" for name in needed if name not in bound]
     if plan.has_same_seed and _draws_from_numpy(plan) and "np" not in bound:
         lines.append("import numpy as np")
-    return "\n".join([*lines, "import torch.distributed as dist"])
+    lines.append("import torch.distributed as dist")
+    return "\n".join([*lines, *(["from torch.distributed.fsdp import fully_shard"] if "shard" in plan.helpers else [])])
 
 
 def _draws_from_numpy(plan: Plan) -> bool:

@@ -170,6 +170,32 @@ def parallel(model):
     return wrapper
 '''
 
+SHARD = '''
+def shard(model, *blocks):
+    """Split the parameters of a model over the ranks. Each block is gathered when it computes, and freed after it."""
+{convert}    for tensor in [*model.parameters(), *model.buffers()]:  # all ranks begin with those of rank 0
+        dist.broadcast(tensor.data, 0)
+    for module in [*blocks, model]:
+        fully_shard(module)
+'''
+
+SAVE_WHOLE = '''
+def whole(value):
+    """The value, in which each sharded tensor is whole and on the CPU: a collective of all ranks."""
+    if isinstance(value, dict):
+        return {name: whole(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(whole(each) for each in value)
+    return value.full_tensor().cpu() if hasattr(value, "full_tensor") else value
+
+
+def save_whole(content, *args, **kwargs):
+    """torch.save on rank 0, with whole tensors."""
+    content = whole(content)
+    if dist.get_rank() == 0:
+        torch.save(content, *args, **kwargs)
+'''
+
 MEAN = '''
 def mean_over_ranks(loss, count):
     """The loss of the whole batch, from the mean of `count` terms here; DDP averages its gradient to the whole one."""
@@ -212,6 +238,8 @@ HELPERS = {
     "part": PART,
     "own_sequences": OWN_SEQUENCES,
     "parallel": PARALLEL,
+    "shard": SHARD,
+    "save_whole": SAVE_WHOLE,
     "mean_over_ranks": MEAN,
     "sum_over_ranks": SUM,
     "add_over_ranks": ADD,
@@ -250,6 +278,12 @@ def helper_text(
     options = ", find_unused_parameters=True" if finds_unused else ""
     texts = dict(HELPERS)
     texts["parallel"] = (PARALLEL_NORM if has_batch_norm else PARALLEL).replace("{options}", options)
+    convert = """    if next(model.parameters()).is_cuda:
+        torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+"""
+    if "shard" in names:
+        texts = {name: text.replace("DDP averages", "FSDP averages") for name, text in texts.items()}
+    texts["shard"] = SHARD.replace("{convert}", convert if has_batch_norm else "")
     if sampler == "torch":
         texts["split"] = TORCH_SAMPLER
     elif sums:

@@ -95,24 +95,32 @@ def port_script(
     say: Callable[[str], None] = lambda _: None,
     sampler: str = "batches",
     other: Path | None = None,
+    target: str = "ddp",
 ) -> PortResult:
     """Port `words`, a script and its arguments, and check it on these numbers of ranks.
 
     other    a file below the folder of the script, which is edited with it
+    target   "ddp", or "fsdp" for fully_shard over the blocks of the model
     sampler  "torch": an equal port is written with DistributedSampler, whose other order cannot be compared
 
     Raises `NotPortedError` for a script that is not ported, and `CannotRunError` if it does not run here.
     """
     script = Path(words[0])
-    files = ScriptFiles(script, read_script(script), other, read_script(other) if other is not None else "")
+    files = ScriptFiles(
+        script, read_script(script), other, read_script(other) if other is not None else "", target=target
+    )
     with ScriptHost(words, timeout_seconds=timeout_seconds) as host:
         say("running the script")
         facts = _observe(host, files)
         # the same edits that the first choice needs, before anything is compared
-        choices = _choices(facts)
+        choices = _choices(facts, target)
         _edit(files, facts, choices[0])
         say("running it in float64")
-        imposed = dataclasses.replace(_IMPOSED, backward_is_update=not any(fact.kind == "step" for fact in facts))
+        imposed = dataclasses.replace(
+            _IMPOSED,
+            backward_is_update=not any(fact.kind == "step" for fact in facts),
+            most_elements=0 if target == "fsdp" else _MOST_ELEMENTS,  # shards are put together
+        )
         original, float64 = _original(host, imposed)
         tried: list[Attempt] = []
         for choice in choices:
@@ -256,11 +264,13 @@ def _reason(trouble: str) -> str:
     return trouble.removeprefix("rank 0: ")
 
 
-def _choices(facts: Sequence[Fact]) -> list[Choice]:
+def _choices(facts: Sequence[Fact], target: str) -> list[Choice]:
     """All choices, the one that the losses suggest first."""
     reductions = {fact.details["reduction"] for fact in facts if fact.kind == "loss"}
     losses = ["sum", "mean"] if reductions == {"sum"} else ["mean", "sum"]
-    return [Choice(loss, evaluation) for evaluation in ("split", "whole") for loss in losses]
+    # the ranks of FSDP evaluate the same number of batches, because each forward is a collective
+    evaluations = ("whole",) if target == "fsdp" else ("split", "whole")
+    return [Choice(loss, evaluation, target=target) for evaluation in evaluations for loss in losses]
 
 
 def _is_settled(choice: Choice, tried: Sequence[Attempt]) -> bool:

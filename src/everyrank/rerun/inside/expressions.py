@@ -139,6 +139,7 @@ class _Watcher:
                     trains=torch.is_grad_enabled() and module.training,
                     reached=False,
                     shapes=[list(next(iter(_tensors(each)), torch.empty(0)).shape) for each in args],
+                    blocks=_blocks(module),
                     batch_dim=_batch_dim(module),
                     sources=_sources(next(frames(), None), _tensors(args)),
                     rows=rows_of_batch([*args, *kwargs.values()]),
@@ -264,7 +265,8 @@ class _Watcher:
             for name in names:
                 self.before(owner, name, lambda *_args, _of=library, **_kwargs: self.draw(_of))
         for name in _DRAWS:
-            self.before(torch, name, lambda *_args, **_kwargs: self.draw("torch"))
+            # a generator of its own, such as that of a sampler, has one seed on all ranks
+            self.before(torch, name, lambda *_args, **kwargs: kwargs.get("generator") or self.draw("torch"))
 
     def draw(self, library: str) -> None:
         self.note("draw", library=library, in_loop=bool(self.loader))
@@ -286,6 +288,16 @@ class _Pass:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._iterator, name)
+
+
+def _blocks(module: Any) -> list[str]:
+    """The paths of lists of layers of one kind, such as "transformer.h"; not those inside of such a layer."""
+    paths: list[str] = []
+    for path, each in module.named_modules():
+        is_list = isinstance(each, torch.nn.ModuleList) and len(each) > 1 and len({type(one) for one in each}) == 1
+        if is_list and path and not any(path.startswith(f"{other}.") for other in paths):
+            paths.append(path)
+    return paths
 
 
 def _batch_dim(module: Any) -> int:
