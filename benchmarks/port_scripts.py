@@ -38,6 +38,13 @@ FIRST_RUN = {
     "kfold": "not equal",
     "tcn_adding": "not equal",
 }
+# judged by hand: why DistributedDataParallel does not fit
+RIGHTLY_REFUSED = {
+    "ex_gcn": "nodes of one graph depend on each other",
+    "ex_reinforce": "an episode, not a batch, is trained on",
+    "ex_forward_forward": "layers train themselves in methods other than forward",
+    "simclr": "the loss compares samples of a batch",
+}
 _SECONDS = 900
 
 
@@ -69,6 +76,7 @@ def ported(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
         "seen": folder.name == "seen",
         "first_run": FIRST_RUN.get(case["name"]) if folder.name != "seen" else None,
         "result": {0: "equal", 1: "not equal", 3: "refused"}.get(status, f"exit status {status}"),
+        "rightly": RIGHTLY_REFUSED.get(case["name"]) if status == 3 else None,
         "with": other[1] if other else None,
         "reason": (messages or [""])[-1].partition(": ")[2] if status == 3 else _difference(port),
         "updates": min((each["updates"] for each in port.get("comparisons", [])), default=0),

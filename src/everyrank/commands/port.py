@@ -24,6 +24,7 @@ HELP = "turn a script for one device into a DistributedDataParallel script, and 
 EXAMPLES = (
     "everyrank port train.py --epochs 5",
     "everyrank port --dry-run train.py",
+    "everyrank port --to fsdp train.py",
     "everyrank port --check train_ddp.py train.py --epochs 5",
 )
 

@@ -35,7 +35,7 @@ def add_frame(plan: Plan) -> None:
         block = _helpers(plan, body)
     if main is not None and is_in_main:
         source.insert_after(leading, block, _REASON)
-        source.insert_before(main.body[0], "\n".join(start), "before anything else")
+        source.insert_first(main, "\n".join(start), "before anything else")
         source.insert_after(main.body[-1], "dist.destroy_process_group()", "all ranks leave together")
     else:
         source.insert_after(leading, f"{block}\n\n\n" + "\n".join(start), f"{_REASON}, before anything else")

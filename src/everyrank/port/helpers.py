@@ -98,6 +98,7 @@ def split(loader, evaluates=False):
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
         worker_init_fn=loader.worker_init_fn,
+        prefetch_factor=loader.prefetch_factor,
         persistent_workers=loader.persistent_workers,
     )
 '''
@@ -127,6 +128,7 @@ def split(loader, evaluates=False):
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
         worker_init_fn=loader.worker_init_fn,
+        prefetch_factor=loader.prefetch_factor,
         persistent_workers=loader.persistent_workers,
     )
 '''

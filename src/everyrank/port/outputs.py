@@ -19,7 +19,7 @@ _BARS = {"tqdm", "trange"}
 
 def edit_writes(plan: Plan) -> None:
     """Put each statement that writes under `if dist.get_rank() == 0:`."""
-    source, done = plan.source, set[ast.AST]()
+    source, done, loggers = plan.source, set[ast.AST](), set[ast.AST]()
     nodes = [
         source.at(fact.span, (ast.Call, ast.With))
         for fact in plan.of("write")
@@ -32,12 +32,13 @@ def edit_writes(plan: Plan) -> None:
                 nodes.append(node)
             if name in _LOGGERS or name.rpartition(".")[2] == "SummaryWriter":
                 plan.helpers.add("Silent")
+                loggers.add(node)
                 source.wrap(node, "(", f" if {_IS_FIRST} else Silent())", "only rank 0 logs")
             plan.has_wandb |= name == "wandb.init"
             if name.rpartition(".")[2] in _BARS and not any(word.arg in (None, "disable") for word in node.keywords):
                 _hide_bar(plan, node)
     for node in nodes:
-        if node is None:
+        if node is None or node in loggers:
             continue
         statement = source.statement(node)
         files = [
