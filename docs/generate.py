@@ -32,6 +32,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "everyrank"
 ORDER = ROOT / "tests" / "test_architecture.py"
 DIGITS = ROOT / "benchmarks" / "records" / "digits-cpu.json"
+PORTED = ROOT / "benchmarks" / "records" / "port-public-scripts-cpu.json"
 TEXT_DEMO = ROOT / "benchmarks" / "records" / "text-demo-cpu.json"
 FAMILIES = ROOT / "benchmarks" / "records" / "families-cpu.json"
 EXPERTS = ROOT / "benchmarks" / "records" / "experts-cpu.json"
@@ -475,6 +476,32 @@ def step_beside_hand_written() -> str:
     return "\n\n".join([*parts, f"{_where(about)}: `{OVERHEAD.relative_to(ROOT)}`."])
 
 
+def ported_scripts() -> str:
+    """The table of public scripts that `everyrank port` was run on."""
+    rows = json.loads(PORTED.read_text())["rows"]
+    found = []
+    for row in rows:
+        where = re.sub(r"^https://github.com/|/blob/[0-9a-f]{40}", "", row["source"].partition(" ")[0])
+        notes = [f"`--with {row['with']}`"] if row["with"] else []
+        notes += ["dropout left out"] if row["without_dropout"] and row["result"] == "equal" else []
+        notes += [row["rightly"]] if row["rightly"] else []
+        gap = f"{row['largest']:.0e}" if row["result"] == "equal" else ""
+        lines = f"{row['changed']}, {row['added']}, {row['helpers']}" if "changed" in row else ""
+        found.append(
+            [
+                f"[{where}]({row['source'].partition(' ')[0]})",
+                "" if row["seen"] else row["first_run"],
+                row["result"],
+                gap,
+                lines,
+                f"{row['seconds']:.0f}",
+                "; ".join(notes),
+            ]
+        )
+    header = ("script", "first run", "now", "difference", "lines", "s", "note")
+    return _table(header, found)
+
+
 def _where(about: dict[str, Any]) -> str:
     """The machine and the day of a Record, of its provenance."""
     return f"{about['processor']}, {about['cores']} cores, torch {about['torch']}, {about['time'][:10]}"
@@ -540,6 +567,7 @@ PARTS: dict[str, dict[str, tuple[Path, Callable[[], str]]]] = {
         f"fields of {options.__name__}": (PACKAGE / "options.py", in_chinese(option_fields(options)))
         for options in (TrainOptions, VerifyOptions, BenchOptions)
     },
+    "docs/port.md": {"ported scripts": (PORTED, ported_scripts)},
     "docs/recipes.md": {"recipes": (PACKAGE / "recipes", recipes)},
     "docs/zh/recipes.md": {"recipes": (PACKAGE / "recipes", in_chinese(recipes))},
     "docs/zh/silent-bugs.md": {

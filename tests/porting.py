@@ -243,6 +243,151 @@ for xb, yb in DataLoader(TensorDataset(x, y), batch_size=16, shuffle=True):
 """
 )
 
+CARRIED = (
+    DATA
+    + """
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(9, 6)
+        self.rnn = nn.LSTM(6, 5)
+        self.head = nn.Linear(5, 9)
+
+    def forward(self, tokens, state):
+        output, state = self.rnn(self.embed(tokens), state)
+        return self.head(output).view(-1, 9), state
+
+
+text = torch.randint(9, (31, 7))
+net = Net()
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+
+
+def batch_at(start):
+    end = min(start + 5, len(text) - 1)
+    return text[start:end], text[start + 1 : end + 1].reshape(-1)
+
+
+def train():
+    state = (torch.zeros(1, 7, 5), torch.zeros(1, 7, 5))
+    for start in range(0, len(text) - 1, 5):
+        tokens, following = batch_at(start)
+        state = tuple(each.detach() for each in state)
+        logits, state = net(tokens, state)
+        loss = F.cross_entropy(logits, following)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        print(f"{loss.item():.4f}")
+
+
+for epoch in range(2):
+    train()
+"""
+)
+
+CARRIED_FROM_LOADER = (
+    DATA
+    + """
+net = nn.GRU(1, 3, batch_first=True)
+head = nn.Linear(3, 1)
+opt = torch.optim.SGD([*net.parameters(), *head.parameters()], lr=0.1)
+for epoch in range(2):
+    state = torch.zeros(1, 20, 3)
+    for (steps,) in DataLoader(TensorDataset(x[..., None]), batch_size=20, drop_last=True):
+        state = state.detach()
+        output, state = net(steps, state)
+        loss = F.mse_loss(head(output), steps)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        print(f"{loss.item():.4f}")
+"""
+)
+
+# a part of the data by numpy, which no seed was set for; torch is imported late; a logger
+SUBSETS = """
+import numpy as np
+from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
+from torch.utils.tensorboard import SummaryWriter
+
+order = np.random.permutation(50)
+import torch
+from torch import nn
+
+x = torch.linspace(-1, 1, 300).reshape(50, 6)
+loss_of = nn.MSELoss()
+for held_out in range(2):
+    kept, rest = order[order % 2 == held_out], order[order % 2 != held_out]
+    loader = DataLoader(TensorDataset(x), batch_size=9, sampler=SubsetRandomSampler(kept))
+    net = nn.Linear(6, 6)
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    writer = SummaryWriter("runs")
+    for epoch in range(2):
+        for (batch,) in loader:
+            loss = loss_of(net(batch), batch)
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            writer.add_scalar("loss", loss.item())
+        largest = 0.0
+        for (batch,) in DataLoader(TensorDataset(x), batch_size=7, sampler=SubsetRandomSampler(rest)):
+            largest = max(largest, net(batch).abs().max().item())
+        print(epoch, f"{loss.item():.4f} {largest:.4f}")
+"""
+
+GPT = (
+    DATA
+    + """
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(5)
+        self.mlp = nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 5))
+
+    def forward(self, h):
+        return h + self.mlp(self.norm(h))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 5)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(5, 11)
+
+    def forward(self, tokens):
+        h = self.embed(tokens)
+        for block in self.blocks:
+            h = block(h)
+        return self.head(h)
+
+
+def main():
+    tokens = torch.randint(11, (70, 9))
+    model = Model()
+    print(sum(p.numel() for p in model.parameters()))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for epoch in range(2):
+        for (batch,) in DataLoader(TensorDataset(tokens), batch_size=16, shuffle=True):
+            loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+        with torch.no_grad():
+            right = (model(tokens[:, :-1]).argmax(-1) == tokens[:, 1:]).float().mean()
+        print(f"{loss.item():.4f} {right.item():.4f}")
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "gpt.pt")
+
+
+if __name__ == "__main__":
+    main()
+"""
+)
+
 ENGINE = """
 import torch
 import torch.nn.functional as F

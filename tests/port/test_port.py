@@ -6,18 +6,23 @@ from pathlib import Path
 
 import pytest
 
-from everyrank.port import NotPortedError, PortResult, port_script
+from everyrank.port import NotPortedError, PortResult, check_ported, port_script
+from everyrank.rerun import ScriptHost
 from porting import (
     BY_HAND,
+    CARRIED,
+    CARRIED_FROM_LOADER,
     CLASS,
     DATA,
     ENGINE,
     FOLDS,
     FUNCTIONS,
     GAN,
+    GPT,
     LOSS_IN_FORWARD,
     NO_LOADER,
     ONE_FUNCTION,
+    SUBSETS,
     SUMMED,
     WITH_ENGINE,
 )
@@ -34,6 +39,9 @@ STYLES = {
     "gan": GAN,
     "by_hand": BY_HAND,
     "loss_in_forward": LOSS_IN_FORWARD,
+    "carried": CARRIED,
+    "carried_from_loader": CARRIED_FROM_LOADER,
+    "subsets": SUBSETS,
 }
 
 
@@ -73,13 +81,38 @@ def test_a_training_loop_in_another_file(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {"engine.py", "train.py"}
 
 
+def test_fsdp(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(GPT)
+    result = port_script([str(script)], (2, 3), 120.0, target="fsdp")
+    best = result.best
+    assert best.is_equal, [comparison.difference for comparison in best.comparisons]
+    assert not best.differing_lines
+    assert not best.doubts  # one checkpoint, with the keys of the original's
+    assert "shard(model, *model.blocks)" in best.text
+    assert "own_noise" not in best.text  # nothing is drawn in training
+    # without the shares of the ranks the gradient is another one
+    wrong = best.text.replace("loss = mean_over_ranks(loss, len(batch))", "pass")
+    assert wrong != best.text
+    (tmp_path / "wrong.py").write_text(wrong)
+    with ScriptHost([str(script)]) as host:
+        assert not check_ported(host, tmp_path / "wrong.py", (2,)).best.is_equal
+
+
 CONTRASTIVE = SUMMED.replace(
     "loss = ((recon - batch) ** 2).sum() + 0.1 * recon.abs().sum()",
     "loss = F.cross_entropy(recon @ batch.T, torch.arange(len(batch)))",
 )
 
 
-def test_a_loss_between_samples_is_not_equal(tmp_path: Path) -> None:
+def test_a_loss_between_samples_is_refused(tmp_path: Path) -> None:
+    text = CONTRASTIVE.replace("recon @ batch.T", "recon @ recon.T")
+    with pytest.raises(NotPortedError, match="compares samples of a batch") as caught:
+        ported(tmp_path, text, (2,))
+    assert "cross_entropy(recon @ recon.T" in text.splitlines()[caught.value.line - 1]
+
+
+def test_a_loss_with_the_inputs_of_other_samples_is_not_equal(tmp_path: Path) -> None:
     result = ported(tmp_path, CONTRASTIVE, (2,))
     assert not result.best.is_equal
     assert "update 0" in result.best.comparisons[-1].difference

@@ -67,6 +67,14 @@ def test_a_file_without_a_last_line_end() -> None:
     assert source.edited() == "a = 1\nb = 2\n"
 
 
+def test_lines_first_under_a_condition_stand_before_comments() -> None:
+    source = ScriptSource("if a:  # always\n    # the loop\n    run()\nif b: run()\n")
+    first, second = source.tree.body
+    source.insert_first(first, "setup()", "")
+    source.insert_first(second, "setup()", "")
+    assert source.edited() == "if a:  # always\n    setup()\n    # the loop\n    run()\nif b: setup(); run()\n"
+
+
 def test_decorated_functions_get_lines_before_their_decorators() -> None:
     source = ScriptSource("import a\n\n\n@a.b\ndef f():\n    pass\n")
     source.insert_before(source.tree.body[1], "x = 1", "")

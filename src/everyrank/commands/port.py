@@ -24,6 +24,7 @@ HELP = "turn a script for one device into a DistributedDataParallel script, and 
 EXAMPLES = (
     "everyrank port train.py --epochs 5",
     "everyrank port --dry-run train.py",
+    "everyrank port --to fsdp train.py",
     "everyrank port --check train_ddp.py train.py --epochs 5",
 )
 
@@ -32,7 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments: those before the script are for everyrank, those after it for the script."""
     parser.set_defaults(starts_ranks=True)
     parser.add_argument(
-        "-o", "--out", type=Path, metavar="F", help="file of the port (default: SCRIPT_ddp.py next to the script)"
+        "-o",
+        "--out",
+        type=Path,
+        metavar="F",
+        help="file of the port (default: SCRIPT_ddp.py or SCRIPT_fsdp.py next to the script)",
     )
     parser.add_argument(
         "--in-place", action="store_true", help="edit the script itself, and keep the original as SCRIPT.py.orig"
@@ -54,6 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="F", help="write the edits, the notes and the comparison")
     parser.add_argument(
         "--with", dest="other", type=Path, metavar="F", help="edit this file, too: one of yours with the training loop"
+    )
+    parser.add_argument(
+        "--to",
+        choices=("ddp", "fsdp"),
+        default="ddp",
+        help="ddp: DistributedDataParallel (default); fsdp: fully_shard over the blocks of the model",
     )
     parser.add_argument("--html", type=Path, metavar="F", help="write a page with the script and the port side by side")
     parser.add_argument(
@@ -79,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
             with ScriptHost(words, timeout_seconds=args.limit) as host:
                 result = check_ported(host, args.check, counts, advance)
         else:
-            result = port_script(words, counts, args.limit, advance, args.sampler, args.other)
+            result = port_script(words, counts, args.limit, advance, args.sampler, args.other, args.to)
         best = result.best
         findings: list[Finding] = []
         if not best.has_failed and (best.is_equal or args.check is not None):
@@ -106,8 +117,8 @@ def run(args: argparse.Namespace) -> int:
         target.write_bytes(text.encode())
         print(f"wrote {printable(str(target))}")
         if args.other is not None:
-            _other_target(args.other).write_bytes(best.other_text.encode())
-            print(f"wrote {printable(str(_other_target(args.other)))}")
+            _other_target(args.other, args.to).write_bytes(best.other_text.encode())
+            print(f"wrote {printable(str(_other_target(args.other, args.to)))}")
         arguments = shlex.join([str(target), *words[1:]])
         print(f"next: torchrun --nproc-per-node {counts[0]} {printable(arguments)}")
     # a port that somebody has edited must also print, save and read as it should
@@ -115,9 +126,9 @@ def run(args: argparse.Namespace) -> int:
     return 0 if is_right else CHECK_FAILED
 
 
-def _other_target(other: Path) -> Path:
+def _other_target(other: Path, target: str) -> Path:
     """Where the port of the other file is written, so that the port of the script imports it."""
-    return other.with_name(f"{other.stem}_ddp.py")
+    return other.with_name(f"{other.stem}_{target}.py")
 
 
 def with_header(text: str, header: str) -> str:
@@ -155,7 +166,7 @@ def _target(args: argparse.Namespace, script: Path) -> Path:
     if args.in_place and args.out is not None:
         raise UsageError("--in-place and -o: give one of them")
     _check_other(args)
-    target = script if args.in_place else args.out or script.with_name(f"{script.stem}_ddp.py")
+    target = script if args.in_place else args.out or script.with_name(f"{script.stem}_{args.to}.py")
     if not args.in_place and target.absolute() == script.absolute():
         raise UsageError(
             f"{target}: that is the script; give --in-place to edit it, which keeps the original beside it"
@@ -182,8 +193,8 @@ def _check_other(args: argparse.Namespace) -> None:
         raise UsageError("--with: leave out --in-place and --check")
     if not args.other.is_file():
         raise UsageError(f"--with {args.other}: no such file")
-    if _other_target(args.other).exists() and not args.force and not args.dry_run:
-        raise UsageError(f"{_other_target(args.other)}: it exists already; move it away, or give --force")
+    if _other_target(args.other, args.to).exists() and not args.force and not args.dry_run:
+        raise UsageError(f"{_other_target(args.other, args.to)}: it exists already; move it away, or give --force")
 
 
 def _show_edits(result: PortResult, words: list[str], target: Path, text: str) -> None:
@@ -194,7 +205,9 @@ def _show_edits(result: PortResult, words: list[str], target: Path, text: str) -
     changed = [(result.original, text, Path(words[0]).name, target.name)]
     if result.files.other is not None:
         other = result.files.other
-        changed.append((result.files.other_text, best.other_text, other.name, _other_target(other).name))
+        changed.append(
+            (result.files.other_text, best.other_text, other.name, _other_target(other, result.files.target).name)
+        )
     for before, after, name, new_name in changed:
         print_diff(difflib.unified_diff(before.splitlines(), after.splitlines(), name, new_name, lineterm=""))
     print("\nedits:")

@@ -6,7 +6,9 @@ facts.py       what was seen of a run: expressions with their places
 source.py      the script's text, edited in place
 plan.py        a port in the making, which the edits share
 edits.py       the order of all edits; loaders and batches
+states.py      hidden states that are carried from batch to batch
 model.py       the wrapper of each model
+shards.py      FSDP in place of the wrapper
 loss.py        the loss of each backward
 accumulation.py  one all-reduce for each update of several backwards
 evaluation.py  counts of the training loop, and evaluations

@@ -61,17 +61,48 @@ def compare_port(original: ScriptRecording, port: ScriptRecording, tolerance: fl
         reason = f"on {ranks} ranks the port fails: {port.trouble}{_hint(port.trouble)}"
         return PortComparison(ranks, 0, largest, reason, [], has_failed=True)
     one, many = original.ranks[0].updates, port.ranks[0].updates
-    for number, (expected, found) in enumerate(zip(one, many, strict=False)):
-        difference = _compare_update(number, expected, found, port.ranks, largest, tolerance)
+    for number, expected in enumerate(one[: len(many)]):
+        whole, is_sharded = _whole(
+            expected, [each.updates[number] for each in port.ranks if number < len(each.updates)]
+        )
+        ranks_to_compare = port.ranks[:1] if is_sharded else port.ranks
+        difference = _compare_update(number, expected, whole, ranks_to_compare, largest, tolerance)
         if difference:
             return PortComparison(ranks, number, largest, f"on {ranks} ranks {difference}", [])
     if not one:
         return PortComparison(ranks, 0, largest, f"on {ranks} ranks no update was compared", [])
-    if len(one) != len(many):
+    cut = _ends_early(original, port)
+    if len(one) != len(many) and not cut:
         reason = f"on {ranks} ranks the port has {len(many)} updates, the original {len(one)}"
         return PortComparison(ranks, min(len(one), len(many)), largest, reason, [])
-    printed = _differing_lines(original.ranks[0], port.ranks[0])
-    return PortComparison(ranks, len(one), largest, "", printed, _doubts(original.ranks[0], port.ranks))
+    printed = _differing_lines(original.ranks[0], port.ranks[0], cut)
+    doubts = _doubts(original.ranks[0], port.ranks, cut)
+    return PortComparison(ranks, min(len(one), len(many)), largest, "", printed, doubts)
+
+
+def _whole(expected: RecordedUpdate, parts: list[RecordedUpdate]) -> tuple[RecordedUpdate, bool]:
+    """The update of rank 0 with whole tensors in place of shards, which FSDP cuts along the first dimension."""
+    import torch
+
+    whole, is_sharded = parts[0], False
+    for kind in ("gradients", "after"):
+        tensors = dict(getattr(whole, kind))
+        for name, reference in getattr(expected, kind).items():
+            shards = [getattr(part, kind).get(name) for part in parts]
+            kept = [shard for shard in shards if shard is not None and shard.numel()]
+            if reference is None or not kept or all(shard.shape == reference.shape for shard in kept):
+                continue
+            if reference.dim() and sum(len(shard) for shard in kept) == len(reference):
+                tensors[name], is_sharded = torch.cat(kept), True
+        whole = dataclasses.replace(whole, **{kind: tensors})
+    return whole, is_sharded
+
+
+def _ends_early(original: ScriptRecording, port: ScriptRecording) -> bool:
+    """Whether the run with fewer updates was ended when its time was up: the updates before it are compared."""
+    shorter = min(original, port, key=lambda recording: len(recording.ranks[0].updates))
+    same = len(original.ranks[0].updates) == len(port.ranks[0].updates)
+    return not same and not shorter.trouble and not shorter.ranks[0].facts.get("came_to_end", False)
 
 
 def _error(recording: ScriptRecording) -> str:
@@ -177,10 +208,12 @@ def _distance(expected: dict[str, Any], found: dict[str, Any]) -> tuple[float | 
     return gap**0.5 / norm, f"{product / max(squares, 1e-300):.4g}"
 
 
-def _differing_lines(original: RankRecording, port: RankRecording) -> list[tuple[str, str]]:
-    """Printed lines that differ by more than rounding; lines with times are left out."""
+def _differing_lines(original: RankRecording, port: RankRecording, cut: bool) -> list[tuple[str, str]]:
+    """Printed lines that differ by more than rounding; lines with times are left out, and the rest of a longer run."""
     one, many = _lines(original.printed), _lines(port.printed)
     differing = [(a, b) for a, b in zip(one, many, strict=False) if not _is_same(a, b)]
+    if cut:
+        return differing
     longer, shorter = (one, many) if len(one) > len(many) else (many, one)
     rest = longer[len(shorter) :]
     return differing + [(line, "") if longer is one else ("", line) for line in rest]
@@ -200,7 +233,7 @@ def _is_same(one: str, other: str) -> bool:
 # --- what each rank does, and checkpoints
 
 
-def _doubts(original: RankRecording, ranks: tuple[RankRecording, ...]) -> list[str]:
+def _doubts(original: RankRecording, ranks: tuple[RankRecording, ...], cut: bool) -> list[str]:
     """Sentences about lines that several ranks print, files that they write, and checkpoints that differ."""
     doubts: dict[str, str] = {}
     for rank in ranks[1:]:
@@ -213,6 +246,8 @@ def _doubts(original: RankRecording, ranks: tuple[RankRecording, ...]) -> list[s
                 doubts.setdefault(path, f"{_short(place)} writes {Path(path).name} on each rank")
     expected, found = _saved(original), _saved(ranks[0])
     for name, keys in expected.items():
+        if cut and name not in found:
+            continue
         if name not in found:
             doubts[name] = f"the port does not save {name}, which the original does"
         elif keys != found[name]:

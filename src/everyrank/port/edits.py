@@ -16,7 +16,9 @@ from everyrank.port.loss import edit_losses
 from everyrank.port.model import edit_models
 from everyrank.port.outputs import edit_writes
 from everyrank.port.plan import Choice, Plan
+from everyrank.port.shards import whole_states
 from everyrank.port.source import NotPortedError
+from everyrank.port.states import edit_states
 
 __all__ = ["edit_script"]
 
@@ -53,7 +55,10 @@ def edit_script(files: ScriptFiles, facts: Sequence[Fact], choice: Choice) -> Pl
         )
     edit_loaders(plan)
     edit_models(plan)
-    edit_accumulation(plan)
+    if choice.target == "fsdp":
+        whole_states(plan)
+    else:
+        edit_accumulation(plan)
     edit_losses(plan)
     edit_counts(plan)
     edit_evaluations(plan)
@@ -117,7 +122,7 @@ def edit_loaders(plan: Plan) -> None:
                 )
             source.wrap(call, "split(", ")", reason)
             _replace_batch_size(plan, call)
-    if not trains:
+    if not edit_states(plan) and not trains:
         _split_tensors(plan)
 
 

@@ -17,6 +17,7 @@ _BORDER = "# everyrank: the other file begins here"
 class ScriptFiles:
     """The texts of a script and of another file, which stands in the same folder or below it; "" if there is none.
 
+    target     the end of the ports' names: train_ddp.py
     port_name  the name of the script's port; "" for train_ddp.py of train.py
 
     Facts and edits count the lines of the other file on from those of the script.
@@ -27,6 +28,7 @@ class ScriptFiles:
     other: Path | None = None
     other_text: str = ""
     port_name: str = ""
+    target: str = "ddp"
 
     def __post_init__(self) -> None:
         if self.other is None:
@@ -75,8 +77,8 @@ class ScriptFiles:
 
     def written(self, text: str, other_text: str) -> dict[str, str]:
         """The files of a port by their names, relative to the folder of the script; the script first."""
-        files = {self.port_name or f"{self.script.stem}_ddp.py": text}
+        files = {self.port_name or f"{self.script.stem}_{self.target}.py": text}
         if self.other is not None:
             name = self.other.absolute().relative_to(self.script.absolute().parent)
-            files[str(name.with_name(f"{name.stem}_ddp.py"))] = other_text
+            files[str(name.with_name(f"{name.stem}_{self.target}.py"))] = other_text
         return files

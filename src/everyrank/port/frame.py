@@ -35,7 +35,7 @@ def add_frame(plan: Plan) -> None:
         block = _helpers(plan, body)
     if main is not None and is_in_main:
         source.insert_after(leading, block, _REASON)
-        source.insert_before(main.body[0], "\n".join(start), "before anything else")
+        source.insert_first(main, "\n".join(start), "before anything else")
         source.insert_after(main.body[-1], "dist.destroy_process_group()", "all ranks leave together")
     else:
         source.insert_after(leading, f"{block}\n\n\n" + "\n".join(start), f"{_REASON}, before anything else")
@@ -63,13 +63,15 @@ def imports_in(body: list[ast.stmt]) -> list[ast.Import | ast.ImportFrom]:
 
 def _helpers(plan: Plan, body: list[ast.stmt]) -> str:
     """Imports and helper functions, for the file with these statements."""
-    imports = imports_in(body)
+    last = leading_imports(body).lineno
+    imports = [node for node in imports_in(body) if node.lineno <= last]  # a later one is not there yet
     helpers = helper_text(
         plan.helpers,
         has_batch_norm=plan.has_batch_norm,
         finds_unused=plan.finds_unused,
         sums=plan.choice.loss == "sum",
         sampler=plan.choice.sampler,
+        has_wandb=plan.has_wandb,
         has_logging="logging" in imported_names(imports),
         has_numpy="np" in imported_names(imports) or _draws_from_numpy(plan),
     )
@@ -80,7 +82,10 @@ def _imports_of_helpers(plan: Plan, start: list[str]) -> list[str]:
     """The imports of a script whose helper functions stand in the other file."""
     texts = [*start, *(edit.text for edit in plan.source.edits if edit.start[0] <= plan.files.num_lines)]
     used = sorted(name for name in plan.helpers if any(f"{name}(" in text for text in texts))
-    return [f"from {plan.files.module}_ddp import {', '.join(used)}", "import torch.distributed as dist"]
+    return [
+        f"from {plan.files.module}_{plan.files.target} import {', '.join(used)}",
+        "import torch.distributed as dist",
+    ]
 
 
 def _import_other(plan: Plan, body: list[ast.stmt]) -> None:
@@ -90,7 +95,7 @@ def _import_other(plan: Plan, body: list[ast.stmt]) -> None:
     has_import = False
     for node in (each for statement in body for each in ast.walk(statement)):
         if isinstance(node, ast.ImportFrom) and node.module == module and not node.level:
-            text = source.code(node).replace(f"from {module}", f"from {module}_ddp", 1)
+            text = source.code(node).replace(f"from {module}", f"from {module}_{plan.files.target}", 1)
             source.replace(node, text, "the port of the other file")
             has_import = True
         elif (isinstance(node, ast.ImportFrom) and node.module == package) or isinstance(node, ast.Import):
@@ -101,7 +106,7 @@ def _import_other(plan: Plan, body: list[ast.stmt]) -> None:
                     raise NotPortedError(
                         node.lineno, f"write: from {package} import {name}, so that its port can take its place"
                     )
-                text = f"{alias.name}_ddp as {alias.asname or alias.name}"
+                text = f"{alias.name}_{plan.files.target} as {alias.asname or alias.name}"
                 source.replace(alias, text, "the port of the other file")
                 has_import = True
     if not has_import:
@@ -115,13 +120,16 @@ def _add_own_noise(plan: Plan) -> None:
     draws = [fact for fact in plan.of("draw") if fact.details["in_loop"] and fact.details["library"] == "torch"]
     if not drops and not draws:
         return
-    if "split" not in plan.helpers or not plan.training_loaders:
+    first = next((index for index, fact in enumerate(plan.facts) if fact.kind == "forward"), 0)
+    is_drawn = any(fact.kind == "draw" and fact.details["library"] == "torch" for fact in plan.facts[first:])
+    has_own_sequences = "own_sequences" in plan.helpers and not is_drawn
+    if not has_own_sequences and ("split" not in plan.helpers or not plan.training_loaders):
         line = (draws or plan.training_forwards)[0].line
         plan.note(
             line, "all ranks draw the same dropout masks or noise here, because their batches come from the same draws"
         )
         return
-    wrappers = [edit for edit in source.edits if " = parallel(" in edit.text]
+    wrappers = [edit for edit in source.edits if " = parallel(" in edit.text or edit.text.lstrip().startswith("shard(")]
     last = max(wrappers, key=lambda edit: edit.start)
     indent = last.text[: len(last.text) - len(last.text.lstrip())]
     plan.helpers.add("own_noise")
@@ -155,7 +163,8 @@ def _imports(plan: Plan, imports: list[ast.Import | ast.ImportFrom]) -> str:
     lines = [f"import {name}" for name in needed if name not in bound]
     if plan.has_same_seed and _draws_from_numpy(plan) and "np" not in bound:
         lines.append("import numpy as np")
-    return "\n".join([*lines, "import torch.distributed as dist"])
+    lines.append("import torch.distributed as dist")
+    return "\n".join([*lines, *(["from torch.distributed.fsdp import fully_shard"] if "shard" in plan.helpers else [])])
 
 
 def _draws_from_numpy(plan: Plan) -> bool:

@@ -17,6 +17,23 @@ def setup():
         sys.stdout = open(os.devnull, "w")
 '''
 
+SILENT = '''
+class Silent:
+    """Takes the place of a logger on the other ranks."""
+
+    def __getattr__(self, name):
+        return self
+
+    def __call__(self, *args, **kwargs):
+        return self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+'''
+
 SHARED_SEED = '''
 def shared_seed():
     """The seed of rank 0."""
@@ -81,6 +98,7 @@ def split(loader, evaluates=False):
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
         worker_init_fn=loader.worker_init_fn,
+        prefetch_factor=loader.prefetch_factor,
         persistent_workers=loader.persistent_workers,
     )
 '''
@@ -110,6 +128,7 @@ def split(loader, evaluates=False):
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
         worker_init_fn=loader.worker_init_fn,
+        prefetch_factor=loader.prefetch_factor,
         persistent_workers=loader.persistent_workers,
     )
 '''
@@ -121,6 +140,15 @@ def part(*tensors):
     return parts if len(parts) > 1 else parts[0]
 '''
 
+OWN_SEQUENCES = '''
+def own_sequences(tensors, dim):
+    """This rank's part of the sequences along a dimension of a tensor, or of each tensor of a tuple."""
+    if isinstance(tensors, (tuple, list)):
+        return type(tensors)(own_sequences(tensor, dim) for tensor in tensors)
+    own = torch.arange(dist.get_rank(), tensors.size(dim), dist.get_world_size(), device=tensors.device)
+    return tensors.index_select(dim, own)
+'''
+
 PARALLEL = '''
 def parallel(model):
     """The model, whose gradients are averaged over the ranks."""
@@ -130,9 +158,44 @@ def parallel(model):
 PARALLEL_NORM = '''
 def parallel(model):
     """The model, whose gradients are averaged over the ranks; batch norm takes the samples of all ranks on CUDA."""
-    if next(model.parameters()).is_cuda:
+    is_cuda = next(model.parameters()).is_cuda
+    if is_cuda:
         torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    return torch.nn.parallel.DistributedDataParallel(model{options})
+    wrapper = torch.nn.parallel.DistributedDataParallel(model{options})
+
+    def share_running_means(*_):
+        for buffer in model.buffers():
+            dist.broadcast(buffer.data, 0)
+
+    if not is_cuda:  # each rank normalizes its own samples
+        wrapper.register_forward_hook(share_running_means)
+    return wrapper
+'''
+
+SHARD = '''
+def shard(model, *blocks):
+    """Split the parameters of a model over the ranks. Each block is gathered when it computes, and freed after it."""
+{convert}    for tensor in [*model.parameters(), *model.buffers()]:  # all ranks begin with those of rank 0
+        dist.broadcast(tensor.data, 0)
+    for module in [*blocks, model]:
+        fully_shard(module)
+'''
+
+SAVE_WHOLE = '''
+def whole(value):
+    """The value, in which each sharded tensor is whole and on the CPU: a collective of all ranks."""
+    if isinstance(value, dict):
+        return {name: whole(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(whole(each) for each in value)
+    return value.full_tensor().cpu() if hasattr(value, "full_tensor") else value
+
+
+def save_whole(content, *args, **kwargs):
+    """torch.save on rank 0, with whole tensors."""
+    content = whole(content)
+    if dist.get_rank() == 0:
+        torch.save(content, *args, **kwargs)
 '''
 
 MEAN = '''
@@ -168,13 +231,17 @@ def add_over_ranks(*numbers):
 # in the order in which they stand in a port
 HELPERS = {
     "setup": SETUP,
+    "Silent": SILENT,
     "shared_seed": SHARED_SEED,
     "same_seed": SAME_SEED,
     "own_noise": OWN_NOISE,
     "rank_0_first": RANK_0_FIRST,
     "split": SPLIT,
     "part": PART,
+    "own_sequences": OWN_SEQUENCES,
     "parallel": PARALLEL,
+    "shard": SHARD,
+    "save_whole": SAVE_WHOLE,
     "mean_over_ranks": MEAN,
     "sum_over_ranks": SUM,
     "add_over_ranks": ADD,
@@ -195,6 +262,7 @@ def helper_text(
     sums: bool,
     has_numpy: bool,
     has_logging: bool = False,
+    has_wandb: bool = False,
     sampler: str = "batches",
 ) -> str:
     """The functions of these names, two empty lines apart.
@@ -204,6 +272,7 @@ def helper_text(
     sums            the loss is a sum over samples
     has_numpy       numpy's random numbers are seeded, too
     has_logging     the script logs, which only rank 0 shows
+    has_wandb       it logs to Weights & Biases
     sampler         "batches" or "torch", as in `Choice`
     """
     if names & {"same_seed", "split"}:
@@ -211,6 +280,12 @@ def helper_text(
     options = ", find_unused_parameters=True" if finds_unused else ""
     texts = dict(HELPERS)
     texts["parallel"] = (PARALLEL_NORM if has_batch_norm else PARALLEL).replace("{options}", options)
+    convert = """    if next(model.parameters()).is_cuda:
+        torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+"""
+    if "shard" in names:
+        texts = {name: text.replace("DDP averages", "FSDP averages") for name, text in texts.items()}
+    texts["shard"] = SHARD.replace("{convert}", convert if has_batch_norm else "")
     if sampler == "torch":
         texts["split"] = TORCH_SAMPLER
     elif sums:
@@ -219,6 +294,8 @@ def helper_text(
         texts["split"] = texts["split"][:start] + _LEAVES_OUT.rstrip("\n") + texts["split"][end:]
     if has_logging:
         texts["setup"] += "        logging.disable()\n"
+    if has_wandb:
+        texts["setup"] += '        os.environ["WANDB_MODE"] = "disabled"\n'
     if not has_numpy:
         texts["same_seed"] = texts["same_seed"].replace("    np.random.seed(seed)\n", "")
     return "\n\n".join(text.rstrip("\n") for name, text in texts.items() if name in names).lstrip("\n")

@@ -90,6 +90,10 @@ def count_of_terms(plan: Plan, statement: ast.stmt) -> str:
         for word in call.keywords:
             if isinstance(word.value, ast.Name):
                 return f"len({word.value.id})" if word.arg else f"len(next(iter({word.value.id}.values())))"
+    for _, call in [*losses, *forwards]:  # a part of the batch: batch[:, 1:]
+        for node in ast.walk(call):
+            if isinstance(node, ast.Name) and node.id in of_batch:
+                return f"len({node.id})"
     raise NotPortedError(statement.lineno, "the number of samples that this loss is the mean of was not found")
 
 

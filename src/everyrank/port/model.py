@@ -11,6 +11,7 @@ import itertools
 
 from everyrank.port.facts import Fact
 from everyrank.port.plan import Plan
+from everyrank.port.shards import shard_model
 from everyrank.port.source import NotPortedError, holds_line
 
 __all__ = ["edit_models"]
@@ -100,11 +101,19 @@ def _follow(plan: Plan, name_node: ast.expr, depth: int, forward: Fact) -> None:
         if depth + 1 >= len(forward.chain):
             raise NotPortedError(scope.lineno, f"the call that gives {name} to {scope.name} was not seen")
         _follow(plan, _argument(plan, scope, name, forward.chain[depth + 1].span), depth + 1, forward)
+        if plan.choice.target == "fsdp":
+            return  # the model is no other object
         plan.training_uses.append(name_node)
         plan.passed_models.append((scope, name, forward.chain[depth + 1].span))
         return
     if not isinstance(name_node, ast.Name | ast.Attribute):
         raise NotPortedError(name_node.lineno, f"{name} is no name: give the model one")
+    if plan.choice.target == "fsdp":
+        owner, store = _store(plan, name, name_node, forward)
+        plan.sharded.append(name_node)
+        if plan.once(owner, f"shard {name}"):
+            shard_model(plan, name, store, _last_preparation(plan, name, store, forward), forward)
+        return
     wrapper = plan.wrapper_of(name_node)
     owner, store = _store(plan, name, name_node, forward)
     if plan.once(name_node, "wrapper"):

@@ -13,27 +13,32 @@ _IS_FIRST = "dist.get_rank() == 0"
 # what a short run may not come to: functions that write a file, by their whole name or its last part
 _WRITERS = {"torch.save", "os.mkdir", "plt.savefig"}
 _WRITING_METHODS = {"save_pretrained", "save_image", "savefig", "to_csv", "imsave"}
-_LOGGERS = {"SummaryWriter", "wandb.init", "mlflow.start_run"}
+_LOGGERS = {"SummaryWriter", "mlflow.start_run"}
 _BARS = {"tqdm", "trange"}
 
 
 def edit_writes(plan: Plan) -> None:
     """Put each statement that writes under `if dist.get_rank() == 0:`."""
-    source, done = plan.source, set[ast.AST]()
-    nodes = [source.at(fact.span, (ast.Call, ast.With)) for fact in plan.of("write")]
+    source, done, loggers = plan.source, set[ast.AST](), set[ast.AST]()
+    nodes = [
+        source.at(fact.span, (ast.Call, ast.With))
+        for fact in plan.of("write")
+        if not (fact.details["name"] == "save" and plan.choice.target == "fsdp")  # all ranks take part
+    ]
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Call):
             name = source.code(node.func)
-            if name in _WRITERS or name.rpartition(".")[2] in _WRITING_METHODS:
-                nodes.append(node)
-            if any(word.arg == "download" and source.code(word.value) != "False" for word in node.keywords):
+            if _writes(plan, node, name):
                 nodes.append(node)
             if name in _LOGGERS or name.rpartition(".")[2] == "SummaryWriter":
-                plan.note(node.lineno, f"every rank logs with {name}: let only rank 0 make it")
+                plan.helpers.add("Silent")
+                loggers.add(node)
+                source.wrap(node, "(", f" if {_IS_FIRST} else Silent())", "only rank 0 logs")
+            plan.has_wandb |= name == "wandb.init"
             if name.rpartition(".")[2] in _BARS and not any(word.arg in (None, "disable") for word in node.keywords):
                 _hide_bar(plan, node)
     for node in nodes:
-        if node is None:
+        if node is None or node in loggers:
             continue
         statement = source.statement(node)
         files = [
@@ -50,6 +55,14 @@ def edit_writes(plan: Plan) -> None:
         elif plan.once(node, "rank 0 first") and isinstance(node, ast.Call):
             plan.helpers.add("rank_0_first")
             source.wrap(node, "rank_0_first(lambda: ", ")", "rank 0 downloads or creates it, then the others find it")
+
+
+def _writes(plan: Plan, call: ast.Call, name: str) -> bool:
+    """Whether a call writes or downloads a file, which only rank 0 should do."""
+    if name == "torch.save" and plan.choice.target == "fsdp":
+        return False  # all ranks take part
+    downloads = any(word.arg == "download" and plan.source.code(word.value) != "False" for word in call.keywords)
+    return downloads or name in _WRITERS or name.rpartition(".")[2] in _WRITING_METHODS
 
 
 def _is_all_of(node: ast.AST, statement: ast.stmt, source: ScriptSource) -> bool:

@@ -20,12 +20,14 @@ class Choice:
 
     loss        "mean" or "sum": how the loss depends on the samples of a batch
     evaluation  "split" over the ranks, or "whole": every rank evaluates everything
+    target      "ddp" or "fsdp"
     sampler     "batches": each batch is split over the ranks; "torch": DistributedSampler, with another order
     """
 
     loss: str
     evaluation: str
     sampler: str = "batches"
+    target: str = "ddp"
 
 
 class Plan:
@@ -34,8 +36,10 @@ class Plan:
     helpers       names of the functions that the port brings along
     notes         what is left to the person: (line, sentence)
     has_batch_norm, finds_unused   of the models that are wrapped
+    has_wandb     whether Weights & Biases is used, which only rank 0 may log to
     has_same_seed  whether all ranks set one seed before anything is drawn
     training_uses  names of a model in training forwards, and where it is passed on to one
+    sharded        names of models where FSDP shards them
     passed_models  functions with a parameter that is a model in training, and the place of the call
     """
 
@@ -45,9 +49,11 @@ class Plan:
         self.helpers = {"setup"}
         self.notes: list[tuple[int, str]] = []
         self.has_batch_norm = False
+        self.has_wandb = False
         self.finds_unused = any(fact.details["unused"] for fact in self.of("step"))
         self.has_same_seed = False
         self.training_uses: list[ast.expr] = []
+        self.sharded: list[ast.expr] = []
         self.passed_models: list[tuple[ast.FunctionDef, str, tuple[int, int, int, int]]] = []
         self._seen: set[tuple[ast.AST, str]] = set()
 

@@ -95,24 +95,32 @@ def port_script(
     say: Callable[[str], None] = lambda _: None,
     sampler: str = "batches",
     other: Path | None = None,
+    target: str = "ddp",
 ) -> PortResult:
     """Port `words`, a script and its arguments, and check it on these numbers of ranks.
 
     other    a file below the folder of the script, which is edited with it
+    target   "ddp", or "fsdp" for fully_shard over the blocks of the model
     sampler  "torch": an equal port is written with DistributedSampler, whose other order cannot be compared
 
     Raises `NotPortedError` for a script that is not ported, and `CannotRunError` if it does not run here.
     """
     script = Path(words[0])
-    files = ScriptFiles(script, read_script(script), other, read_script(other) if other is not None else "")
+    files = ScriptFiles(
+        script, read_script(script), other, read_script(other) if other is not None else "", target=target
+    )
     with ScriptHost(words, timeout_seconds=timeout_seconds) as host:
         say("running the script")
         facts = _observe(host, files)
         # the same edits that the first choice needs, before anything is compared
-        choices = _choices(facts)
+        choices = _choices(facts, target)
         _edit(files, facts, choices[0])
         say("running it in float64")
-        imposed = dataclasses.replace(_IMPOSED, backward_is_update=not any(fact.kind == "step" for fact in facts))
+        imposed = dataclasses.replace(
+            _IMPOSED,
+            backward_is_update=not any(fact.kind == "step" for fact in facts),
+            most_elements=0 if target == "fsdp" else _MOST_ELEMENTS,  # shards are put together
+        )
         original, float64 = _original(host, imposed)
         tried: list[Attempt] = []
         for choice in choices:
@@ -128,6 +136,7 @@ def port_script(
                 break
         equal = [attempt for attempt in tried if attempt.is_equal]
         if not equal:
+            _refuse_coupled(files, facts)
             tried = _without_dropout(host, files, original, tried, ranks, float64, imposed, say)
             equal = [attempt for attempt in tried if attempt.is_equal]
     best = min(equal, key=lambda attempt: len(attempt.differing_lines)) if equal else tried[0]
@@ -135,6 +144,20 @@ def port_script(
         other_order = _edit(files, facts, dataclasses.replace(best.choice, sampler=sampler))
         best = dataclasses.replace(other_order, comparisons=best.comparisons, without_dropout=best.without_dropout)
     return PortResult(files, best, tried, float64)
+
+
+def _refuse_coupled(files: ScriptFiles, facts: Sequence[Fact]) -> None:
+    """Raise `NotPortedError` for a loss that compares samples of a batch: it is no mean over samples."""
+    for number, backward in enumerate(facts):
+        if backward.kind == "backward" and backward.details["couples"]:
+            before = [fact for fact in facts[:number] if fact.kind in ("loss", "forward") and fact.is_inner]
+            line = before[-1].line if before and before[-1].kind == "loss" else backward.line
+            raise NotPortedError(
+                line,
+                "this loss compares samples of a batch with each other, so it is no mean over samples: gather the "
+                "outputs of all ranks before it, with torch.distributed.nn.functional.all_gather",
+                files.place(line),
+            )
 
 
 def _edit(files: ScriptFiles, facts: Sequence[Fact], choice: Choice) -> Attempt:
@@ -241,11 +264,13 @@ def _reason(trouble: str) -> str:
     return trouble.removeprefix("rank 0: ")
 
 
-def _choices(facts: Sequence[Fact]) -> list[Choice]:
+def _choices(facts: Sequence[Fact], target: str) -> list[Choice]:
     """All choices, the one that the losses suggest first."""
     reductions = {fact.details["reduction"] for fact in facts if fact.kind == "loss"}
     losses = ["sum", "mean"] if reductions == {"sum"} else ["mean", "sum"]
-    return [Choice(loss, evaluation) for evaluation in ("split", "whole") for loss in losses]
+    # the ranks of FSDP evaluate the same number of batches, because each forward is a collective
+    evaluations = ("whole",) if target == "fsdp" else ("split", "whole")
+    return [Choice(loss, evaluation, target=target) for evaluation in evaluations for loss in losses]
 
 
 def _is_settled(choice: Choice, tried: Sequence[Attempt]) -> bool:

@@ -199,6 +199,14 @@ class ScriptSource:
         line = min([statement.lineno, *(decorator.lineno for decorator in decorators)])
         self._insert(line, self.indent(statement), code, reason)
 
+    def insert_first(self, owner: ast.If, code: str, reason: str) -> None:
+        """Put lines first under an `if`, before the comments of its first statement."""
+        first, head = owner.body[0], end_of(owner.test)[0]
+        if first.lineno > head:
+            self._insert(head + 1, self.indent(first), code, reason)
+        else:
+            self.insert_before(first, code, reason)
+
     def shares_line(self, statement: ast.stmt) -> bool:
         """Whether a line of it also has another statement, or the head of the block around it."""
         first, last = statement.lineno, end_of(statement)[0]

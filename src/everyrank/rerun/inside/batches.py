@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 from torch.utils.data._utils import fetch
 
 from everyrank.audit.watch.place import where
@@ -332,15 +332,22 @@ def _without_workers(args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 def _one_order(session: Session) -> None:
     """Shuffle alike on any number of ranks, and let what a dataset draws depend on the sample and the pass."""
-    init = RandomSampler.__init__
+    for kind in (RandomSampler, SubsetRandomSampler, WeightedRandomSampler):
+        init: Any = kind.__init__
+        iterate: Any = kind.__iter__
 
-    @functools.wraps(init)
-    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        if self.generator is None and session.ranks == 1:
-            self.generator = torch.Generator().manual_seed(torch.initial_seed())
+        @functools.wraps(init)
+        def construct(self: Any, *args: Any, _init: Any = init, **kwargs: Any) -> None:
+            _init(self, *args, **kwargs)
+            self._everyrank_seed = torch.initial_seed()
 
-    RandomSampler.__init__ = construct
+        @functools.wraps(iterate)
+        def iterating(self: Any, _iterate: Any = iterate) -> Any:
+            if self.generator is None:  # a port has given one to the samplers that its ranks share
+                self.generator = torch.Generator().manual_seed(self._everyrank_seed)
+            return _iterate(self)
+
+        kind.__init__, kind.__iter__ = construct, iterating  # type: ignore[method-assign]
 
     def sample(dataset: Any, index: Any) -> Any:
         with session.quiet():

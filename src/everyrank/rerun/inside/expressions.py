@@ -9,6 +9,7 @@ of the calls that led there. A tool that edits the script needs both.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import functools
 import os
 import random
@@ -68,6 +69,7 @@ class _Watcher:
         self.loader = 0
         self.rows = 0
         self.depth = 0
+        self.outputs: list[Any] = []  # of models, that no other model was given, since the last backward
 
     def note(self, kind: str, **details: Any) -> dict[str, Any] | None:
         """Add a record of the running expression; None if no line of the user's is running."""
@@ -136,6 +138,10 @@ class _Watcher:
                     module=type(module).__name__,
                     trains=torch.is_grad_enabled() and module.training,
                     reached=False,
+                    shapes=[list(next(iter(_tensors(each)), torch.empty(0)).shape) for each in args],
+                    blocks=_blocks(module),
+                    batch_dim=_batch_dim(module),
+                    sources=_sources(next(frames(), None), _tensors(args)),
                     rows=rows_of_batch([*args, *kwargs.values()]),
                     has_batch_norm=any(isinstance(m, _BatchNorm) for m in module.modules()),
                     has_dropout=any("Dropout" in type(m).__name__ and getattr(m, "p", 0) for m in module.modules())
@@ -147,6 +153,9 @@ class _Watcher:
             finally:
                 self.depth -= 1
             if record is not None:
+                if any(tensor.requires_grad for tensor in _tensors([*args, *kwargs.values()])):
+                    self.outputs = []
+                self.outputs += [tensor for tensor in _tensors(output) if tensor.requires_grad and tensor.dim()]
                 for tensor in _tensors(output):
                     if tensor.requires_grad:
                         tensor.register_hook(lambda _gradient, record=record: record.update(reached=True))
@@ -181,11 +190,31 @@ class _Watcher:
 
         @functools.wraps(backward)
         def run_backward(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            self.note("backward", loader=self.loader, rows=self.rows, is_scalar=tensor.numel() == 1)
+            couples = self.couples(tensor)
+            self.note("backward", loader=self.loader, rows=self.rows, is_scalar=tensor.numel() == 1, couples=couples)
             return backward(tensor, *args, **kwargs)
 
         kind.backward = run_backward
         self.before(torch.autograd, "grad", lambda *_args, **_kwargs: self.note("autograd.grad"))
+
+    def couples(self, loss: Any) -> bool:
+        """Whether the gradient at one half of the outputs' rows depends on the other half, as in contrastive losses."""
+        outputs, self.outputs = [each for each in self.outputs if len(each) > 1], []
+        if not self.session.is_active or loss.numel() != 1 or not outputs:
+            return False
+        # some operations have no second derivative
+        with self.session.quiet(), contextlib.suppress(RuntimeError, NotImplementedError), torch.enable_grad():
+            gradients = torch.autograd.grad(loss, outputs, create_graph=True, allow_unused=True)
+            halves = [each[: len(each) // 2] for each in gradients if each is not None and each.requires_grad]
+            if not halves:
+                return False
+            # the weights differ, because a plain sum of the gradients of a softmax is 0
+            weights = [(torch.arange(each.numel()) % 7 + 1.0).view_as(each).to(each) for each in halves]
+            whole = torch.stack([(half * weight).sum() for half, weight in zip(halves, weights, strict=True)]).sum()
+            second = torch.autograd.grad(whole, outputs, retain_graph=True, allow_unused=True)
+            largest = [(each.abs().max(), each[len(each) // 2 :].abs().max()) for each in second if each is not None]
+            return any(float(other) > 1e-6 * float(most) for most, other in largest)
+        return False
 
     def watch_optimizers(self) -> None:
         """Optimizers that are made, and each step, with parameters that have no gradient."""
@@ -236,7 +265,8 @@ class _Watcher:
             for name in names:
                 self.before(owner, name, lambda *_args, _of=library, **_kwargs: self.draw(_of))
         for name in _DRAWS:
-            self.before(torch, name, lambda *_args, **_kwargs: self.draw("torch"))
+            # a generator of its own, such as that of a sampler, has one seed on all ranks
+            self.before(torch, name, lambda *_args, **kwargs: kwargs.get("generator") or self.draw("torch"))
 
     def draw(self, library: str) -> None:
         self.note("draw", library=library, in_loop=bool(self.loader))
@@ -258,6 +288,36 @@ class _Pass:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._iterator, name)
+
+
+def _blocks(module: Any) -> list[str]:
+    """The paths of lists of layers of one kind, such as "transformer.h"; not those inside of such a layer."""
+    paths: list[str] = []
+    for path, each in module.named_modules():
+        is_list = isinstance(each, torch.nn.ModuleList) and len(each) > 1 and len({type(one) for one in each}) == 1
+        if is_list and path and not any(path.startswith(f"{other}.") for other in paths):
+            paths.append(path)
+    return paths
+
+
+def _batch_dim(module: Any) -> int:
+    """The dimension of the samples in what a model is given: 1 for a recurrent network with batch_first=False."""
+    recurrent = [each for each in module.modules() if isinstance(each, torch.nn.RNNBase)]
+    return int(bool(recurrent) and not recurrent[0].batch_first)
+
+
+def _sources(frame: Any, given: list[Any]) -> list[tuple[str, list[int]]]:
+    """(name, shape) of the script's tensors that tensors which a model is given are parts of."""
+    if frame is None:
+        return []
+    memory = {each.untyped_storage().data_ptr() for each in given if not each.requires_grad}
+    return [
+        (name, list(value.shape))
+        for name, value in {**frame.f_globals, **frame.f_locals}.items()
+        if type(value) is torch.Tensor
+        and not any(value is each for each in given)
+        and value.untyped_storage().data_ptr() in memory
+    ]
 
 
 def _is_kept(path: Any) -> bool:
