@@ -73,7 +73,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if parts.get(item) in ONE_AT_A_TIME:
             item.add_marker(pytest.mark.xdist_group(parts[item]))
-        elif item in parts and (item.path.parent.name in ROOMS or item.path.stem == "test_site"):
+        elif item in parts and (item.path.parent.name in ROOMS or item.path.stem in ("test_site", "test_wheel")):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))  # they share what was trained, or built, for them
 
 

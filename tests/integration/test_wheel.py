@@ -14,6 +14,8 @@ import venv
 import zipfile
 from pathlib import Path
 
+import pytest
+
 CODE = """
 import importlib.resources, sys
 import everyrank
@@ -32,9 +34,14 @@ assert main(["eject", "digits", sys.argv[1] + "-project", "--layout", "fsdp"]) =
 """
 
 
-def test_wheel(tmp_path: Path, repository: Path) -> None:
-    """Built from the checkout, installed without it; torch and the rest are borrowed from the tests' environment."""
-    wheel = built("--wheel", repository, tmp_path / "dist")
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel that is built from the checkout."""
+    return built("--wheel", Path(__file__).parents[2], tmp_path_factory.mktemp("dist"))
+
+
+def test_wheel(wheel: Path, tmp_path: Path, repository: Path) -> None:
+    """Installed without the checkout; torch and the rest are borrowed from the tests' environment."""
     check_extras(wheel, repository)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     folder = tmp_path / "wheelhouse"
@@ -52,6 +59,10 @@ def test_wheel(tmp_path: Path, repository: Path) -> None:
     assert (tmp_path / "mine.py").exists()
     assert (tmp_path / "digits.csv.gz").exists()
     everyrank = folder / "bin" / "everyrank"
+    command = [everyrank, "--version"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
+    version = runpy.run_path(str(repository / "src/everyrank/_version.py"))["__version__"]
+    assert done.stdout == f"everyrank {version}\n"
     done = subprocess.run(
         [everyrank, "verify", "digits", "--layout", "ddp", "--processes", "2", "--steps", "4"],
         cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False, env=environment,
@@ -60,19 +71,13 @@ def test_wheel(tmp_path: Path, repository: Path) -> None:
     assert "equal" in done.stdout
 
 
-def test_source_distribution(tmp_path: Path, repository: Path) -> None:
-    """It builds the same files as the checkout, and installs in a fresh environment."""
+def test_source_distribution(wheel: Path, tmp_path: Path, repository: Path) -> None:
+    """It builds the same files as the checkout, whose wheel is installed above."""
     archive = built("--sdist", repository, tmp_path / "dist")
     with tarfile.open(archive) as opened:
         opened.extractall(tmp_path, filter="data")
     source = tmp_path / archive.name.removesuffix(".tar.gz")
-    wheel = built("--wheel", source, tmp_path / "from-source")
-    assert checksums(wheel) == checksums(built("--wheel", repository, tmp_path / "from-checkout"))
-    python = installed(wheel, tmp_path / "wheelhouse")
-    command = [python.with_name("everyrank"), "--version"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
-    version = runpy.run_path(str(repository / "src/everyrank/_version.py"))["__version__"]
-    assert done.stdout == f"everyrank {version}\n"
+    assert checksums(built("--wheel", source, tmp_path / "from-source")) == checksums(wheel)
 
 
 def built(kind: str, source: Path, folder: Path) -> Path:
@@ -85,9 +90,10 @@ def built(kind: str, source: Path, folder: Path) -> Path:
 
 def installed(wheel: Path, folder: Path) -> Path:
     """The Python of a fresh environment with only this wheel; torch and the rest are those of the tests."""
-    venv.create(folder, with_pip=True)
+    venv.create(folder)
     python = folder / "bin" / "python"
-    subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", wheel], check=True, timeout=120)
+    pip = [sys.executable, "-m", "pip", "--python", python]
+    subprocess.run([*pip, "install", "-q", "--no-deps", wheel], check=True, timeout=120)
     (site,) = folder.glob("lib/python*/site-packages")
     # the heavy libraries, but not the editable install of everyrank, which is a .pth file and not read from here
     borrowed = Path(sys.prefix).glob("lib/python*/site-packages")
