@@ -72,7 +72,7 @@ def test_a_bench_that_is_stopped_shows_what_it_has(cli: Cli, tmp_path: Path) -> 
 
     Other signals are sent to a training, in tests/test_faults.py.
     """
-    words = ["bench", "digits", "--layout", "single", "ddp", "--trials", "1000", "--steps", "2"]
+    words = ["bench", "digits", "--set", "width=4", "--layout", "single", "ddp", "--trials", "1000", "--steps", "2"]
     files = ["--json", "r.json", "--html", "r.html"]
     running = cli.start(tmp_path, *words, "--processes", "2", *files)
     running.wait_for(lambda: "ddp: trial 2 of 1000, " in running.said()[0])
