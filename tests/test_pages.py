@@ -20,6 +20,7 @@ PAGES = (
     "docs/which-layout.md",
     "docs/benchmarks.md",
     "docs/performance.md",
+    "docs/port.md",
     "docs/collectives.md",
     "docs/backends.md",
     "docs/zh/which-layout.md",

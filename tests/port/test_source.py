@@ -70,6 +70,8 @@ def test_a_file_without_a_last_line_end() -> None:
 def test_lines_first_under_a_condition_stand_before_comments() -> None:
     source = ScriptSource("if a:  # always\n    # the loop\n    run()\nif b: run()\n")
     first, second = source.tree.body
+    assert isinstance(first, ast.If)
+    assert isinstance(second, ast.If)
     source.insert_first(first, "setup()", "")
     source.insert_first(second, "setup()", "")
     assert source.edited() == "if a:  # always\n    setup()\n    # the loop\n    run()\nif b: setup(); run()\n"

@@ -310,14 +310,20 @@ def _sources(frame: Any, given: list[Any]) -> list[tuple[str, list[int]]]:
     """(name, shape) of the script's tensors that tensors which a model is given are parts of."""
     if frame is None:
         return []
-    memory = {each.untyped_storage().data_ptr() for each in given if not each.requires_grad}
+    memory = {each.untyped_storage().data_ptr() for each in given if _has_memory(each) and not each.requires_grad}
     return [
         (name, list(value.shape))
         for name, value in {**frame.f_globals, **frame.f_locals}.items()
         if type(value) is torch.Tensor
+        and _has_memory(value)
         and not any(value is each for each in given)
         and value.untyped_storage().data_ptr() in memory
     ]
+
+
+def _has_memory(tensor: Any) -> bool:
+    """Whether a tensor is one block of memory: a sparse one is not."""
+    return tensor.layout is torch.strided
 
 
 def _is_kept(path: Any) -> bool:
