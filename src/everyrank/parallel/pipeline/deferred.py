@@ -39,8 +39,11 @@ class WeightGradQueue:
 
     def compute(self, stage: int, index: int) -> None:
         """Compute the weight gradients of a micro-batch in a stage."""
-        for add in self.waiting.pop((stage, index)):
+        gradients = self.waiting.pop((stage, index))
+        for add in gradients:
             add()
+        # an input has its graph, whose nodes have this list: a cycle through C++, which Python never frees
+        gradients.clear()
 
 
 class _DeferWeightGrads(TorchFunctionMode):
