@@ -3,8 +3,7 @@
     python benchmarks/plan_memory.py                    # writes benchmarks/records/plan-memory-cpu.json
 
 The measured peak is the sum of all allocations that the profiler sees on a rank. Each update after the second has its
-own peak, and the median is compared: on a loaded machine gloo's thread lets go of a tensor late, so that peaks of the
-same update differ. Both are of the same decoder, with inputs of zeros.
+own peak, and the median is compared. Both are of the same decoder, with inputs of zeros.
 """
 
 from __future__ import annotations
@@ -47,9 +46,9 @@ def workload() -> Workload:
     return decoder_workload(shape, 64, LENGTH, global_batch=8, sequence_dim=1, steps=3)
 
 
-def on_rank(info: Any, text: str) -> tuple[list[int], dict[str, Any]]:
+def on_rank(info: Any, text: str, backend: str) -> tuple[list[int], dict[str, Any]]:
     """Return the peak bytes of each update after the second on this rank, and the machine."""
-    with open_world(info, Launch(processes=info.size, timeout_seconds=600.0)) as world:
+    with open_world(info, Launch(processes=info.size, backend=backend, timeout_seconds=600.0)) as world:
         return _peaks(world, text), machine(world)
 
 
@@ -84,6 +83,7 @@ def main() -> int:
     """Measure, trace and write the table; 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layout", nargs="+", default=list(LAYOUTS), help="rows of other layouts in --out are kept")
+    parser.add_argument("--backend", help="default: as everyrank chooses")
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     kept = json.loads(args.out.read_text())["rows"] if args.out.exists() else []
@@ -93,7 +93,8 @@ def main() -> int:
     sample = first_sample(trained)
     for text in args.layout:
         # processes of its own: what an earlier layout has left alive would be counted
-        measured = run_ranks(Launch(processes=2, timeout_seconds=600.0), on_rank, text)
+        launch = Launch(processes=2, backend=args.backend, timeout_seconds=600.0)
+        measured = run_ranks(launch, on_rank, text, args.backend)
         about = {
             "command": "python benchmarks/plan_memory.py",
             "provenance": measured[0][1] | {"date": f"{datetime.now(UTC):%Y-%m-%d}"},
@@ -103,7 +104,13 @@ def main() -> int:
             peaks = measured[rank][0]
             real = statistics.median_low(peaks)
             rows.append(
-                {"layout": text, "rank": rank, "measured_bytes": real, "traced_bytes": traced.peak_bytes}
+                {
+                    "layout": text,
+                    "backend": args.backend,
+                    "rank": rank,
+                    "measured_bytes": real,
+                    "traced_bytes": traced.peak_bytes,
+                }
                 | {"least_bytes": min(peaks), "most_bytes": max(peaks)}
                 | {"error": traced.peak_bytes / real - 1, "categories": dict(traced.categories)}
             )

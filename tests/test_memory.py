@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from typing import Any
 from unittest import mock
 
@@ -16,6 +18,7 @@ import zoo
 from checkpointing import Going, same
 from everyrank.measure.memory import peak_memory
 from everyrank.parallel.flat import buckets
+from everyrank.parallel.pipeline.deferred import WeightGradQueue
 from everyrank.world import World
 
 LAYER = 4 * 256 * 257  # bytes
@@ -41,6 +44,24 @@ def test_gradients_are_there_once(ranks: Any) -> None:
     """In DDP's buckets, and not beside them as well: what an update takes are activations and one gradient."""
     for taken in ranks(2, taken_by_an_update):
         assert taken < 0.6
+
+
+def test_deferred_weight_gradients_are_freed() -> None:
+    """The inputs that a zero-bubble pipeline keeps for its weight gradients are gone when these are computed."""
+    queue = WeightGradQueue(is_used=True)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    kept: list[weakref.ref[Tensor]] = []
+    model[1].register_forward_hook(lambda _, __, output: kept.append(weakref.ref(output)))
+    for update in range(3):
+        queue.select(0, update)
+        with queue.context():
+            total = model(torch.ones(2, 4)).sum()
+        total.backward()
+        queue.compute(0, update)
+    assert model[2].weight.grad is not None
+    del total
+    gc.collect()
+    assert [reference() for reference in kept] == [None] * 3
 
 
 def held_at_most(world: World, held_bytes: int | None) -> tuple[int, int, dict[str, Tensor]]:

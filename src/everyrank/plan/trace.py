@@ -71,6 +71,7 @@ class StorageTrace(TorchDispatchMode):
         self.operators: list[Operator] = []
         self.events: list[tuple[int, int]] = []
         self._keys: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._never: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         self._sizes: dict[int, int] = {}
         self._categories: dict[int, str] = {}
         self._by_category: Counter[str] = Counter()
@@ -130,7 +131,10 @@ class StorageTrace(TorchDispatchMode):
             self.peak, self.at_peak = self.live, dict(self._by_category)
 
     def _see(self, storage: Any, category: str) -> None:
-        if storage in self._keys or self.is_paused:
+        if storage in self._keys or storage in self._never:
+            return
+        if self.is_paused:
+            self._never[storage] = True
             return
         key = self._next
         self._next += 1

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = ["WeightGradQueue"]
 
@@ -39,8 +40,11 @@ class WeightGradQueue:
 
     def compute(self, stage: int, index: int) -> None:
         """Compute the weight gradients of a micro-batch in a stage."""
-        for add in self.waiting.pop((stage, index)):
+        gradients = self.waiting.pop((stage, index))
+        for add in gradients:
             add()
+        # an input has its graph, whose nodes have this list: a cycle through C++, which Python never frees
+        gradients.clear()
 
 
 class _DeferWeightGrads(TorchFunctionMode):
@@ -53,7 +57,9 @@ class _DeferWeightGrads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.linear and torch.is_grad_enabled():
             values, weight, bias = _arguments(*args, **(kwargs or {}))
-            if type(weight) is nn.Parameter and weight.requires_grad:
+            # a DTensor has its own product; a fake tensor, which plan traces, is deferred as a plain one
+            is_plain = isinstance(weight, nn.Parameter) and not is_traceable_wrapper_subclass(weight)
+            if is_plain and weight.requires_grad:
                 return _Linear.apply(values, weight, bias, self.waiting)
         return func(*args, **(kwargs or {}))
 
