@@ -31,15 +31,20 @@ from everyrank.relations import judge_script
 from everyrank.rerun import ScriptHost
 
 RECORD = Path(__file__).parent / "records" / "relations-alone-cpu.json"
-DOCS = Path(__file__).parents[1] / "docs" / "silent-bugs.md"
+DOCS = Path(__file__).parents[1] / "docs"
 BEGIN, END = "<!-- generated: python benchmarks/relations_alone.py --docs -->", "<!-- end of relations -->"
-TITLES = {
-    "corpus": "public bugs, used while the rules were written",
-    "blind1": "blind set 1",
-    "blind2": "blind set 2",
-    "blind3": "blind set 3",
-    "reports": "public reports of November 2026",
+TITLES = {  # in English and Chinese
+    "corpus": ("public bugs, used while the rules were written", "公开的错误，写规则时参考过"),
+    "blind1": ("blind set 1", "盲测集 1"),
+    "blind2": ("blind set 2", "盲测集 2"),
+    "blind3": ("blind set 3", "盲测集 3"),
+    "reports": ("more public reports", "其他公开报告"),
 }
+HEADS = (
+    "| scripts | mistakes | rules alone | relations alone | both | false alarms of rules | of relations |",
+    "| 脚本 | 错误 | 只用规则 | 只用关系 | 合起来 | 规则的误报 | 关系的误报 |",
+)
+OF = ("of", "/")
 
 
 def pairs(folder: Path) -> list[tuple[Path, list[str], list[str] | None]]:
@@ -137,21 +142,16 @@ def merge(path: Path, record: dict[str, Any], name: str, stem: str) -> None:
     partial.replace(path)
 
 
-def table(record: dict[str, Any]) -> str:
-    """Mistakes found, with the line, and correct programs with a false alarm, of each set; "-" if it was not run."""
-    lines = [
-        BEGIN,
-        "",
-        "| scripts | mistakes | rules alone | relations alone | both | false alarms of rules | of relations |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for name, title in TITLES.items():
+def table(record: dict[str, Any], language: int) -> str:
+    """Mistakes found, with the line, and false alarms on correct programs, of each set; "-" if it was not run."""
+    lines = [BEGIN, "", HEADS[language], "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"]
+    for name, titles in TITLES.items():
         rows = list(record["sets"].get(name, {}).values())
         mistakes = [each for each in rows if each["has_mistake"]]
         cells = [found_by(mistakes, ways) for ways in (("rules",), ("relations",), ("rules", "relations"))]
-        cells += [false_alarms(rows, way) for way in ("rules", "relations")]
+        cells += [false_alarms(rows, way, OF[language]) for way in ("rules", "relations")]
         if rows:
-            lines.append(f"| {title} | {len(mistakes)} | {' | '.join(cells)} |")
+            lines.append(f"| {titles[language]} | {len(mistakes)} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", END])
 
 
@@ -163,10 +163,10 @@ def found_by(mistakes: list[dict[str, Any]], ways: tuple[str, ...]) -> str:
     return f"{found} ({lines})"
 
 
-def false_alarms(rows: list[dict[str, Any]], way: str) -> str:
+def false_alarms(rows: list[dict[str, Any]], way: str, of: str) -> str:
     """`0 of 44`: correct programs with a false alarm."""
     known = [each[way] for each in rows if way in each]
-    return f"{sum(bool(each['false']) for each in known)} of {len(known)}" if known else "-"
+    return f"{sum(bool(each['false']) for each in known)} {of} {len(known)}" if known else "-"
 
 
 def main() -> None:
@@ -178,9 +178,9 @@ def main() -> None:
     parser.add_argument("--docs", action="store_true")
     args = parser.parse_args()
     if args.docs:
-        text = DOCS.read_text()
-        before, _, rest = text.partition(BEGIN)
-        DOCS.write_text(f"{before}{table(json.loads(args.json.read_text()))}{rest.partition(END)[2]}")
+        for language, page in enumerate((DOCS / "silent-bugs.md", DOCS / "zh" / "silent-bugs.md")):
+            before, _, rest = page.read_text().partition(BEGIN)
+            page.write_text(f"{before}{table(json.loads(args.json.read_text()), language)}{rest.partition(END)[2]}")
         return
     ways = [args.only] if args.only else ["rules", "relations"]
     record: dict[str, Any] = json.loads(args.json.read_text()) if args.json.exists() else {}

@@ -51,8 +51,8 @@ def test_the_condition_of_a_line_and_its_names(place: str) -> None:
 
 
 def test_what_a_line_uses(place: str) -> None:
-    assert lines(definitions_of(f"{place}17")) == [16]
-    assert lines(definitions_of(f"{place}10")) == [7, 5]
+    assert lines(definitions_of(f"{place}17")) == [16, 13]
+    assert lines(definitions_of(f"{place}10")) == [7, 5, 6]
 
 
 def test_what_a_function_returns(place: str) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 __all__ = ["argument_of", "definitions_of", "guards_of", "returns_of"]
 
-_MOST = 5  # lines; more would hide the one that matters
+_MOST = 6  # lines; more would hide the one that matters
 
 
 def guards_of(place: str) -> tuple[str, ...]:
@@ -35,16 +35,24 @@ def guards_of(place: str) -> tuple[str, ...]:
 
 
 def definitions_of(place: str) -> tuple[str, ...]:
-    """The last two assignments, in the same function, of each name that the statement at a line uses."""
+    """The last two assignments, in the same function, of each name that the statement at a line uses.
+
+    Then those of the names that these assignments use.
+    """
     path, line = _split(place)
     function = _function_at(path, line)
     if function is None:
         return ()
+    first = _assigned_before(function, line)
+    return _places(path, [*first, *(each for one in first for each in _assigned_before(function, one))])
+
+
+def _assigned_before(function: ast.AST, line: int) -> list[int]:
     statements = [node for node in _own_nodes(function) if isinstance(node, ast.stmt) and _covers(node, line)]
     if not statements:
-        return ()
+        return []
     statement = max(statements, key=lambda node: node.lineno)
-    return _places(path, _assignments(function, _names(statement), statement.lineno))
+    return _assignments(function, _names(statement), statement.lineno)
 
 
 def returns_of(place: str) -> tuple[str, ...]:

@@ -16,11 +16,13 @@ from everyrank.audit.finding import Findings, short_place
 from everyrank.audit.source_lines import definitions_of
 from everyrank.relations.lines import first_differing
 from everyrank.relations.numbers import constant_factor, relative_difference, tolerance_of, whole
+from everyrank.relations.samples import samples_of_batch
 from everyrank.relations.schedule import is_stretched
 from everyrank.rerun import Printed, RankRecording, RecordedUpdate, ScriptRecording
 
 __all__ = ["comparable_updates", "judge_ranks"]
 
+_BATCHES = 8  # whose samples tell whether all ranks read the same
 _ANY_FACTOR = 1e-6  # a learning rate that is scaled by the ranks has one factor in all updates
 
 
@@ -98,6 +100,8 @@ def _case(many: ScriptRecording, one: ScriptRecording) -> _Case:
         raise _NotComparedError(f"the script does not run on one rank with the batches of all ({one.trouble})")
     if not all(rank.updates for rank in (*many.ranks, recorded)):
         raise _NotComparedError("no optimizer step was seen")
+    if _reads_same(many):
+        raise _NotComparedError("all ranks read the same samples")
     num_updates = comparable_updates(many, recorded)
     if not num_updates:
         firsts = [rank.updates[0] for rank in (*many.ranks, recorded)]
@@ -112,6 +116,15 @@ def _case(many: ScriptRecording, one: ScriptRecording) -> _Case:
     if tolerance is None:
         raise _NotComparedError("the script computes in 16 bits")
     return _Case(many, recorded, num_updates, tolerance)
+
+
+def _reads_same(many: ScriptRecording) -> bool:
+    """Whether all ranks train on the same batches, as the members of an ensemble do."""
+    read: list[list[list[int]]] = []
+    for rank in many.ranks:
+        trained = rank.facts.get("trained", [])
+        read.append([samples_of_batch(batch) for key, batch, _ in rank.batches if key[0] in trained][:_BATCHES])
+    return any(read[0]) and len(read) > 1 and all(of_rank == read[0] for of_rank in read[1:])
 
 
 def _check_inputs(many: ScriptRecording, one: RankRecording) -> None:

@@ -15,7 +15,9 @@ from everyrank.rerun.inside.session import Session
 __all__ = ["install_printed"]
 
 _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+\.\d*|\.\d+|\d+)(?:[eE][-+]?\d+)?(?![\w])")
-_NOT_COMPARED = re.compile(r"\d+:\d+(:\d+)?([.,]\d+)?|\d{4}-\d\d-\d\d|[\d.]+\s*[KMGT]i?B\b")  # times, dates and memory
+_NOT_COMPARED = re.compile(  # times, dates, memory and speeds
+    r"\d+:\d+(:\d+)?([.,]\d+)?|\d{4}-\d\d-\d\d|[\d.]+\s*[KMGT]i?B\b|[\d.]+(?:[eE][-+]?\d+)?\s*\w*/s(?:ec)?\b"
+)
 _MOST_LINES = 2000
 
 
