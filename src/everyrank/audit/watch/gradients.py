@@ -32,6 +32,8 @@ class Gradients:
         self.recorder, self.losses = recorder, losses
         self.names: dict[int, str] = {}
         self.flat = FlatShards()
+        self.reads_deepspeed, self.is_in_engine = False, False
+        self.of_engine: dict[str, np.ndarray] = {}  # the gradients that step under DeepSpeed, by name
         self.hooked: set[int] = set()
         self.sharded: dict[int, tuple[Any, Any]] = {}  # by id of a gathered parameter: it, and its shard
         self.parameters: list[Any] = []  # of the model whose forward came last
@@ -161,13 +163,16 @@ class Gradients:
 
     def _write_samples(self, parameters: list[Any]) -> None:
         content = {f"piece {micro} {name}": value for (micro, name), value in self.stepped.items()}
-        content |= {f"step {name}": value for name, value in self.stepping(parameters).items()}
+        stepping = self.of_engine if self.is_in_engine else self.stepping(parameters)
+        content |= {f"step {name}": value for name, value in stepping.items()}
         content |= {f"clip {name}": value for name, value in (self.before_clip or {}).items()}
         content |= {f"carried {name}": value for name, value in self.before_first.items()}
         self.recorder.arrays(f"rank{self.recorder.rank}.update{self.recorder.update}", content)
 
     def _step_event(self, parameters: list[Any], rates: list[float]) -> OptimizerStep:
-        is_sharded = any(hasattr(parameter, "to_local") or self.flat.holds(parameter) for parameter in parameters)
+        is_sharded = self.is_in_engine or any(
+            hasattr(parameter, "to_local") or self.flat.holds(parameter) for parameter in parameters
+        )
         grads = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         return OptimizerStep(
@@ -176,12 +181,12 @@ class Gradients:
             waits=[(function, line, count) for (function, line), count in self.losses.waits.items()],
             backward_update=self.backward_update,
             checksums={} if is_sharded else {self.names[id(p)]: checksum(p) for p in parameters},
-            replicated=self._replicated(parameters) if is_sharded or self.ignored else {},
+            replicated=self._replicated(parameters) if (is_sharded or self.ignored) and not self.is_in_engine else {},
             is_sharded=is_sharded,
             is_split=any(_is_split(parameter, self.is_fully_sharded) for parameter in parameters),
             shapes=zlib.crc32(repr([tuple(local(parameter).shape) for parameter in parameters]).encode()),
             without_gradient=[self.names[id(p)] for p in trained if p.grad is None and local(p).numel()][:20],
-            not_stepped=self._left_out(parameters),
+            not_stepped=[] if self.is_in_engine else self._left_out(parameters),
             is_zero=bool(grads) and all(float(grad.abs().sum()) == 0 for grad in grads),
             loss_scale=self.loss_scale,
             zeroed_at=self.zeroed_at,

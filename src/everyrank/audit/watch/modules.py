@@ -91,6 +91,8 @@ class Modules:
     def _report_opaque(self, kinds: set[str]) -> None:
         """Report each class of module whose gradients cannot be read, once."""
         self.reported |= kinds
+        if self.gradients.reads_deepspeed:
+            kinds = kinds - {"DeepSpeedEngine"}
         for kind in sorted(kinds & OPAQUE.keys()):
             self.recorder.write(Opaque(message=f"gradients and replicas under {OPAQUE[kind]}"))
         if "DataParallel" in kinds:
