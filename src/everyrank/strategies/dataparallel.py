@@ -90,7 +90,7 @@ def _devices(world: World, is_local: bool) -> list[int]:
     return list(range(num_devices))
 
 
-class OverDevices(nn.DataParallel):
+class OverDevices(nn.DataParallel[nn.Module]):
     """`nn.DataParallel` that splits a micro-batch over devices by the rule for ranks: sizes differ by at most one.
 
     torch splits 10 samples into 4, 4 and 2.

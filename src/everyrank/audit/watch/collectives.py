@@ -7,6 +7,7 @@ a backend's own functions.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import os
 import sys
