@@ -90,7 +90,7 @@ dist.destroy_process_group()
     ],
 )
 def test_the_gradient_that_steps_is_asked_of_the_engine(
-    forkserver: ForkServer, tmp_path: Path, before: str, after: str, rules: list[str]
+    python: ForkServer, tmp_path: Path, before: str, after: str, rules: list[str]
 ) -> None:
     package = tmp_path / "deepspeed"
     (package / "runtime").mkdir(parents=True)
@@ -99,6 +99,6 @@ def test_the_gradient_that_steps_is_asked_of_the_engine(
     (package / "runtime" / "engine.py").write_text(ENGINE)
     (package / "utils.py").write_text("def safe_get_full_grad(parameter):\n    return parameter.full_grad\n")
     (tmp_path / "train.py").write_text(SCRIPT.replace(before, after) if before else SCRIPT)
-    audit = record_forked(forkserver, tmp_path, tmp_path / "train.py").judge()
+    audit = record_forked(python, tmp_path, tmp_path / "train.py").judge()
     assert [finding.rule for finding in audit.findings] == rules, audit.findings
     assert not any("DeepSpeed" in text for text in audit.unchecked)

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["FlatShards", "plain_name"]
+__all__ = ["FlatShards", "name_in_model"]
 
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "module.")
 
 
-def plain_name(name: str) -> str:
+def name_in_model(name: str) -> str:
     """The name of a parameter without those of the wrappers around its module."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
@@ -44,8 +44,8 @@ class FlatShards:
             if handle is None or id(handle.flat_param) in self.handles:
                 continue
             flat = handle.flat_param
-            prefix = plain_name(f"{name}.") if name else ""
-            self.names[id(flat)] = [prefix + plain_name(part) for part in flat._fqns]
+            prefix = name_in_model(f"{name}.") if name else ""
+            self.names[id(flat)] = [prefix + name_in_model(part) for part in flat._fqns]
             self.handles[id(flat)] = handle
             found.append(flat)
             for number, original in enumerate(flat._params or ()):

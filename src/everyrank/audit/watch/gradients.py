@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from everyrank.audit.events import OptimizerStep
-from everyrank.audit.watch.flat_shards import FlatShards, plain_name
+from everyrank.audit.watch.flat_shards import FlatShards, name_in_model
 from everyrank.audit.watch.losses import Losses
 from everyrank.audit.watch.place import where
 from everyrank.audit.watch.recorder import Recorder, checksum, harmless, local
@@ -66,7 +66,7 @@ class Gradients:
         for name, shown in root.named_parameters():
             parameter = self._sharded(shown)
             if id(parameter) not in self.names:
-                name = plain_name(name)
+                name = name_in_model(name)
                 # two models, such as a generator and a discriminator, may use the same name
                 is_taken = name in self.names.values()
                 self.names[id(parameter)] = f"{type(root).__name__}.{name} ({len(self.names)})" if is_taken else name
