@@ -146,6 +146,7 @@ def compare(cli: Cli, folder: Path, place: Path | str, layout: str, size: int, *
     """Train under a layout, and the ejected project; the losses of both, which are equal to the last bit."""
     project = eject(cli, place, folder / "project", "--layout", layout, "--processes", size, *words)
     check_text(project)
+    layout = layout.replace("dataparallel", "single").replace("single:batch_norm=local", "single")  # without a GPU
     ours = cli.on_ranks(
         folder, "train", place, "--layout", layout, "--out", "run", "--save-every", 0, *words, size=size
     )
@@ -193,6 +194,8 @@ def check_text(project: Path) -> None:
         ("tensor", 2),
         ("pipeline", 2),
         ("fsdp:replicate=2", 4),
+        ("dataparallel:accumulate=2", 1),
+        pytest.param("ddp:precision=fp16", 2, marks=pytest.mark.integration),
         pytest.param("zero1", 2, marks=pytest.mark.integration),
         pytest.param("fsdp", 2, marks=pytest.mark.integration),
     ],
@@ -262,12 +265,19 @@ workload = everyrank.Workload(
 
 
 @pytest.mark.parametrize(
-    "layout", ["ddp:accumulate=2,precision=float64", pytest.param("fsdp", marks=pytest.mark.integration)]
+    ("layout", "size"),
+    [
+        ("ddp:accumulate=2,precision=float64", 2),
+        ("ddp:batch_norm=local", 2),
+        pytest.param("fsdp", 2, marks=pytest.mark.integration),
+        pytest.param("dataparallel:batch_norm=local", 1, marks=pytest.mark.integration),
+        pytest.param("ddp:batch_norm=local,precision=fp16", 2, marks=pytest.mark.integration),
+    ],
 )
-def test_says_what_a_workload_says(layout: str, tmp_path: Path, cli: Cli) -> None:
+def test_says_what_a_workload_says(layout: str, size: int, tmp_path: Path, cli: Cli) -> None:
     """Augmentation, dicts, collate, weights, batch norm over ranks, a plateau, micro-batches, a number of updates."""
     (tmp_path / "said.py").write_text(RICH)
-    assert len(compare(cli, tmp_path, tmp_path / "said.py", layout, 2)) == 13
+    assert len(compare(cli, tmp_path, tmp_path / "said.py", layout, size)) == 13
 
 
 def test_built_in_workloads_stand_alone(tmp_path: Path) -> None:
@@ -373,7 +383,10 @@ def test_place_of_a_rank(launcher: str, outside: Path, tmp_path: Path, cli: Cli,
         (("--layout", "fsdp:tensor=2"), "tensor= is a second axis"),
         (("--layout", "ddp:compress=bf16"), "eject does not write compress=bf16"),
         (("--layout", "ddp:recompute"), "eject does not write recompute"),
-        (("--layout", "ddp:precision=fp16"), "use precision=bf16"),
+        (("--layout", "fsdp:precision=fp16"), "use precision=bf16, or ddp"),
+        (("--layout", "dataparallel:precision=bf16"), "use precision=fp16, or ddp"),
+        (("--layout", "dataparallel", "--launcher", "torchrun"), "is started by python; leave it out"),
+        (("--layout", "ddp", "--launcher", "horovodrun"), "--launcher horovodrun: eject writes projects for"),
         (("--layout", "pipeline:schedule=gpipe"), "eject does not write schedule=gpipe"),
         (("--launcher", "ray"), "--launcher ray: eject"),
         (("--processes", 0), "--processes 0: give at least 1"),

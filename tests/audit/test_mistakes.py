@@ -74,6 +74,13 @@ MUTATIONS = [
      "data.sampler-lost WeightedRandomSampler", "sampler = DistributedSampler("),
     # --- gradients
     ("classifier", "            optimizer.zero_grad()\n", "", "gradient.carried", "optimizer.step()"),
+    ("flat", "            optimizer.zero_grad()\n", "", "gradient.carried", "optimizer.step()"),
+    ("flat", "own_targets) / 2", "own_targets)", "gradient.scale not divided by the 2 backwards", "F.mse_loss("),
+    ("classifier", "            optimizer.zero_grad()\n",
+     "            optimizer.zero_grad()\n            nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n",
+     "clip.nothing", "nn.utils.clip_grad_norm_("),
+    ("flat", "model.clip_grad_norm_(0.5)", "nn.utils.clip_grad_norm_(model.parameters(), 0.5)", "clip.local",
+     "nn.utils.clip_grad_norm_("),
     ("classifier", "            loss.backward()", "            (loss / world_size).backward()",
      "gradient.scale divided by the 2 ranks", "F.cross_entropy(model"),
     ("classifier", "            loss.backward()", "            (loss * world_size).backward()",
@@ -294,11 +301,6 @@ NOT_CHECKED = [
     ("classifier", "    dist.all_reduce(totals)\n",
      "    evaluate.count = getattr(evaluate, 'count', 20) + 5\n    number = totals[1] / evaluate.count\n"
      "    dist.all_reduce(number)\n    dist.all_reduce(totals)\n", "the ratio that is averaged at "),
-    *(("classifier", ("    model = DistributedDataParallel(model)\n", "model.module(inputs)"),
-       ("    from torch.distributed.fsdp import FullyShardedDataParallel\n"
-        f"    model = FullyShardedDataParallel(model, device_id=torch.device('cpu'), use_orig_params={whether})\n",
-        "model(inputs)"), "gradients and replicas under FullyShardedDataParallel (FSDP1)")
-      for whether in (True, False)),
     ("classifier", "= DistributedDataParallel(model)",
      '= type("DeepSpeedEngine", (DistributedDataParallel,), {})(model)', "gradients and replicas under DeepSpeed"),
     ("classifier", "= DistributedDataParallel(model)", "= DistributedDataParallel(nn.DataParallel(model))",
@@ -424,6 +426,12 @@ ALSO_RIGHT = [
         "classifier",
         "nn.Dropout(0.1)",
         'type("Noise", (nn.Module,), {"forward": lambda self, x: x + torch.randn_like(x) * self.training})()',
+    ),
+    ("flat", '"use_orig_params": False', '"use_orig_params": True'),
+    (
+        "flat",
+        '"use_orig_params": False',
+        '"sharding_strategy": torch.distributed.fsdp.ShardingStrategy.NO_SHARD',
     ),
     ("language", "loss * world_size / count", "loss / count * dist.get_world_size()"),
     ("stream", "parameter.grad /= world_size", "parameter.grad.div_(world_size)"),

@@ -1,16 +1,17 @@
-"""An ejected project in a real Slurm job."""
+"""An ejected project in a real Slurm job, and under the real Horovod."""
 
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from integration.conftest import batch_job
+from integration.conftest import batch_job, needs_horovod
 from processes import Cli
-from test_eject import eject, losses_of_train, outside, said
+from test_eject import RICH, eject, losses_of_train, outside, said
 
 __all__ = ["outside"]
 
@@ -41,3 +42,24 @@ def test_slurm_runs_what_is_ejected(
     assert losses == losses_of_train(tmp_path / "run")
     assert len(losses) == 6
     assert (project / "weights.pt").exists()
+
+
+@pytest.mark.parametrize("keys", ["", ",accumulate=2", ",precision=fp16", ",compress=fp16"])
+def test_horovod_runs_what_is_ejected(keys: str, tmp_path: Path, cli: Cli) -> None:
+    """The command in its README gets the losses of `everyrank train` to the last bit."""
+    needs_horovod()
+    (tmp_path / "rich.py").write_text(RICH)
+    layout = f"horovod:batch_norm=local{keys}"
+    project = eject(cli, tmp_path / "rich.py", tmp_path / "project", "--layout", layout)
+    words = ["train", tmp_path / "rich.py", "--layout", layout, "--processes", 2, "--out", "run", "--save-every", 0]
+    ours = cli(tmp_path, *words)
+    assert ours.status == 0, ours.err
+    command = (project / "README.md").read_text().split("requirements.txt\n")[1].splitlines()[0].split()
+    assert command[:4] == ["horovodrun", "-np", "2", "--gloo"]
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment.pop("PYTHONPATH", None)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=project, env=environment, timeout=200)
+    assert done.returncode == 0, done.stderr
+    losses = said(done.stdout.replace("[0]<stdout>:", ""))[0]
+    assert losses == losses_of_train(tmp_path / "run")
+    assert len(losses) == 13

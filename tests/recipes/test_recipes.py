@@ -62,7 +62,7 @@ LONG = {
     "ddp_rpc": 195,
     "ddp_uneven": 190,
     "expert": 205,
-    "imagenet_ddp": 230,
+    "imagenet_ddp": 280,
     "parameter_server_async": 200,
     "pipeline": 185,
     "point_to_point": 200,
@@ -112,6 +112,7 @@ LAYOUTS = {
     "rpc_pipeline": "single:precision=float64",
     "horovod_ddp": "ddp:precision=float64",
     "ddp_syncbn": "ddp:precision=float64",
+    "weighted_sampler": "ddp:precision=float64",
 }
 
 # What people get wrong, in each: (what stands there, what they write).
@@ -124,6 +125,7 @@ MUTATIONS = {
     "ddp_spawn": ("/ batch_size", "/ len(labels)"),  # averages once too often
     "ddp_torchrun": ("ddp(images)", "model(images)"),  # past the wrapper: no gradient is sent
     "ddp_amp": ("parameter.grad *= BATCH / batch_size", "pass"),  # and then multiplied as if it were a sum
+    "weighted_sampler": ("SEED + self.epoch)", "SEED + self.epoch + self.rank)"),  # each rank draws by itself
     "ddp_accumulate": ("is_last = index + 1 == ACCUMULATE", "is_last = index == 0"),
     "distributed_evaluation": (
         "range(rank, len(data), world_size)",
@@ -212,6 +214,8 @@ MORE_MUTATIONS = [
     ),
     ("expert", "[order].split", ".split"),  # rows of one expert are taken for another's
     ("expert", "outputs[order.argsort()]", "outputs"),  # the outputs for one token are taken for another's
+    ("weighted_sampler", "sampler.set_epoch(epoch)", "sampler.set_epoch(0)"),
+    ("weighted_sampler", "1 / labels.bincount()[labels].double()", "torch.ones(len(labels), dtype=torch.float64)"),
     ("ddp_torchrun", "sampler.set_epoch(epoch)", "sampler.set_epoch(0)"),  # every epoch in the order of the first
     (  # a part does not have the weights that it has in the whole network
         "rpc_autograd",
@@ -244,6 +248,7 @@ MORE_MUTATIONS = [
 # On other numbers of ranks, or with the other commands of their headers; what is changed in the text before.
 OTHER_STARTS = [
     ("ddp_syncbn", 4, ("", "")),
+    ("weighted_sampler", 3, ("", "")),
     ("ddp_torchrun", 4, ("", "")),  # which do not divide the samples
     ("tensor", 4, ("", "")),
     ("fsdp_tensor", 2, ("", "")),
@@ -296,19 +301,28 @@ from everyrank.builtin import digits
 
 digits.DATA = Path(__file__).with_name("digits.csv.gz")
 workload = digits.workload(norm="{norm}", epochs=2)
+{more}
 """
+MORE = {  # that the workload has
+    "weighted_sampler": """
+import dataclasses
+labels = digits.Digits(held_out=False).tensors[1]
+workload = dataclasses.replace(workload, weights=lambda: 1 / labels.bincount()[labels].double())
+"""
+}
 
 
 def library(cli: Cli, name: str) -> Record:
     """The same training by the library, on the same samples."""
     norm = "batch" if name in BATCH_NORM else "group"
-    return by_the_library(cli, LAYOUTS[name], len(DIGITS) if name in WHOLE else NUM_ROWS, norm)
+    num_rows = len(DIGITS) if name in WHOLE else NUM_ROWS
+    return by_the_library(cli, LAYOUTS[name], num_rows, norm, MORE.get(name, ""))
 
 
 @cache
-def by_the_library(cli: Cli, layout: str, num_rows: int, norm: str = "group") -> Record:
+def by_the_library(cli: Cli, layout: str, num_rows: int, norm: str = "group", more: str = "") -> Record:
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "workload.py").write_text(BY_THE_LIBRARY.format(norm=norm))
+        (Path(folder) / "workload.py").write_text(BY_THE_LIBRARY.format(norm=norm, more=more))
         write_digits(Path(folder), num_rows)
         record = train_workload(cli, Path(folder), layout, size=1 if layout.startswith("single") else 2)
     num_samples = num_rows - num_rows // 5
@@ -634,7 +648,7 @@ def test_recipe_is_standalone(name: str) -> None:
     modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     modules |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     roots = {module.partition(".")[0] for module in modules}
-    extra = {"imagenet_ddp": {"PIL"}, "ray_actors": {"ray"}, "horovod_ddp": {"horovod"}}.get(name, set())
+    extra = {"imagenet_ddp": {"PIL", "torchvision"}, "ray_actors": {"ray"}, "horovod_ddp": {"horovod"}}.get(name, set())
     assert roots <= {"torch", "digits", "transformer", *extra, *sys.stdlib_module_names}
     assert len(text.splitlines()) <= LONG.get(name, 175)
     said = ast.get_docstring(tree) or ""
@@ -864,3 +878,32 @@ def test_imagenet_mutation_differs(
     wrong = trained(cli, tmp_path, images, text.replace(before, after), COMMAND.format(2, 0, 1))
     gaps = [abs(a - b) / b for a, b in zip(wrong.losses, by_library.loss[:4], strict=True)]
     assert max(gaps) > 1e-9
+
+
+def test_imagenet_evaluates_what_it_has_trained(cli: Cli, tmp_path: Path, images: Path) -> None:
+    """--evaluate: of its checkpoint, and of weights in a file, on another number of ranks; nothing is trained."""
+    text = (RECIPES / "imagenet_ddp.py").read_text()
+    after = trained(cli, tmp_path, images, text, COMMAND.format(2, 0, 1)).numbers
+    saved = (tmp_path / "imagenet_ddp.pt").read_bytes()
+    for size, more in ((2, ""), (1, " --pretrained weights.pt")):
+        (tmp_path / "weights.pt").write_bytes(saved)
+        found = trained(cli, tmp_path, images, text, COMMAND.format(size, 0, 9) + " --evaluate" + more)
+        assert (found.numbers, found.losses) == (after, [])
+    assert (tmp_path / "imagenet_ddp.pt").read_bytes() == saved
+
+
+def test_imagenet_options_of_its_ancestor(cli: Cli, tmp_path: Path, images: Path) -> None:
+    """--momentum and --weight-decay reach the optimizer; --pretrained starts from the weights of the file."""
+    text = (RECIPES / "imagenet_ddp.py").read_text()
+    one = COMMAND.format(1, 0, 1)
+    plain = trained(cli, tmp_path, images, text, one).losses
+    (tmp_path / "weights.pt").write_bytes((tmp_path / "imagenet_ddp.pt").read_bytes())
+    for more, first_is_equal in (
+        (" --momentum 0", True),
+        (" --weight-decay 0.5", True),
+        (" --pretrained weights.pt", False),
+    ):
+        (tmp_path / "imagenet_ddp.pt").unlink()
+        losses = trained(cli, tmp_path, images, text, one + more).losses
+        assert (losses[0] == plain[0]) == first_is_equal, more
+        assert losses[1:] != plain[1:]

@@ -236,7 +236,7 @@ class NoSync(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Opaque(Event):
-    """Written when gradients and parameters cannot be read, as under FSDP1 or DeepSpeed; `message` explains it."""
+    """Written when gradients and parameters cannot be read, as under DeepSpeed; `message` explains it."""
 
     message: str
 

@@ -206,7 +206,7 @@ class Evidence:
 
     @functools.cached_property
     def is_opaque(self) -> bool:
-        """Whether gradients and parameters cannot be read: FSDP1, DeepSpeed, communication hooks of DDP."""
+        """Whether gradients and parameters cannot be read: DeepSpeed, communication hooks of DDP."""
         return any(self.all_of(Opaque))
 
     @functools.cached_property

@@ -25,6 +25,7 @@ from everyrank.commands.shared import (
 )
 from everyrank.errors import UsageError
 from everyrank.launch import rank_info_from_environment
+from everyrank.layout import parse_layout
 from everyrank.options import BenchOptions
 from everyrank.record import Record
 
@@ -34,13 +35,31 @@ HELP = "verify layouts, then time those that are equivalent"
 EXAMPLES = (
     "everyrank bench digits --layout single ddp fsdp --processes 2 --html report.html",
     "everyrank bench my_workload.py --json records.json",
+    "everyrank bench imagenet --data DIR --preset ancestors --processes 4",
 )
+
+_PRESETS = {
+    "ancestors": (
+        "single",
+        "dataparallel:batch_norm=local",
+        "ddp:batch_norm=local",
+        "ddp:batch_norm=local,precision=fp16",
+        "horovod:batch_norm=local",
+    )
+}
+"""Name -> layouts. ancestors: the methods of the repositories in docs/coming-from/pytorch-distributed*.md."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add WORKLOAD, the launch flags, the layouts, `BenchOptions`, and the output files."""
     add_common(parser, several_sizes=True)
     add_layouts(parser)
+    parser.add_argument(
+        "--preset",
+        choices=tuple(_PRESETS),
+        help="layouts by name, instead of --layout. ancestors: DataParallel, DistributedDataParallel, mixed precision "
+        "and Horovod, each with batch norm of its own device",
+    )
     add_options(parser, BenchOptions)
     add_outputs(parser)
 
@@ -58,7 +77,10 @@ def run(args: argparse.Namespace) -> int:
             f"--processes {' '.join(map(str, processes))}: the ranks have already been started; leave it out"
         )
     args.processes = max(processes, default=None)
-    layouts, launch = layouts_of(args), launch_of(args)
+    if args.preset is not None and args.layout:
+        raise UsageError(f"--preset {args.preset} --layout {args.layout[0]}: give one of them")
+    layouts = [parse_layout(text) for text in _PRESETS[args.preset]] if args.preset else layouts_of(args)
+    launch = launch_of(args)
     for path in (args.json, args.markdown):
         check_writable(path)
     check_html(args)

@@ -23,8 +23,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add WORKLOAD, DIR, the layout, the launcher, and the settings of the workload."""
     parser.add_argument("place", metavar="WORKLOAD", help="a built-in name, or path/file.py[:name]")
     parser.add_argument("folder", type=Path, metavar="DIR", help="an empty or new folder")
-    parser.add_argument("--layout", default="ddp", metavar="L", help="ddp (default), zero1, fsdp, tensor, pipeline")
-    parser.add_argument("--launcher", default="torchrun", metavar="X", help="torchrun (default), spawn, slurm, mpi")
+    parser.add_argument(
+        "--layout",
+        default="ddp",
+        metavar="L",
+        help="ddp (default), zero1, fsdp, tensor, pipeline, horovod, dataparallel",
+    )
+    parser.add_argument("--launcher", metavar="X", help="torchrun (default), spawn, slurm, mpi")
     parser.add_argument("--processes", type=int, default=2, metavar="N", help="ranks of a host (default 2)")
     parser.add_argument(
         "--data", type=Path, metavar="DIR", help="folder of the data, if the workload does not include it"
@@ -48,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     from everyrank import eject
 
     command = shlex.join(["everyrank", *args.words])
-    request = eject.EjectRequest(source, layout, args.launcher, args.processes, command)
+    request = eject.EjectRequest(source, layout, args.launcher or eject.launcher_of(layout), args.processes, command)
     written = eject.write_project(request, args.folder)
     names = printable(f"{', '.join(path.name for path in written)} in {args.folder}")
     print(f"wrote {names}; README.md shows how to start it")

@@ -32,6 +32,7 @@ GROUPS = {
         "ddp_syncbn",
         "distributed_evaluation",
         "iterable_sharding",
+        "weighted_sampler",
         "ddp_uneven",
         "contrastive",
         "ddp_compressed",

@@ -12,6 +12,6 @@ project.py     all files of a project, and writing them
 """
 
 from everyrank.eject.project import write_project
-from everyrank.eject.request import EJECTED_LAUNCHERS, EJECTED_STRATEGIES, EjectRequest
+from everyrank.eject.request import EJECTED_LAUNCHERS, EJECTED_STRATEGIES, EjectRequest, launcher_of
 
-__all__ = ["EJECTED_LAUNCHERS", "EJECTED_STRATEGIES", "EjectRequest", "write_project"]
+__all__ = ["EJECTED_LAUNCHERS", "EJECTED_STRATEGIES", "EjectRequest", "launcher_of", "write_project"]

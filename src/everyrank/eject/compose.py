@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import importlib.resources
+import json
 import re
 import string
 from collections.abc import Mapping, Set
@@ -28,6 +29,8 @@ _LAYOUT_PARTS = {
     "hsdp": ("sharded", "backward", "normalise"),
     "tensor": ("tensor", "backward", "normalise"),
     "pipeline": ("pipeline", "normalise"),
+    "horovod": ("backward", "normalise"),
+    "dataparallel": ("backward", "normalise"),
 }
 """The templates of each layout, in addition to those of all layouts."""
 
@@ -57,6 +60,14 @@ Travels   activations: an all-reduce behind each pair of matrices in forward, on
 
 Holds     some blocks on every rank, with their gradients and optimizer state; what is outside the blocks in full
 Travels   per micro-batch the activations between neighbours, forward to the next rank, their gradients back""",
+    "horovod": """every rank holds the whole model, and Horovod adds up the gradients.
+
+Holds     the whole model, its gradients and the optimizer state, on every rank
+Travels   each gradient: summed over ranks by all-reduce while backward still runs, those together that are ready""",
+    "dataparallel": """one process copies the model to every GPU in each update, and adds up the gradients.
+
+Holds     the whole model, its gradients and the optimizer state on the first GPU; copies of the model on the others
+Travels   the weights and each GPU's part of the batch in forward, outputs and gradients back to the first GPU""",
 }
 """The text about each layout in the docstring of train.py."""
 
@@ -65,19 +76,23 @@ def conditions_of(workload: Workload, facts: Facts, request: EjectRequest) -> fr
     """Return the conditions that hold for this project, which lines of the templates refer to."""
     kind, layout = request.kind, request.layout
     is_accumulating = kind != "pipeline" and layout.accumulate > 1
-    batch_norm = facts.has_batch_norm and kind in ("ddp", "zero1", "fsdp", "hsdp")
+    is_alone = kind == "dataparallel"
+    batch_norm = facts.has_batch_norm and not request.has_local_norm and kind in ("ddp", "zero1", "fsdp", "hsdp")
     holds = {
         kind: True,
         request.launcher: True,
         "ddp": kind in ("ddp", "zero1"),
         "sharded": kind in ("fsdp", "hsdp"),
-        "apart": kind in ("ddp", "zero1", "fsdp", "hsdp"),
+        "whole": kind in ("ddp", "zero1", "horovod", "dataparallel"),
+        "summed": kind in ("horovod", "dataparallel"),
+        "grouped": kind not in ("horovod", "dataparallel"),
+        "apart": kind not in ("tensor", "pipeline"),
         "averaged": kind in ("ddp", "zero1", "fsdp", "hsdp"),
         "dtensor": kind in ("fsdp", "hsdp", "tensor"),
         "shards": kind == "hsdp" and workload.clip_norm is not None,
         "accumulate": is_accumulating,
         "micro": is_accumulating or kind == "pipeline",
-        "checked": kind != "tensor" or is_accumulating,
+        "checked": (kind != "tensor" and not is_alone) or is_accumulating,
         "clip": workload.clip_norm is not None,
         "eval": workload.eval_data is not None,
         "metrics": bool(workload.metrics),
@@ -95,10 +110,13 @@ def conditions_of(workload: Workload, facts: Facts, request: EjectRequest) -> fr
         "seeded": facts.draws_in_data,
         "draws": facts.draws_in_model,
         "batch_norm": batch_norm,
+        "local_norm": facts.has_batch_norm and request.has_local_norm and not is_alone,
         "blocks": workload.blocks is not None,
         "reshard": layout.options.get("reshard_after_forward", True) is True,
         "bf16": layout.precision == "bf16",
-        "autocast": layout.precision == "bf16" and kind not in ("fsdp", "hsdp"),
+        "scaler": layout.precision == "fp16",
+        "compress": layout.options.get("compress", "none") != "none",
+        "autocast": layout.precision in ("bf16", "fp16") and kind not in ("fsdp", "hsdp"),
         "split_loss": kind == "tensor" and "colwise_loss" in (workload.tensor_plan or {}).values(),
         "gather": kind == "tensor" and "gather" in (workload.tensor_plan or {}).values(),
     }
@@ -112,8 +130,11 @@ def compose(workload: Workload, facts: Facts, request: EjectRequest, sources: Ow
         holds.add("numpy_random")
     values = _values(workload, facts, request, sources, command)
     names = ["constants"]
-    names += [f"place_{request.launcher}"] if request.launcher != "spawn" else []
-    names += ["connect", "data", *_LAYOUT_PARTS[request.kind]]
+    if "grouped" in holds:
+        names += [f"place_{request.launcher}"] if request.launcher != "spawn" else []
+        names += ["connect"]
+    names += ["connect_horovod"] if "horovod" in holds else []
+    names += ["data", *_LAYOUT_PARTS[request.kind]]
     names += ["evaluate"] if "eval" in holds else []
     imports = {ImportLine(sources.module, sources.attribute, sources.attribute)}
     if "batch_norm" in holds:
@@ -162,7 +183,7 @@ def _values(
     workload: Workload, facts: Facts, request: EjectRequest, sources: OwnSources, command: str
 ) -> dict[str, str]:
     """Return the values for $name in the templates."""
-    low = request.layout.precision == "bf16"
+    low = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}.get(request.layout.precision)
     floats = ["DTYPE" if is_float else "non_blocking=True" for is_float in facts.floats]
     return {
         "workload": sources.attribute + (f"({_settings(request, sources)})" if sources.is_called else ""),
@@ -176,6 +197,8 @@ def _values(
         "clip_norm": "TASK.clip_norm",
         "replicas": str(request.replicas),
         "dtype": "float32" if low else request.layout.precision,
+        "low": str(low),
+        "scaler": ", scaler" if request.layout.precision == "fp16" else "",
         "command": command,
         "script": f"{sources.names.script}.py",
         "processes": str(request.processes),
@@ -194,7 +217,11 @@ def _settings(request: EjectRequest, sources: OwnSources) -> str:
     """Return the arguments for the workload's function: settings, and the --batch, --epochs and --steps it takes."""
     requested = {"batch": request.source.batch, "epochs": request.source.epochs, "steps": request.source.steps}
     given = {name: value for name, value in requested.items() if value is not None and name in sources.takes}
-    return ", ".join(f"{name}={value!r}" for name, value in {**request.source.settings, **given}.items())
+    settings = {**request.source.settings, **given}
+    return ", ".join(
+        f"{name}={json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)}"  # as ruff has it
+        for name, value in settings.items()
+    )
 
 
 def _field(name: str, requested: int | None, is_setting: bool) -> str:

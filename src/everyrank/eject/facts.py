@@ -76,10 +76,7 @@ def look_at(workload: Workload, request: EjectRequest) -> Facts:
             block.register_forward_pre_hook(_check_block_call)
     draws_in_model = _forward(workload, model, value, target, request)
     norms: list[Any] = find_batch_norms(model)
-    if norms and request.layout.precision == "bf16":
-        raise UsageError(f"--layout {request.layout}: eject does not write batch norm over ranks in bf16")
-    if norms and any(not norm.affine or not norm.track_running_stats for norm in norms):
-        raise UsageError("batch norm without weights or running statistics: eject does not write it over ranks")
+    _refuse_norms(norms, request)
     _refuse_model(workload, model, request, bool(norms))
     return Facts(
         samples=len(data),
@@ -93,6 +90,25 @@ def look_at(workload: Workload, request: EjectRequest) -> Facts:
         num_args=num_args,
         stages=_stages(workload, model, request) if request.kind == "pipeline" else [],
     )
+
+
+def _refuse_norms(norms: list[Any], request: EjectRequest) -> None:
+    """Raise `UsageError` for batch norm that a project would not compute as `everyrank train` does."""
+    layout, is_local = request.layout, request.has_local_norm
+    if not norms or is_local:
+        return
+    if layout.strategy in ("dataparallel", "horovod"):
+        raise UsageError(
+            f"--layout {layout}: {layout.strategy} normalises the samples of each device by themselves; add "
+            "batch_norm=local, or use ddp, whose batch norm spans all ranks"
+        )
+    if layout.precision in ("bf16", "fp16"):
+        raise UsageError(
+            f"--layout {layout}: eject does not write batch norm over ranks in {layout.precision}; under ddp add "
+            "batch_norm=local"
+        )
+    if any(not norm.affine or not norm.track_running_stats for norm in norms):
+        raise UsageError("batch norm without weights or running statistics: eject does not write it over ranks")
 
 
 def _is_float(value: Any) -> bool:

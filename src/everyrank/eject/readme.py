@@ -20,6 +20,8 @@ def start_command(request: EjectRequest, script: str) -> str:
     """Return the command that starts `script`.py."""
     count = request.processes
     return {
+        "python": f"python {script}.py",
+        "horovodrun": f"horovodrun -np {count} --gloo python {script}.py",
         "spawn": f"python {script}.py --processes {count}",
         "torchrun": f"torchrun --standalone --nproc-per-node {count} {script}.py",
         "slurm": f"sbatch {script}.sbatch",
@@ -59,6 +61,11 @@ def readme(workload: Workload, facts: Facts, request: EjectRequest, sources: Own
         notes.append(
             "Dropout draws different numbers than in everyrank, so the losses differ as with a different seed."
         )
+    if facts.has_batch_norm and request.has_local_norm:
+        notes.append(
+            "Batch norm takes its statistics from the samples of one rank or GPU. So the training depends on their "
+            "number."
+        )
     notes += [f"Put `{large.name}` beside the scripts: it was too large to be copied." for large in sources.left_out]
     text = (importlib.resources.files("everyrank.eject.parts") / "README.md.txt").read_text(encoding="utf-8")
     return string.Template(text).substitute(
@@ -76,6 +83,13 @@ def _several_hosts(request: EjectRequest, script: str) -> list[str]:
     """Return the section on starting on several hosts."""
     count = request.processes
     return {
+        "python": ["One host only, with all its visible GPUs; for fewer set `CUDA_VISIBLE_DEVICES`."],
+        "horovodrun": [
+            f"On two hosts: `horovodrun -np {2 * count} -H FIRST:{count},SECOND:{count} --gloo python {script}.py`, "
+            "which reaches them by ssh.",
+            "",
+            "Horovod 0.28.1 has no wheels: build it for the torch of `requirements.txt`.",
+        ],
         "spawn": ["One host only; `everyrank eject --launcher torchrun` writes it for several."],
         "torchrun": [
             "On two hosts, the same on each of them, with the address of the first:",

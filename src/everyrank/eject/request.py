@@ -7,19 +7,31 @@ from typing import Any
 
 from everyrank.errors import UsageError
 from everyrank.layout import Layout
+from everyrank.layout.options import BatchNormOptions
 from everyrank.workload import Source, Workload
 
-__all__ = ["EJECTED_LAUNCHERS", "EJECTED_STRATEGIES", "EjectRequest", "refuse_layout", "refuse_workload"]
+__all__ = [
+    "EJECTED_LAUNCHERS",
+    "EJECTED_STRATEGIES",
+    "EjectRequest",
+    "launcher_of",
+    "refuse_layout",
+    "refuse_workload",
+]
 
-EJECTED_STRATEGIES = ("ddp", "zero1", "fsdp", "tensor", "pipeline")
+EJECTED_STRATEGIES = ("ddp", "zero1", "fsdp", "tensor", "pipeline", "horovod", "dataparallel")
 EJECTED_LAUNCHERS = ("spawn", "torchrun", "slurm", "mpi")
+_OWN_LAUNCHERS = {"dataparallel": "python", "horovod": "horovodrun"}
+"""Layouts whose project can be started in one way only."""
 
 _OPTIONS: dict[str, dict[str, tuple[object, ...]]] = {
-    "ddp": {"bucket_mb": (), "static_graph": (), "find_unused": (), "batch_norm": ("sync",), "compress": ("none",)},
+    "ddp": {"bucket_mb": (), "static_graph": (), "find_unused": (), "batch_norm": (), "compress": ("none",)},
     "zero1": {"bucket_mb": (), "static_graph": (), "find_unused": (), "batch_norm": ("sync",)},
     "fsdp": {"reshard_after_forward": (), "batch_norm": ("sync",)},
     "tensor": {"sequence": (False,)},
     "pipeline": {"schedule": ("1f1b",), "microbatches": ()},
+    "horovod": {"batch_norm": (), "compress": ()},
+    "dataparallel": {"batch_norm": ()},
 }
 """The options of each strategy that can be ejected, and their allowed values if only some are."""
 
@@ -36,7 +48,7 @@ class EjectRequest:
 
     source      the source of the workload, with its settings
     layout      the layout of the training
-    launcher    one of `EJECTED_LAUNCHERS`
+    launcher    one of `EJECTED_LAUNCHERS`, or what `launcher_of` returns for the layout
     processes   number of ranks in the commands; only a pipeline is fixed to it
     command     the command line, for the README
     """
@@ -49,7 +61,7 @@ class EjectRequest:
 
     @property
     def kind(self) -> str:
-        """The layout's short name: ddp, zero1, fsdp, hsdp, tensor or pipeline."""
+        """The layout's short name: that of its strategy, or hsdp."""
         return "hsdp" if self.replicas > 1 else self.layout.strategy
 
     @property
@@ -65,15 +77,21 @@ class EjectRequest:
         requested: Any = self.layout.options.get("microbatches")
         return int(requested or 2 * self.processes)
 
+    @property
+    def has_local_norm(self) -> bool:
+        """Whether batch norm takes its statistics from the samples of one rank or device."""
+        return self.layout.read(BatchNormOptions).batch_norm == "local"
+
+
+def launcher_of(layout: Layout) -> str:
+    """Return the launcher of a project for which the user names none."""
+    return _OWN_LAUNCHERS.get(layout.strategy, "torchrun")
+
 
 def refuse_layout(request: EjectRequest) -> None:
     """Raise `UsageError` for a layout or launcher that cannot be ejected."""
     layout = request.layout
-    if request.launcher not in EJECTED_LAUNCHERS:
-        raise UsageError(
-            f"--launcher {request.launcher}: eject writes projects for {', '.join(EJECTED_LAUNCHERS)}; "
-            "`everyrank new --list` has scripts for others"
-        )
+    _refuse_launcher(request)
     if layout.strategy not in EJECTED_STRATEGIES:
         raise UsageError(
             f"--layout {layout}: eject knows {', '.join(EJECTED_STRATEGIES)} and fsdp:replicate=N; "
@@ -90,15 +108,37 @@ def refuse_layout(request: EjectRequest) -> None:
     for key in ("recompute", "compile"):
         if getattr(layout, key):
             raise UsageError(f"--layout {layout}: eject does not write {key}; leave it out, and add it to train.py")
-    if layout.precision == "fp16":
+    _refuse_precision(request)
+    if request.kind == "pipeline" and layout.accumulate > 1:
+        raise UsageError(f"--layout {layout}: a pipeline accumulates already; give microbatches= instead of accumulate")
+
+
+def _refuse_launcher(request: EjectRequest) -> None:
+    strategy = request.layout.strategy
+    own = _OWN_LAUNCHERS.get(strategy)
+    if own is not None and request.launcher != own:
+        raise UsageError(f"--launcher {request.launcher}: a project of {strategy} is started by {own}; leave it out")
+    if own is None and request.launcher not in EJECTED_LAUNCHERS:
         raise UsageError(
-            f"--layout {layout}: everyrank's loss scale for fp16 is one for all ranks, torch's GradScaler another "
-            "arithmetic; use precision=bf16"
+            f"--launcher {request.launcher}: eject writes projects for {', '.join(EJECTED_LAUNCHERS)}; "
+            "`everyrank new --list` has scripts for others"
+        )
+
+
+def _refuse_precision(request: EjectRequest) -> None:
+    layout = request.layout
+    if layout.precision == "fp16" and layout.strategy not in ("ddp", "dataparallel", "horovod"):
+        raise UsageError(
+            f"--layout {layout}: torch's GradScaler looks for an overflow in the gradients of its own rank only, and "
+            "here each rank has others; use precision=bf16, or ddp"
+        )
+    if layout.precision == "bf16" and layout.strategy == "dataparallel":
+        raise UsageError(
+            f"--layout {layout}: nn.DataParallel does not pass the dtype of autocast on to its threads, which then "
+            "compute in fp16; use precision=fp16, or ddp"
         )
     if request.kind == "pipeline" and layout.precision == "bf16":
         raise UsageError(f"--layout {layout}: eject writes pipelines in float32 and float64; leave precision=bf16 out")
-    if request.kind == "pipeline" and layout.accumulate > 1:
-        raise UsageError(f"--layout {layout}: a pipeline accumulates already; give microbatches= instead of accumulate")
 
 
 def refuse_workload(workload: Workload, request: EjectRequest) -> None:

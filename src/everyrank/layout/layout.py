@@ -149,9 +149,12 @@ class Layout:
         return all(self.read(options).is_exact() for options in self.row.options)
 
     def simulation(self, world_size: int) -> Layout:
-        """Return the layout that simulates this one on so many ranks in one process."""
+        """Return the layout that simulates this one on so many ranks, or devices of dataparallel, in one process."""
         sizes = self.mesh(world_size)
-        ranks = self.simulated or math.prod(size for axis, size in sizes.items() if axis in SAMPLE_AXES)
+        if self.axis is None:
+            ranks = self.simulated or world_size
+        else:
+            ranks = math.prod(size for axis, size in sizes.items() if axis in SAMPLE_AXES)
         return dataclasses.replace(self.repeatable(), degrees={}, simulated=ranks)
 
     @property

@@ -100,7 +100,9 @@ def problem_with(value: object, kind: Kind) -> str:
 
 STRATEGIES: dict[str, Strategy] = {
     "single": Strategy("everyrank.strategies.single", None, (DeviceOptions,)),
-    "dataparallel": Strategy("everyrank.strategies.dataparallel", None, (DataParallelOptions,)),
+    "dataparallel": Strategy(
+        "everyrank.strategies.dataparallel", None, (DataParallelOptions, BatchNormOptions), simulation="replicas"
+    ),
     "ddp": Strategy(
         "everyrank.strategies.ddp",
         "replicate",

@@ -179,6 +179,8 @@ def single_like(case: ParityCase, layout: Layout, precision: str, world_size: in
             "--reference"
         )
     if not layout.is_exact:
+        if layout.axis is None and world_size == 1:  # dataparallel takes all devices
+            world_size = max(1, torch.cuda.device_count())
         return dataclasses.replace(layout.simulation(world_size), precision=precision)
     single = case.reference or Layout("single")
     accumulate = max(single.accumulate, case.accumulate)

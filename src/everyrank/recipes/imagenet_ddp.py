@@ -2,7 +2,8 @@
 
 Run: torchrun --standalone --nproc-per-node 2 imagenet_ddp.py DIR
 
-DIR holds train/<class>/*.jpg and val/<class>/*.jpg. Needs Pillow.
+DIR holds train/<class>/*.jpg and val/<class>/*.jpg. Needs Pillow, and torchvision for --arch.
+--evaluate trains nothing: it evaluates --pretrained FILE, or else the checkpoint imagenet_ddp.pt of this folder.
 
 Holds     the whole model, its gradients and the optimizer state, on every rank
 Travels   the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs
@@ -115,6 +116,54 @@ def build(num_classes, width, cuda):
     return nn.SyncBatchNorm.convert_sync_batchnorm(model) if cuda else model
 
 
+def build_arch(name, num_classes, cuda, world_size):
+    """A network of torchvision by its name, (N, 3, H, W) -> (N, num_classes)."""
+    from torchvision.models import get_model, list_models
+
+    if name not in list_models():
+        raise SystemExit(f"--arch {name}: torchvision has no such network; for example resnet50 or vit_b_16")
+    torch.manual_seed(SEED)
+    model = get_model(name, num_classes=num_classes)
+    if not cuda and world_size > 1 and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
+        raise SystemExit(f"--arch {name}: torch synchronises batch norm on GPUs only; on CPU start one rank")
+    return nn.SyncBatchNorm.convert_sync_batchnorm(model) if cuda else model
+
+
+def load_pretrained(model, file, rank):
+    """Load a state dict, or a checkpoint of this script. The classifier keeps its values if it has other classes."""
+    state = torch.load(file, map_location="cpu", weights_only=True)
+    state = {name.removeprefix("module."): value for name, value in state.get("model", state).items()}
+    shapes = {name: value.shape for name, value in model.state_dict().items()}
+    fits = {name: value for name, value in state.items() if shapes.get(name) == value.shape}
+    if not fits:
+        raise SystemExit(f"--pretrained {file}: no tensor has a name and shape of this network; --arch selects another")
+    model.load_state_dict(fits, strict=False)
+    if rank == 0 and len(fits) < len(shapes):
+        print(f"not in {file}: {', '.join(sorted(set(shapes) - set(fits)))}")
+
+
+def make_model(args, num_classes, cuda, rank, world_size):
+    """The network of --arch, with the weights of --pretrained."""
+    model = build_arch(args.arch, num_classes, cuda, world_size) if args.arch else build(num_classes, args.width, cuda)
+    if args.pretrained:
+        load_pretrained(model, args.pretrained, rank)
+    return model
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("data", type=Path)
+    for name, value in (("epochs", 90), ("batch", 256), ("workers", 8), ("size", 224), ("width", 64)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    for name, value in (("lr", 0.1), ("momentum", 0.9), ("weight-decay", 1e-4)):
+        parser.add_argument(f"--{name}", type=float, default=value)
+    parser.add_argument("--arch", metavar="NAME", help="a network of torchvision (default: the ResNet-18 of this file)")
+    parser.add_argument("--pretrained", type=Path, metavar="FILE", help="start from the weights in this file")
+    parser.add_argument("--evaluate", action="store_true", help="evaluate, and train nothing")
+    parser.add_argument("--float64", action="store_true", help="print every loss, to compare with another script")
+    return parser.parse_args()
+
+
 def split_batches(order, batch_size, rank, world_size):
     """The sample indices of this rank for each batch of all ranks, and the sizes of those batches."""
     batches = order.split(batch_size)
@@ -139,13 +188,7 @@ def evaluate(model, data, args, rank, world_size, device, dtype):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("data", type=Path)
-    for name, value in (("epochs", 90), ("batch", 256), ("workers", 8), ("size", 224), ("width", 64)):
-        parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--lr", type=float, default=0.1)
-    parser.add_argument("--float64", action="store_true", help="print every loss, to compare with another script")
-    args = parser.parse_args()
+    args = parse_arguments()
     cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one for each rank
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
@@ -159,13 +202,14 @@ def main():
 
     data = Images(args.data / "train", args.size, True)
     eval_data = Images(args.data / "val", args.size, False, data.classes)
-    model = build(len(data.classes), args.width, cuda).to(device, dtype, memory_format=torch.channels_last)
+    model = make_model(args, len(data.classes), cuda, rank, world_size)
+    model = model.to(device, dtype, memory_format=torch.channels_last)
     ddp = DistributedDataParallel(model, device_ids=[device] if cuda else None)
-    optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9, weight_decay=1e-4)
+    optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=args.momentum, weight_decay=args.weight_decay)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, max(1, args.epochs // 3), gamma=0.1)
     first_epoch, num_updates, top1, top5 = 0, 0, math.nan, math.nan
     checkpoint = Path("imagenet_ddp.pt")  # in a folder that all hosts share
-    resume = torch.tensor([checkpoint.exists()], device=device)
+    resume = torch.tensor([checkpoint.exists() and not (args.evaluate and args.pretrained)], device=device)
     dist.broadcast(resume, src=0)  # rank 0 decides: ranks that disagree would train two models
     if resume:
         saved = torch.load(checkpoint, map_location=device, weights_only=True)
@@ -174,7 +218,11 @@ def main():
         schedule.load_state_dict(saved["schedule"])
         first_epoch, num_updates = saved["epoch"], saved["updates"]
 
-    for epoch in range(first_epoch, args.epochs):
+    if args.evaluate:
+        if not resume and not args.pretrained:
+            raise SystemExit(f"--evaluate: there is no {checkpoint} here; give --pretrained FILE")
+        top1, top5 = evaluate(model, eval_data, args, rank, world_size, device, dtype)
+    for epoch in range(args.epochs if args.evaluate else first_epoch, args.epochs):
         start = time.perf_counter()
         order = torch.randperm(len(data), generator=torch.Generator().manual_seed(SEED + epoch))
         local_batches, batch_sizes = split_batches(order, args.batch, rank, world_size)

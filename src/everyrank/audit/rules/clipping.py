@@ -28,6 +28,7 @@ def check_clipping(evidence: Evidence, findings: Findings) -> None:
                 f"clips gradients that are still multiplied by the loss scale {event.scale:g}",
                 "call scaler.unscale_(optimizer) before clip_grad_norm_",
             )
+    _check_nothing_clipped(evidence, findings)
     if evidence.is_split:
         _check_norm_of_parts(evidence, findings)
         return
@@ -41,6 +42,23 @@ def check_clipping(evidence: Evidence, findings: Findings) -> None:
                 f"the ranks clip by different norms ({', '.join(f'{norm:.4g}' for norm in norms)}): the gradients "
                 "are not averaged yet, or the norm is that of a shard",
                 "clip after the last backward of an update, which averages the gradients",
+            )
+
+
+def _check_nothing_clipped(evidence: Evidence, findings: Findings) -> None:
+    """Find calls whose norm is always 0: the parameters have no gradient there, or another tensor has it."""
+    by_line: dict[str, list[float | None]] = defaultdict(list)
+    for event in evidence.all_of(Clip):
+        by_line[event.line].append(event.norm)
+    is_trained = any(not step.is_zero for steps in evidence.steps.values() for step in steps.values())
+    for line, norms in by_line.items():
+        if is_trained and len(norms) >= _UPDATES and all(norm == 0 for norm in norms):
+            findings.add(
+                "WARN",
+                "clip.nothing",
+                line,
+                f"clips nothing: the parameters have no gradient here, and the norm is 0 in all {len(norms)} calls",
+                "clip between backward and step; under DeepSpeed set gradient_clipping in its configuration",
             )
 
 

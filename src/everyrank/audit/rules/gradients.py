@@ -153,9 +153,10 @@ def _read(evidence: Evidence, number: int) -> _Update | None:
         return None
     steps = evidence.steps[number]
     stepping = {rank: {**samples.steps, **samples.clipped} for rank, samples in by_rank.items()}
+    carried = {rank: samples.carried for rank, samples in by_rank.items()}
     if any(step.is_sharded for step in steps.values()):
-        whole = _put_together(list(stepping.values()))
-        stepping = dict.fromkeys(stepping, whole)
+        stepping = dict.fromkeys(stepping, _put_together(list(stepping.values())))
+        carried = dict.fromkeys(carried, _put_together(list(carried.values())))
     names = [name for name in stepping[evidence.ranks[0]] if all(name in each for each in stepping.values())]
     pieces = {(rank, micro): piece for rank, samples in by_rank.items() for micro, piece in samples.pieces.items()}
     every = [*stepping.values(), *pieces.values()]
@@ -168,19 +169,21 @@ def _read(evidence: Evidence, number: int) -> _Update | None:
         names,
         pieces,
         stepping,
-        {
-            rank: {name: value for name, value in samples.carried.items() if name in names}
-            for rank, samples in by_rank.items()
-        },
+        {rank: {name: value for name, value in of_rank.items() if name in names} for rank, of_rank in carried.items()},
         _TOLERANCE if first.loss_scale == 1.0 else _SCALED_TOLERANCE,
     )
 
 
 def _put_together(shards: list[dict[str, NDArray[np.float64]]]) -> dict[str, NDArray[np.float64]]:
-    """Samples of whole tensors from those of shards, which are NaN where another rank has the elements."""
+    """Samples of whole tensors from those of shards, which are NaN where another rank has the elements.
+
+    A tensor that some rank does not have has no gradient there.
+    """
     whole: dict[str, NDArray[np.float64]] = {}
     for shard in shards:
         for name, value in shard.items():
+            if any(name not in other for other in shards):
+                continue
             whole[name] = np.where(np.isnan(whole[name]), value, whole[name]) if name in whole else value
     return whole
 

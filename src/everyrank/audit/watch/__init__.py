@@ -10,6 +10,8 @@ gathers.py          results of all_gather, through which no gradient flows
 noise.py            random numbers of a training step that go into the model
 ratios.py           numbers of an evaluation that are ratios or exponentials
 gradients.py        the gradient of each backward, and the one that steps
+deepspeed.py        the gradients that step under DeepSpeed
+flat_shards.py      the flat parameters of FullyShardedDataParallel (FSDP1)
 steps.py            backward, clipping, gradient scaler, optimizer steps, zero_grad, schedules
 collectives.py      every collective, where torch hands it to its backend
 loaders.py          the indices that each DataLoader reads, on each rank and in each epoch

@@ -7,6 +7,7 @@ a backend's own functions.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import os
 import sys
@@ -141,10 +142,12 @@ def install_process_group(recorder: Recorder, losses: Losses, pretends: bool) ->
 
 def _gathering(function: Any, losses: Losses) -> Any:
     """A wrapper that tracks the result, because no gradient flows through it."""
+    signature = inspect.signature(function)
 
     @functools.wraps(function)
-    def gather(out: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        work = function(out, tensor, *args, **kwargs)
+    def gather(*args: Any, **kwargs: Any) -> Any:
+        work = function(*args, **kwargs)
+        out, tensor, *_ = signature.bind(*args, **kwargs).args  # the names of these two differ between functions
         losses.gathers.gather_done(tensor, out, where())
         return work
 

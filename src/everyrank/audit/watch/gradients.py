@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from everyrank.audit.events import OptimizerStep
+from everyrank.audit.watch.flat_shards import FlatShards, name_in_model
 from everyrank.audit.watch.losses import Losses
 from everyrank.audit.watch.place import where
 from everyrank.audit.watch.recorder import Recorder, checksum, harmless, local
@@ -30,6 +31,9 @@ class Gradients:
     def __init__(self, recorder: Recorder, losses: Losses) -> None:
         self.recorder, self.losses = recorder, losses
         self.names: dict[int, str] = {}
+        self.flat = FlatShards()
+        self.reads_deepspeed, self.is_in_engine = False, False
+        self.of_engine: dict[str, np.ndarray] = {}  # the gradients that step under DeepSpeed, by name
         self.hooked: set[int] = set()
         self.sharded: dict[int, tuple[Any, Any]] = {}  # by id of a gathered parameter: it, and its shard
         self.parameters: list[Any] = []  # of the model whose forward came last
@@ -57,14 +61,17 @@ class Gradients:
         self.parameters = [self._sharded(parameter) for parameter in root.parameters()]
         self.is_fully_sharded = any("FSDP" in type(module).__name__ for module in root.modules())
         self.ignored |= {id(p) for module in root.modules() for p in getattr(module, "_ignored_params", ())}
+        for flat in self.flat.find(root):
+            flat.register_hook(self._flat_hook(flat))
         for name, shown in root.named_parameters():
             parameter = self._sharded(shown)
             if id(parameter) not in self.names:
-                name = name.replace("_orig_mod.", "").replace("module.", "")
+                name = name_in_model(name)
                 # two models, such as a generator and a discriminator, may use the same name
                 is_taken = name in self.names.values()
                 self.names[id(parameter)] = f"{type(root).__name__}.{name} ({len(self.names)})" if is_taken else name
-            if id(parameter) not in self.hooked and parameter.requires_grad and not hasattr(parameter, "to_local"):
+            is_whole = not hasattr(parameter, "to_local") and not self.flat.holds(parameter)
+            if id(parameter) not in self.hooked and parameter.requires_grad and is_whole:
                 self.hooked.add(id(parameter))
                 parameter.register_hook(self.leaf_hook(self.names[id(parameter)]))
 
@@ -85,6 +92,13 @@ class Gradients:
 
         return seen
 
+    def _flat_hook(self, flat: Any) -> Callable[[Any], None]:
+        def seen(grad: Any) -> None:
+            for name, part in self.flat.parts(flat, grad):
+                self._add_piece(name, part)
+
+        return seen
+
     @harmless("gradients of a backward")
     def _add_piece(self, name: str, grad: Any) -> None:
         if self.is_wanted and not hasattr(grad, "to_local"):
@@ -99,7 +113,9 @@ class Gradients:
         samples: dict[str, np.ndarray] = {}
         for parameter in parameters:
             grad = parameter.grad
-            if grad is not None and id(parameter) in self.names:
+            if self.flat.holds(parameter):
+                samples |= self.flat.shards(parameter, shard_sample)
+            elif grad is not None and id(parameter) in self.names:
                 samples[self.names[id(parameter)]] = whole_sample(grad) if hasattr(grad, "to_local") else sample(grad)
         return samples
 
@@ -114,9 +130,9 @@ class Gradients:
     def begin_backward(self) -> None:
         """Record gradients that are carried over from the previous update."""
         if not self.pieces and self.is_wanted:
-            whole = [parameter for parameter in self.parameters if not hasattr(parameter, "to_local")]
+            whole = [p for p in self.parameters if not hasattr(p, "to_local") and not self.flat.holds(p)]
             with self.recorder.muted():
-                self.before_first = self.stepping(whole)
+                self.before_first = self.stepping(whole) | self.flat.carried(shard_sample)
 
     def step(self, optimizer: Any) -> None:
         """Record an optimizer step, then begin the next update."""
@@ -147,13 +163,16 @@ class Gradients:
 
     def _write_samples(self, parameters: list[Any]) -> None:
         content = {f"piece {micro} {name}": value for (micro, name), value in self.stepped.items()}
-        content |= {f"step {name}": value for name, value in self.stepping(parameters).items()}
+        stepping = self.of_engine if self.is_in_engine else self.stepping(parameters)
+        content |= {f"step {name}": value for name, value in stepping.items()}
         content |= {f"clip {name}": value for name, value in (self.before_clip or {}).items()}
         content |= {f"carried {name}": value for name, value in self.before_first.items()}
         self.recorder.arrays(f"rank{self.recorder.rank}.update{self.recorder.update}", content)
 
     def _step_event(self, parameters: list[Any], rates: list[float]) -> OptimizerStep:
-        is_sharded = any(hasattr(parameter, "to_local") for parameter in parameters)
+        is_sharded = self.is_in_engine or any(
+            hasattr(parameter, "to_local") or self.flat.holds(parameter) for parameter in parameters
+        )
         grads = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         return OptimizerStep(
@@ -162,12 +181,12 @@ class Gradients:
             waits=[(function, line, count) for (function, line), count in self.losses.waits.items()],
             backward_update=self.backward_update,
             checksums={} if is_sharded else {self.names[id(p)]: checksum(p) for p in parameters},
-            replicated=self._replicated(parameters) if is_sharded or self.ignored else {},
+            replicated=self._replicated(parameters) if (is_sharded or self.ignored) and not self.is_in_engine else {},
             is_sharded=is_sharded,
             is_split=any(_is_split(parameter, self.is_fully_sharded) for parameter in parameters),
             shapes=zlib.crc32(repr([tuple(local(parameter).shape) for parameter in parameters]).encode()),
-            without_gradient=[self.names[id(p)] for p in trained if p.grad is None][:20],
-            not_stepped=self._left_out(parameters),
+            without_gradient=[self.names[id(p)] for p in trained if p.grad is None and local(p).numel()][:20],
+            not_stepped=[] if self.is_in_engine else self._left_out(parameters),
             is_zero=bool(grads) and all(float(grad.abs().sum()) == 0 for grad in grads),
             loss_scale=self.loss_scale,
             zeroed_at=self.zeroed_at,
@@ -178,7 +197,10 @@ class Gradients:
         if self.ignored:
             parameters = [parameter for parameter in parameters if id(parameter) in self.ignored]
         whole = [
-            p for p in parameters if not hasattr(p, "placements") or all(each.is_replicate() for each in p.placements)
+            p
+            for p in parameters
+            if not self.flat.holds(p)
+            and (not hasattr(p, "placements") or all(each.is_replicate() for each in p.placements))
         ]
         return {self.names[id(parameter)]: checksum(parameter) for parameter in whole}
 
@@ -203,8 +225,13 @@ def whole_sample(grad: Any) -> np.ndarray:
 
     count = grad.numel()
     _, offset = compute_local_shape_and_global_offset(grad.shape, grad.device_mesh, grad.placements)
-    shard = local(grad).reshape(-1).double().cpu()
     start = offset[0] * (count // grad.shape[0]) if grad.dim() else 0
+    return shard_sample(local(grad).reshape(-1), start, count)
+
+
+def shard_sample(shard: Any, start: int, count: int) -> np.ndarray:
+    """The sample of a tensor of `count` elements, of which this rank has those from `start` on. Others are NaN."""
+    shard = shard.double().cpu()
     positions = torch.arange(0, count, -(-count // _SAMPLE) if count > _SAMPLE else 1)
     out = torch.full((positions.numel(),), float("nan"), dtype=torch.float64)
     is_local = (positions >= start) & (positions < start + shard.numel())

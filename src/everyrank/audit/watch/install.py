@@ -35,6 +35,7 @@ from everyrank.audit.events import (
 from everyrank.audit.replay.recording import ReplayRecorder, install_replay_recording
 from everyrank.audit.replay.run import run_replay
 from everyrank.audit.watch.collectives import Collectives, install_process_group
+from everyrank.audit.watch.deepspeed import install_deepspeed
 from everyrank.audit.watch.frameworks import install_frameworks
 from everyrank.audit.watch.gradients import Gradients
 from everyrank.audit.watch.loaders import Loaders, install_loaders, random_states
@@ -75,6 +76,7 @@ def install() -> None:
         recorder.write(Unchecked(message=message))
     install_modules(recorder, losses, gradients)
     install_steps(recorder, losses, gradients, loaders.backward, end.after_step)
+    install_deepspeed(recorder, gradients)
     install_loaders(recorder, loaders)
     _leave_uncompiled(recorder)
     _leave_traces_alone(recorder)

@@ -37,7 +37,6 @@ _ROWS, _LONGEST_BATCH = 64, 4096
 _LARGEST_BUFFER = 1_000_000  # elements
 _OUTPUTS = 8  # tensors that a model returns
 OPAQUE = {  # classes whose gradients and parameters are not those of the script's tensors
-    "FullyShardedDataParallel": "FullyShardedDataParallel (FSDP1), whose shards are flat; fully_shard can be checked",
     "DeepSpeedEngine": "DeepSpeed, which keeps them elsewhere",
 }
 
@@ -92,6 +91,8 @@ class Modules:
     def _report_opaque(self, kinds: set[str]) -> None:
         """Report each class of module whose gradients cannot be read, once."""
         self.reported |= kinds
+        if self.gradients.reads_deepspeed:
+            kinds = kinds - {"DeepSpeedEngine"}
         for kind in sorted(kinds & OPAQUE.keys()):
             self.recorder.write(Opaque(message=f"gradients and replicas under {OPAQUE[kind]}"))
         if "DataParallel" in kinds:
@@ -116,7 +117,10 @@ class Modules:
             recorder.write(end)
             return
         with recorder.muted():
-            is_sharded = any(hasattr(parameter, "to_local") for parameter in module.parameters())
+            is_sharded = any(
+                hasattr(parameter, "to_local") or self.gradients.flat.holds(parameter)
+                for parameter in module.parameters()
+            )
             forward = EvalForward(
                 line=where(),
                 is_training=_unwrapped(module).training,

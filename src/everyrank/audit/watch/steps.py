@@ -21,6 +21,7 @@ from everyrank.audit.events import (
     ScheduleStep,
 )
 from everyrank.audit.watch.gradients import Gradients
+from everyrank.audit.watch.imports import after_import
 from everyrank.audit.watch.losses import Losses
 from everyrank.audit.watch.place import where
 from everyrank.audit.watch.recorder import Recorder, harmless, tensors
@@ -130,6 +131,23 @@ def _watch_clipping(looks: _Looks) -> None:
     for name in ("clip_grad_norm_", "clip_grad_value_"):
         setattr(torch.nn.utils, name, _clipping(getattr(torch.nn.utils, name), looks))
         setattr(torch.nn.utils.clip_grad, name, getattr(torch.nn.utils, name))
+    after_import("torch.distributed.fsdp.fully_sharded_data_parallel", functools.partial(_watch_fsdp_clipping, looks))
+
+
+def _watch_fsdp_clipping(looks: _Looks, module: Any) -> None:
+    fsdp = module.FullyShardedDataParallel
+    clip_grad_norm = fsdp.clip_grad_norm_
+
+    @functools.wraps(clip_grad_norm)
+    def clip(self: Any, *args: Any, **kwargs: Any) -> Any:
+        is_wanted = looks.gradients.is_wanted
+        with looks.recorder.muted():
+            before = looks.gradients.stepping(self.parameters()) if is_wanted else {}
+        out = clip_grad_norm(self, *args, **kwargs)
+        looks.clipped(out, before)
+        return out
+
+    fsdp.clip_grad_norm_ = clip
 
 
 def _clipping(function: Any, looks: _Looks) -> Any:
