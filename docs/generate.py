@@ -179,7 +179,26 @@ CHINESE = {
 }
 """Of cells of the tables, what they are on the Chinese pages; all else stays as it is printed."""
 
+PORTED_IN_CHINESE = {
+    "script": "脚本",
+    "first run": "首次运行",
+    "now": "现在",
+    "difference": "差异",
+    "lines": "行数",
+    "s": "秒",
+    "note": "说明",
+    "equal": "等价",
+    "not equal": "不等价",
+    "refused": "拒绝",
+    "layers train themselves in methods other than forward": "各层在 forward 以外的方法里自己训练",
+    "the loss compares samples of a batch": "loss 比较同一个 batch 的样本",
+    "an episode, not a batch, is trained on": "每次训练用一个 episode，而不是 batch",
+}
+"""Of the cells of the table of ported scripts."""
+
 CHINESE_SENTENCES = {
+    "; dropout left out": "；去掉了 dropout",
+    "dropout left out": "去掉了 dropout",
     "How many times as fast: by means, by medians. ": "加速比前一个按均值，后一个按中位数，都以第一个后端为 1。",
     "Over the starts: median (lowest to highest). ": "各次启动的中位数（最低～最高）。",
     "Medians over rounds, in which the backends take turns (lowest to highest ratio of a round). ": (
@@ -568,6 +587,7 @@ PARTS: dict[str, dict[str, tuple[Path, Callable[[], str]]]] = {
         for options in (TrainOptions, VerifyOptions, BenchOptions)
     },
     "docs/port.md": {"ported scripts": (PORTED, ported_scripts)},
+    "docs/zh/port.md": {"ported scripts": (PORTED, in_chinese(ported_scripts, PORTED_IN_CHINESE))},
     "docs/recipes.md": {"recipes": (PACKAGE / "recipes", recipes)},
     "docs/zh/recipes.md": {"recipes": (PACKAGE / "recipes", in_chinese(recipes))},
     "docs/zh/silent-bugs.md": {

@@ -32,6 +32,7 @@ PAGES = (
     "docs/zh/code-structure.md",
     "docs/zh/benchmarks.md",
     "docs/zh/api.md",
+    "docs/zh/port.md",
 )
 
 

@@ -61,8 +61,8 @@ def returns_of(place: str) -> tuple[str, ...]:
     function = _function_at(path, line)
     if function is None or isinstance(function, ast.Module):
         return ()
-    found = [node.lineno for node in _own_nodes(function) if isinstance(node, ast.Return) and node.value is not None]
-    return _places(path, found)
+    returns = [node.lineno for node in _own_nodes(function) if isinstance(node, ast.Return) and node.value is not None]
+    return _places(path, returns)
 
 
 def argument_of(place: str, name: str) -> tuple[str, ...]:

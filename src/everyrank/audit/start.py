@@ -68,7 +68,7 @@ def run_script(
     moved            called with the number of updates of rank 0, as it grows
     ends_all         end every process that has written into the folder, also those of other ranks
     """
-    folder, begin = Path(settings.folder), time.monotonic()
+    folder, started = Path(settings.folder), time.monotonic()
     processes: list[_Process] = []
     with contextlib.ExitStack() as stack:
         if ends_all:
@@ -77,12 +77,12 @@ def run_script(
         for variables in ranks:  # one by one, so that an error ends those that have started
             process = _Process([sys.executable, *words], {**os.environ, **variables, **_injected(settings)})
             processes.append(process)
-        status = _wait(processes, folder, begin, timeout_seconds, limit_seconds, moved)
+        status = _wait(processes, folder, started, timeout_seconds, limit_seconds, moved)
         if status not in ("finished", "failed"):
             _ask_for_stacks(folder)
         codes = tuple(process.process.poll() for process in processes)
     outputs = tuple(process.output() for process in processes)
-    return ScriptRun(folder, world_size, status, codes, outputs, time.monotonic() - begin)
+    return ScriptRun(folder, world_size, status, codes, outputs, time.monotonic() - started)
 
 
 def _end(processes: Sequence[_Process], folder: Path, ends_all: bool) -> None:
@@ -161,7 +161,7 @@ class _Process:
 def _wait(
     processes: Sequence[_Process],
     folder: Path,
-    begin: float,
+    started: float,
     timeout_seconds: float,
     limit_seconds: float,
     moved: Callable[[int], None],
@@ -180,7 +180,7 @@ def _wait(
             return "failed"
         if now > changed + timeout_seconds:
             return "hangs"
-        if now > begin + limit_seconds:
+        if now > started + limit_seconds:
             return "long"
         time.sleep(_LOOK_SECONDS)
 

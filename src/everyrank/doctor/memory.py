@@ -60,9 +60,9 @@ def _this_machine(processes: int | None) -> Cluster:
 
     if not torch.cuda.is_available():
         return host_cluster("cpu", processes or 2)
-    found, ranks = torch.cuda.get_device_properties(0), processes or torch.cuda.device_count()
+    properties, ranks = torch.cuda.get_device_properties(0), processes or torch.cuda.device_count()
     try:
-        gpu = find_gpu(found.name)
+        gpu = find_gpu(properties.name)
     except UsageError:  # a kind that plan does not know: only its memory counts here
-        gpu = replace(host_cluster("cpu", 1).gpu, name=found.name)
-    return replace(host_cluster("cpu", ranks), gpu=replace(gpu, memory=found.total_memory))
+        gpu = replace(host_cluster("cpu", 1).gpu, name=properties.name)
+    return replace(host_cluster("cpu", ranks), gpu=replace(gpu, memory=properties.total_memory))

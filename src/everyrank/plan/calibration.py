@@ -156,8 +156,8 @@ def _fit(groups: Sequence[_Group]) -> Fitted:
 
     It starts from a fast and from a slow launch: where launches are hidden, their slope is zero.
     """
-    found = [_descend(groups, launch) for launch in (PRIOR.launch, 2.5 * PRIOR.launch)]
-    return Fitted(*(float(value) for value in np.exp(min(found, key=lambda one: one[0])[1])))
+    fits = [_descend(groups, launch) for launch in (PRIOR.launch, 2.5 * PRIOR.launch)]
+    return Fitted(*(float(value) for value in np.exp(min(fits, key=lambda one: one[0])[1])))
 
 
 def _descend(groups: Sequence[_Group], launch: float) -> tuple[float, Any]:
@@ -207,8 +207,8 @@ def fit_calibration(rows: Sequence[Row], folds: int = 5, seed: int = 0) -> Calib
         kept, left = [row for i, row in enumerate(timed) if i not in part], [timed[i] for i in sorted(part)]
         some = Calibration(_fits(kept))
         left = [row for row in left if row.case in some.fits]
-        errors[CASES[0]] += (found := _log_errors(left, some))
-        for row, error in zip(left, found, strict=True):
+        errors[CASES[0]] += (left_errors := _log_errors(left, some))
+        for row, error in zip(left, left_errors, strict=True):
             errors.setdefault(f"{row.case[0]} {row.case[1]}", []).append(error)
     for case in fits:
         others = Calibration({name: fit for name, fit in fits.items() if name[1] != case[1] and name != case})

@@ -232,9 +232,9 @@ def smallest_change(
         for count in smaller
     ]
     for name, change in steps:
-        found = _fitting(replace(layout, **change), sizes, cluster, batch, calibration)
-        if found:
-            return name, found, batch
+        fitting = _fitting(replace(layout, **change), sizes, cluster, batch, calibration)
+        if fitting:
+            return name, fitting, batch
     others = find_best(sizes, cluster, batch, calibration)[0]
     if others:
         return "another layout", others[0].layout, batch

@@ -65,8 +65,8 @@ class Row:
     def fingerprint(self) -> str:
         """Eight hexadecimal digits of what was run and measured: the same for one row in two files, whatever its id."""
         seconds = f"{self.step_seconds:.6g}" if self.step_seconds else ""
-        what = (self.case, dataclasses.astuple(self.sizes), sorted(self.degrees.items()), self.gpus, seconds)
-        return hashlib.sha256(repr(what).encode()).hexdigest()[:8]
+        setting = (self.case, dataclasses.astuple(self.sizes), sorted(self.degrees.items()), self.gpus, seconds)
+        return hashlib.sha256(repr(setting).encode()).hexdigest()[:8]
 
 
 class _UnreadableError(Exception):
@@ -479,17 +479,17 @@ def _step_seconds(
     row: Mapping[str, Any],
 ) -> float | None:
     """Seconds of an update: printed, or out of tokens or samples a second, or out of a share of peak."""
-    if (found := _rate(measured, "step_ms")) is not None:
-        return found / 1e3
-    if (found := _rate(measured, "step_s", "step_seconds")) is not None:
-        return found
+    if (rate := _rate(measured, "step_ms")) is not None:
+        return rate / 1e3
+    if (rate := _rate(measured, "step_s", "step_seconds")) is not None:
+        return rate
     samples = degrees["replicate"] * degrees["shard"] * degrees["micro"] * degrees["accumulate"]
-    if (found := _rate(measured, "tokens_s_gpu")) is not None:
-        return samples * sizes.seq / (found * gpus)
-    if (found := _rate(measured, "tokens_s")) is not None:
-        return samples * sizes.seq / found
-    if (found := _rate(measured, "samples_s")) is not None:
-        return samples / found
+    if (rate := _rate(measured, "tokens_s_gpu")) is not None:
+        return samples * sizes.seq / (rate * gpus)
+    if (rate := _rate(measured, "tokens_s")) is not None:
+        return samples * sizes.seq / rate
+    if (rate := _rate(measured, "samples_s")) is not None:
+        return samples / rate
     return _seconds_of_operations(measured, samples * sizes.seq * sizes.flops_per_token, gpus, recompute, row)
 
 
@@ -501,12 +501,12 @@ def _seconds_of_operations(
     # tables of Megatron-DeepSpeed count the recomputed forward (4 of 3)
     counts_again = "hardware" in str(row.get("notes")).lower() or "bigscience" in _source(row).lower()
     peak = find_gpu(str(_group(row, "hardware").get("gpu"))).flops
-    if (found := _rate(measured, "tflops_gpu")) is not None:
-        seconds = flops * (again if counts_again else 1) / (found * 1e12 * gpus)
-    elif (found := _rate(measured, "mfu")) is not None:
-        seconds = flops / (found * (0.01 if found > 1.5 else 1) * peak * gpus)
-    elif (found := _rate(measured, "hfu")) is not None:
-        seconds = flops * again / (found * (0.01 if found > 1.5 else 1) * peak * gpus)
+    if (rate := _rate(measured, "tflops_gpu")) is not None:
+        seconds = flops * (again if counts_again else 1) / (rate * 1e12 * gpus)
+    elif (rate := _rate(measured, "mfu")) is not None:
+        seconds = flops / (rate * (0.01 if rate > 1.5 else 1) * peak * gpus)
+    elif (rate := _rate(measured, "hfu")) is not None:
+        seconds = flops * again / (rate * (0.01 if rate > 1.5 else 1) * peak * gpus)
     else:
         return None
     return seconds if math.isfinite(seconds) else None

@@ -87,14 +87,14 @@ def trace_layout(workload: Workload, layout: Layout, size: int, samples: Any) ->
     is_pipeline = layout.strategy == "pipeline"
     ranks = sorted({0, size - 1}) if is_pipeline else [0]
     try:
-        found = [_trace_rank(workload, layout, size, rank, samples) for rank in ranks]
+        of_ranks = [_trace_rank(workload, layout, size, rank, samples) for rank in ranks]
     except EveryrankError:
         raise
     except (FileNotFoundError, PermissionError) as error:  # of the workload, on real tensors, too
         raise WorkloadError(describe(error)) from error
     except Exception as error:  # fake tensors raise many kinds
         return _of_parameters(workload, layout, size, error)
-    return max(found, key=lambda one: one.allocated)
+    return max(of_ranks, key=lambda one: one.allocated)
 
 
 def time_layout(
@@ -164,9 +164,9 @@ def _memory_of(step: TracedStep, note: str) -> LayoutMemory:
     )
 
 
-def _later(found: LayoutMemory) -> float:
+def _later(memory: LayoutMemory) -> float:
     """The peak of an update after the first."""
-    return sum(found.categories.values())
+    return sum(memory.categories.values())
 
 
 def _depths(workload: Workload, layout: Layout, size: int) -> tuple[int, int, int] | None:
@@ -263,13 +263,13 @@ def answer_workload(
     rows: list[dict[str, Any]] = []
     for text in layouts or _layouts(workload, cluster, timed):
         try:
-            found = memory_of(text)
+            memory = memory_of(text)
         except UsageError as error:
             if layouts:
                 raise
             rows.append({"layout": text, "verdict": "not possible", "reason": str(error)})
             continue
-        rows.append(_row(text, found, cluster) | _time(workload, text, cluster.gpus, samples, timed))
+        rows.append(_row(text, memory, cluster) | _time(workload, text, cluster.gpus, samples, timed))
     for row in rows:
         if row["verdict"] in ("does not fit", "may not fit") and row["is_whole"]:
             row["change"] = _change(row["layout"], memory_of, cluster, command, workload)
@@ -300,21 +300,21 @@ def _time(workload: Workload, text: str, size: int, samples: Any, timed: tuple[M
     return {"step_seconds": sum(parts.values()), "parts": parts}
 
 
-def _row(text: str, found: LayoutMemory, cluster: Cluster) -> dict[str, Any]:
+def _row(text: str, memory: LayoutMemory, cluster: Cluster) -> dict[str, Any]:
     return {
         "layout": text,
-        "verdict": found.verdict(cluster.gpu.memory),
-        "categories": dict(found.categories),
-        "allocated_bytes": found.allocated,
-        "building_bytes": found.building,
-        "reserved_bytes": found.reserved,
-        "device_bytes": found.device,
-        "most_bytes": found.most,
-        "rank": found.rank,
-        "flops": found.flops,
-        "collectives": dict(found.collectives),
-        "is_whole": found.is_whole,
-        "note": found.note,
+        "verdict": memory.verdict(cluster.gpu.memory),
+        "categories": dict(memory.categories),
+        "allocated_bytes": memory.allocated,
+        "building_bytes": memory.building,
+        "reserved_bytes": memory.reserved,
+        "device_bytes": memory.device,
+        "most_bytes": memory.most,
+        "rank": memory.rank,
+        "flops": memory.flops,
+        "collectives": dict(memory.collectives),
+        "is_whole": memory.is_whole,
+        "note": memory.note,
     }
 
 
@@ -332,10 +332,10 @@ def _change(text: str, memory_of: Any, cluster: Cluster, command: str, workload:
             steps.append((f"micro-batches of 1/{factor}", smaller))
     others = ["fsdp:precision=bf16,recompute"] if workload.blocks else ["fsdp:precision=bf16"]
     steps += [("another layout", parse_layout(other)) for other in others if cluster.gpus > 1]
-    for what, changed in steps:
+    for change, changed in steps:
         with contextlib.suppress(UsageError):
             if memory_of(str(changed)).verdict(cluster.gpu.memory) == "fits":
-                return {"what": what, "layout": str(changed), "command": _command(str(changed), command, cluster)}
+                return {"what": change, "layout": str(changed), "command": _command(str(changed), command, cluster)}
     return {"what": "none of recompute, smaller micro-batches and fsdp is enough; give more GPUs or a smaller model"}
 
 

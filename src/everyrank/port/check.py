@@ -120,31 +120,31 @@ def _hint(trouble: str) -> str:
 def _compare_update(
     number: int,
     expected: RecordedUpdate,
-    found: RecordedUpdate,
+    actual: RecordedUpdate,
     ranks: tuple[RankRecording, ...],
     largest: dict[str, float],
     tolerance: float,
 ) -> str:
     """One sentence if an update differs."""
-    where = f"update {number} ({found.step.rpartition('/')[2]})"
-    if len(expected.losses) != len(found.losses):
-        return f"{where} has {len(found.losses)} backward passes, the original {len(expected.losses)}"
-    for one, other in zip(expected.losses, found.losses, strict=True):
+    where = f"update {number} ({actual.step.rpartition('/')[2]})"
+    if len(expected.losses) != len(actual.losses):
+        return f"{where} has {len(actual.losses)} backward passes, the original {len(expected.losses)}"
+    for one, other in zip(expected.losses, actual.losses, strict=True):
         gap = abs(one - other) / max(abs(one), 1e-8)
         largest["losses"] = max(largest["losses"], gap)
         if not gap <= tolerance:
             own = [each.updates[number].losses for each in ranks if number < len(each.updates)]
             cause = "" if all(each == own[0] for each in own) else f"; likely cause: {_OWN_LOSS}"
             return f"{where}: the loss is {other:.6g}, in the original {one:.6g} ({_ratio(other, one)}){cause}"
-    has_same_rates = len(expected.rates) == len(found.rates) and all(
-        abs(one - other) <= 1e-9 * abs(one) for one, other in zip(expected.rates, found.rates, strict=True)
+    has_same_rates = len(expected.rates) == len(actual.rates) and all(
+        abs(one - other) <= 1e-9 * abs(one) for one, other in zip(expected.rates, actual.rates, strict=True)
     )
     for kind, a, b in (
-        ("gradients", expected.gradients, found.gradients),
-        ("weights", expected.after, found.after),
+        ("gradients", expected.gradients, actual.gradients),
+        ("weights", expected.after, actual.after),
     ):
         if kind == "weights" and not has_same_rates:
-            return f"{where}: the learning rates are {found.rates}, in the original {expected.rates}"
+            return f"{where}: the learning rates are {actual.rates}, in the original {expected.rates}"
         gap, ratio = _distance(a, b)
         # Adam divides by the root of second moments, so the rounding of a tiny gradient may move a weight
         allowed = tolerance if kind == "gradients" else max(tolerance, _WEIGHTS_TOLERANCE)
@@ -158,11 +158,11 @@ def _compare_update(
             )
     buffers = {name: state for name, state in expected.states.items() if state.is_floating_point()}
     # they are reported, and decide nothing: a forward of one batch on all ranks has another unbiased variance
-    gap, _ = _distance(buffers, {name: found.states[name] for name in buffers if name in found.states})
+    gap, _ = _distance(buffers, {name: actual.states[name] for name in buffers if name in actual.states})
     largest["buffers"] = max(largest["buffers"], math.inf if gap is None else gap)
     for rank, recording in enumerate(ranks[1:], 1):
         if number < len(recording.updates):
-            gap, ratio = _distance(found.after, recording.updates[number].after)
+            gap, ratio = _distance(actual.after, recording.updates[number].after)
             if gap is None or not gap <= tolerance:
                 return f"{where}: rank {rank} has other weights than rank 0"
     return ""
@@ -186,10 +186,10 @@ def _ratio(value: float, reference: float) -> str:
     return f"{value / reference:.4g} times" if reference else "not 0"
 
 
-def _distance(expected: dict[str, Any], found: dict[str, Any]) -> tuple[float | None, str]:
+def _distance(expected: dict[str, Any], actual: dict[str, Any]) -> tuple[float | None, str]:
     """The norm of the difference over that of the reference, and the best factor between them."""
     named = {name: tensor for name, tensor in expected.items() if tensor is not None}
-    others = {name: tensor for name, tensor in found.items() if tensor is not None}
+    others = {name: tensor for name, tensor in actual.items() if tensor is not None}
     if named.keys() != others.keys():
         odd = sorted(named.keys() ^ others.keys())
         # a parameter without a gradient may have one of zeros in the wrapper
@@ -244,14 +244,14 @@ def _doubts(original: RankRecording, ranks: tuple[RankRecording, ...], cut: bool
         for path, place in _writes(rank):
             if path in others:
                 doubts.setdefault(path, f"{_short(place)} writes {Path(path).name} on each rank")
-    expected, found = _saved(original), _saved(ranks[0])
+    expected, actual = _saved(original), _saved(ranks[0])
     for name, keys in expected.items():
-        if cut and name not in found:
+        if cut and name not in actual:
             continue
-        if name not in found:
+        if name not in actual:
             doubts[name] = f"the port does not save {name}, which the original does"
-        elif keys != found[name]:
-            odd = sorted(set(keys) ^ set(found[name]))[:2]
+        elif keys != actual[name]:
+            odd = sorted(set(keys) ^ set(actual[name]))[:2]
             doubts[name] = f"the checkpoint {name} has other keys than the original's: {', '.join(odd)}"
     return list(doubts.values())
 

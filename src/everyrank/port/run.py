@@ -363,8 +363,8 @@ def _without_dropout(
         return tried
     again: list[Attempt] = []
     for attempt in tried:
-        found = _check(host, files, attempt, original, ranks, float64, imposed)
-        again.append(dataclasses.replace(attempt, comparisons=found, without_dropout=True))
+        outcome = _check(host, files, attempt, original, ranks, float64, imposed)
+        again.append(dataclasses.replace(attempt, comparisons=outcome, without_dropout=True))
         if again[-1].is_equal:
             return again
     return tried

@@ -101,14 +101,14 @@ class ScriptSource:
 
     def statement(self, node: ast.AST) -> ast.stmt:
         """The statement that a node belongs to."""
-        found = self.around(node, ast.stmt)
-        assert isinstance(found, ast.stmt)
-        return found
+        statement = self.around(node, ast.stmt)
+        assert isinstance(statement, ast.stmt)
+        return statement
 
     def scope(self, node: ast.AST) -> Scope:
         """The function whose body a node is in, or the module."""
-        found = self.around(self.parents.get(node), ast.FunctionDef, ast.AsyncFunctionDef)
-        return found if isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef) else self.tree
+        function = self.around(self.parents.get(node), ast.FunctionDef, ast.AsyncFunctionDef)
+        return function if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) else self.tree
 
     def block(self, statement: ast.stmt) -> list[ast.stmt]:
         """The statements that a statement stands among."""

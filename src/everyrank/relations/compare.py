@@ -64,11 +64,13 @@ class RelationResults:
     findings   differences
     unchecked  relations that could not be tested, with the reason
     seconds    of all runs
+    num_equal  updates in which the ranks compute the same as one rank, up to rounding
     """
 
     findings: tuple[Finding, ...]
     unchecked: tuple[str, ...]
     seconds: float
+    num_equal: int = 0
 
 
 def compare_script(
@@ -91,17 +93,18 @@ def compare_script(
         comparison = compare_script(["train.py", "--epochs", "2"], processes=2)
 
     """
-    start, findings = time.monotonic(), Findings()
+    start, findings, num_equal = time.monotonic(), Findings(), 0
     try:
         with ScriptHost(words, timeout_seconds, pretend_cuda) as host:
-            judge_script(host, words, processes, findings, updates, seconds)
+            num_equal = judge_script(host, words, processes, findings, updates, seconds)
     except EveryrankError as error:
         findings.not_checked(f"comparison with one rank: not compared, because {error}")
     except Exception as error:  # the audit never ends by it
         findings.not_checked(
             f"comparison with one rank: not compared, because it failed ({type(error).__name__}: {error})"
         )
-    return RelationResults(tuple(findings.worst_first()), tuple(findings.unchecked), time.monotonic() - start)
+    spent = time.monotonic() - start
+    return RelationResults(tuple(findings.worst_first()), tuple(findings.unchecked), spent, num_equal)
 
 
 def judge_script(
@@ -111,8 +114,11 @@ def judge_script(
     findings: Findings,
     updates: int = 48,
     seconds: float = 8.0,
-) -> None:
-    """Test all relations of a script, in a host that may run others, too."""
+) -> int:
+    """Test all relations of a script, in a host that may run others, too.
+
+    Returns the number of updates in which the ranks compute the same as one rank.
+    """
     float64 = True
     many = host.run(processes, words=words, float64=True, updates=updates, seconds=seconds, detailed=updates)
     if many.trouble and not many.trouble.startswith("no end"):
@@ -120,7 +126,7 @@ def judge_script(
         many = host.run(processes, words=words, updates=updates, seconds=seconds, detailed=updates)
     if many.trouble:
         findings.not_checked(f"{processes} ranks against one: not compared, because {many.trouble}")
-        return
+        return 0
     judge_rounded_updates(many.ranks[0], findings)
     judge_samples(many, findings)
     judge_updates(many.ranks[0], findings)
@@ -133,12 +139,12 @@ def judge_script(
     def alone(imposed: Imposed) -> ScriptRecording:
         return host.run(1, words=words, imposed=imposed, float64=float64, updates=updates, detailed=updates)
 
-    one = alone(Imposed(recording=many))
+    one, num_equal = alone(Imposed(recording=many)), 0
     if processes > 1:
         rank_0 = None
         if not one.trouble and many.ranks[0].printed:
             rank_0 = alone(Imposed(recording=many, only_rank=0, parameters=True))
-        judge_ranks(
+        num_equal = judge_ranks(
             many, one, rank_0, lambda: alone(Imposed(recording=many, evaluation_rank=0, parameters=True)), findings
         )
         if has_schedule(many.ranks[0]):
@@ -157,6 +163,7 @@ def judge_script(
             findings.not_checked(f"activation checkpointing at {short_place(lines[0])}: {kept.trouble}")
         else:
             judge_recomputation(one.ranks[0], kept.ranks[0], findings)
+    return num_equal
 
 
 def _judge_complete_runs(host: ScriptHost, words: Sequence[str], processes: int, findings: Findings) -> None:
@@ -213,11 +220,14 @@ def with_comparison(audit: Audit, options: AuditOptions) -> Audit:
     comparison = compare_script(
         audit.words, audit.world_size, timeout_seconds=options.timeout_seconds, pretend_cuda=options.pretend_cuda
     )
+    result = "the script ran again, to be compared with one rank"
+    if comparison.num_equal and not any(finding.rule.startswith("ranks.") for finding in comparison.findings):
+        result = f"{audit.world_size} ranks compute the same as one in {comparison.num_equal} updates, up to rounding"
     return dataclasses.replace(
         audit,
         findings=tuple(joined_findings(audit.findings, comparison.findings)),
         unchecked=tuple(dict.fromkeys((*audit.unchecked, *comparison.unchecked))),
-        altered=(*audit.altered, f"the comparison with one rank ran the script again ({comparison.seconds:.0f} s)"),
+        altered=(*audit.altered, f"{result} ({comparison.seconds:.0f} s)"),
         seconds=audit.seconds + comparison.seconds,
     )
 

@@ -62,8 +62,8 @@ def judge_ranks(
     alone: ScriptRecording | None,
     evaluated_alone: Callable[[], ScriptRecording],
     findings: Findings,
-) -> None:
-    """Add what differs to `findings`, or why the runs cannot be compared.
+) -> int:
+    """Add what differs to `findings`, or why the runs cannot be compared. Returns the number of equal updates.
 
     many   the script on N ranks
     one    the script on one rank, with the batches, draws and rates of `many`
@@ -74,7 +74,7 @@ def judge_ranks(
         case = _case(many, one)
     except _NotComparedError as error:
         findings.not_checked(f"{len(many.ranks)} ranks against one: not compared, because {error}")
-        return
+        return 0
     _repeated_draws(case, findings)
     by_gradient, by_rate = Findings(), Findings()
     differs = _gradients(case, by_gradient)
@@ -86,6 +86,7 @@ def judge_ranks(
     _states(case, findings, differs if differs is not None else case.num_updates)
     if differs is None and alone is not None and not alone.trouble:
         _printed(case, alone.ranks[0], evaluated_alone, findings)
+    return case.num_updates if differs is None else differs
 
 
 def _case(many: ScriptRecording, one: ScriptRecording) -> _Case:
@@ -365,12 +366,12 @@ def _states(case: _Case, findings: Findings, end: int) -> None:
             joined = whole(parts, state)
             if joined.tensor is None or relative_difference(joined.tensor, state) <= max(case.tolerance * 100, 1e-6):
                 continue  # rank 0's is that of one rank
-            what = "is the same on all ranks, and" if joined.is_same else "is of each rank's own samples:"
+            whose = "is the same on all ranks, and" if joined.is_same else "is of each rank's own samples:"
             findings.add(
                 "WARN",
                 "ranks.state",
                 one.step,
-                f"after update {update}, the state {name} {what} differs from that of one rank by "
+                f"after update {update}, the state {name} {whose} differs from that of one rank by "
                 f"{relative_difference(joined.tensor, state):.2g} of its norm",
                 "reduce what it is computed from over the ranks, or keep it on one and broadcast it",
             )
@@ -388,7 +389,7 @@ def _printed(
     """Numbers that rank 0 shows: those of one rank, or rank 0's own, but not something between."""
     theirs = {_key(line): line for line in case.many.ranks[0].printed}
     own = {_key(line): line for line in alone.printed}
-    others = {_key(line) for rank in case.many.ranks[1:] for line in rank.printed}  # each rank shows its own numbers
+    others = [{_key(line): line for line in rank.printed} for rank in case.many.ranks[1:]]
     evaluations = functools.cache(lambda: {_key(line): line for line in evaluated_alone().ranks[0].printed})
     for line in case.one.printed:
         shown, local = theirs.get(_key(line)), own.get(_key(line))
@@ -404,10 +405,12 @@ def _printed(
                 continue
             if _is_rate(case, shown, number, margin):
                 continue  # learning rates are compared by themselves
+            if _is_of_each_rank(others, shown, index, margin):
+                continue
             if _item(case.many.ranks[0], shown, number, margin)[1]:
                 continue  # gradients are compared by themselves
             if _is_near(number, of_rank_0, margin):
-                is_asked = _has_evaluation(case) and _key(line) not in others
+                is_asked = _has_evaluation(case) and not any(_key(line) in of_rank for of_rank in others)
                 evaluated = evaluations().get(_key(line)) if is_asked else None
                 is_of_evaluation = (
                     evaluated is not None
@@ -435,6 +438,15 @@ def _printed(
                 also=_computed_at(case.many.ranks[0], shown, number, margin),
             )
             break
+
+
+def _is_of_each_rank(
+    others: list[dict[tuple[str, int, str], Printed]], shown: Printed, index: int, margin: Any
+) -> bool:
+    """Whether all ranks show this number of a line, and not the same one: each shows its own."""
+    lines = [of_rank.get(_key(shown)) for of_rank in others]
+    numbers = [line.numbers[index] for line in lines if line is not None and len(line.numbers) == len(shown.numbers)]
+    return len(numbers) == len(others) and not all(_is_near(number, shown.numbers[index], margin) for number in numbers)
 
 
 def _computed_at(rank: RankRecording, shown: Printed, number: float, margin: Any) -> tuple[str, ...]:

@@ -107,14 +107,14 @@ def judge_resumed(whole: RankRecording, resumed: RankRecording, start: int, save
         if start + number >= len(whole.updates):
             return
         other = whole.updates[start + number]
-        what = _first_difference(whole, resumed, start + number, number, other, update)
-        if what:
+        difference = _first_difference(whole, resumed, start + number, number, other, update)
+        if difference:
             findings.add(
                 "WARN",
                 "resume.differs",
                 resumed.facts.get("loads", [save])[0],
                 f"update {start + number}, {_ordinal(number)} after a resume from the checkpoint of "
-                f"{short_place(save)}: {what}",
+                f"{short_place(save)}: {difference}",
                 "save everything that the training goes on from, and load it before the first batch is read",
                 also=(save,),
             )

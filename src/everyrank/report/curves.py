@@ -96,10 +96,10 @@ def _of_records(path: Path) -> list[Curve]:
     for record in read_records(path):
         if record.loss:
             settings = record.layout.partition(":")[2].split(",")
-            found = [word.partition("=")[2] for word in settings if word.startswith("precision=")]
+            precisions = [word.partition("=")[2] for word in settings if word.startswith("precision=")]
             label = f"{record.workload} · {record.layout} · {record.world_size} ranks"
             losses = dict(enumerate(record.loss))
-            curves.append(Curve(path.name, losses, precision=found[0] if found else None, label=label))
+            curves.append(Curve(path.name, losses, precision=precisions[0] if precisions else None, label=label))
     if not curves:
         raise UsageError(f"{path}: no Record has losses; everyrank train, run or bench with --json F writes them")
     return curves

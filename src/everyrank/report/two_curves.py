@@ -123,8 +123,8 @@ def _broken(before: Sequence[Curve], now: Sequence[Curve], steps: Sequence[int])
     """NaN or infinity in one side only is a difference."""
     first: dict[str, int | None] = {}
     for name, runs in (("A", before), ("B", now)):
-        found = [step for step in steps if any(not math.isfinite(run.losses[step]) for run in runs)]
-        first[name] = found[0] if found else None
+        not_finite = [step for step in steps if any(not math.isfinite(run.losses[step]) for run in runs)]
+        first[name] = not_finite[0] if not_finite else None
     if first["A"] == first["B"] is None:
         return None
     if first["A"] is not None and first["B"] is not None:

@@ -34,13 +34,13 @@ class _Reader:
         """Keep samples of the gradients that step. A collective: all ranks step together."""
         from deepspeed.utils import safe_get_full_grad  # pyright: ignore[reportMissingImports]
 
-        gradients, found = self.gradients, dict[str, np.ndarray]()
+        gradients, values = self.gradients, dict[str, np.ndarray]()
         with self.recorder.muted():
             for parameter in engine.module.parameters():
                 grad = safe_get_full_grad(parameter) if parameter.requires_grad else None
                 if grad is not None and id(parameter) in gradients.names:
-                    found[gradients.names[id(parameter)]] = sample(grad)
-        gradients.of_engine = found
+                    values[gradients.names[id(parameter)]] = sample(grad)
+        gradients.of_engine = values
 
 
 def _watch_engine(reader: _Reader, module: Any) -> None:

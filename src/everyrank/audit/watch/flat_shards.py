@@ -38,7 +38,7 @@ class FlatShards:
 
     def find(self, root: Any) -> list[Any]:
         """Remember the flat parameters of a model; returns those that are new."""
-        found: list[Any] = []
+        shards: list[Any] = []
         for name, module in root.named_modules():
             handle = getattr(module, "_handle", None) if type(module).__name__ == "FullyShardedDataParallel" else None
             if handle is None or id(handle.flat_param) in self.handles:
@@ -47,10 +47,10 @@ class FlatShards:
             prefix = name_in_model(f"{name}.") if name else ""
             self.names[id(flat)] = [prefix + name_in_model(part) for part in flat._fqns]
             self.handles[id(flat)] = handle
-            found.append(flat)
+            shards.append(flat)
             for number, original in enumerate(flat._params or ()):
                 self.originals[id(original)] = flat, number
-        return found
+        return shards
 
     def holds(self, parameter: Any) -> bool:
         """Whether the parameter is flat, or a part of a flat one."""

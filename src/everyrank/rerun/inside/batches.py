@@ -85,12 +85,12 @@ def install_batches(session: Session) -> None:
         if session.imposed:
             parts = [each["batches"] for each in session.imposed]
             key = [number, count]
-            found = [[batch for loader_pass, batch, _ in part if loader_pass == key] for part in parts]
+            batches = [[batch for loader_pass, batch, _ in part if loader_pass == key] for part in parts]
             is_trained = any(number in each["facts"].get("trained", []) for each in session.imposed)
             if not is_trained and session.settings["evaluation_rank"] is not None:
-                found = found[session.settings["evaluation_rank"] :][:1]
-            if any(found):
-                return _Imposed(session, found, number, is_trained)
+                batches = batches[session.settings["evaluation_rank"] :][:1]
+            if any(batches):
+                return _Imposed(session, batches, number, is_trained)
             session.refuse(f"the {len(session.imposed)} ranks did not read pass {count} of loader {number}")
         # a batch sampler of the script's own gives each rank its part; torch's gives every rank the whole batch
         session.is_split = type(self.batch_sampler) is not BatchSampler

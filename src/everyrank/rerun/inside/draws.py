@@ -152,21 +152,21 @@ class _Draws(TorchDispatchMode):
             if drawn.numel() <= 10 * _MOST_ELEMENTS:
                 session.draws.append((key, (drawn.detach().clone(), session.is_training)))
             return out
-        found = [each[key][0] for each in self.recorded if key in each]
-        if not found:
+        recorded = [each[key][0] for each in self.recorded if key in each]
+        if not recorded:
             if session.is_training:
                 session.refuse(f"the ranks did not draw at {key[0]} ({name})")
             return out
-        if session.is_training and len(found) > 1 and _is_repeated(found, drawn):
-            session.facts["repeated"] = [*session.facts.get("repeated", []), [*key[:2], list(found[0].shape)]]
-        new = _together(found, drawn, name in _IN_PLACE or name == "randperm" or _in_constructor())
+        if session.is_training and len(recorded) > 1 and _is_repeated(recorded, drawn):
+            session.facts["repeated"] = [*session.facts.get("repeated", []), [*key[:2], list(recorded[0].shape)]]
+        new = _together(recorded, drawn, name in _IN_PLACE or name == "randperm" or _in_constructor())
         if new is None:
             session.refuse(f"random numbers of {key[0]} ({name}) have another shape on one rank")
             return out
         if new.shape == drawn.shape:
             return _filled(name, args, drawn, out, new)
         session.facts["widened"] = [*session.facts.get("widened", []), key[0]]
-        session.rows = [len(part) for part in found]
+        session.rows = [len(part) for part in recorded]
         return new.to(drawn.dtype)
 
     def next_rows(self, name: str, args: Any, drawn: Any, out: Any) -> Any:
@@ -253,12 +253,15 @@ def _filled(name: str, args: Any, drawn: Any, out: Any, new: Any) -> Any:
     return out
 
 
-def _is_repeated(found: list[Any], drawn: Any) -> bool:
+def _is_repeated(recorded: list[Any], drawn: Any) -> bool:
     """Whether ranks drew the same numbers for samples of their own, where one rank draws different ones."""
-    first = found[0]
-    is_own = first.dim() > 0 and first.shape[1:] == drawn.shape[1:] and len(first) * len(found) == len(drawn)
+    first = recorded[0]
+    is_own = first.dim() > 0 and first.shape[1:] == drawn.shape[1:] and len(first) * len(recorded) == len(drawn)
     return (
-        is_own and first.numel() > 1 and first.unique().numel() > 1 and all(torch.equal(each, first) for each in found)
+        is_own
+        and first.numel() > 1
+        and first.unique().numel() > 1
+        and all(torch.equal(each, first) for each in recorded)
     )
 
 
@@ -288,24 +291,24 @@ def _sending_line() -> str:
     return f"{os.path.abspath(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else ""  # noqa: PTH100
 
 
-def _together(found: list[Any], drawn: Any, keeps_shape: bool) -> Any:
+def _together(recorded: list[Any], drawn: Any, keeps_shape: bool) -> Any:
     """The draws of all ranks as one draw; None if the shapes do not allow it.
 
     keeps_shape  the draw fills a tensor that exists, such as a weight: rank 0's numbers are those that DDP broadcasts
     """
-    first = found[0]
+    first = recorded[0]
     for dim in range(first.dim()):
-        others = [part.shape[:dim] + part.shape[dim + 1 :] for part in found]
-        is_sum = all(other == others[0] for other in others) and sum(part.shape[dim] for part in found) == (
+        others = [part.shape[:dim] + part.shape[dim + 1 :] for part in recorded]
+        is_sum = all(other == others[0] for other in others) and sum(part.shape[dim] for part in recorded) == (
             drawn.shape[dim] if drawn.dim() > dim else -1
         )
         if is_sum and drawn.shape[:dim] + drawn.shape[dim + 1 :] == others[0]:
-            return torch.cat(found, dim)
+            return torch.cat(recorded, dim)
     if first.shape != drawn.shape:
         return None
-    if keeps_shape or not first.dim() or all(torch.equal(part, first) for part in found[1:]):
+    if keeps_shape or not first.dim() or all(torch.equal(part, first) for part in recorded[1:]):
         return first
-    return torch.cat(found)
+    return torch.cat(recorded)
 
 
 def _in_constructor() -> bool:

@@ -97,13 +97,13 @@ class ModuleNames:
 
     def states(self, stepped: set[int]) -> dict[str, Any]:
         """Buffers of all modules, and parameters that no optimizer steps."""
-        found: dict[str, Any] = {}
+        named: dict[str, Any] = {}
         for root, module in self.roots():
             held = list(module.parameters())
             if not any(id(parameter) in stepped for parameter in held) and all(p.grad is None for p in held):
-                found |= {f"{root}: {plain_name(name)}": p for name, p in module.named_parameters()}
-            found |= {f"{root}: {plain_name(name)}": buffer for name, buffer in module.named_buffers()}
-        return found
+                named |= {f"{root}: {plain_name(name)}": p for name, p in module.named_parameters()}
+            named |= {f"{root}: {plain_name(name)}": buffer for name, buffer in module.named_buffers()}
+        return named
 
 
 def _constructed_at(module: Any) -> list[str]:

@@ -78,8 +78,8 @@ def _watched(session: Session, function: Any) -> Any:
 
 
 def _is_batch(result: Any) -> bool:
-    found = [each for each in _leaves(result) if isinstance(each, torch.Tensor)]
-    return any(each.dim() for each in found) and not any(each.requires_grad for each in found)
+    tensors = [each for each in _leaves(result) if isinstance(each, torch.Tensor)]
+    return any(each.dim() for each in tensors) and not any(each.requires_grad for each in tensors)
 
 
 def _leaves(value: Any) -> list[Any]:

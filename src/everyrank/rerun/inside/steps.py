@@ -25,6 +25,7 @@ class _Steps:
         self.stepped: set[int] = set()
         self.names: dict[int, str] = {}
         self.own_rates: dict[int, list[float]] = {}
+        self.own_momenta: dict[int, list[Any]] = {}
         self.made: dict[int, str] = {}  # lines of optimizers
 
     @property
@@ -61,6 +62,7 @@ class _Steps:
                 "before": {},
                 "after": {},
                 "rates": own,
+                "momenta": _momenta(optimizer),
                 "batches": session.num_batches,
                 "states": {},
                 "optimizer": self.made.get(id(optimizer), ""),
@@ -98,16 +100,18 @@ class _Steps:
             facts["counted"] = [facts["empty_steps"][id(optimizer)], max(counts, default=0.0), where()]
 
     def impose_rates(self, optimizer: Any, own: list[float]) -> None:
-        """Step with the learning rates of the recorded ranks; what the script has set is put back afterwards."""
+        """Step with the learning rates and momenta of the recorded ranks, and put back what the script has set."""
         is_imposed = self.session.imposed and not self.session.settings["by_rows"]
         recorded = self.session.imposed[0]["updates"] if is_imposed else []
-        self.own_rates = {}
+        self.own_rates, self.own_momenta = {}, {}
         if self.session.update < len(recorded):
             rates = recorded[self.session.update]["rates"]
             if len(rates) == len(own):
                 self.own_rates[id(optimizer)] = own
+                self.own_momenta[id(optimizer)] = _momenta(optimizer)
                 for group, rate in zip(optimizer.param_groups, rates, strict=True):
                     group["lr"] = torch.full_like(group["lr"], rate) if torch.is_tensor(group["lr"]) else rate
+                _set_momenta(optimizer, recorded[self.session.update]["momenta"])
 
     def after(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         """When it has ended: the last update of the run ends the process."""
@@ -117,6 +121,7 @@ class _Steps:
         with session.quiet(), torch.no_grad():
             for group, rate in zip(optimizer.param_groups, self.own_rates.get(id(optimizer), []), strict=False):
                 group["lr"] = rate
+            _set_momenta(optimizer, self.own_momenta.get(id(optimizer), []))
             if self.is_detailed:
                 parameters = [p for group in optimizer.param_groups for p in group["params"]]
                 self.pending["after"] = {self.names[id(p)]: self.kept(p) for p in parameters}
@@ -220,3 +225,16 @@ def install_step_hooks(session: Session, modules: ModuleNames) -> None:
             steps.after(update, (), {})
 
     torch.autograd.backward = run_backward
+
+
+_MOMENTA = ("momentum", "betas")
+
+
+def _momenta(optimizer: Any) -> list[dict[str, Any]]:
+    """What a schedule that cycles the momentum changes, of each parameter group."""
+    return [{name: group[name] for name in _MOMENTA if name in group} for group in optimizer.param_groups]
+
+
+def _set_momenta(optimizer: Any, momenta: list[dict[str, Any]]) -> None:
+    for group, values in zip(optimizer.param_groups, momenta, strict=False):
+        group.update({name: value for name, value in values.items() if name in group})
