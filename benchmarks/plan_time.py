@@ -9,6 +9,7 @@ ranks need two cores. `--workloads mlp --steps 10` is a short run.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
@@ -100,6 +101,30 @@ def compared(name: str, machine: Machine, steps: int) -> list[dict[str, Any]]:
     return rows
 
 
+def summary_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the errors, and of how many pairs of layouts of a workload and backend the faster one was predicted."""
+    timed = [row for row in rows if "error" in row]
+    errors = [abs(row["error"]) for row in timed]
+    pairs = [
+        (one, other)
+        for one, other in itertools.combinations(timed, 2)
+        if (one["workload"], one["backend"]) == (other["workload"], other["backend"])
+    ]
+    in_order = [
+        (one["predicted_seconds"] < other["predicted_seconds"]) == (one["measured_seconds"] < other["measured_seconds"])
+        for one, other in pairs
+    ]
+    return {
+        "rows": len(errors),
+        "median_error": statistics.median(errors) if errors else None,
+        "largest_error": max(errors, default=None),
+        "within_25_percent": sum(error <= 0.25 for error in errors) / len(errors) if errors else None,
+        "too_fast": sum(row["error"] < 0 for row in timed),
+        "pairs": len(pairs),
+        "pairs_in_order": sum(in_order),
+    }
+
+
 def main() -> int:
     """Calibrate, predict, measure and write the table; 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -113,13 +138,7 @@ def main() -> int:
         machine = calibrate("cpu", BACKENDS)  # a minute before, as the prediction promises
         about = dict(machine.about)
         rows += compared(name, machine, args.steps)
-    errors = [abs(row["error"]) for row in rows if "error" in row]
-    summary = {
-        "rows": len(errors),
-        "median_error": statistics.median(errors) if errors else None,
-        "largest_error": max(errors, default=None),
-        "within_25_percent": sum(error <= 0.25 for error in errors) / len(errors) if errors else None,
-    }
+    summary = summary_of(rows)
     print(summary)
     about |= {"date": f"{datetime.now(UTC):%Y-%m-%d}", "torch": torch.__version__}
     result = {"command": "python benchmarks/plan_time.py", "provenance": about, "summary": summary, "rows": rows}
