@@ -157,7 +157,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see {self.prog} --help")
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Parse as argparse does; the value of an option for ARGS may begin with a dash: --resume-with "--resume"."""
         return super().parse_known_args(None if args is None else self._with_dashes(list(args)), namespace)
 
@@ -170,7 +170,8 @@ class _Parser(argparse.ArgumentParser):
             word, following = words[index], words[index + 1 : index + 2]
             action = known.get(word)
             takes_value = action is not None and action.nargs is None
-            if takes_value and action.metavar == "ARGS" and following and following[0] not in known:
+            is_of_arguments = action is not None and action.metavar == "ARGS"
+            if is_of_arguments and following and following[0] not in known:
                 joined.append(f"{word}={following[0]}")
             else:
                 joined += [word, *(following if takes_value else [])]

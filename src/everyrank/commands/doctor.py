@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     with progress((3 if launch else 5) + (source is not None), show=True) as advance:
         report = DoctorReport(check_launch(launch, advance)) if launch else run_checks(args.timeout, advance)
         if source is not None:
-            command = shlex.join([args.workload, *(["--set", *args.set] if args.set else [])])
+            command = shlex.join([str(args.workload), *(["--set", *args.set] if args.set else [])])
             report.sections["memory"] = check_memory(source, command, args.processes, args.layout or (), advance)
     if args.json is not None:
         write_text(args.json, json.dumps(report.as_json(), indent=1) + "\n")

@@ -147,8 +147,9 @@ def _machine(args: argparse.Namespace) -> Machine | None:
     """The measured machine in --calibration, if it is one. Raises `UsageError` for --backend without one."""
     from everyrank.plan.machine import read_machine
 
-    is_asked = args.calibration is not None and args.validate is None
-    machine = read_machine(args.calibration) if is_asked else None
+    machine = None
+    if args.calibration is not None and args.validate is None:
+        machine = read_machine(args.calibration)
     if args.of_links is not None and machine is None:
         raise UsageError(f"--backend {args.of_links}: only with --calibrate, or with a --calibration that it wrote")
     return machine

@@ -30,7 +30,7 @@ from everyrank.world.collectives import all_gather
 __all__ = ["check_state_fits", "layouts_that_split", "optimizer_tensors", "refuse_too_large", "state_bytes"]
 
 _TIGHT = 0.9  # share of the memory from which a warning is printed
-_MOMENTS = {
+_MOMENTS: dict[type[Optimizer], int] = {
     **dict.fromkeys((torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax), 2),
     torch.optim.Adadelta: 2,
     torch.optim.Adagrad: 1,
