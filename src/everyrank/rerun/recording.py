@@ -58,10 +58,10 @@ class RecordedUpdate:
     before     parameters before the step
     after      parameters after it
     rates      learning rate of each parameter group, as the script has set it
-    momenta    momentum or betas of each parameter group
     batches    number of batches that were read before the step
     states     buffers, and parameters of modules that no optimizer steps, when the next step begins
     optimizer  the line that made the optimizer
+    momenta    momentum or betas of each parameter group
     """
 
     losses: list[float]
@@ -71,10 +71,10 @@ class RecordedUpdate:
     before: dict[str, Any]
     after: dict[str, Any]
     rates: list[float]
-    momenta: list[dict[str, Any]]
     batches: int
     states: dict[str, Any]
     optimizer: str = ""
+    momenta: list[dict[str, Any]] = dataclasses.field(default_factory=list[dict[str, Any]])
 
 
 @dataclasses.dataclass(frozen=True)
