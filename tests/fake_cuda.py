@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -282,6 +283,7 @@ def pretended_cuda(count: int = 2) -> Iterator[None]:
         "synchronize": lambda *_: None,
         "is_bf16_supported": lambda *_, **__: True,
         "get_device_capability": lambda *_: (9, 0),
+        "get_device_properties": lambda *_: types.SimpleNamespace(total_memory=80 * 2**30),
         "Stream": _Stream,
         "Event": _Event,
         "current_stream": lambda *_: stream,

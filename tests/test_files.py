@@ -402,7 +402,7 @@ def test_a_schedule_has_the_length_that_was_asked_for(cli: Cli, tmp_path: Path) 
     assert rates == pytest.approx([0.05 * (1 + math.cos(math.pi * step / 6)) for step in range(6)])
     done = cli.on_ranks(tmp_path, *words, "--epochs", "5", "--resume")
     assert done.status == 0, done.err
-    assert "from update 6 on those of 5 epochs" in done.out
+    assert "as for 5 epochs from update 6 on" in done.out
     rows = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     later = [row["lr"] for row in rows if "lr" in row][6:]
     assert later == pytest.approx([0.05 * (1 + math.cos(math.pi * step / 10)) for step in range(6, 10)])

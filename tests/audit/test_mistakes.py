@@ -518,7 +518,7 @@ ELSEWHERE = {
     "the gradient of the features gathered": ("test_corpus.py", "gradient of the features gathered"),
     "clip.norm": ("test_corpus.py", "replicated_counted_in_norm"),
     "which samples each rank": ("test_public_idioms.py", "which samples each rank"),
-    "all samples of this dataset are equal": ("test_public_idioms.py", "all samples of this dataset are equal"),
+    "all samples of this dataset are equal": ("test_public_idioms.py", "test_samples_that_are_all_equal"),
     "the module is not part of the wrapped model": ("test_state_outside.py", "CenterLoss.center"),
 }
 

@@ -47,6 +47,7 @@ MORE = {
     "hsdp": (4, ""),
     "multi_node": (2, ""),
     "parameter_server": (3, SPLIT),
+    "weighted_sampler": (2, ""),
 }
 SERVED = {"parameter_server"}  # who steps the optimizer runs no model: no update that the audit knows
 BY_COMMAND = {

@@ -21,7 +21,6 @@ __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 HELP = "list the layouts and backends that this machine can run, and how to get the rest"
 EXAMPLES = (
     "everyrank doctor",
-    "everyrank doctor --json doctor.json",
     "everyrank doctor text --layout ddp",
     "everyrank doctor --launch --launcher torchrun --processes 2",
 )
@@ -30,7 +29,7 @@ EXAMPLES = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the workload, --json, --launch and the launch flags."""
     parser.add_argument(
-        "workload",
+        "checked",  # a command with `workload` starts ranks
         nargs="?",
         metavar="WORKLOAD",
         help="also check whether this workload (a built-in name or path/file.py[:name]) fits into the memory here",
@@ -58,14 +57,14 @@ def run(args: argparse.Namespace) -> int:
     check_writable(args.json)
     if not args.launch and (args.launcher or args.nodes or args.rendezvous or args.init_method):
         raise UsageError("doctor checks a launcher only with --launch: add --launch")
-    if args.workload is None and (args.set or args.layout):
+    if args.checked is None and (args.set or args.layout):
         raise UsageError("doctor --set and --layout are for a workload: everyrank doctor WORKLOAD --layout ddp")
     source = _source(args)
     launch = launch_of(args) if args.launch else None
     with progress((3 if launch else 5) + (source is not None), show=True) as advance:
         report = DoctorReport(check_launch(launch, advance)) if launch else run_checks(args.timeout, advance)
         if source is not None:
-            command = shlex.join([str(args.workload), *(["--set", *args.set] if args.set else [])])
+            command = shlex.join([str(args.checked), *(["--set", *args.set] if args.set else [])])
             report.sections["memory"] = check_memory(source, command, args.processes, args.layout or (), advance)
     if args.json is not None:
         write_text(args.json, json.dumps(report.as_json(), indent=1) + "\n")
@@ -83,9 +82,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _source(args: argparse.Namespace) -> Source | None:
     """The workload to check, if there is one. Raises `UsageError` for a name that does not exist."""
-    if args.workload is None:
+    if args.checked is None:
         return None
-    check_place(args.workload)
+    check_place(args.checked)
     for text in args.layout or ():
         parse_layout(text)
-    return Source(args.workload, parse_settings(args.set))
+    return Source(args.checked, parse_settings(args.set))

@@ -23,7 +23,6 @@ __all__ = ["EXAMPLES", "HELP", "add_arguments", "run", "with_header"]
 HELP = "turn a script for one device into a DistributedDataParallel script, and check it"
 EXAMPLES = (
     "everyrank port train.py --epochs 5",
-    "everyrank port --dry-run train.py",
     "everyrank port --to fsdp train.py",
     "everyrank port --check train_ddp.py train.py --epochs 5",
 )
