@@ -145,7 +145,7 @@ def main() -> None:
         rows.append({"name": name, "expected": rule, **row})
         print(f"{name}, ZeRO {stage}: {', '.join(rules) or 'nothing'} ({row['seconds']} s)", flush=True)
     if args.json:
-        about = {"deepspeed": importlib.metadata.version("deepspeed"), "rows": rows, **provenance()}
+        about = {"deepspeed": importlib.metadata.version("deepspeed"), "rows": rows, "provenance": provenance()}
         args.json.write_text(json.dumps(about, indent=2) + "\n")
 
 

@@ -10,6 +10,7 @@ Llama 3 herd of models", table 4. `same` predicts the published layout (its near
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
 import sys
@@ -130,7 +131,11 @@ def main() -> int:
     args = parser.parse_args()
     result: dict[str, Any] = {
         "command": "python benchmarks/plan_decoders.py --trace",
-        "provenance": {"cores": os.cpu_count(), "date": f"{datetime.now(UTC):%Y-%m-%d}"},
+        "provenance": {
+            "torch": importlib.metadata.version("torch"),
+            "cores": os.cpu_count(),
+            "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        },
         "rows": [],
     }
     for case in CASES:

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import csv
+import importlib.metadata
 import itertools
 import json
+import os
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -87,7 +89,11 @@ def main() -> int:
     about = {
         "command": f"python benchmarks/plan_links.py {args.table.name}",
         "source": "eth-easl/sailor, measured with nccl-tests",
-        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "provenance": {
+            "torch": importlib.metadata.version("torch"),
+            "cores": os.cpu_count(),
+            "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        },
     }
     write_text(args.out, json.dumps({**about, "in_sample": True, "summary": summary, "rows": rows}, indent=1) + "\n")
     return 0

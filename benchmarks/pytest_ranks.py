@@ -135,7 +135,8 @@ def main() -> None:
             print(f"20 tests in {seconds[-1]} s, load {loads[-1]}", flush=True)
     print(f"20 tests: {statistics.median(seconds)} s, median of {args.rounds}")
     if args.json:
-        about = {"tests": 20, "seconds": seconds, "load_before": loads, "provenance": provenance()}
+        rows = [{"tests": 20, "seconds": run, "load_before": load} for run, load in zip(seconds, loads, strict=True)]
+        about = {"rows": rows, "provenance": provenance()}
         args.json.write_text(json.dumps(about, indent=1) + "\n")
 
 

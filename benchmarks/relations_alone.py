@@ -106,7 +106,7 @@ def row(script: Path, wrong: dict[str, Any], right: dict[str, Any] | None) -> di
 
 def run(name: str, folder: Path, path: Path, record: dict[str, Any], ways: list[str]) -> None:
     """Run the scripts of a set that the Record does not have yet."""
-    rows = record.setdefault("sets", {}).setdefault(name, {})
+    rows = record.setdefault("rows", {}).setdefault(name, {})
     with ScriptHost([str(next(folder.glob("*.py")))], timeout_seconds=60.0) as host:
         for script, words, corrected in pairs(folder):
             each = rows.setdefault(script.stem, {"has_mistake": corrected is not None})
@@ -133,9 +133,9 @@ def merge(path: Path, record: dict[str, Any], name: str, stem: str) -> None:
     stored = (
         json.loads(path.read_text())
         if path.exists()
-        else {"command": "python benchmarks/relations_alone.py", "sets": {}}
+        else {"command": "python benchmarks/relations_alone.py", "rows": {}}
     )
-    stored["sets"].setdefault(name, {})[stem] = record["sets"][name][stem]
+    stored["rows"].setdefault(name, {})[stem] = record["rows"][name][stem]
     stored["provenance"] = provenance()
     partial = path.with_suffix(f".{name}")
     partial.write_text(json.dumps(stored, indent=1) + "\n")
@@ -146,7 +146,7 @@ def table(record: dict[str, Any], language: int) -> str:
     """Mistakes found, with the line, and false alarms on correct programs, of each set; "-" if it was not run."""
     lines = [BEGIN, "", HEADS[language], "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"]
     for name, titles in TITLES.items():
-        rows = list(record["sets"].get(name, {}).values())
+        rows = list(record["rows"].get(name, {}).values())
         mistakes = [each for each in rows if each["has_mistake"]]
         cells = [found_by(mistakes, ways) for ways in (("rules",), ("relations",), ("rules", "relations"))]
         cells += [false_alarms(rows, way, OF[language]) for way in ("rules", "relations")]

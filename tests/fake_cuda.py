@@ -36,6 +36,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from everyrank import strategies
 from everyrank.builtin.decoder import Decoder, DecoderShape
 from everyrank.data import Batch, cut
 from everyrank.data.loader import map_tensors
@@ -297,6 +298,7 @@ def pretended_cuda(count: int = 2) -> Iterator[None]:
         stack.enter_context(mock.patch.object(ddp, "DistributedDataParallel", FakeDDP))
         stack.enter_context(mock.patch.object(dist.ProcessGroup, "set_timeout"))
         stack.enter_context(mock.patch.object(mesh, "store_barrier"))
+        stack.enter_context(mock.patch.object(strategies, "check_state_fits"))  # gathers values, which fakes have not
         # A copy of a fake tensor would copy its mode, with references to storages that torch then releases twice.
         stack.enter_context(mock.patch.object(FakeTensorMode, "__deepcopy__", lambda mode, _: mode, create=True))
         yield
