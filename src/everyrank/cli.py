@@ -143,7 +143,7 @@ def _terminate(*_: object) -> NoReturn:
     raise _TerminatedError
 
 
-_IN_SHORT_HELP = ("launcher", "device", "backend", "nodes", "dry_run")  # launching options that --help shows
+_IN_SHORT_HELP = ("launcher", "device", "backend", "nodes", "timeout", "dry_run")  # launching options that --help shows
 
 
 class _Parser(argparse.ArgumentParser):

@@ -64,7 +64,12 @@ def run(args: argparse.Namespace) -> int:
         logs = Path(tempfile.mkdtemp(prefix="everyrank-logs-"))
     launch = launch_of(args, logs=logs)
     if logs is not None and launch.processes > 1 and not is_rank:
-        print(f"everyrank: output of the other ranks: {printable(str(logs))}/rank*.log", file=sys.stderr, flush=True)
+        until = ", removed if all ranks end well" if is_temporary else ""
+        print(
+            f"everyrank: {launch.processes} ranks; output of all but rank 0: {printable(str(logs))}/rank*.log{until}",
+            file=sys.stderr,
+            flush=True,
+        )
     keeps = not is_temporary
     try:
         return launch_script(launch, args.command, options)
