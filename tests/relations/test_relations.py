@@ -15,7 +15,7 @@ from everyrank.relations.schedule import is_stretched
 from everyrank.rerun import ScriptHost
 
 CORRECT = """
-import copy, datetime, time
+import copy, datetime, os, time
 import torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -47,6 +47,7 @@ net = Net()
 averaged = copy.deepcopy(net)
 model = nn.parallel.DistributedDataParallel(net, broadcast_buffers=False)
 torch.manual_seed(7 + rank)
+print(f"process {os.getpid()} of {world}, {len(data) // world} samples of each")
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-2 * world)
 schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
 sampler = DistributedSampler(data)
@@ -70,7 +71,8 @@ for epoch in range(2):
         if rank == 0:
             seconds = time.perf_counter() - start
             now = datetime.datetime.now()
-            print(f"{now} loss of class 0 {shown.item():.6f}, of my batch {loss.item():.6f}, {seconds:.4f} s")
+            print(f"{now} {world} ranks, loss of class 0 {shown.item():.6f}, of my batch {loss.item():.6f}, {seconds:.4f} s")
+        print(f"rank {rank}: loss {loss.item() * 3:.6f}")
 dist.destroy_process_group()
 """
 

@@ -407,6 +407,8 @@ def _printed(
                 continue  # learning rates are compared by themselves
             if _is_of_each_rank(others, shown, index, margin):
                 continue
+            if (number, right) == (case.num_ranks, 1) or (not shown.update and number.is_integer()):
+                continue  # the number of ranks; before training a process ID or a number of samples
             if _item(case.many.ranks[0], shown, number, margin)[1]:
                 continue  # gradients are compared by themselves
             if _is_near(number, of_rank_0, margin):
