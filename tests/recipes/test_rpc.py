@@ -268,7 +268,7 @@ def test_one_that_is_lost_ends_all(tmp_path: Path, whom: str, number: int, statu
     finally:
         started.kill()
     # before it, what calls to the lost one came to: RPC prints that where the function ran
-    assert not said or stderr.splitlines()[-1] == said
+    assert not said or stderr.splitlines()[-1].startswith(said)
     assert "KeyboardInterrupt" not in stderr
     assert started.returncode == status
     for worker in workers.values():
