@@ -405,10 +405,8 @@ def _printed(
                 continue
             if _is_rate(case, shown, number, margin):
                 continue  # learning rates are compared by themselves
-            if _is_of_each_rank(others, shown, index, margin):
+            if _is_of_each_rank(others, shown, index, margin) or _is_setting(case, shown, number, right):
                 continue
-            if (number, right) == (case.num_ranks, 1) or (not shown.update and number.is_integer()):
-                continue  # the number of ranks; before training a process ID or a number of samples
             if _item(case.many.ranks[0], shown, number, margin)[1]:
                 continue  # gradients are compared by themselves
             if _is_near(number, of_rank_0, margin):
@@ -440,6 +438,11 @@ def _printed(
                 also=_computed_at(case.many.ranks[0], shown, number, margin),
             )
             break
+
+
+def _is_setting(case: _Case, shown: Printed, number: float, right: float) -> bool:
+    """Whether a number is that of the ranks, or a process ID or a number of samples that is shown before training."""
+    return (number, right) == (case.num_ranks, 1) or (not shown.update and number.is_integer())
 
 
 def _is_of_each_rank(
