@@ -71,7 +71,7 @@ for epoch in range(2):
         if rank == 0:
             seconds = time.perf_counter() - start
             now = datetime.datetime.now()
-            print(f"{now} {world} ranks, loss of class 0 {shown.item():.6f}, of mine {loss.item():.6f}, {seconds:.4f} s")
+            print(f"{now} {world} ranks, loss of class 0 {shown.item():.6f}, mine {loss.item():.6f}, {seconds:.4f} s")
         print(f"rank {rank}: loss {loss.item() * 3:.6f}")
 dist.destroy_process_group()
 """
