@@ -28,13 +28,13 @@ from everyrank.launch import Launch, RankInfo, run_ranks
 from everyrank.layout import parse_layout
 from everyrank.measure.provenance import machine as provenance_of
 from everyrank.plan.kernels import measure_kernels, time_call
-from everyrank.plan.machine import Machine, Point
+from everyrank.plan.machine import Machine, Point, pipeline_bubble
 from everyrank.plan.pretend import first_sample, micro_batches_of, trace_step
 from everyrank.strategies import Prepared, prepare
 from everyrank.workload import Workload
 from everyrank.world import World, open_world
 
-__all__ = ["CALIBRATED", "calibrate", "decoder_workload", "pipeline_bubble"]
+__all__ = ["CALIBRATED", "calibrate", "decoder_workload"]
 
 CALIBRATED = ("ddp", "zero1", "fsdp", "tensor", "pipeline")
 """The strategies whose overhead is measured."""
@@ -122,11 +122,6 @@ def _last_cache() -> float:
     texts = [path.read_text() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
     sizes = [float(text.strip().rstrip("K")) * 1024 for text in texts if text.strip().rstrip("K").isdecimal()]
     return max(sizes, default=2.0**25)
-
-
-def pipeline_bubble(ranks: int, micro_batches: int) -> float:
-    """Return the idle share of a step of our default schedule."""
-    return (ranks - 1) / (micro_batches + ranks - 1)
 
 
 def _overhead(strategy: str, seconds: Sequence[float], machine: Machine, backend: str) -> tuple[float, float]:

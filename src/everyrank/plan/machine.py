@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from everyrank.errors import UsageError
 
-__all__ = ["Machine", "OperatorLike", "Point", "read_machine", "traced_seconds", "write_machine"]
+__all__ = ["Machine", "OperatorLike", "Point", "pipeline_bubble", "read_machine", "traced_seconds", "write_machine"]
 
 Point = tuple[float, float]
 """(Operations or bytes, seconds)."""
@@ -165,6 +165,11 @@ def _at(points: Sequence[Point], size: float) -> float:
             share = math.log(size / low) / math.log(high / low)
             return math.exp(math.log(first) + share * math.log(second / first))
     return points[-1][1] * size / points[-1][0]
+
+
+def pipeline_bubble(stages: int, micro_batches: int) -> float:
+    """Return the idle share of a step of our default schedule."""
+    return (stages - 1) / (micro_batches + stages - 1)
 
 
 def traced_seconds(

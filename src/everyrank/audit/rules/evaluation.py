@@ -225,7 +225,7 @@ def _check_means(evidence: Evidence, findings: Findings) -> None:
     """Find a printed number that is the mean of the batches' means, and not the mean over all terms."""
     output = evidence.run.outputs[0] if evidence.run.outputs else ""
     losses = [loss_passes(evidence, rank) for rank in evidence.ranks]
-    shares = [_share_passes(evidence, rank) for rank in evidence.ranks]
+    shares = [_passes(evidence, rank, EvalShare) for rank in evidence.ranks]
     reported: set[str] = set()  # two lines may compute the same accuracy
     for passes in (losses, *(_passes_of(shares, line) for line in _lines_of(shares))):
         for events in passes[0]:
@@ -239,12 +239,8 @@ def loss_passes(evidence: Evidence, rank: int) -> list[list[EvalLoss]]:
     return _passes(evidence, rank, EvalLoss)
 
 
-def _share_passes(evidence: Evidence, rank: int) -> list[list[EvalShare]]:
-    """The shares of ones, such as accuracies of batches, of each evaluation of a rank."""
-    return _passes(evidence, rank, EvalShare)
-
-
 def _passes(evidence: Evidence, rank: int, kind: type[_Mean]) -> list[list[_Mean]]:
+    """The events of this kind in each evaluation of a rank."""
     passes, current = list[list[_Mean]](), list[_Mean]()
     for event in evidence.events[rank]:
         if isinstance(event, kind):

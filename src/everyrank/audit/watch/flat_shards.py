@@ -14,16 +14,15 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["FlatShards", "name_in_model"]
+__all__ = ["WRAPPERS", "FlatShards", "name_in_model"]
 
-_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "module.")
+WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "module")
+"""Names of the modules inside wrappers of torch."""
 
 
 def name_in_model(name: str) -> str:
-    """The name of a parameter without those of the wrappers around its module."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
+    """The name of a parameter or module without those of the wrappers around it."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 class FlatShards:
@@ -44,8 +43,7 @@ class FlatShards:
             if handle is None or id(handle.flat_param) in self.handles:
                 continue
             flat = handle.flat_param
-            prefix = name_in_model(f"{name}.") if name else ""
-            self.names[id(flat)] = [prefix + name_in_model(part) for part in flat._fqns]
+            self.names[id(flat)] = [name_in_model(f"{name}.{part}".lstrip(".")) for part in flat._fqns]
             self.handles[id(flat)] = handle
             shards.append(flat)
             for number, original in enumerate(flat._params or ()):

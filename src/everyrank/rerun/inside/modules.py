@@ -14,17 +14,11 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from everyrank.audit.watch.flat_shards import WRAPPERS, name_in_model
 from everyrank.audit.watch.place import frames
 from everyrank.rerun.inside.session import Session
 
-__all__ = ["ModuleNames", "install_module_names", "plain_name"]
-
-_WRAPPERS = ("module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
-
-
-def plain_name(name: str) -> str:
-    """A name without the parts that wrappers add."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+__all__ = ["ModuleNames", "install_module_names"]
 
 
 class ModuleNames:
@@ -71,7 +65,7 @@ class ModuleNames:
         names: dict[int, str] = {}
         for root, module in self.roots():
             for name, parameter in module.named_parameters():
-                names.setdefault(id(parameter), f"{root}: {plain_name(name)}")
+                names.setdefault(id(parameter), f"{root}: {name_in_model(name)}")
         return names
 
     def copies(self, stepped: set[int]) -> dict[int, str]:
@@ -79,7 +73,7 @@ class ModuleNames:
         held = [(root, list(module.named_parameters())) for root, module in self.roots()]
         trained = {_shapes(named) for _, named in held if any(id(p) in stepped for _, p in named)}
         return {
-            parameter.data_ptr(): f"{root}: {plain_name(name)}"
+            parameter.data_ptr(): f"{root}: {name_in_model(name)}"
             for root, named in held
             if named and _shapes(named) in trained and not any(id(p) in stepped or p.grad is not None for _, p in named)
             for name, parameter in named
@@ -89,7 +83,7 @@ class ModuleNames:
     def unstepped(self, stepped: set[int]) -> list[str]:
         """The parameters of living modules that have a gradient and that no optimizer steps."""
         return [
-            f"{root}: {plain_name(name)}"
+            f"{root}: {name_in_model(name)}"
             for root, module in self.roots()
             for name, parameter in module.named_parameters()
             if parameter.grad is not None and id(parameter) not in stepped
@@ -101,8 +95,8 @@ class ModuleNames:
         for root, module in self.roots():
             held = list(module.parameters())
             if not any(id(parameter) in stepped for parameter in held) and all(p.grad is None for p in held):
-                named |= {f"{root}: {plain_name(name)}": p for name, p in module.named_parameters()}
-            named |= {f"{root}: {plain_name(name)}": buffer for name, buffer in module.named_buffers()}
+                named |= {f"{root}: {name_in_model(name)}": p for name, p in module.named_parameters()}
+            named |= {f"{root}: {name_in_model(name)}": buffer for name, buffer in module.named_buffers()}
         return named
 
 
@@ -123,7 +117,7 @@ def _shapes(named: list[tuple[str, Any]]) -> tuple[Any, ...]:
 
 def _unwrapped(module: Any) -> Any:
     while True:
-        inner = next((module._modules[name] for name in _WRAPPERS if module._modules.get(name) is not None), None)
+        inner = next((module._modules[name] for name in WRAPPERS if module._modules.get(name) is not None), None)
         if inner is None or len(module._modules) > 1:
             return module
         module = inner
