@@ -7,6 +7,7 @@ import datetime
 import gc
 import itertools
 import os
+import socket
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import replace
@@ -152,11 +153,13 @@ def _make_world(info: RankInfo, launch: Launch) -> tuple[World, Rendezvous]:
 def _with_settled_backend(world: World, requested: str | None, peers: Sequence[Peer], is_one_machine: bool) -> World:
     """Choose the backend again, knowing whether ranks share memory or devices. A collective over the store.
 
-    Raises `CannotRunError` on all ranks for `--backend shm` where they share no memory, and `UsageError` for
-    `--backend nccl` where they share devices.
+    Raises `CannotRunError` on all ranks for `--backend shm` where they share no memory.
     """
     if world.device.type == "cuda":
-        backend, why = choose_backend(requested, "cuda", *count_devices(peers))
+        ranks, cards = count_devices(peers)
+        backend, why = choose_backend(requested, "cuda", ranks, cards)
+        if backend == "nccl" and ranks > cards:
+            _let_nccl_share(world)
         return replace(world, backend=backend, choices={**world.choices, "backend": f"{backend}: {why}"})
     if world.backend != "shm":
         return world
@@ -171,6 +174,14 @@ def _with_settled_backend(world: World, requested: str | None, peers: Sequence[P
     if requested == "shm":
         raise CannotRunError(f"--backend shm: {why_not}; use --backend gloo")
     return replace(world, backend="gloo", choices={**world.choices, "backend": f"gloo: {why_not}"})
+
+
+def _let_nccl_share(world: World) -> None:
+    """Let several ranks of one card use nccl, which refuses two ranks with the same host and card.
+
+    With a host id of its own, each rank counts as a host, and nccl uses sockets between them.
+    """
+    os.environ.setdefault("NCCL_HOSTID", f"{socket.gethostname()}-{world.rank}")
 
 
 def _init_process_group(world: World) -> None:

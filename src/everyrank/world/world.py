@@ -196,10 +196,8 @@ def choose_backend(requested: str | None, device: str, local_size: int, num_cuda
     if requested in OWN_BACKENDS:
         raise UsageError(f"--backend {requested}: it moves CPU tensors only; use nccl or gloo with --device {device}")
     if local_size > num_cuda:
-        why = f"{local_size} ranks share {num_cuda} CUDA device{'s' * (num_cuda != 1)}, which nccl refuses"
-        if requested == "nccl":
-            raise UsageError(f"--backend nccl: {why}; use gloo, or --processes {num_cuda}")
-        return "gloo", why
+        why = f"{local_size} ranks share {num_cuda} CUDA device{'s' * (num_cuda != 1)}"
+        return ("nccl", f"asked for; {why}, which is slow") if requested == "nccl" else ("gloo", why)
     return (requested, "asked for") if requested else ("nccl", "one CUDA device for each rank")
 
 
