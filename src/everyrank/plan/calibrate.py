@@ -6,6 +6,7 @@ measures kernels, and there are no links. Each number is the median of several r
 
 from __future__ import annotations
 
+import functools
 import itertools
 import statistics
 import time
@@ -98,7 +99,7 @@ def calibrate(device: str | None = None, backends: Sequence[str] | None = None) 
     hot, cold = (_mean([first[rank]["kernels"][index] for rank in sorted(first)]) for index in (0, 1))
     links = {name: _mean([of_rank[rank]["links"] for rank in sorted(of_rank)]) for name, of_rank in results.items()}
     about = dict(first[0]["about"]) | {"date": f"{datetime.now(UTC):%Y-%m-%d %H:%M}"}
-    cache = _last_cache() if device == "cpu" else 0.0
+    cache = _last_cache() if device == "cpu" else float(torch.cuda.get_device_properties(0).L2_cache_size)
     threads = int(first[0]["threads"])
     bare = Machine(str(first[0]["device"]), ranks, threads, cache, hot, cold, links, {}, about)
     overhead = {
@@ -131,9 +132,11 @@ def _overhead(strategy: str, seconds: Sequence[float], machine: Machine, backend
     counts: list[int] = []
     left: list[float] = []
     for num_blocks, measured in zip(_BLOCKS, seconds, strict=True):
-        traced = trace_step(_tiny(num_blocks), layout, machine.ranks)
-        known = machine.kernel_seconds(traced.operators)
-        known += machine.link_seconds(traced.operators, backend) if machine.ranks > 1 else 0.0
+        traced = trace_step(_tiny(num_blocks), layout, machine.ranks, on_gpu=machine.device != "cpu")
+        known = 0.0  # a GPU is faster than the host here
+        if machine.device == "cpu":
+            known += machine.kernel_seconds(traced.operators)
+            known += machine.link_seconds(traced.operators, backend) if machine.ranks > 1 else 0.0
         counts.append(len(traced.operators))
         left.append(max(measured * (1 - idle) - known, 0.0))
     of_operator = max((left[1] - left[0]) / (counts[1] - counts[0]), 0.0)
@@ -268,7 +271,7 @@ def _tiny_steps(world: World) -> dict[str, tuple[float, ...]]:
 
 
 def _step_seconds(world: World, prepared: Prepared, sample: Any) -> float:
-    batches = micro_batches_of(prepared, sample, torch.zeros)
+    batches = micro_batches_of(prepared, sample, functools.partial(torch.zeros, device=world.device))
     for _ in range(_LEAD):
         prepared.step(batches)
     rounds: list[float] = []
