@@ -73,7 +73,7 @@ def plan_notes(answer: _Answer) -> list[str]:
         *lines,
         *(f"  {command}" for command in answer["commands"]),
         "Traced on CPU: CUDA's kernels may take temporaries of their own, for which `at most` leaves room. Let "
-        "everyrank bench decide between layouts that fit. Not verified on a GPU.",
+        "everyrank bench decide between layouts that fit. Not verified on several GPUs.",
     ]
 
 
@@ -156,7 +156,7 @@ def _shortlist(answer: _Answer) -> Iterator[str]:
     yield (
         f"Intervals of {calibration['interval']:.0%}: {calibration['case']}; "
         f"times are a factor {calibration['factor']:.2f} either way. "
-        "Not in the times: the data loader, stragglers, checkpoints. Not verified on a GPU."
+        "Not in the times: the data loader, stragglers, checkpoints. Not verified on several GPUs."
     )
 
 
