@@ -145,3 +145,20 @@ def test_a_gpu_computes_while_the_host_dispatches() -> None:
     assert sum(traced_seconds([light], "single", gpu, "shm").values()) == pytest.approx(0.5 + 3)
     many = Called("_foreach_add_", bytes=10**9, tensors=100)
     assert gpu.kernel_seconds([many]) == pytest.approx(1.0)
+
+
+def test_a_step_takes_longer_than_the_sum_of_its_parts(tmp_path: Path) -> None:
+    """By the factor that two reference models have shown, which the file keeps; a file without factors has none."""
+    calls = [Called("mm", flops=10**9)]
+    plain = sum(traced_seconds([calls], "ddp", machine(), "shm").values())
+    longer = replace(machine(), factors={"shm": {"ddp": 1.25}})
+    path = tmp_path / "machine.json"
+    path.write_text(write_machine(longer))
+    kept = read_machine(path)
+    assert kept is not None
+    assert sum(traced_seconds([calls], "ddp", kept, "shm").values()) == pytest.approx(1.25 * plain)
+    assert traced_seconds([calls], "fsdp", kept, "shm")["rest"] == 0.0
+    path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != "factors"}))
+    kept = read_machine(path)
+    assert kept is not None
+    assert kept.factors == {}

@@ -13,7 +13,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -78,6 +78,7 @@ class Machine:
     links     backend -> collective -> points
     overhead  backend -> strategy -> (seconds of a step, seconds of an operator) of Python and dispatch
     about     provenance: machine, versions and date
+    factors   backend -> strategy -> measured seconds of two reference models over the sum of their parts
     """
 
     device: str
@@ -89,6 +90,7 @@ class Machine:
     links: Mapping[str, _Curves]
     overhead: Mapping[str, Mapping[str, tuple[float, float]]]
     about: Mapping[str, Any]
+    factors: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Any])
 
     def kernel_seconds(self, operators: Iterable[OperatorLike], footprint: float = 0.0) -> float:
         """Return the seconds of all operators that are no collectives, without their overhead.
@@ -188,8 +190,9 @@ def traced_seconds(
     bubble: float = 0.0,
     footprint: float = 0.0,
 ) -> dict[str, float]:
-    """Return the seconds of a step by part: kernels, links, overhead and bubble, of the rank that takes longest.
+    """Return the seconds of a step by part, of the rank that takes longest: kernels, links, overhead, bubble and rest.
 
+    A step takes longer than its parts, by `rest`: caches are shared and ranks wait for each other.
     `ranks` are the operators of each rank, `bubble` the idle share of a pipeline's step, and `footprint` the bytes that
     a rank uses.
     """
@@ -204,7 +207,9 @@ def traced_seconds(
         links = machine.link_seconds(operators, backend) if machine.ranks > 1 else 0.0
         one = {"kernels": kernels, "links": links, "overhead": of_step + dispatch}
         parts.append(one | {"bubble": sum(one.values()) * bubble / (1 - bubble)})
-    return max(parts, key=lambda one: sum(one.values()))
+    longest = max(parts, key=lambda one: sum(one.values()))
+    factor = machine.factors.get(backend, {}).get(strategy, 1.0)
+    return longest | {"rest": (factor - 1) * sum(longest.values())}
 
 
 def write_machine(machine: Machine) -> str:
@@ -233,7 +238,11 @@ def read_machine(path: Path) -> Machine | None:
         }
         curves = _curves(read["kernels"]), _curves(read["cold"])
         sizes = int(read["ranks"]), int(read["threads"]), float(read["cache"])
-        return Machine(str(read["device"]), *sizes, *curves, links, overhead, read["about"])
+        factors = {
+            name: {strategy: float(factor) for strategy, factor in values.items()}
+            for name, values in read.get("factors", {}).items()
+        }
+        return Machine(str(read["device"]), *sizes, *curves, links, overhead, read["about"], factors)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UsageError(f"{path}: no whole calibration ({error}); write it again with plan --calibrate") from error
 

@@ -198,6 +198,8 @@ def print_machine(machine: Machine) -> None:
             for name, (of_step, each) in machine.overhead[backend].items()
         ]
         _say(f"  {backend}, overhead of a step and of an operator: {', '.join(texts)}")
+        factors = ", ".join(f"{name} {factor:.2f}" for name, factor in machine.factors.get(backend, {}).items())
+        _say(f"  {backend}, seconds of an update over the sum of its parts: {factors}")
 
 
 def print_validation(result: _Answer) -> None:
