@@ -44,7 +44,7 @@ CALIBRATED = ("ddp", "zero1", "fsdp", "tensor", "pipeline")
 """The strategies whose overhead is measured."""
 _WIDTH = 512
 _BLOCKS = (2, 6)  # of two decoders so small that a step is overhead only
-_LEAD, _STEPS, _ROUNDS = 4, 10, 3
+_LEAD, _STEPS, _REFERENCE_STEPS, _ROUNDS = 4, 10, 4, 3
 _LENGTH = 8
 _COMPUTE_SECONDS = 5e-4  # between two collectives that are measured
 _POOL_BYTES = 2**26
@@ -241,8 +241,8 @@ def _on_rank(info: RankInfo, backend: str, has_kernels: bool) -> dict[str, Any]:
         return {
             "kernels": measure_kernels(world) if has_kernels else (),
             "links": _quiet_links(world) if world.size > 1 else {},
-            "tiny": _steps_of(world, [_tiny(num_blocks) for num_blocks in _BLOCKS]),
-            "reference": _steps_of(world, _references()),
+            "tiny": _steps_of(world, [_tiny(num_blocks) for num_blocks in _BLOCKS], _STEPS),
+            "reference": _steps_of(world, _references(), _REFERENCE_STEPS),
             "about": provenance_of(world),
             "device": torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu",
             "threads": torch.get_num_threads(),
@@ -333,7 +333,7 @@ def _block(world: World, run: Callable[[], Any], count: int) -> float:
     return (time.perf_counter() - started) / count
 
 
-def _steps_of(world: World, workloads: Sequence[Workload]) -> dict[str, tuple[float, ...]]:
+def _steps_of(world: World, workloads: Sequence[Workload], steps: int) -> dict[str, tuple[float, ...]]:
     """Seconds of a step of each workload, by strategy: the median of a few runs."""
     result: dict[str, tuple[float, ...]] = {}
     for strategy in CALIBRATED if world.size > 1 else ("single",):
@@ -342,14 +342,14 @@ def _steps_of(world: World, workloads: Sequence[Workload]) -> dict[str, tuple[fl
             for workload in workloads:
                 prepared = prepare(workload, parse_layout(strategy), world)
                 sample = first_sample(workload)
-                seconds.append(_step_seconds(world, prepared, sample))
+                seconds.append(_step_seconds(world, prepared, sample, steps))
         except EveryrankError:
             continue
         result[strategy] = tuple(seconds)
     return result
 
 
-def _step_seconds(world: World, prepared: Prepared, sample: Any) -> float:
+def _step_seconds(world: World, prepared: Prepared, sample: Any, steps: int) -> float:
     batches = micro_batches_of(prepared, sample, functools.partial(torch.zeros, device=world.device))
     for _ in range(_LEAD):
         prepared.step(batches)
@@ -358,9 +358,9 @@ def _step_seconds(world: World, prepared: Prepared, sample: Any) -> float:
         if world.size > 1:
             dist.barrier()
         started = time.perf_counter()
-        for _ in range(_STEPS):
+        for _ in range(steps):
             prepared.step(batches)
         if world.device.type == "cuda":
             torch.cuda.synchronize()
-        rounds.append((time.perf_counter() - started) / _STEPS)
+        rounds.append((time.perf_counter() - started) / steps)
     return statistics.median(rounds)
