@@ -33,9 +33,9 @@ from everyrank.measure.resources import Gpus
 from everyrank.parallel.mesh import make_device_mesh, open_mesh
 from everyrank.parallel.trainable import _groups_by_mesh
 from everyrank.strategies import _check_carried
-from everyrank.world import World, choose_backend, choose_device, process_group
+from everyrank.world import World, choose_backend, choose_device
 from everyrank.world.heartbeat import Peer, check_same_device, count_devices
-from everyrank.world.world import cards_here, describe_device, device_name
+from everyrank.world.world import cards_here, describe_device, device_name, let_nccl_share
 
 # (how ranks are started, host of each rank, cards that it sees, its local rank) -> backend
 BINDINGS: list[tuple[str, Sequence[tuple[str, str, int]], str]] = [
@@ -306,7 +306,7 @@ def test_nccl_takes_ranks_of_one_card_for_hosts() -> None:
     for rank in range(2):
         with mock.patch.dict(os.environ):
             os.environ.pop("NCCL_HOSTID", None)
-            process_group._let_nccl_share(types.SimpleNamespace(rank=rank))  # pyright: ignore[reportArgumentType]
+            let_nccl_share(rank)
             names.add(os.environ["NCCL_HOSTID"])
     assert len(names) == 2
 

@@ -7,7 +7,6 @@ import datetime
 import gc
 import itertools
 import os
-import socket
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import replace
@@ -42,6 +41,7 @@ from everyrank.world.world import (
     choose_threads,
     describe_device,
     device_name,
+    let_nccl_share,
     use_threads,
 )
 
@@ -159,7 +159,7 @@ def _with_settled_backend(world: World, requested: str | None, peers: Sequence[P
         ranks, cards = count_devices(peers)
         backend, why = choose_backend(requested, "cuda", ranks, cards)
         if backend == "nccl" and ranks > cards:
-            _let_nccl_share(world)
+            let_nccl_share(world.rank)
         return replace(world, backend=backend, choices={**world.choices, "backend": f"{backend}: {why}"})
     if world.backend != "shm":
         return world
@@ -174,14 +174,6 @@ def _with_settled_backend(world: World, requested: str | None, peers: Sequence[P
     if requested == "shm":
         raise CannotRunError(f"--backend shm: {why_not}; use --backend gloo")
     return replace(world, backend="gloo", choices={**world.choices, "backend": f"gloo: {why_not}"})
-
-
-def _let_nccl_share(world: World) -> None:
-    """Let several ranks of one card use nccl, which refuses two ranks with the same host and card.
-
-    With a host id of its own, each rank counts as a host, and nccl uses sockets between them.
-    """
-    os.environ.setdefault("NCCL_HOSTID", f"{socket.gethostname()}-{world.rank}")
 
 
 def _init_process_group(world: World) -> None:
