@@ -306,6 +306,34 @@ for epoch in range(2):
 """
 )
 
+# a log that stays open, a page of several lines, rows of a batch, a checkpoint with its time, one GPU by its number
+FILES = (
+    "import os\nimport time\n"
+    + DATA
+    + """
+os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+gpu = 0
+device = torch.device(f"cuda:{gpu}" if torch.cuda.is_available() else "cpu")
+log = open("train.log", "w")
+net = nn.Linear(6, 2).to(device)
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+for inputs, targets in DataLoader(TensorDataset(x, y), batch_size=16):
+    loss = F.cross_entropy(net(inputs.to(device)), targets.to(device))
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+    print(f"{loss.item():.4f}", file=log)
+    print(inputs.size(0), f"{loss.item():.4f}")
+    torch.save(inputs, "inputs.pt")
+with open("page.txt", "w") as page:
+    rows = net(torch.cat([x[:3]]).to(device)).tolist()
+    page.write(str(rows))
+with open("weights.txt", "wb") as file:
+    torch.save(net.state_dict(), file)
+torch.save(net.state_dict(), f"net {time.time():.6f}.pt")
+"""
+)
+
 # a part of the data by numpy, which no seed was set for; torch is imported late; a logger
 SUBSETS = """
 import numpy as np

@@ -15,6 +15,7 @@ from porting import (
     CLASS,
     DATA,
     ENGINE,
+    FILES,
     FOLDS,
     FUNCTIONS,
     GAN,
@@ -63,6 +64,22 @@ def test_ported_and_equal(tmp_path: Path, style: str) -> None:
     assert "everyrank" not in result.best.text
     removed = [line for line in STYLES[style].splitlines() if line.strip() and line.strip() not in result.best.text]
     assert len(removed) <= 12
+
+
+def test_files_are_written_once(tmp_path: Path) -> None:
+    best = ported(tmp_path, FILES, (2,)).best
+    assert best.is_equal
+    assert not best.differing_lines
+    assert not best.doubts
+    for line in (
+        'if "RANK" not in os.environ:\n    os.environ["CUDA_VISIBLE_DEVICES"] = "0"\n',
+        'torch.device("cuda" if torch.cuda.is_available() else "cpu")',
+        'log = open("train.log" if dist.get_rank() == 0 else os.devnull, "w")',
+        'with open("page.txt" if dist.get_rank() == 0 else os.devnull, "w") as page:\n    rows',
+        'if dist.get_rank() == 0:\n    with open("weights.txt", "wb") as file:\n        torch.save(',
+    ):
+        assert line in best.text
+    assert [sentence for _, sentence in best.notes] == ["what is written has rank 0's part of inputs"]
 
 
 def test_a_training_loop_in_another_file(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,6 +35,9 @@ _DISTRIBUTED = {
     "lightning": "Lightning",
     "pytorch_lightning": "Lightning",
 }
+_VISIBLE = {f"os.environ[{quote}CUDA_VISIBLE_DEVICES{quote}]" for quote in "\"'"}
+_IS_ALONE = '"RANK" not in os.environ'
+_OWN_DEVICE = "each rank has its own device"
 
 
 def edit_script(files: ScriptFiles, facts: Sequence[Fact], choice: Choice) -> Plan:
@@ -164,7 +168,9 @@ def _split_tensors(plan: Plan) -> None:
             parts.setdefault(_after_branches(plan, statement, call), []).append(name)
     if not parts:
         raise NotPortedError(
-            forwards[0].line, "where the batch comes from was not found: split it by hand, tensor[rank::world_size]"
+            forwards[0].line,
+            "where the batch comes from was not found. If the model gets the whole data set in each update, read it in "
+            "batches first; of one graph, sample the neighbours of some nodes. Else split it: tensor[rank::world_size]",
         )
     plan.helpers.add("part")
     blocks = {id(source.block(statement)) for statement in parts}
@@ -187,8 +193,33 @@ def _after_branches(plan: Plan, statement: ast.stmt, call: ast.AST | None) -> as
 def replace_leftovers(plan: Plan) -> None:
     """DataParallel goes, and a device is a rank's own."""
     source = plan.source
+    numbered: list[ast.expr] = []
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Call) and node.args and source.code(node.func).rpartition(".")[2] == "DataParallel":
             source.replace(node, source.code(node.args[0]), "DistributedDataParallel takes its place")
-        if isinstance(node, ast.Constant) and node.value == "cuda:0":
-            source.replace(node, '"cuda"', "each rank has its own device")
+        if isinstance(node, ast.expr) and _names_device(node):
+            numbered.append(node)
+        if isinstance(node, ast.Expr) and source.code(node.value).startswith("torch.cuda.set_device("):
+            source.put_under(node, _IS_ALONE, _OWN_DEVICE)
+        if isinstance(node, ast.Assign) and source.code(node.targets[0]) in _VISIBLE:
+            source.put_under(node, _IS_ALONE, _OWN_DEVICE)
+    if len({source.code(node).strip("\"'") for node in numbered}) > 1:
+        plan.note(numbered[1].lineno, "this script names several devices: each rank has one, so remove the others")
+        return
+    for node in numbered:
+        source.replace(node, '"cuda"', _OWN_DEVICE)
+
+
+def _names_device(node: ast.expr) -> bool:
+    """Whether it is the name of a numbered GPU: "cuda:0", f"cuda:{gpu}", "cuda:" + gpu, "cuda:%d" % gpu."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return re.fullmatch(r"cuda:\d+", text) is not None
+        case ast.JoinedStr(values=[ast.Constant(value="cuda:"), ast.FormattedValue()]):
+            return True
+        case ast.BinOp(left=ast.Constant(value="cuda:" | "cuda:%d" | "cuda:%s")):
+            return True
+        case ast.Call(func=ast.Attribute(value=ast.Constant(value="cuda:{}"), attr="format")):
+            return True
+        case _:
+            return False

@@ -30,7 +30,7 @@ def add_frame(plan: Plan) -> None:
     if other:
         source.insert_after(leading_imports(other), _helpers(plan, other), _REASON)
         _import_other(plan, body)
-        block = "\n".join(_imports_of_helpers(plan, start))
+        block = "\n".join(_imports_of_helpers(plan, body, start))
     else:
         block = _helpers(plan, body)
     if main is not None and is_in_main:
@@ -78,11 +78,13 @@ def _helpers(plan: Plan, body: list[ast.stmt]) -> str:
     return f"{_imports(plan, imports)}\n\n\n{helpers}"
 
 
-def _imports_of_helpers(plan: Plan, start: list[str]) -> list[str]:
+def _imports_of_helpers(plan: Plan, body: list[ast.stmt], start: list[str]) -> list[str]:
     """The imports of a script whose helper functions stand in the other file."""
     texts = [*start, *(edit.text for edit in plan.source.edits if edit.start[0] <= plan.files.num_lines)]
     used = sorted(name for name in plan.helpers if any(f"{name}(" in text for text in texts))
+    needs_os = any("os." in text for text in texts) and "os" not in imported_names(imports_in(body))
     return [
+        *(["import os"] if needs_os else []),
         f"from {plan.files.module}_{plan.files.target} import {', '.join(used)}",
         "import torch.distributed as dist",
     ]

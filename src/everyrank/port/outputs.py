@@ -11,8 +11,9 @@ __all__ = ["edit_writes"]
 
 _IS_FIRST = "dist.get_rank() == 0"
 # what a short run may not come to: functions that write a file, by their whole name or its last part
-_WRITERS = {"torch.save", "os.mkdir", "plt.savefig"}
-_WRITING_METHODS = {"save_pretrained", "save_image", "savefig", "to_csv", "imsave"}
+_WRITERS = {"torch.save", "os.mkdir", "plt.savefig", "np.save", "np.savez", "np.savetxt"}
+_WRITING_METHODS = {"save_pretrained", "save_image", "savefig", "to_csv", "imsave", "write_text", "write_bytes"}
+_WRITING_MODES = {"w", "wt", "wb", "a", "at", "ab"}
 _LOGGERS = {"SummaryWriter", "mlflow.start_run"}
 _BARS = {"tqdm", "trange"}
 
@@ -49,7 +50,12 @@ def edit_writes(plan: Plan) -> None:
         statement = files[-1] if files else statement
         if any(each in done for each in source.ancestors(statement)):
             continue
-        if _is_all_of(node, statement, source):
+        opened = _opened(plan, files[-1].items[0].context_expr if files else node)
+        if opened is not None and _stays_on_all_ranks(plan, statement):
+            done.add(statement)
+            whole = source.code(opened)
+            source.replace(opened, f"{whole} if {_IS_FIRST} else os.devnull", "the file is written once")
+        elif _is_all_of(node, statement, source):
             done.add(statement)
             _guard(plan, statement)
         elif plan.once(node, "rank 0 first") and isinstance(node, ast.Call):
@@ -62,7 +68,26 @@ def _writes(plan: Plan, call: ast.Call, name: str) -> bool:
     if name == "torch.save" and plan.choice.target == "fsdp":
         return False  # all ranks take part
     downloads = any(word.arg == "download" and plan.source.code(word.value) != "False" for word in call.keywords)
-    return downloads or name in _WRITERS or name.rpartition(".")[2] in _WRITING_METHODS
+    is_file = _opened(plan, call) is not None
+    return downloads or is_file or name in _WRITERS or name.rpartition(".")[2] in _WRITING_METHODS
+
+
+def _opened(plan: Plan, node: ast.AST) -> ast.expr | None:
+    """The path of an `open(path, "w")`, which is only written to; None for other expressions."""
+    if not isinstance(node, ast.Call) or plan.source.code(node.func) != "open" or not node.args:
+        return None
+    modes = [*node.args[1:2], *(word.value for word in node.keywords if word.arg == "mode")]
+    is_simple = isinstance(node.args[0], ast.Constant | ast.Name | ast.Attribute | ast.Call | ast.JoinedStr | ast.BinOp)
+    writes = any(isinstance(mode, ast.Constant) and mode.value in _WRITING_MODES for mode in modes)
+    return node.args[0] if is_simple and writes else None
+
+
+def _stays_on_all_ranks(plan: Plan, statement: ast.stmt) -> bool:
+    """Whether a statement that opens a file is left to all ranks: it does more than to write one thing."""
+    if isinstance(statement, ast.With):
+        saves_whole = plan.choice.target == "fsdp"  # all ranks take part
+        return len(statement.items) == 1 and (saves_whole or len(statement.body) > 1)
+    return isinstance(statement, ast.Assign)
 
 
 def _is_all_of(node: ast.AST, statement: ast.stmt, source: ScriptSource) -> bool:
@@ -77,10 +102,20 @@ def _guard(plan: Plan, statement: ast.stmt) -> None:
     source = plan.source
     if "exist_ok=True" in source.code(statement) or isinstance(source.parents.get(statement), ast.Try):
         return  # several ranks may do it
+    _note_part(plan, statement)
     try:
         source.put_under(statement, _IS_FIRST, "written once")
     except NotPortedError as error:
         plan.note(error.line, f"every rank writes here; {error.reason}")
+
+
+def _note_part(plan: Plan, statement: ast.stmt) -> None:
+    """Leave a note where samples of a training batch are written: rank 0 has its part of them."""
+    source = plan.source
+    scopes = {source.scope(call) for fact in plan.training_forwards if (call := source.at(fact.span)) is not None}
+    names = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
+    if source.scope(statement) in scopes and (samples := [name for name in plan.data_names if name in names]):
+        plan.note(statement.lineno, f"what is written has rank 0's part of {', '.join(samples)}")
 
 
 def _hide_bar(plan: Plan, call: ast.Call) -> None:

@@ -96,10 +96,18 @@ class Plan:
     def data_names(self) -> list[str]:
         """The names that training forwards and their losses are given."""
         names: list[str] = []
+        modules = {
+            (alias.asname or alias.name).partition(".")[0]
+            for node in ast.walk(self.source.tree)
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for alias in node.names
+        }
         for fact in [*self.training_forwards, *(loss for loss in self.of("loss") if loss.is_inner)]:
             call = self.source.at(fact.span)
             for node in getattr(call, "args", []):
-                if isinstance(node, ast.Name) and node.id not in names:
+                while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):  # inputs.to(device)
+                    node = node.func.value
+                if isinstance(node, ast.Name) and node.id not in [*names, *modules]:
                     names.append(node.id)
         return names
 
