@@ -365,6 +365,36 @@ for held_out in range(2):
         print(epoch, f"{loss.item():.4f} {largest:.4f}")
 """
 
+# the dataset draws from two libraries, in workers; the loop itself draws from the third
+AUGMENTED = (
+    "import random\n"
+    + DATA
+    + """
+import numpy as np
+
+
+class Augmented(torch.utils.data.Dataset):
+    def __len__(self):
+        return len(x)
+
+    def __getitem__(self, index):
+        return x[index] * random.uniform(0.9, 1.1) + np.random.normal(0, 0.01), y[index]
+
+
+if __name__ == "__main__":
+    random.seed(0)
+    np.random.seed(0)
+    net = nn.Linear(6, 2)
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    for inputs, targets in DataLoader(Augmented(), batch_size=16, shuffle=True, num_workers=1):
+        loss = F.cross_entropy(net(inputs.float()), targets)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        print(f"{loss.item():.4f}")
+"""
+)
+
 GPT = (
     DATA
     + """

@@ -9,6 +9,7 @@ import pytest
 from everyrank.port import NotPortedError, PortResult, check_ported, port_script
 from everyrank.rerun import ScriptHost
 from porting import (
+    AUGMENTED,
     BY_HAND,
     CARRIED,
     CARRIED_FROM_LOADER,
@@ -80,6 +81,20 @@ def test_files_are_written_once(tmp_path: Path) -> None:
     ):
         assert line in best.text
     assert [sentence for _, sentence in best.notes] == ["what is written has rank 0's part of inputs"]
+
+
+def test_each_rank_augments_its_own_way(tmp_path: Path) -> None:
+    best = ported(tmp_path, AUGMENTED, (2,)).best
+    assert best.is_equal, best.comparisons
+    assert (
+        "        random.seed(torch.initial_seed())\n        np.random.seed(torch.initial_seed() % 2**32)\n" in best.text
+    )
+    assert "ddp_net = parallel(net)\n    own_noise()\n" in best.text
+    # numbers that the loop itself draws may decide what all ranks do next
+    decides = AUGMENTED.replace("        opt.step()\n", "        if random.random() < 0.9:\n            opt.step()\n")
+    best = ported(tmp_path, decides, (2,)).best
+    assert best.is_equal, best.comparisons
+    assert "        torch.manual_seed(torch.initial_seed() + dist.get_rank())\n        np.random.seed(" in best.text
 
 
 def test_a_training_loop_in_another_file(tmp_path: Path) -> None:

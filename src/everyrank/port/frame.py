@@ -73,6 +73,7 @@ def _helpers(plan: Plan, body: list[ast.stmt]) -> str:
         sampler=plan.choice.sampler,
         has_wandb=plan.has_wandb,
         has_logging="logging" in imported_names(imports),
+        reseeded=plan.reseeded,
         has_numpy="np" in imported_names(imports) or _draws_from_numpy(plan),
     )
     return f"{_imports(plan, imports)}\n\n\n{helpers}"
@@ -116,27 +117,29 @@ def _import_other(plan: Plan, body: list[ast.stmt]) -> None:
 
 
 def _add_own_noise(plan: Plan) -> None:
-    """Where dropout or other random numbers are drawn in training: numbers of its own for each rank."""
+    """Where dropout, augmentation or other random numbers are drawn in training: numbers of its own for each rank."""
     source = plan.source
     drops = any(fact.details["has_dropout"] for fact in plan.training_forwards)
-    draws = [fact for fact in plan.of("draw") if fact.details["in_loop"] and fact.details["library"] == "torch"]
+    draws = [fact for fact in plan.of("draw") if fact.details["in_loop"]]
+    # a draw of the loop itself may decide what all ranks do next
+    shared = {fact.details["library"] for fact in draws if not fact.details["in_data"]} - {"torch"}
+    draws = [fact for fact in draws if fact.details["library"] not in shared]
     if not drops and not draws:
         return
+    plan.reseeded = {fact.details["library"] for fact in draws} - {"torch"}
     first = next((index for index, fact in enumerate(plan.facts) if fact.kind == "forward"), 0)
     is_drawn = any(fact.kind == "draw" and fact.details["library"] == "torch" for fact in plan.facts[first:])
     has_own_sequences = "own_sequences" in plan.helpers and not is_drawn
     if not has_own_sequences and ("split" not in plan.helpers or not plan.training_loaders):
         line = (draws or plan.training_forwards)[0].line
-        plan.note(
-            line, "all ranks draw the same dropout masks or noise here, because their batches come from the same draws"
-        )
+        plan.note(line, "all ranks draw the same random numbers here, because their batches come from the same draws")
         return
     wrappers = [edit for edit in source.edits if " = parallel(" in edit.text or edit.text.lstrip().startswith("shard(")]
     last = max(wrappers, key=lambda edit: edit.start)
     indent = last.text[: len(last.text) - len(last.text.lstrip())]
     plan.helpers.add("own_noise")
     source.edits.append(
-        dataclasses.replace(last, text=f"{indent}own_noise()\n", reason="dropout and noise of its own on each rank")
+        dataclasses.replace(last, text=f"{indent}own_noise()\n", reason="random numbers of its own on each rank")
     )
 
 
@@ -148,7 +151,7 @@ def _choose_seed(plan: Plan) -> None:
             seeded.add(fact.details["library"])
         needs = (
             {fact.details["library"]}
-            if fact.kind == "draw"
+            if fact.kind == "draw" and not fact.details["in_data"]
             else {"torch"}
             if fact.kind in ("loader", "optimizer")
             else set()
@@ -161,9 +164,10 @@ def _choose_seed(plan: Plan) -> None:
 
 def _imports(plan: Plan, imports: list[ast.Import | ast.ImportFrom]) -> str:
     bound = imported_names(imports)
-    needed = ["os", "sys", *(["random"] if plan.has_same_seed else []), "torch"]
+    reseeds = plan.reseeded if "own_noise" in plan.helpers else set[str]()
+    needed = ["os", "sys", *(["random"] if plan.has_same_seed or "random" in reseeds else []), "torch"]
     lines = [f"import {name}" for name in needed if name not in bound]
-    if plan.has_same_seed and _draws_from_numpy(plan) and "np" not in bound:
+    if ((plan.has_same_seed and _draws_from_numpy(plan)) or "numpy" in reseeds) and "np" not in bound:
         lines.append("import numpy as np")
     lines.append("import torch.distributed as dist")
     return "\n".join([*lines, *(["from torch.distributed.fsdp import fully_shard"] if "shard" in plan.helpers else [])])

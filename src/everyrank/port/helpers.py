@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 __all__ = ["HELPERS", "helper_text"]
 
 SETUP = '''
@@ -54,7 +56,7 @@ def same_seed():
 
 OWN_NOISE = '''
 def own_noise():
-    """Let each rank draw its own dropout masks and noise from here on; rank 0 goes on as one process would."""
+    """Let each rank draw its own random numbers from here on; rank 0 goes on as one process would."""
     if dist.get_rank() != 0:
         torch.manual_seed(torch.initial_seed() + dist.get_rank())
 '''
@@ -263,6 +265,7 @@ def helper_text(
     has_numpy: bool,
     has_logging: bool = False,
     has_wandb: bool = False,
+    reseeded: Collection[str] = (),
     sampler: str = "batches",
 ) -> str:
     """The functions of these names, two empty lines apart.
@@ -273,6 +276,7 @@ def helper_text(
     has_numpy       numpy's random numbers are seeded, too
     has_logging     the script logs, which only rank 0 shows
     has_wandb       it logs to Weights & Biases
+    reseeded        "random" and "numpy" if each rank draws numbers of its own from them in training
     sampler         "batches" or "torch", as in `Choice`
     """
     if names & {"same_seed", "split"}:
@@ -296,6 +300,10 @@ def helper_text(
         texts["setup"] += "        logging.disable()\n"
     if has_wandb:
         texts["setup"] += '        os.environ["WANDB_MODE"] = "disabled"\n'
+    if "random" in reseeded:
+        texts["own_noise"] += "        random.seed(torch.initial_seed())\n"
+    if "numpy" in reseeded:
+        texts["own_noise"] += "        np.random.seed(torch.initial_seed() % 2**32)\n"
     if not has_numpy:
         texts["same_seed"] = texts["same_seed"].replace("    np.random.seed(seed)\n", "")
     return "\n\n".join(text.rstrip("\n") for name, text in texts.items() if name in names).lstrip("\n")

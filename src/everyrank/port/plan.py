@@ -38,6 +38,7 @@ class Plan:
     has_batch_norm, finds_unused   of the models that are wrapped
     has_wandb     whether Weights & Biases is used, which only rank 0 may log to
     has_same_seed  whether all ranks set one seed before anything is drawn
+    reseeded       "random" and "numpy" if the dataset draws from them: each rank has a seed of its own in training
     training_uses  names of a model in training forwards, and where it is passed on to one
     sharded        names of models where FSDP shards them
     passed_models  functions with a parameter that is a model in training, and the place of the call
@@ -52,6 +53,7 @@ class Plan:
         self.has_wandb = False
         self.finds_unused = any(fact.details["unused"] for fact in self.of("step"))
         self.has_same_seed = False
+        self.reseeded: set[str] = set()
         self.training_uses: list[ast.expr] = []
         self.sharded: list[ast.expr] = []
         self.passed_models: list[tuple[ast.FunctionDef, str, tuple[int, int, int, int]]] = []

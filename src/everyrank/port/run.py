@@ -242,13 +242,9 @@ def read_script(script: Path) -> str:
 
 
 def _observe(host: ScriptHost, files: ScriptFiles) -> list[Fact]:
-    recording = host.run(
-        1,
-        updates=_OBSERVED_UPDATES,
-        detailed=0,
-        imposed=Imposed(order=True, pass_batches=_PASS_BATCHES),
-        expressions=True,
-    )
+    recording = _observed(host, no_workers=True)  # what a dataset draws is not seen in a worker
+    if recording.trouble and not _hangs(recording):
+        recording = _observed(host, no_workers=False)
     has_stepped = any(each["kind"] == "step" for each in recording.ranks[0].facts.get("expressions", []))
     if recording.trouble and (not has_stepped or _hangs(recording)):
         raise CannotRunError(f"the script does not run on one process here: {_reason(recording.trouble)}")
@@ -257,6 +253,16 @@ def _observe(host: ScriptHost, files: ScriptFiles) -> list[Fact]:
         offsets[str(files.other.absolute())] = files.num_lines
     offsets = {os.path.normpath(path): offset for path, offset in offsets.items()}
     return read_facts(recording.ranks[0].facts.get("expressions", []), offsets)
+
+
+def _observed(host: ScriptHost, no_workers: bool) -> ScriptRecording:
+    return host.run(
+        1,
+        updates=_OBSERVED_UPDATES,
+        detailed=0,
+        imposed=Imposed(order=True, pass_batches=_PASS_BATCHES, no_workers=no_workers),
+        expressions=True,
+    )
 
 
 def _reason(trouble: str) -> str:

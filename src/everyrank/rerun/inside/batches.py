@@ -316,6 +316,18 @@ def _holds_columns(batch: Any) -> bool:
     )
 
 
+def _note_draws(session: Session, seeded: tuple[Any, Any, Any]) -> None:
+    """Record the libraries whose generators are no longer in the state that they were seeded to."""
+    drawn = session.facts.setdefault("data_draws", [])
+    position = np.random.get_state()[1:]
+    is_drawn = {
+        "random": random.getstate() != seeded[0],
+        "numpy": position[1:] != seeded[1][1:] or bool((position[0] != seeded[1][0]).any()),
+        "torch": not torch.equal(torch.get_rng_state(), seeded[2]),
+    }
+    drawn += [library for library, drew in is_drawn.items() if drew and library not in drawn]
+
+
 # --- no workers
 
 
@@ -358,9 +370,12 @@ def _one_order(session: Session) -> None:
             random.seed(seed)
             np.random.seed(seed)
             torch.default_generator.manual_seed(seed)
+            seeded = random.getstate(), np.random.get_state()[1:], torch.get_rng_state()
             try:
                 return dataset[index]
             finally:
+                if torch.is_grad_enabled():
+                    _note_draws(session, seeded)
                 random.setstate(states[0])
                 np.random.set_state(states[1])
                 torch.set_rng_state(states[2])

@@ -60,7 +60,10 @@ def install_expressions(session: Session) -> None:
 
 
 class _Watcher:
-    """The records, and what connects them: the loader whose batch was read last, the module that is being called."""
+    """The records, and what connects them: the loader whose batch was read last, the module that is being called.
+
+    data_draws  number of libraries whose random numbers a dataset draws, as far as they are recorded
+    """
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -69,6 +72,7 @@ class _Watcher:
         self.loader = 0
         self.rows = 0
         self.depth = 0
+        self.data_draws = 0
         self.outputs: list[Any] = []  # of models, that no other model was given, since the last backward
 
     def note(self, kind: str, **details: Any) -> dict[str, Any] | None:
@@ -269,7 +273,14 @@ class _Watcher:
             self.before(torch, name, lambda *_args, **kwargs: kwargs.get("generator") or self.draw("torch"))
 
     def draw(self, library: str) -> None:
-        self.note("draw", library=library, in_loop=bool(self.loader))
+        self.note("draw", library=library, in_loop=bool(self.loader), in_data=False)
+
+    def note_data_draws(self) -> None:
+        """Record that the dataset has drawn random numbers, at the line that reads from its loader."""
+        drawn = self.session.facts.get("data_draws", [])
+        for library in drawn[self.data_draws :]:
+            self.note("draw", library=library, in_loop=True, in_data=True)
+        self.data_draws = len(drawn)
 
 
 class _Pass:
@@ -283,6 +294,7 @@ class _Pass:
 
     def __next__(self) -> Any:
         batch = next(self._iterator)
+        self._watcher.note_data_draws()
         self._watcher.loader, self._watcher.rows = id(self._loader), rows_of_batch(batch)
         return batch
 
