@@ -330,6 +330,8 @@ with open("page.txt", "w") as page:
     page.write(str(rows))
 with open("weights.txt", "wb") as file:
     torch.save(net.state_dict(), file)
+with open("weights.txt", "rb") as file:
+    net.load_state_dict(torch.load(file))
 torch.save(net.state_dict(), f"net {time.time():.6f}.pt")
 """
 )

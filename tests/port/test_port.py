@@ -78,6 +78,7 @@ def test_files_are_written_once(tmp_path: Path) -> None:
         'log = open("train.log" if dist.get_rank() == 0 else os.devnull, "w")',
         'with open("page.txt" if dist.get_rank() == 0 else os.devnull, "w") as page:\n    rows',
         'if dist.get_rank() == 0:\n    with open("weights.txt", "wb") as file:\n        torch.save(',
+        'dist.barrier()\nwith open("weights.txt", "rb") as file:\n',
     ):
         assert line in best.text
     assert [sentence for _, sentence in best.notes] == ["what is written has rank 0's part of inputs"]

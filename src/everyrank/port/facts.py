@@ -22,7 +22,7 @@ class CallSite:
 class Fact:
     """An expression of the script that made a loader, called the model, saved a file, ...
 
-    kind      "loader", "pass", "forward", "loss", "backward", "optimizer", "step", "write", "seed" or "draw"
+    kind      "loader", "pass", "forward", "loss", "backward", "optimizer", "step", "write", "read", "seed" or "draw"
     chain     the calls of the script that led there, the innermost first
     is_inner  whether the innermost line of the user's own code stands in the script, not in another file of theirs
     details   what else is known: see rerun/inside/expressions.py

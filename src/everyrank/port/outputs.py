@@ -1,4 +1,4 @@
-"""Files that the script writes are written by rank 0 alone; progress bars are shown by it."""
+"""Only rank 0 writes the files of the script, before other ranks read them; only it shows progress bars."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import ast
 from everyrank.port.plan import Plan
 from everyrank.port.source import Edit, NotPortedError, ScriptSource
 
-__all__ = ["edit_writes"]
+__all__ = ["edit_reads", "edit_writes"]
 
 _IS_FIRST = "dist.get_rank() == 0"
 # what a short run may not come to: functions that write a file, by their whole name or its last part
@@ -61,6 +61,37 @@ def edit_writes(plan: Plan) -> None:
         elif plan.once(node, "rank 0 first") and isinstance(node, ast.Call):
             plan.helpers.add("rank_0_first")
             source.wrap(node, "rank_0_first(lambda: ", ")", "rank 0 downloads or creates it, then the others find it")
+
+
+def edit_reads(plan: Plan) -> None:
+    """Let all ranks wait for rank 0 before they load what it saves in the same run."""
+    source = plan.source
+    calls = [node for node in ast.walk(source.tree) if isinstance(node, ast.Call)]
+    saved = {source.code(_file_of(plan, each, 1)) for each in calls if source.code(each.func) == "torch.save"} - {""}
+    loads = [each for each in calls if source.code(each.func) == "torch.load"]
+    nodes = [source.at(fact.span) for fact in plan.of("read")]
+    nodes += [each for each in loads if source.code(_file_of(plan, each, 0)) in saved]
+    for node in nodes:
+        if node is None:
+            continue
+        opened = source.around(node, ast.With)
+        is_opened = isinstance(opened, ast.With) and "open(" in source.code(opened.items[0].context_expr)
+        statement = opened if is_opened and isinstance(opened, ast.stmt) else source.statement(node)
+        if plan.once(statement, "read"):
+            source.insert_before(statement, "dist.barrier()", "rank 0 has written the file before the others read it")
+
+
+def _file_of(plan: Plan, call: ast.Call, index: int) -> ast.AST:
+    """What a torch.save or torch.load is given as its file: the path of an `open` around it, if it is an open file."""
+    if index >= len(call.args):
+        return ast.Module([], [])
+    file, opened = call.args[index], plan.source.around(call, ast.With)
+    if isinstance(opened, ast.With) and isinstance(file, ast.Name):
+        for item in opened.items:
+            is_it = item.optional_vars is not None and plan.source.code(item.optional_vars) == file.id
+            if is_it and isinstance(item.context_expr, ast.Call) and item.context_expr.args:
+                return item.context_expr.args[0]
+    return file
 
 
 def _writes(plan: Plan, call: ast.Call, name: str) -> bool:

@@ -243,7 +243,18 @@ class _Watcher:
 
     def watch_writes(self) -> None:
         """Files and folders that the script writes."""
-        self.before(torch, "save", lambda *_args, **_kwargs: self.note("write", name="save"))
+        saved: set[str] = set()
+
+        def saves(obj: Any = None, f: Any = None, *_args: Any, **_kwargs: Any) -> None:  # noqa: ARG001
+            self.note("write", name="save")
+            saved.add(_path(f))
+
+        def loads(f: Any = None, *_args: Any, **_kwargs: Any) -> None:
+            if _path(f) in saved:
+                self.note("read")
+
+        self.before(torch, "save", saves)
+        self.before(torch, "load", loads)
         for name in ("mkdir", "makedirs"):
             self.before(
                 os, name, lambda path, *_args, _name=name, **_kwargs: _is_kept(path) and self.note("write", name=_name)
@@ -336,6 +347,11 @@ def _sources(frame: Any, given: list[Any]) -> list[tuple[str, list[int]]]:
 def _has_memory(tensor: Any) -> bool:
     """Whether a tensor is one block of memory: a sparse one is not."""
     return tensor.layout is torch.strided
+
+
+def _path(file: Any) -> str:
+    """The whole path of a file, which may be open."""
+    return os.path.realpath(getattr(file, "name", file)) if isinstance(getattr(file, "name", file), str) else ""
 
 
 def _is_kept(path: Any) -> bool:
