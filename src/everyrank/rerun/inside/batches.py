@@ -319,13 +319,19 @@ def _holds_columns(batch: Any) -> bool:
 def _note_draws(session: Session, seeded: tuple[Any, Any, Any]) -> None:
     """Record the libraries whose generators are no longer in the state that they were seeded to."""
     drawn = session.facts.setdefault("data_draws", [])
-    position = np.random.get_state()[1:]
+    position: Any = np.random.get_state(legacy=False)
     is_drawn = {
         "random": random.getstate() != seeded[0],
-        "numpy": position[1:] != seeded[1][1:] or bool((position[0] != seeded[1][0]).any()),
+        "numpy": not _is_same_state(position, seeded[1]),
         "torch": not torch.equal(torch.get_rng_state(), seeded[2]),
     }
     drawn += [library for library, drew in is_drawn.items() if drew and library not in drawn]
+
+
+def _is_same_state(one: Any, other: Any) -> bool:
+    """Whether two states of numpy's Mersenne twister are equal."""
+    one, other = one["state"], other["state"]
+    return one["pos"] == other["pos"] and bool((one["key"] == other["key"]).all())
 
 
 # --- no workers
@@ -370,7 +376,7 @@ def _one_order(session: Session) -> None:
             random.seed(seed)
             np.random.seed(seed)
             torch.default_generator.manual_seed(seed)
-            seeded = random.getstate(), np.random.get_state()[1:], torch.get_rng_state()
+            seeded = random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()
             try:
                 return dataset[index]
             finally:
