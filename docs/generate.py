@@ -32,6 +32,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "everyrank"
 ORDER = ROOT / "tests" / "test_architecture.py"
 DIGITS = ROOT / "benchmarks" / "records" / "digits-cpu.json"
+PORT_MISTAKES = ROOT / "tests" / "port" / "test_port_mistakes.py"
 PORTED = ROOT / "benchmarks" / "records" / "port-public-scripts-cpu.json"
 TEXT_DEMO = ROOT / "benchmarks" / "records" / "text-demo-cpu.json"
 FAMILIES = ROOT / "benchmarks" / "records" / "families-cpu.json"
@@ -230,6 +231,23 @@ CHINESE = {
 }
 """Of cells of the tables, what they are on the Chinese pages; all else stays as it is printed."""
 
+# what the check or the audit reports of a mistake in a port, by the words that its test looks for
+REPORTED = {
+    "own samples": "the loss; likely cause: it is that of a rank's own samples",
+    "the loss is": "the loss",
+    "loss is": "the loss",
+    "not averaged": "the gradients; likely cause: they are not averaged",
+    "0.3333": "the gradients: a third of the original's on 3 ranks",
+    "learning rates": "the learning rates",
+    "gradients": "the gradients",
+    "printed": "a printed line",
+    "net.pt": "the file that each rank writes",
+    "does not save net.pt": "the file that is not saved",
+    "other keys": "the keys of the checkpoint",
+    "prints on each rank": "the line that prints on each rank",
+    "dropout masks are equal": "audit: the dropout masks are equal on all ranks",
+    "fails": "the error of the port",
+}
 PORTED_IN_CHINESE = {
     "script": "脚本",
     "first run": "首次运行",
@@ -572,6 +590,18 @@ def ported_scripts() -> str:
     return _table(header, found)
 
 
+def mistakes_in_ports() -> str:
+    """The mistakes that tests put into a port, and what is reported of each."""
+    tree = ast.parse(PORT_MISTAKES.read_text())
+    values = next(
+        each.value
+        for each in tree.body
+        if isinstance(each, ast.Assign) and isinstance(each.targets[0], ast.Name) and each.targets[0].id == "MISTAKES"
+    )
+    mistakes = ast.literal_eval(values)
+    return _table(("mistake", "reported"), [[name, REPORTED[words]] for name, (_, _, words) in mistakes.items()])
+
+
 def _where(about: dict[str, Any]) -> str:
     """The machine and the day of a Record, of its provenance."""
     return f"{about['processor']}, {about['cores']} cores, torch {about['torch']}, {about['time'][:10]}"
@@ -637,7 +667,10 @@ PARTS: dict[str, dict[str, tuple[Path, Callable[[], str]]]] = {
         f"fields of {options.__name__}": (PACKAGE / "options.py", in_chinese(option_fields(options)))
         for options in (TrainOptions, VerifyOptions, BenchOptions)
     },
-    "docs/port.md": {"ported scripts": (PORTED, ported_scripts)},
+    "docs/port.md": {
+        "ported scripts": (PORTED, ported_scripts),
+        "mistakes in ports": (PORT_MISTAKES, mistakes_in_ports),
+    },
     "docs/zh/port.md": {"ported scripts": (PORTED, in_chinese(ported_scripts, PORTED_IN_CHINESE))},
     "docs/recipes.md": {"recipes": (PACKAGE / "recipes", recipes)},
     "docs/zh/recipes.md": {"recipes": (PACKAGE / "recipes", in_chinese(recipes))},
