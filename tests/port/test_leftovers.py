@@ -1,4 +1,4 @@
-"""What names a GPU by its number names that of the rank; plain python still uses the GPU that the script chooses."""
+"""GPUs that a script names by their number, and files that it reads after it has written them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from everyrank.port.edits import replace_leftovers
+from everyrank.port.facts import CallSite, Fact
 from everyrank.port.files import ScriptFiles
+from everyrank.port.outputs import edit_writes
 from everyrank.port.plan import Choice, Plan
 
 
@@ -35,3 +37,20 @@ def test_several_devices_are_left_to_the_user() -> None:
     plan = plan_of(text)
     assert plan.source.edited() == text
     assert [line for line, _ in plan.notes] == [2]
+
+
+def test_ranks_wait_before_they_read_what_rank_0_saved() -> None:
+    save, load = "torch.save(x, path)\n", "x = torch.load(path)\n"
+    guarded = "if dist.get_rank() == 0:\n    torch.save(x, path)\n"
+    assert written(save + load) == guarded + "dist.barrier()\n" + load
+    # ranks that find the file would wait for those that do not
+    cached = "if not os.path.exists(path):\n    torch.save(x, path)\nelse:\n    x = torch.load(path)\n"
+    assert "barrier" not in written(cached)
+
+
+def written(text: str) -> str:
+    call = CallSite("train.py", (1, 0, 1, 1), "<module>")
+    forward = Fact("forward", (call,), is_inner=True, details={"reached": True})
+    plan = Plan(ScriptFiles(Path("train.py"), text), [forward], Choice("mean", "split"))
+    edit_writes(plan)
+    return plan.source.edited()

@@ -15,7 +15,7 @@ from everyrank.port.files import ScriptFiles
 from everyrank.port.frame import add_frame
 from everyrank.port.loss import edit_losses
 from everyrank.port.model import edit_models
-from everyrank.port.outputs import edit_reads, edit_writes
+from everyrank.port.outputs import edit_writes
 from everyrank.port.plan import Choice, Plan
 from everyrank.port.shards import whole_states
 from everyrank.port.source import NotPortedError
@@ -67,7 +67,6 @@ def edit_script(files: ScriptFiles, facts: Sequence[Fact], choice: Choice) -> Pl
     edit_counts(plan)
     edit_evaluations(plan)
     edit_writes(plan)
-    edit_reads(plan)
     replace_leftovers(plan)
     add_frame(plan)
     return plan

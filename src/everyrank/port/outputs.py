@@ -7,7 +7,7 @@ import ast
 from everyrank.port.plan import Plan
 from everyrank.port.source import Edit, NotPortedError, ScriptSource
 
-__all__ = ["edit_reads", "edit_writes"]
+__all__ = ["edit_writes"]
 
 _IS_FIRST = "dist.get_rank() == 0"
 # what a short run may not come to: functions that write a file, by their whole name or its last part
@@ -15,11 +15,12 @@ _WRITERS = {"torch.save", "os.mkdir", "plt.savefig", "np.save", "np.savez", "np.
 _WRITING_METHODS = {"save_pretrained", "save_image", "savefig", "to_csv", "imsave", "write_text", "write_bytes"}
 _WRITING_MODES = {"w", "wt", "wb", "a", "at", "ab"}
 _LOGGERS = {"SummaryWriter", "mlflow.start_run"}
+_EXISTENCE = ("exists", "isfile", "is_file")
 _BARS = {"tqdm", "trange"}
 
 
 def edit_writes(plan: Plan) -> None:
-    """Put each statement that writes under `if dist.get_rank() == 0:`."""
+    """Put each statement that writes under `if dist.get_rank() == 0:`, and let ranks wait before they read it."""
     source, done, loggers = plan.source, set[ast.AST](), set[ast.AST]()
     nodes = [
         source.at(fact.span, (ast.Call, ast.With))
@@ -61,9 +62,10 @@ def edit_writes(plan: Plan) -> None:
         elif plan.once(node, "rank 0 first") and isinstance(node, ast.Call):
             plan.helpers.add("rank_0_first")
             source.wrap(node, "rank_0_first(lambda: ", ")", "rank 0 downloads or creates it, then the others find it")
+    _edit_reads(plan, done)
 
 
-def edit_reads(plan: Plan) -> None:
+def _edit_reads(plan: Plan, guarded: set[ast.AST]) -> None:
     """Let all ranks wait for rank 0 before they load what it saves in the same run."""
     source = plan.source
     calls = [node for node in ast.walk(source.tree) if isinstance(node, ast.Call)]
@@ -72,12 +74,20 @@ def edit_reads(plan: Plan) -> None:
     nodes = [source.at(fact.span) for fact in plan.of("read")]
     nodes += [each for each in loads if source.code(_file_of(plan, each, 0)) in saved]
     for node in nodes:
-        if node is None:
+        if node is None or any(each in guarded for each in source.ancestors(node)):
             continue
         opened = source.around(node, ast.With)
         is_opened = isinstance(opened, ast.With) and "open(" in source.code(opened.items[0].context_expr)
         statement = opened if is_opened and isinstance(opened, ast.stmt) else source.statement(node)
-        if plan.once(statement, "read"):
+        if not plan.once(statement, "read"):
+            continue
+        tests = [source.code(each.test) for each in source.ancestors(node) if isinstance(each, ast.If)]
+        if any(word in test for test in tests for word in _EXISTENCE):
+            # a rank that finds the file would wait for those that do not come here
+            plan.note(
+                statement.lineno, "a rank may read this file while rank 0 writes it: write it before the training"
+            )
+        else:
             source.insert_before(statement, "dist.barrier()", "rank 0 has written the file before the others read it")
 
 
