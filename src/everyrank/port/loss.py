@@ -94,7 +94,11 @@ def count_of_terms(plan: Plan, statement: ast.stmt) -> str:
         for node in ast.walk(call):
             if isinstance(node, ast.Name) and node.id in of_batch:
                 return f"len({node.id})"
-    raise NotPortedError(statement.lineno, "the number of samples that this loss is the mean of was not found")
+    raise NotPortedError(
+        statement.lineno,
+        "the number of samples that this loss is the mean of was not found. Call the model with a batch in this "
+        "function; an episode of one environment has no samples to split: average the gradients of several by hand",
+    )
 
 
 def _masked_in_forward(plan: Plan, forwards: list[ast.Call]) -> str:

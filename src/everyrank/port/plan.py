@@ -82,7 +82,8 @@ class Plan:
         if not forwards:
             raise NotPortedError(
                 self.of("backward")[0].line,
-                "no call of a module led to this backward: DistributedDataParallel needs model(x), not model.method(x)",
+                "no call of a module led to this backward: DistributedDataParallel takes model(x), no model.method(x). "
+                "Call the model itself, and let forward choose",
             )
         return forwards
 
