@@ -7,6 +7,9 @@ what is in it, so each file that a page links to becomes a page, too: code in a 
 files, a Record (JSON) as it is. README.md is the first page, README.zh.md the first of the Chinese ones. Zensical then
 builds with `--strict`: a link or an anchor that leads nowhere ends it.
 
+In the built pages, an option in a sentence (`--processes`) and an interval in a table stay on one line. A browser may
+break a line after every hyphen and blank.
+
 docs/theme has the three templates that differ from Zensical's: each page has a language, a navigation in it, and a link
 to its translation. A Chinese page is the translation of the English one with the same path outside of docs/zh.
 """
@@ -32,6 +35,10 @@ TITLES = {
     Path("zh/index.md"): "分布式训练，跑得起来还要算得对",
 }
 COPIED = {".json", ".png", ".svg", ".css"}
+BLOCK = re.compile(r"(<pre\b.*?</pre>)", re.DOTALL)
+INLINE_CODE = re.compile(r"(<code>)([^<]*-[^<]*)(</code>)")
+OPTION = re.compile(r"(?<![\w-])--?[a-z][\w-]*")
+INTERVAL = re.compile(r"\(-?[\d.,]+%? to -?[\d.,]+%?\)|（-?[\d.,]+%?～-?[\d.,]+%?）")
 
 
 def place(path: Path) -> Path:
@@ -129,6 +136,21 @@ def stage(folder: Path) -> int:
     return len(done)
 
 
+def keep_on_one_line(page: str) -> str:
+    """HTML with options in inline code, and intervals, in spans of class `whole`."""
+
+    def marked(match: re.Match[str]) -> str:
+        return f'<span class="whole">{match[0]}</span>'
+
+    def with_options(match: re.Match[str]) -> str:
+        return match[1] + OPTION.sub(marked, match[2]) + match[3]
+
+    parts = BLOCK.split(page)
+    return "".join(
+        part if part.startswith("<pre") else INTERVAL.sub(marked, INLINE_CODE.sub(with_options, part)) for part in parts
+    )
+
+
 def main() -> int:
     """Stage the pages and build the site; the exit status is that of Zensical."""
     parser = argparse.ArgumentParser(prog="docs/build_site.py", description="Build the documentation site.")
@@ -151,6 +173,8 @@ def main() -> int:
         )
         return 3
     if status == 0:
+        for path in (out / "site").rglob("*.html"):
+            path.write_text(keep_on_one_line(path.read_text(encoding="utf-8")), encoding="utf-8")
         print(f"{number} pages and files: {out / 'site' / 'index.html'}")
     return status
 

@@ -108,7 +108,7 @@ def test_an_interrupted_training_names_its_checkpoint(
         monkeypatch.setattr(train, "_newest_step", lambda _folder: 0)
         monkeypatch.setattr("everyrank.api.run", functools.partial(interrupted, saves=saves))
         assert main(["train", "digits", "--out", str(tmp_path / "out")]) == 130
-        assert ("saved update 23" in capsys.readouterr().out) == saves
+        assert ("is of update 23" in capsys.readouterr().out) == saves
 
 
 def test_verify_a_persons_file(cli: Cli, tmp_path: Path) -> None:

@@ -120,6 +120,17 @@ def test_the_site_has_what_its_pages_link_to(root: Path, tmp_path: Path) -> None
             )
 
 
+def test_options_and_intervals_stay_on_one_line(root: Path) -> None:
+    """In sentences and tables. Blocks of code, and hyphens inside a word, are left alone."""
+    kept = runpy.run_path(str(root / "docs" / "build_site.py"))["keep_on_one_line"]
+    text = "<td><code>a.py --no-compare -m x-y</code> 2.0 (-1.5 to 2,000) 1（0.9～1.1）</td>"
+    whole = re.findall('<span class="whole">(.*?)</span>', kept(text))
+    assert whole == ["--no-compare", "-m", "(-1.5 to 2,000)", "（0.9～1.1）"]
+    assert re.sub("</?span.*?>", "", kept(text)) == text
+    block = "<pre><code>a.py --html f</code></pre>"
+    assert kept(f"{block}{text}{block}").count(block) == 2
+
+
 def test_each_staged_page_names_its_language_and_translation(root: Path) -> None:
     site = runpy.run_path(str(root / "docs" / "build_site.py"))
     matter, translation = site["front_matter"], site["translation"]

@@ -5,6 +5,7 @@ Each test is a row of the table "Where somebody was stuck" of the newcomers' rep
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import signal
@@ -18,6 +19,7 @@ from torch import nn
 from everyrank import Workload, __version__
 from everyrank.cli import main
 from everyrank.commands import COMMANDS
+from everyrank.commands.suggestions import suggest_order
 from everyrank.errors import EveryrankError, WorkloadError
 from everyrank.record import read_records
 from everyrank.workload import find_workload
@@ -407,6 +409,32 @@ def test_a_first_separator_is_left_out(words: list[str], argv: list[str], cli: C
     done = audited(cli, tmp_path, *words)
     assert done.status == 4, done.err
     assert f"argv={argv}" in done.err.splitlines()[-1]
+
+
+MISPLACED = [
+    ("audit train.py --html a.html 5", "everyrank audit --html a.html train.py 5"),
+    ("audit --updates 3 train.py --json=a.json", "everyrank audit --updates 3 --json=a.json train.py"),
+    ("launch train.py --epochs 5 --dry-run", "everyrank launch --dry-run train.py --epochs 5"),
+    ("port train.py --processes 2", None),  # an option of audit, not of port
+    ("audit train.py --epochs 5 --replay-memory 9", None),
+    ("audit train.py -- --html a.html", None),
+    ("audit own.py --resume-with x --json f", None),
+    ("audit train.py -m", None),
+]
+
+
+@pytest.mark.parametrize(("line", "better"), MISPLACED)
+def test_options_after_the_script_are_noticed(line: str, better: str | None, tmp_path: Path) -> None:
+    """A script that does not know --html ends with an error, or ignores it. One that has such an option may mean it."""
+    (tmp_path / "train.py").write_text(TELLS)
+    (tmp_path / "own.py").write_text('flags = ["--json"]\nresume_with = None\n')
+    words = [str(tmp_path / word) if word.endswith(".py") else word for word in line.split()]
+    parser = argparse.ArgumentParser()
+    COMMANDS[words[0]].add_arguments(parser)
+    note = suggest_order(words, parser.parse_args(words[1:]).script, parser)
+    assert (note is None) == (better is None)
+    if note is not None and better is not None:
+        assert note.replace(f"{tmp_path}/", "").endswith(f"type: {better}")
 
 
 OTHER_TOOLS = [

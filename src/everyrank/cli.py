@@ -27,7 +27,7 @@ from everyrank._version import __version__
 from everyrank.commands import COMMANDS
 from everyrank.commands.launching import dry_run_or_submit, is_reporting_rank
 from everyrank.commands.shared import close_output
-from everyrank.commands.suggestions import suggest_command, suggest_flag
+from everyrank.commands.suggestions import suggest_command, suggest_flag, suggest_order
 from everyrank.errors import INTERRUPTED, TERMINATED, EveryrankError, UsageError, describe, printable, shortened
 from everyrank.launch import rank_info_from_environment
 from everyrank.layout import STRATEGIES
@@ -233,6 +233,9 @@ def _parse(words: list[str]) -> argparse.Namespace:
     parsed, unknown = _parser().parse_known_args(typed)
     if unknown:
         raise UsageError(suggest_flag(unknown, parsed.parser))
+    note = suggest_order(words, getattr(parsed, "script", None) or [], parsed.parser)
+    if note is not None and is_reporting_rank():
+        print(printable(note), file=sys.stderr)
     parsed.words = words
     return parsed
 

@@ -195,6 +195,25 @@ def test_started_by_torchrun_from_outside(cli: Cli, tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
+def test_ranks_from_outside_that_fail_with_shortened_epochs(cli: Cli, tmp_path: Path) -> None:
+    """Only the launcher can start them again, so the message names its option."""
+    text = (SCRIPTS / "classifier.py").read_text()
+    loop, counted = (
+        "for inputs, labels in loader:\n            loss =",
+        "for (inputs, labels), _ in zip(loader, range(25), strict=True):\n            loss =",
+    )
+    for old, new in ((loop, counted), ("DataLoader(train, 7,", "DataLoader(train, 2,")):
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    (tmp_path / "train.py").write_text(text)
+    words = ("--standalone", "--nproc-per-node", "2", "-m", "everyrank", "audit", "train.py")
+    status, _, err = cli.start(tmp_path, *words, command=("-m", "torch.distributed.run")).end()
+    assert status != 0
+    assert "zip() argument 2 is longer than argument 1" in err
+    assert "give torchrun --max-restarts 1" in err
+
+
+@pytest.mark.integration
 def test_a_whole_run_is_watched(cli: Cli, tmp_path: Path) -> None:
     """--watch: nothing is shortened, stopped or redirected; what costs much is left out, and said."""
     text = (SCRIPTS / "classifier.py").read_text().replace(*MISTAKE).replace("range(2)", "range(9)")

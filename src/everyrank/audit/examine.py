@@ -72,6 +72,12 @@ class ScriptFailedError(RankFailedError):
         self.tail = tail
         self.audit: Audit | None = None
 
+    def with_advice(self, advice: str) -> ScriptFailedError:
+        """The same error, whose message ends with what to try."""
+        error = ScriptFailedError(f"{self}; {advice}", self.log, self.tail)
+        error.audit = self.audit
+        return error
+
 
 @dataclasses.dataclass(frozen=True)
 class AuditOptions:
@@ -259,6 +265,10 @@ def _audit_from_outside(
     except ScriptFailedError as error:
         if settings.batches and not is_last:
             error.audit = None  # shortened epochs may have caused it, so the next start is judged
+        if settings.batches and is_last:
+            by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+            advice = "give torchrun --max-restarts 1" if by_torchrun else "let everyrank audit start the ranks"
+            raise error.with_advice(f"the audit shortens epochs: if that is the cause, {advice}") from None
         raise
     finally:
         if info.rank == 0:

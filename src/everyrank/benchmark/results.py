@@ -122,12 +122,18 @@ class Results:
 
 
 def _method(bench: Bench, options: BenchOptions) -> str:
+    is_one = options.trials == 1
+    trials, runs = (
+        ("1 trial", "a separate run")
+        if is_one
+        else (f"{options.trials} interleaved trials", f"{options.trials} separate runs")
+    )
     return (
-        f"{options.trials} interleaved trials of {bench.trial_updates} updates, each from the initial state, after one "
+        f"{trials} of {bench.trial_updates} updates, each from the initial state, after one "
         f"untimed run of {bench.run_updates} updates"
         + (f" and the first {bench.warmup_updates} of each trial" if bench.warmup_updates else "")
-        + "; medians with 95% bootstrap intervals; the slowest rank counts; "
-        f"step-time breakdown from {options.trials} separate runs of {bench.split_updates} updates"
+        + ("; one trial has no interval" if is_one else "; medians with 95% bootstrap intervals")
+        + f"; the slowest rank counts; step-time breakdown from {runs} of {bench.split_updates} updates"
     )
 
 

@@ -274,7 +274,8 @@ def _show_patch(audit: Audit, options: AuditOptions, target: Path | None) -> dic
     print()
     if diff:
         print_diff(diff.splitlines())
-        print(f"\nmended, by {patch.audits} more audits of the edited script:")
+        audits = "1 more audit" if patch.audits == 1 else f"{patch.audits} more audits"
+        print(f"\nmended ({audits} of the edited script confirmed it):")
     for finding, reasons in patch.mended:
         consequence = "" if reasons else ", which followed from the others"
         print(f"  {finding.rule} at {printable(short_place(finding.place))}{consequence}")

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
+import shlex
 from collections.abc import Collection, Sequence
+from pathlib import Path
 
-__all__ = ["suggest_command", "suggest_flag", "suggest_recipe"]
+__all__ = ["suggest_command", "suggest_flag", "suggest_order", "suggest_recipe"]
 
 _COMMANDS = {"init": "new", "check": "verify", "test": "verify", "fit": "train", "run": "launch", "lint": "audit"}
 """Command of another tool -> our command."""
@@ -95,6 +98,37 @@ def suggest_command(name: str, commands: Collection[str]) -> str:
     close = close or [known for known in commands if name.startswith(known)]
     hint = f"did you mean {close[0]}?" if close else f"give one of {', '.join(commands)}."
     return f"there is no command {name!r}: {hint} See everyrank --help"
+
+
+def suggest_order(words: Sequence[str], script: Sequence[str], parser: argparse.ArgumentParser) -> str | None:
+    """Return a note if options of everyrank stand after a script that does not know them; None otherwise.
+
+    words   the command line after `everyrank`; it ends with `script`
+    script  the script and its arguments
+
+    The script gets these options, and ends with an error or ignores them. A script whose source has the name of the
+    option may mean its own.
+    """
+    path, options = Path(*script[:1]), parser._option_string_actions  # pyright: ignore[reportPrivateUsage]
+    if script[1:2] == ["--"] or not path.is_file():
+        return None
+    source = path.read_text(encoding="utf-8", errors="replace")
+    names = set(re.findall(r"[a-z]+", source.lower().replace("_", "-")))
+    moved: list[str] = []
+    kept: list[str] = []
+    index = 1
+    while index < len(script):
+        flag, equals, _ = script[index].partition("=")
+        action = options.get(flag) if flag.startswith("--") else None
+        is_ours = action is not None and not names.issuperset(flag[2:].split("-"))
+        number = 2 if is_ours and not equals and action is not None and action.nargs is None else 1
+        (moved if is_ours else kept).extend(script[index : index + number])
+        index += number
+    if not moved:
+        return None
+    line = shlex.join([*words[: len(words) - len(script)], *moved, script[0], *kept])
+    first = moved[0].partition("=")[0]
+    return f"note: {path.name} gets {first}, which stands after it; if it is for everyrank, type: everyrank {line}"
 
 
 def suggest_flag(unknown: Sequence[str], parser: argparse.ArgumentParser) -> str:

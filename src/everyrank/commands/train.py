@@ -130,7 +130,8 @@ def _naming_what_was_saved(out: Path | None, before: int) -> Generator[None]:
     except KeyboardInterrupt:
         newest = _newest_step(out)
         if newest > before:
-            say(f"saved update {newest} in {printable(str(out))}; go on with the same command and --resume")
+            text = f"the last checkpoint in {printable(str(out))} is of update {newest}"
+            say(f"{text}; to resume, type the same command with --resume")
         raise
 
 

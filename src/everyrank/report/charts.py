@@ -30,7 +30,8 @@ def throughput(records: Sequence[Record]) -> str:
         value = record.throughput_samples_per_second
         assert value is not None
         axes.barh(row, value.median, color=colours[record.layout], alpha=0.85)
-        axes.errorbar(value.median, row, xerr=spread(value), color=TEXT, capsize=3, linewidth=1)
+        if value.trials > 1:
+            axes.errorbar(value.median, row, xerr=spread(value), color=TEXT, capsize=3, linewidth=1)
 
     return bars(shown, "samples/s, median and 95% interval", paint)
 
@@ -105,9 +106,9 @@ def curves(records: Sequence[Record]) -> str:
         upper.set_ylabel("loss")
         upper.legend(frameon=False)
         (lower or upper).set_xlabel("update")
+        (lower or upper).locator_params(axis="x", integer=True)
         if lower is not None:
             lower.set_yscale("log")
-            lower.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}")
             lower.set_ylabel("relative difference\nfrom single")
 
     return draw(4.4 if has_differences else 3.2, paint)
@@ -181,7 +182,7 @@ def resources(records: Sequence[Record]) -> str:
                 if len(values) == len(used.seconds):
                     # clip_on would cut dots on the upper edge in half
                     axes.plot(
-                        used.seconds, values, ".", markersize=4, color=colours[record.layout], label=name, clip_on=False
+                        used.seconds, values, ".", markersize=6, color=colours[record.layout], label=name, clip_on=False
                     )
             axes.set_ylim(bottom=0)
             axes.set_ylabel(heading)

@@ -35,12 +35,24 @@ def draw(height: float, paint: Callable[[Any], None]) -> str:
         figure = Figure(figsize=(_WIDTH, height), layout="constrained")
         paint(figure)
         for axes in figure.axes:
+            for axis in (axes.xaxis, axes.yaxis):
+                _label_plainly(axis)
             axes.patch.set_alpha(0)
             axes.spines[["top", "right"]].set_visible(False)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     text = buffer.getvalue()
     return text[text.index("<svg") :].replace(TEXT, "currentColor")
+
+
+def _label_plainly(axis: Any) -> None:
+    """Label a logarithmic axis with plain numbers. The default labels are markup, which an SVG shows as text."""
+    from matplotlib.ticker import LogFormatter, LogFormatterMathtext
+
+    if isinstance(axis.get_major_formatter(), LogFormatterMathtext):
+        axis.set_major_formatter(LogFormatter())
+    if isinstance(axis.get_minor_formatter(), LogFormatterMathtext):
+        axis.set_minor_formatter(LogFormatter(labelOnlyBase=False))
 
 
 def colours_of(records: Sequence[Record]) -> dict[str, str]:

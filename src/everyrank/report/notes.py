@@ -19,9 +19,8 @@ def answer(records: Sequence[Record]) -> str:
     different = list(dict.fromkeys(record.layout for record in ran if not is_checked(record)))
     if not ran:
         return "Nothing was verified here."
-    equal = (
-        f"All {len(ran)} layouts that ran are equal to one device." if len(ran) > 1 else "It is equal to one device."
-    )
+    many = {1: "It is", 2: "Both layouts that ran are"}.get(len(ran), f"All {len(ran)} layouts that ran are")
+    equal = f"{many} equal to one device."
     if different:
         differ = "differ" if len(different) > 1 else "differs"
         equal = f"{', '.join(different)} {differ} from one device, {len(checked)} of {len(ran)} are equal to it."

@@ -230,6 +230,8 @@ def tables(records: Sequence[Record]) -> list[tuple[str, Table]]:
 
 
 def _with_interval(value: Interval) -> str:
+    if value.trials == 1:  # one measurement has no interval
+        return f"{value.median:,.0f}"
     return f"{value.median:,.0f} ({value.low:,.0f} to {value.high:,.0f})"
 
 
