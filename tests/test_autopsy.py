@@ -360,6 +360,41 @@ def test_what_follows(views: list[RankView], text: str) -> None:
     assert re.search(text, verdict(views))
 
 
+def slow_view(rank: int, late_rank: int, waited: float = 0.05, **more: Any) -> RankView:
+    """A rank after ten collectives, a tenth of a second each; for all of that time the others wait for `late_rank`."""
+    end = time.time() - waited
+    rows = [call(number) for number in range(1, 11)]
+    for row in rows:
+        row[7] = int(1e9 * (end - 0.1 * (11 - row[1]) + 0.08 * (rank == late_rank)))
+    if rank != late_rank:
+        rows.append([*call(11, False)[:7], int(1e9 * end), None])
+    slow = [("/home/me/data.py", 12, "load")]
+    places = [[9, slow], [1, FRAMES]] if rank == late_rank else [[10, FRAMES]]
+    return view(rank, rows, looks=10, places=[(count, frames) for count, frames in places], **more)
+
+
+def test_a_slow_rank_is_no_hang() -> None:
+    """While all ranks move, the one that the others wait for is named, and where it spends its time."""
+    text = verdict([slow_view(rank, 1) for rank in range(3)])
+    assert re.search(r"no rank is stuck, but rank 1 is slower .* \d\d% of the last 1\.0 s .* 0\.080 s each time", text)
+    assert "rank 1 was at data.py:12 in load in 90% of the 10 looks" in text
+    assert "the others in 0%" in text
+
+
+@pytest.mark.parametrize("how", ["a long wait", "two hosts", "no rank is late"])
+def test_what_is_no_slow_rank(how: str) -> None:
+    """A wait that is much longer than the earlier ones is a hang; the clocks of two hosts are not compared."""
+    views = [
+        slow_view(rank, 5 if how == "no rank is late" else 1, 5.0 if how == "a long wait" else 0.05)
+        for rank in range(3)
+    ]
+    if how == "two hosts":
+        views[2].host = "other"
+    text = verdict(views)
+    assert "slower" not in text
+    assert how == "no rank is late" or "rank 1 never came to" in text
+
+
 def short_waits(info: RankInfo, launch: Launch, is_first: bool) -> float:
     """Seconds that rank 0 waits for rank 1, in the first step or after it."""
     with open_world(info, launch) as world:
