@@ -381,6 +381,14 @@ def test_a_slow_rank_is_no_hang() -> None:
     assert "the others in 0%" in text
 
 
+def test_the_call_before_the_one_that_gloo_ended() -> None:
+    """Its sizes may be what differed: rank 1 was ended, while rank 0 has gone on to the next collective."""
+    calls = [call(1), call(2, operation="all_gather", count=5), call(3, False, "all_gather", 1)]
+    text = verdict([view(0, calls, 2), view(1, size=2, state="gone", aborted=True)])
+    assert re.search(r"rank 1 was ended by a library.* rank 0 waits in all_gather of 1 element", text)
+    assert text.endswith("before it, rank 0 called all_gather of 5 elements of float32, collective 2")
+
+
 @pytest.mark.parametrize("how", ["a long wait", "two hosts", "no rank is late"])
 def test_what_is_no_slow_rank(how: str) -> None:
     """A wait that is much longer than the earlier ones is a hang; the clocks of two hosts are not compared."""

@@ -117,7 +117,8 @@ def verdict(views: Sequence[RankView]) -> str:
     ):
         causes = list(dict.fromkeys(row for row in candidates if row))
         if causes:
-            return printable(". ".join([*causes, *_where_others_wait(waits, by_rank, causes)]))
+            earlier = _earlier_calls(waits, by_rank) if any(view.aborted for view in views) else []
+            return printable(". ".join([*causes, *_where_others_wait(waits, by_rank, causes), *earlier]))
     stands = "; ".join(f"rank {view.rank} {_stands(view)}" for view in views)
     complete = [wait for wait in waits if not wait.missing]
     if complete:
@@ -339,6 +340,21 @@ def _where_others_wait(waits: Sequence[_Wait], by_rank: dict[int, RankView], cau
             verb = "waits" if len(ranks) == 1 else "wait"
             name = _name(wait, by_rank)
             rows.append(f"{_ranks(ranks)} {verb} in {'it' if name in text else name}, at {location}")
+    return rows
+
+
+def _earlier_calls(waits: Sequence[_Wait], by_rank: dict[int, RankView]) -> list[str]:
+    """`before it, rank 0 called all_gather of 5 elements of float32, collective 2`, if that was a different call.
+
+    If gloo ends a rank because the sizes of a gather differ, the gather may have succeeded on the others, which then
+    wait in the next collective.
+    """
+    rows: list[str] = []
+    for wait in waits:
+        rank = wait.waiting[0]
+        earlier = [call for call in _calls(by_rank[rank])[wait.group] if call.number == wait.call.number - 1]
+        if earlier and earlier[0].text() != wait.call.text():
+            rows.append(f"before it, rank {rank} called {earlier[0].text()}, collective {earlier[0].number}")
     return rows
 
 
