@@ -381,6 +381,14 @@ def test_a_slow_rank_is_no_hang() -> None:
     assert "the others in 0%" in text
 
 
+def test_a_host_that_has_gone_on() -> None:
+    """NCCL does not block the host: rank 0 stands where it needs the result, not where it called the collective."""
+    pending = [*call(2, False)[:8], ["/home/me/train.py", 31, "step"]]
+    text = verdict([view(0, [call(1), pending], 2), view(1, [call(1)], 2)])
+    assert text.startswith("rank 1 never came to all_reduce")
+    assert text.endswith("rank 0 waits in it, at train.py:10 in main (called at train.py:31 in step)")
+
+
 def test_the_call_before_the_one_that_gloo_ended() -> None:
     """Its sizes may be what differed: rank 1 was ended, while rank 0 has gone on to the next collective."""
     calls = [call(1), call(2, operation="all_gather", count=5), call(3, False, "all_gather", 1)]

@@ -333,14 +333,21 @@ def _where_others_wait(waits: Sequence[_Wait], by_rank: dict[int, RankView], cau
         ranks_by_location: dict[str, list[int]] = {}
         for rank in wait.waiting:
             if f"on rank {rank}, at" not in text and f"rank {rank} waits in" not in text:
-                ranks_by_location.setdefault(location_text(by_rank[rank].frames) or "an unknown location", []).append(
-                    rank
-                )
+                location = _waits_at(by_rank[rank], wait) or "an unknown location"
+                ranks_by_location.setdefault(location, []).append(rank)
         for location, ranks in ranks_by_location.items():
             verb = "waits" if len(ranks) == 1 else "wait"
             name = _name(wait, by_rank)
             rows.append(f"{_ranks(ranks)} {verb} in {'it' if name in text else name}, at {location}")
     return rows
+
+
+def _waits_at(view: RankView, wait: _Wait) -> str:
+    """`train.py:40 in main (called at train.py:31 in step)`: NCCL does not block the host, which goes on."""
+    location = location_text(view.frames)
+    calls = _calls(view).get(wait.group, [])
+    called = next((call.location for call in calls if call.number == wait.call.number), "")
+    return f"{location} (called at {called})" if called and called != location else location
 
 
 def _earlier_calls(waits: Sequence[_Wait], by_rank: dict[int, RankView]) -> list[str]:
