@@ -95,7 +95,7 @@ FAILURES = {
             (
                 "",
                 "        optim.step()\n",
-                f"        optim.step()\n        rank and [{SLEEP.replace('600', '2')}, os.kill(os.getpid(), 9)]  # cause\n",
+                f"        optim.step()\n        {RANK} and [{SLEEP.replace('600', '2')}, os.kill(os.getpid(), 9)]  # cause\n",
             ),
         ),
         "ended by SIGKILL",
@@ -143,7 +143,7 @@ HANGS = {
             (
                 "",
                 "        torch.save(snapshot",
-                '        __import__("subprocess").run(["sleep", "600"])  # cause\n        torch.save(snapshot',
+                f'        {RANK} or __import__("subprocess").run(["sleep", "600"])  # cause\n        torch.save(snapshot',
             ),
         ),
         "rank 0 never came to all_reduce",
@@ -177,7 +177,7 @@ HANGS = {
             (
                 "",
                 "    checkpointer.save(model, optim)\n",
-                f"    rank or checkpointer.save(model, optim)\n    rank and {SLEEP}  # cause\n",
+                f"    {RANK} or checkpointer.save(model, optim)\n    {RANK} and {SLEEP}  # cause\n",
             ),
             (
                 "checkpoint.py",
@@ -193,7 +193,7 @@ HANGS = {
             (
                 "",
                 "        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)\n",
-                "        rank or torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)  # waits\n",
+                f"        {RANK} or torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)  # waits\n",
             ),
             ("", "        loss = model(x).sum()\n", "        loss = model(x).sum()  # cause\n"),
         ),

@@ -248,6 +248,20 @@ def test_a_process_that_is_somebody_elses(tmp_path: Path) -> None:
         os.waitpid(child, 0)
 
 
+def test_a_rank_that_a_library_has_ended_on_another_host(tmp_path: Path) -> None:
+    """Its process is unknown here, but the stack that it wrote at its end is in the folder."""
+    me = {"job": "x", "rank": 0, "size": 1, "host": "far", "space": "another", "pid": 4, "began": 1.0, "main": 17}
+    (tmp_path / "rank0.state").write_text(json.dumps(me))
+    seen = {"time": time.time() - 5.0, "frames": [["/home/me/model.py", 187, "forward"]]}
+    (tmp_path / "rank0.seen").write_text(json.dumps(seen))
+    assert "was last seen, 5 s ago, at model.py:187" in str(hang_autopsy(tmp_path, timeout_seconds=0.1))
+    frames = '  File "/home/me/train.py", line 265 in main\n'
+    (tmp_path / "rank0.stacks").write_text(
+        f"Fatal Python error: Aborted\n\nThread 0x{17:x} (most recent call first):\n{frames}"
+    )
+    assert re.search(r"rank 0 was ended by a library, in C: .* train\.py:265", str(hang_autopsy(tmp_path, 0.1)))
+
+
 TIMED_OUT = "RankFailedError: shm all_reduce timed out after 8 s (--timeout): rank 1 did not come"
 BARRIER = str(Path(everyrank.__file__).parent / "world" / "barrier.py")
 FRAMES = [("/home/me/train.py", 11, "main")]

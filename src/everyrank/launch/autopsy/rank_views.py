@@ -242,7 +242,8 @@ def _view(folder: Path, identity: dict[str, Any], process: psutil.Process | None
     view.looks = row.get("looks", 0)
     view.places = [(count, [(*frame,) for frame in frames]) for count, frames in row.get("places", [])]
     has_answer = row is answer and bool(answer)
-    if not has_answer and view.state == "gone" and (frames := _frames_at_abort(folder, identity)):
+    # on another host its process is unknown, but the stack that it wrote when it was aborted is in the folder
+    if not has_answer and view.state in ("gone", "") and (frames := _frames_at_abort(folder, identity)):
         view.frames, view.aborted = frames, True
     elif not has_answer and process is not None and view.state != "stopped":
         # the interpreter is blocked by C code
