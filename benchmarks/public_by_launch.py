@@ -27,20 +27,6 @@ from typing import Any
 
 from silent_bugs import provenance
 
-TRAINER = """
-import torch
-from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments, set_seed
-
-set_seed(0)
-ids = torch.randint(5, 100, (64, 16))
-data = [{"input_ids": row, "labels": row[0] % 2} for row in ids]
-config = BertConfig(
-    vocab_size=100, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, num_labels=2
-)
-options = TrainingArguments("out", use_cpu=True, max_steps=8, logging_steps=2, report_to=[], disable_tqdm=True)
-Trainer(BertForSequenceClassification(config), options, train_dataset=data).train()
-"""
-
 
 @dataclasses.dataclass(frozen=True)
 class Script:
@@ -53,6 +39,7 @@ class Script:
     edits: tuple[tuple[str, str], ...] = ()
 
 
+DESTROY = "torch.distributed.destroy_process_group()"  # without it, a rank may abort at its end
 SERIES = "pytorch+examples/distributed/ddp-tutorial-series"
 ON_CPU = (
     ('    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))\n', "    torch.manual_seed(0)\n"),
@@ -81,6 +68,13 @@ SCRIPTS = {
         ),
     ),
     "ddp-tutorial-series/multigpu_torchrun.py": Script("DDP", SERIES, "multigpu_torchrun.py", ("2", "1"), ON_CPU),
+    "ddp-tutorial-series/multinode.py": Script(
+        "DDP",
+        SERIES,
+        "multinode.py",
+        ("2", "1"),
+        tuple((before.replace("gpu_id", "local_rank"), after) for before, after in ON_CPU),
+    ),
     "nanoGPT train.py": Script(
         "DDP",
         "karpathy+nanoGPT",
@@ -98,8 +92,24 @@ SCRIPTS = {
             ("        loss.backward()\n", "        print('loss', loss.item())\n        loss.backward()\n"),
         ),
     ),
+    "tensor_parallelism/tensor_parallel_example.py": Script(
+        "tensor parallel",
+        "pytorch+examples/distributed/tensor_parallelism",
+        "tensor_parallel_example.py",
+        edits=(
+            ("if not verify_min_gpu_count(min_gpus=_min_gpu_count):", "if False:"),
+            ("torch.accelerator.current_accelerator().type", "'cpu'"),
+            ("    output.sum().backward()\n", "    print('sum', output.sum().item())\n    output.sum().backward()\n"),
+            ("# create model and move it to GPU", "torch.manual_seed(0)\n#"),
+        ),
+    ),
     "accelerate test_sync.py": Script("Accelerate", "accelerate.test_utils.scripts", "test_sync.py"),
-    "accelerate test_ops.py": Script("Accelerate", "accelerate.test_utils.scripts", "test_ops.py"),
+    "accelerate test_ops.py": Script(
+        "Accelerate",
+        "accelerate.test_utils.scripts",
+        "test_ops.py",
+        edits=(("state = PartialState()", "state = PartialState(cpu=True)"),),
+    ),
     "Lightning bug_report_model.py": Script(
         "Lightning",
         "Lightning-AI+pytorch-lightning/examples/pytorch/bug_report",
@@ -109,19 +119,28 @@ SCRIPTS = {
             ("        max_epochs=1,\n", "        max_epochs=1,\n        accelerator='cpu',\n        devices=2,\n"),
         ),
     ),
-    "Hugging Face Trainer, a classifier of our own": Script("Trainer", "", "trainer.py"),
+    "transformers test_trainer_distributed.py": Script(
+        "Trainer",
+        "huggingface+transformers/tests/trainer",
+        "test_trainer_distributed.py",
+        ("--output_dir", "out", "--use_cpu", "True", "--report_to", "none", "--disable_tqdm", "True"),
+        (
+            (
+                "dataset=train_dataset)\n    trainer.train()",
+                "dataset=train_dataset)\n    trainer.train()\n    " + DESTROY,
+            ),
+        ),
+    ),
 }
 _TIMES = re.compile(
-    r"\d+(\.\d+)? ?(ms|s|sec|seconds|it/s|%)(?=\W|$)|mfu.*|[\w_]*(runtime|per_second)['\"]?: ?['\"]?[\d.e+-]+['\"]?"
+    r"\d+(\.\d+)? ?(ms|s|sec|seconds|it/s|%)(?=\W|$)|mfu.*"
+    r"|[\w_]*(runtime|per_second|_time)['\"]?: ?['\"]?[\d.e+-]+['\"]?"
     r"|\d\d:\d\d(:\d\d)?|\d{4}-\d\d-\d\d|pid \d+|\[\d+\]|0x[0-9a-f]+|/tmp/\S+|https?://\S+"
 )
 
 
 def prepared(script: Script, sources: Path, folder: Path) -> None:
     """Copy the folder of a script, and change its text."""
-    if not script.folder:
-        (folder / script.file).write_text(TRAINER)
-        return
     if "." in script.folder and "/" not in script.folder and "+" not in script.folder:
         spec = importlib.util.find_spec(script.folder)
         source = Path(next(iter((spec and spec.submodule_search_locations) or [])))
@@ -146,6 +165,7 @@ def started(script: Script, command: list[str], sources: Path) -> tuple[int, lis
         folder = Path(name)
         prepared(script, sources, folder)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+        environment["ACCELERATE_USE_CPU"] = "true"  # else each rank is alone without a GPU
         begin = time.monotonic()
         done = subprocess.run(
             [*command, script.file, *script.words],

@@ -41,6 +41,8 @@ COLLECTIVES = ROOT / "benchmarks" / "records" / "collectives-cpu.json"
 BACKENDS = ROOT / "benchmarks" / "records" / "backends-cpu.json"
 GPU = ROOT / "benchmarks" / "records" / "gpu-h100.json"
 OVERHEAD = ROOT / "benchmarks" / "records" / "overhead-cpu.json"
+BY_LAUNCH = ROOT / "benchmarks" / "records" / "public-by-launch-cpu.json"
+FAILURES = ROOT / "benchmarks" / "records" / "public-failures-cpu.json"
 SILENT_BUGS = ROOT / "docs" / "silent-bugs.md"
 ALGORITHMS = PACKAGE / "collectives" / "algorithms"
 SHOWN_SIZES = (4, 64 * 2**10, 4 * 2**20, 64 * 2**20)  # bytes
@@ -264,6 +266,28 @@ PORTED_IN_CHINESE = {
     "an episode, not a batch, is trained on": "每次训练用一个 episode，而不是 batch",
 }
 """Of the cells of the table of ported scripts."""
+
+SCRIPTS_IN_CHINESE = {
+    "script": "脚本",
+    "kind": "类型",
+    "output": "输出",
+    "lines": "行数",
+    "same": "相同",
+    "different": "不同",
+    "tensor parallel": "张量并行",
+    "mistake": "错误",
+    "it": "结果",
+    "fails": "失败",
+    "hangs": "挂起",
+    "named on one host": "单机时指出",
+    "named on two hosts": "两台主机时指出",
+    "cause, rank, line": "原因、rank、行号",
+    "cause, rank": "原因、rank",
+    "rank, line": "rank、行号",
+    "rank": "rank",
+    "not run": "未运行",
+}
+"""Of the cells of the tables of public scripts under launch."""
 
 CHINESE_SENTENCES = {
     "; dropout left out": "；去掉了 dropout",
@@ -590,6 +614,7 @@ def ported_scripts() -> str:
     return _table(header, found)
 
 
+<<<<<<< HEAD
 def mistakes_in_ports() -> str:
     """The mistakes that tests put into a port, and what is reported of each."""
     tree = ast.parse(PORT_MISTAKES.read_text())
@@ -600,6 +625,30 @@ def mistakes_in_ports() -> str:
     )
     mistakes = ast.literal_eval(values)
     return _table(("mistake", "reported"), [[name, REPORTED[words]] for name, (_, _, words) in mistakes.items()])
+=======
+def scripts_by_launch() -> str:
+    """Public scripts by launch and by torchrun: is the output of rank 0 the same?"""
+    rows = json.loads(BY_LAUNCH.read_text(encoding="utf-8"))["rows"]
+    cells = ([row["script"], row["kind"], "same" if row["is_same"] else "different", str(row["lines"])] for row in rows)
+    return _table(("script", "kind", "output", "lines"), cells)
+
+
+def mistakes_by_launch() -> str:
+    """Mistakes in public scripts: what the message of launch names, on one host and on two."""
+    rows = json.loads(FAILURES.read_text(encoding="utf-8"))["rows"]
+    by_name: dict[str, dict[str, str]] = {}
+    for row in rows:
+        cells = by_name.setdefault(row["name"], {"kind": row["kind"], "script": row["script"]})
+        cells[row["how"]] = ", ".join(key for key in ("cause", "rank", "line") if row[key])
+    header = ("mistake", "it", "script", "named on one host", "named on two hosts")
+    return _table(
+        header,
+        (
+            [name, cells["kind"], cells["script"], cells.get("launch", "not run"), cells.get("two hosts", "not run")]
+            for name, cells in by_name.items()
+        ),
+    )
+>>>>>>> bac947183cb7216179a9ce5d6f00eccc27ea0783
 
 
 def _where(about: dict[str, Any]) -> str:
@@ -667,10 +716,22 @@ PARTS: dict[str, dict[str, tuple[Path, Callable[[], str]]]] = {
         f"fields of {options.__name__}": (PACKAGE / "options.py", in_chinese(option_fields(options)))
         for options in (TrainOptions, VerifyOptions, BenchOptions)
     },
+<<<<<<< HEAD
     "docs/port.md": {
         "ported scripts": (PORTED, ported_scripts),
         "mistakes in ports": (PORT_MISTAKES, mistakes_in_ports),
     },
+=======
+    "docs/any-script.md": {
+        "scripts by launch": (BY_LAUNCH, scripts_by_launch),
+        "mistakes by launch": (FAILURES, mistakes_by_launch),
+    },
+    "docs/zh/any-script.md": {
+        "scripts by launch": (BY_LAUNCH, in_chinese(scripts_by_launch, SCRIPTS_IN_CHINESE)),
+        "mistakes by launch": (FAILURES, in_chinese(mistakes_by_launch, SCRIPTS_IN_CHINESE)),
+    },
+    "docs/port.md": {"ported scripts": (PORTED, ported_scripts)},
+>>>>>>> bac947183cb7216179a9ce5d6f00eccc27ea0783
     "docs/zh/port.md": {"ported scripts": (PORTED, in_chinese(ported_scripts, PORTED_IN_CHINESE))},
     "docs/recipes.md": {"recipes": (PACKAGE / "recipes", recipes)},
     "docs/zh/recipes.md": {"recipes": (PACKAGE / "recipes", in_chinese(recipes))},

@@ -248,6 +248,20 @@ def test_a_process_that_is_somebody_elses(tmp_path: Path) -> None:
         os.waitpid(child, 0)
 
 
+def test_a_rank_that_a_library_has_ended_on_another_host(tmp_path: Path) -> None:
+    """Its process is unknown here, but the stack that it wrote at its end is in the folder."""
+    me = {"job": "x", "rank": 0, "size": 1, "host": "far", "space": "another", "pid": 4, "began": 1.0, "main": 17}
+    (tmp_path / "rank0.state").write_text(json.dumps(me))
+    seen = {"time": time.time() - 5.0, "frames": [["/home/me/model.py", 187, "forward"]]}
+    (tmp_path / "rank0.seen").write_text(json.dumps(seen))
+    assert "was last seen, 5 s ago, at model.py:187" in str(hang_autopsy(tmp_path, timeout_seconds=0.1))
+    frames = '  File "/home/me/train.py", line 265 in main\n'
+    (tmp_path / "rank0.stacks").write_text(
+        f"Fatal Python error: Aborted\n\nThread 0x{17:x} (most recent call first):\n{frames}"
+    )
+    assert re.search(r"rank 0 was ended by a library, in C: .* train\.py:265", str(hang_autopsy(tmp_path, 0.1)))
+
+
 TIMED_OUT = "RankFailedError: shm all_reduce timed out after 8 s (--timeout): rank 1 did not come"
 BARRIER = str(Path(everyrank.__file__).parent / "world" / "barrier.py")
 FRAMES = [("/home/me/train.py", 11, "main")]
@@ -358,6 +372,57 @@ def test_what_follows(views: list[RankView], text: str) -> None:
     if views[1].calls.get("calls") and views[1].calls["calls"][0][0] == "1":
         views[1].calls["groups"]["1"] = [1, 2]
     assert re.search(text, verdict(views))
+
+
+def slow_view(rank: int, late_rank: int, waited: float = 0.05, **more: Any) -> RankView:
+    """A rank after ten collectives, a tenth of a second each; for all of that time the others wait for `late_rank`."""
+    end = time.time() - waited
+    rows = [call(number) for number in range(1, 11)]
+    for row in rows:
+        row[7] = int(1e9 * (end - 0.1 * (11 - row[1]) + 0.08 * (rank == late_rank)))
+    if rank != late_rank:
+        rows.append([*call(11, False)[:7], int(1e9 * end), None])
+    slow = [("/home/me/data.py", 12, "load")]
+    places = [[9, slow], [1, FRAMES]] if rank == late_rank else [[10, FRAMES]]
+    return view(rank, rows, looks=10, places=[(count, frames) for count, frames in places], **more)
+
+
+def test_a_slow_rank_is_no_hang() -> None:
+    """While all ranks move, the one that the others wait for is named, and where it spends its time."""
+    text = verdict([slow_view(rank, 1) for rank in range(3)])
+    assert re.search(r"no rank is stuck, but rank 1 is slower .* \d\d% of the last 1\.0 s .* 0\.080 s each time", text)
+    assert "rank 1 was at data.py:12 in load in 90% of the 10 looks" in text
+    assert "the others in 0%" in text
+
+
+def test_a_host_that_has_gone_on() -> None:
+    """NCCL does not block the host: rank 0 stands where it needs the result, not where it called the collective."""
+    pending = [*call(2, False)[:8], ["/home/me/train.py", 31, "step"]]
+    text = verdict([view(0, [call(1), pending], 2), view(1, [call(1)], 2)])
+    assert text.startswith("rank 1 never came to all_reduce")
+    assert text.endswith("rank 0 waits in it, at train.py:10 in main (called at train.py:31 in step)")
+
+
+def test_the_call_before_the_one_that_gloo_ended() -> None:
+    """Its sizes may be what differed: rank 1 was ended, while rank 0 has gone on to the next collective."""
+    calls = [call(1), call(2, operation="all_gather", count=5), call(3, False, "all_gather", 1)]
+    text = verdict([view(0, calls, 2), view(1, size=2, state="gone", aborted=True)])
+    assert re.search(r"rank 1 was ended by a library.* rank 0 waits in all_gather of 1 element", text)
+    assert text.endswith("before it, rank 0 called all_gather of 5 elements of float32, collective 2")
+
+
+@pytest.mark.parametrize("how", ["a long wait", "two hosts", "no rank is late"])
+def test_what_is_no_slow_rank(how: str) -> None:
+    """A wait that is much longer than the earlier ones is a hang; the clocks of two hosts are not compared."""
+    views = [
+        slow_view(rank, 5 if how == "no rank is late" else 1, 5.0 if how == "a long wait" else 0.05)
+        for rank in range(3)
+    ]
+    if how == "two hosts":
+        views[2].host = "other"
+    text = verdict(views)
+    assert "slower" not in text
+    assert how == "no rank is late" or "rank 1 never came to" in text
 
 
 def short_waits(info: RankInfo, launch: Launch, is_first: bool) -> float:

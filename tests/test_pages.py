@@ -20,6 +20,7 @@ PAGES = (
     "docs/which-layout.md",
     "docs/benchmarks.md",
     "docs/performance.md",
+    "docs/any-script.md",
     "docs/port.md",
     "docs/collectives.md",
     "docs/backends.md",
@@ -34,6 +35,7 @@ PAGES = (
     "docs/zh/code-structure.md",
     "docs/zh/benchmarks.md",
     "docs/zh/api.md",
+    "docs/zh/any-script.md",
     "docs/zh/port.md",
 )
 

@@ -110,6 +110,16 @@ def test_root_cause(cli: Cli, tmp_path: Path, mode: str, cause: str) -> None:
     assert running.left() == {}
 
 
+def test_horovod_has_no_ranks_under_other_launchers(cli: Cli, tmp_path: Path) -> None:
+    """Each process would train alone, without a word."""
+    (tmp_path / "train.py").write_text("if False:\n    import horovod.torch as hvd\n")
+    status, _, err = cli.start(tmp_path, "launch", "--processes", 2, "train.py").end()
+    assert status == 0
+    assert "--launcher horovodrun" in err
+    (tmp_path / "train.py").write_text("import torch\n")
+    assert "horovod" not in cli.start(tmp_path, "launch", "--processes", 2, "train.py").end()[2]
+
+
 @pytest.mark.usefixtures("train")
 def test_restarts(cli: Cli, tmp_path: Path) -> None:
     """By spawn everyrank starts all ranks again itself, and counts as torchrun does."""

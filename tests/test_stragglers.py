@@ -14,9 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from everyrank.launch.autopsy.lateness import Lateness, find_latest
 from everyrank.layout import parse_layout
 from everyrank.parallel.mesh import open_mesh
-from everyrank.train.stragglers import Lateness, StragglerWatch, find_latest, why_late
+from everyrank.train.stragglers import StragglerWatch, why_late
 from everyrank.world import World
 from processes import Cli
 

@@ -72,9 +72,6 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def wait_until(reached: Callable[[], bool], what: str, logs: Path, seconds: float = 200.0) -> None:
     """Wait for it; where it does not come, the test ends with what launchers and ranks have said last."""
     deadline = time.monotonic() + seconds
-    import sys
-
-    print(time.monotonic(), "wait for", what, file=sys.stderr, flush=True)
     while not reached():
         if time.monotonic() > deadline:
             said = [f"--- {path.name}\n{path.read_text()[-1500:]}" for path in sorted(logs.rglob("*.log"))]

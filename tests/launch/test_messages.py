@@ -1,12 +1,21 @@
-"""The autopsy of ranks that wait for a message of each other, or for one that is never sent."""
+"""The autopsy of ranks that wait for a message; the names of jobs, and the message for a rank without a result."""
 
 from __future__ import annotations
 
+import dataclasses
+import pickle
 import re
+from pathlib import Path
 from typing import Any
 
+import pytest
+
+from everyrank.errors import RankFailedError
+from everyrank.launch import Launch, reports
+from everyrank.launch.autopsy.rank_state import forget_hang, hang_report, report_hang
 from everyrank.launch.autopsy.rank_views import RankView
 from everyrank.launch.autopsy.verdict import verdict
+from everyrank.launch.job import job_name
 from everyrank.world.calls import _operation
 
 
@@ -52,3 +61,28 @@ def test_peer_in_a_recorded_name() -> None:
     assert _operation("send 0->3", is_message=True) == "send to 3"
     assert _operation("all_reduce", is_message=False) == "all_reduce"
     assert _operation("recvAnySource", is_message=True) == "recvAnySource"
+
+
+def test_ranks_without_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message names the rank and its log."""
+    monkeypatch.setattr(reports, "_FILES_SECONDS", 0.0)
+    (tmp_path / "rank0.result").write_bytes(pickle.dumps(None))
+    (tmp_path / "rank1.log").write_text("the last words")
+    with pytest.raises(RankFailedError, match=r"rank 1 of 2 left no result") as caught:
+        reports.Reports(tmp_path, tmp_path, 2, range(2), Launch(processes=2)).results(needs_all=True)
+    assert caught.value.log == tmp_path / "rank1.log"
+
+
+def test_name_of_a_job(tmp_path: Path) -> None:
+    """Hosts that each have a folder of the job share the name, so that the ranks of other hosts are not strangers."""
+    host = Launch(processes=2, nodes=2, node_rank=0, rendezvous="10.0.0.1:29500")
+    assert job_name(host, tmp_path / "a") == job_name(dataclasses.replace(host, node_rank=1), tmp_path / "b")
+    assert job_name(Launch(processes=2), tmp_path / "a") == "a"
+
+
+def test_an_old_hang_is_forgotten(tmp_path: Path) -> None:
+    """A start with the same name as an earlier one does not show the earlier one's hang, and can report its own."""
+    assert report_hang(tmp_path, "job", lambda: "rank 1 never came") == "rank 1 never came"
+    assert report_hang(tmp_path, "job", lambda: "again") is None
+    forget_hang(tmp_path, "job")
+    assert hang_report(tmp_path, "job") == ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pickle
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -229,6 +230,16 @@ def named_function(function: Callable[..., Any] | str) -> Callable[..., Any]:
     return imported
 
 
+def job_name(launch: Launch, directory: Path) -> str:
+    """A name that the ranks of one start share on all hosts, without characters that a file name cannot have.
+
+    A launcher that is started on each host has a job folder on each. Then only the rendezvous is common.
+    """
+    if launch.nodes > 1 and launch.row.launch_per_node and launch.rendezvous is not None:
+        return re.sub(r"[^\w.-]", "_", launch.rendezvous)
+    return directory.name
+
+
 @dataclass(frozen=True)
 class Job:
     """What each process reads from the job's folder. The payload is unpickled after `sys_path` is set.
@@ -239,6 +250,7 @@ class Job:
     threads         CPU threads per process set by the user
     preload         module that a fork server imports before it forks the ranks
     is_restarted    whether the launcher starts the ranks again when they fail
+    name            distinguishes the states of these ranks from those of earlier starts (`job_name`)
     """
 
     payload: bytes
@@ -253,6 +265,7 @@ class Job:
     threads: int | None = None
     preload: str = "torch"
     is_restarted: bool = False
+    name: str = ""
 
     def function(self) -> Callable[..., Any]:
         """The function to call. A function given by name is imported here, not in the calling process."""

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from everyrank.errors import RankFailedError, UsageError, kind_named, signal_text
-from everyrank.launch.autopsy import FOLDER, hang_autopsy, hang_report
+from everyrank.launch.autopsy import FOLDER, forget_hang, hang_autopsy, hang_report
 from everyrank.launch.host_info import has_driver, host_name
-from everyrank.launch.job import Launch, starts_supervisors
+from everyrank.launch.job import Launch, job_name, starts_supervisors
 from everyrank.launch.reports import Reports, ranks_text
 from everyrank.launch.signals import Stop, catch_signals
 from everyrank.launch.stalled_ranks import resume_stopped
@@ -51,6 +51,7 @@ class ProcessMonitor:
         self.launch = launch
         self.launcher = launch.row
         self.directory = directory
+        self.job_name = job_name(launch, directory)
         self.logs = logs
         self.stop = stop
         self.launcher_log: IO[bytes] | None = None
@@ -74,6 +75,7 @@ class ProcessMonitor:
         # The launcher's own messages go to a log: what it prints after a failure is rarely the cause.
         if not self.starts_supervisors:
             self.launcher_log = (self.logs / self._launcher_log_name).open("wb")
+        forget_hang(self.logs / FOLDER, self.job_name)  # of an earlier start with the same rendezvous
         self._heartbeat()
         try:
             for command in self.commands:
@@ -162,7 +164,7 @@ class ProcessMonitor:
             if self.grace_until is not None and time.monotonic() > self.grace_until:
                 assert self.stop is not None
                 raise RankFailedError(f"ranks still ran {self.stop.grace_seconds:g} s after the signal (--grace)")
-            if not was_hang_shown and (hang := hang_report(self.logs / FOLDER, self.directory.name)):
+            if not was_hang_shown and (hang := hang_report(self.logs / FOLDER, self.job_name)):
                 was_hang_shown = True
                 print(f"everyrank: {hang}", file=sys.stderr, flush=True)
             if self.limit_seconds is not None and time.monotonic() > limit:

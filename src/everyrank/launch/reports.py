@@ -55,12 +55,22 @@ class Reports:
         count = len(self.expected)
         while not (paths := sorted(self.directory.glob("rank*.result"))) or (len(paths) < count and needs_all):
             if time.monotonic() > deadline:
-                raise RankFailedError(f"{count - len(paths)} of {count} ranks left no result")
+                with_result = {rank_of(path) for path in paths}
+                missing = [rank for rank in self.expected if rank not in with_result]
+                raise RankFailedError(
+                    f"{ranks_text(missing)} of {self.size} left no result: the process ended with status 0 before its "
+                    f"work was done, for example by os._exit{self._last_seen(missing[0])}",
+                    path if (path := self.logs / f"rank{missing[0]}.log").exists() else None,
+                )
             time.sleep(0.05)
         return {
             rank_of(path): pickle.loads(path.read_bytes())  # noqa: S301
             for path in sorted(paths, key=rank_of)
         }
+
+    def _last_seen(self, rank: int) -> str:
+        line = last_place(self.logs / FOLDER, rank, time.time())
+        return f"; rank {rank}: {line}" if line else ""
 
     def not_started(self) -> list[int]:
         """The expected ranks that have not started yet."""
@@ -119,6 +129,8 @@ class Reports:
             cause = "killed for memory (SIGKILL): the machine, or its control group, has no more (oom_kill)"
         elif code < 0:
             cause = f"ended by {signal_text(-code)}"
+            if code == -signal.SIGABRT:
+                cause += ", by a library in C; gloo does so where sizes or dtypes of a collective differ between ranks"
         else:
             cause = f"exited with status {code} before its work was done"
         line = last_place(self.logs / FOLDER, row["rank"], row["time"])

@@ -104,6 +104,19 @@ def _check_module(name: str) -> None:
         )
 
 
+def imports_horovod(command: UserScript) -> bool:
+    """Whether the script itself imports Horovod, which finds its ranks only under horovodrun and MPI."""
+    if command.is_module:
+        return False
+    names: list[str] = []
+    for node in ast.walk(ast.parse(Path(command.name).read_bytes())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names.append(node.module or "")
+    return any(name.split(".")[0] == "horovod" for name in names)
+
+
 def can_preload_torch(command: UserScript) -> bool:
     """Whether torch may be imported before the script runs: the script sets no environment variables before that.
 

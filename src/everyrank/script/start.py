@@ -15,7 +15,7 @@ from everyrank.errors import CannotRunError, EveryrankError, UsageError, printab
 from everyrank.launch import Launch, Stop, rank_info_from_environment, run_ranks
 from everyrank.launch.host_info import host_name
 from everyrank.measure.resource_log import resource_log
-from everyrank.script.command import UserScript, can_preload_torch
+from everyrank.script.command import UserScript, can_preload_torch, imports_horovod
 
 __all__ = ["ScriptOptions", "launch_script"]
 
@@ -50,6 +50,11 @@ def launch_script(launch: Launch, command: UserScript, options: ScriptOptions | 
     if rank_info_from_environment(os.environ) is not None:  # an external launcher has started this rank
         run_ranks(launch, "everyrank.script.rank:run_script_rank", command, launch.timeout_seconds, ())
         return 0
+    if launch.processes > 1 and launch.launcher not in ("horovodrun", "mpi") and imports_horovod(command):
+        _say(
+            f"{command.name} imports Horovod, which finds no other rank under --launcher {launch.launcher}; "
+            "type --launcher horovodrun"
+        )
     unset = tuple(name for name in _OWN_VARIABLES if name not in os.environ)
     os.environ.setdefault(_LOG_LEVEL, "WARNING")  # torch's default, so that the script's warnings appear
     try:

@@ -12,7 +12,6 @@ import atexit
 import contextlib
 import hashlib
 import os
-import re
 import shutil
 import signal
 import sys
@@ -30,7 +29,7 @@ import psutil
 from everyrank.errors import EveryrankError, describe, printable
 from everyrank.launch import RankInfo, rank_info_from_environment
 from everyrank.launch.autopsy import RankState, current_state, hang_autopsy, keep_state, last_words
-from everyrank.launch.autopsy.rank_state import report_hang
+from everyrank.launch.autopsy.rank_state import forget_hang, report_hang
 from everyrank.launch.host_info import start_time
 from everyrank.script.command import read_command
 
@@ -205,7 +204,7 @@ class _HangWatch:
 
     def __init__(self, state: RankState, timeout_seconds: float, prints: bool) -> None:
         self.state, self.timeout_seconds, self.prints = state, timeout_seconds, prints
-        self.job = _job_of(state)
+        self.job = state.job
         self.frames: list[tuple[str, int, str]] = []
         self.since, self.cpu_since, self.is_reported = time.monotonic(), time.process_time(), False
 
@@ -213,7 +212,7 @@ class _HangWatch:
         frames = _without_polling(frames)
         if frames != self.frames:
             if self.is_reported:
-                (self.state.folder / f"hang.{self.job}").unlink(missing_ok=True)
+                forget_hang(self.state.folder, self.job)
             self.frames, self.is_reported = frames, False
             self.since, self.cpu_since = time.monotonic(), time.process_time()
             return
@@ -240,10 +239,6 @@ class _HangWatch:
         report = report_hang(self.state.folder, self.job, text)
         if report is not None and self.prints:
             print(f"everyrank: {printable(report)}", file=sys.stderr, flush=True)
-
-
-def _job_of(state: RankState) -> str:
-    return re.sub(r"[^\w.-]", "_", state.job)
 
 
 def _without_polling(frames: list[tuple[str, int, str]]) -> list[tuple[str, int, str]]:

@@ -18,48 +18,23 @@ import contextlib
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from everyrank.launch.autopsy.lateness import Lateness, arrival_times, find_latest
 from everyrank.parallel.mesh import Mesh
 from everyrank.train.display import Display
 from everyrank.train.log import Log
 from everyrank.world.calls import recorded_calls
 from everyrank.world.collectives import all_gather_json
 
-__all__ = ["Lateness", "StragglerWatch", "find_latest", "why_late"]
+__all__ = ["StragglerWatch", "why_late"]
 
 _WINDOW_SECONDS = 3.0  # between two comparisons, which cost some milliseconds
 _WINDOWS = 3  # windows in a row in which a rank is the slowest before it is reported
-_MOST_CALLS = 64  # newest calls that each rank compares
-_LEAST_SHARE = 0.15  # smallest share of the time that the others wait for the rank
-_LEAST_PART = 0.7  # smallest part of all lateness that is this rank's
-_LEAST_SECONDS = 0.002  # smaller lateness is noise
 _MOST = 0.5  # a cause has to explain this much of the lateness
-
-
-@dataclass(frozen=True)
-class Lateness:
-    """A rank that is late.
-
-    share     share of the time that the others wait for it
-    part      its part of all lateness; a pause for a checkpoint counts at most as three usual ones
-    seconds   mean time between the second to last arrival and its own
-    """
-
-    rank: int
-    share: float
-    part: float
-    seconds: float
-    why: str = ""
-
-    def __str__(self) -> str:
-        return (
-            f"rank {self.rank} is slower than the others: they wait for it {self.share:.0%} of the time "
-            f"({self.part:.0%} of all lateness is its, {1000 * self.seconds:.0f} ms each time); {self.why}"
-        )
 
 
 class StragglerWatch:
@@ -108,8 +83,7 @@ class StragglerWatch:
                 log.event({"step": done, "straggler": asdict(slow)})
 
     def _named(self, latest: Lateness | None, usage: Sequence[Mapping[str, float]]) -> Lateness | None:
-        is_slow = latest is not None and latest.share >= _LEAST_SHARE and latest.part >= _LEAST_PART
-        if latest is None or not is_slow:
+        if latest is None or not latest.is_slow:
             self.in_a_row.clear()
             return None
         if self.in_a_row and self.in_a_row[-1].rank != latest.rank:
@@ -132,60 +106,8 @@ class StragglerWatch:
 
     def _arrivals(self) -> dict[str, list[list[Any]]]:
         """Return for each group of this rank its ranks and [number, arrival in µs] of its newest collectives."""
-        known = recorded_calls(with_places=False)
-        arrivals: dict[str, list[list[Any]]] = {}
         since = self.base or time.time_ns() - int(1e9 * (time.perf_counter() - self.begun))
-        for group, number, _, _, _, _, is_message, time_ns, *_ in known.get("calls", [])[-_MOST_CALLS:]:
-            if not is_message and group in known["groups"] and time_ns > since:
-                rows = arrivals.setdefault(group, [known["groups"][group]])
-                rows.append([number, (time_ns - self.base) // 1000])
-        return arrivals
-
-
-def find_latest(calls: Sequence[Mapping[str, Sequence[Sequence[Any]]]]) -> Lateness | None:
-    """Return the rank for which the others waited longest, None without one. `calls`: `_arrivals` of each rank.
-
-    Collectives that are started without waiting for the previous one, for example the buckets of
-    DistributedDataParallel, count as one, because the same lateness shows in all of them. Collectives at which all
-    ranks arrived at about the same time do not count.
-    """
-    steps = sorted(_arrived_together(calls), key=lambda arrivals: max(arrivals.values()))
-    late: list[tuple[float, int, set[int]]] = []  # lateness in µs, the late rank, all ranks of the collective
-    chain: list[dict[int, float]] = []
-    for arrivals in [*steps, {}]:
-        is_next = bool(chain) and any(arrivals.get(rank, 1e18) < max(chain[-1].values()) for rank in chain[-1])
-        if chain and not (arrivals and is_next):
-            gap, rank = max(_gap(other) for other in chain)
-            if gap >= 1e6 * _LEAST_SECONDS:
-                late.append((gap, rank, {other for arrived in chain for other in arrived}))
-            chain = []
-        if arrivals:
-            chain.append(arrivals)
-    lost = {rank: [gap for gap, other, _ in late if other == rank] for _, rank, _ in late}
-    rank = max(lost, key=lambda other: sum(lost[other]), default=-1)
-    with_it = [(gap, other) for gap, other, ranks in late if rank in ranks]
-    if len(with_it) < 3:
-        return None
-    most = 3 * median(gap for gap, _ in with_it)
-    part = sum(min(gap, most) for gap, other in with_it if other == rank) / sum(min(gap, most) for gap, _ in with_it)
-    share = min(1.0, sum(lost[rank]) / (max(steps[-1].values()) - min(steps[0].values())))
-    return Lateness(rank, share, part, 1e-6 * sum(lost[rank]) / len(lost[rank]))
-
-
-def _arrived_together(calls: Sequence[Mapping[str, Sequence[Sequence[Any]]]]) -> list[dict[int, float]]:
-    """Return the arrival of each rank, µs, for each collective that all of its ranks have recorded."""
-    by_call: dict[tuple[str, tuple[int, ...], int], dict[int, float]] = {}
-    for rank, groups in enumerate(calls):
-        for group, (ranks, *rows) in groups.items():
-            for number, arrival in rows:
-                by_call.setdefault((group, tuple(ranks), number), {})[rank] = arrival
-    return [arrivals for (_, ranks, _), arrivals in by_call.items() if len(ranks) == len(arrivals) > 1]
-
-
-def _gap(arrivals: Mapping[int, float]) -> tuple[float, int]:
-    """Return the µs between the second to last and the last arrival, and the rank that came last."""
-    *_, (before, _), (last, rank) = sorted((arrival, rank) for rank, arrival in arrivals.items())
-    return last - before, rank
+        return arrival_times(recorded_calls(with_places=False), self.base, since)
 
 
 def why_late(rank: int, share: float, usage: Sequence[Mapping[str, float]]) -> str:

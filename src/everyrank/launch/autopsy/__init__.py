@@ -2,6 +2,7 @@
 
     rank_state.py   files that each rank writes while it runs: its stack and its collectives
     rank_views.py   all that is known of each rank: its answer, its process, its stack read from outside
+    lateness.py     the rank for which the others wait, by when each rank arrives at each collective
     verdict.py      the paragraph
 
 No port is opened: ranks and the process that asks exchange files in a folder of the run. If the interpreter of a rank
@@ -13,7 +14,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from everyrank.errors import describe, is_own
-from everyrank.launch.autopsy.rank_state import FOLDER, RankState, current_state, hang_report, keep_state
+from everyrank.launch.autopsy.rank_state import FOLDER, RankState, current_state, forget_hang, hang_report, keep_state
 from everyrank.launch.autopsy.rank_views import last_frames, read_rank_views
 from everyrank.launch.autopsy.verdict import location_text, verdict
 from everyrank.launch.stalled_ranks import concerns_others
@@ -22,6 +23,7 @@ __all__ = [
     "FOLDER",
     "RankState",
     "current_state",
+    "forget_hang",
     "hang_autopsy",
     "hang_report",
     "keep_state",

@@ -2,7 +2,7 @@
 
 rank3.state    identity: process, host, start time
 rank3.seen     stack of the main thread, at most half a second old; the last one of a stopped or dead rank
-rank3.answer   stack and collectives, written on request and after a failure
+rank3.answer   stack, collectives and where the rank has spent the last minute, written on request and after a failure
 rank3.stacks   stacks that `faulthandler` writes after a signal. It needs no interpreter, so it also works while C code
                blocks it, and in data loader workers, which are forks of the rank
 request        all ranks answer when a new text is written to this file
@@ -13,6 +13,7 @@ A thread writes the files and sleeps most of the time.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import faulthandler
 import json
@@ -26,15 +27,27 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from everyrank.errors import is_own
 from everyrank.launch.host_info import host_name, pid_namespace, start_time
 
-__all__ = ["FOLDER", "STACKS_SIGNAL", "RankState", "current_state", "hang_report", "keep_state", "report_hang"]
+__all__ = [
+    "FOLDER",
+    "STACKS_SIGNAL",
+    "RankState",
+    "current_state",
+    "forget_hang",
+    "hang_report",
+    "keep_state",
+    "report_hang",
+]
 
 FOLDER = "autopsy"  # next to the logs of the ranks
 # an unused signal; None on systems without real-time signals
 STACKS_SIGNAL: int | None = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None
 _POLL_SECONDS = 0.25
 _MAX_FRAMES = 100
+_KEPT_LOOKS = 120  # stacks of the last minute
+_MOST_PLACES = 4  # stacks of an answer, the most frequent ones
 _CURRENT: list[RankState] = []
 
 
@@ -77,6 +90,12 @@ def hang_report(folder: Path, job: str) -> str:
     return ""
 
 
+def forget_hang(folder: Path, job: str) -> None:
+    """Delete the text of `report_hang`, so that a rank can write another one."""
+    with contextlib.suppress(OSError):
+        (folder / f"hang.{job}").unlink(missing_ok=True)
+
+
 class RankState:
     """Writes the files of this rank from a thread.
 
@@ -90,7 +109,9 @@ class RankState:
         self.calls: Callable[[bool], dict[str, Any]] = lambda _: {}
         self.on_look: Callable[[list[tuple[str, int, str]]], None] = lambda _: None
         self.is_started = self.has_ended = False
+        self.looks: collections.deque[list[tuple[str, int, str]]] = collections.deque(maxlen=_KEPT_LOOKS)
         self.main = threading.main_thread().ident or 0
+        forget_hang(folder, job)  # of an earlier start: ranks on several hosts may have the same name again
         for kind in ("answer", "seen"):
             self._path(kind).unlink(missing_ok=True)
         self.stacks = os.open(self._path("stacks"), os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_WRONLY, 0o600)
@@ -137,6 +158,7 @@ class RankState:
                     self.answer(question)
                 if count % 2 == 0:
                     previous = self._write_stack(previous)
+                    self.looks.append(previous["frames"])
                     self.on_look(previous["frames"])
 
     def _write_stack(self, previous: Any) -> Any:
@@ -164,6 +186,8 @@ class RankState:
         # After a failure (no question) write at once what is known: other ranks are about to fail, too.
         calls = self.calls(question != "")
         row = {"question": question, "time": time.time(), "frames": self.frames(), "calls": calls, **more}
+        if question:
+            row |= {"looks": len(self.looks), "places": _places(list(self.looks))}
         if question == "" or not self.has_ended:  # the final answer stays
             self._write("answer", row)
 
@@ -191,6 +215,20 @@ def _frames(frame: FrameType | None) -> list[tuple[str, int, str]]:
         frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
         frame = frame.f_back
     return frames
+
+
+def _places(looks: list[list[tuple[str, int, str]]]) -> list[list[Any]]:
+    """[how often, frames] of the places in user code where the main thread was seen, the most frequent ones first.
+
+    The frames are those of the last look, down to the innermost one of user code.
+    """
+    by_place: dict[tuple[str, int, str], list[Any]] = {}
+    for frames in looks:
+        depth = next((index for index, frame in enumerate(frames) if is_own(frame[0])), None)
+        if depth is not None:
+            row = by_place.setdefault(frames[depth], [0, []])
+            row[0], row[1] = row[0] + 1, frames[: depth + 1]
+    return sorted(by_place.values(), key=lambda row: -row[0])[:_MOST_PLACES]
 
 
 def _question(folder: Path) -> str:

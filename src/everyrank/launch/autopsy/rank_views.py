@@ -39,6 +39,8 @@ class RankView:
     age       seconds since `frames` were recorded, if they may be outdated; 0: they are current
     aborted   whether a library ended it in C (SIGABRT, SIGSEGV); `frames` is the stack at that time
     calls     {"groups": {name: ranks}, "calls": [...]} as `world.calls.recorded_calls` returns it; {} if unknown
+    looks     how many stacks of the last minute were recorded, and `places`, (how often, frames) of the most frequent
+              places in user code among them
     raised    the message of the error with which it ended
     ended     whether its work is done
     workers   (process, frames) of its child processes that respond: data loader workers
@@ -53,6 +55,8 @@ class RankView:
     frames: list[Frame] = field(default_factory=list[Frame])
     age: float = 0.0
     calls: dict[str, Any] = field(default_factory=dict[str, Any])
+    looks: int = 0
+    places: list[tuple[int, list[Frame]]] = field(default_factory=list[tuple[int, list[Frame]]])
     aborted: bool = False
     raised: str = ""
     ended: bool = False
@@ -110,9 +114,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 _KINDS: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("job", "host", "space", "question", "raised"), str),
-    **dict.fromkeys(("rank", "size", "pid", "main"), int),
+    **dict.fromkeys(("rank", "size", "pid", "main", "looks"), int),
     **dict.fromkeys(("began", "time"), (int, float)),
     "frames": list,
+    "places": list,
     "calls": dict,
     "ended": bool,
 }
@@ -126,6 +131,7 @@ def _is_sound(row: dict[str, Any]) -> bool:
         and all(name in _KINDS and _has_type(value, _KINDS[name]) for name, value in row.items())
         and all(0 <= row.get(name, 0) < _MAX_BYTES for name in ("rank", "size"))
         and all(_is_frame(frame) for frame in row.get("frames", []))
+        and all(_is_place(place) for place in row.get("places", []))
         and _are_calls(row.get("calls", {}))
     )
 
@@ -140,6 +146,14 @@ def _has_type(value: object, kind: type | tuple[type, ...]) -> bool:
 def _is_frame(frame: object) -> bool:
     """[file, line, function]."""
     return isinstance(frame, list) and [type(value) for value in frame] == [str, int, str]  # pyright: ignore
+
+
+def _is_place(place: object) -> bool:
+    """[how often, frames]."""
+    if not isinstance(place, list) or len(place) != 2:  # pyright: ignore
+        return False
+    count, frames = place  # pyright: ignore
+    return type(count) is int and isinstance(frames, list) and all(_is_frame(frame) for frame in frames)  # pyright: ignore
 
 
 def _are_calls(calls: dict[str, Any]) -> bool:
@@ -225,8 +239,11 @@ def _view(folder: Path, identity: dict[str, Any], process: psutil.Process | None
     view.raised, view.ended = answer.get("raised", ""), answer.get("ended", False)
     view.calls = row.get("calls", {})
     view.frames = [(file, line, function) for file, line, function in row.get("frames", [])]
+    view.looks = row.get("looks", 0)
+    view.places = [(count, [(*frame,) for frame in frames]) for count, frames in row.get("places", [])]
     has_answer = row is answer and bool(answer)
-    if not has_answer and view.state == "gone" and (frames := _frames_at_abort(folder, identity)):
+    # on another host its process is unknown, but the stack that it wrote when it was aborted is in the folder
+    if not has_answer and view.state in ("gone", "") and (frames := _frames_at_abort(folder, identity)):
         view.frames, view.aborted = frames, True
     elif not has_answer and process is not None and view.state != "stopped":
         # the interpreter is blocked by C code

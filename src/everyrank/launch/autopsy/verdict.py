@@ -2,23 +2,29 @@
 
 Ranks wait for each other in chains: rank 0 for rank 1 in one group, rank 1 for rank 2 in another. The paragraph reports
 the end of the chain: a rank that is gone, stopped or failed; two ranks that call different collectives; a rank that is
-in no collective.
+in no collective. If all ranks still move, it reports the rank for which the others wait, and where that rank spends its
+time.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
+import statistics
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from everyrank.errors import is_own, printable
+from everyrank.launch.autopsy.lateness import arrival_times, find_latest
 from everyrank.launch.autopsy.rank_views import Frame, RankView
 from everyrank.launch.stalled_ranks import concerns_others
 
 __all__ = ["location_text", "verdict"]
 
+_DONE, _STARTED = 5, 7  # indexes in a row of `world.calls.recorded_calls`
+_SHORT_WAIT_SECONDS = 1.0
 _BUSY = 0.5  # CPU seconds per second; a process above it is computing
 # operations with the same number of elements on each rank
 _SAME_COUNT = ("all_reduce", "allreduce", "reduce", "broadcast", "all_gather", "allgather", "reduce_scatter")
@@ -103,6 +109,7 @@ def verdict(views: Sequence[RankView]) -> str:
     waiters = {rank for wait in waits for rank in wait.waiting}
     for candidates in (
         [_stopped_or_gone(view) for view in views],
+        [_slow(views, waits)],
         [_mismatch(wait, by_rank) for wait in waits if wait.other],
         [_never_came(wait, by_rank, waiters) for wait in waits if wait.missing and not set(wait.missing) <= waiters],
         [_never_sent(view, by_rank) for view in views],
@@ -110,7 +117,8 @@ def verdict(views: Sequence[RankView]) -> str:
     ):
         causes = list(dict.fromkeys(row for row in candidates if row))
         if causes:
-            return printable(". ".join([*causes, *_where_others_wait(waits, by_rank, causes)]))
+            earlier = _earlier_calls(waits, by_rank) if any(view.aborted for view in views) else []
+            return printable(". ".join([*causes, *_where_others_wait(waits, by_rank, causes), *earlier]))
     stands = "; ".join(f"rank {view.rank} {_stands(view)}" for view in views)
     complete = [wait for wait in waits if not wait.missing]
     if complete:
@@ -210,6 +218,48 @@ def _stopped_or_gone(view: RankView) -> str:
     return ""
 
 
+def _slow(views: Sequence[RankView], waits: Sequence[_Wait]) -> str:
+    """The rank for which the others wait again and again, and where it spends its time; "" if there is none.
+
+    A wait that is much longer than the earlier ones is a hang. Arrivals are compared only on one host, because clocks
+    of different hosts differ.
+    """
+    if len({view.host for view in views}) > 1 or any(view.raised or view.ended for view in views):
+        return ""
+    by_rank = {view.rank: view for view in views}
+    known = [by_rank[rank].calls if rank in by_rank else {} for rank in range(views[0].size)]
+    latest = find_latest([arrival_times(calls) if "groups" in calls else {} for calls in known])
+    if latest is None or not latest.is_slow or any(wait.other for wait in waits):
+        return ""
+    started = [row[_STARTED] for calls in known for row in calls.get("calls", []) if not row[_DONE]]
+    waited = time.time() - 1e-9 * min(started, default=1e9 * time.time())
+    if waited > max(_SHORT_WAIT_SECONDS, 2 * latest.longest_seconds):
+        return ""
+    others = [view for view in views if view.rank != latest.rank]
+    return (
+        f"no rank is stuck, but rank {latest.rank} is slower than the others: they waited for it {latest.share:.0%} of "
+        f"the last {latest.window_seconds:.1f} s ({latest.part:.0%} of all lateness is its, {latest.seconds:.3f} s "
+        f"each time). {_most_time(by_rank[latest.rank], others)}"
+    )
+
+
+def _most_time(view: RankView, others: Sequence[RankView]) -> str:
+    """`It spends 70% of its time at data.py:12 in load (it waits for a thread or a lock), the others 0%`."""
+
+    def share(of: RankView, location: str) -> float:
+        return sum(count for count, frames in of.places if location_text(frames) == location) / (of.looks or 1)
+
+    places = [(location_text(frames), _doing_of(frames)) for _, frames in view.places]
+    usual = {place: statistics.median(share(other, place) for other in others) for place, _ in places}
+    location, doing = max(places, key=lambda row: share(view, row[0]) - usual[row[0]], default=("", ""))
+    if not location or share(view, location) <= usual[location]:
+        return f"rank {view.rank} {_stands(view)}"
+    return (
+        f"rank {view.rank} was at {location} in {share(view, location):.0%} of the {view.looks} looks of the last "
+        f"minute{doing and f' (it {doing})'}, the others in {usual[location]:.0%}"
+    )
+
+
 def _mismatch(wait: _Wait, by_rank: dict[int, RankView]) -> str:
     rank, call = next(iter(wait.other.items()))
     first = next(other for other in wait.ranks if other not in wait.other and other not in wait.missing)
@@ -283,13 +333,35 @@ def _where_others_wait(waits: Sequence[_Wait], by_rank: dict[int, RankView], cau
         ranks_by_location: dict[str, list[int]] = {}
         for rank in wait.waiting:
             if f"on rank {rank}, at" not in text and f"rank {rank} waits in" not in text:
-                ranks_by_location.setdefault(location_text(by_rank[rank].frames) or "an unknown location", []).append(
-                    rank
-                )
+                location = _waits_at(by_rank[rank], wait) or "an unknown location"
+                ranks_by_location.setdefault(location, []).append(rank)
         for location, ranks in ranks_by_location.items():
             verb = "waits" if len(ranks) == 1 else "wait"
             name = _name(wait, by_rank)
             rows.append(f"{_ranks(ranks)} {verb} in {'it' if name in text else name}, at {location}")
+    return rows
+
+
+def _waits_at(view: RankView, wait: _Wait) -> str:
+    """`train.py:40 in main (called at train.py:31 in step)`: NCCL does not block the host, which goes on."""
+    location = location_text(view.frames)
+    calls = _calls(view).get(wait.group, [])
+    called = next((call.location for call in calls if call.number == wait.call.number), "")
+    return f"{location} (called at {called})" if called and called != location else location
+
+
+def _earlier_calls(waits: Sequence[_Wait], by_rank: dict[int, RankView]) -> list[str]:
+    """`before it, rank 0 called all_gather of 5 elements of float32, collective 2`, if that was a different call.
+
+    If gloo ends a rank because the sizes of a gather differ, the gather may have succeeded on the others, which then
+    wait in the next collective.
+    """
+    rows: list[str] = []
+    for wait in waits:
+        rank = wait.waiting[0]
+        earlier = [call for call in _calls(by_rank[rank])[wait.group] if call.number == wait.call.number - 1]
+        if earlier and earlier[0].text() != wait.call.text():
+            rows.append(f"before it, rank {rank} called {earlier[0].text()}, collective {earlier[0].number}")
     return rows
 
 
@@ -329,17 +401,20 @@ def _stands(view: RankView) -> str:
 
 def _doing(view: RankView) -> str:
     """What a rank does according to its innermost frames, else to its process."""
-    inner: list[Frame] = []
-    for frame in view.frames:
-        if is_own(frame[0]):
-            break
-        inner.append(frame)
-    for file_part, functions, text in _WAITS:
-        if any(file_part in Path(file).as_posix() and function in functions for file, _, function in inner):
-            return f"it {text}"
+    if text := _doing_of(view.frames):
+        return f"it {text}"
     if view.busy > _BUSY or view.state == "running":
         return "it computes"
     return "it waits for a disk or a driver" if view.state == "waiting for a disk" else "it waits"
+
+
+def _doing_of(frames: Sequence[Frame]) -> str:
+    """`waits for its data loader`, by the frames inside the innermost one of user code; "" if unknown."""
+    inner = list(itertools.takewhile(lambda frame: not is_own(frame[0]), frames))
+    for file_part, functions, text in _WAITS:
+        if any(file_part in Path(file).as_posix() and function in functions for file, _, function in inner):
+            return text
+    return ""
 
 
 def location_text(frames: Sequence[Frame]) -> str:
