@@ -614,7 +614,6 @@ def ported_scripts() -> str:
     return _table(header, found)
 
 
-<<<<<<< HEAD
 def mistakes_in_ports() -> str:
     """The mistakes that tests put into a port, and what is reported of each."""
     tree = ast.parse(PORT_MISTAKES.read_text())
@@ -625,7 +624,8 @@ def mistakes_in_ports() -> str:
     )
     mistakes = ast.literal_eval(values)
     return _table(("mistake", "reported"), [[name, REPORTED[words]] for name, (_, _, words) in mistakes.items()])
-=======
+
+
 def scripts_by_launch() -> str:
     """Public scripts by launch and by torchrun: is the output of rank 0 the same?"""
     rows = json.loads(BY_LAUNCH.read_text(encoding="utf-8"))["rows"]
@@ -648,7 +648,6 @@ def mistakes_by_launch() -> str:
             for name, cells in by_name.items()
         ),
     )
->>>>>>> bac947183cb7216179a9ce5d6f00eccc27ea0783
 
 
 def _where(about: dict[str, Any]) -> str:
@@ -716,12 +715,10 @@ PARTS: dict[str, dict[str, tuple[Path, Callable[[], str]]]] = {
         f"fields of {options.__name__}": (PACKAGE / "options.py", in_chinese(option_fields(options)))
         for options in (TrainOptions, VerifyOptions, BenchOptions)
     },
-<<<<<<< HEAD
     "docs/port.md": {
         "ported scripts": (PORTED, ported_scripts),
         "mistakes in ports": (PORT_MISTAKES, mistakes_in_ports),
     },
-=======
     "docs/any-script.md": {
         "scripts by launch": (BY_LAUNCH, scripts_by_launch),
         "mistakes by launch": (FAILURES, mistakes_by_launch),
@@ -730,8 +727,6 @@ PARTS: dict[str, dict[str, tuple[Path, Callable[[], str]]]] = {
         "scripts by launch": (BY_LAUNCH, in_chinese(scripts_by_launch, SCRIPTS_IN_CHINESE)),
         "mistakes by launch": (FAILURES, in_chinese(mistakes_by_launch, SCRIPTS_IN_CHINESE)),
     },
-    "docs/port.md": {"ported scripts": (PORTED, ported_scripts)},
->>>>>>> bac947183cb7216179a9ce5d6f00eccc27ea0783
     "docs/zh/port.md": {"ported scripts": (PORTED, in_chinese(ported_scripts, PORTED_IN_CHINESE))},
     "docs/recipes.md": {"recipes": (PACKAGE / "recipes", recipes)},
     "docs/zh/recipes.md": {"recipes": (PACKAGE / "recipes", in_chinese(recipes))},
