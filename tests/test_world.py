@@ -102,7 +102,7 @@ def test_device_and_backend() -> None:
     with pytest.raises(CannotRunError, match="no CUDA device"):
         choose_device("cuda", 0)
     assert choose_backend(None, "cpu", 2, 0)[0] == "shm"
-    assert choose_backend("gloo", "cpu", 2, 0) == ("gloo", "asked for")
+    assert choose_backend("gloo", "cpu", 2, 0) == ("gloo", "requested")
     assert choose_backend(None, "cuda", 2, 2)[0] == "nccl"
     backend, why = choose_backend(None, "cuda", 2, 1)
     assert backend == "gloo"

@@ -145,7 +145,7 @@ class Saver:
                 self.last_saved = None
                 raise
 
-    def finish_or_say(self) -> None:
+    def finish_or_report(self) -> None:
         """Wait for a save in the background. Raises `EveryrankError` that names the newest checkpoint if it failed."""
         try:
             self.finish()

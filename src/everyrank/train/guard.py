@@ -79,7 +79,7 @@ class Guard:
         if self.how == "stop":
             raise DivergedError(f"{line}; nothing of it was saved: go on from the last checkpoint with --resume")
         is_new, self.said = difference != self.said, difference
-        return f"{line}; the training goes on (--guard warn)" if is_new else ""
+        return f"{line}; the training continues (--guard warn)" if is_new else ""
 
     def _kinds(self) -> Iterator[tuple[tuple[object, ...], dict[str, Tensor]]]:
         """Yield (key, tensors by name). Ranks with the same key have to hold equal tensors."""
