@@ -159,12 +159,12 @@ def _of_rows(path: Path, rows: Sequence[Mapping[str, str]], column: str | None) 
             continue
         value = _number(text)
         if value is None:
-            raise UsageError(f"{path}: {loss} of row {index + 1} is {text[:40]!r}, which is no number")
-        at = _number(row.get(step, "")) if step else float(len(losses))
-        if at is None or not math.isfinite(at) or at != int(at):
+            raise UsageError(f"{path}: {loss} of row {index + 1} is {text[:40]!r}, which is not a number")
+        step_number = _number(row.get(step, "")) if step else float(len(losses))
+        if step_number is None or not math.isfinite(step_number) or step_number != int(step_number):
             raise UsageError(f"{path}: {step} of row {index + 1} is {row.get(step or '', '')[:40]!r}, not an integer")
-        losses.pop(int(at), None)  # a training that was resumed wrote this step twice
-        losses[int(at)] = value
+        losses.pop(int(step_number), None)  # a training that was resumed wrote this step twice
+        losses[int(step_number)] = value
         texts.append(text)
     if not losses:
         raise UsageError(f"{path}: the column {loss} has no values")
