@@ -169,7 +169,7 @@ def _as_in_the_foreground() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def repository() -> Path:
     """The folder of the checkout."""
     return Path(__file__).parents[1]

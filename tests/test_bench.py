@@ -119,7 +119,7 @@ def test_load_and_threads_are_recorded_with_why(benched: Any) -> None:
     assert single.provenance["load"]["before"] == 3.5
     assert set(single.provenance["load"]) == {"before", "others_cores"}
     assert single.provenance["threads_per_rank"] == 1
-    assert "asked for in the environment" in single.provenance["choices"]["threads"]
+    assert "set in the environment" in single.provenance["choices"]["threads"]
 
 
 def test_a_metric_that_only_feeds_derived_is_not_shown(benched: Any) -> None:

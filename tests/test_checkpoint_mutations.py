@@ -221,7 +221,7 @@ def test_single_bits_of_what_it_says_of_itself(tmp_path: Path) -> None:
 def test_a_folder_with_the_name_of_another_step(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
     write_metadata(tmp_path / name, an_about())
-    with pytest.raises(UsageError, match="it says step 69, the folder 79"):
+    with pytest.raises(UsageError, match=r"step 69, .* step 79"):
         checkpoint_named(tmp_path / name)
 
 

@@ -35,7 +35,7 @@ from everyrank.parallel.trainable import _groups_by_mesh
 from everyrank.strategies import _check_carried
 from everyrank.world import World, choose_backend, choose_device
 from everyrank.world.heartbeat import Peer, check_same_device, count_devices
-from everyrank.world.world import cards_here, describe_device, device_name, let_nccl_share
+from everyrank.world.world import describe_device, device_name, gpus_of_host, let_nccl_share
 
 # (how ranks are started, host of each rank, cards that it sees, its local rank) -> backend
 BINDINGS: list[tuple[str, Sequence[tuple[str, str, int]], str]] = [
@@ -99,7 +99,7 @@ def test_dead_driver(broken: int, text: str) -> None:
 
 def test_what_is_said_of_the_device() -> None:
     """A job that was to have a GPU says at its start that it has none; that of Apple is named."""
-    assert describe_device("cpu", "cpu") == "cpu: asked for"
+    assert describe_device("cpu", "cpu") == "cpu: requested"
     assert describe_device(None, choose_device(None, 2)) == "cuda: torch sees one"
     with mock.patch.object(torch.backends.mps, "is_available", return_value=False):
         assert describe_device(None, "cpu") == "cpu: torch sees no CUDA device"
@@ -145,7 +145,7 @@ def test_gpu_samples_of_own_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     world = types.SimpleNamespace(rank=0, hosts=("a", "a", "b"), devices=("cuda 0:3b:00",) * 2 + ("cuda 0:af:00",))
-    cards = cards_here(world)  # type: ignore[arg-type]
+    cards = gpus_of_host(world)  # type: ignore[arg-type]
     assert cards == ["0:3b:00"]
     gpu = Gpus(cards)
     try:

@@ -78,7 +78,7 @@ def test_lines_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     assert values[0] == {"x": 1}
     with pytest.raises(WorkloadError, match=r"a\.jsonl: sample 1 is no JSON"):
         values[1]
-    with pytest.raises(WorkloadError, match=r"b\.txt: sample 1 is no UTF-8"):
+    with pytest.raises(WorkloadError, match=r"b\.txt: sample 1 is not UTF-8"):
         TextLines([tmp_path / "b.txt"], same)[1]
     with pytest.raises(WorkloadError, match="compressed"):
         JsonLines([tmp_path / "c.jsonl"], same)
@@ -285,7 +285,7 @@ def test_text_windows_of_any_files(tmp_path: Path) -> None:
 
 def test_text_that_is_none_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(b"text " * 100 + b"\xff\xff" + b"text " * 100)
-    with pytest.raises(WorkloadError, match=r"a\.bin: no UTF-8 text .*near byte 500"):
+    with pytest.raises(WorkloadError, match=r"a\.bin: not UTF-8 text .*near byte 500"):
         TextWindows([tmp_path / "a.bin"], 16, False)
     (tmp_path / "b.txt").write_text("short")
     with pytest.raises(WorkloadError, match="too little text"):
@@ -357,9 +357,9 @@ def test_download(tmp_path: Path, server: tuple[str, Path]) -> None:
     with pytest.raises(EveryrankError, match="its MD5 is "):
         download("w", data, files)
     assert sorted(path.name for path in data.iterdir()) == ["inside", "packed.tar.gz", "plain.bin"]
-    with pytest.raises(UsageError, match="only that of mnist, cifar10, cifar100"):
+    with pytest.raises(UsageError, match="only mnist, cifar10, cifar100"):
         download("imagenet", data)
-    with pytest.raises(UsageError, match="give --data DIR"):
+    with pytest.raises(UsageError, match="add --data DIR"):
         download("mnist", None)
 
 

@@ -199,10 +199,10 @@ def test_a_training_that_diverges_is_stopped_before_it_is_saved(cli: Cli, tmp_pa
     assert saved == ["step-00000005", "step-00000006"]
     done = cli.on_ranks(tmp_path, *words, *guard, "--resume", size=2)
     assert done.status == 0, done
-    assert "going on after update 6" in done.out
+    assert "resumed after update 6" in done.out
     done = cli.on_ranks(tmp_path, *words[:-1], "warned", "--guard", "warn", "--guard-every", "4", size=2, FLIP="7")
     assert done.status == 0, done
-    assert done.out.count("the training goes on (--guard warn)") == 1
+    assert done.out.count("the training continues (--guard warn)") == 1
     assert "after update 8: " in done.out
 
 

@@ -94,7 +94,7 @@ def test_two_folders_and_one_after_the_other(tmp_path: Path) -> None:
 def test_a_number_that_belongs_to_another_process_by_now(tmp_path: Path, no_locks: None) -> None:
     """Neither the number alone nor a machine that was started again keeps a folder."""
     started = psutil.Process(os.getppid()).create_time()
-    mine = lock._myself()._replace(pid=os.getppid(), started=started)
+    mine = lock._this_process()._replace(pid=os.getppid(), started=started)
     (tmp_path / LOCK).write_text(json.dumps(mine._asdict()))
     with pytest.raises(UsageError, match=f"process {os.getppid()} on"), hold(tmp_path):
         pass

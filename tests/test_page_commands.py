@@ -7,6 +7,7 @@ of integration. So a flag, a layout, a recipe or a workload that is renamed turn
 from __future__ import annotations
 
 import argparse
+import functools
 import re
 import shlex
 from collections.abc import Iterator
@@ -81,9 +82,15 @@ def pages(root: Path) -> Iterator[Path]:
     yield from (page for page in sorted((root / "docs").rglob("*.md")) if "decisions" not in page.parts)
 
 
+@functools.cache
+def parser() -> argparse.ArgumentParser:
+    """The parser of everyrank, which takes longer to build than a line to read."""
+    return _parser()
+
+
 def read(words: list[str]) -> argparse.Namespace:
     """The call as everyrank reads it, with a workload that is there in place of a person's own. Raises UsageError."""
-    parsed = _parser().parse_args(words)
+    parsed = parser().parse_args(words)
     layouts = getattr(parsed, "layout", None) or []
     for layout in [layouts] if isinstance(layouts, str) else layouts:
         parse_layout(str(layout))
@@ -97,6 +104,7 @@ def read(words: list[str]) -> argparse.Namespace:
     return parsed
 
 
+@functools.cache  # the pages of both languages have the same commands
 def complaint(line: str, started_here: bool) -> str:
     """What is wrong with a line that calls everyrank; "" where nothing is."""
     try:
@@ -149,10 +157,10 @@ def test_examples_of_the_help(root: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_help_shows_rare_launching_options_only_for_all() -> None:
     """--help-all has every option; --help has the common ones, and its usage line is short."""
-    parser = _parser().parse_args(["train", "digits"]).parser
-    short = parser.format_help()
-    parser.shows_all = True
-    whole = parser.format_help()
+    train = _parser().parse_args(["train", "digits"]).parser
+    short = train.format_help()
+    train.shows_all = True
+    whole = train.format_help()
     assert short.splitlines()[0] == "usage: everyrank train WORKLOAD [options]"
     assert all(flag in short for flag in ("--launcher X", "--nodes N", "--dry-run", "--help-all"))
     assert [flag in short for flag in ("--requeue", "--rendezvous-kind")] == [False, False]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import runpy
 import shutil
@@ -40,11 +41,15 @@ PAGES = (
 )
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def generate(repository: Path) -> Callable[[list[str]], int]:
+    """`main` of docs/generate.py, which makes each part of the pages only once for all tests of this file."""
     if not (repository / "CONTRIBUTING.md").exists():
         pytest.skip("a source distribution has no such pages")
-    return runpy.run_path(str(repository / "docs" / "generate.py"))["main"]
+    generator = runpy.run_path(str(repository / "docs" / "generate.py"))
+    for parts in generator["PARTS"].values():
+        parts.update({name: (source, functools.cache(make)) for name, (source, make) in parts.items()})
+    return generator["main"]
 
 
 def test_pages_follow_from_what_is_there(

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from everyrank.progress import print_lines_once, progress, row_known
+from everyrank.progress import print_lines_once, print_row, progress
 
 
 def test_what_is_printed_again_and_again_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -19,7 +19,7 @@ def test_what_is_printed_again_and_again_is_shown_once(capsys: pytest.CaptureFix
             print("number of parameters: 10.65M")
             print("made", "of", end=" ")
             print("parts\nother:", number)
-            row_known(f"row {number}: equal")
+            print_row(f"row {number}: equal")
         print("begun", end="")
     lines = capsys.readouterr().out.split("\n")
     assert lines.count("number of parameters: 10.65M") == lines.count("made of parts") == 1
@@ -46,16 +46,16 @@ def test_a_row_is_said_without_a_terminal(capsys: pytest.CaptureFixture[str]) ->
     """Nothing was printed until the end where nobody looks at a terminal; a row is a line, whatever it is called."""
     with progress(2, show=True) as begin:
         begin("check ddp")
-        row_known("ddp: equal")
-        row_known("not verified: two\nlines \x1b[31m")
+        print_row("ddp: equal")
+        print_row("not verified: two\nlines \x1b[31m")
     assert capsys.readouterr().out == "ddp: equal\nnot verified: two lines  [31m\n"
 
 
 def test_a_reader_that_has_gone_stops_nothing() -> None:
     code = (
-        "import time; from everyrank.progress import row_known\n"
-        "row_known('first'); time.sleep(1)\n"
-        "for _ in range(9): row_known('x' * 9999)\n"
+        "import time; from everyrank.progress import print_row\n"
+        "print_row('first'); time.sleep(1)\n"
+        "for _ in range(9): print_row('x' * 9999)\n"
         "import sys; sys.stderr.write('done'); sys.exit(7)"
     )
     command = f'{sys.executable} -c "{code}" 2>&3 | head -n 1; exit ${{PIPESTATUS[0]}}'

@@ -303,7 +303,7 @@ def opened(world: World, kind: str) -> str:
         ("endless, with steps", "40"),
         ("endless, counted", "or endless = True"),
         ("generator", "a generator can be used only once"),
-        ("loader", "a DataLoader; give the dataset"),
+        ("loader", "a DataLoader; give its dataset"),
     ],
 )
 def test_lengths_that_are_not_so(ranks: Any, kind: str, words: str) -> None:

@@ -20,7 +20,6 @@ from everyrank.strategies import prepare
 from everyrank.world import World
 
 TRAINED = 7 * 3 + 3 + 3 * 2 + 2 + 1  # two linear layers and a scalar; the first layer is frozen
-FROZEN = 5 * 7 + 7
 
 
 def traffic(world: World, text: str, changes: dict[str, Any]) -> dict[str, list[int]]:

@@ -159,7 +159,7 @@ WRONG_WEIGHTS: list[tuple[dict[str, Any], str]] = [
     ({"weights": lambda: [1.0] * 22}, "weights: shape (22,) for 23 training samples; give one for each"),
     ({"weights": lambda: [0.0] * 23}, "weights: give finite numbers of at least 0, not all of them 0"),
     ({"weights": lambda: [1.0] * 22 + [float("nan")]}, "weights: give finite numbers of at least 0"),
-    ({"weights": _not_the_same}, "weights: not the same on all ranks; make them of the data alone"),
+    ({"weights": _not_the_same}, "weights: not the same on all ranks; compute them from the data only"),
     ({"weights": by_weight, "train_data": lambda: iter_points()}, "weights: train_data is a stream"),
 ]
 

@@ -199,25 +199,6 @@ def dropping_everywhere() -> Decoder:
     return model
 
 
-class DroppingConvNet(nn.Module):
-    """Two convolutions, channels dropped behind one and elements behind the other: (B, 1, 8, 8) -> (B, 10)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            [
-                nn.Sequential(nn.Conv2d(1, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout2d(0.2)),
-                nn.Sequential(nn.Conv2d(6, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.1, inplace=True)),
-            ]
-        )
-        self.head = nn.Linear(8, 10)
-
-    def forward(self, images: Tensor) -> Tensor:
-        for block in self.blocks:
-            images = block(images)
-        return self.head(F.dropout(images.mean((2, 3)), 0.1, self.training))
-
-
 class DroppingModel(nn.Module):
     """Blocks that drop, and a head that does: (B, 5) -> (B, 2). `checkpoints`: it runs its blocks again itself."""
 

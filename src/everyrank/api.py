@@ -30,7 +30,7 @@ from everyrank.launch.launcher import DEFAULT_LAUNCHER
 from everyrank.layout import Layout, check_reference, parse_layout
 from everyrank.options import AUTO, GUARDS, BenchOptions, PredictOptions, TrainOptions, VerifyOptions, check_minimums
 from everyrank.prediction.files import check_predictions_suffix
-from everyrank.progress import row_known
+from everyrank.progress import print_row
 from everyrank.record import Interval, Parity, Record, Scaling
 from everyrank.runs import LENGTHS, find_checkpoint, require_whole
 from everyrank.workload import HIDDEN_NAME, Source, Workload, check_place
@@ -413,7 +413,7 @@ def bench_scaling(
         if not shown:
             continue
         if options.show and len(sizes) > 1:
-            row_known("1 rank:" if size == 1 else f"{size} ranks, {kind} scaling:")
+            print_row("1 rank:" if size == 1 else f"{size} ranks, {kind} scaling:")
         launch_of_size = dataclasses.replace(launch, processes=size)
         scaled = dataclasses.replace(options, batch_factor=size if kind == "weak" else 1)
         partial: list[Record] = []

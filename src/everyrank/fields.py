@@ -48,7 +48,7 @@ def _kinds_of(annotation: Any) -> list[Any]:
     return [annotation]
 
 
-def _is_whole(value: object) -> bool:
+def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -56,16 +56,16 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _is_texts(value: object) -> bool:
+def _is_list_of_text(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(item, str) for item in value)
 
 
 _KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
-    int: ("a whole number", _is_whole),
+    int: ("a whole number", _is_integer),
     float: ("a number", _is_number),
     bool: ("True or False", lambda value: isinstance(value, bool)),
     str: ("text", lambda value: isinstance(value, str)),
     Path: ("a path", lambda value: isinstance(value, str | os.PathLike)),
-    tuple: ("a list of text", _is_texts),
+    tuple: ("a list of text", _is_list_of_text),
     type(None): ("None", lambda value: value is None),
 }

@@ -10,7 +10,7 @@ from typing import Any
 
 from everyrank.errors import printable
 
-__all__ = ["print_lines_once", "progress", "row_known"]
+__all__ = ["print_lines_once", "print_row", "progress"]
 
 
 @contextlib.contextmanager
@@ -36,7 +36,7 @@ def progress(total: int, show: bool) -> Generator[Callable[[str], None]]:
         yield advance
 
 
-def row_known(line: str) -> None:
+def print_row(line: str) -> None:
     """Print a line for a finished row, above the bar."""
     try:
         print(printable(line), flush=True)

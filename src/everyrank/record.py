@@ -198,7 +198,7 @@ class Record:
         >>> from everyrank import Record
         >>> record = Record("digits", "ddp", launcher="spawn", backend="gloo", device="cpu", world_size=2)
         >>> record.parity.outcome
-        'not verified here: no check was asked for'
+        'not verified here: no check was requested'
         >>> print(record.step_seconds)
         None
     """
@@ -210,7 +210,7 @@ class Record:
     device: str
     world_size: int
     schema: int = SCHEMA
-    parity: Parity = field(default_factory=lambda: Parity("not_verified", reason="no check was asked for"))
+    parity: Parity = field(default_factory=lambda: Parity("not_verified", reason="no check was requested"))
     throughput_samples_per_second: Interval | None = None
     ratio_to_single: Interval | None = None
     step_seconds: Interval | None = None

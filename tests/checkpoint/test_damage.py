@@ -203,7 +203,7 @@ def test_one_flipped_bit_is_found_in_any_file(ranks: Any, run_folder: Path) -> N
         one, other = ranks(2, try_digits, "ddp", place)
         assert one == other
         assert "\n" not in one
-        assert f"{name} is not what was saved" in one
+        assert f"{name} was changed after it was saved" in one
         assert f"--resume {step(run_folder, 4)}" in one
         flip(place / name)
 

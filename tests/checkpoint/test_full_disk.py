@@ -138,7 +138,7 @@ def test_a_full_disk_while_training(python: ForkServer, small_disks: None, tmp_p
     for line in lines:
         assert "No space left on device" in line
         assert "step-00000004" in line
-        assert "the training goes on" in line
+        assert "the training continues" in line
     there = checkpoints_of(tmp_path / "kept")
     assert [one.metadata.step for one in there] == [2, 4, 10, 12]
     assert [damage(one) for one in there] == [None] * 4

@@ -132,7 +132,7 @@ def test_four_hosts_then_three_then_four(
         assert row.repeated_updates < 10
         assert row.lost_seconds is not None
         assert 3 < row.lost_seconds < 150
-        said = f"{row.world_size} ranks on {', '.join(row.hosts)} ({before} before): going on after update "
+        said = f"{row.world_size} ranks on {', '.join(row.hosts)} ({before} before): resumed after update "
         said += f"{row.first_update}, {row.repeated_updates} update{'s' * (row.repeated_updates != 1)} repeated, "
         assert said in screens[where]
     assert 0 < second.first_update < third.first_update < 70
@@ -157,7 +157,7 @@ def test_a_rank_that_is_killed_on_one_host(cli: Cli, tmp_path: Path, undisturbed
     assert [row.world_size for row in record.memberships] == [4, 4]
     again = record.memberships[1]
     assert again.first_update >= 5
-    assert f"going on after update {again.first_update}, {again.repeated_updates} update" in screen
+    assert f"resumed after update {again.first_update}, {again.repeated_updates} update" in screen
     assert "before)" not in screen  # their number is the same
     assert process_of(out, 2) != before
 
@@ -228,7 +228,7 @@ def test_ray_places_what_was_lost_again(cli: Cli, tmp_path: Path, undisturbed: l
     assert record.loss == pytest.approx(undisturbed, rel=1e-12)
     assert [row.world_size for row in record.memberships] == [2, 2, 2]
     last = record.memberships[-1]
-    assert f"2 ranks on {last.hosts[0]}: going on after update {last.first_update}, " in screen
+    assert f"2 ranks on {last.hosts[0]}: resumed after update {last.first_update}, " in screen
     assert running.left() == {}
 
 
@@ -276,8 +276,8 @@ def test_ray_goes_on_with_the_nodes_there_are(
     assert lost.first_update % 5 == 0
     assert taken_in.repeated_updates == 0
     assert taken_in.first_update >= 12
-    assert f" (2 before): going on after update {lost.first_update}, " in screen
-    assert f" (1 before): going on after update {taken_in.first_update}, 0 updates repeated, " in screen
+    assert f" (2 before): resumed after update {lost.first_update}, " in screen
+    assert f" (1 before): resumed after update {taken_in.first_update}, 0 updates repeated, " in screen
     assert running.left() == {}
 
 

@@ -85,7 +85,7 @@ class Centred(zoo.FrozenModel):
 def test_a_model_over_the_batch_is_named(ranks: Any) -> None:
     parity = parity_of(ranks, zoo.workload("frozen", model=Centred))
     assert parity.status == "different"
-    assert "others are in its batch" in (parity.cause or "")
+    assert "depends on the rest of its batch" in (parity.cause or "")
 
 
 def pad_to_longest(samples: Sequence[Any]) -> tuple[Tensor, Tensor]:

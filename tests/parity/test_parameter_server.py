@@ -241,16 +241,16 @@ def applied_twice(_: str, world: World) -> Patch:
 
 def scaled_by_all(_: str, world: World) -> Patch:
     """A trainer divides by the global batch, not by the terms of its own part."""
-    original = asynchronous.make_own_update
+    original = asynchronous.normalise_gradients
 
-    def make_own_update(trainable: Any, share: torch.Tensor) -> bool:
+    def normalise_gradients(trainable: Any, share: torch.Tensor) -> bool:
         done = original(trainable, share)
         for parameter in trainable.parameters:
             if parameter.grad is not None and done:
                 parameter.grad *= float(share[1]) / trainable.global_batch
         return done
 
-    return mock.patch.object(asynchronous, "make_own_update", make_own_update)
+    return mock.patch.object(asynchronous, "normalise_gradients", normalise_gradients)
 
 
 @pytest.mark.parametrize("mutation", [newest_instead_of_pulled, applied_twice, scaled_by_all])

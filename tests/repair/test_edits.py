@@ -543,7 +543,7 @@ def _finding(rule: str, text: str, script: str) -> Finding:
 def _first_that_fits(finding: Finding, text: str) -> str:
     for remedy in remedies_for(finding):
         try:
-            return edited_by(text, [(finding, remedy)])
+            return edited_by(text, [(finding, remedy)])[0]
         except CannotRepairError:
             continue
     pytest.fail("no remedy fits")

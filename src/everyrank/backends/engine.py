@@ -37,7 +37,7 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.00005, 0.001
 # An asynchronous operation waits this long for its peers before the background thread takes over. The thread takes the
 # GIL from the computation, which makes this rank late for the next collective.
 _GRACE_SECONDS = 0.01
-_LOOK_SECONDS = 0.05  # between two checks whether the peers still live
+_CHECK_SECONDS = 0.05  # between two checks whether the peers still live
 _THREAD_PAUSE = 0.0002  # pause of the background thread between two rounds
 
 
@@ -57,7 +57,7 @@ class PendingWork(Work):
     missing: list[int] | None = None  # the ranks that it waits for
     is_awaited = False
     since = 0.0  # when this wait began
-    looked = 0.0  # when the missing ranks were last checked
+    checked = 0.0  # when the missing ranks were last checked
 
     def __init__(self, name: str, queue: OperationQueue, steps: Steps, tensors: list[Any]) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class Engine:
         if operation.done:
             return operation
         # not for messages (grace 0): a callback may start several, which only complete together
-        if not is_async or (grace > 0 and is_called_back()):
+        if not is_async or (grace > 0 and is_in_callback()):
             self.finish(operation, None)
         elif not (grace > 0 and self.finish(operation, None, grace)):
             self._leave_to_thread()
@@ -177,7 +177,7 @@ class Engine:
                 queue.waiting.popleft().end(queue.broken)
 
     def _spin(self, work: PendingWork) -> bool:
-        begun = time.monotonic()
+        start = time.monotonic()
         for _ in range(_SPINS):
             with self.lock:
                 if not work.done:
@@ -185,13 +185,13 @@ class Engine:
             if work.done:
                 return True
             os.sched_yield()  # there may be more ranks than cores
-            if self.is_oversubscribed or time.monotonic() > begun + _SPIN_SECONDS:
+            if self.is_oversubscribed or time.monotonic() > start + _SPIN_SECONDS:
                 break
         return False
 
     def _drive(self, work: PendingWork, grace: float | None, timeout_seconds: float | None) -> bool:
         """Run until it is done or, with `grace`, has waited that long for the same ranks; return whether it is done."""
-        begun = time.monotonic()
+        start = time.monotonic()
         while not work.done:
             with self.lock:
                 self.move_all()
@@ -201,8 +201,8 @@ class Engine:
                 waited = now - head.since
                 if grace is not None and waited >= grace:
                     break
-                self._look_after_all()
-                if timeout_seconds and now > begun + timeout_seconds and not work.done:
+                self._fail_overdue()
+                if timeout_seconds and now > start + timeout_seconds and not work.done:
                     self._fail(work.queue, work.queue.late(head.name, head.missing or [], timeout_seconds))
             if waited < _YIELD_SECONDS and not self.is_oversubscribed:
                 os.sched_yield()
@@ -233,18 +233,18 @@ class Engine:
             else:
                 if missing is not operation.missing:
                     operation.missing, operation.since = missing, time.monotonic()
-                    operation.looked = operation.since
+                    operation.checked = operation.since
                 return
         self.pending.pop(queue, None)
 
-    def _look_after_all(self) -> None:
+    def _fail_overdue(self) -> None:
         """Fail operations that wait for a rank that has ended or timed out."""
         now = time.monotonic()
         for queue in list(self.pending):
             head = queue.waiting[0] if queue.waiting else None
-            if head is None or head.missing is None or now < head.looked + _LOOK_SECONDS:
+            if head is None or head.missing is None or now < head.checked + _CHECK_SECONDS:
                 continue
-            head.looked, missing = now, head.missing
+            head.checked, missing = now, head.missing
             gone = queue.lost(missing) if queue.lost is not None else {}
             if gone:
                 self._move(queue)  # its last data may have arrived since
@@ -263,7 +263,7 @@ class Engine:
 
     def _leave_to_thread(self) -> None:
         if self.thread is None:
-            self.thread = threading.Thread(target=self._work, name="everyrank backends", daemon=True)
+            self.thread = threading.Thread(target=self._run_thread, name="everyrank backends", daemon=True)
             self.thread.start()
             atexit.register(self._end_thread, self.thread)
         self.has_work.set()
@@ -273,24 +273,24 @@ class Engine:
         self.has_work.set()
         thread.join(1.0)
 
-    def _work(self) -> None:
+    def _run_thread(self) -> None:
         while self.thread is not None:
             queue = next(iter(list(self.pending)), None)
             first = queue.waiting[0] if queue is not None and queue.waiting else None
             if first is not None:
                 with recorded(*first.name.split()):  # the profiler range of the operation
-                    self._work_on(first)
+                    self._run_until_done(first)
                 continue
             self.has_work.clear()
             if not self.pending and self.thread is not None:
                 self.has_work.wait()
 
-    def _work_on(self, first: PendingWork) -> None:
+    def _run_until_done(self, first: PendingWork) -> None:
         while self.thread is not None:
             if not self.num_waiters:
                 with self.lock:
                     self.move_all()
-                    self._look_after_all()
+                    self._fail_overdue()
             if first.done:
                 return
             time.sleep(_THREAD_PAUSE)
@@ -320,14 +320,14 @@ def recorded(backend: str, name: str) -> contextlib.AbstractContextManager[Any]:
 _THREAD = threading.local()
 
 
-def is_called_back() -> bool:
+def is_in_callback() -> bool:
     """Return whether this thread is in a callback of a future."""
     return getattr(_THREAD, "is_inside", False)
 
 
 def complete(future: torch.futures.Future[Any]) -> None:
     """Complete a future; its callbacks run in this thread."""
-    before, _THREAD.is_inside = is_called_back(), True
+    before, _THREAD.is_inside = is_in_callback(), True
     try:
         future.set_result(None)
     finally:

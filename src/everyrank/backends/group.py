@@ -318,10 +318,10 @@ def _reduction(opts: Any) -> str:
 
 def _each(steps: list[Steps]) -> Steps:
     """One after the other."""
-    return steps[0] if len(steps) == 1 else _one_after_the_other(steps)
+    return steps[0] if len(steps) == 1 else _chained(steps)
 
 
-def _one_after_the_other(steps: list[Steps]) -> Steps:
+def _chained(steps: list[Steps]) -> Steps:
     for step in steps:
         yield from step
 

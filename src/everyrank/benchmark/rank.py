@@ -48,7 +48,7 @@ from everyrank.strategies import prepare
 from everyrank.workload import Source, Workload, changed, load
 from everyrank.world import World, on_rank_0, open_world, single_process_world, use_threads
 from everyrank.world.collectives import all_gather, sum_over_ranks
-from everyrank.world.world import cards_here
+from everyrank.world.world import gpus_of_host
 
 __all__ = ["bench_rank"]
 
@@ -80,7 +80,7 @@ def bench_rank(
         train_data, eval_data = open_data(workload, world)
         bench = _planned(workload, train_data, eval_data, world, options)
         case = parity_case(workload, train_data, eval_data, options.verify_steps, is_cached=True)
-        with sampling(begun, is_first, cards_here(world)) as sampler:
+        with sampling(begun, is_first, gpus_of_host(world)) as sampler:
             results = Results(bench, info, world, layouts, options, sampler, startup_seconds)
             for index, layout in enumerate(layouts):
                 advance(f"check {layout}")
@@ -104,13 +104,13 @@ def _measure(results: Results, world: World, advance: Callable[[str], None]) -> 
         for index, candidate in enumerate(running):
             advance(f"{label} {candidate.layout}")
             results.sampler.now_running(str(index))
-            _in_place(candidate, world, f"bench/{label}/{index}", function, bench)
+            _run_on_its_ranks(candidate, world, f"bench/{label}/{index}", function, bench)
             if candidate.prepared is not None:
                 candidate.prepared.trainable.forget_gradients()
-            results.told(_line(candidate, bench, options) if function is _time_once else "")
+            results.told(_trial_line(candidate, bench, options) if function is _time_once else "")
 
 
-def _line(candidate: Candidate, bench: Bench, options: BenchOptions) -> str:
+def _trial_line(candidate: Candidate, bench: Bench, options: BenchOptions) -> str:
     """Return the results of a candidate so far, on rank 0."""
     if not candidate.trial_seconds:
         return ""
@@ -119,22 +119,22 @@ def _line(candidate: Candidate, bench: Bench, options: BenchOptions) -> str:
 
 
 def _planned(workload: Workload, train_data: Any, eval_data: Any, world: World, options: BenchOptions) -> Bench:
-    """How many updates each kind of run has."""
+    """The numbers of updates of each kind of run."""
     planned = planned_updates(workload, train_data)
-    # by then, batches that loader workers had read ahead before the clock started are used up
-    lead = min(2 * world.loader_workers * world.size, planned // 2)
+    # enough to use up the batches that loader workers read before the clock starts
+    warmup = min(2 * world.loader_workers * world.size, planned // 2)
     return Bench(
         workload,
         train_data,
         eval_data,
         run_updates=min(planned, options.steps or _MAX_UPDATES),
-        warmup_updates=lead,
-        trial_updates=min(planned - lead, options.steps or _TRIAL_UPDATES),
-        split_updates=min(planned - lead, options.steps or _SPLIT_UPDATES),
+        warmup_updates=warmup,
+        trial_updates=min(planned - warmup, options.steps or _TRIAL_UPDATES),
+        split_updates=min(planned - warmup, options.steps or _SPLIT_UPDATES),
     )
 
 
-def _in_place(candidate: Candidate, world: World, key: str, function: Any, bench: Bench) -> None:
+def _run_on_its_ranks(candidate: Candidate, world: World, key: str, function: Any, bench: Bench) -> None:
     """Run a part of the benchmark where the candidate runs: on all ranks, or on rank 0 while the others wait."""
     if candidate.is_alone:
         on_rank_0(world, key, lambda: function(candidate, bench))
@@ -167,9 +167,11 @@ def _train_once(candidate: Candidate, bench: Bench) -> None:
             candidate.first_step_seconds = now(candidate.world.device) - start
     totals = torch.stack(shares).cpu() if candidate.is_alone else sum_over_ranks(torch.stack(shares), candidate.world)
     candidate.losses = [total / count if count else math.nan for total, count in totals.tolist()]
-    bad = next((step for step, value in enumerate(candidate.losses) if not math.isfinite(value)), None)
-    if bad is not None:  # on CUDA the loss has not been read before
-        raise NotFiniteError(f"layout {candidate.layout}, update {bad}: the loss is {candidate.losses[bad]}")
+    first_bad = next((step for step, value in enumerate(candidate.losses) if not math.isfinite(value)), None)
+    if first_bad is not None:  # on CUDA the loss has not been read before
+        raise NotFiniteError(
+            f"layout {candidate.layout}, update {first_bad}: the loss is {candidate.losses[first_bad]}"
+        )
     if bench.eval_data is not None:
         candidate.metrics = mean_metrics(bench.workload, evaluate(candidate.prepared, bench.eval_data))
 
@@ -181,20 +183,20 @@ def _on_host(saved: dict[str, Any]) -> dict[str, Any]:
 
 def _time_once(candidate: Candidate, bench: Bench) -> None:
     """Time one trial from the initial state, on the slowest rank. Then measure the phase breakdown in a shorter one."""
-    with _from_the_start(candidate, bench, bench.trial_updates) as updates:
+    with _restarted(candidate, bench, bench.trial_updates) as updates:
         start = now(candidate.world.device)
         for _ in range(bench.trial_updates):  # not until the generator ends, which would stop its loader workers
             next(updates)
         seconds = now(candidate.world.device) - start
     assert candidate.prepared is not None
     candidate.trial_seconds.append(max(row[0] for row in _of_all_ranks([seconds], candidate)))
-    with _from_the_start(candidate, bench, bench.split_updates) as updates:
+    with _restarted(candidate, bench, bench.split_updates) as updates:
         steps = phases(candidate.prepared.trainable, updates, candidate.world.device)
     candidate.splits.append(_of_all_ranks([fmean(step[phase] for step in steps) for phase in PHASES], candidate))
 
 
 @contextlib.contextmanager
-def _from_the_start(candidate: Candidate, bench: Bench, count: int) -> Generator[Any]:
+def _restarted(candidate: Candidate, bench: Bench, count: int) -> Generator[Any]:
     """The updates of a trial: from the initial state, all ranks at once, no garbage collection."""
     assert candidate.prepared is not None
     candidate.prepared.trainable.restore(candidate.saved)

@@ -16,7 +16,7 @@ from everyrank.measure.provenance import provenance
 from everyrank.measure.resources import Sampler
 from everyrank.measure.split import breakdown
 from everyrank.options import BenchOptions
-from everyrank.progress import row_known
+from everyrank.progress import print_row
 from everyrank.record import Bubble, Interval, Parity, Record
 from everyrank.strategies import Prepared
 from everyrank.workload import Workload
@@ -100,7 +100,7 @@ class Results:
             self.sampler.update()
             self.info.keep(self.records())
         if line and self.options.show:
-            row_known(line)
+            print_row(line)
 
     def records(self) -> list[Record]:
         """Return a Record for each layout, also for those that have not run."""

@@ -23,7 +23,7 @@ from everyrank.workload import Workload
 __all__ = ["CausalLM", "FromTransformers", "from_transformers", "workload"]
 
 LENGTH = 64
-"""How many tokens a sample of `text` has."""
+"""Tokens in a sample of `text`."""
 
 FAMILIES = ("llama", "qwen", "gpt2", "mixtral", "qwen-moe")
 
@@ -37,7 +37,7 @@ VOCABULARY_WORDS = {
     "rowwise": "rowwise",
     "sequence_parallel": "sequence",
 }
-"""How `transformers` calls a way to split a layer -> how `Workload.tensor_plan` does."""
+"""Style of a layer in a plan of `transformers` -> style in `Workload.tensor_plan`."""
 
 
 class CausalLM(nn.Module):
@@ -53,8 +53,8 @@ class CausalLM(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """(B, T), (B, T) -> (B, T, V)."""
         # Without a mask, transformers takes positions that jump for several texts in one row, and masks them from each
-        # other; with one that hides nothing it looks for none, and attention stays `is_causal=True`. Either costs one
-        # look at a number on the device.
+        # other. With a mask that hides nothing it does not, and attention stays `is_causal=True`. Both read one number
+        # from the device.
         everything = torch.ones_like(tokens, dtype=torch.bool)
         return self.model(input_ids=tokens, position_ids=positions, attention_mask=everything, use_cache=False).logits
 
@@ -65,8 +65,8 @@ class FromTransformers:
 
     model        () -> CausalLM, with weights as the model's own initialisation draws them
     blocks       dotted path of its decoder layers
-    tensor_plan  its own plan in our words; None where it has none. Experts are whole on every rank of the tensor axis
-    experts      where the experts of a mixture are; None where it has none
+    tensor_plan  its own plan, in the styles of `Workload.tensor_plan`; None without one. Experts are not split
+    experts      pattern of the modules with the experts of a mixture; None without experts
     """
 
     model: Callable[[], nn.Module]
@@ -76,7 +76,7 @@ class FromTransformers:
 
 
 def from_transformers(config: Any, blocks: str | None = None, tensor: bool = True) -> FromTransformers:
-    """The causal language model of a `transformers` config: `Workload(model=found.model, blocks=found.blocks, ...)`.
+    """The causal language model of a `transformers` config: `Workload(model=parts.model, blocks=parts.blocks, ...)`.
 
     config   such as `LlamaConfig(...)`. It is not changed
     blocks   dotted path of the repeated blocks, where the model has several lists of them
@@ -86,7 +86,7 @@ def from_transformers(config: Any, blocks: str | None = None, tensor: bool = Tru
     becomes `nn.RMSNorm` with the same weight, where the two are the same function; so float64 means float64.
 
     Raises `CannotRunError` without transformers, `WorkloadError` for a config that makes no such model, a model whose
-    blocks cannot be found, and a plan with a word that we have not.
+    blocks cannot be found, and a plan that splits a layer in a way that everyrank does not know.
     """
     config = copy.deepcopy(config)
     with torch.device("meta"):
@@ -113,10 +113,10 @@ def _build(config: Any) -> Any:
     """Build the model of `transformers` in float32."""
     auto: Any = _import().AutoModelForCausalLM
     try:
-        # experts one after the other: its other ways of computing them take low precision alone, or pad
-        ways = {"attn_implementation": "sdpa", "experts_implementation": "eager"}
-        return auto.from_config(config, dtype=torch.float32, **ways)
-    except (ValueError, ImportError) as error:  # no causal model, none with torch's attention, or one that needs more
+        # "eager" computes experts one by one; the other implementations need low precision, or pad
+        implementations = {"attn_implementation": "sdpa", "experts_implementation": "eager"}
+        return auto.from_config(config, dtype=torch.float32, **implementations)
+    except (ValueError, ImportError) as error:  # not a causal model, no sdpa attention, or a missing package
         raise WorkloadError(f"{type(config).__name__}: {str(error).strip().splitlines()[0]}") from error
 
 
@@ -166,7 +166,7 @@ def _translate(outline: CausalLM) -> dict[str, str] | None:
             continue
         if word not in VOCABULARY_WORDS:
             raise WorkloadError(
-                f"{type(model).__name__} splits {pattern} {word!r}, and everyrank has no word for that; "
+                f"{type(model).__name__} splits {pattern} {word!r}, which everyrank does not support; "
                 "from_transformers(config, tensor=False) trains it under all other layouts"
             )
         plan[f"model.{pattern}"] = VOCABULARY_WORDS[word]
@@ -252,10 +252,10 @@ def workload(
     data: str | None = None,
     dropout: float = 0.0,
 ) -> Workload:
-    """A small Llama, Qwen 3 or GPT-2 of `transformers`, with random weights: 64 tokens, as `text`.
+    """A small Llama, Qwen 3 or GPT-2 of `transformers`, with random weights, on the data of `text`: 64 tokens a sample.
 
-    Mixtral and the mixture of Qwen 3 (qwen-moe) have four experts in each block, of which a token goes through two.
-    `dropout` is of attention weights; in GPT-2 also of the embedding and of what each layer adds.
+    Mixtral and the mixture of Qwen 3 (qwen-moe) have four experts in each block, and each token uses two.
+    `dropout` applies to attention weights; in GPT-2 also to the embedding and to each layer's output.
     """
     check_dropout(dropout)
     if family not in FAMILIES:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from everyrank.builtin import ResNet
-from everyrank.builtin.classify import check_depth, classify, place_of
+from everyrank.builtin.classify import check_depth, classify, data_folder
 from everyrank.datasets import Images, read_cifar
 from everyrank.datasets.transforms import crop_with_padding, flip, normalise
 from everyrank.workload import Workload
@@ -51,7 +51,7 @@ def _workload(
         f"the files of cifar-{classes}-python.tar.gz or cifar-{classes}-binary.tar.gz, unpacked, "
         "from https://www.cs.toronto.edu/~kriz/cifar.html"
     )
-    path = place_of(data, name, expected)
+    path = data_folder(data, name, expected)
     change = _augmented if augment else _plain
     return classify(
         name,

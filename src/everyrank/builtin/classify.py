@@ -23,7 +23,7 @@ __all__ = [
     "classification_loss",
     "classify",
     "count_correct",
-    "place_of",
+    "data_folder",
     "top5",
 ]
 
@@ -56,18 +56,18 @@ def check_depth(depth: int) -> None:
 
 
 def check_dropout(dropout: float) -> None:
-    """Raise `WorkloadError` for a dropout that is no probability."""
+    """Raise `WorkloadError` for a dropout that is not a probability."""
     if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
         raise WorkloadError(f"--set dropout={dropout}: give a number from 0 to below 1")
 
 
-def place_of(data: str | None, name: str, expected: str) -> Path:
+def data_folder(data: str | None, name: str, expected: str) -> Path:
     """Return the folder of the data. Raises `WorkloadError` that describes the expected files and their source."""
     if data is None:
         raise WorkloadError(f"{name} needs --data DIR: {expected}")
     path = Path(data)
     if not path.exists():
-        raise WorkloadError(f"--data {data}: nothing is there; {name} needs {expected}")
+        raise WorkloadError(f"--data {data}: there is no such folder; {name} needs {expected}")
     return path
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from everyrank.builtin import ResNet
-from everyrank.builtin.classify import check_depth, classify, place_of
+from everyrank.builtin.classify import check_depth, classify, data_folder
 from everyrank.datasets import ImageFolder, TarShards
 from everyrank.datasets.folder import read_image
 from everyrank.datasets.transforms import (
@@ -63,7 +63,7 @@ def workload(
     `warmup` and `milestones` are in epochs; `broken` is error or skip; `classes` and `order` are for tar files.
     """
     check_depth(depth)
-    path = place_of(data, "imagenet", IMAGENET_EXPECTED)
+    path = data_folder(data, "imagenet", IMAGENET_EXPECTED)
 
     def augmented(image: Image) -> Tensor:
         return normalise(flip(to_pixels(random_resized_crop(image, size))), _MEAN, _DEVIATION)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from everyrank.builtin.classify import classify, place_of
+from everyrank.builtin.classify import classify, data_folder
 from everyrank.datasets import Images, read_mnist
 from everyrank.datasets.transforms import normalise
 from everyrank.workload import Workload
@@ -61,7 +61,7 @@ def workload(
     seed: int = 0,
 ) -> Workload:
     """Return the workload; `--data` and `--set` change its arguments; `warmup` and `milestones` are in epochs."""
-    path = place_of(data, "mnist", MNIST_EXPECTED)
+    path = data_folder(data, "mnist", MNIST_EXPECTED)
     return classify(
         "mnist",
         TwoConvolutions,

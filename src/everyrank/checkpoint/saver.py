@@ -145,7 +145,7 @@ class Saver:
                 self.last_saved = None
                 raise
 
-    def finish_or_say(self) -> None:
+    def finish_or_report(self) -> None:
         """Wait for a save in the background. Raises `EveryrankError` that names the newest checkpoint if it failed."""
         try:
             self.finish()
@@ -326,7 +326,7 @@ def _part(tensor: Tensor) -> list[int]:
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "a rank outside of a mesh has no part"
     pairs = zip(tensor.placements, coordinate, strict=True)
-    return [-1 if placement.is_replicate() else at for placement, at in pairs]
+    return [-1 if placement.is_replicate() else mesh_coordinate for placement, mesh_coordinate in pairs]
 
 
 def _assign(rows: list[list[Any]]) -> list[set[str]]:

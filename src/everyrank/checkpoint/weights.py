@@ -43,15 +43,15 @@ def export(checkpoint: Checkpoint, path: Path) -> dict[str, Tensor]:
     model_entries = {name: metadata for name, metadata in entries.items() if name.startswith("model/")}
     for alias, name in checkpoint.metadata.aliases.items():
         if f"model/{name}" not in model_entries:
-            raise UsageError(f"{checkpoint.path}: {alias} is tied to {name}, which is not there")
+            raise UsageError(f"{checkpoint.path}: {alias} is tied to {name}, which is missing")
     averages = {name: name.replace("model/", "average/", 1) for name in model_entries}
-    places = {name: average if average in entries else name for name, average in averages.items()}
+    saved_names = {name: average if average in entries else name for name, average in averages.items()}
     tensors = {
-        places[name]: torch.zeros(metadata.size, dtype=metadata.properties.dtype)
+        saved_names[name]: torch.zeros(metadata.size, dtype=metadata.properties.dtype)
         for name, metadata in model_entries.items()
     }
     read(tensors, checkpoint)
-    state = {name.removeprefix("model/"): tensors[saved_name] for name, saved_name in places.items()}
+    state = {name.removeprefix("model/"): tensors[saved_name] for name, saved_name in saved_names.items()}
     partial = path.with_name(path.name + ".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,7 +63,7 @@ def export(checkpoint: Checkpoint, path: Path) -> dict[str, Tensor]:
             state |= {name: state[target] for name, target in checkpoint.metadata.aliases.items()}
             torch.save(state, partial)
         partial.replace(path)
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch's writer and that of safetensors have their own
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors raise errors of their own
         reason = getattr(error, "strerror", None) or next(iter(str(error).splitlines()), type(error).__name__)
         raise UsageError(f"{path}: cannot be written ({reason}); give another path") from error
     finally:
@@ -118,7 +118,7 @@ class _Safetensors(Mapping[str, Tensor]):
         """A tensor of its shape and dtype, on the meta device."""
         kind = self.metadata[name]["dtype"]
         if kind not in _DTYPES:
-            raise SafetensorError(f"{name} is {kind}, which torch has not")
+            raise SafetensorError(f"{name} is {kind}, which torch does not have")
         return torch.empty(self.metadata[name]["shape"], dtype=_DTYPES[kind], device="meta")
 
     def __getitem__(self, name: str) -> Tensor:
@@ -133,7 +133,7 @@ class _Safetensors(Mapping[str, Tensor]):
 
 
 class _Renamed(Mapping[str, Tensor]):
-    """The same without the `module.` that DistributedDataParallel puts in front of names."""
+    """Weights under their names without the prefix `module.` of DistributedDataParallel."""
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         self.weights = weights
@@ -149,7 +149,7 @@ class _Renamed(Mapping[str, Tensor]):
         return self.weights[self.names[name]]
 
     def shapes(self) -> dict[str, Tensor]:
-        """Of each a tensor without numbers."""
+        """Tensors of the same shapes and dtypes; those of safetensors are on the meta device."""
         whole = self.weights
         if isinstance(whole, _Safetensors):
             return {name: whole.shape(file_name) for name, file_name in self.names.items()}
@@ -209,12 +209,12 @@ def with_pretrained(workload: Workload, path: Path) -> Workload:
         built = workload.model(*devices)
         model_state = built.state_dict()
         missing = sorted(model_state.keys() - shapes.keys())
-        foreign = sorted(shapes.keys() - model_state.keys())
-        if missing or foreign:
-            difference = f"the file lacks {missing[0]}" if missing else f"the model has no {foreign[0]}"
+        unknown = sorted(shapes.keys() - model_state.keys())
+        if missing or unknown:
+            difference = f"the file lacks {missing[0]}" if missing else f"the model has no {unknown[0]}"
             raise UsageError(
                 f"--pretrained {path}: not this model's weights: {difference} "
-                f"({len(missing)} missing, {len(foreign)} foreign)"
+                f"({len(missing)} missing, {len(unknown)} unknown)"
             )
         for name, tensor in shapes.items():
             if tensor.shape != model_state[name].shape:
@@ -225,7 +225,7 @@ def with_pretrained(workload: Workload, path: Path) -> Workload:
             if _kind(tensor.dtype) != _kind(model_state[name].dtype):
                 raise UsageError(
                     f"--pretrained {path}: {name} is {tensor.dtype}, the model's {model_state[name].dtype}: "
-                    "other numbers"
+                    "a different kind of number"
                 )
         if not any(
             tensor.is_meta for tensor in model_state.values()

@@ -223,7 +223,7 @@ def _compared(audit: Audit | None, words: list[str], options: AuditOptions, args
         return audit
     from everyrank.relations import why_not_compared, with_comparison
 
-    why_not = why_not_compared(audit, options, os.environ)
+    why_not = why_not_compared(audit.words, options, os.environ)
     if why_not:
         reasons = () if args.compare is None else (f"comparison with one rank: {why_not}",)
         return dataclasses.replace(audit, unchecked=(*audit.unchecked, *reasons))

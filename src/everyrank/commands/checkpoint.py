@@ -27,10 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommands inspect and export."""
     kinds = parser.add_subparsers(required=True, metavar="inspect|export", dest="kind", parser_class=type(parser))
     inspect = kinds.add_parser("inspect", help="list the checkpoints of a run and check them for damage")
-    inspect.add_argument("place", type=Path, metavar="DIR", help="a run, or a checkpoint")
+    inspect.add_argument("folder", type=Path, metavar="DIR", help="a run, or a checkpoint")
     inspect.add_argument("--json", type=Path, metavar="F", help="write the metadata of each")
     export = kinds.add_parser("export", help="write only the model, as a file that needs no everyrank")
-    export.add_argument("place", type=Path, metavar="DIR", help="a run (its newest checkpoint), or a checkpoint")
+    export.add_argument("folder", type=Path, metavar="DIR", help="a run (its newest checkpoint), or a checkpoint")
     export.add_argument("out", type=Path, metavar="F", help="F.safetensors, or F.pt: a plain state dict")
 
 
@@ -39,16 +39,16 @@ def run(args: argparse.Namespace) -> int:
     if args.kind == "export":
         from everyrank.checkpoint import export
 
-        checkpoint = find_checkpoint(args.place)
+        checkpoint = find_checkpoint(args.folder)
         check_writable(args.out)
         state = export(checkpoint, args.out)
         summary = f"{args.out}: {len(state)} tensors after update {checkpoint.metadata.step}, from {checkpoint.path}"
         print(f"wrote {printable(summary)}")
         return 0
-    run = args.place.parent if args.place.name == "checkpoints" else args.place
+    run = args.folder.parent if args.folder.name == "checkpoints" else args.folder
     checkpoints = all_of(run)
     if not any(checkpoint_or_none for _, checkpoint_or_none in checkpoints):
-        checkpoint = find_checkpoint(args.place)  # a single checkpoint, or an error that lists what the folder has
+        checkpoint = find_checkpoint(args.folder)  # a single checkpoint, or an error that lists what the folder has
         checkpoints = [(checkpoint.path, checkpoint)]
     return _inspect(checkpoints, args.json)
 

@@ -26,24 +26,18 @@ def compare_script_versions(args: argparse.Namespace, words: Sequence[str], opti
             raise UsageError(f"--{flag}: not with --save or --against, which only compare two versions of the script")
     check_writable(args.save)
     before = read_trace(args.against, "everyrank audit --save") if args.against is not None else None
-    from everyrank.audit.outside import rank_from_outside
-    from everyrank.audit.script import find_script, own_text, starts_ranks_itself
+    from everyrank.audit.script import find_script
     from everyrank.parity.kept import compare_kept
+    from everyrank.relations import why_not_compared
     from everyrank.relations.kept_script import script_trace
 
-    script = find_script(words)
-    if script is None:
+    if find_script(words) is None:
         raise UsageError(f"{' '.join(words)}: there is no such module; give the path of a script")
-    if rank_from_outside(os.environ) is not None:
-        raise UsageError(
-            "--save and --against start the ranks themselves; leave the launcher out and add --processes N"
-        )
-    if options.processes is None and starts_ranks_itself(own_text(script)):
-        raise UsageError(
-            f"{script}: the script starts its ranks itself; --save and --against need one that a launcher starts"
-        )
-    processes = before["experiment"].get("ranks") if before is not None and options.processes is None else None
-    processes = options.processes or (processes if isinstance(processes, int) and 0 < processes <= 64 else 2)
+    why_not = why_not_compared(words, options, os.environ)
+    if why_not:
+        raise UsageError(f"--save and --against: {why_not}")
+    kept = before["experiment"].get("ranks") if before is not None else None
+    processes = options.processes or (kept if isinstance(kept, int) and 0 < kept <= 64 else 2)
     now = script_trace(words, processes, options.updates, options.limit_seconds, options.pretend_cuda)
     if args.save is not None:
         write_text(args.save, json.dumps(now) + "\n")

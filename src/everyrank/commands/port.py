@@ -225,11 +225,11 @@ def _show_check(result: PortResult, findings: list[Finding]) -> None:
     for line in check_lines(result):
         print(f"  {printable(line)}")
     if best.differing_lines:
-        print(f"\nprinted otherwise by the port ({len(best.differing_lines)} lines, the first):")
-        for one, other in best.differing_lines[:3]:
-            print(f"  - {printable(one)}\n  + {printable(other)}")
+        print(f"\nprinted differently by the port ({len(best.differing_lines)} lines; the first are):")
+        for original_line, port_line in best.differing_lines[:3]:
+            print(f"  - {printable(original_line)}\n  + {printable(port_line)}")
     if best.doubts:
-        print("\nnot as in the original:")
+        print("\ndifferent from the original:")
         for line in best.doubts:
             print(f"  {printable(line)}")
     if findings:

@@ -50,10 +50,10 @@ def run(args: argparse.Namespace) -> int:
     for path, records in zip(args.records, sets.values(), strict=False):
         if not records:
             raise UsageError(f"{path}: the file has no Records")
-    from everyrank.report.chaos import is_of_chaos, print_chaos
+    from everyrank.report.chaos import is_chaos_record, print_chaos
 
     all_records = [record for records in sets.values() for record in records]
-    if all(map(is_of_chaos, all_records)) and args.html is None and args.markdown is None:
+    if all(map(is_chaos_record, all_records)) and args.html is None and args.markdown is None:
         print_chaos(all_records)
         return 0
     args.json = None

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_common(parser)
     add_layouts(parser)
     add_options(parser, VerifyOptions)
-    group: Any = parser.add_argument_group("versions", "compare the workload with itself at a different time")
+    group: Any = parser.add_argument_group("versions", "compare the workload with an earlier version of it")
     group.add_argument("--save", type=Path, metavar="F", help="keep losses and tensors of one process in a file")
     group.add_argument("--against", type=Path, metavar="F", help="compare with such a file: code, torch, machine")
     group.add_argument("--between", nargs=2, metavar=("A", "B"), help="compare two commits of git (main HEAD)")
@@ -58,12 +58,10 @@ def run(args: argparse.Namespace) -> int:
     records = api.verify(source, layouts, launch, options=options)
     if not records:
         return 0
-    compared = [record for record in records if record.parity.checks]  # compared, or its samples checked
-    lines = [f"{record.layout}: {record.parity.checks[-1]}" for record in compared if args.samples]
+    checked = [record for record in records if record.parity.checks]
+    lines = [f"{record.layout}: {record.parity.checks[-1]}" for record in checked if args.samples]
     if args.quick:
-        lines += dict.fromkeys(
-            text for record in compared for text in record.parity.checks if text.startswith("quick:")
-        )
+        lines += dict.fromkeys(text for record in checked for text in record.parity.checks if text.startswith("quick:"))
     args.html = args.markdown = None
     show({"": records}, args, lines)
     status = status_of(records, args)

@@ -74,7 +74,7 @@ def _fetch(
             for micro_batch in parts:
                 yield micro_batch.keys
 
-    takes_rows = _is_tensors(dataset) and workload.collate is None
+    takes_rows = _is_tensor_dataset(dataset) and workload.collate is None
     read: Any = _Rows(dataset) if takes_rows else _ByKey(dataset, workload.seed)
     if isinstance(dataset, Streamed):
         read = StreamReader(dataset, workload.seed)
@@ -111,7 +111,7 @@ def _batches(
         yield batches
 
 
-def _is_tensors(dataset: Any) -> bool:
+def _is_tensor_dataset(dataset: Any) -> bool:
     """Whether a sample is just a row of some tensors; a subclass of TensorDataset may do more."""
     if not isinstance(dataset, TensorDataset) or hasattr(type(dataset), "__getitems__"):
         return False
@@ -139,7 +139,7 @@ class _ByKey(Dataset[Any]):
         self.dataset = dataset
         self.seed = seed
         self.fetch_all: Callable[[list[int]], list[Any]] | None = getattr(dataset, "__getitems__", None)
-        self.is_random = not (_is_tensors(dataset) or getattr(dataset, "deterministic", False))
+        self.is_random = not (_is_tensor_dataset(dataset) or getattr(dataset, "deterministic", False))
 
     def __getitems__(self, keys: Keys) -> list[Any]:
         if self.is_random:

@@ -182,16 +182,14 @@ def batch_of_one(workload: Workload, length: int, updates: Sequence[Update], mic
     # the updates of a training are consecutive: it is enough to check the first one and the first uneven one
     chosen: Sequence[Update] = updates
     if isinstance(updates, KnownUpdates) and updates:
-        ragged = last - updates[0].index
-        chosen = [updates[0], *([updates[ragged]] if 0 < ragged < len(updates) else [])]
+        uneven = last - updates[0].index
+        chosen = [updates[0], *([updates[uneven]] if 0 < uneven < len(updates) else [])]
     for update in chosen:
         size = min(batch, length - update.index * batch)
         if max(1, size // micro_batches) == 1:
-            cut = f" in {micro_batches} micro-batches" if micro_batches > 1 else ""
-            fix = "set Workload.drop_last=True, or use another global_batch"
+            where = f" in {micro_batches} micro-batches" if micro_batches > 1 else ""
+            fix = "set Workload.drop_last=True, or use a different global_batch"
             if size == batch:
                 fix = "use fewer micro-batches, or a larger global_batch"
-            return (
-                f"update {update.step} has {size} of {length} samples{cut}, so a micro-batch has only one sample; {fix}"
-            )
+            return f"update {update.step} has {size} of {length} samples{where}, so a micro-batch has one sample; {fix}"
     return ""

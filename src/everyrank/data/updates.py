@@ -84,11 +84,11 @@ def resume_problem(workload: Workload, dataset: Any, steps_done: int, position: 
     epochs = workload.epochs or 1
     if (position["epoch"], position["index"]) > (epochs, 0):
         return (
-            f"{position['epoch']} epochs and {position['index']} updates are done already, of {epochs} epochs asked "
-            "for; give more"
+            f"{position['epoch']} epochs and {position['index']} updates are done already, and {epochs} epochs were "
+            "requested; give a larger number"
         )
     return None
 
 
 def _too_many_done(steps_done: int, end: int) -> str:
-    return f"{steps_done} updates are done already, of {end} asked for; give more"
+    return f"{steps_done} updates are done already, and {end} were requested; give a larger number"

@@ -27,7 +27,7 @@ _CHUNK = 1 << 18
 
 @dataclass(frozen=True)
 class File:
-    """A file on the network, and the MD5 that those who offer it publish. An archive is unpacked beside it."""
+    """A file to download, and the MD5 that its source publishes. An archive is unpacked next to it."""
 
     url: str
     md5: str
@@ -50,7 +50,7 @@ FILES: dict[str, list[File]] = {
     "cifar10": [File(_CIFAR + "cifar-10-binary.tar.gz", "c32a1d4ab5d03f1284b67883e8d87530")],
     "cifar100": [File(_CIFAR + "cifar-100-binary.tar.gz", "03b5dce01913d631647c71ecec9e9cb8")],
 }
-"""By workload. ImageNet's source asks for an account."""
+"""By workload. ImageNet is missing: its source requires an account."""
 
 
 def download(workload: str, folder: Path | None, files: dict[str, list[File]] = FILES) -> None:
@@ -60,16 +60,16 @@ def download(workload: str, folder: Path | None, files: dict[str, list[File]] = 
     wrong checksums. Incorrect files are removed.
     """
     if workload not in files:
-        raise UsageError(f"--download: the data of {workload} cannot be fetched; only that of {', '.join(files)} can")
+        raise UsageError(f"--download: {workload} cannot be downloaded; only {', '.join(files)} can")
     if folder is None:
-        raise UsageError("--download: where to? give --data DIR")
+        raise UsageError("--download: no folder to download to; add --data DIR")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file in files[workload]:
             path = folder / file.name
             if not path.is_file() or _md5(path) != file.md5:
                 _fetch(file, path)
-            if tarfile.is_tarfile(path):  # also one that was fetched by hand, or half unpacked
+            if tarfile.is_tarfile(path):  # also one that the user has downloaded, or that was unpacked only in part
                 with tarfile.open(path) as archive:
                     archive.extractall(folder, filter="data")  # nothing outside the folder, no links out of it
     except (OSError, tarfile.TarError) as error:
@@ -93,11 +93,11 @@ def _fetch(file: File, path: Path) -> None:
                 bar.update(task, advance=len(chunk))
         checksum = _md5(partial)
         if checksum != file.md5:
-            raise EveryrankError(f"--download: {file.url}: its MD5 is {checksum}, not {file.md5}; it was not kept")
+            raise EveryrankError(f"--download: {file.url}: its MD5 is {checksum}, not {file.md5}; the file was deleted")
         shutil.move(partial, path)
     except (urllib.error.URLError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or repr(error)
-        raise EveryrankError(f"--download: {file.url}: {reason}; fetch it by hand into {path.parent}") from error
+        raise EveryrankError(f"--download: {file.url}: {reason}; download it yourself into {path.parent}") from error
     finally:
         partial.unlink(missing_ok=True)
 

@@ -76,7 +76,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
 
     @functools.cached_property
     def checksum(self) -> str:
-        """Of the names of all files; made when it is asked for, which rank 0 alone does."""
+        """The checksum of the names of all files, computed at first use. Only rank 0 needs it."""
         names = "\n".join(f"{number} {path.relative_to(self.folder)}" for path, number in self.samples)
         return f"sha256 of names: {hashlib.sha256(names.encode('utf-8', 'surrogateescape')).hexdigest()}"
 

@@ -68,7 +68,7 @@ class _Files(Dataset[Any]):
 
     @functools.cached_property
     def checksum(self) -> str:
-        """Of the names and sizes of all files; made when it is asked for, which rank 0 alone does."""
+        """The checksum of the names and sizes of all files, computed at first use. Only rank 0 needs it."""
         return checksum_of_names(self.files)
 
     def __len__(self) -> int:
@@ -132,7 +132,7 @@ def _has_content(path: Path, borders: Any) -> Any:
 class TextLines(_Lines):
     """`to_sample(line)` for each line of UTF-8 text that is not empty.
 
-    Raises `WorkloadError` naming file and line for one that is no UTF-8.
+    Raises `WorkloadError` naming file and line for one that is not UTF-8.
     """
 
     def __init__(self, files: Sequence[Path], to_sample: Callable[[str], Any], random: bool = False) -> None:
@@ -144,7 +144,7 @@ class TextLines(_Lines):
         try:
             text = content.decode("utf-8-sig" if number == 0 else "utf-8")  # some editors begin a file with a mark
         except UnicodeDecodeError as error:
-            raise WorkloadError(f"{path}: sample {number} is no UTF-8 ({error.reason})") from error
+            raise WorkloadError(f"{path}: sample {number} is not UTF-8 ({error.reason})") from error
         return self.to_sample(text)
 
 

@@ -31,7 +31,7 @@ class Rows(Dataset[Any]):
 
     @property
     def checksum(self) -> str | None:
-        """The fingerprint that the `datasets` library keeps, where there is one."""
+        """The fingerprint of the `datasets` library; None if there is none."""
         fingerprint = getattr(self.rows, "_fingerprint", None)
         return f"datasets: {fingerprint}" if fingerprint else None
 
@@ -45,9 +45,9 @@ class Rows(Dataset[Any]):
 class ParquetRows(Dataset[Any]):
     """`to_sample(row)` for each row of Parquet files; `row` is a dict of Python values.
 
-    files     in order. A group of rows is read when one of its rows is, and kept until another is; so each group is a
-              shard, and order="shard" reads each once, where order="global" reads one for nearly every sample
-    columns   those that are needed; None: all
+    files     in order. One group of rows is kept in memory, and each group is a shard. So order="shard" reads each
+              group once in an epoch, but order="global" reads a group for nearly every sample
+    columns   the columns to read; None: all
 
     Raises `WorkloadError` for files that are not Parquet or lack a column, `CannotRunError` without pyarrow.
     """
@@ -70,16 +70,16 @@ class ParquetRows(Dataset[Any]):
         sizes: list[int] = []
         for path in self.files:
             try:
-                about: Any = parquet.read_metadata(path)
+                file_metadata: Any = parquet.read_metadata(path)
             except (OSError, pyarrow.ArrowException) as error:
                 raise WorkloadError(f"{path}: cannot be read as Parquet ({error})") from error
-            names = set(about.schema.to_arrow_schema().names)
+            names = set(file_metadata.schema.to_arrow_schema().names)
             for column in self.columns or []:
                 if column not in names:
                     raise WorkloadError(f"{path}: no column {column}; it has {', '.join(sorted(names))}")
-            inside = [about.row_group(group).num_rows for group in range(about.num_row_groups)]
-            self.groups += [(path, group) for group in range(len(inside))]
-            sizes += inside
+            row_counts = [file_metadata.row_group(group).num_rows for group in range(file_metadata.num_row_groups)]
+            self.groups += [(path, group) for group in range(len(row_counts))]
+            sizes += row_counts
         self.shard_sizes = sizes
         self.starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         self.kept: tuple[int, Any] | None = None

@@ -25,9 +25,9 @@ class TextWindows(Dataset[tuple[dict[str, Tensor], Tensor]]):
     """Windows of `length` bytes within each file: ({"tokens": (T,), "positions": (T,)}, next bytes (T,)).
 
     files      UTF-8, checked once
-    held_out   the last tenth of all windows, instead of what stands before it
+    held_out   True: the last tenth of all windows, for validation; False: the windows before it
 
-    Raises `WorkloadError` for a file that is no UTF-8, by its path and place, and for files shorter than two windows.
+    Raises `WorkloadError` naming the file and byte that is not UTF-8, and for files shorter than two windows.
     """
 
     deterministic = True
@@ -42,13 +42,13 @@ class TextWindows(Dataset[tuple[dict[str, Tensor], Tensor]]):
         if border < 1 or border == total:
             raise WorkloadError(f"{files[0].parent}: too little text for windows of {length} bytes ({total} of them)")
         self.begin, self.end = (border, total) if held_out else (0, border)
-        inside = np.clip(self.starts, self.begin, self.end)
-        self.shard_sizes: list[int] = np.diff(inside).tolist()
+        clipped_starts = np.clip(self.starts, self.begin, self.end)
+        self.shard_sizes: list[int] = np.diff(clipped_starts).tolist()
         self.positions = torch.arange(length)
 
     @functools.cached_property
     def checksum(self) -> str:
-        """Of all the text; made when it is asked for, which rank 0 alone does."""
+        """The checksum of all the text, computed at first use. Only rank 0 needs it."""
         checksum = hashlib.sha256()
         for content in self.contents:
             checksum.update(content)
@@ -83,7 +83,7 @@ def _content(path: Path) -> Any:
             decoder.decode(chunk, final=start + _CHUNK >= len(content))
         except UnicodeDecodeError as error:
             raise WorkloadError(
-                f"{path}: no UTF-8 text ({error.reason} near byte {start + error.start:,}); "
+                f"{path}: not UTF-8 text ({error.reason} near byte {start + error.start:,}); "
                 "take it out, or give one file: --data FILE"
             ) from error
     return content

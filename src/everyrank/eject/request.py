@@ -115,10 +115,12 @@ def refuse_layout(request: EjectRequest) -> None:
 
 def _refuse_launcher(request: EjectRequest) -> None:
     strategy = request.layout.strategy
-    own = _OWN_LAUNCHERS.get(strategy)
-    if own is not None and request.launcher != own:
-        raise UsageError(f"--launcher {request.launcher}: a project of {strategy} is started by {own}; leave it out")
-    if own is None and request.launcher not in EJECTED_LAUNCHERS:
+    only_launcher = _OWN_LAUNCHERS.get(strategy)
+    if only_launcher is not None and request.launcher != only_launcher:
+        raise UsageError(
+            f"--launcher {request.launcher}: a project of {strategy} is started by {only_launcher}; leave it out"
+        )
+    if only_launcher is None and request.launcher not in EJECTED_LAUNCHERS:
         raise UsageError(
             f"--launcher {request.launcher}: eject writes projects for {', '.join(EJECTED_LAUNCHERS)}; "
             "`everyrank new --list` has scripts for others"

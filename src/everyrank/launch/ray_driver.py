@@ -142,7 +142,7 @@ def main() -> int:
     min_ranks, max_ranks = (int(number) for number in (sys.argv[2].partition(":")[0], sys.argv[2].rpartition(":")[2]))
     restarts_left = int(sys.argv[5]) if len(sys.argv) > 5 else 0
     parent_pid = os.getppid()
-    signal.signal(signal.SIGTERM, _terminated)
+    signal.signal(signal.SIGTERM, _exit_on_signal)
     end_with_parent(parent_pid, lambda: os.kill(os.getpid(), signal.SIGTERM))
     content = (directory / "job.pickle").read_bytes()
     job: Job = pickle.loads(content)  # noqa: S301  (written by the parent)
@@ -195,7 +195,7 @@ def _attempt(request: Request, content: bytes, directory: Path, job: Job) -> End
     return ended
 
 
-def _terminated(number: int, _: FrameType | None) -> NoReturn:
+def _exit_on_signal(number: int, _: FrameType | None) -> NoReturn:
     raise SystemExit(128 + number)
 
 

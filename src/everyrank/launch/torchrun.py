@@ -41,7 +41,7 @@ class TorchrunOptions(LauncherOptions):
 
     @property
     def restarts_ranks(self) -> bool:
-        """After a failure, or when the number of hosts changes."""
+        """Whether torchrun starts all ranks again, after a failure or when the number of hosts changes."""
         return self.restarts > 0 or self.min_nodes is not None
 
     @property
@@ -51,12 +51,12 @@ class TorchrunOptions(LauncherOptions):
 
     @property
     def assigns_node_ranks(self) -> bool:
-        """The c10d rendezvous numbers the hosts."""
+        """Whether torchrun numbers the hosts, as its c10d rendezvous does."""
         return self.rendezvous_kind == "c10d"
 
     @property
     def variables(self) -> Mapping[str, str]:
-        """Give each restart a store of its own.
+        """The variable that gives each restart a store of its own.
 
         By default torchrun reuses the store of the first start and does not tell its address to hosts that join later,
         which would wait forever.
@@ -105,7 +105,7 @@ class Torchrun(Launcher):
             raise UsageError(f"--restarts {options.restarts}: give 0 or more")
 
     def rank_info(self, environment: Mapping[str, str]) -> RankInfo | None:
-        """The variables that users set too, next to torchrun's own marker."""
+        """The rank in RANK, WORLD_SIZE and so on, which users may set, too: torchrun also sets its own variable."""
         info = rank_info_of_user(environment) if _MARKER in environment else None
         return dataclasses.replace(info, started_by=self.name) if info is not None else None
 

@@ -70,7 +70,7 @@ def check_finite(prepared: Prepared, done: int) -> None:
     parameter_name = next(filter(None, _of_all_ranks(_bad_parameter(prepared), prepared)), "")
     if parameter_name:
         before = (
-            f"update {done - 1}: it made parameter {parameter_name} infinite or NaN; "
+            f"update {done - 1}: parameter {parameter_name} became infinite or NaN; "
             "lower the learning rate or set clip_norm"
         )
         raise NotFiniteError(

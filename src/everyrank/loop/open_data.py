@@ -44,8 +44,9 @@ def wrap_user_errors() -> Generator[None]:
 def open_data(workload: Workload, world: World, counts_uneven: bool = True) -> tuple[Any, Any]:
     """Return the training data and the evaluation data (None without). A collective.
 
-    A stream is counted where it has no length; those that ranks read apart only with `counts_uneven`. Raises
-    `WorkloadError` for data that cannot be cut, or that is not the same length on every rank.
+    Counts the samples of a stream without a length. Streams of which each is read by one rank (order="shard") are
+    counted only if `counts_uneven`. Raises `WorkloadError` for data that cannot be split, or whose length differs
+    between ranks.
     """
     seed_everything(workload.seed)  # random data is equal on all ranks
     with wrap_user_errors():
@@ -53,12 +54,12 @@ def open_data(workload: Workload, world: World, counts_uneven: bool = True) -> t
         eval_data: Any = workload.eval_data() if workload.eval_data else None
     streams = find_streams(train_data) if workload.order == "shard" else None
     if streams is not None:
-        train_data = _uneven(workload, train_data, streams, world, counts_uneven)
+        train_data = _open_uneven(workload, train_data, streams, world, counts_uneven)
     else:
         limit = workload.steps * workload.global_batch if workload.steps is not None else None
-        train_data = _counted("train_data", train_data, limit, world)
+        train_data = _with_length("train_data", train_data, limit, world)
     if workload.eval_data is not None:
-        eval_data = _counted("eval_data", eval_data, None, world)
+        eval_data = _with_length("eval_data", eval_data, None, world)
     if streams is not None:
         return train_data, eval_data
     if len(train_data) < world.size:
@@ -75,8 +76,10 @@ def open_data(workload: Workload, world: World, counts_uneven: bool = True) -> t
     return train_data, eval_data
 
 
-def _uneven(workload: Workload, dataset: Any, streams: Sequence[Any], world: World, is_counted: bool) -> UnevenStreams:
-    """Return streams that one rank each reads; every rank counts a part of them. A collective."""
+def _open_uneven(
+    workload: Workload, dataset: Any, streams: Sequence[Any], world: World, is_counted: bool
+) -> UnevenStreams:
+    """Return streams, each of which one rank reads. Every rank counts the samples of some of them. A collective."""
     counts = [int(count) for count in all_gather(torch.tensor([len(streams)]), world)]
     if len(set(counts)) > 1:
         raise WorkloadError(f"train_data: {counts} streams on the ranks; give all streams on every rank")
@@ -107,13 +110,13 @@ def _check_weights(weights: Callable[[], Sequence[float]], data: Any, world: Wor
     with wrap_user_errors():
         sample_weights = weights_of(weights, len(data))
     if not all_equal([sample_weights], world):
-        raise WorkloadError("weights: not the same on all ranks; make them of the data alone")
+        raise WorkloadError("weights: not the same on all ranks; compute them from the data only")
 
 
-def _counted(name: str, data: Any, limit: int | None, world: World) -> Any:
+def _with_length(name: str, data: Any, limit: int | None, world: World) -> Any:
     """Return the data with a length that is the same on every rank."""
     if isinstance(data, DataLoader):
-        raise WorkloadError(f"{name}: a DataLoader; give the dataset: batches and workers are made here")
+        raise WorkloadError(f"{name}: a DataLoader; give its dataset: everyrank makes the batches and the workers")
     if is_stream(data):
         try:
             with wrap_user_errors():
@@ -122,7 +125,7 @@ def _counted(name: str, data: Any, limit: int | None, world: World) -> Any:
             raise WorkloadError(f"{name}: {error}") from error.__cause__
     elif not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         kind = type(data).__name__
-        raise WorkloadError(f"{name}: {kind} is no dataset; give one with __len__ and __getitem__, or with __iter__")
+        raise WorkloadError(f"{name}: {kind} is not a dataset; give one with __len__ and __getitem__, or with __iter__")
     try:
         local_length = len(data)
     except (TypeError, ValueError, OverflowError) as error:  # negative or too large
@@ -134,6 +137,6 @@ def _counted(name: str, data: Any, limit: int | None, world: World) -> Any:
         if length != lengths[0]:
             raise WorkloadError(
                 f"{name}: {length} samples on rank {rank} and {lengths[0]} on rank 0; "
-                "return all of the data on every rank: it is divided here"
+                "return all of the data on every rank: everyrank divides it"
             )
     return data

@@ -153,15 +153,15 @@ def _is_nccl(kernel: dict[str, Any]) -> bool:
 def _on_cuda(events: list[dict[str, Any]], kernels: list[dict[str, Any]]) -> tuple[list[_Span], list[_Span]]:
     """Return the spans of communication (nccl kernels, gloo), and those of all other kernels."""
     gloo = [event for event in events if event["name"].startswith("gloo:")]
-    under_way = [_span(event) for event in [*gloo, *(kernel for kernel in kernels if _is_nccl(kernel))]]
-    return under_way, [_span(kernel) for kernel in kernels if not _is_nccl(kernel)]
+    communicating = [_span(event) for event in [*gloo, *(kernel for kernel in kernels if _is_nccl(kernel))]]
+    return communicating, [_span(kernel) for kernel in kernels if not _is_nccl(kernel)]
 
 
 def _on_cpu(events: list[dict[str, Any]], marks: list[dict[str, Any]]) -> tuple[list[_Span], list[_Span]]:
     """Return the spans of collectives, and those in which this rank's thread computed."""
     thread_ids = {mark["tid"] for mark in marks}
     calls = [_span(event) for event in events if event["name"].startswith(_OWN_CALLS)]
-    under_way = [*calls, *(_span(event) for event in events if event["name"].startswith("gloo:"))]
+    communicating = [*calls, *(_span(event) for event in events if event["name"].startswith("gloo:"))]
     others = (_MARK, "c10d::", *_OWN_CALLS)
     operators = [_span(e) for e in events if e["tid"] in thread_ids and not e["name"].startswith(others)]
     computing: list[_Span] = []
@@ -170,7 +170,7 @@ def _on_cpu(events: list[dict[str, Any]], marks: list[dict[str, Any]]) -> tuple[
             computing[-1] = (computing[-1][0], max(end, computing[-1][1]))
         else:
             computing.append((start, end))
-    return under_way, _minus(_union(computing), _union(calls))
+    return communicating, _minus(_union(computing), _union(calls))
 
 
 def _leaves(spans: list[_Span]) -> list[_Span]:
@@ -195,7 +195,7 @@ def _union(spans: list[_Span]) -> list[_Span]:
 
 def _minus(spans: list[_Span], taken: list[_Span]) -> list[_Span]:
     """Return the parts of `spans` outside `taken`; both sorted and without overlap."""
-    left: list[_Span] = []
+    remaining: list[_Span] = []
     index = 0
     for start, end in spans:
         while index < len(taken) and taken[index][1] <= start:
@@ -203,12 +203,12 @@ def _minus(spans: list[_Span], taken: list[_Span]) -> list[_Span]:
         position, next_index = start, index
         while next_index < len(taken) and taken[next_index][0] < end:
             if taken[next_index][0] > position:
-                left.append((position, taken[next_index][0]))
+                remaining.append((position, taken[next_index][0]))
             position = max(position, taken[next_index][1])
             next_index += 1
         if position < end:
-            left.append((position, end))
-    return left
+            remaining.append((position, end))
+    return remaining
 
 
 def breakdown(

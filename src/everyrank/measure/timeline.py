@@ -76,7 +76,7 @@ def _write(trace: dict[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     for event in trace["traceEvents"]:
         arguments = event.get("args", {})
-        event["args"] = {name: value for name, value in arguments.items() if value == value}  # NaN is no JSON
+        event["args"] = {name: value for name, value in arguments.items() if value == value}  # NaN is not JSON
     text = json.dumps(trace)
     if path.suffix == ".gz":
         path.write_bytes(gzip.compress(text.encode()))

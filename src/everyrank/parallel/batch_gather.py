@@ -48,7 +48,7 @@ class _LossScope:
 
 
 _scope: ContextVar[_LossScope | None] = ContextVar("everyrank_rows", default=None)
-_asked: ContextVar[list[bool] | None] = ContextVar("everyrank_rows_asked", default=None)
+_gather_calls: ContextVar[list[bool] | None] = ContextVar("everyrank_rows_asked", default=None)
 
 
 @contextlib.contextmanager
@@ -71,15 +71,15 @@ def loss_scope(
 def watch_gather() -> Generator[list[bool]]:
     """Yield a list that is not empty after a loss in the block has called `gather`."""
     calls: list[bool] = []
-    token = _asked.set(calls)
+    token = _gather_calls.set(calls)
     try:
         yield calls
     finally:
-        _asked.reset(token)
+        _gather_calls.reset(token)
 
 
-def _note_asked() -> None:
-    calls = _asked.get()
+def _record_gather_call() -> None:
+    calls = _gather_calls.get()
     if calls is not None:
         calls.append(True)
 
@@ -110,7 +110,7 @@ def gather(values: Tensor) -> Tensor:
         >>> loss(torch.eye(3), torch.eye(3))
         (tensor(1.6543), 3)
     """
-    _note_asked()
+    _record_gather_call()
     scope = _scope.get()
     if scope is None or _is_refused(scope):
         return values

@@ -54,15 +54,15 @@ def call_parallelize(code: CustomParallelize, model: nn.Module, mesh: DeviceMesh
         torch.get_default_dtype(),
     )
     with (
-        _limited(code, _WAIT * world.timeout_seconds, world.timeout_seconds),
-        _made_in(dtype),
+        _time_limit(code, _WAIT * world.timeout_seconds, world.timeout_seconds),
+        _default_dtype(dtype),
         without_mixed_precision(),
     ):
-        made: object = code.function(model, mesh)
-    if not isinstance(made, nn.Module):
-        hint = ": end it with `return model`" if made is None else ""
-        raise WorkloadError(f"{code.path} returned {type(made).__name__}, not an nn.Module{hint}")
-    return made.train()
+        returned: object = code.function(model, mesh)
+    if not isinstance(returned, nn.Module):
+        hint = ": end it with `return model`" if returned is None else ""
+        raise WorkloadError(f"{code.path} returned {type(returned).__name__}, not an nn.Module{hint}")
+    return returned.train()
 
 
 def quiet_fake_tensor_log() -> contextlib.AbstractContextManager[None]:
@@ -71,7 +71,7 @@ def quiet_fake_tensor_log() -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def _made_in(dtype: torch.dtype) -> Generator[None]:
+def _default_dtype(dtype: torch.dtype) -> Generator[None]:
     """Set the default dtype, so that tensors made by the function have the dtype of the model."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -82,7 +82,7 @@ def _made_in(dtype: torch.dtype) -> Generator[None]:
 
 
 @contextlib.contextmanager
-def _limited(code: CustomParallelize, seconds: float, timeout: float) -> Generator[None]:
+def _time_limit(code: CustomParallelize, seconds: float, timeout: float) -> Generator[None]:
     """Raise `WorkloadError` with the line if the block takes too long; collectives have their group's timeout."""
 
     def stop(_: int, frame: Any) -> None:
@@ -155,11 +155,11 @@ def gathered_state(
     if code.contract.gather is None:
         return {}
     with torch.no_grad():
-        made: object = code.contract.gather(model, mesh)
-    if not isinstance(made, Mapping):
-        raise WorkloadError(f"{code.path}: gather returned {type(made).__name__}; return {{name: whole tensor}}")
+        returned: object = code.contract.gather(model, mesh)
+    if not isinstance(returned, Mapping):
+        raise WorkloadError(f"{code.path}: gather returned {type(returned).__name__}; return {{name: whole tensor}}")
     result: dict[str, Tensor] = {}
-    for name, value in made.items():
+    for name, value in returned.items():
         whole = full_tensor(value)
         if name not in shapes:
             near = next(
@@ -213,7 +213,7 @@ def replicated_axes(tensor: Tensor, axes: Mapping[str, int]) -> set[str]:
     split = set[str]()
     if isinstance(tensor, DTensor):
         names = tensor.device_mesh.mesh_dim_names or ()
-        split = {name for name, how in zip(names, tensor.placements, strict=True) if not how.is_replicate()}
+        split = {name for name, placement in zip(names, tensor.placements, strict=True) if not placement.is_replicate()}
     return {axis for axis, size in axes.items() if size > 1 and axis not in split}
 
 

@@ -83,7 +83,7 @@ def _find_experts(model: nn.Module, workload: Workload, layout: Layout) -> dict[
     if workload.experts is None:
         raise UnsupportedLayoutError(
             f"layout {layout}: workload {workload.name} has no experts to lay out over ranks: text has, with "
-            "--set experts=4; of a model of your own, Workload.experts says where they are ('layers.*.experts')"
+            "--set experts=4; for your own model, set Workload.experts to their modules ('layers.*.experts')"
         )
     pattern = expert_pattern(workload.experts)
     modules = {name: module for name, module in model.named_modules() if pattern.fullmatch(name)}
@@ -106,7 +106,7 @@ def _check_experts(name: str, module: nn.Module, layout: Layout, degree: int) ->
     if len(inspect.signature(module.forward).parameters) < 3:
         raise UnsupportedLayoutError(
             f"experts: {name} is to be called as (tokens, chosen experts, weights), and its forward takes less; "
-            "name the module that holds the experts alone"
+            "name the module that holds only the experts"
         )
     ((count,),) = counts
     if degree > count:
@@ -125,8 +125,8 @@ def _split(module: nn.Module, mesh: Mesh, group: dist.ProcessGroup) -> None:
     """Keep only this rank's experts, and exchange tokens in forward. The parameters become DTensors."""
     degree, index = mesh.size("expert"), mesh.coordinate["expert"]
     devices = mesh.expert_device_mesh("expert")
-    places = [(owner, name) for owner in module.modules() for name, _ in owner.named_parameters(recurse=False)]
-    whole = {owner_and_name: owner_and_name[0].get_parameter(owner_and_name[1]) for owner_and_name in places}
+    owners = [(owner, name) for owner in module.modules() for name, _ in owner.named_parameters(recurse=False)]
+    whole = {owner_and_name: owner_and_name[0].get_parameter(owner_and_name[1]) for owner_and_name in owners}
     num_own = next(iter(whole.values())).shape[0] // degree
     for (owner, name), parameter in whole.items():
         local = parameter.detach()[index * num_own : (index + 1) * num_own].clone()
@@ -152,17 +152,21 @@ def _forward(
     chosen = chosen.reshape(len(tokens), -1)
     order = chosen.flatten().argsort(stable=True)  # sorts pairs of token and choice by expert, and so by rank
     sends = _count(chosen.flatten(), degree * num_own)
-    takes = torch.empty_like(sends)
-    dist.all_to_all_single(takes, sends, group=group)
+    receives = torch.empty_like(sends)
+    dist.all_to_all_single(receives, sends, group=group)
     # the only synchronisation of the layer on CUDA: the host has to know the size of the received rows
-    to, of = torch.stack([sends, takes]).view(2, degree, num_own).sum(2).tolist()
-    arrived = _AllToAll.apply(tokens[order // chosen.shape[1]], to, of, group)
-    expert = torch.arange(num_own, device=tokens.device).repeat(degree).repeat_interleave(takes, output_size=sum(of))
+    num_sent, num_received = torch.stack([sends, receives]).view(2, degree, num_own).sum(2).tolist()
+    arrived = _AllToAll.apply(tokens[order // chosen.shape[1]], num_sent, num_received, group)
+    expert = (
+        torch.arange(num_own, device=tokens.device)
+        .repeat(degree)
+        .repeat_interleave(receives, output_size=sum(num_received))
+    )
     is_empty = not len(expert)
     if is_empty:
         arrived, expert = F.pad(arrived, (0, 0, 0, 1)), F.pad(expert, (0, 1))
     computed = compute(arrived, expert[:, None], arrived.new_ones(len(expert), 1))
-    returned = _AllToAll.apply(computed[:-1] if is_empty else computed, of, to, group)
+    returned = _AllToAll.apply(computed[:-1] if is_empty else computed, num_received, num_sent, group)
     by_token = returned[order.argsort()].view(*chosen.shape, tokens.shape[-1])
     return (by_token * weights.reshape(chosen.shape)[:, :, None]).sum(1).to(tokens.dtype)
 
@@ -183,19 +187,21 @@ class _AllToAll(torch.autograd.Function):
     """Exchange rows with all ranks of the group, different numbers with each: (N, D) -> (M, D)."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, to: Sequence[int], of: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.splits = to, of, group
-        return _exchange(rows, to, of, group)
+    def forward(
+        ctx: Any, rows: Tensor, num_sent: Sequence[int], num_received: Sequence[int], group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.splits = num_sent, num_received, group
+        return _exchange(rows, num_sent, num_received, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        to, of, group = ctx.splits
-        return _exchange(gradients[0], of, to, group), None, None, None
+        num_sent, num_received, group = ctx.splits
+        return _exchange(gradients[0], num_received, num_sent, group), None, None, None
 
 
-def _exchange(rows: Tensor, to: Sequence[int], of: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    received = rows.new_empty(sum(of), *rows.shape[1:])
-    dist.all_to_all_single(received, rows.contiguous(), list(of), list(to), group=group)
+def _exchange(rows: Tensor, num_sent: Sequence[int], num_received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    received = rows.new_empty(sum(num_received), *rows.shape[1:])
+    dist.all_to_all_single(received, rows.contiguous(), list(num_received), list(num_sent), group=group)
     return received
 
 

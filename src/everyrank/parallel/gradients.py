@@ -46,7 +46,8 @@ def is_norm_param(parameter: Tensor, mesh: Mesh, is_of_stage: bool) -> bool:
     split = {"pipeline"} if is_of_stage else set[str]()
     if isinstance(parameter, DTensor):
         names = parameter.device_mesh.mesh_dim_names or ()
-        split |= {name for name, how in zip(names, parameter.placements, strict=True) if not how.is_replicate()}
+        placements = zip(names, parameter.placements, strict=True)
+        split |= {name for name, placement in placements if not placement.is_replicate()}
         if "shard" in split:
             split.add("context")  # parameters are sharded over both
             if "expert" not in names:

@@ -18,7 +18,7 @@ from everyrank.world import World
 
 __all__ = ["assign_owners", "broadcast_from_owners", "keep_owned_parameters"]
 
-_HELD_BYTES = 64 << 20  # of copies on their way: enough to keep links busy
+_HELD_BYTES = 64 << 20  # of copies being sent: enough to keep the links busy
 
 
 def assign_owners(parameters: list[nn.Parameter], count: int) -> list[int]:
@@ -59,7 +59,9 @@ def broadcast_from_owners(
         write_back(flat, tensors)
 
     for owner in range(world.size):
-        owned = [parameter for parameter, who in zip(parameters, owners, strict=True) if who == owner]
+        owned = [
+            parameter for parameter, parameter_owner in zip(parameters, owners, strict=True) if parameter_owner == owner
+        ]
         for bucket in buckets(owned, held_bytes // 2):
             while (
                 waiting

@@ -63,12 +63,12 @@ def compare(reference: Reference, run: Trace, precision: str) -> Comparison:
     tolerances = [max(base, factor * floor) for floor in reference.loss_floors]
     differences = [relative(a, b) for a, b in zip(single.losses, run.losses, strict=True)]
     divergence = (
-        _first_count(reference, run)
-        or _unsteady(reference, precision)
-        or _first_loss(reference, differences, tolerances)
-        or _replicas(run)
-        or _first_tensor(reference, run, precision)
-        or _evaluation(reference, run, precision)
+        _count_difference(reference, run)
+        or _single_is_unsteady(reference, precision)
+        or _loss_difference(reference, differences, tolerances)
+        or _replica_difference(run)
+        or _tensor_difference(reference, run, precision)
+        or _evaluation_difference(reference, run, precision)
     )
     worst, scope = max(differences), _scope(reference, run)
     if divergence is not None:
@@ -107,7 +107,7 @@ def _name_list(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _first_count(reference: Reference, run: Trace) -> _Divergence | None:
+def _count_difference(reference: Reference, run: Trace) -> _Divergence | None:
     single = reference.trace
     for index, (expected_count, count) in enumerate(zip(single.counts, run.counts, strict=True)):
         difference = relative(expected_count, count)
@@ -124,7 +124,7 @@ def _first_count(reference: Reference, run: Trace) -> _Divergence | None:
     return None
 
 
-def _unsteady(reference: Reference, precision: str) -> _Divergence | None:
+def _single_is_unsteady(reference: Reference, precision: str) -> _Divergence | None:
     """Return a divergence if reversing the samples already changes the first loss of `single`."""
     if precision != "float64":
         return None
@@ -148,20 +148,20 @@ def _unsteady(reference: Reference, precision: str) -> _Divergence | None:
     return None
 
 
-def _first_loss(reference: Reference, differences: list[float], tolerances: list[float]) -> _Divergence | None:
+def _loss_difference(reference: Reference, differences: list[float], tolerances: list[float]) -> _Divergence | None:
     for index, (difference, tolerance) in enumerate(zip(differences, tolerances, strict=True)):
         if not difference <= tolerance:  # NaN differs from everything
             return _Divergence("loss", f"{_update(reference, index)}, loss", difference, tolerance, index)
     return None
 
 
-def _replicas(run: Trace) -> _Divergence | None:
+def _replica_difference(run: Trace) -> _Divergence | None:
     if run.replicas_equal:
         return None
     return _Divergence("replicas", "the replicas, bit by bit", None, None, len(run.losses) - 1)
 
 
-def _first_tensor(reference: Reference, run: Trace, precision: str) -> _Divergence | None:
+def _tensor_difference(reference: Reference, run: Trace, precision: str) -> _Divergence | None:
     last = -1
     for number, final in enumerate(reference.trace.finals):
         last += len(reference.segments[number])
@@ -219,7 +219,7 @@ def _describe_tensors(reference: Reference, run: Trace, precision: str) -> str:
     return text
 
 
-def _evaluation(reference: Reference, run: Trace, precision: str) -> _Divergence | None:
+def _evaluation_difference(reference: Reference, run: Trace, precision: str) -> _Divergence | None:
     if precision != "float64":
         return None
     grown = 100 * max(reference.loss_floors)

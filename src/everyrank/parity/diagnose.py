@@ -31,14 +31,14 @@ from everyrank.world.collectives import all_gather
 __all__ = ["GRADIENTS_DIFFER", "locate"]
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-_KEEP_BYTES = 2 << 30  # of states kept while looking
+_KEEP_BYTES = 2 << 30  # of the states that a run keeps
 _State = dict[str, Tensor]
 GRADIENTS_DIFFER = (
     "the loss is that of one device, the gradients that reach the optimizer are not: they are no sum over all "
     "samples of the global batch"
 )
 """The cause where nothing more specific was found. The gradients themselves were not compared."""
-_FIRST_TENSOR = 1e-6  # of how far it moved: well beyond rounding at the first update that has it
+_FIRST_TENSOR = 1e-6  # difference relative to the update: well above rounding in the first update that differs
 
 
 @dataclass(frozen=True)
@@ -79,25 +79,28 @@ def locate(case: ParityCase, layout: Layout, world: World, key: str, comparison:
             "tensor ", "gradient of " if case.compares_gradients else "values of "
         ), early
     run = trace_on_its_ranks(case, layout, world, f"{key}/again", segments, keep=True)
-    # of a layout of one process, rank 0 has all there is
+    # a layout of one process has its rows on rank 0
     rows = [row.tolist() for row in _gather_rows(run, world)] if layout.axis is not None else []
 
-    stand_in = _run_reference(case, single, world, f"{key}/reference", segments)
-    is_whole = case.reference is None  # one device can be asked
+    reference_run = _run_reference(case, single, world, f"{key}/reference", segments)
+    fits_on_one_device = case.reference is None
     state = None
-    if is_whole and layout.row.any_axes and not layout.read(BuildOptions).meta:
+    if fits_on_one_device and layout.row.any_axes and not layout.read(BuildOptions).meta:
         state = changes_by_parallelize(case, layout, world)
-    is_loss_of_custom_function = is_whole and layout.row.any_axes and comparison.category == "loss"
+    is_loss_of_custom_function = fits_on_one_device and layout.row.any_axes and comparison.category == "loss"
     output = first_output_that_differs(case, layout, world, segments[0][done - 1]) if is_loss_of_custom_function else ""
 
     is_of_gradients = (
-        is_whole and layout.row.any_axes and case.compares_gradients and comparison.category in ("replicas", "tensor")
+        fits_on_one_device
+        and layout.row.any_axes
+        and case.compares_gradients
+        and comparison.category in ("replicas", "tensor")
     )
     gradients = gradients_by_rank(case, layout, world, segments[0][0]) if is_of_gradients else ""
 
     def diagnose() -> tuple[str, str | None]:
         assert run is not None
-        reference = stand_in or trace(case, single, single_process_world(world), segments, keep=True)
+        reference = reference_run or trace(case, single, single_process_world(world), segments, keep=True)
         all_rows = rows or [_flatten_rows(run.rows)]
         evidence = _Evidence(
             case, layout, world, segments[0], reference, run, all_rows, output, gradients, state or StateChanges("")
@@ -116,20 +119,20 @@ def _diagnose(
     if comparison.category == "evaluation":
         cause = probe_evaluation(case, single_process_world(evidence.world))
         return comparison.location, cause or _sample_cause(evidence, len(updates), "evaluation") or _EVALUATION_DIFFERS
-    about_weights = evidence.state.weight_cause()
-    if about_weights:
-        return f"before any update, {next(iter({**evidence.state.weights, **evidence.state.copies}))}", about_weights
+    weight_cause = evidence.state.weight_cause()
+    if weight_cause:
+        return f"before any update, {next(iter({**evidence.state.weights, **evidence.state.copies}))}", weight_cause
     first = _first_difference(evidence.reference.states, run.states, known, number, run.not_compared)
     if comparison.category == "count" or first is None or first[0] > done:
         return comparison.location, _with_state_changes(evidence, _loss_cause(evidence, done - 1))
-    moved, names = first
-    where = f"update {updates[moved - 1].step}" if moved else "before any update"
-    kind = "gradient of " if moved and evidence.layout.row.any_axes and case.compares_gradients else "tensor "
+    num_updates, names = first
+    where = f"update {updates[num_updates - 1].step}" if num_updates else "before any update"
+    kind = "gradient of " if num_updates and evidence.layout.row.any_axes and case.compares_gradients else "tensor "
     name = _tensor_to_report(evidence, names)
-    about_training = evidence.state.requires_grad_cause(names)
-    if about_training:
-        return f"{where}, {kind}{name}", about_training
-    return f"{where}, {kind}{name}", _with_state_changes(evidence, _tensor_cause(evidence, moved, names))
+    requires_grad_cause = evidence.state.requires_grad_cause(names)
+    if requires_grad_cause:
+        return f"{where}, {kind}{name}", requires_grad_cause
+    return f"{where}, {kind}{name}", _with_state_changes(evidence, _tensor_cause(evidence, num_updates, names))
 
 
 def _tensor_to_report(evidence: _Evidence, names: Sequence[str]) -> str:
@@ -263,9 +266,9 @@ def _tensor_cause(evidence: _Evidence, done: int, names: Sequence[str]) -> str:
     size = evidence.world.size - evidence.layout.servers
     if relative(reference.losses[index], run.losses[index]) > 1e-8:
         return _loss_cause(evidence, index)
-    about_buffers = _buffer_cause(evidence, names)
-    if about_buffers is not None:
-        return about_buffers
+    buffer_cause = _buffer_cause(evidence, names)
+    if buffer_cause is not None:
+        return buffer_cause
     if not run.replicas_equal:
         cause = "ranks hold different weights: gradients are not added up over the ranks"
         return f"{cause}: {evidence.gradients}" if evidence.gradients else cause
@@ -273,9 +276,9 @@ def _tensor_cause(evidence: _Evidence, done: int, names: Sequence[str]) -> str:
         before, after = ((reference.states[number], run.states[number]) for number in (index, done))
         code, model = find_custom_parallelize(evidence.layout, size), evidence.case.build_for_inspection()
         return cause_in_gradients(before, after, code, model, evidence.gradients)
-    of_experts = _expert_cause(evidence, reference.states[index : done + 1], run.states[index : done + 1])
-    if of_experts is not None:
-        return of_experts
+    expert_cause = _expert_cause(evidence, reference.states[index : done + 1], run.states[index : done + 1])
+    if expert_cause is not None:
+        return expert_cause
     ratio = _update_ratio(reference.states[index : done + 1], run.states[index : done + 1])
     if size > 1 and abs(ratio / size - 1) < 0.05:
         return f"the update is {ratio:.3g} times that of one device, as many as there are ranks: sum for mean"
@@ -342,12 +345,12 @@ def _loss_cause(evidence: _Evidence, index: int) -> str:
     cause = probe_update(evidence.case, single_process_world(evidence.world), update)
     if cause is not None:
         return cause
-    about_rows = _sample_cause(evidence, position, f"update {update.step}")
-    if about_rows is not None and _begins_second_epoch(evidence.updates, position):
+    sample_cause = _sample_cause(evidence, position, f"update {update.step}")
+    if sample_cause is not None and _begins_second_epoch(evidence.updates, position):
         why = "it begins with the second epoch: the epoch does not reach the order of the samples (set_epoch)"
-        return f"{why}; {about_rows}"
-    if about_rows is not None:
-        return about_rows
+        return f"{why}; {sample_cause}"
+    if sample_cause is not None:
+        return sample_cause
     if relative(reference.counts[index], run.counts[index]) > 1e-6:
         count, expected_count = run.counts[index], reference.counts[index]
         return (
@@ -380,9 +383,9 @@ def _update_ratio(reference: list[_State], run: list[_State]) -> float:
 
 def _distance_of_updates(reference: list[_State], run: list[_State], ratio: float) -> float:
     """Return the distance of the update of `run` from `ratio` times that of `reference`, relative to its norm."""
-    far = square = 0.0
+    squared_distance = square = 0.0
     for name, before in reference[0].items():
         expected_update, update = (reference[1][name] - before).double(), (run[1][name] - run[0][name]).double()
-        far += float((update - ratio * expected_update).square().sum())
+        squared_distance += float((update - ratio * expected_update).square().sum())
         square += float(update.square().sum())
-    return (far / square) ** 0.5 if square else 0.0
+    return (squared_distance / square) ** 0.5 if square else 0.0

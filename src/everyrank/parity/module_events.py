@@ -49,7 +49,7 @@ class ModuleEvent:
     parent      the call that the module is called in; None for the model itself
     values      this rank's own parts; None for a DTensor that waits to be added up
     nodes       where each stands in autograd's graph; None outside of it
-    gradients   the gradients that reach them in backward, in place of None once they have come
+    gradients   the gradients that reach them in backward; None until then
     bias        of an output: the module's bias, where it is a plain tensor
     """
 
@@ -183,7 +183,7 @@ def is_part(
     """Whether each local tensor is a part of the one-device tensor for the same samples; None if it cannot be decided.
 
     is_whole   these are all samples, at all positions: a single number, a loss, is the same
-    in_order   rows in another order are no part
+    in_order   rows in a different order do not count as a part
     """
     if len(local) != len(expected):
         return None

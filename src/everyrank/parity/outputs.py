@@ -239,12 +239,15 @@ def _misplaced_features(local: Tensor, whole: Tensor, rows: range) -> str:
         size = width // count
         pieces = [local[..., start : start + size] for start in range(0, width, size)]
         starts_of_pieces = [
-            next((at for at, candidate in equal_parts(whole, p.shape) if _is_near(p, candidate, whole)), None)
+            next((starts for starts, candidate in equal_parts(whole, p.shape) if _is_near(p, candidate, whole)), None)
             for p in pieces
         ]
-        for number, at in enumerate(starts_of_pieces):
-            if at is not None and None not in starts_of_pieces and (at[0], at[-1]) != (rows.start, number * size):
-                others = f"features {at[-1]} to {at[-1] + size - 1} of samples {at[0]} to {at[0] + len(rows) - 1}"
+        for number, starts in enumerate(starts_of_pieces):
+            if starts is None or None in starts_of_pieces:
+                continue
+            sample, feature = starts[0], starts[-1]
+            if (sample, feature) != (rows.start, number * size):
+                others = f"features {feature} to {feature + size - 1} of samples {sample} to {sample + len(rows) - 1}"
                 return (
                     f"its features {number * size} to {number * size + size - 1} are {others}, and the samples are "
                     f"{rows.start} to {rows.stop - 1}: gathered over another axis than it was split along"

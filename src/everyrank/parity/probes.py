@@ -100,12 +100,12 @@ def _mixing(whole: Batch, halves: list[Batch], read: _Read) -> str | None:
     again = row_values(read(Slice(0, 1)))
     if not torch.allclose(again, expected, rtol=1e-9, atol=1e-9):
         return (
-            "collate draws random numbers: each rank draws others; draw them in the dataset, where they are a function "
-            "of (seed, epoch, sample)"
+            "collate draws random numbers, which differ between ranks; draw them in the dataset, where they are a "
+            "function of (seed, epoch, sample)"
         )
     return (
-        "collate mixes samples, or scales them by the batch: what a sample is depends on which others are read with "
-        "it; do that in the dataset"
+        "collate mixes samples, or scales them by the batch: the values of a sample depend on the rest of "
+        "its batch; do that in the dataset"
     )
 
 
@@ -119,7 +119,7 @@ def _loss_in_parts(case: ParityCase, output: Any, whole: Batch, halves: list[Bat
     with watch_gather() as gather_calls:
         total, count = _sum_and_count(case, output, whole.target)
     if gather_calls:
-        return None  # it is meant to look at the whole batch, and gets that
+        return None  # it uses everyrank.gather, which gives it the whole batch
     parts: list[tuple[float, float]] = []
     start = 0
     for half in halves:
@@ -127,8 +127,7 @@ def _loss_in_parts(case: ParityCase, output: Any, whole: Batch, halves: list[Bat
         target = slice_rows(whole.target, whole.size, rows)
         parts.append(_sum_and_count(case, slice_rows(output, whole.size, rows), target))
         start += half.size
-    in_parts = sum(sum_and_count[0] for sum_and_count in parts)
-    terms = sum(sum_and_count[1] for sum_and_count in parts)
+    in_parts, terms = sum(part_total for part_total, _ in parts), sum(part_count for _, part_count in parts)
     scale = max(abs(total), abs(in_parts), 1e-300)
     if abs(in_parts - total) <= _ROUNDING * scale and abs(terms - count) <= 1e-6 * max(count, 1):
         return None
@@ -140,7 +139,7 @@ def _loss_in_parts(case: ParityCase, output: Any, whole: Batch, halves: list[Bat
     return (
         f"the loss depends on the whole batch: on the same outputs, two halves add up to {in_parts:.6g} ({terms:g} "
         f"terms), the whole to {total:.6g} ({count:g}); a contrastive loss, or a mean or statistic over the batch: "
-        "return a sum over terms, and let everyrank.gather(x) give it the rows of all ranks"
+        "return a sum over terms, and use everyrank.gather(x) for the rows of all ranks"
     )
 
 
@@ -153,8 +152,8 @@ def _model_in_parts(prepared: Prepared, output: Any, whole: Batch, halves: list[
         rows = slice(start, start + half.size)
         if not _is_same(slice_rows(output, whole.size, rows), prepared.predict(half), slice(None), half.size):
             return (
-                "the model's output for a sample depends on which others are in its batch (a statistic over the batch, "
-                "or something that is carried from one call to the next)"
+                "the model's output for a sample depends on the rest of its batch (a statistic over the batch, "
+                "or state that is kept from one call to the next)"
             )
         start += half.size
     return None

@@ -16,7 +16,7 @@ from everyrank.parallel.mesh import open_mesh
 from everyrank.parity import ParityCase, check_layout, gradient_case, parity_case
 from everyrank.parity.kept import kept_trace
 from everyrank.parity.samples import check_samples
-from everyrank.progress import print_lines_once, progress, row_known
+from everyrank.progress import print_lines_once, print_row, progress
 from everyrank.record import Parity, Record
 from everyrank.workload import Source, Workload, load
 from everyrank.world import World, on_rank_0, open_world, single_process_world
@@ -74,7 +74,7 @@ def verify_rank(
                     )
                 )
                 if is_shown and len(layouts) > 1:  # a call that is stopped has said what it knew
-                    row_known(f"{layout}: {parity.outcome}")
+                    print_row(f"{layout}: {parity.outcome}")
         return records if world.rank == 0 else None
 
 

@@ -1,4 +1,4 @@
-"""Identify the samples of a batch by their values, to find out which ones a rank computed on."""
+"""Identify samples by their values, to find out which samples a rank has read."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ def row_values(batch: Batch) -> Tensor:
     if not batch.size:
         return torch.zeros(0, dtype=torch.float64)
     values = torch.zeros(batch.size, dtype=torch.float64)
-    for number, leaf in enumerate(leaves((batch.input, batch.target))):
+    for index, leaf in enumerate(leaves((batch.input, batch.target))):
         if leaf.dim() and leaf.shape[0] == batch.size and not leaf.is_complex():
             flat = leaf.detach().reshape(batch.size, -1).cpu().double().nan_to_num(0.7, 0.8, 0.9)
-            places = (torch.arange(flat.shape[1], dtype=torch.float64) * 0.7548776662466927 + 0.5) % 1.0 + 0.1 * (
-                number + 1
-            )
-            values += flat @ places
+            columns = torch.arange(flat.shape[1], dtype=torch.float64)
+            column_weights = (columns * 0.7548776662466927 + 0.5) % 1.0 + 0.1 * (index + 1)
+            values += flat @ column_weights
     return values
 
 

@@ -58,7 +58,7 @@ def check_samples(
     how = "each read once" if workload.weights is None else "drawn with weights, each read as often as drawn"
     text = f"{_NUM_EPOCHS} epochs of {len(train_data)} samples, {how}"
     text += f" but {left_out} of a last batch (drop_last)" * (left_out > 0)
-    if len(train_data) > 8 and orders[0] == orders[1]:  # few samples can come out the same twice
+    if len(train_data) > 8 and orders[0] == orders[1]:  # few samples may be shuffled into the same order twice
         problem, note = _same_order_twice(train_data)
         problems += problem
         text += note
@@ -123,18 +123,18 @@ def _differences(workload: Workload, data: Any, world: World) -> list[str]:
     chosen = sorted(
         {round(index) for index in torch.linspace(0, len(data) - 1, min(_NUM_COMPARED, len(data))).tolist()}
     )
-    prints: list[int] = []
+    fingerprints: list[int] = []
     with wrap_user_errors():
         for index in chosen:
             seed_sample(workload.seed, 0, index)
-            prints.append(sample_fingerprint(data[index]))
-    rows = all_gather(torch.tensor(prints, dtype=torch.int64), world)
+            fingerprints.append(sample_fingerprint(data[index]))
+    rows = all_gather(torch.tensor(fingerprints, dtype=torch.int64), world)
     for rank, row in enumerate(rows):
         if not torch.equal(row, rows[0]):
             first = chosen[int((row != rows[0]).nonzero()[0])]
             return [
                 f"sample {first} of train_data is not the same on rank {rank} as on rank 0: the dataset divides "
-                "itself, or draws from generators that nobody seeds; return all of the data on every rank"
+                "itself, or draws from generators without a fixed seed; return all of the data on every rank"
             ]
     return []
 
@@ -159,19 +159,20 @@ def _expected_of_streams(workload: Workload, data: UnevenStreams, epoch: int) ->
 
 
 def sample_errors(numbers: Sequence[int], expected: Sequence[int] | int, subject: str, left_out: int = 0) -> list[str]:
-    """What is wrong with having read `numbers` where each of `expected` (or of that many) was to be read once.
+    """Compare the sample numbers that were read with the expected ones. Returns the errors, [] for none.
 
-    So many of them may be `left_out`.
+    expected   the numbers to read, each once; or how many there are
+    left_out   how many of them may be missing
     """
     wanted = Counter(range(expected) if isinstance(expected, int) else expected)
     length = sum(wanted.values())
     times = Counter(numbers)
-    first_index: dict[int, int] = {}  # a stream's samples are told by where they first stand
+    first_index: dict[int, int] = {}  # a sample of a stream is reported by its first position
     for index, number in enumerate(range(expected) if isinstance(expected, int) else expected):
         first_index.setdefault(number, index)
     missing = [first_index[number] for number, count in wanted.items() if times[number] < count]
     repeated = [first_index[number] for number, count in times.items() if 0 < wanted[number] < count]
-    foreign = [number for number in times if number not in wanted]
+    unknown = [number for number in times if number not in wanted]
     result: list[str] = []
     if len(missing) > left_out:
         result.append(f"{subject}: {len(missing)} of {length} samples were never read, the first is {min(missing)}")
@@ -179,8 +180,10 @@ def sample_errors(numbers: Sequence[int], expected: Sequence[int] | int, subject
         result.append(
             f"{subject}: {len(repeated)} of {length} samples were read more than once, the first is {repeated[0]}"
         )
-    if foreign:
-        result.append(f"{subject}: {len(foreign)} samples are not of the {length} there are, the first is {foreign[0]}")
+    if unknown:
+        result.append(
+            f"{subject}: {len(unknown)} samples are not among the {length} expected, the first is {unknown[0]}"
+        )
     return result
 
 
@@ -249,7 +252,7 @@ class _FingerprintStream:
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
-        # what `decode` draws does not come into it; what a stream without it draws has to be seeded as in training
+        # fingerprints are made before `decode` draws numbers; a stream without `decode` is seeded as in training
         self.deterministic = hasattr(dataset, "decode") or getattr(dataset, "deterministic", False)
 
     def set_epoch(self, epoch: int) -> None:

@@ -18,8 +18,8 @@ Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 class NotPortedError(CannotRunError):
     """A script, or a part of it, that is not ported: its line, the reason and what to do by hand."""
 
-    def __init__(self, line: int, reason: str, place: str = "") -> None:
-        super().__init__(f"{place or f'line {line}'}: {reason}")
+    def __init__(self, line: int, reason: str, location: str = "") -> None:
+        super().__init__(f"{location or f'line {line}'}: {reason}")
         self.line, self.reason = line, reason
 
 
@@ -27,7 +27,7 @@ class NotPortedError(CannotRunError):
 class Edit:
     """New text for the bytes between two positions (line from 1, column in bytes), which are equal for an insertion.
 
-    reason  one sentence for the person; "" for an edit that belongs to another one
+    reason  one sentence for the user; "" for an edit that belongs to another one
     """
 
     start: tuple[int, int]

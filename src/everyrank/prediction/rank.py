@@ -44,7 +44,7 @@ def predict_rank(
         if options.resume is not None:
             load_model(prepared, world, checkpoint_named(options.resume))
         with contextlib.ExitStack() as stack:
-            write = stack.enter_context(open_predictions(options.out, len(data))) if world.rank == 0 else _nothing
+            write = stack.enter_context(open_predictions(options.out, len(data))) if world.rank == 0 else _write_nothing
             advance = stack.enter_context(
                 progress(
                     -(-len(data) // (workload.eval_batch or workload.global_batch)), options.show and world.rank == 0
@@ -66,20 +66,20 @@ def _predict(prepared: Prepared, data: Any, write: Callable[[int, Any], None], t
             tick()
             with wrap_user_errors():
                 output = prepared.predict(batch)
-                local_rows = _own(workload, output, batch) if prepared.has_output else None
+                local_rows = _rows_of_real_samples(workload, output, batch) if prepared.has_output else None
+            local_rows = _rows_or_empty(local_rows, world)
+            gathered = all_gather(local_rows, world)
             # parts of a batch are contiguous and in the order of the ranks
-            local_rows = _agreed(local_rows, prepared.world)
-            rows = all_gather(local_rows, prepared.world)
-            local_rows = torch.cat([row.reshape(-1, *local_rows.shape[1:]) for row in rows])
+            rows = torch.cat([part.reshape(-1, *local_rows.shape[1:]) for part in gathered])
             if world.rank == 0:
-                write(first, local_rows.cpu().numpy())
+                write(first, rows.cpu().numpy())
             first += batch.total
 
 
 _DTYPES = (torch.float32, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 
 
-def _agreed(local_rows: Tensor | None, world: World) -> Tensor:
+def _rows_or_empty(local_rows: Tensor | None, world: World) -> Tensor:
     """Return this rank's rows, or an empty tensor of the other ranks' shape and dtype. A collective.
 
     Raises `WorkloadError` if the shapes of rows differ between ranks.
@@ -90,12 +90,12 @@ def _agreed(local_rows: Tensor | None, world: World) -> Tensor:
     if len(kinds) > 1:
         raise WorkloadError(
             f"predict: rows of shape {kinds[0][1:]} on one rank and {kinds[1][1:]} on another; "
-            "pad all batches alike, or give Workload.predict = (output) -> rows of one shape"
+            "pad all batches to one shape, or give Workload.predict = (output) -> rows of one shape"
         )
     return local_rows if local_rows is not None else torch.zeros(0, *kinds[0][1:], dtype=_DTYPES[kinds[0][0]])
 
 
-def _own(workload: Workload, output: Any, batch: Batch) -> Tensor:
+def _rows_of_real_samples(workload: Workload, output: Any, batch: Batch) -> Tensor:
     """Return the predictions of the real samples of a batch, without dummy samples."""
     prediction: object = workload.predict(output) if workload.predict is not None else output
     if not isinstance(prediction, Tensor) or prediction.dim() == 0:
@@ -105,7 +105,7 @@ def _own(workload: Workload, output: Any, batch: Batch) -> Tensor:
             else type(prediction).__name__
         )
         raise WorkloadError(
-            f"predict: it made {kind}; give Workload.predict = (output) -> Tensor with a row for each sample"
+            f"predict: the result is {kind}; give Workload.predict = (output) -> Tensor with a row for each sample"
         )
     if batch.size and len(prediction) != batch.size:
         raise WorkloadError(f"predict: {len(prediction)} rows for {batch.size} samples; there must be one for each")
@@ -113,5 +113,5 @@ def _own(workload: Workload, output: Any, batch: Batch) -> Tensor:
     return prediction.float() if prediction.dtype in (torch.bfloat16, torch.float16) else prediction
 
 
-def _nothing(_: int, __: Any) -> None:
-    """Write nothing, because rank 0 writes."""
+def _write_nothing(_: int, __: Any) -> None:
+    """Ignore the predictions on a rank other than 0."""

@@ -119,11 +119,7 @@ def judge_script(
 
     Returns the number of updates in which the ranks compute the same as one rank.
     """
-    float64 = True
-    many = host.run(processes, words=words, float64=True, updates=updates, seconds=seconds, detailed=updates)
-    if many.trouble and not many.trouble.startswith("no end"):
-        float64 = False
-        many = host.run(processes, words=words, updates=updates, seconds=seconds, detailed=updates)
+    many = host.run_in_float64(processes, words=words, updates=updates, seconds=seconds)
     if many.trouble:
         findings.not_checked(f"{processes} ranks against one: not compared, because {many.trouble}")
         return 0
@@ -132,12 +128,17 @@ def judge_script(
     judge_updates(many.ranks[0], findings)
     if many.ranks[0].facts.get("with_workers") and is_suspicious(many):
         without = host.run(
-            processes, words=words, imposed=Imposed(no_workers=True), float64=float64, updates=updates, seconds=seconds
+            processes,
+            words=words,
+            imposed=Imposed(no_workers=True),
+            float64=many.float64,
+            updates=updates,
+            seconds=seconds,
         )
         judge_workers(many, without, findings)
 
     def alone(imposed: Imposed) -> ScriptRecording:
-        return host.run(1, words=words, imposed=imposed, float64=float64, updates=updates, detailed=updates)
+        return host.run(1, words=words, imposed=imposed, float64=many.float64, updates=updates, detailed=updates)
 
     one, num_equal = alone(Imposed(recording=many)), 0
     if processes > 1:
@@ -155,7 +156,7 @@ def judge_script(
             1,
             words=words,
             imposed=Imposed(recording=many, without_checkpointing=True),
-            float64=float64,
+            float64=many.float64,
             updates=2,  # states are known when the second begins
             detailed=2,
         )
@@ -205,13 +206,13 @@ def joined_findings(by_rules: Sequence[Finding], by_relations: Sequence[Finding]
     return sorted([*joined, *kept], key=lambda finding: LEVELS.index(finding.level))
 
 
-def why_not_compared(audit: Audit, options: AuditOptions, environment: Mapping[str, str]) -> str:
-    """Why a script cannot be compared with one rank; "" if it can."""
-    script = find_script(audit.words)
+def why_not_compared(words: Sequence[str], options: AuditOptions, environment: Mapping[str, str]) -> str:
+    """Why a script cannot run again on ranks that everyrank starts; "" if it can."""
+    script = find_script(words)
     if rank_from_outside(environment) is not None:
         return "an external launcher has started the ranks; run `everyrank audit` without it"
     if options.processes is None and script is not None and starts_ranks_itself(own_text(script)):
-        return "the script starts its ranks itself"
+        return "the script starts its ranks itself; if a launcher can start them, add --processes N"
     return ""
 
 
@@ -254,7 +255,7 @@ def _with_more_runs(
     audit: Audit, options: AuditOptions, name: str, runs: str, judge: Callable[[ScriptHost, Findings], None]
 ) -> Audit:
     start, findings = time.monotonic(), Findings()
-    why_not = why_not_compared(audit, options, os.environ)
+    why_not = why_not_compared(audit.words, options, os.environ)
     if why_not:
         return dataclasses.replace(audit, unchecked=(*audit.unchecked, f"{name}: {why_not}"))
     try:

@@ -26,6 +26,7 @@ from everyrank.rerun import Imposed, RankRecording, ScriptHost, ScriptRecording
 __all__ = ["script_trace", "trace_in_host"]
 
 _SEED = 0  # of torch, numpy and random before the script starts, for a script that sets none
+_NO_LIMIT_SECONDS = 1e6  # the number of updates ends a run, not its time: both runs have the same updates
 _BATCHES = 8  # whose samples are in the checksum
 
 
@@ -43,18 +44,16 @@ def script_trace(
 def trace_in_host(host: ScriptHost, words: Sequence[str], processes: int, updates: int) -> dict[str, Any]:
     """The same in a host that may run other scripts, too."""
     runs: list[ScriptRecording] = []
-    for float64 in (True, False):
-        runs = [_run(host, words, processes, updates, float64)]
-        if not runs[0].trouble:
-            runs.append(_run(host, words, processes, updates, float64))
-            break
-    for run in runs:
+    for _ in range(2):
+        run = host.run_in_float64(
+            processes, words=words, imposed=Imposed(seed=_SEED), updates=updates, seconds=_NO_LIMIT_SECONDS
+        )
         if run.trouble:
             raise CannotRunError(f"the script does not run to its end: {run.trouble}")
-    first, second = runs
-    if not all(rank.updates for rank in first.ranks):
+        runs.append(run)
+    if not all(rank.updates for rank in runs[0].ranks):
         raise CannotRunError("no rank has made an optimizer step, so there is nothing to keep")
-    trace, again = (_trace(run, words) for run in (first, second))
+    trace, again = (_trace(run, words) for run in runs)
     for update, (one, other) in enumerate(zip(trace["losses"], again["losses"], strict=False)):
         if one != other:
             raise UsageError(
@@ -65,18 +64,6 @@ def trace_in_host(host: ScriptHost, words: Sequence[str], processes: int, update
         name: value for name, value in trace["evaluation"].items() if again["evaluation"].get(name) == value
     }
     return trace
-
-
-def _run(host: ScriptHost, words: Sequence[str], processes: int, updates: int, float64: bool) -> ScriptRecording:
-    return host.run(
-        processes,
-        words=words,
-        float64=float64,
-        imposed=Imposed(seed=_SEED),
-        updates=updates,
-        detailed=updates,
-        seconds=1e6,
-    )
 
 
 def _trace(run: ScriptRecording, words: Sequence[str]) -> dict[str, Any]:

@@ -17,10 +17,7 @@ def judge_settings(
     host: ScriptHost, words: Sequence[str], processes: int, more: Sequence[str], findings: Findings, updates: int = 12
 ) -> None:
     """Run the script, then with `more` arguments on the same samples, and compare."""
-    first = host.run(processes, words=words, float64=True, updates=updates, seconds=20.0, detailed=updates)
-    float64 = not first.trouble
-    if first.trouble:
-        first = host.run(processes, words=words, updates=updates, seconds=20.0, detailed=updates)
+    first = host.run_in_float64(processes, words=words, updates=updates, seconds=20.0)
     label = f"--same {' '.join(more)!r}"
     if first.trouble:
         findings.not_checked(f"{label}: the script fails in the comparison ({first.trouble})")
@@ -29,7 +26,7 @@ def judge_settings(
         processes,
         words=[*words, *more],
         imposed=Imposed(recording=first, by_rows=True),
-        float64=float64,
+        float64=first.float64,
         updates=updates,
         detailed=updates,
         seconds=20.0,

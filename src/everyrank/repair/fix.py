@@ -80,7 +80,7 @@ def patch_script(audit: Audit, options: AuditOptions, say: Callable[[str], None]
             reason = trial.one_by_one(finding, remedies, kept)
             if reason:
                 left.append((finding, reason))
-    edited, reasons = _edited(text, kept)
+    edited, reasons = edited_by(text, kept)
     mended = [(finding, reasons[index]) for index, (finding, _) in enumerate(kept)]
     if kept:  # a consequence goes with its cause
         gone = [finding for finding, _ in left if finding.rule not in trial.rules_left]
@@ -122,7 +122,7 @@ class _Trials:
         for remedy in remedies:
             chosen = [*kept, (finding, remedy)]
             try:
-                _edited(self.text, chosen)
+                edited_by(self.text, chosen)
             except (CannotRepairError, NotPortedError) as error:
                 reason = reason or str(error)
                 continue
@@ -135,14 +135,14 @@ class _Trials:
 
     def _fits(self, chosen: Sequence[tuple[Finding, Remedy]]) -> bool:
         try:
-            _edited(self.text, chosen)
+            edited_by(self.text, chosen)
         except (CannotRepairError, NotPortedError):
             return False
         return True
 
     def _why_not(self, chosen: Sequence[tuple[Finding, Remedy]]) -> str:
         """Audit the edited script; "" if the findings are gone and no other one has come."""
-        text, _ = _edited(self.text, chosen)
+        text, _ = edited_by(self.text, chosen)
         script = Path(self.before.words[0])
         self.audits += 1
         self.say(f"auditing patch {self.audits}")
@@ -180,12 +180,7 @@ def _difference(before: Audit, after: Audit, findings: Sequence[Finding]) -> str
     return ""
 
 
-def edited_by(text: str, chosen: Sequence[tuple[Finding, Remedy]]) -> str:
-    """The script with these remedies. Raises `CannotRepairError` or `NotPortedError` if one does not fit."""
-    return _edited(text, chosen)[0]
-
-
-def _edited(text: str, chosen: Sequence[tuple[Finding, Remedy]]) -> tuple[str, list[tuple[tuple[int, str], ...]]]:
+def edited_by(text: str, chosen: Sequence[tuple[Finding, Remedy]]) -> tuple[str, list[tuple[tuple[int, str], ...]]]:
     """The script with these remedies, and the reasons of each one's edits.
 
     Raises `CannotRepairError` or `NotPortedError` if one does not fit.

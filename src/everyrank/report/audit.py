@@ -96,8 +96,6 @@ def _excerpts(name: str, findings: list[Finding]) -> list[dict[str, Any]]:
         first, last = max(1, number - _CONTEXT_LINES), min(len(lines), number + _CONTEXT_LINES)
         # without the indentation that they share, more of each line fits next to the findings
         code = textwrap.dedent("\n".join(lines[first - 1 : last])).split("\n")
-        around = [
-            {"number": first + at, "text": text, "is_named": first + at == number} for at, text in enumerate(code)
-        ]
+        around = [{"number": line, "text": text, "is_named": line == number} for line, text in enumerate(code, first)]
         excerpts.append({"lines": around, "findings": at_line})
     return excerpts

@@ -12,7 +12,7 @@ from rich.text import Text
 from everyrank.errors import printable
 from everyrank.record import Record
 
-__all__ = ["chaos_line", "has_held", "is_of_chaos", "print_chaos"]
+__all__ = ["chaos_line", "has_held", "is_chaos_record", "print_chaos"]
 
 _COLUMNS = ("fault", "update", "rank", "noticed by", "after s", "back after s", "updates lost", "trajectory", "")
 _TOLERANCE_NOTE = "equal (x): the losses differ by at most x. "
@@ -41,8 +41,8 @@ _FIELDS_OF_A_RUN: dict[str, Any] = {
 _NOT_RUN = "not run here"
 
 
-def is_of_chaos(record: Record) -> bool:
-    """Whether a Record, possibly from an untrusted file, has the result of an injected fault."""
+def is_chaos_record(record: Record) -> bool:
+    """Whether this is a Record of an injected fault, with all its fields. The file may be untrusted."""
     outcome = record.provenance.get("chaos")
     if not isinstance(outcome, dict):
         return False

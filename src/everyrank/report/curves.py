@@ -57,9 +57,9 @@ def read_curves(path: Path, column: str | None = None) -> list[Curve]:
 
 
 def _read_folder(folder: Path, column: str | None) -> list[Curve]:
-    places = sorted({path.parent for path in folder.rglob("*tfevents*") if path.is_file()})
-    if places:
-        return [_read_events(place, column) for place in places]
+    event_folders = sorted({path.parent for path in folder.rglob("*tfevents*") if path.is_file()})
+    if event_folders:
+        return [_read_events(event_folder, column) for event_folder in event_folders]
     files = sorted(path for path in folder.iterdir() if path.is_file() and path.suffix in _SUFFIXES)
     if {"log.csv", "log.jsonl"} <= {path.name for path in files}:  # two forms of one run
         files = [folder / "log.jsonl"]
@@ -159,33 +159,33 @@ def _of_rows(path: Path, rows: Sequence[Mapping[str, str]], column: str | None) 
             continue
         value = _number(text)
         if value is None:
-            raise UsageError(f"{path}: {loss} of row {index + 1} is {text[:40]!r}, which is no number")
-        at = _number(row.get(step, "")) if step else float(len(losses))
-        if at is None or not math.isfinite(at) or at != int(at):
+            raise UsageError(f"{path}: {loss} of row {index + 1} is {text[:40]!r}, which is not a number")
+        step_number = _number(row.get(step, "")) if step else float(len(losses))
+        if step_number is None or not math.isfinite(step_number) or step_number != int(step_number):
             raise UsageError(f"{path}: {step} of row {index + 1} is {row.get(step or '', '')[:40]!r}, not an integer")
-        losses.pop(int(at), None)  # a training that was resumed wrote this step twice
-        losses[int(at)] = value
+        losses.pop(int(step_number), None)  # a training that was resumed wrote this step twice
+        losses[int(step_number)] = value
         texts.append(text)
     if not losses:
         raise UsageError(f"{path}: the column {loss} has no values")
     return Curve(path.name, dict(sorted(losses.items())), _resolution(texts))
 
 
-def _find_column(place: str, names: Sequence[str], column: str | None) -> str:
+def _find_column(path: str, names: Sequence[str], column: str | None) -> str:
     if column is not None:
         if column in names:
             return column
         near = difflib.get_close_matches(column, names, 1)
         hint = f"did you mean {near[0]}?" if near else f"it has {_listed(names)}"
-        raise UsageError(f"{place}: there is no column {column}; {hint}")
+        raise UsageError(f"{path}: there is no column {column}; {hint}")
     lower = {name.lower().strip(): name for name in reversed(names)}
-    found = next((lower[name] for name in _LOSS_NAMES if name in lower), None)
-    if found is None:
+    loss_name = next((lower[name] for name in _LOSS_NAMES if name in lower), None)
+    if loss_name is None:
         candidates = [name for name in names if "loss" in name.lower()]
         if len(candidates) != 1:
-            raise UsageError(f"{place}: which column is the loss? It has {_listed(names)}; add --column NAME")
-        found = candidates[0]
-    return found
+            raise UsageError(f"{path}: which column is the loss? It has {_listed(names)}; add --column NAME")
+        loss_name = candidates[0]
+    return loss_name
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""What `everyrank port` has done, as lines of text, and as a page with the script and the port side by side."""
+"""The result of `everyrank port` as lines of text, and as a page with the script and the port side by side."""
 
 from __future__ import annotations
 
@@ -77,14 +77,14 @@ def _rows(before: list[str], after: list[str], reasons: Sequence[tuple[int, str]
         if number:
             yield {"kind": "gap"}
         for kind, start, end, new_start, new_end in group:
-            for at in range(max(end - start, new_end - new_start)):
-                old = start + at if start + at < end else None
-                new = new_start + at if new_start + at < new_end else None
-                place = (old if old is not None else end) + 1
-                why = [] if kind == "equal" else [text for line, text in reasons if line == place]
+            for offset in range(max(end - start, new_end - new_start)):
+                old = start + offset if start + offset < end else None
+                new = new_start + offset if new_start + offset < new_end else None
+                old_line = (old if old is not None else end) + 1
+                why = [] if kind == "equal" else [text for line, text in reasons if line == old_line]
                 yield {
                     "kind": "same" if kind == "equal" else "changed",
                     "old": None if old is None else (old + 1, before[old]),
                     "new": None if new is None else (new + 1, after[new]),
-                    "why": why if old is not None or not at else [],
+                    "why": why if old is not None or not offset else [],
                 }

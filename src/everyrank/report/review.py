@@ -23,10 +23,10 @@ def github_annotations(audit: Audit) -> list[str]:
     lines: list[str] = []
     for finding in audit.findings:
         path, line = _location(finding)
-        place = f"file={_property(path)},line={line}," if path else ""
+        location = f"file={_property(path)},line={line}," if path else ""
         text = f"{finding.text}\nfix: {finding.fix}" if finding.fix else finding.text
         title = _property(f"{finding.level} {finding.rule}")
-        lines.append(f"::{_GITHUB[finding.level]} {place}title={title}::{_data(text)}")
+        lines.append(f"::{_GITHUB[finding.level]} {location}title={title}::{_data(text)}")
     return lines
 
 
@@ -65,8 +65,8 @@ def _result(finding: Finding, index: int) -> dict[str, Any]:
     path, line = _location(finding)
     if path:
         uri = Path(path).as_posix() if not Path(path).is_absolute() else Path(path).as_uri()
-        place = {"artifactLocation": {"uri": uri}, "region": {"startLine": line}}
-        result["locations"] = [{"physicalLocation": place}]
+        physical_location = {"artifactLocation": {"uri": uri}, "region": {"startLine": line}}
+        result["locations"] = [{"physicalLocation": physical_location}]
     return result
 
 

@@ -152,7 +152,34 @@ class ScriptHost:
         }
         start = time.monotonic()
         answer = self._ask(settings)
-        return read_recording(folder, ranks, answer["trouble"], answer["traceback"], time.monotonic() - start)
+        return read_recording(folder, ranks, answer["trouble"], answer["traceback"], time.monotonic() - start, float64)
+
+    def run_in_float64(
+        self,
+        ranks: int,
+        *,
+        words: Sequence[str],
+        updates: int,
+        seconds: float,
+        imposed: Imposed | None = None,
+    ) -> ScriptRecording:
+        """Run the script in float64, and in its own precision if it fails in float64; all updates are detailed.
+
+        A script that does not end within the timeout is not run again.
+        """
+        for float64 in (True, False):
+            recording = self.run(
+                ranks,
+                words=words,
+                imposed=imposed,
+                float64=float64,
+                updates=updates,
+                detailed=updates,
+                seconds=seconds,
+            )
+            if not recording.trouble or recording.trouble.startswith("no end"):
+                break
+        return recording
 
     def _ask(self, settings: dict[str, Any]) -> dict[str, str]:
         try:

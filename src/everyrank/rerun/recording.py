@@ -104,6 +104,7 @@ class ScriptRecording:
 
     trouble    "" or one line: why the run did not end as it should
     traceback  of the first rank that failed
+    float64    whether the script ran in float64, not in its own precision
     folder     where the recorded batches lie, for a run that they are imposed on
     """
 
@@ -112,6 +113,7 @@ class ScriptRecording:
     traceback: str
     seconds: float
     folder: Path
+    float64: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +154,9 @@ class Imposed:
     most_elements: int = 0
 
 
-def read_recording(folder: Path, ranks: int, trouble: str, traceback: str, seconds: float) -> ScriptRecording:
+def read_recording(
+    folder: Path, ranks: int, trouble: str, traceback: str, seconds: float, float64: bool
+) -> ScriptRecording:
     """Read what the ranks wrote. A rank that wrote nothing has an empty recording."""
     import torch
 
@@ -176,4 +180,4 @@ def read_recording(folder: Path, ranks: int, trouble: str, traceback: str, secon
                 content["facts"],
             )
         )
-    return ScriptRecording(tuple(read), trouble, traceback, seconds, folder)
+    return ScriptRecording(tuple(read), trouble, traceback, seconds, folder, float64)

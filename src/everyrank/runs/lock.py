@@ -99,7 +99,7 @@ def _take(path: Path, job: str) -> int:
                 continue
             if holder is None or is_same_job or holder in silent or holder.space == pid_namespace():
                 if _is_here(file, path):  # otherwise its holder has just ended and removed it
-                    _write(file, _myself(job))
+                    _write(file, _this_process(job))
                     locked_file, file = file, -1
                     return locked_file
                 continue
@@ -163,7 +163,7 @@ def _time_of(path: Path) -> int | None:
     return None
 
 
-def _myself(job: str = "") -> _Holder:
+def _this_process(job: str = "") -> _Holder:
     started = psutil.Process().create_time()
     return _Holder(host_name(), pid_namespace(), os.getpid(), started, f"{datetime.now():%Y-%m-%d %H:%M:%S}", job)
 

@@ -161,14 +161,14 @@ def _check_sum(text: bytes, schema: int) -> None:
     if schema == 1 and not mark:
         return
     if end != _end(body):
-        raise ValueError("it is not what was saved (its CRC differs)")
+        raise ValueError("it was changed after it was saved (its CRC differs)")
 
 
 def _check_name(path: Path, step: int) -> None:
     """Raise `ValueError` if the folder has the name of a different step."""
     match = NAME.fullmatch(path.name)
     if match is not None and int(match[1]) != step:
-        raise ValueError(f"it says step {step}, the folder {int(match[1])}")
+        raise ValueError(f"it is of step {step}, but the name of the folder is that of step {int(match[1])}")
 
 
 def check_metadata(metadata: CheckpointMetadata) -> None:
@@ -186,9 +186,9 @@ def check_metadata(metadata: CheckpointMetadata) -> None:
     ):
         raise ValueError(f"place is {metadata.place}")
     if not all(isinstance(value, int | float) for value in metadata.metrics.values()):
-        raise TypeError("a metric is no number")
+        raise TypeError("a metric is not a number")
     if not all(isinstance(value, str) for value in (*metadata.aliases.values(), *metadata.versions.values())):
-        raise TypeError("an alias or a version is no text")
+        raise TypeError("an alias or a version is not text")
     # printed text must not contain control sequences
     texts = [metadata.workload, metadata.layout, metadata.best_by, metadata.time, metadata.data_checksum or ""]
     texts += [text for pair in (metadata.aliases | metadata.versions).items() for text in pair]
@@ -227,7 +227,7 @@ def damage(checkpoint: Checkpoint, names: list[str] | None = None, deep: bool = 
             if num_bytes != size:
                 return f"{name} has {num_bytes:,} of its {size:,} bytes"
             if deep and crc_of(path) != crc:
-                return f"{name} is not what was saved (its CRC differs)"
+                return f"{name} was changed after it was saved (its CRC differs)"
         except OSError as error:
             return f"{name}: {error.strerror}"
     return None

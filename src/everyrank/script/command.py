@@ -18,7 +18,7 @@ __all__ = ["UserScript", "read_command"]
 
 @dataclass(frozen=True)
 class UserScript:
-    """What Python would be given: a script, or a module (`-m`), and its arguments.
+    """A script, or a module (`-m`), and its arguments, as they stand after `python`.
 
     name        path of the script, or name of the module
     arguments   of the script
@@ -36,7 +36,7 @@ class UserScript:
 
     @property
     def words(self) -> list[str]:
-        """The words after `python`."""
+        """The arguments after `python`."""
         return [*(["-m"] if self.is_module else []), self.name, *self.arguments]
 
     def run(self) -> None:
@@ -60,12 +60,12 @@ class UserScript:
 
 
 def read_command(words: Sequence[str]) -> UserScript:
-    """The command in the words that would follow `python`.
+    """Read a command from the arguments that would follow `python`.
 
     >>> read_command(["-m", "json.tool", "--help"])
     UserScript(name='json.tool', arguments=('--help',), is_module=True)
 
-    Raises `UsageError` for a file that does not exist, is no Python, or has a syntax error, and for an unknown module.
+    Raises `UsageError` for a file that does not exist, is not Python, or has a syntax error, and for an unknown module.
     """
     if not words or words == ["-m"]:
         raise UsageError("no script was given; type everyrank launch train.py, with its own arguments after it")
@@ -85,7 +85,7 @@ def read_command(words: Sequence[str]) -> UserScript:
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}; give a Python script, or -m and a module") from None
     except (ValueError, RecursionError, MemoryError) as error:  # a null byte, or too many parentheses
-        raise UsageError(f"{path}: it is no Python script ({type(error).__name__}: {error})") from None
+        raise UsageError(f"{path}: it is not a Python script ({type(error).__name__}: {error})") from None
     return UserScript(words[0], tuple(words[1:]))
 
 

@@ -58,7 +58,7 @@ def _check_status(error: SystemExit) -> None:
     if not isinstance(error.code, int):
         print(error.code, file=sys.stderr)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_own(frame.filename)]
-    place = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno} in {frames[-1].name}: " if frames else ""  # noqa: PTH119
+    location = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno} in {frames[-1].name}: " if frames else ""  # noqa: PTH119
     status = error.code if isinstance(error.code, int) else 1
-    said = "" if isinstance(error.code, int) else f": {error.code}"
-    raise RankFailedError(f"{place}exited with status {status}{said}") from error
+    detail = "" if isinstance(error.code, int) else f": {error.code}"
+    raise RankFailedError(f"{location}exited with status {status}{detail}") from error

@@ -20,7 +20,7 @@ from everyrank.record import Record
 from everyrank.runs import checkpoint_named
 from everyrank.strategies import Prepared
 
-__all__ = ["Display", "announce", "format_metrics", "how_it_ended"]
+__all__ = ["Display", "announce", "format_metrics", "summary_line"]
 
 
 class Display:
@@ -43,7 +43,7 @@ class Display:
 
     def begin(self, name: str, total: int | None, done: int) -> None:
         """Show a progress bar of `total` updates (None: unknown), of which `done` are done."""
-        with self._shown():
+        with self._without_broken_pipe():
             self.task = self.progress.add_task(name, total=total, completed=done, loss="", speed="")
             self.progress.start()
 
@@ -51,21 +51,21 @@ class Display:
         """Move the bar."""
         if self.task is not None:
             speed = f"{samples_per_second:,.0f} samples/s" if samples_per_second else ""
-            with self._shown():
+            with self._without_broken_pipe():
                 self.progress.update(self.task, completed=done, loss=f"loss {loss:.4f}", speed=speed)
 
     def line(self, text: str) -> None:
         """Print a line above the bar."""
-        with self._shown():
+        with self._without_broken_pipe():
             self.console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
 
     def end(self) -> None:
         """Remove the bar."""
-        with self._shown():
+        with self._without_broken_pipe():
             self.progress.stop()
 
     @contextlib.contextmanager
-    def _shown(self) -> Generator[None]:
+    def _without_broken_pipe(self) -> Generator[None]:
         try:
             yield
         except (OSError, SystemExit) as error:  # rich raises SystemExit if the pipe is closed
@@ -99,23 +99,23 @@ def announce(
     hosts = list(dict.fromkeys(world.hosts))
     if len(hosts) > 1:
         display.line(f"{ranks} on {', '.join(hosts)} · {' · '.join(world.choices.values())}")
-    elif has_driver() and not world.choices["device"].endswith("asked for"):
+    elif has_driver() and not world.choices["device"].endswith("requested"):
         display.line(world.choices["device"])  # so that a job without its GPU is noticed early
     if start_step:
         of_all = f" of {end}" if end is not None else ""
         display.line(f"resuming after update {start_step}{of_all}, from {options.resume}")
         if options.resume is not None and checkpoint_named(options.resume).metadata.schema == 1:
-            display.line("an older everyrank saved it: whether a bit of its about.json has changed is not known")
+            display.line("an older everyrank saved it: its about.json has no checksum, so damage is not detected")
     parts = prepared.mesh.data_slice.count
     if changes_size and parts and workload.global_batch % parts:
         display.line(
-            f"{workload.global_batch} samples of an update over {parts} ranks: some read one more than others; each "
-            "sample counts the same"
+            f"{workload.global_batch} samples of an update over {parts} ranks: some ranks read one more than others, "
+            "and each sample has the same weight"
         )
     display.begin(f"{workload.name} · {prepared.layout} · {ranks}", end, start_step)
 
 
-def how_it_ended(record: Record, start_step: int) -> str:
+def summary_line(record: Record, start_step: int) -> str:
     """Return the summary line: updates, loss, speed, metrics and device."""
     speed = record.throughput_samples_per_second
     parts: list[str] = []

@@ -49,7 +49,7 @@ class Guard:
     def __init__(self, prepared: Prepared, how: str, every: int, start_step: int) -> None:
         self.prepared, self.how, self.every = prepared, how, every
         self.equal_after, self.compared_at = start_step, -1
-        self.said = ""
+        self.last_difference = ""
         self.plain = _replicated_names(prepared)
         keys: list[int] = self._table(dict(self._kinds()))[:, :, 0].flatten().tolist()
         self.compares = any(count > 1 for key, count in collections.Counter(keys).items() if key)
@@ -74,12 +74,12 @@ class Guard:
         difference = self._difference(kinds)
         line = (
             f"after update {done}: {difference}; all replicas were equal after update {self.equal_after}: "
-            f"what changed them happened in the updates {self.equal_after + 1} to {done}"
+            f"one of the updates {self.equal_after + 1} to {done} changed them"
         )
         if self.how == "stop":
-            raise DivergedError(f"{line}; nothing of it was saved: go on from the last checkpoint with --resume")
-        is_new, self.said = difference != self.said, difference
-        return f"{line}; the training goes on (--guard warn)" if is_new else ""
+            raise DivergedError(f"{line}; this state was not saved; continue from the last checkpoint with --resume")
+        is_new, self.last_difference = difference != self.last_difference, difference
+        return f"{line}; the training continues (--guard warn)" if is_new else ""
 
     def _kinds(self) -> Iterator[tuple[tuple[object, ...], dict[str, Tensor]]]:
         """Yield (key, tensors by name). Ranks with the same key have to hold equal tensors."""

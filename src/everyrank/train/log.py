@@ -42,7 +42,7 @@ def _kept_rows(run: Path, before: int) -> tuple[list[dict[str, Any]], list[str]]
         rows = [_row(line) for line in lines]
         if None in rows[:-1]:
             damaged.append(name)
-        earlier_rows += [row for row in rows if row and _belongs(row, before)]
+        earlier_rows += [row for row in rows if row and _is_before(row, before)]
     return earlier_rows, damaged
 
 
@@ -63,7 +63,7 @@ def _row(line: str) -> dict[str, Any] | None:
     return row if is_one else None
 
 
-def _belongs(row: Mapping[str, Any], before: int) -> bool:
+def _is_before(row: Mapping[str, Any], before: int) -> bool:
     """Return whether a row is from before update `before`. Updates count from 0, events by the updates done."""
     return row["step"] < before if "loss" in row else row["step"] <= before
 

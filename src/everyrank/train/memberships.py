@@ -46,16 +46,16 @@ class Memberships:
         # this start resumes after `start_step` updates; the log still has the rows of the previous start
         self.path, self.say = run / MEMBERSHIPS, say
         self.starts = _read(self.path)
-        is_over, logged, last = _logged(run / "log.jsonl")
+        is_over, logged, last = _read_log(run / "log.jsonl")
         before = self.starts[-1] if self.starts and not is_over else None
         if before is not None:
-            last = max(filter(None, (last, _went_on_at(before))), default=before.membership.started)
+            last = max(filter(None, (last, _resumed_at(before))), default=before.membership.started)
         hosts = list(dict.fromkeys(world.hosts))
         repeated = max(0, logged - start_step) if not is_over else 0
         membership = Membership(time.time(), world.size, hosts, start_step, repeated)
         self.starts.append(_Start(membership, last if before is not None else None))
-        self.had = before.membership if before is not None else None
-        self.is_waiting = True  # for the first update
+        self.previous = before.membership if before is not None else None
+        self.is_waiting = True  # until the first update is done
         self._write()
 
     @property
@@ -76,7 +76,7 @@ class Memberships:
             start, membership=dataclasses.replace(start.membership, lost_seconds=lost)
         )
         self._write()
-        self.say(_line(self.starts[-1].membership, self.had))
+        self.say(_line(self.starts[-1].membership, self.previous))
 
     def _write(self) -> None:
         """Replace the file atomically. A file that cannot be written does not stop the training."""
@@ -89,7 +89,7 @@ class Memberships:
             partial.replace(self.path)
 
 
-def _went_on_at(start: _Start) -> float | None:
+def _resumed_at(start: _Start) -> float | None:
     """Return when a start did its first update, or if it did none, when the previous start did its last."""
     if start.since is None or start.membership.lost_seconds is None:
         return start.since
@@ -99,11 +99,12 @@ def _went_on_at(start: _Start) -> float | None:
 def _line(now: Membership, before: Membership | None) -> str:
     ranks = f"{now.world_size} rank{'s' * (now.world_size != 1)}"
     hosts = ", ".join(now.hosts) if len(now.hosts) <= _MOST_HOSTS else f"{len(now.hosts)} hosts"
-    was = f" ({before.world_size} before)" if before is not None and before.world_size != now.world_size else ""
-    repeated = f"{now.repeated_updates} update{'s' * (now.repeated_updates != 1)} repeated"
-    return (
-        f"{ranks} on {hosts}{was}: going on after update {now.first_update}, {repeated}, {now.lost_seconds:,.0f} s lost"
+    number_before = (
+        f" ({before.world_size} before)" if before is not None and before.world_size != now.world_size else ""
     )
+    repeated = f"{now.repeated_updates} update{'s' * (now.repeated_updates != 1)} repeated"
+    resumed = f"resumed after update {now.first_update}, {repeated}, {now.lost_seconds:,.0f} s lost"
+    return f"{ranks} on {hosts}{number_before}: {resumed}"
 
 
 def _lines(path: Path) -> list[Any]:
@@ -117,7 +118,7 @@ def _lines(path: Path) -> list[Any]:
 
 
 def _read(path: Path) -> list[_Start]:
-    """Return the earlier starts. Rows of another form are skipped, because the folder may be foreign."""
+    """Return the earlier starts. Rows with other fields are skipped, because the folder may be foreign."""
     starts = [_start(row) for row in _lines(path)]
     return [start for start in starts if start is not None]
 
@@ -127,9 +128,11 @@ def _start(row: Any) -> _Start | None:
         return None
     fields: dict[str, Any] = {field.name: row.get(field.name) for field in dataclasses.fields(Membership)}
     numbers = [fields["started"], fields["world_size"], fields["first_update"], fields["repeated_updates"]]
-    maybe = [value for value in (fields["lost_seconds"], row.get("since")) if value is not None]
+    optional_numbers = [value for value in (fields["lost_seconds"], row.get("since")) if value is not None]
     hosts = fields["hosts"]
-    if not all(_is_number(value) for value in [*numbers, *maybe]) or not all(isinstance(n, int) for n in numbers[1:]):
+    if not all(_is_number(value) for value in [*numbers, *optional_numbers]) or not all(
+        isinstance(n, int) for n in numbers[1:]
+    ):
         return None
     if not isinstance(hosts, list) or not all(isinstance(host, str) for host in hosts):
         return None
@@ -140,7 +143,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
 
 
-def _logged(path: Path) -> tuple[bool, int, float | None]:
+def _read_log(path: Path) -> tuple[bool, int, float | None]:
     """Return whether the log shows a finished training, the number of updates in it, and the time of the last."""
     updates, last, is_over = 0, None, False
     for row in _lines(path):

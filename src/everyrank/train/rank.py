@@ -32,7 +32,7 @@ from everyrank.runs import (
     set_aside_newer,
 )
 from everyrank.strategies import Prepared, prepare
-from everyrank.train.display import Display, announce, how_it_ended
+from everyrank.train.display import Display, announce, summary_line
 from everyrank.train.job import TrainingJob, evaluate_job, make_metadata
 from everyrank.train.training import Training
 from everyrank.workload import Source, Workload, changed, load
@@ -98,7 +98,7 @@ def train_rank(
             provenance=provenance(workload, train_data, world, options.command) | _origin(options, start_step),
             **results,
         )
-        display.line(how_it_ended(record, start_step))
+        display.line(summary_line(record, start_step))
         return record
 
 

@@ -104,35 +104,35 @@ class Saving:
         try:
             earlier = self.saver.save(done, metrics)
             if earlier is not None:
-                self.display.line(f"{self.saver.why_not_saved(earlier)}; the training goes on")
+                self.display.line(f"{self.saver.why_not_saved(earlier)}; the training continues")
         except SaveError as error:
             if is_last:
                 raise EveryrankError(self.saver.why_not_saved(error)) from error
-            self.display.line(f"{self.saver.why_not_saved(error)}; the training goes on")
+            self.display.line(f"{self.saver.why_not_saved(error)}; the training continues")
         else:
             if self.log is not None:
                 self.log.event({"step": done, "checkpoint": True, "stall_seconds": self.saver.stalls[-1]})
         if is_last:
-            self.saver.finish_or_say()
+            self.saver.finish_or_report()
 
     def stopped(self, done: int, metrics: dict[str, float]) -> None:
         """Save and end after a stop signal. Raises `StoppedError`, or `EveryrankError` if the save failed."""
         self.display.end()
-        text = f"stopped after update {done} of {self.updates.end or '?'}, as a signal asked"
+        text = f"stopped after update {done} of {self.updates.end or '?'}, after a stop signal"
         if self.saver is None:
             raise StoppedError(f"{text}; nothing was saved")
         failure = ""
         try:
             if self.saver.last_saved != done:
                 self.save(done, metrics, is_last=True)
-            self.saver.finish_or_say()
+            self.saver.finish_or_report()
         except EveryrankError as error:
             failure = str(error)
         # only rank 0 knows whether the whole checkpoint is on disk
         failure = from_rank_0(self.prepared.world, "stopped", lambda: failure)
         if failure:
             raise EveryrankError(f"{text}; {failure}")
-        raise StoppedError(f"{text}; saved in {self.saver.run}; go on with --out {self.saver.run} --resume")
+        raise StoppedError(f"{text}; saved in {self.saver.run}; resume with --out {self.saver.run} --resume")
 
 
 def is_every(every: int | None, done: int, updates: Updates) -> bool:

@@ -74,7 +74,7 @@ class StragglerWatch:
         latest = find_latest([row["calls"] for row in rows])
         return self._named(latest, [row["usage"] for row in rows])
 
-    def look_and_tell(self, done: int, display: Display, log: Log | None) -> None:
+    def report_if_slow(self, done: int, display: Display, log: Log | None) -> None:
         """Compare, print a straggler and write it to the log. A collective."""
         slow = self.look()
         if slow is not None:

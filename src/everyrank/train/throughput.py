@@ -66,12 +66,12 @@ class ThroughputMeter:
     def throughput(self, end: int) -> Interval | None:
         """Return samples per second of the whole run, which ended after update `end` - 1."""
         speed = self.speed(end)
-        return _once(speed) if speed else None
+        return _one_trial(speed) if speed else None
 
     def step_seconds(self, end: int) -> Interval | None:
         """Return the seconds of an update."""
-        return _once(self.seconds / (end - self.start_step - 1)) if self.throughput(end) else None
+        return _one_trial(self.seconds / (end - self.start_step - 1)) if self.throughput(end) else None
 
 
-def _once(value: float) -> Interval:
+def _one_trial(value: float) -> Interval:
     return Interval(value, value, value, trials=1)

@@ -75,7 +75,7 @@ class Training:
             )
         earlier, self.log = open_log(self.prepared, options, updates.start_step, display)
         earlier = [row for row in earlier if "loss" in row]
-        if len(earlier) != updates.start_step:  # the log is not there, or not whole
+        if len(earlier) != updates.start_step:  # the log is missing or incomplete
             earlier = []
         self.losses: list[float] = [row["loss"] for row in earlier]
         self.watch = StragglerWatch(job.prepared.mesh)
@@ -83,8 +83,12 @@ class Training:
         self.evaluated_at, self.best, self.warned = -1, _best_before(options, metadata), False
         self.stop_requested = False  # until all replicas are equal: see `Prepared.averaging`
         self.saving = Saving(self.saver, self.prepared, updates, options, display, self.log)
-        now = [row for row in earlier if row["epoch"] == self.epoch]
-        self.in_epoch = [float(sum(row["loss"] * row["terms"] for row in now)), float(sum(row["terms"] for row in now))]
+        rows_of_epoch = [row for row in earlier if row["epoch"] == self.epoch]
+        total, count = (
+            sum(row["loss"] * row["terms"] for row in rows_of_epoch),
+            sum(row["terms"] for row in rows_of_epoch),
+        )
+        self.in_epoch = [float(total), float(count)]  # (sum, count) of the losses of the current epoch
 
     def run(self) -> dict[str, Any]:
         """Train to the end, with the evaluations and checkpoints that are due. Returns fields of a Record.
@@ -97,7 +101,7 @@ class Training:
         try:
             with resource_log(_resource_file(self.options, world), host_name(), is_resumed=start_step > 0):
                 if not self.updates.is_over:
-                    self._update(self.updates, start_step)
+                    self._run_updates(self.updates, start_step)
                 metrics = self._finish(self.done)
         finally:
             self.display.end()
@@ -121,7 +125,7 @@ class Training:
             "metrics": metrics,
         }
 
-    def _update(self, updates: Updates, start_step: int) -> None:
+    def _run_updates(self, updates: Updates, start_step: int) -> None:
         shares = self._shares(updates, start_step)
         waiting: list[DoneUpdate] = []
         sync_every = 1
@@ -157,7 +161,7 @@ class Training:
             if waiting:
                 self._sync_losses(waiting)  # the error is raised on all ranks; log the finite losses before it
             if self.saver is not None:
-                self.saver.finish_or_say()  # complete the checkpoint that is being written
+                self.saver.finish_or_report()  # complete the checkpoint that is being written
             raise
 
     def _shares(self, updates: Updates, start_step: int) -> Iterator[Tensor]:
@@ -186,14 +190,14 @@ class Training:
         save_every = self.saving.suggest(self.meter.seconds / max(1, self.done - 1 - self.meter.start_step))
         local_note = updates_until_sync + _RADIX * (self.watch.is_due() + 2 * save_every)
         world = self.prepared.world
-        rows, (num_asked, note) = add_up(
+        rows, (num_stop_requests, note) = sum_losses(
             waiting, (self.stop.asked is not None, local_note if world.rank == 0 else 0), world
         )
         note, updates_until_sync = divmod(int(note), _RADIX)
         save_every, is_due = divmod(note, 2)
         self.saving.agree(save_every)
         if is_due:
-            self.watch.look_and_tell(waiting[-1].update.step + 1, self.display, self.log)
+            self.watch.report_if_slow(waiting[-1].update.step + 1, self.display, self.log)
         synced = list(waiting)
         waiting.clear()
         for done, (total, count) in zip(synced, rows, strict=True):
@@ -202,8 +206,8 @@ class Training:
             self.log.flush()
             if self.log.trouble and not self.warned:
                 self.warned = True
-                self.display.line(f"the log cannot be written ({self.log.trouble}); the training goes on")
-        return num_asked > 0, updates_until_sync
+                self.display.line(f"the log cannot be written ({self.log.trouble}); the training continues")
+        return num_stop_requests > 0, updates_until_sync
 
     def _record_loss(self, done: DoneUpdate, total: float, count: float) -> None:
         update = done.update
@@ -308,7 +312,7 @@ class Training:
             if is_due and self.prepared.trainable.follows_evaluation:
                 self.saving.save(end, self._metrics(end), is_last=True)
             elif self.saver is not None:
-                self.saver.finish_or_say()
+                self.saver.finish_or_report()
         if self.log is not None:
             self.log.final(self.metrics)
         return self.metrics
@@ -349,7 +353,7 @@ class DoneUpdate(NamedTuple):
     rate: float
 
 
-def add_up(
+def sum_losses(
     waiting: Sequence[DoneUpdate], notes: tuple[float, float], world: World
 ) -> tuple[list[tuple[float, float]], tuple[float, float]]:
     """Return (sum, count) of each update over all ranks, and the sums of the notes of all ranks. One collective.
@@ -358,5 +362,5 @@ def add_up(
     """
     shares = [done.share for done in waiting]
     local_notes = torch.tensor([notes], dtype=torch.float64, device=shares[0].device)
-    *rows, told = sum_over_ranks(torch.cat([torch.stack(shares), local_notes]), world).tolist()
-    return rows, told
+    *rows, summed_notes = sum_over_ranks(torch.cat([torch.stack(shares), local_notes]), world).tolist()
+    return rows, summed_notes

@@ -74,7 +74,7 @@ def load(workload_or_source: Source | Workload) -> Workload:
         raise UsageError(f"--batch {source.batch}: give at least 1 sample")
     if source.batch is None and source.lr_rule != "none":
         raise UsageError(f"--lr-rule {source.lr_rule}: it sets how the learning rate follows --batch N; add --batch N")
-    workload = _made(dataclasses.replace(source, settings={**source.settings, **settings}))
+    workload = _build(dataclasses.replace(source, settings={**source.settings, **settings}))
     if source.batch is not None:
         before = source.settings.get("batch", takes["batch"]) if "batch" in takes else workload.global_batch
         workload = with_batch(workload, before, source.batch, source.lr_rule)
@@ -86,7 +86,7 @@ def load(workload_or_source: Source | Workload) -> Workload:
     return workload
 
 
-def _made(source: Source) -> Workload:
+def _build(source: Source) -> Workload:
     """Find the workload of a source and apply its settings."""
     value, where = _find(source.place)
     if callable(value) and not isinstance(value, Workload):
@@ -113,7 +113,7 @@ def _parameters(function: object) -> dict[str, Any]:
         return {}
     try:
         return {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
-    except (ValueError, TypeError):  # a class of C, which has no signature
+    except (ValueError, TypeError):  # a class written in C, which has no signature
         return {}
 
 
@@ -209,7 +209,7 @@ def _check_settings(function: Callable[..., object], source: Source, where: str)
     """Raise `UsageError` for a setting that the function does not take or that has the wrong type."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (ValueError, TypeError):  # a class of C, which has no signature
+    except (ValueError, TypeError):  # a class written in C, which has no signature
         return
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return
@@ -233,7 +233,7 @@ _TYPES: dict[object, tuple[type, ...]] = {"float": (int, float), "int": (int,), 
 
 
 def parse_settings(assignments: Sequence[str]) -> dict[str, Any]:
-    """`["lr=0.05", "norm=group"]` -> `{"lr": 0.05, "norm": "group"}`; Python literals where they read as such."""
+    """`["lr=0.05", "norm=group"]` -> `{"lr": 0.05, "norm": "group"}`; a value that is no Python literal is text."""
     settings: dict[str, Any] = {}
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
@@ -243,7 +243,7 @@ def parse_settings(assignments: Sequence[str]) -> dict[str, Any]:
             settings[key] = ast.literal_eval(text)
         except (RecursionError, MemoryError):
             raise UsageError(
-                f"--set {key}: {len(text):,} characters with more in each other than Python reads; give a plain value"
+                f"--set {key}: {len(text):,} characters, nested too deeply for Python to read; give a plain value"
             ) from None
         except (ValueError, SyntaxError):
             settings[key] = {"true": True, "false": False, "none": None}.get(text.lower(), text)

@@ -49,7 +49,7 @@ def all_gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
 def broadcast_value(rank: int, value: Any, world: World) -> Any:
     """Return the `value` of `rank` on all ranks, on CPU: tensors in dicts, lists and tuples, and JSON values.
 
-    A collective; `value` is ignored on the other ranks. Raises `TypeError` for a value of another type.
+    A collective; `value` is ignored on the other ranks. Raises `TypeError` for a value of a different type.
     """
     tensors: list[Tensor] = []
     packed = _packed(value, tensors) if world.rank == rank else None

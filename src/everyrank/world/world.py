@@ -18,12 +18,12 @@ from everyrank.errors import CannotRunError, UsageError
 
 __all__ = [
     "World",
-    "cards_here",
     "choose_backend",
     "choose_device",
     "choose_threads",
     "describe_device",
     "device_name",
+    "gpus_of_host",
     "let_nccl_share",
     "single_process_world",
     "use_threads",
@@ -154,7 +154,7 @@ def choose_device(requested: str | None, num_cuda: int) -> str:
     return requested or ("cuda" if num_cuda else "cpu")
 
 
-def cards_here(world: World) -> list[str]:
+def gpus_of_host(world: World) -> list[str]:
     """Return the GPUs that the ranks of this host use, each as `0:3b:00` (PCI domain, bus, device)."""
     devices = zip(world.hosts, world.devices, strict=True)
     cards = {device.partition(" ")[2] for host, device in devices if host == world.hosts[world.rank]}
@@ -164,7 +164,7 @@ def cards_here(world: World) -> list[str]:
 def describe_device(requested: str | None, kind: str) -> str:
     """Return the type of device and why it was chosen."""
     if requested is not None:
-        return f"{kind}: asked for"
+        return f"{kind}: requested"
     if kind == "cuda":
         return "cuda: torch sees one"
     has_mps = torch.backends.mps.is_available()
@@ -195,13 +195,13 @@ def choose_backend(requested: str | None, device: str, local_size: int, num_cuda
     if device == "cpu":
         if requested == "nccl":
             raise UsageError("--backend nccl: it moves CUDA tensors only; use shm or gloo with --device cpu")
-        return (requested, "asked for") if requested else ("shm", "the tensors are on CPU, the ranks on one host")
+        return (requested, "requested") if requested else ("shm", "the tensors are on CPU, the ranks on one host")
     if requested in OWN_BACKENDS:
         raise UsageError(f"--backend {requested}: it moves CPU tensors only; use nccl or gloo with --device {device}")
     if local_size > num_cuda:
         why = f"{local_size} ranks share {num_cuda} CUDA device{'s' * (num_cuda != 1)}"
-        return ("nccl", f"asked for; {why}, which is slow") if requested == "nccl" else ("gloo", why)
-    return (requested, "asked for") if requested else ("nccl", "one CUDA device for each rank")
+        return ("nccl", f"requested; {why}, which is slow") if requested == "nccl" else ("gloo", why)
+    return (requested, "requested") if requested else ("nccl", "one CUDA device for each rank")
 
 
 def let_nccl_share(rank: int) -> None:
@@ -216,7 +216,7 @@ def choose_threads(requested: int | None, cores: int, local_size: int) -> tuple[
     """Return the CPU threads of a rank, those of rank 0 while the others wait, and the reason."""
     if requested is not None:
         threads = min(requested, cores)
-        return threads, threads, f"{threads} in each process: asked for in the environment"
+        return threads, threads, f"{threads} in each process: set in the environment"
     threads = max(1, cores // local_size)
     cores_text = f"{cores} core{'s' * (cores != 1)}"
     if local_size == 1:

@@ -1,4 +1,4 @@
-"""The memory of a group laid out, and the group that torch sees."""
+"""Lays out the shared memory of a group, and makes its process group for torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["buffer_and_entry_bytes", "make_shm_group"]
 
 _BUFFER_BYTES = 2**21
 _ENTRY_BYTES = 2**18
-_FEW_RANKS = 16  # of more ranks each has less, so that the address space of a group stays below a gigabyte
+_FEW_RANKS = 16  # with more ranks, each buffer is smaller, so that the address space of a group stays below a gigabyte
 _PAGE = 4096
 
 
@@ -32,20 +32,20 @@ def make_shm_group(
 ) -> PythonGroup:
     """A process group over shared memory. A collective of its ranks; `ranks` are their numbers among all ranks.
 
-    Raises `CannotRunError` where they share none, and `RankFailedError` naming who does not come. The memory is taken
-    from the machine page by page, when it is first written.
+    Raises `CannotRunError` if the ranks cannot share memory, and `RankFailedError` naming the ranks that do not arrive.
+    The system provides each page of the memory when it is first written.
     """
     buffer, entry = buffer_and_entry_bytes(size)
     num_words = LINE * size + words_of_rings(size)
-    first_slot = -(-num_words * 8 // _PAGE) * _PAGE
-    first_cell = first_slot + 2 * size * buffer
-    total = first_cell + size * size * NUM_ENTRIES * entry
+    buffers_start = -(-num_words * 8 // _PAGE) * _PAGE
+    entries_start = buffers_start + 2 * size * buffer
+    total = entries_start + size * size * NUM_ENTRIES * entry
     seconds = timeout.total_seconds()
     memory, peers = map_shared(store, rank, size, ranks, total, seconds)
-    words = memoryview(memory)[:first_slot].cast("q")
+    words = memoryview(memory)[:buffers_start].cast("q")
     content = torch.frombuffer(memory, dtype=torch.uint8)
-    buffers = content[first_slot:first_cell].view(2, size, buffer)
-    entries = content[first_cell:].view(size * size, NUM_ENTRIES, entry)
+    buffers = content[buffers_start:entries_start].view(2, size, buffer)
+    entries = content[entries_start:].view(size * size, NUM_ENTRIES, entry)
 
     collectives = SharedBuffers(rank, size, ranks, words, 0, [list(row) for row in buffers])
 
@@ -75,12 +75,12 @@ def make_shm_group(
 
 
 def buffer_and_entry_bytes(size: int) -> tuple[int, int]:
-    """Bytes of a buffer and of a ring entry in a group of so many ranks, both whole pages, so that any dtype fits.
+    """Bytes of a buffer, and of a ring entry, in a group of `size` ranks: whole pages, so that any dtype fits.
 
     Raises `CannotRunError` for more ranks than a buffer has room for.
     """
-    share = max(1, size // _FEW_RANKS)
-    buffer, entry = _BUFFER_BYTES // share // _PAGE * _PAGE, max(_PAGE, _ENTRY_BYTES // share**2 // _PAGE * _PAGE)
-    if buffer < 128 * size:  # all_to_all: how long each part is, and 64 bytes of it
+    divisor = max(1, size // _FEW_RANKS)
+    buffer, entry = _BUFFER_BYTES // divisor // _PAGE * _PAGE, max(_PAGE, _ENTRY_BYTES // divisor**2 // _PAGE * _PAGE)
+    if buffer < 128 * size:  # all_to_all sends the length of each part, then at least 64 bytes of it at a time
         raise CannotRunError(f"--backend shm: {size} ranks in a group are too many; use --backend gloo")
     return buffer, entry

@@ -7,7 +7,7 @@ Holds     parameters, gradients and optimizer state in full; activations only fo
 Travels   per micro-batch and attention, with N ranks: forward N-1 times keys and values to the next rank, backward N-1
           times keys and values and N times their gradients (method=ring); or four all-to-alls forward and four
           backward (method=ulysses: query, key, value, output). Per update one all-reduce of the gradients, in buckets,
-          overlapped with backward; with (sum, count) of the loss as two more elements
+          overlapped with backward; and the loss's (sum, count) as two more elements
 Use when  the activations of long sequences do not fit on one device
 Exact     yes, if positions are a part of the input and only attention combines different positions
 Source    Liu, Zaharia and Abbeel 2023 (ring); Jacobs et al. 2023 (Ulysses); Brandon et al. 2023 (head and tail)

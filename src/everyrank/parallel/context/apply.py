@@ -245,7 +245,7 @@ def apply_context_parallel(
         return None
     if workload.sequence_dim is None:
         raise UnsupportedLayoutError(
-            f"workload {workload.name} has no sequence_dim, which says which dimension of the input is the sequence; "
+            f"workload {workload.name} has no sequence_dim, the dimension of the input that is the sequence; "
             "for tokens of shape (B, T) it is 1"
         )
     ranks = tuple(mesh.rank_at(context=index) for index in range(count))

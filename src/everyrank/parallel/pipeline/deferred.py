@@ -56,7 +56,7 @@ class _DeferWeightGrads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.linear and torch.is_grad_enabled():
-            values, weight, bias = _arguments(*args, **(kwargs or {}))
+            values, weight, bias = _linear_args(*args, **(kwargs or {}))
             # a DTensor has its own product; a fake tensor, which plan traces, is deferred as a plain one
             is_plain = isinstance(weight, nn.Parameter) and not is_traceable_wrapper_subclass(weight)
             if is_plain and weight.requires_grad:
@@ -64,7 +64,7 @@ class _DeferWeightGrads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _arguments(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:  # noqa: A002
+def _linear_args(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:  # noqa: A002
     return input, weight, bias
 
 

@@ -77,8 +77,8 @@ class _Simulation:
         """Do the action that can start first; among equals, the one that its rank prefers."""
         best: tuple[float, int, int, Action] | None = None
         for rank in range(self.ranks):
-            liked = _preferences(self.name, rank, self.counts[rank], self.micro_batches, self.ranks, self.chunks)
-            for preference, kind in enumerate(liked):
+            kinds = _preferences(self.name, rank, self.counts[rank], self.micro_batches, self.ranks, self.chunks)
+            for preference, kind in enumerate(kinds):
                 action = self._next(kind, rank)
                 started = self._earliest(action, rank) if action is not None else None
                 if (

@@ -35,14 +35,14 @@ def async_trainer(trainable: Trainable, link: ServerLink, compute: StepFunction)
         trainable.zero_grad()
         link.pull(asks=True)
         share = compute(batches)
-        link.push(share * make_own_update(trainable, share))
+        link.push(share * normalise_gradients(trainable, share))
         return share
 
     return update
 
 
-def make_own_update(trainable: Trainable, share: Tensor) -> bool:
-    """Normalise the gradients by the local number of loss terms and clip them; returns False if there are no terms.
+def normalise_gradients(trainable: Trainable, share: Tensor) -> bool:
+    """Normalise and clip the gradients by the trainer's own number of loss terms. Returns False if there are none.
 
     A loss that is NaN or infinite is not applied; the loop reports it on every rank.
     """
@@ -56,12 +56,13 @@ def make_own_update(trainable: Trainable, share: Tensor) -> bool:
 
 def async_server(trainable: Trainable, link: ServerLink, seed: int | None) -> StepFunction:
     """Serve each trainer's pull and push, in the order drawn from `seed`, or by arrival for None."""
-    numbers = itertools.count()
+    update_numbers = itertools.count()
 
     def update(_: Sequence[Batch]) -> Tensor:
         order: list[int | None] = [None] * (2 * len(link.trainers))
         if seed is not None:
-            order = [link.trainers[index] for index in order_of_trainers(seed, next(numbers), len(link.trainers))]
+            drawn = order_of_trainers(seed, next(update_numbers), len(link.trainers))
+            order = [link.trainers[index] for index in drawn]
         for expected in order:
             trainer, head = link.receive_head(expected)
             if head is None:
