@@ -254,6 +254,36 @@ def test_workers_evaluation_copies_and_schedules_are_named(host: tuple[ScriptHos
     assert [finding.rule for finding in found_in(host, MORE.replace(right, wrong), 48)] == [rule]
 
 
+LONG_EPOCHS = (
+    MORE.replace("return 96", "return 4096").replace("range(3)", "range(30)").replace("held[:, :3]", "held[:, 1:4]")
+)
+"""No whole epoch within the updates of a test."""
+
+
+def test_an_evaluation_after_a_long_epoch_is_silent(host: tuple[ScriptHost, Path]) -> None:
+    """It is reached by a second comparison with shortened epochs."""
+    findings = found_in(host, LONG_EPOCHS)
+    assert findings == []
+    assert findings.unchecked == []
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("    dist.all_reduce(total)\n", ""),
+        (
+            "    dist.all_reduce(total)\n",
+            "    total[0] *= 1 + total[0] / 500\n    dist.all_reduce(total)\n",
+        ),
+    ],
+)
+def test_an_evaluation_after_a_long_epoch_is_compared(host: tuple[ScriptHost, Path], right: str, wrong: str) -> None:
+    """Rank 0's own number, and one that is no sum over samples."""
+    assert right in LONG_EPOCHS
+    assert [finding.rule for finding in found_in(host, LONG_EPOCHS.replace(right, wrong))] == ["ranks.printed"]
+
+
 DRAWN = """
 import torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint

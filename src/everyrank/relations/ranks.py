@@ -20,9 +20,10 @@ from everyrank.relations.samples import samples_of_batch
 from everyrank.relations.schedule import is_stretched
 from everyrank.rerun import Printed, RankRecording, RecordedUpdate, ScriptRecording
 
-__all__ = ["comparable_updates", "judge_ranks"]
+__all__ = ["comparable_updates", "judge_evaluations", "judge_ranks", "misses_evaluation"]
 
 _BATCHES = 8  # whose samples tell whether all ranks read the same
+_EVALUATES = (".eval()", "inference_mode", "validat", "evaluat")  # in the text of a script
 _ANY_FACTOR = 1e-6  # a learning rate that is scaled by the ranks has one factor in all updates
 
 
@@ -87,6 +88,34 @@ def judge_ranks(
     if differs is None and alone is not None and not alone.trouble:
         _printed(case, alone.ranks[0], evaluated_alone, findings)
     return case.num_updates if differs is None else differs
+
+
+def judge_evaluations(
+    many: ScriptRecording,
+    one: ScriptRecording,
+    alone: ScriptRecording,
+    evaluated_alone: Callable[[], ScriptRecording],
+    findings: Findings,
+) -> None:
+    """Add printed numbers that differ, if the updates of both runs are equal.
+
+    The arguments are those of `judge_ranks`.
+    """
+    others = Findings()
+    if judge_ranks(many, one, alone, evaluated_alone, others):
+        findings.extend(finding for finding in others if finding.rule == "ranks.printed")
+    else:
+        for why in others.unchecked:
+            findings.not_checked(f"numbers of evaluations: {why}")
+
+
+def misses_evaluation(many: ScriptRecording, text: str) -> bool:
+    """Whether a run of a script with this text was ended before it came to an evaluation."""
+    rank = many.ranks[0]
+    if rank.facts.get("came_to_end") or _evaluates(rank) or not rank.batches:
+        return False
+    is_unread = any(number not in rank.facts.get("trained", []) for number in rank.facts.get("loader_places", {}))
+    return is_unread or any(word in text for word in _EVALUATES)
 
 
 def _case(many: ScriptRecording, one: ScriptRecording) -> _Case:
@@ -410,7 +439,7 @@ def _printed(
             if _item(case.many.ranks[0], shown, number, margin)[1]:
                 continue  # gradients are compared by themselves
             if _is_near(number, of_rank_0, margin):
-                is_asked = _has_evaluation(case) and not any(_key(line) in of_rank for of_rank in others)
+                is_asked = _evaluates(case.many.ranks[0]) and not any(_key(line) in of_rank for of_rank in others)
                 evaluated = evaluations().get(_key(line)) if is_asked else None
                 is_of_evaluation = (
                     evaluated is not None
@@ -483,8 +512,7 @@ def _is_rate(case: _Case, shown: Printed, number: float, margin: Any) -> bool:
     return any(rate and _is_near(number, rate, (margin[0], 1e-4)) for update in updates for rate in update.rates)
 
 
-def _has_evaluation(case: _Case) -> bool:
-    rank = case.many.ranks[0]
+def _evaluates(rank: RankRecording) -> bool:
     return any(key[0] not in rank.facts.get("trained", []) for key, _, _ in rank.batches)
 
 
