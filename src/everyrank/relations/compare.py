@@ -12,12 +12,13 @@ from everyrank.audit.finding import LEVELS, Finding, Findings, short_place
 from everyrank.audit.outside import rank_from_outside
 from everyrank.audit.script import find_script, own_text, starts_ranks_itself
 from everyrank.errors import EveryrankError
+from everyrank.relations.objects import judge_counters, judge_statistics
 from everyrank.relations.precision import judge_rounded_updates
 from everyrank.relations.ranks import judge_evaluations, judge_ranks, misses_evaluation
 from everyrank.relations.recompute import judge_recomputation
 from everyrank.relations.resume import ResumeCommand, judge_resume
 from everyrank.relations.same import judge_settings
-from everyrank.relations.samples import judge_samples
+from everyrank.relations.samples import judge_samples, judge_skipped_batches
 from everyrank.relations.schedule import has_schedule, judge_horizon
 from everyrank.relations.updates import judge_updates
 from everyrank.relations.workers import is_suspicious, judge_workers
@@ -47,6 +48,7 @@ _EXPLAINED_BY = {
     "data.shared-samples": ("data.",),
     "data.frozen-workers": ("data.", "random."),
     "data.repeat": ("data.",),
+    "data.untrained": ("data.",),
     "weights.not-stepped": ("weights.",),
     "recompute.state": ("replicas.buffers",),
     "schedule.horizon": ("schedule.",),
@@ -132,6 +134,8 @@ def judge_script(
     judge_rounded_updates(many.ranks[0], findings)
     judge_samples(many, findings)
     judge_updates(many.ranks[0], findings)
+    judge_skipped_batches(many.ranks[0], findings)
+    judge_counters(many.ranks[0], findings)
     if many.ranks[0].facts.get("with_workers") and is_suspicious(many):
         without = host.run(
             processes, words=words, imposed=Imposed(no_workers=True), float64=float64, updates=updates, seconds=seconds
@@ -149,6 +153,7 @@ def judge_script(
         num_equal = judge_ranks(
             many, one, rank_0, lambda: alone(Imposed(recording=many, evaluation_rank=0, parameters=True)), findings
         )
+        judge_statistics(many, findings)
         script = find_script(words)
         text = own_text(script) if script else ""
         if num_equal and not findings.has("ranks.") and misses_evaluation(many, text):

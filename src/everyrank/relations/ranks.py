@@ -16,6 +16,7 @@ from everyrank.audit.finding import Findings, short_place
 from everyrank.audit.source_lines import definitions_of
 from everyrank.relations.lines import first_differing
 from everyrank.relations.numbers import constant_factor, relative_difference, tolerance_of, whole
+from everyrank.relations.objects import lines_of_state
 from everyrank.relations.samples import samples_of_batch
 from everyrank.relations.schedule import is_stretched
 from everyrank.rerun import Printed, RankRecording, RecordedUpdate, ScriptRecording
@@ -396,13 +397,15 @@ def _states(case: _Case, findings: Findings, end: int) -> None:
             if joined.tensor is None or relative_difference(joined.tensor, state) <= max(case.tolerance * 100, 1e-6):
                 continue  # rank 0's is that of one rank
             whose = "is the same on all ranks, and" if joined.is_same else "is of each rank's own samples:"
+            lines = (*lines_of_state(case.one, name), one.step)
             findings.add(
                 "WARN",
                 "ranks.state",
-                one.step,
+                lines[0],
                 f"after update {update}, the state {name} {whose} differs from that of one rank by "
                 f"{relative_difference(joined.tensor, state):.2g} of its norm",
                 "reduce what it is computed from over the ranks, or keep it on one and broadcast it",
+                also=lines[1:],
             )
             return
 

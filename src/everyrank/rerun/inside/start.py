@@ -193,6 +193,7 @@ class _Saves:
         """Note a save, and the updates before it."""
         if not self.session.is_active:
             return  # the recording itself
+        self.session.on_save()
         if len(self.saved) < _MOST_WRITES:
             self.saved.append([event.path, event.line, event.keys])
             self.session.facts.setdefault("saved_after", []).append([event.path, self.session.update, event.line])
