@@ -346,6 +346,37 @@ def test_batches_that_a_function_draws_are_put_together(host: tuple[ScriptHost, 
     assert findings.unchecked == []
 
 
+STREAM = """
+import torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+
+
+def samples(rank):
+    generator = torch.Generator().manual_seed(rank)
+    while True:
+        x = torch.randn(8, 6, generator=generator)
+        yield x, x[:, :3].argmax(1)
+
+
+model = nn.parallel.DistributedDataParallel(nn.Linear(6, 3))
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+for step, (x, y) in zip(range(5), samples(rank)):
+    loss = F.cross_entropy(model(x), y, reduction="sum")
+    optimizer.zero_grad()
+    (loss / len(y)).backward()
+    optimizer.step()
+"""
+
+
+def test_batches_that_a_generator_yields_are_put_together(host: tuple[ScriptHost, Path]) -> None:
+    """And a sum that is averaged is named."""
+    assert judged(host, STREAM) == ([], 5)
+    assert [finding.rule for finding in found_in(host, STREAM.replace("(loss / len(y))", "loss"))] == ["ranks.gradient"]
+
+
 @pytest.mark.integration
 @pytest.mark.parametrize("rule", DRAWN_BROKEN)
 def test_mistakes_of_a_script_without_a_loader_are_named(host: tuple[ScriptHost, Path], rule: str) -> None:
