@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ __all__ = [
 ]
 
 _FEW = 16  # samples of a rank: too few to judge
+_READ_AFTER = 2  # batches that show one backward for each
 _ALL = 0.9  # of the samples: the ranks read the same data, which rules of audit judge
 
 
@@ -66,7 +68,10 @@ def judge_skipped_batches(rank: RankRecording, findings: Findings) -> None:
     for (loader, number), read in passes.items():
         counts = [backwards for backwards, _ in read]
         first = next((index for index, count in enumerate(counts) if count > counts[0]), 0)
-        if first > 1:  # the batch before the first backward was trained on
+        after = counts[first : first + _READ_AFTER]
+        # the batch before the first backward was trained on; several are read ahead where backwards come in groups
+        is_one_by_one = len(after) == _READ_AFTER and all(b == a + 1 for a, b in itertools.pairwise(after))
+        if first > 1 and is_one_by_one and counts[first] == counts[0] + 1:
             skipped.setdefault(loader, []).append((number, first - 1, read[0][1]))
     for of_loader in skipped.values():
         numbers = {batches for _, batches, _ in of_loader}
