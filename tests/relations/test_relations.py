@@ -386,6 +386,95 @@ def test_mistakes_of_a_script_without_a_loader_are_named(host: tuple[ScriptHost,
     assert [finding.rule for finding in found_in(host, DRAWN.replace(right, wrong))] == [rule]
 
 
+VIEWS = """
+import torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
+from torch.distributed.nn.functional import all_reduce
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+        self.register_buffer("counts", torch.zeros(4))
+
+    def forward(self, x):
+        y = self.layer(x)
+        self.counts += F.one_hot(y.detach().argmax(1), 4).sum(0)
+        return y
+
+
+def halved(state, bucket):
+    small = bucket.buffer().to(torch.bfloat16)
+    dist.all_reduce(small)
+    done = torch.futures.Future()
+    done.set_result(bucket.buffer().copy_(small).div_(world))
+    return done
+
+
+model = nn.parallel.DistributedDataParallel(Net(), broadcast_buffers=False)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+generator = torch.Generator().manual_seed(rank)
+for step in range(5):
+    x = torch.randn(8, 6, generator=generator)
+    a, b = model(torch.cat([x, x + 0.1 * torch.randn(8, 6, generator=generator)])).chunk(2)
+    loss = (all_reduce(a.t() @ b) / (len(a) * world) - torch.eye(4)).square().sum()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    dist.all_reduce(model.module.counts)
+    model.module.counts.zero_()
+    if rank == 0:
+        print({"loss": round(loss.item(), 3), "share": 0.12345})
+"""
+
+
+def test_two_views_and_counts_of_each_rank_are_silent(host: tuple[ScriptHost, Path]) -> None:
+    """Rows in another order on one rank, and counts that are added up after the step."""
+    assert judged(host, VIEWS) == ([], 5)
+
+
+@pytest.mark.integration
+def test_a_communication_hook_is_not_compared_unless_it_scales(host: tuple[ScriptHost, Path]) -> None:
+    """It rounds to 16 bits; a hook that sums, and does not divide, is named."""
+    hooked = VIEWS.replace("optimizer = ", "model.register_comm_hook(None, halved)\noptimizer = ")
+    findings = found_in(host, hooked)
+    assert findings == []
+    assert "communication hook" in findings.unchecked[0]
+    broken = found_in(host, hooked.replace(".div_(world)", ""))
+    assert [finding.rule for finding in broken] == ["ranks.gradient"]
+    assert "all are 2" in broken[0].text
+
+
+@pytest.mark.integration
+def test_a_stream_whose_workers_never_see_the_epoch_is_named(host: tuple[ScriptHost, Path]) -> None:
+    """All samples are read in each epoch, in the order of the first one."""
+    stream = MORE.replace("num_workers=1", "num_workers=1, persistent_workers=True")
+    stream = stream.replace("Dataset, Dist", "Dataset, IterableDataset, Dist")
+    stream = stream.replace("sampler=DistributedSampler(data), ", "").replace(
+        "class Drawn(Dataset)", "class Drawn(IterableDataset)"
+    )
+    stream = stream.replace("    def __getitem__(self, index):\n", OWN_ORDER)
+    for text, rules in ((stream, ["data.frozen-workers"]), (stream.replace(", persistent_workers=True", ""), [])):
+        assert [finding.rule for finding in found_in(host, text, 48)] == rules
+
+
+OWN_ORDER = """    def __iter__(self):
+        order = torch.randperm(96, generator=torch.Generator().manual_seed(self.epoch))
+        yield from (self.sample(index) for index in order[rank::world].tolist())
+
+    def sample(self, index):
+        generator = torch.Generator().manual_seed(index)
+        x = torch.randn(6, generator=generator)
+        return x, x[:3].argmax()
+
+    def unused(self, index):
+"""
+
+
 @pytest.mark.parametrize(("many", "expected"), [([1.0, 0.5, 0.0], True), ([1.0, 0.9, 0.2], False), ([1.0], None)])
 def test_a_schedule_that_is_divided_by_the_ranks_is_correct(many: list[float], expected: bool | None) -> None:
     """The rates of two ranks are those of one rank after twice as many updates."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 __all__ = [
     "argument_of",
+    "arguments_of",
     "attribute_of",
     "definitions_of",
     "guards_of",
@@ -80,6 +81,16 @@ def argument_of(place: str, name: str) -> tuple[str, ...]:
     tree = _tree(path)
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _covers(node, line)] if tree else []
     return _places(path, [word.value.lineno for call in calls for word in call.keywords if word.arg == name])
+
+
+def arguments_of(place: str) -> tuple[str, ...]:
+    """The lines of the arguments of the calls at a line, which may have several lines."""
+    path, line = _split(place)
+    tree = _tree(path)
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _covers(node, line)] if tree else []
+    return _places(
+        path, [each.lineno for call in calls for each in (*call.args, *(word.value for word in call.keywords))]
+    )
 
 
 def attribute_of(path: str, class_name: str, attribute: str) -> tuple[str, ...]:

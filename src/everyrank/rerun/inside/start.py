@@ -55,6 +55,7 @@ def run_as_rank(settings: dict[str, Any], rank: int, overlay: Overlay) -> None:
         _note_checkpointing(session)
     install_saving(_Saves(session), overlay)  # type: ignore[arg-type]
     _note_loads(session)
+    _note_hooks(session)
     _keep_groups()
     modules = install_module_names(session)
     install_norms(session)
@@ -128,6 +129,19 @@ def _note_loads(session: Session) -> None:
         return load(*args, **kwargs)
 
     torch.load = loaded
+
+
+def _note_hooks(session: Session) -> None:
+    """Note the line that registers a communication hook of DistributedDataParallel."""
+    wrapper: Any = torch.nn.parallel.DistributedDataParallel
+    register = wrapper.register_comm_hook
+
+    @functools.wraps(register)
+    def registered(*args: Any, **kwargs: Any) -> None:
+        session.facts.setdefault("comm_hook", where())
+        register(*args, **kwargs)
+
+    wrapper.register_comm_hook = registered
 
 
 def _keep_activations() -> None:
