@@ -38,6 +38,7 @@ FAMILIES = ROOT / "benchmarks" / "records" / "families-cpu.json"
 EXPERTS = ROOT / "benchmarks" / "records" / "experts-cpu.json"
 COLLECTIVES = ROOT / "benchmarks" / "records" / "collectives-cpu.json"
 BACKENDS = ROOT / "benchmarks" / "records" / "backends-cpu.json"
+GPU = ROOT / "benchmarks" / "records" / "gpu-h100.json"
 OVERHEAD = ROOT / "benchmarks" / "records" / "overhead-cpu.json"
 SILENT_BUGS = ROOT / "docs" / "silent-bugs.md"
 ALGORITHMS = PACKAGE / "collectives" / "algorithms"
@@ -89,7 +90,57 @@ def layouts_measured() -> str:
     return _table(["layout", "ranks", "x single (95%)", "memory MiB", "sent KiB an update"], rows)
 
 
+def checked_on_a_gpu() -> str:
+    """The layouts that were compared with one process on a GPU."""
+    rows = [row for row in json.loads(GPU.read_text(encoding="utf-8"))["rows"] if row["check"] == "layout"]
+    of_run: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        of_run.setdefault((row["workload"], str(row["ranks"]), row["backend"]), []).append(row)
+    return _table(
+        ["workload", "ranks", "backend", "layouts, all equal", "largest difference of a loss"],
+        [
+            [
+                *(f"`{name}`" if index == 0 else name for index, name in enumerate(run)),
+                ", ".join(f"`{row['layout']}`" for row in rows if row["status"] == "equal"),
+                f"{max(row['difference'] for row in rows):.1e}",
+            ]
+            for run, rows in of_run.items()
+        ],
+    )
+
+
+def planned_on_a_gpu() -> str:
+    """Peak memory and time of an update on a GPU, measured and as plan predicts them."""
+    rows = []
+    for row in json.loads(GPU.read_text(encoding="utf-8"))["rows"]:
+        if row["check"] not in ("steps", "memory"):
+            continue
+        measured = row["allocated"] - (0 if row["alive_before"] else 2**26)  # the workspace of cuBLAS
+        seconds = row.get("seconds")
+        rows.append(
+            [
+                f"`{row['workload']}`",
+                f"`{row['layout']}`",
+                str(row.get("ranks", 1)),
+                f"{measured / 2**20:,.0f}",
+                f"{row['traced'] / measured - 1:+.1%}",
+                f"{row['reserved'] / row['allocated']:.2f}",
+                f"{1e3 * seconds:.1f}" if seconds else "",
+                f"{row['error']:+.0%}" if seconds else "",
+            ]
+        )
+    return _table(
+        ["workload", "layout", "ranks", "peak MiB", "traced", "reserved / allocated", "update ms", "predicted"], rows
+    )
+
+
 CHINESE = {
+    "layouts, all equal": "layout（全部等价）",
+    "peak MiB": "峰值（MiB）",
+    "traced": "追踪的误差",
+    "reserved / allocated": "保留 / 已分配",
+    "update ms": "一步（ms）",
+    "predicted": "预测的误差",
     "workload": "workload",
     "compared": "比较步数",
     "with": "对照",
@@ -632,6 +683,11 @@ PARTS: dict[str, dict[str, tuple[Path, Callable[[], str]]]] = {
         "measured algorithms": (COLLECTIVES, in_chinese(measured_algorithms)),
         "measured backends": (COLLECTIVES, in_chinese(measured_backends)),
         "two backends alone": (COLLECTIVES, in_chinese(two_backends_alone)),
+    },
+    "docs/gpu.md": {"checked on a GPU": (GPU, checked_on_a_gpu), "planned on a GPU": (GPU, planned_on_a_gpu)},
+    "docs/zh/gpu.md": {
+        "checked on a GPU": (GPU, in_chinese(checked_on_a_gpu)),
+        "planned on a GPU": (GPU, in_chinese(planned_on_a_gpu)),
     },
     "docs/backends.md": {
         "what backends carry": (COLLECTIVES, what_backends_carry),

@@ -22,17 +22,20 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from everyrank import parse_layout
+from everyrank.audit.script import without_gpus
 from everyrank.backends import PythonGroup
-from everyrank.errors import CannotRunError, UsageError
+from everyrank.collectives.operations.point_to_point import make_send
+from everyrank.errors import CannotRunError
 from everyrank.launch.ray import visible_devices
 from everyrank.layout import STRATEGIES
+from everyrank.measure.provenance import _cuda_details
 from everyrank.measure.resources import Gpus
 from everyrank.parallel.mesh import make_device_mesh, open_mesh
 from everyrank.parallel.trainable import _groups_by_mesh
 from everyrank.strategies import _check_carried
 from everyrank.world import World, choose_backend, choose_device
 from everyrank.world.heartbeat import Peer, check_same_device, count_devices
-from everyrank.world.world import cards_here, describe_device, device_name
+from everyrank.world.world import cards_here, describe_device, device_name, let_nccl_share
 
 # (how ranks are started, host of each rank, cards that it sees, its local rank) -> backend
 BINDINGS: list[tuple[str, Sequence[tuple[str, str, int]], str]] = [
@@ -72,10 +75,9 @@ def test_backend_by_cards(how: str, ranks: Sequence[tuple[str, str, int]], backe
     assert (found, how) == (backend, how)
     if backend == "gloo":
         assert "share" in why
-        with pytest.raises(UsageError, match="share"):
-            choose_backend("nccl", "cuda", *count_devices(others))
-    else:
-        assert choose_backend("nccl", "cuda", *count_devices(others)) == ("nccl", "asked for")
+    asked, why_asked = choose_backend("nccl", "cuda", *count_devices(others))
+    assert asked == "nccl"
+    assert ("share" in why_asked) == (backend == "gloo")
 
 
 def test_card_by_uuid() -> None:
@@ -296,3 +298,55 @@ def test_groups_of_nccl_are_split_at_once(ranks: Any) -> None:
         assert splits == [shard, replicate, shard]
         own, beside = shard[rank // 2], replicate[rank % 2]
         assert found == [(own, sum(own)), (beside, sum(beside)), (own, sum(own)), (own, sum(own))]
+
+
+def test_nccl_takes_ranks_of_one_card_for_hosts() -> None:
+    """It refuses two ranks with the same host and card; `--backend nccl` gives each rank a host id of its own."""
+    names = set[str]()
+    for rank in range(2):
+        with mock.patch.dict(os.environ):
+            os.environ.pop("NCCL_HOSTID", None)
+            let_nccl_share(rank)
+            names.add(os.environ["NCCL_HOSTID"])
+    assert len(names) == 2
+
+
+@pytest.mark.parametrize(
+    ("visible", "ranks", "hides"),
+    [
+        (None, 2, False),
+        (None, 3, True),
+        ("0", 1, False),
+        ("0", 2, True),
+        ("", 1, True),
+        ("-1", 1, True),
+        ("1,0", 2, False),
+    ],
+)
+def test_ranks_without_a_gpu_each_see_none(
+    visible: str | None, ranks: int, hides: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one GPU, the second of two ranks of a script would fail with an invalid device; all use the CPU."""
+    for name in ("nvidia0", "nvidia1", "nvidiactl"):
+        (tmp_path / name).touch()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert without_gpus(ranks, tmp_path) == ({"CUDA_VISIBLE_DEVICES": ""} if hides else {})
+
+
+def test_details_of_cuda_need_no_private_name() -> None:
+    """They are in the Record of every run on a GPU; torch 2.11 lacks a private function for the driver."""
+    assert set(_cuda_details()) >= {"nccl", "driver", "cudnn"}
+
+
+def test_nccl_receives_from_a_named_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gloo receives from any rank, nccl does not: the receiver fails, and the sender waits."""
+    seen: list[int | None] = []
+    monkeypatch.setattr(torch.distributed, "recv", lambda _, group, group_src, tag: seen.append(group_src))
+    tensor = torch.zeros(1)
+    case: Any = types.SimpleNamespace(rank=1, group=None, is_async=False, empty=lambda: tensor, values=lambda _: tensor)
+    for device in ("cpu", "cuda"):
+        case.device = torch.device(device)
+        make_send(case).run()
+    assert seen == [None, 0]

@@ -23,6 +23,8 @@ PAGES = (
     "docs/port.md",
     "docs/collectives.md",
     "docs/backends.md",
+    "docs/gpu.md",
+    "docs/zh/gpu.md",
     "docs/zh/which-layout.md",
     "docs/zh/performance.md",
     "docs/zh/backends.md",

@@ -22,6 +22,8 @@ from everyrank.parallel.mesh import open_mesh
 from everyrank.parity import ParityCase, check_layout, parity_case
 from everyrank.parity.samples import check_samples
 from everyrank.record import Parity
+from everyrank.workload import Source
+from everyrank.workload.find import load
 from everyrank.world import World
 
 _COUNTER = itertools.count()
@@ -388,3 +390,10 @@ def test_a_buffer_that_forward_writes(ranks: Any, layout: str) -> None:
     assert "Codebook writes codes in forward" in parity.cause
     together = zoo.workload("frozen", model=lambda: Codebook(True), **changes)
     assert parity_of(ranks, together, layout).status == "equal"
+
+
+def test_rounding_of_bf16_is_no_learning_rate_of_zero(ranks: Any) -> None:
+    """It exceeds what a few updates move; float64 tells whether anything moves, also for the layouts after it."""
+    workload = load(Source("digits", {}, None))
+    for parity in ranks(2, lambda world: check(world, "bf16", workload, ["ddp:precision=bf16", "zero1"], 6))[0]:
+        assert (parity.status, parity.scope) == ("equal", "6 updates")

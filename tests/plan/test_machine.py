@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -27,6 +27,7 @@ class Called:
     group: str = ""
     tensors: int = 1
     is_strided: bool = False
+    is_half: bool = False
 
 
 def machine(cache: float = 0.0) -> Machine:
@@ -130,3 +131,34 @@ def test_a_workload_has_its_time_on_a_measured_machine(tmp_path: Path, capsys: p
     assert row["step_seconds"] == pytest.approx(sum(row["parts"].values()))
     assert row["parts"]["links"] > 0
     assert "an update" in capsys.readouterr().out
+
+
+def test_a_gpu_computes_while_the_host_dispatches() -> None:
+    """The longer of the two counts; a kernel takes many tensors; products of 16 bits have their own curve."""
+    measured = machine()
+    kernels = {**measured.kernels, "product_half": [(1e3, 1e-7), (1e9, 0.1)]}
+    overhead = {"shm": {"single": (0.5, 0.01)}}
+    gpu = replace(measured, device="NVIDIA H100", ranks=1, kernels=kernels, cold=kernels, overhead=overhead)
+    heavy = [Called("mm", flops=10**9), Called("mm", flops=10**9, is_half=True)]
+    assert sum(traced_seconds([heavy], "single", gpu, "shm").values()) == pytest.approx(0.5 + 1.1)
+    light = [Called("add", bytes=10)] * 300
+    assert sum(traced_seconds([light], "single", gpu, "shm").values()) == pytest.approx(0.5 + 3)
+    many = Called("_foreach_add_", bytes=10**9, tensors=100)
+    assert gpu.kernel_seconds([many]) == pytest.approx(1.0)
+
+
+def test_a_step_takes_longer_than_the_sum_of_its_parts(tmp_path: Path) -> None:
+    """By the factor that two reference models have shown, which the file keeps; a file without factors has none."""
+    calls = [Called("mm", flops=10**9)]
+    plain = sum(traced_seconds([calls], "ddp", machine(), "shm").values())
+    longer = replace(machine(), factors={"shm": {"ddp": 1.25}})
+    path = tmp_path / "machine.json"
+    path.write_text(write_machine(longer))
+    kept = read_machine(path)
+    assert kept is not None
+    assert sum(traced_seconds([calls], "ddp", kept, "shm").values()) == pytest.approx(1.25 * plain)
+    assert traced_seconds([calls], "fsdp", kept, "shm")["rest"] == 0.0
+    path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != "factors"}))
+    kept = read_machine(path)
+    assert kept is not None
+    assert kept.factors == {}

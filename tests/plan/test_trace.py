@@ -219,3 +219,17 @@ def test_pretended_worlds_end() -> None:
     assert not torch.distributed.is_initialized()
     with pytest.raises(UsageError, match="rank"), World.pretend(2, 2):
         pass
+
+
+def test_kernels_of_a_gpu() -> None:
+    """RMSNorm keeps its input and one number a row, and an optimizer takes all parameters at once."""
+    layout = parse_layout("single:precision=bf16")
+    on_cpu, on_gpu = (trace_step(decoder(), layout, 1, on_gpu=on_gpu) for on_gpu in (False, True))
+    names = [operator.name for operator in on_gpu.operators]
+    norms = 2 * BLOCKS + 1
+    assert (names.count("rms_norm"), names.count("rms_norm_backward")) == (norms, norms)
+    assert any(name.startswith("_foreach_addcdiv") for name in names)
+    assert len(names) < 0.7 * len(on_cpu.operators)
+    kept = 64 * LENGTH * WIDTH * 4  # a tensor of activations
+    assert on_gpu.categories["activations"] < on_cpu.categories["activations"] - norms * kept / 2
+    assert any(operator.is_half for operator in on_gpu.operators if operator.flops)

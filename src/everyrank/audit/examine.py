@@ -32,12 +32,13 @@ from everyrank.audit.rules import RULES
 from everyrank.audit.script import (
     are_distributed,
     check_arguments,
+    enough_gpus,
     find_script,
-    has_gpu,
     is_distributed,
     names_cuda,
     own_text,
     starts_ranks_itself,
+    without_gpus,
 )
 from everyrank.audit.start import ScriptRun, rank_environments, run_script
 from everyrank.audit.watch.place import is_own_file
@@ -170,14 +171,15 @@ def audit_script(
     text = own_text(script) if script else ""
     num_ranks = options.processes or (2 if script is None or is_distributed(text) else 1)
     names_gpu = options.pretend_cuda or names_cuda(f"{text} {' '.join(words)}")
-    devices = 0 if has_gpu() or not names_gpu else num_ranks
     info = rank_from_outside(os.environ)
+    on_host = num_ranks if info is None else info.local_size
+    devices = 0 if enough_gpus(on_host) or not names_gpu else num_ranks
     if info is not None:
         return _audit_from_outside(words, script, options, info, info.size if devices else 0, moved)
     starts_ranks = options.processes is None and starts_ranks_itself(text)
     if num_ranks > 1 and not starts_ranks:
         check_arguments(words)
-    ranks = [{}] if starts_ranks else rank_environments(num_ranks)
+    ranks = [without_gpus(num_ranks)] if starts_ranks else rank_environments(num_ranks)
     first: RankFailedError | None = None
     attempts = list(_attempts(options, devices))
     while attempts:
@@ -198,7 +200,7 @@ def audit_script(
             if (starts_ranks or num_ranks == 1) and options.processes is None and _WANTS_RANK.search(str(error)):
                 # the script can spawn ranks and did not, or it was started as a single process
                 return audit_script(words, dataclasses.replace(options, processes=max(2, num_ranks)), moved)
-            if not devices and not has_gpu() and _WANTS_CUDA.search(str(error)):
+            if not devices and not enough_gpus(num_ranks) and _WANTS_CUDA.search(str(error)):
                 devices = num_ranks
                 attempts = list(_attempts(options, devices))
         finally:
@@ -243,7 +245,14 @@ def _audit_from_outside(
     settings = _settings(folder, script, options, devices, 0 if options.watch or is_again else _BATCHES)
     try:
         run = run_script(
-            words, settings, [{}], options.timeout_seconds, options.limit_seconds, info.size, moved, ends_all=False
+            words,
+            settings,
+            [without_gpus(info.local_size)],
+            options.timeout_seconds,
+            options.limit_seconds,
+            info.size,
+            moved,
+            ends_all=False,
         )
         whole = together(run, info)
         return None if whole is None else judge_run(words, whole, options, settings)
@@ -333,7 +342,8 @@ def _judged(
             f"updates after the first {len(evidence.steps)}: only two epochs were run, and they were shortened"
         )
     if settings.devices:
-        altered.insert(0, "no GPU found; CUDA calls ran on the CPU and NCCL was replaced by gloo")
+        why = "fewer GPUs than ranks" if enough_gpus(1) else "no GPU found"
+        altered.insert(0, f"{why}; CUDA calls ran on the CPU and NCCL was replaced by gloo")
     return Audit(
         tuple(words),
         evidence.world_size,

@@ -16,12 +16,13 @@ from everyrank.errors import UsageError, describe
 __all__ = [
     "are_distributed",
     "check_arguments",
+    "enough_gpus",
     "find_script",
-    "has_gpu",
     "is_distributed",
     "names_cuda",
     "own_text",
     "starts_ranks_itself",
+    "without_gpus",
 ]
 
 _STARTS_RANKS = re.compile(
@@ -130,9 +131,21 @@ def are_distributed(files: Iterable[str]) -> bool:
     return False
 
 
-def has_gpu() -> bool:
-    """Whether there is an NVIDIA GPU, found without torch."""
-    return any(Path("/dev").glob("nvidia[0-9]*")) and os.environ.get("CUDA_VISIBLE_DEVICES", "all") != ""
+def enough_gpus(ranks: int, devices: Path = Path("/dev")) -> bool:
+    """Whether there is an NVIDIA GPU for each rank, found without torch."""
+    count = len(list(devices.glob("nvidia[0-9]*")))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        count = min(count, sum(name.strip() not in ("", "-1") for name in visible.split(",")))
+    return count >= ranks
+
+
+def without_gpus(ranks: int, devices: Path = Path("/dev")) -> dict[str, str]:
+    """The environment in which so many ranks of this host see no GPU, if there are too few for them.
+
+    On a device of its own, a rank without one fails; on the CPU, all ranks compute alike.
+    """
+    return {} if enough_gpus(ranks, devices) else {"CUDA_VISIBLE_DEVICES": ""}
 
 
 def starts_ranks_itself(text: str) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor
 from everyrank.collectives.algorithms import ALGORITHMS
 from everyrank.collectives.operations import OPERATIONS, Call, Case, Operation
 from everyrank.collectives.options import DTYPE_BYTES, REDUCING, CommOptions, size_text
+from everyrank.errors import CannotRunError, describe
 from everyrank.progress import progress
 from everyrank.world import World
 from everyrank.world.collectives import all_gather, all_gather_json
@@ -94,7 +95,10 @@ def sweep(
                 for backend, group in groups.items()
                 for algorithm in options.tested_algorithms
             ]
-            rows += _measured(world, candidates, options.seconds)
+            try:
+                rows += _measured(world, candidates, options.seconds)
+            except RuntimeError as error:  # a backend that breaks, in this call or in the message after it
+                raise CannotRunError(f"{name} {size_text(num_bytes)}: {describe(error)}") from error
     return rows
 
 

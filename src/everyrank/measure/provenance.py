@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import platform
 import shlex
 import subprocess
@@ -58,15 +59,25 @@ def machine(world: World) -> dict[str, Any]:
 
 def _cuda_details() -> dict[str, Any]:
     """Return the versions of the CUDA libraries, and whether float32 matrix products and convolutions use TF32."""
-    cuda, private = cast("Any", torch.cuda), cast("Any", torch._C)  # pyright: ignore[reportPrivateUsage]
+    cuda = cast("Any", torch.cuda)
     return {
         "nccl": ".".join(map(str, cuda.nccl.version())) if torch.distributed.is_nccl_available() else None,
-        "driver": private._cuda_getDriverVersion(),  # as CUDA counts: 12040
+        "driver": _driver_version(),
         "hip": torch.version.hip,
         "cudnn": torch.backends.cudnn.version(),
         "tf32_matmul": torch.backends.cuda.matmul.allow_tf32,
         "tf32_convolution": torch.backends.cudnn.allow_tf32,
     }
+
+
+def _driver_version() -> int | None:
+    """Return the CUDA version of the driver as CUDA counts (12040), from its library; None without one (ROCm)."""
+    version = ctypes.c_int()
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return None
+    return version.value
 
 
 def _commit() -> str | None:

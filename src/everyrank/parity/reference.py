@@ -138,7 +138,9 @@ def _ensure_references(case: ParityCase, layout: Layout, world: World, key: str)
             missing.pop(text)
         made = _run(case, missing, world, attempt_key)
         if (
-            from_rank_0(world, f"{attempt_key}/moved", lambda made=made: _nothing_moved(made))
+            from_rank_0(
+                world, f"{attempt_key}/moved", functools.partial(_nothing_moved, made, {t: missing[t] for t in made})
+            )
             and not case.compares_gradients
         ):
             case.compares_gradients = True
@@ -301,8 +303,11 @@ def relative(reference: float, value: float) -> float:
     return difference if difference == difference else float("inf")
 
 
-def _nothing_moved(made: dict[str, Any]) -> bool:
-    """Whether there were gradients but no parameter moved by more than rounding."""
+def _nothing_moved(made: dict[str, Any], singles: dict[str, Layout]) -> bool:
+    """Whether there were gradients but no parameter moved by more than rounding, in float64.
+
+    In bf16, rounding may exceed what a few updates move.
+    """
 
     def is_told(reference: Reference) -> bool:
         return any(
@@ -311,7 +316,8 @@ def _nothing_moved(made: dict[str, Any]) -> bool:
             for name in reference.trace.gradients
         )
 
-    return any(reference.trace.gradients and not is_told(reference) for reference in made.values())
+    precise = [reference for text, reference in made.items() if singles[text].precision == "float64"]
+    return any(reference.trace.gradients and not is_told(reference) for reference in precise)
 
 
 def _store_references(case: ParityCase, made: dict[str, Any]) -> dict[str, Any]:

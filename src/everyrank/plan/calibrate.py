@@ -1,16 +1,18 @@
 """`everyrank plan --calibrate`: measures this machine in a minute, for the time of traced steps.
 
 On a CPU, two ranks compute at the same time, as they do in a training, and each backend is measured. On a GPU, one rank
-measures kernels, and there are no links. Each number is the median of several repetitions, of the slowest rank.
+measures kernels, and there are no links. Each number is the median of several repetitions, of the slowest rank. At last
+two reference models are trained: a step takes longer than the sum of its parts, by a factor for each strategy.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,7 +20,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from everyrank.builtin import Decoder, DecoderShape, decoder_plan
@@ -30,6 +33,7 @@ from everyrank.measure.provenance import machine as provenance_of
 from everyrank.plan.kernels import measure_kernels, time_call
 from everyrank.plan.machine import Machine, Point, pipeline_bubble
 from everyrank.plan.pretend import first_sample, micro_batches_of, trace_step
+from everyrank.plan.traced import time_layout
 from everyrank.strategies import Prepared, prepare
 from everyrank.workload import Workload
 from everyrank.world import World, open_world
@@ -38,8 +42,9 @@ __all__ = ["CALIBRATED", "calibrate", "decoder_workload"]
 
 CALIBRATED = ("ddp", "zero1", "fsdp", "tensor", "pipeline")
 """The strategies whose overhead is measured."""
+_WIDTH = 512
 _BLOCKS = (2, 6)  # of two decoders so small that a step is overhead only
-_LEAD, _STEPS, _ROUNDS = 4, 10, 3
+_LEAD, _STEPS, _REFERENCE_STEPS, _ROUNDS = 4, 10, 4, 3
 _LENGTH = 8
 _COMPUTE_SECONDS = 5e-4  # between two collectives that are measured
 _POOL_BYTES = 2**26
@@ -85,6 +90,57 @@ def _tiny(num_blocks: int) -> Workload:
     return decoder_workload(shape, 8, _LENGTH, name="tiny", global_batch=8, clip_norm=1.0, steps=1)
 
 
+def _references() -> tuple[Workload, Workload]:
+    """A decoder and a network of wide layers, each of a step that is mostly kernels."""
+    shape = DecoderShape(num_blocks=4, num_heads=4, width=128, hidden=352, vocabulary=512)
+    decoder = decoder_workload(shape, 16, 64, name="reference decoder", global_batch=16, clip_norm=1.0, steps=1)
+    wide = Workload(
+        name="reference of wide layers",
+        model=_WideLayers,
+        train_data=lambda: _ZeroRows(64, _WIDTH),
+        loss=lambda output, target: (F.cross_entropy(output, target, reduction="sum"), len(target)),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
+        global_batch=64,
+        blocks="blocks",
+        tensor_plan={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"},
+        steps=1,
+    )
+    return decoder, wide
+
+
+class _ZeroRows(Dataset[Any]):
+    def __init__(self, samples: int, width: int) -> None:
+        self.samples, self.width = samples, width
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.zeros(self.width), 0
+
+
+class _WideBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(_WIDTH)
+        self.up, self.down = nn.Linear(_WIDTH, 2 * _WIDTH), nn.Linear(2 * _WIDTH, _WIDTH)
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value + self.down(F.gelu(self.up(self.norm(value))))
+
+
+class _WideLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_WideBlock() for _ in range(4))
+        self.head = nn.Linear(_WIDTH, 100)
+
+    def forward(self, value: Tensor) -> Tensor:
+        for block in self.blocks:
+            value = block(value)
+        return self.head(value)
+
+
 def calibrate(device: str | None = None, backends: Sequence[str] | None = None) -> Machine:
     """Return this machine, measured. Raises `UsageError` where no rank can start.
 
@@ -98,19 +154,43 @@ def calibrate(device: str | None = None, backends: Sequence[str] | None = None) 
     hot, cold = (_mean([first[rank]["kernels"][index] for rank in sorted(first)]) for index in (0, 1))
     links = {name: _mean([of_rank[rank]["links"] for rank in sorted(of_rank)]) for name, of_rank in results.items()}
     about = dict(first[0]["about"]) | {"date": f"{datetime.now(UTC):%Y-%m-%d %H:%M}"}
-    cache = _last_cache() if device == "cpu" else 0.0
+    cache = _last_cache() if device == "cpu" else float(torch.cuda.get_device_properties(0).L2_cache_size)
     threads = int(first[0]["threads"])
     bare = Machine(str(first[0]["device"]), ranks, threads, cache, hot, cold, links, {}, about)
     overhead = {
         name: {
-            strategy: _overhead(
-                strategy, [max(of_rank[rank]["tiny"][strategy][i] for rank in of_rank) for i in (0, 1)], bare, name
-            )
-            for strategy in of_rank[0]["tiny"]
+            strategy: _overhead(strategy, seconds, bare, name)
+            for strategy, seconds in _slowest(of_rank, "tiny").items()
         }
         for name, of_rank in results.items()
     }
-    return replace(bare, overhead=overhead)
+    summed = replace(bare, overhead=overhead)
+    factors = {
+        name: {
+            strategy: _factor(strategy, seconds, summed, name)
+            for strategy, seconds in _slowest(of_rank, "reference").items()
+        }
+        for name, of_rank in results.items()
+    }
+    return replace(summed, factors=factors)
+
+
+def _slowest(of_rank: Mapping[int, dict[str, Any]], which: str) -> dict[str, list[float]]:
+    """Return strategy -> seconds of each workload, of the slowest rank."""
+    return {
+        strategy: [max(values) for values in zip(*(of_rank[rank][which][strategy] for rank in of_rank), strict=True)]
+        for strategy in of_rank[0][which]
+    }
+
+
+def _factor(strategy: str, seconds: Sequence[float], machine: Machine, backend: str) -> float:
+    """Return the geometric mean of measured over predicted seconds of the reference models."""
+    layout = parse_layout("single" if machine.ranks == 1 else strategy)
+    predicted = [
+        sum(time_layout(workload, layout, machine.ranks, first_sample(workload), machine, backend).values())
+        for workload in _references()
+    ]
+    return statistics.geometric_mean(m / p for m, p in zip(seconds, predicted, strict=True))
 
 
 def _launch(ranks: int, device: str, backend: str) -> Launch:
@@ -131,9 +211,11 @@ def _overhead(strategy: str, seconds: Sequence[float], machine: Machine, backend
     counts: list[int] = []
     left: list[float] = []
     for num_blocks, measured in zip(_BLOCKS, seconds, strict=True):
-        traced = trace_step(_tiny(num_blocks), layout, machine.ranks)
-        known = machine.kernel_seconds(traced.operators)
-        known += machine.link_seconds(traced.operators, backend) if machine.ranks > 1 else 0.0
+        traced = trace_step(_tiny(num_blocks), layout, machine.ranks, on_gpu=machine.device != "cpu")
+        known = 0.0  # a GPU is faster than the host here
+        if machine.device == "cpu":
+            known += machine.kernel_seconds(traced.operators)
+            known += machine.link_seconds(traced.operators, backend) if machine.ranks > 1 else 0.0
         counts.append(len(traced.operators))
         left.append(max(measured * (1 - idle) - known, 0.0))
     of_operator = max((left[1] - left[0]) / (counts[1] - counts[0]), 0.0)
@@ -159,7 +241,8 @@ def _on_rank(info: RankInfo, backend: str, has_kernels: bool) -> dict[str, Any]:
         return {
             "kernels": measure_kernels(world) if has_kernels else (),
             "links": _quiet_links(world) if world.size > 1 else {},
-            "tiny": _tiny_steps(world),
+            "tiny": _steps_of(world, [_tiny(num_blocks) for num_blocks in _BLOCKS], _STEPS),
+            "reference": _steps_of(world, _references(), _REFERENCE_STEPS),
             "about": provenance_of(world),
             "device": torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu",
             "threads": torch.get_num_threads(),
@@ -250,25 +333,24 @@ def _block(world: World, run: Callable[[], Any], count: int) -> float:
     return (time.perf_counter() - started) / count
 
 
-def _tiny_steps(world: World) -> dict[str, tuple[float, ...]]:
-    """Seconds of a step of each tiny decoder, by strategy: the median of a few runs."""
+def _steps_of(world: World, workloads: Sequence[Workload], steps: int) -> dict[str, tuple[float, ...]]:
+    """Seconds of a step of each workload, by strategy: the median of a few runs."""
     result: dict[str, tuple[float, ...]] = {}
     for strategy in CALIBRATED if world.size > 1 else ("single",):
         seconds: list[float] = []
         try:
-            for num_blocks in _BLOCKS:
-                workload = _tiny(num_blocks)
+            for workload in workloads:
                 prepared = prepare(workload, parse_layout(strategy), world)
                 sample = first_sample(workload)
-                seconds.append(_step_seconds(world, prepared, sample))
+                seconds.append(_step_seconds(world, prepared, sample, steps))
         except EveryrankError:
             continue
         result[strategy] = tuple(seconds)
     return result
 
 
-def _step_seconds(world: World, prepared: Prepared, sample: Any) -> float:
-    batches = micro_batches_of(prepared, sample, torch.zeros)
+def _step_seconds(world: World, prepared: Prepared, sample: Any, steps: int) -> float:
+    batches = micro_batches_of(prepared, sample, functools.partial(torch.zeros, device=world.device))
     for _ in range(_LEAD):
         prepared.step(batches)
     rounds: list[float] = []
@@ -276,9 +358,9 @@ def _step_seconds(world: World, prepared: Prepared, sample: Any) -> float:
         if world.size > 1:
             dist.barrier()
         started = time.perf_counter()
-        for _ in range(_STEPS):
+        for _ in range(steps):
             prepared.step(batches)
         if world.device.type == "cuda":
             torch.cuda.synchronize()
-        rounds.append((time.perf_counter() - started) / _STEPS)
+        rounds.append((time.perf_counter() - started) / steps)
     return statistics.median(rounds)

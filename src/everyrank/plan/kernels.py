@@ -25,6 +25,7 @@ __all__ = ["measure_kernels", "time_call"]
 
 _BLOCK_SECONDS = 0.02
 _POOL_BYTES = 2**27  # larger than the last cache of a server
+_GPU_POOL_BYTES = 2**30
 _CPU_BYTES = (2**8, 2**12, 2**15, 2**17, 2**19, 2**21, 2**24)
 _GPU_BYTES = (*_CPU_BYTES, 2**28)
 
@@ -63,14 +64,24 @@ def time_call(world: World, run: Callable[[], Any], blocks: int = 5) -> float:
 @torch.no_grad()
 def measure_kernels(world: World) -> tuple[dict[str, list[Point]], dict[str, list[Point]]]:
     """Return the hot and the cold curves by kind. A collective, because ranks share caches and memory."""
-    pool = torch.ones(_POOL_BYTES // 4, device=world.device)
+    is_gpu = world.device.type == "cuda"
+    pool = torch.ones((_GPU_POOL_BYTES if is_gpu else _POOL_BYTES) // 4, device=world.device)
+    pool_half = pool[: len(pool) // 2].to(torch.bfloat16) if is_gpu else pool
     hot: dict[str, list[Point]] = {}
     cold: dict[str, list[Point]] = {}
-    for case in (*_products(world), *_by_bytes(world), *_convolutions(world), *_attention(world)):
+    float32 = torch.float32
+    cases = [*_products(world, float32), *_by_bytes(world), *_convolutions(world, float32), *_attention(world, float32)]
+    if is_gpu:
+        bf16 = torch.bfloat16
+        cases += [*_products(world, bf16), *_convolutions(world, bf16), *_attention(world, bf16)]
+    for case in cases:
         count = 1
         for length in case.shape:
             count *= length
-        ring = itertools.cycle([pool[start : start + count].view(case.shape) for start in _starts(len(pool), count)])
+        values = pool_half if case.kind.endswith("_half") else pool
+        ring = itertools.cycle(
+            [values[start : start + count].view(case.shape) for start in _starts(len(values), count)]
+        )
         same = next(ring)
         hot.setdefault(case.kind, []).append((case.amount, time_call(world, lambda c=case, same=same: c.call(same))))
         cold.setdefault(case.kind, []).append(
@@ -83,10 +94,15 @@ def _starts(whole: int, count: int) -> range:
     return range(0, whole - count + 1, max(count, whole // 4096))
 
 
-def _products(world: World) -> Iterator[_Case]:
-    for size in (16, 48, 128, 256, 512, *((2048, 8192) if world.device.type == "cuda" else ())):
-        left = torch.randn(size, size, device=world.device)
-        yield _Case("product", 2.0 * size**3, (size, size), lambda right, left=left: left @ right)
+def _named(kind: str, dtype: torch.dtype) -> str:
+    return kind if dtype == torch.float32 else f"{kind}_half"
+
+
+def _products(world: World, dtype: torch.dtype) -> Iterator[_Case]:
+    for size in (16, 48, 128, 256, 512, *((1024, 2048, 4096, 8192) if world.device.type == "cuda" else ())):
+        left = torch.randn(size, size, device=world.device, dtype=dtype)
+        kind = _named("product", dtype)
+        yield _Case(kind, 2.0 * size**3, (size, size), lambda right, left=left: left @ right)
 
 
 def _by_bytes(world: World) -> Iterator[_Case]:
@@ -128,11 +144,12 @@ def _normalisation(world: World, rows: int) -> Iterator[_Case]:
     )
 
 
-def _convolutions(world: World) -> Iterator[_Case]:
-    for batch, width, size in ((4, 8, 8), (16, 16, 8), (32, 32, 8), (32, 64, 16)):
+def _convolutions(world: World, dtype: torch.dtype) -> Iterator[_Case]:
+    sizes = ((4, 8, 8), (16, 16, 8), (32, 32, 8), (32, 64, 16))
+    for batch, width, size in (*sizes, *(((64, 128, 28), (64, 256, 56)) if world.device.type == "cuda" else ())):
         shape = (batch, width, size, size)
-        value = torch.randn(shape, device=world.device)
-        weight = torch.randn(width, width, 3, 3, device=world.device)
+        value = torch.randn(shape, device=world.device, dtype=dtype)
+        weight = torch.randn(width, width, 3, 3, device=world.device, dtype=dtype)
         flops = 2.0 * batch * width * width * 9 * size * size
         options: Any = ([0], [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
 
@@ -142,17 +159,18 @@ def _convolutions(world: World) -> Iterator[_Case]:
         def backward(x: Tensor, value: Tensor = value, weight: Tensor = weight, options: Any = options) -> Any:
             return torch.ops.aten.convolution_backward(x, value, weight, *options, [True, True, False])
 
-        yield _Case("convolution", flops, shape, forward)
-        yield _Case("convolution_backward", 2 * flops, shape, backward)
+        yield _Case(_named("convolution", dtype), flops, shape, forward)
+        yield _Case(_named("convolution_backward", dtype), 2 * flops, shape, backward)
 
 
-def _attention(world: World) -> Iterator[_Case]:
+def _attention(world: World, dtype: torch.dtype) -> Iterator[_Case]:
     attend: Any = torch.nn.functional.scaled_dot_product_attention
-    for batch, length, width in ((2, 16, 16), (8, 64, 24), (8, 128, 64), (8, 512, 64)):
+    sizes = ((2, 16, 16), (8, 64, 24), (8, 128, 64), (8, 512, 64))
+    for batch, length, width in (*sizes, *(((16, 2048, 64),) if world.device.type == "cuda" else ())):
         shape = (batch, 4, length, width)
         flops = 4.0 * batch * 4 * length * length * width
         with torch.enable_grad():
-            parts = [torch.randn(shape, device=world.device, requires_grad=True) for _ in range(3)]
+            parts = [torch.randn(shape, device=world.device, dtype=dtype, requires_grad=True) for _ in range(3)]
             output = attend(*parts, is_causal=True)
 
         def forward(query: Tensor, parts: Any = parts) -> Tensor:
@@ -162,5 +180,5 @@ def _attention(world: World) -> Iterator[_Case]:
             with torch.enable_grad():
                 return torch.autograd.grad(output, parts, gradient, retain_graph=True)
 
-        yield _Case("attention", flops, shape, forward)
-        yield _Case("attention_backward", 2.5 * flops, shape, backward)
+        yield _Case(_named("attention", dtype), flops, shape, forward)
+        yield _Case(_named("attention_backward", dtype), 2.5 * flops, shape, backward)

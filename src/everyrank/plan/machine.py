@@ -13,7 +13,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -58,6 +58,11 @@ class OperatorLike(Protocol):
         """Whether an input is not contiguous along its last dimension."""
         ...
 
+    @property
+    def is_half(self) -> bool:
+        """Whether its first input has 16 bits an element."""
+        ...
+
 
 _Curves = Mapping[str, Sequence[Point]]
 
@@ -68,11 +73,12 @@ class Machine:
 
     device    cpu, or the name of the GPU; ranks, threads: that computed at the same time, and of each
     cache     bytes of the last cache, which the ranks share; 0: cold curves are not used
-    kernels   kind of kernel -> points, with operands in the caches
+    kernels   kind of kernel -> points, with operands in the caches; on a GPU also product_half and so on, of 16 bits
     cold      the same, with an operand from memory
     links     backend -> collective -> points
     overhead  backend -> strategy -> (seconds of a step, seconds of an operator) of Python and dispatch
     about     provenance: machine, versions and date
+    factors   backend -> strategy -> measured seconds of two reference models over the sum of their parts
     """
 
     device: str
@@ -84,6 +90,7 @@ class Machine:
     links: Mapping[str, _Curves]
     overhead: Mapping[str, Mapping[str, tuple[float, float]]]
     about: Mapping[str, Any]
+    factors: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Any])
 
     def kernel_seconds(self, operators: Iterable[OperatorLike], footprint: float = 0.0) -> float:
         """Return the seconds of all operators that are no collectives, without their overhead.
@@ -104,7 +111,10 @@ class Machine:
         )
 
     def _kernel(self, operator: OperatorLike, share: float) -> float:
-        kind, count = kernel_kind(operator), max(operator.tensors, 1)
+        kind = kernel_kind(operator)
+        count = max(operator.tensors, 1) if self.device == "cpu" else 1  # a GPU takes many tensors in one kernel
+        if operator.is_half and f"{kind}_half" in self.kernels:
+            kind = f"{kind}_half"
         amount = (operator.flops or operator.bytes) / count
         seconds = (1 - share) * _at(self.kernels[kind], amount) + share * _at(self.cold[kind], amount)
         if operator.flops:  # a product of few rows is bound by the bytes of its matrix
@@ -116,7 +126,7 @@ class Machine:
 
 _EXPONENTIAL = re.compile(r"silu|gelu|sigmoid|tanh|exp|log|softmax|erf|mish|elu$|softplus")
 _TRIGONOMETRIC = re.compile(r"^(sin|cos|tan|atan)")
-_SUMS = re.compile(r"sum|mean|norm$|amax|argmax|^var|^std|^max|^min|pool")
+_SUMS = re.compile(r"sum|mean|(?<!rms_)norm$|amax|argmax|^var|^std|^max|^min|pool")
 
 
 def kernel_kind(operator: OperatorLike) -> str:
@@ -180,8 +190,9 @@ def traced_seconds(
     bubble: float = 0.0,
     footprint: float = 0.0,
 ) -> dict[str, float]:
-    """Return the seconds of a step by part: kernels, links, overhead and bubble, of the rank that takes longest.
+    """Return the seconds of a step by part, of the rank that takes longest: kernels, links, overhead, bubble and rest.
 
+    A step takes longer than its parts, by `rest`: caches are shared and ranks wait for each other.
     `ranks` are the operators of each rank, `bubble` the idle share of a pipeline's step, and `footprint` the bytes that
     a rank uses.
     """
@@ -190,13 +201,15 @@ def traced_seconds(
     parts: list[dict[str, float]] = []
     of_step, of_operator = machine.overhead[backend][strategy]
     for operators in ranks:
-        one = {
-            "kernels": machine.kernel_seconds(operators, footprint),
-            "links": machine.link_seconds(operators, backend),
-            "overhead": of_step + of_operator * len(operators),
-        }
+        kernels, dispatch = machine.kernel_seconds(operators, footprint), of_operator * len(operators)
+        if machine.device != "cpu":
+            dispatch = max(dispatch - kernels, 0.0)  # a GPU computes while the host dispatches the next operators
+        links = machine.link_seconds(operators, backend) if machine.ranks > 1 else 0.0
+        one = {"kernels": kernels, "links": links, "overhead": of_step + dispatch}
         parts.append(one | {"bubble": sum(one.values()) * bubble / (1 - bubble)})
-    return max(parts, key=lambda one: sum(one.values()))
+    longest = max(parts, key=lambda one: sum(one.values()))
+    factor = machine.factors.get(backend, {}).get(strategy, 1.0)
+    return longest | {"rest": (factor - 1) * sum(longest.values())}
 
 
 def write_machine(machine: Machine) -> str:
@@ -225,7 +238,11 @@ def read_machine(path: Path) -> Machine | None:
         }
         curves = _curves(read["kernels"]), _curves(read["cold"])
         sizes = int(read["ranks"]), int(read["threads"]), float(read["cache"])
-        return Machine(str(read["device"]), *sizes, *curves, links, overhead, read["about"])
+        factors = {
+            name: {strategy: float(factor) for strategy, factor in values.items()}
+            for name, values in read.get("factors", {}).items()
+        }
+        return Machine(str(read["device"]), *sizes, *curves, links, overhead, read["about"], factors)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UsageError(f"{path}: no whole calibration ({error}); write it again with plan --calibrate") from error
 

@@ -35,6 +35,7 @@ from everyrank.parallel import ddp, init_model, mesh
 from everyrank.parallel.init_model import on_meta
 from everyrank.parallel.parallelize import call_model, find_blocks
 from everyrank.parallel.pipeline.run import PipelineRun
+from everyrank.plan.as_on_gpu import fused_norms, take_all_at_once
 from everyrank.plan.trace import Operator, StorageTrace
 from everyrank.strategies import Prepared, prepare
 from everyrank.workload import Workload
@@ -216,12 +217,14 @@ def _block_shape(workload: Workload, batch: Batch) -> tuple[torch.dtype, tuple[i
     return seen[0]
 
 
-def trace_step(workload: Workload, layout: Layout, size: int, rank: int = 0, samples: Any = None) -> TracedStep:
+def trace_step(
+    workload: Workload, layout: Layout, size: int, rank: int = 0, samples: Any = None, on_gpu: bool = False
+) -> TracedStep:
     """Return what `rank` of `size` holds and does in an update of `workload` under `layout`.
 
     `samples` is (input, target) of one collated sample; by default the first of the training data, which is read. No
-    process of this call may be a rank. Raises what `prepare` raises, and what fake tensors raise for a model whose
-    shapes depend on values.
+    process of this call may be a rank. `on_gpu`: with the kernels of a GPU (`as_on_gpu.py`). Raises what `prepare`
+    raises, and what fake tensors raise for a model whose shapes depend on values.
 
     Example: `trace_step(find_workload("text"), parse_layout("fsdp"), size=64).peak_bytes / 2**20`.
     """
@@ -235,10 +238,12 @@ def trace_step(workload: Workload, layout: Layout, size: int, rank: int = 0, sam
                 shapes.append(_block_shape(workload, micro_batches_of(prepared, one)[0]))
             return shapes[0]
 
-        with _pretended(trace, workload, shape):
+        with _pretended(trace, workload, shape), fused_norms() if on_gpu else contextlib.nullcontext():
             trace.phase = "parameters"
             with trace:
                 prepared = prepare(workload, layout, world)
+                if on_gpu:
+                    take_all_at_once(prepared.trainable.optimizer)
                 prepared.parallel.is_checked = True  # comparisons with the whole model, and between ranks
                 if prepared.parallel.tensor is not None:
                     prepared.parallel.tensor.unseen.clear()

@@ -43,6 +43,7 @@ class Operator:
     group   of a collective: the name of its process group
     tensors     it makes or changes, one after the other (foreach operators)
     is_strided  an input is not contiguous along its last dimension
+    is_half     its first input has 16 bits an element
     """
 
     name: str
@@ -52,6 +53,7 @@ class Operator:
     group: str = ""
     tensors: int = 1
     is_strided: bool = False
+    is_half: bool = False
 
 
 class StorageTrace(TorchDispatchMode):
@@ -184,7 +186,8 @@ class StorageTrace(TorchDispatchMode):
             count = max(len(args[0]), 1) if name.startswith("_foreach") and isinstance(args[0], list | tuple) else 1
             strided = any(tensor.dim() and tensor.shape[-1] > 1 < tensor.stride(-1) for tensor in inputs)
             flops = _flops(func, args, kwargs, result)
-            self.operators.append(Operator(name, self.phase, flops, size, tensors=count, is_strided=strided))
+            half = bool(inputs) and inputs[0].element_size() == 2
+            self.operators.append(Operator(name, self.phase, flops, size, "", count, strided, half))
 
 
 def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:

@@ -79,15 +79,15 @@ class LayoutMemory:
         return self.allocated * _OWN_CODE * _MOST_FRAGMENTS + _MOST_CONTEXT
 
 
-def trace_layout(workload: Workload, layout: Layout, size: int, samples: Any) -> LayoutMemory:
+def trace_layout(workload: Workload, layout: Layout, size: int, samples: Any, on_gpu: bool = False) -> LayoutMemory:
     """Return the memory of the fullest rank. Raises `UsageError` for layouts that do not support the workload.
 
-    `samples` is (input, target) of one collated sample.
+    `samples` is (input, target) of one collated sample; `on_gpu` as for `trace_step`.
     """
     is_pipeline = layout.strategy == "pipeline"
     ranks = sorted({0, size - 1}) if is_pipeline else [0]
     try:
-        of_ranks = [_trace_rank(workload, layout, size, rank, samples) for rank in ranks]
+        of_ranks = [_trace_rank(workload, layout, size, rank, samples, on_gpu) for rank in ranks]
     except EveryrankError:
         raise
     except (FileNotFoundError, PermissionError) as error:  # of the workload, on real tensors, too
@@ -104,7 +104,8 @@ def time_layout(
 
     Without the data loader. Raises `UsageError` for a strategy that the machine was not measured for.
     """
-    traced = [trace_step(workload, layout, size, rank, samples) for rank in range(size)]
+    on_gpu = machine.device != "cpu"
+    traced = [trace_step(workload, layout, size, rank, samples, on_gpu) for rank in range(size)]
     idle = 0.0
     if layout.strategy == "pipeline":
         stages = layout.mesh(size).get("pipeline", 1)
@@ -113,13 +114,13 @@ def time_layout(
     return traced_seconds([one.operators for one in traced], layout.strategy, machine, backend, idle, footprint)
 
 
-def _trace_rank(workload: Workload, layout: Layout, size: int, rank: int, samples: Any) -> LayoutMemory:
+def _trace_rank(workload: Workload, layout: Layout, size: int, rank: int, samples: Any, on_gpu: bool) -> LayoutMemory:
     depths = _depths(workload, layout, size)
     if depths is None:
-        return _memory_of(trace_step(workload, layout, size, rank, samples), "traced whole")
+        return _memory_of(trace_step(workload, layout, size, rank, samples, on_gpu), "traced whole")
     whole, first, second = depths
-    low = _memory_of(trace_step(_cut(workload, first), layout, size, rank, samples), "")
-    high = _memory_of(trace_step(_cut(workload, second), layout, size, rank, samples), "")
+    low = _memory_of(trace_step(_cut(workload, first), layout, size, rank, samples, on_gpu), "")
+    high = _memory_of(trace_step(_cut(workload, second), layout, size, rank, samples, on_gpu), "")
     share = (whole - first) / (second - first)
 
     def along(a: float, b: float) -> float:
@@ -256,7 +257,7 @@ def answer_workload(
     def memory_of(text: str) -> LayoutMemory:
         if text not in cache:
             gc.collect()
-            cache[text] = trace_layout(workload, parse_layout(text), cluster.gpus, samples)
+            cache[text] = trace_layout(workload, parse_layout(text), cluster.gpus, samples, cluster.gpu.name != "cpu")
         return cache[text]
 
     rows: list[dict[str, Any]] = []

@@ -109,7 +109,7 @@ def port_script(
     files = ScriptFiles(
         script, read_script(script), other, read_script(other) if other is not None else "", target=target
     )
-    with ScriptHost(words, timeout_seconds=timeout_seconds) as host:
+    with ScriptHost(words, timeout_seconds, most_ranks=max(ranks)) as host:
         say("running the script")
         facts = _observe(host, files)
         # the same edits that the first choice needs, before anything is compared

@@ -99,7 +99,7 @@ def compare_script(
     """
     start, findings, num_equal = time.monotonic(), Findings(), 0
     try:
-        with ScriptHost(words, timeout_seconds, pretend_cuda) as host:
+        with ScriptHost(words, timeout_seconds, pretend_cuda, processes) as host:
             num_equal = judge_script(host, words, processes, findings, updates, seconds)
     except EveryrankError as error:
         findings.not_checked(f"comparison with one rank: not compared, because {error}")
@@ -296,7 +296,7 @@ def _with_more_runs(
     if why_not:
         return dataclasses.replace(audit, unchecked=(*audit.unchecked, f"{name}: {why_not}"))
     try:
-        with ScriptHost(audit.words, options.timeout_seconds, options.pretend_cuda) as host:
+        with ScriptHost(audit.words, options.timeout_seconds, options.pretend_cuda, audit.world_size) as host:
             judge(host, findings)
     except EveryrankError as error:
         findings.not_checked(f"{name}: {error}")

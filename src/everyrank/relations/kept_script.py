@@ -36,7 +36,7 @@ def script_trace(
 
     Raises `CannotRunError` if it does not run, `UsageError` if two runs of it give different losses.
     """
-    with ScriptHost(words, timeout_seconds, pretend_cuda) as host:
+    with ScriptHost(words, timeout_seconds, pretend_cuda, processes) as host:
         return trace_in_host(host, words, processes, updates)
 
 

@@ -73,7 +73,7 @@ def plan_notes(answer: _Answer) -> list[str]:
         *lines,
         *(f"  {command}" for command in answer["commands"]),
         "Traced on CPU: CUDA's kernels may take temporaries of their own, for which `at most` leaves room. Let "
-        "everyrank bench decide between layouts that fit. Not verified on a GPU.",
+        "everyrank bench decide between layouts that fit. Not verified on several GPUs.",
     ]
 
 
@@ -156,7 +156,7 @@ def _shortlist(answer: _Answer) -> Iterator[str]:
     yield (
         f"Intervals of {calibration['interval']:.0%}: {calibration['case']}; "
         f"times are a factor {calibration['factor']:.2f} either way. "
-        "Not in the times: the data loader, stragglers, checkpoints. Not verified on a GPU."
+        "Not in the times: the data loader, stragglers, checkpoints. Not verified on several GPUs."
     )
 
 
@@ -198,6 +198,8 @@ def print_machine(machine: Machine) -> None:
             for name, (of_step, each) in machine.overhead[backend].items()
         ]
         _say(f"  {backend}, overhead of a step and of an operator: {', '.join(texts)}")
+        factors = ", ".join(f"{name} {factor:.2f}" for name, factor in machine.factors.get(backend, {}).items())
+        _say(f"  {backend}, seconds of an update over the sum of its parts: {factors}")
 
 
 def print_validation(result: _Answer) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from everyrank.audit.guardian import guarded
-from everyrank.audit.script import find_script, has_gpu, names_cuda, own_text
+from everyrank.audit.script import enough_gpus, find_script, names_cuda, own_text, without_gpus
 from everyrank.audit.watch.recorder import ENVIRONMENT
 from everyrank.errors import CannotRunError
 from everyrank.rerun.recording import Imposed, ScriptRecording, read_recording
@@ -30,6 +30,7 @@ class ScriptHost:
     words            a script and its arguments, or -m, a module and its arguments
     timeout_seconds  for each run
     pretend_cuda     run CUDA calls on the CPU even if the script does not name CUDA
+    most_ranks       of a run; with fewer GPUs than that, all runs compute on the CPU, so that they compute alike
 
     Example:
         with ScriptHost(["train.py", "--epochs", "2"]) as host:
@@ -40,8 +41,11 @@ class ScriptHost:
 
     """
 
-    def __init__(self, words: Sequence[str], timeout_seconds: float = 120.0, pretend_cuda: bool = False) -> None:
+    def __init__(
+        self, words: Sequence[str], timeout_seconds: float = 120.0, pretend_cuda: bool = False, most_ranks: int = 3
+    ) -> None:
         self.words, self.timeout_seconds, self.pretend_cuda = list(words), timeout_seconds, pretend_cuda
+        self.most_ranks = most_ranks
         self._process: Any = None
         self._runs = 0
 
@@ -57,6 +61,7 @@ class ScriptHost:
         main = str(script.absolute()) if script else ""
         environment = {
             **os.environ,
+            **without_gpus(self.most_ranks),
             # the guardian finds every process of the script by it, and the inject folder is not on the path
             ENVIRONMENT: json.dumps({"folder": str(self.folder)}),
             "OMP_NUM_THREADS": "1",
@@ -119,7 +124,7 @@ class ScriptHost:
             "words": words,
             "main": str(script.absolute()) if script else "",
             "ranks": ranks,
-            "devices": 0 if has_gpu() or not names_gpu else ranks,
+            "devices": 0 if enough_gpus(self.most_ranks) or not names_gpu else ranks,
             "float64": float64,
             "updates": updates,
             "detailed": detailed,

@@ -20,6 +20,7 @@ from everyrank.launch.autopsy import current_state
 from everyrank.launch.host_info import LOOPBACK
 from everyrank.script.variables import rank_variables
 from everyrank.world.calls import KEPT_CALLS, recorded_calls
+from everyrank.world.world import let_nccl_share
 
 __all__ = ["TEST_BACKENDS", "Skipped", "run_function_rank"]
 
@@ -67,6 +68,8 @@ def _process_group(info: RankInfo, backend: str | None, timeout_seconds: float) 
         state.calls = recorded_calls
     if backend == "nccl":
         torch.cuda.set_device(info.local_rank % max(1, torch.cuda.device_count()))
+        if info.local_size > torch.cuda.device_count():
+            let_nccl_share(info.rank)
     dist.init_process_group(
         register_backend(backend),
         store=dist.FileStore(url2pathname(info.rendezvous_url.removeprefix("file://")), info.size),

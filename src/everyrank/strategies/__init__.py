@@ -156,8 +156,8 @@ def _check_carried(layout: Layout, world: World) -> None:
     missing = _NOT_BY_GLOO[axes[0]] if axes else "send and receive" if layout.servers else ""
     if missing:
         raise CannotRunError(
-            f"gloo has no {missing} for CUDA tensors, and nccl refuses ranks that share a device; use one process for "
-            "each device, --device cpu, or ddp or zero1"
+            f"gloo has no {missing} for CUDA tensors; use one process for each device, --device cpu, ddp or zero1, or "
+            "--backend nccl, which is slow for ranks that share a device"
         )
 
 

@@ -41,6 +41,7 @@ from everyrank.world.world import (
     choose_threads,
     describe_device,
     device_name,
+    let_nccl_share,
     use_threads,
 )
 
@@ -152,11 +153,13 @@ def _make_world(info: RankInfo, launch: Launch) -> tuple[World, Rendezvous]:
 def _with_settled_backend(world: World, requested: str | None, peers: Sequence[Peer], is_one_machine: bool) -> World:
     """Choose the backend again, knowing whether ranks share memory or devices. A collective over the store.
 
-    Raises `CannotRunError` on all ranks for `--backend shm` where they share no memory, and `UsageError` for
-    `--backend nccl` where they share devices.
+    Raises `CannotRunError` on all ranks for `--backend shm` where they share no memory.
     """
     if world.device.type == "cuda":
-        backend, why = choose_backend(requested, "cuda", *count_devices(peers))
+        ranks, cards = count_devices(peers)
+        backend, why = choose_backend(requested, "cuda", ranks, cards)
+        if backend == "nccl" and ranks > cards:
+            let_nccl_share(world.rank)
         return replace(world, backend=backend, choices={**world.choices, "backend": f"{backend}: {why}"})
     if world.backend != "shm":
         return world

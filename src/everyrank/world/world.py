@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,6 +24,7 @@ __all__ = [
     "choose_threads",
     "describe_device",
     "device_name",
+    "let_nccl_share",
     "single_process_world",
     "use_threads",
 ]
@@ -196,11 +199,17 @@ def choose_backend(requested: str | None, device: str, local_size: int, num_cuda
     if requested in OWN_BACKENDS:
         raise UsageError(f"--backend {requested}: it moves CPU tensors only; use nccl or gloo with --device {device}")
     if local_size > num_cuda:
-        why = f"{local_size} ranks share {num_cuda} CUDA device{'s' * (num_cuda != 1)}, which nccl refuses"
-        if requested == "nccl":
-            raise UsageError(f"--backend nccl: {why}; use gloo, or --processes {num_cuda}")
-        return "gloo", why
+        why = f"{local_size} ranks share {num_cuda} CUDA device{'s' * (num_cuda != 1)}"
+        return ("nccl", f"asked for; {why}, which is slow") if requested == "nccl" else ("gloo", why)
     return (requested, "asked for") if requested else ("nccl", "one CUDA device for each rank")
+
+
+def let_nccl_share(rank: int) -> None:
+    """Let several ranks of one card use nccl, which refuses two ranks with the same host and card.
+
+    With a host id of its own, each rank counts as a host, and nccl uses sockets between them.
+    """
+    os.environ.setdefault("NCCL_HOSTID", f"{socket.gethostname()}-{rank}")
 
 
 def choose_threads(requested: int | None, cores: int, local_size: int) -> tuple[int, int, str]:

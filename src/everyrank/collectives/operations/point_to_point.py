@@ -10,14 +10,15 @@ __all__ = ["make_batch_exchange", "make_exchange", "make_send"]
 
 
 def make_send(case: Case) -> Call:
-    """Send from rank 0 to rank 1, which receives from any rank; blocking."""
+    """Send from rank 0 to rank 1, which receives from any rank, on CUDA from rank 0; blocking."""
     tensor = case.empty()
+    source = 0 if case.device.type == "cuda" else None  # nccl receives from a named rank only
 
     def start(_: bool) -> None:
         if case.rank == 0:
             dist.send(tensor, group=case.group, group_dst=1, tag=7)
         elif case.rank == 1:
-            dist.recv(tensor, group=case.group, tag=7)
+            dist.recv(tensor, group=case.group, group_src=source, tag=7)
 
     initial = case.values(0) if case.rank == 0 else case.empty()
     return writing_call(case, start, tensor, initial, case.values(0) if case.rank == 1 else None)

@@ -1,0 +1,80 @@
+"""What a GPU computes by one kernel and a CPU by several, for traces on a CPU of what a GPU will do.
+
+- RMSNorm: one kernel in forward and one in backward, which keep the input and one number for each row
+- optimizers: one kernel for many parameters (foreach), torch's default on a GPU
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+__all__ = ["fused_norms", "take_all_at_once"]
+
+
+def take_all_at_once(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer that leaves it open take all parameters in one call."""
+    for group in optimizer.param_groups:
+        if group.get("foreach", 0) is None and not group.get("fused"):
+            group["foreach"] = True
+
+
+@contextlib.contextmanager
+def fused_norms() -> Generator[None]:
+    """Replace `rms_norm` by one operator, where a GPU would: input and weight of the same dtype."""
+    original = torch.nn.functional.rms_norm
+
+    def rms_norm(value: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+        is_fused = weight is not None and weight.dtype == value.dtype
+        if not is_fused or isinstance(value, DTensor) or isinstance(weight, DTensor):
+            return original(value, shape, weight, eps)  # pyright: ignore[reportArgumentType]
+        return _FusedNorm.apply(value, weight)  # pyright: ignore[reportReturnType]
+
+    with mock.patch.object(torch.nn.functional, "rms_norm", rms_norm):
+        yield
+
+
+class _FusedNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, weight: Tensor) -> Tensor:
+        result, scale = _norm(value, weight)
+        ctx.save_for_backward(value, weight, scale)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        value, weight, scale = ctx.saved_tensors
+        return _norm_backward(gradients[0], value, weight, scale)
+
+
+# of fake tensors only the shapes count
+
+
+@torch.library.custom_op("everyrank::rms_norm", mutates_args=())
+def _norm(value: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    del weight
+    return torch.empty_like(value), value.new_empty(value.shape[:-1])
+
+
+@torch.library.custom_op("everyrank::rms_norm_backward", mutates_args=())
+def _norm_backward(gradient: Tensor, value: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    del gradient, scale
+    return torch.empty_like(value), torch.empty_like(weight)
+
+
+@_norm.register_fake
+def _(value: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    del weight
+    return torch.empty_like(value), value.new_empty(value.shape[:-1])
+
+
+@_norm_backward.register_fake
+def _(gradient: Tensor, value: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    del gradient, scale
+    return torch.empty_like(value), torch.empty_like(weight)
