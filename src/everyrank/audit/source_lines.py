@@ -12,7 +12,7 @@ from pathlib import Path
 
 __all__ = [
     "argument_of",
-    "arguments_of",
+    "argument_lines",
     "attribute_of",
     "definitions_of",
     "guards_of",
@@ -83,7 +83,7 @@ def argument_of(place: str, name: str) -> tuple[str, ...]:
     return _places(path, [word.value.lineno for call in calls for word in call.keywords if word.arg == name])
 
 
-def arguments_of(place: str) -> tuple[str, ...]:
+def argument_lines(place: str) -> tuple[str, ...]:
     """The lines of the arguments of the calls at a line, which may have several lines."""
     path, line = _split(place)
     tree = _tree(path)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from everyrank.audit.finding import Findings, short_place
-from everyrank.audit.source_lines import arguments_of, definitions_of
+from everyrank.audit.source_lines import argument_lines, definitions_of
 from everyrank.relations.lines import first_differing
 from everyrank.relations.numbers import constant_factor, relative_difference, tolerance_of, whole
 from everyrank.relations.objects import lines_of_state
@@ -416,7 +416,7 @@ def _rates(case: _Case, findings: Findings, end: int) -> int | None:
                 f"{one.rates[0]:.6g} on one rank with the same batches",
                 "compute the schedule, and the number that a plateau is judged by, from all ranks",
                 also=tuple(
-                    each for line in case.one.facts.get("schedules", []) for each in (line, *arguments_of(line))
+                    each for line in case.one.facts.get("schedules", []) for each in (line, *argument_lines(line))
                 ),
             )
             return update
