@@ -11,8 +11,8 @@ import functools
 from pathlib import Path
 
 __all__ = [
-    "argument_of",
     "argument_lines",
+    "argument_of",
     "attribute_of",
     "definitions_of",
     "guards_of",

@@ -432,7 +432,7 @@ def _states(case: _Case, findings: Findings, end: int) -> None:
     for update in range(min(end, case.num_updates)):
         ranks, one = case.pairs(update)
         for name, state in one.states.items():
-            parts = [rank.states.get(name) for rank in ranks]
+            parts: list[Any] = [rank.states.get(name) for rank in ranks]
             if state.numel() == 0 or any(part is None for part in parts):
                 continue
             joined = whole(parts, state)
