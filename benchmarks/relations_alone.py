@@ -9,7 +9,7 @@ correct training, so it also finds mistakes that nobody has listed. Each script 
     relations  the comparisons alone: no rule runs
     both       a FAIL or WARN of one of them
 
-SET is corpus (the scripts of silent_bugs/), blind1, blind2, blind3, or reports: a folder of NAME.py and NAME_ok.py,
+SET is corpus (the scripts of silent_bugs/), blind1 to blind4, or reports: a folder of NAME.py and NAME_ok.py,
 given by --reports, whose scripts are not in this repository. Results are added to F after each script, so a run that
 was ended goes on where it stopped.
 """
@@ -38,6 +38,7 @@ TITLES = {  # in English and Chinese
     "blind1": ("blind set 1", "盲测集 1"),
     "blind2": ("blind set 2", "盲测集 2"),
     "blind3": ("blind set 3", "盲测集 3"),
+    "blind4": ("blind set 4", "盲测集 4"),
     "reports": ("more public reports", "其他公开报告"),
 }
 HEADS = (

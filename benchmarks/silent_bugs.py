@@ -14,9 +14,10 @@ A FAIL or WARN for a corrected or a correct script, or DIFFERENT for a right fun
 
 --docs writes the tables of docs/silent-bugs.md from the Record. --blind N audits a blind set:
 silent_bugs/blind_set/ and silent_bugs/blind_set_2/ with 15 mistakes each and 10 and 12 correct scripts,
-silent_bugs/blind_set_3/ with 24 and 20, by writers who had seen neither the rules nor the corpus. Their first
-results are what counts; since then they have been looked at, like the others. There, NAME.py is the right script,
-and wrong/NAME.patch puts the mistake into it.
+silent_bugs/blind_set_3/ and blind_set_4/ with 24 and 20, by writers who had seen neither the rules nor the corpus.
+Their first results are what counts; since then they have been looked at, like the others. There, NAME.py is the right
+script, and wrong/NAME.patch puts the mistake into it. Sets 3 and 4 run under `everyrank audit --compare`, and their
+Records have all findings; the cause is judged by a reader.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent / "silent_bugs"
-BLIND = {1: FOLDER / "blind_set", 2: FOLDER / "blind_set_2", 3: FOLDER / "blind_set_3"}
+BLIND = {1: FOLDER / "blind_set", **{number: FOLDER / f"blind_set_{number}" for number in (2, 3, 4)}}
 RECORD = Path(__file__).parent / "records" / "silent-bugs-cpu.json"
 DOCS = Path(__file__).parents[1] / "docs" / "silent-bugs.md"
 MISTAKE = "# <- the mistake"
@@ -110,12 +111,13 @@ def alarms(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {f["rule"]: f for f in reversed(result.get("findings", [])) if f["level"] in ("FAIL", "WARN")}
 
 
-def by_audit(script: Path) -> dict[str, Any]:
-    """One script of the corpus: wrong, then right."""
+def by_audit(script: Path, more: tuple[str, ...] = ()) -> dict[str, Any]:
+    """One script of the corpus: wrong, then right. With `more` options, the row has the findings in full."""
     text = script.read_text()
     line = next(number for number, content in enumerate(text.splitlines(), 1) if MISTAKE in content)
     corrected = script.with_name(f"{script.stem}_right.py")
-    wrong, right = audited(script), audited(corrected) if corrected.exists() else audited(script, "--right")
+    wrong = audited(script, more=more)
+    right = audited(corrected, more=more) if corrected.exists() else audited(script, "--right", more=more)
     false = alarms(right)
     found = {rule: finding for rule, finding in alarms(wrong).items() if rule not in false}
     places = [place for finding in found.values() for place in (finding["place"], *finding["also"])]
@@ -131,7 +133,30 @@ def by_audit(script: Path) -> dict[str, Any]:
         "error": (wrong.get("error") or right.get("error") or [""])[0],
         "false_alarms": list(false),
         "seconds": wrong["seconds"],
+        **(
+            {
+                "marked": line,
+                "findings": details(found),
+                "false_findings": details(false),
+                "not_checked": wrong.get("not_checked", []),
+            }
+            if more
+            else {}
+        ),
     }
+
+
+def details(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """The findings without the folder of the script."""
+    return [
+        {
+            "level": finding["level"],
+            "rule": rule,
+            "lines": [place.rpartition("/")[2] for place in (finding["place"], *finding["also"])],
+            "text": finding["text"],
+        }
+        for rule, finding in found.items()
+    ]
 
 
 # --- parallelize(model, mesh), under verify
@@ -190,10 +215,10 @@ def by_verify(file: Path) -> dict[str, Any]:
 # --- all of them
 
 
-def row_of(file: Path) -> dict[str, Any]:
+def row_of(file: Path, more: tuple[str, ...] = ()) -> dict[str, Any]:
     """One bug: where it was reported, and what came of it."""
     text = file.read_text()
-    result = by_verify(file) if field(text, "Kind") == "parallelize" else by_audit(file)
+    result = by_verify(file) if field(text, "Kind") == "parallelize" else by_audit(file, more)
     missed = "" if result["found"] and result["cause"] in (True, None) else field(text, "Missed")
     return {"name": file.stem, "reported": field(text, "Reported"), **result, "missed": missed}
 
@@ -215,15 +240,18 @@ def main() -> None:
 def run(folder: Path, args: argparse.Namespace) -> None:
     """Run the scripts of this folder, print what was found, and write the Record."""
     rows: list[dict[str, Any]] = []
+    more = ("--compare",) if args.blind in (3, 4) else ()
     for file in sorted(folder.glob("*.py")):
         if MISTAKE in file.read_text() and (not args.names or file.stem in args.names):
-            rows.append(row_of(file))
+            rows.append(row_of(file, more))
             print(line_of(rows[-1]), flush=True)
     correct: dict[str, Any] = {}
     for script in sorted((folder / "correct").glob("*.py")) if not args.names else ():
-        result = audited(script)
+        result = audited(script, more=more)
         found, error = list(alarms(result)), (result.get("error") or [""])[0]
         correct[script.stem] = {"alarms": found, "error": error, "seconds": result["seconds"]}
+        if more:
+            correct[script.stem]["findings"] = details(alarms(result))
         print(f"correct/{script.stem}: {', '.join(found) or error or 'nothing wrong found'}", flush=True)
     print(summary(rows, correct))
     if args.json:

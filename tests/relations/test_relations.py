@@ -254,6 +254,36 @@ def test_workers_evaluation_copies_and_schedules_are_named(host: tuple[ScriptHos
     assert [finding.rule for finding in found_in(host, MORE.replace(right, wrong), 48)] == [rule]
 
 
+LONG_EPOCHS = (
+    MORE.replace("return 96", "return 4096").replace("range(3)", "range(30)").replace("held[:, :3]", "held[:, 1:4]")
+)
+"""No whole epoch within the updates of a test."""
+
+
+def test_an_evaluation_after_a_long_epoch_is_silent(host: tuple[ScriptHost, Path]) -> None:
+    """It is reached by a second comparison with shortened epochs."""
+    findings = found_in(host, LONG_EPOCHS)
+    assert findings == []
+    assert findings.unchecked == []
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("    dist.all_reduce(total)\n", ""),
+        (
+            "    dist.all_reduce(total)\n",
+            "    total[0] *= 1 + total[0] / 500\n    dist.all_reduce(total)\n",
+        ),
+    ],
+)
+def test_an_evaluation_after_a_long_epoch_is_compared(host: tuple[ScriptHost, Path], right: str, wrong: str) -> None:
+    """Rank 0's own number, and one that is no sum over samples."""
+    assert right in LONG_EPOCHS
+    assert [finding.rule for finding in found_in(host, LONG_EPOCHS.replace(right, wrong))] == ["ranks.printed"]
+
+
 DRAWN = """
 import torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
@@ -316,6 +346,37 @@ def test_batches_that_a_function_draws_are_put_together(host: tuple[ScriptHost, 
     assert findings.unchecked == []
 
 
+STREAM = """
+import torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+
+
+def samples(rank):
+    generator = torch.Generator().manual_seed(rank)
+    while True:
+        x = torch.randn(8, 6, generator=generator)
+        yield x, x[:, :3].argmax(1)
+
+
+model = nn.parallel.DistributedDataParallel(nn.Linear(6, 3))
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+for step, (x, y) in zip(range(5), samples(rank)):
+    loss = F.cross_entropy(model(x), y, reduction="sum")
+    optimizer.zero_grad()
+    (loss / len(y)).backward()
+    optimizer.step()
+"""
+
+
+def test_batches_that_a_generator_yields_are_put_together(host: tuple[ScriptHost, Path]) -> None:
+    """And a sum that is averaged is named."""
+    assert judged(host, STREAM) == ([], 5)
+    assert [finding.rule for finding in found_in(host, STREAM.replace("(loss / len(y))", "loss"))] == ["ranks.gradient"]
+
+
 @pytest.mark.integration
 @pytest.mark.parametrize("rule", DRAWN_BROKEN)
 def test_mistakes_of_a_script_without_a_loader_are_named(host: tuple[ScriptHost, Path], rule: str) -> None:
@@ -323,6 +384,95 @@ def test_mistakes_of_a_script_without_a_loader_are_named(host: tuple[ScriptHost,
     right, wrong = DRAWN_BROKEN[rule]
     assert right in DRAWN
     assert [finding.rule for finding in found_in(host, DRAWN.replace(right, wrong))] == [rule]
+
+
+VIEWS = """
+import torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
+from torch.distributed.nn.functional import all_reduce
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+        self.register_buffer("counts", torch.zeros(4))
+
+    def forward(self, x):
+        y = self.layer(x)
+        self.counts += F.one_hot(y.detach().argmax(1), 4).sum(0)
+        return y
+
+
+def halved(state, bucket):
+    small = bucket.buffer().to(torch.bfloat16)
+    dist.all_reduce(small)
+    done = torch.futures.Future()
+    done.set_result(bucket.buffer().copy_(small).div_(world))
+    return done
+
+
+model = nn.parallel.DistributedDataParallel(Net(), broadcast_buffers=False)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+generator = torch.Generator().manual_seed(rank)
+for step in range(5):
+    x = torch.randn(8, 6, generator=generator)
+    a, b = model(torch.cat([x, x + 0.1 * torch.randn(8, 6, generator=generator)])).chunk(2)
+    loss = (all_reduce(a.t() @ b) / (len(a) * world) - torch.eye(4)).square().sum()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    dist.all_reduce(model.module.counts)
+    model.module.counts.zero_()
+    if rank == 0:
+        print({"loss": round(loss.item(), 3), "share": 0.12345})
+"""
+
+
+def test_two_views_and_counts_of_each_rank_are_silent(host: tuple[ScriptHost, Path]) -> None:
+    """Rows in another order on one rank, and counts that are added up after the step."""
+    assert judged(host, VIEWS) == ([], 5)
+
+
+@pytest.mark.integration
+def test_a_communication_hook_is_not_compared_unless_it_scales(host: tuple[ScriptHost, Path]) -> None:
+    """It rounds to 16 bits; a hook that sums, and does not divide, is named."""
+    hooked = VIEWS.replace("optimizer = ", "model.register_comm_hook(None, halved)\noptimizer = ")
+    findings = found_in(host, hooked)
+    assert findings == []
+    assert "communication hook" in findings.unchecked[0]
+    broken = found_in(host, hooked.replace(".div_(world)", ""))
+    assert [finding.rule for finding in broken] == ["ranks.gradient"]
+    assert "all are 2" in broken[0].text
+
+
+@pytest.mark.integration
+def test_a_stream_whose_workers_never_see_the_epoch_is_named(host: tuple[ScriptHost, Path]) -> None:
+    """All samples are read in each epoch, in the order of the first one."""
+    stream = MORE.replace("num_workers=1", "num_workers=1, persistent_workers=True")
+    stream = stream.replace("Dataset, Dist", "Dataset, IterableDataset, Dist")
+    stream = stream.replace("sampler=DistributedSampler(data), ", "").replace(
+        "class Drawn(Dataset)", "class Drawn(IterableDataset)"
+    )
+    stream = stream.replace("    def __getitem__(self, index):\n", OWN_ORDER)
+    for text, rules in ((stream, ["data.frozen-workers"]), (stream.replace(", persistent_workers=True", ""), [])):
+        assert [finding.rule for finding in found_in(host, text, 48)] == rules
+
+
+OWN_ORDER = """    def __iter__(self):
+        order = torch.randperm(96, generator=torch.Generator().manual_seed(self.epoch))
+        yield from (self.sample(index) for index in order[rank::world].tolist())
+
+    def sample(self, index):
+        generator = torch.Generator().manual_seed(index)
+        x = torch.randn(6, generator=generator)
+        return x, x[:3].argmax()
+
+    def unused(self, index):
+"""
 
 
 @pytest.mark.parametrize(("many", "expected"), [([1.0, 0.5, 0.0], True), ([1.0, 0.9, 0.2], False), ([1.0], None)])

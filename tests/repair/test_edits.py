@@ -528,6 +528,48 @@ WITH_HELPERS = [
         "def add_over_ranks(",
         "    hits, seen = add_over_ranks(hits, seen)",
     ),
+    (
+        "eval.mean-of-means",
+        """
+        import torch
+        def evaluate(loader):
+            total = batches = 0
+            with torch.no_grad():
+                for x, y in loader:
+                    total += F.cross_entropy(model(x), y).item() #!
+                    batches += 1
+            return total / batches
+        """,
+        "def add_over_ranks(",
+        "            batches += len(y)",
+    ),
+    (
+        "eval.mean-of-means",
+        """
+        import torch
+        def evaluate(loader):
+            total = 0
+            for x, y in loader:
+                hits = (model(x).argmax(1) == y).float().mean() #!
+                total += hits
+            return total / len(loader)
+        """,
+        "def add_over_ranks(",
+        "    total, num_terms = add_over_ranks(total, num_terms)",
+    ),
+    (
+        "eval.mean-of-means",
+        """
+        import torch
+        def evaluate(loader):
+            losses = []
+            for x, y in loader:
+                losses.append(F.cross_entropy(model(x), y, ignore_index=-1)) #!
+            return torch.stack(losses).mean()
+        """,
+        "def add_over_ranks(",
+        "    losses = [total / num_terms]",
+    ),
 ]
 
 

@@ -75,3 +75,14 @@ def test_an_edit_that_does_not_help_is_left_out(tmp_path: Path, monkeypatch: pyt
     assert "every rank reads all samples" in reason  # of the second edit
     assert patch.audits == 3  # all at once, then one by one
     assert script.read_text() == patch.original
+
+
+def test_a_mean_of_means_is_mended(tmp_path: Path) -> None:
+    """The sum of the batches' means, which is then averaged over batches and ranks."""
+    script = _mistaken(tmp_path, ("[loss * len(labels), hits, len(labels)]", "[loss, hits / len(labels), 1]"))
+    audit = audit_script([str(script)], AuditOptions(), lambda _: None)
+    assert audit is not None
+    finding = next(each for each in audit.findings if each.rule == "eval.mean-of-means")
+    assert "% too" in finding.text
+    patch = patch_script(audit, AuditOptions())
+    assert "eval.mean-of-means" in {each.rule for each, _ in patch.mended}

@@ -10,7 +10,17 @@ import ast
 import functools
 from pathlib import Path
 
-__all__ = ["argument_of", "definitions_of", "guards_of", "returns_of"]
+__all__ = [
+    "argument_lines",
+    "argument_of",
+    "attribute_of",
+    "definitions_of",
+    "guards_of",
+    "is_read",
+    "method_of",
+    "returns_of",
+    "skips_of",
+]
 
 _MOST = 6  # lines; more would hide the one that matters
 
@@ -71,6 +81,70 @@ def argument_of(place: str, name: str) -> tuple[str, ...]:
     tree = _tree(path)
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _covers(node, line)] if tree else []
     return _places(path, [word.value.lineno for call in calls for word in call.keywords if word.arg == name])
+
+
+def argument_lines(place: str) -> tuple[str, ...]:
+    """The lines of the arguments of the calls at a line, which may have several lines."""
+    path, line = _split(place)
+    tree = _tree(path)
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _covers(node, line)] if tree else []
+    return _places(
+        path, [each.lineno for call in calls for each in (*call.args, *(word.value for word in call.keywords))]
+    )
+
+
+def attribute_of(path: str, class_name: str, attribute: str) -> tuple[str, ...]:
+    """The lines that assign to `self.attribute` in methods of a class other than its constructor."""
+    lines = [
+        node.lineno
+        for method in _methods(path, class_name)
+        if method.name != "__init__"
+        for node in ast.walk(method)
+        if isinstance(node, ast.Attribute) and node.attr == attribute and not isinstance(node.ctx, ast.Load)
+    ]
+    return _places(path, lines)
+
+
+def is_read(path: str, class_name: str, attribute: str) -> bool:
+    """Whether a method of a class uses `self.attribute`, other than to count or to save it."""
+    return any(
+        isinstance(node, ast.Attribute) and node.attr == attribute and isinstance(node.ctx, ast.Load)
+        for method in _methods(path, class_name)
+        if method.name not in ("state_dict", "load_state_dict", "__repr__", "extra_repr")
+        for node in ast.walk(method)
+    )
+
+
+def method_of(path: str, class_name: str, name: str) -> tuple[str, ...]:
+    """The lines at which a method of a class returns."""
+    methods = [method for method in _methods(path, class_name) if method.name == name]
+    return _places(path, [node.lineno for each in methods for node in ast.walk(each) if isinstance(node, ast.Return)])
+
+
+def _methods(path: str, class_name: str) -> list[ast.FunctionDef]:
+    tree = _tree(path)
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)] if tree else []
+    return [
+        method
+        for each in classes
+        if each.name == class_name
+        for method in each.body
+        if isinstance(method, ast.FunctionDef)
+    ]
+
+
+def skips_of(place: str) -> tuple[str, ...]:
+    """The conditions under which the loop at a line goes on to its next batch by `continue`."""
+    path, line = _split(place)
+    tree = _tree(path)
+    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For) and node.lineno == line] if tree else []
+    skips = [
+        node.lineno
+        for loop in loops
+        for node in ast.walk(loop)
+        if isinstance(node, ast.If) and any(isinstance(each, ast.Continue) for each in node.body)
+    ]
+    return _places(path, skips)
 
 
 def _split(place: str) -> tuple[str, int]:

@@ -12,6 +12,7 @@ resume.py     stopping and resuming changes nothing
 workers.py    workers of a loader read the samples that the process itself reads
 schedule.py   the learning rate depends on the progress of the training, not on the number of ranks
 updates.py    an optimizer steps what was trained, and an averaged copy moves once per update
+objects.py    statistics and counters of the script's own objects
 precision.py  updates that 16-bit parameters round away
 """
 

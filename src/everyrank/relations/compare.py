@@ -12,12 +12,13 @@ from everyrank.audit.finding import LEVELS, Finding, Findings, short_place
 from everyrank.audit.outside import rank_from_outside
 from everyrank.audit.script import find_script, own_text, starts_ranks_itself
 from everyrank.errors import EveryrankError
+from everyrank.relations.objects import judge_counters, judge_statistics
 from everyrank.relations.precision import judge_rounded_updates
-from everyrank.relations.ranks import judge_ranks
+from everyrank.relations.ranks import judge_evaluations, judge_ranks, misses_evaluation
 from everyrank.relations.recompute import judge_recomputation
 from everyrank.relations.resume import ResumeCommand, judge_resume
 from everyrank.relations.same import judge_settings
-from everyrank.relations.samples import judge_samples
+from everyrank.relations.samples import judge_samples, judge_skipped_batches
 from everyrank.relations.schedule import has_schedule, judge_horizon
 from everyrank.relations.updates import judge_updates
 from everyrank.relations.workers import is_suspicious, judge_workers
@@ -47,6 +48,7 @@ _EXPLAINED_BY = {
     "data.shared-samples": ("data.",),
     "data.frozen-workers": ("data.", "random."),
     "data.repeat": ("data.",),
+    "data.untrained": ("data.",),
     "weights.not-stepped": ("weights.",),
     "recompute.state": ("replicas.buffers",),
     "schedule.horizon": ("schedule.",),
@@ -54,6 +56,8 @@ _EXPLAINED_BY = {
 """Kinds of rules that can be the cause of each difference."""
 
 _COMPLETE_SECONDS = 6.0  # for a complete run, which only the end of a schedule needs
+_PASS_BATCHES = 4  # of shortened epochs, where the whole ones are too long to reach an evaluation
+_SHORT_UPDATES, _SHORT_SECONDS = 12, 6.0
 _MOST_UPDATES = 20_000
 
 
@@ -126,6 +130,8 @@ def judge_script(
     judge_rounded_updates(many.ranks[0], findings)
     judge_samples(many, findings)
     judge_updates(many.ranks[0], findings)
+    judge_skipped_batches(many.ranks[0], findings)
+    judge_counters(many.ranks[0], findings)
     if many.ranks[0].facts.get("with_workers") and is_suspicious(many):
         without = host.run(
             processes,
@@ -148,6 +154,11 @@ def judge_script(
         num_equal = judge_ranks(
             many, one, rank_0, lambda: alone(Imposed(recording=many, evaluation_rank=0, parameters=True)), findings
         )
+        judge_statistics(many, findings)
+        script = find_script(words)
+        text = own_text(script) if script else ""
+        if num_equal and not findings.has("ranks.") and misses_evaluation(many, text):
+            _judge_short_epochs(host, words, processes, float64, findings)
         if has_schedule(many.ranks[0]):
             _judge_complete_runs(host, words, processes, findings)
     lines = one.ranks[0].facts.get("checkpointing", [])
@@ -165,6 +176,33 @@ def judge_script(
         else:
             judge_recomputation(one.ranks[0], kept.ranks[0], findings)
     return num_equal
+
+
+def _judge_short_epochs(
+    host: ScriptHost, words: Sequence[str], processes: int, float64: bool, findings: Findings
+) -> None:
+    """Compare the numbers that an evaluation prints, in a second run whose epochs are shortened to reach one."""
+
+    def run(ranks: int, imposed: Imposed) -> ScriptRecording:
+        return host.run(
+            ranks,
+            words=words,
+            imposed=dataclasses.replace(imposed, pass_batches=_PASS_BATCHES),
+            float64=float64,
+            updates=_SHORT_UPDATES,
+            detailed=_SHORT_UPDATES,
+            seconds=_SHORT_SECONDS,
+        )
+
+    many = run(processes, Imposed())
+    if many.trouble or misses_evaluation(many, ".eval()"):
+        why = f"the script fails with shortened epochs ({many.trouble})" if many.trouble else "none was reached"
+        findings.not_checked(f"numbers of evaluations against one rank: {why}")
+        return
+    one, rank_0 = (run(1, Imposed(recording=many, only_rank=rank, parameters=rank == 0)) for rank in (None, 0))
+    judge_evaluations(
+        many, one, rank_0, lambda: run(1, Imposed(recording=many, evaluation_rank=0, parameters=True)), findings
+    )
 
 
 def _judge_complete_runs(host: ScriptHost, words: Sequence[str], processes: int, findings: Findings) -> None:

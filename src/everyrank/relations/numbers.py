@@ -47,7 +47,7 @@ def relative_difference(one: Any, other: Any, scale: float = 0.0) -> float:
     return difference / size if size else float(difference > 0.0)
 
 
-def constant_factor(pairs: Sequence[tuple[Any, Any]]) -> float | None:
+def constant_factor(pairs: Sequence[tuple[Any, Any]], tolerance: float = 1e-3) -> float | None:
     """The number c for which the first of each pair is c times the second; None if there is no such number."""
     import torch
 
@@ -57,7 +57,7 @@ def constant_factor(pairs: Sequence[tuple[Any, Any]]) -> float | None:
     if not size:
         return None
     factor = float(firsts @ seconds) / size
-    return factor if relative_difference(firsts, factor * seconds) < 1e-3 else None
+    return factor if relative_difference(firsts, factor * seconds) < tolerance else None
 
 
 def tolerance_of(tensors: Sequence[Any]) -> float | None:

@@ -13,16 +13,20 @@ from collections.abc import Callable
 from typing import Any
 
 from everyrank.audit.finding import Findings, short_place
-from everyrank.audit.source_lines import definitions_of
+from everyrank.audit.source_lines import argument_lines, definitions_of
 from everyrank.relations.lines import first_differing
 from everyrank.relations.numbers import constant_factor, relative_difference, tolerance_of, whole
+from everyrank.relations.objects import lines_of_state
 from everyrank.relations.samples import samples_of_batch
 from everyrank.relations.schedule import is_stretched
 from everyrank.rerun import Printed, RankRecording, RecordedUpdate, ScriptRecording
 
-__all__ = ["comparable_updates", "judge_ranks"]
+__all__ = ["comparable_updates", "judge_evaluations", "judge_ranks", "misses_evaluation"]
 
 _BATCHES = 8  # whose samples tell whether all ranks read the same
+_EVALUATES = (".eval()", "inference_mode", "validat", "evaluat")  # in the text of a script
+_SAME_ROWS = 1e-5
+_ROUNDED_BY_HOOK = 0.03  # by a communication hook that compresses gradients
 _ANY_FACTOR = 1e-6  # a learning rate that is scaled by the ranks has one factor in all updates
 
 
@@ -89,6 +93,34 @@ def judge_ranks(
     return case.num_updates if differs is None else differs
 
 
+def judge_evaluations(
+    many: ScriptRecording,
+    one: ScriptRecording,
+    alone: ScriptRecording,
+    evaluated_alone: Callable[[], ScriptRecording],
+    findings: Findings,
+) -> None:
+    """Add printed numbers that differ, if the updates of both runs are equal.
+
+    The arguments are those of `judge_ranks`.
+    """
+    others = Findings()
+    if judge_ranks(many, one, alone, evaluated_alone, others):
+        findings.extend(finding for finding in others if finding.rule == "ranks.printed")
+    else:
+        for why in others.unchecked:
+            findings.not_checked(f"numbers of evaluations: {why}")
+
+
+def misses_evaluation(many: ScriptRecording, text: str) -> bool:
+    """Whether a run of a script with this text was ended before it came to an evaluation."""
+    rank = many.ranks[0]
+    if rank.facts.get("came_to_end") or _evaluates(rank) or not rank.batches:
+        return False
+    is_unread = any(number not in rank.facts.get("trained", []) for number in rank.facts.get("loader_places", {}))
+    return is_unread or any(word in text for word in _EVALUATES)
+
+
 def _case(many: ScriptRecording, one: ScriptRecording) -> _Case:
     """Check that the two runs can be compared. Raises `_NotComparedError`."""
     if many.trouble:
@@ -144,7 +176,10 @@ def _check_inputs(many: ScriptRecording, one: RankRecording) -> None:
             is_same = all(each.shape == value.shape and relative_difference(each, value) < 1e-6 for each in values)
             shapes = {each.shape[1:] for each in (*values, value)}
             rows = torch.cat(values) if value.dim() and len(shapes) == 1 else None
-            if not is_same and (rows is None or rows.shape != value.shape or relative_difference(rows, value) > 1e-5):
+            has_order = bool(one.facts.get("batch_norms"))  # batch norm takes the rows of each rank by their order
+            if not is_same and (
+                rows is None or rows.shape != value.shape or not _are_rows_equal(rows, value, has_order)
+            ):
                 raise _NotComparedError(
                     "the batches of the ranks do not come from a DataLoader, and could not be put together"
                 )
@@ -154,6 +189,18 @@ def _check_inputs(many: ScriptRecording, one: RankRecording) -> None:
         joined = whole(parts, weight)
         if joined.tensor is not None and relative_difference(joined.tensor, weight) > 1e-6:
             raise _NotComparedError(f"{name} begins with different weights on one rank")
+
+
+def _are_rows_equal(rows: Any, others: Any, has_order: bool) -> bool:
+    """Whether two batches hold the same samples: in any order, as two views of each have, unless the order matters."""
+    import torch
+
+    if relative_difference(rows, others) <= _SAME_ROWS or has_order or rows.dim() < 2:
+        return relative_difference(rows, others) <= _SAME_ROWS
+    flat = [each.double().flatten(1) for each in (rows, others)]
+    weights = torch.linspace(1.0, 2.0, flat[0].shape[1], dtype=torch.float64).sqrt()  # one number for each sample
+    in_order = [each[(each @ weights).argsort()] for each in flat]
+    return relative_difference(*in_order) <= _SAME_ROWS
 
 
 # --- gradients and parameters
@@ -167,6 +214,8 @@ def _gradients(case: _Case, findings: Findings) -> int | None:
             return None
         for kind, rule in (("gradients", "ranks.gradient"), ("after", "ranks.parameters")):
             names = _differing(case, ranks, one, kind)
+            if names and _is_by_hook(case, findings, update):
+                return update
             if names:
                 _report_difference(case, findings, update, kind, rule, names)
                 return update
@@ -198,6 +247,25 @@ def _differing(case: _Case, ranks: list[RecordedUpdate], one: RecordedUpdate, ki
     return names
 
 
+def _is_by_hook(case: _Case, findings: Findings, update: int) -> bool:
+    """Whether a communication hook explains a difference: any but a factor of the number of ranks."""
+    hook = case.many.ranks[0].facts.get("comm_hook", "")
+    if not hook:
+        return False
+    ranks, one = case.pairs(update)
+    pairs = [(ranks[0].gradients.get(name), value) for name, value in one.gradients.items()]
+    held = [(ours, theirs) for ours, theirs in pairs if ours is not None and theirs is not None]
+    factor = constant_factor(held, _ROUNDED_BY_HOOK) if held else None
+    if factor is not None and any(
+        math.isclose(factor, times, rel_tol=_ROUNDED_BY_HOOK) for times in (case.num_ranks, 1 / case.num_ranks)
+    ):
+        return False
+    findings.not_checked(
+        f"gradients of {case.num_ranks} ranks against one: the communication hook of {short_place(hook)} changes them"
+    )
+    return True
+
+
 def _report_difference(
     case: _Case, findings: Findings, update: int, kind: str, rule: str, names: dict[str, float]
 ) -> None:
@@ -215,7 +283,8 @@ def _report_difference(
     values = {name: value for name, value in _values(one, kind).items() if value is not None}
     wholes = {name: whole([_values(rank, kind).get(name) for rank in ranks], value) for name, value in values.items()}
     pairs = [(wholes[name].tensor, value) for name, value in values.items() if wholes[name].tensor is not None]
-    factor = constant_factor(pairs) if kind == "gradients" else None
+    is_rounded = bool(case.many.ranks[0].facts.get("comm_hook"))
+    factor = constant_factor(pairs, _ROUNDED_BY_HOOK if is_rounded else 1e-3) if kind == "gradients" else None
     also: list[str] = []
     reason = ""
     if factor is not None:
@@ -254,9 +323,9 @@ def _report_difference(
 
 
 def _factor_reason(factor: float, num_ranks: int) -> str:
-    if math.isclose(factor, 1 / num_ranks, rel_tol=1e-3):
+    if math.isclose(factor, 1 / num_ranks, rel_tol=0.01):
         return ": a sum over samples whose gradients are averaged over the ranks"
-    if math.isclose(factor, num_ranks, rel_tol=1e-3):
+    if math.isclose(factor, num_ranks, rel_tol=0.01):
         return ": a mean over samples whose gradients are summed over the ranks"
     return ""
 
@@ -346,6 +415,9 @@ def _rates(case: _Case, findings: Findings, end: int) -> int | None:
                 f"update {update}: the learning rate is {ranks[0].rates[0]:.6g} on {case.num_ranks} ranks, and "
                 f"{one.rates[0]:.6g} on one rank with the same batches",
                 "compute the schedule, and the number that a plateau is judged by, from all ranks",
+                also=tuple(
+                    each for line in case.one.facts.get("schedules", []) for each in (line, *argument_lines(line))
+                ),
             )
             return update
     return None
@@ -360,27 +432,36 @@ def _states(case: _Case, findings: Findings, end: int) -> None:
     for update in range(min(end, case.num_updates)):
         ranks, one = case.pairs(update)
         for name, state in one.states.items():
-            parts = [rank.states.get(name) for rank in ranks]
+            parts: list[Any] = [rank.states.get(name) for rank in ranks]
             if state.numel() == 0 or any(part is None for part in parts):
                 continue
             joined = whole(parts, state)
+            if _are_counts(parts) and relative_difference(sum(parts), state) < _ANY_FACTOR:
+                continue  # counts of each rank, which are added up later
             if joined.tensor is None or relative_difference(joined.tensor, state) <= max(case.tolerance * 100, 1e-6):
                 continue  # rank 0's is that of one rank
             whose = "is the same on all ranks, and" if joined.is_same else "is of each rank's own samples:"
+            lines = (*lines_of_state(case.one, name), one.step)
             findings.add(
                 "WARN",
                 "ranks.state",
-                one.step,
+                lines[0],
                 f"after update {update}, the state {name} {whose} differs from that of one rank by "
                 f"{relative_difference(joined.tensor, state):.2g} of its norm",
                 "reduce what it is computed from over the ranks, or keep it on one and broadcast it",
+                also=lines[1:],
             )
             return
 
 
+def _are_counts(parts: list[Any]) -> bool:
+    """Whether all numbers are whole."""
+    return all(bool((part == part.round()).all()) for part in parts)
+
+
 # --- printed numbers
 
-_DIGITS = re.compile(r"\.(\d+)")
+_DIGITS = re.compile(r"\d*\.(\d+)")
 
 
 def _printed(
@@ -400,7 +481,7 @@ def _printed(
         for index, (right, number, of_rank_0) in enumerate(
             zip(line.numbers, shown.numbers, local.numbers, strict=True)
         ):
-            margin = _margin(shown.text, case.tolerance)
+            margin = _margin(shown.text, number, case.tolerance)
             if _is_near(number, right, margin) or _is_own_loss(case, shown, number, margin):
                 continue
             if _is_rate(case, shown, number, margin):
@@ -410,7 +491,7 @@ def _printed(
             if _item(case.many.ranks[0], shown, number, margin)[1]:
                 continue  # gradients are compared by themselves
             if _is_near(number, of_rank_0, margin):
-                is_asked = _has_evaluation(case) and not any(_key(line) in of_rank for of_rank in others)
+                is_asked = _evaluates(case.many.ranks[0]) and not any(_key(line) in of_rank for of_rank in others)
                 evaluated = evaluations().get(_key(line)) if is_asked else None
                 is_of_evaluation = (
                     evaluated is not None
@@ -483,8 +564,7 @@ def _is_rate(case: _Case, shown: Printed, number: float, margin: Any) -> bool:
     return any(rate and _is_near(number, rate, (margin[0], 1e-4)) for update in updates for rate in update.rates)
 
 
-def _has_evaluation(case: _Case) -> bool:
-    rank = case.many.ranks[0]
+def _evaluates(rank: RankRecording) -> bool:
     return any(key[0] not in rank.facts.get("trained", []) for key, _, _ in rank.batches)
 
 
@@ -492,9 +572,9 @@ def _key(line: Printed) -> tuple[str, int, str]:
     return line.place, line.occurrence, line.stream
 
 
-def _margin(text: str, tolerance: float) -> tuple[float, float]:
-    """(absolute, relative): half of the last digit shown, and rounding."""
-    digits = max((len(match) for match in _DIGITS.findall(text)), default=0)
+def _margin(text: str, number: float, tolerance: float) -> tuple[float, float]:
+    """(absolute, relative): half of the last digit with which a number is shown, and rounding."""
+    digits = max((len(match[1]) for match in _DIGITS.finditer(text) if float(match[0]) == abs(number)), default=0)
     return 1.01 * 10.0**-digits if digits else 0.5, max(tolerance, 1e-6)
 
 

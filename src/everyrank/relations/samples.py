@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from everyrank.audit.finding import Findings
+from everyrank.audit.source_lines import skips_of
 from everyrank.rerun import RankRecording, ScriptRecording
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["judge_samples", "num_samples", "samples_of_batch", "samples_of_passes", "tensors_of_batch"]
+__all__ = [
+    "judge_samples",
+    "judge_skipped_batches",
+    "num_samples",
+    "samples_of_batch",
+    "samples_of_passes",
+    "tensors_of_batch",
+]
 
 _FEW = 16  # samples of a rank: too few to judge
+_READ_AFTER = 2  # batches that show one backward for each
 _ALL = 0.9  # of the samples: the ranks read the same data, which rules of audit judge
 
 
@@ -47,6 +57,37 @@ def judge_samples(many: ScriptRecording, findings: Findings) -> None:
                 "shuffle with a seed that all ranks share before the data is divided by rank",
             )
             return
+
+
+def judge_skipped_batches(rank: RankRecording, findings: Findings) -> None:
+    """Find batches at the beginning of several passes of a loader that are read, but not trained on."""
+    passes: dict[tuple[int, int], list[tuple[int, str]]] = {}
+    for loader, number, backwards, place in rank.facts.get("read", []):
+        passes.setdefault((loader, number), []).append((backwards, place))
+    skipped: dict[int, list[tuple[int, int, str]]] = {}
+    for (loader, number), read in passes.items():
+        counts = [backwards for backwards, _ in read]
+        first = next((index for index, count in enumerate(counts) if count > counts[0]), 0)
+        after = counts[first : first + _READ_AFTER]
+        # the batch before the first backward was trained on; several are read ahead where backwards come in groups
+        is_one_by_one = len(after) == _READ_AFTER and all(b == a + 1 for a, b in itertools.pairwise(after))
+        if first > 1 and is_one_by_one and counts[first] == counts[0] + 1:
+            skipped.setdefault(loader, []).append((number, first - 1, read[0][1]))
+    for of_loader in skipped.values():
+        numbers = {batches for _, batches, _ in of_loader}
+        if len(of_loader) < 2 or len(numbers) > 1:
+            continue
+        number, batches, place = of_loader[-1]
+        findings.add(
+            "WARN",
+            "data.untrained",
+            place,
+            f"passes {of_loader[0][0]} and {number} over the training data: the first {batches} batches are read, but "
+            f"not trained on, in each of them",
+            "after a resume, skip the batches before the stop in the first epoch only",
+            also=skips_of(place),
+        )
+        return
 
 
 def samples_of_passes(rank: RankRecording) -> dict[tuple[int, int], tuple[str, list[int]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,6 +64,12 @@ class EditedScript:
                         return alias.asname or name
         self._import(f"from {module} import {name}")
         return name
+
+    def free_name(self, name: str) -> str:
+        """This name, or one with a number that the script does not use."""
+        used = {node.id for node in ast.walk(self.source.tree) if isinstance(node, ast.Name)}
+        names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
+        return next(each for each in names if each not in used)
 
     def _import(self, line: str) -> None:
         if line not in self.imports:

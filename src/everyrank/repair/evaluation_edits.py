@@ -14,6 +14,7 @@ from everyrank.repair.edited_script import (
     loader_of_loop,
     name_of_loader,
 )
+from everyrank.repair.gradient_edits import number_of_terms
 
 __all__ = [
     "add_up_over_ranks",
@@ -22,6 +23,7 @@ __all__ = [
     "evaluate_without_padding",
     "keep_last_batch",
     "train_in_train_mode",
+    "weigh_means_by_terms",
 ]
 
 
@@ -38,15 +40,99 @@ def add_up_over_ranks(script: EditedScript, finding: Finding) -> None:
         scope = script.source.scope(loop)
         if not names or any(f"len({loader_of_loop(script, loop)})" in script.source.code(node) for node in scope.body):
             continue
-        script.helpers.add("add_over_ranks")
-        together = ", ".join(names)
-        statement: ast.stmt = loop
-        parent = script.source.parents[loop]
-        if isinstance(parent, ast.With):  # with torch.no_grad(): for ...
-            statement = parent
-        script.source.insert_after(statement, f"{together} = add_over_ranks({together})", "the sums of all ranks")
+        _add_over_ranks(script, loop, names)
         return
     raise CannotRepairError("no loop that adds up sums and counts was found")
+
+
+def _add_over_ranks(script: EditedScript, loop: ast.For, names: list[str]) -> None:
+    """Add up these variables over the ranks after a loop."""
+    script.helpers.add("add_over_ranks")
+    together = ", ".join(names)
+    code = f"{together} = add_over_ranks({together})"
+    script.source.insert_after(_outermost(script, loop), code, "the sums of all ranks")
+
+
+def _outermost(script: EditedScript, loop: ast.For) -> ast.stmt:
+    """A loop, or the `with torch.no_grad():` around it."""
+    parent = script.source.parents[loop]
+    return parent if isinstance(parent, ast.With) else loop
+
+
+_MEAN = "each mean counts by the number of its terms"
+
+
+def weigh_means_by_terms(script: EditedScript, finding: Finding) -> None:
+    """`total += loss * len(labels)` in place of a sum of means. A list of means becomes their weighted mean."""
+    line = line_of_finding(finding)
+    loop, terms = script.loop_around(line), _terms_of_mean(script, finding)
+    statement = script.statement_at(line)
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    names = {node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)}
+
+    def holds_mean(node: ast.AST) -> bool:
+        is_named = any(isinstance(each, ast.Name) and each.id in names for each in ast.walk(node))
+        return is_named or (not names and script.source.statement(node) is statement)
+
+    sums = [node for node in ast.walk(loop) if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add)]
+    of_means = [node for node in sums if holds_mean(node.value)]
+    lists = [call for call in script.calls_of("append", within=loop) if call.args and holds_mean(call.args[0])]
+    if of_means:
+        _weigh_sums(script, loop, of_means, sums, terms)
+    elif lists:
+        _weigh_list(script, loop, lists[0], terms)
+    else:
+        raise CannotRepairError("no sum and no list of the means of batches was found")
+
+
+def _terms_of_mean(script: EditedScript, finding: Finding) -> str:
+    """An expression for the number of terms of the mean that a line computes."""
+    for call in script.calls_at(line_of_finding(finding), "mean"):
+        if isinstance(call.func, ast.Attribute) and not call.args:
+            return f"{script.source.code(call.func.value)}.numel()"
+    return number_of_terms(script, finding)
+
+
+def _weigh_sums(
+    script: EditedScript, loop: ast.For, of_means: list[ast.AugAssign], sums: list[ast.AugAssign], terms: str
+) -> None:
+    """Multiply what is added up by the number of terms, and divide by the number of all terms."""
+    counters = [node for node in sums if isinstance(node.value, ast.Constant) and node.value.value == 1]
+    for node in of_means:
+        is_simple = isinstance(node.value, ast.Name | ast.Attribute | ast.Call)
+        script.source.wrap(node.value, *(("", f" * {terms}") if is_simple else ("(", f") * {terms}")), _MEAN)
+    for node in counters:
+        script.source.replace(node.value, terms, "the number of terms, not of batches")
+    names = list(dict.fromkeys(script.source.code(node.target) for node in (*of_means, *counters)))
+    divisor = f"len({loader_of_loop(script, loop)})"
+    scope = script.source.scope(loop)
+    divisions = [
+        node.right if isinstance(node, ast.BinOp) else node.value
+        for node in ast.walk(scope)
+        if isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.Div)
+    ]
+    divisors = [node for node in divisions if script.source.code(node) == divisor]
+    if divisors and not counters:
+        count = script.free_name("num_terms")
+        script.source.insert_before(_outermost(script, loop), f"{count} = 0", "")
+        script.source.insert_after(script.source.statement(of_means[-1]), f"{count} += {terms}", "")
+        for node in divisors:
+            script.source.replace(node, count, "the number of terms, not of batches")
+        names.append(count)
+    _add_over_ranks(script, loop, names)
+
+
+def _weigh_list(script: EditedScript, loop: ast.For, append: ast.Call, terms: str) -> None:
+    """Replace a list of means by one element, their mean over all terms of all ranks."""
+    assert isinstance(append.func, ast.Attribute)
+    means, counts = script.source.code(append.func.value), script.free_name("num_terms")
+    script.source.insert_before(_outermost(script, loop), f"{counts} = []", "")
+    script.source.insert_after(script.source.statement(append), f"{counts}.append({terms})", "")
+    script.helpers.add("add_over_ranks")
+    total = script.free_name("total")
+    together = f"sum(mean * count for mean, count in zip({means}, {counts})), sum({counts})"
+    code = f"{total}, {counts} = add_over_ranks({together})\n{means} = [{total} / {counts}]"
+    script.source.insert_after(_outermost(script, loop), code, _MEAN)
 
 
 def evaluate_without_padding(script: EditedScript, finding: Finding) -> None:

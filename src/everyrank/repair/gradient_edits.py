@@ -19,6 +19,7 @@ __all__ = [
     "do_not_divide_twice",
     "do_not_multiply_by_ranks",
     "multiply_by_ranks",
+    "number_of_terms",
     "step_of_all_micro_batches",
     "unscale_before_clipping",
     "weigh_by_terms",
@@ -178,7 +179,7 @@ def do_not_divide_twice(script: EditedScript, finding: Finding) -> None:
 
 def weigh_by_terms(script: EditedScript, finding: Finding) -> None:
     """mean_over_ranks(loss, len(labels)) in place of the loss: ranks with fewer terms weigh less."""
-    terms = _number_of_terms(script, finding)
+    terms = number_of_terms(script, finding)
     script.helpers.add("mean_over_ranks")
     reason = "the mean over the terms of all ranks"
     for backward in _backwards_for(script, finding):
@@ -198,7 +199,7 @@ def _is_known(script: EditedScript, name: str, scope: ast.AST) -> bool:
     return not owners or bool(owners & {scope, script.source.tree})
 
 
-def _number_of_terms(script: EditedScript, finding: Finding) -> str:
+def number_of_terms(script: EditedScript, finding: Finding) -> str:
     """An expression for the number of terms that the loss of a line is the mean of."""
     value = getattr(script.statement_at(line_of_finding(finding)), "value", None)
     if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Div):  # losses.sum() / mask.sum()

@@ -24,6 +24,7 @@ from everyrank.repair.evaluation_edits import (
     evaluate_without_padding,
     keep_last_batch,
     train_in_train_mode,
+    weigh_means_by_terms,
 )
 from everyrank.repair.gradient_edits import (
     clear_gradients,
@@ -90,6 +91,7 @@ REMEDIES: tuple[tuple[str, str, Remedy], ...] = (
     ("schedule.often", "", step_schedule_once),
     ("schedule.differs", "", same_rate_everywhere),
     ("eval.shard", "", add_up_over_ranks),
+    ("eval.mean-of-means", "", weigh_means_by_terms),
     ("eval.padded", "", evaluate_without_padding),
     ("eval.dropped", "", keep_last_batch),
     ("eval.mode", "", evaluate_in_eval_mode),

@@ -280,13 +280,22 @@ def _check_mean(
                 "eval.mean-of-means",
                 events[0].line,
                 f"the script prints {shown}, the mean of {len(events)} means of {min(counts):g} to {max(counts):g} "
-                f"terms; the mean over all terms is {unit * of_terms:.6g}",
+                f"terms; the mean over all terms is {unit * of_terms:.6g}{_error(of_means, of_terms)}",
                 "add up loss * number of terms, and divide by the number of all terms"
                 if isinstance(events[0], EvalLoss)
                 else "add up the numbers of ones and of all terms over batches and ranks, then divide",
                 returns_of(events[0].line),
             )
             return
+
+
+def _error(shown: float, right: float) -> str:
+    """How far a number is from the right one: `, so it is 2.3% too large`."""
+    return (
+        f", so it is {100 * abs(shown / right - 1):.2g}% too {'large' if shown > right else 'small'}"
+        if right > 0
+        else ""
+    )
 
 
 def _shown(output: str, wanted: float, other: float) -> str:

@@ -91,7 +91,8 @@ class Loaders:
         """Remember a sampler that is not one of torch's own for whole datasets."""
         sampler, dataset = loader.sampler, loader.dataset
         kind: Any = type(sampler)
-        if not loader._auto_collation or kind in _PLAIN_SAMPLERS or not hasattr(kind, "__iter__"):
+        is_own = kind not in _PLAIN_SAMPLERS and kind.__module__ != "builtins" and hasattr(kind, "__iter__")
+        if not loader._auto_collation or not is_own or not type(dataset).__weakrefoffset__:
             return
         line = getattr(loader, "_audit_line", "")
         self.samplers.append(_Sampler(weakref.ref(sampler), weakref.ref(dataset), kind.__name__, line))

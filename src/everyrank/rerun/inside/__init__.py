@@ -7,6 +7,7 @@ sources.py      functions of the script that draw batches
 draws.py        random numbers, and the tensors that each line computes
 steps.py        losses, gradients, parameters, learning rates and states of each update
 modules.py      names of parameters and states
+objects.py      running statistics and counters of the script's own objects
 norms.py        batch norm over the samples of each rank, on one rank
 printed.py      lines that the script prints and logs
 expressions.py  which expression of the script makes a loader, calls the model, saves, draws

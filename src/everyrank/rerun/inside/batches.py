@@ -115,6 +115,9 @@ class _Recorded:
         session.loader = self._key[0]
         session.batch_size = rows_of_batch(batch)
         session.num_batches += 1
+        read = session.facts.setdefault("read", [])
+        if session.is_active and len(read) < _MOST_LISTED:
+            read.append([*self._key, session.num_all_backwards, where()])
         if session.is_active and not session.settings["order"] and not session.settings["only_rates"]:
             with session.quiet():
                 try:

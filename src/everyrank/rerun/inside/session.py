@@ -73,6 +73,7 @@ class Session:
             for each in range(settings["num_recorded"] if settings["impose_parameters"] else 0)
         ]
         self.before_write: Any = lambda: None
+        self.on_save: Any = lambda: None
 
     @property
     def is_active(self) -> bool:

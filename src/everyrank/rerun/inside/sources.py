@@ -1,7 +1,7 @@
 """Functions of the script that draw batches: recorded, and put together from several ranks, as the batches of loaders.
 
-A function counts if its source draws random numbers and it returns tensors without a gradient, without calling a model.
-Only the script itself is looked at, not the files that it imports.
+A function counts if its source draws random numbers and it returns or yields tensors without a gradient, without
+calling a model. Only the script itself is looked at, not the files that it imports.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import ast
 import builtins
 import contextlib
 import functools
+import inspect
 import sys
 import types
 from pathlib import Path
@@ -46,14 +47,15 @@ def run_with_sources(session: Session, path: str) -> None:
 
 
 def _draws(function: ast.FunctionDef) -> bool:
-    """Whether a function names something that draws, and is no generator."""
+    """Whether a function names something that draws."""
     names = [getattr(node, "attr", getattr(node, "id", "")) for node in ast.walk(function)]
-    is_generator = any(isinstance(node, ast.Yield | ast.YieldFrom) for node in ast.walk(function))
-    return not is_generator and any(word in name for name in names for word in _DRAWS if isinstance(name, str))
+    return any(word in name for name in names for word in _DRAWS if isinstance(name, str))
 
 
 def _watched(session: Session, function: Any) -> Any:
     """The function, whose results are recorded or imposed."""
+    if inspect.isgeneratorfunction(function):
+        return _watched_generator(session, function)
 
     @functools.wraps(function)
     def source(*args: Any, **kwargs: Any) -> Any:
@@ -75,6 +77,65 @@ def _watched(session: Session, function: Any) -> Any:
         return result
 
     return source
+
+
+def _watched_generator(session: Session, function: Any) -> Any:
+    """The generator function, whose items are recorded or imposed."""
+
+    @functools.wraps(function)
+    def source(*args: Any, **kwargs: Any) -> Any:
+        iterator = function(*args, **kwargs)
+        if not session.is_active or session.in_source:
+            return iterator
+        key = session.key("source", f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}")
+        if not session.imposed:
+            return _recorded_items(session, key, iterator)
+        lists = [each["sources"][key]["items"] for each in session.imposed if key in each.get("sources", {})]
+        is_imposed = len(lists) == len(session.imposed)
+        is_common = len(lists) > 1 and all(is_equal(items, lists[0]) for items in lists[1:])
+        return _items_together(session, lists) if is_imposed and not is_common else iterator
+
+    return source
+
+
+def _recorded_items(session: Session, key: tuple[str, str, int], iterator: Any) -> Any:
+    """The items of a generator, recorded as long as they are batches that no model computes."""
+    items: list[Any] = []
+    session.sources.append((key, {"items": items}))
+    is_recorded = True
+    while True:
+        calls = session.num_calls
+        try:
+            item = next(iterator)
+        except StopIteration:
+            return
+        if is_recorded:
+            with session.quiet():
+                is_recorded = session.num_calls == calls and _is_batch(item) and _append(session, items, item)
+            if not is_recorded:
+                session.sources[:] = [each for each in session.sources if each[0] != key]
+        yield item
+
+
+def _append(session: Session, items: list[Any], item: Any) -> bool:
+    """Record an item, unless it is too large or cannot be put together."""
+    size = session.facts.get("bytes", 0) + num_bytes(item)
+    try:
+        if size <= _MOST_BYTES:
+            items.append(encoded(item))
+    except NotMergedError:
+        return False
+    session.facts["bytes"] = size
+    return size <= _MOST_BYTES
+
+
+def _items_together(session: Session, lists: list[list[Any]]) -> Any:
+    """What the generator has given on the ranks, one by one as one batch."""
+    for index in range(max(map(len, lists))):
+        with session.quiet():
+            parts = [items[index] for items in lists if index < len(items)]
+            item = _together(session, parts, decoded(parts[0]))
+        yield item
 
 
 def _is_batch(result: Any) -> bool:

@@ -55,6 +55,7 @@ def run_as_rank(settings: dict[str, Any], rank: int, overlay: Overlay) -> None:
         _note_checkpointing(session)
     install_saving(_Saves(session), overlay)  # type: ignore[arg-type]
     _note_loads(session)
+    _note_hooks(session)
     _keep_groups()
     modules = install_module_names(session)
     install_norms(session)
@@ -130,6 +131,19 @@ def _note_loads(session: Session) -> None:
     torch.load = loaded
 
 
+def _note_hooks(session: Session) -> None:
+    """Note the line that registers a communication hook of DistributedDataParallel."""
+    wrapper: Any = torch.nn.parallel.DistributedDataParallel
+    register = wrapper.register_comm_hook
+
+    @functools.wraps(register)
+    def registered(*args: Any, **kwargs: Any) -> None:
+        session.facts.setdefault("comm_hook", where())
+        register(*args, **kwargs)
+
+    wrapper.register_comm_hook = registered
+
+
 def _keep_activations() -> None:
     """Let activation checkpointing call its function directly, which must not change a gradient."""
     import torch.utils.checkpoint as module
@@ -193,6 +207,7 @@ class _Saves:
         """Note a save, and the updates before it."""
         if not self.session.is_active:
             return  # the recording itself
+        self.session.on_save()
         if len(self.saved) < _MOST_WRITES:
             self.saved.append([event.path, event.line, event.keys])
             self.session.facts.setdefault("saved_after", []).append([event.path, self.session.update, event.line])

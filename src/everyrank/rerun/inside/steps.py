@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 from typing import Any
@@ -11,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from everyrank.audit.watch.place import chain, where
 from everyrank.rerun.inside.modules import ModuleNames
+from everyrank.rerun.inside.objects import Counters, own_objects, running_statistics
 from everyrank.rerun.inside.session import Session
 
 __all__ = ["install_step_hooks"]
@@ -27,6 +29,7 @@ class _Steps:
         self.own_rates: dict[int, list[float]] = {}
         self.own_momenta: dict[int, list[Any]] = {}
         self.made: dict[int, str] = {}  # lines of optimizers
+        self.counters = Counters()
 
     @property
     def is_detailed(self) -> bool:
@@ -162,7 +165,19 @@ class _Steps:
         updates = self.session.updates
         if updates and len(updates) <= self.session.settings["detailed"] and not updates[-1]["states"]:
             states = self.modules.states(self.stepped)
+            with contextlib.suppress(Exception):  # of the script's own objects
+                objects = own_objects()
+                self.counters.note(objects)
+                for name, tensor, place in running_statistics(objects):
+                    states[name] = tensor
+                    self.session.facts.setdefault("state_lines", {})[name] = place
             updates[-1]["states"] = {name: self.kept(state) for name, state in states.items()}
+
+    def note_save(self) -> None:
+        """Note counters that a checkpoint lacks."""
+        with self.session.quiet(), contextlib.suppress(Exception):
+            left_out = self.session.facts.setdefault("left_out", [])
+            left_out += [[*each, where()] for each in self.counters.left_out(own_objects()) if len(left_out) < 9]
 
 
 def shard_of(tensor: Any) -> Any:
@@ -180,6 +195,7 @@ def install_step_hooks(session: Session, modules: ModuleNames) -> None:
     """Hook every optimizer, and every backward."""
     steps = _Steps(session, modules)
     session.before_write = steps.note_states
+    session.on_save = steps.note_save
     register_optimizer_step_pre_hook(steps.before)
     register_optimizer_step_post_hook(steps.after)
     init = torch.optim.Optimizer.__init__

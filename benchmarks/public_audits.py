@@ -1,0 +1,134 @@
+"""Audits of public scripts by rules, and with the comparison with one rank: findings and seconds.
+
+Run: python benchmarks/public_audits.py SOURCES DATA SHIMS [--json F] [NAME ...]
+     python benchmarks/public_audits.py --docs
+
+public_scripts.json has the scripts, with their commits, arguments and changes that let them run on small data. SOURCES
+has the clones, as OWNER+NAME, DATA the small data, and SHIMS the folders with substitutes of missing packages. The
+environment needs accelerate, lightning and transformers. Results are added to F after each script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from silent_bugs import alarms, details, provenance
+
+SCRIPTS = Path(__file__).parent / "public_scripts.json"
+RECORD = Path(__file__).parent / "records" / "public-audits-cpu.json"
+DOCS = Path(__file__).parents[1] / "docs"
+BEGIN, END = "<!-- generated: python benchmarks/public_audits.py --docs -->", "<!-- end of audits -->"
+WAYS = {"rules": "--no-compare", "both": "--compare"}
+HEADS = (
+    "| script | rules find | seconds | the comparison adds | seconds with it | not compared, because |",
+    "| 脚本 | 规则找到 | 秒 | 比较另外找到 | 加上比较后的秒数 | 没有比较的原因 |",
+)
+NONE = ("nothing", "没有")
+
+
+def audited(script: dict[str, Any], way: str, roots: dict[str, Path]) -> dict[str, Any]:
+    """One audit of a fresh copy of the repository."""
+    with tempfile.TemporaryDirectory() as scratch:
+        copy = Path(shutil.copytree(roots["SOURCES"] / script["source"], Path(scratch) / "copy", symlinks=True))
+        home, out = Path(scratch) / "home", Path(scratch) / "audit.json"
+        home.mkdir()
+        given = script.get("environment", {})
+        paths = [given.get("PYTHONPATH", ""), os.environ.get("PYTHONPATH", "")]
+        environment = {
+            **os.environ,
+            **given,
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "HOME": str(home),
+            "DATA": str(roots["DATA"]),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "WANDB_MODE": "offline",
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        }
+        folder = copy / script["folder"]
+        if "setup" in script:
+            subprocess.run(["bash", "-c", script["setup"]], cwd=folder, env=environment, check=True)
+        command = [sys.executable, "-m", "everyrank", "audit", "--limit", "240", WAYS[way], "--json", str(out)]
+        if "shim" in script:
+            command += ["--shim", str(roots["SHIMS"] / script["shim"])]
+        begin = time.monotonic()
+        done = subprocess.run(
+            [*command, *script["command"].split()],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        seconds = round(time.monotonic() - begin, 1)
+        found = json.loads(out.read_text()) if out.exists() else {}
+        return {
+            "status": done.returncode,
+            "findings": details(alarms(found)),
+            "not_compared": [
+                reason.partition("because ")[2]
+                for reason in found.get("not_checked", [])
+                if "not compared, because" in reason
+            ],
+            "compared": next((note for note in found.get("altered", []) if "compute the same as one" in note), ""),
+            "error": "" if found else done.stderr.strip()[-300:],
+            "seconds": seconds,
+        }
+
+
+def table(record: dict[str, Any], language: int) -> str:
+    """Each script: what the rules find, what the comparison adds, and the seconds of both."""
+    lines = [BEGIN, "", HEADS[language], "| --- | --- | ---: | --- | ---: | --- |"]
+    for row in record["rows"]:
+        by_rules, both = ({each["rule"] for each in row[way]["findings"]} for way in WAYS)
+        cells = [f"`{row['name']}`"]
+        for rules, way in ((by_rules, "rules"), (both - by_rules, "both")):
+            cells += [", ".join(f"`{rule}`" for rule in sorted(rules)) or NONE[language], f"{row[way]['seconds']:.0f}"]
+        lines.append(f"| {' | '.join(cells)} | {(row['both']['not_compared'] or [''])[0]} |")
+    return "\n".join([*lines, "", END])
+
+
+def write_docs(record: dict[str, Any]) -> None:
+    """Put the table into both pages."""
+    for language, page in enumerate((DOCS / "audit-results.md", DOCS / "zh" / "audit-results.md")):
+        before, _, rest = page.read_text().partition(BEGIN)
+        page.write_text(f"{before}{table(record, language)}{rest.partition(END)[2]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="*", metavar="SOURCES DATA SHIMS [NAME ...]")
+    parser.add_argument("--json", type=Path, default=RECORD)
+    parser.add_argument("--docs", action="store_true")
+    args = parser.parse_args()
+    if args.docs:
+        write_docs(json.loads(args.json.read_text()))
+        return
+    if len(args.folders) < 3:
+        parser.error("give the folders SOURCES, DATA and SHIMS")
+    names = args.folders[3:]
+    roots = {
+        name: Path(folder).resolve() for name, folder in zip(("SOURCES", "DATA", "SHIMS"), args.folders, strict=False)
+    }
+    rows = json.loads(args.json.read_text())["rows"] if args.json.exists() else []
+    for script in json.loads(SCRIPTS.read_text()):
+        if (names and script["name"] not in names) or any(row["name"] == script["name"] for row in rows):
+            continue
+        row = {"name": script["name"], "commit": script["commit"], **{way: audited(script, way, roots) for way in WAYS}}
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+        record = {"command": "python benchmarks/public_audits.py SOURCES DATA SHIMS", "rows": rows}
+        args.json.write_text(json.dumps({**record, "provenance": provenance()}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

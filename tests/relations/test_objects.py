@@ -1,0 +1,123 @@
+"""Running statistics, counters and skipped batches of a script's own objects: broken ones are named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from everyrank.audit.finding import Findings
+from everyrank.relations import judge_script
+from everyrank.rerun import ScriptHost
+
+CORRECT = """
+import copy, os, tempfile
+import torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+
+class Scaled:
+    def __init__(self, size):
+        self.mean, self.variance, self.seen = torch.zeros(size), torch.ones(size), 0
+
+    def add(self, x):
+        sums = torch.stack([x.sum(0), (x * x).sum(0), torch.full_like(x[0], len(x))])
+        dist.all_reduce(sums)
+        mean, square = sums[0] / sums[2], sums[1] / sums[2]
+        self.mean = 0.9 * self.mean + 0.1 * mean
+        self.variance = 0.9 * self.variance + 0.1 * (square - mean**2)
+
+    def __call__(self, x):
+        return (x - self.mean) / (self.variance + 1e-3).sqrt()
+
+
+class Average:
+    def __init__(self, net):
+        self.net, self.updates, self.shown = copy.deepcopy(net), 0, 0
+
+    def update(self, net):
+        self.updates += 1
+        self.shown += 1
+        with torch.no_grad():
+            for ours, theirs in zip(self.net.parameters(), net.parameters()):
+                ours.lerp_(theirs, 1 / (1 + self.updates))
+
+    def state_dict(self):
+        return {"net": self.net.state_dict(), "updates": self.updates}
+
+    def load_state_dict(self, state):
+        self.net.load_state_dict(state["net"])
+        self.updates = state["updates"]
+
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+x = torch.randn(160, 6)
+data = TensorDataset(x, x[:, :3].argmax(1))
+net, scaled = nn.Linear(6, 3), Scaled(6)
+average, model = Average(net), nn.parallel.DistributedDataParallel(net)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+sampler = DistributedSampler(data)
+loader = DataLoader(data, 16, sampler=sampler)
+for epoch in range(3):
+    sampler.set_epoch(epoch)
+    for step, (xb, yb) in enumerate(loader):
+        if step < 2 and epoch == 0:
+            continue
+        scaled.add(xb)
+        loss = F.cross_entropy(model(scaled(xb)), yb)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        average.update(net)
+    if rank == 0:
+        torch.save({"net": net.state_dict(), "average": average.state_dict()}, "last.pt")
+"""
+
+BROKEN = {
+    "ranks.state": ("        dist.all_reduce(sums)\n", ""),
+    "save.counter": (', "updates": self.updates}', "}"),
+    "data.untrained": (" and epoch == 0", ""),
+}
+LINES = {"ranks.state": "self.mean = 0.9", "save.counter": "return {", "data.untrained": "in enumerate(loader)"}
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ScriptHost, Path]]:
+    path = tmp_path_factory.mktemp("objects") / "train.py"
+    path.write_text("")
+    with ScriptHost([str(path)]) as running:
+        yield running, path.parent
+
+
+def found_in(host: tuple[ScriptHost, Path], text: str) -> Findings:
+    running, folder = host
+    path = folder / f"train{len(list(folder.iterdir()))}.py"  # the source of a path is read once
+    path.write_text(text)
+    findings = Findings()
+    judge_script(running, [str(path)], 2, findings, updates=12)
+    return findings
+
+
+def test_own_objects_of_a_correct_script_are_silent(host: tuple[ScriptHost, Path]) -> None:
+    """Reduced statistics, a counter in the checkpoint and one that is only shown, and batches skipped once."""
+    findings = found_in(host, CORRECT)
+    assert findings == []
+    assert findings.unchecked == []
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("rule", BROKEN)
+def test_state_beside_parameters_is_named(host: tuple[ScriptHost, Path], rule: str) -> None:
+    """Statistics of a rank's own samples, a counter that is not saved, batches skipped in every epoch."""
+    right, wrong = BROKEN[rule]
+    assert right in CORRECT
+    text = CORRECT.replace(right, wrong)
+    if rule == "ranks.state":  # they do not reach the model, whose gradient would differ first
+        text = text.replace("model(scaled(xb))", "model(xb)")
+    findings = found_in(host, text)
+    assert [finding.rule for finding in findings] == [rule], findings
+    line = int(findings[0].place.rpartition(":")[2])
+    assert LINES[rule] in text.splitlines()[line - 1]
