@@ -158,7 +158,7 @@ def judge_script(
         script = find_script(words)
         text = own_text(script) if script else ""
         if num_equal and not findings.has("ranks.") and misses_evaluation(many, text):
-            _judge_short_epochs(host, words, processes, float64, findings)
+            _judge_short_epochs(host, words, processes, many.float64, findings)
         if has_schedule(many.ranks[0]):
             _judge_complete_runs(host, words, processes, findings)
     lines = one.ranks[0].facts.get("checkpointing", [])
