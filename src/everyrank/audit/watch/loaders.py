@@ -98,7 +98,7 @@ class Loaders:
         self.samplers.append(_Sampler(weakref.ref(sampler), weakref.ref(dataset), kind.__name__, line))
         if kind not in self.watched:
             self.watched.add(kind)
-            iterate = kind.__iter__
+            iterate: Any = kind.__iter__
 
             @functools.wraps(iterate)
             def iterating(sampler: Any) -> Any:
@@ -106,7 +106,7 @@ class Loaders:
                     known.was_read |= known.sampler() is sampler
                 return iterate(sampler)
 
-            kind.__iter__ = iterating
+            kind.__iter__ = iterating  # pyright: ignore[reportAttributeAccessIssue]
 
     def lost_sampler(self, loader: Any) -> list[str]:
         """The sampler of an earlier loader of this dataset that nothing holds any more, and that was never read."""
