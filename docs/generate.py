@@ -331,6 +331,49 @@ CHINESE_PATTERNS = (
 """Of what has numbers in it."""
 
 
+MISTAKES_IN_CHINESE = {
+    "mistake": "错误",
+    "reported": "报告的内容",
+    "loss of a rank's own samples": "loss 只含本 rank 的样本",
+    "weight of a full batch": "用了完整 batch 的权重",
+    "no wrapper in training": "训练时没有经过包装",
+    "wrapper of nothing": "包装没有起作用",
+    "loss not multiplied by the ranks": "loss 没有乘以 rank 数",
+    "loss shown is a rank's own": "显示的 loss 只是本 rank 的",
+    "training batches not split": "训练 batch 没有切分",
+    "order of its own on each rank": "各 rank 的顺序不同",
+    "rest of a batch left out": "漏掉 batch 的余数",
+    "last batch left out": "漏掉最后一个 batch",
+    "learning rate scaled by the ranks": "学习率按 rank 数放大",
+    "clipped by a part of the norm": "用部分范数裁剪",
+    "gradients kept": "梯度没有清零",
+    "count of a rank's own": "只计本 rank 的个数",
+    "weight of a rank's own": "只用本 rank 的权重",
+    "evaluation not added up": "评估没有求和",
+    "evaluation added up, not split": "评估求了和，但没有切分",
+    "evaluation padded": "评估有填充",
+    "every rank saves": "每个 rank 都保存",
+    "no rank 0 saves": "rank 0 没有保存",
+    "keys of the wrapper": "保存了包装的键名",
+    "every rank prints": "每个 rank 都打印",
+    "one dropout mask for all": "所有 rank 的 dropout 掩码相同",
+    "no process group": "没有进程组",
+    "the loss; likely cause: it is that of a rank's own samples": "loss；可能的原因：它只含本 rank 的样本",
+    "the loss": "loss",
+    "the gradients; likely cause: they are not averaged": "梯度；可能的原因：没有求平均",
+    "the gradients: a third of the original's on 3 ranks": "梯度：在 3 个 rank 上是原来的三分之一",
+    "the learning rates": "学习率",
+    "the gradients": "梯度",
+    "a printed line": "打印的一行",
+    "the file that each rank writes": "每个 rank 都写的文件",
+    "the file that is not saved": "没有保存的文件",
+    "the keys of the checkpoint": "checkpoint 的键名",
+    "the line that prints on each rank": "每个 rank 都打印的那一行",
+    "audit: the dropout masks are equal on all ranks": "audit：所有 rank 的 dropout 掩码相同",
+    "the error of the port": "移植脚本自身的报错",
+}
+
+
 def in_chinese(make: Callable[[], str], words: dict[str, str] | None = None) -> Callable[[], str]:
     """The same part for a Chinese page: the same numbers, with headers and the words around them in Chinese.
 
@@ -727,7 +770,10 @@ PARTS: dict[str, dict[str, tuple[Path, Callable[[], str]]]] = {
         "scripts by launch": (BY_LAUNCH, in_chinese(scripts_by_launch, SCRIPTS_IN_CHINESE)),
         "mistakes by launch": (FAILURES, in_chinese(mistakes_by_launch, SCRIPTS_IN_CHINESE)),
     },
-    "docs/zh/port.md": {"ported scripts": (PORTED, in_chinese(ported_scripts, PORTED_IN_CHINESE))},
+    "docs/zh/port.md": {
+        "ported scripts": (PORTED, in_chinese(ported_scripts, PORTED_IN_CHINESE)),
+        "mistakes in ports": (PORT_MISTAKES, in_chinese(mistakes_in_ports, MISTAKES_IN_CHINESE)),
+    },
     "docs/recipes.md": {"recipes": (PACKAGE / "recipes", recipes)},
     "docs/zh/recipes.md": {"recipes": (PACKAGE / "recipes", in_chinese(recipes))},
     "docs/zh/silent-bugs.md": {

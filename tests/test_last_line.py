@@ -74,7 +74,7 @@ def test_a_rank_without_an_output() -> None:
 @pytest.mark.parametrize("text", ["+".join(["1"] * 5000), "-" * 90_000 + "1"], ids=["sum", "signs"])
 def test_a_setting_that_python_cannot_read(text: str) -> None:
     """Not as deep as that."""
-    with pytest.raises(UsageError, match=f"--set lr: {len(text):,} characters "):
+    with pytest.raises(UsageError, match=f"--set lr: {len(text):,} characters, "):
         parse_settings([f"lr={text}"])
 
 

@@ -15,7 +15,7 @@ from everyrank.launch import RankInfo
 from everyrank.script import read_command
 from everyrank.script.command import can_preload_torch
 from everyrank.script.variables import rank_variables
-from processes import Cli, one_line, refused
+from processes import Cli, refused
 
 SCRIPT = """
 import json, os, signal, sys, time
@@ -80,7 +80,9 @@ def test_as_torchrun_starts_it(cli: Cli, tmp_path: Path, train: Path) -> None:
     )
     status, out, err = running.end()
     assert (status, out) == (0, "rank 0 of 2, ['fine', '--processes', '9', '--help']\n")
-    assert one_line(err).endswith("logs/rank*.log")
+    note, line = err.splitlines()
+    assert note.startswith("note: train.py gets --processes")
+    assert line.endswith("logs/rank*.log")
     log = (train.parent / "logs" / "rank1.log").read_text().splitlines()
     assert log[1:] == ["rank 1 of 2, ['fine', '--processes', '9', '--help']"]
     assert (train.parent / "logs" / "resources.csv").read_text().startswith("time,host")

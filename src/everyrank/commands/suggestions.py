@@ -112,7 +112,10 @@ def suggest_order(words: Sequence[str], script: Sequence[str], parser: argparse.
     path, options = Path(*script[:1]), parser._option_string_actions  # pyright: ignore[reportPrivateUsage]
     if script[1:2] == ["--"] or not path.is_file():
         return None
-    source = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        source = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:  # the command names it
+        return None
     names = set(re.findall(r"[a-z]+", source.lower().replace("_", "-")))
     moved: list[str] = []
     kept: list[str] = []

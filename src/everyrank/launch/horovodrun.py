@@ -23,6 +23,7 @@ class Horovodrun(Launcher):
 
     name = "horovodrun"
     program = "horovodrun"
+    starts_horovod = True
     accepts_arguments = True
     supports_nodes = True
     needs_shared_folder = True

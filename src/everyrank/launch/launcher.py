@@ -97,6 +97,7 @@ class Launcher(ABC):
     provides_rendezvous     it tells its ranks where they meet
     line_prefix             regular expression of what it prints before each line of rank 0; None: nothing
     default_for_backend     the backend that only its ranks can use; with that backend it is the default launcher
+    starts_horovod          ranks of Horovod find each other under it
 
     How a process recognizes that this launcher has started it (`rank_info`):
 
@@ -122,6 +123,7 @@ class Launcher(ABC):
     provides_rendezvous: bool = False
     line_prefix: bytes | None = None
     default_for_backend: str | None = None
+    starts_horovod: bool = False
     rank_variables: Sequence[tuple[str, ...]] = ()
     nesting_level: int = 0
     marker_variable: str | None = None

@@ -27,6 +27,7 @@ class Mpi(Launcher):
     needs_shared_folder = True
     graceful_shutdown = True
     default_for_backend = "mpi"
+    starts_horovod = True
     nesting_level = 2
     rank_variables = (
         (  # Open MPI

@@ -50,7 +50,7 @@ def launch_script(launch: Launch, command: UserScript, options: ScriptOptions | 
     if rank_info_from_environment(os.environ) is not None:  # an external launcher has started this rank
         run_ranks(launch, "everyrank.script.rank:run_script_rank", command, launch.timeout_seconds, ())
         return 0
-    if launch.processes > 1 and launch.launcher not in ("horovodrun", "mpi") and imports_horovod(command):
+    if launch.processes > 1 and not launch.row.starts_horovod and imports_horovod(command):
         _say(
             f"{command.name} imports Horovod, which finds no other rank under --launcher {launch.launcher}; "
             "type --launcher horovodrun"
