@@ -188,7 +188,8 @@ def test_asked_while_it_hangs(cli: Cli, tmp_path: Path, capsys: pytest.CaptureFi
     running.wait_for(is_named)
     os.kill(running.process.pid, signal.SIGUSR2)
     running.wait_for(lambda: "autopsy: rank 1 never came" in running.said()[1])
-    assert seen in running.said()[1]
+    # a busy core may show a process that has just been woken as one that computes
+    assert seen.partition("(it waits")[0] in running.said()[1]
     os.kill(running.process.pid, signal.SIGINT)
     assert running.end()[0] == 130
     assert running.left() == {}
