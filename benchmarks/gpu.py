@@ -80,7 +80,7 @@ COMMANDS: dict[str, tuple[str, int]] = {
     "launch-hang": ("launch --processes 2 --timeout 15 {scripts}/hang.py", 120),
     "launch-fails": ("launch --processes 2 --timeout 15 {scripts}/fails.py", 120),
 }
-# after COMMANDS of the same name before the plus
+# after the others: it resumes the training of train-save
 AFTER = {"train-resumed": ("train text --layout ddp --processes 2 --steps 30 --resume {out}/a --out {out}/c", 150)}
 BENCH = {
     "bench-text-medium": "bench text-medium --processes 1 --trials 3 --steps 20 --layout single single:precision=bf16 "
@@ -139,9 +139,21 @@ def verified(name: str, arguments: str, seconds: float, out: Path) -> list[dict[
     path = out / f"{name}.json"
     rows = [everyrank(name, arguments, seconds, out, "--json", str(path))]
     for record in json.loads(path.read_text()) if path.exists() else []:
-        parity = record["parity"]
-        fields = {key: record[key] for key in ("workload", "layout", "backend", "device", "world_size")}
-        rows.append({"check": "layout", "of": name, **fields, "parity": parity})
+        parity, settings = record["parity"], record["provenance"].get("settings") or {}
+        rows.append(
+            {
+                "check": "layout",
+                "of": name,
+                "workload": " ".join([record["workload"], *(f"{key}={value}" for key, value in settings.items())]),
+                "layout": record["layout"],
+                "backend": record["backend"],
+                "ranks": record["world_size"],
+                "status": parity["status"],
+                "difference": parity["max_relative_difference"],
+                "tolerance": parity["tolerance"],
+                "compared": parity["scope"],
+            }
+        )
     path.unlink(missing_ok=True)
     return rows
 
