@@ -19,7 +19,7 @@ from typing import IO
 import psutil
 
 from everyrank.audit.guardian import end_all_of, guarded
-from everyrank.audit.script import enough_gpus, without_gpus
+from everyrank.audit.script import without_gpus
 from everyrank.audit.watch.recorder import ACCELERATE_ON_CPU, ENVIRONMENT, Settings
 
 __all__ = ["ScriptRun", "run_script"]
@@ -102,9 +102,8 @@ def rank_environments(processes: int) -> list[dict[str, str]]:
     shared |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "ROLE_WORLD_SIZE": count, "TORCHELASTIC_RUN_ID": "audit"}
     shared |= {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
     shared |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    shared |= without_gpus(processes)
-    if not enough_gpus(processes):
-        shared[ACCELERATE_ON_CPU] = "1"  # otherwise Accelerate ignores the other ranks if there is no GPU
+    if hidden := without_gpus(processes):
+        shared |= {**hidden, ACCELERATE_ON_CPU: "1"}  # otherwise Accelerate ignores the other ranks
     return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)} for rank in range(processes)]
 
 

@@ -56,25 +56,17 @@ class _FusedNorm(torch.autograd.Function):
 # of fake tensors only the shapes count
 
 
-@torch.library.custom_op("everyrank::rms_norm", mutates_args=())
-def _norm(value: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def _empty_norm(value: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     del weight
     return torch.empty_like(value), value.new_empty(value.shape[:-1])
 
 
-@torch.library.custom_op("everyrank::rms_norm_backward", mutates_args=())
-def _norm_backward(gradient: Tensor, value: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+def _empty_norm_backward(gradient: Tensor, value: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     del gradient, scale
     return torch.empty_like(value), torch.empty_like(weight)
 
 
-@_norm.register_fake
-def _(value: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    del weight
-    return torch.empty_like(value), value.new_empty(value.shape[:-1])
-
-
-@_norm_backward.register_fake
-def _(gradient: Tensor, value: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    del gradient, scale
-    return torch.empty_like(value), torch.empty_like(weight)
+_norm = torch.library.custom_op("everyrank::rms_norm", _empty_norm, mutates_args=())
+_norm_backward = torch.library.custom_op("everyrank::rms_norm_backward", _empty_norm_backward, mutates_args=())
+_norm.register_fake(_empty_norm)
+_norm_backward.register_fake(_empty_norm_backward)

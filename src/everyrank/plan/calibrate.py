@@ -50,16 +50,17 @@ _COMPUTE_SECONDS = 5e-4  # between two collectives that are measured
 _POOL_BYTES = 2**26
 
 
-class _ZeroTokens(Dataset[Any]):
-    def __init__(self, samples: int, length: int) -> None:
-        self.samples, self.length = samples, length
+class _Repeated(Dataset[Any]):
+    """The same sample again and again."""
+
+    def __init__(self, sample: Any, samples: int) -> None:
+        self.sample, self.samples = sample, samples
 
     def __len__(self) -> int:
         return self.samples
 
     def __getitem__(self, index: int) -> Any:
-        tokens = torch.zeros(self.length, dtype=torch.long)
-        return {"tokens": tokens, "positions": torch.arange(self.length)}, tokens
+        return self.sample
 
 
 def decoder_workload(shape: DecoderShape, samples: int, length: int, name: str = "decoder", **fields: Any) -> Workload:
@@ -73,10 +74,12 @@ def decoder_workload(shape: DecoderShape, samples: int, length: int, name: str =
         decoder_workload(DecoderShape(num_blocks=2), samples=8, length=16, global_batch=8)
 
     """
+    tokens = torch.zeros(length, dtype=torch.long)
+    sample = {"tokens": tokens, "positions": torch.arange(length)}, tokens
     return Workload(
         name=name,
         model=lambda: Decoder(shape),
-        train_data=lambda: _ZeroTokens(samples, length),
+        train_data=lambda: _Repeated(sample, samples),
         loss=next_token_loss,
         optimizer=lambda model: torch.optim.AdamW(model.parameters()),
         blocks="blocks",
@@ -97,7 +100,7 @@ def _references() -> tuple[Workload, Workload]:
     wide = Workload(
         name="reference of wide layers",
         model=_WideLayers,
-        train_data=lambda: _ZeroRows(64, _WIDTH),
+        train_data=lambda: _Repeated((torch.zeros(_WIDTH), 0), 64),
         loss=lambda output, target: (F.cross_entropy(output, target, reduction="sum"), len(target)),
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
         global_batch=64,
@@ -106,17 +109,6 @@ def _references() -> tuple[Workload, Workload]:
         steps=1,
     )
     return decoder, wide
-
-
-class _ZeroRows(Dataset[Any]):
-    def __init__(self, samples: int, width: int) -> None:
-        self.samples, self.width = samples, width
-
-    def __len__(self) -> int:
-        return self.samples
-
-    def __getitem__(self, index: int) -> Any:
-        return torch.zeros(self.width), 0
 
 
 class _WideBlock(nn.Module):
