@@ -145,6 +145,8 @@ def test_a_gpu_computes_while_the_host_dispatches() -> None:
     assert sum(traced_seconds([light], "single", gpu, "shm").values()) == pytest.approx(0.5 + 3)
     many = Called("_foreach_add_", bytes=10**9, tensors=100)
     assert gpu.kernel_seconds([many]) == pytest.approx(1.0)
+    small = Called("_foreach_add_", bytes=10**3, tensors=100)  # 100 launches would take 100 times as long
+    assert gpu.kernel_seconds([small]) == pytest.approx(1e-6)
 
 
 def test_a_step_takes_longer_than_the_sum_of_its_parts(tmp_path: Path) -> None:
