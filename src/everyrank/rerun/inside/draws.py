@@ -44,7 +44,7 @@ _VIEWS = {"detach", "clone", "alias", "view", "_unsafe_view", "t", "transpose", 
 
 
 def install_draws(session: Session, pretend: Any) -> contextlib.ExitStack:
-    """The modes to run the script in."""
+    """Enter the modes in which the script runs, and return them as one context."""
     stack = contextlib.ExitStack()
     if pretend is not None:
         stack.enter_context(_OnCpu(pretend))
@@ -65,7 +65,7 @@ class _OnCpu(TorchFunctionMode):
 
 
 class _Draws(TorchDispatchMode):
-    """Sees every operation of torch."""
+    """Records or replaces random numbers, and records values, at every operation of torch."""
 
     def __init__(self, session: Session) -> None:
         super().__init__()
@@ -87,20 +87,20 @@ class _Draws(TorchDispatchMode):
         name = func._schema.name.rpartition("::")[2]
         if func.namespace in ("c10d", "_c10d_functional"):
             session.num_calls += 1
-            self.sent()
+            self.note_sending_line()
             for tensor in _tensors(args):
                 self.sent_tensors[tensor] = True
         if name == "_local_scalar_dense" and len(session.items) < _MOST_VALUES:
-            is_own = args[0].requires_grad and args[0] not in self.sent_tensors
-            session.items.append([float(out), where(), session.update, is_own])
+            is_local = args[0].requires_grad and args[0] not in self.sent_tensors
+            session.items.append([float(out), where(), session.update, is_local])
         if session.copies and name.endswith("_"):
             with session.quiet():
-                self.moved(args[0])
+                self.note_averaged_copy(args[0])
         if session.in_source and name not in _NEW and name not in _IN_PLACE:
             return out
         if name in _NEW or name in _IN_PLACE:
             with session.quiet():
-                return self.drawn(name, args, kwargs or {}, out)
+                return self.record_or_replace(name, args, kwargs or {}, out)
         if session.settings["order"]:
             return out
         if (
@@ -111,10 +111,10 @@ class _Draws(TorchDispatchMode):
             and "empty" not in name
         ):
             with session.quiet():
-                self.computed(name, out)
+                self.record_values(name, out)
         return out
 
-    def sent(self) -> None:
+    def note_sending_line(self) -> None:
         """Note the lines at which the script itself sends something in the first update, before its backward."""
         session = self.session
         if session.has_begun and session.update == 0 and not session.num_backwards and not session.in_backward:
@@ -122,7 +122,7 @@ class _Draws(TorchDispatchMode):
             if place and place not in lines:
                 lines.append(place)
 
-    def moved(self, changed: Any) -> None:
+    def note_averaged_copy(self, changed: Any) -> None:
         """Note a change of an averaged copy, with the number of backwards since the last step."""
         session = self.session
         first: Any = changed[0] if isinstance(changed, list | tuple) and changed else changed
@@ -135,16 +135,16 @@ class _Draws(TorchDispatchMode):
 
     # --- draws
 
-    def drawn(self, name: str, args: Any, kwargs: Any, out: Any) -> Any:
+    def record_or_replace(self, name: str, args: Any, kwargs: Any, out: Any) -> Any:
         """Record the numbers of a draw, or replace them."""
         session = self.session
         drawn = out[1] if name == "native_dropout" else out
         if type(drawn) is not torch.Tensor and not isinstance(drawn, nn.Parameter):
             return out
         if session.settings["by_rows"]:
-            return out if session.in_source else self.next_rows(name, args, drawn, out)
+            return out if session.in_source else self.replace_by_recorded_rows(name, args, drawn, out)
         if session.settings["rows"]:
-            return self.by_rows(name, args, kwargs, out)
+            return self.replace_by_global_rows(name, args, kwargs, out)
         key = session.key(name)
         if session.in_source:
             return out  # what the function returns is imposed
@@ -159,34 +159,34 @@ class _Draws(TorchDispatchMode):
             return out
         if session.is_training and len(recorded) > 1 and _is_repeated(recorded, drawn):
             session.facts["repeated"] = [*session.facts.get("repeated", []), [*key[:2], list(recorded[0].shape)]]
-        new = _together(recorded, drawn, name in _IN_PLACE or name == "randperm" or _in_constructor())
+        new = _merge_draws(recorded, drawn, name in _IN_PLACE or name == "randperm" or _in_constructor())
         if new is None:
             session.refuse(f"random numbers of {key[0]} ({name}) have another shape on one rank")
             return out
         if new.shape == drawn.shape:
-            return _filled(name, args, drawn, out, new)
+            return _fill(name, args, drawn, out, new)
         session.facts["widened"] = [*session.facts.get("widened", []), key[0]]
         session.rows = [len(part) for part in recorded]
         return new.to(drawn.dtype)
 
-    def next_rows(self, name: str, args: Any, drawn: Any, out: Any) -> Any:
+    def replace_by_recorded_rows(self, name: str, args: Any, drawn: Any, out: Any) -> Any:
         """Replace a draw by as many rows of the recorded ones of this line as it has, in their order."""
         session, place = self.session, where()
         queue = self.queues.get((place, name))
         if queue is None:
             parts = [value[0] for key, value in self.recorded[0].items() if key[:2] == (place, name)]
-            alike = [part for part in parts if part.dim() == drawn.dim() and part.shape[1:] == drawn.shape[1:]]
-            together = torch.cat if drawn.dim() else torch.stack
-            queue = self.queues[place, name] = [together(alike) if alike else None, 0]
+            fitting = [part for part in parts if part.dim() == drawn.dim() and part.shape[1:] == drawn.shape[1:]]
+            combine = torch.cat if drawn.dim() else torch.stack
+            queue = self.queues[place, name] = [combine(fitting) if fitting else None, 0]
         (rows, start), count = queue, len(drawn) if drawn.dim() else 1
         if session.has_begun and (not drawn.dim() or not session.batch_size or count % session.batch_size):
             session.refuse(f"{place} ({name}) draws random numbers for a whole batch")
         if rows is None or rows.shape[1:] != drawn.shape[1:] or start + count > len(rows):
             return out  # as for more updates than were recorded
         queue[1] += count
-        return _filled(name, args, drawn, out, rows[start : start + count].view(drawn.shape))
+        return _fill(name, args, drawn, out, rows[start : start + count].view(drawn.shape))
 
-    def by_rows(self, name: str, args: Any, kwargs: Any, out: Any) -> Any:
+    def replace_by_global_rows(self, name: str, args: Any, kwargs: Any, out: Any) -> Any:
         """Row g of a draw with a row for each sample: the same numbers whichever rank has the sample."""
         session = self.session
         kind = _ROWS.get(name)
@@ -202,35 +202,17 @@ class _Draws(TorchDispatchMode):
         generator = np.random.Generator(np.random.PCG64(self.num_row_draws))
         self.num_row_draws += 1
         rank, ranks = (session.rank, session.ranks) if session.is_split else (0, 1)
-        shape = (len(out) * ranks, *out.shape[1:])
-        if kind == "normal":
-            numbers = generator.standard_normal(shape)
-            if name == "normal_":
-                mean, deviation = [*args[1:], *[0.0, 1.0][len(args) - 1 :]][:2]
-                numbers = numbers * deviation + mean
-        elif kind == "uniform":
-            numbers = generator.random(shape)
-            if name == "uniform_":
-                low, high = [*args[1:], *[0.0, 1.0][len(args) - 1 :]][:2]
-                numbers = numbers * (high - low) + low
-        elif kind == "integers":
-            bounds = [each for each in args if isinstance(each, int)]  # high, or low and high
-            low, high = [0, *bounds][-2:]
-            numbers = low + np.floor(generator.random(shape) * (high - low))
-        else:
+        numbers = _global_numbers(generator, kind, name, (len(out) * ranks, *out.shape[1:]), args)[rank::ranks]
+        if kind == "bernoulli":
             given = args[0] if name == "bernoulli" and len(args) == 1 else args[1] if len(args) > 1 else 0.5
-            probability = given.double().cpu().numpy() if isinstance(given, torch.Tensor) else given
-            numbers = generator.random(shape)[rank::ranks] < probability
-            with torch.no_grad():
-                out.copy_(torch.from_numpy(np.ascontiguousarray(numbers)))
-            return out
+            numbers = numbers < (given.double().cpu().numpy() if isinstance(given, torch.Tensor) else given)
         with torch.no_grad():
-            out.copy_(torch.from_numpy(np.ascontiguousarray(numbers[rank::ranks])))
+            out.copy_(torch.from_numpy(np.ascontiguousarray(numbers)))
         return out
 
     # --- values
 
-    def computed(self, name: str, out: Any) -> None:
+    def record_values(self, name: str, out: Any) -> None:
         """Record what a line of the script computes."""
         session = self.session
         if len(session.values) >= _MOST_VALUES:
@@ -244,8 +226,27 @@ class _Draws(TorchDispatchMode):
                 session.values.append((key, (value.detach().clone(), False)))
 
 
-def _filled(name: str, args: Any, drawn: Any, out: Any, new: Any) -> Any:
-    """The result of a draw with other numbers in it."""
+def _global_numbers(generator: np.random.Generator, kind: str, name: str, shape: tuple[int, ...], args: Any) -> Any:
+    """Draw the numbers of the global batch; for "bernoulli" the uniform numbers that a probability is compared with."""
+    if kind == "normal":
+        numbers = generator.standard_normal(shape)
+        if name == "normal_":
+            mean, deviation = [*args[1:], *[0.0, 1.0][len(args) - 1 :]][:2]
+            numbers = numbers * deviation + mean
+        return numbers
+    numbers = generator.random(shape)
+    if name == "uniform_":
+        low, high = [*args[1:], *[0.0, 1.0][len(args) - 1 :]][:2]
+        numbers = numbers * (high - low) + low
+    elif kind == "integers":
+        bounds = [each for each in args if isinstance(each, int)]  # high, or low and high
+        low, high = [0, *bounds][-2:]
+        numbers = low + np.floor(numbers * (high - low))
+    return numbers
+
+
+def _fill(name: str, args: Any, drawn: Any, out: Any, new: Any) -> Any:
+    """Write other numbers into the result of a draw, and return it."""
     with torch.no_grad():
         drawn.copy_(new)
         if name == "native_dropout":
@@ -256,9 +257,11 @@ def _filled(name: str, args: Any, drawn: Any, out: Any, new: Any) -> Any:
 def _is_repeated(recorded: list[Any], drawn: Any) -> bool:
     """Whether ranks drew the same numbers for samples of their own, where one rank draws different ones."""
     first = recorded[0]
-    is_own = first.dim() > 0 and first.shape[1:] == drawn.shape[1:] and len(first) * len(recorded) == len(drawn)
+    are_of_local_samples = (
+        first.dim() > 0 and first.shape[1:] == drawn.shape[1:] and len(first) * len(recorded) == len(drawn)
+    )
     return (
-        is_own
+        are_of_local_samples
         and first.numel() > 1
         and first.unique().numel() > 1
         and all(torch.equal(each, first) for each in recorded)
@@ -266,7 +269,7 @@ def _is_repeated(recorded: list[Any], drawn: Any) -> bool:
 
 
 def _direct_line() -> str:
-    """The user's innermost line; "" for what optimizers and the wrappers of torch.distributed compute."""
+    """Return the user's innermost line, or "" inside optimizers and wrappers of torch.distributed."""
     frame: Any = sys._getframe(1)
     while frame is not None and not is_own_file(frame.f_code.co_filename):
         if "/torch/distributed/" in frame.f_code.co_filename or "/torch/optim/" in frame.f_code.co_filename:
@@ -282,7 +285,7 @@ def _tensors(value: Any) -> list[Any]:
 
 
 def _sending_line() -> str:
-    """The user's innermost line; "" for what DistributedDataParallel and FSDP send."""
+    """Return the user's innermost line, or "" inside DistributedDataParallel and FSDP."""
     frame: Any = sys._getframe(1)
     while frame is not None and not is_own_file(frame.f_code.co_filename):
         if "/torch/nn/parallel/" in frame.f_code.co_filename or "/fsdp/" in frame.f_code.co_filename:
@@ -291,8 +294,8 @@ def _sending_line() -> str:
     return f"{os.path.abspath(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else ""  # noqa: PTH100
 
 
-def _together(recorded: list[Any], drawn: Any, keeps_shape: bool) -> Any:
-    """The draws of all ranks as one draw; None if the shapes do not allow it.
+def _merge_draws(recorded: list[Any], drawn: Any, keeps_shape: bool) -> Any:
+    """Return the draws of all ranks as one draw, or None if the shapes do not allow it.
 
     keeps_shape  the draw fills a tensor that exists, such as a weight: rank 0's numbers are those that DDP broadcasts
     """
