@@ -5,7 +5,7 @@ Reported: https://github.com/NovaSky-AI/SkyRL/pull/1886
 Wrong: forward is right; the replicated layers below step with other gradients on each rank, and drift apart.
 Kind: parallelize
 Mesh: tensor=2
-Expected: gradients of; norm.weight; the sum over tensor; mlp (ParallelMLP)
+Expected: gradients of; norm.weight; the sum over tensor of norm.weight; mlp (ParallelMLP)
 Reads: every rank the same batch
 Right: the gradient of the input is all-reduced in backward
 """

@@ -5,7 +5,7 @@ Reported: https://github.com/ByteDance-Seed/VeOmni/pull/1115
 Wrong: with one replica the group has one rank, and averages nothing: each rank steps for its part of the sequence.
 Kind: parallelize
 Mesh: replicate=1,context=2
-Expected: gradients of all tensors; their mean over context; nothing averages them
+Expected: gradients of all tensors; the mean over context; they are not averaged
 Reads: its positions of all sequences; its loss is the mean over them
 Right: the group of all ranks that read other samples or other positions
 """

@@ -4,7 +4,7 @@ Reported: https://github.com/NVIDIA/Megatron-LM/issues/7452 (finding 6: cross-at
 Wrong: shapes fit, as both groups have two ranks; half of each hidden vector belongs to a sample of another replica.
 Kind: parallelize
 Mesh: replicate=2,tensor=2
-Expected: 2 (ColumnParallel); of samples 16 to 31; gathered over another axis
+Expected: 2 (ColumnParallel); of samples 16 to 31; gathered over a different axis
 Reads: the rows of its replicate rank; tensor ranks the same ones. Needs 4 ranks
 Right: gather over the tensor-parallel group
 """

@@ -5,7 +5,7 @@ Reported: https://github.com/NVIDIA/Megatron-LM/issues/7452 (finding 11)
 Wrong: each rank's copy of the norm learns from its own heads alone; the copies drift apart.
 Kind: parallelize
 Mesh: tensor=2
-Expected: gradients of attention.head_norm.weight; sum over tensor; nothing adds them up
+Expected: gradients of attention.head_norm.weight; sum over tensor; the parts are not summed
 Reads: every rank the same batch
 Right: the gradient of the norm is all-reduced over the tensor ranks
 """

@@ -5,7 +5,7 @@ Reported: https://github.com/NVIDIA/Megatron-LM/issues/7452 (finding 1)
 Wrong: each rank has another loss, none of them that of the whole vocabulary; gradients pull towards the wrong mean.
 Kind: parallelize
 Mesh: tensor=2
-Expected: criterion (VocabularyParallelCrossEntropy); the mean of the ranks' over tensor
+Expected: criterion (VocabularyParallelCrossEntropy); the mean over tensor equals
 Reads: every rank the same batch
 Right: the logits are summed over all ranks and divided by the size of the whole vocabulary
 """

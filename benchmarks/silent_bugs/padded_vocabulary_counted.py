@@ -4,7 +4,7 @@ Reported: https://github.com/NVIDIA/Megatron-LM/issues/1754 (the losses differ; 
 Wrong: words that do not exist get probability; losses and gradients are not those of the model on one device.
 Kind: parallelize
 Mesh: tensor=2
-Expected: head (VocabularyParallelHead) gives 22 features; padded
+Expected: head (VocabularyParallelHead) has 22 output features; padding
 Reads: every rank the same batch
 Right: the logits of the padding are -inf
 """

@@ -5,7 +5,7 @@ Reported: https://github.com/pytorch/torchtitan/issues/2387
 Wrong: the experts are split over the ranks, each rank's gradient of the router is a part, and they are never added up.
 Kind: parallelize
 Mesh: tensor=2
-Expected: of router.weight the sum over tensor; nothing adds them up
+Expected: the sum over tensor of router.weight; the parts are not summed
 Reads: every rank the same batch
 Right: to_local(grad_placements=[Partial()])
 """

@@ -4,7 +4,7 @@ Reported: https://github.com/verl-project/verl/issues/7493
 Wrong: each rank is a group of its own, and trains a model of its own on its part of the batch.
 Kind: parallelize
 Mesh: replicate=2,shard=1
-Expected: gradients of all tensors; their mean over replicate; nothing averages them
+Expected: gradients of all tensors; the mean over replicate; they are not averaged
 Reads: its rows of the batch
 Right: fully_shard over both axes: sharded along the one, averaged over the other
 """

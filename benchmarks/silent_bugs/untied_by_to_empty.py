@@ -6,7 +6,7 @@ Reported: https://github.com/verl-project/verl/issues/7834
 Wrong: embedding and head start with the same values and go different ways: each gets its half of the gradient.
 Kind: parallelize
 Mesh: shard=2
-Expected: embedding.weight and head.weight are one tensor as the model was built, and two
+Expected: embedding.weight and head.weight are one tensor in the model as built, but two
 Reads: its rows of the batch
 Right: tie the weights again after to_empty
 """

@@ -258,7 +258,7 @@ ALL = ("ddp", "zero1", "fsdp")
 # mutation, strategies, workload, optimizer under which it shows, ranks, keys of the layout, words of the cause
 CASES: list[tuple[Callable[[str, World], Patch], tuple[str, ...], str, str, int, str, str]] = [
     (no_all_reduce, ALL, "frozen", "sgd", 2, "", ""),
-    (sum_for_mean, ALL, "frozen", "sgd", 2, "", "sum for mean"),
+    (sum_for_mean, ALL, "frozen", "sgd", 2, "", "summed, not averaged"),
     (local_count, ALL, "tied", "sgd", 2, "", ""),
     (same_slice, ALL, "frozen", "sgd", 3, "", "samples"),
     (weights_averaged, ALL, "frozen", "adamw", 2, "", ""),

@@ -157,9 +157,9 @@ def clipped_by_own_norm(_: str, world: World) -> Patch:
 
 # mutation, workload, ranks, keys, words of the cause
 MUTATIONS: list[tuple[Any, str, int, str, str]] = [
-    (mean_of_means, "tied", 3, "", "no sum over all samples"),
-    (second_push_late, "frozen", 3, "", "no sum over all samples"),
-    (first_push_alone, "frozen", 3, "", "no sum over all samples"),
+    (mean_of_means, "tied", 3, "", "not the sum over all samples"),
+    (second_push_late, "frozen", 3, "", "not the sum over all samples"),
+    (first_push_alone, "frozen", 3, "", "not the sum over all samples"),
     (never_pulled, "frozen", 3, "", ""),
     (averaged_once_too_often, "frozen", 4, "", "divided by the number of ranks once too often"),
     (clipped_by_own_norm, "tied", 3, ",servers=2", ""),

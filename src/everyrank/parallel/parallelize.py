@@ -97,12 +97,12 @@ class ParallelModel:
 
     def end_update(self) -> None:
         """Finish an update after the optimizer's step: with local batch norm, broadcast rank 0's running statistics."""
-        if self.layout.read(BatchNormOptions).batch_norm == "local":
-            broadcast_statistics(self._statistics, self.mesh.world)
+        broadcast_statistics(self._local_statistics, self.mesh.world)
 
     @functools.cached_property
-    def _statistics(self) -> list[Tensor]:
-        return statistics_of(self.model)
+    def _local_statistics(self) -> list[Tensor]:
+        """Running statistics that each rank computes from its own samples; [] if they are those of all ranks."""
+        return statistics_of(self.model) if self.layout.read(BatchNormOptions).batch_norm == "local" else []
 
     def reduce_partial_grads(self) -> None:
         """After the last backward, all-reduce gradients that are partial sums over the tensor axis."""

@@ -48,10 +48,10 @@ def read_before_wait(case: ParityCase, layout: Layout, world: World, update: Upd
         with calls.limited_to(line):
             spoilt = _spoilt(case, layout, world, update)
         if spoilt is not None:
-            first = f"; the first tensor that has it is {spoilt}" if spoilt else ""
+            first = f" (first in {spoilt})" if spoilt else ""
             return (
-                f"the result of {operation}, which {line} starts, is read before work.wait(): until then the check "
-                f"fills it with NaN, and NaN is what comes out{first}; wait for the work before the tensor is read"
+                f"the result of {operation}, which {line} starts, is read before work.wait(): the check fills it with "
+                f"NaN until then, and the NaN reaches the update{first}; wait for the work before you read the tensor"
             )
     return ""
 

@@ -80,12 +80,12 @@ def _describe_parameters(comparisons: dict[str, RankComparison]) -> str:
     text = (
         f"the gradients of {_name_list(differ, len(comparisons))} differ between the ranks along {' and '.join(axes)}"
     )
-    for how, why in (("sum", "each rank has a part, and nothing adds them up"), ("mean", "nothing averages them")):
+    for how, why in (("sum", "each rank has a part, and the parts are not summed"), ("mean", "they are not averaged")):
         completed = [name for name in differ if comparisons[name].reduction == how]
         if completed:
             over = " x ".join(comparisons[completed[0]].reducing_axes)
-            of_them = "their" if len(completed) == len(differ) else f"of {', '.join(completed[:_MAX_NAMES])} the"
-            return f"{text}, and {of_them} {how} over {over} is that of one device: {why}"
+            of_names = "" if len(completed) == len(differ) else f" of {', '.join(completed[:_MAX_NAMES])}"
+            return f"{text}, but the {how} over {over}{of_names} equals that of one device: {why}"
     return text
 
 
@@ -146,10 +146,7 @@ def _describe_backward(local: Recording, expected: Recording, key: Key, right: d
     ]
     if takers:
         module = module_label(takers[0], local.events[takers[0]].kind)
-        return (
-            f"in backward it goes wrong in {module}: its output gets the right gradient, and what it hands back to its "
-            "input is another one"
-        )
+        return f"in backward {module} is wrong: its output gets the right gradient, and its input a wrong one"
     around = expected.events[key].parent
     inside = (
         module_label(around, expected.events[around].kind)
@@ -157,9 +154,9 @@ def _describe_backward(local: Recording, expected: Recording, key: Key, right: d
         else "the model"
     )
     module = module_label(key, event.kind)
-    text = f"in backward the first {key.role} that gets another gradient is that of {module}, in {inside}"
+    text = f"the first wrong gradient in backward is that of the {key.role} of {module}, in {inside}"
     done = local.backward[: local.backward.index(key)]
     before = [other for other in done if right[other] and other.name not in ("", key.name)]
     if not before:
         return text
-    return text + f"; the one before, {module_label(before[-1], local.events[before[-1]].kind)}, gets the right one"
+    return text + f"; the gradient before it, of {module_label(before[-1], local.events[before[-1]].kind)}, is right"

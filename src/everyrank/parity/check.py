@@ -17,7 +17,7 @@ from everyrank.parallel.custom_precision import full_precision
 from everyrank.parity.async_reads import read_before_wait
 from everyrank.parity.case import ParityCase, single_like
 from everyrank.parity.compare import Comparison, compare
-from everyrank.parity.custom_gradients import cause_after_gradients, gradient_case
+from everyrank.parity.custom_gradients import OPTIMIZER_DIFFERS, cause_after_gradients, gradient_case
 from everyrank.parity.diagnose import GRADIENTS_DIFFER, locate
 from everyrank.parity.reference import ensure_references
 from everyrank.parity.trace import Trace, trace_on_its_ranks
@@ -26,21 +26,16 @@ from everyrank.world import World, from_rank_0
 
 __all__ = ["check_layout"]
 
-_OPTIMIZER_DIFFERS = (
-    "the gradients are those of one device, the updates are not: the optimizer computes a norm or another value of a "
-    "whole tensor from the part that this rank holds, or it does not have all parameters"
-)
-
 
 def check_layout(
     case: ParityCase, layout: Layout, world: World, key: str, explicit: bool = True
 ) -> tuple[Parity, list[float]]:
-    """Compare `layout` with `single`, or what stands in for it.
+    """Compare `layout` with `single` or its substitute.
 
-    Gives the outcome on every rank, and the losses in the layout's own precision.
-    `key` is a name used once; the losses of a layout of one process are on rank 0 alone. A layout that cannot run
-    here is `not_verified`, with the reason; one that the workload cannot have is `refused` where somebody asked for it
-    `explicit`, else `not_verified`. A collective.
+    Returns the outcome on every rank, and the losses in the layout's own precision; those of a layout of one process
+    are only on rank 0. `key` is a name that is used once. A layout that cannot run here is `not_verified`, with the
+    reason. One that the workload does not allow is `refused` if the user named it (`explicit`), else `not_verified`.
+    A collective.
     """
     with _without_tf32(), full_precision() as casts, nan_until_wait():
         parity, losses = _check_layout(case, layout, world, key, explicit)
@@ -158,7 +153,7 @@ def _explained(
         cause = cause_after_gradients(case, layout, world, gradient_parity.not_compared)
     if cause == GRADIENTS_DIFFER and not case.compares_gradients:
         gradients, _ = check_layout(gradient_case(case), layout, world, f"{key}/gradients")
-        cause = _OPTIMIZER_DIFFERS if gradients.status == "equal" else cause
+        cause = OPTIMIZER_DIFFERS if gradients.status == "equal" else cause
     return _different(finding, f"{first} ({layout.precision})", cause, checks)
 
 

@@ -132,9 +132,9 @@ def _single_is_unsteady(reference: Reference, precision: str) -> _Divergence | N
     for segment, floor in zip(reference.segments, reference.reversed_differences, strict=True):
         if floor > MAX_REVERSED_DIFFERENCE:
             cause = (
-                f"with the samples of the batch in reverse, {reference.name}'s own loss differs by {floor:.1e} from "
-                "equal weights: the model draws random numbers (dropout as a function?), or the loss is no sum over "
-                "samples"
+                f"with the samples of the batch in reverse order, the loss of {reference.name} itself differs by "
+                f"{floor:.1e} from equal weights: the model draws random numbers (dropout as a function?), or the loss "
+                "is not a sum over samples"
             )
             return _Divergence(
                 "single",
@@ -215,7 +215,7 @@ def _describe_tensors(reference: Reference, run: Trace, precision: str) -> str:
                 worst = max(worst, difference / largest(tensor))
     text = f"{len(reference.trace.finals[0])} tensors by at most {worst:.1e} of their largest element"
     if left_out:
-        text += f" ({len(left_out)} of them, in part, are moved by rounding alone: {min(left_out)}, for one)"
+        text += f" ({len(left_out)} of them, in part, only change by rounding, for example {min(left_out)})"
     return text
 
 

@@ -28,10 +28,15 @@ from everyrank.workload import changed
 from everyrank.world import World
 from everyrank.world.collectives import all_gather
 
-__all__ = ["cause_after_gradients", "cause_in_gradients", "gradient_case"]
+__all__ = ["OPTIMIZER_DIFFERS", "cause_after_gradients", "cause_in_gradients", "gradient_case"]
 
 _ROUNDING = 1e-6
 _Tensors = dict[str, Tensor]
+OPTIMIZER_DIFFERS = (
+    "the gradients equal those of one device, but the updates do not: the optimizer computes a norm or another value "
+    "of a whole tensor from the part of one rank, or it does not have all parameters"
+)
+"""The cause if the gradients were compared and are equal."""
 
 
 def gradient_case(case: ParityCase) -> ParityCase:
@@ -67,19 +72,16 @@ def cause_in_gradients(
     apart = _untied(after[1], model)
     if apart:
         return (
-            f"{' and '.join(apart)} are one tensor as the model was built, and two as {code.path} leaves it; tie them "
-            "again, or leave them out of the plan"
+            f"{' and '.join(apart)} are one tensor in the model as built, but two after {code.path}; tie them again, "
+            "or leave them out of the plan"
         )
     ratios = _ratios(before, after)
     wrong = {name: ratio for name, ratio in ratios.items() if ratio is None or abs(ratio - 1.0) > _ROUNDING}
     if not wrong:
-        return "the gradients of one update are those of one device, and those of several are not"
+        return "the gradients of one update equal those of one device, but those of several updates do not"
     still = [name for name, ratio in wrong.items() if ratio == 0.0]
     if len(still) == len(wrong):
-        return (
-            f"{name_list(still)} gets no gradient: it is not trained (requires_grad=False), or the loss of no rank "
-            "depends on it"
-        )
+        return f"{name_list(still)} gets no gradient: requires_grad is False, or no rank's loss depends on it"
     who = "all" if len(wrong) == len(ratios) else f"{len(wrong)} of {len(ratios)}"
     first = next(iter(wrong.values()))
     is_one_multiple = first is not None and all(
@@ -87,10 +89,10 @@ def cause_in_gradients(
     )
     if first is None or not is_one_multiple:
         reason = rank_differences or (
-            "what each rank has of them was not added up, or they were computed from something else than on one device"
+            "the parts of the ranks are not summed, or they are computed from different values than on one device"
         )
         tensors = f"{who} tensors ({next(iter(wrong))} first)"
-        return f"the gradients of {tensors} are no multiple of those of one device: {reason}"
+        return f"the gradients of {tensors} differ from those of one device, and not by one factor: {reason}"
     subject = f"the gradient{'' if who == 'all' else f's of {who} tensors'}"
     return (
         f"{subject}{' is' if who == 'all' else ' are'} {first:.4g} times that of one device{_axis_cause(code, first)}"
@@ -141,21 +143,25 @@ def _axis_cause(code: CustomParallelize, ratio: float) -> str:
         where = " x ".join(axes) + "".join(f" (or {axis})" for axis in others)
         declared = {code.contract.gradient_over(axis) for axis in axes if code.contract.reads(axis) != "same"}
         if not declared:
-            how = "counted once on each of them" if ratio > 1 else "what one of them has of it"
-            return f", as many as there are ranks along {where}, which read the same: it is {how}"
+            how = "counted once on each rank" if ratio > 1 else "the part of only one rank"
+            return f", the number of ranks along {where}, which read the same samples: it is {how}"
         axis = axes[0]
         if ratio > 1 and declared == {"mean"}:
             return (
-                f", as many as there are ranks along {where}: it is a sum over them, and the contract says mean; "
+                f", the number of ranks along {where}: it is summed over them, and the contract declares a mean; "
                 f"divide the loss by mesh[{axis!r}].size() (scale_loss), or declare gradients={{{axis!r}: 'sum'}}"
             )
-        claim = "and the contract says sum; declare mean" if declared == {"sum"} else "divided by them once too often"
-        return f": {size} ranks stand along {where}, {claim}"
+        claim = (
+            "the contract declares a sum; declare mean"
+            if declared == {"sum"}
+            else "it is divided by them once too often"
+        )
+        return f": there are {size} ranks along {where}, and {claim}"
     return ""
 
 
 def cause_after_gradients(case: ParityCase, layout: Layout, world: World, not_compared: Sequence[str] = ()) -> str:
-    """Explain why a training differs whose gradients are equal to those of one device. A collective.
+    """Explain why the training differs although the gradients equal those of one device. A collective.
 
     `not_compared` are the tensors whose gradients could not be compared.
     """
@@ -165,14 +171,11 @@ def cause_after_gradients(case: ParityCase, layout: Layout, world: World, not_co
         cause = _cause_in_clipping(case, layout, world, code)
     if not cause and not_compared:
         return (
-            f"the gradients that were compared are those of one device; those of {name_list(not_compared)} were not "
-            "compared, because no DTensor says which part of them a rank has. Give the contract a gather(model, mesh) "
-            "that puts them together"
+            f"the gradients that were compared equal those of one device; those of {name_list(not_compared)} were not "
+            "compared, because without a DTensor it is unknown which part a rank has. Give the contract a "
+            "gather(model, mesh) that returns whole tensors"
         )
-    return cause or (
-        "the gradients are those of one device, the updates are not: the optimizer looks at whole tensors where ranks "
-        "have parts of them, or has not all parameters"
-    )
+    return cause or OPTIMIZER_DIFFERS
 
 
 def _cause_in_clipping(case: ParityCase, layout: Layout, world: World, code: CustomParallelize) -> str:
@@ -190,7 +193,7 @@ def _cause_in_clipping(case: ParityCase, layout: Layout, world: World, code: Cus
     worst = max(norms_taken, key=lambda value: abs(value - norm))
     if abs(worst - norm) <= 1e-4 * norm:
         return ""
-    text = f"clip_grad_norm takes the norm of the gradients for {worst:.6g}, and it is {norm:.6g}"
+    text = f"clip_grad_norm computes {worst:.6g} as the norm of the gradients, and it is {norm:.6g}"
     axes = _axes_of_norm(code, norms, norms_taken, norm)
     if axes is None:
         return text
@@ -243,13 +246,13 @@ def _clipping_cause(prepared: Prepared, code: CustomParallelize, axes: Sequence[
         for axis in axes
     }
     counted = [
-        f"{len(names)} of {len(named)} parameters ({names[0]} first), which all ranks along {axis} hold alike, are "
+        f"{len(names)} of {len(named)} parameters ({names[0]} first), which are equal on all ranks along {axis}, are "
         f"counted {code.axes[axis]} times"
         for axis, names in alike.items()
         if names
     ]
     if not axes:
-        return "each rank clips by the norm of its own parts; add up the squares over the axes that split parameters"
+        return "each rank clips by the norm of its own parts; sum the squares over the axes that split parameters"
     if counted:
-        return f"the squares are added up over {' and '.join(axes)}, and {'; '.join(counted)}"
-    return f"the squares are added up over {' and '.join(axes)} alone, and parameters are split over other axes, too"
+        return f"the squares are summed over {' and '.join(axes)}, but {'; '.join(counted)}"
+    return f"the squares are summed over {' and '.join(axes)} only, but parameters are also split over other axes"

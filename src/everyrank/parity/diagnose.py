@@ -34,8 +34,8 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _KEEP_BYTES = 2 << 30  # of the states that a run keeps
 _State = dict[str, Tensor]
 GRADIENTS_DIFFER = (
-    "the loss is that of one device, the gradients that reach the optimizer are not: they are no sum over all "
-    "samples of the global batch"
+    "the loss equals that of one device, but the gradients at the optimizer step do not: they are not the sum over "
+    "all samples of the global batch"
 )
 """The cause where nothing more specific was found. The gradients themselves were not compared."""
 _FIRST_TENSOR = 1e-6  # difference relative to the update: well above rounding in the first update that differs
@@ -161,8 +161,8 @@ def _with_state_changes(evidence: _Evidence, cause: str) -> str:
 
 
 _EVALUATION_DIFFERS = (
-    "every rank evaluated the samples it should: the model computes something else in evaluation than in one process, "
-    "or a metric is no sum over samples"
+    "every rank evaluated the right samples, but the model computes something different in evaluation than in one "
+    "process, or a metric is not a sum over samples"
 )
 
 
@@ -230,8 +230,8 @@ def _sample_cause(evidence: _Evidence, index: int, subject: str) -> str | None:
     total = len(expected[index])
     if missing or len(rows) != total:
         return (
-            f"ranks do not read the samples they should: of the {total} samples of {subject}, {missing} were read by "
-            f"no rank, and {len(rows)} were read in all"
+            f"the ranks read the wrong samples: of the {total} samples of {subject}, {missing} were read by no rank, "
+            f"and {len(rows)} were read in total"
         )
     return None
 
@@ -261,7 +261,7 @@ def _first_difference(
 def _tensor_cause(evidence: _Evidence, done: int, names: Sequence[str]) -> str:
     """Return the likely cause, given the tensors that differ first after `done` updates."""
     if done == 0:
-        return "the ranks did not start from the same weights: building the model draws on something unseeded"
+        return "the ranks did not start from the same weights: the model is built from random numbers without a seed"
     index, reference, run = done - 1, evidence.reference, evidence.run
     size = evidence.world.size - evidence.layout.servers
     if relative(reference.losses[index], run.losses[index]) > 1e-8:
@@ -270,7 +270,7 @@ def _tensor_cause(evidence: _Evidence, done: int, names: Sequence[str]) -> str:
     if buffer_cause is not None:
         return buffer_cause
     if not run.replicas_equal:
-        cause = "ranks hold different weights: gradients are not added up over the ranks"
+        cause = "the ranks have different weights: gradients are not summed over the ranks"
         return f"{cause}: {evidence.gradients}" if evidence.gradients else cause
     if evidence.layout.row.any_axes and evidence.case.compares_gradients:
         before, after = ((reference.states[number], run.states[number]) for number in (index, done))
@@ -281,11 +281,15 @@ def _tensor_cause(evidence: _Evidence, done: int, names: Sequence[str]) -> str:
         return expert_cause
     ratio = _update_ratio(reference.states[index : done + 1], run.states[index : done + 1])
     if size > 1 and abs(ratio / size - 1) < 0.05:
-        return f"the update is {ratio:.3g} times that of one device, as many as there are ranks: sum for mean"
+        ratio_text = f"the update is {ratio:.3g} times that of one device, the number of ranks"
+        return f"{ratio_text}: gradients are summed, not averaged"
     if size > 1 and abs(ratio * size - 1) < 0.05:
-        return f"the update is {ratio:.3g} times that of one device: divided by the number of ranks once too often"
+        return f"the update is {ratio:.3g} times that of one device: gradients are divided by the ranks once too often"
     if index and reference.counts[index] != reference.counts[index - 1]:
-        return "it begins with an update of another size: gradients are not normalised by the global count"
+        return (
+            "the difference begins at an update with a different number of loss terms: gradients are not normalised by "
+            "the global count"
+        )
     return GRADIENTS_DIFFER
 
 
@@ -296,11 +300,11 @@ def _buffer_cause(evidence: _Evidence, names: Sequence[str]) -> str | None:
     if not names or not all(name in buffers for name in names):
         return None
     if all(name.rpartition(".")[2] in _STATISTICS for name in names):
-        return "only batch norm differs: its statistics are not those of all ranks"
+        return "only batch norm differs: its statistics are not computed over all ranks"
     name, kind = names[0], type(buffers[names[0]]).__name__
     return (
-        f"the parameters are those of one device, and buffers are not ({name_list(names)}): {kind} writes {name} in "
-        "forward, from the samples of one rank only; all-reduce what it is computed from, over all ranks"
+        f"the parameters equal those of one device, but buffers do not ({name_list(names)}): {kind} writes {name} in "
+        "forward, from the samples of one rank only; all-reduce the values that it is computed from"
     )
 
 
@@ -327,13 +331,13 @@ def _expert_cause(evidence: _Evidence, reference: list[_State], run: list[_State
     expected_states, states = pairs
     ratio = _update_ratio(expected_states, states)
     is_multiple = _distance_of_updates(expected_states, states, ratio) < 0.3  # weight decay stays the same
-    text = f"only experts differ, and their update is {ratio:.3g} times that of one device: "
+    text = f"only the experts differ, and their update is {ratio:.3g} times that of one device: "
     if is_multiple and abs(ratio / degree - 1) < 0.05:
-        return f"{text}a sum over the {degree} ranks of the expert axis, which is to be divided by their number"
+        return f"{text}it is summed over the {degree} ranks of the expert axis, and not divided by their number"
     if is_multiple and abs(ratio * degree - 1) < 0.05:
-        return f"{text}divided by the {degree} ranks of the expert axis once too often"
+        return f"{text}it is divided by the {degree} ranks of the expert axis once too often"
     return (
-        f"{text}their gradients are not those of the tokens that chose them, or were averaged over the expert axis, "
+        f"{text}their gradients do not come from the tokens that chose them, or are averaged over the expert axis, "
         "whose ranks hold other experts"
     )
 
@@ -347,7 +351,7 @@ def _loss_cause(evidence: _Evidence, index: int) -> str:
         return cause
     sample_cause = _sample_cause(evidence, position, f"update {update.step}")
     if sample_cause is not None and _begins_second_epoch(evidence.updates, position):
-        why = "it begins with the second epoch: the epoch does not reach the order of the samples (set_epoch)"
+        why = "the difference begins in the second epoch: the epoch number does not reach the sampler (set_epoch)"
         return f"{why}; {sample_cause}"
     if sample_cause is not None:
         return sample_cause
@@ -357,11 +361,11 @@ def _loss_cause(evidence: _Evidence, index: int) -> str:
             f"every rank read its samples, but {count:g} loss terms were counted and {expected_count:g} in one process"
         )
     if evidence.output:
-        return f"every rank read the samples it should, and the loss differs before the weights do: {evidence.output}"
-    norm = "batch norm over one rank's samples only, or " if evidence.case.has_batch_norm else ""
+        return f"every rank read the right samples, but the loss differs before any weight does: {evidence.output}"
+    norm = "batch norm uses one rank's samples only, or " if evidence.case.has_batch_norm else ""
     return (
-        f"every rank read the samples it should, and the loss differs before the weights do: {norm}a model that "
-        "computes something else in parts than as a whole"
+        f"every rank read the right samples, but the loss differs before any weight does: {norm}the model computes "
+        "something different on parts of a batch than on the whole batch"
     )
 
 

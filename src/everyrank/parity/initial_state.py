@@ -62,10 +62,10 @@ class StateChanges:
             names = list(self.weights)
             how = self.weights[names[0]]
             parts.append(
-                f"{self.path} leaves {name_list(names)} with other values than the model was built with: {how}"
+                f"{self.path} changes the values of {name_list(names)}: {how}"
                 + (
-                    ". If they are to lie in another order, the contract's gather can put them back"
-                    if "another order" in how
+                    ". If the new order is intended, let the contract's gather restore the old one"
+                    if "different order" in how
                     else "; keep the values, or build them in model()"
                 )
             )
@@ -80,13 +80,13 @@ class StateChanges:
         parts: list[str] = []
         if frozen:
             parts.append(
-                f"{name_list(frozen)}: trained as the model was built, and frozen (requires_grad=False) as {self.path} "
-                "leaves it"
+                f"{name_list(frozen)}: trainable in the model as built, but frozen (requires_grad=False) after "
+                f"{self.path}"
             )
         if unfrozen:
             parts.append(
-                f"{name_list(unfrozen)}: frozen as the model was built, and trained (requires_grad=True) as "
-                f"{self.path} leaves it: a new nn.Parameter is trained unless it is told not to be"
+                f"{name_list(unfrozen)}: frozen in the model as built, but trainable (requires_grad=True) after "
+                f"{self.path}: a new nn.Parameter is trainable unless you pass requires_grad=False"
             )
         return "; ".join(parts)
 
@@ -95,7 +95,9 @@ class StateChanges:
         parts: list[str] = []
         if self.dtypes:
             before, after = next(iter(self.dtypes.values()))
-            parts.append(f"{name_list(list(self.dtypes))}: {before} as built, and {after} as {self.path} leaves it")
+            parts.append(
+                f"{name_list(list(self.dtypes))}: {before} in the model as built, but {after} after {self.path}"
+            )
         if self.buffers:
             parts.append(f"{self.path} changes the buffer {name_list(self.buffers)}")
         return "; ".join(parts)
@@ -179,26 +181,26 @@ def _compare_values(
             changes.buffers.append(name)
         else:
             where = "" if len(ranks) == world.size else f" on rank {', '.join(map(str, ranks))}"
-            changes.weights[name] = (how[name] or "they are not the same") + where
+            changes.weights[name] = (how[name] or "they differ") + where
 
 
 def _difference(before: Tensor, after: Tensor) -> str:
     """Describe how the values of a tensor changed: scaled, permuted or different."""
     if not before.is_floating_point():
-        return "other values"
+        return "different values"
     old, new = before.double(), after.double()
     square = float(old.square().sum())
     ratio = float((old * new).sum()) / square if square else 0.0
     if ratio and float((new - ratio * old).abs().max()) <= 1e-9 * abs(ratio) * float(old.abs().max()):
-        return f"they are {ratio:.4g} times those"
+        return f"they are multiplied by {ratio:.4g}"
     for dim in range(min(old.dim(), 2)):
         rows = [tensor.movedim(dim, 0).reshape(tensor.shape[dim], -1) for tensor in (old, new)]
         if torch.equal(rows[0].sort(0).values, rows[1].sort(0).values):
-            return f"the same {'rows' if dim == 0 else 'columns'} in another order"
+            return f"the same {'rows' if dim == 0 else 'columns'} in a different order"
     spread = [float(tensor.std()) for tensor in (old, new)] if old.numel() > 1 else [0.0, 0.0]
     if spread[0] and spread[1]:
-        return f"other numbers, whose standard deviation is {spread[1]:.3g} (it was {spread[0]:.3g})"
-    return "other numbers"
+        return f"different numbers, with a standard deviation of {spread[1]:.3g} (before: {spread[0]:.3g})"
+    return "different numbers"
 
 
 def _compare_copies(changes: StateChanges, known: Mapping[str, Tensor], code: CustomParallelize, world: World) -> None:

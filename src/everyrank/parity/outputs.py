@@ -51,7 +51,11 @@ def first_output_that_differs(case: ParityCase, layout: Layout, world: World, up
     earliest = min(first_on_ranks)
     if earliest == len(keys):
         has_output = [row.tolist() == [1] for row in all_gather(torch.tensor([int(_has_right_output(right))]), world)]
-        return "the output of the model is that of one device: it goes wrong in the loss" if all(has_output) else ""
+        return (
+            "the output of the model equals that of one device: the difference is in the loss"
+            if all(has_output)
+            else ""
+        )
     ranks = [rank for rank, index in enumerate(first_on_ranks) if index == earliest]
     text = _describe(local, expected, keys[earliest], right, code, world, ranks)
     padded = _padded_layer(local, expected, keys[:earliest], code)
@@ -124,14 +128,14 @@ def _describe(
     if key.role == "input":
         around = expected.events.get(expected_event.parent) if expected_event.parent is not None else None
         inside = module_label(around.key, around.kind) if around is not None else "the model"
-        text = f"the first input that differs is that of {module}, {where}: it goes wrong in {inside}, before that"
+        text = f"the first tensor that differs is the input of {module}, {where}: the mistake is in {inside}, before it"
         return text + (f"; {instead}" if instead else "")
     text = f"the first output that differs is that of {module}, {where}"
     if "BatchNorm" in expected_event.kind:
         return f"{text}: batch norm over one rank's samples only (SyncBatchNorm uses those of all ranks)"
     if "Dropout" in expected_event.kind and event is not None and _is_smaller(event, expected_event):
         return (
-            f"{text}: its masks are others. It gets a plain tensor that {code.path} has split, and takes it for a "
+            f"{text}: its masks differ. It gets a plain tensor that {code.path} has split, and treats it as a "
             'whole one: make it a DTensor, or compare without dropout (Workload(dropout="torch"))'
         )
     is_input_right = right.get(key._replace(role="input")) is True
@@ -168,11 +172,11 @@ def _describe_difference(
         if comparison.reduction:
             over = " x ".join(comparison.reducing_axes)
             why = (
-                "each rank has a part, and nothing adds them up"
+                "each rank has a part, and the parts are not summed"
                 if comparison.reduction == "sum"
-                else "nothing averages them"
+                else "they are not averaged"
             )
-            return f"the {comparison.reduction} of the ranks' over {over} is that of one device: {why}"
+            return f"the {comparison.reduction} over {over} equals the output of one device: {why}"
     if local is None or whole is None:
         return ""
     return _multiple_cause(local, whole, recording, expected.bias, code) or _misplaced_features(
@@ -209,9 +213,9 @@ def _describe_scalar(local: float, expected: float, code: CustomParallelize) -> 
     for axes in axis_sets(code):
         size = math.prod(code.axes[axis] for axis in axes)
         if abs(local - expected - math.log(size)) <= ROUNDING * max(1.0, abs(local)):
-            return (
-                f"{text}, more by log({size}): a softmax counts each class {size} times, once along {' x '.join(axes)}"
-            )
+            along = " x ".join(axes)
+            how = f"the softmax counts each class {size} times, once per rank along {along}"
+            return f"{text}, larger by log({size}): {how}"
     return text
 
 
@@ -226,7 +230,7 @@ def _matching_axes(code: CustomParallelize, times: float) -> str:
     for axes in axis_sets(code):
         size = math.prod(code.axes[axis] for axis in axes)
         if min(abs(times / size - 1), abs(times * size - 1)) < 1e-6:
-            return f", as many as there are ranks along {' x '.join(axes)}"
+            return f", the number of ranks along {' x '.join(axes)}"
     return ""
 
 
@@ -249,8 +253,8 @@ def _misplaced_features(local: Tensor, whole: Tensor, rows: range) -> str:
             if (sample, feature) != (rows.start, number * size):
                 others = f"features {feature} to {feature + size - 1} of samples {sample} to {sample + len(rows) - 1}"
                 return (
-                    f"its features {number * size} to {number * size + size - 1} are {others}, and the samples are "
-                    f"{rows.start} to {rows.stop - 1}: gathered over another axis than it was split along"
+                    f"its features {number * size} to {number * size + size - 1} are {others}, but this rank has "
+                    f"samples {rows.start} to {rows.stop - 1}: gathered over a different axis than it was split along"
                 )
     return ""
 
@@ -267,7 +271,7 @@ def _padded_layer(local: Recording, expected: Recording, keys: Sequence[Key], co
                 if size < wide < size + output.shape[-1] and size % output.shape[-1]:
                     module = module_label(key, local.events[key].kind)
                     return (
-                        f"{module} gives {wide} features in parts along {' x '.join(axes)}, "
-                        f"and {size} on one device: does what is padded count?"
+                        f"{module} has {wide} output features over the ranks along {' x '.join(axes)}, "
+                        f"and {size} on one device: is the padding counted?"
                     )
     return ""

@@ -133,8 +133,8 @@ def _loss_in_parts(case: ParityCase, output: Any, whole: Batch, halves: list[Bat
         return None
     if abs(terms - count) <= 1e-6 * max(count, 1) and abs(in_parts / 2 - total) < 0.1 * scale:
         return (
-            f"the loss of two halves of a batch adds up to {in_parts:.4g}, that of the whole is {total:.4g}: it is a "
-            "mean over its batch; return (sum over terms, number of terms)"
+            f"the losses of two halves of a batch add up to {in_parts:.4g}, and the loss of the whole is {total:.4g}: "
+            "it is a mean over its batch; return (sum over terms, number of terms)"
         )
     return (
         f"the loss depends on the whole batch: on the same outputs, two halves add up to {in_parts:.6g} ({terms:g} "

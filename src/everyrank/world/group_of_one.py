@@ -27,11 +27,11 @@ def group_of_one(world: World) -> Generator[None]:
     Does nothing in a world of several ranks, or where the default group has one rank already. The group is made once
     in a world, without waiting for other ranks.
     """
-    if world.group is not None or world.size != 1 or not dist.is_initialized() or dist.get_world_size() == 1:
+    before = dist.group.WORLD if world.group is None and world.size == 1 else None
+    if before is None or before.size() == 1:
         yield
         return
     internals: Any = distributed_c10d
-    before = dist.group.WORLD
     cache = world.group_cache
     if cache.alone is None:
         make: Any = dist.new_group
