@@ -26,10 +26,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 INTEGRATIONS := horovod slurm mpi ray hosts launchers benches package
 AT_LENGTH := recipes models layouts suite
-# a test mostly waits for its ranks: two files of tests at a time fill two cores, and three of real launchers, which wait
-# longer; 0: one after the other, in one process
-WORKERS ?= 2
-test-integrations test-parts: WORKERS = 3
+# a test mostly waits for its ranks: three workers fill two cores. 0: one test after the other, in one process
+WORKERS ?= 3
 PIP_OPTIONS := --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 .PHONY: demo test test-integrations test-at-length test-parts test-versions check lint types docs clean

@@ -470,9 +470,12 @@ SETTINGS = {
     "imagenet": ["--set", "width=4", "size=16", "lr=0.07", "batch=20"],
 }
 """Settings that make each built-in workload small; text-medium and text-124m are text in other sizes."""
+SLOW = ("text", "causal-lm")
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.integration] if name in SLOW else []) for name in SETTINGS]
+)
 def test_a_built_in_workload_is_resumed_without_its_settings(
     cli: Cli, mnist: Path, cifar: Path, images: Path, tmp_path: Path, name: str
 ) -> None:

@@ -119,6 +119,7 @@ def test_a_rest_is_that_of_the_whole_epoch(python: ForkServer, tmp_path: Path, b
     assert ("gradient.scale" in rules(audited(python, tmp_path, text))) is is_named
 
 
+@pytest.mark.integration
 def test_an_endless_sampler_costs_no_minutes(python: ForkServer, tmp_path: Path) -> None:
     """10^10 samples with replacement, in batches of 1,000: the beginning is enough."""
     endless = "DataLoader(train, 1000, sampler=torch.utils.data.RandomSampler(train, True, 10**10))"
@@ -193,6 +194,7 @@ def test_accelerate_without_a_gpu_is_told_to_use_the_cpu() -> None:
     assert "ACCELERATE_USE_CPU" not in os.environ
 
 
+@pytest.mark.integration
 def test_the_same_augmentation_in_a_later_epoch(python: ForkServer, tmp_path: Path) -> None:
     """The evaluation's loader has a dataset of the same type, and draws nothing."""
     seeds = ("torch.initial_seed() + dist.get_rank()", "torch.initial_seed()")

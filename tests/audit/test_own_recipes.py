@@ -19,15 +19,15 @@ SPLIT = "gradients: layers are split over ranks"
 RECIPES = {
     "dataparallel": (1, "communication between ranks: "),
     "ddp_accumulate": (2, ""),
-    "ddp_syncbn": (2, ""),
     "ddp_torchrun": (2, ""),
-    "fsdp": (2, ""),
-    "iterable_sharding": (2, "the order of epochs: the data is a stream"),
     "ring_allreduce": (2, SPLIT),
     "tensor": (2, SPLIT),
 }
 # much like one of those, or with four ranks: in make test-at-length
 MORE = {
+    "ddp_syncbn": (2, ""),
+    "iterable_sharding": (2, "the order of epochs: the data is a stream"),
+    "fsdp": (2, ""),
     "checkpoint_resume": (2, ""),
     "context": (2, SPLIT),
     "contrastive": (2, "samplers: the script trains without a DataLoader"),

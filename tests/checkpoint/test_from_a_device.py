@@ -13,7 +13,7 @@ from pretended_card import moved_to_card, pretended_cards
 from round_trips import round_trip
 
 
-@pytest.mark.parametrize("layout", ["fsdp:tensor=2", "pipeline:shard=2"])
+@pytest.mark.parametrize("layout", [pytest.param("fsdp:tensor=2", marks=pytest.mark.integration), "pipeline:shard=2"])
 def test_round_trip(ranks: Any, tmp_path: Path, layout: str) -> None:
     """Parts of a mesh that are not its first ranks, replicas and stages; all meshes are in tests/integration."""
     round_trip(ranks, 4, layout, tmp_path)

@@ -105,6 +105,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.integration
 def test_changes_are_judged(saved: Path, cli: Cli) -> None:
     """Rounding, a difference with its cause, or a different experiment."""
     for number, (constants, status, line, cause) in enumerate(CHANGES):

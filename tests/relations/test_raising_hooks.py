@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from everyrank.audit.finding import Findings
 from everyrank.relations import judge_script
 from everyrank.rerun import ScriptHost
@@ -62,6 +64,7 @@ HOOKS = (
 )
 
 
+@pytest.mark.integration
 def test_a_hook_that_raises_ends_no_audit(tmp_path: Path) -> None:
     """Each of them, in runs of one host that goes on afterwards."""
     path = tmp_path / "train.py"

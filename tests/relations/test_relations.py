@@ -260,6 +260,7 @@ LONG_EPOCHS = (
 """No whole epoch within the updates of a test."""
 
 
+@pytest.mark.integration
 def test_an_evaluation_after_a_long_epoch_is_silent(host: tuple[ScriptHost, Path]) -> None:
     """It is reached by a second comparison with shortened epochs."""
     findings = found_in(host, LONG_EPOCHS)

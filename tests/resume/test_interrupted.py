@@ -79,8 +79,11 @@ def first_checkpoint(run: Path) -> Callable[[], bool]:
 
 @pytest.mark.parametrize(
     ("layout", "more"),
-    [("ddp", ["--workers", "1"]), ("zero1", ["--save-async"]), ("fsdp", [])],
-    ids=["ddp", "zero1", "fsdp"],
+    [
+        pytest.param("ddp", ["--workers", "1"], id="ddp"),
+        pytest.param("zero1", ["--save-async"], id="zero1", marks=pytest.mark.integration),
+        pytest.param("fsdp", [], id="fsdp", marks=pytest.mark.integration),
+    ],
 )
 def test_a_run_that_is_killed_goes_on_to_the_last_bit(
     cli: Cli, tmp_path: Path, whole: Callable[[str], Path], layout: str, more: list[str]
