@@ -161,7 +161,7 @@ MUTATIONS: list[tuple[Any, str, int, str, str]] = [
     (second_push_late, "frozen", 3, "", "not the sum over all samples"),
     (first_push_alone, "frozen", 3, "", "not the sum over all samples"),
     (never_pulled, "frozen", 3, "", ""),
-    (averaged_once_too_often, "frozen", 4, "", "divided by the number of ranks once too often"),
+    (averaged_once_too_often, "frozen", 4, "", "divided by the ranks once too often"),
     (clipped_by_own_norm, "tied", 3, ",servers=2", ""),
     (same_slice, "frozen", 3, "", "samples"),
     (epoch_not_set, "frozen", 3, "", "set_epoch"),
