@@ -11,6 +11,8 @@ from everyrank.rerun import RankRecording, ScriptRecording
 
 __all__ = ["Differing", "first_differing"]
 
+_ROUNDED = 1e-6  # relative
+
 
 @dataclasses.dataclass(frozen=True)
 class Differing:
@@ -39,7 +41,10 @@ def first_differing(many: ScriptRecording, one: RankRecording, tolerance: float)
         if any(count[place, operation] != counts[-1][place, operation] for count in counts):
             continue
         parts = [rank.values[key].tensor for rank in many.ranks]
-        kind = _kind(parts, value.tensor, max(tolerance, 1e-7))
+        is_float = value.tensor.is_floating_point()
+        if not is_float and any(part.shape != value.tensor.shape for part in parts):
+            continue  # whole numbers of each rank's samples may count within the rank
+        kind = _kind(parts, value.tensor, max(tolerance, _ROUNDED))
         if kind == "sum" and not value.tensor.dim() and "." not in operation and place not in sums:
             sums.append(place)
         if kind == "":

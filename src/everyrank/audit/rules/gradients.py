@@ -18,7 +18,6 @@ from everyrank.audit.events import Backward, DiscardedGradients, NoSync, Optimiz
 from everyrank.audit.evidence import Evidence
 from everyrank.audit.finding import Findings, short_place
 from everyrank.audit.rules.loss_terms import Piece, check_loss_terms
-from everyrank.audit.source_lines import guards_of
 
 __all__ = ["check_gradients"]
 
@@ -109,7 +108,7 @@ def check_gradients(evidence: Evidence, findings: Findings) -> None:
             event.line,
             f"zero_grad clears the gradient of {event.num_backwards} backwards before any optimizer step",
             "call zero_grad after the step, or before the first backward of an update",
-            tuple(line for place in _stepped_at(evidence) for line in guards_of(place)),
+            _stepped_at(evidence),
         )
 
 
@@ -211,7 +210,7 @@ def _judge(evidence: Evidence, update: _Update, findings: Findings) -> None:
             update.line,
             f"update {update.number} still contains the gradient of the previous update",
             "optimizer.zero_grad() before the first backward of each update",
-            (*_zeroed_at(evidence, update), *evidence.scaling_lines(update.number)[:1], *guards_of(update.line)),
+            (*_zeroed_at(evidence, update), *evidence.scaling_lines(update.number)[:1]),
         )
     if all(fit.residual < update.tolerance for fit in fits.values()):
         check_loss_terms(evidence, update.number, fits[ranks[0]].factors[0], every, findings)

@@ -9,7 +9,6 @@ from collections.abc import Collection, Sequence
 from everyrank.audit.events import BackwardEnd, LossTerm
 from everyrank.audit.evidence import Evidence
 from everyrank.audit.finding import Findings
-from everyrank.audit.source_lines import guards_of
 
 __all__ = ["Piece", "check_loss_terms", "times"]
 
@@ -126,9 +125,9 @@ def _wrong_scale(
 
 
 def _window_of(evidence: Evidence, update: int) -> tuple[str, ...]:
-    """The lines that decide when the optimizer steps."""
+    """The line of the optimizer step, whose conditions decide how many backwards an update has."""
     steps = evidence.steps.get(update)
-    return guards_of(steps[evidence.ranks[0]].line) if steps else ()
+    return (steps[evidence.ranks[0]].line,) if steps else ()
 
 
 def times(total: float) -> str:
