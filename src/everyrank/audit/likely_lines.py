@@ -25,6 +25,7 @@ _RECORDED = 0.5  # steps to a line that was recorded with the finding
 _SHORT = 12  # statements of a function with one purpose
 _INHERITED = 0.85  # of the weight of what a called function does
 _ELSEWHERE = 0.7  # of the weight of a line that no step leads to, inside a function that other lines call
+_ENDING = 0.4  # at most for a line that calls backward or steps: it ends a chain of others
 _CLEAR = 0.25  # of the best weight: lines below are left out
 
 _ABOUT_RANKS = re.compile(
@@ -137,7 +138,8 @@ _KINDS: Sequence[tuple[tuple[str, ...], float, Mapping[str, float]]] = (
     (("weights.", "optimizer.", "precision."), 0.6, {"optimizer": 0.5, "groups": 0.7, "wrap": 0.2}),
     (("ranks.state", "average."), 0.2, {"state": 0.8, "mean": 0.5, "collective": 0.5, "divide": 0.2}),
     (("ranks.draws", "random."), 0.3, {"seed": 1.0, "workers": 0.6, "order": 0.2}),
-    (("gradient.", "ranks.gradient", "same.", "replay."), 0.4, _GRADIENT),
+    (("ranks.gradient",), 0.9, _GRADIENT),
+    (("gradient.", "same.", "replay."), 0.4, _GRADIENT),
     (("eval.mode", "train.mode", "eval.dropout"), 0.6, {"mode": 0.6}),
     (("eval.padded", "eval.dropped"), 0.4, {**_DATA, "collective": 0.3}),
     (("ranks.printed", "eval.", "numbers."), 0.4, _RESULT),
@@ -174,7 +176,7 @@ def likely_lines(rule: str, place: str, recorded: Sequence[str] = ()) -> tuple[s
     for number, line in enumerate(lines):
         path, _, digits = line.rpartition(":")
         source = read_source(path)
-        scores[line] = max(scores[line], _PLAIN + kind[0] if line == place else _SEEN * _NEARER**number)
+        scores[line] = max(scores[line], _SEEN * _NEARER ** max(0, number - 1))
         if source is None or not digits.isdigit():
             continue
         offset = 0.0 if line == place else _RECORDED + 0.1 * number
@@ -191,6 +193,9 @@ def likely_lines(rule: str, place: str, recorded: Sequence[str] = ()) -> tuple[s
 def _scores(source: SourceFile, line: int, offset: float, kind: tuple[float, Mapping[str, float]]) -> dict[int, float]:
     """The weight of each line of a file."""
     own, weights = kind
+    place = source.at(line)
+    if own > _ENDING and place is not None and any(_called_name(call) in ("backward", "step") for call in place.calls):
+        own = min(own, _ENDING)
     steps = source.leading_to(line)
     scores: dict[int, float] = {}
     for statement in source.statements:
@@ -198,7 +203,7 @@ def _scores(source: SourceFile, line: int, offset: float, kind: tuple[float, Map
             statement.node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom
         ):
             continue
-        if _is_routine(statement):
+        if _is_routine(statement.node):
             continue
         actions = _actions(source, statement)
         cost = steps.get(statement, _ANYWHERE) + offset
@@ -218,12 +223,17 @@ def _scores(source: SourceFile, line: int, offset: float, kind: tuple[float, Map
 _ROUTINE = {"print", "init_process_group", "destroy_process_group", "init_distributed", "barrier", "set_num_threads"}
 
 
-def _is_routine(statement: Statement) -> bool:
-    """Whether a statement only prints, or opens and closes process groups."""
-    return isinstance(statement.node, ast.Expr) and any(
-        (call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")) in _ROUTINE
-        for call in statement.calls
+def _is_routine(node: ast.stmt) -> bool:
+    """Whether a statement only prints, or opens and closes process groups; or a condition of nothing else."""
+    if isinstance(node, ast.If) and not node.orelse:
+        return all(_is_routine(each) for each in node.body)
+    return isinstance(node, ast.Expr) and any(
+        isinstance(each, ast.Call) and _called_name(each) in _ROUTINE for each in ast.walk(node)
     )
+
+
+def _called_name(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
 
 
 _actions_of: dict[Statement, dict[int, dict[str, float]]] = {}
@@ -296,7 +306,7 @@ def _is_for_some_ranks(node: ast.If) -> bool:
     """Whether some ranks load or change something that others do not; printing and saving are not meant."""
     if not any(_ABOUT_RANKS.search(name) for part in ast.walk(node.test) for name in _names_in(part)):
         return False
-    words = {name for part in node.body for each in ast.walk(part) for name in _names_in(each)}
+    words = {_called_name(each) for part in node.body for each in ast.walk(part) if isinstance(each, ast.Call)}
     return any(_WORDS[action].search(word) for word in words for action in ("load", "step", "clip", "trainable"))
 
 

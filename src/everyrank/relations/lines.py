@@ -18,6 +18,7 @@ _ROUNDED = 1e-6  # relative
 class Differing:
     """A line and operation whose results do not go together.
 
+    is_of_forward  whether the line runs before the first backward
     sums  earlier lines whose scalar results are sums over the ranks, which a mean of gradients divides
     """
 
@@ -25,6 +26,7 @@ class Differing:
     operation: str
     ranks: list[float]
     one: float
+    is_of_forward: bool
     sums: tuple[str, ...]
 
 
@@ -49,7 +51,8 @@ def first_differing(many: ScriptRecording, one: RankRecording, tolerance: float)
             sums.append(place)
         if kind == "":
             numbers = [_number(part) for part in parts]
-            return Differing(place, operation, numbers, _number(value.tensor), tuple(s for s in sums if s != place))
+            before = tuple(each for each in sums if each != place)
+            return Differing(place, operation, numbers, _number(value.tensor), value.is_of_forward, before)
     return None
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from everyrank.audit.finding import Findings, short_place
-from everyrank.relations.lines import first_differing
+from everyrank.relations.lines import Differing, first_differing
 from everyrank.relations.numbers import constant_factor, relative_difference, tolerance_of, whole
 from everyrank.relations.objects import lines_of_state
 from everyrank.relations.printed import evaluates, judge_printed
@@ -275,7 +275,6 @@ def _report_difference(
     case: _Case, findings: Findings, update: int, kind: str, rule: str, names: dict[str, float]
 ) -> None:
     ranks, one = case.pairs(update)
-    place = one.step
     word = "gradient" if kind == "gradients" else "value after the step"
     if any(apart < 0 for apart in names.values()):
         _report_own(case, findings, update, names, one)
@@ -290,45 +289,52 @@ def _report_difference(
     pairs = [(wholes[name].tensor, value) for name, value in values.items() if wholes[name].tensor is not None]
     is_rounded = bool(case.many.ranks[0].facts.get("comm_hook"))
     factor = constant_factor(pairs, _ROUNDED_BY_HOOK if is_rounded else 1e-3) if kind == "gradients" else None
-    also: list[str] = []
-    reason = ""
-    if factor is not None:
-        reason = f"all are {factor:.4g} times those of one rank{_factor_reason(factor, case.num_ranks)}"
-        place = one.backwards[-1] if one.backwards else place
-        also = [*case.many.ranks[0].facts.get("sent_at", []), one.step]
-    elif update == 0 and kind == "after" and one.optimizer:
-        reason = "the gradients are equal, so the optimizer steps them differently: look at its parameter groups"
-        place, also = one.optimizer, [one.step]
-    elif update == 0:
-        line = first_differing(case.many, case.one, case.tolerance)
-        if line is not None:
-            numbers = ", ".join(f"{number:.5g}" for number in line.ranks)
-            reason = (
-                f"the difference begins at {short_place(line.place)} ({line.operation}): {numbers} on the ranks, "
-                f"{line.one:.5g} on one"
-            )
-            place, also = line.place, [one.step]
-            if line.sums:
-                also = [*line.sums[-2:], *also]
-                reason += (
-                    f"; {short_place(line.sums[-1])} is a sum over the ranks, which averaged gradients divide by "
-                    f"{case.num_ranks}"
-                )
-    if not reason:
-        changes = _rounded_or_small(pairs, names[worst]) if kind == "gradients" else ""
-        if changes:
-            findings.not_checked(f"gradients of {case.num_ranks} ranks against one: in update {update} {changes}")
-            return
-        reason = "no rule explains it"
-        also = list(one.backwards)
+    reason, place, also = _explained(case, update, kind, factor)
+    changes = _rounded_or_small(pairs, names[worst]) if kind == "gradients" else ""
+    if changes and not reason:
+        findings.not_checked(f"gradients of {case.num_ranks} ranks against one: in update {update} {changes}")
+        return
+    if kind == "gradients" and not reason:
+        line = first_differing(case.many, case.one, case.tolerance) if update == 0 else None
+        reason, place, also = _begun_at(case, line) if line is not None else ("", one.step, list(one.backwards))
     findings.add(
         "WARN",
         rule,
         place,
-        f"{text}: {reason}",
+        f"{text}: {reason or 'no rule explains it'}",
         "make the computation the same on any number of ranks, or ignore this if ranks are meant to differ",
         also=tuple(also),
     )
+
+
+def _explained(case: _Case, update: int, kind: str, factor: float | None) -> tuple[str, str, list[str]]:
+    """(reason, line, further lines) of a difference; ("", the line of the step, []) if there is no reason."""
+    one = case.one.updates[update]
+    if factor is not None:
+        reason = f"all are {factor:.4g} times those of one rank{_factor_reason(factor, case.num_ranks)}"
+        place = one.backwards[-1] if one.backwards else one.step
+        return reason, place, [*case.many.ranks[0].facts.get("sent_at", []), one.step]
+    if update == 0 and kind == "after" and one.optimizer:
+        reason = "the gradients are equal, so the optimizer steps them differently: look at its parameter groups"
+        return reason, one.optimizer, [one.step]
+    line = first_differing(case.many, case.one, case.tolerance) if update == 0 and kind == "gradients" else None
+    # what is sent after the backward may be compressed on purpose
+    return _begun_at(case, line) if line is not None and line.is_of_forward else ("", one.step, [])
+
+
+def _begun_at(case: _Case, line: Differing) -> tuple[str, str, list[str]]:
+    """(reason, line, further lines) of a difference that begins at a line."""
+    numbers = ", ".join(f"{number:.5g}" for number in line.ranks)
+    reason = (
+        f"the difference begins at {short_place(line.place)} ({line.operation}): {numbers} on the ranks, "
+        f"{line.one:.5g} on one"
+    )
+    if line.sums:
+        reason += (
+            f"; {short_place(line.sums[-1])} is a sum over the ranks, which averaged gradients divide by "
+            f"{case.num_ranks}"
+        )
+    return reason, line.place, [*line.sums[-2:], case.one.updates[0].step]
 
 
 def _rounded_or_small(pairs: list[tuple[Any, Any]], apart: float) -> str:

@@ -250,7 +250,7 @@ class _Draws(TorchDispatchMode):
             place = _direct_line()
             if place:
                 key = session.key(f"{name}.{index}" if index else name, place)
-                session.values.append((key, (value.detach().clone(), False)))
+                session.values.append((key, (value.detach().clone(), not session.num_backwards)))
 
 
 def _global_numbers(generator: np.random.Generator, kind: str, name: str, shape: tuple[int, ...], args: Any) -> Any:
