@@ -489,7 +489,7 @@ def the_one(audit: Audit, expected: str, text: str, line: str) -> Finding:
     rule, _, said = expected.partition(" ")
     found = [finding for finding in audit.findings if finding.rule == rule and said in finding.text]
     assert found, [(finding.level, finding.rule, finding.text) for finding in audit.findings]
-    named = {int(place.rpartition(":")[2]) for place in (found[0].place, *found[0].also)}
+    named = {int(place.rpartition(":")[2]) for place in found[0].lines}
     assert named.intersection(lines_with(text, line)), (found, line)
     return found[0]
 

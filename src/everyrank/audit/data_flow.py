@@ -25,7 +25,7 @@ _RARE = 6  # definitions of an attribute; with more, its name tells little
 _ASSIGNED, _EARLIER, _OF_CONDITION = 1.0, 0.15, 0.4
 _CHANGED_LATER = 1.5  # to a call further down that may change a variable
 _CONDITION, _LOOP = 1.0, 1.5  # to the block around a line
-_CALLED, _RETURNED, _IN_METHOD = 1.0, 1.0, 2.0  # to a call, to what it returns, to methods of an object that is made
+_CALLED, _RETURNED, _IN_METHOD = 1.0, 1.4, 2.0  # to a call, to what it returns, to methods of an object that is made
 _BY_NAME, _OPTION = 2.0, 0.5  # to an attribute of another class, to an option of the command line
 
 
@@ -337,7 +337,11 @@ def _changed(statement: Statement) -> list[ast.AST]:
 def _defined_names(statement: Statement) -> set[str]:
     node = statement.node
     names = {name for each in (*_targets(statement), *_changed(statement)) for name in _base_names(each)}
-    if any(_called_name(call) == "backward" for call in statement.calls):
+    if any(_called_name(call) == "backward" for call in statement.calls) or any(
+        isinstance(node, ast.Attribute) and node.attr == "grad"
+        for each in (*_targets(statement), *_changed(statement))
+        for node in ast.walk(each)
+    ):
         names.add(_GRADIENT)
     if isinstance(node, ast.Import | ast.ImportFrom):
         return set()

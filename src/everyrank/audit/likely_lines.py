@@ -17,9 +17,9 @@ from everyrank.audit.data_flow import SourceFile, Statement, read_source
 __all__ = ["likely_lines"]
 
 _MOST = 4  # lines; more would hide the one that matters
-_PLAIN = 0.25  # weight of a line that does nothing in particular
+_PLAIN = 0.2  # weight of a line that does nothing in particular
 _SEEN = 0.35  # weight of a line that was recorded with the finding
-_NEARER = 0.75  # the weight of a line for each step between it and a finding
+_NEARER = 0.85  # the weight of a line for each step between it and a finding
 _ANYWHERE = 4.0  # steps to a line that no step leads to
 _RECORDED = 0.5  # steps to a line that was recorded with the finding
 _SHORT = 12  # statements of a function with one purpose
@@ -40,7 +40,7 @@ _WORDS: Mapping[str, re.Pattern[str]] = {
     "no-gradient": re.compile(r"^(?:detach_?|no_grad|item|tolist|numpy|to_local)$"),
     "local": re.compile(r"^(?:module|to_local|_orig_mod|full_tensor)$"),
     "mean": re.compile(
-        r"^(?:mean|sum|nanmean|reduction|average|div_?|numel|norm|nll_loss|cross_entropy|mse_loss|count\w*)$"
+        r"^(?:mean|sum|nanmean|median|std|var|quantile|max|min|exp|reduction|average|div_?|numel|norm|nll_loss|cross_entropy|mse_loss|count\w*)$"
     ),
     "wrap": re.compile(
         r"^(?:DDP|DistributedDataParallel|FSDP|FullyShardedDataParallel|fully_shard|SyncBatchNorm|"
@@ -73,6 +73,7 @@ _WORDS: Mapping[str, re.Pattern[str]] = {
     "buffers": re.compile(r"^(?:broadcast_buffers|running_\w+|buffers|SyncBatchNorm)$"),
     "save": re.compile(r"^(?:save\w*|state_dict)$"),
     "load": re.compile(r"^(?:load|load_\w+|map_location)$"),
+    "gradients": re.compile(r"^(?:grad|\w*gradients?|\w+_grads?|autograd)$"),
     "zero": re.compile(r"^zero_grad$"),
     "backward": re.compile(r"^backward$"),
     "step": re.compile(r"^step$"),
@@ -101,6 +102,7 @@ _REPLICAS = {
     "ranks": 0.2,
     "clip": 0.2,
     "return": 0.1,
+    "gradients": 0.5,
     "some-ranks": 1.2,
     "load": 0.8,
 }
@@ -142,6 +144,7 @@ _KINDS: Sequence[tuple[tuple[str, ...], float, Mapping[str, float]]] = (
     (("gradient.", "same.", "replay."), 0.4, _GRADIENT),
     (("eval.mode", "train.mode", "eval.dropout"), 0.6, {"mode": 0.6}),
     (("eval.padded", "eval.dropped"), 0.4, {**_DATA, "collective": 0.3}),
+    (("eval.shard",), 0.1, _RESULT),
     (("ranks.printed", "eval.", "numbers."), 0.4, _RESULT),
     (("data.epoch",), 0.6, {"epoch": 2.0, "loop": 0.3, "sampler": 0.2}),
     (("data.frozen-workers",), 0.3, {"workers": 1.0, "loader": 0.2, "seed": 0.3}),
@@ -224,12 +227,14 @@ _ROUTINE = {"print", "init_process_group", "destroy_process_group", "init_distri
 
 
 def _is_routine(node: ast.stmt) -> bool:
-    """Whether a statement only prints, or opens and closes process groups; or a condition of nothing else."""
+    """Whether a statement only prints, asks for the rank, or opens and closes process groups."""
     if isinstance(node, ast.If) and not node.orelse:
         return all(_is_routine(each) for each in node.body)
-    return isinstance(node, ast.Expr) and any(
-        isinstance(each, ast.Call) and _called_name(each) in _ROUTINE for each in ast.walk(node)
-    )
+    names = {_called_name(each) for each in ast.walk(node) if isinstance(each, ast.Call)}
+    if isinstance(node, ast.Assign):
+        is_plain = isinstance(node.value, ast.Call | ast.Tuple)
+        return is_plain and bool(names) and names <= {"get_rank", "get_world_size", "len"}
+    return isinstance(node, ast.Expr) and bool(names & _ROUTINE)
 
 
 def _called_name(call: ast.Call) -> str:
@@ -249,7 +254,7 @@ def _actions(source: SourceFile, statement: Statement) -> dict[int, dict[str, fl
     for function in source.called_by(statement):
         for inner in source.body_of(function) if len(source.body_of(function)) <= _SHORT else ():
             for _, action in _own_actions(inner):
-                if action in ("collective", "trainable", "seed", "mode", "no-gradient", "epoch", "clip", "groups"):
+                if action in ("collective", "trainable", "seed", "mode", "no-gradient", "epoch", "clip"):
                     actions[statement.line].setdefault(action, _INHERITED)
     _actions_of[statement] = actions
     return actions

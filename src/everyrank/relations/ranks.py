@@ -26,7 +26,7 @@ _EVALUATES = (".eval()", "inference_mode", "validat", "evaluat")  # in the text 
 _SAME_ROWS = 1e-5
 _ROUNDED_BY_HOOK = 0.03  # by a communication hook that compresses gradients
 _SMALL = 0.02  # of the norm: as rounding to 8 bits changes gradients
-_SPARSE, _MANY, _ROUNDED_SHARE = 0.3, 32, 0.5  # of compressed gradients: zeros, numbers that tell, rounded ones
+_SPARSE, _MANY, _ROUNDED_SHARE = 0.05, 32, 0.5  # of compressed gradients: zeros, numbers that tell, rounded ones
 _ANY_FACTOR = 1e-6  # a learning rate that is scaled by the ranks has one factor in all updates
 
 
@@ -347,9 +347,9 @@ def _rounded_or_small(pairs: list[tuple[Any, Any]], apart: float) -> str:
     ranks, one = (torch.cat([pair[index].double().flatten() for pair in pairs]) for index in (0, 1))
     if apart < _SMALL:
         return f"they differ by {apart:.2g} of their norm, and no line was found where this begins"
-    zeros = [float((each == 0).double().mean()) for each in (ranks, one)]
-    if zeros[0] > _SPARSE + zeros[1]:
-        return f"{zeros[0]:.0%} of their elements are 0, and {zeros[1]:.0%} on one rank: they are sent in part"
+    if float(((ranks == 0) != (one == 0)).double().mean()) > _SPARSE:
+        share = float((ranks == 0).double().mean())
+        return f"{share:.0%} of their elements are 0, and other ones than on one rank: they are sent in part"
     kept = ranks[ranks != 0]
     if len(kept) >= _MANY and len(kept.abs().unique()) < len(kept) / 4 and len(one.abs().unique()) > len(one) / 2:
         return "they have few different values: they are rounded before they are sent"
