@@ -25,7 +25,6 @@ _RECORDED = 0.5  # steps to a line that was recorded with the finding
 _SHORT = 12  # statements of a function with one purpose
 _INHERITED = 0.85  # of the weight of what a called function does
 _ELSEWHERE = 0.7  # of the weight of a line that no step leads to, inside a function that other lines call
-_ENDING = 0.4  # at most for a line that calls backward or steps: it ends a chain of others
 _CLEAR = 0.25  # of the best weight: lines below are left out
 
 _ABOUT_RANKS = re.compile(
@@ -87,7 +86,7 @@ _GRADIENT = {
     "ranks": 0.7,
     "mean": 0.5,
     "divide": 0.5,
-    "no-gradient": 0.6,
+    "no-gradient": 0.4,
     "sync": 0.5,
     "clip": 0.4,
     "backward": 0.2,
@@ -129,6 +128,7 @@ _KINDS: Sequence[tuple[tuple[str, ...], float, Mapping[str, float]]] = (
         {"zero": 1.0, "backward": 0.4, "remainder": 0.7, "step": 0.3},
     ),
     (("replicas.unwrapped",), 1.5, {"local": 0.8}),
+    (("schedule.differs",), 0.8, {"collective": 0.8, "return": 0.3, "mean": 0.3, "divide": 0.3}),
     (
         ("replicas.rate", "ranks.rate", "schedule."),
         0.2,
@@ -139,8 +139,8 @@ _KINDS: Sequence[tuple[tuple[str, ...], float, Mapping[str, float]]] = (
     (("ranks.parameters",), 0.1, {"optimizer": 0.4, "groups": 0.8, "wrap": 0.2, "clip": 0.3}),
     (("weights.", "optimizer.", "precision."), 0.6, {"optimizer": 0.5, "groups": 0.7, "wrap": 0.2}),
     (("ranks.state", "average."), 0.2, {"state": 0.8, "mean": 0.5, "collective": 0.5, "divide": 0.2}),
-    (("ranks.draws", "random."), 0.3, {"seed": 1.0, "workers": 0.6, "order": 0.2}),
-    (("ranks.gradient",), 0.9, _GRADIENT),
+    (("ranks.draws", "random."), 0.1, {"seed": 1.4, "workers": 0.6, "order": 0.2}),
+    (("ranks.gradient",), 0.9, {**_GRADIENT, "backward": -0.5, "step": -0.5}),
     (("gradient.", "same.", "replay."), 0.4, _GRADIENT),
     (("eval.mode", "train.mode", "eval.dropout"), 0.6, {"mode": 0.6}),
     (("eval.padded", "eval.dropped"), 0.4, {**_DATA, "collective": 0.3}),
@@ -149,7 +149,7 @@ _KINDS: Sequence[tuple[tuple[str, ...], float, Mapping[str, float]]] = (
     (("data.epoch",), 0.6, {"epoch": 2.0, "loop": 0.3, "sampler": 0.2}),
     (("data.frozen-workers",), 0.3, {"workers": 1.0, "loader": 0.2, "seed": 0.3}),
     (("data.untrained",), 0.3, {"skip": 1.0}),
-    (("data.content", "data.split"), 0.3, {"order": 1.2, "split": 1.0, "seed": 0.8, "sampler": 0.2}),
+    (("data.content", "data.split"), 0.3, {"order": 1.2, "split": 1.4, "seed": 0.6}),
     (("data.rows",), 0.4, {**_DATA, "seed": 1.0}),
     (("data.",), 0.4, _DATA),
     (("save.", "resume."), 0.6, {"save": 0.8, "load": 0.8, "return": 0.2}),
@@ -196,9 +196,6 @@ def likely_lines(rule: str, place: str, recorded: Sequence[str] = ()) -> tuple[s
 def _scores(source: SourceFile, line: int, offset: float, kind: tuple[float, Mapping[str, float]]) -> dict[int, float]:
     """The weight of each line of a file."""
     own, weights = kind
-    place = source.at(line)
-    if own > _ENDING and place is not None and any(_called_name(call) in ("backward", "step") for call in place.calls):
-        own = min(own, _ENDING)
     steps = source.leading_to(line)
     scores: dict[int, float] = {}
     for statement in source.statements:
@@ -213,12 +210,14 @@ def _scores(source: SourceFile, line: int, offset: float, kind: tuple[float, Map
         for number in {statement.line, *actions}:
             of_line = actions.get(number, {})
             given = [weights.get(name, _ALWAYS.get(name, 0.0)) * share for name, share in of_line.items()]
-            weight = sum(sorted(given, reverse=True)[:3])
+            weight = sum(sorted(given, reverse=True)[:3]) + min(0.0, *given, 0.0)
             if number != line and statement not in steps:
                 if weight < 0.5:
                     continue
                 weight *= _ELSEWHERE if source.is_called(statement.function) else 1.0
-            weight += _PLAIN * (number == statement.line) + own * (number == line and not offset)
+            if number == line:
+                weight += _SEEN if offset else own
+            weight += _PLAIN * (number == statement.line)
             scores[number] = max(scores.get(number, 0.0), weight * _NEARER**cost)
     return scores
 

@@ -495,7 +495,7 @@ def _states(case: _Case, findings: Findings, end: int) -> None:
 def _are_shared_later(case: _Case, name: str, update: int) -> bool:
     """Whether ranks hold the same state after a later update: it is reduced only now and then."""
     for later in range(update + 1, case.num_updates):
-        parts = [rank.updates[later].states.get(name) for rank in case.many.ranks]
+        parts: list[Any] = [rank.updates[later].states.get(name) for rank in case.many.ranks]
         if all(part is not None and part.shape == parts[0].shape for part in parts) and whole(parts, parts[0]).is_same:
             return True
     return False
