@@ -19,7 +19,7 @@ __all__ = ["SourceFile", "Statement", "read_source"]
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _CALLS = ("forward", "__call__")
 _ENTRIES = {"__init__", "__iter__", "__next__", "__getitem__", "__len__", *_CALLS}
-_FARTHEST = 6.0  # steps
+_FARTHEST = 9.0  # steps
 _RARE = 6  # definitions of an attribute; with more, its name tells little
 # steps to an assignment, to an earlier one of the same variable, and to one that a condition uses
 _ASSIGNED, _EARLIER, _OF_CONDITION = 1.0, 0.15, 0.4

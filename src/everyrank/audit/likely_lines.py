@@ -64,8 +64,7 @@ _WORDS: Mapping[str, re.Pattern[str]] = {
     "epoch": re.compile(r"^set_epoch$"),
     "workers": re.compile(r"^(?:persistent_workers|num_workers|worker_init_fn|get_worker_info|worker_id|worker\w*)$"),
     "seed": re.compile(
-        r"^(?:\w*seed\w*|Generator|RandomState|default_rng|set_rng_state|set_state|setstate|\w*rng\w*|PRNGKey)$",
-        re.IGNORECASE,
+        r"^(?:\w*[sS]eed\w*|SEED\w*|Generator|RandomState|default_rng|\w*rng_state\w*|set_state|setstate)$"
     ),
     "clip": re.compile(r"^(?:clip\w*|unscale_|norm|max_norm|vector_norm|sqrt)$"),
     "mode": re.compile(r"^(?:eval|train)$"),
@@ -114,6 +113,7 @@ _DATA = {
     "seed": 0.5,
     "ranks": 0.5,
     "workers": 0.5,
+    "dataset": 0.4,
     "epoch": 0.3,
 }
 _RESULT = {"return": 0.5, "divide": 0.6, "collective": 0.5, "mean": 0.3, "ranks": 0.2}
@@ -150,7 +150,7 @@ _KINDS: Sequence[tuple[tuple[str, ...], float, Mapping[str, float]]] = (
     (("data.frozen-workers",), 0.3, {"workers": 1.0, "loader": 0.2, "seed": 0.3}),
     (("data.untrained",), 0.3, {"skip": 1.0}),
     (("data.content", "data.split"), 0.3, {"order": 1.2, "split": 1.4, "seed": 0.6}),
-    (("data.rows",), 0.4, {**_DATA, "seed": 1.0}),
+    (("data.rows",), 0.3, {**_DATA, "seed": 0.9}),
     (("data.",), 0.4, _DATA),
     (("save.", "resume."), 0.6, {"save": 0.8, "load": 0.8, "return": 0.2}),
     (("recompute.",), 0.4, {"recompute": 1.0}),
@@ -292,6 +292,8 @@ def _actions_of_kind(statement: Statement) -> Iterator[str]:
         yield "some-ranks"
     if isinstance(node, ast.If) and any(isinstance(each, ast.Continue) for each in node.body):
         yield "skip"
+    if getattr(statement.function, "name", "") in ("__iter__", "__next__", "__getitem__"):
+        yield "dataset"
     if _writes_state(statement):
         yield "state"
     if _is_setting(statement):

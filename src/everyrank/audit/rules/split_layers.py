@@ -57,7 +57,7 @@ def _check_replicated(evidence: Evidence, findings: Findings) -> None:
         f"{len(names)} of {len(first.replicated)} parameters that all ranks hold whole, next to sharded ones, differ "
         f"between the ranks after update {update - 1}: {', '.join(names[:4])}"
     )
-    if _read_different(evidence):
+    if evidence.is_split and _read_different(evidence):
         loader = next(iter(evidence.of(evidence.ranks[0], LoaderEpoch)), None)
         findings.add(
             "WARN",
