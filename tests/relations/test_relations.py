@@ -193,6 +193,7 @@ data = TensorDataset(x, x[:, :3].argmax(1))
 net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 random.seed(10 + rank)
+torch.manual_seed(10 + rank)
 seen = 0
 for xb, yb in DataLoader(data, batch_size=10, sampler=DistributedSampler(data)):
     loss = F.cross_entropy(net(xb), yb)
@@ -201,7 +202,7 @@ for xb, yb in DataLoader(data, batch_size=10, sampler=DistributedSampler(data)):
     for p in net.parameters():
         sent = p.grad
         dist.all_reduce(sent)
-        p.grad = sent / world
+        p.grad = (sent / world).to(p.dtype)
     optimizer.step()
     seen += world * len(xb)
     worst = loss.detach().clone()
@@ -212,7 +213,7 @@ for xb, yb in DataLoader(data, batch_size=10, sampler=DistributedSampler(data)):
 """Ranks differ from one rank on purpose: a count of samples, and the largest loss of all ranks."""
 
 NOT_COMPARED = {
-    "rounded gradients": ("sent = p.grad", "sent = p.grad.bfloat16()", "the gradients differ|they are rounded"),
+    "rounded gradients": ("sent = p.grad", "sent = p.grad.bfloat16()", "they differ|they are rounded"),
     "the largest tenth": (
         "sent = p.grad",
         "sent = p.grad * (p.grad.abs() >= p.grad.abs().flatten().topk(-(-p.grad.numel() // 10)).values[-1])",
