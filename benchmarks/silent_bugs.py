@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent / "silent_bugs"
-BLIND = {1: FOLDER / "blind_set", **{number: FOLDER / f"blind_set_{number}" for number in (2, 3, 4)}}
+BLIND = {1: FOLDER / "blind_set", **{int(path.name[-1]): path for path in sorted(FOLDER.glob("blind_set_?"))}}
 RECORD = Path(__file__).parent / "records" / "silent-bugs-cpu.json"
 DOCS = Path(__file__).parents[1] / "docs" / "silent-bugs.md"
 MISTAKE = "# <- the mistake"
@@ -245,7 +245,7 @@ def main() -> None:
 def run(folder: Path, args: argparse.Namespace) -> None:
     """Run the scripts of this folder, print what was found, and write the Record."""
     rows: list[dict[str, Any]] = []
-    more = ("--compare",) if args.blind in (3, 4) else ()
+    more = ("--compare",) if args.blind and args.blind >= 3 else ()
     for file in sorted(folder.glob("*.py")):
         if MISTAKE in file.read_text() and (not args.names or file.stem in args.names):
             rows.append(row_of(file, more))
