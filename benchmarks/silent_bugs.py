@@ -294,10 +294,10 @@ def summary(rows: list[dict[str, Any]], correct: dict[str, Any]) -> str:
     lines = [row["line"] for row in rows if row["line"] is not None and row["found"]]
     firsts, shown = sum(bool(row.get("first")) for row in rows), [n for row in rows for n in row.get("shown", ())]
     found, causes = sum(row["found"] for row in rows), sum(bool(row["cause"]) for row in rows)
+    as_first = f", in {firsts} as the first of {sum(shown) / len(shown):.1f} lines that it shows" if shown else ""
     return (
         f"{found} of {len(rows)} found ({found / max(1, len(rows)):.0%}), {causes} with the right cause; audit names "
-        f"the line of the mistake in {sum(lines)} of {len(lines)}, in {firsts} as the first of "
-        f"{sum(shown) / max(1, len(shown)):.1f} lines that a finding shows; false alarms on {len(false)} of "
+        f"the line of the mistake in {sum(lines)} of {len(lines)}{as_first}; false alarms on {len(false)} of "
         f"{len(rows) + len(correct)} correct programs{': ' if false else ''}{', '.join(false)}"
     )
 
