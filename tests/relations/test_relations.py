@@ -213,7 +213,7 @@ for xb, yb in DataLoader(data, batch_size=10, sampler=DistributedSampler(data)):
 """Ranks differ from one rank on purpose: a count of samples, and the largest loss of all ranks."""
 
 NOT_COMPARED = {
-    "rounded gradients": ("sent = p.grad", "sent = p.grad.bfloat16()", "they differ|they are rounded"),
+    "rounded gradients": ("sent = p.grad", "sent = p.grad.bfloat16().to(p.dtype)", "they differ|they are rounded"),
     "the largest tenth": (
         "sent = p.grad",
         "sent = p.grad * (p.grad.abs() >= p.grad.abs().flatten().topk(-(-p.grad.numel() // 10)).values[-1])",
