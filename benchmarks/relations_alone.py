@@ -93,7 +93,7 @@ def row(script: Path, wrong: dict[str, Any], right: dict[str, Any] | None) -> di
         }
     false = alarms(right)
     found = {rule: finding for rule, finding in alarms(wrong).items() if rule not in false}
-    places = [place for finding in found.values() for place in (finding["place"], *finding["also"])]
+    places = [place for finding in found.values() for place in finding["lines"]]
     has_line = any(place.endswith(f"{script.name}:{line}") for place in places for line in lines)
     why = [] if found else [*wrong.get("not_checked", []), *wrong.get("error", [])]
     return {

@@ -9,7 +9,8 @@ and with RIGHT=1.
 
 found   audit: a FAIL or WARN that the corrected script does not get; verify: DIFFERENT
 cause   what is named is what the file's own `Expected:` says: a rule of audit, or words that verify has to say, all
-line    audit: the line that the file marks is named, or is among those shown with it; verify names tensors and layers
+line    audit: the line that the file marks is among those that a finding shows, at most four; verify names tensors
+first   it is the first of them: findings show the line to change most likely first
 A FAIL or WARN for a corrected or a correct script, or DIFFERENT for a right function, is a false alarm.
 
 --docs writes the tables of docs/silent-bugs.md from the Record. --blind N audits a blind set:
@@ -38,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent / "silent_bugs"
-BLIND = {1: FOLDER / "blind_set", **{number: FOLDER / f"blind_set_{number}" for number in (2, 3, 4)}}
+BLIND = {1: FOLDER / "blind_set", **{int(path.name[-1]): path for path in sorted(FOLDER.glob("blind_set_?"))}}
 RECORD = Path(__file__).parent / "records" / "silent-bugs-cpu.json"
 DOCS = Path(__file__).parents[1] / "docs" / "silent-bugs.md"
 MISTAKE = "# <- the mistake"
@@ -120,14 +121,17 @@ def by_audit(script: Path, more: tuple[str, ...] = ()) -> dict[str, Any]:
     right = audited(corrected, more=more) if corrected.exists() else audited(script, "--right", more=more)
     false = alarms(right)
     found = {rule: finding for rule, finding in alarms(wrong).items() if rule not in false}
-    places = [place for finding in found.values() for place in (finding["place"], *finding["also"])]
+    lines = [[place.rpartition("/")[2] for place in finding["lines"]] for finding in found.values()]
+    marked = f"{script.name}:{line}"
     expected = field(text, "Expected")
     shown = [expected] * (expected in found) + [rule for rule in found if rule != expected]
     return {
         "how": "audit",
         "found": bool(found),
         "cause": expected in found if expected else None,
-        "line": any(place.endswith(f"{script.name}:{line}") for place in places),
+        "line": any(marked in of_finding for of_finding in lines),
+        "first": any(marked == of_finding[0] for of_finding in lines if of_finding),
+        "shown": [len(of_finding) for of_finding in lines],
         "rules": shown,
         "named": found[shown[0]]["text"] if shown else "",
         "error": (wrong.get("error") or right.get("error") or [""])[0],
@@ -152,7 +156,8 @@ def details(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
         {
             "level": finding["level"],
             "rule": rule,
-            "lines": [place.rpartition("/")[2] for place in (finding["place"], *finding["also"])],
+            "lines": [place.rpartition("/")[2] for place in finding["lines"]],
+            "place": finding["place"].rpartition("/")[2],
             "text": finding["text"],
         }
         for rule, finding in found.items()
@@ -240,7 +245,7 @@ def main() -> None:
 def run(folder: Path, args: argparse.Namespace) -> None:
     """Run the scripts of this folder, print what was found, and write the Record."""
     rows: list[dict[str, Any]] = []
-    more = ("--compare",) if args.blind in (3, 4) else ()
+    more = ("--compare",) if args.blind and args.blind >= 3 else ()
     for file in sorted(folder.glob("*.py")):
         if MISTAKE in file.read_text() and (not args.names or file.stem in args.names):
             rows.append(row_of(file, more))
@@ -287,10 +292,12 @@ def summary(rows: list[dict[str, Any]], correct: dict[str, Any]) -> str:
     false = [row["name"] for row in rows if row["false_alarms"]]
     false += [name for name, found in correct.items() if found["alarms"]]
     lines = [row["line"] for row in rows if row["line"] is not None and row["found"]]
+    firsts, shown = sum(bool(row.get("first")) for row in rows), [n for row in rows for n in row.get("shown", ())]
     found, causes = sum(row["found"] for row in rows), sum(bool(row["cause"]) for row in rows)
+    as_first = f", in {firsts} as the first of {sum(shown) / len(shown):.1f} lines that it shows" if shown else ""
     return (
         f"{found} of {len(rows)} found ({found / max(1, len(rows)):.0%}), {causes} with the right cause; audit names "
-        f"the line of the mistake in {sum(lines)} of {len(lines)}; false alarms on {len(false)} of "
+        f"the line of the mistake in {sum(lines)} of {len(lines)}{as_first}; false alarms on {len(false)} of "
         f"{len(rows) + len(correct)} correct programs{': ' if false else ''}{', '.join(false)}"
     )
 

@@ -62,8 +62,6 @@ MUTATIONS = [
     ("stream", " * worker.num_workers + worker.id", "", "data.repeat", "loader = DataLoader("),
     ("stream", "part = dist.get_rank() * worker.num_workers + worker.id", "part = worker.id", "data.rows",
      "loader = DataLoader("),
-    ("stream", "part = dist.get_rank() * worker.num_workers + worker.id", "part = worker.id", "data.rows",
-     "in loader:"),
     ("classifier", LOADER, OWN_DATA.format(part="20 * rank : 20 * rank + 60"), "data.overlap",
      "loader = DataLoader(part"),
     ("classifier", LOADER, OWN_DATA.format(part="torch.randperm(101, generator=torch.Generator().manual_seed(rank))"),
@@ -112,7 +110,7 @@ MUTATIONS = [
     ("stream", "            loss.backward()", "            (loss / (loss - loss)).backward()", "gradient.nan",
      "optimizer.step()"),
     ("stream", "                parameter.grad /= world_size\n",
-     "                parameter.grad = parameter.grad.sign() / world_size\n", "gradient.unexplained",
+     "                parameter.grad = parameter.grad.abs() / world_size\n", "gradient.unexplained",
      "optimizer.step()"),
     ("stream", "                dist.all_reduce(parameter.grad)\n                parameter.grad /= world_size\n",
      "                pass\n", "gradient.local", "optimizer.step()"),
@@ -489,7 +487,7 @@ def the_one(audit: Audit, expected: str, text: str, line: str) -> Finding:
     rule, _, said = expected.partition(" ")
     found = [finding for finding in audit.findings if finding.rule == rule and said in finding.text]
     assert found, [(finding.level, finding.rule, finding.text) for finding in audit.findings]
-    named = {int(place.rpartition(":")[2]) for place in (found[0].place, *found[0].also)}
+    named = {int(place.rpartition(":")[2]) for place in found[0].lines}
     assert named.intersection(lines_with(text, line)), (found, line)
     return found[0]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -177,6 +178,71 @@ def test_a_broken_relation_is_named(host: tuple[ScriptHost, Path], name: str) ->
     findings, num_equal = judged(host, text)
     assert num_equal < 8 or RULES[name] not in ("ranks.gradient", "ranks.rate")
     assert RULES[name] in [finding.rule for finding in findings], (findings, findings.unchecked)
+
+
+MEANT = """
+import random
+import torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+x = torch.randn(160, 6)
+data = TensorDataset(x, x[:, :3].argmax(1))
+net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+random.seed(10 + rank)
+torch.manual_seed(10 + rank)
+seen = 0
+for xb, yb in DataLoader(data, batch_size=10, sampler=DistributedSampler(data)):
+    loss = F.cross_entropy(net(xb), yb)
+    optimizer.zero_grad()
+    loss.backward()
+    for p in net.parameters():
+        sent = p.grad
+        dist.all_reduce(sent)
+        p.grad = (sent / world).to(p.dtype)
+    optimizer.step()
+    seen += world * len(xb)
+    worst = loss.detach().clone()
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    if rank == 0:
+        print(f"{seen / 1000:.6f} thousand samples, batch of {10 * world}, worst loss {worst.item():.6f}")
+"""
+"""Ranks differ from one rank on purpose: a count of samples, and the largest loss of all ranks."""
+
+NOT_COMPARED = {
+    "rounded gradients": ("sent = p.grad", "sent = p.grad.bfloat16().to(p.dtype)", "they differ|they are rounded"),
+    "the largest tenth": (
+        "sent = p.grad",
+        "sent = p.grad * (p.grad.abs() >= p.grad.abs().flatten().topk(-(-p.grad.numel() // 10)).values[-1])",
+        "they are sent in part",
+    ),
+    "a weight of each batch": ("net(xb)", "net(xb * random.uniform(0.5, 1.5))", "different random numbers"),
+    "noise in the gradient": (
+        "sent = p.grad",
+        "sent = p.grad + torch.zeros_like(p.grad).normal_()",
+        "different random",
+    ),
+}
+
+
+def test_numbers_that_depend_on_the_ranks_on_purpose_are_silent(host: tuple[ScriptHost, Path]) -> None:
+    findings, num_equal = judged(host, MEANT)
+    assert findings == []
+    assert num_equal == 8
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("name", NOT_COMPARED)
+def test_updates_that_depend_on_the_ranks_on_purpose_are_not_compared(host: tuple[ScriptHost, Path], name: str) -> None:
+    """Compressed gradients, and random numbers for a whole batch or for a gradient."""
+    before, after, why = NOT_COMPARED[name]
+    assert before in MEANT
+    findings = found_in(host, MEANT.replace(before, after, 1))
+    assert findings == []
+    assert any(re.search(why, line) for line in findings.unchecked), findings.unchecked
 
 
 MORE = """

@@ -12,7 +12,8 @@ events.py        one class for each kind of event
 evidence.py      the recorded events, by rank
 rules/           one kind of mistake a file
 finding.py       what a rule reports
-source_lines.py  lines of the source that decide about the line of a finding
+likely_lines.py  the lines to look at for a finding, most likely first
+data_flow.py     which lines of a file lead to a line
 
 Only watch/ and replay/ import torch. Nothing here knows workloads, layouts or strategies.
 """

@@ -33,6 +33,7 @@ __all__ = [
     "HookFailed",
     "LoaderBatch",
     "LoaderEpoch",
+    "LocalTensor",
     "LossTerm",
     "NoSync",
     "Opaque",
@@ -239,6 +240,16 @@ class Opaque(Event):
     """Written when gradients and parameters cannot be read, as under DeepSpeed; `message` explains it."""
 
     message: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LocalTensor(Event):
+    """Written once for each line with `to_local()` of a replicated DTensor that needs a gradient, without placements.
+
+    The gradient of each rank's part is then taken for that of all.
+    """
+
+    line: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

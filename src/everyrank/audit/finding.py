@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
+
+from everyrank.audit.likely_lines import likely_lines
 
 __all__ = ["LEVELS", "Finding", "Findings"]
 
@@ -21,7 +24,7 @@ class Finding:
     place   "/path/train.py:12", the innermost line of the user's own code; "" if there is none
     text    what is wrong, with numbers
     fix     what to write instead, in one line
-    also    further lines that are involved
+    also    further lines that the audit saw to take part in it
     """
 
     level: str
@@ -31,9 +34,14 @@ class Finding:
     fix: str = ""
     also: tuple[str, ...] = ()
 
+    @functools.cached_property
+    def lines(self) -> tuple[str, ...]:
+        """At most four lines to look at, with the one to change most likely first."""
+        return likely_lines(self.rule, self.place, self.also)
+
     def as_json(self) -> dict[str, Any]:
         """As written by --json."""
-        return {**dataclasses.asdict(self), "also": list(self.also)}
+        return {**dataclasses.asdict(self), "also": list(self.also), "lines": list(self.lines)}
 
 
 class Findings(list[Finding]):

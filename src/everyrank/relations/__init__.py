@@ -3,6 +3,7 @@
 compare.py    runs the script again for each relation, and collects what differs
 ranks.py      N ranks are one: gradients, parameters, learning rates, states and printed numbers
 numbers.py    puts the shards of ranks together, and compares up to rounding
+printed.py    numbers that rank 0 shows
 lines.py      the first line of the script whose result is not that of one rank
 recompute.py  activation checkpointing changes no gradient
 kept_script.py  what a script computes, kept in a file for a later version of it

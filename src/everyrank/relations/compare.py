@@ -18,7 +18,7 @@ from everyrank.relations.ranks import judge_evaluations, judge_ranks, misses_eva
 from everyrank.relations.recompute import judge_recomputation
 from everyrank.relations.resume import ResumeCommand, judge_resume
 from everyrank.relations.same import judge_settings
-from everyrank.relations.samples import judge_samples, judge_skipped_batches
+from everyrank.relations.samples import judge_samples, judge_skipped_batches, judge_uneven_passes
 from everyrank.relations.schedule import has_schedule, judge_horizon
 from everyrank.relations.updates import judge_updates
 from everyrank.relations.workers import is_suspicious, judge_workers
@@ -49,6 +49,7 @@ _EXPLAINED_BY = {
     "data.frozen-workers": ("data.", "random."),
     "data.repeat": ("data.",),
     "data.untrained": ("data.",),
+    "data.uneven-passes": ("data.",),
     "weights.not-stepped": ("weights.",),
     "recompute.state": ("replicas.buffers",),
     "schedule.horizon": ("schedule.",),
@@ -131,6 +132,7 @@ def judge_script(
     judge_samples(many, findings)
     judge_updates(many.ranks[0], findings)
     judge_skipped_batches(many.ranks[0], findings)
+    judge_uneven_passes(many, findings)
     judge_counters(many.ranks[0], findings)
     if many.ranks[0].facts.get("with_workers") and is_suspicious(many):
         without = host.run(
@@ -151,9 +153,7 @@ def judge_script(
         rank_0 = None
         if not one.trouble and many.ranks[0].printed:
             rank_0 = alone(Imposed(recording=many, only_rank=0, parameters=True))
-        num_equal = judge_ranks(
-            many, one, rank_0, lambda: alone(Imposed(recording=many, evaluation_rank=0, parameters=True)), findings
-        )
+        num_equal = judge_ranks(many, one, rank_0, alone, findings)
         judge_statistics(many, findings)
         script = find_script(words)
         text = own_text(script) if script else ""
@@ -200,9 +200,7 @@ def _judge_short_epochs(
         findings.not_checked(f"numbers of evaluations against one rank: {why}")
         return
     one, rank_0 = (run(1, Imposed(recording=many, only_rank=rank, parameters=rank == 0)) for rank in (None, 0))
-    judge_evaluations(
-        many, one, rank_0, lambda: run(1, Imposed(recording=many, evaluation_rank=0, parameters=True)), findings
-    )
+    judge_evaluations(many, one, rank_0, lambda imposed: run(1, imposed), findings)
 
 
 def _judge_complete_runs(host: ScriptHost, words: Sequence[str], processes: int, findings: Findings) -> None:

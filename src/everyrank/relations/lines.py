@@ -11,11 +11,14 @@ from everyrank.rerun import RankRecording, ScriptRecording
 
 __all__ = ["Differing", "first_differing"]
 
+_ROUNDED = 1e-6  # relative
+
 
 @dataclasses.dataclass(frozen=True)
 class Differing:
     """A line and operation whose results do not go together.
 
+    is_of_forward  whether the line runs before the first backward
     sums  earlier lines whose scalar results are sums over the ranks, which a mean of gradients divides
     """
 
@@ -23,6 +26,7 @@ class Differing:
     operation: str
     ranks: list[float]
     one: float
+    is_of_forward: bool
     sums: tuple[str, ...]
 
 
@@ -39,12 +43,16 @@ def first_differing(many: ScriptRecording, one: RankRecording, tolerance: float)
         if any(count[place, operation] != counts[-1][place, operation] for count in counts):
             continue
         parts = [rank.values[key].tensor for rank in many.ranks]
-        kind = _kind(parts, value.tensor, max(tolerance, 1e-7))
+        is_float = value.tensor.is_floating_point()
+        if not is_float and any(part.shape != value.tensor.shape for part in parts):
+            continue  # whole numbers of each rank's samples may count within the rank
+        kind = _kind(parts, value.tensor, max(tolerance, _ROUNDED))
         if kind == "sum" and not value.tensor.dim() and "." not in operation and place not in sums:
             sums.append(place)
         if kind == "":
             numbers = [_number(part) for part in parts]
-            return Differing(place, operation, numbers, _number(value.tensor), tuple(s for s in sums if s != place))
+            before = tuple(each for each in sums if each != place)
+            return Differing(place, operation, numbers, _number(value.tensor), value.is_of_forward, before)
     return None
 
 

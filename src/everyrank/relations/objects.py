@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Iterator
+
+from everyrank.audit.data_flow import read_source
 from everyrank.audit.finding import Findings
-from everyrank.audit.source_lines import attribute_of, definitions_of, is_read, method_of
 from everyrank.relations.numbers import relative_difference
 from everyrank.rerun import RankRecording, ScriptRecording
 
@@ -52,18 +55,20 @@ def judge_statistics(many: ScriptRecording, findings: Findings) -> None:
 
 
 def lines_of_state(rank: RankRecording, name: str) -> tuple[str, ...]:
-    """The lines that assign to a state of the script's own object, and what they use; () for one of a module."""
+    """The lines that change a state of the script's own object, or of a module in the file that trains it."""
     if name not in rank.facts.get("state_lines", {}):
-        return ()
-    lines = attribute_of(*rank.facts["state_lines"][name])
-    return tuple(dict.fromkeys(each for line in lines for each in (line, *definitions_of(line))))
+        path = rank.updates[0].step.rpartition(":")[0] if rank.updates else ""
+        source = read_source(path)
+        changes = source.changes_of(name.rpartition(".")[2]) if source is not None and "." in name else []
+        return tuple(f"{path}:{each.line}" for each in changes)
+    return _assigned_at(*rank.facts["state_lines"][name])
 
 
 def judge_counters(rank: RankRecording, findings: Findings) -> None:
     """Find a number that an object counts up and uses, and that its `state_dict` leaves out."""
     for path, kind, attribute, save in rank.facts.get("left_out", []):
-        if is_read(path, kind, attribute):
-            lines = (*method_of(path, kind, "state_dict"), *attribute_of(path, kind, attribute), save)
+        if _is_read(path, kind, attribute):
+            lines = (*_returned_at(path, kind, "state_dict"), *_assigned_at(path, kind, attribute), save)
             findings.add(
                 "WARN",
                 "save.counter",
@@ -73,3 +78,36 @@ def judge_counters(rank: RankRecording, findings: Findings) -> None:
                 f"add it to state_dict() of {kind}, and read it in load_state_dict()",
                 also=lines[1:],
             )
+
+
+def _methods(path: str, kind: str) -> Iterator[ast.FunctionDef]:
+    """The methods of a class of the script."""
+    source = read_source(path)
+    owner = source.classes.get(kind) if source is not None else None
+    yield from (each for each in owner.body if isinstance(each, ast.FunctionDef)) if owner is not None else ()
+
+
+def _assigned_at(path: str, kind: str, attribute: str) -> tuple[str, ...]:
+    """The lines that assign to `self.attribute` in methods of a class other than its constructor."""
+    nodes = [node for each in _methods(path, kind) if each.name != "__init__" for node in ast.walk(each)]
+    lines = [node.lineno for node in nodes if isinstance(node, ast.Attribute) and _is_stored(node, attribute)]
+    return tuple(f"{path}:{line}" for line in dict.fromkeys(lines))
+
+
+def _is_stored(node: ast.Attribute, attribute: str) -> bool:
+    return node.attr == attribute and not isinstance(node.ctx, ast.Load)
+
+
+def _is_read(path: str, kind: str, attribute: str) -> bool:
+    """Whether a method of a class uses `self.attribute`, other than to count or to save it."""
+    unused = ("state_dict", "load_state_dict", "__repr__", "extra_repr")
+    nodes = [node for each in _methods(path, kind) if each.name not in unused for node in ast.walk(each)]
+    return any(
+        isinstance(node, ast.Attribute) and node.attr == attribute and isinstance(node.ctx, ast.Load) for node in nodes
+    )
+
+
+def _returned_at(path: str, kind: str, name: str) -> tuple[str, ...]:
+    """The lines at which a method of a class returns."""
+    nodes = [node for each in _methods(path, kind) if each.name == name for node in ast.walk(each)]
+    return tuple(f"{path}:{node.lineno}" for node in nodes if isinstance(node, ast.Return))

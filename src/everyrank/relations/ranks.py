@@ -6,20 +6,18 @@ The first thing that differs is reported, with the line where the difference beg
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-import re
 from collections.abc import Callable
 from typing import Any
 
 from everyrank.audit.finding import Findings, short_place
-from everyrank.audit.source_lines import argument_lines, definitions_of
-from everyrank.relations.lines import first_differing
+from everyrank.relations.lines import Differing, first_differing
 from everyrank.relations.numbers import constant_factor, relative_difference, tolerance_of, whole
 from everyrank.relations.objects import lines_of_state
+from everyrank.relations.printed import evaluates, judge_printed
 from everyrank.relations.samples import samples_of_batch
 from everyrank.relations.schedule import is_stretched
-from everyrank.rerun import Printed, RankRecording, RecordedUpdate, ScriptRecording
+from everyrank.rerun import Imposed, RankRecording, RecordedUpdate, ScriptRecording
 
 __all__ = ["comparable_updates", "judge_evaluations", "judge_ranks", "misses_evaluation"]
 
@@ -27,6 +25,8 @@ _BATCHES = 8  # whose samples tell whether all ranks read the same
 _EVALUATES = (".eval()", "inference_mode", "validat", "evaluat")  # in the text of a script
 _SAME_ROWS = 1e-5
 _ROUNDED_BY_HOOK = 0.03  # by a communication hook that compresses gradients
+_SMALL = 0.02  # of the norm: as rounding to 8 bits changes gradients
+_SPARSE, _MANY, _ROUNDED_SHARE = 0.05, 32, 0.5  # of compressed gradients: zeros, numbers that tell, rounded ones
 _ANY_FACTOR = 1e-6  # a learning rate that is scaled by the ranks has one factor in all updates
 
 
@@ -64,7 +64,7 @@ def judge_ranks(
     many: ScriptRecording,
     one: ScriptRecording,
     alone: ScriptRecording | None,
-    evaluated_alone: Callable[[], ScriptRecording],
+    run_alone: Callable[[Imposed], ScriptRecording],
     findings: Findings,
 ) -> int:
     """Add what differs to `findings`, or why the runs cannot be compared. Returns the number of equal updates.
@@ -72,7 +72,7 @@ def judge_ranks(
     many   the script on N ranks
     one    the script on one rank, with the batches, draws and rates of `many`
     alone  on one rank, with those of rank 0 only and the parameters of `many`: tells rank 0's own numbers
-    evaluated_alone  runs it with rank 0's batches of evaluation only: tells numbers of its own evaluation
+    run_alone  runs it on one rank again: tells numbers of rank 0's own evaluation, and of other ranks
     """
     try:
         case = _case(many, one)
@@ -89,7 +89,7 @@ def judge_ranks(
     differs = differs if changed is None else changed
     _states(case, findings, differs if differs is not None else case.num_updates)
     if differs is None and alone is not None and not alone.trouble:
-        _printed(case, alone.ranks[0], evaluated_alone, findings)
+        judge_printed(many, case.one, alone.ranks[0], run_alone, case.num_updates, case.tolerance, findings)
     return case.num_updates if differs is None else differs
 
 
@@ -97,7 +97,7 @@ def judge_evaluations(
     many: ScriptRecording,
     one: ScriptRecording,
     alone: ScriptRecording,
-    evaluated_alone: Callable[[], ScriptRecording],
+    run_alone: Callable[[Imposed], ScriptRecording],
     findings: Findings,
 ) -> None:
     """Add printed numbers that differ, if the updates of both runs are equal.
@@ -105,7 +105,7 @@ def judge_evaluations(
     The arguments are those of `judge_ranks`.
     """
     others = Findings()
-    if judge_ranks(many, one, alone, evaluated_alone, others):
+    if judge_ranks(many, one, alone, run_alone, others):
         findings.extend(finding for finding in others if finding.rule == "ranks.printed")
     else:
         for why in others.unchecked:
@@ -115,7 +115,7 @@ def judge_evaluations(
 def misses_evaluation(many: ScriptRecording, text: str) -> bool:
     """Whether a run of a script with this text was ended before it came to an evaluation."""
     rank = many.ranks[0]
-    if rank.facts.get("came_to_end") or _evaluates(rank) or not rank.batches:
+    if rank.facts.get("came_to_end") or evaluates(rank) or not rank.batches:
         return False
     is_unread = any(number not in rank.facts.get("trained", []) for number in rank.facts.get("loader_places", {}))
     return is_unread or any(word in text for word in _EVALUATES)
@@ -162,8 +162,6 @@ def _reads_same(many: ScriptRecording) -> bool:
 
 def _check_inputs(many: ScriptRecording, one: RankRecording) -> None:
     """Check that the model is given the same samples and begins with the same weights."""
-    import torch
-
     inputs = [rank.inputs for rank in many.ranks]
     if any(len(given) != len(one.inputs) for given in inputs):
         raise _NotComparedError("the model runs a different number of times on one rank")
@@ -174,12 +172,8 @@ def _check_inputs(many: ScriptRecording, one: RankRecording) -> None:
         for column, value in enumerate(together):
             values = [part[column] for part in parts]
             is_same = all(each.shape == value.shape and relative_difference(each, value) < 1e-6 for each in values)
-            shapes = {each.shape[1:] for each in (*values, value)}
-            rows = torch.cat(values) if value.dim() and len(shapes) == 1 else None
             has_order = bool(one.facts.get("batch_norms"))  # batch norm takes the rows of each rank by their order
-            if not is_same and (
-                rows is None or rows.shape != value.shape or not _are_rows_equal(rows, value, has_order)
-            ):
+            if not is_same and not _are_parts(values, value, has_order):
                 raise _NotComparedError(
                     "the batches of the ranks do not come from a DataLoader, and could not be put together"
                 )
@@ -189,6 +183,17 @@ def _check_inputs(many: ScriptRecording, one: RankRecording) -> None:
         joined = whole(parts, weight)
         if joined.tensor is not None and relative_difference(joined.tensor, weight) > 1e-6:
             raise _NotComparedError(f"{name} begins with different weights on one rank")
+
+
+def _are_parts(values: list[Any], value: Any, has_order: bool) -> bool:
+    """Whether the inputs of ranks are parts of that of one rank: its samples, or pieces of each sequence."""
+    import torch
+
+    for dim in range(value.dim()):
+        shapes = {each.shape[:dim] + each.shape[dim + 1 :] for each in (*values, value) if each.dim() == value.dim()}
+        if len(shapes) == 1 and sum(each.shape[dim] for each in values) == value.shape[dim]:
+            return _are_rows_equal(torch.cat(values, dim), value, has_order or dim > 0)
+    return False
 
 
 def _are_rows_equal(rows: Any, others: Any, has_order: bool) -> bool:
@@ -270,7 +275,6 @@ def _report_difference(
     case: _Case, findings: Findings, update: int, kind: str, rule: str, names: dict[str, float]
 ) -> None:
     ranks, one = case.pairs(update)
-    place = one.step
     word = "gradient" if kind == "gradients" else "value after the step"
     if any(apart < 0 for apart in names.values()):
         _report_own(case, findings, update, names, one)
@@ -285,41 +289,75 @@ def _report_difference(
     pairs = [(wholes[name].tensor, value) for name, value in values.items() if wholes[name].tensor is not None]
     is_rounded = bool(case.many.ranks[0].facts.get("comm_hook"))
     factor = constant_factor(pairs, _ROUNDED_BY_HOOK if is_rounded else 1e-3) if kind == "gradients" else None
-    also: list[str] = []
-    reason = ""
-    if factor is not None:
-        reason = f"all are {factor:.4g} times those of one rank{_factor_reason(factor, case.num_ranks)}"
-        place = one.backwards[-1] if one.backwards else place
-        also = [*case.many.ranks[0].facts.get("sent_at", []), *definitions_of(place), one.step]
-    elif update == 0 and kind == "after" and one.optimizer:
-        reason = "the gradients are equal, so the optimizer steps them differently: look at its parameter groups"
-        place, also = one.optimizer, [*definitions_of(one.optimizer), one.step]
-    elif update == 0:
-        line = first_differing(case.many, case.one, case.tolerance)
-        if line is not None:
-            numbers = ", ".join(f"{number:.5g}" for number in line.ranks)
-            reason = (
-                f"the difference begins at {short_place(line.place)} ({line.operation}): {numbers} on the ranks, "
-                f"{line.one:.5g} on one"
-            )
-            place, also = line.place, [one.step]
-            if line.sums:
-                also = [*line.sums[-2:], *also]
-                reason += (
-                    f"; {short_place(line.sums[-1])} is a sum over the ranks, which averaged gradients divide by "
-                    f"{case.num_ranks}"
-                )
-    if not reason:
-        reason = "no rule explains it"
-        also = list(one.backwards)
+    reason, place, also = _explained(case, update, kind, factor)
+    changes = _rounded_or_small(pairs, names[worst]) if kind == "gradients" else ""
+    if changes and not reason:
+        findings.not_checked(f"gradients of {case.num_ranks} ranks against one: in update {update} {changes}")
+        return
+    if kind == "gradients" and not reason:
+        line = first_differing(case.many, case.one, case.tolerance) if update == 0 else None
+        reason, place, also = _begun_at(case, line) if line is not None else ("", one.step, list(one.backwards))
     findings.add(
         "WARN",
         rule,
         place,
-        f"{text}: {reason}",
+        f"{text}: {reason or 'no rule explains it'}",
         "make the computation the same on any number of ranks, or ignore this if ranks are meant to differ",
         also=tuple(also),
     )
+
+
+def _explained(case: _Case, update: int, kind: str, factor: float | None) -> tuple[str, str, list[str]]:
+    """(reason, line, further lines) of a difference; ("", the line of the step, []) if there is no reason."""
+    one = case.one.updates[update]
+    if factor is not None:
+        reason = f"all are {factor:.4g} times those of one rank{_factor_reason(factor, case.num_ranks)}"
+        place = one.backwards[-1] if one.backwards else one.step
+        return reason, place, [*case.many.ranks[0].facts.get("sent_at", []), one.step]
+    if update == 0 and kind == "after" and one.optimizer:
+        reason = "the gradients are equal, so the optimizer steps them differently: look at its parameter groups"
+        return reason, one.optimizer, [one.step]
+    line = first_differing(case.many, case.one, case.tolerance) if update == 0 and kind == "gradients" else None
+    # what is sent after the backward may be compressed on purpose
+    return _begun_at(case, line) if line is not None and line.is_of_forward else ("", one.step, [])
+
+
+def _begun_at(case: _Case, line: Differing) -> tuple[str, str, list[str]]:
+    """(reason, line, further lines) of a difference that begins at a line."""
+    numbers = ", ".join(f"{number:.5g}" for number in line.ranks)
+    reason = (
+        f"the difference begins at {short_place(line.place)} ({line.operation}): {numbers} on the ranks, "
+        f"{line.one:.5g} on one"
+    )
+    if line.sums:
+        reason += (
+            f"; {short_place(line.sums[-1])} is a sum over the ranks, which averaged gradients divide by "
+            f"{case.num_ranks}"
+        )
+    return reason, line.place, [*line.sums[-2:], case.one.updates[0].step]
+
+
+def _rounded_or_small(pairs: list[tuple[Any, Any]], apart: float) -> str:
+    """Why a difference that begins at no line may be meant: ranks send gradients that are compressed; "" if not.
+
+    Compressed gradients have few different values, few significant bits, or zeros where one rank has none.
+    """
+    import torch
+
+    ranks, one = (torch.cat([pair[index].double().flatten() for pair in pairs]) for index in (0, 1))
+    if apart < _SMALL:
+        return f"they differ by {apart:.2g} of their norm, and no line was found where this begins"
+    if float(((ranks == 0) != (one == 0)).double().mean()) > _SPARSE:
+        share = float((ranks == 0).double().mean())
+        return f"{share:.0%} of their elements are 0, and other ones than on one rank: they are sent in part"
+    kept = ranks[ranks != 0]
+    if len(kept) >= _MANY and len(kept.abs().unique()) < len(kept) / 4 and len(one.abs().unique()) > len(one) / 2:
+        return "they have few different values: they are rounded before they are sent"
+    for dtype, name in ((torch.bfloat16, "bfloat16"), (torch.float16, "float16")):
+        # the sum of two numbers of 16 bits, and half of it, may need a few more
+        if len(kept) >= _MANY and float((kept.to(dtype).double() == kept).double().mean()) > _ROUNDED_SHARE:
+            return f"they are rounded to {name}"
+    return ""
 
 
 def _factor_reason(factor: float, num_ranks: int) -> str:
@@ -415,9 +453,7 @@ def _rates(case: _Case, findings: Findings, end: int) -> int | None:
                 f"update {update}: the learning rate is {ranks[0].rates[0]:.6g} on {case.num_ranks} ranks, and "
                 f"{one.rates[0]:.6g} on one rank with the same batches",
                 "compute the schedule, and the number that a plateau is judged by, from all ranks",
-                also=tuple(
-                    each for line in case.one.facts.get("schedules", []) for each in (line, *argument_lines(line))
-                ),
+                also=tuple(case.one.facts.get("schedules", [])),
             )
             return update
     return None
@@ -436,10 +472,12 @@ def _states(case: _Case, findings: Findings, end: int) -> None:
             if state.numel() == 0 or any(part is None for part in parts):
                 continue
             joined = whole(parts, state)
-            if _are_counts(parts) and relative_difference(sum(parts), state) < _ANY_FACTOR:
-                continue  # counts of each rank, which are added up later
+            if relative_difference(sum(parts), state) < max(case.tolerance, _ANY_FACTOR):
+                continue  # sums of each rank, which are added up later
             if joined.tensor is None or relative_difference(joined.tensor, state) <= max(case.tolerance * 100, 1e-6):
                 continue  # rank 0's is that of one rank
+            if not joined.is_same and (_are_shared_later(case, name, update) or _are_samples(parts, state)):
+                continue
             whose = "is the same on all ranks, and" if joined.is_same else "is of each rank's own samples:"
             lines = (*lines_of_state(case.one, name), one.step)
             findings.add(
@@ -454,130 +492,22 @@ def _states(case: _Case, findings: Findings, end: int) -> None:
             return
 
 
-def _are_counts(parts: list[Any]) -> bool:
-    """Whether all numbers are whole."""
-    return all(bool((part == part.round()).all()) for part in parts)
+def _are_shared_later(case: _Case, name: str, update: int) -> bool:
+    """Whether ranks hold the same state after a later update: it is reduced only now and then."""
+    for later in range(update + 1, case.num_updates):
+        parts: list[Any] = [rank.updates[later].states.get(name) for rank in case.many.ranks]
+        if all(part is not None and part.shape == parts[0].shape for part in parts) and whole(parts, parts[0]).is_same:
+            return True
+    return False
 
 
-# --- printed numbers
-
-_DIGITS = re.compile(r"\d*\.(\d+)")
-
-
-def _printed(
-    case: _Case, alone: RankRecording, evaluated_alone: Callable[[], ScriptRecording], findings: Findings
-) -> None:
-    """Numbers that rank 0 shows: those of one rank, or rank 0's own, but not something between."""
-    theirs = {_key(line): line for line in case.many.ranks[0].printed}
-    own = {_key(line): line for line in alone.printed}
-    others = [{_key(line): line for line in rank.printed} for rank in case.many.ranks[1:]]
-    evaluations = functools.cache(lambda: {_key(line): line for line in evaluated_alone().ranks[0].printed})
-    for line in case.one.printed:
-        shown, local = theirs.get(_key(line)), own.get(_key(line))
-        if shown is None or local is None or shown.update > case.num_updates:
-            continue
-        if not len(line.numbers) == len(shown.numbers) == len(local.numbers):
-            continue
-        for index, (right, number, of_rank_0) in enumerate(
-            zip(line.numbers, shown.numbers, local.numbers, strict=True)
-        ):
-            margin = _margin(shown.text, number, case.tolerance)
-            if _is_near(number, right, margin) or _is_own_loss(case, shown, number, margin):
-                continue
-            if _is_rate(case, shown, number, margin):
-                continue  # learning rates are compared by themselves
-            if _is_of_each_rank(others, shown, index, margin) or _is_setting(case, shown, number, right):
-                continue
-            if _item(case.many.ranks[0], shown, number, margin)[1]:
-                continue  # gradients are compared by themselves
-            if _is_near(number, of_rank_0, margin):
-                is_asked = _evaluates(case.many.ranks[0]) and not any(_key(line) in of_rank for of_rank in others)
-                evaluated = evaluations().get(_key(line)) if is_asked else None
-                is_of_evaluation = (
-                    evaluated is not None
-                    and len(evaluated.numbers) == len(line.numbers)
-                    and _is_near(number, evaluated.numbers[index], margin)
-                )
-                if not is_of_evaluation:
-                    continue
-                reason = "it is that of rank 0's part of the evaluation data only"
-            elif (
-                number
-                and right
-                and any(_is_near(number, right * factor, margin) for factor in (case.num_ranks, 1 / case.num_ranks))
-            ):
-                reason = f"{number / right:.3g} times that of one rank"
-            else:
-                reason = "neither that of all samples nor rank 0's own, as a mean of the ranks' means is"
-            findings.add(
-                "WARN",
-                "ranks.printed",
-                line.place,
-                f"the number {number:.6g} of {shown.text.strip()[:80]!r} is {right:.6g} on one rank with the same "
-                f"samples and weights: {reason}",
-                "sum numerators and denominators over the ranks separately, then divide",
-                also=_computed_at(case.many.ranks[0], shown, number, margin),
-            )
-            break
+def _are_samples(parts: list[Any], state: Any) -> bool:
+    """Whether a state keeps samples, as a replay buffer does: the rows of ranks are those of one rank, elsewhere."""
+    rows = [{_row(row) for row in part if bool(row.any())} for part in parts if part.dim() > 1]
+    ours = {_row(row) for row in state if bool(row.any())} if state.dim() > 1 else set[tuple[float, ...]]()
+    theirs = set[tuple[float, ...]]().union(*rows)
+    return len(ours) > 1 and 2 * len(ours & theirs) > min(len(ours), len(theirs))
 
 
-def _is_setting(case: _Case, shown: Printed, number: float, right: float) -> bool:
-    """Whether a number is that of the ranks, or a process ID or a number of samples that is shown before training."""
-    return (number, right) == (case.num_ranks, 1) or (not shown.update and number.is_integer())
-
-
-def _is_of_each_rank(
-    others: list[dict[tuple[str, int, str], Printed]], shown: Printed, index: int, margin: Any
-) -> bool:
-    """Whether all ranks show this number of a line, and not the same one: each shows its own."""
-    lines = [of_rank.get(_key(shown)) for of_rank in others]
-    numbers = [line.numbers[index] for line in lines if line is not None and len(line.numbers) == len(shown.numbers)]
-    return len(numbers) == len(others) and not all(_is_near(number, shown.numbers[index], margin) for number in numbers)
-
-
-def _computed_at(rank: RankRecording, shown: Printed, number: float, margin: Any) -> tuple[str, ...]:
-    """The line at which a printed number was still a tensor, and the assignments of what that line uses."""
-    line, _ = _item(rank, shown, number, margin)
-    return (line, *definitions_of(line)) if line else ()
-
-
-def _item(rank: RankRecording, shown: Printed, number: float, margin: Any) -> tuple[str, bool]:
-    """The line that made a printed number of a tensor, and whether it was a term of the rank's own loss."""
-    items = [item for item in rank.facts.get("items", []) if item[2] <= shown.update and item[1]]
-    return next(
-        ((line, is_own) for value, line, _, is_own in reversed(items) if _is_near(value, number, margin)), ("", False)
-    )
-
-
-def _is_own_loss(case: _Case, shown: Printed, number: float, margin: Any) -> bool:
-    """Whether a number is rank 0's last loss, which may also depend on the samples of other ranks."""
-    updates = case.many.ranks[0].updates
-    if not 0 < shown.update <= len(updates) or not updates[shown.update - 1].losses:
-        return False
-    losses = updates[shown.update - 1].losses
-    return any(_is_near(number, losses[-1] * times, margin) for times in {1, len(losses)})
-
-
-def _is_rate(case: _Case, shown: Printed, number: float, margin: Any) -> bool:
-    """Whether a number is a learning rate of rank 0, before or after its last step."""
-    updates = case.many.ranks[0].updates[max(0, shown.update - 1) : shown.update + 1]
-    return any(rate and _is_near(number, rate, (margin[0], 1e-4)) for update in updates for rate in update.rates)
-
-
-def _evaluates(rank: RankRecording) -> bool:
-    return any(key[0] not in rank.facts.get("trained", []) for key, _, _ in rank.batches)
-
-
-def _key(line: Printed) -> tuple[str, int, str]:
-    return line.place, line.occurrence, line.stream
-
-
-def _margin(text: str, number: float, tolerance: float) -> tuple[float, float]:
-    """(absolute, relative): half of the last digit with which a number is shown, and rounding."""
-    digits = max((len(match[1]) for match in _DIGITS.finditer(text) if float(match[0]) == abs(number)), default=0)
-    return 1.01 * 10.0**-digits if digits else 0.5, max(tolerance, 1e-6)
-
-
-def _is_near(one: float, other: float, margin: Any) -> bool:
-    absolute, relative = margin
-    return abs(one - other) <= absolute + relative * max(abs(one), abs(other))
+def _row(row: Any) -> tuple[float, ...]:
+    return tuple(round(number, 6) for number in row.double().flatten()[:16].tolist())

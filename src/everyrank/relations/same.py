@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from everyrank.audit.finding import Findings
-from everyrank.audit.source_lines import definitions_of
 from everyrank.relations.numbers import constant_factor, relative_difference, tolerance_of
 from everyrank.relations.samples import num_samples
 from everyrank.rerun import Imposed, RankRecording, ScriptHost
@@ -100,7 +99,7 @@ def _differs(
             f"update {update}: with {label} and the same samples, the {word} of {worst} differs by {apart[worst]:.2g} "
             f"of its norm{reason}",
             "let each sample weigh the same, whatever the number of batches of an update",
-            also=(*definitions_of(place), one.step),
+            also=(one.step,),
         )
         return True
     return False

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from everyrank.audit.finding import Findings
-from everyrank.audit.source_lines import skips_of
 from everyrank.rerun import RankRecording, ScriptRecording
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = [
     "judge_samples",
     "judge_skipped_batches",
+    "judge_uneven_passes",
     "num_samples",
     "samples_of_batch",
     "samples_of_passes",
@@ -24,6 +25,7 @@ __all__ = [
 ]
 
 _FEW = 16  # samples of a rank: too few to judge
+_ORDERS = 2  # whole ones that tell
 _READ_AFTER = 2  # batches that show one backward for each
 _ALL = 0.9  # of the samples: the ranks read the same data, which rules of audit judge
 
@@ -62,7 +64,7 @@ def judge_samples(many: ScriptRecording, findings: Findings) -> None:
 def judge_skipped_batches(rank: RankRecording, findings: Findings) -> None:
     """Find batches at the beginning of several passes of a loader that are read, but not trained on."""
     passes: dict[tuple[int, int], list[tuple[int, str]]] = {}
-    for loader, number, backwards, place in rank.facts.get("read", []):
+    for loader, number, backwards, place, _ in rank.facts.get("read", []):
         passes.setdefault((loader, number), []).append((backwards, place))
     skipped: dict[int, list[tuple[int, int, str]]] = {}
     for (loader, number), read in passes.items():
@@ -85,9 +87,41 @@ def judge_skipped_batches(rank: RankRecording, findings: Findings) -> None:
             f"passes {of_loader[0][0]} and {number} over the training data: the first {batches} batches are read, but "
             f"not trained on, in each of them",
             "after a resume, skip the batches before the stop in the first epoch only",
-            also=skips_of(place),
         )
         return
+
+
+def judge_uneven_passes(many: ScriptRecording, findings: Findings) -> None:
+    """Find ranks that draw a new order after different numbers of batches, in a pass over the data that does not end.
+
+    They are then in different passes at the same update, and read each other's samples again.
+    """
+    counts = [_batches_of_orders(rank) for rank in many.ranks]
+    for key, (place, first) in counts[0].items():
+        others = [of_rank[key][1] for of_rank in counts[1:] if key in of_rank]
+        if len(others) + 1 < len(counts) or any(len(set(each)) > 1 or len(each) < _ORDERS for each in (first, *others)):
+            continue
+        numbers = [each[0] for each in (first, *others)]
+        if len(set(numbers)) > 1:
+            findings.add(
+                "WARN",
+                "data.uneven-passes",
+                place,
+                f"the ranks draw a new order after {', '.join(map(str, numbers))} batches: they are in different "
+                f"passes over the data at the same update, and overlap",
+                "drop the remainder before the data is divided by rank, so that each rank has as many batches",
+            )
+            return
+
+
+def _batches_of_orders(rank: RankRecording) -> dict[tuple[int, int], tuple[str, list[int]]]:
+    """(line, batches of each order but the last) of each pass over a loader of which the rank trained on."""
+    passes: dict[tuple[int, int], Counter[int]] = {}
+    for loader, number, _, _, orders in rank.facts.get("read", []):
+        if loader in rank.facts.get("trained", []):
+            passes.setdefault((loader, number), Counter())[orders] += 1
+    places = rank.facts.get("loader_places", {})
+    return {key: (places.get(key[0], ""), list(counts.values())[:-1]) for key, counts in passes.items()}
 
 
 def samples_of_passes(rank: RankRecording) -> dict[tuple[int, int], tuple[str, list[int]]]:

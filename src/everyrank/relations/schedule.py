@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from everyrank.audit.finding import Findings
-from everyrank.audit.source_lines import definitions_of
 from everyrank.rerun import RankRecording, ScriptRecording
 
 __all__ = ["has_schedule", "is_stretched", "judge_horizon"]
@@ -65,7 +64,7 @@ def judge_horizon(many: ScriptRecording, one: ScriptRecording, findings: Finding
             f"({len(shared)} updates), and at {single[-1]:.0%} on one rank ({len(single)} updates): the length of the "
             f"schedule does not count the ranks",
             "compute the number of updates from len(loader), which the sampler has divided by the ranks",
-            also=_length_of(place),
+            also=tuple(place[1:]),
         )
     elif idle[0] > _LONG and idle[1] < _LONG / 4:
         findings.add(
@@ -75,10 +74,5 @@ def judge_horizon(many: ScriptRecording, one: ScriptRecording, findings: Finding
             f"the learning rate is zero in {idle[0]:.0%} of the updates on {len(many.ranks)} ranks, and in "
             f"{idle[1]:.0%} on one rank: the schedule ends before the training",
             "step the scheduler once per update, and compute its length from the number of updates",
-            also=_length_of(place),
+            also=tuple(place[1:]),
         )
-
-
-def _length_of(places: Sequence[str]) -> tuple[str, ...]:
-    """The other lines that make a schedule, and the assignments of what they use, such as its length."""
-    return tuple(dict.fromkeys((*places[1:], *(line for place in places for line in definitions_of(place)))))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 from everyrank.audit.finding import Findings
-from everyrank.audit.source_lines import argument_of
 from everyrank.relations.samples import samples_of_passes
 from everyrank.rerun import ScriptRecording
 
@@ -43,7 +42,6 @@ def judge_workers(many: ScriptRecording, without: ScriptRecording, findings: Fin
                 f"num_workers=0: workers have a copy of the dataset or of its random state, which does not change "
                 f"between epochs",
                 "leave persistent_workers out, or pass the epoch through the sampler; seed random numbers by epoch",
-                also=argument_of(places.get(loader, ""), "persistent_workers"),
             )
         elif shares.twice >= _COPIES and own.twice < _COPIES / 4:
             findings.add(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from everyrank.report.page import environment
 __all__ = ["audit_page", "print_audit", "summary"]
 
 _STYLES = {"FAIL": "bold red", "WARN": "yellow", "PERF": "cyan", "NOTE": "dim"}
+_CODE_WIDTH = 80  # of the lines to look at
 _CONTEXT_LINES = 4  # lines of the script shown before and after a finding
 
 
@@ -50,13 +52,22 @@ def print_audit(audit: Audit) -> None:
         console.print(Padding(Text(printable(finding.text)), (0, 0, 0, 6), expand=False))
         if finding.fix:
             console.print(Padding(Text(f"write: {printable(finding.fix)}", style="green"), (0, 0, 0, 6), expand=False))
-        if finding.also:
-            also = ", ".join(short_place(location) for location in finding.also)
-            console.print(Padding(Text(f"see also {printable(also)}", style="dim"), (0, 0, 0, 6), expand=False))
+        for number, line in enumerate(finding.lines if set(finding.lines) - {finding.place} else ()):
+            shown = f"{'look at' if not number else '       '} {short_place(line)}  {_code_at(line)}".rstrip()
+            console.print(Padding(Text(printable(shown), style="dim"), (0, 0, 0, 6), expand=False))
     for kind, lines in (("replay", audit.replayed), ("note", audit.altered), ("not checked", audit.unchecked)):
         for line in lines:
             console.print(Text(f"{kind}: {printable(line)}", style="dim"))
     console.print(Text(printable(summary(audit)), style="bold"))
+
+
+def _code_at(place: str) -> str:
+    """The text of a line, shortened; "" if the file cannot be read."""
+    path, _, line = place.rpartition(":")
+    try:
+        return textwrap.shorten(linecache.getline(path, int(line)).strip(), _CODE_WIDTH, placeholder=" ...")
+    except (ValueError, OSError):
+        return ""
 
 
 def audit_page(audit: Audit) -> str:

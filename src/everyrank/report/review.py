@@ -22,9 +22,11 @@ def github_annotations(audit: Audit) -> list[str]:
     """
     lines: list[str] = []
     for finding in audit.findings:
-        path, line = _location(finding)
+        path, line = _location(finding.place)
         location = f"file={_property(path)},line={line}," if path else ""
         text = f"{finding.text}\nfix: {finding.fix}" if finding.fix else finding.text
+        others = [_relative(line) for line in finding.lines]
+        text += f"\nlook at {', '.join(others)}" if set(finding.lines) - {finding.place} else ""
         title = _property(f"{finding.level} {finding.rule}")
         lines.append(f"::{_GITHUB[finding.level]} {location}title={title}::{_data(text)}")
     return lines
@@ -62,17 +64,28 @@ def _result(finding: Finding, index: int) -> dict[str, Any]:
         "level": _SARIF[finding.level],
         "message": {"text": text},
     }
-    path, line = _location(finding)
-    if path:
-        uri = Path(path).as_posix() if not Path(path).is_absolute() else Path(path).as_uri()
-        physical_location = {"artifactLocation": {"uri": uri}, "region": {"startLine": line}}
-        result["locations"] = [{"physicalLocation": physical_location}]
+    if _location(finding.place)[0]:
+        result["locations"] = [{"physicalLocation": _physical_location(finding.place)}]
+    related = [_physical_location(line) for line in finding.lines if line != finding.place]
+    if related:
+        result["relatedLocations"] = [{"physicalLocation": each} for each in related]
     return result
 
 
-def _location(finding: Finding) -> tuple[str, int]:
-    """(path relative to the working folder, line); ("", 0) if the finding has no line."""
-    path, _, line = finding.place.rpartition(":")
+def _physical_location(place: str) -> dict[str, Any]:
+    path, line = _location(place)
+    uri = Path(path).as_posix() if not Path(path).is_absolute() else Path(path).as_uri()
+    return {"artifactLocation": {"uri": uri}, "region": {"startLine": line}}
+
+
+def _relative(place: str) -> str:
+    path, line = _location(place)
+    return f"{path}:{line}" if path else place
+
+
+def _location(place: str) -> tuple[str, int]:
+    """(path relative to the working folder, line); ("", 0) if there is no line."""
+    path, _, line = place.rpartition(":")
     if not path or not line.isdecimal():
         return "", 0
     relative = os.path.relpath(path)

@@ -13,11 +13,11 @@ __all__ = ["Imposed", "Printed", "RankRecording", "RecordedUpdate", "ScriptRecor
 class Value:
     """A tensor that a line of the script computed in the first update.
 
-    needs_gradient  whether a gradient flows back through it
+    is_of_forward  whether it was computed before the first backward
     """
 
     tensor: Any
-    needs_gradient: bool
+    is_of_forward: bool
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,6 @@ from everyrank.audit.events import (
 )
 from everyrank.audit.evidence import EpochKey, Evidence, are_cut_off
 from everyrank.audit.finding import Findings, short_place
-from everyrank.audit.source_lines import returns_of
 
 __all__ = ["check_evaluation", "loss_passes"]
 
@@ -179,7 +178,7 @@ def _judge_unsent(evidence: Evidence, key: EpochKey, loader: LoaderEpoch, share:
         f"rank 0 evaluates {share} samples, and nothing is sent between the ranks before training continues: its "
         "result is that of its shard",
         "self.log(..., sync_dist=True)" if is_lightning else "all-reduce the sums and the counts, then divide",
-        (*(event.line for event in forwards[:1]), *(returns_of(forwards[0].line) if forwards else ())),
+        tuple(event.line for event in forwards[:1]),
     )
 
 
@@ -284,7 +283,6 @@ def _check_mean(
                 "add up loss * number of terms, and divide by the number of all terms"
                 if isinstance(events[0], EvalLoss)
                 else "add up the numbers of ones and of all terms over batches and ranks, then divide",
-                returns_of(events[0].line),
             )
             return
 

@@ -18,11 +18,11 @@ from everyrank.audit.events import Backward, DiscardedGradients, NoSync, Optimiz
 from everyrank.audit.evidence import Evidence
 from everyrank.audit.finding import Findings, short_place
 from everyrank.audit.rules.loss_terms import Piece, check_loss_terms
-from everyrank.audit.source_lines import guards_of
 
 __all__ = ["check_gradients"]
 
 _ROUNDED = 1e-2  # relative residual of a gradient that the script rounds to half precision
+_SPARSE, _MANY = 0.3, 32  # of compressed gradients: share of zeros, and elements that tell
 _TOLERANCE, _SCALED_TOLERANCE = 1e-4, 2e-3  # relative residual; the second with a loss scale (float16)
 
 
@@ -109,7 +109,7 @@ def check_gradients(evidence: Evidence, findings: Findings) -> None:
             event.line,
             f"zero_grad clears the gradient of {event.num_backwards} backwards before any optimizer step",
             "call zero_grad after the step, or before the first backward of an update",
-            tuple(line for place in _stepped_at(evidence) for line in guards_of(place)),
+            _stepped_at(evidence),
         )
 
 
@@ -211,7 +211,7 @@ def _judge(evidence: Evidence, update: _Update, findings: Findings) -> None:
             update.line,
             f"update {update.number} still contains the gradient of the previous update",
             "optimizer.zero_grad() before the first backward of each update",
-            (*_zeroed_at(evidence, update), *evidence.scaling_lines(update.number)[:1], *guards_of(update.line)),
+            (*_zeroed_at(evidence, update), *evidence.scaling_lines(update.number)[:1]),
         )
     if all(fit.residual < update.tolerance for fit in fits.values()):
         check_loss_terms(evidence, update.number, fits[ranks[0]].factors[0], every, findings)
@@ -260,11 +260,24 @@ def _explain(evidence: Evidence, update: _Update, every: list[Piece], findings: 
             ),
         )
         fix = "find the code that changes .grad between backward and step"
-    is_rounded = rule == "unexplained" and residual < _ROUNDED
+    is_rounded = rule == "unexplained" and (residual < _ROUNDED or _is_compressed(update))
     is_averaged = evidence.averages_parameters or (rule == "local" and evidence.averages_each_update)
     level = "NOTE" if is_averaged or is_rounded or rule == "scaled" else "WARN" if rule == "unexplained" else "FAIL"
     also = tuple(dict.fromkeys(event.line for event in evidence.of(ranks[0], NoSync)))
     findings.add(level, f"gradient.{rule}", update.line, f"update {update.number}: {text}", fix, also)
+
+
+def _is_compressed(update: _Update) -> bool:
+    """Whether what steps has few different values, or zeros where the backwards have none: it is sent in part."""
+    stepping = next(iter(update.stepping.values()))
+    names = [name for name in update.names if all(name in piece for piece in update.pieces.values())]
+    if not names or not update.pieces:
+        return False
+    steps = np.concatenate([stepping[name] for name in names])
+    sums = np.concatenate([np.sum([piece[name] for piece in update.pieces.values()], axis=0) for name in names])
+    kept = steps[steps != 0]
+    has_few = len(kept) >= _MANY and 4 * len(np.unique(np.abs(kept))) < len(kept)
+    return bool(np.mean(steps == 0) > _SPARSE + np.mean(sums == 0) or has_few)
 
 
 def _is_off(update: _Update, name: str, rank: int, columns: Sequence[Sequence[Piece]]) -> bool:

@@ -9,7 +9,6 @@ from collections.abc import Collection, Sequence
 from everyrank.audit.events import BackwardEnd, LossTerm
 from everyrank.audit.evidence import Evidence
 from everyrank.audit.finding import Findings
-from everyrank.audit.source_lines import guards_of
 
 __all__ = ["Piece", "check_loss_terms", "times"]
 
@@ -73,7 +72,9 @@ def _judge(
     least, most = min(weights, key=lambda piece: weights[piece]), max(weights, key=lambda piece: weights[piece])
     count = sum(term.terms for term in terms.values())
     first = next(iter(terms.values()))
-    is_uneven = weights[most] - weights[least] > _UNEVEN * abs(weights[most])
+    # with equal counts, the script weighs one of several losses by itself, as mixup does by a number of each rank
+    is_chosen = not is_only and len({term.terms for term in terms.values()}) == 1
+    is_uneven = not is_chosen and weights[most] - weights[least] > _UNEVEN * abs(weights[most])
     if is_uneven:
         findings.add(
             "FAIL",
@@ -126,9 +127,9 @@ def _wrong_scale(
 
 
 def _window_of(evidence: Evidence, update: int) -> tuple[str, ...]:
-    """The lines that decide when the optimizer steps."""
+    """The line of the optimizer step, whose conditions decide how many backwards an update has."""
     steps = evidence.steps.get(update)
-    return guards_of(steps[evidence.ranks[0]].line) if steps else ()
+    return (steps[evidence.ranks[0]].line,) if steps else ()
 
 
 def times(total: float) -> str:

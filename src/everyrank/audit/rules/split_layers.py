@@ -5,15 +5,24 @@ The ranks then read the same samples, so a loss counts on each of them, and repl
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from everyrank.audit.events import BackwardEnd, CollectiveCall, LossTerm, OptimizerStep, Wrap
+from everyrank.audit.events import (
+    BackwardEnd,
+    CollectiveCall,
+    LoaderEpoch,
+    LocalTensor,
+    LossTerm,
+    OptimizerStep,
+    Wrap,
+)
 from everyrank.audit.evidence import Evidence, Samples
-from everyrank.audit.finding import Findings
+from everyrank.audit.finding import Findings, short_place
 
 __all__ = ["check_split_layers"]
 
@@ -44,14 +53,44 @@ def _check_replicated(evidence: Evidence, findings: Findings) -> None:
         return
     update, steps, names = drifted[0]
     first = steps[evidence.ranks[0]]
+    text = (
+        f"{len(names)} of {len(first.replicated)} parameters that all ranks hold whole, next to sharded ones, differ "
+        f"between the ranks after update {update - 1}: {', '.join(names[:4])}"
+    )
+    if evidence.is_split and _read_different(evidence):
+        loader = next(iter(evidence.of(evidence.ranks[0], LoaderEpoch)), None)
+        findings.add(
+            "WARN",
+            "data.different",
+            loader.line if loader is not None else first.line,
+            f"each rank feeds the model different samples, but its layers are split over the ranks. {text}",
+            "give the ranks that hold parts of one model the same samples: a sampler by the data-parallel rank only",
+            (*(loader.made_at if loader is not None else ()), first.line),
+        )
+        return
+    lines = tuple(dict.fromkeys(event.line for event in evidence.of(evidence.ranks[0], LocalTensor)))
+    if lines:
+        text += (
+            f". At {', '.join(map(short_place, lines[:2]))}, to_local() has no grad_placements: the gradient of each "
+            f"rank's part of the samples is taken for that of all"
+        )
     findings.add(
         "WARN",
         "replicas.drift",
         first.line,
-        f"{len(names)} of {len(first.replicated)} parameters that all ranks hold whole, next to sharded ones, differ "
-        f"between the ranks after update {update - 1}: {', '.join(names[:4])}",
+        text,
         "average or sum their gradients over the ranks, and scale and clip them equally on all ranks",
+        lines,
     )
+
+
+def _read_different(evidence: Evidence) -> bool:
+    """Whether no two ranks feed the model a common sample."""
+    forwards = [evidence.training_forwards[rank] for rank in evidence.ranks]
+    keys = [key for key in forwards[0] if all(key in of_rank for of_rank in forwards)]
+    rows = [[set(of_rank[key].row_checksums) for key in keys] for of_rank in forwards]
+    pairs = [pair for of_key in zip(*rows, strict=True) for pair in itertools.combinations(of_key, 2)]
+    return bool(pairs) and all(a and b and not a & b for a, b in pairs)
 
 
 def _differing(steps: dict[int, OptimizerStep]) -> list[str] | None:

@@ -6,6 +6,7 @@ recorder.py         writes the files of events
 place.py            finds the line of the script that is running
 modules.py          forward passes: rows, random state, batch norm, buffers
 losses.py           losses, and the factor of each in the gradient
+local_tensors.py    local parts of replicated DTensors
 gathers.py          results of all_gather, through which no gradient flows
 noise.py            random numbers of a training step that go into the model
 ratios.py           numbers of an evaluation that are ratios or exponentials

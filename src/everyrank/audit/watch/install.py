@@ -39,6 +39,7 @@ from everyrank.audit.watch.deepspeed import install_deepspeed
 from everyrank.audit.watch.frameworks import install_frameworks
 from everyrank.audit.watch.gradients import Gradients
 from everyrank.audit.watch.loaders import Loaders, install_loaders, random_states
+from everyrank.audit.watch.local_tensors import install_local_tensors
 from everyrank.audit.watch.losses import Functions, Losses
 from everyrank.audit.watch.modules import install_modules
 from everyrank.audit.watch.overlay import Overlay, install_overlay
@@ -77,6 +78,7 @@ def install() -> None:
     install_modules(recorder, losses, gradients)
     install_steps(recorder, losses, gradients, loaders.backward, end.after_step)
     install_deepspeed(recorder, gradients)
+    install_local_tensors(recorder)
     install_loaders(recorder, loaders)
     _leave_uncompiled(recorder)
     _leave_traces_alone(recorder)

@@ -5,6 +5,7 @@ session.py      the state that all hooks share, and the end of the run
 batches.py      what loaders yield: recorded, put together from several ranks, or in one order
 sources.py      functions of the script that draw batches
 draws.py        random numbers, and the tensors that each line computes
+numbers.py      random numbers of Python and NumPy
 steps.py        losses, gradients, parameters, learning rates and states of each update
 modules.py      names of parameters and states
 objects.py      running statistics and counters of the script's own objects

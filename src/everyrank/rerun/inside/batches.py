@@ -117,7 +117,7 @@ class _Recorded:
         session.num_batches += 1
         read = session.facts.setdefault("read", [])
         if session.is_active and len(read) < _MOST_LISTED:
-            read.append([*self._key, session.num_all_backwards, where()])
+            read.append([*self._key, session.num_all_backwards, where(), session.num_permutations])
         if session.is_active and not session.settings["order"] and not session.settings["only_rates"]:
             with session.quiet():
                 try:

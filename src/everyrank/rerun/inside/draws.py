@@ -40,7 +40,12 @@ _ROWS = {
 }
 _MOST_ELEMENTS = 200_000
 _MOST_VALUES = 4000
-_VIEWS = {"detach", "clone", "alias", "view", "_unsafe_view", "t", "transpose", "lift_fresh", "_to_copy", "expand"}
+_MADE = {"arange", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "eye", "scalar_tensor"}
+_FEW = 4  # numbers: not one for each sample
+_VIEWS = {
+    *("detach", "clone", "alias", "view", "_unsafe_view", "t", "transpose", "lift_fresh", "_to_copy", "expand"),
+    *("split", "split_with_sizes", "unbind", "narrow", "slice", "select", "as_strided"),
+}
 
 
 def install_draws(session: Session, pretend: Any) -> contextlib.ExitStack:
@@ -141,6 +146,7 @@ class _Draws(TorchDispatchMode):
         drawn = out[1] if name == "native_dropout" else out
         if type(drawn) is not torch.Tensor and not isinstance(drawn, nn.Parameter):
             return out
+        session.num_permutations += name == "randperm" and drawn.numel() > 1
         if session.settings["by_rows"]:
             return out if session.in_source else self.replace_by_recorded_rows(name, args, drawn, out)
         if session.settings["rows"]:
@@ -159,7 +165,17 @@ class _Draws(TorchDispatchMode):
             return out
         if session.is_training and len(recorded) > 1 and _is_repeated(recorded, drawn):
             session.facts["repeated"] = [*session.facts.get("repeated", []), [*key[:2], list(recorded[0].shape)]]
-        new = _merge_draws(recorded, drawn, name in _IN_PLACE or name == "randperm" or _in_constructor())
+        return self.imposed(name, args, key, drawn, out, recorded)
+
+    def imposed(
+        self, name: str, args: Any, key: tuple[str, str, int], drawn: Any, out: Any, recorded: list[Any]
+    ) -> Any:
+        """The draw with the numbers of all ranks."""
+        session = self.session
+        is_weight = _in_constructor()
+        new = _merge_draws(recorded, drawn, name, is_weight)
+        if session.has_begun and not is_weight and name != "randperm" and self.is_for_batch(recorded, drawn):
+            session.refuse(f"the ranks draw different random numbers for a whole batch at {key[0]} ({name})")
         if new is None:
             session.refuse(f"random numbers of {key[0]} ({name}) have another shape on one rank")
             return out
@@ -168,6 +184,15 @@ class _Draws(TorchDispatchMode):
         session.facts["widened"] = [*session.facts.get("widened", []), key[0]]
         session.rows = [len(part) for part in recorded]
         return new.to(drawn.dtype)
+
+    def is_for_batch(self, recorded: list[Any], drawn: Any) -> bool:
+        """Whether ranks drew different numbers that one rank draws once: for all samples of a batch, or for weights."""
+        first = recorded[0]
+        if first.shape != drawn.shape or all(torch.equal(part, first) for part in recorded[1:]):
+            return False
+        rows = self.session.rows[0] if self.session.rows else 0
+        is_for_gradient = bool(self.session.num_backwards and rows) and len(first) % rows > 0 if first.dim() else True
+        return is_for_gradient or first.numel() < _FEW < rows
 
     def replace_by_recorded_rows(self, name: str, args: Any, drawn: Any, out: Any) -> Any:
         """Replace a draw by as many rows of the recorded ones of this line as it has, in their order."""
@@ -218,12 +243,14 @@ class _Draws(TorchDispatchMode):
         if len(session.values) >= _MOST_VALUES:
             return
         for index, value in enumerate(out if isinstance(out, tuple | list) else (out,)):
-            if type(value) is not torch.Tensor or not value.is_floating_point() or value.numel() > _MOST_ELEMENTS:
+            if type(value) is not torch.Tensor or not 0 < value.numel() <= _MOST_ELEMENTS or value.is_complex():
+                continue
+            if not value.is_floating_point() and (not value.dim() or name in _MADE):
                 continue
             place = _direct_line()
             if place:
                 key = session.key(f"{name}.{index}" if index else name, place)
-                session.values.append((key, (value.detach().clone(), False)))
+                session.values.append((key, (value.detach().clone(), not session.num_backwards)))
 
 
 def _global_numbers(generator: np.random.Generator, kind: str, name: str, shape: tuple[int, ...], args: Any) -> Any:
@@ -294,12 +321,17 @@ def _sending_line() -> str:
     return f"{os.path.abspath(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else ""  # noqa: PTH100
 
 
-def _merge_draws(recorded: list[Any], drawn: Any, keeps_shape: bool) -> Any:
+def _merge_draws(recorded: list[Any], drawn: Any, name: str, is_weight: bool) -> Any:
     """Return the draws of all ranks as one draw, or None if the shapes do not allow it.
 
-    keeps_shape  the draw fills a tensor that exists, such as a weight: rank 0's numbers are those that DDP broadcasts
+    A draw that fills a tensor that exists, such as a weight, keeps its shape: rank 0's numbers are those that
+    DistributedDataParallel broadcasts.
     """
     first = recorded[0]
+    keeps_shape = is_weight or name in _IN_PLACE or name == "randperm"
+    if name == "randperm" and sum(len(part) for part in recorded) == len(drawn):
+        starts = [sum(len(part) for part in recorded[:number]) for number in range(len(recorded))]
+        return torch.cat([part + start for part, start in zip(recorded, starts, strict=True)])
     for dim in range(first.dim()):
         others = [part.shape[:dim] + part.shape[dim + 1 :] for part in recorded]
         is_sum = all(other == others[0] for other in others) and sum(part.shape[dim] for part in recorded) == (

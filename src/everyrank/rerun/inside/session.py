@@ -56,6 +56,7 @@ class Session:
         self.loader = -1  # that gave the last batch
         self.num_backwards = 0  # since the last step
         self.num_all_backwards = 0
+        self.num_permutations = 0  # drawn by the script, or by its samplers
         self.num_calls = 0  # of models, and collectives
         self.in_source = False  # inside a function whose result is imposed
         self.sources: list[Any] = []

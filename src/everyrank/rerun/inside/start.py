@@ -25,6 +25,7 @@ from everyrank.rerun.inside.draws import install_draws
 from everyrank.rerun.inside.expressions import install_expressions
 from everyrank.rerun.inside.modules import install_module_names
 from everyrank.rerun.inside.norms import install_norms
+from everyrank.rerun.inside.numbers import install_number_draws
 from everyrank.rerun.inside.precision import install_float64
 from everyrank.rerun.inside.printed import install_printed
 from everyrank.rerun.inside.session import Session
@@ -68,6 +69,8 @@ def run_as_rank(settings: dict[str, Any], rank: int, overlay: Overlay) -> None:
     if settings["without_dropout"]:
         _leave_out_dropout()
     install_step_hooks(session, modules)
+    if not settings["order"] and not settings["only_rates"]:
+        install_number_draws(session)
     modes = install_draws(session, pretend)
     words = settings["words"]
     try:

@@ -1,0 +1,425 @@
+"""Which lines of a file lead to a line: assignments, conditions, returned values, arguments and attributes.
+
+Reads the source, and runs nothing. The steps are approximate: a call may change each variable that it is given, and an
+attribute is known by its name only.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import heapq
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["SourceFile", "Statement", "read_source"]
+
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_CALLS = ("forward", "__call__")
+_ENTRIES = {"__init__", "__iter__", "__next__", "__getitem__", "__len__", *_CALLS}
+_FARTHEST = 9.0  # steps
+_RARE = 6  # definitions of an attribute; with more, its name tells little
+# steps to an assignment, to an earlier one of the same variable, and to one that a condition uses
+_ASSIGNED, _EARLIER, _OF_CONDITION = 1.0, 0.15, 0.4
+_CHANGED_LATER = 1.5  # to a call further down that may change a variable
+_CONDITION, _LOOP = 1.0, 1.5  # to the block around a line
+_CALLED, _RETURNED, _IN_METHOD = 1.0, 1.4, 2.0  # to a call, to what it returns, to methods of an object that is made
+_BY_NAME, _OPTION = 2.0, 0.5  # to an attribute of another class, to an option of the command line
+
+
+@dataclasses.dataclass(eq=False)
+class Statement:
+    """A statement; of a block only its first line.
+
+    parts     the expressions of the statement
+    function  the innermost function around it; None at the top of the file
+    owner     the class around it
+    blocks    the statements around it in the same function, the outermost first
+    """
+
+    node: ast.stmt
+    parts: list[ast.AST]
+    function: ast.AST | None
+    owner: str
+    blocks: tuple[Statement, ...]
+
+    @property
+    def line(self) -> int:
+        """The first line."""
+        return self.node.lineno
+
+    @property
+    def end(self) -> int:
+        """The last line; of a block the last one of its head."""
+        return max((getattr(each, "end_lineno", None) or self.line for each in self.parts), default=self.line)
+
+    @functools.cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All nodes of its expressions."""
+        return [node for part in self.parts for node in ast.walk(part)]
+
+    @functools.cached_property
+    def calls(self) -> list[ast.Call]:
+        """The calls in it."""
+        return [node for node in self.nodes if isinstance(node, ast.Call)]
+
+
+class SourceFile:
+    """The statements of a file and the steps between them."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self.statements: list[Statement] = []
+        self.functions: dict[str, list[ast.AST]] = defaultdict(list)
+        self.classes: dict[str, ast.ClassDef] = {}
+        self._outer: dict[ast.AST, ast.AST | None] = {}
+        self._add_block(tree.body, None, "", ())
+        self._by_function: dict[ast.AST | None, list[Statement]] = defaultdict(list)
+        self._defined: dict[tuple[ast.AST | None, str], list[Statement]] = defaultdict(list)
+        self._attributes: dict[str, list[Statement]] = defaultdict(list)
+        self._callers: dict[str, list[Statement]] = defaultdict(list)
+        for statement in self.statements:
+            self._by_function[statement.function].append(statement)
+            for name in _defined_names(statement):
+                self._defined[statement.function, name].append(statement)
+            for name in _defined_attributes(statement):
+                self._attributes[name].append(statement)
+            for call in statement.calls:
+                self._callers[_called_name(call)].append(statement)
+        self._kinds: dict[str, set[str]] = defaultdict(set)  # the classes of objects, by the names of these
+        for kind in self.classes:
+            for name in self._instances_of(kind):
+                self._kinds[name].add(kind)
+
+    def _add_block(
+        self, body: list[ast.stmt], function: ast.AST | None, owner: str, blocks: tuple[Statement, ...]
+    ) -> None:
+        for node in body:
+            statement = Statement(node, _own_parts(node), function, owner, blocks)
+            self.statements.append(statement)
+            if isinstance(node, _FUNCTIONS):
+                self.functions[node.name].append(node)
+                self._outer[node] = function
+                self._add_block(node.body, node, owner, ())
+            elif isinstance(node, ast.ClassDef):
+                self.classes[node.name] = node
+                self._add_block(node.body, function, node.name, ())
+            else:
+                for inner in _bodies(node):
+                    self._add_block(inner, function, owner, (*blocks, statement))
+
+    def at(self, line: int) -> Statement | None:
+        """The innermost statement at a line."""
+        found = [each for each in self.statements if each.line <= line <= each.end]
+        return max(found, key=lambda each: each.line, default=None)
+
+    def leading_to(self, line: int) -> dict[Statement, float]:
+        """Each statement that leads to that at a line, with the number of steps; the statement itself has 0."""
+        first = self.at(line)
+        if first is None:
+            return {}
+        steps: dict[Statement, float] = {first: 0.0}
+        waiting = [(0.0, 0, first)]
+        number = 0
+        while waiting:
+            cost, _, statement = heapq.heappop(waiting)
+            if cost > steps[statement]:
+                continue
+            for other, more in self._before(statement):
+                total = cost + more
+                if total <= _FARTHEST and total < steps.get(other, _FARTHEST + 1):
+                    steps[other] = total
+                    number += 1
+                    heapq.heappush(waiting, (total, number, other))
+        return steps
+
+    def changes_of(self, attribute: str) -> list[Statement]:
+        """The statements outside of constructors that set an attribute, or change it in place."""
+        changes = self._attributes.get(attribute, [])
+        return [each for each in changes if getattr(each.function, "name", "__init__") != "__init__"]
+
+    def body_of(self, function: ast.AST) -> list[Statement]:
+        """The statements of a function, without those of functions inside it."""
+        return self._by_function[function]
+
+    def is_called(self, function: ast.AST | None) -> bool:
+        """Whether a line of this file calls a function."""
+        return getattr(function, "name", "") in self._callers
+
+    def called_by(self, statement: Statement) -> list[ast.AST]:
+        """The functions of this file that a statement calls, or passes on to be called."""
+        names = [name for call in statement.calls if not (name := _called_name(call)).startswith("__")]
+        names += [node.id for node in statement.nodes if isinstance(node, ast.Name) and node.id in self.functions]
+        functions = [each for name in dict.fromkeys(names) for each in self.functions.get(name, [])]
+        for name in names:
+            for kind in self._kinds.get(name, ()):
+                functions += [each for each in self.classes[kind].body if getattr(each, "name", "") in _CALLS]
+        return functions
+
+    def _before(self, statement: Statement) -> Iterator[tuple[Statement, float]]:
+        """The statements one step before this one."""
+        for block in statement.blocks:
+            yield block, _LOOP if isinstance(block.node, ast.For | ast.While) else _CONDITION
+        is_condition = isinstance(statement.node, ast.If | ast.With | ast.While)
+        for name in _read_names(statement):
+            for each, steps in self._definitions(statement, name):
+                yield each, steps * _OF_CONDITION if is_condition else steps
+        for attribute in _read_attributes(statement):
+            yield from self._assigned(statement, attribute)
+        yield from self._inside_calls(statement)
+        if isinstance(statement.node, _FUNCTIONS):
+            for each in self._callers.get(statement.node.name, []):
+                yield each, _CALLED
+
+    def _assigned(self, statement: Statement, attribute: str) -> Iterator[tuple[Statement, float]]:
+        """Where an attribute is set: in the same class, else anywhere."""
+        found = self._attributes.get(attribute, [])
+        inside = [each for each in found if each.owner == statement.owner and each.owner]
+        for each in inside or (found if len(found) <= _RARE else []):
+            is_option = any(_called_name(call) == "add_argument" for call in each.calls)
+            yield each, _OPTION if is_option else _ASSIGNED if inside else _BY_NAME
+
+    def _inside_calls(self, statement: Statement) -> Iterator[tuple[Statement, float]]:
+        """What the functions and objects that a statement calls or makes return and change."""
+        for function in self.called_by(statement):
+            for each in self.body_of(function):
+                if _is_result(each):
+                    yield each, _RETURNED
+        for name in {_called_name(call) for call in statement.calls} & self.classes.keys():
+            for each in self.statements:
+                if each.owner == name and getattr(each.function, "name", "") in _ENTRIES and _is_result(each):
+                    yield each, _IN_METHOD
+
+    def _definitions(self, statement: Statement, name: str) -> Iterator[tuple[Statement, float]]:
+        """Where a variable gets its value: in this function, from its callers, or outside it."""
+        function = statement.function
+        while True:
+            found = [each for each in self._defined.get((function, name), []) if each is not statement]
+            if function is statement.function:
+                below = [each for each in found if each.line > statement.line and isinstance(each.node, ast.Expr)]
+                yield from ((each, _CHANGED_LATER) for each in below)
+                above = [each for each in found if each.line < statement.line]
+                found = above or (found if statement.blocks else [])
+            if found:
+                for number, each in enumerate(reversed(found)):
+                    yield each, _ASSIGNED + _EARLIER * min(number, 6)
+                if not isinstance(function, _FUNCTIONS) or name not in _parameters(function):
+                    return
+            if isinstance(function, _FUNCTIONS) and name in _parameters(function):
+                for called in self._names_of(function):
+                    for each in self._callers.get(called, []):
+                        yield each, _CALLED
+                return
+            if function is None:
+                return
+            function = self._outer.get(function)
+
+    def _names_of(self, function: ast.AST) -> set[str]:
+        """The names under which a function is called: its class for `__init__`, and its instances for `forward`."""
+        name = getattr(function, "name", "")
+        if name not in ("__init__", "forward", "__call__"):
+            return {name}
+        kind = next((each.name for each in self.classes.values() if function in each.body), "")
+        if name == "__init__":
+            return {kind}
+        return self._instances_of(kind)
+
+    def _instances_of(self, kind: str) -> set[str]:
+        """The variables and attributes that hold an object of a class, perhaps in a wrapper."""
+        made = [each for each in self._callers.get(kind, []) if isinstance(each.node, ast.Assign | ast.AnnAssign)]
+        targets = [target for each in made for target in _targets(each)]
+        names = {name for target in targets for name in _base_names(target) - {"self"}}
+        return names | {target.attr for target in targets if isinstance(target, ast.Attribute)}
+
+
+def read_source(path: str) -> SourceFile | None:
+    """The statements of a file; None if it cannot be read."""
+    try:
+        return _parsed(Path(path).read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+@functools.lru_cache(64)
+def _parsed(content: bytes) -> SourceFile | None:
+    try:
+        return SourceFile(ast.parse(content))
+    except (SyntaxError, ValueError, RecursionError):
+        return None
+
+
+def _bodies(node: ast.stmt) -> Iterator[list[ast.stmt]]:
+    for name in ("body", "orelse", "finalbody"):
+        yield getattr(node, name, [])
+    for handler in getattr(node, "handlers", []):
+        yield handler.body
+    for case in getattr(node, "cases", []):
+        yield case.body
+
+
+def _own_parts(node: ast.stmt) -> list[ast.AST]:
+    """The expressions of a statement, without the statements in its body."""
+    if isinstance(node, _FUNCTIONS):
+        return [node.args, *node.decorator_list]
+    if isinstance(node, ast.ClassDef):
+        return [*node.bases, *node.decorator_list]
+    return [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.stmt | ast.ExceptHandler)]
+
+
+_GRADIENT = "(gradients)"  # what backward defines, and a step uses
+
+
+def _read_names(statement: Statement) -> set[str]:
+    names = {node.id for node in statement.nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    if isinstance(statement.node, ast.AugAssign):
+        names |= {node.id for node in ast.walk(statement.node.target) if isinstance(node, ast.Name)}
+    if any(_called_name(call).startswith(("step", "unscale_", "clip_grad")) for call in statement.calls):
+        names.add(_GRADIENT)
+    return names
+
+
+def _read_attributes(statement: Statement) -> set[str]:
+    """The attributes that are read, and string keys, which name entries of a configuration."""
+    attributes = {
+        node.attr for node in statement.nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+    }
+    keys = {
+        node.slice.value
+        for node in statement.nodes
+        if isinstance(node, ast.Subscript)
+        and isinstance(node.slice, ast.Constant)
+        and isinstance(node.slice.value, str)
+        and isinstance(node.ctx, ast.Load)
+    }
+    return attributes | keys
+
+
+def _base_names(node: ast.AST) -> set[str]:
+    """`p` of `p.grad[0]`."""
+    while isinstance(node, ast.Attribute | ast.Subscript | ast.Starred):
+        node = node.value
+    if isinstance(node, ast.Tuple | ast.List):
+        return {name for each in node.elts for name in _base_names(each)}
+    if isinstance(node, ast.Call):
+        return {name for each in (*node.args, node.func) for name in _base_names(each)}
+    return {node.id} if isinstance(node, ast.Name) else set()
+
+
+def _targets(statement: Statement) -> list[ast.AST]:
+    node = statement.node
+    targets: list[ast.AST] = []
+    if isinstance(node, ast.Assign):
+        targets += node.targets
+    elif isinstance(node, ast.AugAssign | ast.AnnAssign | ast.For | ast.AsyncFor):
+        targets.append(node.target)
+    elif isinstance(node, ast.With | ast.AsyncWith):
+        targets += [item.optional_vars for item in node.items if item.optional_vars is not None]
+    targets += [each.target for each in statement.nodes if isinstance(each, ast.NamedExpr)]
+    return targets
+
+
+def _changed(statement: Statement) -> list[ast.AST]:
+    """What a statement changes in place: the object of a method, and the arguments of a call."""
+    changed: list[ast.AST] = []
+    for call in statement.calls:
+        name = _called_name(call)
+        is_in_place = name.endswith("_") and not name.endswith("__")
+        if isinstance(call.func, ast.Attribute) and (is_in_place or name in ("append", "extend", "update", "copy_")):
+            changed.append(call.func.value)
+        if _communicates(call) or isinstance(statement.node, ast.Expr):
+            changed += [*call.args, *(word.value for word in call.keywords)]
+            if isinstance(call.func, ast.Attribute):
+                changed.append(call.func.value)
+    return changed
+
+
+def _defined_names(statement: Statement) -> set[str]:
+    node = statement.node
+    names = {name for each in (*_targets(statement), *_changed(statement)) for name in _base_names(each)}
+    if any(_called_name(call) == "backward" for call in statement.calls) or any(
+        isinstance(node, ast.Attribute) and node.attr == "grad"
+        for each in (*_targets(statement), *_changed(statement))
+        for node in ast.walk(each)
+    ):
+        names.add(_GRADIENT)
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return set()
+    return names
+
+
+def _defined_attributes(statement: Statement) -> set[str]:
+    """The attributes that a statement sets: also options of a command line and entries of a configuration."""
+    node = statement.node
+    attributes: set[str] = set()
+    for each in (*_targets(statement), *_changed(statement)):
+        attributes |= {part.attr for part in ast.walk(each) if isinstance(part, ast.Attribute)}
+        if isinstance(each, ast.Tuple | ast.List):
+            attributes |= {part.attr for part in each.elts if isinstance(part, ast.Attribute)}
+    if statement.function is None and statement.owner and isinstance(node, ast.Assign | ast.AnnAssign):
+        attributes |= {name for each in _targets(statement) for name in _base_names(each)}
+    for call in statement.calls:
+        if _called_name(call) == "add_argument":
+            texts = [each.value for each in call.args if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+            attributes |= {text.lstrip("-").replace("-", "_") for text in texts}
+        elif _called_name(call) in ("register_buffer", "setdefault"):
+            attributes |= {
+                each.value for each in call.args if isinstance(each, ast.Constant) and isinstance(each.value, str)
+            }
+    attributes |= {
+        key.value
+        for each in statement.nodes
+        if isinstance(each, ast.Dict)
+        for key in each.keys
+        if isinstance(key, ast.Constant) and isinstance(key.value, str)
+    }
+    return attributes
+
+
+def _called_name(call: ast.Call) -> str:
+    """`step` of `optimizer.step()`."""
+    if isinstance(call.func, ast.Attribute):
+        return call.func.attr
+    return call.func.id if isinstance(call.func, ast.Name) else ""
+
+
+_COLLECTIVES = {
+    "all_reduce",
+    "reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "gather",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "broadcast",
+    "broadcast_object_list",
+    "all_to_all",
+    "all_to_all_single",
+    "scatter",
+    "allreduce",
+    "allgather",
+    "synchronize_between_processes",
+}
+
+
+def _communicates(call: ast.Call) -> bool:
+    """Whether a call is that of a collective."""
+    return _called_name(call) in _COLLECTIVES
+
+
+def _is_result(statement: Statement) -> bool:
+    """Whether a statement of a function has an effect outside it: it returns, yields, or changes something in place."""
+    return isinstance(statement.node, ast.Return | ast.Expr | ast.AugAssign) or any(
+        isinstance(node, ast.Yield | ast.YieldFrom)
+        or (isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store))
+        for node in statement.nodes
+    )
+
+
+def _parameters(function: ast.AST) -> set[str]:
+    if not isinstance(function, _FUNCTIONS):
+        return set()
+    words = function.args
+    every = [*words.posonlyargs, *words.args, *words.kwonlyargs, words.vararg, words.kwarg]
+    return {each.arg for each in every if each is not None and each.arg not in ("self", "cls")}

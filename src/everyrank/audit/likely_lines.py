@@ -1,0 +1,346 @@
+"""The lines of a script to look at for a finding, most likely first.
+
+A finding has the line where a mistake shows, for example that of `optimizer.step()`. The line to change often comes
+earlier: it made the wrapper, the sampler or the schedule, or divided by the number of ranks. Walks back from the line
+of a finding, and prefers lines that do what findings of its kind are about.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+from everyrank.audit.data_flow import SourceFile, Statement, read_source
+
+__all__ = ["likely_lines"]
+
+_MOST = 4  # lines; more would hide the one that matters
+_PLAIN = 0.2  # weight of a line that does nothing in particular
+_SEEN = 0.35  # weight of a line that was recorded with the finding
+_NEARER = 0.9  # the weight of a line for each step between it and a finding
+_ANYWHERE = 4.0  # steps to a line that no step leads to
+_RECORDED = 0.5  # steps to a line that was recorded with the finding
+_SHORT = 12  # statements of a function with one purpose
+_INHERITED = 0.85  # of the weight of what a called function does
+_ELSEWHERE = 0.7  # of the weight of a line that no step leads to, inside a function that other lines call
+_CLEAR = 0.25  # of the best weight: lines below are left out
+
+_ABOUT_RANKS = re.compile(
+    r"(?:^|_)(?:world|ranks?|replicas?|nprocs?|processes|ngpus?|gpus|mesh|group|fsdp|tp|dp|cp|shards?)(?:$|_)|world_?size|get_rank|local_rank",
+    re.IGNORECASE,
+)
+_WORDS: Mapping[str, re.Pattern[str]] = {
+    "ranks": _ABOUT_RANKS,
+    "collective": re.compile(
+        r"^(?:all_?reduce|reduce|all_?gather\w*|gather\w*|reduce_scatter\w*|broadcast\w*|all_to_all\w*|scatter)_?$"
+    ),
+    "no-gradient": re.compile(r"^(?:detach_?|no_grad|item|tolist|numpy|to_local)$"),
+    "local": re.compile(r"^(?:module|to_local|_orig_mod|full_tensor)$"),
+    "mean": re.compile(
+        r"^(?:mean|sum|nanmean|median|std|var|quantile|max|min|exp|reduction|average|div_?|numel|norm|nll_loss|cross_entropy|mse_loss|count\w*)$"
+    ),
+    "wrap": re.compile(
+        r"^(?:DDP|DistributedDataParallel|FSDP|FullyShardedDataParallel|fully_shard|SyncBatchNorm|"
+        r"convert_sync_batchnorm|parallelize_module|init_device_mesh|prepare|DataParallel|ignored_\w+|add_param_group|"
+        r"register_comm_hook|find_unused_parameters|process_group|device_mesh)$"
+    ),
+    "sync": re.compile(
+        r"^(?:no_sync|require_backward_grad_sync|set_requires_gradient_sync|set_is_last_backward|accumulate|sync\w*)$"
+    ),
+    "trainable": re.compile(r"^(?:requires_grad_?|requires_gradient|freeze|unfreeze)$"),
+    "optimizer": re.compile(
+        r"^(?:Adam\w*|SGD|RMSprop|Adagrad|Adafactor|Lion|\w*Optimizer|param_groups?|parameters|named_parameters)$"
+    ),
+    "groups": re.compile(r"^(?:ndim|endswith|startswith|weight_decay|shape|dim|isinstance)$"),
+    "schedule": re.compile(
+        r"^(?:\w*LR|\w*[Ss]chedul\w*|\w*warmup\w*|\w*_steps|total_\w*|T_max|max_steps|epochs|num_steps|ReduceLROnPlateau|\w*per_epoch)$"
+    ),
+    "sampler": re.compile(r"^\w*[Ss]ampler$"),
+    "loader": re.compile(r"^(?:\w*[Ll]oader|DataLoader)$"),
+    "split": re.compile(r"^(?:random_split|Subset|train_test_split|chunk|shard|split\w*|islice|indices)$"),
+    "order": re.compile(r"^(?:shuffle\w*|randperm|permutation|sample|choices?|glob|listdir)$"),
+    "epoch": re.compile(r"^set_epoch$"),
+    "workers": re.compile(r"^(?:persistent_workers|num_workers|worker_init_fn|get_worker_info|worker_id|worker\w*)$"),
+    "seed": re.compile(
+        r"^(?:\w*[sS]eed\w*|SEED\w*|Generator|RandomState|default_rng|\w*rng_state\w*|set_state|setstate)$"
+    ),
+    "clip": re.compile(r"^(?:clip\w*|unscale_|norm|max_norm|vector_norm|sqrt)$"),
+    "mode": re.compile(r"^(?:eval|train)$"),
+    "buffers": re.compile(r"^(?:broadcast_buffers|running_\w+|buffers|SyncBatchNorm)$"),
+    "save": re.compile(r"^(?:save\w*|state_dict)$"),
+    "load": re.compile(r"^(?:load|load_\w+|map_location)$"),
+    "gradients": re.compile(r"^(?:grad|\w*gradients?|\w+_grads?|autograd)$"),
+    "zero": re.compile(r"^zero_grad$"),
+    "backward": re.compile(r"^backward$"),
+    "step": re.compile(r"^step$"),
+    "recompute": re.compile(r"^(?:checkpoint\w*|use_reentrant)$"),
+}
+"""What a line does, by the names in it."""
+_OF_CALLS = {"collective", "order", "mode", "zero", "backward", "step"}  # if a function of that name is called
+
+_GRADIENT = {
+    "collective": 0.8,
+    "ranks": 0.7,
+    "mean": 0.5,
+    "divide": 0.5,
+    "no-gradient": 0.4,
+    "sync": 0.5,
+    "clip": 0.4,
+    "backward": 0.2,
+}
+_REPLICAS = {
+    "wrap": 0.8,
+    "trainable": 1.0,
+    "sync": 1.0,
+    "remainder": 0.4,
+    "local": 0.6,
+    "collective": 0.5,
+    "ranks": 0.2,
+    "clip": 0.2,
+    "return": 0.1,
+    "gradients": 0.5,
+    "some-ranks": 1.2,
+    "load": 0.8,
+}
+_DATA = {
+    "sampler": 0.8,
+    "split": 0.8,
+    "stride": 1.2,
+    "order": 0.8,
+    "loader": 0.4,
+    "seed": 0.5,
+    "ranks": 0.5,
+    "workers": 0.5,
+    "dataset": 0.4,
+    "epoch": 0.3,
+}
+_RESULT = {"return": 0.5, "divide": 0.6, "collective": 0.5, "mean": 0.3, "ranks": 0.2}
+
+_KINDS: Sequence[tuple[tuple[str, ...], float, Mapping[str, float]]] = (
+    (("clip.",), 1.0, {"clip": 0.6, "collective": 0.4, "backward": 0.2, "ranks": 0.4}),
+    (("gradient.local", "gradient.unsynced", "ranks.own-gradient"), 0.1, _REPLICAS),
+    (("gradient.weights",), 0.1, {**_REPLICAS, "wrap": 0.6, "remainder": 0.9}),
+    (
+        ("gradient.carried", "gradient.thrown-away", "gradient.zero"),
+        0.3,
+        {"zero": 1.0, "backward": 0.4, "remainder": 0.7, "step": 0.3},
+    ),
+    (("replicas.unwrapped",), 1.5, {"local": 0.8}),
+    (("schedule.differs",), 0.8, {"collective": 0.8, "return": 0.3, "mean": 0.3, "divide": 0.3}),
+    (
+        ("replicas.rate", "ranks.rate", "schedule."),
+        0.2,
+        {"schedule": 0.5, "ranks": 1.0, "divide": 0.4, "collective": 0.4},
+    ),
+    (("replicas.buffers",), 0.4, {"state": 0.4, "buffers": 0.8, "mode": 0.6, "wrap": 0.6, "collective": 0.3}),
+    (("replicas.", "weights.uninitialised"), 0.3, {**_REPLICAS, "seed": 0.5}),
+    (("ranks.parameters",), 0.1, {"optimizer": 0.4, "groups": 0.8, "wrap": 0.2, "clip": 0.3}),
+    (("weights.", "optimizer.", "precision."), 0.6, {"optimizer": 0.5, "groups": 0.7, "wrap": 0.2}),
+    (("ranks.state", "average."), 0.2, {"state": 0.8, "mean": 0.5, "collective": 0.5, "divide": 0.2}),
+    (("ranks.draws", "random."), 0.1, {"seed": 1.4, "workers": 0.6, "order": 0.2}),
+    (("ranks.gradient",), 0.9, {**_GRADIENT, "backward": -0.5, "step": -0.5}),
+    (("gradient.", "same.", "replay."), 0.4, _GRADIENT),
+    (("eval.mode", "train.mode", "eval.dropout"), 0.6, {"mode": 0.6}),
+    (("eval.padded", "eval.dropped"), 0.4, {**_DATA, "collective": 0.3}),
+    (("eval.shard",), 0.1, _RESULT),
+    (("ranks.printed", "eval.", "numbers."), 0.4, _RESULT),
+    (("data.epoch",), 0.6, {"epoch": 2.0, "loop": 0.3, "sampler": 0.2}),
+    (("data.frozen-workers",), 0.3, {"workers": 1.0, "loader": 0.2, "seed": 0.3}),
+    (("data.untrained",), 0.3, {"skip": 1.0}),
+    (("data.content", "data.split"), 0.3, {"order": 1.2, "split": 1.4, "seed": 0.6}),
+    (("data.rows",), 0.3, {**_DATA, "seed": 0.9}),
+    (("data.",), 0.4, _DATA),
+    (("save.", "resume."), 0.6, {"save": 0.8, "load": 0.8, "return": 0.2}),
+    (("recompute.",), 0.4, {"recompute": 1.0}),
+    (("collective.", "run.hangs"), 1.0, {"collective": 0.4, "ranks": 0.4, "remainder": 0.2}),
+)
+"""For each kind of finding: the weight of its own line, and of other lines by what they do."""
+
+
+_ALWAYS = {"setting": 1.0}
+
+
+def likely_lines(rule: str, place: str, recorded: Sequence[str] = ()) -> tuple[str, ...]:
+    """At most four lines, most likely first; the line where the mistake shows is one of them.
+
+    recorded  further lines that the audit saw to take part in it
+
+    Example:
+        likely_lines("ranks.rate", "train.py:50")  # ("train.py:42", "train.py:50")
+
+    """
+    lines = [line for line in dict.fromkeys((place, *recorded)) if line]
+    kind = next(((own, weights) for rules, own, weights in _KINDS if rule.startswith(rules)), None)
+    if not lines or kind is None:
+        return tuple(lines[:_MOST])
+    scores: dict[str, float] = defaultdict(float)
+    for number, line in enumerate(lines):
+        path, _, digits = line.rpartition(":")
+        source = read_source(path)
+        scores[line] = max(scores[line], _SEEN * _NEARER ** max(0, number - 1))
+        if source is None or not digits.isdigit():
+            continue
+        offset = 0.0 if line == place else _RECORDED + 0.1 * number
+        for other, score in _scores(source, int(digits), offset, kind).items():
+            each = f"{path}:{other}"
+            scores[each] = max(scores[each], score)
+    best = sorted(scores, key=lambda line: -scores[line])
+    clear = [line for line in best if scores[line] >= _CLEAR * scores[best[0]]][:_MOST]
+    if place and place not in clear:
+        clear = [*clear[: _MOST - 1], place]
+    return tuple(clear)
+
+
+def _scores(source: SourceFile, line: int, offset: float, kind: tuple[float, Mapping[str, float]]) -> dict[int, float]:
+    """The weight of each line of a file."""
+    own, weights = kind
+    steps = source.leading_to(line)
+    scores: dict[int, float] = {}
+    for statement in source.statements:
+        if isinstance(
+            statement.node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom
+        ):
+            continue
+        if _is_routine(statement.node):
+            continue
+        actions = _actions(source, statement)
+        cost = steps.get(statement, _ANYWHERE) + offset
+        for number in {statement.line, *actions}:
+            of_line = actions.get(number, {})
+            given = [weights.get(name, _ALWAYS.get(name, 0.0)) * share for name, share in of_line.items()]
+            weight = sum(sorted(given, reverse=True)[:3]) + min(0.0, *given, 0.0)
+            if number != line and statement not in steps:
+                if weight < 0.5:
+                    continue
+                weight *= _ELSEWHERE if source.is_called(statement.function) else 1.0
+            if number == line:
+                weight += _SEEN if offset else own
+            weight += _PLAIN * (number == statement.line)
+            scores[number] = max(scores.get(number, 0.0), weight * _NEARER**cost)
+    return scores
+
+
+_ROUTINE = {"print", "init_process_group", "destroy_process_group", "init_distributed", "barrier", "set_num_threads"}
+
+
+def _is_routine(node: ast.stmt) -> bool:
+    """Whether a statement only prints, asks for the rank, or opens and closes process groups."""
+    if isinstance(node, ast.If) and not node.orelse:
+        return all(_is_routine(each) for each in node.body)
+    names = {_called_name(each) for each in ast.walk(node) if isinstance(each, ast.Call)}
+    if isinstance(node, ast.Assign):
+        is_plain = isinstance(node.value, ast.Call | ast.Tuple)
+        return is_plain and bool(names) and names <= {"get_rank", "get_world_size", "len"}
+    return isinstance(node, ast.Expr) and bool(names & _ROUTINE)
+
+
+def _called_name(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
+_actions_of: dict[Statement, dict[int, dict[str, float]]] = {}
+
+
+def _actions(source: SourceFile, statement: Statement) -> dict[int, dict[str, float]]:
+    """What each line of a statement does, with 1, and what the functions that it calls do, with less."""
+    if statement in _actions_of:
+        return _actions_of[statement]
+    actions: dict[int, dict[str, float]] = defaultdict(dict)
+    for line, action in _own_actions(statement):
+        actions[line][action] = 1.0
+    for function in source.called_by(statement):
+        for inner in source.body_of(function) if len(source.body_of(function)) <= _SHORT else ():
+            for _, action in _own_actions(inner):
+                if action in ("collective", "trainable", "seed", "mode", "no-gradient", "epoch", "clip"):
+                    actions[statement.line].setdefault(action, _INHERITED)
+    _actions_of[statement] = actions
+    return actions
+
+
+def _own_actions(statement: Statement) -> Iterator[tuple[int, str]]:
+    """(line, action) for each action of a statement."""
+    called = {call.func for call in statement.calls}
+    for each in statement.nodes:
+        line = getattr(each, "lineno", statement.line)
+        for name in _names_in(each):
+            for action, words in _WORDS.items():
+                if words.search(name) and (action not in _OF_CALLS or each in called):
+                    yield line, action
+        if isinstance(each, ast.BinOp) and type(each.op) in _OPERATORS:
+            yield line, _OPERATORS[type(each.op)]
+        if isinstance(each, ast.Slice) and each.step is not None:
+            yield line, "stride"
+    for action in _actions_of_kind(statement):
+        yield statement.line, action
+
+
+_OPERATORS: Mapping[type, str] = {ast.Div: "divide", ast.FloorDiv: "divide", ast.Mod: "remainder"}
+
+
+def _actions_of_kind(statement: Statement) -> Iterator[str]:
+    """What the kind of statement tells."""
+    node = statement.node
+    if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div):
+        yield "divide"
+    if isinstance(node, ast.Return):
+        yield "return"
+    if isinstance(node, ast.For):
+        yield "loop"
+    if isinstance(node, ast.If) and _is_for_some_ranks(node):
+        yield "some-ranks"
+    if isinstance(node, ast.If) and any(isinstance(each, ast.Continue) for each in node.body):
+        yield "skip"
+    if getattr(statement.function, "name", "") in ("__iter__", "__next__", "__getitem__"):
+        yield "dataset"
+    if _writes_state(statement):
+        yield "state"
+    if _is_setting(statement):
+        yield "setting"
+
+
+def _is_setting(statement: Statement) -> bool:
+    """Whether a statement gives an option, or a field of a configuration, about ranks its value."""
+    is_option = any(isinstance(c.func, ast.Attribute) and c.func.attr == "add_argument" for c in statement.calls)
+    is_field = statement.function is None and bool(statement.owner) and isinstance(statement.node, ast.AnnAssign)
+    names = (name for each in statement.nodes for name in _names_in(each))
+    return (is_option or is_field) and any(_ABOUT_RANKS.search(name) for name in names)
+
+
+def _is_for_some_ranks(node: ast.If) -> bool:
+    """Whether some ranks load or change something that others do not; printing and saving are not meant."""
+    if not any(_ABOUT_RANKS.search(name) for part in ast.walk(node.test) for name in _names_in(part)):
+        return False
+    words = {_called_name(each) for part in node.body for each in ast.walk(part) if isinstance(each, ast.Call)}
+    return any(_WORDS[action].search(word) for word in words for action in ("load", "step", "clip", "trainable"))
+
+
+def _names_in(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Name):
+        yield node.id
+    elif isinstance(node, ast.Attribute):
+        yield node.attr
+    elif isinstance(node, ast.keyword) and node.arg:
+        yield node.arg
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        name = node.value.lstrip("-").replace("-", "_")  # also of an option
+        if name.isidentifier():
+            yield name
+
+
+def _writes_state(statement: Statement) -> bool:
+    """Whether a method other than a constructor writes an attribute of its object, or a tensor in place."""
+    if getattr(statement.function, "name", "") == "__init__":
+        return False
+    stores = any(
+        isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store) and each.attr != "grad"
+        for each in statement.nodes
+    )
+    in_place = any(
+        isinstance(call.func, ast.Attribute)
+        and call.func.attr.endswith("_")
+        and not call.func.attr.startswith(("requires_grad", "zero_", "unscale", "clip"))
+        for call in statement.calls
+    )
+    return stores or in_place

@@ -1,0 +1,207 @@
+"""Numbers that rank 0 shows: they are those of one rank with all samples, or rank 0's own, but nothing between."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Callable
+
+from everyrank.audit.finding import Findings
+from everyrank.rerun import Imposed, Printed, RankRecording, ScriptRecording
+
+__all__ = ["evaluates", "judge_printed"]
+
+_DIGITS = re.compile(r"\d*\.(\d+)")
+_OF_EVALUATION = "it is that of rank 0's part of the evaluation data only"
+_BETWEEN = "neither that of all samples nor rank 0's own, as a mean of the ranks' means is"
+
+_Line = tuple[str, int, str]
+_Margin = tuple[float, float]
+
+
+def judge_printed(
+    many: ScriptRecording,
+    one: RankRecording,
+    alone: RankRecording,
+    run_alone: Callable[[Imposed], ScriptRecording],
+    num_updates: int,
+    tolerance: float,
+    findings: Findings,
+) -> None:
+    """Compare the numbers of each line that was shown in the first `num_updates` updates.
+
+    alone      one rank with the batches of rank 0 and the parameters of all
+    run_alone  runs one rank again: with rank 0's batches of evaluation only, or with those of another rank
+    """
+    numbers = _Numbers(many, one, alone, run_alone, tolerance)
+    for line in one.printed:
+        shown, local = numbers.of_ranks[0].get(_key(line)), numbers.alone.get(_key(line))
+        if shown is None or local is None or shown.update > num_updates:
+            continue
+        if not len(line.numbers) == len(shown.numbers) == len(local.numbers):
+            continue
+        for index, number in enumerate(shown.numbers):
+            reason = numbers.why_wrong(line, shown, local, index)
+            if reason:
+                item, _ = numbers.item(shown, number, _margin(shown.text, number, tolerance))
+                findings.add(
+                    "WARN",
+                    "ranks.printed",
+                    line.place,
+                    f"the number {number:.6g} of {shown.text.strip()[:80]!r} is {line.numbers[index]:.6g} on one rank "
+                    f"with the same samples and weights: {reason}",
+                    "sum numerators and denominators over the ranks separately, then divide",
+                    also=(item,),
+                )
+                break
+
+
+@dataclasses.dataclass(eq=False)
+class _Numbers:
+    """The lines that each run has shown."""
+
+    many: ScriptRecording
+    one: RankRecording
+    alone_run: RankRecording
+    run_alone: Callable[[Imposed], ScriptRecording]
+    tolerance: float
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.many.ranks)
+
+    @functools.cached_property
+    def of_ranks(self) -> list[dict[_Line, Printed]]:
+        return [{_key(line): line for line in rank.printed} for rank in self.many.ranks]
+
+    @functools.cached_property
+    def alone(self) -> dict[_Line, Printed]:
+        return {_key(line): line for line in self.alone_run.printed}
+
+    @functools.cached_property
+    def of_evaluation(self) -> dict[_Line, Printed]:
+        """With rank 0's batches of evaluation only."""
+        return self._run(Imposed(recording=self.many, parameters=True, evaluation_rank=0))
+
+    @functools.cached_property
+    def alone_elsewhere(self) -> list[dict[_Line, Printed]]:
+        """With the batches of each other rank."""
+        return [
+            self._run(Imposed(recording=self.many, parameters=True, only_rank=rank))
+            for rank in range(1, self.num_ranks)
+        ]
+
+    def _run(self, imposed: Imposed) -> dict[_Line, Printed]:
+        return {_key(line): line for line in self.run_alone(imposed).ranks[0].printed}
+
+    def why_wrong(self, line: Printed, shown: Printed, local: Printed, index: int) -> str:
+        """Why a number is neither that of all samples nor one that rank 0 may show; "" if it is."""
+        number, right, of_rank_0 = shown.numbers[index], line.numbers[index], local.numbers[index]
+        margin = _margin(shown.text, number, self.tolerance)
+        if _is_near(number, right, margin) or self.is_of_training(shown, number, margin):
+            return ""
+        if self.is_of_each_rank(shown, index, margin) or self.is_setting(shown, number, right):
+            return ""
+        if self.is_progress(line, index):
+            return ""
+        if _is_near(number, of_rank_0, margin):
+            is_shown_once = not any(_key(line) in of_rank for of_rank in self.of_ranks[1:])
+            is_asked = is_shown_once and evaluates(self.many.ranks[0])
+            return _OF_EVALUATION if is_asked and _has(self.of_evaluation, shown, index, margin) else ""
+        times = number / right if number and right else 0.0
+        if times in (self.num_ranks, 1 / self.num_ranks) and number.is_integer() and right.is_integer():
+            return ""  # such as the samples of an update
+        if any(_is_near(number, right * factor, margin) for factor in (self.num_ranks, 1 / self.num_ranks) if times):
+            return f"{times:.3g} times that of one rank"
+        if any(_has(lines, shown, index, margin) for lines in self.alone_elsewhere):
+            return ""  # the largest or the smallest number of all ranks
+        return _BETWEEN
+
+    def is_of_training(self, shown: Printed, number: float, margin: _Margin) -> bool:
+        """Whether a number is a loss, a learning rate or a gradient of rank 0: these are compared by themselves."""
+        return (
+            self.is_own_loss(shown, number, margin)
+            or self.is_rate(shown, number, margin)
+            or self.item(shown, number, margin)[1]
+        )
+
+    def is_own_loss(self, shown: Printed, number: float, margin: _Margin) -> bool:
+        """Whether a number is rank 0's last loss, which may also depend on the samples of other ranks."""
+        updates = self.many.ranks[0].updates
+        if not 0 < shown.update <= len(updates) or not updates[shown.update - 1].losses:
+            return False
+        losses = updates[shown.update - 1].losses
+        return any(_is_near(number, losses[-1] * times, margin) for times in {1, len(losses)})
+
+    def is_rate(self, shown: Printed, number: float, margin: _Margin) -> bool:
+        """Whether a number is a learning rate of rank 0, before or after its last step."""
+        updates = self.many.ranks[0].updates[max(0, shown.update - 1) : shown.update + 1]
+        return any(rate and _is_near(number, rate, (margin[0], 1e-4)) for update in updates for rate in update.rates)
+
+    def item(self, shown: Printed, number: float, margin: _Margin) -> tuple[str, bool]:
+        """The line that made a printed number of a tensor, and whether it was a term of the rank's own loss."""
+        items = [each for each in self.many.ranks[0].facts.get("items", []) if each[2] <= shown.update and each[1]]
+        return next(
+            ((line, is_own) for value, line, _, is_own in reversed(items) if _is_near(value, number, margin)),
+            ("", False),
+        )
+
+    def is_of_each_rank(self, shown: Printed, index: int, margin: _Margin) -> bool:
+        """Whether all ranks show this number of a line, and not the same one: each shows its own."""
+        lines = [of_rank.get(_key(shown)) for of_rank in self.of_ranks[1:]]
+        known = [line for line in lines if line is not None and len(line.numbers) == len(shown.numbers)]
+        number = shown.numbers[index]
+        return len(known) == len(lines) and not all(_is_near(line.numbers[index], number, margin) for line in known)
+
+    def is_setting(self, shown: Printed, number: float, right: float) -> bool:
+        """Whether it is the number of ranks, or a process ID or a number of samples shown before training."""
+        return (number, right) == (self.num_ranks, 1) or (not shown.update and number.is_integer())
+
+    def is_progress(self, line: Printed, index: int) -> bool:
+        """Whether a number grows evenly with the updates on N ranks and on one: samples or tokens so far."""
+        return all(_grows_evenly(rank, line, index) for rank in (self.many.ranks[0], self.one))
+
+
+def _grows_evenly(rank: RankRecording, line: Printed, index: int) -> bool:
+    lines = [each for each in rank.printed if (each.place, each.stream) == (line.place, line.stream)]
+    points = [(each.update, each.numbers[index]) for each in lines if len(each.numbers) == len(line.numbers)]
+    (first, start), (last, end) = points[0], points[-1]
+    if last == first:
+        return False
+    growth = (end - start) / (last - first)
+    is_even = all(
+        math.isclose(number, start + growth * (update - first), rel_tol=1e-6, abs_tol=1e-9) for update, number in points
+    )
+    return is_even and growth > 0 and (len(points) > 2 or math.isclose(start, growth * first, rel_tol=1e-6))
+
+
+def _has(lines: dict[_Line, Printed], shown: Printed, index: int, margin: _Margin) -> bool:
+    """Whether another run shows the same number there."""
+    line = lines.get(_key(shown))
+    return (
+        line is not None
+        and len(line.numbers) == len(shown.numbers)
+        and _is_near(shown.numbers[index], line.numbers[index], margin)
+    )
+
+
+def evaluates(rank: RankRecording) -> bool:
+    """Whether a rank has read from a loader that it did not train on."""
+    return any(key[0] not in rank.facts.get("trained", []) for key, _, _ in rank.batches)
+
+
+def _key(line: Printed) -> _Line:
+    return line.place, line.occurrence, line.stream
+
+
+def _margin(text: str, number: float, tolerance: float) -> _Margin:
+    """(absolute, relative): half of the last digit with which a number is shown, and rounding."""
+    digits = max((len(match[1]) for match in _DIGITS.finditer(text) if float(match[0]) == abs(number)), default=0)
+    return 1.01 * 10.0**-digits if digits else 0.5, max(tolerance, 1e-6)
+
+
+def _is_near(one: float, other: float, margin: _Margin) -> bool:
+    absolute, relative = margin
+    return abs(one - other) <= absolute + relative * max(abs(one), abs(other))

@@ -1,0 +1,185 @@
+"""Findings lead to the line to change: back through assignments, conditions, calls, arguments and options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from everyrank.audit import Finding
+from everyrank.audit.data_flow import read_source
+from everyrank.audit.likely_lines import likely_lines
+
+# kind of finding, script; <seen> marks the line of the finding, <change> the line to change
+SCRIPTS = {
+    "an option of the command line decides the mesh": (
+        "gradient.weights",
+        """
+parser.add_argument("--steps", type=int, default=15)
+parser.add_argument("--shard-size", type=int, default=1)  # <change>
+args = parser.parse_args()
+mesh = init_device_mesh("cpu", (world // args.shard_size, args.shard_size))
+model = FSDP(net, device_mesh=mesh)
+optimizer = SGD(model.parameters())
+for x, y in loader:
+    loss = f(model(x), y)
+    loss.backward()
+    optimizer.step()  # <seen>
+""",
+    ),
+    "an argument in a call of several lines": (
+        "ranks.rate",
+        """
+schedule = get_schedule(
+    optimizer,
+    num_warmup_steps=args.warmup * num_processes,  # <change>
+    power=1.0,
+)
+for x, y in loader:
+    loss(x, y).backward()
+    optimizer.step()  # <seen>
+    schedule.step()
+""",
+    ),
+    "the condition of no_sync": (
+        "gradient.weights",
+        """
+for i, (x, y) in enumerate(loader):
+    is_last = i % every == 0  # <change>
+    with nullcontext() if is_last else model.no_sync():
+        loss(model(x), y).backward()
+    if (i + 1) % every == 0:
+        optimizer.step()  # <seen>
+""",
+    ),
+    "a function that makes parameters trainable, after the wrapper": (
+        "gradient.unsynced",
+        """
+def thaw(module):
+    for p in module.parameters():
+        p.requires_grad_(True)
+
+
+model = DDP(net)
+for step in range(20):
+    if step == 8:
+        thaw(net.body)  # <change>
+    loss = f(model(x))
+    loss.backward()
+    optimizer.step()  # <seen>
+""",
+    ),
+    "the part of a rank in a sampler of its own": (
+        "data.overlap",
+        """
+class Part:
+    def __init__(self, rows, rank, world):
+        self.rows, self.rank, self.world = rows, rank, world
+
+    def __iter__(self):
+        order = torch.randperm(self.rows)
+        yield from order[self.rank :: self.world]  # <change>
+
+
+sampler = Part(len(data), rank, world)
+loader = DataLoader(data, batch_size=4, sampler=sampler)  # <seen>
+""",
+    ),
+    "what a method adds to its state": (
+        "ranks.state",
+        """
+class Book(nn.Module):
+    def __init__(self):
+        self.register_buffer("size", torch.zeros(4))
+        self.register_buffer("total", torch.zeros(4))
+
+    def forward(self, x):
+        counts = self.assign(x).sum(0)
+        self.size.mul_(0.9).add_(counts)  # <change>
+        return self.size
+
+
+net = Book()
+for x in loader:
+    loss = net(x).sum()
+    loss.backward()
+    optimizer.step()  # <seen>
+""",
+    ),
+    "the seed behind a generator": (
+        "random.noise",
+        """
+def source(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+generator = source(11)  # <change>
+for x, y in loader:
+    noise = torch.randn(x.shape, generator=generator)
+    loss = f(model(x + noise), y)  # <seen>
+""",
+    ),
+    "a division in a function": (
+        "gradient.scale",
+        """
+def objective(out, y):
+    losses = cross_entropy(out, y, reduction="none")
+    return losses.sum() / (16 * world)  # <change>
+
+
+for x, y in loader:
+    loss = objective(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()  # <seen>
+    optimizer.step()
+""",
+    ),
+}
+
+
+def line_of(text: str, mark: str) -> int:
+    return next(number for number, line in enumerate(text.splitlines(), 1) if mark in line)
+
+
+@pytest.mark.parametrize(("rule", "text"), SCRIPTS.values(), ids=list(SCRIPTS))
+def test_the_line_to_change_is_among_the_lines(tmp_path: Path, rule: str, text: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    seen, change = (line_of(text, mark) for mark in ("<seen>", "<change>"))
+    lines = [int(line.rpartition(":")[2]) for line in likely_lines(rule, f"{script}:{seen}")]
+    assert change in lines[:3]
+    assert seen in lines
+    assert len(lines) <= 4
+    assert len(set(lines)) == len(lines)
+
+
+def test_recorded_lines_count_for_more_than_others(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("a = 1\nb = 2\nc = 3\noptimizer.step()\n")
+    lines = likely_lines("gradient.local", f"{script}:4", (f"{script}:2",))
+    assert set(lines) == {f"{script}:4", f"{script}:2"}
+
+
+@pytest.mark.parametrize("text", [None, "def broken(:\n", ""])
+def test_without_a_readable_file_the_lines_are_those_recorded(tmp_path: Path, text: str | None) -> None:
+    script = tmp_path / "train.py"
+    if text is not None:
+        script.write_text(text)
+    assert likely_lines("data.same", f"{script}:3", (f"{script}:1",)) == (f"{script}:3", f"{script}:1")
+    assert likely_lines("sync.needless", "", ()) == ()
+    assert Finding("WARN", "data.same", "", "text").lines == ()
+
+
+def test_statements_that_lead_to_a_line(tmp_path: Path) -> None:
+    """Unrelated assignments do not; the nearest have the fewest steps; a loop of calls ends."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "def first(a):\n    return second(a)\n\n\ndef second(a):\n    return first(a)\n\n\n"
+        "other = 1\nx = first(3)\ny = x + 1\nuse(y)\n"
+    )
+    source = read_source(str(script))
+    assert source is not None
+    steps = {statement.line: cost for statement, cost in source.leading_to(12).items()}
+    assert 9 not in steps
+    assert steps[12] < steps[11] < steps[10] < steps[2]
+    assert source.leading_to(99) == {}
