@@ -62,7 +62,7 @@ class StorageTrace(TorchDispatchMode):
     live        bytes alive now; peak, at_peak: the most since `reset`, and by category
     events      (change in bytes, key) of every change of a storage, in order
     operators   since `reset`
-    is_paused   storages that are made meanwhile are never counted
+    is_paused   storages that are made meanwhile are never counted, nor are operators
     """
 
     def __init__(self) -> None:
@@ -169,7 +169,8 @@ class StorageTrace(TorchDispatchMode):
         outputs = [value for value in tree_flatten(result)[0] if isinstance(value, Tensor)]
         for tensor in outputs:
             self._see(tensor.untyped_storage(), self.phase)
-        self._note(func, args, kwargs, result, inputs, outputs)
+        if not self.is_paused:
+            self._note(func, args, kwargs, result, inputs, outputs)
         return result
 
     def _note(
