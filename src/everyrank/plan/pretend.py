@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -53,8 +53,9 @@ class TracedStep:
     peak_bytes   most that is alive at once, and `categories` at that moment
     build_bytes  most that was alive while the model was built and in the first update
     state_bytes  alive between two updates
-    operators    of the update, in order
-    events       (change in bytes, key) of each storage, for a replay of the allocator
+    operators    of the update, in order; groups: the ranks of each process group that they use
+    events       (change in bytes, key, stream) of each storage since the model was built, for a replay of the allocator
+    start        of them, the first of the update
     """
 
     rank: int
@@ -64,7 +65,9 @@ class TracedStep:
     build_bytes: int
     state_bytes: int
     operators: tuple[Operator, ...]
-    events: tuple[tuple[int, int], ...]
+    groups: Mapping[str, tuple[int, ...]]
+    events: tuple[tuple[int, int, int], ...]
+    start: int
 
     @property
     def flops(self) -> int:
@@ -268,6 +271,7 @@ def trace_step(
             gc.collect()  # what only cycles of references keep alive
             state_bytes = trace.live
             trace.reset()
+            start = len(trace.events)
             _run_update(trace, prepared, one)
             return TracedStep(
                 rank,
@@ -277,8 +281,20 @@ def trace_step(
                 build_bytes,
                 state_bytes,
                 tuple(trace.operators),
+                _groups(trace.operators),
                 tuple(trace.events),
+                start,
             )
+
+
+def _groups(operators: Sequence[Operator]) -> dict[str, tuple[int, ...]]:
+    """Return name -> ranks of the process groups of collectives. Names that torch does not know are left out."""
+    groups: dict[str, tuple[int, ...]] = {}
+    resolve: Any = dist.distributed_c10d._resolve_process_group  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    for name in {operator.group for operator in operators if operator.group}:
+        with contextlib.suppress(RuntimeError, KeyError):
+            groups[name] = tuple(dist.get_process_group_ranks(resolve(name)))
+    return groups
 
 
 def first_sample(workload: Workload) -> Any:

@@ -60,7 +60,7 @@ class StorageTrace(TorchDispatchMode):
     """The storages that are alive, their peak, and the operators.
 
     live        bytes alive now; peak, at_peak: the most since `reset`, and by category
-    events      (change in bytes, key) of every change of a storage, in order
+    events      (change in bytes, key, stream) of every change of a storage, in order, for a replay of the allocator
     operators   since `reset`
     is_paused   storages that are made meanwhile are never counted, nor are operators
     """
@@ -71,7 +71,8 @@ class StorageTrace(TorchDispatchMode):
         self.live = self.peak = 0
         self.at_peak: dict[str, int] = {}
         self.operators: list[Operator] = []
-        self.events: list[tuple[int, int]] = []
+        self.events: list[tuple[int, int, int]] = []
+        self._streams: dict[Any, int] = {}
         self._keys: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._never: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         self._sizes: dict[int, int] = {}
@@ -116,10 +117,9 @@ class StorageTrace(TorchDispatchMode):
             self._categories[key] = category
 
     def reset(self) -> None:
-        """Forget operators and peak; what is alive stays."""
+        """Forget operators and peak; what is alive stays, and so do the events."""
         self.peak, self.at_peak = self.live, dict(self._by_category)
         self.operators.clear()
-        self.events.clear()
 
     def _change(self, key: int, size: int) -> None:
         change = size - self._sizes.get(key, 0)
@@ -128,7 +128,9 @@ class StorageTrace(TorchDispatchMode):
         self._sizes[key] = size
         self.live += change
         self._by_category[self._categories[key]] += change
-        self.events.append((change, key))
+        # the streams of a CPU order nothing, but FSDP2 allocates on them as it does on those of a GPU
+        stream = self._streams.setdefault(torch.cpu.current_stream(), len(self._streams))
+        self.events.append((change, key, stream))
         if self.live > self.peak:
             self.peak, self.at_peak = self.live, dict(self._by_category)
 
