@@ -28,6 +28,8 @@ class Called:
     tensors: int = 1
     is_strided: bool = False
     is_half: bool = False
+    is_causal: bool = False
+    phase: str = "activations"
 
 
 def machine(cache: float = 0.0) -> Machine:

@@ -34,6 +34,11 @@ class OperatorLike(Protocol):
         ...
 
     @property
+    def phase(self) -> str:
+        """Of the step: input, activations (forward), or temporary (backward and optimizer)."""
+        ...
+
+    @property
     def flops(self) -> int:
         """Operations; 0 for kernels that are no products."""
         ...
@@ -61,6 +66,11 @@ class OperatorLike(Protocol):
     @property
     def is_half(self) -> bool:
         """Whether its first input has 16 bits an element."""
+        ...
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether it is attention of which a GPU computes only half of the square."""
         ...
 
 

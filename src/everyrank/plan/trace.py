@@ -44,6 +44,7 @@ class Operator:
     tensors     it makes or changes, one after the other (foreach operators)
     is_strided  an input is not contiguous along its last dimension
     is_half     its first input has 16 bits an element
+    is_causal   attention of which a GPU computes only half of the square
     """
 
     name: str
@@ -54,6 +55,7 @@ class Operator:
     tensors: int = 1
     is_strided: bool = False
     is_half: bool = False
+    is_causal: bool = False
 
 
 class StorageTrace(TorchDispatchMode):
@@ -190,7 +192,8 @@ class StorageTrace(TorchDispatchMode):
             strided = any(tensor.dim() and tensor.shape[-1] > 1 < tensor.stride(-1) for tensor in inputs)
             flops = _flops(func, args, kwargs, result)
             half = bool(inputs) and inputs[0].element_size() == 2
-            self.operators.append(Operator(name, self.phase, flops, size, "", count, strided, half))
+            causal = "scaled_dot" in name and _is_causal(func, args, kwargs)
+            self.operators.append(Operator(name, self.phase, flops, size, "", count, strided, half, causal))
 
 
 def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
@@ -201,6 +204,12 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     if name == "aten::_scaled_dot_product_flash_attention_for_cpu_backward":
         return sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4]))
     return int(flop_registry[packet](*args, **kwargs, out_val=result)) if packet in flop_registry else 0
+
+
+def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
+    names = [argument.name for argument in func._schema.arguments]
+    index = names.index("is_causal") if "is_causal" in names else len(args)
+    return bool(kwargs.get("is_causal", args[index] if index < len(args) else False))
 
 
 def _group_name(values: list[Any]) -> str:
