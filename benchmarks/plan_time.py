@@ -3,7 +3,8 @@
     python benchmarks/plan_time.py                      # writes benchmarks/records/plan-time-cpu.json
 
 The machine is measured first (`plan --calibrate`), and each workload right after it. Run it on a quiet machine: two
-ranks need two cores. `--workloads mlp --steps 10` is a short run.
+ranks need two cores. A trial has 20 updates or takes a second, whichever is longer: another process on one of the cores
+for a few milliseconds is half of 20 updates of `digits`. `--workloads mlp --steps 10` is a short run.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ OUT = Path(__file__).parent / "records" / "plan-time-cpu.json"
 MLP = Path(__file__).parent / "plan_mlp.py"
 WORKLOADS = {"digits": "digits", "text": "text", "mlp": str(MLP)}
 BACKENDS = ("shm", "gloo")
+TRIAL_SECONDS, MOST_STEPS = 1.0, 200
 
 
 def measured(workload: str, layout: str, backend: str, steps: int) -> tuple[float, float, float] | str:
@@ -86,7 +88,8 @@ def compared(name: str, machine: Machine, steps: int) -> list[dict[str, Any]]:
                 continue
             parts["loader"] = loader_seconds(workload, layout)
             predicted = sum(parts.values())
-            found = measured(WORKLOADS[name], layout, backend, steps)
+            needed = min(MOST_STEPS, round(TRIAL_SECONDS / predicted))
+            found = measured(WORKLOADS[name], layout, backend, max(steps, needed))
             if isinstance(found, str):
                 rows.append(row | {"reason": found})
             else:

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 import zoo
 from checkpointing import Going
-from everyrank import parse_layout
+from everyrank import api, cli, parse_layout
+from everyrank.commands import oom_advice
 from everyrank.commands.oom_advice import with_smallest_change
-from everyrank.errors import CannotRunError, OutOfMemoryError
+from everyrank.errors import CannotRunError, EveryrankError, OutOfMemoryError, RankFailedError
 from everyrank.launch.host_info import host_memory_bytes
 from everyrank.parallel import state_memory
 from everyrank.parallel.mesh import local_tensors
@@ -132,6 +133,34 @@ def test_the_limit_of_a_container_counts(tmp_path: Path) -> None:
     assert host_memory_bytes(tmp_path) == whole
     (folder / "memory.max").write_text("1048576\n")
     assert host_memory_bytes(tmp_path) <= whole - 2**20
+
+
+@pytest.mark.parametrize(
+    ("command", "function", "error"),
+    [
+        ("train digits", "run", RankFailedError),
+        ("bench digits", "bench", RankFailedError),
+        ("bench digits", "bench", OutOfMemoryError),
+        ("bench digits --processes 1 2", "bench_scaling", RankFailedError),
+        ("verify digits", "verify", RankFailedError),
+    ],
+)
+def test_commands_that_train_advise_on_memory(
+    command: str, function: str, error: type[EveryrankError], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The one line of the error ends with what plan found."""
+
+    def advised(error: EveryrankError) -> EveryrankError:
+        return type(error)(f"{error}. Smallest change: recompute")
+
+    words = [*command.split(), *(["--out", str(tmp_path / "run")] if function == "run" else [])]
+    with (
+        mock.patch.object(api, function, side_effect=error("rank 1: no memory here")),
+        mock.patch.object(oom_advice, "with_smallest_change", advised),
+        mock.patch("everyrank.commands.train.with_smallest_change", advised),
+    ):
+        assert cli.main(words) == error("").exit_status
+    assert capsys.readouterr().err.rstrip().endswith("no memory here. Smallest change: recompute")
 
 
 @pytest.mark.integration

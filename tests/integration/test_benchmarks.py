@@ -63,6 +63,18 @@ def test_a_short_long_run_with_faults(repository: Path, tmp_path: Path) -> None:
     assert record.provenance["long_run"]["left"] == 0
 
 
+@pytest.mark.parametrize("layout", ["tensor", "context", "pipeline"])
+def test_traces_are_the_memory_of_real_ranks(repository: Path, tmp_path: Path, layout: str) -> None:
+    """Within 0.5% on each rank; the larger table is a Record."""
+    out = tmp_path / "memory.json"
+    command = [sys.executable, repository / "benchmarks" / "plan_memory.py", "--layout", layout, "--out", out]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["rank"] for row in rows] == [0, 1]
+    assert all(abs(row["error"]) < 0.005 for row in rows)
+
+
 def test_committed_records_can_be_read(repository: Path) -> None:
     """The numbers in README and docs come from these files."""
     files = sorted((repository / "benchmarks" / "records").glob("*.json"))

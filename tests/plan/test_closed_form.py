@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def test_facts_of_gpu_kinds() -> None:
     for gpu in GPUS.values():
         assert gpu.source
         assert 10 * GIB < gpu.memory < 300 * GIB
-        assert gpu.flops > gpu.flops_tf32 > 0
+        assert gpu.flops > gpu.flops_tf32 >= 0.4 * gpu.flops_fp32 > 0
         assert gpu.flops_fp8 in (0, pytest.approx(2 * gpu.flops, rel=0.02))
         assert gpu.inside.bandwidth > 0
     assert find_gpu("H100").name == find_gpu("h100_sxm").name == "h100_80gb"
@@ -147,6 +148,19 @@ def test_time_is_the_sum_of_its_parts_and_moves_as_it_should() -> None:
     assert seconds(Fitted(launch=1e-3)) > 2 * seconds()
     # it cannot be faster than its operations
     assert seconds(Fitted(1.0, 1.0, 1e-6)) > DECODERS["8b"].flops_per_token * 8192 / cluster.gpu.flops
+
+
+def test_float32_products_do_not_use_tf32() -> None:
+    """As torch's default has it: on an A100 an eighth of TF32's operations, on a V100 all that it has."""
+    sizes = parse_decoder("1b")
+    for kind, factor in (("a100", 8.0), ("v100", 1.0)):
+        cluster = parse_cluster(f"8x{kind}")
+        own = configure_layout(parse_layout("fsdp:meta=true"), sizes, cluster, 8)
+        times = [
+            predict_step(replace(own, tf32=tf32), cluster.gpu, cluster.inside, cluster.across).parts["products"]
+            for tf32 in (own.tf32, 1.0)
+        ]
+        assert float(times[0] / times[1]) == pytest.approx(factor, rel=0.05)
 
 
 def test_a_group_crosses_nodes_only_where_it_has_to() -> None:

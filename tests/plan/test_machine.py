@@ -10,7 +10,11 @@ import pytest
 
 from everyrank.cli import main
 from everyrank.errors import UsageError
+from everyrank.layout import parse_layout
+from everyrank.plan import calibrate
+from everyrank.plan.kernels import separate_matrices
 from everyrank.plan.machine import Machine, kernel_kind, read_machine, traced_seconds, write_machine
+from everyrank.plan.pretend import trace_step
 
 KERNELS = (
     *("product", "other", "strided", "exponential", "trigonometric", "sum", "normalisation", "normalisation_backward"),
@@ -28,6 +32,8 @@ class Called:
     tensors: int = 1
     is_strided: bool = False
     is_half: bool = False
+    is_causal: bool = False
+    phase: str = "activations"
 
 
 def machine(cache: float = 0.0) -> Machine:
@@ -39,7 +45,7 @@ def machine(cache: float = 0.0) -> Machine:
     return Machine("cpu", 2, 1, cache, kernels, cold, links, overhead, {"host": "test"})
 
 
-def test_the_time_of_a_step_is_the_slowest_rank_and_its_bubble() -> None:
+def test_the_time_of_a_step_is_that_of_the_slowest_rank() -> None:
     """Products go by operations, others by bytes, collectives by theirs; waiting takes nothing."""
     light = [Called("mm", flops=10**6), Called("add", bytes=10), Called("wait_tensor", group="0")]
     heavy = [*light, Called("mm", flops=10**9), Called("allreduce_", bytes=10**8, group="0")]
@@ -47,10 +53,24 @@ def test_the_time_of_a_step_is_the_slowest_rank_and_its_bubble() -> None:
     assert parts["kernels"] == pytest.approx(1 + 1e-3 + 1e-6, rel=1e-6)
     assert parts["links"] == pytest.approx(1)
     assert parts["overhead"] == pytest.approx(1e-4 + 5 * 2e-6)
-    idle = traced_seconds([heavy], "pipeline", machine(), "shm", bubble=0.2)
-    assert idle["bubble"] == pytest.approx(0.25 * sum(value for name, value in idle.items() if name != "bubble"))
     more = traced_seconds([[Called("mm", flops=4 * 10**9)]], "ddp", machine(), "shm")
     assert more["kernels"] == pytest.approx(4), "beyond the last point at its rate"
+
+
+def test_stages_of_a_pipeline_wait_for_messages() -> None:
+    """Two micro-batches in two stages of 1 s take 3 s; the order is that of the trace."""
+    work, last = Called("mm", flops=10**9), Called("mm", flops=2 * 10**9)
+    send, receive = Called("send", bytes=10, group="F"), Called("recv_", bytes=10, group="F")
+    first = [work, send, work, send]
+    parts = traced_seconds([first, [receive, work, receive, work]], "pipeline", machine(), "shm")
+    overhead = 1e-4 + 6 * 2e-6
+    assert sum(parts.values()) == pytest.approx(3 + 1e-5 + overhead, abs=3e-6)
+    assert parts["waiting"] == pytest.approx(1, abs=1e-4)
+    slow = traced_seconds([first, [receive, last, receive, last]], "pipeline", machine(), "shm")
+    assert slow["waiting"] == pytest.approx(1, abs=1e-4), "the last stage is never idle after the first micro-batch"
+    assert sum(slow.values()) == pytest.approx(5, abs=1e-3)
+    with pytest.raises(ValueError, match="never sent"):
+        traced_seconds([[work], [receive]], "pipeline", machine(), "shm")
 
 
 def test_what_caches_cannot_hold_comes_from_memory() -> None:
@@ -63,6 +83,24 @@ def test_what_caches_cannot_hold_comes_from_memory() -> None:
 
 def test_a_product_of_few_rows_takes_the_bytes_of_its_matrix() -> None:
     assert machine().kernel_seconds([Called("mm", flops=10**3, bytes=10**9)]) == pytest.approx(1.0)
+
+
+def test_products_are_operations_and_the_bytes_of_their_matrices() -> None:
+    """From squares and from products of 8 rows, whose sum of parts they are; a curve without bytes has the old rule."""
+    flops_second, bytes_second = 1e11, 1e10
+
+    def seconds(rows: float, width: float) -> float:
+        return 2 * rows * width**2 / flops_second + 4 * (width**2 + 2 * rows * width) / bytes_second
+
+    squares = [(2.0 * size**3, seconds(size, size)) for size in (16, 48, 128, 256, 512)]
+    thin = [(2.0 * 8 * size**2, seconds(8, size)) for size in (64, 128, 256, 512, 1024, 2048)]
+    curves = separate_matrices({"product": squares, "thin product": thin, "other": [(1.0, 1.0)]})
+    assert set(curves) == {"product", "matrix", "other"}
+    plain = machine()
+    measured = replace(plain, kernels={**plain.kernels, **curves}, cold={**plain.cold, **curves})
+    for rows, width in ((8, 1024), (16, 1024), (64, 512), (256, 256)):
+        called = Called("mm", flops=2 * rows * width**2, bytes=4 * (width**2 + 2 * rows * width))
+        assert measured.kernel_seconds([called]) == pytest.approx(seconds(rows, width), rel=0.1)
 
 
 def test_a_foreach_operator_is_one_kernel_for_each_tensor() -> None:
@@ -164,3 +202,19 @@ def test_a_step_takes_longer_than_the_sum_of_its_parts(tmp_path: Path) -> None:
     kept = read_machine(path)
     assert kept is not None
     assert kept.factors == {}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("pipeline", marks=pytest.mark.integration)])
+def test_the_overhead_of_a_strategy_is_found_again(strategy: str) -> None:
+    """From the seconds of two decoders, also where stages wait for each other."""
+    overhead = {"shm": {strategy: (1e-3, 2e-5)}}
+    ranks = range(2 if strategy == "pipeline" else 1)
+    seconds = []
+    for num_blocks in calibrate._BLOCKS:
+        steps = [trace_step(calibrate._tiny(num_blocks), parse_layout(strategy), 2, rank) for rank in ranks]
+        parts = traced_seconds(
+            [step.operators for step in steps], strategy, replace(machine(), overhead=overhead), "shm"
+        )
+        seconds.append(sum(parts.values()))
+        assert (parts["waiting"] > 0) == (strategy == "pipeline")
+    assert calibrate._overhead(strategy, seconds, machine(), "shm") == pytest.approx((1e-3, 2e-5), rel=0.01)

@@ -104,6 +104,17 @@ def test_tensor_parallel_keeps_only_its_state_between_updates() -> None:
     assert traced.state_bytes < 4.2 * parameter_bytes(decoder(num_blocks=1))
 
 
+def test_what_dtensor_computes_shapes_with_is_not_memory() -> None:
+    """A rank of two has half of the logits; DTensor asks fake tensors of all logits for the shape of the loss."""
+    shape = DecoderShape(num_blocks=1, num_heads=4, width=WIDTH, hidden=64, vocabulary=4096)
+    workload = decoder_workload(shape, 8, LENGTH, global_batch=8, sequence_dim=1, steps=1)
+    traced = trace_step(workload, parse_layout("tensor"), 2)
+    half_of_logits = 8 * LENGTH * 4096 // 2 * 4
+    assert max(change for change, *_ in traced.events) == half_of_logits
+    products = [operator.flops for operator in traced.operators if operator.name in ("mm", "addmm")]
+    assert max(products) == 2 * 8 * LENGTH * WIDTH * 4096 // 2
+
+
 def test_experts_get_equal_parts_of_the_tokens() -> None:
     """Fake tensors have no counts: their sum is spread evenly, so half of the rows come back from the other rank."""
     shape = DecoderShape(1, 4, WIDTH, 64, VOCABULARY, experts=4)

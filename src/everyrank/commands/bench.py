@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Sequence
 
 from everyrank.commands.launching import launch_of
+from everyrank.commands.oom_advice import advising_on_memory
 from everyrank.commands.shared import (
     add_common,
     add_layouts,
@@ -88,10 +89,11 @@ def run(args: argparse.Namespace) -> int:
     options = options_of(args, BenchOptions, explicit=bool(args.layout))
     finished: list[Record] = []
     try:
-        if len(processes) > 1:
-            records = api.bench_scaling(source, layouts, launch, processes, options=options, kept=finished)
-        else:
-            records = api.bench(source, layouts, launch, options=options, kept=finished)
+        with advising_on_memory():
+            if len(processes) > 1:
+                records = api.bench_scaling(source, layouts, launch, processes, options=options, kept=finished)
+            else:
+                records = api.bench(source, layouts, launch, options=options, kept=finished)
     except UsageError:
         raise
     except BaseException:  # Ctrl-C, SIGTERM or a dead rank: show the results so far, then re-raise

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Generator
 from pathlib import Path
 
-from everyrank.errors import EveryrankError, UsageError
+from everyrank.errors import EveryrankError, OutOfMemoryError, RankFailedError, UsageError
 from everyrank.launch import rank_info_from_environment
 
-__all__ = ["with_smallest_change"]
+__all__ = ["advising_on_memory", "with_smallest_change"]
 
 _SECONDS = 90.0  # for the trace of a few layouts
+
+
+@contextlib.contextmanager
+def advising_on_memory() -> Generator[None]:
+    """End the error of ranks that are out of memory with the smallest change that fits."""
+    try:
+        yield
+    except (RankFailedError, OutOfMemoryError) as error:
+        raise with_smallest_change(error) from None
 
 
 def with_smallest_change(error: EveryrankError, timeout_seconds: float = _SECONDS) -> EveryrankError:

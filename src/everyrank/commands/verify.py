@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from everyrank.commands.launching import launch_of
+from everyrank.commands.oom_advice import advising_on_memory
 from everyrank.commands.shared import (
     add_common,
     add_layouts,
@@ -55,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
     check_writable(args.json)
     source = source_of(args)
     options = options_of(args, VerifyOptions, explicit=bool(args.layout))
-    records = api.verify(source, layouts, launch, options=options)
+    with advising_on_memory():
+        records = api.verify(source, layouts, launch, options=options)
     if not records:
         return 0
     checked = [record for record in records if record.parity.checks]

@@ -15,6 +15,8 @@ candidates.py     layouts as configurations, all layouts of a cluster, the choic
 whole_run.py      hours, money and energy with checkpoints and failures
 answer.py         the answer of the command as one JSON object
 trace.py          every storage, operator and collective of a rank, seen on fake tensors
+caching_allocator.py  torch's caching allocator, replayed: reserved memory
+roofline.py       seconds of a traced step on a kind of GPU that was not measured
 as_on_gpu.py      what a GPU computes by one kernel and a CPU by several
 even_counts.py    the tokens of each expert on fake tensors, which have no values
 pretend.py        the real prepare and step of any layout, for any rank of any number, on fake tensors

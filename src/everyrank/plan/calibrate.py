@@ -31,8 +31,8 @@ from everyrank.launch import Launch, RankInfo, run_ranks
 from everyrank.layout import parse_layout
 from everyrank.measure.provenance import machine as provenance_of
 from everyrank.plan.kernels import measure_kernels, time_call
-from everyrank.plan.machine import Machine, Point, pipeline_bubble
-from everyrank.plan.pretend import first_sample, micro_batches_of, trace_step
+from everyrank.plan.machine import Machine, Point, traced_seconds
+from everyrank.plan.pretend import TracedStep, first_sample, micro_batches_of, trace_step
 from everyrank.plan.traced import time_layout
 from everyrank.strategies import Prepared, prepare
 from everyrank.workload import Workload
@@ -47,6 +47,7 @@ _BLOCKS = (2, 6)  # of two decoders so small that a step is overhead only
 _LEAD, _STEPS, _REFERENCE_STEPS, _ROUNDS = 4, 10, 4, 3
 _LENGTH = 8
 _COMPUTE_SECONDS = 5e-4  # between two collectives that are measured
+_MOST_OVERHEAD = 1e-2  # seconds of an operator
 _POOL_BYTES = 2**26
 
 
@@ -199,19 +200,26 @@ def _last_cache() -> float:
 def _overhead(strategy: str, seconds: Sequence[float], machine: Machine, backend: str) -> tuple[float, float]:
     """Seconds of a step and of an operator, from the steps of two decoders that are overhead only."""
     layout = parse_layout("single" if machine.ranks == 1 else strategy)
-    idle = pipeline_bubble(machine.ranks, 2 * machine.ranks) if strategy == "pipeline" else 0.0
-    counts: list[int] = []
-    left: list[float] = []
-    for num_blocks, measured in zip(_BLOCKS, seconds, strict=True):
-        traced = trace_step(_tiny(num_blocks), layout, machine.ranks, on_gpu=machine.device != "cpu")
-        known = 0.0  # a GPU is faster than the host here
-        if machine.device == "cpu":
-            known += machine.kernel_seconds(traced.operators)
-            known += machine.link_seconds(traced.operators, backend) if machine.ranks > 1 else 0.0
-        counts.append(len(traced.operators))
-        left.append(max(measured * (1 - idle) - known, 0.0))
-    of_operator = max((left[1] - left[0]) / (counts[1] - counts[0]), 0.0)
-    return max(left[0] - of_operator * counts[0], 0.0), of_operator
+    ranks = range(machine.ranks if strategy == "pipeline" else 1)
+    traced = [
+        [trace_step(_tiny(num_blocks), layout, machine.ranks, rank, on_gpu=machine.device != "cpu") for rank in ranks]
+        for num_blocks in _BLOCKS
+    ]
+
+    def known(steps: Sequence[TracedStep], of_operator: float) -> float:
+        """The seconds of a step that takes nothing itself; a GPU is faster than the host here."""
+        operators = [step.operators for step in steps]
+        if machine.device != "cpu":
+            return of_operator * len(operators[0])
+        timed = replace(machine, overhead={backend: {strategy: (0.0, of_operator)}})
+        return sum(traced_seconds(operators, strategy, timed, backend).values())
+
+    low, high = 0.0, _MOST_OVERHEAD
+    for _ in range(30):  # the deeper decoder takes the longer, the more an operator takes
+        middle = (low + high) / 2
+        is_too_long = known(traced[1], middle) - known(traced[0], middle) > seconds[1] - seconds[0]
+        low, high = (low, middle) if is_too_long else (middle, high)
+    return max(seconds[0] - known(traced[0], low), 0.0), low
 
 
 def _mean(curves: Sequence[dict[str, list[Point]]]) -> dict[str, list[Point]]:

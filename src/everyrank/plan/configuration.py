@@ -37,6 +37,7 @@ class Stack:
     attention      rate of its flash attention over FlashAttention-2's: 0.62 for version 1 (Dao 2023)
     logit_traffic  bytes moved for each logit at the loss: 24 fused, 40 to 60 eager, 120 in Megatron of 2021
     optimizer_traffic  bytes moved for each parameter in the optimizer's step: 28 fused, 40 not
+    tf32           float32 products run as TF32 (torch's default is that they do not)
     extra          bytes for each token and element of the width that a block keeps besides: eager norms keep float32
                    copies of their input. From traces of our decoder on CPU; fused norms keep less
     holds_gradients  gradients of the last update lie in buffers while the loss is computed (else they are freed)
@@ -68,6 +69,7 @@ class Stack:
     attention: float = 1
     logit_traffic: float = 50
     optimizer_traffic: float = 40
+    tf32: bool = True
 
 
 _OWN_OPTIMIZER = replace(Stack("megatron", 2, 4, 12), fused_optimizer=True, optimizer_traffic=28)
@@ -81,7 +83,8 @@ STACKS = {
         # ours: parameters in float32; FSDP casts to bf16, the others compute under autocast
         Stack("everyrank-fsdp", fsdp_root=True, extra=18, holds_gradients=False),
         Stack("everyrank-autocast", residual=4, weight_copies=2, ends_everywhere=True, extra=18),
-        Stack("everyrank-float32", size=4, residual=4, logits=16, fsdp_root=True, extra=18, holds_gradients=False),
+        Stack("everyrank-float32", size=4, residual=4, logits=16, fsdp_root=True, extra=18, holds_gradients=False,
+              tf32=False),
         Stack("torchtitan", selective_is_per_op=True, fused_optimizer=True, uncertainty=0.08),
         Stack("llm-foundry", logits=8, mlp_saved=(3, 2), fsdp_root=True, attention=0.62, logit_traffic=24),
         _MEGATRON,
@@ -160,6 +163,7 @@ class Configurations:
     attention: Any = 1
     logit_traffic: Any = 50
     optimizer_traffic: Any = 40
+    tf32: Any = 1
     fp8: Any = 0
     whole_first: Any = 0
 

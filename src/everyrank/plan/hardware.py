@@ -39,6 +39,7 @@ class Gpu:
     flops       dense 16-bit tensor-core operations a second (bf16; fp16 where a kind has no bf16)
     flops_tf32  the same for float32 products with TF32; plain float32 where a kind has no TF32
     flops_fp8   the same for 8-bit floats; 0 where a kind has none
+    flops_fp32  operations a second of float32 products without TF32, which is torch's default
     hbm         bytes a second between the chip and its memory
     units       streaming multiprocessors (compute units on AMD)
     watts       thermal design power
@@ -52,6 +53,7 @@ class Gpu:
     flops: float
     flops_tf32: float
     flops_fp8: float
+    flops_fp32: float
     hbm: float
     units: int
     watts: float
@@ -146,17 +148,18 @@ _CAPACITY = "memory: total capacity in torch's out-of-memory messages"
 def _gpu(
     name: str,
     gib: float,
-    tflops: tuple[float, float, float],
+    tflops: tuple[float, float, float, float],
     terabytes: float,
     units: int,
     watts: float,
     links: tuple[Link, Link],
     source: str,
 ) -> Gpu:
-    """A kind in the units of data sheets: operations as (16-bit, TF32, fp8), dense, in Tflop/s."""
-    flops, flops_tf32, flops_fp8 = (1e12 * value for value in tflops)
+    """A kind in the units of data sheets: operations as (16-bit, TF32, fp8, float32), dense, in Tflop/s."""
+    flops, flops_tf32, flops_fp8, flops_fp32 = (1e12 * value for value in tflops)
     inside, across = links
-    return Gpu(name, gib * GIB, flops, flops_tf32, flops_fp8, terabytes * 1e12, units, watts, inside, across, source)
+    rates = flops, flops_tf32, flops_fp8, flops_fp32
+    return Gpu(name, gib * GIB, *rates, terabytes * 1e12, units, watts, inside, across, source)
 
 
 _SXM2, _SXM3 = (_NVLINK2, _100G), (_NVLINK3, _200G)
@@ -167,27 +170,38 @@ _H100_500W = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md; 0.85 of t
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
-        _gpu("v100_16gb", 15.77, (125, 15.7, 0), 0.9, 80, 300, _SXM2, f"{_NV} V100; {_CAPACITY}"),
-        _gpu("v100_32gb", 31.74, (125, 15.7, 0), 0.9, 80, 300, _SXM2, f"{_NV} V100; {_CAPACITY}"),
-        _gpu("t4", 14.75, (65, 8.1, 0), 0.32, 40, 70, (PCIE3, _100G), f"{_NV} T4; {_CAPACITY}"),
-        _gpu("a10", 22.06, (125, 62.5, 0), 0.6, 72, 150, (PCIE4, _100G), f"{_NV} A10; {_CAPACITY}"),
-        _gpu("a100_40gb", 39.39, (312, 156, 0), 1.555, 108, 400, _SXM3, f"{_NV} A100; {_CAPACITY}"),
-        _gpu("a100_80gb", 79.15, (312, 156, 0), 2.039, 108, 400, _SXM3, f"{_NV} A100; {_CAPACITY}"),
-        _gpu("a100_80gb_pcie", 79.15, (312, 156, 0), 1.935, 108, 300, (PCIE4, _200G), f"{_NV} A100; {_CAPACITY}"),
-        _gpu("l4", 22.03, (121, 60, 242), 0.3, 58, 72, (PCIE4, _100G), f"{_NV} L4; {_CAPACITY}"),
-        _gpu("rtx4090", 23.65, (165, 82.6, 330), 1.008, 128, 450, (PCIE4, _100G), f"NVIDIA Ada paper; {_CAPACITY}"),
-        _gpu("l40s", 44.3, (362, 183, 733), 0.864, 142, 350, (PCIE4, _200G), f"{_NV} L40S; {_CAPACITY}"),
-        _gpu("h100_80gb", 79.1, (989, 494.5, 1979), 3.35, 132, 700, _SXM4, f"{_NV} H100 SXM; {_CAPACITY}"),
-        _gpu("h100_80gb_pcie", 79.1, (756, 378, 1513), 2.0, 114, 350, (_PCIE5, _200G), f"{_NV} H100; {_CAPACITY}"),
-        _gpu("h100_94gb_nvl", 93.1, (835, 417, 1671), 3.9, 132, 400, (_PCIE5, _400G), f"{_NV} H100 NVL; {_CAPACITY}"),
-        _gpu("h100_96gb_hbm2e_500w", 95.0, (840, 420, 1680), 2.4, 132, 500, _SXM4, _H100_500W),
+        _gpu("v100_16gb", 15.77, (125, 15.7, 0, 15.7), 0.9, 80, 300, _SXM2, f"{_NV} V100; {_CAPACITY}"),
+        _gpu("v100_32gb", 31.74, (125, 15.7, 0, 15.7), 0.9, 80, 300, _SXM2, f"{_NV} V100; {_CAPACITY}"),
+        _gpu("t4", 14.75, (65, 8.1, 0, 8.1), 0.32, 40, 70, (PCIE3, _100G), f"{_NV} T4; {_CAPACITY}"),
+        _gpu("a10", 22.06, (125, 62.5, 0, 31.2), 0.6, 72, 150, (PCIE4, _100G), f"{_NV} A10; {_CAPACITY}"),
+        _gpu("a100_40gb", 39.39, (312, 156, 0, 19.5), 1.555, 108, 400, _SXM3, f"{_NV} A100; {_CAPACITY}"),
+        _gpu("a100_80gb", 79.15, (312, 156, 0, 19.5), 2.039, 108, 400, _SXM3, f"{_NV} A100; {_CAPACITY}"),
+        _gpu("a100_80gb_pcie", 79.15, (312, 156, 0, 19.5), 1.935, 108, 300, (PCIE4, _200G), f"{_NV} A100; {_CAPACITY}"),
+        _gpu("l4", 22.03, (121, 60, 242, 30.3), 0.3, 58, 72, (PCIE4, _100G), f"{_NV} L4; {_CAPACITY}"),
         _gpu(
-            "a800_80gb", 79.15, (312, 156, 0), 2.039, 108, 400, (_NVLINK_A800, _200G), f"A100 of 400 GB/s; {_CAPACITY}"
+            "rtx4090", 23.65, (165, 82.6, 330, 82.6), 1.008, 128, 450, (PCIE4, _100G), f"NVIDIA Ada paper; {_CAPACITY}"
+        ),
+        _gpu("l40s", 44.3, (362, 183, 733, 91.6), 0.864, 142, 350, (PCIE4, _200G), f"{_NV} L40S; {_CAPACITY}"),
+        _gpu("h100_80gb", 79.1, (989, 494.5, 1979, 67), 3.35, 132, 700, _SXM4, f"{_NV} H100 SXM; {_CAPACITY}"),
+        _gpu("h100_80gb_pcie", 79.1, (756, 378, 1513, 51), 2.0, 114, 350, (_PCIE5, _200G), f"{_NV} H100; {_CAPACITY}"),
+        _gpu(
+            "h100_94gb_nvl", 93.1, (835, 417, 1671, 60), 3.9, 132, 400, (_PCIE5, _400G), f"{_NV} H100 NVL; {_CAPACITY}"
+        ),
+        _gpu("h100_96gb_hbm2e_500w", 95.0, (840, 420, 1680, 57), 2.4, 132, 500, _SXM4, _H100_500W),
+        _gpu(
+            "a800_80gb",
+            79.15,
+            (312, 156, 0, 19.5),
+            2.039,
+            108,
+            400,
+            (_NVLINK_A800, _200G),
+            f"A100 of 400 GB/s; {_CAPACITY}",
         ),
         _gpu(
             "h800_80gb",
             79.1,
-            (989, 494.5, 1979),
+            (989, 494.5, 1979, 67),
             3.35,
             132,
             700,
@@ -197,50 +211,59 @@ GPUS: dict[str, Gpu] = {
         _gpu(
             "a6000",
             47.5,
-            (155, 77.5, 0),
+            (155, 77.5, 0, 38.7),
             0.768,
             84,
             300,
             (PCIE4, _100G),
             f"{_NV} RTX A6000; memory: less the driver's",
         ),
-        _gpu("h200", 139.7, (989, 494.5, 1979), 4.8, 132, 700, _SXM4, f"{_NV} H200; {_CAPACITY}"),
-        _gpu("gh200_96gb", 94.5, (989, 494.5, 1979), 4.0, 132, 900, (_GH200, _200G), f"{_NV} GH200; {_CAPACITY}"),
-        _gpu("b200", 178.35, (2250, 1125, 4500), 7.672, 148, 1000, _SXM5, _B200),
+        _gpu("h200", 139.7, (989, 494.5, 1979, 67), 4.8, 132, 700, _SXM4, f"{_NV} H200; {_CAPACITY}"),
+        _gpu("gh200_96gb", 94.5, (989, 494.5, 1979, 67), 4.0, 132, 900, (_GH200, _200G), f"{_NV} GH200; {_CAPACITY}"),
+        _gpu("b200", 178.35, (2250, 1125, 4500, 75), 7.672, 148, 1000, _SXM5, _B200),
         _gpu(
             "gb200",
             184.0,
-            (2500, 1250, 5000),
+            (2500, 1250, 5000, 80),
             7.672,
             148,
             1200,
             _SXM5,
             f"{_NV} GB200; memory: 186 GB less the driver's",
         ),
-        _gpu("p100", 15.9, (21.2, 10.6, 0), 0.732, 56, 300, _SXM2, f"{_NV} P100 (no tensor cores); {_CAPACITY}"),
-        _gpu("rtx3090", 23.69, (71, 35.6, 0), 0.936, 82, 350, (PCIE4, _100G), f"NVIDIA Ampere paper; {_CAPACITY}"),
+        _gpu("p100", 15.9, (21.2, 10.6, 0, 10.6), 0.732, 56, 300, _SXM2, f"{_NV} P100 (no tensor cores); {_CAPACITY}"),
         _gpu(
-            "rtx5090", 31.36, (209.5, 104.8, 419), 1.792, 170, 575, (_PCIE5, _100G), f"NVIDIA Blackwell paper; {_LESS}"
+            "rtx3090", 23.69, (71, 35.6, 0, 35.6), 0.936, 82, 350, (PCIE4, _100G), f"NVIDIA Ampere paper; {_CAPACITY}"
         ),
-        _gpu("a40", 44.4, (149.7, 74.8, 0), 0.696, 84, 300, (PCIE4, _200G), f"{_NV} A40; {_LESS}"),
-        _gpu("l40", 44.4, (181, 90.5, 362), 0.864, 142, 300, (PCIE4, _200G), f"{_NV} L40; {_LESS}"),
-        _gpu("rtx6000ada", 47.4, (364, 182, 728), 0.96, 142, 300, (PCIE4, _100G), f"{_NV} RTX 6000 Ada; {_LESS}"),
-        _gpu("h20", 94.9, (148, 74, 296), 4.0, 78, 400, _SXM4, f"{_NV} H20; {_LESS}"),
-        _gpu("b300", 267.0, (2250, 1125, 4500), 8.0, 148, 1100, _SXM5, f"{_NV} HGX B300; {_LESS}"),
-        _gpu("gb300", 267.0, (2500, 1250, 5000), 8.0, 148, 1400, _SXM5, f"{_NV} GB300; {_LESS}"),
+        _gpu(
+            "rtx5090",
+            31.36,
+            (209.5, 104.8, 419, 104.8),
+            1.792,
+            170,
+            575,
+            (_PCIE5, _100G),
+            f"NVIDIA Blackwell paper; {_LESS}",
+        ),
+        _gpu("a40", 44.4, (149.7, 74.8, 0, 37.4), 0.696, 84, 300, (PCIE4, _200G), f"{_NV} A40; {_LESS}"),
+        _gpu("l40", 44.4, (181, 90.5, 362, 90.5), 0.864, 142, 300, (PCIE4, _200G), f"{_NV} L40; {_LESS}"),
+        _gpu("rtx6000ada", 47.4, (364, 182, 728, 91.1), 0.96, 142, 300, (PCIE4, _100G), f"{_NV} RTX 6000 Ada; {_LESS}"),
+        _gpu("h20", 94.9, (148, 74, 296, 44), 4.0, 78, 400, _SXM4, f"{_NV} H20; {_LESS}"),
+        _gpu("b300", 267.0, (2250, 1125, 4500, 75), 8.0, 148, 1100, _SXM5, f"{_NV} HGX B300; {_LESS}"),
+        _gpu("gb300", 267.0, (2500, 1250, 5000, 80), 8.0, 148, 1400, _SXM5, f"{_NV} GB300; {_LESS}"),
         _gpu(
             "mi250x",
             63.9,
-            (191.5, 47.9, 0),
+            (191.5, 47.9, 0, 47.9),
             1.638,
             110,
             280,
             (_XGMI2, _200G),
             "AMD data sheet MI250X, one of its two dies",
         ),
-        _gpu("mi325x", 255.5, (1307, 653, 2614), 6.0, 304, 1000, (_XGMI, _400G), "AMD data sheet MI325X"),
-        _gpu("mi355x", 287.5, (2516, 1258, 5033), 8.0, 256, 1400, (_XGMI4, _400G), "AMD data sheet MI355X"),
-        _gpu("mi300x", 191.5, (1307, 653, 2614), 5.3, 304, 750, (_XGMI, _400G), "AMD data sheet MI300X"),
+        _gpu("mi325x", 255.5, (1307, 653, 2614, 163.4), 6.0, 304, 1000, (_XGMI, _400G), "AMD data sheet MI325X"),
+        _gpu("mi355x", 287.5, (2516, 1258, 5033, 157.3), 8.0, 256, 1400, (_XGMI4, _400G), "AMD data sheet MI355X"),
+        _gpu("mi300x", 191.5, (1307, 653, 2614, 163.4), 5.3, 304, 750, (_XGMI, _400G), "AMD data sheet MI300X"),
     )
 }
 """By name. Not verified on any of these GPUs: they are data sheets."""
@@ -336,7 +359,9 @@ def host_cluster(device: str, ranks: int) -> Cluster:
         return Cluster(gpu, ranks, ranks, gpu.links_of_node(ranks), gpu.across)
     memory = host_memory_bytes() / ranks
     link = Link(0.0, 1.0, "measured")
-    return Cluster(Gpu("cpu", memory, 1.0, 1.0, 0.0, 1.0, 1, 0.0, link, link, "this host"), ranks, ranks, link, link)
+    return Cluster(
+        Gpu("cpu", memory, 1.0, 1.0, 0.0, 1.0, 1.0, 1, 0.0, link, link, "this host"), ranks, ranks, link, link
+    )
 
 
 _INFINIBAND = {"fdr": 56, "edr": 100, "hdr100": 100, "hdr": 200, "ndr200": 200, "ndr": 400, "xdr": 800}

@@ -3,6 +3,9 @@
 Each size is measured twice. Hot: the same operands again and again, which the caches hold. Cold: one operand is another
 tensor each time, of so many that no cache holds them, and the others stay. So it is in a training step that is larger
 than the caches: one operand is what the operator before has made, and the other was made long ago.
+
+On a CPU a product takes its operations and, besides, the bytes of its matrices: with few rows most of the time goes
+into reading a weight or writing its gradient. Products of squares and of 8 rows tell the two apart.
 """
 
 from __future__ import annotations
@@ -18,12 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from everyrank.plan.machine import Point
+from everyrank.plan.machine import Point, seconds_at
 from everyrank.world import World
 
-__all__ = ["measure_kernels", "time_call"]
+__all__ = ["measure_kernels", "separate_matrices", "time_call"]
 
 _BLOCK_SECONDS = 0.02
+_ROWS, _LEAST = 8, 1e-8  # of thin products; seconds
 _POOL_BYTES = 2**27  # larger than the last cache of a server
 _GPU_POOL_BYTES = 2**30
 _CPU_BYTES = (2**8, 2**12, 2**15, 2**17, 2**19, 2**21, 2**24)
@@ -71,6 +75,8 @@ def measure_kernels(world: World) -> tuple[dict[str, list[Point]], dict[str, lis
     cold: dict[str, list[Point]] = {}
     float32 = torch.float32
     cases = [*_products(world, float32), *_by_bytes(world), *_convolutions(world, float32), *_attention(world, float32)]
+    if not is_gpu:
+        cases += _thin_products()
     if is_gpu:
         bf16 = torch.bfloat16
         cases += [*_products(world, bf16), *_convolutions(world, bf16), *_attention(world, bf16)]
@@ -87,7 +93,31 @@ def measure_kernels(world: World) -> tuple[dict[str, list[Point]], dict[str, lis
         cold.setdefault(case.kind, []).append(
             (case.amount, time_call(world, lambda c=case, ring=ring: c.call(next(ring))))
         )
-    return hot, cold
+    return (hot, cold) if is_gpu else (separate_matrices(hot), separate_matrices(cold))
+
+
+def separate_matrices(curves: dict[str, list[Point]]) -> dict[str, list[Point]]:
+    """Return the curves with the time of products by their operations only, and that of their matrices by bytes.
+
+    Both kinds of product are the sum of the two parts: squares are mostly operations, and products of few rows mostly
+    bytes. The parts are found in turns.
+    """
+    squares, thin = curves["product"], curves["thin product"]
+    numbers = [round((operations / 2) ** (1 / 3)) for operations, _ in squares]
+    widths = [round((operations / (2 * _ROWS)) ** 0.5) for operations, _ in thin]
+    products = squares
+    matrices: list[Point] = []
+    for _ in range(6):
+        matrices = [
+            (4.0 * (width**2 + 2 * _ROWS * width), max(seconds - seconds_at(products, operations), _LEAST))
+            for width, (operations, seconds) in zip(widths, thin, strict=True)
+        ]
+        products = [
+            (operations, max(seconds - seconds_at(matrices, 12.0 * number**2), seconds / 2))
+            for number, (operations, seconds) in zip(numbers, squares, strict=True)
+        ]
+    others = {kind: points for kind, points in curves.items() if kind != "thin product"}
+    return others | {"product": products, "matrix": matrices}
 
 
 def _starts(whole: int, count: int) -> range:
@@ -103,6 +133,12 @@ def _products(world: World, dtype: torch.dtype) -> Iterator[_Case]:
         left = torch.randn(size, size, device=world.device, dtype=dtype)
         kind = _named("product", dtype)
         yield _Case(kind, 2.0 * size**3, (size, size), lambda right, left=left: left @ right)
+
+
+def _thin_products() -> Iterator[_Case]:
+    for size in (64, 128, 256, 512, 1024, 2048):
+        rows = torch.randn(_ROWS, size)
+        yield _Case("thin product", 2.0 * _ROWS * size**2, (size, size), lambda matrix, rows=rows: rows @ matrix.t())
 
 
 def _by_bytes(world: World) -> Iterator[_Case]:

@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,7 +20,16 @@ from typing import Any, Protocol
 
 from everyrank.errors import UsageError
 
-__all__ = ["Machine", "OperatorLike", "Point", "pipeline_bubble", "read_machine", "traced_seconds", "write_machine"]
+__all__ = [
+    "Machine",
+    "OperatorLike",
+    "Point",
+    "pipeline_bubble",
+    "read_machine",
+    "seconds_at",
+    "traced_seconds",
+    "write_machine",
+]
 
 Point = tuple[float, float]
 """(Operations or bytes, seconds)."""
@@ -31,6 +41,11 @@ class OperatorLike(Protocol):
     @property
     def name(self) -> str:
         """As torch calls it."""
+        ...
+
+    @property
+    def phase(self) -> str:
+        """Of the step: input, activations (forward), or temporary (backward and optimizer)."""
         ...
 
     @property
@@ -63,6 +78,11 @@ class OperatorLike(Protocol):
         """Whether its first input has 16 bits an element."""
         ...
 
+    @property
+    def is_causal(self) -> bool:
+        """Whether it is attention of which a GPU computes only half of the square."""
+        ...
+
 
 _Curves = Mapping[str, Sequence[Point]]
 
@@ -73,7 +93,8 @@ class Machine:
 
     device    cpu, or the name of the GPU; ranks, threads: that computed at the same time, and of each
     cache     bytes of the last cache, which the ranks share; 0: cold curves are not used
-    kernels   kind of kernel -> points, with operands in the caches; on a GPU also product_half and so on, of 16 bits
+    kernels   kind of kernel -> points, with operands in the caches; on a GPU also product_half and so on, of 16 bits;
+              on a CPU also matrix: seconds that a product takes besides, by its bytes
     cold      the same, with an operand from memory
     links     backend -> collective -> points
     overhead  backend -> strategy -> (seconds of a step, seconds of an operator) of Python and dispatch
@@ -97,18 +118,57 @@ class Machine:
 
         `footprint` is the bytes that a rank uses in a step: what of them the caches cannot hold comes from memory.
         """
-        share = min(1.0, footprint * self.ranks / self.cache) if self.cache else 0.0
+        share = self._share_from_memory(footprint)
         return sum(self._kernel(operator, share) for operator in operators if not operator.group)
 
     def link_seconds(self, operators: Iterable[OperatorLike], backend: str) -> float:
         """Return the seconds of all collectives. Raises `UsageError` for a backend that was not measured."""
         if backend not in self.links:
             raise UsageError(f"--backend {backend}: this calibration has {', '.join(self.links)}; calibrate again")
-        return sum(
-            _at(self.links[backend][kind], operator.bytes)
-            for operator in operators
-            if operator.group and (kind := collective_kind(operator.name)) is not None
-        )
+        return sum(self._link(operator, backend) for operator in operators if operator.group)
+
+    def played_seconds(
+        self, ranks: Sequence[Sequence[OperatorLike]], backend: str, of_operator: float, footprint: float = 0.0
+    ) -> float:
+        """Return the seconds until the last rank of a pipeline is done, where each waits for what it receives.
+
+        A rank runs its operators one after the other. The n-th message that is received in a group is the n-th that is
+        sent in it. It arrives when it is sent and the link has taken its time. `of_operator` seconds of dispatch are
+        added to each operator. Raises `ValueError` where a rank waits for a message that is never sent.
+        """
+        share = self._share_from_memory(footprint)
+        clocks, positions = [0.0] * len(ranks), [0] * len(ranks)
+        arrivals: dict[str, list[float]] = {}
+        received: Counter[str] = Counter()
+        while any(position < len(operators) for position, operators in zip(positions, ranks, strict=True)):
+            before = list(positions)
+            for rank, operators in enumerate(ranks):
+                for operator in operators[positions[rank] :]:
+                    clocks[rank] += of_operator
+                    group = operator.group
+                    if not group:
+                        clocks[rank] += self._kernel(operator, share)
+                    elif operator.name.startswith("send"):
+                        arrivals.setdefault(group, []).append(clocks[rank] + self._link(operator, backend))
+                    elif operator.name.startswith("recv"):
+                        if received[group] == len(arrivals.get(group, ())):
+                            clocks[rank] -= of_operator
+                            break
+                        clocks[rank] = max(clocks[rank], arrivals[group][received[group]])
+                        received[group] += 1
+                    else:
+                        clocks[rank] += self._link(operator, backend)
+                    positions[rank] += 1
+            if positions == before:
+                raise ValueError("a rank waits for a message that is never sent")
+        return max(clocks)
+
+    def _share_from_memory(self, footprint: float) -> float:
+        return min(1.0, footprint * self.ranks / self.cache) if self.cache else 0.0
+
+    def _link(self, operator: OperatorLike, backend: str) -> float:
+        kind = collective_kind(operator.name)
+        return seconds_at(self.links[backend][kind], operator.bytes) if kind is not None else 0.0
 
     def _kernel(self, operator: OperatorLike, share: float) -> float:
         kind = kernel_kind(operator)
@@ -116,12 +176,15 @@ class Machine:
         if operator.is_half and f"{kind}_half" in self.kernels:
             kind = f"{kind}_half"
         amount = (operator.flops or operator.bytes) / count
-        seconds = (1 - share) * _at(self.kernels[kind], amount) + share * _at(self.cold[kind], amount)
-        if operator.flops:  # a product of few rows is bound by the bytes of its matrix
-            size = operator.bytes / count
-            moving = (1 - share) * _at(self.kernels["other"], size) + share * _at(self.cold["other"], size)
-            seconds = max(seconds, moving)
+        seconds, size = self._at(kind, amount, share), operator.bytes / count
+        if kind == "product" and "matrix" in self.kernels:
+            seconds += self._at("matrix", size, share)
+        elif operator.flops:  # a product of few rows is bound by the bytes of its matrix
+            seconds = max(seconds, self._at("other", size, share))
         return count * seconds
+
+    def _at(self, kind: str, amount: float, share: float) -> float:
+        return (1 - share) * seconds_at(self.kernels[kind], amount) + share * seconds_at(self.cold[kind], amount)
 
 
 _EXPONENTIAL = re.compile(r"silu|gelu|sigmoid|tanh|exp|log|softmax|erf|mish|elu$|softplus")
@@ -166,7 +229,7 @@ def collective_kind(name: str) -> str | None:
     return next((kind for word, kind in _COLLECTIVES.items() if word in name), None)
 
 
-def _at(points: Sequence[Point], size: float) -> float:
+def seconds_at(points: Sequence[Point], size: float) -> float:
     """Return the seconds at `size`, by a line in logarithms; beyond the ends, at the rate of the last point."""
     if size <= points[0][0]:
         return points[0][1]
@@ -183,31 +246,30 @@ def pipeline_bubble(stages: int, micro_batches: int) -> float:
 
 
 def traced_seconds(
-    ranks: Sequence[Sequence[OperatorLike]],
-    strategy: str,
-    machine: Machine,
-    backend: str,
-    bubble: float = 0.0,
-    footprint: float = 0.0,
+    ranks: Sequence[Sequence[OperatorLike]], strategy: str, machine: Machine, backend: str, footprint: float = 0.0
 ) -> dict[str, float]:
-    """Return the seconds of a step by part, of the rank that takes longest: kernels, links, overhead, bubble and rest.
+    """Return the seconds of a step by part, of the rank that takes longest: kernels, links, overhead, waiting and rest.
 
-    A step takes longer than its parts, by `rest`: caches are shared and ranks wait for each other.
-    `ranks` are the operators of each rank, `bubble` the idle share of a pipeline's step, and `footprint` the bytes that
-    a rank uses.
+    `waiting` is the time in which the last rank of a pipeline waits for messages. A step takes longer than its parts,
+    by `rest`: caches are shared and ranks wait for each other. `ranks` are the operators of each rank, and `footprint`
+    the bytes that a rank uses.
     """
     if backend not in machine.overhead or strategy not in machine.overhead[backend]:
         raise UsageError(f"{strategy} on {backend}: not in this calibration; run plan --calibrate again")
     parts: list[dict[str, float]] = []
     of_step, of_operator = machine.overhead[backend][strategy]
+    messages = ("send", "recv") if strategy == "pipeline" else ()
     for operators in ranks:
         kernels, dispatch = machine.kernel_seconds(operators, footprint), of_operator * len(operators)
         if machine.device != "cpu":
             dispatch = max(dispatch - kernels, 0.0)  # a GPU computes while the host dispatches the next operators
-        links = machine.link_seconds(operators, backend) if machine.ranks > 1 else 0.0
-        one = {"kernels": kernels, "links": links, "overhead": of_step + dispatch}
-        parts.append(one | {"bubble": sum(one.values()) * bubble / (1 - bubble)})
+        others = [operator for operator in operators if not operator.name.startswith(messages)]
+        links = machine.link_seconds(others, backend) if machine.ranks > 1 else 0.0
+        parts.append({"kernels": kernels, "links": links, "overhead": of_step + dispatch, "waiting": 0.0})
     longest = max(parts, key=lambda one: sum(one.values()))
+    if messages:
+        whole = of_step + machine.played_seconds(ranks, backend, of_operator, footprint)
+        longest["waiting"] = max(whole - sum(longest.values()), 0.0)
     factor = machine.factors.get(backend, {}).get(strategy, 1.0)
     return longest | {"rest": (factor - 1) * sum(longest.values())}
 

@@ -8,6 +8,7 @@ they are. All of them are replaced here, while `_pretended` is entered:
 - DistributedDataParallel's reducer reads values in C++: `StandInDDP` keeps the same buckets
 - a pipeline stage is told shapes by the stage before: they are those of the whole model's blocks
 - with meta=true, rank 0's whole model lies in files: it is not counted, and other ranks get its shapes
+- DTensor learns the shape of a result from fake tensors of the whole shape: they are not counted
 - comparisons between ranks, and with the whole model, before the first update
 """
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from everyrank.data import Batch
@@ -51,8 +53,9 @@ class TracedStep:
     peak_bytes   most that is alive at once, and `categories` at that moment
     build_bytes  most that was alive while the model was built and in the first update
     state_bytes  alive between two updates
-    operators    of the update, in order
-    events       (change in bytes, key) of each storage, for a replay of the allocator
+    operators    of the update, in order; groups: the ranks of each process group that they use
+    events       (change in bytes, key, stream) of each storage since the model was built, for a replay of the allocator
+    start        of them, the first of the update
     """
 
     rank: int
@@ -62,7 +65,9 @@ class TracedStep:
     build_bytes: int
     state_bytes: int
     operators: tuple[Operator, ...]
-    events: tuple[tuple[int, int], ...]
+    groups: Mapping[str, tuple[int, ...]]
+    events: tuple[tuple[int, int, int], ...]
+    start: int
 
     @property
     def flops(self) -> int:
@@ -174,16 +179,22 @@ def _pretended(
 
     @contextlib.contextmanager
     def uncounted() -> Generator[None]:
-        trace.is_paused = True
+        before, trace.is_paused = trace.is_paused, True
         try:
             yield
         finally:
-            trace.is_paused = False
+            trace.is_paused = before
 
     def hand_out(full: nn.Module | None, _: World) -> Iterator[tuple[str, Tensor]]:
         model = full if full is not None else on_meta(workload)
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             yield name, tensor.detach() if full is not None else torch.empty(tensor.shape, dtype=tensor.dtype)
+
+    shapes_of = ShardingPropagator._propagate_tensor_meta_non_cached  # pyright: ignore[reportPrivateUsage]
+
+    def uncounted_shapes_of(self: Any, op_schema: Any) -> Any:
+        with uncounted():
+            return shapes_of(self, op_schema)
 
     receive = PipelineRun._receive  # pyright: ignore[reportPrivateUsage]
 
@@ -195,6 +206,9 @@ def _pretended(
         stack.enter_context(mock.patch.object(nn.Module, "_apply", _apply))
         stack.enter_context(mock.patch.object(ddp, "DistributedDataParallel", StandInDDP))
         stack.enter_context(mock.patch.object(PipelineRun, "_receive", known_shapes))
+        stack.enter_context(
+            mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", uncounted_shapes_of)
+        )
         stack.enter_context(mock.patch.object(mesh, "init_device_mesh", _outside_modes(mesh.init_device_mesh)))
         stack.enter_context(mock.patch.object(init_model, "built_in_files", uncounted))
         stack.enter_context(mock.patch.object(init_model, "put_into_file", return_value=None))
@@ -257,6 +271,7 @@ def trace_step(
             gc.collect()  # what only cycles of references keep alive
             state_bytes = trace.live
             trace.reset()
+            start = len(trace.events)
             _run_update(trace, prepared, one)
             return TracedStep(
                 rank,
@@ -266,8 +281,20 @@ def trace_step(
                 build_bytes,
                 state_bytes,
                 tuple(trace.operators),
+                _groups(trace.operators),
                 tuple(trace.events),
+                start,
             )
+
+
+def _groups(operators: Sequence[Operator]) -> dict[str, tuple[int, ...]]:
+    """Return name -> ranks of the process groups of collectives. Names that torch does not know are left out."""
+    groups: dict[str, tuple[int, ...]] = {}
+    resolve: Any = dist.distributed_c10d._resolve_process_group  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    for name in {operator.group for operator in operators if operator.group}:
+        with contextlib.suppress(RuntimeError, KeyError):
+            groups[name] = tuple(dist.get_process_group_ranks(resolve(name)))
+    return groups
 
 
 def first_sample(workload: Workload) -> Any:

@@ -84,11 +84,16 @@ def collective_seconds(kind: str, size: Any, ranks: Any, in_node: Any, inside: L
     return np.where(ranks > 1, seconds + np.where(nodes > 1, across.start, inside.start), 0.0)
 
 
+def _peak(c: Configurations, gpu: Gpu) -> Any:
+    """Operations a second of products of 16 or of 32 bits."""
+    return np.where(c.size < 4, gpu.flops, np.where(c.tf32, gpu.flops_tf32, gpu.flops_fp32))
+
+
 def _block(c: Configurations, gpu: Gpu, fitted: Fitted, peak: Any) -> tuple[Any, Any, Any, Any, Any]:
     """Of one block: seconds of products, of attention, of other kernels forward and backward, and kernels launched."""
     tokens, width, size = c.tokens, c.hidden, c.size
     stream = gpu.hbm * fitted.stream
-    low_peak = np.where(c.size >= 4, gpu.flops_tf32, gpu.flops)
+    low_peak = _peak(c, gpu)
     heads = c.heads / c.tensor
     kv_heads = np.maximum(c.kv / c.tensor, 1)
 
@@ -131,7 +136,7 @@ def predict_step(c: Configurations, gpu: Gpu, inside: Link, across: Link, fitted
 
     Not in the number: the data loader, stragglers, checkpoints, and clocks that fall with heat.
     """
-    peak = np.where(c.size >= 4, gpu.flops_tf32, np.where(c.fp8, gpu.flops_fp8 or gpu.flops, gpu.flops))
+    peak = np.where((c.size < 4) & (c.fp8 == 1), gpu.flops_fp8 or gpu.flops, _peak(c, gpu))
     products, attention, elementwise, elementwise_backward, kernels = _block(c, gpu, fitted, peak)
     stream = gpu.hbm * fitted.stream
     full = c.recompute == 1
@@ -169,7 +174,7 @@ def predict_step(c: Configurations, gpu: Gpu, inside: Link, across: Link, fitted
 
     # head and loss, on the last stage
     table = c.vocab * c.hidden / c.tensor
-    low_peak = np.where(c.size >= 4, gpu.flops_tf32, gpu.flops)  # the head stays in 16 bits
+    low_peak = _peak(c, gpu)  # under fp8 the head stays in 16 bits
     head = 3 * _products(c.tokens, c.hidden, c.vocab / c.tensor, low_peak, gpu, fitted, c.size)
     loss = (c.logit_traffic * c.tokens * c.vocab / c.tensor + 24 * table) / stream
     blocks = np.ceil(c.layers / c.pipeline)

@@ -44,6 +44,7 @@ class Operator:
     tensors     it makes or changes, one after the other (foreach operators)
     is_strided  an input is not contiguous along its last dimension
     is_half     its first input has 16 bits an element
+    is_causal   attention of which a GPU computes only half of the square
     """
 
     name: str
@@ -54,15 +55,16 @@ class Operator:
     tensors: int = 1
     is_strided: bool = False
     is_half: bool = False
+    is_causal: bool = False
 
 
 class StorageTrace(TorchDispatchMode):
     """The storages that are alive, their peak, and the operators.
 
     live        bytes alive now; peak, at_peak: the most since `reset`, and by category
-    events      (change in bytes, key) of every change of a storage, in order
+    events      (change in bytes, key, stream) of every change of a storage, in order, for a replay of the allocator
     operators   since `reset`
-    is_paused   storages that are made meanwhile are never counted
+    is_paused   storages that are made meanwhile are never counted, nor are operators
     """
 
     def __init__(self) -> None:
@@ -71,7 +73,8 @@ class StorageTrace(TorchDispatchMode):
         self.live = self.peak = 0
         self.at_peak: dict[str, int] = {}
         self.operators: list[Operator] = []
-        self.events: list[tuple[int, int]] = []
+        self.events: list[tuple[int, int, int]] = []
+        self._streams: dict[Any, int] = {}
         self._keys: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._never: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         self._sizes: dict[int, int] = {}
@@ -116,10 +119,9 @@ class StorageTrace(TorchDispatchMode):
             self._categories[key] = category
 
     def reset(self) -> None:
-        """Forget operators and peak; what is alive stays."""
+        """Forget operators and peak; what is alive stays, and so do the events."""
         self.peak, self.at_peak = self.live, dict(self._by_category)
         self.operators.clear()
-        self.events.clear()
 
     def _change(self, key: int, size: int) -> None:
         change = size - self._sizes.get(key, 0)
@@ -128,7 +130,9 @@ class StorageTrace(TorchDispatchMode):
         self._sizes[key] = size
         self.live += change
         self._by_category[self._categories[key]] += change
-        self.events.append((change, key))
+        # the streams of a CPU order nothing, but FSDP2 allocates on them as it does on those of a GPU
+        stream = self._streams.setdefault(torch.cpu.current_stream(), len(self._streams))
+        self.events.append((change, key, stream))
         if self.live > self.peak:
             self.peak, self.at_peak = self.live, dict(self._by_category)
 
@@ -169,7 +173,8 @@ class StorageTrace(TorchDispatchMode):
         outputs = [value for value in tree_flatten(result)[0] if isinstance(value, Tensor)]
         for tensor in outputs:
             self._see(tensor.untyped_storage(), self.phase)
-        self._note(func, args, kwargs, result, inputs, outputs)
+        if not self.is_paused:
+            self._note(func, args, kwargs, result, inputs, outputs)
         return result
 
     def _note(
@@ -187,7 +192,8 @@ class StorageTrace(TorchDispatchMode):
             strided = any(tensor.dim() and tensor.shape[-1] > 1 < tensor.stride(-1) for tensor in inputs)
             flops = _flops(func, args, kwargs, result)
             half = bool(inputs) and inputs[0].element_size() == 2
-            self.operators.append(Operator(name, self.phase, flops, size, "", count, strided, half))
+            causal = "scaled_dot" in name and _is_causal(func, args, kwargs)
+            self.operators.append(Operator(name, self.phase, flops, size, "", count, strided, half, causal))
 
 
 def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
@@ -198,6 +204,12 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     if name == "aten::_scaled_dot_product_flash_attention_for_cpu_backward":
         return sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4]))
     return int(flop_registry[packet](*args, **kwargs, out_val=result)) if packet in flop_registry else 0
+
+
+def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
+    names = [argument.name for argument in func._schema.arguments]
+    index = names.index("is_causal") if "is_causal" in names else len(args)
+    return bool(kwargs.get("is_causal", args[index] if index < len(args) else False))
 
 
 def _group_name(values: list[Any]) -> str:

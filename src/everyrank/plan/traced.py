@@ -23,7 +23,7 @@ from everyrank.layout import Layout, parse_layout
 from everyrank.layout.options import PipelineOptions
 from everyrank.parallel.parallelize import find_blocks
 from everyrank.plan.hardware import GIB, Cluster
-from everyrank.plan.machine import Machine, pipeline_bubble, traced_seconds
+from everyrank.plan.machine import Machine, traced_seconds
 from everyrank.plan.pretend import TracedStep, first_sample, trace_step
 from everyrank.workload import Workload
 
@@ -106,12 +106,8 @@ def time_layout(
     """
     on_gpu = machine.device != "cpu"
     traced = [trace_step(workload, layout, size, rank, samples, on_gpu) for rank in range(size)]
-    idle = 0.0
-    if layout.strategy == "pipeline":
-        stages = layout.mesh(size).get("pipeline", 1)
-        idle = pipeline_bubble(stages, layout.read(PipelineOptions).microbatches or 2 * stages)
     footprint = max(one.peak_bytes for one in traced)
-    return traced_seconds([one.operators for one in traced], layout.strategy, machine, backend, idle, footprint)
+    return traced_seconds([one.operators for one in traced], layout.strategy, machine, backend, footprint)
 
 
 def _trace_rank(workload: Workload, layout: Layout, size: int, rank: int, samples: Any, on_gpu: bool) -> LayoutMemory:

@@ -1,0 +1,104 @@
+"""Seconds of a traced step on GPUs of a kind, without a measurement of that machine. Imports no torch.
+
+A product takes 4 us and the larger of its operations (over 0.70 of the kind's peak) and its bytes (over 0.75 of its
+memory bandwidth). Another kernel takes its bytes. Causal attention does half of the square. The host takes 1.1 ms for
+an update and 21 us for each operator. Kernels run meanwhile, so a phase (forward; backward and optimizer) takes the
+longer of the two. Collectives of FSDP run behind the work of their phase, all-reduces of gradients behind 80% of
+backward, and others behind nothing. Float32 products run outside of tensor cores, which is torch's default.
+
+The shares are the priors of step_time.py. The fits to published tables are not used: they make up for kernels that the
+closed form leaves out, and a trace has them. The host's times are those that `plan --calibrate` measured on the host of
+an H100 (benchmarks/gpu/machine-h100.json). Sources of links: those of step_time.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from everyrank.plan.hardware import Cluster, Gpu
+from everyrank.plan.machine import OperatorLike, collective_kind
+from everyrank.plan.step_time import PRIOR, collective_seconds
+
+__all__ = ["StepLike", "roofline_seconds"]
+
+_OF_STEP, _OF_OPERATOR = 1.1e-3, 21e-6  # seconds of the host
+_RAMP = 4e-6  # seconds in which a product fills and drains the chip
+_FORWARD = ("input", "activations")
+_GATHERS = ("_allgather_base_", "_reduce_scatter_base_")  # as FSDP2 calls them
+_HIDDEN = 0.8  # of backward, in which gradients are reduced
+_LIKE = {"all_reduce": "all_reduce", "reduce_scatter": "reduce_scatter"}  # others go by the rule of a gather
+
+
+class StepLike(Protocol):
+    """What is read of `pretend.TracedStep`."""
+
+    @property
+    def rank(self) -> int:
+        """The rank that was traced."""
+        ...
+
+    @property
+    def operators(self) -> Sequence[OperatorLike]:
+        """Of an update."""
+        ...
+
+    @property
+    def groups(self) -> Mapping[str, Sequence[int]]:
+        """The ranks of each process group."""
+        ...
+
+
+def roofline_seconds(step: StepLike, strategy: str, cluster: Cluster, bubble: float = 0.0) -> dict[str, float]:
+    """Return the seconds of an update of one rank by part: kernels, host, links and bubble.
+
+    `host` is the time in which the GPU waits for Python. `bubble` is the idle share of a pipeline's step. The data
+    loader is not in the number.
+    """
+    kernels, dispatch, behind = ({True: 0.0, False: 0.0} for _ in range(3))
+    alone = reduced = 0.0
+    for operator in step.operators:
+        is_forward = operator.phase in _FORWARD
+        if not operator.group:
+            kernels[is_forward] += _kernel(operator, cluster.gpu)
+            dispatch[is_forward] += _OF_OPERATOR
+        elif (kind := collective_kind(operator.name)) is not None:
+            seconds = _collective(kind, operator, step, cluster)
+            if operator.name in _GATHERS and strategy != "tensor":
+                behind[is_forward] += seconds
+            elif kind == "all_reduce" and operator.name == "allreduce_" and strategy in ("ddp", "zero1", "fsdp"):
+                reduced += seconds
+            else:
+                alone += seconds
+    host = {phase: max(dispatch[phase] - kernels[phase], 0.0) for phase in (True, False)}
+    busy = {phase: kernels[phase] + host[phase] for phase in (True, False)}
+    exposed = sum(max(behind[phase] - busy[phase], 0.0) for phase in (True, False))
+    exposed += max(reduced - _HIDDEN * max(busy[False] - behind[False], 0.0), 0.0)
+    waiting = _OF_STEP + sum(host.values())
+    parts = {"kernels": sum(kernels.values()), "host": waiting, "links": alone + exposed}
+    return parts | {"bubble": sum(parts.values()) * bubble / (1 - bubble)}
+
+
+def _kernel(operator: OperatorLike, gpu: Gpu) -> float:
+    moving = operator.bytes / (gpu.hbm * PRIOR.stream)
+    if not operator.flops:
+        return moving
+    peak = gpu.flops if operator.is_half else gpu.flops_fp32
+    if "scaled_dot" in operator.name:
+        share = gpu.attention if operator.is_half else PRIOR.matmul
+        computing = operator.flops * (0.5 if operator.is_causal else 1.0) / (peak * share)
+    else:
+        computing = operator.flops / (peak * PRIOR.matmul)
+    return _RAMP + max(computing, moving)
+
+
+def _collective(kind: str, operator: OperatorLike, step: StepLike, cluster: Cluster) -> float:
+    ranks = step.groups.get(operator.group) or range(cluster.gpus)
+    node = step.rank // cluster.per_node
+    in_node = sum(rank // cluster.per_node == node for rank in ranks)
+    if kind == "send":
+        link = cluster.inside if in_node == len(ranks) else cluster.across
+        return float(link.latency + operator.bytes / link.bandwidth)
+    rule = _LIKE.get(kind, "all_gather")
+    links = cluster.inside, cluster.across
+    return float(collective_seconds(rule, operator.bytes, len(ranks), max(in_node, 1), *links))
