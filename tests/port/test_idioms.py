@@ -176,6 +176,14 @@ def test_an_optimizer_whose_step_gives_a_loss_is_not_prepared() -> None:
     assert "net = accelerator.prepare(net)" in ported(text, "accelerate").source.edited()
 
 
+def test_models_of_earlier_folds_are_released() -> None:
+    text = SCRIPT.replace("net = Net", "for fold in range(2):\n    net = Net").replace("\nopt =", "\n    opt =")
+    text = text.replace("\nschedule =", "\n    schedule =").replace("\ntrain(net", "\n    train(net")
+    lines = "    accelerator.free_memory()\n    net, opt = accelerator.prepare(net, opt)\n"
+    assert lines in ported(text, "accelerate").source.edited()
+    assert "free_memory" not in ported(SCRIPT, "accelerate").source.edited()
+
+
 def test_unused_parameters_and_batch_norm() -> None:
     details = {"step": {"unused": 1}, "forward": {"has_batch_norm": True}}
     text = ported(SCRIPT, "accelerate", **details).source.edited()

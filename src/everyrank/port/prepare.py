@@ -131,6 +131,8 @@ def _prepare(plan: Plan) -> None:
             and (len(plan.prepared) == 1 or _models_of(source.code(each.call)) == [model])
         ]
         waiting = [each for each in waiting if each not in own]
+        if idiom.object == "accelerator" and _is_made_again(plan, last) and plan.once(last, "free"):
+            source.insert_after(last, f"{name}.free_memory()", "Accelerate keeps the models of earlier trainings")
         together = ", ".join([model, *(each.name for each in own)])
         lines = [f"sync_batch_norms({model})"] if "sync_batch_norms" in plan.helpers else []
         lines.append(f"{together} = {idiom.prepare.replace('{x}', name)}({together})")
@@ -138,6 +140,14 @@ def _prepare(plan: Plan) -> None:
     for each in waiting:
         call = idiom.prepare_optimizer.replace("{x}", name)
         source.insert_after(each.statement, f"{each.name} = {call}({each.name})", f"an optimizer of {idiom.title}")
+
+
+def _is_made_again(plan: Plan, last: ast.stmt) -> bool:
+    """Whether a model is made several times, as in a cross validation."""
+    spans: dict[tuple[int, int, int, int], set[int]] = {}
+    for fact in plan.of("optimizer"):
+        spans.setdefault(fact.span, set()).add(fact.details["id"])
+    return bool(plan.source.loops(last)) or any(len(ids) > 1 for ids in spans.values())
 
 
 def _models_of(call: str) -> list[str]:
