@@ -1,4 +1,7 @@
-"""Functions in plain PyTorch that a port brings along. Each port has only those that it calls."""
+"""Functions in plain PyTorch that a port brings along. Each port has only those that it calls.
+
+They are written in the words of torch.distributed; idioms.py has those of Accelerate and Fabric.
+"""
 
 from __future__ import annotations
 
