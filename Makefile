@@ -8,7 +8,7 @@
 #   make test-at-length      what checks one thing many times: recipes, layouts on 8 ranks, their mutations, models of all
 #                            kinds, transformers, faults
 #   make test-integrations PART=slurm   one part, of either: horovod slurm mpi ray hosts launchers (spawn, torchrun),
-#                            benches, package (wheel, notebook, site); recipes (beside the library, with their mutations, and by
+#                            libraries (Accelerate, Fabric), benches, package (wheel, notebook, site); recipes (beside the library, with their mutations, and by
 #                            their own commands), models (odd ones, transformers), layouts (8 ranks, experts, simulations,
 #                            dropout, own code, parameter servers; their traffic, their mutations), suite (what is marked
 #                            beside the other tests)
@@ -24,7 +24,7 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
-INTEGRATIONS := horovod slurm mpi ray hosts launchers benches package
+INTEGRATIONS := horovod slurm mpi ray hosts launchers libraries benches package
 AT_LENGTH := recipes models layouts suite
 # a test mostly waits for its ranks: three workers fill two cores. 0: one test after the other, in one process
 WORKERS ?= 3
@@ -88,7 +88,7 @@ $(VENV)/installed-dev: $(VENV)/installed
 	@touch $@
 
 $(VENV)/installed-integrations: $(VENV)/installed-dev
-	$(BIN)/python -m pip install $(PIP_OPTIONS) -c constraints.txt -e '.[html,dev,mpi,ray]'
+	$(BIN)/python -m pip install $(PIP_OPTIONS) -c constraints.txt -e '.[html,dev,mpi,ray,benchmarks]'
 	@touch $@
 
 $(VENV)/installed-docs: $(VENV)/installed

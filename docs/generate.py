@@ -34,6 +34,10 @@ ORDER = ROOT / "tests" / "test_architecture.py"
 DIGITS = ROOT / "benchmarks" / "records" / "digits-cpu.json"
 PORT_MISTAKES = ROOT / "tests" / "port" / "test_port_mistakes.py"
 PORTED = ROOT / "benchmarks" / "records" / "port-public-scripts-cpu.json"
+PORTED_TO = {
+    "Accelerate": ROOT / "benchmarks" / "records" / "port-public-scripts-accelerate-cpu.json",
+    "Fabric": ROOT / "benchmarks" / "records" / "port-public-scripts-fabric-cpu.json",
+}
 TEXT_DEMO = ROOT / "benchmarks" / "records" / "text-demo-cpu.json"
 FAMILIES = ROOT / "benchmarks" / "records" / "families-cpu.json"
 EXPERTS = ROOT / "benchmarks" / "records" / "experts-cpu.json"
@@ -657,6 +661,29 @@ def ported_scripts() -> str:
     return _table(header, found)
 
 
+def scripts_ported_to_libraries() -> str:
+    """Public scripts that were ported to Accelerate and to Fabric: the result and the largest difference of each."""
+    targets = {
+        title: {row["name"]: row for row in json.loads(path.read_text())["rows"]} for title, path in PORTED_TO.items()
+    }
+    found: list[list[str]] = []
+    for row in json.loads(PORTED.read_text())["rows"]:
+        results = [rows.get(row["name"]) for rows in targets.values()]
+        if any(results):
+            where = re.sub(r"^https://github.com/|/blob/[0-9a-f]{40}", "", row["source"].partition(" ")[0])
+            cells = [cell for each in results for cell in _ported_cells(each)]
+            why = next((each["rightly"] for each in results if each is not None and each["rightly"]), "")
+            found.append([f"[{where}]({row['source'].partition(' ')[0]})", *cells, why])
+    return _table(("script", *(name for title in targets for name in (title, "difference")), "note"), found)
+
+
+def _ported_cells(row: dict[str, Any] | None) -> list[str]:
+    """The result of a script, and its largest difference; empty for one that was not run."""
+    if row is None:
+        return ["", ""]
+    return [row["result"], f"{row['largest']:.0e}" if row["result"] == "equal" else ""]
+
+
 def mistakes_in_ports() -> str:
     """The mistakes that tests put into a port, and what is reported of each."""
     tree = ast.parse(PORT_MISTAKES.read_text())
@@ -760,6 +787,7 @@ PARTS: dict[str, dict[str, tuple[Path, Callable[[], str]]]] = {
     },
     "docs/port.md": {
         "ported scripts": (PORTED, ported_scripts),
+        "scripts ported to libraries": (PORTED_TO["Accelerate"], scripts_ported_to_libraries),
         "mistakes in ports": (PORT_MISTAKES, mistakes_in_ports),
     },
     "docs/any-script.md": {
@@ -772,6 +800,10 @@ PARTS: dict[str, dict[str, tuple[Path, Callable[[], str]]]] = {
     },
     "docs/zh/port.md": {
         "ported scripts": (PORTED, in_chinese(ported_scripts, PORTED_IN_CHINESE)),
+        "scripts ported to libraries": (
+            PORTED_TO["Accelerate"],
+            in_chinese(scripts_ported_to_libraries, PORTED_IN_CHINESE),
+        ),
         "mistakes in ports": (PORT_MISTAKES, in_chinese(mistakes_in_ports, MISTAKES_IN_CHINESE)),
     },
     "docs/recipes.md": {"recipes": (PACKAGE / "recipes", recipes)},

@@ -28,6 +28,7 @@ PARTS = {
     "mpi": r"(\b|_)mpi",
     "ray": r"\bray\b|test_ray",
     "hosts": r"three_hosts|four_hosts",
+    "libraries": r"test_port_libraries",
     "recipes": r"test_recipe_commands|test_audit_recipes",
     "benches": r"test_benches|test_benchmarks",
     "package": r"test_wheel|test_notebook|test_site",
@@ -112,6 +113,11 @@ def absent(what: str) -> None:
 def needs_ray() -> None:
     if importlib.util.find_spec("ray") is None:
         absent("Ray (pip install 'everyrank[ray]')")
+
+
+def needs_library(name: str) -> None:
+    if importlib.util.find_spec(name) is None:
+        absent(f"{name} (pip install 'everyrank[benchmarks]')")
 
 
 def needs_horovod() -> None:

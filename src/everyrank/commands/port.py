@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out",
         type=Path,
         metavar="F",
-        help="file of the port (default: SCRIPT_ddp.py or SCRIPT_fsdp.py next to the script)",
+        help="file of the port (default: SCRIPT_ddp.py, SCRIPT_fsdp.py, ... next to the script)",
     )
     parser.add_argument(
         "--in-place", action="store_true", help="edit the script itself, and keep the original as SCRIPT.py.orig"
@@ -61,9 +61,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--to",
-        choices=("ddp", "fsdp"),
+        choices=("ddp", "fsdp", "accelerate", "fabric"),
         default="ddp",
-        help="ddp: DistributedDataParallel (default); fsdp: fully_shard over the blocks of the model",
+        help="ddp: DistributedDataParallel (default); fsdp: fully_shard over the blocks of the model; "
+        "accelerate, fabric: in the idiom of Hugging Face Accelerate or Lightning Fabric",
     )
     parser.add_argument("--html", type=Path, metavar="F", help="write a page with the script and the port side by side")
     parser.add_argument(
@@ -79,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Port a script, or check a port; exit status 1 if no port was equal to it, 3 if it is not ported."""
-    from everyrank.port import audit_port, check_ported, port_script
+    from everyrank.port import IDIOMS, audit_port, check_ported, port_script
     from everyrank.progress import progress
     from everyrank.rerun import ScriptHost
 
@@ -119,7 +120,8 @@ def run(args: argparse.Namespace) -> int:
             _other_target(args.other, args.to).write_bytes(best.other_text.encode())
             print(f"wrote {printable(str(_other_target(args.other, args.to)))}")
         arguments = shlex.join([str(target), *words[1:]])
-        print(f"next: torchrun --nproc-per-node {counts[0]} {printable(arguments)}")
+        start = IDIOMS[args.to].start if args.to in IDIOMS else "torchrun --nproc-per-node"
+        print(f"next: {start} {counts[0]} {printable(arguments)}")
     # a port that somebody has edited must also print, save and read as it should
     is_right = is_right and not (args.check is not None and (best.doubts or best.differing_lines or findings))
     return 0 if is_right else CHECK_FAILED
@@ -155,6 +157,7 @@ def _checked(args: argparse.Namespace) -> tuple[list[str], Path, list[int]]:
     if len(counts) != len(args.check_processes.split(",")) or not all(2 <= count <= 16 for count in counts):
         raise UsageError(f"--check-processes {args.check_processes}: give numbers from 2 to 16, such as 2,3")
     target = _target(args, script)
+    _check_library(args)
     check_writable(args.json)
     check_html(args)
     return words, target, counts
@@ -182,6 +185,16 @@ def _target(args: argparse.Namespace, script: Path) -> Path:
         if target.exists() and not args.in_place and not args.force:
             raise UsageError(f"{target}: it exists already; give another place with -o, or --force")
     return target
+
+
+def _check_library(args: argparse.Namespace) -> None:
+    """Raise `UsageError` for a library that is not installed, or an option that it has not."""
+    from everyrank.port import IDIOMS, check_installed
+
+    if args.to in IDIOMS and args.sampler == "torch":
+        raise UsageError(f"--sampler torch: only with --to ddp or --to fsdp; leave it out with --to {args.to}")
+    if args.check is None:
+        check_installed(args.to)
 
 
 def _check_other(args: argparse.Namespace) -> None:

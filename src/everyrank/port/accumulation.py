@@ -5,8 +5,11 @@ from __future__ import annotations
 import ast
 
 from everyrank.port.plan import Plan
+from everyrank.port.prepare import put_in_block
 
 __all__ = ["edit_accumulation"]
+
+_REASON = "gradients are averaged over the ranks once for each update"
 
 
 def edit_accumulation(plan: Plan) -> None:
@@ -25,11 +28,28 @@ def edit_accumulation(plan: Plan) -> None:
             continue
         statement, forward = before[0]
         assert isinstance(forward, ast.Call)
+        if plan.idiom is not None:
+            _in_block(plan, guard, body[body.index(statement) :], source.code(forward.func))
+            continue
         source.insert_before(
             statement,
             f"{plan.wrapper_of(forward.func)}.require_backward_grad_sync = {source.code(guard.test)}",
-            "gradients are averaged over the ranks once for each update",
+            _REASON,
         )
+
+
+def _in_block(plan: Plan, guard: ast.If, statements: list[ast.stmt], model: str) -> None:
+    """Put a forward and its backward into the block in which a library averages nothing before the last one."""
+    source, name = plan.source, plan.object_name
+    backwards = {source.at(fact.span) for fact in plan.of("backward")}
+    last = max(i for i, each in enumerate(statements) if any(node in backwards for node in ast.walk(each)))
+    test = source.code(guard.test)
+    if plan.choice.target == "fabric":
+        header = f"with {name}.no_backward_sync({model}, enabled=not ({test})):"
+    else:
+        header = f"with contextlib.nullcontext() if {test} else {name}.no_sync({model}):"
+    if not put_in_block(plan, statements[: last + 1], header, _REASON):
+        plan.note(guard.lineno, "gradients are averaged over the ranks at each backward: right, and slower")
 
 
 def _is_known(plan: Plan, guard: ast.If, body: list[ast.stmt]) -> bool:

@@ -12,11 +12,12 @@ from everyrank.port.accumulation import edit_accumulation
 from everyrank.port.evaluation import edit_counts, edit_evaluations
 from everyrank.port.facts import Fact
 from everyrank.port.files import ScriptFiles
-from everyrank.port.frame import add_frame
+from everyrank.port.frame import add_frame, main_of
 from everyrank.port.loss import edit_losses
 from everyrank.port.model import edit_models
 from everyrank.port.outputs import edit_writes
 from everyrank.port.plan import Choice, Plan
+from everyrank.port.prepare import edit_prepared
 from everyrank.port.shards import whole_states
 from everyrank.port.source import NotPortedError
 from everyrank.port.states import edit_states
@@ -34,10 +35,15 @@ _DISTRIBUTED = {
     "LOCAL_RANK": "LOCAL_RANK",
     "lightning": "Lightning",
     "pytorch_lightning": "Lightning",
+    "lightning_fabric": "Lightning",
 }
 _VISIBLE = {f"os.environ[{quote}CUDA_VISIBLE_DEVICES{quote}]" for quote in "\"'"}
 _IS_ALONE = '"RANK" not in os.environ'
 _OWN_DEVICE = "each rank has its own device"
+_LOADERS = {
+    "accelerate": "; accelerator.prepare would read a batch of this size on each rank, and repeat samples in the last",
+    "fabric": "; Fabric's DistributedSampler would have another order, and repeat samples",
+}
 
 
 def edit_script(files: ScriptFiles, facts: Sequence[Fact], choice: Choice) -> Plan:
@@ -61,13 +67,16 @@ def edit_script(files: ScriptFiles, facts: Sequence[Fact], choice: Choice) -> Pl
     edit_models(plan)
     if choice.target == "fsdp":
         whole_states(plan)
-    else:
+    elif plan.idiom is None:
         edit_accumulation(plan)
     edit_losses(plan)
     edit_counts(plan)
     edit_evaluations(plan)
     edit_writes(plan)
     replace_leftovers(plan)
+    if plan.idiom is not None:
+        edit_prepared(plan, starts_in_main=main_of(plan) is not None)
+        edit_accumulation(plan)  # it moves all lines between a forward and its backward
     add_frame(plan)
     return plan
 
@@ -115,8 +124,7 @@ def edit_loaders(plan: Plan) -> None:
         if call is None:
             raise NotPortedError(loader.line, "the call that makes the loader was not found")
         if plan.once(call):
-            plan.helpers.add("split")
-            reason = "each rank reads its part of every batch"
+            reason = f"each rank reads its part of every batch{_LOADERS.get(plan.choice.target, '')}"
             if plan.choice.sampler == "torch":
                 reason = "DistributedSampler divides the samples over the ranks"
                 plan.note(
@@ -124,7 +132,7 @@ def edit_loaders(plan: Plan) -> None:
                     "DistributedSampler has another order than one process, and repeats samples where the ranks do not "
                     "divide their number; the check compared a port with split batches",
                 )
-            source.wrap(call, "split(", ")", reason)
+            plan.split_loader(call, reason)
             _replace_batch_size(plan, call)
     if not edit_states(plan) and not trains:
         _split_tensors(plan)

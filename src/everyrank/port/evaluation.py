@@ -126,9 +126,9 @@ def edit_evaluations(plan: Plan) -> None:
             and loader.details["has_batches"]
         )
         if plan.choice.evaluation == "split" and are_sums:
-            plan.helpers |= {"split", "add_over_ranks"}
+            plan.helpers.add("add_over_ranks")
             if plan.once(made):
-                source.wrap(made, "split(", ", evaluates=True)", "each rank evaluates its part")
+                plan.split_loader(made, "each rank evaluates its part", evaluates=True)
             together = ", ".join(names)
             source.insert_after(loop, f"{together} = add_over_ranks({together})", "the sums of all ranks")
         else:

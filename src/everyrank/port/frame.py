@@ -7,11 +7,12 @@ import dataclasses
 
 from everyrank.port.helpers import helper_text
 from everyrank.port.plan import Plan
+from everyrank.port.prepare import PREPARES, import_of, start_lines
 from everyrank.port.source import NotPortedError, holds_line
 
-__all__ = ["add_frame", "imported_names", "imports_in", "leading_imports"]
+__all__ = ["add_frame", "imported_names", "imports_in", "leading_imports", "main_of"]
 
-_REASON = "what the port needs, in plain PyTorch"
+_REASON = "what the port needs"
 _BEGINS = ("loader", "seed", "optimizer", "forward", "draw")
 
 
@@ -20,27 +21,54 @@ def add_frame(plan: Plan) -> None:
     _add_own_noise(plan)
     _choose_seed(plan)
     source, border = plan.source, plan.files.num_lines
-    body = [node for node in source.tree.body if not border or node.lineno <= border]
+    body, main = _body(plan), main_of(plan)
     other = [node for node in source.tree.body if border and node.lineno > border]
     leading = leading_imports(body)
-    start = ["setup()"] + (["same_seed()"] if plan.has_same_seed else [])
-    main = next((node for node in body if isinstance(node, ast.If) and "__main__" in source.code(node.test)), None)
-    begins = [fact for fact in plan.facts if fact.kind in _BEGINS]
-    is_in_main = main is not None and all(any(holds_line(main, call.span[0]) for call in fact.chain) for fact in begins)
+    reason = _REASON if plan.idiom is not None else f"{_REASON}, in plain PyTorch"
+    start = _start(plan, imported_names(imports_in(body)), is_function=bool(other))
+    start += ["same_seed()"] if plan.has_same_seed else []
     if other:
-        source.insert_after(leading_imports(other), _helpers(plan, other), _REASON)
+        source.insert_after(leading_imports(other), _helpers(plan, other), reason)
         _import_other(plan, body)
         block = "\n".join(_imports_of_helpers(plan, body, start))
     else:
         block = _helpers(plan, body)
-    if main is not None and is_in_main:
-        source.insert_after(leading, block, _REASON)
+    if main is not None:
+        source.insert_after(leading, block, reason)
         source.insert_first(main, "\n".join(start), "before anything else")
-        source.insert_after(main.body[-1], "dist.destroy_process_group()", "all ranks leave together")
+        last = main.body[-1]
     else:
-        source.insert_after(leading, f"{block}\n\n\n" + "\n".join(start), f"{_REASON}, before anything else")
-        last = main.body[-1] if main is not None and main is body[-1] else body[-1]
+        source.insert_after(leading, f"{block}\n\n\n" + "\n".join(start), f"{reason}, before anything else")
+        ends = body[-1]
+        last = ends.body[-1] if isinstance(ends, ast.If) and _is_main(plan, ends) else ends
+    if plan.choice.target != "fabric":  # which does it by itself
         source.insert_after(last, "dist.destroy_process_group()", "all ranks leave together")
+    source.edits = [dataclasses.replace(edit, text=plan.in_idiom(edit.text)) for edit in source.edits]
+
+
+def _body(plan: Plan) -> list[ast.stmt]:
+    """The statements of the script itself."""
+    border = plan.files.num_lines
+    return [node for node in plan.source.tree.body if not border or node.lineno <= border]
+
+
+def _is_main(plan: Plan, node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and "__main__" in plan.source.code(node.test)
+
+
+def main_of(plan: Plan) -> ast.If | None:
+    """The `if __name__ == "__main__":` of the script, if all that matters begins in it."""
+    main = next((node for node in _body(plan) if isinstance(node, ast.If) and _is_main(plan, node)), None)
+    begins = [fact for fact in plan.facts if fact.kind in _BEGINS]
+    is_in_main = main is not None and all(any(holds_line(main, call.span[0]) for call in fact.chain) for fact in begins)
+    return main if is_in_main else None
+
+
+def _start(plan: Plan, imported: set[str], is_function: bool) -> list[str]:
+    """The lines that join the ranks; a library's object is made by a function if that stands in the other file."""
+    if plan.idiom is None:
+        return ["setup()"]
+    return [f"{plan.object_name} = setup()"] if is_function else start_lines(plan, "logging" in imported)
 
 
 def leading_imports(body: list[ast.stmt]) -> ast.stmt:
@@ -65,8 +93,9 @@ def _helpers(plan: Plan, body: list[ast.stmt]) -> str:
     """Imports and helper functions, for the file with these statements."""
     last = leading_imports(body).lineno
     imports = [node for node in imports_in(body) if node.lineno <= last]  # a later one is not there yet
+    names = plan.helpers if plan.idiom is None else plan.helpers - {"setup"}
     helpers = helper_text(
-        plan.helpers,
+        names,
         has_batch_norm=plan.has_batch_norm,
         finds_unused=plan.finds_unused,
         sums=plan.choice.loss == "sum",
@@ -75,8 +104,20 @@ def _helpers(plan: Plan, body: list[ast.stmt]) -> str:
         has_logging="logging" in imported_names(imports),
         reseeded=plan.reseeded,
         has_numpy="np" in imported_names(imports) or _draws_from_numpy(plan),
+        device=f"{plan.object_name}.device" if plan.idiom is not None else "",
     )
-    return f"{_imports(plan, imports)}\n\n\n{helpers}"
+    if plan.idiom is not None and plan.files.other is not None:
+        helpers = f"{_setup_of_library(plan, imports)}\n\n\n{helpers}"
+    return "\n\n\n".join(part for part in (_imports(plan, imports), helpers) if part)
+
+
+def _setup_of_library(plan: Plan, imports: list[ast.Import | ast.ImportFrom]) -> str:
+    """The function that makes a library's object for both files."""
+    lines = start_lines(plan, "logging" in imported_names(imports))
+    body = [f"global {plan.object_name}", *lines, f"return {plan.object_name}"]
+    return "\n".join(
+        ["def setup():", '    """Join the other processes; only rank 0 prints."""', *(f"    {each}" for each in body)]
+    )
 
 
 def _imports_of_helpers(plan: Plan, body: list[ast.stmt], start: list[str]) -> list[str]:
@@ -87,7 +128,7 @@ def _imports_of_helpers(plan: Plan, body: list[ast.stmt], start: list[str]) -> l
     return [
         *(["import os"] if needs_os else []),
         f"from {plan.files.module}_{plan.files.target} import {', '.join(used)}",
-        "import torch.distributed as dist",
+        *(["import torch.distributed as dist"] if plan.idiom is None else []),
     ]
 
 
@@ -134,7 +175,7 @@ def _add_own_noise(plan: Plan) -> None:
         line = (draws or plan.training_forwards)[0].line
         plan.note(line, "all ranks draw the same random numbers here, because their batches come from the same draws")
         return
-    wrappers = [edit for edit in source.edits if " = parallel(" in edit.text or edit.text.lstrip().startswith("shard(")]
+    wrappers = [edit for edit in source.edits if edit.reason == PREPARES or edit.text.lstrip().startswith("shard(")]
     last = max(wrappers, key=lambda edit: edit.start)
     indent = last.text[: len(last.text) - len(last.text.lstrip())]
     plan.helpers.add("own_noise")
@@ -166,10 +207,12 @@ def _imports(plan: Plan, imports: list[ast.Import | ast.ImportFrom]) -> str:
     bound = imported_names(imports)
     reseeds = plan.reseeded if "own_noise" in plan.helpers else set[str]()
     needed = ["os", "sys", *(["random"] if plan.has_same_seed or "random" in reseeds else []), "torch"]
+    if any("contextlib." in edit.text for edit in plan.source.edits):
+        needed.insert(0, "contextlib")
     lines = [f"import {name}" for name in needed if name not in bound]
     if ((plan.has_same_seed and _draws_from_numpy(plan)) or "numpy" in reseeds) and "np" not in bound:
         lines.append("import numpy as np")
-    lines.append("import torch.distributed as dist")
+    lines.append("import torch.distributed as dist" if plan.idiom is None else import_of(plan))
     return "\n".join([*lines, *(["from torch.distributed.fsdp import fully_shard"] if "shard" in plan.helpers else [])])
 
 

@@ -1,10 +1,13 @@
-"""Functions in plain PyTorch that a port brings along. Each port has only those that it calls."""
+"""Functions in plain PyTorch that a port brings along. Each port has only those that it calls.
+
+They are written in the words of torch.distributed; idioms.py has those of Accelerate and Fabric.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
-__all__ = ["HELPERS", "helper_text"]
+__all__ = ["HELPERS", "LIBRARY_HELPERS", "helper_text"]
 
 SETUP = '''
 def setup():
@@ -230,6 +233,37 @@ def add_over_ranks(*numbers):
     return sums if len(sums) > 1 else sums[0]
 '''
 
+SYNC_BATCH_NORMS = '''
+def sync_batch_norms(model):
+    """Let batch norm take the samples of all ranks on CUDA; elsewhere, share rank 0's running means."""
+    if {device}.type == "cuda":
+        torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        return
+
+    def share_running_means(module, *_):
+        if module.training and torch.is_grad_enabled():  # not in evaluations, which ranks may do in other numbers
+            for buffer in module.buffers():
+                value = buffer.data
+                value.copy_(dist.broadcast(value, 0))
+
+    model.register_forward_hook(share_running_means)
+'''
+
+LIBRARY_SEED = '''
+def shared_seed():
+    """The seed of rank 0."""
+    total = torch.tensor(torch.initial_seed() % 2**63 if dist.get_rank() == 0 else 0, device={device})
+    dist.all_reduce(total)
+    return total.item()
+'''
+
+LIBRARY_FIRST = '''
+def rank_0_first(make):
+    """What a function that downloads returns: rank 0 calls it first, then the others, who find the files."""
+    with rank_0():
+        return make()
+'''
+
 # in the order in which they stand in a port
 HELPERS = {
     "setup": SETUP,
@@ -242,12 +276,16 @@ HELPERS = {
     "part": PART,
     "own_sequences": OWN_SEQUENCES,
     "parallel": PARALLEL,
+    "sync_batch_norms": SYNC_BATCH_NORMS,
     "shard": SHARD,
     "save_whole": SAVE_WHOLE,
     "mean_over_ranks": MEAN,
     "sum_over_ranks": SUM,
     "add_over_ranks": ADD,
 }
+
+# which are shorter with Accelerate and Fabric
+LIBRARY_HELPERS = {"shared_seed": LIBRARY_SEED, "rank_0_first": LIBRARY_FIRST}
 
 _LEAVES_OUT = """            if len(batch) < dist.get_world_size() and not self.evaluates:
                 continue  # fewer samples than ranks: left out, because a sum would count some of them twice
@@ -267,6 +305,7 @@ def helper_text(
     has_wandb: bool = False,
     reseeded: Collection[str] = (),
     sampler: str = "batches",
+    device: str = "",
 ) -> str:
     """The functions of these names, two empty lines apart.
 
@@ -278,11 +317,13 @@ def helper_text(
     has_wandb       it logs to Weights & Biases
     reseeded        "random" and "numpy" if each rank draws numbers of its own from them in training
     sampler         "batches" or "torch", as in `Choice`
+    device          of a library's object, if the port is for one: "accelerator.device"
     """
     if names & {"same_seed", "split"}:
         names = names | {"shared_seed"}
     options = ", find_unused_parameters=True" if finds_unused else ""
-    texts = dict(HELPERS)
+    texts = {**HELPERS, **(LIBRARY_HELPERS if device else {})}
+    texts = {name: text.replace("{device}", device) for name, text in texts.items()}
     texts["parallel"] = (PARALLEL_NORM if has_batch_norm else PARALLEL).replace("{options}", options)
     convert = """    if next(model.parameters()).is_cuda:
         torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)

@@ -28,15 +28,14 @@ def edit_losses(plan: Plan) -> None:
             )
         root = _unscaled(call.func.value)
         statement, text = source.statement(call), source.code(root)
-        if plan.choice.loss == "sum":
-            plan.helpers.add("sum_over_ranks")
-            whole = f"sum_over_ranks({text})"
-        else:
-            plan.helpers.add("mean_over_ranks")
-            whole = f"mean_over_ranks({text}, {count_of_terms(plan, statement)})"
+        function, count = f"{plan.choice.loss}_over_ranks", ""
+        plan.helpers.add(function)
+        if plan.choice.loss == "mean":
+            count = f", {count_of_terms(plan, statement)}"
         if not isinstance(root, ast.Name | ast.Attribute):
-            source.replace(root, whole, _REASON)
+            source.wrap(root, f"{function}(", f"{count})", _REASON)
             continue
+        whole = f"{function}({text}{count})"
         block = source.block(statement)
         assigned = [each for each in block[: block.index(statement)] if source.stores(text, each)]
         if assigned:

@@ -11,24 +11,12 @@ import itertools
 
 from everyrank.port.facts import Fact
 from everyrank.port.plan import Plan
+from everyrank.port.prepare import PREPARES, keeps_wrapper
 from everyrank.port.shards import shard_model
 from everyrank.port.source import NotPortedError, holds_line
 
 __all__ = ["edit_models"]
 
-# what a wrapper has too, with the same meaning
-_SAME_ON_WRAPPER = {
-    "train",
-    "eval",
-    "parameters",
-    "zero_grad",
-    "to",
-    "cuda",
-    "cpu",
-    "modules",
-    "requires_grad_",
-    "training",
-}
 # calls after which the wrapper is made, if they come before the training
 _PREPARING = {
     "to",
@@ -56,6 +44,8 @@ def edit_models(plan: Plan) -> None:
         if not isinstance(call.func, ast.Name | ast.Attribute):
             raise NotPortedError(call.lineno, f"{source.code(call.func)} is no name: give the model one")
         plan.has_batch_norm |= forward.details["has_batch_norm"]
+        if forward.details["has_batch_norm"] and plan.idiom is not None:
+            plan.helpers.add("sync_batch_norms")
         if forward.details["has_batch_norm"]:
             plan.note(
                 call.lineno,
@@ -85,10 +75,8 @@ def _use_module(plan: Plan, scope: ast.FunctionDef, name: str) -> None:
     for node in ast.walk(scope):
         if not (isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load)):
             continue
-        parent = source.parents[node]
-        is_same = isinstance(parent, ast.Attribute) and parent.attr in _SAME_ON_WRAPPER
-        if node not in plan.training_uses and not is_same and plan.once(node, "module"):
-            source.replace(node, f"{name}.module", "the model in the wrapper")
+        if node not in plan.training_uses and not keeps_wrapper(plan, node) and plan.once(node, "module"):
+            source.replace(node, plan.unwrapped(name), "the model in the wrapper")
 
 
 def _follow(plan: Plan, name_node: ast.expr, depth: int, forward: Fact) -> None:
@@ -114,6 +102,12 @@ def _follow(plan: Plan, name_node: ast.expr, depth: int, forward: Fact) -> None:
         if plan.once(owner, f"shard {name}"):
             shard_model(plan, name, store, _last_preparation(plan, name, store, forward), forward)
         return
+    if plan.idiom is not None:
+        owner, store = _store(plan, name, name_node, forward)
+        plan.training_uses.append(name_node)
+        if plan.once(owner, f"prepare {name}"):
+            plan.prepared.append((owner, name, _last_preparation(plan, name, store, forward)))
+        return
     wrapper = plan.wrapper_of(name_node)
     owner, store = _store(plan, name, name_node, forward)
     if plan.once(name_node, "wrapper"):
@@ -121,7 +115,7 @@ def _follow(plan: Plan, name_node: ast.expr, depth: int, forward: Fact) -> None:
     if plan.once(owner, wrapper):
         plan.helpers.add("parallel")
         statement = _last_preparation(plan, name, store, forward)
-        source.insert_after(statement, f"{wrapper} = parallel({name})", "averages the gradients over the ranks")
+        source.insert_after(statement, f"{wrapper} = parallel({name})", PREPARES)
 
 
 def _argument(plan: Plan, function: ast.FunctionDef, name: str, span: tuple[int, int, int, int]) -> ast.expr:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from everyrank.port.facts import Fact
 from everyrank.port.files import ScriptFiles
+from everyrank.port.idioms import IDIOMS, in_idiom
 from everyrank.port.source import NotPortedError, ScriptSource
 
 __all__ = ["Choice", "Plan"]
@@ -20,7 +21,7 @@ class Choice:
 
     loss        "mean" or "sum": how the loss depends on the samples of a batch
     evaluation  "split" over the ranks, or "whole": every rank evaluates everything
-    target      "ddp" or "fsdp"
+    target      "ddp", "fsdp", or a library: "accelerate" or "fabric"
     sampler     "batches": each batch is split over the ranks; "torch": DistributedSampler, with another order
     """
 
@@ -42,6 +43,8 @@ class Plan:
     training_uses  names of a model in training forwards, and where it is passed on to one
     sharded        names of models where FSDP shards them
     passed_models  functions with a parameter that is a model in training, and the place of the call
+    idiom         the words of the library that the port is for; None for torch.distributed
+    prepared      models that a library wraps: scope, name, the statement after which they are ready
     """
 
     def __init__(self, files: ScriptFiles, facts: Sequence[Fact], choice: Choice) -> None:
@@ -57,6 +60,8 @@ class Plan:
         self.training_uses: list[ast.expr] = []
         self.sharded: list[ast.expr] = []
         self.passed_models: list[tuple[ast.FunctionDef, str, tuple[int, int, int, int]]] = []
+        self.idiom = IDIOMS.get(choice.target)
+        self.prepared: list[tuple[ast.AST, str, ast.stmt]] = []
         self._seen: set[tuple[ast.AST, str]] = set()
 
     def of(self, kind: str) -> list[Fact]:
@@ -124,6 +129,32 @@ class Plan:
         spans = {fact.span[:2] for kind in ("forward", "loss", "optimizer") for fact in self.of(kind)}
         makes_object = any(self.source.code(call.func).rpartition(".")[2][:1].isupper() for call in calls)
         return not makes_object and not any((call.lineno, call.col_offset) in spans for call in calls)
+
+    @functools.cached_property
+    def object_name(self) -> str:
+        """The name of the library's object, which the script has not for something else."""
+        used = {getattr(node, "id", getattr(node, "arg", "")) for node in ast.walk(self.source.tree)}
+        name = self.idiom.object if self.idiom is not None else ""
+        return f"{name}_" if name in used else name
+
+    def in_idiom(self, text: str) -> str:
+        """A text in the words of torch.distributed, in those of the library that the port is for."""
+        return text if self.idiom is None else in_idiom(text, self.idiom, self.object_name)
+
+    def unwrapped(self, name: str) -> str:
+        """The model in the wrapper that has this name."""
+        if self.idiom is None:
+            return f"{name}.module"
+        return self.idiom.unwrapped.replace("{x}", self.object_name).replace("{model}", name)
+
+    def split_loader(self, call: ast.AST, reason: str, evaluates: bool = False) -> None:
+        """Let each rank read its part of the batches of the loader that a call makes."""
+        self.helpers.add("split")
+        before, after = "split(", ", evaluates=True)" if evaluates else ")"
+        if self.choice.target == "fabric":
+            before = f"{self.object_name}.setup_dataloaders({before}"
+            after = f"{after}, use_distributed_sampler=False)"
+        self.source.wrap(call, before, after, reason)
 
     def wrapper_of(self, model: ast.expr) -> str:
         """The name of the wrapper of a model that training forwards call."""

@@ -11,11 +11,13 @@ from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
 from everyrank.audit import AuditOptions, Finding, ScriptFailedError, audit_script
+from everyrank.audit.script import enough_gpus
 from everyrank.errors import CannotRunError, EveryrankError, UsageError
 from everyrank.port.check import FLOAT32_TOLERANCE, FLOAT64_TOLERANCE, PortComparison, compare_port
 from everyrank.port.edits import edit_script
 from everyrank.port.facts import Fact, read_facts
 from everyrank.port.files import ScriptFiles
+from everyrank.port.idioms import IDIOMS, installed_module
 from everyrank.port.plan import Choice
 from everyrank.port.source import Edit, NotPortedError
 from everyrank.rerun import Imposed, ScriptHost, ScriptRecording
@@ -26,6 +28,7 @@ UPDATES = 12
 _OBSERVED_UPDATES = 24
 _PASS_BATCHES = 4
 _MOST_ELEMENTS = 4096
+_ON_CPU = {name: value for idiom in IDIOMS.values() for name, value in idiom.on_cpu.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +103,7 @@ def port_script(
     """Port `words`, a script and its arguments, and check it on these numbers of ranks.
 
     other    a file below the folder of the script, which is edited with it
-    target   "ddp", or "fsdp" for fully_shard over the blocks of the model
+    target   "ddp", "fsdp" for fully_shard over the blocks of the model, "accelerate" or "fabric", which is installed
     sampler  "torch": an equal port is written with DistributedSampler, whose other order cannot be compared
 
     Raises `NotPortedError` for a script that is not ported, and `CannotRunError` if it does not run here.
@@ -109,7 +112,8 @@ def port_script(
     files = ScriptFiles(
         script, read_script(script), other, read_script(other) if other is not None else "", target=target
     )
-    with ScriptHost(words, timeout_seconds, most_ranks=max(ranks)) as host:
+    modules = [installed_module(IDIOMS[target])] if target in IDIOMS else []
+    with ScriptHost(words, timeout_seconds, most_ranks=max(ranks), modules=modules) as host:
         say("running the script")
         facts = _observe(host, files)
         # the same edits that the first choice needs, before anything is compared
@@ -343,6 +347,8 @@ def _check(
                 detailed=UPDATES,
                 float64=float64,
                 imposed=imposed,
+                # Accelerate and Fabric look for GPUs in ways of their own
+                environment={} if enough_gpus(host.most_ranks) else _ON_CPU,
             )
             comparisons.append(compare_port(original, recording, tolerance))
             if not comparisons[-1].is_equal:

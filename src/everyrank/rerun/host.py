@@ -31,6 +31,7 @@ class ScriptHost:
     timeout_seconds  for each run
     pretend_cuda     run CUDA calls on the CPU even if the script does not name CUDA
     most_ranks       of a run; with fewer GPUs than that, all runs compute on the CPU, so that they compute alike
+    modules          what the script imports and takes long: all runs share one import
 
     Example:
         with ScriptHost(["train.py", "--epochs", "2"]) as host:
@@ -42,10 +43,15 @@ class ScriptHost:
     """
 
     def __init__(
-        self, words: Sequence[str], timeout_seconds: float = 120.0, pretend_cuda: bool = False, most_ranks: int = 3
+        self,
+        words: Sequence[str],
+        timeout_seconds: float = 120.0,
+        pretend_cuda: bool = False,
+        most_ranks: int = 3,
+        modules: Sequence[str] = (),
     ) -> None:
         self.words, self.timeout_seconds, self.pretend_cuda = list(words), timeout_seconds, pretend_cuda
-        self.most_ranks = most_ranks
+        self.most_ranks, self.modules = most_ranks, list(modules)
         self._process: Any = None
         self._runs = 0
 
@@ -68,7 +74,7 @@ class ScriptHost:
             "WANDB_MODE": "disabled",
         }
         self._process = subprocess.Popen(  # noqa: S603  (our own module)
-            [sys.executable, "-P", "-m", "everyrank.rerun.process", str(self.folder), main],
+            [sys.executable, "-P", "-m", "everyrank.rerun.process", str(self.folder), main, *self.modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -30,6 +30,7 @@ for _module in (
     "torch.utils.data",
     "torch._dynamo",
     "everyrank.rerun.inside",
+    *(sys.argv[3:] if __name__ == "__main__" else []),
 ):
     importlib.import_module(_module)
 

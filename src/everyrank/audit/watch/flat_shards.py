@@ -16,8 +16,15 @@ import torch
 
 __all__ = ["WRAPPERS", "FlatShards", "name_in_model"]
 
-WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "module")
-"""Names of the modules inside wrappers of torch."""
+WRAPPERS = (
+    "_fsdp_wrapped_module",
+    "_checkpoint_wrapped_module",
+    "_orig_mod",
+    "module",
+    "_forward_module",
+    "_original_module",
+)
+"""Names of the modules inside wrappers of torch and of Lightning Fabric."""
 
 
 def name_in_model(name: str) -> str:

@@ -118,7 +118,7 @@ def _shapes(named: list[tuple[str, Any]]) -> tuple[Any, ...]:
 def _unwrapped(module: Any) -> Any:
     while True:
         inner = next((module._modules[name] for name in WRAPPERS if module._modules.get(name) is not None), None)
-        if inner is None or len(module._modules) > 1:
+        if inner is None or module._modules.keys() - WRAPPERS:
             return module
         module = inner
 

@@ -1,0 +1,114 @@
+"""Ports to Accelerate and Fabric, with the real libraries: equal, wrong ones told, and started as their users do."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from everyrank.port import IDIOMS, PortResult, check_ported, port_script
+from everyrank.rerun import ScriptHost
+from integration.conftest import needs_library
+from porting import CLASS, ENGINE, FUNCTIONS, GAN, GPT, NO_LOADER, ONE_FUNCTION, SUMMED, WITH_ENGINE
+
+PACKAGES = {"accelerate": "accelerate", "fabric": "lightning"}
+STYLES = {
+    "functions": FUNCTIONS,
+    "one_function": ONE_FUNCTION,
+    "class": CLASS,
+    "no_loader": NO_LOADER,
+    "summed": SUMMED,
+    "gan": GAN,
+}
+IN_ORDER = GPT.replace(", shuffle=True", "")  # a shuffle of ranks that share a seed is not that of the script
+# what people write: the loader given to the library as it is, and the loss of each rank as it is
+MISTAKES = {
+    ("accelerate", "its loader"): (r"split\((DataLoader\(.*?=16\))\)", r"accelerator.prepare(\1)"),
+    ("accelerate", "mean of means"): (r"loss = mean_over_ranks\(loss, .*\)", "pass"),
+    ("accelerate", "no prepare"): (r"model, optimizer = accelerator\.prepare\(.*\)", "pass"),
+    ("fabric", "its loader"): (r"split\((DataLoader\(.*?=16\))\), use_distributed_sampler=False", r"\1"),
+    ("fabric", "mean of means"): (r"loss = mean_over_ranks\(loss, .*\)", "pass"),
+}
+
+
+def ported(folder: Path, text: str, target: str, ranks: tuple[int, ...] = (2, 3)) -> PortResult:
+    script = folder / "train.py"
+    script.write_text(text)
+    return port_script([str(script)], ranks, 120.0, target=target)
+
+
+@pytest.fixture(params=PACKAGES)
+def target(request: pytest.FixtureRequest) -> str:
+    needs_library(PACKAGES[request.param])
+    return request.param
+
+
+@pytest.fixture(scope="module", params=PACKAGES)
+def gpt(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """A library, and the folder of a script with its port, which is equal."""
+    needs_library(PACKAGES[request.param])
+    folder = tmp_path_factory.mktemp(request.param)
+    best = ported(folder, IN_ORDER, request.param).best
+    assert best.is_equal, [comparison.difference for comparison in best.comparisons]
+    assert not best.differing_lines
+    assert not best.doubts
+    (folder / "port.py").write_text(best.text)
+    return request.param, folder
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_equal(tmp_path: Path, target: str, style: str) -> None:
+    best = ported(tmp_path, STYLES[style], target).best
+    assert best.is_equal, [comparison.difference for comparison in best.comparisons]
+    assert not best.differing_lines
+    assert not best.doubts
+    assert "everyrank" not in best.text
+    assert "dist." not in best.text
+
+
+def test_a_training_loop_in_another_file(tmp_path: Path, target: str) -> None:
+    (tmp_path / "engine.py").write_text(ENGINE)
+    script = tmp_path / "train.py"
+    script.write_text(WITH_ENGINE)
+    best = port_script([str(script)], (2,), 120.0, other=tmp_path / "engine.py", target=target).best
+    assert best.is_equal, [comparison.difference for comparison in best.comparisons]
+    assert not best.differing_lines
+    assert f"{IDIOMS[target].object}.backward(loss)" in best.other_text
+
+
+def test_started_by_the_command_of_the_library(gpt: tuple[str, Path]) -> None:
+    target, folder = gpt
+    scripts = Path(sys.executable).parent
+    command = shlex.split(IDIOMS[target].start)
+    expected = [pytest.approx(number, abs=2e-3) for number in printed([sys.executable, "train.py"], folder)]
+    weights = torch.load(folder / "gpt.pt")["model"]
+    (folder / "gpt.pt").unlink()
+    assert printed([str(scripts / command[0]), *command[1:], "2", "port.py"], folder) == expected
+    for name, value in torch.load(folder / "gpt.pt")["model"].items():
+        torch.testing.assert_close(value, weights[name], rtol=1e-3, atol=1e-4)
+    assert printed([sys.executable, "port.py"], folder) == expected  # as one process
+
+
+def printed(command: list[str], folder: Path) -> list[float]:
+    """The numbers that a run prints."""
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [float(number) for number in re.findall(r"\d+\.?\d*", done.stdout)]
+
+
+@pytest.mark.parametrize("mistake", sorted({name for _, name in MISTAKES}))
+def test_a_wrong_port_is_not_equal(gpt: tuple[str, Path], mistake: str) -> None:
+    target, folder = gpt
+    if (target, mistake) not in MISTAKES:
+        return
+    before, after = MISTAKES[target, mistake]
+    wrong, count = re.subn(before, after, (folder / "port.py").read_text())
+    assert count == 1
+    (folder / "wrong.py").write_text(wrong)
+    with ScriptHost([str(folder / "train.py")]) as host:
+        assert not check_ported(host, folder / "wrong.py", (2,)).best.is_equal
