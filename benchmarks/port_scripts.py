@@ -1,6 +1,6 @@
-"""How many public scripts for one device `everyrank port` turns into equal DistributedDataParallel scripts.
+"""How many public scripts for one device `everyrank port` turns into equal scripts for several processes.
 
-Run: python benchmarks/port_scripts.py FOLDER [--json F] [NAME ...]
+Run: python benchmarks/port_scripts.py FOLDER [--to accelerate|fabric|workload] [--json F] [NAME ...]
 
 FOLDER has seen/ and unseen/, each with the scripts and a cases.json: name, script, cwd, args, env, source, kind. The
 scripts are not part of this repository; `source` in the Record has the address of each. Those in seen/ were used while
@@ -45,10 +45,12 @@ RIGHTLY_REFUSED = {
     "ex_forward_forward": "layers train themselves in methods other than forward",
     "simclr": "the loss compares samples of a batch",
 }
+# of `--to workload`, judged by hand: what a workload cannot say
+NO_WORKLOAD: dict[str, str] = {}
 _SECONDS = 900
 
 
-def ported(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
+def ported(folder: Path, case: dict[str, Any], to: str = "ddp") -> dict[str, Any]:
     """One script: the result, and what the port adds and changes."""
     with tempfile.TemporaryDirectory() as copy:
         top = Path(case["cwd"]).parts[0]
@@ -56,13 +58,16 @@ def ported(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
         working = Path(copy) / case["cwd"]
         script, out = Path(os.path.relpath(Path(copy) / case["script"], working)), Path(copy) / "port.json"
         begin = time.monotonic()
-        status, text = _port(working, out, case, script, [])
+        options = [] if to == "ddp" else ["--to", to]
+        status, text = _port(working, out, case, script, options)
         other = re.search(r"--with (\S+\.py)", text) if status == 3 else None
         if other is not None:  # as the message says
-            status, text = _port(working, out, case, script, ["--with", other[1]])
+            status, text = _port(working, out, case, script, [*options, "--with", other[1]])
         seconds = time.monotonic() - begin
         port = json.loads(out.read_text()) if out.exists() else {}
-        lines = _lines((working / script).read_text(), port["text"]) if port else {}
+        lines = _lines((working / script).read_text(), port["text"]) if port and to != "workload" else {}
+        if port and to == "workload":
+            lines = {"lines": len([line for line in port["text"].splitlines() if line.strip()])}
         if port and other is not None:
             more = _lines((working / other[1]).read_text(), port["other_text"])
             lines = {name: lines[name] + more[name] for name in lines}
@@ -74,9 +79,11 @@ def ported(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
         "source": case["source"],
         "commit": commit[0] if commit else "",
         "seen": folder.name == "seen",
-        "first_run": FIRST_RUN.get(case["name"]) if folder.name != "seen" else None,
+        "first_run": FIRST_RUN.get(case["name"]) if folder.name != "seen" and to == "ddp" else None,
         "result": {0: "equal", 1: "not equal", 3: "refused"}.get(status, f"exit status {status}"),
-        "rightly": RIGHTLY_REFUSED.get(case["name"]) if status == 3 else None,
+        "rightly": (NO_WORKLOAD if to == "workload" else RIGHTLY_REFUSED).get(case["name"])
+        if status in (1, 3)
+        else None,
         "with": other[1] if other else None,
         "reason": (messages or [""])[-1].partition(": ")[2] if status == 3 else _difference(port),
         "updates": min((each["updates"] for each in port.get("comparisons", [])), default=0),
@@ -140,7 +147,10 @@ def summary(rows: list[dict[str, Any]]) -> str:
             f"of {len(part)} {name} " + ", ".join(f"{count} {result}" for result, count in counts.most_common())
         )
     first = Counter(row["first_run"] for row in rows if row["first_run"])
-    parts.append("on the first run of the unseen: " + ", ".join(f"{n} {result}" for result, n in first.most_common()))
+    if first:
+        parts.append(
+            "on the first run of the unseen: " + ", ".join(f"{n} {result}" for result, n in first.most_common())
+        )
     return "; ".join(parts)
 
 
@@ -148,6 +158,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("names", nargs="*")
+    parser.add_argument("--to", default="ddp", help="as of everyrank port")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     cases = [
@@ -160,7 +171,10 @@ def main() -> None:
         rows = {row["name"]: row for row in json.loads(args.json.read_text())["rows"]}
     for folder, case in cases:
         if not args.names or case["name"] in args.names:
-            row = rows[case["name"]] = ported(folder, case)
+            row = ported(folder, case, args.to)
+            if args.to == "workload":  # it was written with none of them at hand
+                row["first_run"] = rows.get(case["name"], row).get("first_run") or row["result"]
+            rows[case["name"]] = row
             print(f"{row['name']}: {row['result']} {row['reason']} ({row['seconds']} s)", flush=True)
             if args.json:
                 kept = [rows[case["name"]] for _, case in cases if case["name"] in rows]

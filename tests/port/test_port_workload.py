@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from everyrank.cli import main
 from everyrank.commands.port_workload import verify_file
 from everyrank.port import NotPortedError, WorkloadResult, port_to_workload
 from porting import (
@@ -16,6 +18,8 @@ from porting import (
     GAN,
     LOSS_IN_FORWARD,
     NO_LOADER,
+    ONE_FUNCTION,
+    SUMMED,
 )
 
 GUARDED = """import argparse
@@ -107,15 +111,10 @@ for epoch in range(epochs):
 )
 
 
-def ported(folder: Path, text: str, *arguments: str, verifies: bool = False) -> WorkloadResult:
+def ported(folder: Path, text: str, *arguments: str, verify: Callable[[Path], str] = lambda _: "") -> WorkloadResult:
     script = folder / "train.py"
     script.write_text(text)
-    result = port_to_workload(
-        [str(script), *arguments],
-        folder / "train_workload.py",
-        120.0,
-        verify_file if verifies else lambda _: "",
-    )
+    result = port_to_workload([str(script), *arguments], folder / "train_workload.py", 120.0, verify)
     assert [path.name for path in folder.iterdir()] == ["train.py"]
     assert script.read_text() == text
     return result
@@ -192,6 +191,11 @@ MOVING = PER_UPDATE.replace("loader = ", "past = 0.0\nloader = ").replace(
             "random numbers",
         ),
         (CLOSURE, "optimizer = ", "LBFGS"),
+        (
+            PER_UPDATE.replace("targets) / 2", "targets) + model.weight.norm()"),
+            "loss.backward()",
+            "reads the model itself",
+        ),
         (PER_UPDATE.replace("/ 2\n", "/ (1 + i)\n"), "loss = criterion", "the number of an epoch or batch"),
     ],
 )
@@ -206,3 +210,72 @@ def test_the_reduction_is_found(tmp_path: Path) -> None:
     masked = ported(tmp_path, LOSS_IN_FORWARD)
     assert masked.comparison.is_equal, masked.difference
     assert masked.choice.reduction == "masked"
+
+
+def test_another_reduction_is_taken_if_two_ranks_differ(tmp_path: Path) -> None:
+    def verify(file: Path) -> str:
+        return "" if "first_row" in file.read_text() else "DIFFERENT: update 0, loss"
+
+    assert ported(tmp_path, SUMMED, verify=verify).choice.reduction == "sum"
+
+
+def test_the_evaluation_is_left_out_if_it_differs(tmp_path: Path) -> None:
+    def verify(file: Path) -> str:
+        return "DIFFERENT: evaluation, accuracy" if "eval_data" in file.read_text() else ""
+
+    result = ported(tmp_path, GUARDED, verify=verify)
+    assert result.is_equal
+    assert "eval_data" not in result.text
+    assert "accuracy" not in result.text
+    assert "the evaluation is left out" in result.notes[0][1]
+
+
+def test_what_two_ranks_refuse_is_not_equal(tmp_path: Path) -> None:
+    result = ported(tmp_path, ONE_FUNCTION, verify=lambda _: "DIFFERENT: update 2, tensor layers.0.weight")
+    assert not result.is_equal
+    assert "tensor layers.0.weight" in result.difference
+    assert "\nnet = " not in result.text  # the model is made in a function
+
+
+def test_a_wrong_file_is_told_from_a_right_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison sees each part of a workload."""
+    from everyrank.port import workload
+
+    wrongs = {
+        "lr=0.05": "lr=0.06",
+        "1 / (1 + step)": "1 / (2 + step)",
+        "label_smoothing=0.1": "label_smoothing=0.2",
+        "randn(86, 6)": "randn(86, 6) + 1",
+        "nn.Linear(6, 2)": "nn.Linear(6, 2, bias=False)",
+    }
+    right = workload.workload_text
+    for part, wrong in wrongs.items():
+
+        def changed(*args: object, _part: str = part, _wrong: str = wrong) -> str:
+            text = right(*args)  # type: ignore[arg-type]
+            assert _part in text
+            return text.replace(_part, _wrong)
+
+        monkeypatch.setattr(workload, "workload_text", changed)
+        result = ported(tmp_path, PER_UPDATE)
+        assert not result.comparison.is_equal, part
+        assert result.difference
+
+
+@pytest.mark.integration
+def test_the_file_is_verified_and_trains_under_fsdp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(GUARDED)
+    assert main(["port", "--to", "workload", "train.py"]) == 0
+    assert "verify: equal on 2 ranks under ddp" in capfd.readouterr().out
+    assert main(["train", "train_workload.py", "--layout", "fsdp", "--processes", "2"]) == 0
+    assert "15 updates" in capfd.readouterr().out
+
+
+@pytest.mark.integration
+def test_the_sum_of_a_batch_is_equal_on_two_ranks(tmp_path: Path) -> None:
+    result = ported(tmp_path, SUMMED, verify=verify_file)
+    assert result.is_equal, result.difference
+    assert result.choice.reduction == "sum"

@@ -88,15 +88,22 @@ def find_loss(found: Found, script: Script, backward: ScriptEvent, forward: Scri
     available = set(_target_names(source, loop)) | {name for each in body[:call_index] for name in bound_names(each)}
     targets = sorted(name for name in needed if name in available and name != output)
     _refuse_carried(source, loop, backward, needed - available - {output}, call)
+    model = source.code(call.func)
+    if model in needed:
+        raise NotPortedError(
+            node.lineno,
+            f"the loss reads the model itself, `{model}`, and a workload's only has output and target",
+        )
     inputs, words = _arguments(script, call)
     read = {name for text in inputs for name in loaded_names(ast.parse(text.lstrip("*"), mode="eval"))}
     before, free = _before(script, body[:call_index], {*targets, *read})
     target = set(_target_names(source, loop))
     _refuse_carried(source, loop, backward, free - target, call)
     slice_of_setup = ScriptSlice(script)
-    for text in [*after, *before, *inputs, script.rendered(value)]:
-        slice_of_setup.given |= set(available) | {output} | {n for t in after for n in bound_names_of(t)}
-        slice_of_setup.needs(ast.parse(text.lstrip("*")), backward)
+    text = script.rendered(value, {call: output})
+    for each in [*after, *before, *inputs, text]:
+        slice_of_setup.given |= available | {output} | {name for text in after for name in bound_names_of(text)}
+        slice_of_setup.needs(ast.parse(each.lstrip("*")), backward)
     # what the model's arguments and the loss need of the batch
     rows = next((name for name in targets if _has_rows(backward, name)), "")
     if not rows:
@@ -105,7 +112,6 @@ def find_loss(found: Found, script: Script, backward: ScriptEvent, forward: Scri
     if described[0] == "object" and described[1].startswith("transformers."):
         # layouts that collect outputs give them as a dict
         after = [re.sub(rf"\b{output}\.(\w+)", rf'{output}["\1"]', each) for each in after]
-    text = script.rendered(value, {call: output} if start_of(value) <= start_of(call) < end_of(value) else {})
     return (
         Loss(
             _target_text(source, loop),
@@ -321,7 +327,7 @@ def _metric(
     free = needed - set(targets) - {output}
     setup = ScriptSlice(script, {*targets, output, *(n for t in after for n in bound_names_of(t))})
     try:
-        for text in [*after, script.rendered(statement.value)]:
+        for text in [*after, script.rendered(statement.value, {call: output})]:
             setup.needs(ast.parse(text), event)
     except NotPortedError:
         return None

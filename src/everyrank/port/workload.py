@@ -96,11 +96,11 @@ def port_to_workload(
                     training.lines["loss"], f"its statements do not stand alone ({error.msg})"
                 ) from error
 
-        result = _compared(check, source, training, text_of, say)
-    if result.comparison.is_equal:
-        say("verifying it on 2 ranks")
-        result = _verified(script, target, result, text_of, verify, training)
-    return result
+        results = _compared(check, text_of, say)
+    if not results[0].comparison.is_equal:
+        return results[0]
+    say("verifying it on 2 ranks")
+    return _verified(check, results, text_of, verify)
 
 
 def _copied(training: TrainingParts) -> TrainingParts:
@@ -145,9 +145,9 @@ class _Check:
     training: TrainingParts
     target: Path
 
-    def original(self, source: ScriptSource, without_dropout: bool) -> tuple[ScriptRecording, bool]:
+    def original(self, without_dropout: bool) -> tuple[ScriptRecording, bool]:
         """The script on one rank, in float64 if it runs there; random numbers of the data are noted."""
-        text = _probed(source, self.training)
+        text = _probed(self.training)
         imposed = _imposed(without_dropout)
         with with_siblings(self.script, {f"{self.script.stem}_everyrank_probed.py": text}) as candidate:
             runs: list[ScriptRecording] = []
@@ -205,13 +205,14 @@ def _imposed(without_dropout: bool) -> Imposed:
     return Imposed(order=True, rows=True, seed=_SEED, pass_batches=_PASS_BATCHES, without_dropout=without_dropout)
 
 
-def _probed(source: ScriptSource, training: TrainingParts) -> str:
+def _probed(training: TrainingParts) -> str:
     """The script with a line before the first statement of its data, which keeps the states of random numbers."""
     codes = [training.train_data, *([training.eval_data] if training.eval_data else [])]
     pieces = sorted((piece for code in codes for piece in code.pieces), key=lambda piece: piece.order)
+    source_text = training.script.source.text
     if not pieces:
-        return source.text
-    probed = ScriptSource(source.text)
+        return source_text
+    probed = ScriptSource(source_text)
     wanted = (pieces[0].order[1], pieces[0].order[2])
     statement = next(
         (
@@ -229,67 +230,65 @@ def _probed(source: ScriptSource, training: TrainingParts) -> str:
     return probed.edited()
 
 
-def _compared(
-    check: _Check,
-    source: ScriptSource,
-    training: TrainingParts,
-    text_of: Callable[..., str],
-    say: Callable[[str], None],
-) -> WorkloadResult:
-    """The first choice that is equal, or else the first one."""
+def _compared(check: _Check, text_of: Callable[..., str], say: Callable[[str], None]) -> list[WorkloadResult]:
+    """A result for each reduction that is equal on one device; if none is, the first one's."""
+    training = check.training
     choices = [WorkloadChoice(each) for each in training.reductions]
     if training.ignored is not None:
         choices[0] = WorkloadChoice("masked")
-    # epochs are shortened in the comparison
-    texts = [(text_of(choice), text_of(choice, _PASS_BATCHES)) for choice in choices]
     results: list[WorkloadResult] = []
     before: list[list[float]] = []
     for without_dropout in (False, True):
-        say("running it in float64" if not without_dropout else "comparing without dropout")
-        original, float64 = check.original(source, without_dropout)
-        say("comparing the workload with it on one device")
-        for choice, (text, short_text) in zip(choices, texts, strict=True):
-            comparison = check.compared(short_text, original, float64, without_dropout)
-            results.append(
-                WorkloadResult(text, choice, comparison, float64, without_dropout, "", sorted(training.notes))
-            )
-            if comparison.is_equal:
-                return results[-1]
-            if comparison.has_failed or comparison.updates:
-                break  # the loss was right in the first update, or no reduction mends it
+        say("comparing without dropout" if without_dropout else "running it in float64")
+        original, float64 = check.original(without_dropout)
         losses = [update.losses for update in original.ranks[0].updates]
         if losses == before:  # there is no dropout
             break
         before = losses
-    return max(results[: len(choices)], key=lambda each: each.comparison.updates)
+        say("comparing the workload with it on one device")
+        for choice in choices:
+            # epochs are shortened in the comparison
+            comparison = check.compared(text_of(choice, _PASS_BATCHES), original, float64, without_dropout)
+            notes = sorted(training.notes)
+            results.append(WorkloadResult(text_of(choice), choice, comparison, float64, without_dropout, "", notes))
+            if comparison.has_failed or comparison.updates == 0:
+                break  # a reduction does not mend it
+        equal = [result for result in results if result.comparison.is_equal]
+        if equal:
+            return equal
+    return results[:1]
 
 
 def _verified(
-    script: Path,
-    target: Path,
-    result: WorkloadResult,
+    check: _Check,
+    results: Sequence[WorkloadResult],
     text_of: Callable[..., str],
     verify: Callable[[Path], str],
-    training: TrainingParts,
 ) -> WorkloadResult:
-    """The result after `verify` on two ranks; without evaluation if that is what fails."""
+    """The first result that `verify` finds equal on two ranks, without evaluation if that is what fails."""
 
     def outcome(text: str) -> str:
-        with with_siblings(script, {target.name: text}) as file:
+        with with_siblings(check.script, {check.target.name: text}) as file:
             return verify(file)
 
-    reason = outcome(result.text)
-    if not reason:
-        return result
-    if "same dtype" in reason:
-        _refuse_default_type(training)
-    if training.eval_data is not None:
-        choice = dataclasses.replace(result.choice, evaluates=False)
-        text = text_of(choice)
-        if not outcome(text):
-            note = (training.eval_data.line, f"the evaluation is left out, because with it: {reason}")
-            return dataclasses.replace(result, text=text, choice=choice, notes=sorted([*result.notes, note]))
-    return dataclasses.replace(result, verified=f"on 2 ranks under ddp, everyrank verify: {reason}")
+    reasons: list[str] = []
+    for result in results:
+        reasons.append(outcome(result.text))
+        if not reasons[-1]:
+            return result
+        if "same dtype" in reasons[-1]:
+            _refuse_default_type(check.training)
+        is_of_updates = "update" in reasons[-1].partition(";")[0]
+        if check.training.eval_data is not None and not is_of_updates:
+            choice = dataclasses.replace(result.choice, evaluates=False)
+            text = text_of(choice)
+            if not outcome(text):
+                sentence = f"the evaluation is left out, because with it: {reasons[-1]}"
+                notes = sorted([*result.notes, (check.training.eval_data.line, sentence)])
+                return dataclasses.replace(result, text=text, choice=choice, notes=notes)
+        if not is_of_updates:
+            break  # another reduction does not mend it
+    return dataclasses.replace(results[0], verified=f"everyrank verify on 2 ranks under ddp: {reasons[0]}")
 
 
 def _refuse_default_type(training: TrainingParts) -> None:
