@@ -46,7 +46,27 @@ RIGHTLY_REFUSED = {
     "simclr": "the loss compares samples of a batch",
 }
 # of `--to workload`, judged by hand: what a workload cannot say
-NO_WORKLOAD: dict[str, str] = {}
+NO_WORKLOAD = {
+    "ex_dcgan": "two optimizers",
+    "yj_gan": "two optimizers",
+    "ex_vae": "noise is drawn in forward",
+    "cond_diffusion": "noise is drawn in forward",
+    "ex_forward_forward": "an optimizer for each layer",
+    "ex_time_sequence": "LBFGS",
+    "ex_regression": "updates by hand",
+    "simclr": "the loss compares samples of a batch",
+    "yj_language_model": "hidden states are carried along",
+    "ex_word_language_model": "updates by hand",
+    "ex_gcn": "nodes of one graph depend on each other",
+    "ex_reinforce": "an episode, not a batch, is trained on",
+    "kfold": "several trainings",
+    "ncf": "each epoch changes the data set",
+    "unet": "the schedule follows a metric to its maximum",
+    "makemore": "samples are drawn with replacement",
+    "tcn_adding": "the batches come from no DataLoader",
+    "mingpt_adder": "the training loop is in another file",
+    "yj_birnn": "forward makes tensors of torch's default type",
+}
 _SECONDS = 900
 
 

@@ -192,6 +192,13 @@ MOVING = PER_UPDATE.replace("loader = ", "past = 0.0\nloader = ").replace(
         ),
         (CLOSURE, "optimizer = ", "LBFGS"),
         (
+            PER_UPDATE.replace(
+                "epoch in range(epochs):", "epoch in range(epochs):\n    loader.dataset.tensors[0].mul_(0.9)"
+            ),
+            "loader.dataset.tensors[0].mul_(0.9)",
+            "changes the data set in each epoch",
+        ),
+        (
             PER_UPDATE.replace("targets) / 2", "targets) + model.weight.norm()"),
             "loss.backward()",
             "reads the model itself",

@@ -167,7 +167,7 @@ def _checked(args: argparse.Namespace) -> tuple[list[str], Path, list[int]]:
 def _target(args: argparse.Namespace, script: Path) -> Path:
     """Where the port is written. Raises `UsageError` if it cannot be."""
     if args.to == "workload":
-        check_workload_options(args)
+        check_workload_options(args, script)
     if args.in_place and args.out is not None:
         raise UsageError("--in-place and -o: give one of them")
     _check_other(args)

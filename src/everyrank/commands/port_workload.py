@@ -55,8 +55,10 @@ def verify_file(file: Path) -> str:
     return parity.outcome + (f"; likely cause: {parity.cause}" if parity.cause else "")
 
 
-def check_workload_options(args: argparse.Namespace) -> None:
-    """Raise `UsageError` for options that only a port of another kind has."""
+def check_workload_options(args: argparse.Namespace, script: Path) -> None:
+    """Raise `UsageError` for options that only a port of another kind has, or a file that is not beside the script."""
+    if args.out is not None and args.out.absolute().parent != script.absolute().parent:
+        raise UsageError(f"-o {args.out}: put the workload beside {script.name}, because it imports what that imports")
     for name, value in (
         ("--in-place", args.in_place),
         ("--check", args.check),

@@ -84,6 +84,7 @@ def find_training(source: ScriptSource, events: Sequence[ScriptEvent], backwards
     forward = _only_forward(found, backward)
     loss, call = find_loss(found, script, backward, forward)
     _refuse_draws(found, forward, backward, call)
+    _refuse_changed_data(found, loader, backward)
     details = found.details(loader.details["id"])
     model = _model(found, script, forward, call)
     optimizer_code, optimizer_model = _optimizer(found, script, optimizer, forward)
@@ -257,6 +258,34 @@ def _refuse_draws(found: Found, forward: ScriptEvent, backward: ScriptEvent, cal
                 f"random numbers are drawn {where}: draw them in the data set, as a part of the sample, because "
                 "a workload's samples do not depend on the rank that has them",
             )
+
+
+def _refuse_changed_data(found: Found, loader: ScriptEvent, backward: ScriptEvent) -> None:
+    """A data set that the script changes in each epoch, such as `loader.dataset.sample_negatives()`."""
+    source = found.source
+    for depth, site in enumerate(backward.sites):
+        node = source.at(site.span, ast.Call)
+        names = {
+            name
+            for name, value in {**site.values, **backward.sites[-1].values}.items()
+            if value[2] == loader.details["id"] or (value[0] == "object" and value[3] and "Dataset" in value[1])
+        }
+        loops = source.loops(node) if node is not None else []
+        for loop in loops[1:] if not depth else loops:
+            for each in ast.walk(loop):
+                call = each.value if isinstance(each, ast.Expr) else None
+                if (
+                    isinstance(call, ast.Call)
+                    and isinstance(call.func, ast.Attribute)
+                    and call.func.attr != "set_epoch"
+                ):
+                    owner = source.code(call.func.value)
+                    if owner in names or owner.partition(".dataset")[0] in names:
+                        raise NotPortedError(
+                            call.lineno,
+                            f"{source.code(call.func)}() changes the data set in each epoch: draw in its "
+                            "__getitem__ instead, whose random numbers everyrank makes a function of the epoch",
+                        )
 
 
 # --- model, optimizer, schedule

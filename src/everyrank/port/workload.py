@@ -71,7 +71,7 @@ def port_to_workload(
 ) -> WorkloadResult:
     """Write the training of `words`, a script and its arguments, as a workload, and compare it with the script.
 
-    target   where the file will be: beside the script it imports its definitions, elsewhere it has copies of them
+    target   where the file will be, beside the script
     verify   returns "" if the file at a path is equal on two ranks, else why not
 
     Raises `NotPortedError` for what a workload cannot say, and `CannotRunError` if the script does not run here.
@@ -84,8 +84,7 @@ def port_to_workload(
         events, backwards = _observe(host, script)
         training = find_training(source, events, backwards)
         backward = next(event for event in events if event.kind == "backward")
-        is_beside = target.absolute().parent == script.absolute().parent
-        module = script.stem if is_beside and is_importable(source, script, events) else ""
+        module = script.stem if is_importable(source, script, events) else ""
         check = _Check(host, script, words, training, target)
 
         def text_of(choice: WorkloadChoice, pass_batches: int = 0) -> str:
