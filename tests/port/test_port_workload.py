@@ -13,6 +13,7 @@ from everyrank.port import NotPortedError, WorkloadResult, port_to_workload
 from porting import (
     BY_HAND,
     CARRIED_FROM_LOADER,
+    CLASS,
     DATA,
     FOLDS,
     GAN,
@@ -191,6 +192,7 @@ MOVING = PER_UPDATE.replace("loader = ", "past = 0.0\nloader = ").replace(
             "random numbers",
         ),
         (CLOSURE, "optimizer = ", "LBFGS"),
+        (CLASS, "loss.backward()", "a method of a class"),
         (
             PER_UPDATE.replace(
                 "epoch in range(epochs):", "epoch in range(epochs):\n    loader.dataset.tensors[0].mul_(0.9)"

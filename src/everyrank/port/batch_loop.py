@@ -74,6 +74,13 @@ def find_loss(found: Found, script: Script, backward: ScriptEvent, forward: Scri
     call = source.at(forward.span, ast.Call)
     assert isinstance(node, ast.Call)
     assert isinstance(call, ast.Call)
+    scope = source.scope(node)
+    if isinstance(scope, ast.FunctionDef) and scope.args.args[:1] and scope.args.args[0].arg == "self":
+        raise NotPortedError(
+            node.lineno,
+            "the training loop is a method of a class, whose attributes are not followed: move it into a function that "
+            "is given model, loader and optimizer",
+        )
     loop = _batch_loop(source, node)
     if source.scope(call) is not source.scope(node) or not (start_of(loop) < start_of(call) < end_of(loop)):
         raise NotPortedError(
