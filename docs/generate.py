@@ -38,6 +38,7 @@ PORTED_TO = {
     "Accelerate": ROOT / "benchmarks" / "records" / "port-public-scripts-accelerate-cpu.json",
     "Fabric": ROOT / "benchmarks" / "records" / "port-public-scripts-fabric-cpu.json",
 }
+WORKLOADS = ROOT / "benchmarks" / "records" / "port-public-scripts-workload-cpu.json"
 TEXT_DEMO = ROOT / "benchmarks" / "records" / "text-demo-cpu.json"
 FAMILIES = ROOT / "benchmarks" / "records" / "families-cpu.json"
 EXPERTS = ROOT / "benchmarks" / "records" / "experts-cpu.json"
@@ -684,6 +685,26 @@ def _ported_cells(row: dict[str, Any] | None) -> list[str]:
     return [row["result"], f"{row['largest']:.0e}" if row["result"] == "equal" else ""]
 
 
+def workloads_of_scripts() -> str:
+    """The table of public scripts that `everyrank port --to workload` was run on."""
+    found: list[list[str]] = []
+    for row in json.loads(WORKLOADS.read_text())["rows"]:
+        where = re.sub(r"^https://github.com/|/blob/[0-9a-f]{40}", "", row["source"].partition(" ")[0])
+        is_equal = row["result"] == "equal"
+        note = row["rightly"] or ("dropout left out" if row["without_dropout"] and is_equal else "")
+        found.append(
+            [
+                f"[{where}]({row['source'].partition(' ')[0]})",
+                row["first_run"],
+                row["result"],
+                f"{row['largest']:.0e}" if is_equal else "",
+                str(row["lines"]) if is_equal else "",
+                note,
+            ]
+        )
+    return _table(("script", "first run", "now", "difference", "lines", "note"), found)
+
+
 def mistakes_in_ports() -> str:
     """The mistakes that tests put into a port, and what is reported of each."""
     tree = ast.parse(PORT_MISTAKES.read_text())
@@ -788,6 +809,7 @@ PARTS: dict[str, dict[str, tuple[Path, Callable[[], str]]]] = {
     "docs/port.md": {
         "ported scripts": (PORTED, ported_scripts),
         "scripts ported to libraries": (PORTED_TO["Accelerate"], scripts_ported_to_libraries),
+        "workloads of scripts": (WORKLOADS, workloads_of_scripts),
         "mistakes in ports": (PORT_MISTAKES, mistakes_in_ports),
     },
     "docs/any-script.md": {
@@ -804,6 +826,7 @@ PARTS: dict[str, dict[str, tuple[Path, Callable[[], str]]]] = {
             PORTED_TO["Accelerate"],
             in_chinese(scripts_ported_to_libraries, PORTED_IN_CHINESE),
         ),
+        "workloads of scripts": (WORKLOADS, in_chinese(workloads_of_scripts, PORTED_IN_CHINESE)),
         "mistakes in ports": (PORT_MISTAKES, in_chinese(mistakes_in_ports, MISTAKES_IN_CHINESE)),
     },
     "docs/recipes.md": {"recipes": (PACKAGE / "recipes", recipes)},

@@ -10,6 +10,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from everyrank.commands.port_workload import check_workload_options, run_workload
 from everyrank.commands.shared import check_html, check_writable, print_diff
 from everyrank.errors import CHECK_FAILED, UsageError, printable
 from everyrank.record import write_text
@@ -23,7 +24,7 @@ __all__ = ["EXAMPLES", "HELP", "add_arguments", "run", "with_header"]
 HELP = "turn a script for one device into a DistributedDataParallel script, and check it"
 EXAMPLES = (
     "everyrank port train.py --epochs 5",
-    "everyrank port --to fsdp train.py",
+    "everyrank port --to workload train.py",
     "everyrank port --check train_ddp.py train.py --epochs 5",
 )
 
@@ -61,10 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--to",
-        choices=("ddp", "fsdp", "accelerate", "fabric"),
+        choices=("ddp", "fsdp", "accelerate", "fabric", "workload"),
         default="ddp",
         help="ddp: DistributedDataParallel (default); fsdp: fully_shard over the blocks of the model; "
-        "accelerate, fabric: in the idiom of Hugging Face Accelerate or Lightning Fabric",
+        "accelerate, fabric: in the idiom of Hugging Face Accelerate or Lightning Fabric; "
+        "workload: a file for everyrank train, verify and bench",
     )
     parser.add_argument("--html", type=Path, metavar="F", help="write a page with the script and the port side by side")
     parser.add_argument(
@@ -85,6 +87,8 @@ def run(args: argparse.Namespace) -> int:
     from everyrank.rerun import ScriptHost
 
     words, target, counts = _checked(args)
+    if args.to == "workload":
+        return run_workload(args, words, target)
     with progress(9, show=True) as advance:
         if args.check is not None:
             with ScriptHost(words, timeout_seconds=args.limit) as host:
@@ -165,6 +169,8 @@ def _checked(args: argparse.Namespace) -> tuple[list[str], Path, list[int]]:
 
 def _target(args: argparse.Namespace, script: Path) -> Path:
     """Where the port is written. Raises `UsageError` if it cannot be."""
+    if args.to == "workload":
+        check_workload_options(args, script)
     if args.in_place and args.out is not None:
         raise UsageError("--in-place and -o: give one of them")
     _check_other(args)

@@ -22,7 +22,7 @@ from everyrank.port.shards import whole_states
 from everyrank.port.source import NotPortedError
 from everyrank.port.states import edit_states
 
-__all__ = ["edit_script"]
+__all__ = ["edit_script", "refuse_distributed"]
 
 # names that only a distributed script has, and what to do with it
 _DISTRIBUTED = {

@@ -103,6 +103,7 @@ class ScriptHost:
         seconds: float = 30.0,
         environment: Mapping[str, str] | None = None,
         expressions: bool = False,
+        values: bool = False,
         only_rates: bool = False,
         files: ScriptRecording | None = None,
     ) -> ScriptRecording:
@@ -111,6 +112,7 @@ class ScriptHost:
         updates   optimizer steps after which the script is ended
         detailed  first updates whose gradients, parameters and states are recorded
         expressions  also record which expressions of the script make loaders, call the model, save, ... (facts)
+        values    with expressions: also record the values that names have there, schedules and clipping
         only_rates  record learning rates, and no batches, draws or values
         files     begin with the files that this earlier run has written
         seconds   after which the ranks agree on a last update, unless a recording is imposed
@@ -154,6 +156,7 @@ class ScriptHost:
             "pass_batches": imposed.pass_batches,
             "most_elements": imposed.most_elements,
             "expressions": expressions,
+            "values": values,
             "only_rates": only_rates,
         }
         start = time.monotonic()

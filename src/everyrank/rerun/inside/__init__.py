@@ -12,6 +12,7 @@ objects.py      running statistics and counters of the script's own objects
 norms.py        batch norm over the samples of each rank, on one rank
 printed.py      lines that the script prints and logs
 expressions.py  which expression of the script makes a loader, calls the model, saves, draws
+setup.py        values of names, details of loaders, schedules and clipping
 clock.py        a clock that ticks with each question
 precision.py    float64 in place of float32
 """

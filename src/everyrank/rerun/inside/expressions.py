@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from everyrank.audit.watch.place import frames
 from everyrank.rerun.inside.batches import rows_of_batch
 from everyrank.rerun.inside.session import Session
+from everyrank.rerun.inside.setup import ScriptValues, watch_setup
 
 __all__ = ["install_expressions"]
 
@@ -57,6 +58,8 @@ def install_expressions(session: Session) -> None:
     watcher.watch_optimizers()
     watcher.watch_writes()
     watcher.watch_draws()
+    if session.settings["values"]:
+        watch_setup(watcher)
 
 
 class _Watcher:
@@ -74,6 +77,7 @@ class _Watcher:
         self.depth = 0
         self.data_draws = 0
         self.outputs: list[Any] = []  # of models, that no other model was given, since the last backward
+        self.values = ScriptValues()
 
     def note(self, kind: str, **details: Any) -> dict[str, Any] | None:
         """Add a record of the running expression; None if no line of the user's is running."""
@@ -87,6 +91,9 @@ class _Watcher:
         if not chain:
             return None
         record = {"kind": kind, "chain": chain, **details}
+        if self.session.settings["values"]:
+            with self.session.quiet():
+                self.values.add(record)
         self.records.append(record)
         return record
 

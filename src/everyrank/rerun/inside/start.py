@@ -29,6 +29,7 @@ from everyrank.rerun.inside.numbers import install_number_draws
 from everyrank.rerun.inside.precision import install_float64
 from everyrank.rerun.inside.printed import install_printed
 from everyrank.rerun.inside.session import Session
+from everyrank.rerun.inside.setup import kept_rng
 from everyrank.rerun.inside.sources import run_with_sources
 from everyrank.rerun.inside.steps import install_step_hooks
 
@@ -72,6 +73,7 @@ def run_as_rank(settings: dict[str, Any], rank: int, overlay: Overlay) -> None:
     if not settings["order"] and not settings["only_rates"]:
         install_number_draws(session)
     modes = install_draws(session, pretend)
+    session.facts["rng"] = kept_rng
     words = settings["words"]
     try:
         with modes:

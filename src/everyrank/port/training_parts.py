@@ -1,0 +1,581 @@
+"""The parts of a training in a script: model, data, loss, optimizer, schedule and numbers. Others are refused."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from everyrank.port.batch_loop import Loss, Metric, find_loss, find_metrics
+from everyrank.port.events import Found, ScriptEvent, Site
+from everyrank.port.slices import Script, ScriptPiece, ScriptSlice
+from everyrank.port.source import NotPortedError, ScriptSource, start_of
+
+__all__ = ["Code", "TrainingParts", "find_training"]
+
+_SEVERAL = "the script trains several times, from the beginning: a workload is one training; take one of them"
+_BY_HAND = "write it as the workload's `schedule`"
+
+
+@dataclasses.dataclass(frozen=True)
+class Code:
+    """An expression, and the statements before it that it needs."""
+
+    pieces: list[ScriptPiece]
+    text: str
+    line: int
+
+
+@dataclasses.dataclass
+class TrainingParts:
+    """All that a workload is made of.
+
+    per_epoch   updates of an epoch if the schedule is stepped once in each, else 0
+    reduction   "mean" or "sum" of the loss over the samples of a batch
+    ignored     a target that the mean leaves out; None if there is none
+    backwards   of one update
+    early_passes  over the training loader, before the first update
+    """
+
+    script: Script
+    model: Code
+    train_data: Code
+    eval_data: Code | None
+    optimizer: Code
+    optimizer_model: str
+    schedule: Code | None
+    schedule_optimizer: str
+    per_epoch: int
+    loss: Loss
+    metrics: list[Metric]
+    collate: Code | None
+    eval_batch: int | None
+    batch: str
+    batch_size: int
+    backwards: int
+    epochs: str
+    drop_last: bool
+    clip_norm: str
+    seed: str
+    weights: Code | None
+    loader: dict[str, Any]
+    early_passes: int
+    reductions: list[str]
+    ignored: int | None
+    notes: list[tuple[int, str]]
+    lines: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
+
+
+def find_training(source: ScriptSource, events: Sequence[ScriptEvent], backwards: int) -> TrainingParts:
+    """The parts of the training, with so many backward passes in an update.
+
+    Raises `NotPortedError` with the line of what a workload cannot say.
+    """
+    found = Found(source, events)
+    script = Script(source)
+    script.module_values = next((each.sites[-1].values for each in found.of("backward")), {})
+    script.devices = {
+        name for event in events for site in event.sites for name, value in site.values.items() if value[0] == "device"
+    }
+    optimizer = _only_optimizer(found)
+    backward = _only_backward(found)
+    loader = _training_loader(found, backward)
+    forward = _only_forward(found, backward)
+    loss, call = find_loss(found, script, backward, forward)
+    _refuse_draws(found, forward, backward, call)
+    _refuse_changed_data(found, loader, backward)
+    details = found.details(loader.details["id"])
+    model = _model(found, script, forward, call)
+    optimizer_code, optimizer_model = _optimizer(found, script, optimizer, forward)
+    schedule, schedule_optimizer, per_epoch = _schedule(found, script, optimizer, -(-details["batches"] // backwards))
+    train_data, weights = _dataset(found, script, loader, details)
+    notes: list[tuple[int, str]] = []
+    if not details["sampler"].startswith(("Random", "Subset", "Weighted")):
+        notes.append((loader.line, "the script reads its samples in order; everyrank shuffles them in each epoch"))
+    _note_rates(found, notes)
+    evaluation = _evaluation(found, loader)
+    losses = found.of("loss")
+    reductions = ["sum"] if losses and {each.details["reduction"] for each in losses} == {"sum"} else []
+    ignored = next((each.details["ignored"] for each in losses if each.details["ignored"] is not None), None)
+    training = TrainingParts(
+        script=script,
+        model=model,
+        train_data=train_data,
+        eval_data=None,
+        optimizer=optimizer_code,
+        optimizer_model=optimizer_model,
+        schedule=schedule,
+        schedule_optimizer=schedule_optimizer,
+        per_epoch=per_epoch,
+        loss=loss,
+        metrics=[],
+        collate=_collate(found, script, loader, details),
+        eval_batch=None,
+        batch=_batch(found, script, loader, details, backwards),
+        batch_size=details["batch_size"],
+        backwards=backwards,
+        epochs=_epochs(found, script, backward),
+        drop_last=details["drop_last"],
+        clip_norm=_clip(found, script),
+        seed=_seed(found, backward),
+        weights=weights,
+        loader=details,
+        early_passes=_early_passes(found, loader, backward),
+        reductions=[*reductions, "mean", *([] if reductions else ["sum"])],
+        ignored=ignored,
+        notes=notes,
+        lines={"model": model.line, "loss": backward.line, "optimizer": optimizer.line, "data": loader.line},
+    )
+    if evaluation is not None:
+        eval_details = found.details(evaluation.details["id"])
+        training.eval_data, _ = _dataset(found, script, evaluation, eval_details)
+        if eval_details["batch_size"] != details["batch_size"] * backwards:
+            training.eval_batch = eval_details["batch_size"]
+        training.metrics = find_metrics(found, script, loss)
+    return training
+
+
+# --- what there has to be one of
+
+
+def _only_backward(found: Found) -> ScriptEvent:
+    grad = found.of("autograd.grad")
+    if grad:
+        raise NotPortedError(
+            grad[0].line, "torch.autograd.grad: a workload has one loss, whose gradient everyrank takes; train by hand"
+        )
+    backwards = found.of("backward")
+    if not backwards:
+        raise NotPortedError(1, "no backward was seen, so there is no training to port")
+    first = backwards[0]
+    if not first.is_inner:
+        raise NotPortedError(
+            first.line,
+            f"the training loop is in {first.file.rpartition('/')[2]}, not in the script: move it into the script",
+        )
+    other = next((each for each in backwards if each.span != first.span), None)
+    if other is not None:
+        raise NotPortedError(
+            other.line, f"a second backward besides that of line {first.line}: a workload has one loss in each update"
+        )
+    if first.details["couples"]:
+        raise NotPortedError(
+            first.line,
+            "this loss compares samples of a batch with each other: write the workload by hand, with "
+            "everyrank.gather(x) around the outputs in its loss",
+        )
+    return first
+
+
+def _only_optimizer(found: Found) -> ScriptEvent:
+    steps = found.of("step")
+    if not steps:
+        raise NotPortedError(
+            found.of("backward")[0].line, "no torch optimizer steps: write the update as an Optimizer of your own"
+        )
+    # a class that calls the constructor of another one is recorded twice, first with its names
+    made = {event.details["id"]: event for event in reversed(found.of("optimizer"))}
+    stepped = list(dict.fromkeys(step.details["id"] for step in steps))
+    if len(stepped) > 1:
+        line = made[stepped[1]].line if stepped[1] in made else steps[0].line
+        if len({made[each].span for each in stepped if each in made}) == 1:
+            raise NotPortedError(line, _SEVERAL)
+        raise NotPortedError(
+            line, "a second optimizer: a workload has one. Copy a recipe and change it: everyrank new --list"
+        )
+    optimizer = made.get(stepped[0])
+    if optimizer is None:
+        raise NotPortedError(steps[0].line, "the optimizer is not made by a call that was seen: make it in the script")
+    if optimizer.details["name"] == "LBFGS":
+        raise NotPortedError(
+            optimizer.line,
+            "LBFGS computes the loss several times in an update: use another optimizer, or train by hand",
+        )
+    return optimizer
+
+
+def _only_forward(found: Found, backward: ScriptEvent) -> ScriptEvent:
+    calls = [each for each in found.of("forward") if each.details["reached"]]
+    if not calls:
+        raise NotPortedError(
+            backward.line,
+            "no call of a module led to this backward: a workload calls model(input). Let forward do that",
+        )
+    models = dict.fromkeys(each.details["id"] for each in calls)
+    first = calls[0]
+    other = next((each for each in calls if each.details["id"] not in list(models)[:1]), None)
+    if other is not None:
+        raise NotPortedError(
+            other.line, f"a second model besides that of line {first.line}: put both into one module, with one forward"
+        )
+    second = next((each for each in calls if each.span != first.span), None)
+    if second is not None:
+        raise NotPortedError(
+            second.line, f"the model is called again, after line {first.line}: let one forward do both"
+        )
+    if not first.is_inner:
+        raise NotPortedError(
+            first.line, f"the model is called in {first.file.rpartition('/')[2]}: call it in the script"
+        )
+    return first
+
+
+def _training_loader(found: Found, backward: ScriptEvent) -> ScriptEvent:
+    used = dict.fromkeys(each.details["loader"] for each in found.of("backward") if each.details["loader"])
+    loaders = {event.details["id"]: event for event in found.of("loader")}
+    if not used or not all(each in loaders for each in used):
+        raise NotPortedError(
+            backward.line,
+            "the batches come from no DataLoader: put the tensors into a TensorDataset, and read that with one",
+        )
+    if len(used) > 1:
+        spans = {loaders[each].span for each in used}
+        line = loaders[list(used)[1]].line
+        if len(spans) > 1:
+            raise NotPortedError(line, "a second loader of training batches: a workload has one set of training data")
+        raise NotPortedError(line, "a new loader in each epoch: make it once, before the loop over the epochs")
+    loader = loaders[next(iter(used))]
+    if not found.details(loader.details["id"])["plain_batches"]:
+        raise NotPortedError(
+            loader.line, "a batch sampler of its own: a workload has batches of one size, in random order"
+        )
+    return loader
+
+
+def _refuse_draws(found: Found, forward: ScriptEvent, backward: ScriptEvent, call: ast.Call) -> None:
+    """Random numbers of the whole batch, which depend on the rank that has a sample."""
+    loops = found.source.loops(call)
+    for draw in found.of("draw"):
+        if not draw.details["in_loop"] or draw.details["in_data"]:
+            continue
+        within = [site for site in draw.sites[1:] if site.span == forward.span]
+        is_in_loop = draw.is_inner and loops and start_of(loops[0]) <= draw.span[:2] < backward.span[:2]
+        if within or (is_in_loop and draw.sites[0].function == forward.sites[0].function):
+            where = "in forward" if within else "for the whole batch"
+            raise NotPortedError(
+                draw.line,
+                f"random numbers are drawn {where}: draw them in the data set, as a part of the sample, because "
+                "a workload's samples do not depend on the rank that has them",
+            )
+
+
+def _refuse_changed_data(found: Found, loader: ScriptEvent, backward: ScriptEvent) -> None:
+    """A data set that the script changes in each epoch, such as `loader.dataset.sample_negatives()`."""
+    source = found.source
+    for depth, site in enumerate(backward.sites):
+        node = source.at(site.span, ast.Call)
+        names = {
+            name
+            for name, value in {**site.values, **backward.sites[-1].values}.items()
+            if value[2] == loader.details["id"] or (value[0] == "object" and value[3] and "Dataset" in value[1])
+        }
+        loops = source.loops(node) if node is not None else []
+        for loop in loops[1:] if not depth else loops:
+            for each in ast.walk(loop):
+                call = each.value if isinstance(each, ast.Expr) else None
+                if (
+                    isinstance(call, ast.Call)
+                    and isinstance(call.func, ast.Attribute)
+                    and call.func.attr != "set_epoch"
+                ):
+                    owner = source.code(call.func.value)
+                    if owner in names or owner.partition(".dataset")[0] in names:
+                        raise NotPortedError(
+                            call.lineno,
+                            f"{source.code(call.func)}() changes the data set in each epoch: draw in its "
+                            "__getitem__ instead, whose random numbers everyrank makes a function of the epoch",
+                        )
+
+
+# --- model, optimizer, schedule
+
+
+def _name_of(site: Site, identity: int) -> str:
+    """The name that an object has among the names of a frame, the shortest one."""
+    names = [name for name, value in site.values.items() if value[2] == identity]
+    return min(names, key=lambda name: (name.count("."), len(name)), default="")
+
+
+def _model(found: Found, script: Script, forward: ScriptEvent, call: ast.Call) -> Code:
+    needed = ScriptSlice(script)
+    needed.needs(call.func, forward)
+    pieces = needed.ordered
+    name = found.source.code(call.func)
+    if "." in name:
+        raise NotPortedError(
+            call.lineno, f"the model is an attribute, {name}: a class with the training loop in it is not followed"
+        )
+    line = next((piece.line for piece in pieces if name in piece.names), forward.line)
+    return Code(pieces, name, line)
+
+
+def _optimizer(found: Found, script: Script, optimizer: ScriptEvent, forward: ScriptEvent) -> tuple[Code, str]:
+    """The call that makes the optimizer, and the name that the model has there."""
+    node = found.source.at(optimizer.span, ast.Call)
+    assert node is not None
+    model = _name_of(optimizer.sites[0], forward.details["id"])
+    names = {value[2]: name for name, value in optimizer.sites[0].values.items() if value[0] == "object"}
+    del names
+    if not model:
+        raise NotPortedError(
+            optimizer.line, "the optimizer is made where the model has no name: make it after the model"
+        )
+    if "." in model:
+        raise NotPortedError(optimizer.line, f"the model is an attribute, {model}: a class of its own is not followed")
+    needed = ScriptSlice(script, [model])
+    needed.needs(node, optimizer)
+    return Code(needed.ordered, script.rendered(node), optimizer.line), model
+
+
+def _schedule(
+    found: Found, script: Script, optimizer: ScriptEvent, updates_per_epoch: int
+) -> tuple[Code | None, str, int]:
+    made = [each for each in found.of("schedule") if each.details["of"] == optimizer.details["id"]]
+    parts = {part for each in made for part in each.details["parts"]}
+    stepped = {each.details["id"] for each in found.of("schedule_step")}
+    made = [each for each in made if each.details["id"] in stepped and each.details["id"] not in parts]
+    if not made:
+        return None, "", 0
+    if len(made) > 1:
+        raise NotPortedError(made[1].line, "a second schedule: chain both in a ChainedScheduler or SequentialLR")
+    [event] = made
+    site = event.sites[0]
+    node = found.source.at(event.span, ast.Call)
+    assert node is not None
+    name = _name_of(site, optimizer.details["id"])
+    if not name or "." in name:
+        raise NotPortedError(event.line, "the schedule is made where the optimizer has no name: make it after it")
+    if event.details["name"] == "ReduceLROnPlateau":
+        modes = {each.details["mode"] for each in found.of("schedule_step")}
+        if modes - {"min"}:
+            raise NotPortedError(
+                event.line,
+                "ReduceLROnPlateau follows a metric to its maximum; a workload's follows the evaluation loss",
+            )
+    needed = ScriptSlice(script, [name])
+    needed.needs(node, event)
+    steps = sum(each.details["id"] == event.details["id"] for each in found.of("schedule_step"))
+    updates = len(found.of("step"))
+    # a plateau is stepped once per epoch by everyrank, too
+    is_per_epoch = steps < updates - 1 and event.details["name"] != "ReduceLROnPlateau"
+    return (
+        Code(needed.ordered, script.rendered(node), event.line),
+        name,
+        updates_per_epoch if is_per_epoch else 0,
+    )
+
+
+# --- data
+
+
+def _keyword(node: ast.Call, name: str, position: int = -1) -> ast.expr | None:
+    value = next((word.value for word in node.keywords if word.arg == name), None)
+    if value is None and 0 <= position < len(node.args):
+        value = node.args[position]
+    return None if isinstance(value, ast.Starred) else value
+
+
+def _dataset(found: Found, script: Script, loader: ScriptEvent, details: dict[str, Any]) -> tuple[Code, Code | None]:
+    """The data set of a loader, and the weights of its samples."""
+    node = found.source.at(loader.span, ast.Call)
+    assert isinstance(node, ast.Call)
+    expression = _keyword(node, "dataset", 0) if loader.is_inner else None
+    needed = ScriptSlice(script)
+    if expression is None or (isinstance(node.func, ast.Attribute) and node.func.attr == "__init__"):
+        raise NotPortedError(
+            loader.line, "the DataLoader is made in another file: make it in the script, DataLoader(dataset)"
+        )
+    needed.needs(expression, loader)
+    text = script.rendered(expression)
+    weights = None
+    sampler = _keyword(node, "sampler")
+    if sampler is not None and details["sampler"] not in ("RandomSampler", "SequentialSampler"):
+        made = _made_by(found, sampler)
+        if made is None:
+            raise NotPortedError(
+                loader.line, "the sampler is not made by a call that can be followed: make it in this call"
+            )
+        if details["sampler"] == "SubsetRandomSampler":
+            needed.needs(made.args[0], loader)
+            text = f"torch.utils.data.Subset({text}, {script.rendered(made.args[0])})"
+            script.definitions.add("torch")
+        elif details["sampler"] == "WeightedRandomSampler" and details["num_samples"] == details["length"]:
+            of_weights = ScriptSlice(script)
+            of_weights.needs(made.args[0], loader)
+            weights = Code(of_weights.ordered, script.rendered(made.args[0]), loader.line)
+        else:
+            raise NotPortedError(
+                loader.line, f"a {details['sampler']}: a workload shuffles all samples, or draws as many by `weights`"
+            )
+    elif details["replacement"]:
+        raise NotPortedError(
+            loader.line,
+            "samples are drawn with replacement; a workload reads each once in an epoch: leave the sampler out",
+        )
+    return Code(needed.ordered, text, loader.line), weights
+
+
+def _made_by(found: Found, expression: ast.expr) -> ast.Call | None:
+    """The call that made an object: itself, or what its name was assigned last."""
+    if isinstance(expression, ast.Call):
+        return expression
+    name = found.source.code(expression)
+    scope = found.source.scope(expression)
+    assigned = [
+        node.value
+        for node in ast.walk(scope)
+        if isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Call)
+        and found.source.code(node.targets[0]) == name
+        and start_of(node) < start_of(expression)
+    ]
+    return assigned[-1] if assigned else None
+
+
+def _collate(found: Found, script: Script, loader: ScriptEvent, details: dict[str, Any]) -> Code | None:
+    if details["default_collate"]:
+        return None
+    node = found.source.at(loader.span, ast.Call)
+    assert isinstance(node, ast.Call)
+    expression = _keyword(node, "collate_fn")
+    if expression is None:
+        raise NotPortedError(loader.line, "collate_fn is not in this call: give it here, DataLoader(..., collate_fn=f)")
+    needed = ScriptSlice(script)
+    needed.needs(expression, loader)
+    return Code(needed.ordered, script.rendered(expression), loader.line)
+
+
+def _early_passes(found: Found, loader: ScriptEvent, backward: ScriptEvent) -> int:
+    return max(
+        0,
+        sum(each.details["id"] == loader.details["id"] and each.number < backward.number for each in found.of("pass"))
+        - 1,
+    )
+
+
+def _evaluation(found: Found, loader: ScriptEvent) -> ScriptEvent | None:
+    """The first other loader that is read after the training has begun."""
+    loaders = {event.details["id"]: event for event in found.of("loader")}
+    start = found.of("backward")[0].number
+    for each in found.of("pass"):
+        made = loaders.get(each.details["id"])
+        if each.number > start and made is not None and made.is_inner and each.details["id"] != loader.details["id"]:
+            return made
+    return None
+
+
+# --- numbers
+
+
+def _plain(found: Found, script: Script, expression: ast.expr | None, event: ScriptEvent, value: Any) -> str:
+    """An expression whose names have plain values, or else its value."""
+    if expression is None or isinstance(expression, ast.Constant):
+        return repr(value)
+    names = event.sites[0].values
+    inner = [each for each in ast.walk(expression) if isinstance(each, ast.Name | ast.Attribute)]
+    codes = {found.source.code(each) for each in inner}
+    is_plain = not any(isinstance(each, ast.Call | ast.Subscript) for each in ast.walk(expression)) and all(
+        names.get(code, script.module_values.get(code, [""]))[0] in ("literal", "namespace") for code in codes
+    )
+    if not is_plain:
+        return repr(value)
+    needed = ScriptSlice(script)
+    try:
+        needed.needs(expression, event)
+    except NotPortedError:
+        return repr(value)
+    return script.rendered(expression) if not needed.pieces else repr(value)
+
+
+def _batch(found: Found, script: Script, loader: ScriptEvent, details: dict[str, Any], backwards: int) -> str:
+    node = found.source.at(loader.span, ast.Call)
+    size = _keyword(node, "batch_size", 1) if isinstance(node, ast.Call) else None
+    text = _plain(found, script, size, loader, details["batch_size"])
+    return text if backwards == 1 else f"{backwards} * {text}"
+
+
+def _clip(found: Found, script: Script) -> str:
+    clips = found.of("clip")
+    if not clips:
+        return ""
+    first = clips[0]
+    if first.details["name"] == "clip_grad_value_" or first.details["norm_type"] != 2.0:
+        raise NotPortedError(
+            first.line, "a workload clips the norm of all gradients (clip_norm), not single values or another norm"
+        )
+    if not first.is_inner:
+        return repr(first.details["most"])
+    node = found.source.at(first.span, ast.Call)
+    expression = _keyword(node, "max_norm", 1) if isinstance(node, ast.Call) else None
+    return _plain(found, script, expression, first, first.details["most"])
+
+
+def _seed(found: Found, backward: ScriptEvent) -> str:
+    seeds = [each for each in found.of("torch_seed") if each.is_inner and each.number < backward.number]
+    return repr(seeds[0].details["value"]) if seeds and 0 <= seeds[0].details["value"] < 2**63 else ""
+
+
+def _epochs(found: Found, script: Script, backward: ScriptEvent) -> str:
+    """The number of epochs, of the loop over a range around the loop over batches."""
+    source = found.source
+    for depth, site in enumerate(backward.sites):
+        node = source.at(site.span, ast.Call)
+        loops = source.loops(node) if node is not None else []
+        for loop in loops[1:] if not depth else loops:
+            if isinstance(loop, ast.For) and isinstance(loop.iter, ast.Call):
+                call = loop.iter
+                inner = next(
+                    (
+                        each
+                        for each in ast.walk(call)
+                        if isinstance(each, ast.Call) and source.code(each.func) in ("range", "trange")
+                    ),
+                    None,
+                )
+                if inner is None:
+                    continue
+                values = {**script.module_values, **site.values}
+                numbers = [_number(source, arg, values) for arg in inner.args]
+                if any(number is None for number in numbers) or not numbers:
+                    continue
+                count = len(range(*[number for number in numbers if number is not None]))
+                last = inner.args[0] if len(inner.args) == 1 else inner.args[1]
+                event = dataclasses.replace(backward, sites=backward.sites[depth:])
+                if len(inner.args) == 1 or numbers[0] == 0:
+                    return _plain(found, script, last, event, count)
+                is_one_more = (
+                    isinstance(last, ast.BinOp)
+                    and isinstance(last.op, ast.Add)
+                    and isinstance(last.right, ast.Constant)
+                    and last.right.value == 1
+                    and numbers[0] == 1
+                )
+                return _plain(
+                    found, script, last.left if is_one_more and isinstance(last, ast.BinOp) else None, event, count
+                )
+    return ""
+
+
+def _number(source: ScriptSource, node: ast.expr, values: dict[str, list[Any]]) -> int | None:
+    """The whole number that a sum or difference of names and numbers is."""
+    value = values.get(source.code(node))
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    if value is not None and value[0] == "literal":
+        number = ast.literal_eval(value[1]) if value[1].lstrip("-").isdigit() else None
+        return number if isinstance(number, int) else None
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
+        left, right = _number(source, node.left, values), _number(source, node.right, values)
+        if left is not None and right is not None:
+            return left + right if isinstance(node.op, ast.Add) else left - right
+    return None
+
+
+def _note_rates(found: Found, notes: list[tuple[int, str]]) -> None:
+    """Note lines that set a learning rate by hand."""
+    for node in ast.walk(found.source.tree):
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+            key = node.slice
+            if isinstance(key, ast.Constant) and key.value == "lr":
+                notes.append((node.lineno, f"the script sets the learning rate by hand: {_BY_HAND}"))

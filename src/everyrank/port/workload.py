@@ -1,0 +1,305 @@
+"""Turns a script for one device into the file of a workload, and compares it with the script."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from everyrank.errors import CannotRunError
+from everyrank.port.check import FLOAT32_TOLERANCE, FLOAT64_TOLERANCE, PortComparison, compare_port
+from everyrank.port.edits import refuse_distributed
+from everyrank.port.events import ScriptEvent, read_events
+from everyrank.port.files import ScriptFiles
+from everyrank.port.plan import Choice, Plan
+from everyrank.port.run import UPDATES, read_script, with_siblings
+from everyrank.port.source import NotPortedError, ScriptSource
+from everyrank.port.training_parts import TrainingParts, find_training
+from everyrank.port.workload_file import WorkloadChoice, is_importable, workload_text
+from everyrank.rerun import Imposed, ScriptHost, ScriptRecording
+
+__all__ = ["WorkloadResult", "port_to_workload"]
+
+_SEED = 1234
+_OBSERVED_UPDATES = 24
+_PASS_BATCHES = 4
+_DRIVER = "everyrank_single_training.py"
+_MAKERS = {f"torch.{name}" for name in ("zeros", "ones", "full", "eye", "linspace", "tensor", "rand", "randn")}
+_PROBE = '__import__("everyrank.rerun.inside.setup", fromlist=["keep_rng"]).keep_rng()'
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkloadResult:
+    """What became of a script.
+
+    text         the file of the workload
+    comparison   of its training on one device with the script's
+    without_dropout  whether it was equal only with all dropout left out
+    verified     "" if `verify` found it equal on 2 ranks, else why not
+    notes        what is left to the user: (line, sentence)
+    """
+
+    text: str
+    choice: WorkloadChoice
+    comparison: PortComparison
+    float64: bool
+    without_dropout: bool
+    verified: str
+    notes: list[tuple[int, str]]
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether it equals the script on one device, and itself on two ranks."""
+        return self.comparison.is_equal and not self.verified
+
+    @property
+    def difference(self) -> str:
+        """The first difference; "" if there is none."""
+        return self.comparison.difference or self.verified
+
+
+def port_to_workload(
+    words: Sequence[str],
+    target: Path,
+    timeout_seconds: float,
+    verify: Callable[[Path], str],
+    say: Callable[[str], None] = lambda _: None,
+) -> WorkloadResult:
+    """Write the training of `words`, a script and its arguments, as a workload, and compare it with the script.
+
+    target   where the file will be, beside the script
+    verify   returns "" if the file at a path is equal on two ranks, else why not
+
+    Raises `NotPortedError` for what a workload cannot say, and `CannotRunError` if the script does not run here.
+    """
+    script = Path(words[0])
+    source = ScriptSource(read_script(script))
+    refuse_distributed(Plan(ScriptFiles(script, source.text), [], Choice("mean", "whole")))
+    with ScriptHost(words, timeout_seconds, most_ranks=1) as host:
+        say("running the script")
+        events, backwards = _observe(host, script)
+        training = find_training(source, events, backwards)
+        backward = next(event for event in events if event.kind == "backward")
+        module = script.stem if is_importable(source, script, events) else ""
+        check = _Check(host, script, words, training, target)
+
+        def text_of(choice: WorkloadChoice, pass_batches: int = 0) -> str:
+            try:
+                return workload_text(_copied(training), choice, source, backward, words, module, pass_batches)
+            except SyntaxError as error:
+                raise NotPortedError(
+                    training.lines["loss"], f"its statements do not stand alone ({error.msg})"
+                ) from error
+
+        results = _compared(check, text_of, say)
+    if not results[0].comparison.is_equal:
+        return results[0]
+    say("verifying it on 2 ranks")
+    return _verified(check, results, text_of, verify)
+
+
+def _copied(training: TrainingParts) -> TrainingParts:
+    """The training with definitions of its own to add to."""
+    script = training.script
+    copy = type(script)(script.source)
+    copy.__dict__.update({name: type(value)(value) for name, value in vars(script).items() if name != "source"})
+    return dataclasses.replace(training, script=copy)
+
+
+def _observe(host: ScriptHost, script: Path) -> tuple[list[ScriptEvent], int]:
+    """The events of a run, and how many backward passes most updates have."""
+    recording = ScriptRecording((), "", "", 0.0, Path(), False)
+    for no_workers in (True, False):
+        recording = host.run(
+            1,
+            updates=_OBSERVED_UPDATES,
+            detailed=0,
+            imposed=Imposed(order=True, pass_batches=_PASS_BATCHES, no_workers=no_workers, seed=_SEED),
+            expressions=True,
+            values=True,
+        )
+        if not recording.trouble:
+            break
+    records = recording.ranks[0].facts.get("expressions", [])
+    if recording.trouble and not any(each["kind"] == "step" for each in records):
+        raise CannotRunError(
+            f"the script does not run on one process here: {recording.trouble.removeprefix('rank 0: ')}"
+        )
+    counts = [len(update.losses) for update in recording.ranks[0].updates]
+    events = read_events(records, os.path.abspath(script))  # noqa: PTH100  (no links are followed)
+    return events, max(counts, key=counts.count, default=1) or 1
+
+
+@dataclasses.dataclass
+class _Check:
+    """The comparison of the file with the script."""
+
+    host: ScriptHost
+    script: Path
+    words: Sequence[str]
+    training: TrainingParts
+    target: Path
+
+    def original(self, without_dropout: bool) -> tuple[ScriptRecording, bool]:
+        """The script on one rank, in float64 if it runs there; random numbers of the data are noted."""
+        text = _probed(self.training)
+        imposed = _imposed(without_dropout)
+        with with_siblings(self.script, {f"{self.script.stem}_everyrank_probed.py": text}) as candidate:
+            runs: list[ScriptRecording] = []
+            for float64 in (True, False):
+                words = [str(candidate), *self.words[1:]]
+                runs.append(self._run(words, float64, imposed))
+                if not runs[-1].trouble and runs[-1].ranks[0].updates:
+                    return runs[-1], float64
+        wide, narrow = runs
+        if not narrow.ranks[0].updates:
+            raise CannotRunError(f"the script does not run with fixed random numbers: {narrow.trouble}")
+        float64 = len(wide.ranks[0].updates) == len(narrow.ranks[0].updates)
+        return (wide if float64 else narrow), float64
+
+    def compared(self, text: str, original: ScriptRecording, float64: bool, without_dropout: bool) -> PortComparison:
+        """The training of the file on one device, compared with the script's."""
+        driver = "import sys\n\nfrom everyrank.port.single_training import train_single\n\ntrain_single(sys.argv[1])\n"
+        with with_siblings(self.script, {self.target.name: text, _DRIVER: driver}) as file:
+            settings = {
+                "file": str(file),
+                "recording": str(original.folder / "rank0.pt"),
+                "loader": self.training.loader,
+                "backwards": self.training.backwards,
+                "early_passes": self.training.early_passes,
+            }
+            path = self.host.folder / "single_training.json"
+            path.write_text(json.dumps(settings))
+            words = [str(file.with_name(_DRIVER)), str(path)]
+            recording = self._run(words, float64, _imposed(without_dropout), len(original.ranks[0].updates))
+        comparison = compare_port(original, recording, FLOAT64_TOLERANCE if float64 else FLOAT32_TOLERANCE)
+        return dataclasses.replace(comparison, difference=self._told(comparison.difference), printed=[], doubts=[])
+
+    def _run(self, words: Sequence[str], float64: bool, imposed: Imposed, updates: int = UPDATES) -> ScriptRecording:
+        return self.host.run(1, words=words, updates=updates, detailed=updates, float64=float64, imposed=imposed)
+
+    def _told(self, difference: str) -> str:
+        """The difference with the line of the script that it is likely to come from."""
+        lines = self.training.lines
+        text = re.sub(r"^on 1 ranks ", "", difference)
+        text = re.sub(r"the port fails: rank 0: ", "the workload fails: ", text)
+        text = re.sub(r" \([^()]*\.py:\d+\)", "", text, count=1)
+        if "learning rates" in text:
+            schedule = self.training.schedule.line if self.training.schedule is not None else 0
+            by_hand = next((line for line, note in self.training.notes if "by hand" in note), 0)
+            where = f"the schedule of line {schedule}" if schedule else f"line {by_hand}, which sets them by hand"
+            return f"{text}; likely cause: {where if schedule or by_hand else 'they are set by hand'}"
+        if "the loss is" in text:
+            return f"{text}; likely cause: the data of line {lines['data']}, or the loss of line {lines['loss']}"
+        if "the weights differ" in text:
+            return f"{text}; likely cause: the optimizer of line {lines['optimizer']}"
+        return text
+
+
+def _imposed(without_dropout: bool) -> Imposed:
+    return Imposed(order=True, rows=True, seed=_SEED, pass_batches=_PASS_BATCHES, without_dropout=without_dropout)
+
+
+def _probed(training: TrainingParts) -> str:
+    """The script with a line before the first statement of its data, which keeps the states of random numbers."""
+    codes = [training.train_data, *([training.eval_data] if training.eval_data else [])]
+    pieces = sorted((piece for code in codes for piece in code.pieces), key=lambda piece: piece.order)
+    source_text = training.script.source.text
+    if not pieces:
+        return source_text
+    probed = ScriptSource(source_text)
+    wanted = (pieces[0].order[1], pieces[0].order[2])
+    statement = next(
+        (
+            node
+            for node in ast.walk(probed.tree)
+            if isinstance(node, ast.stmt) and (node.lineno, node.col_offset) == wanted
+        ),
+        None,
+    )
+    if statement is None:
+        statement = next(
+            node for node in ast.walk(probed.tree) if isinstance(node, ast.stmt) and node.lineno == wanted[0]
+        )
+    probed.insert_before(statement, _PROBE, "")
+    return probed.edited()
+
+
+def _compared(check: _Check, text_of: Callable[..., str], say: Callable[[str], None]) -> list[WorkloadResult]:
+    """A result for each reduction that is equal on one device; if none is, the first one's."""
+    training = check.training
+    choices = [WorkloadChoice(each) for each in training.reductions]
+    if training.ignored is not None:
+        choices[0] = WorkloadChoice("masked")
+    results: list[WorkloadResult] = []
+    before: list[list[float]] = []
+    for without_dropout in (False, True):
+        say("comparing without dropout" if without_dropout else "running it in float64")
+        original, float64 = check.original(without_dropout)
+        losses = [update.losses for update in original.ranks[0].updates]
+        if losses == before:  # there is no dropout
+            break
+        before = losses
+        say("comparing the workload with it on one device")
+        for choice in choices:
+            # epochs are shortened in the comparison
+            comparison = check.compared(text_of(choice, _PASS_BATCHES), original, float64, without_dropout)
+            notes = sorted(training.notes)
+            results.append(WorkloadResult(text_of(choice), choice, comparison, float64, without_dropout, "", notes))
+            if comparison.has_failed or comparison.updates == 0:
+                break  # a reduction does not mend it
+        equal = [result for result in results if result.comparison.is_equal]
+        if equal:
+            return equal
+    return results[:1]
+
+
+def _verified(
+    check: _Check,
+    results: Sequence[WorkloadResult],
+    text_of: Callable[..., str],
+    verify: Callable[[Path], str],
+) -> WorkloadResult:
+    """The first result that `verify` finds equal on two ranks, without evaluation if that is what fails."""
+
+    def outcome(text: str) -> str:
+        with with_siblings(check.script, {check.target.name: text}) as file:
+            return verify(file)
+
+    reasons: list[str] = []
+    for result in results:
+        reasons.append(outcome(result.text))
+        if not reasons[-1]:
+            return result
+        if "same dtype" in reasons[-1]:
+            _refuse_default_type(check.training)
+        is_of_updates = "update" in reasons[-1].partition(";")[0]
+        if check.training.eval_data is not None and not is_of_updates:
+            choice = dataclasses.replace(result.choice, evaluates=False)
+            text = text_of(choice)
+            if not outcome(text):
+                sentence = f"the evaluation is left out, because with it: {reasons[-1]}"
+                notes = sorted([*result.notes, (check.training.eval_data.line, sentence)])
+                return dataclasses.replace(result, text=text, choice=choice, notes=notes)
+        if not is_of_updates:
+            break  # another reduction does not mend it
+    return dataclasses.replace(results[0], verified=f"everyrank verify on 2 ranks under ddp: {reasons[0]}")
+
+
+def _refuse_default_type(training: TrainingParts) -> None:
+    """Raise `NotPortedError` for a tensor that a forward makes in torch's default type."""
+    source = training.script.source
+    for function in ast.walk(source.tree):
+        if isinstance(function, ast.FunctionDef) and function.name.startswith("forward"):
+            for node in ast.walk(function):
+                is_made = isinstance(node, ast.Call) and source.code(node.func) in _MAKERS
+                if is_made and isinstance(node, ast.Call) and not any(word.arg == "dtype" for word in node.keywords):
+                    raise NotPortedError(
+                        node.lineno,
+                        f"{source.code(node.func)} in a forward has torch's default type, whatever the model's: "
+                        "give it dtype=x.dtype of its input, because verify computes in float64",
+                    )

@@ -1,0 +1,541 @@
+"""Writes the file of a workload from the parts of a training."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import dataclasses
+import re
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from everyrank.port.batch_loop import Loss
+from everyrank.port.events import ScriptEvent
+from everyrank.port.slices import Script, ScriptPiece, ScriptSlice, bound_names, loaded_names
+from everyrank.port.source import NotPortedError, ScriptSource
+from everyrank.port.training_parts import Code, TrainingParts
+
+__all__ = ["WorkloadChoice", "is_importable", "workload_text"]
+
+PER_EPOCH = '''class EachEpoch:
+    """Steps a schedule once per epoch, where everyrank steps it once per update."""
+
+    def __init__(self, schedule, updates):
+        self.schedule, self.updates, self.count = schedule, updates, 0
+
+    def step(self):
+        self.count += 1
+        if self.count % self.updates == 0:
+            self.schedule.step()
+
+    def state_dict(self):
+        return {"count": self.count, "schedule": self.schedule.state_dict()}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+        self.schedule.load_state_dict(state["schedule"])
+'''
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkloadChoice:
+    """What the source does not tell for certain.
+
+    reduction   "mean" or "sum" of the loss over the samples of a batch
+    evaluates   whether the file has evaluation data and metrics
+    """
+
+    reduction: str
+    evaluates: bool = True
+
+
+def is_importable(source: ScriptSource, script: Path, events: Sequence[ScriptEvent]) -> bool:
+    """Whether a file beside the script can import its functions and classes, without a training or a parser of
+    arguments that runs then.
+    """
+    if not script.stem.isidentifier() or script.stem in sys.stdlib_module_names:
+        return False
+    guards = [node for node in source.tree.body if _is_guard(node)]
+    for node in source.tree.body:
+        is_quiet = isinstance(
+            node,
+            ast.Import
+            | ast.ImportFrom
+            | ast.FunctionDef
+            | ast.ClassDef
+            | ast.AsyncFunctionDef
+            | ast.Assign
+            | ast.AnnAssign,
+        ) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+        if node not in guards and not is_quiet:
+            return False
+        if isinstance(node, ast.Assign) and re.search(
+            r"parse_args|ArgumentParser|open\(|load\(|input\(", source.code(node)
+        ):
+            return False
+    if not guards:
+        return False
+    first, last = guards[0].lineno, guards[-1].end_lineno or 0
+    return all(
+        first <= event.sites[-1].span[0] <= last for event in events if event.kind not in ("torch_seed", "seed", "draw")
+    )
+
+
+def _is_guard(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and any(
+        isinstance(each, ast.Name) and each.id == "__name__" for each in ast.walk(node.test)
+    )
+
+
+class _File:
+    """The file in the making."""
+
+    def __init__(self, training: TrainingParts, source: ScriptSource, backward: ScriptEvent, imports_from: str) -> None:
+        self.training, self.source, self.backward = training, source, backward
+        self.script: Script = training.script
+        self.imports_from = imports_from
+        self.module_pieces: dict[tuple[int, int, int], ScriptPiece] = {}
+        self.functions: list[str] = []
+        self.imports: dict[int, str] = {}
+        self.copies: dict[int, str] = {}
+        self.imported: list[str] = []
+        self.needs_everyrank = False
+        self.taken: set[str] = set()
+
+    def name(self, wanted: str) -> str:
+        """A name that nothing in the file has."""
+        return f"{wanted}_for_workload" if wanted in self.taken else wanted
+
+
+def workload_text(
+    training: TrainingParts,
+    choice: WorkloadChoice,
+    source: ScriptSource,
+    backward: ScriptEvent,
+    words: Sequence[str],
+    imports_from: str,
+    pass_batches: int = 0,
+) -> str:
+    """The text of the file.
+
+    imports_from  the module whose definitions it imports; "" to copy them
+    pass_batches  of an epoch that is shortened for a comparison; 0 for the whole
+
+    Raises `NotPortedError` if a definition cannot be found.
+    """
+    file = _File(training, source, backward, imports_from)
+    file.taken = {*training.script.constants, *training.script.namespaces, *training.script.definitions}
+    has_eval = choice.evaluates and training.eval_data is not None
+    fields: dict[str, str] = {"name": repr(_workload_name(Path(words[0])))}
+    _add_setups(file, has_eval)
+    sources: dict[str, Code] = {"train_data": training.train_data}
+    if has_eval and training.eval_data is not None:
+        sources["eval_data"] = training.eval_data
+    _add_data(file, sources, fields)
+    fields["loss"] = _add_loss(file, choice)
+    fields["optimizer"] = _function(file, "optimizer", training.optimizer_model, training.optimizer)
+    if training.schedule is not None:
+        schedule = training.schedule
+        if training.per_epoch:
+            file.functions.append(PER_EPOCH)
+            updates = min(training.per_epoch, -(-pass_batches // training.backwards) or training.per_epoch)
+            schedule = dataclasses.replace(schedule, text=f"EachEpoch({schedule.text}, {updates})")
+        fields["schedule"] = _function(file, "schedule", training.schedule_optimizer, schedule)
+    fields["global_batch"] = training.batch
+    fields |= _numbers(training, has_eval)
+    collate = _add_collate(file)
+    if collate:
+        fields["collate"] = collate
+    if training.weights is not None:
+        fields["weights"] = _function(file, "weights", "", training.weights)
+    if has_eval and training.metrics:
+        fields["metrics"] = _add_metrics(file)
+    _resolve_definitions(file)
+    return _joined(file, fields, words)
+
+
+def _workload_name(script: Path) -> str:
+    """The name of the script, or of its folder if that is more telling."""
+    name = script.absolute().parent.name if script.stem in ("main", "train", "script", "run") else script.stem
+    return re.sub(r"[^\w-]", "_", name) or "workload"
+
+
+def _numbers(training: TrainingParts, has_eval: bool) -> dict[str, str]:
+    fields: dict[str, str] = {}
+    if has_eval and training.eval_batch is not None:
+        fields["eval_batch"] = str(training.eval_batch)
+    if training.epochs:
+        fields["epochs"] = training.epochs
+    if training.drop_last:
+        fields["drop_last"] = "True"
+    if training.clip_norm:
+        fields["clip_norm"] = training.clip_norm
+    if training.seed:
+        fields["seed"] = training.seed
+    return fields
+
+
+# --- functions
+
+
+def _indented(text: str) -> str:
+    lines = text.split("\n")
+    return "\n".join(f"    {line}" if line.strip() else "" for line in lines) if _may_indent(text) else f"    {text}"
+
+
+def _may_indent(text: str) -> bool:
+    """Whether no line of a statement is inside a long string."""
+    return not any(
+        isinstance(node, ast.Constant) and isinstance(node.value, str) and node.lineno != node.end_lineno
+        for node in ast.walk(ast.parse(text))
+    )
+
+
+def _function(file: _File, name: str, parameter: str, code: Code) -> str:
+    """A lambda or the name of a function that is added to the file."""
+    pieces = [piece for piece in code.pieces if piece.order not in file.module_pieces]
+    if not pieces and "\n" not in code.text and len(code.text) < 90:
+        if code.text.endswith("()") and code.text[:-2].isidentifier() and not parameter:
+            return code.text[:-2]
+        return f"lambda {parameter}: {code.text}" if parameter else f"lambda: {code.text}"
+    if len(pieces) == 1 and "\n" not in pieces[0].text:
+        target, _, value = pieces[0].text.partition(" = ")
+        if target == code.text and value:
+            return _function(file, name, parameter, Code([], value, code.line))
+    name = file.name(f"build_{name}" if name in ("model", "optimizer", "schedule") else name)
+    lines = [_indented(piece.text) for piece in pieces]
+    file.functions.append(f"def {name}({parameter}):\n" + "\n".join([*lines, _indented(f"return {code.text}")]) + "\n")
+    return name
+
+
+def _add_setups(file: _File, has_eval: bool) -> None:
+    """Put what loss, metrics and collate need, and what several functions share, at the level of the module."""
+    training = file.training
+    pieces = list(training.loss.setup)
+    if has_eval:
+        pieces += [piece for metric in training.metrics for piece in metric.setup]
+    if training.collate is not None:
+        pieces += training.collate.pieces
+    for piece in pieces:
+        file.module_pieces[piece.order] = piece
+    codes = [training.train_data, training.model, training.optimizer]
+    codes += [each for each in (training.eval_data if has_eval else None, training.schedule, training.weights) if each]
+    counts = Counter(piece.order for code in codes for piece in code.pieces)
+    heavy = set[str]()
+    for piece in sorted(
+        {piece.order: piece for code in codes for piece in code.pieces}.values(), key=lambda p: p.order
+    ):
+        reads = loaded_names(ast.parse(piece.text))
+        if piece.is_heavy or reads & heavy:
+            heavy |= piece.names
+        elif counts[piece.order] > 1:
+            file.module_pieces[piece.order] = piece
+
+
+def _add_data(file: _File, sources: dict[str, Code], fields: dict[str, str]) -> None:
+    """Functions of the data sets and of the model; one function if they share something."""
+    model = file.training.model
+    codes = [*sources.values(), model]
+    counts = Counter(piece.order for code in codes for piece in code.pieces if piece.order not in file.module_pieces)
+    shared = {order for order, count in counts.items() if count > 1}
+    data_orders = {piece.order for code in sources.values() for piece in code.pieces}
+    if not shared:
+        fields["model"] = _function(file, "model", "", model)
+        for name, code in sources.items():
+            fields[name] = _function(file, name, "", code)
+        return
+    together = {
+        piece.order: piece
+        for code in sources.values()
+        for piece in code.pieces
+        if piece.order not in file.module_pieces
+    }
+    own = [piece for piece in model.pieces if piece.order not in data_orders and piece.order not in file.module_pieces]
+    reads = {name for piece in own for name in loaded_names(ast.parse(piece.text))} | loaded_names(
+        ast.parse(model.text, mode="eval")
+    )
+    given = sorted({name for piece in together.values() for name in piece.names} & reads - _bound_first(own))
+    file.imports[-2] = "import functools"
+    name = file.name("data")
+    texts = [*(code.text for code in sources.values()), *given]
+    body = "\n".join(_indented(together[order].text) for order in sorted(together))
+    file.functions.append(f"@functools.cache\ndef {name}():\n{body}\n    return {', '.join(texts)}\n")
+    index = {} if len(texts) == 1 else {text: f"[{number}]" for number, text in enumerate(texts)}
+    if given:
+        lines = [f"    {each} = {name}(){index.get(each, '')}" for each in given]
+        lines += [_indented(piece.text) for piece in own]
+        built = file.name("build_model")
+        file.functions.append(f"def {built}():\n" + "\n".join([*lines, f"    return {model.text}"]) + "\n")
+        fields["model"] = built
+    else:
+        fields["model"] = _function(file, "model", "", Code(own, model.text, model.line))
+    for number, field in enumerate(sources):
+        fields[field] = f"lambda: {name}()" + (f"[{number}]" if len(texts) > 1 else "")
+
+
+def _bound_first(pieces: Sequence[ScriptPiece]) -> set[str]:
+    """Names that pieces bind before they read them."""
+    bound, read = set[str](), set[str]()
+    for piece in pieces:
+        read |= loaded_names(ast.parse(piece.text)) - bound
+        bound |= piece.names
+    return bound - read
+
+
+# --- loss, collate and metrics
+
+
+def _rows(loss: Loss) -> str:
+    return loss.rows if loss.rows in loss.targets or not loss.targets else loss.targets[0]
+
+
+def _target_text(loss: Loss) -> str:
+    """What collate returns as the target."""
+    if loss.targets:
+        return ", ".join(loss.targets) if len(loss.targets) == 1 else f"({', '.join(loss.targets)})"
+    if loss.rows:
+        return loss.rows
+    return "next(iter(batch.values()))"
+
+
+def _head(name: str, output: str, loss: Loss) -> list[str]:
+    """The first lines of a function of output and target."""
+    names = loss.targets or ["target"]
+    if len(names) == 1:
+        return [f"def {name}({output}, {names[0]}):"]
+    return [f"def {name}({output}, target):", f"    {', '.join(names)} = target"]
+
+
+def _undivided(after: list[str], value: str, backwards: int) -> tuple[list[str], str, int]:
+    """A loss that is not divided by the backward passes of an update, and by what it still has to be multiplied."""
+    if backwards == 1:
+        return after, value, 1
+    node = ast.parse(value, mode="eval").body
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+        return after, ast.get_source_segment(value, node.left) or value, 1
+    for number, text in enumerate(after):
+        statement = ast.parse(text).body[0]
+        if (
+            isinstance(statement, ast.AugAssign)
+            and isinstance(statement.op, ast.Div)
+            and ast.unparse(statement.target) == value
+        ):
+            return [*after[:number], *after[number + 1 :]], value, 1
+        if (
+            isinstance(statement, ast.Assign)
+            and isinstance(statement.value, ast.BinOp)
+            and isinstance(statement.value.op, ast.Div)
+        ):
+            target, left = ast.unparse(statement.targets[0]), ast.get_source_segment(text, statement.value.left) or ""
+            if target == value:
+                kept = [] if left == target else [f"{target} = {left}"]
+                return [*after[:number], *kept, *after[number + 1 :]], value, 1
+    return after, value, backwards
+
+
+def _add_loss(file: _File, choice: WorkloadChoice) -> str:
+    """Add the loss function; returns its name."""
+    training, loss = file.training, file.training.loss
+    rows = _rows(loss) if loss.targets else "target"
+    after, value, factor = _undivided(list(loss.after), loss.value, training.backwards)
+    if after:
+        last = ast.parse(after[-1]).body[0]
+        is_value = isinstance(last, ast.Assign) and ast.unparse(last.targets[0]) == value and "\n" not in after[-1]
+        if is_value and isinstance(last, ast.Assign) and isinstance(last.value, ast.Call):
+            value = after.pop().partition(" = ")[2]
+    if not isinstance(ast.parse(value, mode="eval").body, ast.Call | ast.Name | ast.Attribute):
+        value = f"({value})"
+    times = f" * {factor}" if factor > 1 else ""
+    count = f"len({rows})"
+    if choice.reduction == "masked":
+        after = [*after, f"count = ({rows} != {training.ignored}).sum()"]
+        count = "count"
+    if choice.reduction == "sum":
+        file.needs_everyrank = True
+        # the sum over the whole batch, as one term
+        result = f"return {value}{times}, float(everyrank.first_row() == 0)"
+    else:
+        result = f"return {value}{times} * {count}, {count}"
+    name = file.name("loss")
+    lines = [*_head(name, loss.output, loss), *(_indented(text) for text in after), f"    {result}"]
+    file.functions.append("\n".join(lines) + "\n")
+    return name
+
+
+def _add_collate(file: _File) -> str:
+    """Add the function from samples to (input, target); returns its name, "" if torch's own is right."""
+    loss, given = file.training.loss, file.training.collate
+    is_plain = not loss.before and not loss.words and len(loss.inputs) == 1 and len(loss.targets) == 1
+    if is_plain and loss.target == f"{loss.inputs[0]}, {loss.targets[0]}":
+        if given is None:
+            return ""
+        return given.text
+    if given is None:
+        file.imports[-1] = "from torch.utils.data import default_collate"
+    function = given.text if given is not None else "default_collate"
+    if function.startswith("lambda"):
+        function = f"({function})"
+    lines = [f"{loss.target} = {function}(samples)", *loss.before]
+    if loss.inputs[0].startswith("**"):
+        whole = loss.inputs[0][2:]
+        inputs = f"dict({whole})"
+        if not loss.targets and not loss.rows:
+            return _add_function(file, "collate", [*lines, f"return {inputs}, next(iter({whole}.values()))"])
+    elif loss.words:
+        inputs = "dict(" + ", ".join(f"{name}={text}" for name, text in zip(loss.words, loss.inputs, strict=True)) + ")"
+    else:
+        inputs = loss.inputs[0] if len(loss.inputs) == 1 else f"({', '.join(loss.inputs)})"
+    return _add_function(file, "collate", [*lines, f"return {inputs}, {_target_text(loss)}"])
+
+
+def _add_function(file: _File, name: str, lines: Sequence[str]) -> str:
+    name = file.name(name)
+    file.functions.append(f"def {name}(samples):\n" + "\n".join(_indented(line) for line in lines) + "\n")
+    return name
+
+
+def _add_metrics(file: _File) -> str:
+    """Add a function for each metric; returns the dict of them."""
+    loss, entries = file.training.loss, list[str]()
+    for metric in file.training.metrics:
+        name = file.name(metric.name)
+        rows = _rows(loss) if loss.targets else "target"
+        value = metric.value
+        lines = [*_head(name, metric.output, loss), *(_indented(text) for text in metric.after)]
+        file.functions.append("\n".join([*lines, f"    return {value}, len({rows})"]) + "\n")
+        entries.append(f'"{metric.name}": {name}')
+    return "{" + ", ".join(entries) + "}"
+
+
+# --- definitions
+
+
+def _resolve_definitions(file: _File) -> None:
+    """Find each function, class and import that is needed, and what these need in turn."""
+    script, source = file.script, file.source
+    module = dataclasses.replace(file.backward, sites=file.backward.sites[-1:])
+    done, unknown = set[str](), set[str]()
+    while todo := sorted(script.definitions - done):
+        for name in todo:
+            done.add(name)
+            nodes = [node for node in _module_statements(source.tree.body) if name in bound_names(node)]
+            definition = next((node for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)), None)
+            if definition is None:
+                imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+                for node in imports:
+                    _add_import(file, node, name)
+                unknown |= set() if nodes or hasattr(builtins, name) else {name}
+            elif file.imports_from and definition in source.tree.body:
+                file.imported.append(name)
+            else:
+                file.copies[definition.lineno] = _with_comments(source, definition)
+                needed = ScriptSlice(script)
+                needed.needs(definition, module, before=(10**9, 0))
+                file.module_pieces |= needed.pieces
+    _add_path_and_stars(file, bool(unknown))
+
+
+def _add_path_and_stars(file: _File, has_unknown: bool) -> None:
+    """Lines that change sys.path, and `from x import *` if a name has no other origin."""
+    for node in file.source.tree.body:
+        text = file.source.code(node)
+        if has_unknown and isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
+            file.imports[node.lineno] = text
+        if isinstance(node, ast.Expr) and "sys.path" in text:
+            file.imports[node.lineno] = text
+            file.imports.setdefault(-3, "import sys")
+
+
+def _module_statements(statements: Sequence[ast.stmt]) -> list[ast.stmt]:
+    """The statements of the module, with those in its branches and blocks."""
+    found: list[ast.stmt] = []
+    for node in statements:
+        if not isinstance(node, ast.If | ast.Try | ast.With):
+            found.append(node)
+        for block in ("body", "orelse", "handlers"):
+            if isinstance(node, ast.If | ast.Try | ast.With):
+                for each in getattr(node, block, []):
+                    found += _module_statements(each.body if isinstance(each, ast.ExceptHandler) else [each])
+    return found
+
+
+def _with_comments(source: ScriptSource, node: ast.FunctionDef | ast.ClassDef) -> str:
+    """The text of a definition, with its decorators and the comment lines above it."""
+    first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+    start = first
+    while start > 1 and source.lines[start - 2].startswith(b"#") and b"!" not in source.lines[start - 2][:2]:
+        start -= 1
+    whole = b"".join(source.lines[start - 1 : node.end_lineno]).decode().replace("\r\n", "\n").rstrip("\n")
+    if node.col_offset:
+        whole = "\n".join(line[node.col_offset :] for line in whole.split("\n"))
+    return whole
+
+
+def _add_import(file: _File, node: ast.Import | ast.ImportFrom, name: str) -> None:
+    """The import of a name, without the other names of its line."""
+    aliases = [each for each in node.names if (each.asname or each.name).partition(".")[0] == name]
+    texts = [each.name + (f" as {each.asname}" if each.asname else "") for each in aliases]
+    known = file.imports.get(node.lineno, "")
+    if isinstance(node, ast.Import):
+        line = f"import {', '.join(texts)}"
+        file.imports[node.lineno] = f"{known}, {', '.join(texts)}" if known else line
+    else:
+        line = f"from {'.' * node.level}{node.module or ''} import {', '.join(texts)}"
+        file.imports[node.lineno] = f"{known}, {', '.join(texts)}" if known else line
+
+
+# --- the whole
+
+
+def _joined(file: _File, fields: dict[str, str], words: Sequence[str]) -> str:
+    script, name = file.script, Path(words[0]).name
+    command = shlex.join(["everyrank", "port", "--to", "workload", name, *words[1:]])
+    head = [f'"""The training of {name} as a workload for everyrank.']
+    head.append(f"\nMade and compared with the script by: {command}\n" + '"""')
+    imports = [file.imports[key] for key in sorted(file.imports)]
+    if script.namespaces:
+        imports.insert(0, "from argparse import Namespace")
+    if "torch" in script.definitions and not any(re.match(r"import torch$|import torch,", line) for line in imports):
+        imports.append("import torch")
+    own = ["import everyrank"] if file.needs_everyrank else []
+    own.append("from everyrank import Workload")
+    if file.imported:
+        own.append(f"from {file.imports_from} import {', '.join(sorted(set(file.imported)))}")
+    constants = [f"{each} = {text}" for each, text in script.constants.items()]
+    for each, attributes in script.namespaces.items():
+        if attributes:
+            inner = ", ".join(f"{key}={text}" for key, text in attributes.items())
+            line = f"{each} = Namespace({inner})"
+            if len(line) > 100:
+                line = (
+                    f"{each} = Namespace(\n" + "".join(f"    {key}={text},\n" for key, text in attributes.items()) + ")"
+                )
+            constants.append(line)
+    blocks: list[tuple[tuple[int, int], str, bool]] = [((line, 0), text, True) for line, text in file.copies.items()]
+    blocks += [((piece.line, 1), piece.text, False) for piece in file.module_pieces.values()]
+    future = [line for line in imports if line.startswith("from __future__")]
+    plain = [line for line in dict.fromkeys(imports) if line not in future]
+    text = "\n".join([*head, "", *future, *plain, "", *own, ""])
+    if constants:
+        text += "\n" + "\n".join(constants) + "\n"
+    was_definition = not constants
+    for _, block, is_definition in sorted(blocks):
+        gap = "\n\n" if is_definition or was_definition else ""
+        text += f"{gap if text else ''}{block}\n" if is_definition or was_definition else f"{block}\n"
+        was_definition = is_definition
+    for function in file.functions:
+        text += f"\n\n{function}"
+    ordered = ["name", "model", "train_data", "eval_data", "collate", "loss", "metrics", "optimizer", "schedule"]
+    rest = [key for key in fields if key not in ordered]
+    lines = [f"    {key}={fields[key]},\n" for key in [*ordered, *rest] if key in fields]
+    text += "\n\nworkload = Workload(\n" + "".join(lines) + ")\n"
+    try:
+        ast.parse(text)
+    except SyntaxError as error:
+        raise NotPortedError(
+            1, f"the file of the workload would be no Python ({error.msg}, line {error.lineno})"
+        ) from error
+    return text

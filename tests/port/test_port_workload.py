@@ -1,0 +1,290 @@
+"""Scripts become workloads whose training on one device is the script's; what a workload cannot say is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from everyrank.cli import main
+from everyrank.commands.port_workload import verify_file
+from everyrank.port import NotPortedError, WorkloadResult, port_to_workload
+from porting import (
+    BY_HAND,
+    CARRIED_FROM_LOADER,
+    CLASS,
+    DATA,
+    FOLDS,
+    GAN,
+    LOSS_IN_FORWARD,
+    NO_LOADER,
+    ONE_FUNCTION,
+    SUMMED,
+)
+
+GUARDED = """import argparse
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset, random_split
+
+
+class Net(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Dropout(0.3), nn.Linear(width, 2))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def points(length):
+    x = torch.randn(length, 6)
+    return TensorDataset(x, (x.sum(1) > 0).long())
+
+
+def train(args, model, loader, optimizer, device):
+    model.train()
+    for batch, (x, y) in enumerate(loader):
+        x, y = x.to(device), y.to(device)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+        optimizer.step()
+
+
+def test(model, loader, device):
+    model.eval()
+    correct = 0
+    with torch.no_grad():
+        for x, y in loader:
+            x, y = x.to(device), y.to(device)
+            correct += (model(x).argmax(1) == y).sum().item()
+    print(correct / len(loader.dataset))
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--lr", type=float, default=0.1)
+    parser.add_argument("--clip", type=float, default=0.5)
+    parser.add_argument("--epochs", type=int, default=3)
+    args = parser.parse_args()
+    torch.manual_seed(5)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    data = points(110)
+    train_set, test_set = random_split(data, [80, 30])
+    train_loader = DataLoader(train_set, batch_size=16, shuffle=True, drop_last=True)
+    test_loader = DataLoader(test_set, batch_size=10)
+    model = Net(width=8).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for epoch in range(1, args.epochs + 1):
+        train(args, model, train_loader, optimizer, device)
+        test(model, test_loader, device)
+        scheduler.step()
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+PER_UPDATE = (
+    DATA
+    + """
+epochs = 2
+model = nn.Linear(6, 2)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+loader = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True)
+schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
+for epoch in range(epochs):
+    for i, (inputs, targets) in enumerate(loader):
+        loss = criterion(model(inputs.view(-1, 6)), targets) / 2
+        loss.backward()
+        if i % 2 == 1:
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+"""
+)
+
+
+def ported(folder: Path, text: str, *arguments: str, verify: Callable[[Path], str] = lambda _: "") -> WorkloadResult:
+    script = folder / "train.py"
+    script.write_text(text)
+    result = port_to_workload([str(script), *arguments], folder / "train_workload.py", 120.0, verify)
+    assert [path.name for path in folder.iterdir()] == ["train.py"]
+    assert script.read_text() == text
+    return result
+
+
+def test_a_script_with_functions_is_imported(tmp_path: Path) -> None:
+    result = ported(tmp_path, GUARDED, "--lr", "0.2")
+    assert result.comparison.is_equal, result.difference
+    assert result.float64
+    assert not result.without_dropout
+    for line in (
+        "from train import Net, points",
+        "args = Namespace(lr=0.2, epochs=3, clip=0.5)",
+        "@functools.cache",
+        "optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9),",
+        "return F.cross_entropy(output, y) * len(y), len(y)",
+        "clip_norm=args.clip",
+        "epochs=args.epochs",
+        "drop_last=True",
+        "seed=5",
+        'metrics={"accuracy": accuracy}',
+        "EachEpoch(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), 5)",
+    ):
+        assert line in result.text, result.text
+
+
+def test_a_script_that_trains_when_it_is_imported_is_copied(tmp_path: Path) -> None:
+    result = ported(tmp_path, PER_UPDATE)
+    assert result.comparison.is_equal, result.difference
+    assert "from train import" not in result.text
+    for line in (
+        "return inputs.view(-1, 6), targets",
+        "criterion = nn.CrossEntropyLoss(label_smoothing=0.1)",
+        "global_batch=2 * 8",
+        "return criterion(output, targets) * len(targets), len(targets)",
+        "epochs=epochs",
+    ):
+        assert line in result.text, result.text
+
+
+CLOSURE = (
+    DATA
+    + """
+model = nn.Linear(6, 2)
+optimizer = torch.optim.LBFGS(model.parameters())
+for inputs, targets in DataLoader(TensorDataset(x, y), batch_size=43):
+
+    def closure():
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs), targets)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+"""
+)
+MOVING = PER_UPDATE.replace("loader = ", "past = 0.0\nloader = ").replace(
+    " / 2\n", " / 2 + past\n        past = 0.1 * loss.detach()\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "why"),
+    [
+        (GAN, "optG = ", "a second optimizer"),
+        (BY_HAND, "loss.backward()", "no torch optimizer"),
+        (NO_LOADER, "loss.backward()", "TensorDataset"),
+        (CARRIED_FROM_LOADER, "for (steps,) in DataLoader", "a new loader in each epoch"),
+        (MOVING, "loss = criterion", "carried from batch to batch"),
+        (FOLDS, "opt = ", "trains several times"),
+        (
+            PER_UPDATE.replace("model(inputs.view(-1, 6))", "model(inputs + torch.randn(len(inputs), 6))"),
+            "loss = criterion",
+            "random numbers",
+        ),
+        (CLOSURE, "optimizer = ", "LBFGS"),
+        (CLASS, "loss.backward()", "a method of a class"),
+        (
+            PER_UPDATE.replace(
+                "epoch in range(epochs):", "epoch in range(epochs):\n    loader.dataset.tensors[0].mul_(0.9)"
+            ),
+            "loader.dataset.tensors[0].mul_(0.9)",
+            "changes the data set in each epoch",
+        ),
+        (
+            PER_UPDATE.replace("targets) / 2", "targets) + model.weight.norm()"),
+            "loss.backward()",
+            "reads the model itself",
+        ),
+        (PER_UPDATE.replace("/ 2\n", "/ (1 + i)\n"), "loss = criterion", "the number of an epoch or batch"),
+    ],
+)
+def test_what_a_workload_cannot_say_is_refused_with_its_line(tmp_path: Path, text: str, line: str, why: str) -> None:
+    with pytest.raises(NotPortedError) as error:
+        ported(tmp_path, text)
+    assert why in str(error.value)
+    assert line in text.splitlines()[error.value.line - 1]
+
+
+def test_the_reduction_is_found(tmp_path: Path) -> None:
+    masked = ported(tmp_path, LOSS_IN_FORWARD)
+    assert masked.comparison.is_equal, masked.difference
+    assert masked.choice.reduction == "masked"
+
+
+def test_another_reduction_is_taken_if_two_ranks_differ(tmp_path: Path) -> None:
+    def verify(file: Path) -> str:
+        return "" if "first_row" in file.read_text() else "DIFFERENT: update 0, loss"
+
+    assert ported(tmp_path, SUMMED, verify=verify).choice.reduction == "sum"
+
+
+def test_the_evaluation_is_left_out_if_it_differs(tmp_path: Path) -> None:
+    def verify(file: Path) -> str:
+        return "DIFFERENT: evaluation, accuracy" if "eval_data" in file.read_text() else ""
+
+    result = ported(tmp_path, GUARDED, verify=verify)
+    assert result.is_equal
+    assert "eval_data" not in result.text
+    assert "accuracy" not in result.text
+    assert "the evaluation is left out" in result.notes[0][1]
+
+
+def test_what_two_ranks_refuse_is_not_equal(tmp_path: Path) -> None:
+    result = ported(tmp_path, ONE_FUNCTION, verify=lambda _: "DIFFERENT: update 2, tensor layers.0.weight")
+    assert not result.is_equal
+    assert "tensor layers.0.weight" in result.difference
+    assert "\nnet = " not in result.text  # the model is made in a function
+
+
+def test_a_wrong_file_is_told_from_a_right_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison sees each part of a workload."""
+    from everyrank.port import workload
+
+    wrongs = {
+        "lr=0.05": "lr=0.06",
+        "1 / (1 + step)": "1 / (2 + step)",
+        "label_smoothing=0.1": "label_smoothing=0.2",
+        "randn(86, 6)": "randn(86, 6) + 1",
+        "nn.Linear(6, 2)": "nn.Linear(6, 2, bias=False)",
+    }
+    right = workload.workload_text
+    for part, wrong in wrongs.items():
+
+        def changed(*args: object, _part: str = part, _wrong: str = wrong) -> str:
+            text = right(*args)  # type: ignore[arg-type]
+            assert _part in text
+            return text.replace(_part, _wrong)
+
+        monkeypatch.setattr(workload, "workload_text", changed)
+        result = ported(tmp_path, PER_UPDATE)
+        assert not result.comparison.is_equal, part
+        assert result.difference
+
+
+@pytest.mark.integration
+def test_the_file_is_verified_and_trains_under_fsdp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(GUARDED)
+    assert main(["port", "--to", "workload", "train.py"]) == 0
+    assert "verify: equal on 2 ranks under ddp" in capfd.readouterr().out
+    assert main(["train", "train_workload.py", "--layout", "fsdp", "--processes", "2"]) == 0
+    assert "15 updates" in capfd.readouterr().out
+
+
+@pytest.mark.integration
+def test_the_sum_of_a_batch_is_equal_on_two_ranks(tmp_path: Path) -> None:
+    result = ported(tmp_path, SUMMED, verify=verify_file)
+    assert result.is_equal, result.difference
+    assert result.choice.reduction == "sum"
