@@ -1,6 +1,6 @@
 """How many silent bugs the relations of audit find without any rule, the rules without relations, and both.
 
-Run: python benchmarks/relations_alone.py [--json F] [--reports DIR] [--docs] [SET ...]
+Run: python benchmarks/relations_alone.py [--json F] [--reports DIR] [--docs] [SET ...] [--scripts NAME ...]
 
 A rule knows one mistake. A relation, such as "N ranks with the same batches train as one rank does", holds for every
 correct training, so it also finds mistakes that nobody has listed. Each script runs as it is and corrected:
@@ -21,6 +21,7 @@ import json
 import re
 import tempfile
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -105,11 +106,15 @@ def row(script: Path, wrong: dict[str, Any], right: dict[str, Any] | None) -> di
     }
 
 
-def run(name: str, folder: Path, path: Path, record: dict[str, Any], ways: list[str]) -> None:
-    """Run the scripts of a set that the Record does not have yet."""
+def run(
+    name: str, folder: Path, path: Path, record: dict[str, Any], ways: list[str], scripts: Collection[str] = ()
+) -> None:
+    """Run the scripts of a set that the Record does not have yet: all, or those with these names."""
     rows = record.setdefault("rows", {}).setdefault(name, {})
     with ScriptHost([str(next(folder.glob("*.py")))], timeout_seconds=60.0) as host:
         for script, words, corrected in pairs(folder):
+            if scripts and script.stem not in scripts:
+                continue
             each = rows.setdefault(script.stem, {"has_mistake": corrected is not None})
             for way in ways:
                 if way in each:
@@ -176,6 +181,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=RECORD)
     parser.add_argument("--reports", type=Path)
     parser.add_argument("--only", choices=("rules", "relations"))
+    parser.add_argument("--scripts", nargs="+", default=(), metavar="NAME")
     parser.add_argument("--docs", action="store_true")
     args = parser.parse_args()
     if args.docs:
@@ -193,7 +199,7 @@ def main() -> None:
                 folder = args.reports
             else:
                 folder = with_mistakes(BLIND[int(name.removeprefix("blind"))], Path(scratch))
-            run(name, folder, args.json, record, ways)
+            run(name, folder, args.json, record, ways, args.scripts)
 
 
 if __name__ == "__main__":
