@@ -274,6 +274,19 @@ class Evidence:
         return False in self._are_equal and any(self._are_equal[self._are_equal.index(False) :])
 
     @functools.cached_property
+    def has_separate_models(self) -> bool:
+        """Whether each rank seems to train a model of its own, as in an ensemble: they send nothing between updates.
+
+        Each rank has a seed of its own, or the ranks exchange something after the training. Without these, a script
+        that forgets to average looks the same.
+        """
+        last = max(self.steps, default=0)
+        sent = [event.update for event in self.of(self.ranks[0], CollectiveCall) if event.update]
+        by_rank = [[event.seed for event in self.of(rank, SeedSet) if event.library == "torch"] for rank in self.ranks]
+        is_seeded = any(len(set(seeds)) > 1 for seeds in zip(*by_rank, strict=False))
+        return min(sent, default=last) >= last and (is_seeded or bool(sent)) and not any(self._are_equal[1:])
+
+    @functools.cached_property
     def averages_each_update(self) -> bool:
         """Whether all ranks begin each update with equal parameters because the script averages them."""
         reduced = {

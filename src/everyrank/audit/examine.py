@@ -49,6 +49,7 @@ from everyrank.workload.scan import names_of_workloads
 
 __all__ = ["Audit", "AuditOptions", "ScriptFailedError", "audit_script", "judge_run"]
 
+_SEPARATE = "ignore this if each rank is to train a model of its own, as in an ensemble or a cross-validation"
 _BATCHES = 4  # batches of an epoch before its last one
 _REPLAYED = 3  # updates that are replayed
 _WANTS_RANK = re.compile(r"KeyError: '((LOCAL_)?RANK|WORLD_SIZE|MASTER_ADDR)'|environment variable \w+ expected")
@@ -322,12 +323,19 @@ def _judge(
     return _judged(words, run, evidence, options, settings)
 
 
-def _judged(
-    words: Sequence[str], run: ScriptRun, evidence: Evidence, options: AuditOptions, settings: Settings
-) -> Audit:
+def _by_rules(evidence: Evidence) -> Findings:
     findings = Findings()
     for rule in RULES:
         rule.check(evidence, findings)
+    if evidence.has_separate_models:
+        findings.doubt(("gradient.local", "replicas.", "data.rows", "data.overlap"), _SEPARATE)
+    return findings
+
+
+def _judged(
+    words: Sequence[str], run: ScriptRun, evidence: Evidence, options: AuditOptions, settings: Settings
+) -> Audit:
+    findings = _by_rules(evidence)
     if run.world_size > evidence.world_size == 1 and not evidence.calls_by_rpc:
         findings.not_checked("communication between ranks: it is not recorded, and the processes look like one rank")
     elif evidence.world_size == 1 and not evidence.calls_by_rpc:

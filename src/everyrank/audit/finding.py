@@ -45,14 +45,18 @@ class Finding:
 
 
 class Findings(list[Finding]):
-    """The findings in the order in which they were added, one for each rule and line."""
+    """The findings in the order in which they were added, one for each rule and line.
+
+    refuted  rules whose findings a comparison has shown to be no mistake
+    """
 
     unchecked: list[str]
     replayed: list[str]
+    refuted: set[str]
 
     def __init__(self) -> None:
         super().__init__()
-        self.unchecked, self.replayed = [], []
+        self.unchecked, self.replayed, self.refuted = [], [], set()
 
     def add(self, level: str, rule: str, place: str, text: str, fix: str = "", also: tuple[str, ...] = ()) -> None:
         """Add a finding, unless the same rule has named that line already."""
@@ -64,6 +68,12 @@ class Findings(list[Finding]):
         """Report something that cannot be checked, or did not occur."""
         if message not in self.unchecked:
             self.unchecked.append(message)
+
+    def doubt(self, rules: tuple[str, ...], reason: str) -> None:
+        """Make failures of these rules, or kinds of rules, warnings, and add the reason to their text."""
+        for index, finding in enumerate(self):
+            if finding.level == "FAIL" and finding.rule.startswith(rules):
+                self[index] = dataclasses.replace(finding, level="WARN", text=f"{finding.text}; {reason}")
 
     def has(self, *rules: str) -> bool:
         """Whether there is a finding of one of these rules, or kinds of rules ("data.")."""

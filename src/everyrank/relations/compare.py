@@ -70,12 +70,14 @@ class RelationResults:
     unchecked  relations that could not be tested, with the reason
     seconds    of all runs
     num_equal  updates in which the ranks compute the same as one rank, up to rounding
+    refuted    rules of audit whose findings are no mistake, as the comparison has shown
     """
 
     findings: tuple[Finding, ...]
     unchecked: tuple[str, ...]
     seconds: float
     num_equal: int = 0
+    refuted: frozenset[str] = frozenset()
 
 
 def compare_script(
@@ -109,7 +111,9 @@ def compare_script(
             f"comparison with one rank: not compared, because it failed ({type(error).__name__}: {error})"
         )
     spent = time.monotonic() - start
-    return RelationResults(tuple(findings.worst_first()), tuple(findings.unchecked), spent, num_equal)
+    kept = tuple(finding for finding in findings.worst_first() if finding.rule not in findings.refuted)
+    results = kept, tuple(findings.unchecked), spent, num_equal
+    return RelationResults(*results, refuted=frozenset(findings.refuted))
 
 
 def judge_script(
@@ -257,12 +261,13 @@ def with_comparison(audit: Audit, options: AuditOptions) -> Audit:
     comparison = compare_script(
         audit.words, audit.world_size, timeout_seconds=options.timeout_seconds, pretend_cuda=options.pretend_cuda
     )
+    kept = [finding for finding in audit.findings if finding.rule not in comparison.refuted]
     result = "the script ran again, to be compared with one rank"
     if comparison.num_equal and not any(finding.rule.startswith("ranks.") for finding in comparison.findings):
         result = f"{audit.world_size} ranks compute the same as one in {comparison.num_equal} updates, up to rounding"
     return dataclasses.replace(
         audit,
-        findings=tuple(joined_findings(audit.findings, comparison.findings)),
+        findings=tuple(joined_findings(kept, comparison.findings)),
         unchecked=tuple(dict.fromkeys((*audit.unchecked, *comparison.unchecked))),
         altered=(*audit.altered, f"{result} ({comparison.seconds:.0f} s)"),
         seconds=audit.seconds + comparison.seconds,

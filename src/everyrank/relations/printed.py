@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Callable
 
-from everyrank.audit.finding import Findings
+from everyrank.audit.finding import Findings, short_place
 from everyrank.rerun import Imposed, Printed, RankRecording, ScriptRecording
 
 __all__ = ["evaluates", "judge_printed"]
@@ -41,6 +41,9 @@ def judge_printed(
         if shown is None or local is None or shown.update > num_updates:
             continue
         if not len(line.numbers) == len(shown.numbers) == len(local.numbers):
+            continue
+        if line.update in one.facts.get("drawn_without_grad", []):
+            findings.not_checked(f"numbers of {short_place(line.place)}: its evaluation draws random numbers")
             continue
         for index, number in enumerate(shown.numbers):
             reason = numbers.why_wrong(line, shown, local, index)

@@ -162,6 +162,9 @@ def _reads_same(many: ScriptRecording) -> bool:
 
 def _check_inputs(many: ScriptRecording, one: RankRecording) -> None:
     """Check that the model is given the same samples and begins with the same weights."""
+    texts = [rank.facts.get("texts_given", []) for rank in many.ranks]
+    if any(given != texts[0] for given in texts):
+        raise _NotComparedError("each rank calls the model with a different text, such as the name of a task")
     inputs = [rank.inputs for rank in many.ranks]
     if any(len(given) != len(one.inputs) for given in inputs):
         raise _NotComparedError("the model runs a different number of times on one rank")

@@ -13,6 +13,8 @@ _ENDED = 0.01  # of the largest rate: the schedule has come to its end
 _HIGH = 0.1  # of the largest rate: it has not
 _LONG = 0.2  # of the updates: too many with a rate of zero
 _OTHER_END = 0.2  # of the ranks: one rank does not make that many times the updates
+_WARM_UP = 0.1  # of the updates, which a warm-up counted in updates may take
+_MARGIN = 0.03  # of the largest rate
 _FEW = 2
 
 
@@ -40,6 +42,16 @@ def is_stretched(many: Sequence[float], one: Sequence[float], ranks: int) -> boo
     return True
 
 
+def _has_same_progress(shared: Sequence[float], single: Sequence[float]) -> bool:
+    """Whether the rates of N ranks are those of one rank after the same part of the training, a warm-up aside."""
+    num_different = 0
+    for update, rate in enumerate(shared):
+        first, last = (round(part * len(single) / len(shared)) for part in (update, update + 1))
+        nearby = single[max(0, first - 1) : last + 1]
+        num_different += not min(nearby) - _MARGIN <= rate <= max(nearby) + _MARGIN
+    return num_different <= _WARM_UP * len(shared)
+
+
 def judge_horizon(many: ScriptRecording, one: ScriptRecording, findings: Findings) -> None:
     """Compare the ends of the schedules of complete runs, each with the batches that it reads by itself."""
     ranks, alone = many.ranks[0], one.ranks[0]
@@ -52,6 +64,9 @@ def judge_horizon(many: ScriptRecording, one: ScriptRecording, findings: Finding
     if not max(shared) or not max(single):
         return
     shared, single = ([rate / max(rates) for rate in rates] for rates in (shared, single))
+    if _has_same_progress(shared, single):
+        findings.refuted |= {"schedule.often", "ranks.rate"}  # it is made for the steps or samples of all ranks
+        return
     place = ranks.facts.get("schedules", [ranks.updates[-1].step])
     idle = [sum(rate < _ENDED for rate in reversed(rates)) / len(rates) for rates in (shared, single)]
     following = [2 * rates[-1] - rates[-2] for rates in (shared, single)]  # linear schedules end one step later

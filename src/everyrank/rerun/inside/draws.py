@@ -173,6 +173,8 @@ class _Draws(TorchDispatchMode):
         """The draw with the numbers of all ranks."""
         session = self.session
         is_weight = _in_constructor()
+        if session.has_begun and len(recorded) > 1 and not torch.is_grad_enabled():
+            session.facts.setdefault("drawn_without_grad", []).append(session.update)
         new = _merge_draws(recorded, drawn, name, is_weight)
         if session.has_begun and not is_weight and name != "randperm" and self.is_for_batch(recorded, drawn):
             session.refuse(f"the ranks draw different random numbers for a whole batch at {key[0]} ({name})")

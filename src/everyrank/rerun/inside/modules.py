@@ -146,6 +146,8 @@ def install_module_names(session: Session) -> ModuleNames:
             given = [value.detach().clone() for value in [*args, *kwargs.values()] if _is_plain(value)]
             if len(session.inputs) < 64 and any(parameter.requires_grad for parameter in self.parameters()):
                 session.inputs.append(given)
+                texts = [value for value in [*args, *kwargs.values()] if isinstance(value, str)]
+                session.facts.setdefault("texts_given", []).append(texts)
         session.has_begun = True
         session.num_calls += 1
         depth += 1
