@@ -13,7 +13,6 @@ _ENDED = 0.01  # of the largest rate: the schedule has come to its end
 _HIGH = 0.1  # of the largest rate: it has not
 _LONG = 0.2  # of the updates: too many with a rate of zero
 _OTHER_END = 0.2  # of the ranks: one rank does not make that many times the updates
-_WARM_UP = 0.1  # of the updates, which a warm-up counted in updates may take
 _MARGIN = 0.03  # of the largest rate
 _FEW = 2
 
@@ -43,13 +42,21 @@ def is_stretched(many: Sequence[float], one: Sequence[float], ranks: int) -> boo
 
 
 def _has_same_progress(shared: Sequence[float], single: Sequence[float]) -> bool:
-    """Whether the rates of N ranks are those of one rank after the same part of the training, a warm-up aside."""
-    num_different = 0
+    """Whether the rates of N ranks are those of one rank after the same part of the training.
+
+    The warm-up may take the same part of the training, or the same number of updates.
+    """
+    times = len(single) / len(shared)
+    peaks = [rates.index(max(rates)) for rates in (shared, single)]
+    if min(abs(peaks[0] - peaks[1]), abs(peaks[0] - peaks[1] / times)) > 1:
+        return False
+    shared, single = shared[peaks[0] :], single[peaks[1] :]
     for update, rate in enumerate(shared):
         first, last = (round(part * len(single) / len(shared)) for part in (update, update + 1))
         nearby = single[max(0, first - 1) : last + 1]
-        num_different += not min(nearby) - _MARGIN <= rate <= max(nearby) + _MARGIN
-    return num_different <= _WARM_UP * len(shared)
+        if not min(nearby) - _MARGIN <= rate <= max(nearby) + _MARGIN:
+            return False
+    return True
 
 
 def judge_horizon(many: ScriptRecording, one: ScriptRecording, findings: Findings) -> None:
@@ -69,6 +76,8 @@ def judge_horizon(many: ScriptRecording, one: ScriptRecording, findings: Finding
         return
     place = ranks.facts.get("schedules", [ranks.updates[-1].step])
     idle = [sum(rate < _ENDED for rate in reversed(rates)) / len(rates) for rates in (shared, single)]
+    if idle[0] <= idle[1] + _MARGIN and abs(shared[-1] - single[-1]) <= 2 * _MARGIN:
+        findings.refuted.add("schedule.often")  # it does not end early
     following = [2 * rates[-1] - rates[-2] for rates in (shared, single)]  # linear schedules end one step later
     if following[1] < _ENDED and shared[-1] > _HIGH and following[0] > _ENDED:
         findings.add(
