@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import dataclasses
 import functools
 import gc
 import json
@@ -32,8 +33,11 @@ from everyrank.errors import EveryrankError
 from everyrank.launch import Launch, run_ranks
 from everyrank.layout import parse_layout
 from everyrank.measure.provenance import machine
+from everyrank.plan.caching_allocator import replay
+from everyrank.plan.hardware import host_cluster
 from everyrank.plan.machine import read_machine
 from everyrank.plan.pretend import first_sample, micro_batches_of, trace_step
+from everyrank.plan.roofline import roofline_seconds
 from everyrank.plan.traced import time_layout
 from everyrank.strategies import prepare
 from everyrank.workload import Source
@@ -296,11 +300,16 @@ def alone(out: Path, chosen: Callable[[str], bool], keep: Callable[[Rows], None]
 
 
 def predict(path: Path, machine_path: Path) -> None:
-    """Add to each measured row the peak memory that `plan` traces and, for one rank, the seconds that it predicts."""
+    """Add to each measured row the memory that `plan` traces and, for one rank, the seconds that it predicts.
+
+    traced     peak bytes of an update; replayed: by the caching allocator's rules, without the workspace of cuBLAS
+    predicted_seconds  with the calibration of the machine; roofline_seconds: with the kind of GPU only
+    """
     result, measured = json.loads(path.read_text()), read_machine(machine_path)
     assert measured is not None
+    cluster = host_cluster(measured.device, 1)
     for row in result["rows"]:
-        if row["check"] not in ("steps", "memory") or "error" in row:
+        if row["check"] not in ("steps", "memory") or isinstance(row.get("error"), str):  # a number: of a prediction
             continue
         workload, layout, ranks = (
             load(Source(row["workload"], {}, None)),
@@ -308,14 +317,16 @@ def predict(path: Path, machine_path: Path) -> None:
             row.get("ranks", 1),
         )
         sample = first_sample(workload)
-        row["traced"] = trace_step(workload, layout, ranks, 0, sample, on_gpu=True).peak_bytes
+        traced = trace_step(workload, layout, ranks, 0, sample, on_gpu=True)
+        row["traced"] = traced.peak_bytes
+        row["replayed"] = dataclasses.asdict(replay(traced.events, traced.start))
         if "seconds" in row:
+            row["roofline_seconds"] = sum(roofline_seconds(traced, layout.strategy, cluster).values())
             row["predicted_parts"] = time_layout(workload, layout, ranks, sample, measured, "nccl")
             row["predicted_seconds"] = sum(row["predicted_parts"].values())
             row["error"] = row["predicted_seconds"] / row["seconds"] - 1
-        print(
-            {key: row.get(key) for key in ("workload", "layout", "ranks", "traced", "allocated", "error")}, flush=True
-        )
+        fields = ("workload", "layout", "ranks", "traced", "replayed", "allocated", "reserved", "error")
+        print({key: row.get(key) for key in fields}, flush=True)
     path.write_text(json.dumps(result, indent=1, default=str) + "\n")
 
 

@@ -16,11 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from everyrank.builtin import DECODER_EXPERTS, Decoder, DecoderShape, decoder_plan
 from everyrank.errors import UsageError
 from everyrank.layout import parse_layout
+from everyrank.plan import traced
 from everyrank.plan.calibrate import decoder_workload
-from everyrank.plan.hardware import parse_cluster
+from everyrank.plan.hardware import GIB, parse_cluster
 from everyrank.plan.pretend import first_sample, trace_step
 from everyrank.plan.trace import StorageTrace
-from everyrank.plan.traced import answer_workload, trace_layout
+from everyrank.plan.traced import LayoutMemory, answer_workload, trace_layout
 from everyrank.workload import Workload
 from everyrank.world import World
 
@@ -220,6 +221,18 @@ def test_the_smallest_change_of_a_workload() -> None:
     assert row["verdict"] == "may not fit"
     assert row["change"]["layout"] != "ddp"
     assert row["change"]["layout"] in row["change"]["command"]
+
+
+def test_growing_segments_are_the_smallest_change() -> None:
+    """Where gaps between blocks are too much for the card, and the bytes in them are not."""
+    gaps = LayoutMemory(0, {}, 7.9 * GIB, 0.0, 10 * GIB, 8 * GIB, 0.0, 0.0, 0.0, {}, True, "traced whole")
+    cluster = parse_cluster("2xa100", memory=12.5 * GIB)
+    assert gaps.verdict(12.5 * GIB) == "may not fit"
+    change = traced._change("ddp", lambda _: gaps, cluster, "decoder.py", decoder())
+    assert change["layout"] == "ddp"
+    assert change["command"].startswith("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True everyrank train decoder.py")
+    full = dataclasses.replace(gaps, expandable=10 * GIB)
+    assert "segments" not in traced._change("ddp", lambda _: full, cluster, "decoder.py", decoder())["what"]
 
 
 def test_pretended_worlds_end() -> None:

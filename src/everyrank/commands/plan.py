@@ -237,7 +237,7 @@ def _traced(args: argparse.Namespace, cluster: Cluster, timed: tuple[Machine, st
     """The plan of a workload, which is traced."""
     for flag, value in (("--tokens", args.tokens), ("--seq", args.seq), ("--price", args.price), ("--mtbf", args.mtbf)):
         if value is not None:
-            raise UsageError(f"{flag}: for a decoder only (--decoder, config.json); a traced workload has no time")
+            raise UsageError(f"{flag}: for a decoder only (--decoder, config.json)")
     args.workload, args.lr_rule = args.model, "none"
     check_place(args.model)
     settings = parse_settings(args.set)

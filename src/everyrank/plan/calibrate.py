@@ -47,7 +47,7 @@ _BLOCKS = (2, 6)  # of two decoders so small that a step is overhead only
 _LEAD, _STEPS, _REFERENCE_STEPS, _ROUNDS = 4, 10, 4, 3
 _LENGTH = 8
 _COMPUTE_SECONDS = 5e-4  # between two collectives that are measured
-_MOST_OVERHEAD = 1e-2  # seconds of an operator
+_TURNS, _EXACT, _SMALL = 6, 1e-9, 1e-7  # of the search for the overhead of an operator, in seconds
 _POOL_BYTES = 2**26
 
 
@@ -214,12 +214,18 @@ def _overhead(strategy: str, seconds: Sequence[float], machine: Machine, backend
         timed = replace(machine, overhead={backend: {strategy: (0.0, of_operator)}})
         return sum(traced_seconds(operators, strategy, timed, backend).values())
 
-    low, high = 0.0, _MOST_OVERHEAD
-    for _ in range(30):  # the deeper decoder takes the longer, the more an operator takes
-        middle = (low + high) / 2
-        is_too_long = known(traced[1], middle) - known(traced[0], middle) > seconds[1] - seconds[0]
-        low, high = (low, middle) if is_too_long else (middle, high)
-    return max(seconds[0] - known(traced[0], low), 0.0), low
+    def missing(of_operator: float) -> float:
+        """Seconds by which six blocks take longer than two, beyond what is known."""
+        return seconds[1] - seconds[0] - (known(traced[1], of_operator) - known(traced[0], of_operator))
+
+    of_operator = 0.0
+    for _ in range(_TURNS):  # one is enough, but where stages of a pipeline wait for each other
+        left = missing(of_operator)
+        if abs(left) < _EXACT:
+            break
+        slope = (left - missing(of_operator + _SMALL)) / _SMALL
+        of_operator = max(of_operator + left / slope, 0.0)
+    return max(seconds[0] - known(traced[0], of_operator), 0.0), of_operator
 
 
 def _mean(curves: Sequence[dict[str, list[Point]]]) -> dict[str, list[Point]]:

@@ -3,6 +3,9 @@
 Blocks that are alike are traced at two depths, and the rest is a straight line: memory, operations and traffic of a
 model of like blocks are linear in their number. A model that fake tensors cannot run (shapes that depend on values) is
 answered from its parameters only, and such a layout is never said to fit.
+
+Reserved memory is that of torch's caching allocator, replayed from the model's construction to the end of the second
+update.
 """
 
 from __future__ import annotations
@@ -10,9 +13,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import math
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -22,17 +26,22 @@ from everyrank.errors import EveryrankError, UsageError, WorkloadError, describe
 from everyrank.layout import Layout, parse_layout
 from everyrank.layout.options import PipelineOptions
 from everyrank.parallel.parallelize import find_blocks
-from everyrank.plan.hardware import GIB, Cluster
-from everyrank.plan.machine import Machine, traced_seconds
+from everyrank.plan.caching_allocator import replay
+from everyrank.plan.calibration import Calibration, shipped_calibration
+from everyrank.plan.hardware import GIB, GPUS, Cluster
+from everyrank.plan.machine import Machine, pipeline_bubble, traced_seconds
 from everyrank.plan.pretend import TracedStep, first_sample, trace_step
+from everyrank.plan.roofline import roofline_seconds
 from everyrank.workload import Workload
 
 __all__ = ["LayoutMemory", "answer_workload", "time_layout", "trace_layout"]
 
 _TRACED_BLOCKS = 12  # with more blocks that are alike, two depths are traced
-_FRAGMENTS, _MOST_FRAGMENTS = 1.10, 1.25  # reserved over allocated: expected, most
+_FRAGMENTS = 1.10  # reserved over allocated, where it is not replayed
+_EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+# temporaries of kernels, and another order of frees: at most 1.03 times on an H100 (docs/plan.md), but for few MiB
+_MOST_RESERVED = 1.15
 _CONTEXT, _MOST_CONTEXT = 1.0 * GIB, 2.5 * GIB  # of CUDA and NCCL
-_OWN_CODE = 1.05  # kernels' temporaries, which the trace does not see
 
 
 @dataclass(frozen=True)
@@ -41,32 +50,33 @@ class LayoutMemory:
 
     categories   allocated bytes by category at the peak of an update; allocated: the most ever
     building     allocated bytes while the model is built and in the first update
+    reserved     what torch's caching allocator reserves for them on a GPU, replayed; expandable: the same with
+                 expandable_segments:True, which leaves fewer gaps
     flops        operations of products of an update on that rank; moved: bytes of all operators; sent: of collectives
     is_whole     False where activations are not known
     note         how it was found out, or why it could not be
+    parts        seconds of an update by part, where they are asked for
     """
 
     rank: int
     categories: Mapping[str, float]
     allocated: float
     building: float
+    reserved: float
+    expandable: float
     flops: float
     moved: float
     sent: float
     collectives: Mapping[str, int]
     is_whole: bool
     note: str
+    parts: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def verdict(self, memory: float) -> str:
         """Return fits, may not fit or does not fit."""
         if self.allocated > memory:
             return "does not fit"
         return "fits" if self.is_whole and self.most <= memory else "may not fit"
-
-    @property
-    def reserved(self) -> float:
-        """What the caching allocator is expected to reserve."""
-        return self.allocated * _FRAGMENTS
 
     @property
     def device(self) -> float:
@@ -76,25 +86,36 @@ class LayoutMemory:
     @property
     def most(self) -> float:
         """The device total at the upper end."""
-        return self.allocated * _OWN_CODE * _MOST_FRAGMENTS + _MOST_CONTEXT
+        return self.reserved * _MOST_RESERVED + _MOST_CONTEXT
+
+    def with_expandable_segments(self) -> LayoutMemory:
+        """The same with `expandable_segments:True`."""
+        return dataclasses.replace(self, reserved=self.expandable)
 
 
-def trace_layout(workload: Workload, layout: Layout, size: int, samples: Any, on_gpu: bool = False) -> LayoutMemory:
+_Timing = Callable[[TracedStep], Mapping[str, float]]
+
+
+def trace_layout(
+    workload: Workload, layout: Layout, size: int, samples: Any, on_gpu: bool = False, timing: _Timing | None = None
+) -> LayoutMemory:
     """Return the memory of the fullest rank. Raises `UsageError` for layouts that do not support the workload.
 
-    `samples` is (input, target) of one collated sample; `on_gpu` as for `trace_step`.
+    `samples` is (input, target) of one collated sample; `on_gpu` as for `trace_step`; `timing` gives the seconds of a
+    traced step by part, and those of the slowest rank are kept.
     """
     is_pipeline = layout.strategy == "pipeline"
     ranks = sorted({0, size - 1}) if is_pipeline else [0]
     try:
-        of_ranks = [_trace_rank(workload, layout, size, rank, samples, on_gpu) for rank in ranks]
+        of_ranks = [_trace_rank(workload, layout, size, rank, samples, on_gpu, timing) for rank in ranks]
     except EveryrankError:
         raise
     except (FileNotFoundError, PermissionError) as error:  # of the workload, on real tensors, too
         raise WorkloadError(describe(error)) from error
     except Exception as error:  # fake tensors raise many kinds
         return _of_parameters(workload, layout, size, error)
-    return max(of_ranks, key=lambda one: one.allocated)
+    slowest = max(of_ranks, key=lambda one: sum(one.parts.values()))
+    return dataclasses.replace(max(of_ranks, key=lambda one: one.allocated), parts=slowest.parts)
 
 
 def time_layout(
@@ -110,13 +131,27 @@ def time_layout(
     return traced_seconds([one.operators for one in traced], layout.strategy, machine, backend, footprint)
 
 
-def _trace_rank(workload: Workload, layout: Layout, size: int, rank: int, samples: Any, on_gpu: bool) -> LayoutMemory:
+def _idle_share(layout: Layout, size: int) -> float:
+    """Return the share of a step in which the ranks of a pipeline are idle; 0 for other layouts."""
+    if layout.strategy != "pipeline":
+        return 0.0
+    stages = layout.mesh(size).get("pipeline", 1)
+    return pipeline_bubble(stages, layout.read(PipelineOptions).microbatches or 2 * stages)
+
+
+def _trace_rank(
+    workload: Workload, layout: Layout, size: int, rank: int, samples: Any, on_gpu: bool, timing: _Timing | None
+) -> LayoutMemory:
+    def traced(part: Workload, note: str) -> LayoutMemory:
+        step = trace_step(part, layout, size, rank, samples, on_gpu)
+        memory = _memory_of(step, on_gpu, note)
+        return dataclasses.replace(memory, parts=timing(step)) if timing is not None else memory
+
     depths = _depths(workload, layout, size)
     if depths is None:
-        return _memory_of(trace_step(workload, layout, size, rank, samples, on_gpu), "traced whole")
+        return traced(workload, "traced whole")
     whole, first, second = depths
-    low = _memory_of(trace_step(_cut(workload, first), layout, size, rank, samples, on_gpu), "")
-    high = _memory_of(trace_step(_cut(workload, second), layout, size, rank, samples, on_gpu), "")
+    low, high = traced(_cut(workload, first), ""), traced(_cut(workload, second), "")
     share = (whole - first) / (second - first)
 
     def along(a: float, b: float) -> float:
@@ -127,30 +162,42 @@ def _trace_rank(workload: Workload, layout: Layout, size: int, rank: int, sample
     calls = {
         name: round(along(low.collectives.get(name, 0), high.collectives.get(name, 0))) for name in high.collectives
     }
+    allocated = max(along(_later(low), _later(high)), along(low.building, high.building))
     return LayoutMemory(
         rank,
         categories,
-        max(along(_later(low), _later(high)), along(low.building, high.building)),
+        allocated,
         along(low.building, high.building),
+        max(along(low.reserved, high.reserved), allocated),
+        max(along(low.expandable, high.expandable), allocated),
         along(low.flops, high.flops),
         along(low.moved, high.moved),
         along(low.sent, high.sent),
         calls,
         True,
         f"traced with {first} and {second} of {whole} blocks, which are alike",
+        {name: along(low.parts[name], seconds) for name, seconds in high.parts.items()},
     )
 
 
-def _memory_of(step: TracedStep, note: str) -> LayoutMemory:
+def _memory_of(step: TracedStep, on_gpu: bool, note: str) -> LayoutMemory:
     moved = sum(operator.bytes for operator in step.operators if not operator.group)
     sent = sum(operator.bytes for operator in step.operators if operator.group and operator.name != "wait_tensor")
-    peak = float(max(step.peak_bytes, step.build_bytes))
     categories = {name: float(count) for name, count in step.categories.items()}
+    building, allocated = step.build_bytes, step.peak_bytes
+    reserved = expandable = _FRAGMENTS * max(building, allocated)
+    if on_gpu:
+        replayed = replay(step.events, step.start)
+        categories["rounding"] = float(replayed.allocated - allocated)
+        building, allocated, reserved = replayed.building, replayed.allocated, replayed.reserved
+        expandable = replay(step.events, step.start, expandable_segments=True).reserved
     return LayoutMemory(
         step.rank,
         categories,
-        peak,
-        float(step.build_bytes),
+        float(max(allocated, building)),
+        float(building),
+        float(reserved),
+        float(expandable),
         float(step.flops),
         float(moved),
         float(sent),
@@ -211,14 +258,16 @@ def _of_parameters(workload: Workload, layout: Layout, size: int, error: Excepti
             count = float(sum(parameter.nbytes for parameter in workload.model().parameters()))
     except Exception:
         return LayoutMemory(
-            0, {}, 0.0, 0.0, 0.0, 0.0, 0.0, {}, False, f"{reason}; its parameters are not known, either"
+            0, {}, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, {}, False, f"{reason}; its parameters are not known, either"
         )
     degrees = layout.mesh(size) if layout.axis else {}
     parts = degrees.get("shard", 1) * degrees.get("tensor", 1) * degrees.get("pipeline", 1)
     states = parts * (size if layout.strategy == "zero1" else 1)
     categories = {"parameters": count / parts, "gradients": count / parts, "optimizer": 2 * count / states}
     note = f"{reason}; only parameters, gradients and Adam's state are counted, activations are not"
-    return LayoutMemory(0, categories, sum(categories.values()), 0.0, 0.0, 0.0, 0.0, {}, False, note)
+    allocated = sum(categories.values())
+    reserved = allocated * _FRAGMENTS
+    return LayoutMemory(0, categories, allocated, 0.0, reserved, reserved, 0.0, 0.0, 0.0, {}, False, note)
 
 
 def usual_workload_layouts(workload: Workload, size: int, per_node: int) -> list[str]:
@@ -244,16 +293,20 @@ def answer_workload(
 ) -> dict[str, Any]:
     """Return the answer for a workload; `command` is the workload as typed for a shell.
 
-    `timed` is a measured machine and a backend: rows have the seconds of an update on it.
+    `timed` is a measured machine and a backend: rows have the seconds of an update on it. Without it they have those of
+    a roofline, where the kind of GPU is known.
     """
     with contextlib.redirect_stdout(None):  # a dataset may print
         samples = first_sample(workload)
     cache: dict[str, LayoutMemory] = {}
+    calibration = shipped_calibration() if timed is None and cluster.gpu.name in GPUS else None
 
     def memory_of(text: str) -> LayoutMemory:
         if text not in cache:
             gc.collect()
-            cache[text] = trace_layout(workload, parse_layout(text), cluster.gpus, samples, cluster.gpu.name != "cpu")
+            layout, on_gpu = parse_layout(text), cluster.gpu.name != "cpu"
+            timing = _roofline(layout, cluster) if calibration is not None else None
+            cache[text] = trace_layout(workload, layout, cluster.gpus, samples, on_gpu, timing)
         return cache[text]
 
     rows: list[dict[str, Any]] = []
@@ -265,7 +318,10 @@ def answer_workload(
                 raise
             rows.append({"layout": text, "verdict": "not possible", "reason": str(error)})
             continue
-        rows.append(_row(text, memory, cluster) | _time(workload, text, cluster.gpus, samples, timed))
+        if timed is not None:
+            parts = time_layout(workload, parse_layout(text), cluster.gpus, samples, *timed)
+            memory = dataclasses.replace(memory, parts=parts)
+        rows.append(_row(text, memory, cluster) | _seconds(memory, calibration))
     for row in rows:
         if row["verdict"] in ("does not fit", "may not fit") and row["is_whole"]:
             row["change"] = _change(row["layout"], memory_of, cluster, command, workload)
@@ -289,11 +345,21 @@ def _layouts(workload: Workload, cluster: Cluster, timed: tuple[Machine, str] | 
     return list(timed[0].overhead.get(timed[1], {}))
 
 
-def _time(workload: Workload, text: str, size: int, samples: Any, timed: tuple[Machine, str] | None) -> dict[str, Any]:
-    if timed is None:
+def _roofline(layout: Layout, cluster: Cluster) -> _Timing:
+    idle = _idle_share(layout, cluster.gpus)
+    return lambda step: roofline_seconds(step, layout.strategy, cluster, idle)
+
+
+def _seconds(memory: LayoutMemory, calibration: Calibration | None) -> dict[str, Any]:
+    """Return the entries of a row for its time; with a calibration, the interval of it."""
+    if not memory.parts:
         return {}
-    parts = time_layout(workload, parse_layout(text), size, samples, *timed)
-    return {"step_seconds": sum(parts.values()), "parts": parts}
+    seconds = sum(memory.parts.values())
+    entries: dict[str, Any] = {"step_seconds": seconds, "parts": dict(memory.parts)}
+    if calibration is not None:
+        factor = math.exp(calibration.half_width("no kind", "no stack"))  # a roofline has no fitted numbers
+        entries |= {"low_seconds": seconds / factor, "high_seconds": seconds * factor}
+    return entries
 
 
 def _row(text: str, memory: LayoutMemory, cluster: Cluster) -> dict[str, Any]:
@@ -315,8 +381,14 @@ def _row(text: str, memory: LayoutMemory, cluster: Cluster) -> dict[str, Any]:
 
 
 def _change(text: str, memory_of: Any, cluster: Cluster, command: str, workload: Workload) -> dict[str, Any]:
-    """Return the first change that makes a layout fit: bf16, recompute, smaller micro-batches, or another layout."""
+    """Return the first change that makes a layout fit.
+
+    A setting of torch's allocator, bf16, recompute, smaller micro-batches, or another layout.
+    """
     layout = parse_layout(text)
+    if memory_of(text).with_expandable_segments().verdict(cluster.gpu.memory) == "fits":
+        command = f"{_EXPANDABLE} {_command(text, command, cluster)}"
+        return {"what": "expandable segments of torch's allocator", "layout": text, "command": command}
     steps: list[tuple[str, Layout]] = []
     if layout.precision == "float32":
         steps.append(("bf16", dataclasses.replace(layout, precision="bf16")))

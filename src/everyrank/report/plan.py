@@ -65,8 +65,12 @@ def plan_notes(answer: _Answer) -> list[str]:
     for row in answer["layouts"]:
         if "step_seconds" in row:
             parts = ", ".join(f"{name} {_seconds(value)}" for name, value in row["parts"].items() if value)
+            interval = ""
+            if "low_seconds" in row:
+                interval = f"; 90%: {_seconds(row['low_seconds'])} to {_seconds(row['high_seconds'])}"
             lines.append(
-                f"{row['layout']}: {_seconds(row['step_seconds'])} an update ({parts}), without the data loader"
+                f"{row['layout']}: {_seconds(row['step_seconds'])} an update ({parts}{interval}), "
+                "without the data loader"
             )
     lines.append("Fits:" if answer["commands"] else "No layout fits surely.")
     return [
