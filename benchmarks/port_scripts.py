@@ -1,6 +1,6 @@
 """How many public scripts for one device `everyrank port` turns into equal scripts for several processes.
 
-Run: python benchmarks/port_scripts.py FOLDER [--to accelerate|fabric|workload] [--json F] [NAME ...]
+Run: python benchmarks/port_scripts.py FOLDER [NAME ...] [--to accelerate|fabric|workload] [--json F]
 
 FOLDER has seen/ and unseen/, each with the scripts and a cases.json: name, script, cwd, args, env, source, kind. The
 scripts are not part of this repository; `source` in the Record has the address of each. Those in seen/ were used while

@@ -176,6 +176,13 @@ def test_an_optimizer_whose_step_gives_a_loss_is_not_prepared() -> None:
     assert "net = accelerator.prepare(net)" in ported(text, "accelerate").source.edited()
 
 
+def test_an_optimizer_that_is_made_in_a_branch() -> None:
+    made = "opt = torch.optim.SGD(net.parameters(), lr=0.1)\n"
+    branches = f"if fast:\n    opt = torch.optim.Adam(net.parameters())\nelse:\n    {made}"
+    text = ported(SCRIPT.replace(made, branches), "fabric").source.edited()
+    assert f"{branches}net, opt = fabric.setup(net, opt)\n" in text
+
+
 def test_models_of_earlier_folds_are_released() -> None:
     text = SCRIPT.replace("net = Net", "for fold in range(2):\n    net = Net").replace("\nopt =", "\n    opt =")
     text = text.replace("\nschedule =", "\n    schedule =").replace("\ntrain(net", "\n    train(net")

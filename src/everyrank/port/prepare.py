@@ -121,25 +121,36 @@ def _prepare(plan: Plan) -> None:
     """Give each model and its optimizers to the library where they are ready."""
     source, idiom, name = plan.source, plan.idiom, plan.object_name
     assert idiom is not None
-    waiting = _optimizers(plan)
+    waiting, together = _optimizers(plan), list[tuple[ast.stmt, list[str]]]()
     for _, model, last in plan.prepared:
         own = [
             each
             for each in waiting
-            if each.statement in source.block(last)
-            and each.statement.lineno <= last.lineno
+            if _is_ready(plan, each.statement, last)
             and (len(plan.prepared) == 1 or _models_of(source.code(each.call)) == [model])
         ]
         waiting = [each for each in waiting if each not in own]
-        if idiom.object == "accelerator" and _is_made_again(plan, last) and plan.once(last, "free"):
-            source.insert_after(last, f"{name}.free_memory()", "Accelerate keeps the models of earlier trainings")
-        together = ", ".join([model, *(each.name for each in own)])
-        lines = [f"sync_batch_norms({model})"] if "sync_batch_norms" in plan.helpers else []
-        lines.append(f"{together} = {idiom.prepare.replace('{x}', name)}({together})")
-        source.insert_after(last, "\n".join(lines), PREPARES)
-    for each in waiting:
+        together.append((last, [model, *dict.fromkeys(each.name for each in own)]))
+    for each in waiting:  # first, because it may stand at the end of a block after which a model is prepared
         call = idiom.prepare_optimizer.replace("{x}", name)
         source.insert_after(each.statement, f"{each.name} = {call}({each.name})", f"an optimizer of {idiom.title}")
+    for last, names in together:
+        if idiom.object == "accelerator" and _is_made_again(plan, last) and plan.once(last, "free"):
+            source.insert_after(last, f"{name}.free_memory()", "Accelerate keeps the models of earlier trainings")
+        lines = [f"sync_batch_norms({names[0]})"] if "sync_batch_norms" in plan.helpers else []
+        lines.append(f"{', '.join(names)} = {idiom.prepare.replace('{x}', name)}({', '.join(names)})")
+        source.insert_after(last, "\n".join(lines), PREPARES)
+
+
+def _is_ready(plan: Plan, statement: ast.stmt, last: ast.stmt) -> bool:
+    """Whether a statement, perhaps in a branch of an `if`, is done after `last`."""
+    block = plan.source.block(last)
+    for each in plan.source.ancestors(statement):
+        if each in block:
+            return each.lineno <= last.lineno  # type: ignore[attr-defined]
+        if each is not statement and not isinstance(each, ast.If):
+            return False
+    return False
 
 
 def _is_made_again(plan: Plan, last: ast.stmt) -> bool:
