@@ -32,7 +32,7 @@ _TESTS = (
 class ScriptPiece:
     """A statement, as it stands in another file.
 
-    order     where it comes: the depth of its function, the outermost first, and its place
+    order     where it comes: the level of its function, the outermost first, and its place
     is_heavy  whether it binds data or a module: such statements are not run when the file is imported
     """
 
@@ -387,10 +387,9 @@ class ScriptSlice:
         text = self.script.rendered(argument)
         position = start_of(self.script.source.statement(call))
         if text != name:
-            order = (-depth - 1, call.lineno, call.col_offset + 1)
-            self.pieces[(*order[:2], hash(name) % 1000)] = ScriptPiece(
-                order, f"{name} = {text}", frozenset({name}), call.lineno, frames.is_heavy(name, depth)
-            )
+            order = (frames.level(depth + 1), call.lineno, 1000 + len(self.pieces))
+            is_heavy = frames.is_heavy(name, depth)
+            self.pieces[order] = ScriptPiece(order, f"{name} = {text}", frozenset({name}), call.lineno, is_heavy)
         frames_code = ast.parse(text, mode="eval")
         for each in sorted(loaded_names(frames_code)):
             self._need(each, frames, depth + 1, position)
@@ -404,7 +403,7 @@ class ScriptSlice:
             return
         text = self.script.rendered(unit)
         code = ast.parse(text)
-        order = (-depth, unit.lineno, unit.col_offset)
+        order = (frames.level(depth), unit.lineno, unit.col_offset)
         if order not in self.pieces and not _binds_to_itself(code):
             names = frozenset(bound_names(unit) | mutated_names(unit))
             is_heavy = any(frames.is_heavy(each, depth) for each in names)
@@ -437,6 +436,10 @@ class _Frames:
     def globals(self) -> dict[str, list[Any]]:
         depth = self.depth_of_module
         return {**self.script.module_values, **(self.sites[depth].values if depth is not None else {})}
+
+    def level(self, depth: int) -> int:
+        """How many calls of the script are outside of a scope, the same from wherever it is looked at."""
+        return max(0, len(self.sites) - 1 - depth)
 
     def is_module(self, depth: int) -> bool:
         return depth >= len(self.scopes) or isinstance(self.scopes[depth], ast.Module)
