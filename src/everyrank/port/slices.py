@@ -17,7 +17,16 @@ from typing import Any
 from everyrank.port.events import ScriptEvent, Site
 from everyrank.port.source import NotPortedError, Scope, ScriptSource, end_of, start_of
 
-__all__ = ["Script", "ScriptPiece", "ScriptSlice", "bound_names", "loaded_names", "mutated_names", "taken_statements"]
+__all__ = [
+    "Script",
+    "ScriptPiece",
+    "ScriptSlice",
+    "bound_names",
+    "loaded_names",
+    "mutated_names",
+    "read_names",
+    "taken_statements",
+]
 
 _MOVES = {"to", "cuda", "cpu", "xpu", "mps"}
 _HARMLESS = {"train", "eval", "zero_grad", "share_memory", "requires_grad", "parameters", "named_parameters", "summary"}
@@ -165,6 +174,26 @@ def loaded_names(tree: ast.AST) -> set[str]:
     return loads - inner
 
 
+def read_names(statements: Iterable[ast.stmt], bound: Iterable[str] = ()) -> set[str]:
+    """The names that statements read before they bind them."""
+    reads, known = set[str](), set(bound)
+    for each in statements:
+        if isinstance(each, ast.For | ast.While | ast.If | ast.With | ast.Try):
+            head = [getattr(each, name, None) for name in ("iter", "test")]
+            head += [item.context_expr for item in getattr(each, "items", [])]
+            reads |= {name for node in head if node is not None for name in loaded_names(node)} - known
+            targets = [each.target] if isinstance(each, ast.For) else []
+            targets += [item.optional_vars for item in getattr(each, "items", []) if item.optional_vars is not None]
+            inner = known | {node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)}
+            handlers = [node for handler in getattr(each, "handlers", []) for node in handler.body]
+            for block in (each.body, getattr(each, "orelse", []), handlers, getattr(each, "finalbody", [])):
+                reads |= read_names(block, inner)
+        else:
+            reads |= loaded_names(each) - known
+            known |= bound_names(each) if not isinstance(each, ast.AugAssign) else set()
+    return reads
+
+
 def _bound_within(definition: ast.AST) -> set[str]:
     """The names that the body of a function or class binds, apart from those that it declares global."""
     names = set[str]()
@@ -295,7 +324,7 @@ class ScriptSlice:
     def needs(self, code: ast.AST, event: ScriptEvent, depth: int = 0, before: tuple[int, int] | None = None) -> None:
         """Add what code needs that runs at a site of an event, `depth` calls outside of the innermost."""
         frames = _Frames(self.script, event.sites)
-        for name in sorted(loaded_names(code)):
+        for name in sorted(read_names(code.body) if isinstance(code, ast.Module) else loaded_names(code)):
             self._need(name, frames, depth, before or frames.position(depth))
         self._attributes(code, frames, depth)
 
@@ -403,13 +432,15 @@ class ScriptSlice:
             return
         text = self.script.rendered(unit)
         code = ast.parse(text)
+        if isinstance(unit, ast.If) and _only_moves(code, name):
+            return
         order = (frames.level(depth), unit.lineno, unit.col_offset)
         if order not in self.pieces and not _binds_to_itself(code):
             names = frozenset(bound_names(unit) | mutated_names(unit))
             is_heavy = any(frames.is_heavy(each, depth) for each in names)
             self.pieces[order] = ScriptPiece(order, text, names, unit.lineno, is_heavy)
         before = start_of(unit)
-        for each in sorted(loaded_names(code) | (mutated_names(unit) - bound_names(unit))):
+        for each in sorted(read_names(code.body) | (mutated_names(unit) - bound_names(unit))):
             self._need(each, frames, depth, before)
         self._attributes(code, frames, depth)
 
@@ -522,6 +553,18 @@ def _binds_to_itself(code: ast.Module) -> bool:
     return isinstance(statement, ast.Assign) and all(
         ast.unparse(target) == ast.unparse(statement.value) for target in statement.targets
     )
+
+
+def _only_moves(code: ast.Module, name: str) -> bool:
+    """Whether nothing is left of what a branch does with a name: it moved the model to a device."""
+    concerned = [
+        node
+        for node in ast.walk(code)
+        if isinstance(node, ast.stmt)
+        and not isinstance(node, ast.If | ast.With | ast.Try)
+        and name in bound_names(node) | mutated_names(node)
+    ]
+    return all(_binds_to_itself(ast.Module([node], [])) for node in concerned)
 
 
 def _is_equal_literal(node: ast.expr, text: str) -> bool:
