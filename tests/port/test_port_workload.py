@@ -357,6 +357,7 @@ def test_a_model_that_is_made_for_its_data_takes_the_same(tmp_path: Path) -> Non
     assert result.comparison.is_equal, result.difference
     assert "    return train_dataset, valid_dataset, dataset\n" in result.text
     assert "    dataset = data()[2]\n    model = get_model(name, dataset)\n" in result.text
+    assert "criterion(y, target.to(y.dtype))" in result.text  # verify computes in float64
     assert "in order; everyrank shuffles" in result.notes[0][1]
 
 

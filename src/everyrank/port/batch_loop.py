@@ -120,6 +120,9 @@ def find_loss(found: Found, script: Script, backward: ScriptEvent, forward: Scri
     if described[0] == "object" and described[1].startswith("transformers."):
         # layouts that collect outputs give them as a dict
         after = [re.sub(rf"\b{output}\.(\w+)", rf'{output}["\1"]', each) for each in after]
+    if "Tensor" in described[1]:  # verify computes in float64, and a target has to follow the output
+        after = [each.replace(".float()", f".to({output}.dtype)") for each in after]
+        text = text.replace(".float()", f".to({output}.dtype)")
     return (
         Loss(
             _target_text(source, loop),
