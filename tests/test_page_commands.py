@@ -44,7 +44,17 @@ NEEDS = {
     "kill": "the process of a run that hangs",
     "patch": "the file that the line before has written",
 }
-PLACEHOLDERS = {"W", "WORKLOAD", "my_workload.py", "my_model.py", "before.json", "wrong.py", "model.py", "train.py"}
+PLACEHOLDERS = {
+    "W",
+    "WORKLOAD",
+    "my_workload.py",
+    "my_model.py",
+    "before.json",
+    "wrong.py",
+    "model.py",
+    "train.py",
+    "main_workload.py",
+}
 
 
 @pytest.fixture

@@ -91,6 +91,87 @@ if __name__ == "__main__":
     main()
 """
 
+# the model is made for its data
+RATINGS = """import torch
+from torch.utils.data import DataLoader, Dataset
+
+
+class Ratings(Dataset):
+    def __init__(self, n):
+        self.items = torch.randint(7, (n, 2))
+        self.targets = (self.items.sum(1) > 6).float()
+        self.field_dims = [7, 7]
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, index):
+        return self.items[index], self.targets[index]
+
+
+class FM(torch.nn.Module):
+    def __init__(self, field_dims, width=4):
+        super().__init__()
+        self.embed = torch.nn.ModuleList([torch.nn.Embedding(n, width) for n in field_dims])
+
+    def forward(self, x):
+        return torch.sigmoid((self.embed[0](x[:, 0]) * self.embed[1](x[:, 1])).sum(1))
+
+
+def get_model(name, dataset):
+    if name == "fm":
+        return FM(dataset.field_dims)
+    raise ValueError(name)
+
+
+def train(model, optimizer, data_loader, criterion, device):
+    model.train()
+    for i, (fields, target) in enumerate(data_loader):
+        fields, target = fields.to(device), target.to(device)
+        y = model(fields)
+        loss = criterion(y, target.float())
+        model.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def test(model, data_loader, device):
+    model.eval()
+    total = 0
+    with torch.no_grad():
+        for fields, target in data_loader:
+            y = model(fields.to(device))
+            total += ((y > 0.5) == target.to(device)).sum().item()
+    return total / len(data_loader.dataset)
+
+
+def main(name, epoch, device):
+    device = torch.device(device)
+    dataset = Ratings(200)
+    train_length = int(len(dataset) * 0.8)
+    valid_length = len(dataset) - train_length
+    train_dataset, valid_dataset = torch.utils.data.random_split(dataset, (train_length, valid_length))
+    train_data_loader = DataLoader(train_dataset, batch_size=32, num_workers=0)
+    valid_data_loader = DataLoader(valid_dataset, batch_size=32, num_workers=0)
+    model = get_model(name, dataset).to(device)
+    criterion = torch.nn.BCELoss()
+    optimizer = torch.optim.Adam(params=model.parameters(), lr=0.01, weight_decay=1e-6)
+    for epoch_i in range(epoch):
+        train(model, optimizer, train_data_loader, criterion, device)
+        print(test(model, valid_data_loader, device))
+
+
+if __name__ == "__main__":
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model_name", default="fm")
+    parser.add_argument("--epoch", type=int, default=3)
+    parser.add_argument("--device", default="cpu")
+    args = parser.parse_args()
+    main(args.model_name, args.epoch, args.device)
+"""
+
 PER_UPDATE = (
     DATA
     + """
@@ -269,6 +350,15 @@ def test_a_wrong_file_is_told_from_a_right_one(tmp_path: Path, monkeypatch: pyte
         result = ported(tmp_path, PER_UPDATE)
         assert not result.comparison.is_equal, part
         assert result.difference
+
+
+def test_a_model_that_is_made_for_its_data_takes_the_same(tmp_path: Path) -> None:
+    result = ported(tmp_path, RATINGS, "--model_name", "fm")
+    assert result.comparison.is_equal, result.difference
+    assert "    return train_dataset, valid_dataset, dataset\n" in result.text
+    assert "    dataset = data()[2]\n    model = get_model(name, dataset)\n" in result.text
+    assert "criterion(y, target.to(y.dtype))" in result.text  # verify computes in float64
+    assert "in order; everyrank shuffles" in result.notes[0][1]
 
 
 @pytest.mark.integration

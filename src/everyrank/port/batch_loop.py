@@ -15,6 +15,7 @@ from everyrank.port.slices import (
     bound_names,
     loaded_names,
     mutated_names,
+    read_names,
     taken_statements,
 )
 from everyrank.port.source import NotPortedError, ScriptSource, end_of, start_of
@@ -119,6 +120,9 @@ def find_loss(found: Found, script: Script, backward: ScriptEvent, forward: Scri
     if described[0] == "object" and described[1].startswith("transformers."):
         # layouts that collect outputs give them as a dict
         after = [re.sub(rf"\b{output}\.(\w+)", rf'{output}["\1"]', each) for each in after]
+    if "Tensor" in described[1]:  # verify computes in float64, and a target has to follow the output
+        after = [each.replace(".float()", f".to({output}.dtype)") for each in after]
+        text = text.replace(".float()", f".to({output}.dtype)")
     return (
         Loss(
             _target_text(source, loop),
@@ -214,7 +218,7 @@ def _after(
             code = ast.parse(text)
             if isinstance(each, ast.Assign):
                 needed -= bound_names(each)
-            needed |= loaded_names(code)
+            needed |= read_names(code.body)
     if number == len(body):  # model(x) in the statement with the backward itself
         return "output", after, needed, number
     statement = body[number]
@@ -224,7 +228,7 @@ def _after(
         return target.id, after, needed - {target.id}, number
     text = script.rendered(statement, {call: "output"})
     needed -= bound_names(statement) if isinstance(statement, ast.Assign) else set()
-    needed |= loaded_names(ast.parse(text)) - {"output"}
+    needed |= read_names(ast.parse(text).body) - {"output"}
     return "output", [text, *after], needed, number
 
 
@@ -244,7 +248,7 @@ def _before(script: Script, body: list[ast.stmt], wanted: set[str]) -> tuple[lis
         kept.insert(0, text)
         if isinstance(each, ast.Assign):
             needed -= bound_names(each)
-        needed |= loaded_names(code)
+        needed |= read_names(code.body)
     return kept, needed
 
 

@@ -17,7 +17,16 @@ from typing import Any
 from everyrank.port.events import ScriptEvent, Site
 from everyrank.port.source import NotPortedError, Scope, ScriptSource, end_of, start_of
 
-__all__ = ["Script", "ScriptPiece", "ScriptSlice", "bound_names", "loaded_names", "mutated_names", "taken_statements"]
+__all__ = [
+    "Script",
+    "ScriptPiece",
+    "ScriptSlice",
+    "bound_names",
+    "loaded_names",
+    "mutated_names",
+    "read_names",
+    "taken_statements",
+]
 
 _MOVES = {"to", "cuda", "cpu", "xpu", "mps"}
 _HARMLESS = {"train", "eval", "zero_grad", "share_memory", "requires_grad", "parameters", "named_parameters", "summary"}
@@ -32,7 +41,7 @@ _TESTS = (
 class ScriptPiece:
     """A statement, as it stands in another file.
 
-    order     where it comes: the depth of its function, the outermost first, and its place
+    order     where it comes: the level of its function, the outermost first, and its place
     is_heavy  whether it binds data or a module: such statements are not run when the file is imported
     """
 
@@ -165,6 +174,26 @@ def loaded_names(tree: ast.AST) -> set[str]:
     return loads - inner
 
 
+def read_names(statements: Iterable[ast.stmt], bound: Iterable[str] = ()) -> set[str]:
+    """The names that statements read before they bind them."""
+    reads, known = set[str](), set(bound)
+    for each in statements:
+        if isinstance(each, ast.For | ast.While | ast.If | ast.With | ast.Try):
+            head = [getattr(each, name, None) for name in ("iter", "test")]
+            head += [item.context_expr for item in getattr(each, "items", [])]
+            reads |= {name for node in head if node is not None for name in loaded_names(node)} - known
+            targets = [each.target] if isinstance(each, ast.For) else []
+            targets += [item.optional_vars for item in getattr(each, "items", []) if item.optional_vars is not None]
+            inner = known | {node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)}
+            handlers = [node for handler in getattr(each, "handlers", []) for node in handler.body]
+            for block in (each.body, getattr(each, "orelse", []), handlers, getattr(each, "finalbody", [])):
+                reads |= read_names(block, inner)
+        else:
+            reads |= loaded_names(each) - known
+            known |= bound_names(each) if not isinstance(each, ast.AugAssign) else set()
+    return reads
+
+
 def _bound_within(definition: ast.AST) -> set[str]:
     """The names that the body of a function or class binds, apart from those that it declares global."""
     names = set[str]()
@@ -295,7 +324,7 @@ class ScriptSlice:
     def needs(self, code: ast.AST, event: ScriptEvent, depth: int = 0, before: tuple[int, int] | None = None) -> None:
         """Add what code needs that runs at a site of an event, `depth` calls outside of the innermost."""
         frames = _Frames(self.script, event.sites)
-        for name in sorted(loaded_names(code)):
+        for name in sorted(read_names(code.body) if isinstance(code, ast.Module) else loaded_names(code)):
             self._need(name, frames, depth, before or frames.position(depth))
         self._attributes(code, frames, depth)
 
@@ -387,10 +416,9 @@ class ScriptSlice:
         text = self.script.rendered(argument)
         position = start_of(self.script.source.statement(call))
         if text != name:
-            order = (-depth - 1, call.lineno, call.col_offset + 1)
-            self.pieces[(*order[:2], hash(name) % 1000)] = ScriptPiece(
-                order, f"{name} = {text}", frozenset({name}), call.lineno, frames.is_heavy(name, depth)
-            )
+            order = (frames.level(depth + 1), call.lineno, 1000 + len(self.pieces))
+            is_heavy = frames.is_heavy(name, depth)
+            self.pieces[order] = ScriptPiece(order, f"{name} = {text}", frozenset({name}), call.lineno, is_heavy)
         frames_code = ast.parse(text, mode="eval")
         for each in sorted(loaded_names(frames_code)):
             self._need(each, frames, depth + 1, position)
@@ -404,13 +432,15 @@ class ScriptSlice:
             return
         text = self.script.rendered(unit)
         code = ast.parse(text)
-        order = (-depth, unit.lineno, unit.col_offset)
+        if isinstance(unit, ast.If) and _only_moves(code, name):
+            return
+        order = (frames.level(depth), unit.lineno, unit.col_offset)
         if order not in self.pieces and not _binds_to_itself(code):
             names = frozenset(bound_names(unit) | mutated_names(unit))
             is_heavy = any(frames.is_heavy(each, depth) for each in names)
             self.pieces[order] = ScriptPiece(order, text, names, unit.lineno, is_heavy)
         before = start_of(unit)
-        for each in sorted(loaded_names(code) | (mutated_names(unit) - bound_names(unit))):
+        for each in sorted(read_names(code.body) | (mutated_names(unit) - bound_names(unit))):
             self._need(each, frames, depth, before)
         self._attributes(code, frames, depth)
 
@@ -437,6 +467,10 @@ class _Frames:
     def globals(self) -> dict[str, list[Any]]:
         depth = self.depth_of_module
         return {**self.script.module_values, **(self.sites[depth].values if depth is not None else {})}
+
+    def level(self, depth: int) -> int:
+        """How many calls of the script are outside of a scope, the same from wherever it is looked at."""
+        return max(0, len(self.sites) - 1 - depth)
 
     def is_module(self, depth: int) -> bool:
         return depth >= len(self.scopes) or isinstance(self.scopes[depth], ast.Module)
@@ -519,6 +553,18 @@ def _binds_to_itself(code: ast.Module) -> bool:
     return isinstance(statement, ast.Assign) and all(
         ast.unparse(target) == ast.unparse(statement.value) for target in statement.targets
     )
+
+
+def _only_moves(code: ast.Module, name: str) -> bool:
+    """Whether nothing is left of what a branch does with a name: it moved the model to a device."""
+    concerned = [
+        node
+        for node in ast.walk(code)
+        if isinstance(node, ast.stmt)
+        and not isinstance(node, ast.If | ast.With | ast.Try)
+        and name in bound_names(node) | mutated_names(node)
+    ]
+    return all(_binds_to_itself(ast.Module([node], [])) for node in concerned)
 
 
 def _is_equal_literal(node: ast.expr, text: str) -> bool:
