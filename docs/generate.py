@@ -808,9 +808,11 @@ PARTS: dict[str, dict[str, tuple[Path, Callable[[], str]]]] = {
     },
     "docs/port.md": {
         "ported scripts": (PORTED, ported_scripts),
+        "mistakes in ports": (PORT_MISTAKES, mistakes_in_ports),
+    },
+    "docs/port-targets.md": {
         "scripts ported to libraries": (PORTED_TO["Accelerate"], scripts_ported_to_libraries),
         "workloads of scripts": (WORKLOADS, workloads_of_scripts),
-        "mistakes in ports": (PORT_MISTAKES, mistakes_in_ports),
     },
     "docs/any-script.md": {
         "scripts by launch": (BY_LAUNCH, scripts_by_launch),
@@ -822,12 +824,14 @@ PARTS: dict[str, dict[str, tuple[Path, Callable[[], str]]]] = {
     },
     "docs/zh/port.md": {
         "ported scripts": (PORTED, in_chinese(ported_scripts, PORTED_IN_CHINESE)),
+        "mistakes in ports": (PORT_MISTAKES, in_chinese(mistakes_in_ports, MISTAKES_IN_CHINESE)),
+    },
+    "docs/zh/port-targets.md": {
         "scripts ported to libraries": (
             PORTED_TO["Accelerate"],
             in_chinese(scripts_ported_to_libraries, PORTED_IN_CHINESE),
         ),
         "workloads of scripts": (WORKLOADS, in_chinese(workloads_of_scripts, PORTED_IN_CHINESE)),
-        "mistakes in ports": (PORT_MISTAKES, in_chinese(mistakes_in_ports, MISTAKES_IN_CHINESE)),
     },
     "docs/recipes.md": {"recipes": (PACKAGE / "recipes", recipes)},
     "docs/zh/recipes.md": {"recipes": (PACKAGE / "recipes", in_chinese(recipes))},

@@ -23,6 +23,7 @@ PAGES = (
     "docs/performance.md",
     "docs/any-script.md",
     "docs/port.md",
+    "docs/port-targets.md",
     "docs/collectives.md",
     "docs/backends.md",
     "docs/gpu.md",
@@ -38,6 +39,7 @@ PAGES = (
     "docs/zh/api.md",
     "docs/zh/any-script.md",
     "docs/zh/port.md",
+    "docs/zh/port-targets.md",
 )
 
 

@@ -69,3 +69,14 @@ def test_ranks_that_are_in_different_passes(batches: list[list[int]], is_found: 
     judge_uneven_passes(run_of(*ranks), findings)
     assert [finding.rule for finding in findings] == ["data.uneven-passes"] * is_found
     assert all(finding.place == "train.py:7" and "3, 2 batches" in finding.text for finding in findings)
+
+
+def test_numbers_after_random_numbers_of_an_evaluation_are_not_compared() -> None:
+    """One rank draws them for its rows in another order."""
+    findings = Findings()
+    one = rank_with([[0.42], [0.52], [0.71]], drawn_without_grad=[1, 2, 3])
+    alone = rank_with([[0.3], [0.2], [0.5]])
+    both = run_of(rank_with([[0.4], [0.5], [0.7]]), rank_with([]))
+    judge_printed(both, one, alone, lambda imposed: run_of(alone), 3, 1e-7, findings)
+    assert findings == []
+    assert findings.unchecked == ["numbers of train.py:9: its evaluation draws random numbers"]

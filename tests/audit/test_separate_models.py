@@ -1,0 +1,45 @@
+"""Ranks that each train a model of their own: a doubt, not a mistake, unless they only forget to average."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from auditing import audit_forked
+from forkserver import ForkServer
+
+SCRIPT = """
+import torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+x = torch.randn(120, 6, generator=torch.Generator().manual_seed(1))
+y = x[:, :3].argmax(1)
+torch.manual_seed(50 + rank)
+model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+own = torch.randint(0, len(x), (len(x),), generator=torch.Generator().manual_seed(9 + rank))
+for rows in own.split(12):
+    loss = F.cross_entropy(model(x[rows]), y[rows])
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    # in the loop
+together = model(x).softmax(1).detach()
+dist.all_reduce(together)
+print(f"rank {rank}: {(together.argmax(1) == y).float().mean():.3f}")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("added", "level"), [("", "WARN"), ("shown = loss.detach().clone(); dist.all_reduce(shown)", "FAIL")]
+)
+def test_an_ensemble_is_doubted(python: ForkServer, tmp_path: Path, added: str, level: str) -> None:
+    """A script that shows the loss of all ranks trains one model."""
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT.replace("# in the loop", added))
+    audit = audit_forked(python, tmp_path, path)
+    levels = {finding.rule: finding.level for finding in audit.findings}
+    assert levels["gradient.local"] == levels["replicas.drift"] == level
