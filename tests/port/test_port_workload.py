@@ -329,7 +329,7 @@ def test_what_two_ranks_refuse_is_not_equal(tmp_path: Path) -> None:
 
 def test_a_wrong_file_is_told_from_a_right_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison sees each part of a workload."""
-    from everyrank.port import workload
+    from everyrank.port.to_workload import workload
 
     wrongs = {
         "lr=0.05": "lr=0.06",

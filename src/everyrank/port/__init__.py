@@ -18,21 +18,14 @@ outputs.py     files, folders, progress bars
 frame.py       imports, helper functions, start and end, random numbers
 helpers.py     the functions in plain PyTorch that a port brings along
 check.py       the comparison of a port with the original
-
-workload.py        the script as the file of a workload, compared with the script
-events.py          what was seen of a run, with the values of the script's names
-training_parts.py  model, data, loss, optimizer, schedule and numbers in the script
-batch_loop.py      the loop over the batches: from a batch to the loss
-slices.py          the statements that an expression needs
-workload_file.py   the text of the file
-single_training.py  a plain loop over a workload, for the comparison
+to_workload/   the script as the file of a workload, compared with the script
 """
 
 from everyrank.port.files import ScriptFiles
 from everyrank.port.idioms import IDIOMS, check_installed
 from everyrank.port.run import Attempt, PortResult, audit_port, check_ported, port_script
 from everyrank.port.source import NotPortedError
-from everyrank.port.workload import WorkloadResult, port_to_workload
+from everyrank.port.to_workload import WorkloadResult, port_to_workload
 
 __all__ = [
     "IDIOMS",

@@ -12,11 +12,11 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from everyrank.port.batch_loop import Loss
-from everyrank.port.events import ScriptEvent
-from everyrank.port.slices import Script, ScriptPiece, ScriptSlice, bound_names, loaded_names
 from everyrank.port.source import NotPortedError, ScriptSource
-from everyrank.port.training_parts import Code, TrainingParts
+from everyrank.port.to_workload.batch_loop import Loss
+from everyrank.port.to_workload.events import ScriptEvent
+from everyrank.port.to_workload.slices import Script, ScriptPiece, ScriptSlice, bound_names, loaded_names
+from everyrank.port.to_workload.training_parts import Code, TrainingParts
 
 __all__ = ["WorkloadChoice", "is_importable", "workload_text"]
 

@@ -13,13 +13,13 @@ from pathlib import Path
 from everyrank.errors import CannotRunError
 from everyrank.port.check import FLOAT32_TOLERANCE, FLOAT64_TOLERANCE, PortComparison, compare_port
 from everyrank.port.edits import refuse_distributed
-from everyrank.port.events import ScriptEvent, read_events
 from everyrank.port.files import ScriptFiles
 from everyrank.port.plan import Choice, Plan
 from everyrank.port.run import UPDATES, read_script, with_siblings
 from everyrank.port.source import NotPortedError, ScriptSource
-from everyrank.port.training_parts import TrainingParts, find_training
-from everyrank.port.workload_file import WorkloadChoice, is_importable, workload_text
+from everyrank.port.to_workload.events import ScriptEvent, read_events
+from everyrank.port.to_workload.training_parts import TrainingParts, find_training
+from everyrank.port.to_workload.workload_file import WorkloadChoice, is_importable, workload_text
 from everyrank.rerun import Imposed, ScriptHost, ScriptRecording
 
 __all__ = ["WorkloadResult", "port_to_workload"]
@@ -28,6 +28,13 @@ _SEED = 1234
 _OBSERVED_UPDATES = 24
 _PASS_BATCHES = 4
 _DRIVER = "everyrank_single_training.py"
+_DRIVER_TEXT = """\
+import sys
+
+from everyrank.port.to_workload.single_training import train_single
+
+train_single(sys.argv[1])
+"""
 _MAKERS = {f"torch.{name}" for name in ("zeros", "ones", "full", "eye", "linspace", "tensor", "rand", "randn")}
 _PROBE = '__import__("everyrank.rerun.inside.setup", fromlist=["keep_rng"]).keep_rng()'
 
@@ -163,8 +170,7 @@ class _Check:
 
     def compared(self, text: str, original: ScriptRecording, float64: bool, without_dropout: bool) -> PortComparison:
         """The training of the file on one device, compared with the script's."""
-        driver = "import sys\n\nfrom everyrank.port.single_training import train_single\n\ntrain_single(sys.argv[1])\n"
-        with with_siblings(self.script, {self.target.name: text, _DRIVER: driver}) as file:
+        with with_siblings(self.script, {self.target.name: text, _DRIVER: _DRIVER_TEXT}) as file:
             settings = {
                 "file": str(file),
                 "recording": str(original.folder / "rank0.pt"),

@@ -7,10 +7,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from everyrank.port.batch_loop import Loss, Metric, find_loss, find_metrics
-from everyrank.port.events import Found, ScriptEvent, Site
-from everyrank.port.slices import Script, ScriptPiece, ScriptSlice
 from everyrank.port.source import NotPortedError, ScriptSource, start_of
+from everyrank.port.to_workload.batch_loop import Loss, Metric, find_loss, find_metrics
+from everyrank.port.to_workload.events import Found, ScriptEvent, Site
+from everyrank.port.to_workload.slices import Script, ScriptPiece, ScriptSlice
 
 __all__ = ["Code", "TrainingParts", "find_training"]
 

@@ -7,8 +7,9 @@ import dataclasses
 import re
 from typing import Any
 
-from everyrank.port.events import Found, ScriptEvent
-from everyrank.port.slices import (
+from everyrank.port.source import NotPortedError, ScriptSource, end_of, start_of
+from everyrank.port.to_workload.events import Found, ScriptEvent
+from everyrank.port.to_workload.slices import (
     Script,
     ScriptPiece,
     ScriptSlice,
@@ -18,7 +19,6 @@ from everyrank.port.slices import (
     read_names,
     taken_statements,
 )
-from everyrank.port.source import NotPortedError, ScriptSource, end_of, start_of
 
 __all__ = ["Loss", "Metric", "find_loss", "find_metrics"]
 

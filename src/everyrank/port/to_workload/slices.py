@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from everyrank.port.events import ScriptEvent, Site
 from everyrank.port.source import NotPortedError, Scope, ScriptSource, end_of, start_of
+from everyrank.port.to_workload.events import ScriptEvent, Site
 
 __all__ = [
     "Script",
