@@ -111,8 +111,8 @@ class SourceFile:
 
     def at(self, line: int) -> Statement | None:
         """The innermost statement at a line."""
-        found = [each for each in self.statements if each.line <= line <= each.end]
-        return max(found, key=lambda each: each.line, default=None)
+        around = [each for each in self.statements if each.line <= line <= each.end]
+        return max(around, key=lambda each: each.line, default=None)
 
     def leading_to(self, line: int) -> dict[Statement, float]:
         """Each statement that leads to that at a line, with the number of steps; the statement itself has 0."""
@@ -174,9 +174,9 @@ class SourceFile:
 
     def _assigned(self, statement: Statement, attribute: str) -> Iterator[tuple[Statement, float]]:
         """Where an attribute is set: in the same class, else anywhere."""
-        found = self._attributes.get(attribute, [])
-        inside = [each for each in found if each.owner == statement.owner and each.owner]
-        for each in inside or (found if len(found) <= _RARE else []):
+        assigned = self._attributes.get(attribute, [])
+        inside = [each for each in assigned if each.owner == statement.owner and each.owner]
+        for each in inside or (assigned if len(assigned) <= _RARE else []):
             is_option = any(_called_name(call) == "add_argument" for call in each.calls)
             yield each, _OPTION if is_option else _ASSIGNED if inside else _BY_NAME
 
@@ -195,14 +195,14 @@ class SourceFile:
         """Where a variable gets its value: in this function, from its callers, or outside it."""
         function = statement.function
         while True:
-            found = [each for each in self._defined.get((function, name), []) if each is not statement]
+            definitions = [each for each in self._defined.get((function, name), []) if each is not statement]
             if function is statement.function:
-                below = [each for each in found if each.line > statement.line and isinstance(each.node, ast.Expr)]
+                below = [each for each in definitions if each.line > statement.line and isinstance(each.node, ast.Expr)]
                 yield from ((each, _CHANGED_LATER) for each in below)
-                above = [each for each in found if each.line < statement.line]
-                found = above or (found if statement.blocks else [])
-            if found:
-                for number, each in enumerate(reversed(found)):
+                above = [each for each in definitions if each.line < statement.line]
+                definitions = above or (definitions if statement.blocks else [])
+            if definitions:
+                for number, each in enumerate(reversed(definitions)):
                     yield each, _ASSIGNED + _EARLIER * min(number, 6)
                 if not isinstance(function, _FUNCTIONS) or name not in _parameters(function):
                     return

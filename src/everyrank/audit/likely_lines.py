@@ -172,7 +172,7 @@ def likely_lines(rule: str, place: str, recorded: Sequence[str] = ()) -> tuple[s
 
     """
     lines = [line for line in dict.fromkeys((place, *recorded)) if line]
-    kind = next(((own, weights) for rules, own, weights in _KINDS if rule.startswith(rules)), None)
+    kind = next(((own_weight, weights) for rules, own_weight, weights in _KINDS if rule.startswith(rules)), None)
     if not lines or kind is None:
         return tuple(lines[:_MOST])
     scores: dict[str, float] = defaultdict(float)
@@ -195,7 +195,7 @@ def likely_lines(rule: str, place: str, recorded: Sequence[str] = ()) -> tuple[s
 
 def _scores(source: SourceFile, line: int, offset: float, kind: tuple[float, Mapping[str, float]]) -> dict[int, float]:
     """The weight of each line of a file."""
-    own, weights = kind
+    own_weight, weights = kind
     steps = source.leading_to(line)
     scores: dict[int, float] = {}
     for statement in source.statements:
@@ -216,7 +216,7 @@ def _scores(source: SourceFile, line: int, offset: float, kind: tuple[float, Map
                     continue
                 weight *= _ELSEWHERE if source.is_called(statement.function) else 1.0
             if number == line:
-                weight += _SEEN if offset else own
+                weight += _SEEN if offset else own_weight
             weight += _PLAIN * (number == statement.line)
             scores[number] = max(scores.get(number, 0.0), weight * _NEARER**cost)
     return scores

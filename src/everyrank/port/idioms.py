@@ -112,8 +112,8 @@ def installed_module(idiom: Idiom) -> str:
 
     Of lightning.fabric only `lightning` is looked for, because the search for a submodule imports it.
     """
-    found = (name for name in idiom.modules if importlib.util.find_spec(name.partition(".")[0]) is not None)
-    return next(found, "")
+    installed = (name for name in idiom.modules if importlib.util.find_spec(name.partition(".")[0]) is not None)
+    return next(installed, "")
 
 
 def check_installed(target: str) -> None:

@@ -100,7 +100,7 @@ def _optimizers(plan: Plan) -> list[_Optimizer]:
 
     One whose step returns something that is used stays as it is: that of Accelerate's wrapper returns nothing.
     """
-    source, found = plan.source, list[_Optimizer]()
+    source, optimizers = plan.source, list[_Optimizer]()
     used = {
         step.details["id"]
         for step in plan.of("step")
@@ -113,8 +113,8 @@ def _optimizers(plan: Plan) -> list[_Optimizer]:
         statement = source.statement(call)
         is_simple = isinstance(statement, ast.Assign) and statement.value is call and len(statement.targets) == 1
         if is_simple and isinstance(statement.targets[0], ast.Name | ast.Attribute) and plan.once(call, "optimizer"):  # type: ignore[union-attr]
-            found.append(_Optimizer(source.code(statement.targets[0]), call, statement))  # type: ignore[union-attr]
-    return found
+            optimizers.append(_Optimizer(source.code(statement.targets[0]), call, statement))  # type: ignore[union-attr]
+    return optimizers
 
 
 def _prepare(plan: Plan) -> None:
@@ -123,14 +123,14 @@ def _prepare(plan: Plan) -> None:
     assert idiom is not None
     waiting, together = _optimizers(plan), list[tuple[ast.stmt, list[str]]]()
     for _, model, last in plan.prepared:
-        own = [
+        of_model = [
             each
             for each in waiting
             if _is_ready(plan, each.statement, last)
             and (len(plan.prepared) == 1 or _models_of(source.code(each.call)) == [model])
         ]
-        waiting = [each for each in waiting if each not in own]
-        together.append((last, [model, *dict.fromkeys(each.name for each in own)]))
+        waiting = [each for each in waiting if each not in of_model]
+        together.append((last, [model, *dict.fromkeys(each.name for each in of_model)]))
     for each in waiting:  # first, because it may stand at the end of a block after which a model is prepared
         call = idiom.prepare_optimizer.replace("{x}", name)
         source.insert_after(each.statement, f"{each.name} = {call}({each.name})", f"an optimizer of {idiom.title}")

@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 from everyrank.port.source import NotPortedError, ScriptSource, end_of, start_of
-from everyrank.port.to_workload.events import Found, ScriptEvent
+from everyrank.port.to_workload.events import ObservedRun, ScriptEvent
 from everyrank.port.to_workload.slices import (
     Script,
     ScriptPiece,
@@ -65,12 +65,14 @@ class Metric:
     setup: list[ScriptPiece]
 
 
-def find_loss(found: Found, script: Script, backward: ScriptEvent, forward: ScriptEvent) -> tuple[Loss, ast.Call]:
+def find_loss(
+    observed: ObservedRun, script: Script, backward: ScriptEvent, forward: ScriptEvent
+) -> tuple[Loss, ast.Call]:
     """The loop's way from a batch to the loss, and the call of the model.
 
     Raises `NotPortedError` for what depends on other batches, or on the number of an update.
     """
-    source = found.source
+    source = observed.source
     node = source.at(backward.span, ast.Call)
     call = source.at(forward.span, ast.Call)
     assert isinstance(node, ast.Call)
@@ -289,17 +291,19 @@ def _refuse_carried(
 # --- metrics
 
 
-def find_metrics(found: Found, script: Script, loss: Loss) -> list[Metric]:
+def find_metrics(observed: ObservedRun, script: Script, loss: Loss) -> list[Metric]:
     """Sums of the evaluation loop that depend on the output: `correct += (output.argmax(1) == target).sum()`."""
-    source = found.source
+    source = observed.source
     metrics: list[Metric] = []
-    for event in found.of("forward"):
+    for event in observed.of("forward"):
         call = source.at(event.span, ast.Call)
         if event.details["reached"] or not event.is_inner or not isinstance(call, ast.Call):
             continue
         loops = [each for each in source.loops(call) if isinstance(each, ast.For)]
         if not loops or any(
-            start_of(loops[0]) <= other.span[:2] < end_of(loops[0]) for other in found.of("backward") if other.is_inner
+            start_of(loops[0]) <= other.span[:2] < end_of(loops[0])
+            for other in observed.of("backward")
+            if other.is_inner
         ):
             continue
         values = {**script.module_values, **event.sites[0].values}

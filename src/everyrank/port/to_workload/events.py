@@ -9,7 +9,7 @@ from typing import Any
 
 from everyrank.port.source import ScriptSource
 
-__all__ = ["Found", "ScriptEvent", "Site", "read_events"]
+__all__ = ["ObservedRun", "ScriptEvent", "Site", "read_events"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,7 @@ def read_events(records: Sequence[dict[str, Any]], script: str) -> list[ScriptEv
     return events
 
 
-class Found:
+class ObservedRun:
     """The events of the run by their kinds."""
 
     def __init__(self, source: ScriptSource, events: Sequence[ScriptEvent]) -> None:

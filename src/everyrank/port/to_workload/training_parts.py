@@ -9,7 +9,7 @@ from typing import Any
 
 from everyrank.port.source import NotPortedError, ScriptSource, start_of
 from everyrank.port.to_workload.batch_loop import Loss, Metric, find_loss, find_metrics
-from everyrank.port.to_workload.events import Found, ScriptEvent, Site
+from everyrank.port.to_workload.events import ObservedRun, ScriptEvent, Site
 from everyrank.port.to_workload.slices import Script, ScriptPiece, ScriptSlice
 
 __all__ = ["Code", "TrainingParts", "find_training"]
@@ -72,30 +72,32 @@ def find_training(source: ScriptSource, events: Sequence[ScriptEvent], backwards
 
     Raises `NotPortedError` with the line of what a workload cannot say.
     """
-    found = Found(source, events)
+    observed = ObservedRun(source, events)
     script = Script(source)
-    script.module_values = next((each.sites[-1].values for each in found.of("backward")), {})
+    script.module_values = next((each.sites[-1].values for each in observed.of("backward")), {})
     script.devices = {
         name for event in events for site in event.sites for name, value in site.values.items() if value[0] == "device"
     }
-    optimizer = _only_optimizer(found)
-    backward = _only_backward(found)
-    loader = _training_loader(found, backward)
-    forward = _only_forward(found, backward)
-    loss, call = find_loss(found, script, backward, forward)
-    _refuse_draws(found, forward, backward, call)
-    _refuse_changed_data(found, loader, backward)
-    details = found.details(loader.details["id"])
-    model = _model(found, script, forward, call)
-    optimizer_code, optimizer_model = _optimizer(found, script, optimizer, forward)
-    schedule, schedule_optimizer, per_epoch = _schedule(found, script, optimizer, -(-details["batches"] // backwards))
-    train_data, weights = _dataset(found, script, loader, details)
+    optimizer = _only_optimizer(observed)
+    backward = _only_backward(observed)
+    loader = _training_loader(observed, backward)
+    forward = _only_forward(observed, backward)
+    loss, call = find_loss(observed, script, backward, forward)
+    _refuse_draws(observed, forward, backward, call)
+    _refuse_changed_data(observed, loader, backward)
+    details = observed.details(loader.details["id"])
+    model = _model(observed, script, forward, call)
+    optimizer_code, optimizer_model = _optimizer(observed, script, optimizer, forward)
+    schedule, schedule_optimizer, per_epoch = _schedule(
+        observed, script, optimizer, -(-details["batches"] // backwards)
+    )
+    train_data, weights = _dataset(observed, script, loader, details)
     notes: list[tuple[int, str]] = []
     if not details["sampler"].startswith(("Random", "Subset", "Weighted")):
         notes.append((loader.line, "the script reads its samples in order; everyrank shuffles them in each epoch"))
-    _note_rates(found, notes)
-    evaluation = _evaluation(found, loader)
-    losses = found.of("loss")
+    _note_rates(observed, notes)
+    evaluation = _evaluation(observed, loader)
+    losses = observed.of("loss")
     reductions = ["sum"] if losses and {each.details["reduction"] for each in losses} == {"sum"} else []
     ignored = next((each.details["ignored"] for each in losses if each.details["ignored"] is not None), None)
     training = TrainingParts(
@@ -110,42 +112,42 @@ def find_training(source: ScriptSource, events: Sequence[ScriptEvent], backwards
         per_epoch=per_epoch,
         loss=loss,
         metrics=[],
-        collate=_collate(found, script, loader, details),
+        collate=_collate(observed, script, loader, details),
         eval_batch=None,
-        batch=_batch(found, script, loader, details, backwards),
+        batch=_batch(observed, script, loader, details, backwards),
         batch_size=details["batch_size"],
         backwards=backwards,
-        epochs=_epochs(found, script, backward),
+        epochs=_epochs(observed, script, backward),
         drop_last=details["drop_last"],
-        clip_norm=_clip(found, script),
-        seed=_seed(found, backward),
+        clip_norm=_clip(observed, script),
+        seed=_seed(observed, backward),
         weights=weights,
         loader=details,
-        early_passes=_early_passes(found, loader, backward),
+        early_passes=_early_passes(observed, loader, backward),
         reductions=[*reductions, "mean", *([] if reductions else ["sum"])],
         ignored=ignored,
         notes=notes,
         lines={"model": model.line, "loss": backward.line, "optimizer": optimizer.line, "data": loader.line},
     )
     if evaluation is not None:
-        eval_details = found.details(evaluation.details["id"])
-        training.eval_data, _ = _dataset(found, script, evaluation, eval_details)
+        eval_details = observed.details(evaluation.details["id"])
+        training.eval_data, _ = _dataset(observed, script, evaluation, eval_details)
         if eval_details["batch_size"] != details["batch_size"] * backwards:
             training.eval_batch = eval_details["batch_size"]
-        training.metrics = find_metrics(found, script, loss)
+        training.metrics = find_metrics(observed, script, loss)
     return training
 
 
 # --- what there has to be one of
 
 
-def _only_backward(found: Found) -> ScriptEvent:
-    grad = found.of("autograd.grad")
+def _only_backward(observed: ObservedRun) -> ScriptEvent:
+    grad = observed.of("autograd.grad")
     if grad:
         raise NotPortedError(
             grad[0].line, "torch.autograd.grad: a workload has one loss, whose gradient everyrank takes; train by hand"
         )
-    backwards = found.of("backward")
+    backwards = observed.of("backward")
     if not backwards:
         raise NotPortedError(1, "no backward was seen, so there is no training to port")
     first = backwards[0]
@@ -168,14 +170,14 @@ def _only_backward(found: Found) -> ScriptEvent:
     return first
 
 
-def _only_optimizer(found: Found) -> ScriptEvent:
-    steps = found.of("step")
+def _only_optimizer(observed: ObservedRun) -> ScriptEvent:
+    steps = observed.of("step")
     if not steps:
         raise NotPortedError(
-            found.of("backward")[0].line, "no torch optimizer steps: write the update as an Optimizer of your own"
+            observed.of("backward")[0].line, "no torch optimizer steps: write the update as an Optimizer of your own"
         )
     # a class that calls the constructor of another one is recorded twice, first with its names
-    made = {event.details["id"]: event for event in reversed(found.of("optimizer"))}
+    made = {event.details["id"]: event for event in reversed(observed.of("optimizer"))}
     stepped = list(dict.fromkeys(step.details["id"] for step in steps))
     if len(stepped) > 1:
         line = made[stepped[1]].line if stepped[1] in made else steps[0].line
@@ -195,8 +197,8 @@ def _only_optimizer(found: Found) -> ScriptEvent:
     return optimizer
 
 
-def _only_forward(found: Found, backward: ScriptEvent) -> ScriptEvent:
-    calls = [each for each in found.of("forward") if each.details["reached"]]
+def _only_forward(observed: ObservedRun, backward: ScriptEvent) -> ScriptEvent:
+    calls = [each for each in observed.of("forward") if each.details["reached"]]
     if not calls:
         raise NotPortedError(
             backward.line,
@@ -221,9 +223,9 @@ def _only_forward(found: Found, backward: ScriptEvent) -> ScriptEvent:
     return first
 
 
-def _training_loader(found: Found, backward: ScriptEvent) -> ScriptEvent:
-    used = dict.fromkeys(each.details["loader"] for each in found.of("backward") if each.details["loader"])
-    loaders = {event.details["id"]: event for event in found.of("loader")}
+def _training_loader(observed: ObservedRun, backward: ScriptEvent) -> ScriptEvent:
+    used = dict.fromkeys(each.details["loader"] for each in observed.of("backward") if each.details["loader"])
+    loaders = {event.details["id"]: event for event in observed.of("loader")}
     if not used or not all(each in loaders for each in used):
         raise NotPortedError(
             backward.line,
@@ -236,17 +238,17 @@ def _training_loader(found: Found, backward: ScriptEvent) -> ScriptEvent:
             raise NotPortedError(line, "a second loader of training batches: a workload has one set of training data")
         raise NotPortedError(line, "a new loader in each epoch: make it once, before the loop over the epochs")
     loader = loaders[next(iter(used))]
-    if not found.details(loader.details["id"])["plain_batches"]:
+    if not observed.details(loader.details["id"])["plain_batches"]:
         raise NotPortedError(
             loader.line, "a batch sampler of its own: a workload has batches of one size, in random order"
         )
     return loader
 
 
-def _refuse_draws(found: Found, forward: ScriptEvent, backward: ScriptEvent, call: ast.Call) -> None:
+def _refuse_draws(observed: ObservedRun, forward: ScriptEvent, backward: ScriptEvent, call: ast.Call) -> None:
     """Random numbers of the whole batch, which depend on the rank that has a sample."""
-    loops = found.source.loops(call)
-    for draw in found.of("draw"):
+    loops = observed.source.loops(call)
+    for draw in observed.of("draw"):
         if not draw.details["in_loop"] or draw.details["in_data"]:
             continue
         within = [site for site in draw.sites[1:] if site.span == forward.span]
@@ -260,9 +262,9 @@ def _refuse_draws(found: Found, forward: ScriptEvent, backward: ScriptEvent, cal
             )
 
 
-def _refuse_changed_data(found: Found, loader: ScriptEvent, backward: ScriptEvent) -> None:
+def _refuse_changed_data(observed: ObservedRun, loader: ScriptEvent, backward: ScriptEvent) -> None:
     """A data set that the script changes in each epoch, such as `loader.dataset.sample_negatives()`."""
-    source = found.source
+    source = observed.source
     for depth, site in enumerate(backward.sites):
         node = source.at(site.span, ast.Call)
         names = {
@@ -297,11 +299,11 @@ def _name_of(site: Site, identity: int) -> str:
     return min(names, key=lambda name: (name.count("."), len(name)), default="")
 
 
-def _model(found: Found, script: Script, forward: ScriptEvent, call: ast.Call) -> Code:
+def _model(observed: ObservedRun, script: Script, forward: ScriptEvent, call: ast.Call) -> Code:
     needed = ScriptSlice(script)
     needed.needs(call.func, forward)
     pieces = needed.ordered
-    name = found.source.code(call.func)
+    name = observed.source.code(call.func)
     if "." in name:
         raise NotPortedError(
             call.lineno, f"the model is an attribute, {name}: a class with the training loop in it is not followed"
@@ -310,9 +312,9 @@ def _model(found: Found, script: Script, forward: ScriptEvent, call: ast.Call) -
     return Code(pieces, name, line)
 
 
-def _optimizer(found: Found, script: Script, optimizer: ScriptEvent, forward: ScriptEvent) -> tuple[Code, str]:
+def _optimizer(observed: ObservedRun, script: Script, optimizer: ScriptEvent, forward: ScriptEvent) -> tuple[Code, str]:
     """The call that makes the optimizer, and the name that the model has there."""
-    node = found.source.at(optimizer.span, ast.Call)
+    node = observed.source.at(optimizer.span, ast.Call)
     assert node is not None
     model = _name_of(optimizer.sites[0], forward.details["id"])
     names = {value[2]: name for name, value in optimizer.sites[0].values.items() if value[0] == "object"}
@@ -329,11 +331,11 @@ def _optimizer(found: Found, script: Script, optimizer: ScriptEvent, forward: Sc
 
 
 def _schedule(
-    found: Found, script: Script, optimizer: ScriptEvent, updates_per_epoch: int
+    observed: ObservedRun, script: Script, optimizer: ScriptEvent, updates_per_epoch: int
 ) -> tuple[Code | None, str, int]:
-    made = [each for each in found.of("schedule") if each.details["of"] == optimizer.details["id"]]
+    made = [each for each in observed.of("schedule") if each.details["of"] == optimizer.details["id"]]
     parts = {part for each in made for part in each.details["parts"]}
-    stepped = {each.details["id"] for each in found.of("schedule_step")}
+    stepped = {each.details["id"] for each in observed.of("schedule_step")}
     made = [each for each in made if each.details["id"] in stepped and each.details["id"] not in parts]
     if not made:
         return None, "", 0
@@ -341,13 +343,13 @@ def _schedule(
         raise NotPortedError(made[1].line, "a second schedule: chain both in a ChainedScheduler or SequentialLR")
     [event] = made
     site = event.sites[0]
-    node = found.source.at(event.span, ast.Call)
+    node = observed.source.at(event.span, ast.Call)
     assert node is not None
     name = _name_of(site, optimizer.details["id"])
     if not name or "." in name:
         raise NotPortedError(event.line, "the schedule is made where the optimizer has no name: make it after it")
     if event.details["name"] == "ReduceLROnPlateau":
-        modes = {each.details["mode"] for each in found.of("schedule_step")}
+        modes = {each.details["mode"] for each in observed.of("schedule_step")}
         if modes - {"min"}:
             raise NotPortedError(
                 event.line,
@@ -355,8 +357,8 @@ def _schedule(
             )
     needed = ScriptSlice(script, [name])
     needed.needs(node, event)
-    steps = sum(each.details["id"] == event.details["id"] for each in found.of("schedule_step"))
-    updates = len(found.of("step"))
+    steps = sum(each.details["id"] == event.details["id"] for each in observed.of("schedule_step"))
+    updates = len(observed.of("step"))
     # a plateau is stepped once per epoch by everyrank, too
     is_per_epoch = steps < updates - 1 and event.details["name"] != "ReduceLROnPlateau"
     return (
@@ -376,9 +378,11 @@ def _keyword(node: ast.Call, name: str, position: int = -1) -> ast.expr | None:
     return None if isinstance(value, ast.Starred) else value
 
 
-def _dataset(found: Found, script: Script, loader: ScriptEvent, details: dict[str, Any]) -> tuple[Code, Code | None]:
+def _dataset(
+    observed: ObservedRun, script: Script, loader: ScriptEvent, details: dict[str, Any]
+) -> tuple[Code, Code | None]:
     """The data set of a loader, and the weights of its samples."""
-    node = found.source.at(loader.span, ast.Call)
+    node = observed.source.at(loader.span, ast.Call)
     assert isinstance(node, ast.Call)
     expression = _keyword(node, "dataset", 0) if loader.is_inner else None
     needed = ScriptSlice(script)
@@ -391,7 +395,7 @@ def _dataset(found: Found, script: Script, loader: ScriptEvent, details: dict[st
     weights = None
     sampler = _keyword(node, "sampler")
     if sampler is not None and details["sampler"] not in ("RandomSampler", "SequentialSampler"):
-        made = _made_by(found, sampler)
+        made = _made_by(observed, sampler)
         if made is None:
             raise NotPortedError(
                 loader.line, "the sampler is not made by a call that can be followed: make it in this call"
@@ -416,27 +420,27 @@ def _dataset(found: Found, script: Script, loader: ScriptEvent, details: dict[st
     return Code(needed.ordered, text, loader.line), weights
 
 
-def _made_by(found: Found, expression: ast.expr) -> ast.Call | None:
+def _made_by(observed: ObservedRun, expression: ast.expr) -> ast.Call | None:
     """The call that made an object: itself, or what its name was assigned last."""
     if isinstance(expression, ast.Call):
         return expression
-    name = found.source.code(expression)
-    scope = found.source.scope(expression)
+    name = observed.source.code(expression)
+    scope = observed.source.scope(expression)
     assigned = [
         node.value
         for node in ast.walk(scope)
         if isinstance(node, ast.Assign)
         and isinstance(node.value, ast.Call)
-        and found.source.code(node.targets[0]) == name
+        and observed.source.code(node.targets[0]) == name
         and start_of(node) < start_of(expression)
     ]
     return assigned[-1] if assigned else None
 
 
-def _collate(found: Found, script: Script, loader: ScriptEvent, details: dict[str, Any]) -> Code | None:
+def _collate(observed: ObservedRun, script: Script, loader: ScriptEvent, details: dict[str, Any]) -> Code | None:
     if details["default_collate"]:
         return None
-    node = found.source.at(loader.span, ast.Call)
+    node = observed.source.at(loader.span, ast.Call)
     assert isinstance(node, ast.Call)
     expression = _keyword(node, "collate_fn")
     if expression is None:
@@ -446,19 +450,21 @@ def _collate(found: Found, script: Script, loader: ScriptEvent, details: dict[st
     return Code(needed.ordered, script.rendered(expression), loader.line)
 
 
-def _early_passes(found: Found, loader: ScriptEvent, backward: ScriptEvent) -> int:
+def _early_passes(observed: ObservedRun, loader: ScriptEvent, backward: ScriptEvent) -> int:
     return max(
         0,
-        sum(each.details["id"] == loader.details["id"] and each.number < backward.number for each in found.of("pass"))
+        sum(
+            each.details["id"] == loader.details["id"] and each.number < backward.number for each in observed.of("pass")
+        )
         - 1,
     )
 
 
-def _evaluation(found: Found, loader: ScriptEvent) -> ScriptEvent | None:
+def _evaluation(observed: ObservedRun, loader: ScriptEvent) -> ScriptEvent | None:
     """The first other loader that is read after the training has begun."""
-    loaders = {event.details["id"]: event for event in found.of("loader")}
-    start = found.of("backward")[0].number
-    for each in found.of("pass"):
+    loaders = {event.details["id"]: event for event in observed.of("loader")}
+    start = observed.of("backward")[0].number
+    for each in observed.of("pass"):
         made = loaders.get(each.details["id"])
         if each.number > start and made is not None and made.is_inner and each.details["id"] != loader.details["id"]:
             return made
@@ -468,13 +474,13 @@ def _evaluation(found: Found, loader: ScriptEvent) -> ScriptEvent | None:
 # --- numbers
 
 
-def _plain(found: Found, script: Script, expression: ast.expr | None, event: ScriptEvent, value: Any) -> str:
+def _plain(observed: ObservedRun, script: Script, expression: ast.expr | None, event: ScriptEvent, value: Any) -> str:
     """An expression whose names have plain values, or else its value."""
     if expression is None or isinstance(expression, ast.Constant):
         return repr(value)
     names = event.sites[0].values
     inner = [each for each in ast.walk(expression) if isinstance(each, ast.Name | ast.Attribute)]
-    codes = {found.source.code(each) for each in inner}
+    codes = {observed.source.code(each) for each in inner}
     is_plain = not any(isinstance(each, ast.Call | ast.Subscript) for each in ast.walk(expression)) and all(
         names.get(code, script.module_values.get(code, [""]))[0] in ("literal", "namespace") for code in codes
     )
@@ -488,15 +494,15 @@ def _plain(found: Found, script: Script, expression: ast.expr | None, event: Scr
     return script.rendered(expression) if not needed.pieces else repr(value)
 
 
-def _batch(found: Found, script: Script, loader: ScriptEvent, details: dict[str, Any], backwards: int) -> str:
-    node = found.source.at(loader.span, ast.Call)
+def _batch(observed: ObservedRun, script: Script, loader: ScriptEvent, details: dict[str, Any], backwards: int) -> str:
+    node = observed.source.at(loader.span, ast.Call)
     size = _keyword(node, "batch_size", 1) if isinstance(node, ast.Call) else None
-    text = _plain(found, script, size, loader, details["batch_size"])
+    text = _plain(observed, script, size, loader, details["batch_size"])
     return text if backwards == 1 else f"{backwards} * {text}"
 
 
-def _clip(found: Found, script: Script) -> str:
-    clips = found.of("clip")
+def _clip(observed: ObservedRun, script: Script) -> str:
+    clips = observed.of("clip")
     if not clips:
         return ""
     first = clips[0]
@@ -506,19 +512,19 @@ def _clip(found: Found, script: Script) -> str:
         )
     if not first.is_inner:
         return repr(first.details["most"])
-    node = found.source.at(first.span, ast.Call)
+    node = observed.source.at(first.span, ast.Call)
     expression = _keyword(node, "max_norm", 1) if isinstance(node, ast.Call) else None
-    return _plain(found, script, expression, first, first.details["most"])
+    return _plain(observed, script, expression, first, first.details["most"])
 
 
-def _seed(found: Found, backward: ScriptEvent) -> str:
-    seeds = [each for each in found.of("torch_seed") if each.is_inner and each.number < backward.number]
+def _seed(observed: ObservedRun, backward: ScriptEvent) -> str:
+    seeds = [each for each in observed.of("torch_seed") if each.is_inner and each.number < backward.number]
     return repr(seeds[0].details["value"]) if seeds and 0 <= seeds[0].details["value"] < 2**63 else ""
 
 
-def _epochs(found: Found, script: Script, backward: ScriptEvent) -> str:
+def _epochs(observed: ObservedRun, script: Script, backward: ScriptEvent) -> str:
     """The number of epochs, of the loop over a range around the loop over batches."""
-    source = found.source
+    source = observed.source
     for depth, site in enumerate(backward.sites):
         node = source.at(site.span, ast.Call)
         loops = source.loops(node) if node is not None else []
@@ -543,7 +549,7 @@ def _epochs(found: Found, script: Script, backward: ScriptEvent) -> str:
                 last = inner.args[0] if len(inner.args) == 1 else inner.args[1]
                 event = dataclasses.replace(backward, sites=backward.sites[depth:])
                 if len(inner.args) == 1 or numbers[0] == 0:
-                    return _plain(found, script, last, event, count)
+                    return _plain(observed, script, last, event, count)
                 is_one_more = (
                     isinstance(last, ast.BinOp)
                     and isinstance(last.op, ast.Add)
@@ -552,7 +558,7 @@ def _epochs(found: Found, script: Script, backward: ScriptEvent) -> str:
                     and numbers[0] == 1
                 )
                 return _plain(
-                    found, script, last.left if is_one_more and isinstance(last, ast.BinOp) else None, event, count
+                    observed, script, last.left if is_one_more and isinstance(last, ast.BinOp) else None, event, count
                 )
     return ""
 
@@ -572,9 +578,9 @@ def _number(source: ScriptSource, node: ast.expr, values: dict[str, list[Any]]) 
     return None
 
 
-def _note_rates(found: Found, notes: list[tuple[int, str]]) -> None:
+def _note_rates(observed: ObservedRun, notes: list[tuple[int, str]]) -> None:
     """Note lines that set a learning rate by hand."""
-    for node in ast.walk(found.source.tree):
+    for node in ast.walk(observed.source.tree):
         if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
             key = node.slice
             if isinstance(key, ast.Constant) and key.value == "lr":

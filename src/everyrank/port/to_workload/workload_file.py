@@ -253,11 +253,13 @@ def _add_data(file: _File, sources: dict[str, Code], fields: dict[str, str]) -> 
         for piece in code.pieces
         if piece.order not in file.module_pieces
     }
-    own = [piece for piece in model.pieces if piece.order not in data_orders and piece.order not in file.module_pieces]
-    reads = {name for piece in own for name in loaded_names(ast.parse(piece.text))} | loaded_names(
+    model_pieces = [
+        piece for piece in model.pieces if piece.order not in data_orders and piece.order not in file.module_pieces
+    ]
+    reads = {name for piece in model_pieces for name in loaded_names(ast.parse(piece.text))} | loaded_names(
         ast.parse(model.text, mode="eval")
     )
-    given = sorted({name for piece in together.values() for name in piece.names} & reads - _bound_first(own))
+    given = sorted({name for piece in together.values() for name in piece.names} & reads - _bound_first(model_pieces))
     file.imports[-2] = "import functools"
     name = file.name("data")
     texts = [*(code.text for code in sources.values()), *given]
@@ -266,12 +268,12 @@ def _add_data(file: _File, sources: dict[str, Code], fields: dict[str, str]) -> 
     index = {} if len(texts) == 1 else {text: f"[{number}]" for number, text in enumerate(texts)}
     if given:
         lines = [f"    {each} = {name}(){index.get(each, '')}" for each in given]
-        lines += [_indented(piece.text) for piece in own]
+        lines += [_indented(piece.text) for piece in model_pieces]
         built = file.name("build_model")
         file.functions.append(f"def {built}():\n" + "\n".join([*lines, f"    return {model.text}"]) + "\n")
         fields["model"] = built
     else:
-        fields["model"] = _function(file, "model", "", Code(own, model.text, model.line))
+        fields["model"] = _function(file, "model", "", Code(model_pieces, model.text, model.line))
     for number, field in enumerate(sources):
         fields[field] = f"lambda: {name}()" + (f"[{number}]" if len(texts) > 1 else "")
 
@@ -451,15 +453,15 @@ def _add_path_and_stars(file: _File, has_unknown: bool) -> None:
 
 def _module_statements(statements: Sequence[ast.stmt]) -> list[ast.stmt]:
     """The statements of the module, with those in its branches and blocks."""
-    found: list[ast.stmt] = []
+    flat: list[ast.stmt] = []
     for node in statements:
         if not isinstance(node, ast.If | ast.Try | ast.With):
-            found.append(node)
+            flat.append(node)
         for block in ("body", "orelse", "handlers"):
             if isinstance(node, ast.If | ast.Try | ast.With):
                 for each in getattr(node, block, []):
-                    found += _module_statements(each.body if isinstance(each, ast.ExceptHandler) else [each])
-    return found
+                    flat += _module_statements(each.body if isinstance(each, ast.ExceptHandler) else [each])
+    return flat
 
 
 def _with_comments(source: ScriptSource, node: ast.FunctionDef | ast.ClassDef) -> str:
