@@ -31,7 +31,12 @@ READERS = {"checkpoint/storage.py", "datasets/cifar.py"}
 # torch.load of anything: what the audit's own ranks have written into the audit's own folder.
 LOADS_ALL = {"audit/replay/run.py"}
 # exec: the person's own sitecustomize, which the audit's stands in front of, and the script that `launch` is given.
-RUNS_TEXT = {"audit/watch/inject/sitecustomize.py", "rerun/inside/sources.py", "script/command.py"}
+RUNS_TEXT = {
+    "audit/watch/inject/sitecustomize.py",
+    "port/to_workload/slices.py",  # conditions of the script, without calls
+    "rerun/inside/sources.py",
+    "script/command.py",
+}
 
 
 def calls(path: Path) -> list[tuple[str, ast.Call]]:

@@ -22,9 +22,7 @@ def complete_run(ranks: int, rates: list[float]) -> Any:
 def decay(updates: int, warmup: int, length: int | None = None) -> list[float]:
     """A linear warm-up, and a linear decay that ends after `length` updates."""
     end = length or updates
-    return [
-        step / warmup if step < warmup else max(0.0, (end - step) / (end - warmup)) for step in range(updates)
-    ]
+    return [step / warmup if step < warmup else max(0.0, (end - step) / (end - warmup)) for step in range(updates)]
 
 
 # rates on two ranks and on one, whether a rule may still say that the schedule is stepped too often, or what is found
