@@ -133,16 +133,16 @@ def clipped_by_own_norm() -> Patch:
 
 # mutation, layout, trait, ranks, words of the cause; "!" before those of a refusal
 CASES: list[tuple[Callable[[], Patch], str, str, int, str]] = [
-    (not_divided, "expert", "experts", 2, "only experts differ, and their update is 1.97 times"),
-    (not_divided, "fsdp:expert=2", "experts", 4, "a sum over the 2 ranks of the expert axis"),
+    (not_divided, "expert", "experts", 2, "only the experts differ, and their update is 1.97 times"),
+    (not_divided, "fsdp:expert=2", "experts", 4, "summed over the 2 ranks of the expert axis"),
     (divided_twice, "fsdp:expert=2", "experts", 2, "divided by the 2 ranks of the expert axis once too often"),
     (averaged_over_the_axis, "expert", "experts", 2, "averaged over the expert axis, whose ranks hold other experts"),
-    (replicas_not_averaged, "ddp:expert=2", "experts", 4, "only experts differ"),
+    (replicas_not_averaged, "ddp:expert=2", "experts", 4, "only the experts differ"),
     (router_without_gradient, "expert", "experts", 2, "!router.weight took no part in the loss"),
-    (router_without_gradient, "fsdp:expert=2", "experts", 2, "gradients that reach the optimizer are not"),
+    (router_without_gradient, "fsdp:expert=2", "experts", 2, "gradients at the optimizer step do not"),
     (combined_out_of_order, "expert", "experts", 2, "loss differs before"),
     (wrong_split, "fsdp:expert=2", "experts", 2, "loss differs before"),
-    (gradients_of_rows_stay, "expert", "experts", 2, "gradients that reach the optimizer are not"),
+    (gradients_of_rows_stay, "expert", "experts", 2, "gradients at the optimizer step do not"),
     (replicas_in_norm, "expert", "experts, clip", 2, ""),
     (replicas_in_norm, "ddp:expert=2", "experts, clip", 4, ""),
     (experts_of_one_rank_in_norm, "expert", "experts, clip", 2, ""),
