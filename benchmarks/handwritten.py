@@ -1,9 +1,9 @@
-"""The loops that everyrank is measured against, as a person writes them: plain PyTorch, nothing of everyrank.
+"""Training loops in plain PyTorch, without everyrank, to compare its speed with.
 
-same_arithmetic    what everyrank's `ddp` computes: global count, batch norm over all ranks, every sample once
-conventional       what most scripts do: DistributedSampler, mean over the rank's own slice, batch norm of each rank
+same_arithmetic    equivalent to everyrank's `ddp`: global count of terms, synchronized batch norm, each sample once
+conventional       what most scripts do: DistributedSampler, mean over local samples, batch norm of each rank
 
-Both are generators: one update, then they wait to be asked for the next.
+All loops are generators that yield after each update.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-# the name since torch 2.13, which warns of the old one
+# torch 2.13 renamed broadcast_buffers, and warns about the old name
 HAS_NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
 NO_BUFFER_SYNC: dict[str, Any] = {"forward_sync_buffers" if HAS_NEW_NAME else "broadcast_buffers": False}
 
 KEPT = 20  # losses
 
-Job = Any  # an everyrank.Workload, of which only the mathematics is used here
+Job = Any  # an everyrank.Workload; only its model, data, loss and optimizer are used
 
 
 class GlobalBatches:

@@ -12,7 +12,7 @@ import torch
 from everyrank.audit import Finding
 from everyrank.audit.finding import Findings
 from everyrank.relations import joined_findings, judge_script
-from everyrank.relations.schedule import is_stretched
+from everyrank.relations.schedule import is_scaled_by_ranks
 from everyrank.rerun import ScriptHost
 
 CORRECT = """
@@ -546,7 +546,7 @@ OWN_ORDER = """    def __iter__(self):
 def test_a_schedule_that_is_divided_by_the_ranks_is_correct(many: list[float], expected: bool | None) -> None:
     """The rates of two ranks are those of one rank after twice as many updates."""
     one = [1.0, 0.8, 0.6, 0.4, 0.2, 0.0, 0.0]
-    assert is_stretched(many, one[: 2 * len(many) + 1], 2) is expected
+    assert is_scaled_by_ranks(many, one[: 2 * len(many) + 1], 2) is expected
 
 
 def test_a_rule_that_explains_a_difference_gets_it_as_a_consequence() -> None:

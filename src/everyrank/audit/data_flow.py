@@ -1,6 +1,6 @@
-"""Which lines of a file lead to a line: assignments, conditions, returned values, arguments and attributes.
+"""Finds the lines that a line depends on: assignments, conditions, returned values, arguments and attributes.
 
-Reads the source, and runs nothing. The steps are approximate: a call may change each variable that it is given, and an
+An approximate backward slice of one file, which runs nothing. Any call is assumed to change its arguments, and an
 attribute is known by its name only.
 """
 
@@ -20,8 +20,8 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _CALLS = ("forward", "__call__")
 _ENTRIES = {"__init__", "__iter__", "__next__", "__getitem__", "__len__", *_CALLS}
 _FARTHEST = 9.0  # steps
-_RARE = 6  # definitions of an attribute; with more, its name tells little
-# steps to an assignment, to an earlier one of the same variable, and to one that a condition uses
+_RARE = 6  # statements that set an attribute; with more, its name is too common to follow
+# distances: to an assignment, for each newer assignment in between, and the factor for a variable of a condition
 _ASSIGNED, _EARLIER, _OF_CONDITION = 1.0, 0.15, 0.4
 _CHANGED_LATER = 1.5  # to a call further down that may change a variable
 _CONDITION, _LOOP = 1.0, 1.5  # to the block around a line
@@ -31,7 +31,7 @@ _BY_NAME, _OPTION = 2.0, 0.5  # to an attribute of another class, to an option o
 
 @dataclasses.dataclass(eq=False)
 class Statement:
-    """A statement; of a block only its first line.
+    """A statement; for a block, only its header.
 
     parts     the expressions of the statement
     function  the innermost function around it; None at the top of the file
@@ -52,7 +52,7 @@ class Statement:
 
     @property
     def end(self) -> int:
-        """The last line; of a block the last one of its head."""
+        """The last line; for a block, that of its header."""
         return max((getattr(each, "end_lineno", None) or self.line for each in self.parts), default=self.line)
 
     @functools.cached_property
@@ -67,7 +67,7 @@ class Statement:
 
 
 class SourceFile:
-    """The statements of a file and the steps between them."""
+    """The statements of a file as a graph of dependencies with distances."""
 
     def __init__(self, tree: ast.Module) -> None:
         self.statements: list[Statement] = []
@@ -87,7 +87,7 @@ class SourceFile:
                 self._attributes[name].append(statement)
             for call in statement.calls:
                 self._callers[_called_name(call)].append(statement)
-        self._kinds: dict[str, set[str]] = defaultdict(set)  # the classes of objects, by the names of these
+        self._kinds: dict[str, set[str]] = defaultdict(set)  # name of a variable or attribute -> classes of its objects
         for kind in self.classes:
             for name in self._instances_of(kind):
                 self._kinds[name].add(kind)
@@ -115,7 +115,7 @@ class SourceFile:
         return max(around, key=lambda each: each.line, default=None)
 
     def leading_to(self, line: int) -> dict[Statement, float]:
-        """Each statement that leads to that at a line, with the number of steps; the statement itself has 0."""
+        """Return the statements that a line depends on, with their distance; the statement itself has 0."""
         first = self.at(line)
         if first is None:
             return {}
@@ -148,7 +148,7 @@ class SourceFile:
         return getattr(function, "name", "") in self._callers
 
     def called_by(self, statement: Statement) -> list[ast.AST]:
-        """The functions of this file that a statement calls, or passes on to be called."""
+        """The functions of this file that a statement calls, or passes as an argument."""
         names = [name for call in statement.calls if not (name := _called_name(call)).startswith("__")]
         names += [node.id for node in statement.nodes if isinstance(node, ast.Name) and node.id in self.functions]
         functions = [each for name in dict.fromkeys(names) for each in self.functions.get(name, [])]
@@ -158,7 +158,7 @@ class SourceFile:
         return functions
 
     def _before(self, statement: Statement) -> Iterator[tuple[Statement, float]]:
-        """The statements one step before this one."""
+        """Yield the direct dependencies of a statement, with the distance of each."""
         for block in statement.blocks:
             yield block, _LOOP if isinstance(block.node, ast.For | ast.While) else _CONDITION
         is_condition = isinstance(statement.node, ast.If | ast.With | ast.While)
@@ -181,7 +181,7 @@ class SourceFile:
             yield each, _OPTION if is_option else _ASSIGNED if inside else _BY_NAME
 
     def _inside_calls(self, statement: Statement) -> Iterator[tuple[Statement, float]]:
-        """What the functions and objects that a statement calls or makes return and change."""
+        """Yield the statements that return or change something in what a statement calls or instantiates."""
         for function in self.called_by(statement):
             for each in self.body_of(function):
                 if _is_result(each):
@@ -216,7 +216,7 @@ class SourceFile:
             function = self._outer.get(function)
 
     def _names_of(self, function: ast.AST) -> set[str]:
-        """The names under which a function is called: its class for `__init__`, and its instances for `forward`."""
+        """Return the names that call a function: its class for `__init__`, its instances for `forward`."""
         name = getattr(function, "name", "")
         if name not in ("__init__", "forward", "__call__"):
             return {name}
@@ -404,7 +404,7 @@ _COLLECTIVES = {
 
 
 def _communicates(call: ast.Call) -> bool:
-    """Whether a call is that of a collective."""
+    """Whether a call is a collective."""
     return _called_name(call) in _COLLECTIVES
 
 

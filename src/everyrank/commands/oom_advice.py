@@ -1,4 +1,4 @@
-"""The smallest change that fits, found by `everyrank plan` after a run was out of memory."""
+"""After an out-of-memory error, runs `everyrank plan` and adds its suggestion to the message."""
 
 from __future__ import annotations
 
@@ -17,36 +17,39 @@ from everyrank.launch import rank_info_from_environment
 
 __all__ = ["advising_on_memory", "with_smallest_change"]
 
-_SECONDS = 90.0  # for the trace of a few layouts
+_PLAN_TIMEOUT_SECONDS = 90.0  # for the trace of a few layouts
 
 
 @contextlib.contextmanager
 def advising_on_memory() -> Generator[None]:
-    """End the error of ranks that are out of memory with the smallest change that fits."""
+    """Add the smallest change that fits in memory to an out-of-memory error of the ranks."""
     try:
         yield
     except (RankFailedError, OutOfMemoryError) as error:
         raise with_smallest_change(error) from None
 
 
-def with_smallest_change(error: EveryrankError, timeout_seconds: float = _SECONDS) -> EveryrankError:
+def with_smallest_change(error: EveryrankError, timeout_seconds: float = _PLAN_TIMEOUT_SECONDS) -> EveryrankError:
     """Return the error with the smallest change that fits and its command at the end.
 
-    The error is returned as it is where it does not name a command of `everyrank plan`, where plan finds no change in
-    time, and under an external launcher, because this process is a rank.
+    The error is returned unchanged if it names no command of `everyrank plan`, if plan finds no change in time, or if
+    an external launcher started this process, which is then a rank.
     """
-    words = str(error).partition("everyrank plan ")[2]
+    plan_command = str(error).partition("everyrank plan ")[2]
     try:
         is_rank = rank_info_from_environment(os.environ) is not None
-        arguments = shlex.split(words)
+        arguments = shlex.split(plan_command)
     except (UsageError, OSError, ValueError):
         return error
-    if not words or is_rank:
+    if not plan_command or is_rank:
         return error
-    print(f"everyrank: out of memory; plan looks for a change that fits, up to {timeout_seconds:g} s", file=sys.stderr)
+    print(
+        f"everyrank: out of memory. Running `everyrank plan` to find a change that fits (up to {timeout_seconds:g} s)",
+        file=sys.stderr,
+    )
     with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "plan.json"
-        command = [sys.executable, "-m", "everyrank", "plan", *arguments, "--json", str(answer)]
+        plan_path = Path(folder) / "plan.json"
+        command = [sys.executable, "-m", "everyrank", "plan", *arguments, "--json", str(plan_path)]
         try:
             subprocess.run(  # noqa: S603
                 command,
@@ -56,7 +59,7 @@ def with_smallest_change(error: EveryrankError, timeout_seconds: float = _SECOND
                 check=True,
                 env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
             )
-            change = json.loads(answer.read_text(encoding="utf-8"))["layouts"][0]["change"]
+            change = json.loads(plan_path.read_text(encoding="utf-8"))["layouts"][0]["change"]
             text = f"{change['what']}: {change['command']}"
         except (subprocess.SubprocessError, OSError, ValueError, LookupError):
             return error

@@ -16,7 +16,7 @@ from everyrank.relations.numbers import constant_factor, relative_difference, to
 from everyrank.relations.objects import lines_of_state
 from everyrank.relations.printed import evaluates, judge_printed
 from everyrank.relations.samples import samples_of_batch
-from everyrank.relations.schedule import is_stretched
+from everyrank.relations.schedule import is_scaled_by_ranks
 from everyrank.rerun import Imposed, RankRecording, RecordedUpdate, ScriptRecording
 
 __all__ = ["comparable_updates", "judge_evaluations", "judge_ranks", "misses_evaluation"]
@@ -444,7 +444,7 @@ def _rates(case: _Case, findings: Findings, end: int) -> int | None:
                 factors.append(theirs / ours)
         if factors and not math.isclose(factors[-1], factors[0], rel_tol=_ANY_FACTOR):
             curves = [[u.rates[0] for u in run.updates if u.rates] for run in (case.many.ranks[0], case.one)]
-            stretched = is_stretched(curves[0], curves[1], case.num_ranks)
+            stretched = is_scaled_by_ranks(curves[0], curves[1], case.num_ranks)
             if stretched is None:
                 findings.not_checked("learning rates against one rank: there were too few updates")
             if stretched is not False:

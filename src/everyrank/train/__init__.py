@@ -2,11 +2,11 @@
 
 trackers.py     TensorBoard and Weights & Biases behind one small interface
 log.py          writes log.jsonl, log.csv and epochs.csv of a run
-memberships.py  the ranks and hosts of each start, and the time that a restart costs
+memberships.py  records the ranks and hosts of each start, and the time of a restart
 display.py      the progress bar and the printed lines
 throughput.py   samples per second
 job.py          the prepared model with its data; evaluates it
-on_epoch.py     calls `Workload.on_epoch` of the user
+on_epoch.py     calls the user's `Workload.on_epoch`
 stragglers.py   finds ranks that are slower than the others, and why
 guard.py        compares replicas by checksums
 saving.py       when a checkpoint is due; reports a failure to save

@@ -1,8 +1,8 @@
 """Runs recorded updates again on rank 0, in float64, to get the gradient of all samples of an update.
 
 It runs when the script has ended, on the script's own model. `torch.func.functional_call` puts in the parameters and
-buffers from before the update, so the model is not copied and no hook of DistributedDataParallel runs. Nothing is sent,
-because other ranks may have exited.
+buffers from before the update, so the model is not copied and no hook of DistributedDataParallel runs. It calls no
+collectives, because other ranks may have exited.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from everyrank.audit.watch.recorder import tensors
 
 __all__ = ["run_replay", "term_weights"]
 
-_MOST_SECONDS = 60.0  # in all
-_WAIT_SECONDS = 15.0  # for the other ranks to end, too
-_SAME_WEIGHT = 1e-6  # relative
+_TIMEOUT_SECONDS = 60.0  # for the replay of all updates
+_WAIT_SECONDS = 15.0  # how long rank 0 waits for the other ranks to exit
+_WEIGHT_TOLERANCE = 1e-6  # relative, of equal weights
 
 
 def run_replay(recording: ReplayRecorder) -> None:
     """Replay the recorded updates and write their gradients, if this process is rank 0."""
-    recorder, end = recording.recorder, time.monotonic() + _MOST_SECONDS
+    recorder, end = recording.recorder, time.monotonic() + _TIMEOUT_SECONDS
     recording.is_over = True
     if recording.states:
         _wait_for_all(recording)
     for update, state in sorted(recording.states.items()):
         if update >= recorder.update:
-            break  # the script has ended before its step
+            break  # the script ended before optimizer.step() of this update
         try:
             with recorder.muted(), _settings_restored(recording.root, state):
                 backwards = _read_backwards(recording, update)
@@ -98,7 +98,7 @@ def term_weights(backwards: Sequence[RecordedBackward]) -> list[float] | None:
         count = sum(loss.terms for loss in losses)
         factors = [loss.terms if loss.reduction == "mean" else 1.0 for loss in losses]
         weights.append([factor / (count * scale) for factor, scale in zip(factors, scales, strict=True)])
-    if not weights or not np.allclose(weights, weights[0], rtol=_SAME_WEIGHT, atol=0):
+    if not weights or not np.allclose(weights, weights[0], rtol=_WEIGHT_TOLERANCE, atol=0):
         return None
     return weights[0]
 
@@ -233,7 +233,7 @@ class _Replay:
         Backward runs inside functional_call, so that activation checkpointing recomputes with the same tensors.
         """
         if time.monotonic() > self.end:
-            raise ReplayError(f"the replay took more than {_MOST_SECONDS:g} s")
+            raise ReplayError(f"the replay took more than {_TIMEOUT_SECONDS:g} s")
         copies = {name: to_float64(value) for name, value in self.state.tensors.items()}
         trained = {name: copies[name].requires_grad_() for name in self.names}
         holder = _Holder(self.root)
@@ -344,7 +344,7 @@ def merged_batch(inputs: Sequence[Any], sizes: list[int]) -> Any:
     return tree_unflatten(merged, flat[0][1])
 
 
-# --- in place of other ranks, of dropout, and of batch norm
+# --- replacements for collectives, dropout and batch norm
 
 _SENDING = (
     *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "reduce_scatter", "broadcast"),

@@ -1,7 +1,7 @@
-"""The statements of a script that an expression needs, so that they can stand in another file.
+"""Extracts the statements of a script that an expression depends on, to copy them to another file.
 
-A name whose value was a plain number or text needs no statement but that value. A branch whose condition such values
-decide is taken or left out. What moves tensors to a device is left out, because everyrank does that.
+A variable with a plain number or text is replaced by its recorded value. If such values determine a condition, only
+the branch taken is copied. Moves to a device are removed, because everyrank moves tensors itself.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _TESTS = (
 
 @dataclasses.dataclass(frozen=True)
 class ScriptPiece:
-    """A statement, as it stands in another file.
+    """A statement as text for the generated file.
 
-    order     where it comes: the level of its function, the outermost first, and its place
+    order     sort key: depth of the call, the outermost first, then line and column
     is_heavy  whether it binds data or a module: such statements are not run when the file is imported
     """
 
@@ -53,7 +53,7 @@ class ScriptPiece:
 
 
 class Script:
-    """The script, with what all slices of it share.
+    """A script, and the state that its slices share.
 
     constants    name -> text of a plain value, such as "0.1"
     namespaces   name -> attribute -> text, of parsed arguments
@@ -265,7 +265,7 @@ def _root(node: ast.AST) -> str:
 
 
 def decided(test: ast.expr, values: dict[str, list[Any]]) -> bool | None:
-    """Whether a condition holds, if plain values decide it."""
+    """Evaluate a condition from recorded values; None if they do not determine it."""
     if not all(isinstance(node, _TESTS) for node in ast.walk(test)):
         return None
     env: dict[str, Any] = {"__name__": "__main__"}
@@ -402,7 +402,7 @@ class ScriptSlice:
         known = self.script.constants.get(name)
         if known is not None and not _same_value(known, text):
             line = last.lineno if last is not None else 1
-            raise NotPortedError(line, f"`{name}` has several values here: give each a name of its own")
+            raise NotPortedError(line, f"`{name}` has several values: use a different variable for each")
         self.script.constants.setdefault(name, text)
         return True
 
@@ -411,7 +411,7 @@ class ScriptSlice:
         argument, call = frames.argument(name, depth)
         if argument is None or call is None:
             raise NotPortedError(
-                frames.position(depth)[0], f"`{name}` comes from a call that is not followed: write its value here"
+                frames.position(depth)[0], f"cannot trace where `{name}` comes from: assign its value here"
             )
         text = self.script.rendered(argument)
         position = start_of(self.script.source.statement(call))
