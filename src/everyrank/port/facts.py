@@ -11,11 +11,16 @@ __all__ = ["CallSite", "Fact", "read_facts"]
 
 @dataclasses.dataclass(frozen=True)
 class CallSite:
-    """One line of the stack of the user's own code: [first line, column, last line, column], and its function."""
+    """One line of the stack of the user's own code: [first line, column, last line, column], and its function.
+
+    values  name -> [kind, text, identity], as rerun/inside/setup.py records them; {} if not, or if they stand in an
+            earlier record
+    """
 
     file: str
     span: tuple[int, int, int, int]
     function: str
+    values: dict[str, list[Any]] = dataclasses.field(default_factory=dict[str, list[Any]])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +32,7 @@ class Fact:
     is_inner  whether the innermost line of the user's own code stands in the script, not in another file of theirs
     details   what else is known: see rerun/inside/expressions.py
     file      the file of the innermost line of the user's own code
+    number    its place in the order of the run
     """
 
     kind: str
@@ -34,6 +40,7 @@ class Fact:
     is_inner: bool
     details: dict[str, Any]
     file: str = ""
+    number: int = 0
 
     @property
     def span(self) -> tuple[int, int, int, int]:
@@ -52,13 +59,15 @@ def read_facts(records: Sequence[dict[str, Any]], offsets: Mapping[str, int]) ->
     offsets  for the path of each file, how many lines stand before it in the text to edit
     """
     facts: list[Fact] = []
-    for record in records:
+    for number, record in enumerate(records):
+        values = record.get("values") or [{} for _ in record["chain"]]
         calls = [
-            CallSite(file, (line + (more := offsets.get(file, 0)), column, last + more, end), name)
-            for file, line, column, last, end, name in record["chain"]
+            CallSite(file, (line + (more := offsets.get(file, 0)), column, last + more, end), name, names)
+            for (file, line, column, last, end, name), names in zip(record["chain"], values, strict=False)
         ]
         chain = tuple(call for call in calls if call.file in offsets)
-        details = {name: value for name, value in record.items() if name not in ("kind", "chain")}
+        details = {name: value for name, value in record.items() if name not in ("kind", "chain", "values")}
         if chain:
-            facts.append(Fact(record["kind"], chain, calls[0].file in offsets, details, calls[0].file))
+            is_inner = calls[0].file in offsets
+            facts.append(Fact(record["kind"], chain, is_inner, details, calls[0].file, number))
     return facts

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-__all__ = ["HELPERS", "LIBRARY_HELPERS", "helper_text"]
+__all__ = ["HELPERS", "LIBRARY_HELPERS", "helper_text", "silencing_lines"]
 
 SETUP = '''
 def setup():
@@ -294,6 +294,14 @@ _LEAVES_OUT = """            if len(batch) < dist.get_world_size() and not self.
 """
 
 
+def silencing_lines(has_logging: bool, has_wandb: bool) -> list[str]:
+    """What ranks other than 0 also do so that only rank 0 logs."""
+    return [
+        *(["logging.disable()"] if has_logging else []),
+        *(['os.environ["WANDB_MODE"] = "disabled"'] if has_wandb else []),
+    ]
+
+
 def helper_text(
     names: set[str],
     *,
@@ -337,10 +345,7 @@ def helper_text(
         start = texts["split"].index("            if part or not self.evaluates:")
         end = texts["split"].index("\n\n\ndef split")
         texts["split"] = texts["split"][:start] + _LEAVES_OUT.rstrip("\n") + texts["split"][end:]
-    if has_logging:
-        texts["setup"] += "        logging.disable()\n"
-    if has_wandb:
-        texts["setup"] += '        os.environ["WANDB_MODE"] = "disabled"\n'
+    texts["setup"] += "".join(f"        {line}\n" for line in silencing_lines(has_logging, has_wandb))
     if "random" in reseeded:
         texts["own_noise"] += "        random.seed(torch.initial_seed())\n"
     if "numpy" in reseeded:

@@ -11,6 +11,7 @@ import dataclasses
 import re
 
 from everyrank.audit.script import names_cuda
+from everyrank.port.helpers import silencing_lines
 from everyrank.port.idioms import installed_module
 from everyrank.port.plan import Plan
 from everyrank.port.source import Edit, NotPortedError, end_of, start_of
@@ -75,12 +76,11 @@ def start_lines(plan: Plan, has_logging: bool) -> list[str]:
         unused = ", kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]"
         more = unused if plan.finds_unused else ""
         lines = [f'{name} = Accelerator(cpu={on_cpu}, mixed_precision="no"{more})']
-    silence = ['    sys.stdout = open(os.devnull, "w")  # only rank 0 prints']
-    if has_logging:
-        silence.append("    logging.disable()")
-    if plan.has_wandb:
-        silence.append('    os.environ["WANDB_MODE"] = "disabled"')
-    return [*lines, f"if {plan.in_idiom('dist.get_rank() != 0')}:", *silence]
+    silence = [
+        'sys.stdout = open(os.devnull, "w")  # only rank 0 prints',
+        *silencing_lines(has_logging, plan.has_wandb),
+    ]
+    return [*lines, f"if {plan.in_idiom('dist.get_rank() != 0')}:", *(f"    {line}" for line in silence)]
 
 
 # --- models and optimizers

@@ -25,8 +25,9 @@ from everyrank.rerun import Imposed, ScriptHost, ScriptRecording
 __all__ = ["Attempt", "PortResult", "audit_port", "check_ported", "port_script", "read_script", "with_siblings"]
 
 UPDATES = 12
+SEED = 1234
 _OBSERVED_UPDATES = 24
-_PASS_BATCHES = 4
+PASS_BATCHES = 4
 _MOST_ELEMENTS = 4096
 _ON_CPU = {name: value for idiom in IDIOMS.values() for name, value in idiom.on_cpu.items()}
 
@@ -245,13 +246,22 @@ def read_script(script: Path) -> str:
         raise UsageError(f"{script}: {error}") from error
 
 
-def _observe(host: ScriptHost, files: ScriptFiles) -> list[Fact]:
-    recording = _observed(host, no_workers=True)  # what a dataset draws is not seen in a worker
+def observe(host: ScriptHost, seed: int | None = None, values: bool = False) -> ScriptRecording:
+    """Run the script on one rank, with its expressions; `values` as in `ScriptHost.run`.
+
+    Raises `CannotRunError` if the script does not run here.
+    """
+    recording = _observed(host, seed, values, no_workers=True)  # what a dataset draws is not seen in a worker
     if recording.trouble and not _hangs(recording):
-        recording = _observed(host, no_workers=False)
+        recording = _observed(host, seed, values, no_workers=False)
     has_stepped = any(each["kind"] == "step" for each in recording.ranks[0].facts.get("expressions", []))
     if recording.trouble and (not has_stepped or _hangs(recording)):
         raise CannotRunError(f"the script does not run on one process here: {_reason(recording.trouble)}")
+    return recording
+
+
+def _observe(host: ScriptHost, files: ScriptFiles) -> list[Fact]:
+    recording = observe(host)
     offsets = {str(files.script.absolute()): 0}
     if files.other is not None:
         offsets[str(files.other.absolute())] = files.num_lines
@@ -259,13 +269,14 @@ def _observe(host: ScriptHost, files: ScriptFiles) -> list[Fact]:
     return read_facts(recording.ranks[0].facts.get("expressions", []), offsets)
 
 
-def _observed(host: ScriptHost, no_workers: bool) -> ScriptRecording:
+def _observed(host: ScriptHost, seed: int | None, values: bool, no_workers: bool) -> ScriptRecording:
     return host.run(
         1,
         updates=_OBSERVED_UPDATES,
         detailed=0,
-        imposed=Imposed(order=True, pass_batches=_PASS_BATCHES, no_workers=no_workers),
+        imposed=Imposed(order=True, pass_batches=PASS_BATCHES, no_workers=no_workers, seed=seed),
         expressions=True,
+        values=values,
     )
 
 
@@ -300,9 +311,9 @@ def _excludes(attempt: Attempt, known: Choice, choice: Choice) -> bool:
 _IMPOSED = Imposed(
     order=True,
     rows=True,
-    seed=1234,
+    seed=SEED,
     norms_over_ranks=True,
-    pass_batches=_PASS_BATCHES,
+    pass_batches=PASS_BATCHES,
     most_elements=_MOST_ELEMENTS,
 )
 

@@ -1,7 +1,7 @@
 """The training of a script as the file of a workload, compared with the script and verified before it is written.
 
 workload.py         observes the script, writes the text, compares it, tries another choice
-events.py           what was seen of a run, with the values of the script's names
+observed_run.py     the facts of a run by their kinds
 training_parts.py   model, data, loss, optimizer, schedule and numbers in the script
 batch_loop.py       the loop over the batches: from a batch to the loss
 slices.py           the statements that an expression needs

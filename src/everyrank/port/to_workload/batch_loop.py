@@ -7,8 +7,9 @@ import dataclasses
 import re
 from typing import Any
 
+from everyrank.port.facts import Fact
 from everyrank.port.source import NotPortedError, ScriptSource, end_of, start_of
-from everyrank.port.to_workload.events import ObservedRun, ScriptEvent
+from everyrank.port.to_workload.observed_run import ObservedRun
 from everyrank.port.to_workload.slices import (
     Script,
     ScriptPiece,
@@ -65,9 +66,7 @@ class Metric:
     setup: list[ScriptPiece]
 
 
-def find_loss(
-    observed: ObservedRun, script: Script, backward: ScriptEvent, forward: ScriptEvent
-) -> tuple[Loss, ast.Call]:
+def find_loss(observed: ObservedRun, script: Script, backward: Fact, forward: Fact) -> tuple[Loss, ast.Call]:
     """The loop's way from a batch to the loss, and the call of the model.
 
     Raises `NotPortedError` for what depends on other batches, or on the number of an update.
@@ -90,7 +89,7 @@ def find_loss(
             call.lineno,
             f"the model is called outside of the loop with the backward of line {node.lineno}: call it there",
         )
-    values = {**script.module_values, **backward.sites[0].values}
+    values = {**script.module_values, **backward.chain[0].values}
     statement = source.statement(node)
     body = _body(loop, values, start_of(statement))
     value = _loss_expression(node)
@@ -118,7 +117,7 @@ def find_loss(
     rows = next((name for name in targets if _has_rows(backward, name)), "")
     if not rows:
         rows = next((name for name in sorted(read | set(_target_names(source, loop))) if _has_rows(backward, name)), "")
-    described = backward.sites[0].values.get(output, ["", ""])
+    described = backward.chain[0].values.get(output, ["", ""])
     if described[0] == "object" and described[1].startswith("transformers."):
         # layouts that collect outputs give them as a dict
         after = [re.sub(rf"\b{output}\.(\w+)", rf'{output}["\1"]', each) for each in after]
@@ -147,8 +146,8 @@ def bound_names_of(text: str) -> set[str]:
     return {name for each in ast.parse(text).body for name in bound_names(each)}
 
 
-def _has_rows(backward: ScriptEvent, name: str) -> bool:
-    value = backward.sites[0].values.get(name)
+def _has_rows(backward: Fact, name: str) -> bool:
+    value = backward.chain[0].values.get(name)
     return value is not None and value[0] == "object" and "Tensor" in value[1]
 
 
@@ -268,14 +267,12 @@ def _arguments(script: Script, call: ast.Call) -> tuple[list[str], list[str]]:
     ]
 
 
-def _refuse_carried(
-    source: ScriptSource, loop: ast.For, backward: ScriptEvent, names: set[str], call: ast.Call
-) -> None:
+def _refuse_carried(source: ScriptSource, loop: ast.For, backward: Fact, names: set[str], call: ast.Call) -> None:
     """Raise `NotPortedError` for a name that loops change: its value depends on the update."""
     counters = {
         node.id
-        for depth in range(len(backward.sites))
-        for each in source.loops(source.at(backward.sites[depth].span, ast.Call) or source.tree)
+        for depth in range(len(backward.chain))
+        for each in source.loops(source.at(backward.chain[depth].span, ast.Call) or source.tree)
         if isinstance(each, ast.For)
         for node in ast.walk(each.target)
         if isinstance(node, ast.Name)
@@ -306,7 +303,7 @@ def find_metrics(observed: ObservedRun, script: Script, loss: Loss) -> list[Metr
             if other.is_inner
         ):
             continue
-        values = {**script.module_values, **event.sites[0].values}
+        values = {**script.module_values, **event.chain[0].values}
         body = _body(loops[0], values, end_of(loops[0]))
         names = _target_names(source, loops[0])
         for each in body:
@@ -321,7 +318,7 @@ def find_metrics(observed: ObservedRun, script: Script, loss: Loss) -> list[Metr
 def _metric(
     source: ScriptSource,
     script: Script,
-    event: ScriptEvent,
+    event: Fact,
     statement: ast.stmt,
     body: list[ast.stmt],
     call: ast.Call,

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from everyrank.port.facts import CallSite, Fact
 from everyrank.port.source import NotPortedError, Scope, ScriptSource, end_of, start_of
-from everyrank.port.to_workload.events import ScriptEvent, Site
 
 __all__ = [
     "Script",
@@ -321,9 +321,9 @@ class ScriptSlice:
         self.pieces: dict[tuple[int, int, int], ScriptPiece] = {}
         self._done: set[tuple[Any, ...]] = set()
 
-    def needs(self, code: ast.AST, event: ScriptEvent, depth: int = 0, before: tuple[int, int] | None = None) -> None:
+    def needs(self, code: ast.AST, event: Fact, depth: int = 0, before: tuple[int, int] | None = None) -> None:
         """Add what code needs that runs at a site of an event, `depth` calls outside of the innermost."""
-        frames = _Frames(self.script, event.sites)
+        frames = _Frames(self.script, event.chain)
         for name in sorted(read_names(code.body) if isinstance(code, ast.Module) else loaded_names(code)):
             self._need(name, frames, depth, before or frames.position(depth))
         self._attributes(code, frames, depth)
@@ -453,7 +453,7 @@ class ScriptSlice:
 class _Frames:
     """The functions of the script that were running, with their names."""
 
-    def __init__(self, script: Script, sites: Sequence[Site]) -> None:
+    def __init__(self, script: Script, sites: Sequence[CallSite]) -> None:
         self.script, self.sites = script, sites
         source = script.source
         self.calls = [source.at(site.span, ast.Call) or source.at(site.span, (ast.expr, ast.stmt)) for site in sites]

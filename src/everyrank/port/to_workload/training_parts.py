@@ -7,9 +7,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from everyrank.port.facts import CallSite, Fact
 from everyrank.port.source import NotPortedError, ScriptSource, start_of
 from everyrank.port.to_workload.batch_loop import Loss, Metric, find_loss, find_metrics
-from everyrank.port.to_workload.events import ObservedRun, ScriptEvent, Site
+from everyrank.port.to_workload.observed_run import ObservedRun
 from everyrank.port.to_workload.slices import Script, ScriptPiece, ScriptSlice
 
 __all__ = ["Code", "TrainingParts", "find_training"]
@@ -67,16 +68,16 @@ class TrainingParts:
     lines: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
 
 
-def find_training(source: ScriptSource, events: Sequence[ScriptEvent], backwards: int) -> TrainingParts:
+def find_training(source: ScriptSource, events: Sequence[Fact], backwards: int) -> TrainingParts:
     """The parts of the training, with so many backward passes in an update.
 
     Raises `NotPortedError` with the line of what a workload cannot say.
     """
     observed = ObservedRun(source, events)
     script = Script(source)
-    script.module_values = next((each.sites[-1].values for each in observed.of("backward")), {})
+    script.module_values = next((each.chain[-1].values for each in observed.of("backward")), {})
     script.devices = {
-        name for event in events for site in event.sites for name, value in site.values.items() if value[0] == "device"
+        name for event in events for site in event.chain for name, value in site.values.items() if value[0] == "device"
     }
     optimizer = _only_optimizer(observed)
     backward = _only_backward(observed)
@@ -141,7 +142,7 @@ def find_training(source: ScriptSource, events: Sequence[ScriptEvent], backwards
 # --- what there has to be one of
 
 
-def _only_backward(observed: ObservedRun) -> ScriptEvent:
+def _only_backward(observed: ObservedRun) -> Fact:
     grad = observed.of("autograd.grad")
     if grad:
         raise NotPortedError(
@@ -170,7 +171,7 @@ def _only_backward(observed: ObservedRun) -> ScriptEvent:
     return first
 
 
-def _only_optimizer(observed: ObservedRun) -> ScriptEvent:
+def _only_optimizer(observed: ObservedRun) -> Fact:
     steps = observed.of("step")
     if not steps:
         raise NotPortedError(
@@ -197,7 +198,7 @@ def _only_optimizer(observed: ObservedRun) -> ScriptEvent:
     return optimizer
 
 
-def _only_forward(observed: ObservedRun, backward: ScriptEvent) -> ScriptEvent:
+def _only_forward(observed: ObservedRun, backward: Fact) -> Fact:
     calls = [each for each in observed.of("forward") if each.details["reached"]]
     if not calls:
         raise NotPortedError(
@@ -223,7 +224,7 @@ def _only_forward(observed: ObservedRun, backward: ScriptEvent) -> ScriptEvent:
     return first
 
 
-def _training_loader(observed: ObservedRun, backward: ScriptEvent) -> ScriptEvent:
+def _training_loader(observed: ObservedRun, backward: Fact) -> Fact:
     used = dict.fromkeys(each.details["loader"] for each in observed.of("backward") if each.details["loader"])
     loaders = {event.details["id"]: event for event in observed.of("loader")}
     if not used or not all(each in loaders for each in used):
@@ -245,15 +246,15 @@ def _training_loader(observed: ObservedRun, backward: ScriptEvent) -> ScriptEven
     return loader
 
 
-def _refuse_draws(observed: ObservedRun, forward: ScriptEvent, backward: ScriptEvent, call: ast.Call) -> None:
+def _refuse_draws(observed: ObservedRun, forward: Fact, backward: Fact, call: ast.Call) -> None:
     """Random numbers of the whole batch, which depend on the rank that has a sample."""
     loops = observed.source.loops(call)
     for draw in observed.of("draw"):
         if not draw.details["in_loop"] or draw.details["in_data"]:
             continue
-        within = [site for site in draw.sites[1:] if site.span == forward.span]
+        within = [site for site in draw.chain[1:] if site.span == forward.span]
         is_in_loop = draw.is_inner and loops and start_of(loops[0]) <= draw.span[:2] < backward.span[:2]
-        if within or (is_in_loop and draw.sites[0].function == forward.sites[0].function):
+        if within or (is_in_loop and draw.chain[0].function == forward.chain[0].function):
             where = "in forward" if within else "for the whole batch"
             raise NotPortedError(
                 draw.line,
@@ -262,14 +263,14 @@ def _refuse_draws(observed: ObservedRun, forward: ScriptEvent, backward: ScriptE
             )
 
 
-def _refuse_changed_data(observed: ObservedRun, loader: ScriptEvent, backward: ScriptEvent) -> None:
+def _refuse_changed_data(observed: ObservedRun, loader: Fact, backward: Fact) -> None:
     """A data set that the script changes in each epoch, such as `loader.dataset.sample_negatives()`."""
     source = observed.source
-    for depth, site in enumerate(backward.sites):
+    for depth, site in enumerate(backward.chain):
         node = source.at(site.span, ast.Call)
         names = {
             name
-            for name, value in {**site.values, **backward.sites[-1].values}.items()
+            for name, value in {**site.values, **backward.chain[-1].values}.items()
             if value[2] == loader.details["id"] or (value[0] == "object" and value[3] and "Dataset" in value[1])
         }
         loops = source.loops(node) if node is not None else []
@@ -293,13 +294,13 @@ def _refuse_changed_data(observed: ObservedRun, loader: ScriptEvent, backward: S
 # --- model, optimizer, schedule
 
 
-def _name_of(site: Site, identity: int) -> str:
+def _name_of(site: CallSite, identity: int) -> str:
     """The name that an object has among the names of a frame, the shortest one."""
     names = [name for name, value in site.values.items() if value[2] == identity]
     return min(names, key=lambda name: (name.count("."), len(name)), default="")
 
 
-def _model(observed: ObservedRun, script: Script, forward: ScriptEvent, call: ast.Call) -> Code:
+def _model(observed: ObservedRun, script: Script, forward: Fact, call: ast.Call) -> Code:
     needed = ScriptSlice(script)
     needed.needs(call.func, forward)
     pieces = needed.ordered
@@ -312,12 +313,12 @@ def _model(observed: ObservedRun, script: Script, forward: ScriptEvent, call: as
     return Code(pieces, name, line)
 
 
-def _optimizer(observed: ObservedRun, script: Script, optimizer: ScriptEvent, forward: ScriptEvent) -> tuple[Code, str]:
+def _optimizer(observed: ObservedRun, script: Script, optimizer: Fact, forward: Fact) -> tuple[Code, str]:
     """The call that makes the optimizer, and the name that the model has there."""
     node = observed.source.at(optimizer.span, ast.Call)
     assert node is not None
-    model = _name_of(optimizer.sites[0], forward.details["id"])
-    names = {value[2]: name for name, value in optimizer.sites[0].values.items() if value[0] == "object"}
+    model = _name_of(optimizer.chain[0], forward.details["id"])
+    names = {value[2]: name for name, value in optimizer.chain[0].values.items() if value[0] == "object"}
     del names
     if not model:
         raise NotPortedError(
@@ -331,7 +332,7 @@ def _optimizer(observed: ObservedRun, script: Script, optimizer: ScriptEvent, fo
 
 
 def _schedule(
-    observed: ObservedRun, script: Script, optimizer: ScriptEvent, updates_per_epoch: int
+    observed: ObservedRun, script: Script, optimizer: Fact, updates_per_epoch: int
 ) -> tuple[Code | None, str, int]:
     made = [each for each in observed.of("schedule") if each.details["of"] == optimizer.details["id"]]
     parts = {part for each in made for part in each.details["parts"]}
@@ -342,7 +343,7 @@ def _schedule(
     if len(made) > 1:
         raise NotPortedError(made[1].line, "a second schedule: chain both in a ChainedScheduler or SequentialLR")
     [event] = made
-    site = event.sites[0]
+    site = event.chain[0]
     node = observed.source.at(event.span, ast.Call)
     assert node is not None
     name = _name_of(site, optimizer.details["id"])
@@ -378,9 +379,7 @@ def _keyword(node: ast.Call, name: str, position: int = -1) -> ast.expr | None:
     return None if isinstance(value, ast.Starred) else value
 
 
-def _dataset(
-    observed: ObservedRun, script: Script, loader: ScriptEvent, details: dict[str, Any]
-) -> tuple[Code, Code | None]:
+def _dataset(observed: ObservedRun, script: Script, loader: Fact, details: dict[str, Any]) -> tuple[Code, Code | None]:
     """The data set of a loader, and the weights of its samples."""
     node = observed.source.at(loader.span, ast.Call)
     assert isinstance(node, ast.Call)
@@ -437,7 +436,7 @@ def _made_by(observed: ObservedRun, expression: ast.expr) -> ast.Call | None:
     return assigned[-1] if assigned else None
 
 
-def _collate(observed: ObservedRun, script: Script, loader: ScriptEvent, details: dict[str, Any]) -> Code | None:
+def _collate(observed: ObservedRun, script: Script, loader: Fact, details: dict[str, Any]) -> Code | None:
     if details["default_collate"]:
         return None
     node = observed.source.at(loader.span, ast.Call)
@@ -450,7 +449,7 @@ def _collate(observed: ObservedRun, script: Script, loader: ScriptEvent, details
     return Code(needed.ordered, script.rendered(expression), loader.line)
 
 
-def _early_passes(observed: ObservedRun, loader: ScriptEvent, backward: ScriptEvent) -> int:
+def _early_passes(observed: ObservedRun, loader: Fact, backward: Fact) -> int:
     return max(
         0,
         sum(
@@ -460,7 +459,7 @@ def _early_passes(observed: ObservedRun, loader: ScriptEvent, backward: ScriptEv
     )
 
 
-def _evaluation(observed: ObservedRun, loader: ScriptEvent) -> ScriptEvent | None:
+def _evaluation(observed: ObservedRun, loader: Fact) -> Fact | None:
     """The first other loader that is read after the training has begun."""
     loaders = {event.details["id"]: event for event in observed.of("loader")}
     start = observed.of("backward")[0].number
@@ -474,11 +473,11 @@ def _evaluation(observed: ObservedRun, loader: ScriptEvent) -> ScriptEvent | Non
 # --- numbers
 
 
-def _plain(observed: ObservedRun, script: Script, expression: ast.expr | None, event: ScriptEvent, value: Any) -> str:
+def _plain(observed: ObservedRun, script: Script, expression: ast.expr | None, event: Fact, value: Any) -> str:
     """An expression whose names have plain values, or else its value."""
     if expression is None or isinstance(expression, ast.Constant):
         return repr(value)
-    names = event.sites[0].values
+    names = event.chain[0].values
     inner = [each for each in ast.walk(expression) if isinstance(each, ast.Name | ast.Attribute)]
     codes = {observed.source.code(each) for each in inner}
     is_plain = not any(isinstance(each, ast.Call | ast.Subscript) for each in ast.walk(expression)) and all(
@@ -494,7 +493,7 @@ def _plain(observed: ObservedRun, script: Script, expression: ast.expr | None, e
     return script.rendered(expression) if not needed.pieces else repr(value)
 
 
-def _batch(observed: ObservedRun, script: Script, loader: ScriptEvent, details: dict[str, Any], backwards: int) -> str:
+def _batch(observed: ObservedRun, script: Script, loader: Fact, details: dict[str, Any], backwards: int) -> str:
     node = observed.source.at(loader.span, ast.Call)
     size = _keyword(node, "batch_size", 1) if isinstance(node, ast.Call) else None
     text = _plain(observed, script, size, loader, details["batch_size"])
@@ -517,15 +516,15 @@ def _clip(observed: ObservedRun, script: Script) -> str:
     return _plain(observed, script, expression, first, first.details["most"])
 
 
-def _seed(observed: ObservedRun, backward: ScriptEvent) -> str:
+def _seed(observed: ObservedRun, backward: Fact) -> str:
     seeds = [each for each in observed.of("torch_seed") if each.is_inner and each.number < backward.number]
     return repr(seeds[0].details["value"]) if seeds and 0 <= seeds[0].details["value"] < 2**63 else ""
 
 
-def _epochs(observed: ObservedRun, script: Script, backward: ScriptEvent) -> str:
+def _epochs(observed: ObservedRun, script: Script, backward: Fact) -> str:
     """The number of epochs, of the loop over a range around the loop over batches."""
     source = observed.source
-    for depth, site in enumerate(backward.sites):
+    for depth, site in enumerate(backward.chain):
         node = source.at(site.span, ast.Call)
         loops = source.loops(node) if node is not None else []
         for loop in loops[1:] if not depth else loops:
@@ -547,7 +546,7 @@ def _epochs(observed: ObservedRun, script: Script, backward: ScriptEvent) -> str
                     continue
                 count = len(range(*[number for number in numbers if number is not None]))
                 last = inner.args[0] if len(inner.args) == 1 else inner.args[1]
-                event = dataclasses.replace(backward, sites=backward.sites[depth:])
+                event = dataclasses.replace(backward, chain=backward.chain[depth:])
                 if len(inner.args) == 1 or numbers[0] == 0:
                     return _plain(observed, script, last, event, count)
                 is_one_more = (

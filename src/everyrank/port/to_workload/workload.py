@@ -13,20 +13,17 @@ from pathlib import Path
 from everyrank.errors import CannotRunError
 from everyrank.port.check import FLOAT32_TOLERANCE, FLOAT64_TOLERANCE, PortComparison, compare_port
 from everyrank.port.edits import refuse_distributed
+from everyrank.port.facts import Fact, read_facts
 from everyrank.port.files import ScriptFiles
 from everyrank.port.plan import Choice, Plan
-from everyrank.port.run import UPDATES, read_script, with_siblings
+from everyrank.port.run import PASS_BATCHES, SEED, UPDATES, observe, read_script, with_siblings
 from everyrank.port.source import NotPortedError, ScriptSource
-from everyrank.port.to_workload.events import ScriptEvent, read_events
 from everyrank.port.to_workload.training_parts import TrainingParts, find_training
 from everyrank.port.to_workload.workload_file import WorkloadChoice, is_importable, workload_text
 from everyrank.rerun import Imposed, ScriptHost, ScriptRecording
 
 __all__ = ["WorkloadResult", "port_to_workload"]
 
-_SEED = 1234
-_OBSERVED_UPDATES = 24
-_PASS_BATCHES = 4
 _DRIVER = "everyrank_single_training.py"
 _DRIVER_TEXT = """\
 import sys
@@ -117,28 +114,12 @@ def _copied(training: TrainingParts) -> TrainingParts:
     return dataclasses.replace(training, script=copy)
 
 
-def _observe(host: ScriptHost, script: Path) -> tuple[list[ScriptEvent], int]:
-    """The events of a run, and how many backward passes most updates have."""
-    recording = ScriptRecording((), "", "", 0.0, Path(), False)
-    for no_workers in (True, False):
-        recording = host.run(
-            1,
-            updates=_OBSERVED_UPDATES,
-            detailed=0,
-            imposed=Imposed(order=True, pass_batches=_PASS_BATCHES, no_workers=no_workers, seed=_SEED),
-            expressions=True,
-            values=True,
-        )
-        if not recording.trouble:
-            break
-    records = recording.ranks[0].facts.get("expressions", [])
-    if recording.trouble and not any(each["kind"] == "step" for each in records):
-        raise CannotRunError(
-            f"the script does not run on one process here: {recording.trouble.removeprefix('rank 0: ')}"
-        )
-    counts = [len(update.losses) for update in recording.ranks[0].updates]
-    events = read_events(records, os.path.abspath(script))  # noqa: PTH100  (no links are followed)
-    return events, max(counts, key=counts.count, default=1) or 1
+def _observe(host: ScriptHost, script: Path) -> tuple[list[Fact], int]:
+    """The facts of a run, and how many backward passes most updates have."""
+    recorded = observe(host, seed=SEED, values=True).ranks[0]
+    counts = [len(update.losses) for update in recorded.updates]
+    path = os.path.abspath(script)  # noqa: PTH100  (no links are followed)
+    return read_facts(recorded.facts.get("expressions", []), {path: 0}), max(counts, key=counts.count, default=1) or 1
 
 
 @dataclasses.dataclass
@@ -207,7 +188,7 @@ class _Check:
 
 
 def _imposed(without_dropout: bool) -> Imposed:
-    return Imposed(order=True, rows=True, seed=_SEED, pass_batches=_PASS_BATCHES, without_dropout=without_dropout)
+    return Imposed(order=True, rows=True, seed=SEED, pass_batches=PASS_BATCHES, without_dropout=without_dropout)
 
 
 def _probed(training: TrainingParts) -> str:
@@ -253,7 +234,7 @@ def _compared(check: _Check, text_of: Callable[..., str], say: Callable[[str], N
         say("comparing the workload with it on one device")
         for choice in choices:
             # epochs are shortened in the comparison
-            comparison = check.compared(text_of(choice, _PASS_BATCHES), original, float64, without_dropout)
+            comparison = check.compared(text_of(choice, PASS_BATCHES), original, float64, without_dropout)
             notes = sorted(training.notes)
             results.append(WorkloadResult(text_of(choice), choice, comparison, float64, without_dropout, "", notes))
             if comparison.has_failed or comparison.updates == 0:

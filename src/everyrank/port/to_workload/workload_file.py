@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from everyrank.port.facts import Fact
 from everyrank.port.source import NotPortedError, ScriptSource
 from everyrank.port.to_workload.batch_loop import Loss
-from everyrank.port.to_workload.events import ScriptEvent
 from everyrank.port.to_workload.slices import Script, ScriptPiece, ScriptSlice, bound_names, loaded_names
 from everyrank.port.to_workload.training_parts import Code, TrainingParts
 
@@ -52,7 +52,7 @@ class WorkloadChoice:
     evaluates: bool = True
 
 
-def is_importable(source: ScriptSource, script: Path, events: Sequence[ScriptEvent]) -> bool:
+def is_importable(source: ScriptSource, script: Path, events: Sequence[Fact]) -> bool:
     """Whether a file beside the script can import its functions and classes, without a training or a parser of
     arguments that runs then.
     """
@@ -80,7 +80,7 @@ def is_importable(source: ScriptSource, script: Path, events: Sequence[ScriptEve
         return False
     first, last = guards[0].lineno, guards[-1].end_lineno or 0
     return all(
-        first <= event.sites[-1].span[0] <= last for event in events if event.kind not in ("torch_seed", "seed", "draw")
+        first <= event.chain[-1].span[0] <= last for event in events if event.kind not in ("torch_seed", "seed", "draw")
     )
 
 
@@ -93,7 +93,7 @@ def _is_guard(node: ast.stmt) -> bool:
 class _File:
     """The file in the making."""
 
-    def __init__(self, training: TrainingParts, source: ScriptSource, backward: ScriptEvent, imports_from: str) -> None:
+    def __init__(self, training: TrainingParts, source: ScriptSource, backward: Fact, imports_from: str) -> None:
         self.training, self.source, self.backward = training, source, backward
         self.script: Script = training.script
         self.imports_from = imports_from
@@ -114,7 +114,7 @@ def workload_text(
     training: TrainingParts,
     choice: WorkloadChoice,
     source: ScriptSource,
-    backward: ScriptEvent,
+    backward: Fact,
     words: Sequence[str],
     imports_from: str,
     pass_batches: int = 0,
@@ -418,7 +418,7 @@ def _add_metrics(file: _File) -> str:
 def _resolve_definitions(file: _File) -> None:
     """Find each function, class and import that is needed, and what these need in turn."""
     script, source = file.script, file.source
-    module = dataclasses.replace(file.backward, sites=file.backward.sites[-1:])
+    module = dataclasses.replace(file.backward, chain=file.backward.chain[-1:])
     done, unknown = set[str](), set[str]()
     while todo := sorted(script.definitions - done):
         for name in todo:
