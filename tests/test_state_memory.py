@@ -157,7 +157,6 @@ def test_commands_that_train_advise_on_memory(
     with (
         mock.patch.object(api, function, side_effect=error("rank 1: no memory here")),
         mock.patch.object(oom_advice, "with_smallest_change", advised),
-        mock.patch("everyrank.commands.train.with_smallest_change", advised),
     ):
         assert cli.main(words) == error("").exit_status
     assert capsys.readouterr().err.rstrip().endswith("no memory here. Smallest change: recompute")

@@ -13,7 +13,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 from everyrank.commands.launching import launch_of, quiet_launch_of
-from everyrank.commands.oom_advice import with_smallest_change
+from everyrank.commands.oom_advice import advising_on_memory
 from everyrank.commands.shared import (
     add_common,
     add_options,
@@ -25,7 +25,7 @@ from everyrank.commands.shared import (
     say_next,
     source_of,
 )
-from everyrank.errors import EveryrankError, OutOfMemoryError, RankFailedError, StoppedError, UsageError, printable
+from everyrank.errors import EveryrankError, RankFailedError, StoppedError, UsageError, printable
 from everyrank.launch import slurm
 from everyrank.layout import Layout, parse_layout
 from everyrank.options import AUTO, GUARDS, TrainOptions
@@ -96,25 +96,24 @@ def run(args: argparse.Namespace) -> int:
     check_html(args)
     options = options_of(args, TrainOptions, out=out, resume=resume)
     before = _newest_step(out)
-    try:
-        with _naming_what_was_saved(out, before):
-            records = api.run(source, layout, launch, options=options)
-    except StoppedError as error:
-        is_time_up = error.exit_status == 128 + signal.SIGUSR1  # a SIGTERM may be scancel's
-        if args.requeue and is_time_up:
-            _requeue(error)
-        raise
-    except RankFailedError as error:
-        # requeue only after progress, because a job that fails before its first checkpoint would be requeued forever
-        if args.requeue and args.resume is _NEWEST and _newest_step(out) > before:
-            _requeue(error)
-        raise with_smallest_change(error) from None
-    except OutOfMemoryError as error:
-        raise with_smallest_change(error) from None
-    except UsageError as error:
-        if args.out is None and resume is None and out is not None and error.log is None and not _has_trained(out):
-            shutil.rmtree(out, ignore_errors=True)  # the user did not name this folder
-        raise
+    with advising_on_memory():  # after a requeue, which does not wait for it
+        try:
+            with _naming_what_was_saved(out, before):
+                records = api.run(source, layout, launch, options=options)
+        except StoppedError as error:
+            is_time_up = error.exit_status == 128 + signal.SIGUSR1  # a SIGTERM may be scancel's
+            if args.requeue and is_time_up:
+                _requeue(error)
+            raise
+        except RankFailedError as error:
+            # only after progress: a job that fails before its first checkpoint would be requeued forever
+            if args.requeue and args.resume is _NEWEST and _newest_step(out) > before:
+                _requeue(error)
+            raise
+        except UsageError as error:
+            if args.out is None and resume is None and out is not None and error.log is None and not _has_trained(out):
+                shutil.rmtree(out, ignore_errors=True)  # the user did not name this folder
+            raise
     if records:
         _write(records, args, out)
         if out is not None:
