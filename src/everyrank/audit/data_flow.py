@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["SourceFile", "Statement", "read_source"]
+__all__ = ["SourceFile", "Statement", "called_name", "read_source"]
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _CALLS = ("forward", "__call__")
@@ -86,7 +86,7 @@ class SourceFile:
             for name in _defined_attributes(statement):
                 self._attributes[name].append(statement)
             for call in statement.calls:
-                self._callers[_called_name(call)].append(statement)
+                self._callers[called_name(call)].append(statement)
         self._kinds: dict[str, set[str]] = defaultdict(set)  # name of a variable or attribute -> classes of its objects
         for kind in self.classes:
             for name in self._instances_of(kind):
@@ -149,7 +149,7 @@ class SourceFile:
 
     def called_by(self, statement: Statement) -> list[ast.AST]:
         """The functions of this file that a statement calls, or passes as an argument."""
-        names = [name for call in statement.calls if not (name := _called_name(call)).startswith("__")]
+        names = [name for call in statement.calls if not (name := called_name(call)).startswith("__")]
         names += [node.id for node in statement.nodes if isinstance(node, ast.Name) and node.id in self.functions]
         functions = [each for name in dict.fromkeys(names) for each in self.functions.get(name, [])]
         for name in names:
@@ -177,7 +177,7 @@ class SourceFile:
         assigned = self._attributes.get(attribute, [])
         inside = [each for each in assigned if each.owner == statement.owner and each.owner]
         for each in inside or (assigned if len(assigned) <= _RARE else []):
-            is_option = any(_called_name(call) == "add_argument" for call in each.calls)
+            is_option = any(called_name(call) == "add_argument" for call in each.calls)
             yield each, _OPTION if is_option else _ASSIGNED if inside else _BY_NAME
 
     def _inside_calls(self, statement: Statement) -> Iterator[tuple[Statement, float]]:
@@ -186,7 +186,7 @@ class SourceFile:
             for each in self.body_of(function):
                 if _is_result(each):
                     yield each, _RETURNED
-        for name in {_called_name(call) for call in statement.calls} & self.classes.keys():
+        for name in {called_name(call) for call in statement.calls} & self.classes.keys():
             for each in self.statements:
                 if each.owner == name and getattr(each.function, "name", "") in _ENTRIES and _is_result(each):
                     yield each, _IN_METHOD
@@ -274,7 +274,7 @@ def _read_names(statement: Statement) -> set[str]:
     names = {node.id for node in statement.nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     if isinstance(statement.node, ast.AugAssign):
         names |= {node.id for node in ast.walk(statement.node.target) if isinstance(node, ast.Name)}
-    if any(_called_name(call).startswith(("step", "unscale_", "clip_grad")) for call in statement.calls):
+    if any(called_name(call).startswith(("step", "unscale_", "clip_grad")) for call in statement.calls):
         names.add(_GRADIENT)
     return names
 
@@ -323,7 +323,7 @@ def _changed(statement: Statement) -> list[ast.AST]:
     """What a statement changes in place: the object of a method, and the arguments of a call."""
     changed: list[ast.AST] = []
     for call in statement.calls:
-        name = _called_name(call)
+        name = called_name(call)
         is_in_place = name.endswith("_") and not name.endswith("__")
         if isinstance(call.func, ast.Attribute) and (is_in_place or name in ("append", "extend", "update", "copy_")):
             changed.append(call.func.value)
@@ -337,7 +337,7 @@ def _changed(statement: Statement) -> list[ast.AST]:
 def _defined_names(statement: Statement) -> set[str]:
     node = statement.node
     names = {name for each in (*_targets(statement), *_changed(statement)) for name in _base_names(each)}
-    if any(_called_name(call) == "backward" for call in statement.calls) or any(
+    if any(called_name(call) == "backward" for call in statement.calls) or any(
         isinstance(node, ast.Attribute) and node.attr == "grad"
         for each in (*_targets(statement), *_changed(statement))
         for node in ast.walk(each)
@@ -359,10 +359,10 @@ def _defined_attributes(statement: Statement) -> set[str]:
     if statement.function is None and statement.owner and isinstance(node, ast.Assign | ast.AnnAssign):
         attributes |= {name for each in _targets(statement) for name in _base_names(each)}
     for call in statement.calls:
-        if _called_name(call) == "add_argument":
+        if called_name(call) == "add_argument":
             texts = [each.value for each in call.args if isinstance(each, ast.Constant) and isinstance(each.value, str)]
             attributes |= {text.lstrip("-").replace("-", "_") for text in texts}
-        elif _called_name(call) in ("register_buffer", "setdefault"):
+        elif called_name(call) in ("register_buffer", "setdefault"):
             attributes |= {
                 each.value for each in call.args if isinstance(each, ast.Constant) and isinstance(each.value, str)
             }
@@ -376,7 +376,7 @@ def _defined_attributes(statement: Statement) -> set[str]:
     return attributes
 
 
-def _called_name(call: ast.Call) -> str:
+def called_name(call: ast.Call) -> str:
     """`step` of `optimizer.step()`."""
     if isinstance(call.func, ast.Attribute):
         return call.func.attr
@@ -405,7 +405,7 @@ _COLLECTIVES = {
 
 def _communicates(call: ast.Call) -> bool:
     """Whether a call is a collective."""
-    return _called_name(call) in _COLLECTIVES
+    return called_name(call) in _COLLECTIVES
 
 
 def _is_result(statement: Statement) -> bool:

@@ -39,6 +39,11 @@ class Finding:
         """At most four lines to look at, with the one to change most likely first."""
         return likely_lines(self.rule, self.place, self.also)
 
+    @property
+    def shown_lines(self) -> tuple[str, ...]:
+        """The lines to look at, if there are others than that of the finding."""
+        return self.lines if set(self.lines) - {self.place} else ()
+
     def as_json(self) -> dict[str, Any]:
         """As written by --json."""
         return {**dataclasses.asdict(self), "also": list(self.also), "lines": list(self.lines)}
@@ -74,6 +79,11 @@ class Findings(list[Finding]):
         for index, finding in enumerate(self):
             if finding.level == "FAIL" and finding.rule.startswith(rules):
                 self[index] = dataclasses.replace(finding, level="WARN", text=f"{finding.text}; {reason}")
+
+    def refute(self, *rules: str) -> None:
+        """Remove findings of these rules, and remember that those of the audit are no mistake either."""
+        self[:] = [finding for finding in self if finding.rule not in rules]
+        self.refuted.update(rules)
 
     def has(self, *rules: str) -> bool:
         """Whether there is a finding of one of these rules, or kinds of rules ("data.")."""

@@ -8,11 +8,12 @@ of a finding, and prefers lines that do what findings of its kind are about.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from everyrank.audit.data_flow import SourceFile, Statement, read_source
+from everyrank.audit.data_flow import SourceFile, Statement, called_name, read_source
 
 __all__ = ["likely_lines"]
 
@@ -210,7 +211,7 @@ def _scores(source: SourceFile, line: int, offset: float, kind: tuple[float, Map
         for number in {statement.line, *actions}:
             of_line = actions.get(number, {})
             given = [weights.get(name, _ALWAYS.get(name, 0.0)) * share for name, share in of_line.items()]
-            weight = sum(sorted(given, reverse=True)[:3]) + min(0.0, *given, 0.0)
+            weight = sum(sorted(given, reverse=True)[:3]) + min([0.0, *given])
             if number != line and statement not in steps:
                 if weight < 0.5:
                     continue
@@ -229,24 +230,16 @@ def _is_routine(node: ast.stmt) -> bool:
     """Whether a statement only prints, asks for the rank, or opens and closes process groups."""
     if isinstance(node, ast.If) and not node.orelse:
         return all(_is_routine(each) for each in node.body)
-    names = {_called_name(each) for each in ast.walk(node) if isinstance(each, ast.Call)}
+    names = {called_name(each) for each in ast.walk(node) if isinstance(each, ast.Call)}
     if isinstance(node, ast.Assign):
         is_plain = isinstance(node.value, ast.Call | ast.Tuple)
         return is_plain and bool(names) and names <= {"get_rank", "get_world_size", "len"}
     return isinstance(node, ast.Expr) and bool(names & _ROUTINE)
 
 
-def _called_name(call: ast.Call) -> str:
-    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-
-
-_actions_of: dict[Statement, dict[int, dict[str, float]]] = {}
-
-
+@functools.cache
 def _actions(source: SourceFile, statement: Statement) -> dict[int, dict[str, float]]:
     """What each line of a statement does, with 1, and what the functions that it calls do, with less."""
-    if statement in _actions_of:
-        return _actions_of[statement]
     actions: dict[int, dict[str, float]] = defaultdict(dict)
     for line, action in _own_actions(statement):
         actions[line][action] = 1.0
@@ -255,7 +248,6 @@ def _actions(source: SourceFile, statement: Statement) -> dict[int, dict[str, fl
             for _, action in _own_actions(inner):
                 if action in ("collective", "trainable", "seed", "mode", "no-gradient", "epoch", "clip"):
                     actions[statement.line].setdefault(action, _INHERITED)
-    _actions_of[statement] = actions
     return actions
 
 
@@ -265,8 +257,8 @@ def _own_actions(statement: Statement) -> Iterator[tuple[int, str]]:
     for each in statement.nodes:
         line = getattr(each, "lineno", statement.line)
         for name in _names_in(each):
-            for action, words in _WORDS.items():
-                if words.search(name) and (action not in _OF_CALLS or each in called):
+            for action, pattern in _WORDS.items():
+                if pattern.search(name) and (action not in _OF_CALLS or each in called):
                     yield line, action
         if isinstance(each, ast.BinOp) and type(each.op) in _OPERATORS:
             yield line, _OPERATORS[type(each.op)]
@@ -312,8 +304,8 @@ def _is_for_some_ranks(node: ast.If) -> bool:
     """Whether some ranks load or change something that others do not; printing and saving are not meant."""
     if not any(_ABOUT_RANKS.search(name) for part in ast.walk(node.test) for name in _names_in(part)):
         return False
-    words = {_called_name(each) for part in node.body for each in ast.walk(part) if isinstance(each, ast.Call)}
-    return any(_WORDS[action].search(word) for word in words for action in ("load", "step", "clip", "trainable"))
+    called = {called_name(each) for inner in node.body for each in ast.walk(inner) if isinstance(each, ast.Call)}
+    return any(_WORDS[action].search(name) for name in called for action in ("load", "step", "clip", "trainable"))
 
 
 def _names_in(node: ast.AST) -> Iterator[str]:

@@ -111,8 +111,7 @@ def compare_script(
             f"comparison with one rank: not compared, because it failed ({type(error).__name__}: {error})"
         )
     spent = time.monotonic() - start
-    kept = tuple(finding for finding in findings.worst_first() if finding.rule not in findings.refuted)
-    results = kept, tuple(findings.unchecked), spent, num_equal
+    results = tuple(findings.worst_first()), tuple(findings.unchecked), spent, num_equal
     return RelationResults(*results, refuted=frozenset(findings.refuted))
 
 

@@ -72,12 +72,12 @@ def judge_horizon(many: ScriptRecording, one: ScriptRecording, findings: Finding
         return
     shared, single = ([rate / max(rates) for rate in rates] for rates in (shared, single))
     if _has_same_progress(shared, single):
-        findings.refuted |= {"schedule.often", "ranks.rate"}  # the schedule already counts the ranks
+        findings.refute("schedule.often", "ranks.rate")  # the schedule already counts the ranks
         return
     place = ranks.facts.get("schedules", [ranks.updates[-1].step])
     idle = [sum(rate < _FINISHED_BELOW for rate in reversed(rates)) / len(rates) for rates in (shared, single)]
     if idle[0] <= idle[1] + _MARGIN and abs(shared[-1] - single[-1]) <= 2 * _MARGIN:
-        findings.refuted.add("schedule.often")  # it does not end early
+        findings.refute("schedule.often")  # it does not end early
     next_rates = [2 * rates[-1] - rates[-2] for rates in (shared, single)]  # linear schedules end one step later
     if next_rates[1] < _FINISHED_BELOW and shared[-1] > _UNFINISHED_ABOVE and next_rates[0] > _FINISHED_BELOW:
         findings.add(

@@ -52,7 +52,7 @@ def print_audit(audit: Audit) -> None:
         console.print(Padding(Text(printable(finding.text)), (0, 0, 0, 6), expand=False))
         if finding.fix:
             console.print(Padding(Text(f"write: {printable(finding.fix)}", style="green"), (0, 0, 0, 6), expand=False))
-        for number, line in enumerate(finding.lines if set(finding.lines) - {finding.place} else ()):
+        for number, line in enumerate(finding.shown_lines):
             shown = f"{'look at' if not number else '       '} {short_place(line)}  {_code_at(line)}".rstrip()
             console.print(Padding(Text(printable(shown), style="dim"), (0, 0, 0, 6), expand=False))
     for kind, lines in (("replay", audit.replayed), ("note", audit.altered), ("not checked", audit.unchecked)):

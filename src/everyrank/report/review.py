@@ -25,8 +25,8 @@ def github_annotations(audit: Audit) -> list[str]:
         path, line = _location(finding.place)
         location = f"file={_property(path)},line={line}," if path else ""
         text = f"{finding.text}\nfix: {finding.fix}" if finding.fix else finding.text
-        others = [_relative(line) for line in finding.lines]
-        text += f"\nlook at {', '.join(others)}" if set(finding.lines) - {finding.place} else ""
+        others = [_relative(line) for line in finding.shown_lines]
+        text += f"\nlook at {', '.join(others)}" if others else ""
         title = _property(f"{finding.level} {finding.rule}")
         lines.append(f"::{_GITHUB[finding.level]} {location}title={title}::{_data(text)}")
     return lines
