@@ -570,3 +570,42 @@ def test_a_rule_is_the_cause_only_of_its_kind_of_difference() -> None:
     (joined,) = joined_findings([vague], [difference])
     assert (joined.rule, joined.place, joined.also) == ("ranks.gradient", "train.py:9", ("train.py:47",))
     assert "changed in between" in joined.text
+
+
+TASKS = """
+import torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+x = torch.randn(80, 6)
+data = TensorDataset(x, x[:, :3].argmax(1))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.trunk = nn.Linear(6, 8)
+        self.heads = nn.ModuleDict({name: nn.Linear(8, 3) for name in ("first", "second")})
+
+    def forward(self, x, task):
+        return self.heads[task](self.trunk(x).tanh())
+
+
+model = nn.parallel.DistributedDataParallel(Net(), find_unused_parameters=True)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for xb, yb in DataLoader(data, batch_size=10, sampler=DistributedSampler(data, shuffle=False)):
+    loss = F.cross_entropy(model(xb, ("first", "second")[rank]), yb)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_with_tasks_of_their_own_are_not_compared(host: tuple[ScriptHost, Path]) -> None:
+    """One rank has one task for all samples."""
+    findings = found_in(host, TASKS)
+    assert findings == []
+    assert any("calls the model with a different text" in why for why in findings.unchecked)
