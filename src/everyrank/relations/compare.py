@@ -14,7 +14,13 @@ from everyrank.audit.script import find_script, own_text, starts_ranks_itself
 from everyrank.errors import EveryrankError
 from everyrank.relations.objects import judge_counters, judge_statistics
 from everyrank.relations.precision import judge_rounded_updates
-from everyrank.relations.ranks import judge_evaluations, judge_ranks, misses_evaluation
+from everyrank.relations.ranks import (
+    has_same_losses,
+    judge_evaluations,
+    judge_ranks,
+    misses_evaluation,
+    num_comparable,
+)
 from everyrank.relations.recompute import judge_recomputation
 from everyrank.relations.resume import ResumeCommand, judge_resume
 from everyrank.relations.same import judge_settings
@@ -23,6 +29,7 @@ from everyrank.relations.schedule import has_schedule, judge_horizon
 from everyrank.relations.updates import judge_updates
 from everyrank.relations.workers import is_suspicious, judge_workers
 from everyrank.rerun import Imposed, ScriptHost, ScriptRecording
+from everyrank.rerun.batch_sizes import BATCH_SIZES, sizes_that_divide
 
 __all__ = [
     "RelationResults",
@@ -60,6 +67,7 @@ _COMPLETE_SECONDS = 6.0  # for a complete run, which only the end of a schedule 
 _PASS_BATCHES = 4  # of shortened epochs, where the whole ones are too long to reach an evaluation
 _SHORT_UPDATES, _SHORT_SECONDS = 12, 6.0
 _MOST_UPDATES = 20_000
+_MOST_SIZES = 4  # names of integers that may be the batch size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,13 +161,17 @@ def judge_script(
 
     one, num_equal = alone(Imposed(recording=many)), 0
     if processes > 1:
-        rank_0 = None
-        if not one.trouble and many.ranks[0].printed:
-            rank_0 = alone(Imposed(recording=many, only_rank=0, parameters=True))
-        num_equal = judge_ranks(many, one, rank_0, alone, findings)
-        judge_statistics(many, findings)
         script = find_script(words)
         text = own_text(script) if script else ""
+        rank_0, is_cut = None, False
+        if script is not None and not num_comparable(many, one)[1]:
+            one, is_cut = _as_script_cuts_batches(many, one, script.read_text(), alone)
+        if not one.trouble and many.ranks[0].printed:
+            rank_0 = alone(Imposed(recording=many, only_rank=0, parameters=True, reads=is_cut))
+            if is_cut and not has_same_losses(rank_0.ranks[0], many.ranks[0]):
+                rank_0 = None  # it cannot be given rank 0's batches, so its numbers tell nothing
+        num_equal = judge_ranks(many, one, rank_0, alone, findings)
+        judge_statistics(many, findings)
         if num_equal and not findings.has("ranks.") and misses_evaluation(many, text):
             _judge_short_epochs(host, words, processes, many.float64, findings)
         if has_schedule(many.ranks[0]):
@@ -179,6 +191,30 @@ def judge_script(
         else:
             judge_recomputation(one.ranks[0], kept.ranks[0], findings)
     return num_equal
+
+
+def _as_script_cuts_batches(
+    many: ScriptRecording, one: ScriptRecording, text: str, alone: Callable[[Imposed], ScriptRecording]
+) -> tuple[ScriptRecording, bool]:
+    """(run on one rank that can be compared, whether one was found) of a script that cuts its batches itself.
+
+    Sizes of batches may stand in the script, and it may choose rows by its rank: each of both is tried. The given run
+    is returned if none can be compared.
+    """
+    best, most = one, num_comparable(many, one)[0]
+    if one.trouble.startswith("no end"):
+        return one, False  # each attempt would wait as long
+    inputs = many.ranks[0].inputs
+    rows = len(inputs[0][0]) if inputs and inputs[0] and inputs[0][0].dim() else 1
+    sizes = sizes_that_divide(text, rows)[:_MOST_SIZES]
+    for larger, reads in ((BATCH_SIZES, False), (BATCH_SIZES, True), ("", True), *((size, False) for size in sizes)):
+        attempt = alone(Imposed(recording=many, larger=larger, reads=reads))
+        count, is_complete = num_comparable(many, attempt)
+        if count > most:
+            best, most = attempt, count
+        if is_complete:
+            break
+    return best, best is not one
 
 
 def _judge_short_epochs(

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from everyrank.rerun.shards import put_together
+
 __all__ = ["Whole", "constant_factor", "relative_difference", "tolerance_of", "whole"]
 
 
@@ -22,17 +24,13 @@ class Whole:
 
 
 def whole(parts: Sequence[Any], like: Any) -> Whole:
-    """The parts of all ranks in the shape of the tensor of one rank: equal copies, or shards of the first dimension."""
-    import torch
-
+    """The parts of all ranks in the shape of the tensor of one rank: equal copies, or shards."""
     if any(part is None for part in parts):
         return Whole(None)
     if all(part.shape == like.shape for part in parts):
         first = parts[0]
         return Whole(first, all(relative_difference(part, first) < 1e-6 for part in parts[1:]))
-    if sum(part.numel() for part in parts) == like.numel():
-        return Whole(torch.cat([part.flatten() for part in parts]).view(like.shape))
-    return Whole(None)
+    return Whole(put_together(parts, like.shape))
 
 
 def relative_difference(one: Any, other: Any, scale: float = 0.0) -> float:

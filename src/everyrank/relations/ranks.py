@@ -19,7 +19,14 @@ from everyrank.relations.samples import samples_of_batch
 from everyrank.relations.schedule import is_scaled_by_ranks
 from everyrank.rerun import Imposed, RankRecording, RecordedUpdate, ScriptRecording
 
-__all__ = ["comparable_updates", "judge_evaluations", "judge_ranks", "misses_evaluation"]
+__all__ = [
+    "comparable_updates",
+    "has_same_losses",
+    "judge_evaluations",
+    "judge_ranks",
+    "misses_evaluation",
+    "num_comparable",
+]
 
 _BATCHES = 8  # whose samples tell whether all ranks read the same
 _EVALUATES = (".eval()", "inference_mode", "validat", "evaluat")  # in the text of a script
@@ -27,6 +34,7 @@ _SAME_ROWS = 1e-5
 _ROUNDED_BY_HOOK = 0.03  # by a communication hook that compresses gradients
 _SMALL = 0.02  # of the norm: as rounding to 8 bits changes gradients
 _SPARSE, _MANY, _ROUNDED_SHARE = 0.05, 32, 0.5  # of compressed gradients: zeros, numbers that tell, rounded ones
+_MANY_UPDATES = 10**9
 _ANY_FACTOR = 1e-6  # a learning rate that is scaled by the ranks has one factor in all updates
 
 
@@ -40,6 +48,7 @@ class _Case:
     one: RankRecording
     num_updates: int
     tolerance: float
+    limit: str  # why later updates cannot be compared
 
     @property
     def num_ranks(self) -> int:
@@ -58,6 +67,25 @@ def comparable_updates(many: ScriptRecording, one: RankRecording) -> int:
             break
         count += 1
     return count
+
+
+def num_comparable(many: ScriptRecording, one: ScriptRecording) -> tuple[int, bool]:
+    """(number of first updates in which the runs can be compared, whether the later ones can, too)."""
+    try:
+        case = _case(many, one)
+    except _NotComparedError:
+        return 0, False
+    return case.num_updates, not case.limit
+
+
+def has_same_losses(one: RankRecording, other: RankRecording) -> bool:
+    """Whether two ranks have the same losses in all updates that both have."""
+    pairs = [
+        pair
+        for ours, theirs in zip(one.updates, other.updates, strict=False)
+        for pair in zip(ours.losses, theirs.losses, strict=False)
+    ]
+    return bool(pairs) and all(math.isclose(a, b, rel_tol=1e-5, abs_tol=1e-9) for a, b in pairs)
 
 
 def judge_ranks(
@@ -79,6 +107,8 @@ def judge_ranks(
     except _NotComparedError as error:
         findings.not_checked(f"{len(many.ranks)} ranks against one: not compared, because {error}")
         return 0
+    if case.limit:
+        findings.not_checked(f"updates after the first {case.num_updates} against one rank: {case.limit}")
     _repeated_draws(case, findings)
     by_gradient, by_rate = Findings(), Findings()
     differs = _gradients(case, by_gradient)
@@ -126,16 +156,17 @@ def _case(many: ScriptRecording, one: ScriptRecording) -> _Case:
     if many.trouble:
         raise _NotComparedError(f"the script failed in the comparison on {len(many.ranks)} ranks ({many.trouble})")
     recorded = one.ranks[0]
-    refused = [why for rank in (*many.ranks, recorded) for why in rank.facts.get("refused", [])]
-    if refused:
-        raise _NotComparedError(refused[0])
-    if one.trouble:
-        raise _NotComparedError(f"the script does not run on one rank with the batches of all ({one.trouble})")
+    limit, end = _first_refused(many, recorded)
+    if one.trouble and len(recorded.updates) < end:
+        limit = f"the script does not run on one rank with the batches of all ({one.trouble})"
+        end = len(recorded.updates)
+    if limit and not end:
+        raise _NotComparedError(limit)
     if not all(rank.updates for rank in (*many.ranks, recorded)):
         raise _NotComparedError("no optimizer step was seen")
-    if _reads_same(many):
+    if _reads_same(many) and not _has_parts_of_model(many, recorded):
         raise _NotComparedError("all ranks read the same samples")
-    num_updates = comparable_updates(many, recorded)
+    num_updates = min(comparable_updates(many, recorded), end)
     if not num_updates:
         firsts = [rank.updates[0] for rank in (*many.ranks, recorded)]
         if firsts[0].batches != firsts[-1].batches or len(firsts[0].losses) != len(firsts[-1].losses):
@@ -148,7 +179,18 @@ def _case(many: ScriptRecording, one: ScriptRecording) -> _Case:
     tolerance = tolerance_of(tensors)
     if tolerance is None:
         raise _NotComparedError("the script computes in 16 bits")
-    return _Case(many, recorded, num_updates, tolerance)
+    return _Case(many, recorded, num_updates, tolerance, limit)
+
+
+def _first_refused(many: ScriptRecording, one: RankRecording) -> tuple[str, int]:
+    """(what could not be imposed first, number of updates before it); ("", a large number) if all was imposed."""
+    refused = [
+        (update, why)
+        for rank in (*many.ranks, one)
+        for why, update in zip(rank.facts.get("refused", []), rank.facts.get("refused_after", []), strict=True)
+    ]
+    update, why = min(refused, default=(_MANY_UPDATES, ""))
+    return why, update
 
 
 def _reads_same(many: ScriptRecording) -> bool:
@@ -158,6 +200,12 @@ def _reads_same(many: ScriptRecording) -> bool:
         trained = rank.facts.get("trained", [])
         read.append([samples_of_batch(batch) for key, batch, _ in rank.batches if key[0] in trained][:_BATCHES])
     return any(read[0]) and len(read) > 1 and all(of_rank == read[0] for of_rank in read[1:])
+
+
+def _has_parts_of_model(many: ScriptRecording, one: RankRecording) -> bool:
+    """Whether ranks hold parts of the parameters of one rank, as in tensor parallelism."""
+    held = many.ranks[0].updates[0].before
+    return any(name in held and held[name].numel() < whole.numel() for name, whole in one.updates[0].before.items())
 
 
 def _check_inputs(many: ScriptRecording, one: RankRecording) -> None:

@@ -25,6 +25,7 @@ __all__ = [
 ]
 
 _FEW = 16  # samples of a rank: too few to judge
+_SEVERAL = 4  # samples that ranks have in common
 _ORDERS = 2  # whole ones that tell
 _READ_AFTER = 2  # batches that show one backward for each
 _ALL = 0.9  # of the samples: the ranks read the same data, which rules of audit judge
@@ -36,10 +37,18 @@ def judge_samples(many: ScriptRecording, findings: Findings) -> None:
     A dataset with equal samples, draws with replacement and augmented samples cannot be judged: then a rank itself
     reads a sample twice, or no sample comes back in a later pass.
     """
-    passes = [samples_of_passes(rank) for rank in many.ranks]
-    if len(passes) < 2:
+    if len(many.ranks) < 2:
         return
     batch = max(_largest_batch(rank) for rank in many.ranks)
+    is_found = _judge_passes([samples_of_passes(rank) for rank in many.ranks], batch, findings)
+    if not is_found:
+        _judge_passes([_samples_of_reads(rank) for rank in many.ranks], _SEVERAL, findings)
+
+
+def _judge_passes(
+    passes: list[dict[tuple[Any, int], tuple[str, list[int]]]], most_common: int, findings: Findings
+) -> bool:
+    """Report the first pass in which ranks read more than `most_common` of the same samples, but not all of them."""
     for key, (place, first) in passes[0].items():
         others = [samples[key][1] for samples in passes[1:] if key in samples]
         if len(others) + 1 < len(passes) or any(len(set(rows)) < len(rows) for rows in (first, *others)):
@@ -49,7 +58,7 @@ def judge_samples(many: ScriptRecording, findings: Findings) -> None:
             continue
         common = set(first) & set(second)
         smaller = min(len(first), len(second))
-        if len(common) > batch and len(common) < _ALL * smaller:
+        if len(common) > most_common and len(common) < _ALL * smaller:
             findings.add(
                 "WARN",
                 "data.shared-samples",
@@ -58,7 +67,8 @@ def judge_samples(many: ScriptRecording, findings: Findings) -> None:
                 f"their content: the parts of the ranks overlap, and other samples are read by no rank",
                 "shuffle with a seed that all ranks share before the data is divided by rank",
             )
-            return
+            return True
+    return False
 
 
 def judge_skipped_batches(rank: RankRecording, findings: Findings) -> None:
@@ -135,6 +145,18 @@ def samples_of_passes(rank: RankRecording) -> dict[tuple[int, int], tuple[str, l
         for key, read in passes.items()
         if read[0][1] < read[-1][1]
     }
+
+
+def _samples_of_reads(rank: RankRecording) -> dict[tuple[Any, int], tuple[str, list[int]]]:
+    """(line, checksums of samples) that each line took out of a tensor in each pass of the training loop."""
+    loops = rank.facts.get("loops", [])
+    starts = [update for place, _, update in loops if place == loops[0][0]]
+    samples: dict[tuple[Any, int], tuple[str, list[int]]] = {}
+    for (place, _, _), (rows, update) in rank.reads.items():
+        number = sum(start <= update for start in starts) - 1
+        if number >= 0 and rows.dim() > 1:
+            samples.setdefault((place, number), (place, []))[1].extend(samples_of_batch(rows))
+    return samples
 
 
 def _largest_batch(rank: RankRecording) -> int:

@@ -155,6 +155,8 @@ class ScriptHost:
             "norms_over_ranks": imposed.norms_over_ranks,
             "pass_batches": imposed.pass_batches,
             "most_elements": imposed.most_elements,
+            "reads": imposed.reads,
+            "larger": imposed.larger,
             "expressions": expressions,
             "values": values,
             "only_rates": only_rates,

@@ -86,6 +86,7 @@ class RankRecording:
     inputs   tensors given to the outermost model while training, in order, up to the first update
     batches  ([loader, pass], content, optimizer steps before it) of each batch that a loader gave
     facts    whatever else the hooks noted: "sizes" of batches, "refused" imposed content, ...
+    reads    (rows, optimizer steps before) that the script took out of its tensors, by (line, operation, occurrence)
     """
 
     updates: list[RecordedUpdate]
@@ -96,6 +97,7 @@ class RankRecording:
     inputs: list[list[Any]]
     batches: list[tuple[list[int], Any, int]]
     facts: dict[str, Any]
+    reads: dict[tuple[str, str, int], tuple[Any, int]] = dataclasses.field(default_factory=dict[Any, Any])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +135,9 @@ class Imposed:
     without_dropout        every kind of dropout returns its input
     backward_is_update     record each backward as an update, for a script that changes its weights by hand
     norms_over_ranks       batch norm takes the samples of all ranks, as SyncBatchNorm does on GPUs
+    reads                  rows that the script itself takes out of its tensors are those of all ranks, put together
+    larger                 name of an integer in the script to multiply by the ranks; `BATCH_SIZES` for all batch sizes.
+                           Draws that keep their shape are then those of rank 0
     most_elements          of a larger tensor so many elements are kept, evenly spread, and its norm; 0 for all
     pass_batches           a pass over a loader has so many batches, the last one among them; 0 for all
     """
@@ -151,6 +156,8 @@ class Imposed:
     backward_is_update: bool = False
     norms_over_ranks: bool = False
     pass_batches: int = 0
+    reads: bool = False
+    larger: str = ""
     most_elements: int = 0
 
 
@@ -178,6 +185,7 @@ def read_recording(
                 content["inputs"],
                 content["batches"],
                 content["facts"],
+                {tuple(key): (rows, update) for key, (rows, update) in content["reads"]},
             )
         )
     return ScriptRecording(tuple(read), trouble, traceback, seconds, folder, float64)

@@ -4,6 +4,7 @@ start.py        installs the hooks, and runs the script
 session.py      the state that all hooks share, and the end of the run
 batches.py      what loaders yield: recorded, put together from several ranks, or in one order
 sources.py      functions of the script that draw batches
+reads.py        rows that the script takes out of its tensors
 draws.py        random numbers, and the tensors that each line computes
 numbers.py      random numbers of Python and NumPy
 steps.py        losses, gradients, parameters, learning rates and states of each update

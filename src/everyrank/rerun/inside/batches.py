@@ -109,9 +109,12 @@ class _Recorded:
         return self
 
     def __next__(self) -> Any:
-        self._session.has_begun = True
-        batch = next(self._iterator)
         session = self._session
+        session.has_begun = session.in_loader = True
+        try:
+            batch = next(self._iterator)
+        finally:
+            session.in_loader = False
         session.loader = self._key[0]
         session.batch_size = rows_of_batch(batch)
         session.num_batches += 1
@@ -158,8 +161,8 @@ class _Imposed:
         self._next += 1
         session.loader = self._number
         batches = [part[index] if index < len(part) else None for part in self._parts]
-        if not self._is_trained and None not in batches and all(is_equal(each, batches[0]) for each in batches[1:]):
-            batches = batches[:1]  # every rank evaluates all samples
+        if None not in batches and all(is_equal(each, batches[0]) for each in batches[1:]):
+            batches = batches[:1]  # every rank evaluates all samples, or has a part of the model
         session.rows = [0 if batch is None else rows_of_batch(batch) for batch in batches]
         session.batch_size = sum(session.rows)
         session.num_batches += 1

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from everyrank.audit.watch.place import chain, is_own_file, where
+from everyrank.rerun.inside.reads import RowReads
 from everyrank.rerun.inside.session import Session
 
 __all__ = ["install_draws"]
@@ -54,6 +55,7 @@ def install_draws(session: Session, pretend: Any) -> contextlib.ExitStack:
     if pretend is not None:
         stack.enter_context(_OnCpu(pretend))
     stack.enter_context(_Draws(session))
+    stack.enter_context(RowReads(session))
     return stack
 
 
@@ -76,6 +78,7 @@ class _Draws(TorchDispatchMode):
         super().__init__()
         self.session = session
         self.recorded = [{tuple(key): value for key, value in each["draws"]} for each in session.imposed]
+        self.differing = _differing_lines(self.recorded)
         self.num_row_draws = 0
         self.sent_tensors: Any = WeakTensorKeyDictionary()  # given to a collective
         self.queues: dict[tuple[str, str], list[Any]] = {}  # recorded rows of a line, and how many of them were used
@@ -163,20 +166,36 @@ class _Draws(TorchDispatchMode):
             if session.is_training:
                 session.refuse(f"the ranks did not draw at {key[0]} ({name})")
             return out
-        if session.is_training and len(recorded) > 1 and _is_repeated(recorded, drawn):
+        is_common = (key[0], name, recorded[0].shape) not in self.differing
+        if session.settings["larger"] and recorded[0].shape == drawn.shape:
+            is_common = True  # not a draw for the samples, which would be as large as the batch
+        if session.is_training and len(recorded) > 1 and is_common and _is_repeated(recorded, drawn, name):
             session.facts["repeated"] = [*session.facts.get("repeated", []), [*key[:2], list(recorded[0].shape)]]
-        return self.imposed(name, args, key, drawn, out, recorded)
+        return self.imposed(name, args, key, drawn, out, recorded, is_common)
 
     def imposed(
-        self, name: str, args: Any, key: tuple[str, str, int], drawn: Any, out: Any, recorded: list[Any]
+        self,
+        name: str,
+        args: Any,
+        key: tuple[str, str, int],
+        drawn: Any,
+        out: Any,
+        recorded: list[Any],
+        is_common: bool,
     ) -> Any:
         """The draw with the numbers of all ranks."""
         session = self.session
         is_weight = _in_constructor()
         if session.has_begun and len(recorded) > 1 and not torch.is_grad_enabled():
             session.facts.setdefault("drawn_without_grad", []).append(session.update)
-        new = _merge_draws(recorded, drawn, name, is_weight)
-        if session.has_begun and not is_weight and name != "randperm" and self.is_for_batch(recorded, drawn):
+        new = _merge_draws(recorded, drawn, name, is_weight, is_common)
+        is_of_all = session.settings["larger"] and (drawn.numel() >= _FEW or not drawn.is_floating_point())
+        if (
+            session.has_begun
+            and not (is_weight or is_of_all)
+            and name != "randperm"
+            and self.is_for_batch(recorded, drawn)
+        ):
             session.refuse(f"the ranks draw different random numbers for a whole batch at {key[0]} ({name})")
         if new is None:
             session.refuse(f"random numbers of {key[0]} ({name}) have another shape on one rank")
@@ -255,6 +274,16 @@ class _Draws(TorchDispatchMode):
                 session.values.append((key, (value.detach().clone(), not session.num_backwards)))
 
 
+def _differing_lines(recorded: list[dict[tuple[str, str, int], Any]]) -> set[tuple[str, str, Any]]:
+    """(line, operation, shape) of the draws that differ between ranks: few integers may be equal by chance."""
+    lines: set[tuple[str, str, Any]] = set()
+    for key, (first, _) in recorded[0].items() if len(recorded) > 1 else ():
+        others = [each[key][0] for each in recorded[1:] if key in each]
+        if any(other.shape != first.shape or not torch.equal(other, first) for other in others):
+            lines.add((key[0], key[1], first.shape))
+    return lines
+
+
 def _global_numbers(generator: np.random.Generator, kind: str, name: str, shape: tuple[int, ...], args: Any) -> Any:
     """Draw the numbers of the global batch; for "bernoulli" the uniform numbers that a probability is compared with."""
     if kind == "normal":
@@ -283,11 +312,14 @@ def _fill(name: str, args: Any, drawn: Any, out: Any, new: Any) -> Any:
     return out
 
 
-def _is_repeated(recorded: list[Any], drawn: Any) -> bool:
+def _is_repeated(recorded: list[Any], drawn: Any, name: str) -> bool:
     """Whether ranks drew the same numbers for samples of their own, where one rank draws different ones."""
     first = recorded[0]
     are_of_local_samples = (
-        first.dim() > 0 and first.shape[1:] == drawn.shape[1:] and len(first) * len(recorded) == len(drawn)
+        name != "randperm"
+        and first.dim() > 0
+        and first.shape[1:] == drawn.shape[1:]
+        and len(first) * len(recorded) == len(drawn)
     )
     return (
         are_of_local_samples
@@ -323,7 +355,7 @@ def _sending_line() -> str:
     return f"{os.path.abspath(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else ""  # noqa: PTH100
 
 
-def _merge_draws(recorded: list[Any], drawn: Any, name: str, is_weight: bool) -> Any:
+def _merge_draws(recorded: list[Any], drawn: Any, name: str, is_weight: bool, is_common: bool) -> Any:
     """Return the draws of all ranks as one draw, or None if the shapes do not allow it.
 
     A draw that fills a tensor that exists, such as a weight, keeps its shape: rank 0's numbers are those that
@@ -343,7 +375,7 @@ def _merge_draws(recorded: list[Any], drawn: Any, name: str, is_weight: bool) ->
             return torch.cat(recorded, dim)
     if first.shape != drawn.shape:
         return None
-    if keeps_shape or not first.dim() or all(torch.equal(part, first) for part in recorded[1:]):
+    if keeps_shape or not first.dim() or is_common:
         return first
     return torch.cat(recorded)
 

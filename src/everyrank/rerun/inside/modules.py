@@ -151,10 +151,12 @@ def install_module_names(session: Session) -> ModuleNames:
         session.has_begun = True
         session.num_calls += 1
         depth += 1
+        session.in_model = True
         try:
             return call(self, *args, **kwargs)
         finally:
             depth -= 1
+            session.in_model = depth > 0
 
     nn.Module.__init__, nn.Module.__setstate__, nn.Module.__call__ = made, copied, called
     return modules

@@ -22,6 +22,7 @@ __all__ = ["install_number_draws"]
 
 _PYTHON = ("random", "uniform", "randint", "randrange", "betavariate", "gauss", "normalvariate", "choice", "triangular")
 _NUMPY = ("random", "rand", "uniform", "randint", "beta", "normal", "randn", "choice", "binomial", "permutation")
+_INTEGERS = ("randint", "randrange", "choice", "permutation")
 _MOST = 5000
 
 
@@ -51,7 +52,8 @@ def _watched(session: Session, function: Any, name: str) -> Any:
         parts = [each["facts"].get("numbers_drawn", {}).get(key) for each in session.imposed]
         if None in parts or session.settings["by_rows"]:
             return value
-        if any(part != parts[0] for part in parts[1:]):
+        chooses_rows = session.settings["reads"] and name in _INTEGERS  # the rows are put together
+        if any(part != parts[0] for part in parts[1:]) and not chooses_rows:
             session.refuse(f"the ranks draw different random numbers for their batches at {place} ({name})")
         return parts[0] if type(value) is type(parts[0]) else value
 

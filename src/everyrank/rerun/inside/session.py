@@ -59,6 +59,9 @@ class Session:
         self.num_permutations = 0  # drawn by the script, or by its samplers
         self.num_calls = 0  # of models, and collectives
         self.in_source = False  # inside a function whose result is imposed
+        self.in_model = False
+        self.in_loader = False
+        self.reads: list[Any] = []  # rows that the script takes out of its tensors
         self.sources: list[Any] = []
         self.items: list[list[Any]] = []
         self.copies: dict[int, str] = {}
@@ -68,6 +71,7 @@ class Session:
         ]
         for each in self.imposed:
             each["sources"] = {tuple(key): value for key, value in each["sources"]}
+            each["reads"] = {tuple(key): value for key, value in each["reads"]}
         self.num_batches = 0
         self.parameters = [
             torch.load(Path(settings["imposed"]) / f"rank{each}.pt", weights_only=True)["updates"]
@@ -107,9 +111,10 @@ class Session:
         return place, operation, count
 
     def refuse(self, why: str) -> None:
-        """Note that something could not be imposed. The run goes on, and is not compared."""
+        """Note that something could not be imposed. The run goes on, and is not compared from this update on."""
         if why not in self.facts["refused"]:
             self.facts["refused"].append(why)
+            self.facts.setdefault("refused_after", []).append(self.update)
 
     def write(self) -> None:
         """Write the recording, completely or not at all."""
@@ -125,6 +130,7 @@ class Session:
                 "inputs": self.inputs,
                 "batches": self.batches,
                 "sources": self.sources,
+                "reads": self.reads,
                 "facts": self.facts,
             }
             # one file, so that the memory of equal tensors is shared

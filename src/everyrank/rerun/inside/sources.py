@@ -13,17 +13,20 @@ import functools
 import inspect
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from everyrank.rerun.batch_sizes import with_larger_batches
 from everyrank.rerun.inside.batches import NotMergedError, decoded, encoded, is_equal, merged, num_bytes, rows_of_batch
 from everyrank.rerun.inside.session import Session
 
 __all__ = ["run_with_sources"]
 
 _DECORATOR = "_everyrank_source"
+_LOOP = "_everyrank_batches"
 _DRAWS = ("rand", "Generator", "normal", "multinomial", "bernoulli", "poisson", "choice", "sample")
 _MOST_BYTES = 3e8
 
@@ -34,16 +37,37 @@ def run_with_sources(session: Session, path: str) -> None:
     Raises what the script raises.
     """
     tree = ast.parse(Path(path).read_bytes(), path)
+    if session.settings["larger"]:
+        with_larger_batches(tree, len(session.imposed), session.settings["larger"])
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and not node.decorator_list and _draws(node):
             name = ast.Name(_DECORATOR, ast.Load())
             node.decorator_list = [ast.copy_location(name, node)]  # its line stays that of `def`
+    for loop in _training_loops(tree):
+        name = ast.copy_location(ast.Name(_LOOP, ast.Load()), loop.iter)
+        loop.iter = ast.copy_location(ast.Call(name, [loop.iter], []), loop.iter)
     setattr(builtins, _DECORATOR, functools.partial(_watched, session))
+    setattr(builtins, _LOOP, functools.partial(_watched_loop, session))
     module = types.ModuleType("__main__")
     module.__file__ = path
     sys.modules["__main__"] = module
     code = compile(tree, path, "exec", dont_inherit=True)
     exec(code, module.__dict__)  # noqa: S102  (the script that the user gives)
+
+
+def _training_loops(tree: ast.Module) -> list[ast.For]:
+    """The innermost loops that call `backward`, or a function of the script that does."""
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    names, calls = {"backward"}, {function.name: _calls(function) for function in functions}
+    while more := {name for name, called in calls.items() if called & names} - names:
+        names |= more
+    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For) and _calls(node) & names]
+    return [loop for loop in loops if not any(other in loops for other in ast.walk(loop) if other is not loop)]
+
+
+def _calls(node: ast.AST) -> set[str]:
+    functions = [each.func for each in ast.walk(node) if isinstance(each, ast.Call)]
+    return {getattr(function, "attr", getattr(function, "id", "")) for function in functions}
 
 
 def _draws(function: ast.FunctionDef) -> bool:
@@ -89,7 +113,7 @@ def _watched_generator(session: Session, function: Any) -> Any:
             return iterator
         key = session.key("source", f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}")
         if not session.imposed:
-            return _recorded_items(session, key, iterator)
+            return _recorded_items(session, key, iterator, _is_batch)
         lists = [each["sources"][key]["items"] for each in session.imposed if key in each.get("sources", {})]
         is_imposed = len(lists) == len(session.imposed)
         is_common = len(lists) > 1 and all(is_equal(items, lists[0]) for items in lists[1:])
@@ -98,20 +122,39 @@ def _watched_generator(session: Session, function: Any) -> Any:
     return source
 
 
-def _recorded_items(session: Session, key: tuple[str, str, int], iterator: Any) -> Any:
+def _watched_loop(session: Session, items: Any) -> Any:
+    """What a training loop iterates over: batches that do not come from a DataLoader are recorded, or imposed."""
+    if not session.is_active or session.in_source or not hasattr(items, "__iter__"):
+        return items
+    key = session.key("loop")
+    session.facts.setdefault("loops", []).append([key[0], key[2], session.update])
+    if not session.imposed:
+        return _recorded_items(session, key, iter(items), _is_chosen)
+    if not session.settings["reads"]:
+        return items
+    lists = [each["sources"][key]["items"] for each in session.imposed if key in each.get("sources", {})]
+    is_common = len(lists) > 1 and all(is_equal(each, lists[0]) for each in lists[1:])
+    return _items_together(session, lists) if len(lists) == len(session.imposed) and not is_common else items
+
+
+def _recorded_items(session: Session, key: tuple[str, str, int], iterator: Any, is_batch: Callable[[Any], bool]) -> Any:
     """The items of a generator, recorded as long as they are batches that no model computes."""
     items: list[Any] = []
     session.sources.append((key, {"items": items}))
     is_recorded = True
     while True:
-        calls = session.num_calls
+        calls = session.num_calls + session.num_batches
         try:
             item = next(iterator)
         except StopIteration:
             return
         if is_recorded:
             with session.quiet():
-                is_recorded = session.num_calls == calls and _is_batch(item) and _append(session, items, item)
+                is_recorded = (
+                    session.num_calls + session.num_batches == calls
+                    and is_batch(item)
+                    and _append(session, items, item)
+                )
             if not is_recorded:
                 session.sources[:] = [each for each in session.sources if each[0] != key]
         yield item
@@ -141,6 +184,15 @@ def _items_together(session: Session, lists: list[list[Any]]) -> Any:
 def _is_batch(result: Any) -> bool:
     tensors = [each for each in _leaves(result) if isinstance(each, torch.Tensor)]
     return any(each.dim() for each in tensors) and not any(each.requires_grad for each in tensors)
+
+
+def _is_chosen(item: Any) -> bool:
+    """Whether a training loop is given a batch: tensors, arrays, or a list of indices."""
+    if isinstance(item, tuple | dict):
+        return any(map(_is_chosen, item.values() if isinstance(item, dict) else item))
+    if isinstance(item, list):
+        return all(isinstance(each, int) for each in item) or any(map(_is_chosen, item))
+    return _is_batch(item) or getattr(item, "ndim", 0) > 0
 
 
 def _leaves(value: Any) -> list[Any]:

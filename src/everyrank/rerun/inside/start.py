@@ -19,6 +19,7 @@ from everyrank.audit.watch.overlay import Overlay
 from everyrank.audit.watch.place import where
 from everyrank.audit.watch.pretend_cuda import PretendCuda
 from everyrank.audit.watch.saving import install_saving
+from everyrank.rerun.batch_sizes import with_larger_batches_in_words
 from everyrank.rerun.inside.batches import install_batches
 from everyrank.rerun.inside.clock import install_clock
 from everyrank.rerun.inside.draws import install_draws
@@ -59,6 +60,7 @@ def run_as_rank(settings: dict[str, Any], rank: int, overlay: Overlay) -> None:
     _note_loads(session)
     _note_hooks(session)
     _keep_groups()
+    _refuse_absent_ranks()
     modules = install_module_names(session)
     install_norms(session)
     install_batches(session)
@@ -74,25 +76,32 @@ def run_as_rank(settings: dict[str, Any], rank: int, overlay: Overlay) -> None:
         install_number_draws(session)
     modes = install_draws(session, pretend)
     session.facts["rng"] = kept_rng
-    words = settings["words"]
     try:
         with modes:
-            if words[0] == "-m":
-                sys.argv = words[1:]
-                sys.path[0:0] = [str(Path.cwd())]
-                runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-            else:
-                sys.argv = list(words)
-                sys.path[0:0] = [str(Path(words[0]).absolute().parent)]
-                if settings["order"] or settings["expressions"] or settings["only_rates"]:
-                    runpy.run_path(words[0], run_name="__main__")
-                else:
-                    run_with_sources(session, words[0])
+            _run_script(session)
     except BaseException:
         session.write()
         raise
     session.facts["came_to_end"] = True
     session.finish()
+
+
+def _run_script(session: Session) -> None:
+    settings = session.settings
+    words = list(settings["words"])
+    if settings["larger"]:
+        words = with_larger_batches_in_words(words, len(session.imposed))
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        sys.path[0:0] = [str(Path.cwd())]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        return
+    sys.argv = words
+    sys.path[0:0] = [str(Path(words[0]).absolute().parent)]
+    if settings["order"] or settings["expressions"] or settings["only_rates"]:
+        runpy.run_path(words[0], run_name="__main__")
+    else:
+        run_with_sources(session, words[0])
 
 
 def _note_checkpointing(session: Session) -> None:
@@ -122,6 +131,20 @@ def _keep_groups() -> None:
         destroy(*args, **kwargs)
 
     dist.destroy_process_group = destroyed
+
+
+def _refuse_absent_ranks() -> None:
+    """Let a message to or from a rank that does not exist fail: gloo would wait for it."""
+    for name in ("send", "recv", "isend", "irecv"):
+        original = getattr(dist, name)
+
+        def checked(tensor: Any, peer: Any = None, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
+            number = kwargs.get("dst", kwargs.get("src", peer))
+            if isinstance(number, int) and number >= dist.get_world_size():
+                raise ValueError(f"a message to or from rank {number}, which one rank alone does not have")
+            return _original(tensor, *(() if peer is None else (peer,)), *args, **kwargs)
+
+        setattr(dist, name, functools.wraps(original)(checked))
 
 
 def _note_loads(session: Session) -> None:

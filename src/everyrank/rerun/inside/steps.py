@@ -8,12 +8,14 @@ import types
 from typing import Any
 
 import torch
+from torch.distributed.tensor import Replicate
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from everyrank.audit.watch.place import chain, where
 from everyrank.rerun.inside.modules import ModuleNames
 from everyrank.rerun.inside.objects import Counters, own_objects, running_statistics
 from everyrank.rerun.inside.session import Session
+from everyrank.rerun.shards import put_together
 
 __all__ = ["install_step_hooks"]
 
@@ -73,7 +75,7 @@ class _Steps:
             if self.is_detailed:
                 named = {self.names[id(p)]: p for p in parameters}
                 self.pending["gradients"] = {
-                    name: None if p.grad is None else self.kept(p.grad) for name, p in named.items()
+                    name: None if p.grad is None else self.kept(_reduced(p.grad)) for name, p in named.items()
                 }
                 self.pending["before"] = {name: self.kept(p) for name, p in named.items()}
             self.impose_rates(optimizer, own)
@@ -146,10 +148,9 @@ class _Steps:
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             parts = [after[self.names[id(parameter)]] for after in recorded if self.names[id(parameter)] in after]
             held = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-            if parts and parts[0].shape == held.shape:
-                held.copy_(parts[0])
-            elif parts and sum(part.numel() for part in parts) == held.numel():
-                held.copy_(torch.cat([part.flatten() for part in parts]).view_as(held))
+            joined = parts[0] if parts and parts[0].shape == held.shape else put_together(parts, held.shape)
+            if joined is not None:
+                held.copy_(joined)
 
     def kept(self, tensor: Any) -> Any:
         """A copy of a tensor's local part; of a large one, elements spread evenly over it and the norm of all."""
@@ -178,6 +179,14 @@ class _Steps:
         with self.session.quiet(), contextlib.suppress(Exception):
             left_out = self.session.facts.setdefault("left_out", [])
             left_out += [[*each, where()] for each in self.counters.left_out(own_objects()) if len(left_out) < 9]
+
+
+def _reduced(gradient: Any) -> Any:
+    """A gradient as the optimizer takes it: a DTensor of which each rank has a summand is summed."""
+    placements = getattr(gradient, "placements", ())
+    if not any(placement.is_partial() for placement in placements):
+        return gradient
+    return gradient.redistribute(placements=[Replicate() if each.is_partial() else each for each in placements])
 
 
 def shard_of(tensor: Any) -> Any:

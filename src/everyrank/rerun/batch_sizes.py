@@ -1,0 +1,99 @@
+"""Batch sizes that stand in the script: one rank that takes the batches of N ranks has N times as large ones."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ["BATCH_SIZES", "sizes_that_divide", "with_larger_batches", "with_larger_batches_in_words"]
+
+BATCH_SIZES = "batch sizes"  # all names that look like one
+
+_IS_SIZE = re.compile(
+    r"(^|_)(batch|batch_?size|bs|bsz|mbs|(num_|n_)?envs|per_(rank|device|gpu|process|proc)(_train)?(_batch_?size)?)$",
+    re.IGNORECASE,
+)
+_IS_OF_ALL_RANKS = re.compile(r"global|total|world|all_", re.IGNORECASE)
+
+
+def with_larger_batches(tree: ast.Module, factor: int, name: str = BATCH_SIZES) -> None:
+    """Multiply the integers of this name in a script, in place; by default those of every batch size."""
+    for value, of_name in _named_integers(tree):
+        if of_name == name or (name == BATCH_SIZES and _is_batch_size(of_name)):
+            value.value *= factor
+
+
+def sizes_that_divide(text: str, rows: int) -> list[str]:
+    """The names of integers in a script that divide the samples of a batch, but for its batch sizes: `prompts = 4`."""
+    names = [
+        name
+        for value, name in _named_integers(ast.parse(text))
+        if name and value.value > 1 and rows % value.value == 0 and not _is_batch_size(name)
+    ]
+    return list(dict.fromkeys(names))
+
+
+def _named_integers(tree: ast.Module) -> Iterator[tuple[Any, str]]:
+    """(constant, name) of the positive integers that a script assigns to names, or gives as arguments and defaults."""
+    pairs: list[tuple[ast.expr | None, str]] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                    pairs += zip(node.value.elts, map(_name, target.elts), strict=False)
+                else:
+                    pairs.append((node.value, _name(target)))
+        elif isinstance(node, ast.AnnAssign):
+            pairs.append((node.value, _name(node.target)))
+        elif isinstance(node, ast.arguments):
+            names = [each.arg for each in (*node.posonlyargs, *node.args)]
+            pairs += zip(node.defaults, names[len(names) - len(node.defaults) :], strict=True)
+            pairs += zip(node.kw_defaults, [each.arg for each in node.kwonlyargs], strict=True)
+        elif isinstance(node, ast.Dict):
+            names = [str(key.value) if isinstance(key, ast.Constant) else "" for key in node.keys]
+            pairs += zip(node.values, names, strict=True)
+        elif isinstance(node, ast.Call):
+            option = _option(node)
+            pairs += [
+                (each.value, option if option and each.arg == "default" else each.arg or "") for each in node.keywords
+            ]
+    for value, name in pairs:
+        if isinstance(value, ast.Constant) and type(value.value) is int and value.value > 0:
+            yield value, name
+
+
+def with_larger_batches_in_words(words: list[str], factor: int) -> list[str]:
+    """The arguments of a script with larger batch sizes: `--batch-size 4` and `--batch-size=4`."""
+    result, option = list[str](), ""
+    for word in words:
+        name, equals, value = word.partition("=")
+        if option and word.isdecimal() and _is_batch_size(option):
+            result.append(str(int(word) * factor))
+        elif word.startswith("-") and equals and value.isdecimal() and _is_batch_size(_as_name(name)):
+            result.append(f"{name}={int(value) * factor}")
+        else:
+            result.append(word)
+        option = _as_name(word) if word.startswith("-") and not equals else ""
+    return result
+
+
+def _is_batch_size(name: str) -> bool:
+    return bool(_IS_SIZE.search(name)) and not _IS_OF_ALL_RANKS.search(name)
+
+
+def _name(target: ast.expr) -> str:
+    return getattr(target, "id", getattr(target, "attr", ""))
+
+
+def _as_name(option: str) -> str:
+    return option.lstrip("-").replace("-", "_")
+
+
+def _option(call: ast.Call) -> str:
+    """The name of the option that `add_argument("--batch-size", ...)` defines; "" of another call."""
+    if getattr(call.func, "attr", "") != "add_argument":
+        return ""
+    names = [each.value for each in call.args if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+    return next((_as_name(name) for name in names if name.startswith("--")), "")

@@ -1,0 +1,95 @@
+"""Rows that the script takes out of its tensors, and tensors that it makes of samples: recorded, and put together.
+
+A script without a DataLoader cuts its batches itself: `data[order[start:stop]]`, `data[rank::world]`, `torch.stack`.
+One rank gets the rows of all ranks in place of its own: those of rank 0, then those of rank 1.
+"""
+
+# sys._getframe is private.
+# pyright: reportPrivateUsage=false
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from everyrank.audit.watch.place import is_own_file, where
+from everyrank.rerun.inside.session import Session
+
+__all__ = ["RowReads"]
+
+_ROWS = {torch.Tensor.__getitem__: "rows", torch.Tensor.index_select: "rows", torch.index_select: "rows"}
+_MADE = {torch.stack: "stack", torch.tensor: "tensor", torch.as_tensor: "tensor", torch.from_numpy: "tensor"}
+_MOST_BYTES = 2e8
+_MOST_READS = 20_000
+
+
+class RowReads(TorchFunctionMode):
+    """Records what the script's own lines read from tensors outside of its models, or replaces it."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self.session = session
+        self.num_bytes = 0
+        self.is_recording = not session.imposed
+        self.recorded = [each["reads"] for each in session.imposed] if session.settings["reads"] else []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        session = self.session
+        operation = _ROWS.get(func) or _MADE.get(func)
+        if (
+            operation is None
+            or not (self.is_recording or self.recorded)
+            or not session.is_active
+            or session.in_source
+            or session.in_loader
+            or session.in_model
+            or session.in_backward
+            or not torch.is_grad_enabled()  # an evaluation may read sample by sample
+            or not is_own_file(sys._getframe(1).f_code.co_filename)
+            or not _is_data(result)
+            or (operation == "rows" and not _takes_rows(args))
+        ):
+            return result
+        with session.quiet():
+            key = session.key(f"read {operation}", where())
+            return self.replace(key, result) if self.recorded else self.record(key, result)
+
+    def record(self, key: tuple[str, str, int], result: Any) -> Any:
+        """Record the rows, until there are too many."""
+        self.num_bytes += result.numel() * result.element_size()
+        if self.num_bytes > _MOST_BYTES or len(self.session.reads) >= _MOST_READS:
+            self.is_recording = False
+        else:
+            self.session.reads.append((key, (result.detach().clone(), self.session.update)))
+        return result
+
+    def replace(self, key: tuple[str, str, int], result: Any) -> Any:
+        """The rows of all ranks, if the ranks have read different ones."""
+        parts = [recorded[key][0] for recorded in self.recorded if key in recorded]
+        if len(parts) < len(self.recorded) or all(_is_same(part, parts[0]) for part in parts[1:]):
+            return parts[0].to(result.dtype) if len(parts) == len(self.recorded) == 1 else result
+        if any(part.shape[1:] != result.shape[1:] for part in parts):
+            return result
+        self.session.rows = [len(part) for part in parts]
+        self.session.batch_size = sum(self.session.rows)
+        return torch.cat(parts).to(result.dtype)
+
+
+def _is_data(result: Any) -> bool:
+    return type(result) is torch.Tensor and result.dim() > 0 and not result.requires_grad
+
+
+def _takes_rows(args: tuple[Any, ...]) -> bool:
+    """Whether an index selects along the first dimension: not `x[3]`, `x[:, 2:]` or `x[..., 0]`."""
+    index = args[1] if len(args) == 2 else None
+    first = index[0] if isinstance(index, tuple) and index else index
+    if isinstance(first, slice):
+        return first != slice(None)
+    return index is None or isinstance(first, list) or (isinstance(first, torch.Tensor) and first.dim() > 0)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one.shape == other.shape and torch.equal(one, other)
