@@ -1,0 +1,158 @@
+"""Scripts that cut their batches themselves, or whose ranks hold parts of a model, are compared with one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from everyrank.audit.finding import Findings
+from everyrank.relations import judge_script
+from everyrank.rerun import ScriptHost
+
+BEGIN = """
+import torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+model = nn.parallel.DistributedDataParallel(nn.Linear(6, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+x = torch.randn(64, 6)
+y = x[:, :3].argmax(1)
+
+
+def train(x, y):
+    loss = F.cross_entropy(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    if rank == 0:
+        print(f"loss {loss.item():.6f}")
+
+"""
+
+ROWS = """
+BATCH = 4
+noise = torch.Generator().manual_seed(100 + rank)
+for epoch in range(2):
+    shuffle = torch.Generator().manual_seed(epoch)
+    order = torch.randperm(len(x), generator=shuffle)[rank::world]
+    for start in range(0, len(order), BATCH):
+        rows = order[start : start + BATCH]
+        train(x[rows] + 0.1 * torch.randn(BATCH, 6, generator=noise), y[rows])
+"""
+
+LISTED = """
+import random
+
+batches = [(x[start : start + 4], y[start : start + 4]) for start in range(0, len(x), 4)]
+for epoch in range(2):
+    random.Random(epoch).shuffle(batches)
+    for xb, yb in batches[rank::world]:
+        train(xb, yb)
+"""
+
+PROMPTS = """
+prompts, answers = 2, 3
+generator = torch.Generator().manual_seed(7 + rank)
+for step in range(5):
+    asked = torch.randn(prompts, 6, generator=generator).repeat_interleave(answers, 0)
+    xb = asked + 0.1 * torch.randn(prompts * answers, 6, generator=generator)
+    scores = xb.sum(1).view(prompts, answers)
+    train(xb, (scores > scores.mean(1, keepdim=True)).long().flatten())
+"""
+
+FEW_INTEGERS = """
+generator = torch.Generator().manual_seed(rank)
+for step in range(5):
+    start = torch.randint(0, 50, (4, 1), generator=generator)
+    stride = torch.randint(1, 3, (4, 1), generator=generator)
+    xb = (start + stride * torch.arange(6)) / 50.0
+    train(xb, stride[:, 0])
+"""
+
+SCRIPTS = {"rows": ROWS, "listed": LISTED, "prompts": PROMPTS, "few integers": FEW_INTEGERS}
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ScriptHost, Path]]:
+    path = tmp_path_factory.mktemp("script") / "train.py"
+    path.write_text("")
+    with ScriptHost([str(path)], timeout_seconds=60.0) as running:
+        yield running, path
+
+
+def judged(host: tuple[ScriptHost, Path], text: str) -> tuple[Findings, int]:
+    """What is found, and in how many updates two ranks compute the same as one."""
+    running, path = host
+    path.write_text(text)
+    findings = Findings()
+    return findings, judge_script(running, [str(path)], 2, findings, updates=8)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_that_cuts_its_batches_is_compared(host: tuple[ScriptHost, Path], name: str) -> None:
+    """It is silent, and a sum that is averaged is named."""
+    text = BEGIN + SCRIPTS[name]
+    findings, num_equal = judged(host, text)
+    assert (findings, findings.unchecked) == ([], [])
+    assert num_equal > 4
+    summed = text.replace("F.cross_entropy(model(x), y)", 'F.cross_entropy(model(x), y, reduction="sum")')
+    assert [finding.rule for finding in judged(host, summed)[0]] == ["ranks.gradient"]
+
+
+def test_ranks_that_shuffle_by_themselves_overlap(host: tuple[ScriptHost, Path]) -> None:
+    findings, _ = judged(host, BEGIN + ROWS.replace("manual_seed(epoch)", "manual_seed(epoch + rank)"))
+    assert [finding.rule for finding in findings] == ["data.shared-samples"]
+
+
+TENSOR_PARALLEL = """
+import torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+torch.manual_seed(0)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(distribute_tensor(torch.ones(16), mesh, [Replicate()]))
+        self.up, self.down = nn.Linear(6, 16), nn.Linear(16, 3)
+
+    def forward(self, x):
+        hidden = self.up(x).relu()
+        scale = self.scale.to_local(grad_placements=[Partial()]).chunk(mesh.size())[mesh.get_local_rank()]
+        return self.down(hidden * scale)
+
+
+model = parallelize_module(Net(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+for step in range(4):
+    x = torch.randn(8, 6)
+    loss = F.cross_entropy(model(x), x[:, :3].argmax(1))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_ranks_that_hold_parts_of_a_model_are_compared(host: tuple[ScriptHost, Path]) -> None:
+    """Columns and rows of weights, and a gradient of which each rank has a summand; and one that is not summed."""
+    findings, num_equal = judged(host, TENSOR_PARALLEL)
+    assert (findings, findings.unchecked, num_equal) == ([], [], 4)
+    findings, _ = judged(host, TENSOR_PARALLEL.replace("grad_placements=[Partial()]", ""))
+    assert [finding.rule for finding in findings] == ["ranks.own-gradient"]
+
+
+def test_a_message_to_a_rank_that_one_rank_lacks_fails_at_once(host: tuple[ScriptHost, Path]) -> None:
+    """Gloo would wait for the other rank."""
+    messages = "dist.send(x[:4], 1) if rank == 0 else dist.recv(x[:4], 0)\n"
+    findings, _ = judged(host, BEGIN + messages + ROWS)
+    assert findings == []
+    assert any("a message to or from rank 1" in why for why in findings.unchecked), findings.unchecked
