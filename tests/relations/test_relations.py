@@ -513,7 +513,7 @@ def test_a_communication_hook_is_not_compared_unless_it_scales(host: tuple[Scrip
     assert "communication hook" in findings.unchecked[0]
     broken = found_in(host, hooked.replace(".div_(world)", ""))
     assert [finding.rule for finding in broken] == ["ranks.gradient"]
-    assert "all are 2" in broken[0].text
+    assert "they are 2" in broken[0].text
 
 
 @pytest.mark.integration

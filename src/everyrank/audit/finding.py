@@ -25,6 +25,8 @@ class Finding:
     text    what is wrong, with numbers
     fix     what to write instead, in one line
     also    further lines that the audit saw to take part in it
+    about_ranks  whether one rank with the samples of all would do something else from the first update on, so that a
+                 comparison can refute it
     """
 
     level: str
@@ -33,6 +35,7 @@ class Finding:
     text: str
     fix: str = ""
     also: tuple[str, ...] = ()
+    about_ranks: bool = False
 
     @functools.cached_property
     def lines(self) -> tuple[str, ...]:
@@ -46,7 +49,9 @@ class Finding:
 
     def as_json(self) -> dict[str, Any]:
         """As written by --json."""
-        return {**dataclasses.asdict(self), "also": list(self.also), "lines": list(self.lines)}
+        values = dataclasses.asdict(self)
+        del values["about_ranks"]
+        return {**values, "also": list(self.also), "lines": list(self.lines)}
 
 
 class Findings(list[Finding]):
@@ -63,11 +68,22 @@ class Findings(list[Finding]):
         super().__init__()
         self.unchecked, self.replayed, self.refuted = [], [], set()
 
-    def add(self, level: str, rule: str, place: str, text: str, fix: str = "", also: tuple[str, ...] = ()) -> None:
+    def add(
+        self,
+        level: str,
+        rule: str,
+        place: str,
+        text: str,
+        fix: str = "",
+        also: tuple[str, ...] = (),
+        *,
+        about_ranks: bool = False,
+    ) -> None:
         """Add a finding, unless the same rule has named that line already."""
         assert level in LEVELS, level
         if not any(known.rule == rule and known.place == place for known in self):
-            self.append(Finding(level, rule, place, text, fix, tuple(line for line in also if line and line != place)))
+            others = tuple(line for line in also if line and line != place)
+            self.append(Finding(level, rule, place, text, fix, others, about_ranks))
 
     def not_checked(self, message: str) -> None:
         """Report something that cannot be checked, or did not occur."""

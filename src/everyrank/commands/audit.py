@@ -250,10 +250,14 @@ def _with_other_arguments(
 
 
 def _is_worth_comparing(audit: Audit, options: AuditOptions) -> bool:
-    """Whether to compare without being asked: a script that trains, is quick, and has no certain mistake yet."""
+    """Whether to compare without being asked: a script that trains, is quick, and has no certain mistake yet.
+
+    A mistake that the comparison would refute is not certain.
+    """
     is_script = options.shim is None and audit.words[0] != "-m"
     is_quick = audit.seconds <= _SHORT_SECONDS and not options.watch
-    return is_script and is_quick and audit.updates > 0 and not audit.has_failed
+    is_certain = any(finding.level == "FAIL" and not finding.about_ranks for finding in audit.findings)
+    return is_script and is_quick and audit.updates > 0 and not is_certain
 
 
 def _has_edits(audit: Audit) -> bool:

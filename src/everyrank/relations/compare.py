@@ -296,9 +296,14 @@ def with_comparison(audit: Audit, options: AuditOptions) -> Audit:
     comparison = compare_script(
         audit.words, audit.world_size, timeout_seconds=options.timeout_seconds, pretend_cuda=options.pretend_cuda
     )
-    kept = [finding for finding in audit.findings if finding.rule not in comparison.refuted]
+    are_equal = comparison.num_equal > 0 and not any(each.rule.startswith("ranks.") for each in comparison.findings)
+    kept = [
+        finding
+        for finding in audit.findings
+        if finding.rule not in comparison.refuted and not (are_equal and finding.about_ranks)
+    ]
     result = "the script ran again, to be compared with one rank"
-    if comparison.num_equal and not any(finding.rule.startswith("ranks.") for finding in comparison.findings):
+    if are_equal:
         result = f"{audit.world_size} ranks compute the same as one in {comparison.num_equal} updates, up to rounding"
     return dataclasses.replace(
         audit,

@@ -6,6 +6,7 @@ The first thing that differs is reported, with the line where the difference beg
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -53,6 +54,21 @@ class _Case:
     @property
     def num_ranks(self) -> int:
         return len(self.many.ranks)
+
+    @functools.cached_property
+    def local(self) -> frozenset[str]:
+        """Parameters that begin differently on each rank, beside others that begin alike: experts of each rank."""
+        held = [rank.updates[0].before for rank in self.many.ranks]
+        common = [name for name in held[0] if all(name in each for each in held)]
+        apart = {
+            name
+            for name in common
+            if any(
+                each[name].shape == held[0][name].shape and relative_difference(each[name], held[0][name]) > _SAME_ROWS
+                for each in held[1:]
+            )
+        }
+        return frozenset(apart) if len(apart) < len(common) else frozenset()
 
     def pairs(self, update: int) -> tuple[list[RecordedUpdate], RecordedUpdate]:
         return [rank.updates[update] for rank in self.many.ranks], self.one.updates[update]
@@ -283,7 +299,7 @@ def _values(update: RecordedUpdate, kind: str) -> dict[str, Any]:
 
 
 def _differing(case: _Case, ranks: list[RecordedUpdate], one: RecordedUpdate, kind: str) -> dict[str, float]:
-    """How far each tensor is from that of one rank, by name; -1 where ranks hold different ones."""
+    """How far each tensor is from that of one rank, by name; -1 where ranks should hold the same one and do not."""
     import torch
 
     tolerance = case.tolerance * (1 if kind == "gradients" else 10)
@@ -299,7 +315,7 @@ def _differing(case: _Case, ranks: list[RecordedUpdate], one: RecordedUpdate, ki
             continue
         apart = relative_difference(joined.tensor, tensor, scale)
         if apart > tolerance:
-            names[name] = apart if joined.is_same else -1.0
+            names[name] = apart if joined.is_same or name in case.local else -1.0
     return names
 
 
@@ -339,7 +355,8 @@ def _report_difference(
     wholes = {name: whole([_values(rank, kind).get(name) for rank in ranks], value) for name, value in values.items()}
     pairs = [(wholes[name].tensor, value) for name, value in values.items() if wholes[name].tensor is not None]
     is_rounded = bool(case.many.ranks[0].facts.get("comm_hook"))
-    factor = constant_factor(pairs, _ROUNDED_BY_HOOK if is_rounded else 1e-3) if kind == "gradients" else None
+    differing = [(wholes[name].tensor, values[name]) for name in names if name in wholes]
+    factor = constant_factor(differing, _ROUNDED_BY_HOOK if is_rounded else 1e-3) if kind == "gradients" else None
     reason, place, also = _explained(case, update, kind, factor)
     changes = _rounded_or_small(pairs, names[worst]) if kind == "gradients" else ""
     if changes and not reason:
@@ -362,7 +379,7 @@ def _explained(case: _Case, update: int, kind: str, factor: float | None) -> tup
     """(reason, line, further lines) of a difference; ("", the line of the step, []) if there is no reason."""
     one = case.one.updates[update]
     if factor is not None:
-        reason = f"all are {factor:.4g} times those of one rank{_factor_reason(factor, case.num_ranks)}"
+        reason = f"they are {factor:.4g} times those of one rank{_factor_reason(factor, case.num_ranks)}"
         place = one.backwards[-1] if one.backwards else one.step
         return reason, place, [*case.many.ranks[0].facts.get("sent_at", []), one.step]
     if update == 0 and kind == "after" and one.optimizer:

@@ -141,6 +141,7 @@ def _check_lost(evidence: Evidence, findings: Findings) -> None:
                 "losses by this rank's features is lost",
                 "use torch.distributed.nn.functional.all_gather, whose backward sums the gradients of all ranks",
                 (events[0].line,),
+                about_ranks=True,
             )
             return
 
@@ -264,7 +265,8 @@ def _explain(evidence: Evidence, update: _Update, every: list[Piece], findings: 
     is_averaged = evidence.averages_parameters or (rule == "local" and evidence.averages_each_update)
     level = "NOTE" if is_averaged or is_rounded or rule == "scaled" else "WARN" if rule == "unexplained" else "FAIL"
     also = tuple(dict.fromkeys(event.line for event in evidence.of(ranks[0], NoSync)))
-    findings.add(level, f"gradient.{rule}", update.line, f"update {update.number}: {text}", fix, also)
+    text, about_ranks = f"update {update.number}: {text}", len(ranks) > 1 and update.number == 0
+    findings.add(level, f"gradient.{rule}", update.line, text, fix, also, about_ranks=about_ranks)
 
 
 def _is_compressed(update: _Update) -> bool:

@@ -85,6 +85,7 @@ def _judge(
             f"({terms[least].terms:g} terms): a mean of means, not the mean over all {count:g} terms",
             "sum the loss, and divide it by the number of terms of all ranks and micro-batches",
             evidence.scaling_lines(update),
+            about_ranks=update == 0 and len(terms) == evidence.world_size,
         )
     total = sum(weights[piece] * term.terms for piece, term in terms.items())
     if len({term.reduction for term in terms.values()}) > 1:
@@ -123,6 +124,7 @@ def _wrong_scale(
         f"update {update}: the gradient is {times(total)}: {cause or 'a weight that the script chooses?'}",
         fix,
         (*evidence.scaling_lines(update), *(_window_of(evidence, update) if num_backwards != usual else ())),
+        about_ranks=update == 0 and "ranks" in cause,
     )
 
 

@@ -126,6 +126,7 @@ def _check_experts(evidence: Evidence, findings: Findings) -> None:
                 f"gradients are averaged over the {num} ranks, except those of parameters that only one rank has. If "
                 f"these get the tokens of all ranks, as experts do, their gradients are {num}x too large",
                 "divide the gradients of experts by the number of ranks whose tokens they get",
+                about_ranks=True,
             )
 
 
@@ -175,6 +176,7 @@ def _check_scale(evidence: Evidence, findings: Findings) -> None:
                 f"{text}, but the {num} ranks read the same samples",
                 f"{fix}: the ranks of a tensor-parallel group count as one",
                 evidence.scaling_lines(list(evidence.steps)[1]),
+                about_ranks=True,
             )
 
 
