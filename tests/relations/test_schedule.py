@@ -13,9 +13,11 @@ from everyrank.relations.schedule import judge_horizon
 
 
 def complete_run(ranks: int, rates: list[float]) -> Any:
-    updates = [SimpleNamespace(rates=[rate], step="train.py:30") for rate in rates]
+    """A run whose first 40 updates are those of another optimizer."""
+    of_another = [SimpleNamespace(rates=[0.5], step="train.py:9", optimizer="train.py:8")] * 40
+    updates = [SimpleNamespace(rates=[rate], step="train.py:30", optimizer="train.py:11") for rate in rates]
     facts = {"came_to_end": True, "schedules": ["train.py:12"]}
-    rank = SimpleNamespace(facts=facts, updates=updates)
+    rank = SimpleNamespace(facts=facts, updates=[*of_another, *updates])
     return SimpleNamespace(ranks=[rank] * ranks, trouble="", folder=Path())
 
 

@@ -24,7 +24,7 @@ from everyrank.relations.ranks import (
 from everyrank.relations.recompute import judge_recomputation
 from everyrank.relations.resume import ResumeCommand, judge_resume
 from everyrank.relations.same import judge_settings
-from everyrank.relations.samples import judge_samples, judge_skipped_batches, judge_uneven_passes
+from everyrank.relations.samples import judge_equal_columns, judge_samples, judge_skipped_batches, judge_uneven_passes
 from everyrank.relations.schedule import has_schedule, judge_horizon
 from everyrank.relations.updates import judge_updates
 from everyrank.relations.workers import is_suspicious, judge_workers
@@ -63,7 +63,7 @@ _EXPLAINED_BY = {
 }
 """Kinds of rules that can be the cause of each difference."""
 
-_COMPLETE_SECONDS = 6.0  # for a complete run, which only the end of a schedule needs
+_COMPLETE_SECONDS = 15.0  # for a complete run, which only the end of a schedule needs
 _PASS_BATCHES = 4  # of shortened epochs, where the whole ones are too long to reach an evaluation
 _SHORT_UPDATES, _SHORT_SECONDS = 12, 6.0
 _MOST_UPDATES = 20_000
@@ -141,6 +141,7 @@ def judge_script(
         return 0
     judge_rounded_updates(many.ranks[0], findings)
     judge_samples(many, findings)
+    judge_equal_columns(many, findings)
     judge_updates(many.ranks[0], findings)
     judge_skipped_batches(many.ranks[0], findings)
     judge_uneven_passes(many, findings)
@@ -174,7 +175,7 @@ def judge_script(
         judge_statistics(many, findings)
         if num_equal and not findings.has("ranks.") and misses_evaluation(many, text):
             _judge_short_epochs(host, words, processes, many.float64, findings)
-        if has_schedule(many.ranks[0]):
+        if has_schedule(many.ranks[0]) or "lr_scheduler" in text:  # another optimizer may train something first
             _judge_complete_runs(host, words, processes, findings)
     lines = one.ranks[0].facts.get("checkpointing", [])
     if lines and not one.trouble:

@@ -59,7 +59,8 @@ def lines_of_state(rank: RankRecording, name: str) -> tuple[str, ...]:
     if name not in rank.facts.get("state_lines", {}):
         path = rank.updates[0].step.rpartition(":")[0] if rank.updates else ""
         source = read_source(path)
-        changes = source.changes_of(name.rpartition(".")[2]) if source is not None and "." in name else []
+        attribute = name.rpartition(": ")[2].rpartition(".")[2]
+        changes = source.changes_of(attribute) if source is not None else []
         return tuple(f"{path}:{each.line}" for each in changes)
     return _assigned_at(*rank.facts["state_lines"][name])
 

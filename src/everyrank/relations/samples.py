@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "judge_equal_columns",
     "judge_samples",
     "judge_skipped_batches",
     "judge_uneven_passes",
@@ -26,6 +27,7 @@ __all__ = [
 
 _FEW = 16  # samples of a rank: too few to judge
 _SEVERAL = 4  # samples that ranks have in common
+_BATCHES, _NUMBERS = 3, 4  # batches, and numbers of a sample, that tell that ranks draw alike
 _ORDERS = 2  # whole ones that tell
 _READ_AFTER = 2  # batches that show one backward for each
 _ALL = 0.9  # of the samples: the ranks read the same data, which rules of audit judge
@@ -69,6 +71,52 @@ def _judge_passes(
             )
             return True
     return False
+
+
+def judge_equal_columns(many: ScriptRecording, findings: Findings) -> None:
+    """Find a part of each batch that is the same on two ranks, although their samples differ: it is drawn alike.
+
+    Such as a random mask of each sample, seeded by the worker alone. Parts that are the same in all batches, and
+    single numbers of a sample, such as classes in a fixed order, do not count.
+    """
+    if len(many.ranks) < 2:
+        return
+    places = many.ranks[0].facts.get("loader_places", {})
+    for key, pairs in _batches_at_once(many).items():
+        columns = [[list(tensors_of_batch(batch)) for batch in pair] for pair in pairs]
+        if len(columns) < _BATCHES or len({len(each) for pair in columns for each in pair}) > 1:
+            continue
+        equal = [[_is_equal(a, b) for a, b in zip(*pair, strict=True)] for pair in columns]
+        for number, column in enumerate(columns[0][0]):
+            is_drawn = column.dim() > 1 and column[0].numel() >= _NUMBERS and column.is_floating_point()
+            changes = not _is_equal(column, columns[1][0][number]) and not _is_equal(column[0], column[-1])
+            is_alone = all(row[number] and not all(row) for row in equal)
+            if is_drawn and changes and is_alone:
+                findings.add(
+                    "WARN",
+                    "random.equal-draws",
+                    places.get(key[0], ""),
+                    f"tensor {number} of each batch is the same on ranks 0 and 1, although their samples differ: "
+                    "the ranks draw it with the same random numbers",
+                    "seed what draws it by rank, too: seed + rank * num_workers + worker_id",
+                )
+                return
+
+
+def _batches_at_once(many: ScriptRecording) -> dict[tuple[int, int], list[tuple[Any, Any]]]:
+    """The pairs of batches that ranks 0 and 1 read at the same place of each pass over a training loader."""
+    passes: list[dict[tuple[int, int], list[Any]]] = []
+    for rank in many.ranks[:2]:
+        trained, of_rank = rank.facts.get("trained", []), dict[tuple[int, int], list[Any]]()
+        for (loader, number), batch, _ in rank.batches:
+            if loader in trained:
+                of_rank.setdefault((loader, number), []).append(batch)
+        passes.append(of_rank)
+    return {key: list(zip(first, passes[1].get(key, []), strict=False)) for key, first in passes[0].items()}
+
+
+def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and bool((one == other).all())
 
 
 def judge_skipped_batches(rank: RankRecording, findings: Findings) -> None:

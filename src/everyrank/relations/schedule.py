@@ -59,12 +59,18 @@ def _has_same_progress(shared: Sequence[float], single: Sequence[float]) -> bool
     return True
 
 
+def _rates_of_last(rank: RankRecording) -> list[float]:
+    """The learning rates of the optimizer that steps last; another may have trained something before."""
+    last = rank.updates[-1].optimizer if rank.updates else ""
+    return [update.rates[0] for update in rank.updates if update.rates and update.optimizer == last]
+
+
 def judge_horizon(many: ScriptRecording, one: ScriptRecording, findings: Findings) -> None:
     """Compare where the schedule ends on N ranks and on one, in complete runs of the script."""
     ranks, alone = many.ranks[0], one.ranks[0]
     if many.trouble or one.trouble or not (ranks.facts.get("came_to_end") and alone.facts.get("came_to_end")):
         return
-    shared, single = ([update.rates[0] for update in rank.updates if update.rates] for rank in (ranks, alone))
+    shared, single = (_rates_of_last(rank) for rank in (ranks, alone))
     times = len(single) / max(len(shared), 1)
     if len(shared) < 4 or abs(times - len(many.ranks)) > _RATIO_TOLERANCE * len(many.ranks):
         return  # the number of updates is a setting, or the script stopped early
