@@ -33,6 +33,8 @@ RUNS = {
     "a warm-up of as many updates": (decay(40, 6), decay(80, 6), set(), ["schedule.often", "ranks.rate"]),
     "a warm-up that counts the ranks": (decay(40, 20), decay(80, 10), set(), ["schedule.often"]),
     "an end that comes too early": (decay(40, 6, 20), decay(80, 6), {"schedule.horizon"}, []),
+    "steps for each rank": ([*decay(40, 6)[::2], *[0.0] * 20], decay(40, 6), {"schedule.horizon"}, []),
+    "as many updates": (decay(40, 6), decay(40, 6), set(), []),
     "a length that does not count the ranks": (decay(40, 6, 80), decay(80, 6), {"schedule.horizon"}, []),
 }
 

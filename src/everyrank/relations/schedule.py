@@ -59,6 +59,13 @@ def _has_same_progress(shared: Sequence[float], single: Sequence[float]) -> bool
     return True
 
 
+def _is_faster(shared: Sequence[float], single: Sequence[float], ranks: int) -> bool:
+    """Whether the schedule of N ranks takes N of its steps in each update, and that makes a difference."""
+    last = len(single) - 1
+    is_that = all(abs(rate - single[min(ranks * update, last)]) <= _MARGIN for update, rate in enumerate(shared))
+    return is_that and any(abs(a - b) > 3 * _MARGIN for a, b in zip(shared, single, strict=True))
+
+
 def _rates_of_last(rank: RankRecording) -> list[float]:
     """The learning rates of the optimizer that steps last; another may have trained something before."""
     last = rank.updates[-1].optimizer if rank.updates else ""
@@ -72,15 +79,25 @@ def judge_horizon(many: ScriptRecording, one: ScriptRecording, findings: Finding
         return
     shared, single = (_rates_of_last(rank) for rank in (ranks, alone))
     times = len(single) / max(len(shared), 1)
-    if len(shared) < 4 or abs(times - len(many.ranks)) > _RATIO_TOLERANCE * len(many.ranks):
-        return  # the number of updates is a setting, or the script stopped early
-    if not max(shared) or not max(single):
+    if len(shared) < 4 or not max(shared) or not max(single):
         return
     shared, single = ([rate / max(rates) for rate in rates] for rates in (shared, single))
+    place = ranks.facts.get("schedules", [ranks.updates[-1].step])
+    if len(shared) == len(single) and _is_faster(shared, single, len(many.ranks)):
+        findings.add(
+            "WARN",
+            "schedule.horizon",
+            place[0],
+            f"the learning rate of update u on {len(many.ranks)} ranks is that of update {len(many.ranks)}u on one "
+            f"rank, and the script makes {len(shared)} updates on both: the schedule ends before training does",
+            "step the scheduler once per update, or multiply its length by the number of ranks",
+            also=tuple(place[1:]),
+        )
+    if abs(times - len(many.ranks)) > _RATIO_TOLERANCE * len(many.ranks):
+        return  # the number of updates is a setting, or the script stopped early
     if _has_same_progress(shared, single):
         findings.refute("schedule.often", "ranks.rate")  # the schedule already counts the ranks
         return
-    place = ranks.facts.get("schedules", [ranks.updates[-1].step])
     idle = [sum(rate < _FINISHED_BELOW for rate in reversed(rates)) / len(rates) for rates in (shared, single)]
     if idle[0] <= idle[1] + _MARGIN and abs(shared[-1] - single[-1]) <= 2 * _MARGIN:
         findings.refute("schedule.often")  # it does not end early
