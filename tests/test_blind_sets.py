@@ -35,7 +35,7 @@ def test_a_patch_that_does_not_fit_is_an_error(corpus: Any, text: str) -> None:
         corpus.patched(text, PATCH)
 
 
-@pytest.mark.parametrize(("number", "mistakes"), [(1, 15), (2, 15), (3, 24)])
+@pytest.mark.parametrize(("number", "mistakes"), [(1, 15), (2, 15), (3, 24), (4, 24), (6, 24)])
 def test_every_mistake_stands_where_its_description_says(
     corpus: Any, tmp_path: Path, number: int, mistakes: int
 ) -> None:
