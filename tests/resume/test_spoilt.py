@@ -128,7 +128,9 @@ main(sys.argv[2:])
 """
 
 
-@pytest.mark.parametrize(("where", "said"), [("/dev/full", "No space left on device"), ("pipe", "its reader has gone")])
+@pytest.mark.parametrize(
+    ("where", "said"), [("/dev/full", "No space left on device"), ("pipe", "the reader of the pipe has gone")]
+)
 def test_a_training_that_nobody_can_see_comes_to_its_end(cli: Cli, tmp_path: Path, where: str, said: str) -> None:
     """`train ... | head -1` and a full disk behind `> file`: the checkpoints are there, and the status is 0."""
     (tmp_path / "unseen.py").write_text(UNSEEN)
