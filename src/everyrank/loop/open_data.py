@@ -70,7 +70,7 @@ def open_data(workload: Workload, world: World, counts_uneven: bool = True) -> t
         _check_weights(workload.weights, train_data, world)
     if not samples_per_epoch(workload, len(train_data)):
         raise WorkloadError(
-            f"drop_last=True: train_data has {len(train_data)} samples, less than one batch of {workload.global_batch}; "
+            f"drop_last=True: train_data has {len(train_data)} samples, less than a batch of {workload.global_batch}; "
             f"use a global_batch of at most {len(train_data)}"
         )
     return train_data, eval_data
