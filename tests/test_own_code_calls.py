@@ -129,7 +129,7 @@ def test_a_layout_is_printed_as_it_was_typed(folder: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("said", "line"),
     [
-        ({"axes": {"tp": "same", "dp": "batch"}}, "(batch) first"),
+        ({"axes": {"tp": "same", "dp": "batch"}}, "the axes of batch first"),
         ({"axes": {"dp": "samples"}}, "axes={'dp': 'samples'}: give one of batch"),
         ({"gradients": "average"}, "gradients='average': give mean or sum"),
         ({"axes": {"dp": "batch"}, "gradients": {"tp": "sum"}}, "gradients of tp: no such axis"),
@@ -147,7 +147,7 @@ def test_no_checkpoint_of_unknown_parts(cli: Cli, folder: Path) -> None:
     (folder / "tiny.py").write_text(TINY)
     done = cli(folder, "train", "tiny.py", "--processes", 2, "--layout", "mine.py:halves:tensor=2,data=1")
     assert done.status == 2
-    assert "no checkpoint could hold it" in one_line(done.err)
+    assert "it cannot be saved" in one_line(done.err)
 
 
 def test_bench_takes_it(cli: Cli, folder: Path) -> None:

@@ -57,7 +57,7 @@ def test_a_finished_run_is_not_begun_again(cli: Cli, tmp_path: Path) -> None:
     log = (tmp_path / "run" / "log.jsonl").read_text()
     done = cli.on_ranks(tmp_path, *words, "--resume")
     assert done.status == 2
-    assert "it holds a run already" in done.err
+    assert "--resume" in done.err
     assert (tmp_path / "run" / "log.jsonl").read_text() == log
 
 

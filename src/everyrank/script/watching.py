@@ -190,13 +190,13 @@ def _record_exit(state: RankState) -> None:
     os._exit = record_and_exit
 
 
-def _recorded_calls(with_places: bool) -> dict[str, Any]:
+def _recorded_calls(with_locations: bool) -> dict[str, Any]:
     dist = sys.modules.get("torch.distributed")
     if dist is None or not getattr(dist, "is_initialized", lambda: False)():
         return {}
     from everyrank.world.calls import recorded_calls
 
-    return recorded_calls(with_places)
+    return recorded_calls(with_locations)
 
 
 class _HangWatch:

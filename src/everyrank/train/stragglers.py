@@ -107,7 +107,7 @@ class StragglerWatch:
     def _arrivals(self) -> dict[str, list[list[Any]]]:
         """Return for each group of this rank its ranks and [number, arrival in µs] of its newest collectives."""
         since = self.base or time.time_ns() - int(1e9 * (time.perf_counter() - self.begun))
-        return arrival_times(recorded_calls(with_places=False), self.base, since)
+        return arrival_times(recorded_calls(with_locations=False), self.base, since)
 
 
 def why_late(rank: int, share: float, usage: Sequence[Mapping[str, float]]) -> str:
