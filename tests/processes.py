@@ -274,7 +274,7 @@ class Running:
             if found := condition():
                 return found
             time.sleep(0.02)
-        raise AssertionError(f"it never reached that: {self.said()}")
+        raise AssertionError(f"it never came to that: {self.said()}")
 
     def processes(self) -> dict[int, str]:
         """Every process that carries the mark, by id."""

@@ -187,14 +187,14 @@ def test_asked_while_it_hangs(cli: Cli, tmp_path: Path, capsys: pytest.CaptureFi
 
     running.wait_for(is_named)
     os.kill(running.process.pid, signal.SIGUSR2)
-    running.wait_for(lambda: "autopsy: rank 1 never came" in running.said()[1])
+    running.wait_for(lambda: "autopsy: rank 1 never reached" in running.said()[1])
     # a busy core may show a process that has just been woken as one that computes
     assert seen.partition("(it waits")[0] in running.said()[1]
     os.kill(running.process.pid, signal.SIGINT)
     assert running.end()[0] == 130
     assert running.left() == {}
     assert main(["autopsy", str(tmp_path / "out")]) == 0
-    assert "rank 0 is gone" in capsys.readouterr().out
+    assert "rank 0 ended without" in capsys.readouterr().out
 
 
 @pytest.mark.integration
@@ -260,7 +260,7 @@ def test_a_rank_that_a_library_has_ended_on_another_host(tmp_path: Path) -> None
     (tmp_path / "rank0.stacks").write_text(
         f"Fatal Python error: Aborted\n\nThread 0x{17:x} (most recent call first):\n{frames}"
     )
-    assert re.search(r"rank 0 was ended by a library, in C: .* train\.py:265", str(hang_autopsy(tmp_path, 0.1)))
+    assert re.search(r"rank 0 was aborted by a C library: .* train\.py:265", str(hang_autopsy(tmp_path, 0.1)))
 
 
 TIMED_OUT = "RankFailedError: shm all_reduce timed out after 8 s (--timeout): rank 1 did not come"
@@ -408,7 +408,7 @@ def test_the_call_before_the_one_that_gloo_ended() -> None:
     """Its sizes may be what differed: rank 1 was ended, while rank 0 has gone on to the next collective."""
     calls = [call(1), call(2, operation="all_gather", count=5), call(3, False, "all_gather", 1)]
     text = verdict([view(0, calls, 2), view(1, size=2, state="gone", aborted=True)])
-    assert re.search(r"rank 1 was ended by a library.* rank 0 waits in all_gather of 1 element", text)
+    assert re.search(r"rank 1 was aborted by a C library.* rank 0 waits in all_gather of 1 element", text)
     assert text.endswith("before it, rank 0 called all_gather of 5 elements of float32, collective 2")
 
 

@@ -68,7 +68,7 @@ def test_ranks_without_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(reports, "_FILES_SECONDS", 0.0)
     (tmp_path / "rank0.result").write_bytes(pickle.dumps(None))
     (tmp_path / "rank1.log").write_text("the last words")
-    with pytest.raises(RankFailedError, match=r"rank 1 of 2 left no result") as caught:
+    with pytest.raises(RankFailedError, match=r"rank 1 of 2 returned no result") as caught:
         reports.Reports(tmp_path, tmp_path, 2, range(2), Launch(processes=2)).results(needs_all=True)
     assert caught.value.log == tmp_path / "rank1.log"
 

@@ -115,7 +115,7 @@ class _Safetensors(Mapping[str, Tensor]):
         return len(self.metadata)
 
     def shape(self, name: str) -> Tensor:
-        """A tensor of its shape and dtype, on the meta device."""
+        """Return a tensor of its shape and dtype, on the meta device."""
         kind = self.metadata[name]["dtype"]
         if kind not in _DTYPES:
             raise SafetensorError(f"{name} is {kind}, which torch does not have")

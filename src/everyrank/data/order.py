@@ -56,7 +56,7 @@ class Epoch:
         return max(updates_per_epoch(length, batch) for length, batch in self.parts)
 
     def samples_before(self, step: int) -> int:
-        """The number of samples read before update `step`; the last batches of an epoch may be smaller."""
+        """Return the number of samples read before update `step`; the last batches of an epoch may be smaller."""
         epochs, index = divmod(step, self.updates)
         return epochs * self.samples + sum(min(index * batch, length) for length, batch in self.parts)
 
@@ -145,7 +145,7 @@ class KnownUpdates(Sequence[Update]):
         return {}
 
     def samples_before(self, step: int) -> int:
-        """The number of samples read before update `step`."""
+        """Return the number of samples read before update `step`."""
         return self.epoch_sizes.samples_before(step)
 
     def __len__(self) -> int:

@@ -141,7 +141,7 @@ class OpenUpdates(Iterable[Update]):
         return steps_done == self.steps or (self.ends_epoch(steps_done) and self.newest.epoch + 1 == self.epochs)
 
     def samples_before(self, step: int) -> int:
-        """The number of samples read between `start_step` and update `step`."""
+        """Return the number of samples read between `start_step` and update `step`."""
         return self.num_read[min(step, self.step) - self.start_step]
 
     def position(self, steps_done: int) -> dict[str, int]:

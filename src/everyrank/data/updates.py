@@ -45,11 +45,11 @@ class Updates(Protocol):
         ...
 
     def position(self, steps_done: int) -> dict[str, int]:
-        """The entries that a checkpoint needs besides `steps_done` to resume the data; often none."""
+        """Return the entries that a checkpoint needs besides `steps_done` to resume the data; often none."""
         ...
 
     def samples_before(self, step: int) -> int:
-        """The number of samples read before update `step`. Only differences of two such numbers are defined."""
+        """Return the number of samples read before update `step`. Only differences of two such numbers are defined."""
         ...
 
     def __iter__(self) -> Iterator[Update]: ...

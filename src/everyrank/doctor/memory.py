@@ -53,7 +53,7 @@ def _gib(size: float) -> str:
 
 
 def _this_machine(processes: int | None) -> Cluster:
-    """The GPUs of this machine with their memory, or its CPU."""
+    """Return the GPUs of this machine with their memory, or its CPU."""
     import torch
 
     from everyrank.plan.hardware import find_gpu, host_cluster

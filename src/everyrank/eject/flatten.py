@@ -36,7 +36,7 @@ class Flattened:
     needs_workload: bool = False
 
     def render(self, header: str, workload_class: str) -> str:
-        """The whole file."""
+        """Return the whole file."""
         imports = set(self.imports)
         texts = list(self.texts)
         if self.needs_workload:

@@ -64,7 +64,7 @@ class DDPOptions(StrategyOptions):
     find_unused: bool = False
 
     def conflict(self, layout: Layout) -> str:
-        """A static graph is learned in the first backward that sends gradients."""
+        """Return a message for a static graph with accumulation."""
         if self.static_graph and layout.accumulate > 1:
             return (
                 "torch learns a static graph while it sends gradients, and the first backward of several micro-batches "

@@ -158,7 +158,7 @@ def _more_gpus(layout: Layout, request: PlanRequest, batch: int, calibration: Ca
 
 
 def _command(verb: str, layout: str, request: PlanRequest, batch: int) -> str:
-    """The exact command line for a layout; with several nodes it is started on each of them."""
+    """Return the exact command line for a layout; with several nodes it is started on each of them."""
     words = f"everyrank {verb} {request.workload} --layout {shlex.quote(layout)} --batch {batch}"
     nodes = request.cluster.gpus // request.cluster.per_node
     if nodes > 1:

@@ -95,7 +95,7 @@ def _tiny(num_blocks: int) -> Workload:
 
 
 def _references() -> tuple[Workload, Workload]:
-    """A decoder and a network of wide layers, each of a step that is mostly kernels."""
+    """Return a decoder and a network of wide layers, each of a step that is mostly kernels."""
     shape = DecoderShape(num_blocks=4, num_heads=4, width=128, hidden=352, vocabulary=512)
     decoder = decoder_workload(shape, 16, 64, name="reference decoder", global_batch=16, clip_norm=1.0, steps=1)
     wide = Workload(
@@ -207,7 +207,7 @@ def _overhead(strategy: str, seconds: Sequence[float], machine: Machine, backend
     ]
 
     def known(steps: Sequence[TracedStep], of_operator: float) -> float:
-        """The seconds of a step that takes nothing itself; a GPU is faster than the host here."""
+        """Return the seconds of a step that takes nothing itself; a GPU is faster than the host here."""
         operators = [step.operators for step in steps]
         if machine.device != "cpu":
             return of_operator * len(operators[0])
@@ -229,7 +229,7 @@ def _overhead(strategy: str, seconds: Sequence[float], machine: Machine, backend
 
 
 def _mean(curves: Sequence[dict[str, list[Point]]]) -> dict[str, list[Point]]:
-    """The mean of the ranks at each point."""
+    """Return the mean of the ranks at each point."""
     return {
         kind: [
             (points[0][0], statistics.fmean(seconds for _, seconds in points))

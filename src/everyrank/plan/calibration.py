@@ -104,7 +104,7 @@ def case_of(calibration: Calibration, gpu: str, stack: str) -> str:
 
 
 def _quantile(errors: Sequence[float], coverage: float) -> float | None:
-    """The split-conformal quantile; None for too few errors."""
+    """Return the split-conformal quantile; None for too few errors."""
     rank = math.ceil((len(errors) + 1) * coverage)
     return float(sorted(errors)[rank - 1]) if len(errors) >= 8 and rank <= len(errors) else None
 

@@ -155,7 +155,7 @@ def _gpu(
     links: tuple[Link, Link],
     source: str,
 ) -> Gpu:
-    """A kind in the units of data sheets: operations as (16-bit, TF32, fp8, float32), dense, in Tflop/s."""
+    """Return a kind in the units of data sheets: operations as (16-bit, TF32, fp8, float32), dense, in Tflop/s."""
     flops, flops_tf32, flops_fp8, flops_fp32 = (1e12 * value for value in tflops)
     inside, across = links
     rates = flops, flops_tf32, flops_fp8, flops_fp32

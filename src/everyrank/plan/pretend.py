@@ -128,7 +128,7 @@ class StandInDDP(nn.Module):
             self.is_syncing = True
 
     def forward(self, value: Any) -> Any:
-        """The module's output; one all-reduce for each bucket is counted where backward would send it."""
+        """Return the module's output; one all-reduce for each bucket is counted where backward would send it."""
         output = self.module(value)
         if self.is_syncing and torch.is_grad_enabled():
             for flat, _ in self.buckets:

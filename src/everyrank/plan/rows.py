@@ -161,7 +161,7 @@ def _read_row(name: str, row: dict[str, Any]) -> Row:
 
 
 def _group(row: Mapping[str, Any], part: str) -> dict[str, Any]:
-    """A part of a row, which may be missing."""
+    """Return a part of a row, which may be missing."""
     value = row.get(part)
     if value is not None and not isinstance(value, dict):
         raise _UnreadableError(f"{part} is no JSON object")
@@ -389,7 +389,7 @@ def _recompute(row: Mapping[str, Any], assumed: list[str]) -> int:
 def _named_stack(
     row: Mapping[str, Any], parallel: Mapping[str, Any], extra: Mapping[str, Any], assumed: list[str]
 ) -> Stack:
-    """The stack that a row names, or that its source, precision and attention imply."""
+    """Return the stack that a row names, or that its source, precision and attention imply."""
     precision, source = str(row.get("precision") or "").lower(), _source(row).lower()
     named = str(extra.get("stack") or row.get("stack") or "")
     attention = str(row.get("attention") or "").lower()
@@ -416,7 +416,7 @@ def _named_stack(
 def _stack_of(
     row: Mapping[str, Any], parallel: Mapping[str, Any], extra: Mapping[str, Any], assumed: list[str]
 ) -> Stack:
-    """The stack of a row, with its attention and compiler."""
+    """Return the stack of a row, with its attention and compiler."""
     if not row.get("precision"):
         assumed.append("precision=16 bit")
     stack = _named_stack(row, parallel, extra, assumed)

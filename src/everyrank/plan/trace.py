@@ -213,7 +213,7 @@ def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _group_name(values: list[Any]) -> str:
-    """The name of the process group among the arguments of a collective."""
+    """Return the name of the process group among the arguments of a collective."""
     for value in values:
         if isinstance(value, torch.ScriptObject):
             with contextlib.suppress(RuntimeError):  # a reduction is a ScriptObject, too

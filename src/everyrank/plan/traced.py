@@ -89,7 +89,7 @@ class LayoutMemory:
         return self.reserved * _MOST_RESERVED + _MOST_CONTEXT
 
     def with_expandable_segments(self) -> LayoutMemory:
-        """The same with `expandable_segments:True`."""
+        """Return the same with `expandable_segments:True`."""
         return dataclasses.replace(self, reserved=self.expandable)
 
 
@@ -208,7 +208,7 @@ def _memory_of(step: TracedStep, on_gpu: bool, note: str) -> LayoutMemory:
 
 
 def _later(memory: LayoutMemory) -> float:
-    """The peak of an update after the first."""
+    """Return the peak of an update after the first."""
     return sum(memory.categories.values())
 
 

@@ -81,7 +81,7 @@ def compare_port(original: ScriptRecording, port: ScriptRecording, tolerance: fl
 
 
 def _whole(expected: RecordedUpdate, parts: list[RecordedUpdate]) -> tuple[RecordedUpdate, bool]:
-    """The update of rank 0 with whole tensors in place of shards, which FSDP cuts along the first dimension."""
+    """Return the update of rank 0 with whole tensors in place of shards, which FSDP cuts along the first dimension."""
     import torch
 
     whole, is_sharded = parts[0], False
@@ -106,7 +106,7 @@ def _ends_early(original: ScriptRecording, port: ScriptRecording) -> bool:
 
 
 def _error(recording: ScriptRecording) -> str:
-    """The error that a run ended with, whichever rank had it."""
+    """Return the error that a run ended with, whichever rank had it."""
     return re.sub(r"^rank \d+: ", "", recording.trouble)
 
 
@@ -169,7 +169,7 @@ def _compare_update(
 
 
 def _cause(kind: str, ratio: float, ranks: tuple[RankRecording, ...], number: int) -> str:
-    """A likely cause of gradients that differ."""
+    """Return a likely cause of gradients that differ."""
     own = [each.updates[number].gradients for each in ranks if number < len(each.updates)]
     if kind != "gradients":
         return ""
@@ -187,7 +187,7 @@ def _ratio(value: float, reference: float) -> str:
 
 
 def _distance(expected: dict[str, Any], actual: dict[str, Any]) -> tuple[float | None, str]:
-    """The norm of the difference over that of the reference, and the best factor between them."""
+    """Return the norm of the difference over that of the reference, and the best factor between them."""
     named = {name: tensor for name, tensor in expected.items() if tensor is not None}
     others = {name: tensor for name, tensor in actual.items() if tensor is not None}
     if named.keys() != others.keys():
@@ -268,7 +268,7 @@ def _writes(recording: RankRecording) -> list[tuple[str, str]]:
 
 
 def _saved(recording: RankRecording) -> dict[str, list[str]]:
-    """The keys of each saved file, by its name."""
+    """Return the keys of each saved file, by its name."""
     return {Path(path).name: keys for path, _, keys in recording.facts.get("saved", [])}
 
 

@@ -191,7 +191,7 @@ def _split_tensors(plan: Plan) -> None:
 
 
 def _after_branches(plan: Plan, statement: ast.stmt, call: ast.AST | None) -> ast.stmt:
-    """The statement, or the `if` around it whose branches each make the batch, before the training forward."""
+    """Return the statement, or the `if` around it whose branches each make the batch, before the training forward."""
     parent = plan.source.parents[statement]
     while isinstance(parent, ast.If) and parent.orelse and not any(node is call for node in ast.walk(parent)):
         statement, parent = parent, plan.source.parents[parent]

@@ -65,7 +65,7 @@ class ScriptFiles:
         return ".".join(self.other.absolute().relative_to(self.script.absolute().parent).with_suffix("").parts)
 
     def parts(self, whole: str) -> tuple[str, str]:
-        """The edited script and the edited other file."""
+        """Return the edited script and the edited other file."""
         first, _, second = whole.partition(_BORDER)
         return first, re.sub(r"^\r?\n", "", second)
 
@@ -76,7 +76,7 @@ class ScriptFiles:
         return f"{self.other.name} line {line - self.num_lines}"
 
     def written(self, text: str, other_text: str) -> dict[str, str]:
-        """The files of a port by their names, relative to the folder of the script; the script first."""
+        """Return the files of a port by their names, relative to the folder of the script; the script first."""
         files = {self.port_name or f"{self.script.stem}_{self.target}.py": text}
         if self.other is not None:
             name = self.other.absolute().relative_to(self.script.absolute().parent)

@@ -47,7 +47,7 @@ def add_frame(plan: Plan) -> None:
 
 
 def _body(plan: Plan) -> list[ast.stmt]:
-    """The statements of the script itself."""
+    """Return the statements of the script itself."""
     border = plan.files.num_lines
     return [node for node in plan.source.tree.body if not border or node.lineno <= border]
 
@@ -57,7 +57,7 @@ def _is_main(plan: Plan, node: ast.stmt) -> bool:
 
 
 def main_of(plan: Plan) -> ast.If | None:
-    """The `if __name__ == "__main__":` of the script, if all that matters begins in it."""
+    """Return the `if __name__ == "__main__":` of the script, if all that matters begins in it."""
     main = next((node for node in _body(plan) if isinstance(node, ast.If) and _is_main(plan, node)), None)
     begins = [fact for fact in plan.facts if fact.kind in _BEGINS]
     is_in_main = main is not None and all(any(holds_line(main, call.span[0]) for call in fact.chain) for fact in begins)
@@ -72,7 +72,7 @@ def _start(plan: Plan, imported: set[str], is_function: bool) -> list[str]:
 
 
 def leading_imports(body: list[ast.stmt]) -> ast.stmt:
-    """The last of the imports at the top of a file. Raises `NotPortedError` if there are none."""
+    """Return the last of the imports at the top of a file. Raises `NotPortedError` if there are none."""
     first = next(
         (node for node in body if not isinstance(node, ast.Import | ast.ImportFrom) and not _is_text(node)), None
     )
@@ -85,7 +85,7 @@ def leading_imports(body: list[ast.stmt]) -> ast.stmt:
 
 
 def imports_in(body: list[ast.stmt]) -> list[ast.Import | ast.ImportFrom]:
-    """The import statements of a file that stand in no function and no condition."""
+    """Return the import statements of a file that stand in no function and no condition."""
     return [node for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
@@ -112,7 +112,7 @@ def _helpers(plan: Plan, body: list[ast.stmt]) -> str:
 
 
 def _setup_of_library(plan: Plan, imports: list[ast.Import | ast.ImportFrom]) -> str:
-    """The function that makes a library's object for both files."""
+    """Return the function that makes a library's object for both files."""
     lines = start_lines(plan, "logging" in imported_names(imports))
     body = [f"global {plan.object_name}", *lines, f"return {plan.object_name}"]
     return "\n".join(
@@ -121,7 +121,7 @@ def _setup_of_library(plan: Plan, imports: list[ast.Import | ast.ImportFrom]) ->
 
 
 def _imports_of_helpers(plan: Plan, body: list[ast.stmt], start: list[str]) -> list[str]:
-    """The imports of a script whose helper functions stand in the other file."""
+    """Return the imports of a script whose helper functions stand in the other file."""
     texts = [*start, *(edit.text for edit in plan.source.edits if edit.start[0] <= plan.files.num_lines)]
     used = sorted(name for name in plan.helpers if any(f"{name}(" in text for text in texts))
     needs_os = any("os." in text for text in texts) and "os" not in imported_names(imports_in(body))
@@ -222,7 +222,7 @@ def _draws_from_numpy(plan: Plan) -> bool:
 
 
 def imported_names(imports: list[ast.Import | ast.ImportFrom]) -> set[str]:
-    """The names that plain import statements bind."""
+    """Return the names that plain import statements bind."""
     return {alias.asname or alias.name for node in imports if isinstance(node, ast.Import) for alias in node.names}
 
 

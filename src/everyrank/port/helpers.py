@@ -315,7 +315,7 @@ def helper_text(
     sampler: str = "batches",
     device: str = "",
 ) -> str:
-    """The functions of these names, two empty lines apart.
+    """Return the functions of these names, two empty lines apart.
 
     has_batch_norm  batch norm of the model takes the samples of all ranks
     finds_unused    some parameters have no gradient in some updates

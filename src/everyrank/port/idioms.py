@@ -96,7 +96,7 @@ IDIOMS = {"accelerate": _ACCELERATE, "fabric": _FABRIC}
 
 
 def in_idiom(text: str, idiom: Idiom, name: str) -> str:
-    """A text in the words of torch.distributed, in those of a library whose object has this name.
+    """Return a text in the words of torch.distributed, in those of a library whose object has this name.
 
     Example:
         in_idiom("if dist.get_rank() == 0:", IDIOMS["fabric"], "fabric")  # "if fabric.is_global_zero:"
@@ -108,7 +108,7 @@ def in_idiom(text: str, idiom: Idiom, name: str) -> str:
 
 
 def installed_module(idiom: Idiom) -> str:
-    """The module that a port imports; "" if the library is not installed.
+    """Return the module that a port imports; "" if the library is not installed.
 
     Of lightning.fabric only `lightning` is looked for, because the search for a submodule imports it.
     """

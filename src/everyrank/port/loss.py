@@ -45,7 +45,7 @@ def edit_losses(plan: Plan) -> None:
 
 
 def _unscaled(node: ast.expr) -> ast.expr:
-    """The loss without a division by a number of micro-batches or the scale of a GradScaler."""
+    """Return the loss without a division by a number of micro-batches or the scale of a GradScaler."""
     while True:
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div | ast.Mult):
             node = node.left
@@ -61,7 +61,7 @@ def _unscaled(node: ast.expr) -> ast.expr:
 
 
 def count_of_terms(plan: Plan, statement: ast.stmt) -> str:
-    """An expression for the number of terms of this rank that the loss of a backward is the mean of."""
+    """Return an expression for the number of terms of this rank that the loss of a backward is the mean of."""
     source, scope = plan.source, plan.source.scope(statement)
 
     def calls(facts: list[Fact]) -> list[tuple[Fact, ast.Call]]:

@@ -119,7 +119,7 @@ def _follow(plan: Plan, name_node: ast.expr, depth: int, forward: Fact) -> None:
 
 
 def _argument(plan: Plan, function: ast.FunctionDef, name: str, span: tuple[int, int, int, int]) -> ast.expr:
-    """The expression that a call gives to a parameter of a function."""
+    """Return the expression that a call gives to a parameter of a function."""
     call = plan.source.at(span)
     parameters = [argument.arg for argument in function.args.args]
     if isinstance(call, ast.Call):
@@ -134,7 +134,7 @@ def _argument(plan: Plan, function: ast.FunctionDef, name: str, span: tuple[int,
 
 
 def _store(plan: Plan, name: str, node: ast.expr, forward: Fact) -> tuple[ast.AST, ast.stmt]:
-    """The scope that the model belongs to, and the last statement that assigns it."""
+    """Return the scope that the model belongs to, and the last statement that assigns it."""
     source, scope = plan.source, plan.source.scope(node)
     for owner in dict.fromkeys([scope, source.tree]):
         stores = [each for each in source.stores(name, owner) if source.scope(each) is owner]

@@ -114,7 +114,7 @@ def _writes(plan: Plan, call: ast.Call, name: str) -> bool:
 
 
 def _opened(plan: Plan, node: ast.AST) -> ast.expr | None:
-    """The path of an `open(path, "w")`, which is only written to; None for other expressions."""
+    """Return the path of an `open(path, "w")`, which is only written to; None for other expressions."""
     if not isinstance(node, ast.Call) or plan.source.code(node.func) != "open" or not node.args:
         return None
     modes = [*node.args[1:2], *(word.value for word in node.keywords if word.arg == "mode")]

@@ -65,7 +65,7 @@ class Plan:
         self._seen: set[tuple[ast.AST, str]] = set()
 
     def of(self, kind: str) -> list[Fact]:
-        """The facts of a kind, in the order of the run."""
+        """Return the facts of a kind, in the order of the run."""
         return [fact for fact in self.facts if fact.kind == kind]
 
     def once(self, node: ast.AST, what: str = "") -> bool:
@@ -93,7 +93,7 @@ class Plan:
         return forwards
 
     def batch_names(self, loop: ast.For) -> list[str]:
-        """The names that a loop over a loader gives to the parts of a batch, without its counter."""
+        """Return the names that a loop over a loader gives to the parts of a batch, without its counter."""
         source, target = self.source, loop.target
         is_counted = isinstance(loop.iter, ast.Call) and source.code(loop.iter.func) == "enumerate"
         if is_counted and isinstance(target, ast.Tuple):
@@ -138,11 +138,11 @@ class Plan:
         return f"{name}_" if name in used else name
 
     def in_idiom(self, text: str) -> str:
-        """A text in the words of torch.distributed, in those of the library that the port is for."""
+        """Return a text in the words of torch.distributed, in those of the library that the port is for."""
         return text if self.idiom is None else in_idiom(text, self.idiom, self.object_name)
 
     def unwrapped(self, name: str) -> str:
-        """The model in the wrapper that has this name."""
+        """Return the model in the wrapper that has this name."""
         if self.idiom is None:
             return f"{name}.module"
         return self.idiom.unwrapped.replace("{x}", self.object_name).replace("{model}", name)
@@ -157,7 +157,7 @@ class Plan:
         self.source.wrap(call, before, after, reason)
 
     def wrapper_of(self, model: ast.expr) -> str:
-        """The name of the wrapper of a model that training forwards call."""
+        """Return the name of the wrapper of a model that training forwards call."""
         name = self.source.code(model)
         if model in self.training_uses:  # a function that is given the wrapper
             return name

@@ -49,7 +49,7 @@ def edit_prepared(plan: Plan, starts_in_main: bool) -> None:
 
 
 def import_of(plan: Plan) -> str:
-    """The line that imports the library."""
+    """Return the line that imports the library."""
     idiom = plan.idiom
     assert idiom is not None
     if idiom.object == "fabric":
@@ -59,7 +59,7 @@ def import_of(plan: Plan) -> str:
 
 
 def start_lines(plan: Plan, has_logging: bool) -> list[str]:
-    """The lines that make the object, and let only rank 0 print."""
+    """Return the lines that make the object, and let only rank 0 print."""
     idiom, name = plan.idiom, plan.object_name
     assert idiom is not None
     uses_gpu = names_cuda(plan.source.text)
@@ -162,7 +162,7 @@ def _is_made_again(plan: Plan, last: ast.stmt) -> bool:
 
 
 def _models_of(call: str) -> list[str]:
-    """The models whose parameters an optimizer is given."""
+    """Return the models whose parameters an optimizer is given."""
     return re.findall(r"([\w.]+)\.parameters\(\)", call)
 
 

@@ -166,7 +166,7 @@ def _refuse_coupled(files: ScriptFiles, facts: Sequence[Fact]) -> None:
 
 
 def _edit(files: ScriptFiles, facts: Sequence[Fact], choice: Choice) -> Attempt:
-    """The port that a choice gives. Raises `NotPortedError` with the file and the line."""
+    """Return the port that a choice gives. Raises `NotPortedError` with the file and the line."""
     try:
         plan = edit_script(files, facts, choice)
         text, other_text = files.parts(plan.source.edited())
@@ -222,7 +222,7 @@ def _counts(finding: Finding, known: set[str], disproved: tuple[str, ...]) -> bo
 
 
 def _audit(words: Sequence[str], files: dict[str, str], ranks: int, timeout_seconds: float) -> Sequence[Finding]:
-    """The findings of the rules in a script; none if the script does not run to a verdict."""
+    """Return the findings of the rules in a script; none if the script does not run to a verdict."""
     options = AuditOptions(processes=ranks, timeout_seconds=timeout_seconds, limit_seconds=timeout_seconds)
     with with_siblings(Path(words[0]), files) as candidate:
         try:
@@ -235,7 +235,7 @@ def _audit(words: Sequence[str], files: dict[str, str], ranks: int, timeout_seco
 
 
 def read_script(script: Path) -> str:
-    """The text of a script. Raises `UsageError` if it cannot be read, or is not UTF-8."""
+    """Return the text of a script. Raises `UsageError` if it cannot be read, or is not UTF-8."""
     try:
         with tokenize.open(script) as file:
             encoding = file.encoding
@@ -286,7 +286,7 @@ def _reason(trouble: str) -> str:
 
 
 def _choices(facts: Sequence[Fact], target: str) -> list[Choice]:
-    """All choices, the one that the losses suggest first."""
+    """Return all choices, the one that the losses suggest first."""
     reductions = {fact.details["reduction"] for fact in facts if fact.kind == "loss"}
     losses = ["sum", "mean"] if reductions == {"sum"} else ["mean", "sum"]
     # the ranks of FSDP evaluate the same number of batches, because each forward is a collective
@@ -319,7 +319,7 @@ _IMPOSED = Imposed(
 
 
 def _original(host: ScriptHost, imposed: Imposed) -> tuple[ScriptRecording, bool]:
-    """The original on one rank, in float64 if it runs there."""
+    """Return the original on one rank, in float64 if it runs there."""
     runs: list[ScriptRecording] = []
     for float64 in (True, False):
         runs.append(host.run(1, updates=UPDATES, detailed=UPDATES, float64=float64, imposed=imposed))

@@ -67,7 +67,7 @@ class ScriptSource:
     # --- finding
 
     def at(self, span: Sequence[int], kind: type[ast.AST] | tuple[type[ast.AST], ...] = ast.Call) -> ast.AST | None:
-        """The smallest node of a kind around [first line, column, last line, column]; None if there is none."""
+        """Return the smallest node of a kind around [first line, column, last line, column]; None if there is none."""
         key = (*span, kind)
         if key not in self._found:  # a script's loop comes to each expression many times
             self._found[key] = self._smallest(span, kind)
@@ -96,22 +96,22 @@ class ScriptSource:
             node = self.parents.get(node)
 
     def around(self, node: ast.AST | None, *kinds: type[ast.AST]) -> ast.AST | None:
-        """The node itself or the nearest one around it that is of one of these kinds."""
+        """Return the node itself or the nearest one around it that is of one of these kinds."""
         return next((each for each in self.ancestors(node) if isinstance(each, kinds)), None)
 
     def statement(self, node: ast.AST) -> ast.stmt:
-        """The statement that a node belongs to."""
+        """Return the statement that a node belongs to."""
         statement = self.around(node, ast.stmt)
         assert isinstance(statement, ast.stmt)
         return statement
 
     def scope(self, node: ast.AST) -> Scope:
-        """The function whose body a node is in, or the module."""
+        """Return the function whose body a node is in, or the module."""
         function = self.around(self.parents.get(node), ast.FunctionDef, ast.AsyncFunctionDef)
         return function if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) else self.tree
 
     def block(self, statement: ast.stmt) -> list[ast.stmt]:
-        """The statements that a statement stands among."""
+        """Return the statements that a statement stands among."""
         parent = self.parents[statement]
         for name in ("body", "orelse", "finalbody"):
             statements = getattr(parent, name, [])
@@ -120,7 +120,7 @@ class ScriptSource:
         return [statement]
 
     def loops(self, node: ast.AST) -> list[ast.For | ast.While]:
-        """The loops of the same function around a node, the innermost first."""
+        """Return the loops of the same function around a node, the innermost first."""
         scope = self.scope(node)
         return [
             each
@@ -129,7 +129,7 @@ class ScriptSource:
         ]
 
     def code(self, node: ast.AST) -> str:
-        """The text of a node."""
+        """Return the text of a node."""
         if not hasattr(node, "lineno"):
             return ""
         (line, column), (last_line, last_column) = start_of(node), end_of(node)
@@ -141,7 +141,7 @@ class ScriptSource:
         return whole.decode().replace("\r\n", "\n")
 
     def stores(self, name: str, within: ast.AST) -> list[ast.AST]:
-        """The nodes that assign to a name, which may be an attribute such as `self.model`."""
+        """Return the nodes that assign to a name, which may be an attribute such as `self.model`."""
         return [
             node
             for node in ast.walk(within)
@@ -173,7 +173,7 @@ class ScriptSource:
         self.edits.append(Edit(end_of(node), end_of(node), after, ""))
 
     def indent(self, statement: ast.stmt) -> str:
-        """The white space before a statement."""
+        """Return the white space before a statement."""
         line = self.lines[statement.lineno - 1].decode()
         return line[: len(line) - len(line.lstrip())]
 
@@ -241,7 +241,7 @@ class ScriptSource:
                 self.edits.append(Edit((line, 0), (line, 0), self.unit, ""))
 
     def edited(self) -> str:
-        """The text with all edits. Raises `NotPortedError` if edits overlap, or the result is no Python."""
+        """Return the text with all edits. Raises `NotPortedError` if edits overlap, or the result is no Python."""
         starts = [0]
         for line in self.lines:
             starts.append(starts[-1] + len(line))

@@ -54,7 +54,7 @@ def _set_epoch_in_loops_over(script: EditedScript, loader: str) -> None:
 
 
 def _epoch_of(script: EditedScript, loop: ast.For) -> str:
-    """The name that counts the epochs around a loop: that of the next loop, or a parameter of the function."""
+    """Return the name that counts the epochs around a loop: that of the next loop, or a parameter of the function."""
     outer = [each for each in script.source.loops(loop) if each is not loop and isinstance(each, ast.For)]
     if outer:
         target = outer[0].target

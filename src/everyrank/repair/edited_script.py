@@ -78,7 +78,7 @@ class EditedScript:
     # --- places in the script
 
     def statement_at(self, line: int) -> ast.stmt:
-        """The innermost statement that holds a line."""
+        """Return the innermost statement that holds a line."""
         holding = [node for node in ast.walk(self.source.tree) if isinstance(node, ast.stmt) and holds_line(node, line)]
         if not holding:
             raise CannotRepairError(f"no statement at line {line}")
@@ -115,11 +115,11 @@ class EditedScript:
         return self.source.code(call.func).rpartition(".")[2].strip()
 
     def keyword(self, call: ast.Call, name: str) -> ast.keyword | None:
-        """A keyword argument of a call."""
+        """Return a keyword argument of a call."""
         return next((word for word in call.keywords if word.arg == name), None)
 
     def loop_around(self, line: int) -> ast.For:
-        """The innermost `for` loop of the same function that holds a line, or begins there."""
+        """Return the innermost `for` loop of the same function that holds a line, or begins there."""
         statement = self.statement_at(line)
         loops = [statement, *self.source.loops(statement)]
         for loop in loops:
@@ -150,13 +150,13 @@ class EditedScript:
 
 
 def line_of(place: str, script: Path) -> int:
-    """The line of a place in the script; 0 for a place in another file, or none."""
+    """Return the line of a place in the script; 0 for a place in another file, or none."""
     file, _, line = place.rpartition(":")
     return int(line) if line.isdigit() and Path(file).resolve() == script.resolve() else 0
 
 
 def line_of_finding(finding: Finding) -> int:
-    """The line of a finding that stands in the script."""
+    """Return the line of a finding that stands in the script."""
     return int(finding.place.rpartition(":")[2])
 
 
@@ -168,14 +168,14 @@ def _own_nodes(statement: ast.stmt) -> Iterator[ast.AST]:
 
 
 def name_of_loader(script: EditedScript, call: ast.Call) -> str:
-    """The name that a loader is assigned to; "" if there is none."""
+    """Return the name that a loader is assigned to; "" if there is none."""
     statement = script.source.statement(call)
     is_assigned = isinstance(statement, ast.Assign) and statement.value is call
     return script.source.code(statement.targets[0]) if is_assigned else ""  # type: ignore[attr-defined]
 
 
 def loader_of_loop(script: EditedScript, loop: ast.For) -> str:
-    """The loader in `for batch in enumerate(tqdm(loader))`; "" if it has no name."""
+    """Return the loader in `for batch in enumerate(tqdm(loader))`; "" if it has no name."""
     node: ast.expr = loop.iter
     while isinstance(node, ast.Call) and node.args:
         node = node.args[0]

@@ -54,7 +54,7 @@ def _add_over_ranks(script: EditedScript, loop: ast.For, names: list[str]) -> No
 
 
 def _outermost(script: EditedScript, loop: ast.For) -> ast.stmt:
-    """A loop, or the `with torch.no_grad():` around it."""
+    """Return a loop, or the `with torch.no_grad():` around it."""
     parent = script.source.parents[loop]
     return parent if isinstance(parent, ast.With) else loop
 
@@ -86,7 +86,7 @@ def weigh_means_by_terms(script: EditedScript, finding: Finding) -> None:
 
 
 def _terms_of_mean(script: EditedScript, finding: Finding) -> str:
-    """An expression for the number of terms of the mean that a line computes."""
+    """Return an expression for the number of terms of the mean that a line computes."""
     for call in script.calls_at(line_of_finding(finding), "mean"):
         if isinstance(call.func, ast.Attribute) and not call.args:
             return f"{script.source.code(call.func.value)}.numel()"
@@ -174,7 +174,7 @@ def evaluate_in_eval_mode(script: EditedScript, finding: Finding) -> None:
 
 
 def _model_at(script: EditedScript, line: int) -> str:
-    """The name of the model that is called in a line. Raises `CannotRepairError` if none looks like one."""
+    """Return the name of the model that is called in a line. Raises `CannotRepairError` if none looks like one."""
     for call in script.calls_at(line):
         name = script.source.code(call.func).removesuffix(".module")
         if re.fullmatch(r"[\w.]+", name) and re.search(r"model|net|module|ddp|encoder|^self\.", name.lower()):

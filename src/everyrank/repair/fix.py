@@ -105,7 +105,7 @@ class _Trials:
         self.audits, self.rules_left = 0, set[str]()
 
     def all_at_once(self, open_findings: Sequence[tuple[Finding, list[Remedy]]]) -> list[tuple[Finding, Remedy]] | None:
-        """The first remedy of every finding, in one audit; None if that is not enough."""
+        """Return the first remedy of every finding, in one audit; None if that is not enough."""
         chosen: list[tuple[Finding, Remedy]] = []
         for finding, remedies in open_findings:
             remedy = next((each for each in remedies if self._fits([*chosen, (finding, each)])), None)
@@ -181,7 +181,7 @@ def _difference(before: Audit, after: Audit, findings: Sequence[Finding]) -> str
 
 
 def edited_by(text: str, chosen: Sequence[tuple[Finding, Remedy]]) -> tuple[str, list[tuple[tuple[int, str], ...]]]:
-    """The script with these remedies, and the reasons of each one's edits.
+    """Return the script with these remedies, and the reasons of each one's edits.
 
     Raises `CannotRepairError` or `NotPortedError` if one does not fit.
     """

@@ -62,7 +62,7 @@ def clear_once_an_update(script: EditedScript, finding: Finding) -> None:
 
 
 def _backwards_for(script: EditedScript, finding: Finding) -> list[ast.Call]:
-    """The calls of backward that belong to a loss: in the same function, or in the whole script."""
+    """Return the calls of backward that belong to a loss: in the same function, or in the whole script."""
     scope = script.source.scope(script.statement_at(line_of_finding(finding)))
     calls = [call for call in script.calls_of("backward") if isinstance(call.func, ast.Attribute)]
     near = [call for call in calls if script.source.scope(call) is scope]
@@ -72,7 +72,7 @@ def _backwards_for(script: EditedScript, finding: Finding) -> list[ast.Call]:
 
 
 def _loss_of(call: ast.Call) -> ast.expr:
-    """The expression whose backward is called, without the scale of a GradScaler."""
+    """Return the expression whose backward is called, without the scale of a GradScaler."""
     assert isinstance(call.func, ast.Attribute)
     node = call.func.value
     while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
@@ -200,7 +200,7 @@ def _is_known(script: EditedScript, name: str, scope: ast.AST) -> bool:
 
 
 def number_of_terms(script: EditedScript, finding: Finding) -> str:
-    """An expression for the number of terms that the loss of a line is the mean of."""
+    """Return an expression for the number of terms that the loss of a line is the mean of."""
     value = getattr(script.statement_at(line_of_finding(finding)), "value", None)
     if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Div):  # losses.sum() / mask.sum()
         return script.source.code(value.right)

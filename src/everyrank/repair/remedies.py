@@ -104,5 +104,5 @@ REMEDIES: tuple[tuple[str, str, Remedy], ...] = (
 
 
 def remedies_for(finding: Finding) -> list[Remedy]:
-    """The remedies to try for a finding, in order."""
+    """Return the remedies to try for a finding, in order."""
     return [remedy for rule, words, remedy in REMEDIES if rule == finding.rule and words in finding.text]

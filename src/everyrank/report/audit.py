@@ -62,7 +62,7 @@ def print_audit(audit: Audit) -> None:
 
 
 def _code_at(place: str) -> str:
-    """The text of a line, shortened; "" if the file cannot be read."""
+    """Return the text of a line, shortened; "" if the file cannot be read."""
     path, _, line = place.rpartition(":")
     try:
         return textwrap.shorten(linecache.getline(path, int(line)).strip(), _CODE_WIDTH, placeholder=" ...")
@@ -89,7 +89,7 @@ def audit_page(audit: Audit) -> str:
 
 
 def _relative(path: str) -> str:
-    """The path relative to the current folder, if it is inside."""
+    """Return the path relative to the current folder, if it is inside."""
     return path.removeprefix(f"{Path.cwd()}/")
 
 

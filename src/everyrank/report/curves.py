@@ -41,7 +41,7 @@ class Curve:
 
 
 def read_curves(path: Path, column: str | None = None) -> list[Curve]:
-    """The curves of a file, or of each file in a folder: runs of one experiment with different seeds.
+    """Return the curves of a file, or of each file in a folder: runs of one experiment with different seeds.
 
     column   of a CSV file, or tag of TensorBoard; None: the one that is named like a loss
 

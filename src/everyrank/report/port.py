@@ -17,7 +17,7 @@ _CONTEXT_LINES = 3
 
 
 def edit_reasons(attempt: Attempt) -> list[tuple[int, str]]:
-    """(line of the script, reason) of each edit, in the order of the lines."""
+    """Return (line of the script, reason) of each edit, in the order of the lines."""
     pairs = [(edit.start[0], edit.reason) for edit in attempt.edits if edit.reason]
     return sorted(dict.fromkeys(pairs))
 

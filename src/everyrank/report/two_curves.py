@@ -40,14 +40,14 @@ class CurveComparison:
     assumptions: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
-        """The lines to print."""
+        """Return the lines to print."""
         rows = [f"{self.status}: {self.text}"]
         rows += [f"next: {self.next}"] if self.next else []
         return [*rows, *(f"assumed: {text}" for text in self.assumptions)]
 
 
 def pairs_of_curves(before: Sequence[Curve], now: Sequence[Curve]) -> list[tuple[str, list[Curve], list[Curve]]]:
-    """(label, runs of A, runs of B) to compare. Records of several layouts are compared layout by layout.
+    """Return (label, runs of A, runs of B) to compare. Records of several layouts are compared layout by layout.
 
     Raises `UsageError` if both sides have several layouts and none in common.
     """
@@ -181,7 +181,7 @@ def _of_single_runs(
 def _different_start(
     before: Curve, now: Curve, steps: Sequence[int], tolerances: Mapping[int, float], same_seed: bool
 ) -> CurveComparison:
-    """The first losses differ: another seed, or another loss."""
+    """Return the first losses differ: another seed, or another loss."""
     first = steps[0]
     old, new = before.losses[first], now.losses[first]
     share = abs(_share(new - old, old))
@@ -212,7 +212,7 @@ def _spacing(steps: Sequence[int]) -> int:
 
 
 def _first_jump(steps: Sequence[int], differences: Mapping[int, float], tolerances: Mapping[int, float]) -> int | None:
-    """The first step whose difference is much larger than those before it."""
+    """Return the first step whose difference is much larger than those before it."""
     largest, previous = 0.0, steps[0]
     for step in steps:
         size = abs(differences[step])
@@ -287,7 +287,7 @@ def _t_probability(value: float, freedom: int) -> float:
 
 
 def _t_quantile(probability: float, freedom: int) -> float:
-    """The value that T exceeds with 1 - probability. By bisection."""
+    """Return the value that T exceeds with 1 - probability. By bisection."""
     low, high = 0.0, 1e4
     for _ in range(80):
         middle = (low + high) / 2

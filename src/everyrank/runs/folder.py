@@ -131,7 +131,7 @@ def mark_best(run: Path, best_by: str) -> None:
 
 
 def best_of(checkpoints: list[Checkpoint], best_by: str) -> Checkpoint | None:
-    """The best of these by one metric; None where it was not evaluated."""
+    """Return the best of these by one metric; None where it was not evaluated."""
     best: Checkpoint | None = None
     for checkpoint in checkpoints:
         if is_better(score_of(checkpoint, best_by), score_of(best, best_by) if best else None, best_by):
@@ -140,7 +140,7 @@ def best_of(checkpoints: list[Checkpoint], best_by: str) -> Checkpoint | None:
 
 
 def score_of(checkpoint: Checkpoint, best_by: str) -> float | None:
-    """The metric called `NAME` or `NAME:min` or `NAME:max`; None where it was not evaluated."""
+    """Return the metric called `NAME` or `NAME:min` or `NAME:max`; None where it was not evaluated."""
     return checkpoint.metadata.metrics.get(best_by.partition(":")[0])
 
 
@@ -174,7 +174,7 @@ def _named_steps(run: Path) -> list[Path]:
 
 
 def find_checkpoint(path: Path) -> Checkpoint:
-    """The newest checkpoint of a run's folder, or the checkpoint that `place` is.
+    """Return the newest checkpoint of a run's folder, or the checkpoint that `place` is.
 
     Raises `UsageError` without one, and for one that cannot be read, with the last good one.
     """

@@ -52,7 +52,7 @@ def run_script_rank(
 
 
 def _check_status(error: SystemExit) -> None:
-    """Raises `RankFailedError` for a status other than 0."""
+    """Raise `RankFailedError` for a status other than 0."""
     if error.code in (None, 0):
         return
     if not isinstance(error.code, int):

@@ -53,7 +53,7 @@ def rank_variables(info: RankInfo, timeout_seconds: float) -> dict[str, str]:
 
 
 def _master(info: RankInfo, environment: Mapping[str, str], timeout_seconds: float) -> tuple[str, int]:
-    """The address at which rank 0 opens its store."""
+    """Return the address at which rank 0 opens its store."""
     kind, _, rest = info.rendezvous_url.partition("://")
     if kind == "tcp":
         return split_endpoint(rest, "the rendezvous at")
@@ -88,7 +88,7 @@ def _through_file(info: RankInfo, path: Path, timeout_seconds: float) -> dict[st
 
 
 def _through_server(info: RankInfo, server: str, timeout_seconds: float) -> dict[str, Any]:
-    """The same with the key-value server of horovodrun in place of the file."""
+    """Return the same with the key-value server of horovodrun in place of the file."""
     from everyrank.world.rendezvous import ask_server
 
     if info.rank == 0:
@@ -104,7 +104,7 @@ def _through_server(info: RankInfo, server: str, timeout_seconds: float) -> dict
 
 
 def _reserve_port() -> dict[str, Any]:
-    """A free port, and the addresses of this host. Other programs do not get the port, but torch's store does.
+    """Return a free port, and the addresses of this host. Other programs do not get the port, but torch's store does.
 
     The socket does not listen, and both it and the store allow the address to be shared.
     """

@@ -73,7 +73,7 @@ def watch_process(timeout_seconds: float = TIMEOUT_SECONDS, folder: Path | None 
 
 
 def watch_root(is_one_host: bool = True) -> Path:
-    """The folder below which watched ranks write their files; only this user can open it. Raises `OSError`."""
+    """Return the folder below which watched ranks write their files; only this user can open it. Raises `OSError`."""
     if is_one_host:
         root = Path(tempfile.gettempdir()) / f"everyrank-{os.getuid()}"
         root.mkdir(mode=0o700, exist_ok=True)

@@ -67,7 +67,7 @@ class Metric:
 
 
 def find_loss(observed: ObservedRun, script: Script, backward: Fact, forward: Fact) -> tuple[Loss, ast.Call]:
-    """The loop's way from a batch to the loss, and the call of the model.
+    """Return the loop's way from a batch to the loss, and the call of the model.
 
     Raises `NotPortedError` for what depends on other batches, or on the number of an update.
     """
@@ -142,7 +142,7 @@ def find_loss(observed: ObservedRun, script: Script, backward: Fact, forward: Fa
 
 
 def bound_names_of(text: str) -> set[str]:
-    """The names that the statements of a text bind."""
+    """Return the names that the statements of a text bind."""
     return {name for each in ast.parse(text).body for name in bound_names(each)}
 
 
@@ -174,13 +174,13 @@ def _target_names(source: ScriptSource, loop: ast.For) -> list[str]:
 
 
 def _target_text(source: ScriptSource, loop: ast.For) -> str:
-    """The text of it, without brackets around the whole."""
+    """Return the text of it, without brackets around the whole."""
     text = source.code(_target(source, loop))
     return text[1:-1].strip() if text.startswith("(") and text.endswith(")") else text
 
 
 def _body(loop: ast.For, values: dict[str, list[Any]], end: tuple[int, int]) -> list[ast.stmt]:
-    """The statements of the loop before the backward, those of `with` and decided branches among them."""
+    """Return the statements of the loop before the backward, those of `with` and decided branches among them."""
     statements = list[ast.stmt]()
     for each in taken_statements(loop.body, values):
         if start_of(each) >= end:
@@ -193,7 +193,7 @@ def _body(loop: ast.For, values: dict[str, list[Any]], end: tuple[int, int]) -> 
 
 
 def _loss_expression(node: ast.Call) -> ast.expr:
-    """The loss in `loss.backward()`, `scaler.scale(loss).backward()` and `(loss / 4).backward()`."""
+    """Return the loss in `loss.backward()`, `scaler.scale(loss).backward()` and `(loss / 4).backward()`."""
     if not isinstance(node.func, ast.Attribute):
         raise NotPortedError(node.lineno, "the loss has no name: write loss.backward()")
     value = node.func.value
@@ -234,7 +234,7 @@ def _after(
 
 
 def _before(script: Script, body: list[ast.stmt], wanted: set[str]) -> tuple[list[str], set[str]]:
-    """The statements from the batch to these names, and the names that they begin with."""
+    """Return the statements from the batch to these names, and the names that they begin with."""
     needed, kept = set(wanted), list[str]()
     for each in reversed(body):
         if not (bound_names(each) | mutated_names(each)) & needed:
@@ -254,7 +254,7 @@ def _before(script: Script, body: list[ast.stmt], wanted: set[str]) -> tuple[lis
 
 
 def _arguments(script: Script, call: ast.Call) -> tuple[list[str], list[str]]:
-    """The texts of the model's arguments, and the names of those that are given by keyword."""
+    """Return the texts of the model's arguments, and the names of those that are given by keyword."""
     inputs = [script.rendered(each) for each in call.args]
     if any(isinstance(each, ast.Starred) for each in call.args):
         raise NotPortedError(call.lineno, "the model is called with *arguments: write each of them")

@@ -70,7 +70,7 @@ def train_single(settings_path: str) -> None:
 
 
 def _sampler(loader: dict[str, Any], data: Any, workload: Any) -> Any:
-    """The order of the script's loader."""
+    """Return the order of the script's loader."""
     if workload.weights is not None:
         return WeightedRandomSampler(workload.weights(), len(data))
     kinds = {

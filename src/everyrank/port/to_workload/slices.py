@@ -93,7 +93,7 @@ class Script:
         return _dedented(_spliced(source, node, edits), getattr(node, "col_offset", 0))
 
     def _without_move(self, node: ast.AST) -> tuple[ast.expr, str] | None:
-        """(x, "") of `x.to(device)` or `x.cuda()`; (x, ".to(dtype=d)") where a type is given, too; (x, "") of
+        """Return (x, "") of `x.to(device)` or `x.cuda()`; (x, ".to(dtype=d)") where a type is given, too; (x, "") of
         DataParallel(x).
         """
         if not isinstance(node, ast.Call):
@@ -123,7 +123,7 @@ class Script:
 
 
 def _spliced(source: ScriptSource, node: ast.AST, edits: list[tuple[tuple[int, int], tuple[int, int], str]]) -> str:
-    """The text of a node with edits inside of it."""
+    """Return the text of a node with edits inside of it."""
     (first, column), (last, end) = start_of(node), end_of(node)
     decorators = getattr(node, "decorator_list", [])
     if decorators:
@@ -148,7 +148,7 @@ def _spliced(source: ScriptSource, node: ast.AST, edits: list[tuple[tuple[int, i
 
 
 def _dedented(text: str, column: int) -> str:
-    """The text of a statement that stood `column` characters to the right; lines of long strings stay."""
+    """Return the text of a statement that stood `column` characters to the right; lines of long strings stay."""
     first, *rest = text.split("\n")
     if column and rest and all(not line.strip() or not line[:column].strip() for line in rest):
         rest = [line[column:] for line in rest]
@@ -175,7 +175,7 @@ def loaded_names(tree: ast.AST) -> set[str]:
 
 
 def read_names(statements: Iterable[ast.stmt], bound: Iterable[str] = ()) -> set[str]:
-    """The names that statements read before they bind them."""
+    """Return the names that statements read before they bind them."""
     reads, known = set[str](), set(bound)
     for each in statements:
         if isinstance(each, ast.For | ast.While | ast.If | ast.With | ast.Try):
@@ -195,7 +195,7 @@ def read_names(statements: Iterable[ast.stmt], bound: Iterable[str] = ()) -> set
 
 
 def _bound_within(definition: ast.AST) -> set[str]:
-    """The names that the body of a function or class binds, apart from those that it declares global."""
+    """Return the names that the body of a function or class binds, apart from those that it declares global."""
     names = set[str]()
     outer = {name for node in ast.walk(definition) if isinstance(node, ast.Global) for name in node.names}
     for node in ast.walk(definition):
@@ -215,7 +215,7 @@ def _is_stored(node: ast.AST) -> bool:
 
 
 def bound_names(statement: ast.AST) -> set[str]:
-    """The names that a statement binds in its own scope."""
+    """Return the names that a statement binds in its own scope."""
     if isinstance(statement, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
         return {statement.name}
     if isinstance(statement, ast.Import | ast.ImportFrom):
@@ -240,7 +240,7 @@ def _own_nodes(statement: ast.AST) -> Iterator[ast.AST]:
 
 
 def mutated_names(statement: ast.AST) -> set[str]:
-    """The names whose objects a statement changes: `x.a = 1`, `x[0] = 1`, `x += 1`, `x.append(1)`, `init(x)`."""
+    """Return the names whose objects a statement changes: `x.a = 1`, `x[0] = 1`, `x += 1`, `x.append(1)`, `init(x)`."""
     names = set[str]()
     for node in _own_nodes(statement):
         if isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store):

@@ -69,7 +69,7 @@ class TrainingParts:
 
 
 def find_training(source: ScriptSource, events: Sequence[Fact], backwards: int) -> TrainingParts:
-    """The parts of the training, with so many backward passes in an update.
+    """Return the parts of the training, with so many backward passes in an update.
 
     Raises `NotPortedError` with the line of what a workload cannot say.
     """
@@ -295,7 +295,7 @@ def _refuse_changed_data(observed: ObservedRun, loader: Fact, backward: Fact) ->
 
 
 def _name_of(site: CallSite, identity: int) -> str:
-    """The name that an object has among the names of a frame, the shortest one."""
+    """Return the name that an object has among the names of a frame, the shortest one."""
     names = [name for name, value in site.values.items() if value[2] == identity]
     return min(names, key=lambda name: (name.count("."), len(name)), default="")
 
@@ -314,7 +314,7 @@ def _model(observed: ObservedRun, script: Script, forward: Fact, call: ast.Call)
 
 
 def _optimizer(observed: ObservedRun, script: Script, optimizer: Fact, forward: Fact) -> tuple[Code, str]:
-    """The call that makes the optimizer, and the name that the model has there."""
+    """Return the call that makes the optimizer, and the name that the model has there."""
     node = observed.source.at(optimizer.span, ast.Call)
     assert node is not None
     model = _name_of(optimizer.chain[0], forward.details["id"])
@@ -380,7 +380,7 @@ def _keyword(node: ast.Call, name: str, position: int = -1) -> ast.expr | None:
 
 
 def _dataset(observed: ObservedRun, script: Script, loader: Fact, details: dict[str, Any]) -> tuple[Code, Code | None]:
-    """The data set of a loader, and the weights of its samples."""
+    """Return the data set of a loader, and the weights of its samples."""
     node = observed.source.at(loader.span, ast.Call)
     assert isinstance(node, ast.Call)
     expression = _keyword(node, "dataset", 0) if loader.is_inner else None
@@ -420,7 +420,7 @@ def _dataset(observed: ObservedRun, script: Script, loader: Fact, details: dict[
 
 
 def _made_by(observed: ObservedRun, expression: ast.expr) -> ast.Call | None:
-    """The call that made an object: itself, or what its name was assigned last."""
+    """Return the call that made an object: itself, or what its name was assigned last."""
     if isinstance(expression, ast.Call):
         return expression
     name = observed.source.code(expression)
@@ -460,7 +460,7 @@ def _early_passes(observed: ObservedRun, loader: Fact, backward: Fact) -> int:
 
 
 def _evaluation(observed: ObservedRun, loader: Fact) -> Fact | None:
-    """The first other loader that is read after the training has begun."""
+    """Return the first other loader that is read after the training has begun."""
     loaders = {event.details["id"]: event for event in observed.of("loader")}
     start = observed.of("backward")[0].number
     for each in observed.of("pass"):
@@ -474,7 +474,7 @@ def _evaluation(observed: ObservedRun, loader: Fact) -> Fact | None:
 
 
 def _plain(observed: ObservedRun, script: Script, expression: ast.expr | None, event: Fact, value: Any) -> str:
-    """An expression whose names have plain values, or else its value."""
+    """Return an expression whose names have plain values, or else its value."""
     if expression is None or isinstance(expression, ast.Constant):
         return repr(value)
     names = event.chain[0].values
@@ -522,7 +522,7 @@ def _seed(observed: ObservedRun, backward: Fact) -> str:
 
 
 def _epochs(observed: ObservedRun, script: Script, backward: Fact) -> str:
-    """The number of epochs, of the loop over a range around the loop over batches."""
+    """Return the number of epochs, of the loop over a range around the loop over batches."""
     source = observed.source
     for depth, site in enumerate(backward.chain):
         node = source.at(site.span, ast.Call)
@@ -563,7 +563,7 @@ def _epochs(observed: ObservedRun, script: Script, backward: Fact) -> str:
 
 
 def _number(source: ScriptSource, node: ast.expr, values: dict[str, list[Any]]) -> int | None:
-    """The whole number that a sum or difference of names and numbers is."""
+    """Return the whole number that a sum or difference of names and numbers is."""
     value = values.get(source.code(node))
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return node.value

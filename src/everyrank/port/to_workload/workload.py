@@ -107,7 +107,7 @@ def port_to_workload(
 
 
 def _copied(training: TrainingParts) -> TrainingParts:
-    """The training with definitions of its own to add to."""
+    """Return the training with definitions of its own to add to."""
     script = training.script
     copy = type(script)(script.source)
     copy.__dict__.update({name: type(value)(value) for name, value in vars(script).items() if name != "source"})
@@ -115,7 +115,7 @@ def _copied(training: TrainingParts) -> TrainingParts:
 
 
 def _observe(host: ScriptHost, script: Path) -> tuple[list[Fact], int]:
-    """The facts of a run, and how many backward passes most updates have."""
+    """Return the facts of a run, and how many backward passes most updates have."""
     recorded = observe(host, seed=SEED, values=True).ranks[0]
     counts = [len(update.losses) for update in recorded.updates]
     path = os.path.abspath(script)  # noqa: PTH100  (no links are followed)
@@ -133,7 +133,7 @@ class _Check:
     target: Path
 
     def original(self, without_dropout: bool) -> tuple[ScriptRecording, bool]:
-        """The script on one rank, in float64 if it runs there; random numbers of the data are noted."""
+        """Return the script on one rank, in float64 if it runs there; random numbers of the data are noted."""
         text = _probed(self.training)
         imposed = _imposed(without_dropout)
         with with_siblings(self.script, {f"{self.script.stem}_everyrank_probed.py": text}) as candidate:
@@ -150,7 +150,7 @@ class _Check:
         return (wide if float64 else narrow), float64
 
     def compared(self, text: str, original: ScriptRecording, float64: bool, without_dropout: bool) -> PortComparison:
-        """The training of the file on one device, compared with the script's."""
+        """Return the training of the file on one device, compared with the script's."""
         with with_siblings(self.script, {self.target.name: text, _DRIVER: _DRIVER_TEXT}) as file:
             settings = {
                 "file": str(file),
@@ -170,7 +170,7 @@ class _Check:
         return self.host.run(1, words=words, updates=updates, detailed=updates, float64=float64, imposed=imposed)
 
     def _told(self, difference: str) -> str:
-        """The difference with the line of the script that it is likely to come from."""
+        """Return the difference with the line of the script that it is likely to come from."""
         lines = self.training.lines
         text = re.sub(r"^on 1 ranks ", "", difference)
         text = re.sub(r"the port fails: rank 0: ", "the workload fails: ", text)
@@ -217,7 +217,7 @@ def _probed(training: TrainingParts) -> str:
 
 
 def _compared(check: _Check, text_of: Callable[..., str], say: Callable[[str], None]) -> list[WorkloadResult]:
-    """A result for each reduction that is equal on one device; if none is, the first one's."""
+    """Return a result for each reduction that is equal on one device; if none is, the first one's."""
     training = check.training
     choices = [WorkloadChoice(each) for each in training.reductions]
     if training.ignored is not None:
@@ -251,7 +251,7 @@ def _verified(
     text_of: Callable[..., str],
     verify: Callable[[Path], str],
 ) -> WorkloadResult:
-    """The first result that `verify` finds equal on two ranks, without evaluation if that is what fails."""
+    """Return the first result that `verify` finds equal on two ranks, without evaluation if that is what fails."""
 
     def outcome(text: str) -> str:
         with with_siblings(check.script, {check.target.name: text}) as file:

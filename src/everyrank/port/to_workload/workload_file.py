@@ -106,7 +106,7 @@ class _File:
         self.taken: set[str] = set()
 
     def name(self, wanted: str) -> str:
-        """A name that nothing in the file has."""
+        """Return a name that nothing in the file has."""
         return f"{wanted}_for_workload" if wanted in self.taken else wanted
 
 
@@ -119,7 +119,7 @@ def workload_text(
     imports_from: str,
     pass_batches: int = 0,
 ) -> str:
-    """The text of the file.
+    """Return the text of the file.
 
     imports_from  the module whose definitions it imports; "" to copy them
     pass_batches  of an epoch that is shortened for a comparison; 0 for the whole
@@ -158,7 +158,7 @@ def workload_text(
 
 
 def _workload_name(script: Path) -> str:
-    """The name of the script, or of its folder if that is more telling."""
+    """Return the name of the script, or of its folder if that is more telling."""
     name = script.absolute().parent.name if script.stem in ("main", "train", "script", "run") else script.stem
     return re.sub(r"[^\w-]", "_", name) or "workload"
 
@@ -195,7 +195,7 @@ def _may_indent(text: str) -> bool:
 
 
 def _function(file: _File, name: str, parameter: str, code: Code) -> str:
-    """A lambda or the name of a function that is added to the file."""
+    """Return a lambda or the name of a function that is added to the file."""
     pieces = [piece for piece in code.pieces if piece.order not in file.module_pieces]
     if not pieces and "\n" not in code.text and len(code.text) < 90:
         if code.text.endswith("()") and code.text[:-2].isidentifier() and not parameter:
@@ -304,7 +304,7 @@ def _target_text(loss: Loss) -> str:
 
 
 def _head(name: str, output: str, loss: Loss) -> list[str]:
-    """The first lines of a function of output and target."""
+    """Return the first lines of a function of output and target."""
     names = loss.targets or ["target"]
     if len(names) == 1:
         return [f"def {name}({output}, {names[0]}):"]
@@ -452,7 +452,7 @@ def _add_path_and_stars(file: _File, has_unknown: bool) -> None:
 
 
 def _module_statements(statements: Sequence[ast.stmt]) -> list[ast.stmt]:
-    """The statements of the module, with those in its branches and blocks."""
+    """Return the statements of the module, with those in its branches and blocks."""
     flat: list[ast.stmt] = []
     for node in statements:
         if not isinstance(node, ast.If | ast.Try | ast.With):
@@ -465,7 +465,7 @@ def _module_statements(statements: Sequence[ast.stmt]) -> list[ast.stmt]:
 
 
 def _with_comments(source: ScriptSource, node: ast.FunctionDef | ast.ClassDef) -> str:
-    """The text of a definition, with its decorators and the comment lines above it."""
+    """Return the text of a definition, with its decorators and the comment lines above it."""
     first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
     start = first
     while start > 1 and source.lines[start - 2].startswith(b"#") and b"!" not in source.lines[start - 2][:2]:
