@@ -16,9 +16,9 @@ _SARIF = {"FAIL": "error", "WARN": "warning", "PERF": "note", "NOTE": "note"}
 
 
 def github_annotations(audit: Audit) -> list[str]:
-    """Lines that GitHub Actions shows beside the code: `::error file=train.py,line=12,title=gradient.scale::...`.
+    """Return lines that GitHub Actions shows next to the code: `::error file=train.py,line=12,title=...::...`.
 
-    Paths are relative to the working folder. Text of the script cannot begin another command.
+    Paths are relative to the working folder. Text of the script cannot start another command.
     """
     lines: list[str] = []
     for finding in audit.findings:
