@@ -70,7 +70,7 @@ def test_the_same_row_typed_in_other_ways(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"hardware__gpu": "tpu_v5e"}, "tpu_v5e is not known"),
+        ({"hardware__gpu": "tpu_v5e"}, "tpu_v5e is unknown"),
         ({"hardware__gpu": None}, "hardware.gpu is missing"),
         ({"hardware__gpus": 0}, "0 GPUs"),
         ({"model__layers": 16.5}, "no whole number"),
@@ -90,7 +90,7 @@ def test_the_same_row_typed_in_other_ways(tmp_path: Path) -> None:
         ({"measured__tokens_s_gpu": "fast"}, "no number"),
         ({"measured__step_ms": -1}, "not a number above 0"),
         ({"measured__memory_gib": float("nan")}, "not a number above 0"),
-        ({"extra": ["x"]}, "extra is no JSON object"),
+        ({"extra": ["x"]}, "extra is not a JSON object"),
         ({"extra__cpu_offload": True}, "offload"),
     ],
 )

@@ -271,8 +271,8 @@ def _compare_seeds(before: Sequence[Curve], now: Sequence[Curve], steps: Sequenc
         )
     return CurveComparison(
         "noise of seeds",
-        f"{counts}; {difference_text}: no more than seeds explain ({confidence}). A difference below {width * scale:.2g}% "
-        "would not be seen",
+        f"{counts}; {difference_text}: no more than seeds explain ({confidence}). A difference below "
+        f"{width * scale:.2g}% would not be seen",
         assumptions=tuple(assumptions),
     )
 
