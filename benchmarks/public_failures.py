@@ -146,7 +146,7 @@ HANGS = {
                 f'        {RANK} or __import__("subprocess").run(["sleep", "600"])  # cause\n        torch.save(snapshot',
             ),
         ),
-        "rank 0 never came to all_reduce",
+        "rank 0 never reached all_reduce",
         rank=0,
     ),
     "loader worker that does not answer": Mistake(
@@ -169,7 +169,7 @@ HANGS = {
             ),
             ("", "    loss_fn(outputs, labels).backward()\n", "    loss_fn(outputs, labels).backward()  # waits\n"),
         ),
-        "rank 1 never came to all_reduce",
+        "rank 1 never reached all_reduce",
     ),
     "checkpoint of FSDP on rank 0 only": Mistake(
         FSDP2,
@@ -185,7 +185,7 @@ HANGS = {
                 "            full_param = sharded_param.full_tensor()  # waits\n",
             ),
         ),
-        "rank 1 never came to all_gather",
+        "rank 1 never reached all_gather",
     ),
     "gradients clipped on one rank": Mistake(
         FSDP2,
@@ -253,7 +253,7 @@ HANGS = {
                 '        p = trainer.predict(dataset)  # waits\n        logger.info(p.metrics)\n        if p.metrics["test_success"] is not True:\n            logger.error(p.metrics)\n            exit(1)\n\n        trainer.args',
             ),
         ),
-        "rank 1 never came to",
+        "rank 1 never reached",
     ),
     "stopped by a signal": Mistake(
         NODES,
@@ -273,7 +273,7 @@ HANGS = {
             ("", "    optimizer.step()\n", f"    optimizer.step()\n    _rank and i == 3 and {SLEEP}  # cause\n"),
             ("", "output.sum().item())\n", "output.sum().item())  # waits\n"),
         ),
-        "rank 1 never came to",
+        "rank 1 never reached",
     ),
 }
 HOWS = ("launch", "two hosts")

@@ -240,7 +240,7 @@ CHINESE = {
 
 # what the check or the audit reports of a mistake in a port, by the words that its test looks for
 REPORTED = {
-    "own samples": "the loss; likely cause: it is that of a rank's own samples",
+    "one rank's samples": "the loss; likely cause: it is that of one rank's samples",
     "the loss is": "the loss",
     "loss is": "the loss",
     "not averaged": "the gradients; likely cause: they are not averaged",
@@ -363,7 +363,7 @@ MISTAKES_IN_CHINESE = {
     "every rank prints": "每个 rank 都打印",
     "one dropout mask for all": "所有 rank 的 dropout 掩码相同",
     "no process group": "没有进程组",
-    "the loss; likely cause: it is that of a rank's own samples": "loss；可能的原因：它只含本 rank 的样本",
+    "the loss; likely cause: it is that of one rank's samples": "loss；可能的原因：它只含本 rank 的样本",
     "the loss": "loss",
     "the gradients; likely cause: they are not averaged": "梯度；可能的原因：没有求平均",
     "the gradients: a third of the original's on 3 ranks": "梯度：在 3 个 rank 上是原来的三分之一",

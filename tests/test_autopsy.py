@@ -48,7 +48,7 @@ def expected(name: str, backend: str) -> list[str]:
 
     def never_came(call: str, number: int, place: str) -> list[str]:
         return [
-            f"rank 1 never came to {call}, collective {number} of {ALL}: it stands at {place}",
+            f"rank 1 never reached {call}, collective {number} of {ALL}: it is at {place}",
             f"rank 0 waits in it, at {at(way, 'waits')}",
         ]
 
@@ -59,10 +59,10 @@ def expected(name: str, backend: str) -> list[str]:
         ]
 
     other_operation, eight = "different operation or order", "all_reduce of 8 elements of"
-    at_the_end = f"{at(hangs.hang, 'end')} (it waits for the others at a barrier of everyrank's"
+    at_the_end = f"{at(hangs.hang, 'end')} (it waits for the others at a barrier of everyrank"
     if name == "another_dtype" and backend == "gloo":  # which aborts the process that gets too much
         return [
-            f"rank 0 was ended by a library, in C: it was last seen at {at(way, 'waits')}; gloo does so where",
+            f"rank 0 was aborted by a C library: it was last seen at {at(way, 'waits')}; gloo aborts if another",
             f"rank 1 waits in {eight} float64, collective 2 of {ALL}, at {at(way, 'cause')}",
         ]
     return {
@@ -130,10 +130,10 @@ def holds_the_interpreter(info: RankInfo, launch: Launch) -> None:
 def test_a_rank_whose_interpreter_does_not_run() -> None:
     """Its stack is written from C, on a signal."""
     launch = Launch(processes=2, device="cpu", timeout_seconds=2, start_timeout_seconds=200)
-    with pytest.raises(RankFailedError, match="rank 1 never came to all_reduce") as caught:
+    with pytest.raises(RankFailedError, match="rank 1 never reached all_reduce") as caught:
         run_ranks(launch, holds_the_interpreter, launch)
     first = holds_the_interpreter.__code__.co_firstlineno
-    assert f"it stands at test_autopsy.py:{first + 5} in holds_the_interpreter (it waits, process " in str(caught.value)
+    assert f"it is at test_autopsy.py:{first + 5} in holds_the_interpreter (it waits, process " in str(caught.value)
 
 
 WORKLOAD = """\
@@ -179,7 +179,7 @@ def test_asked_while_it_hangs(cli: Cli, tmp_path: Path, capsys: pytest.CaptureFi
     line = next(n for n, text in enumerate(WORKLOAD.splitlines(), 1) if text.endswith("# here"))
     running = cli.start(tmp_path, "train", path.name, "--layout", "ddp", "--processes", "2", "--out", "out")
     running.wait_for((tmp_path / "reached").exists)
-    seen = f"it stands at mine.py:{line} in loss (it waits, process "
+    seen = f"it is at mine.py:{line} in loss (it waits, process "
 
     def is_named() -> bool:  # rank 0 may still be on its way into the collective
         assert main(["autopsy", str(tmp_path / "out")]) == 0
@@ -187,14 +187,14 @@ def test_asked_while_it_hangs(cli: Cli, tmp_path: Path, capsys: pytest.CaptureFi
 
     running.wait_for(is_named)
     os.kill(running.process.pid, signal.SIGUSR2)
-    running.wait_for(lambda: "autopsy: rank 1 never came" in running.said()[1])
+    running.wait_for(lambda: "autopsy: rank 1 never reached" in running.said()[1])
     # a busy core may show a process that has just been woken as one that computes
     assert seen.partition("(it waits")[0] in running.said()[1]
     os.kill(running.process.pid, signal.SIGINT)
     assert running.end()[0] == 130
     assert running.left() == {}
     assert main(["autopsy", str(tmp_path / "out")]) == 0
-    assert "rank 0 is gone" in capsys.readouterr().out
+    assert "rank 0 ended without" in capsys.readouterr().out
 
 
 @pytest.mark.integration
@@ -210,11 +210,11 @@ def test_ranks_that_torchrun_has_started_from_outside(
 
     def is_named() -> bool:
         assert main(["autopsy", str(tmp_path / "out")]) == 0
-        return "it stands at mine.py:20 in loss" in capsys.readouterr().out
+        return "it is at mine.py:20 in loss" in capsys.readouterr().out
 
     running.wait_for(is_named)
     assert running.end(200)[0] != 0
-    assert "rank 1 never came to all_reduce" in running.said()[1]
+    assert "rank 1 never reached all_reduce" in running.said()[1]
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "7", '{"job": 3}', '{"time": 1, "frames": [[1]]}', "[" * 100_000])
@@ -260,7 +260,7 @@ def test_a_rank_that_a_library_has_ended_on_another_host(tmp_path: Path) -> None
     (tmp_path / "rank0.stacks").write_text(
         f"Fatal Python error: Aborted\n\nThread 0x{17:x} (most recent call first):\n{frames}"
     )
-    assert re.search(r"rank 0 was ended by a library, in C: .* train\.py:265", str(hang_autopsy(tmp_path, 0.1)))
+    assert re.search(r"rank 0 was aborted by a C library: .* train\.py:265", str(hang_autopsy(tmp_path, 0.1)))
 
 
 TIMED_OUT = "RankFailedError: shm all_reduce timed out after 8 s (--timeout): rank 1 did not come"
@@ -294,10 +294,10 @@ def entry(backend: str, time_ns: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("with_places", [False, True])
-def test_calls_come_from_every_flight_recorder(monkeypatch: pytest.MonkeyPatch, with_places: bool) -> None:
+@pytest.mark.parametrize("with_locations", [False, True])
+def test_calls_come_from_every_flight_recorder(monkeypatch: pytest.MonkeyPatch, with_locations: bool) -> None:
     """gloo's, that of nccl2 (`nccl` from torch 2.15 on) and that of the older nccl; no torch has to have all."""
-    ending, dump = ("", pickle.dumps) if with_places else ("_json", json.dumps)
+    ending, dump = ("", pickle.dumps) if with_locations else ("_json", json.dumps)
 
     def hooked(*_: bool, backend: str = "gloo") -> Any:
         return dump({"entries": [entry(backend, 1 if backend == "gloo" else 2)]})
@@ -306,19 +306,19 @@ def test_calls_come_from_every_flight_recorder(monkeypatch: pytest.MonkeyPatch, 
         return dump({"entries": [entry("gloo", 1)]})
 
     def legacy(*_: bool) -> Any:
-        return dump({"version": "2.10"} if with_places else {"entries": [entry("nccl", 3)]})
+        return dump({"version": "2.10"} if with_locations else {"entries": [entry("nccl", 3)]})
 
     names = {f"_dump_fr_trace{ending}": hooked, f"_dump_nccl_trace{ending}": legacy, "FlightRecorderHook": object}
     for changed, times in (
-        ({}, [1, 2] if with_places else [1, 2, 3]),
-        ({"FlightRecorderHook": None}, [1] if with_places else [1, 3]),  # torch 2.13 for CUDA
-        ({f"_dump_fr_trace{ending}": older}, [1] if with_places else [1, 3]),  # a hook without recorders of its own
+        ({}, [1, 2] if with_locations else [1, 2, 3]),
+        ({"FlightRecorderHook": None}, [1] if with_locations else [1, 3]),  # torch 2.13 for CUDA
+        ({f"_dump_fr_trace{ending}": older}, [1] if with_locations else [1, 3]),  # a hook without recorders of its own
         ({"FlightRecorderHook": None, f"_dump_nccl_trace{ending}": None}, [1]),  # torch 2.13 for CPU
         (dict.fromkeys(names), []),
     ):
         present = {name: value for name, value in (names | changed).items() if value is not None}
         monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", SimpleNamespace(**present))
-        rows = recorder._flight_recorder(with_places)
+        rows = recorder._flight_recorder(with_locations)
         assert [row[7] for row in rows] == times
         assert all(row[:7] == ["0", 1, "all_reduce", 8, "float32", False, False] for row in rows)
 
@@ -328,7 +328,7 @@ def test_calls_come_from_every_flight_recorder(monkeypatch: pytest.MonkeyPatch, 
     [
         (
             [view(0, [call(1), call(2, False)]), view(1, [call(1)]), view(2, [call(1), call(2, False)])],
-            "rank 1 never came to all_reduce .* collective 2 .* train.py:11 .* process 101.* ranks 0 and 2 wait",
+            "rank 1 never reached all_reduce .* collective 2 .* train.py:11 .* process 101.* ranks 0 and 2 wait",
         ),
         (
             [view(0, [call(1, False)]), view(1, state="gone"), view(2, [call(1, False)])],
@@ -336,11 +336,11 @@ def test_calls_come_from_every_flight_recorder(monkeypatch: pytest.MonkeyPatch, 
         ),
         (
             [view(0, [call(1, False)]), view(1, [call(1, False)]), view(2, [call(1, False)])],
-            "all ranks have come .* collective 1 ",
+            "all ranks have reached .* collective 1 ",
         ),
         (
             [view(0, [call(1, False)]), view(1, [], ended=True, frames=[]), view(2, [call(1, False)])],
-            "rank 1 never came to all_reduce .* collective 1 .* ended its work",
+            "rank 1 never reached all_reduce .* collective 1 .* ended its work",
         ),
         (
             [view(0, [call(1)]), view(1, [call(1)], busy=0.9), view(2, [call(1)])],
@@ -348,7 +348,7 @@ def test_calls_come_from_every_flight_recorder(monkeypatch: pytest.MonkeyPatch, 
         ),
         (  # of a gather each hands in what it has
             [view(0, [call(1, False, "gather", 3)]), view(1, [call(1, False, "gather", 5)]), view(2, [])],
-            "rank 2 never came to gather",
+            "rank 2 never reached gather",
         ),
         (  # rank 0 waits for rank 1, and that for rank 2 in another group: the end of the chain is told
             [
@@ -356,14 +356,14 @@ def test_calls_come_from_every_flight_recorder(monkeypatch: pytest.MonkeyPatch, 
                 view(1, [["1", 7, "broadcast", 4, "float32", False, False, 0, None]]),
                 view(2, []),
             ],
-            "rank 2 never came to",
+            "rank 2 never reached",
         ),
         (  # rank 1 waits at a barrier, and is told the error of rank 0 there: it is in no collective
             [
                 view(0, [call(1), call(2, False)], 2, raised=TIMED_OUT),
                 view(1, [call(1)], 2, raised=TIMED_OUT, frames=[(BARRIER, 95, "on_each_rank"), *FRAMES]),
             ],
-            "rank 1 never came to all_reduce .* collective 2 .* barrier .* train.py:11 .* rank 0 waits in it",
+            "rank 1 never reached all_reduce .* collective 2 .* barrier .* train.py:11 .* rank 0 waits in it",
         ),
     ],
     ids=["never came", "gone", "all came", "ended", "none waits", "gather", "a chain", "at a barrier"],
@@ -400,7 +400,7 @@ def test_a_host_that_has_gone_on() -> None:
     """NCCL does not block the host: rank 0 stands where it needs the result, not where it called the collective."""
     pending = [*call(2, False)[:8], ["/home/me/train.py", 31, "step"]]
     text = verdict([view(0, [call(1), pending], 2), view(1, [call(1)], 2)])
-    assert text.startswith("rank 1 never came to all_reduce")
+    assert text.startswith("rank 1 never reached all_reduce")
     assert text.endswith("rank 0 waits in it, at train.py:10 in main (called at train.py:31 in step)")
 
 
@@ -408,7 +408,7 @@ def test_the_call_before_the_one_that_gloo_ended() -> None:
     """Its sizes may be what differed: rank 1 was ended, while rank 0 has gone on to the next collective."""
     calls = [call(1), call(2, operation="all_gather", count=5), call(3, False, "all_gather", 1)]
     text = verdict([view(0, calls, 2), view(1, size=2, state="gone", aborted=True)])
-    assert re.search(r"rank 1 was ended by a library.* rank 0 waits in all_gather of 1 element", text)
+    assert re.search(r"rank 1 was aborted by a C library.* rank 0 waits in all_gather of 1 element", text)
     assert text.endswith("before it, rank 0 called all_gather of 5 elements of float32, collective 2")
 
 
@@ -423,7 +423,7 @@ def test_what_is_no_slow_rank(how: str) -> None:
         views[2].host = "other"
     text = verdict(views)
     assert "slower" not in text
-    assert how == "no rank is late" or "rank 1 never came to" in text
+    assert how == "no rank is late" or "rank 1 never reached" in text
 
 
 def short_waits(info: RankInfo, launch: Launch, is_first: bool) -> float:

@@ -32,7 +32,7 @@ from everyrank.measure.provenance import _cuda_details
 from everyrank.measure.resources import Gpus
 from everyrank.parallel.mesh import make_device_mesh, open_mesh
 from everyrank.parallel.trainable import _groups_by_mesh
-from everyrank.strategies import _check_carried
+from everyrank.strategies import _check_backend_support
 from everyrank.world import World, choose_backend, choose_device
 from everyrank.world.heartbeat import Peer, check_same_device, count_devices
 from everyrank.world.world import describe_device, device_name, gpus_of_host, let_nccl_share
@@ -123,8 +123,8 @@ def test_what_gloo_carries(layout: str) -> None:
     """One line where gloo has no such collective for CUDA tensors; torch's own error comes in the first update."""
     refused = layout in NOT_CARRIED
     with pytest.raises(CannotRunError, match="for CUDA tensors") if refused else contextlib.nullcontext():
-        _check_carried(parse_layout(layout), shared(4))
-    _check_carried(parse_layout(layout), shared(4, "nccl"))
+        _check_backend_support(parse_layout(layout), shared(4))
+    _check_backend_support(parse_layout(layout), shared(4, "nccl"))
     assert {parse_layout(text).strategy for text in (*CARRIED, *NOT_CARRIED)} | {"horovod"} == STRATEGIES.keys()
 
 

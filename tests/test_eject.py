@@ -379,15 +379,15 @@ def test_place_of_a_rank(launcher: str, outside: Path, tmp_path: Path, cli: Cli,
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (("--layout", "context"), "--layout context: eject knows"),
+        (("--layout", "context"), "fsdp:replicate=N"),
         (("--layout", "fsdp:tensor=2"), "tensor= is a second axis"),
-        (("--layout", "ddp:compress=bf16"), "eject does not write compress=bf16"),
-        (("--layout", "ddp:recompute"), "eject does not write recompute"),
+        (("--layout", "ddp:compress=bf16"), "compress=bf16; leave it out"),
+        (("--layout", "ddp:recompute"), "recompute; leave it out"),
         (("--layout", "fsdp:precision=fp16"), "use precision=bf16, or ddp"),
         (("--layout", "dataparallel:precision=bf16"), "use precision=fp16, or ddp"),
         (("--layout", "dataparallel", "--launcher", "torchrun"), "is started by python; leave it out"),
         (("--layout", "ddp", "--launcher", "horovodrun"), "--launcher horovodrun: eject writes projects for"),
-        (("--layout", "pipeline:schedule=gpipe"), "eject does not write schedule=gpipe"),
+        (("--layout", "pipeline:schedule=gpipe"), "schedule=gpipe; leave it out"),
         (("--launcher", "ray"), "--launcher ray: eject"),
         (("--processes", 0), "--processes 0: give at least 1"),
         (("--set", "wdith=3"), "has no such setting"),
@@ -424,6 +424,6 @@ def test_nothing_is_overwritten(outside: Path, tmp_path: Path, capsys: Any) -> N
     project = tmp_path / "project"
     project.mkdir()
     (project / "train.py").write_text("mine")
-    assert "the folder has files already" in refused(capsys, "eject", outside / "points.py", project)
+    assert "new folder" in refused(capsys, "eject", outside / "points.py", project)
     assert (project / "train.py").read_text() == "mine"
     assert len(list(project.iterdir())) == 1

@@ -248,7 +248,7 @@ def test_a_rank_that_hangs(how: str, state: str) -> None:
     with pytest.raises(RankFailedError) as caught:
         run_ranks(Launch(processes=2, timeout_seconds=9), hangs, how)
     line = str(caught.value)
-    assert line.startswith("rank 1 of 2 did not come within 9 s")
+    assert line.startswith("rank 1 of 2 did not arrive within 9 s")
     assert state in line
     assert "; rank 0 waited in test_faults.py:" in line
 
@@ -269,7 +269,7 @@ def test_a_rank_that_fails_while_another_computes() -> None:
 @pytest.mark.usefixtures("python")
 @pytest.mark.parametrize("dies", [False, True])
 def test_a_supervisor_that_is_stopped(dies: bool) -> None:
-    """Somebody stopped it, and its rank has ended: the parent lets it go on."""
+    """Somebody stopped it, and its rank has ended: the parent resumes it."""
 
     def stops_its_supervisor(info: RankInfo) -> int:
         os.kill(os.getppid(), signal.SIGSTOP)

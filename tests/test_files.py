@@ -424,7 +424,7 @@ def test_a_resumed_run_has_the_settings_and_length_of_its_checkpoint(cli: Cli, t
     assert "--set lr=0.3, this is --set lr=0.2" in done.err
     done = cli.on_ranks(tmp_path, "train", "lengths.py", "--resume", first, "--out", "other", "--batch", "2")
     assert done.status == 2
-    assert "--batch 4 makes them equal" in done.err
+    assert "--batch 4" in done.err
 
 
 def rate(workload: Any) -> float:

@@ -150,7 +150,7 @@ def test_every_launch_has_its_launchers_options() -> None:
         ("torchrun", ray.RayOptions()),
         ("slurm", "per_node"),
     ):
-        with pytest.raises(UsageError, match=f"not the options of --launcher {launcher}"):
+        with pytest.raises(UsageError, match=f"the options of --launcher {launcher}"):
             Launch(launcher, options=options)
     with pytest.raises(UsageError, match="--restarts -1"):
         Launch("torchrun", options=torchrun.TorchrunOptions(restarts=-1))

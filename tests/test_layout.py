@@ -199,7 +199,7 @@ def test_the_strategys_own_axis_takes_the_ranks_that_are_left(text: str, world_s
         ("zero1:replicate=5", 1, ["zero1:replicate=5", "= 5", "1 process", "--processes 5"]),
         ("parameter_server", 1, ["servers=1 of 1 process", "--processes 2"]),
         ("parameter_server:servers=3", 3, ["servers=3 of 3 processes", "--processes 4"]),
-        ("parameter_server:replicate=2", 4, ["= 2", "3 of them beside the servers", "--processes 3"]),
+        ("parameter_server:replicate=2", 4, ["= 2", "3 without the servers", "--processes 3"]),
     ],
 )
 def test_degrees_that_do_not_multiply_to_the_processes_show_the_product(

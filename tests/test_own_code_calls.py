@@ -70,9 +70,9 @@ WRONG = {
     "mine.py:other": "layout mine.py:other: mine.py has no function other; it has parallelize, forgets, raises",
     "mine.py:forgets": "mine.py:forgets returned NoneType, not an nn.Module: end it with `return model`",
     "mine.py:raises": "mine.py:18 in raises: AttributeError: ",
-    "mine.py:rows=2": "layout mine.py: the contract knows no mesh axis rows; say what its ranks read: ",
-    "mine.py:declared:cp=2": "layout mine.py:declared: the contract knows no mesh axis cp; it has dp, tp",
-    "mine.py:declared": "layout mine.py:declared: dp and tp have no size; give all but one, say tp=1",
+    "mine.py:rows=2": "layout mine.py: the contract has no mesh axis rows; declare what its ranks read: ",
+    "mine.py:declared:cp=2": "layout mine.py:declared: the contract has no mesh axis cp; it has dp, tp",
+    "mine.py:declared": "layout mine.py:declared: dp and tp have no size; give all but one, for example tp=1",
     "mine.py:tensor=3": "tensor 3 = 3, but there are 2 processes; give --processes 3, or a multiple of it",
     "mine.py:declared:dp=1,tp=1": "dp 1 x tp 1 = 1, but there are 2 processes; give --processes 1",
     "mine.py:data=x": "layout 'mine.py:data=x': data=x: give a whole number",
@@ -129,7 +129,7 @@ def test_a_layout_is_printed_as_it_was_typed(folder: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("said", "line"),
     [
-        ({"axes": {"tp": "same", "dp": "batch"}}, "(batch) first"),
+        ({"axes": {"tp": "same", "dp": "batch"}}, "the axes of batch first"),
         ({"axes": {"dp": "samples"}}, "axes={'dp': 'samples'}: give one of batch"),
         ({"gradients": "average"}, "gradients='average': give mean or sum"),
         ({"axes": {"dp": "batch"}, "gradients": {"tp": "sum"}}, "gradients of tp: no such axis"),
@@ -147,7 +147,7 @@ def test_no_checkpoint_of_unknown_parts(cli: Cli, folder: Path) -> None:
     (folder / "tiny.py").write_text(TINY)
     done = cli(folder, "train", "tiny.py", "--processes", 2, "--layout", "mine.py:halves:tensor=2,data=1")
     assert done.status == 2
-    assert "no checkpoint could hold it" in one_line(done.err)
+    assert "it cannot be saved" in one_line(done.err)
 
 
 def test_bench_takes_it(cli: Cli, folder: Path) -> None:

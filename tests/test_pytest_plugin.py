@@ -147,7 +147,7 @@ def test_outcomes(suite: str, name: str, outcome: str) -> None:
         "output of rank 1",
         "output of rank 0",
         "the ranks did not end within 2 s: ",
-        "rank 1 never came to barrier, collective 1",
+        "rank 1 never reached barrier, collective 1",
         f"test_own.py:{line_of('cause')} in test_hang",
         f"waits in it, at test_own.py:{line_of('waits')} in test_hang",
         "cannot be sent to the ranks",

@@ -145,7 +145,7 @@ def test_a_signal_is_passed_on(cli: Cli, tmp_path: Path, train: Path) -> None:
 def names_the_hang(text: str) -> bool:
     """Whether it names rank 1, the collective, and the line at which rank 1 stands."""
     flat = " ".join(text.split())
-    return "rank 1 never came to all_reduce" in flat and f"stands at {line_of('hang')}" in flat
+    return "rank 1 never reached all_reduce" in flat and f"is at {line_of('hang')}" in flat
 
 
 @pytest.mark.usefixtures("train")

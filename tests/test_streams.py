@@ -296,7 +296,7 @@ def opened(world: World, kind: str) -> str:
     ("kind", "words"),
     [
         ("too long", "more samples than the 10"),
-        ("too short", "ended after 20 samples of 30"),
+        ("too short", "ended after 20 of 30 samples"),
         ("by rank", "11 samples on rank 1 and 10 on rank 0"),
         ("empty", "the dataset is empty"),
         ("endless", "give Workload.steps"),

@@ -165,7 +165,7 @@ def test_hostile_files(capsys: pytest.CaptureFixture[str], tmp_path: Path, conte
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["compare", "a.csv"], "give two, A and B"),
+        (["compare", "a.csv"], "A and B"),
         (["compare", "a.csv", "missing.csv"], "missing.csv: there is no such file"),
         (["compare", "a.csv", "empty"], "empty: "),
         (["compare", "a.csv", "twice"], "0.csv and 1.csv"),

@@ -37,7 +37,7 @@ def test_drop_last_leaves_out_a_ragged_batch(ranks: Any) -> None:
     for read, problems, text in ranks(2, dropped):
         assert read == 21
         assert problems == []
-        assert "but 2 of a last batch (drop_last)" in text
+        assert "except 2 of an incomplete last batch" in text
 
 
 def dropped(world: World) -> tuple[int, list[str], str]:

@@ -21,14 +21,14 @@ from processes import Cli
 SCRIPT = Path(__file__).parent.parent / "scripts" / "hang.py"
 # way: the ranks at fault, and what else the paragraph says; {waits}: the line where the others wait
 WAYS = {
-    "skipped_collective": (1, "rank 1 never came to all_reduce of 3 elements of float32"),
+    "skipped_collective": (1, "rank 1 never reached all_reduce of 3 elements of float32"),
     "barrier_while_saving": (0, "it waits for a process that it has started"),
-    "sleeping": (1, "rank 1 never came to all_reduce"),
-    "locked": (1, "rank 1 never came to all_reduce"),
+    "sleeping": (1, "rank 1 never reached all_reduce"),
+    "locked": (1, "rank 1 never reached all_reduce"),
     "loader_worker": (1, "it waits for its data loader"),
     "order_of_groups": (1, "mismatch (groups in different order)"),
     "state_dict_on_rank_0": (1, "rank 0"),
-    "fsdp_forward_on_rank_0": (1, "rank 1 never came to "),
+    "fsdp_forward_on_rank_0": (1, "rank 1 never reached "),
     "object_collective": (1, "mismatch"),
     "receive_without_send": (1, "rank 1 never sent the message of 3 elements of float32 that rank 0 waits for"),
     "receive_from_each_other": (1, "ranks 0 and 1 both receive from each other"),
@@ -84,8 +84,8 @@ def test_way_to_hang(cli: Cli, tmp_path: Path, way: str, how: str) -> None:
     ("way", "how", "phrase"),
     [
         ("unequal_batches", "launch", "rank 1 was ended by a library"),  # torchrun would end rank 0 before it speaks
-        ("left_early", "launch", "rank 1 never came to all_reduce"),
-        ("left_early", "watch", "rank 1 never came to all_reduce"),
+        ("left_early", "launch", "rank 1 never reached all_reduce"),
+        ("left_early", "watch", "rank 1 never reached all_reduce"),
     ],
 )
 def test_way_that_gloo_ends(cli: Cli, tmp_path: Path, way: str, how: str, phrase: str) -> None:

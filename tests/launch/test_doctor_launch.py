@@ -152,7 +152,9 @@ def test_doctor_sees_a_start_that_fails(monkeypatch: pytest.MonkeyPatch) -> None
     """Such as one of versions that differ: the line of the start is the finding's."""
 
     def start(*_: object) -> None:
-        raise CannotRunError("rank 1 on n1 has torch 2.8, and rank 0 on n0 has 2.9: install the same on all hosts")
+        raise CannotRunError(
+            "rank 1 on n1 has torch 2.8, and rank 0 on n0 has 2.9: install the same version on all hosts"
+        )
 
     monkeypatch.setattr(doctor, "run_ranks", start)
     [finding] = doctor.check_start(Launch(processes=2))

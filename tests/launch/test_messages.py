@@ -35,7 +35,7 @@ def collective(number: int, is_done: bool) -> list[Any]:
 def test_never_sent() -> None:
     text = verdict([view(0, 10, message("recv from 2")), view(1, 20), view(2, 30)])
     assert re.match(r"rank 2 never sent .* rank 0 waits for at train\.py:10", text)
-    assert "it stands at train.py:30 in step" in text
+    assert "it is at train.py:30 in step" in text
     text = verdict([view(0, 10), view(1, 20, message("send to 0")), view(2, 30)])
     assert re.match(r"rank 0 never received .* rank 1 sends at train\.py:20", text)
 
@@ -51,7 +51,7 @@ def test_a_collective_is_the_cause_before_a_message() -> None:
     text = verdict(
         [view(0, 10, collective(1, True), message("recv from 1")), view(1, 20, *waiting), view(2, 20, *waiting)]
     )
-    assert text.startswith("rank 0 never came to all_reduce")
+    assert text.startswith("rank 0 never reached all_reduce")
     assert re.search(r"waits for a message of 4 elements .* from rank 1", text)
 
 
@@ -68,7 +68,7 @@ def test_ranks_without_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(reports, "_FILES_SECONDS", 0.0)
     (tmp_path / "rank0.result").write_bytes(pickle.dumps(None))
     (tmp_path / "rank1.log").write_text("the last words")
-    with pytest.raises(RankFailedError, match=r"rank 1 of 2 left no result") as caught:
+    with pytest.raises(RankFailedError, match=r"rank 1 of 2 returned no result") as caught:
         reports.Reports(tmp_path, tmp_path, 2, range(2), Launch(processes=2)).results(needs_all=True)
     assert caught.value.log == tmp_path / "rank1.log"
 

@@ -55,7 +55,7 @@ def test_a_host_that_others_can_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_info, "addresses_of", lambda name: known.get(name, []))
     check_reachable("n0", "--rendezvous")
     check_reachable("both", "--rendezvous")
-    with pytest.raises(UsageError, match=r"--rendezvous here: that is 127\.0\.1\.1 here, loopback"):
+    with pytest.raises(UsageError, match=r"--rendezvous here: .* 127\.0\.1\.1 .*loopback"):
         check_reachable("here", "--rendezvous")
     with pytest.raises(UsageError, match=r"--rendezvous nosuch: .* no address"):
         check_reachable("nosuch", "--rendezvous")
@@ -226,7 +226,7 @@ def test_a_tcp_address_that_is_loopback_for_ranks_of_several_hosts(monkeypatch: 
     """Also where a person's MASTER_ADDR says it; a small Slurm of several nodes on one machine means it."""
     monkeypatch.setattr(host_info, "addresses_of", lambda _: ["127.0.1.1"])
     info = RankInfo(0, 0, 4, 2, "env", "tcp://n0:29500", is_store_master=True)
-    with pytest.raises(UsageError, match=r"rendezvous at n0: .* 127\.0\.1\.1 here, loopback"):
+    with pytest.raises(UsageError, match=r"rendezvous at n0: .* 127\.0\.1\.1 .*loopback"):
         open_store(info, Launch())
     port = free_port()
     own = RankInfo(0, 0, 4, 2, "slurm", f"tcp://127.0.0.1:{port}", is_store_master=True)
@@ -319,7 +319,7 @@ FILES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         lambda path: (left_behind(path), os.utime(path, (time.time() - 999,) * 2)),
         ["999 s ago", "remove it, or give another name"],
     ),
-    "of something else": (lambda path: path.write_text("my thesis"), ["holds something else", "a name that is free"]),
+    "of something else": (lambda path: path.write_text("my thesis"), ["not a rendezvous file", "give another path"]),
     "a folder": (lambda path: path.mkdir(), ["store"]),
     "that cannot be made": (lambda path: path.symlink_to(path / ".." / "nosuch" / "store"), ["give another path"]),
     "below a file": (lambda path: path.parent.rmdir() or path.parent.write_text("x"), ["cannot be written"]),
@@ -329,7 +329,7 @@ FILES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
 def test_too_few_files_for_loader_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """They and their rank would wait for each other for ever."""
     monkeypatch.setattr(resource, "getrlimit", lambda _: (32, 4096))
-    with pytest.raises(UsageError, match=r"--workers 1: .* 32 open files, .* ulimit -n 1024"):
+    with pytest.raises(UsageError, match=r"--workers 1: .* 32; .*ulimit -n 1024"):
         run_ranks(Launch(loader_workers=1), len)
 
 
@@ -413,7 +413,7 @@ def test_versions_that_differ(monkeypatch: pytest.MonkeyPatch, name: str) -> Non
         wait_for_peers(store, 2)
     shown = "3.9" if name == "Python" else "0.1"
     assert f"rank 1 on n1 has {name} {shown}, and rank 0 on" in str(caught.value)
-    assert "install the same on all hosts" in str(caught.value)
+    assert "on all hosts" in str(caught.value)
 
 
 def test_builds_of_one_version_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -429,7 +429,7 @@ STARTS = {
     # words after the training's, fragments of the line
     "a port in use": ("--init-method tcp://127.0.0.1:BUSY", ["port BUSY at 127.0.0.1", "another port"]),
     "an old file": ("--init-method file://DIR/old", ["file://DIR/old", "remove it"]),
-    "an interface": ("--interface eth9", ["--interface eth9", "not up here"]),
+    "an interface": ("--interface eth9", ["--interface eth9", "not up"]),
 }
 
 

@@ -30,7 +30,7 @@ WRONG_CALLS = [
     (DDP + "--nodes 1:2 --node-rank 0 --rendezvous n0:1", ["--nodes MIN:MAX", "torchrun", "c10d"]),
     (DDP + "--nodes 3:2 --launcher torchrun --rendezvous-kind c10d --rendezvous n0:1 --processes 2", ["--nodes 3:2"]),
     (DDP + "--nodes 0:2 --launcher torchrun --rendezvous-kind c10d --rendezvous n0:1 --processes 2", ["--nodes 0:2"]),
-    (DDP + "--nodes 2 --processes 3 --node-rank 0 --rendezvous n0:1", ["--processes 3", "--nodes 2", "as many"]),
+    (DDP + "--nodes 2 --processes 3 --node-rank 0 --rendezvous n0:1", ["--processes 3", "--nodes 2", "the total"]),
     (DDP + "--nodes 2 --node-rank 2 --rendezvous n0:1", ["--node-rank 2", "0 to 1"]),
     (DDP + "--nodes 2 --node-rank -1 --rendezvous n0:1", ["--node-rank -1", "0 to 1"]),
     (DDP + "--node-rank first", ["--node-rank", "'first'"]),
@@ -59,7 +59,7 @@ WRONG_CALLS = [
     (DDP + "--init-method tcp://256.1.1.1:80", ["--init-method 256.1.1.1", "has no address here"]),
     # more than there can be
     (DDP + f"--processes {'9' * 23} --dry-run", ["--processes 999", "at most 1,000,000"]),
-    (DDP + "--processes 8194 --nodes 2 --node-rank 0 --rendezvous n0:1", ["4,097 ranks on a host", "at most 4,096"]),
+    (DDP + "--processes 8194 --nodes 2 --node-rank 0 --rendezvous n0:1", ["4,097 ranks", "at most 4,096"]),
     # words of one launcher
     (DDP + "--launcher torchrun --rendezvous-kind etcd", ["--rendezvous-kind etcd", "static or c10d"]),
     (DDP + "--restarts 1", ["--restarts 1", "--launcher torchrun"]),
@@ -86,7 +86,7 @@ WRONG_CALLS = [
     (RAY + "--min-processes 0 --processes 2 --out o", ["--min-processes 0", "1 to 2"]),
     (RAY + "--min-processes 2 --processes 4", ["--min-processes 2", "give --out DIR"]),
     (RAY + "--min-processes 2 --processes 4 --layout fsdp:tensor=2 --out o", ["with 3 ranks left", "tensor 2"]),
-    (DDP + "--launcher-args=-v", ["--launcher-args -v", "spawn takes none"]),
+    (DDP + "--launcher-args=-v", ["--launcher-args -v", "--launcher spawn"]),
     (DDP + "--requeue", ["--requeue", "--launcher slurm"]),
     (DDP + "--requeue --dry-run", ["--requeue", "--launcher slurm"]),
     (DDP + "--sbatch partition=gpu", ["--sbatch", "--launcher slurm"]),

@@ -186,7 +186,7 @@ def test_nothing_moved_is_not_equal(ranks: Any) -> None:
     workload = zoo.workload("frozen", "adamw", schedule=from_zero)
     parity = parity_of(ranks, workload, steps=1)
     assert parity.status == "equal"
-    assert parity.scope == "the gradients alone"
+    assert parity.scope == "only the gradients"
     wrong = ranks(2, without_reduction, f"causes/{next(_COUNTER)}", workload, 1)[0]
     assert wrong.status == "different"
     assert "tensor" in wrong.first_divergence

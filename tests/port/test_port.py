@@ -81,7 +81,7 @@ def test_files_are_written_once(tmp_path: Path) -> None:
         'dist.barrier()\nwith open("weights.txt", "rb") as file:\n',
     ):
         assert line in best.text
-    assert [sentence for _, sentence in best.notes] == ["what is written has rank 0's part of inputs"]
+    assert [sentence for _, sentence in best.notes] == ["the output has only rank 0's part of inputs"]
 
 
 def test_each_rank_augments_its_own_way(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def test_the_first_line_of_a_program_stays(text: str, expected: str) -> None:
         (["--check", "train.py", "--force"], "--force"),
         (["--check-processes", "1"], "--check-processes"),
         (["-o", "train.py"], "--in-place"),
-        (["--to", "workload", "-o", "elsewhere/train_workload.py"], "beside train.py"),
+        (["--to", "workload", "-o", "elsewhere/train_workload.py"], "-o elsewhere/train_workload.py"),
         (["--to", "workload", "--in-place"], "--in-place"),
         (["--to", "workload", "--sampler", "torch"], "--sampler"),
     ],

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.integration
 
 # (what the port has, what stands there after the mistake, what the check or the audit reports)
 MISTAKES = {
-    "loss of a rank's own samples": ("        loss = mean_over_ranks(loss, len(targets))\n", "", "own samples"),
+    "loss of a rank's own samples": ("        loss = mean_over_ranks(loss, len(targets))\n", "", "one rank's samples"),
     "weight of a full batch": ("mean_over_ranks(loss, len(targets))", "mean_over_ranks(loss, 16)", "the loss is"),
     "no wrapper in training": ("train(ddp_net, loader", "train(net, loader", "not averaged"),
     "wrapper of nothing": (

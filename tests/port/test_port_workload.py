@@ -273,7 +273,7 @@ MOVING = PER_UPDATE.replace("loader = ", "past = 0.0\nloader = ").replace(
             "random numbers",
         ),
         (CLOSURE, "optimizer = ", "LBFGS"),
-        (CLASS, "loss.backward()", "a method of a class"),
+        (CLASS, "loss.backward()", "a method"),
         (
             PER_UPDATE.replace(
                 "epoch in range(epochs):", "epoch in range(epochs):\n    loader.dataset.tensors[0].mul_(0.9)"

@@ -73,7 +73,7 @@ def test_a_damaged_log_is_set_aside(cli: Cli, tmp_path: Path, name: str, content
     run = one_epoch(cli, tmp_path)
     rows = (run / name).read_bytes()
     (run / name).write_bytes(content + rows)
-    assert f"{name}: not all of its lines" in goes_on(cli, tmp_path)
+    assert f"{name}.damaged" in goes_on(cli, tmp_path)
     assert (run / f"{name}.damaged").read_bytes() == content + rows
     assert [row[0] for row in logged(run)] == list(range(8))
 

@@ -57,7 +57,7 @@ def test_a_finished_run_is_not_begun_again(cli: Cli, tmp_path: Path) -> None:
     log = (tmp_path / "run" / "log.jsonl").read_text()
     done = cli.on_ranks(tmp_path, *words, "--resume")
     assert done.status == 2
-    assert "it holds a run already" in done.err
+    assert "--resume" in done.err
     assert (tmp_path / "run" / "log.jsonl").read_text() == log
 
 
@@ -128,7 +128,9 @@ main(sys.argv[2:])
 """
 
 
-@pytest.mark.parametrize(("where", "said"), [("/dev/full", "No space left on device"), ("pipe", "its reader has gone")])
+@pytest.mark.parametrize(
+    ("where", "said"), [("/dev/full", "No space left on device"), ("pipe", "the reader of the pipe has gone")]
+)
 def test_a_training_that_nobody_can_see_comes_to_its_end(cli: Cli, tmp_path: Path, where: str, said: str) -> None:
     """`train ... | head -1` and a full disk behind `> file`: the checkpoints are there, and the status is 0."""
     (tmp_path / "unseen.py").write_text(UNSEEN)

@@ -64,7 +64,7 @@ _NO_TRAFFIC = {
 
 
 class CommCounter(TorchDispatchMode):
-    """Counts while it is entered.
+    """Counts the collectives inside its `with` block.
 
     with CommCounter({"0": "replicate"}) as traffic:
         next(updates)
@@ -78,22 +78,22 @@ class CommCounter(TorchDispatchMode):
         self.names = names
         self.counts: Counter[tuple[str, str]] = Counter()
         self.bytes: Counter[tuple[str, str]] = Counter()
-        self.observed = contextlib.ExitStack()
+        self.observers = contextlib.ExitStack()
 
     def __enter__(self) -> CommCounter:
-        self.observed.enter_context(observed_calls(self._count_observed))
+        self.observers.enter_context(observed_calls(self._count_observed))
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self.observed.close()
+        self.observers.close()
 
-    def _count_observed(self, operation: str, group: str, handed_in: Sequence[Tensor]) -> None:
+    def _count_observed(self, operation: str, group: str, inputs: Sequence[Tensor]) -> None:
         if operation != "barrier":
             key = operation, self.names.get(group, group)
             self.counts[key] += 1
-            self.bytes[key] += sum(tensor.nbytes for tensor in handed_in)
+            self.bytes[key] += sum(tensor.nbytes for tensor in inputs)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):

@@ -24,11 +24,11 @@ from everyrank.world import World
 
 __all__ = ["Instrumented", "run_instrumented"]
 
-_WARM_UP = (
+_WARM_UP_UPDATES = (
     3  # DistributedDataParallel rebuilds its buckets in the second update, optimizers make their state in the first
 )
-_PROFILED = 10
-_IDLE = 10
+_PROFILED_UPDATES = 10
+_IDLE_UPDATES = 10
 _NO_IDLE = PipelineIdle(0.0, 0.0, 0.0)
 
 
@@ -50,33 +50,33 @@ class Instrumented:
 
 def run_instrumented(workload: Workload, dataset: Any, layout: Layout, world: World) -> Instrumented:
     """Run a few updates of `layout` under the instruments. A collective."""
-    planned = planned_updates(workload, dataset)  # a schedule may refuse to go beyond
+    planned = planned_updates(workload, dataset)  # a learning-rate schedule may end there
     updates = all_updates(planned, epoch_of(workload, dataset).updates)
     with peak_memory(world.device) as memory:
         with wrap_user_errors():
             prepared = prepare(workload, layout, world)
-        # parity has checked it already, and the whole model of that check would count in the memory
+        # verify has already checked the model; a second check would gather the whole model and count as memory
         prepared.parallel.is_checked = True
         shares = run_updates(prepared, dataset, updates)
-        for _ in range(min(_WARM_UP, planned)):
+        for _ in range(min(_WARM_UP_UPDATES, planned)):
             next(shares)
-    left = planned - _WARM_UP - 1
-    if left < 1:
+    num_left = planned - _WARM_UP_UPDATES - 1
+    if num_left < 1:
         return Instrumented(memory.bytes)
     idle = _NO_IDLE
     if prepared.idle is not None:
-        for _ in range(min(_IDLE, left - 1)):
+        for _ in range(min(_IDLE_UPDATES, num_left - 1)):
             next(shares)
-            new = prepared.idle()
-            seconds, waiting = idle.seconds + new.seconds, idle.waiting_seconds + new.waiting_seconds
-            idle = PipelineIdle(new.theory_share, seconds, waiting)
-            left -= 1
-    num_counted = min(prepared.averaging.every if prepared.averaging is not None else 1, left)
+            step_idle = prepared.idle()
+            seconds, waiting = idle.seconds + step_idle.seconds, idle.waiting_seconds + step_idle.waiting_seconds
+            idle = PipelineIdle(step_idle.theory_share, seconds, waiting)
+            num_left -= 1
+    num_counted = min(prepared.averaging.every if prepared.averaging is not None else 1, num_left)
     with CommCounter(prepared.mesh.group_axes()) as traffic:
         for _ in range(num_counted):
             next(shares)
-    left -= num_counted - 1
-    exposed = exposed_shares(prepared.trainable, shares, min(_PROFILED, left), world.device)
+    num_left -= num_counted - 1
+    exposed = exposed_shares(prepared.trainable, shares, min(_PROFILED_UPDATES, num_left), world.device)
     del prepared, shares
     gc.collect()
     return Instrumented(memory.bytes, idle, traffic.collectives(num_counted), [exposed[phase] for phase in PHASES])

@@ -74,13 +74,13 @@ def bench_rank(
         print_lines_once(is_first),
     ):
         startup_seconds = time.time() - options.started
-        begun = time.monotonic() - startup_seconds
+        monotonic_start = time.monotonic() - startup_seconds
         workload = load(workload_or_source)
         workload = changed(workload, global_batch=workload.global_batch * options.batch_factor)
         train_data, eval_data = open_data(workload, world)
-        bench = _planned(workload, train_data, eval_data, world, options)
+        bench = _plan_bench(workload, train_data, eval_data, world, options)
         case = parity_case(workload, train_data, eval_data, options.verify_steps, is_cached=True)
-        with sampling(begun, is_first, gpus_of_host(world)) as sampler:
+        with sampling(monotonic_start, is_first, gpus_of_host(world)) as sampler:
             results = Results(bench, info, world, layouts, options, sampler, startup_seconds)
             for index, layout in enumerate(layouts):
                 advance(f"check {layout}")
@@ -89,7 +89,7 @@ def bench_rank(
                 results.candidates.append(
                     Candidate(layout, parity, single_process_world(world) if layout.axis is None else world)
                 )
-                results.told(f"{layout}: {parity.outcome}")
+                results.report(f"{layout}: {parity.outcome}")
             _measure(results, world, advance)
             sampler.now_running("end")
         return results.records() if is_first else None
@@ -98,16 +98,16 @@ def bench_rank(
 def _measure(results: Results, world: World, advance: Callable[[str], None]) -> None:
     """Run each part of the benchmark for all candidates that are equal, in turns."""
     bench, options, running = results.bench, results.options, results.running
-    parts = [("profile", _profile), ("train", _train_once)]
-    parts += [(f"time {trial + 1}", _time_once) for trial in range(options.trials)]
-    for label, function in parts:
+    stages = [("profile", _profile), ("train", _train_once)]
+    stages += [(f"time {trial + 1}", _time_once) for trial in range(options.trials)]
+    for label, function in stages:
         for index, candidate in enumerate(running):
             advance(f"{label} {candidate.layout}")
             results.sampler.now_running(str(index))
             _run_on_its_ranks(candidate, world, f"bench/{label}/{index}", function, bench)
             if candidate.prepared is not None:
                 candidate.prepared.trainable.forget_gradients()
-            results.told(_trial_line(candidate, bench, options) if function is _time_once else "")
+            results.report(_trial_line(candidate, bench, options) if function is _time_once else "")
 
 
 def _trial_line(candidate: Candidate, bench: Bench, options: BenchOptions) -> str:
@@ -118,8 +118,8 @@ def _trial_line(candidate: Candidate, bench: Bench, options: BenchOptions) -> st
     return f"{candidate.layout}: trial {len(candidate.trial_seconds)} of {options.trials}, {step_ms:.2f} ms a step"
 
 
-def _planned(workload: Workload, train_data: Any, eval_data: Any, world: World, options: BenchOptions) -> Bench:
-    """The numbers of updates of each kind of run."""
+def _plan_bench(workload: Workload, train_data: Any, eval_data: Any, world: World, options: BenchOptions) -> Bench:
+    """Return the data of the benchmark, and the number of updates of each kind of run."""
     planned = planned_updates(workload, train_data)
     # enough to use up the batches that loader workers read before the clock starts
     warmup = min(2 * world.loader_workers * world.size, planned // 2)
@@ -136,7 +136,7 @@ def _planned(workload: Workload, train_data: Any, eval_data: Any, world: World, 
 
 def _run_on_its_ranks(candidate: Candidate, world: World, key: str, function: Any, bench: Bench) -> None:
     """Run a part of the benchmark where the candidate runs: on all ranks, or on rank 0 while the others wait."""
-    if candidate.is_alone:
+    if candidate.is_single_process:
         on_rank_0(world, key, lambda: function(candidate, bench))
     else:
         use_threads(world.threads)
@@ -149,7 +149,7 @@ def _profile(candidate: Candidate, bench: Bench) -> None:
     local = run_instrumented(bench.workload, bench.train_data, candidate.layout, candidate.world)
     row = torch.tensor([local.peak_memory_bytes, *local.idle, *local.exposed_shares], dtype=torch.float64)
     rows = [row.tolist() for row in all_gather(row, candidate.world)]
-    candidate.inside = [
+    candidate.instrumented = [
         replace(local, peak_memory_bytes=int(row[0]), idle=PipelineIdle(*row[1:4]), exposed_shares=row[4:])
         for row in rows
     ]
@@ -158,14 +158,18 @@ def _profile(candidate: Candidate, bench: Bench) -> None:
 def _train_once(candidate: Candidate, bench: Bench) -> None:
     """Prepare the candidate, keep its initial state, train: losses, metrics, and the warm-up."""
     candidate.prepared = prepare(bench.workload, candidate.layout, candidate.world)
-    candidate.saved = _on_host(candidate.prepared.trainable.snapshot())
+    candidate.initial_state = _on_host(candidate.prepared.trainable.snapshot())
     start = now(candidate.world.device)
     shares: list[Tensor] = []
     for share in _updates(candidate, bench, bench.run_updates):
         shares.append(share)
         if candidate.first_step_seconds is None:
             candidate.first_step_seconds = now(candidate.world.device) - start
-    totals = torch.stack(shares).cpu() if candidate.is_alone else sum_over_ranks(torch.stack(shares), candidate.world)
+    totals = (
+        torch.stack(shares).cpu()
+        if candidate.is_single_process
+        else sum_over_ranks(torch.stack(shares), candidate.world)
+    )
     candidate.losses = [total / count if count else math.nan for total, count in totals.tolist()]
     first_bad = next((step for step, value in enumerate(candidate.losses) if not math.isfinite(value)), None)
     if first_bad is not None:  # on CUDA the loss has not been read before
@@ -176,16 +180,16 @@ def _train_once(candidate: Candidate, bench: Bench) -> None:
         candidate.metrics = mean_metrics(bench.workload, evaluate(candidate.prepared, bench.eval_data))
 
 
-def _on_host(saved: dict[str, Any]) -> dict[str, Any]:
+def _on_host(snapshot: dict[str, Any]) -> dict[str, Any]:
     """Return the snapshot with its tensors in host memory, because other candidates need the device's memory."""
-    return {**saved, **{name: [tensor.cpu() for tensor in saved[name]] for name in ("tensors", "ema")}}
+    return {**snapshot, **{name: [tensor.cpu() for tensor in snapshot[name]] for name in ("tensors", "ema")}}
 
 
 def _time_once(candidate: Candidate, bench: Bench) -> None:
     """Time one trial from the initial state, on the slowest rank. Then measure the phase breakdown in a shorter one."""
     with _restarted(candidate, bench, bench.trial_updates) as updates:
         start = now(candidate.world.device)
-        for _ in range(bench.trial_updates):  # not until the generator ends, which would stop its loader workers
+        for _ in range(bench.trial_updates):  # the generator is not exhausted, which would stop its loader workers
             next(updates)
         seconds = now(candidate.world.device) - start
     assert candidate.prepared is not None
@@ -197,16 +201,16 @@ def _time_once(candidate: Candidate, bench: Bench) -> None:
 
 @contextlib.contextmanager
 def _restarted(candidate: Candidate, bench: Bench, count: int) -> Generator[Any]:
-    """The updates of a trial: from the initial state, all ranks at once, no garbage collection."""
+    """Restore the initial state, warm up, and yield the updates of a trial, with garbage collection off."""
     assert candidate.prepared is not None
-    candidate.prepared.trainable.restore(candidate.saved)
+    candidate.prepared.trainable.restore(candidate.initial_state)
     updates = _updates(candidate, bench, bench.warmup_updates + count)
     gc.collect()
     gc.disable()
     try:
         for _ in range(bench.warmup_updates):
             next(updates)
-        if not candidate.is_alone:
+        if not candidate.is_single_process:
             dist.barrier(group=candidate.world.group)
         yield updates
     finally:

@@ -29,24 +29,24 @@ _STOPPED = "the bench was stopped before it was checked"
 
 @dataclass
 class Candidate:
-    """One layout ready to run. On ranks that it does not use, `prepared` stays None."""
+    """One layout with its measurements. On ranks that it does not use, `prepared` stays None."""
 
     layout: Layout
     parity: Parity
     world: World
     prepared: Prepared | None = None
-    saved: dict[str, Any] = field(default_factory=dict[str, Any])
+    initial_state: dict[str, Any] = field(default_factory=dict[str, Any])
     losses: list[float] = field(default_factory=list[float])
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     first_step_seconds: float | None = None
-    inside: list[Instrumented] = field(default_factory=list[Instrumented])  # of each rank
+    instrumented: list[Instrumented] = field(default_factory=list[Instrumented])  # of each rank
     trial_seconds: list[float] = field(default_factory=list[float])
     # of each trial and rank: mean seconds of each phase of a step
     splits: list[list[list[float]]] = field(default_factory=list[list[list[float]]])
 
     @property
-    def is_alone(self) -> bool:
-        """Whether it runs in one process while the other ranks wait."""
+    def is_single_process(self) -> bool:
+        """Whether the layout runs in one process while the other ranks wait."""
         return self.layout.axis is None
 
 
@@ -92,7 +92,7 @@ class Results:
         """Return the candidates that were verified equal; these are timed."""
         return [candidate for candidate in self.candidates if candidate.parity.status == "equal"]
 
-    def told(self, line: str) -> None:
+    def report(self, line: str) -> None:
         """Report the results so far, in case the bench is stopped, and print a line."""
         if self.world.rank != 0:
             return
@@ -111,28 +111,30 @@ class Results:
         )
         records: list[Record] = []
         for candidate in self.candidates:
-            used = self.sampler.of(str(running.index(candidate))) if candidate in running else None
-            made = _record(candidate, self.bench, self.info, self.startup_seconds, single)
-            records.append(replace(made, resources=used, provenance={**self.source, "load": load, **made.provenance}))
+            resources = self.sampler.of(str(running.index(candidate))) if candidate in running else None
+            record = _record(candidate, self.bench, self.info, self.startup_seconds, single)
+            records.append(
+                replace(record, resources=resources, provenance={**self.source, "load": load, **record.provenance})
+            )
         for layout in self.layouts[len(self.candidates) :]:
             candidate = Candidate(layout, Parity("not_verified", reason=_STOPPED), self.world)
-            made = _record(candidate, self.bench, self.info, self.startup_seconds, None)
-            records.append(replace(made, provenance={**self.source, "load": load}))
+            record = _record(candidate, self.bench, self.info, self.startup_seconds, None)
+            records.append(replace(record, provenance={**self.source, "load": load}))
         return records
 
 
 def _method(bench: Bench, options: BenchOptions) -> str:
-    is_one = options.trials == 1
+    is_one_trial = options.trials == 1
     trials, runs = (
         ("1 trial", "a separate run")
-        if is_one
+        if is_one_trial
         else (f"{options.trials} interleaved trials", f"{options.trials} separate runs")
     )
     return (
         f"{trials} of {bench.trial_updates} updates, each from the initial state, after one "
         f"untimed run of {bench.run_updates} updates"
         + (f" and the first {bench.warmup_updates} of each trial" if bench.warmup_updates else "")
-        + ("; one trial has no interval" if is_one else "; medians with 95% bootstrap intervals")
+        + ("; one trial has no interval" if is_one_trial else "; medians with 95% bootstrap intervals")
         + f"; the slowest rank counts; step-time breakdown from {runs} of {bench.split_updates} updates"
     )
 
@@ -152,18 +154,20 @@ def _record(
         workload=bench.workload.name,
         layout=str(candidate.layout),
         launcher=info.started_by,
-        backend=world.backend if not candidate.is_alone else "none",
+        backend=world.backend if not candidate.is_single_process else "none",
         device=world.device.type,
-        world_size=1 if candidate.is_alone else world.size,
+        world_size=1 if candidate.is_single_process else world.size,
         parity=candidate.parity,
         throughput_samples_per_second=throughput,
         ratio_to_single=_ratio(candidate, single) if is_timed and single is not None else None,
         step_seconds=interval(steps) if is_timed else None,
         epoch_seconds=epoch.samples / throughput.median if throughput else None,
-        breakdown_seconds=breakdown(candidate.splits, [inside.exposed_shares for inside in candidate.inside], steps),
-        bubble=_bubble(candidate.inside) if world.device.type == "cpu" else None,
-        peak_memory_bytes=max((inside.peak_memory_bytes for inside in candidate.inside), default=None),
-        collectives=candidate.inside[0].collectives if candidate.inside else [],
+        breakdown_seconds=breakdown(
+            candidate.splits, [inside.exposed_shares for inside in candidate.instrumented], steps
+        ),
+        bubble=_bubble(candidate.instrumented) if world.device.type == "cpu" else None,
+        peak_memory_bytes=max((inside.peak_memory_bytes for inside in candidate.instrumented), default=None),
+        collectives=candidate.instrumented[0].collectives if candidate.instrumented else [],
         startup_seconds=startup_seconds if is_timed else None,
         first_step_seconds=candidate.first_step_seconds,
         loss=candidate.losses,
@@ -174,11 +178,11 @@ def _record(
 
 def _bubble(inside: Sequence[Instrumented]) -> Bubble | None:
     """Return the measured and the theoretical idle time of ranks; None for a layout without a pipeline."""
-    longest = max((instrumented.idle.seconds for instrumented in inside), default=0.0)
+    longest = max((measurements.idle.seconds for measurements in inside), default=0.0)
     if not longest:
         return None
     return Bubble(
-        inside[0].idle.theory_share, fmean(instrumented.idle.waiting_seconds for instrumented in inside) / longest
+        inside[0].idle.theory_share, fmean(measurements.idle.waiting_seconds for measurements in inside) / longest
     )
 
 
@@ -186,7 +190,7 @@ def _ratio(candidate: Candidate, single: Candidate) -> Interval:
     """Return the speed relative to `single`, trial by trial, because a slow machine slows down both."""
     return interval(
         [
-            single_seconds / arm_seconds
-            for single_seconds, arm_seconds in zip(single.trial_seconds, candidate.trial_seconds, strict=False)
+            single_seconds / candidate_seconds
+            for single_seconds, candidate_seconds in zip(single.trial_seconds, candidate.trial_seconds, strict=False)
         ]
     )

@@ -45,7 +45,7 @@ _START_SECONDS = 120.0  # time limit for the start of a run, enough for a busy m
 _UPDATE_SECONDS = 5.0
 _NOTICE_SECONDS = 15.0  # time after --timeout in which the error has to be printed and all ranks have to end
 _DISK_CHECKPOINTS = 12  # checkpoints that fit on the separate disk
-_DISK_BYTES = 4 << 20  # for the other files of a run
+_DISK_BYTES = 4 << 20  # space for the other files of a run
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def run_campaign(
 
 
 def _launch_on_two_hosts(launch: Launch) -> Launch:
-    """Return the launch on two hosts, over gloo, because shared memory would not use the link."""
+    """Return a launch on two hosts over gloo, because shared memory would not use the link."""
     return Launch(
         processes=launch.processes,
         device="cpu",
@@ -110,7 +110,7 @@ def _launch_on_two_hosts(launch: Launch) -> Launch:
 
 
 def train_baseline(source: Source, layout: Layout, launch: Launch, options: ChaosOptions, folder: Path) -> Baseline:
-    """Train once in float64 without a fault. Raises `EveryrankError` if that fails."""
+    """Train once in float64 without a fault. Raises `EveryrankError` if the training fails."""
     if layout.precision == "float32":  # float64 shows the smallest differences
         layout = dataclasses.replace(layout, precision="float64")
     layout.mesh(launch.processes)
@@ -140,7 +140,7 @@ def inject_fault(baseline: Baseline, name: str, options: ChaosOptions, folder: P
     """Inject one fault at a random update (from the seed), resume the training, and return the outcome."""
     generator = random.Random(f"{options.seed} {baseline.layout} {name}")  # noqa: S311
     fault = FAULTS[name]
-    # after the first checkpoint, and after the second if the fault corrupts the newest
+    # after the first checkpoint; after the second if the fault corrupts the newest checkpoint
     first_update = (2 if fault.corrupts else 1) * options.save_every + 1
     update = generator.randrange(first_update, options.steps - options.save_every)
     rank = generator.randrange(baseline.size)
@@ -149,7 +149,7 @@ def inject_fault(baseline: Baseline, name: str, options: ChaosOptions, folder: P
     if reason:
         return _record(baseline, options, outcome | {"status": "not run here", "reason": reason}, None)
     if name == "full-disk":
-        rank = outcome["rank"] = 0  # rank 0, because it also frees the space again
+        rank = outcome["rank"] = 0  # rank 0 also frees the space again
     run = folder / "run"
     call = dataclasses.replace(baseline.call, run=str(run))
     end_update = (update // options.save_every + 1) * options.save_every
@@ -223,7 +223,7 @@ def _recover(
 ) -> dict[str, Any]:
     """Resume as a user would and train to the end. Returns the fields that describe the recovery."""
     run, outcome = Path(call.run), dict[str, Any]()
-    reached = max(update, len(logged_updates(run)))  # the log is written some updates late
+    last_update = max(update, len(logged_updates(run)))  # the log is written some updates late
     resume, ended_at = str(run), first.all_ended_at
     if fault.corrupts and (checkpoints := checkpoints_of(run)):
         newest = checkpoints[-1]
@@ -250,10 +250,14 @@ def _recover(
     if resumed.status == 0:
         resumed_at = read_records(run / "record.json")[0].provenance["resumed_at_update"]
         caught_up_at = next(
-            (row["time"] for row in logged_updates(run) if row["step"] == max(resumed_at, reached - 1)), None
+            (row["time"] for row in logged_updates(run) if row["step"] == max(resumed_at, last_update - 1)), None
         )
         seconds = caught_up_at - ended_at if caught_up_at is not None else None
-        outcome |= {"resumed_at": resumed_at, "updates_lost": max(0, reached - resumed_at), "recover_seconds": seconds}
+        outcome |= {
+            "resumed_at": resumed_at,
+            "updates_lost": max(0, last_update - resumed_at),
+            "recover_seconds": seconds,
+        }
     else:
         outcome["recovery_failed"] = resumed.message
     return outcome
@@ -352,14 +356,14 @@ _TOLERANCE = 1e-12  # for losses, if a restart changes the order of additions
 _TENSOR_TOLERANCE = 1e-9  # for weights and optimizer state, whose rounding errors are larger relative to their values
 
 
-def _first_different_tensor(first: Checkpoint, second: Checkpoint, exact: bool) -> str | None:
+def _first_different_tensor(first: Checkpoint, other_checkpoint: Checkpoint, exact: bool) -> str | None:
     """Return the name of the first tensor that differs: in any bit if `exact`, else by more than the tolerance."""
     import torch
 
     from everyrank.checkpoint.storage import contents_of, read
 
     tensors_of_each: list[dict[str, Any]] = []
-    for checkpoint in (first, second):
+    for checkpoint in (first, other_checkpoint):
         entries = contents_of(checkpoint)
         tensors = {
             name: torch.zeros(metadata.size, dtype=metadata.properties.dtype) for name, metadata in entries.items()
@@ -373,11 +377,16 @@ def _first_different_tensor(first: Checkpoint, second: Checkpoint, exact: bool) 
     )
 
 
-def _is_same(first: Any, second: Any, exact: bool) -> bool:
+def _is_same(tensor: Any, other_tensor: Any, exact: bool) -> bool:
     import torch
 
-    if first is None or second is None or first.dtype != second.dtype or first.shape != second.shape:
+    if (
+        tensor is None
+        or other_tensor is None
+        or tensor.dtype != other_tensor.dtype
+        or tensor.shape != other_tensor.shape
+    ):
         return False
-    if exact or not first.is_floating_point():  # compare bits, because a generator state may hold NaN
-        return torch.equal(first.reshape(-1).view(torch.uint8), second.reshape(-1).view(torch.uint8))
-    return torch.allclose(first, second, rtol=_TENSOR_TOLERANCE, atol=_TENSOR_TOLERANCE, equal_nan=True)
+    if exact or not tensor.is_floating_point():  # compare bits, because a generator state may hold NaN
+        return torch.equal(tensor.reshape(-1).view(torch.uint8), other_tensor.reshape(-1).view(torch.uint8))
+    return torch.allclose(tensor, other_tensor, rtol=_TENSOR_TOLERANCE, atol=_TENSOR_TOLERANCE, equal_nan=True)

@@ -1,6 +1,6 @@
 """Injects a fault in a rank before an update. Imports torch late, because the launching process does not need it.
 
-The faults are real ones: signals, a full disk, a memory limit, flipped bits of a tensor.
+The faults are not simulated: signals, a full disk, a memory limit, flipped bits of a tensor.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FREE_MEMORY_BYTES = 1 << 28
 
 @dataclass(frozen=True)
 class Injection:
-    """Injects one fault in one rank before one update. A callable for `TrainOptions.before_update`.
+    """Injects one fault in one rank before one update; a callable for `TrainOptions.before_update`.
 
     journal    file to which a line of JSON is appended at the injection: time (seconds since 1970), rank, process
     launcher   process id of the launching process
@@ -47,7 +47,7 @@ class Injection:
     until: int = 0
 
     def __call__(self, prepared: Any, number: int) -> None:
-        """Inject the fault if this is the update, and end it if it is over."""
+        """Inject the fault at its update, and end it at its last update."""
         if prepared.world.rank != self.rank and not FAULTS[self.fault].all_ranks:
             return
         if self.fault == "slow-rank" and self.update < number < self.update + _SLOW_UPDATES:
@@ -102,9 +102,9 @@ def _slow(_: Injection, __: Any) -> None:
 
 def _fill_disk(injection: Injection, _: Any) -> None:
     path = injection._ballast  # pyright: ignore[reportPrivateUsage]
-    free = os.statvfs(path.parent)
+    file_system = os.statvfs(path.parent)
     with path.open("wb") as file:
-        file.write(bytes(max(0, free.f_bavail * free.f_frsize - _LEFT_BYTES)))
+        file.write(bytes(max(0, file_system.f_bavail * file_system.f_frsize - _LEFT_BYTES)))
 
 
 def _drop_link(_: Injection, __: Any) -> None:
@@ -120,7 +120,7 @@ def _run(*command: str) -> None:
 
 
 def _nan_gradient(_: Injection, prepared: Any) -> None:
-    """Replace the gradient of the first module's output by NaN on this rank; collectives spread it to the others."""
+    """Replace the gradient of the first module's output by NaN; collectives spread it to the other ranks."""
     import torch
 
     modules: list[nn.Module] = list(prepared.model.modules())
@@ -134,7 +134,7 @@ def _nan_gradient(_: Injection, prepared: Any) -> None:
 
 
 def _flip_bit(injection: Injection, prepared: Any) -> None:
-    """Flip a bit in the middle of the first element of a parameter, which the number of the update selects."""
+    """Flip a bit in the middle of the first element of a parameter, selected by the number of the update."""
     import torch
 
     from everyrank.parallel.mesh import local_tensor
@@ -161,10 +161,10 @@ def _out_of_memory(_injection: Injection, _prepared: Any) -> None:
     import torch
 
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    used = pages * os.sysconf("SC_PAGE_SIZE")
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    used_bytes = pages * os.sysconf("SC_PAGE_SIZE")
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
     with contextlib.suppress(ValueError):  # there is already a lower hard limit
-        resource.setrlimit(resource.RLIMIT_AS, (used + _FREE_MEMORY_BYTES, hard))
+        resource.setrlimit(resource.RLIMIT_AS, (used_bytes + _FREE_MEMORY_BYTES, hard_limit))
     torch.ones(4 * _FREE_MEMORY_BYTES, dtype=torch.uint8)
 
 

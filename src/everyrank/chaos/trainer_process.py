@@ -55,8 +55,8 @@ def train(call: TrainCall, node: int | None) -> int:
 def _launch(fields: dict[str, Any]) -> Launch:
     """Return the Launch from its JSON fields."""
     options = launcher_named(fields["launcher"]).options(**fields["options"])
-    known: dict[str, Any] = {**fields, "arguments": tuple(fields["arguments"]), "options": options}
-    return Launch(**known)
+    launch_fields: dict[str, Any] = {**fields, "arguments": tuple(fields["arguments"]), "options": options}
+    return Launch(**launch_fields)
 
 
 def main() -> None:

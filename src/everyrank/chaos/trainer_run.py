@@ -120,12 +120,12 @@ def _read(stream: IO[bytes], lines: list[tuple[float, str]]) -> None:
 
 
 def _watch(process: subprocess.Popen[bytes], journal: Path, result: TrainerRun, limit_seconds: float) -> None:
-    """Wait until the process has ended or the time is over. Sends SIGCONT to a paused rank after some seconds."""
+    """Wait for the process until the time limit. Sends SIGCONT to a paused rank after `_PAUSE_SECONDS`."""
     deadline = time.monotonic() + limit_seconds
     continued: set[int] = set()
     while process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
-        for row in _rows(journal):
+        for row in _read_journal(journal):
             is_pause_over = row["fault"] == "pause-rank" and time.time() > row["time"] + _PAUSE_SECONDS
             if is_pause_over and row["update"] not in continued:
                 continued.add(row["update"])
@@ -134,8 +134,8 @@ def _watch(process: subprocess.Popen[bytes], journal: Path, result: TrainerRun, 
     result.status, result.ended_at = process.poll(), time.time()
 
 
-def _rows(journal: Path) -> list[dict[str, Any]]:
-    """Return the injections in the journal by time; ignores an incomplete last line."""
+def _read_journal(journal: Path) -> list[dict[str, Any]]:
+    """Return the injections in the journal, sorted by time; ignores an incomplete last line."""
     text = journal.read_text() if journal.exists() else ""
     rows = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
     return sorted(rows, key=lambda row: row["time"])
@@ -147,7 +147,7 @@ def _end_processes(mark: str, result: TrainerRun, process: subprocess.Popen[byte
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGINT)
     deadline = time.monotonic() + _LEFT_SECONDS
-    while (running := _marked(mark)) and time.monotonic() < deadline:
+    while (running := _find_processes(mark)) and time.monotonic() < deadline:
         time.sleep(0.05)
     result.num_left, result.all_ended_at = len(running), time.time()
     for pid in running:
@@ -156,7 +156,7 @@ def _end_processes(mark: str, result: TrainerRun, process: subprocess.Popen[byte
     process.wait()
 
 
-def _marked(mark: str) -> list[int]:
+def _find_processes(mark: str) -> list[int]:
     """Return all processes with the mark in their environment, without zombies, which have no environment."""
     pids: list[int] = []
     for entry in Path("/proc").iterdir():
@@ -168,7 +168,7 @@ def _marked(mark: str) -> list[int]:
 
 
 def _with_message(folder: Path, result: TrainerRun) -> TrainerRun:
-    rows = _rows(folder / "journal")
+    rows = _read_journal(folder / "journal")
     result.injected_at = next((row["time"] for row in rows if row["update"] == rows[-1]["update"]), None)
     if (folder / "ended.json").exists():
         result.message = json.loads((folder / "ended.json").read_text(encoding="utf-8"))["message"]
@@ -178,7 +178,7 @@ def _with_message(folder: Path, result: TrainerRun) -> TrainerRun:
 
 
 def _on_own_disk(disk: Path, size: int, command: list[str]) -> list[str]:
-    """Return the command with `disk` as a private file system of `size` bytes."""
+    """Return the command, with `disk` mounted as a private file system of `size` bytes."""
     mount = f"mount -t tmpfs -o size={size} tmpfs {shlex.quote(str(disk))}; exec {shlex.join(command)}"
     user_option = [] if os.geteuid() == 0 else ["--map-root-user"]
     return ["unshare", *user_option, "--mount", "sh", "-ec", mount]

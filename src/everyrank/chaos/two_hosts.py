@@ -1,4 +1,4 @@
-"""Runs the same call on two simulated hosts: network namespaces of this machine, connected by a link.
+"""Runs a call on two simulated hosts: network namespaces of this machine, connected by a link.
 
     unshare --net python -m everyrank.chaos.two_hosts CALL.json
 
@@ -25,12 +25,14 @@ SLOW_LINK = f"tc qdisc add dev {LINK} root tbf rate 1mbit burst 16kb latency 2s"
 RENDEZVOUS = "10.77.0.1:29511"
 _START_SECONDS = 20.0
 # `read` waits until the link exists
-_HOST = "read -r _; ip link set lo up; ip addr add {address}/24 dev {link}; ip link set {link} up; exec {command}"
-_PROBE = f"ip link add name {LINK} type veth peer name other; {shlex.join(SLOW_LINK)}"
+_HOST_SCRIPT = (
+    "read -r _; ip link set lo up; ip addr add {address}/24 dev {link}; ip link set {link} up; exec {command}"
+)
+_TEST_SCRIPT = f"ip link add name {LINK} type veth peer name other; {shlex.join(SLOW_LINK)}"
 
 
 def in_own_network(script: str) -> list[str]:
-    """Return the command that runs a shell script in a new network namespace, as its administrator."""
+    """Return the command that runs a shell script as administrator of a new network namespace."""
     user_option = [] if os.geteuid() == 0 else ["--map-root-user"]
     return ["unshare", *user_option, "--net", "sh", "-ec", script]
 
@@ -39,7 +41,7 @@ def in_own_network(script: str) -> list[str]:
 def why_no_link() -> str:
     """Return why two connected hosts cannot be simulated here; "" if they can."""
     try:
-        completed = subprocess.run(in_own_network(_PROBE), capture_output=True, text=True, timeout=20)  # noqa: S603
+        completed = subprocess.run(in_own_network(_TEST_SCRIPT), capture_output=True, text=True, timeout=20)  # noqa: S603
     except (OSError, subprocess.SubprocessError) as error:
         return f"cannot simulate two hosts: unshare: {error}"
     error_lines = completed.stderr.strip().splitlines() or ["unshare, ip or tc failed"]
@@ -68,7 +70,7 @@ def _start(node: int, call: Path) -> subprocess.Popen[bytes]:
     """Start a host, which waits for the link and then trains."""
     address = RENDEZVOUS.partition(":")[0][:-1] + str(node + 1)
     trainer = [*PYTHON, "-m", "everyrank.chaos.trainer_process", str(call), str(node)]
-    script = _HOST.format(address=address, link=LINK, command=shlex.join(trainer))
+    script = _HOST_SCRIPT.format(address=address, link=LINK, command=shlex.join(trainer))
     host = subprocess.Popen(in_own_network(script), stdin=subprocess.PIPE)  # noqa: S603
     deadline = time.monotonic() + _START_SECONDS
     while _network(host.pid) == _network(os.getpid()):

@@ -28,10 +28,10 @@ from everyrank.world import World
 
 __all__ = ["aliases_of", "load_state", "model_tensors", "targets_for", "tensors_of", "values_of"]
 
-# A plain number in an optimizer's state is kept as a tensor without dimensions; its key says what it was.
+# A plain number in an optimizer's state is saved as a tensor without dimensions; a suffix of its key is its type.
 _NUMBERS: dict[str, type] = {"#bool": bool, "#int": int, "#float": float}
-# How an optimizer computes where it runs; the mathematics is the same.
-_OF_THE_DEVICE = ("foreach", "fused", "capturable")
+# Implementation choices of an optimizer that depend on the device and do not change the algorithm.
+_DEVICE_OPTIONS = ("foreach", "fused", "capturable")
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -43,7 +43,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     aliases = aliases_of(model)
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
-            raise WorkloadError(f"the model's state has {name}, which is no tensor; train it with --save-every 0")
+            raise WorkloadError(f"the model's state has {name}, which is not a tensor; train it with --save-every 0")
         if name not in aliases:
             tensors[f"model/{name}"] = value.detach()
     return tensors
@@ -51,12 +51,12 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def aliases_of(model: nn.Module) -> dict[str, str]:
     """Return the other names of tied tensors: alias -> the name in the checkpoint."""
-    first: dict[int, str] = {}
+    first_names: dict[int, str] = {}
     aliases: dict[str, str] = {}
     for name, value in model.state_dict(keep_vars=True).items():
-        if id(value) in first:
-            aliases[name] = first[id(value)]
-        first.setdefault(id(value), name)
+        if id(value) in first_names:
+            aliases[name] = first_names[id(value)]
+        first_names.setdefault(id(value), name)
     return aliases
 
 
@@ -98,7 +98,7 @@ def _named(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if id(parameter) not in names:
-                raise WorkloadError("the optimizer has a parameter that the model has not; train with --save-every 0")
+                raise WorkloadError("the optimizer has a parameter that is not in the model; train with --save-every 0")
             parameters[names[id(parameter)]] = parameter
     return parameters
 
@@ -149,12 +149,12 @@ def _check_same(
     saved = {name for name in saved_tensors if name.startswith("model/")}
     for name in sorted((model.keys() | elsewhere) ^ saved):
         where = "the model" if name in saved else "the checkpoint"
-        raise UsageError(f"{name.removeprefix('model/')} is not in {where}: another model was saved")
+        raise UsageError(f"{name.removeprefix('model/')} is not in {where}; the checkpoint is of a different model")
     for name, tensor in model.items():
         if tensor.shape != saved_tensors[name].size:
             raise UsageError(
                 f"{name.removeprefix('model/')} has shape {tuple(saved_tensors[name].size)} in the checkpoint and "
-                f"{tuple(tensor.shape)} in the model: another model was saved"
+                f"{tuple(tensor.shape)} in the model; the checkpoint is of a different model"
             )
 
 
@@ -165,7 +165,7 @@ def _empty(parameter: nn.Parameter, metadata: TensorStorageMetadata) -> Tensor:
     if isinstance(parameter, DTensor) and metadata.size.numel() > 1:
         raise UsageError(
             f"the optimizer keeps a state of shape {tuple(metadata.size)} for a parameter of {tuple(parameter.shape)}, "
-            "which cannot be cut as the parameter is; go on under ddp or single"
+            "which cannot be sharded like the parameter; resume under ddp or single"
         )
     return torch.zeros(metadata.size, dtype=metadata.properties.dtype)
 
@@ -189,23 +189,25 @@ def load_state(
     state = optimizer.state_dict()
     if values["kinds"] != _kinds(trainable):
         was, now = " and ".join(values["kinds"]), " and ".join(_kinds(trainable))
-        raise UsageError(f"it was trained with {was} (optimizer and schedule), this is {now}: another training")
+        raise UsageError(
+            f"the checkpoint has {was} (optimizer and schedule), this training has {now}; use the same classes"
+        )
     if len(values["groups"]) != len(state["param_groups"]):
         raise UsageError(
-            f"the optimizer had {len(values['groups'])} groups of parameters and has {len(state['param_groups'])} now: "
-            "another optimizer was saved"
+            f"the optimizer had {len(values['groups'])} groups of parameters and has {len(state['param_groups'])} now; "
+            "the checkpoint is of a different optimizer"
         )
     for group, saved in zip(state["param_groups"], values["groups"], strict=True):
-        group.update({key: value for key, value in saved.items() if key not in _OF_THE_DEVICE})
+        group.update({key: value for key, value in saved.items() if key not in _DEVICE_OPTIONS})
     # torch numbers parameters over all groups; a parameter has the same index in its group as when it was saved
     name_of = {id(parameter): name for name, parameter in _named(trainable.model, optimizer).items()}
-    of_name = _by_parameter(tensors)
+    state_by_name = _by_parameter(tensors)
     pairs = [
         (index, name_of[id(parameter)])
         for numbered, group in zip(state["param_groups"], optimizer.param_groups, strict=True)
         for index, parameter in zip(numbered["params"], group["params"], strict=True)
     ]
-    state["state"] = {index: of_name[name] for index, name in pairs if name in of_name}
+    state["state"] = {index: state_by_name[name] for index, name in pairs if name in state_by_name}
     optimizer.load_state_dict(state)
     if trainable.schedule is not None and values["schedule"] is not None:
         if schedule_step is None or trainable.follows_evaluation:
@@ -216,9 +218,9 @@ def load_state(
             trainable.advance_schedule(schedule_step)
     if trainable.scaler is not None and values["scale"] is not None:
         trainable.scaler.scale, trainable.scaler.good_steps = values["scale"]
-    own_generators = tensors.get(f"generators/{world.rank}")
-    if own_generators is not None:
-        set_generators(own_generators)
+    generator_states = tensors.get(f"generators/{world.rank}")
+    if generator_states is not None:
+        set_generators(generator_states)
 
 
 def _by_parameter(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:

@@ -16,17 +16,17 @@ from torch import Tensor
 
 __all__ = ["generators", "set_generators"]
 
-_PYTHON = 625  # words of its Mersenne Twister, with the position in them
+_PYTHON = 625  # words of Python's Mersenne Twister, and the position in them
 _NUMPY = 624
 
 
 def generators() -> Tensor:
-    """Return their states: float64, shape (1253,), which represents every 32-bit word exactly."""
-    _, words, gauss = random.getstate()
+    """Return the states of the generators: float64, shape (1253,), which represents every 32-bit word exactly."""
+    _, python_words, gauss = random.getstate()
     legacy: Any = np.random.get_state(legacy=True)
-    _, keys, position, has_gauss, cached = legacy
-    python = [*words, math.nan if gauss is None else gauss]
-    return torch.tensor([*python, *keys.tolist(), position, has_gauss, cached], dtype=torch.float64)
+    _, keys, position, has_gauss, cached_gauss = legacy
+    python = [*python_words, math.nan if gauss is None else gauss]
+    return torch.tensor([*python, *keys.tolist(), position, has_gauss, cached_gauss], dtype=torch.float64)
 
 
 def set_generators(state: Tensor) -> None:
@@ -35,6 +35,6 @@ def set_generators(state: Tensor) -> None:
     gauss = values[_PYTHON]
     random.setstate((3, tuple(int(word) for word in values[:_PYTHON]), None if math.isnan(gauss) else gauss))
     keys = np.asarray(values[_PYTHON + 1 : _PYTHON + 1 + _NUMPY]).astype(np.uint32)
-    position, has_gauss, cached = values[_PYTHON + 1 + _NUMPY :]
-    legacy: Any = ("MT19937", keys, int(position), int(has_gauss), cached)
+    position, has_gauss, cached_gauss = values[_PYTHON + 1 + _NUMPY :]
+    legacy: Any = ("MT19937", keys, int(position), int(has_gauss), cached_gauss)
     np.random.set_state(legacy)

@@ -67,7 +67,7 @@ class Saver:
 
     run        the folder of the run
     metadata   CheckpointMetadata of all its checkpoints; step, metrics and files are filled in
-    keep       how many of the last checkpoints stay, apart from the best
+    keep       number of last checkpoints to keep, in addition to the best
     in_background   copy the state and write the copy while the training continues; one at a time in a world
     """
 
@@ -86,9 +86,7 @@ class Saver:
         try:
             check_metadata(metadata)
         except (TypeError, ValueError) as error:
-            raise WorkloadError(
-                f"what a checkpoint would say of this training cannot be read again: {error}"
-            ) from error
+            raise WorkloadError(f"the metadata of this training's checkpoints is invalid: {error}") from error
         if world.rank == 0:
             clear_unfinished(run)  # left by a crash
 
@@ -98,11 +96,11 @@ class Saver:
         Raises `SaveError` on every rank if this one could not be saved; the previous checkpoint stays.
         """
         start = time.perf_counter()
-        earlier: SaveError | None = None
+        earlier_error: SaveError | None = None
         try:
             self.finish()
         except SaveError as error:
-            earlier = error
+            earlier_error = error
         try:
             metadata = dataclasses.replace(self.metadata, step=step, metrics=metrics)
             trainable = self.prepared.trainable
@@ -116,7 +114,7 @@ class Saver:
             self.last_saved = step
         finally:
             self.stalls.append(time.perf_counter() - start)
-        return earlier
+        return earlier_error
 
     def score(self, step: int, metrics: dict[str, float]) -> None:
         """Add metrics to the checkpoint of this step, which is saved or being saved. Rank 0 writes them."""
@@ -129,7 +127,7 @@ class Saver:
 
     def _score(self, step: int, metrics: dict[str, float], saving: Future[None] | None) -> None:
         if saving is not None:
-            saving.result()  # already done: the thread saves one after the other
+            saving.result()  # already done, because the thread runs one task after the other
         with contextlib.suppress(OSError, UsageError):  # the checkpoint is complete without metrics
             add_metrics(self.run, step, metrics)
             mark_best(self.run, self.metadata.best_by)
@@ -182,11 +180,11 @@ class Saver:
     def _commit(
         self, folder: Path, files: dict[str, tuple[int, int]], values: dict[str, Any], metadata: CheckpointMetadata
     ) -> str:
-        """Complete a checkpoint on rank 0 when all ranks have written. Returns an error message, or an empty text."""
+        """Complete a checkpoint on rank 0 when all ranks have written. Returns an error message, or ""."""
         try:
-            absent = [name for name in files if not (folder / name).exists()]
-            if absent:
-                return f"{folder}: {absent[0]} is not there: all hosts have to share the folder of the run"
+            missing_files = [name for name in files if not (folder / name).exists()]
+            if missing_files:
+                return f"{folder}: {missing_files[0]} is missing; all hosts have to share the folder of the run"
             files |= write_values(values, folder)
             write_metadata(folder, dataclasses.replace(metadata, files=files))
             commit(folder)
@@ -210,8 +208,8 @@ def resume(prepared: Prepared, world: World, checkpoint: Checkpoint, expected: C
 
     `expected` is the metadata of this training.
     A training of a different length (epochs, steps) is resumed with the learning rates of that length: its schedule
-    takes `step` steps from its beginning. Raises `UsageError` on every rank alike: for a damaged checkpoint (the last
-    good one is offered), and for one of a different training.
+    takes `step` steps from its beginning. Raises `UsageError` on every rank for a damaged checkpoint (and suggests the
+    last good one), and for one of a different training.
     """
     on_rank_0(world, "resume", lambda: _check_same_training(checkpoint, expected))
     _check_whole(checkpoint, prepared)
@@ -230,7 +228,7 @@ def resume(prepared: Prepared, world: World, checkpoint: Checkpoint, expected: C
         if isinstance(error, UsageError):
             raise
         raise UsageError(
-            f"{checkpoint.path}: training.pt does not hold what this training needs ({type(error).__name__}: {error})"
+            f"{checkpoint.path}: training.pt lacks values that this training needs ({type(error).__name__}: {error})"
         ) from error
     return checkpoint.metadata.step
 
@@ -251,28 +249,28 @@ def _check_same_training(checkpoint: Checkpoint, expected: CheckpointMetadata) -
     for name in ("workload", "seed", "global_batch", "clip_norm", "samples", "data_checksum"):
         was, now = getattr(saved, name), getattr(expected, name)
         if was != now:
-            typed = f"; {_TYPED[name]}{was} makes them equal" if name in _TYPED else ""
+            hint = f"; add {_FLAGS[name]}{was}" if name in _FLAGS else ""
             raise UsageError(
-                f"{checkpoint.path}: it was trained with {name}={was}, this is {name}={now}: another training{typed}. "
-                "To begin from its weights: everyrank checkpoint export, then --pretrained"
+                f"{checkpoint.path}: it was trained with {name}={was}, but this training has {name}={now}{hint}. "
+                "To start from its weights: everyrank checkpoint export, then --pretrained"
             )
     was, now = dict(saved.settings), dict(expected.settings)
     for name in sorted((was.keys() | now.keys()) - {"data", *LENGTHS}):  # compared by its checksum
         if was.get(name) != now.get(name):
             raise UsageError(
-                f"{checkpoint.path}: it was trained with {_setting(name, was)}, this is {_setting(name, now)}: "
-                "another training; make them equal"
+                f"{checkpoint.path}: it was trained with {_setting(name, was)}, but this training has "
+                f"{_setting(name, now)}; use the same setting"
             )
 
 
-_TYPED = {"seed": "--set seed=", "global_batch": "--batch "}
+_FLAGS = {"seed": "--set seed=", "global_batch": "--batch "}
 
 
 def _setting(name: str, settings: dict[str, Any]) -> str:
-    """Return a setting as typed, on one line; a foreign checkpoint may hold anything."""
+    """Return a setting as typed, on one line. Escapes control characters, because the checkpoint may be foreign."""
     text = str(settings.get(name))
     text = text if text.isprintable() else repr(text)
-    if name.startswith("Workload."):  # a field of it
+    if name.startswith("Workload."):  # a field of Workload
         return f"{name}={text}" if name in settings else f"no {name}"
     if name.startswith("--"):
         return f"{name} {text}" if name in settings else f"no {name}"
@@ -308,12 +306,12 @@ class Writers:
         """
         if self.group is None:
             return dict(tensors)
-        parts = [[name, _part(tensor), local_tensor(tensor).nbytes] for name, tensor in tensors.items()]
-        digests = all_gather_json(hashlib.sha256(json.dumps(parts).encode()).hexdigest(), self.group)
+        tensor_parts = [[name, _part(tensor), local_tensor(tensor).nbytes] for name, tensor in tensors.items()]
+        digests = all_gather_json(hashlib.sha256(json.dumps(tensor_parts).encode()).hexdigest(), self.group)
         if digests != self.agreed:
             rank = dist.get_rank(self.group)
             # ranks with equal lists send them once
-            gathered = all_gather_json(parts if digests.index(digests[rank]) == rank else None, self.group)
+            gathered = all_gather_json(tensor_parts if digests.index(digests[rank]) == rank else None, self.group)
             rows = [gathered[digests.index(digest)] for digest in digests]
             self.local_names, self.agreed = _assign(rows)[rank], digests
         return {name: tensor for name, tensor in tensors.items() if name in self.local_names}

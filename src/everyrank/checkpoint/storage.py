@@ -1,8 +1,8 @@
-"""Tensors to files and back, by torch.distributed.checkpoint (DCP).
+"""Writes tensors to files and reads them, by torch.distributed.checkpoint (DCP).
 
-DCP keeps its table of contents as a pickle, and values that are no tensors as pickles too. Opening a pickle can run any
-program, so the table is opened by a reader that knows DCP's own classes and nothing else, and a checkpoint of ours
-holds tensors alone; with anything else the reader stops.
+DCP stores its table of contents as a pickle, and values that are not tensors as pickles too. Opening a pickle can run
+any code. So the table is read by an unpickler that allows only DCP's own classes, and everyrank's checkpoints contain
+only tensors; the reader refuses anything else.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _WHOLE_NUMBERS = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.uint16, torch.uint32, torch.uint64),
 )
-_LITTLE_ROOM = 1 << 20  # bytes of the other files
+_OTHER_FILES_BYTES = 1 << 20  # bytes of the other files
 
 
 class SaveError(EveryrankError):
@@ -78,14 +78,14 @@ def write(
 ) -> dict[str, tuple[int, int]]:
     """Write the tensors of every rank; return (bytes, CRC-32) of every file, on all ranks. A collective.
 
-    Raises `SaveError` on every rank when one could not write.
+    Raises `SaveError` on every rank if one could not write.
     """
     try:
         dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(folder), process_group=group)
     except CheckpointException as error:
         needed = sum(tensor.nbytes for tensor in local_tensors(list(tensors.values())))
         # the message of rank 0 on all ranks: after rank 0 has removed the files, a late rank would find free space
-        raise SaveError(text_of_rank_0(_room(folder, needed) + _first_cause(error), group)) from error
+        raise SaveError(text_of_rank_0(_disk_full_text(folder, needed) + _first_cause(error), group)) from error
     try:
         # DCP puts the rank into the names of its files; the table of contents is rank 0's
         local_files = [path for path in folder.iterdir() if path.name.startswith(f"__{rank}_")]
@@ -106,7 +106,7 @@ def text_of_rank_0(text: str, group: dist.ProcessGroup | None) -> str:
 
 
 def check_values(values: Mapping[str, Any]) -> bytes:
-    """The values as they will be in their file. Raises `WorkloadError` for one that only a pickle could carry."""
+    """Return the values as bytes for the file. Raises `WorkloadError` for a value that needs a pickle."""
     content = io.BytesIO()
     torch.save(dict(values), content)
     try:
@@ -170,7 +170,7 @@ def _bytes_of(name: Any, entry: TensorStorageMetadata) -> int:
         raise ValueError(f"its numbers are {dtype}")
     num_saved = sum(chunk.sizes.numel() for chunk in entry.chunks)
     if num_saved != size.numel():
-        raise ValueError(f"{num_saved:,} of its {size.numel():,} numbers are there")
+        raise ValueError(f"{num_saved:,} of its {size.numel():,} numbers are saved")
     return num_saved * dtype.itemsize
 
 
@@ -181,7 +181,7 @@ def read(tensors: dict[str, Tensor], checkpoint: Checkpoint, group: dist.Process
     """
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as intended here
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # intended here
             dcp.load(tensors, storage_reader=_Reader(checkpoint), process_group=group, no_dist=group is None)
     except CheckpointException as error:
         raise UsageError(f"{checkpoint.path}: cannot be read ({_first_cause(error)})") from error
@@ -198,13 +198,13 @@ def _first_cause(error: CheckpointException) -> str:
     return _line(failures[0][1][0] if failures else error)
 
 
-def _room(folder: Path, needed: int) -> str:
+def _disk_full_text(folder: Path, needed: int) -> str:
     """Return `No space left on device: FOLDER; ` if the disk is full, because torch's writer does not report it."""
     try:
         free = shutil.disk_usage(folder).free
     except OSError:
         return ""
-    return f"{os.strerror(errno.ENOSPC)}: {folder}; " if free < needed + _LITTLE_ROOM else ""
+    return f"{os.strerror(errno.ENOSPC)}: {folder}; " if free < needed + _OTHER_FILES_BYTES else ""
 
 
 def _line(error: BaseException) -> str:
@@ -217,8 +217,12 @@ def _line(error: BaseException) -> str:
 def _newer_torch(written_by: str) -> str:
     """Return why this torch cannot read the table, and the fix, if a newer torch has written it; else ""."""
     version = re.match(r"(\d+)\.(\d+)", written_by)
-    this = re.match(r"(\d+)\.(\d+)", torch.__version__)
-    if version is None or this is None or tuple(map(int, version.groups())) <= tuple(map(int, this.groups())):
+    this_version = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    if (
+        version is None
+        or this_version is None
+        or tuple(map(int, version.groups())) <= tuple(map(int, this_version.groups()))
+    ):
         return ""
     return (
         f". torch {written_by} wrote it, and this is torch {torch.__version__}: an older torch cannot always read what "
@@ -240,7 +244,7 @@ class _Reader(dcp.FileSystemReader):
                 metadata: object = _Table(file).load()
         except UsageError as error:
             raise UsageError(f"{path}: {error}{_newer_torch(self.written_by)}") from error
-        except Exception as error:  # a broken pickle raises anything
+        except Exception as error:  # a broken pickle may raise any exception
             newer = _newer_torch(self.written_by)
             raise UsageError(f"{path}: not a table of contents of a checkpoint ({_line(error)}){newer}") from error
         if not isinstance(metadata, Metadata):

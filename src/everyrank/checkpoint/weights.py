@@ -63,7 +63,7 @@ def export(checkpoint: Checkpoint, path: Path) -> dict[str, Tensor]:
             state |= {name: state[target] for name, target in checkpoint.metadata.aliases.items()}
             torch.save(state, partial)
         partial.replace(path)
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors raise errors of their own
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors raise their own errors
         reason = getattr(error, "strerror", None) or next(iter(str(error).splitlines()), type(error).__name__)
         raise UsageError(f"{path}: cannot be written ({reason}); give another path") from error
     finally:
@@ -115,7 +115,7 @@ class _Safetensors(Mapping[str, Tensor]):
         return len(self.metadata)
 
     def shape(self, name: str) -> Tensor:
-        """A tensor of its shape and dtype, on the meta device."""
+        """Return a tensor of its shape and dtype, on the meta device."""
         kind = self.metadata[name]["dtype"]
         if kind not in _DTYPES:
             raise SafetensorError(f"{name} is {kind}, which torch does not have")
@@ -126,9 +126,9 @@ class _Safetensors(Mapping[str, Tensor]):
         if tensor.numel():
             with self.path.open("rb") as file:
                 file.seek(self.data_start + self.metadata[name]["data_offsets"][0])
-                octets: Any = tensor.view(-1).view(torch.uint8).numpy()
-                if file.readinto(octets) != tensor.nbytes:
-                    raise UsageError(f"--pretrained {self.path}: it ends within {name}; was it written to meanwhile?")
+                byte_view: Any = tensor.view(-1).view(torch.uint8).numpy()
+                if file.readinto(byte_view) != tensor.nbytes:
+                    raise UsageError(f"--pretrained {self.path}: the file ends within {name}; give a complete file")
         return tensor
 
 
@@ -150,9 +150,9 @@ class _Renamed(Mapping[str, Tensor]):
 
     def shapes(self) -> dict[str, Tensor]:
         """Tensors of the same shapes and dtypes; those of safetensors are on the meta device."""
-        whole = self.weights
-        if isinstance(whole, _Safetensors):
-            return {name: whole.shape(file_name) for name, file_name in self.names.items()}
+        weights = self.weights
+        if isinstance(weights, _Safetensors):
+            return {name: weights.shape(file_name) for name, file_name in self.names.items()}
         return dict(self)
 
 
@@ -180,7 +180,7 @@ def read_weights(path: Path) -> _Renamed:
         ) from error
     except (OSError, SafetensorError) as error:
         raise UsageError(f"--pretrained {path}: cannot be read ({error})") from error
-    except Exception as error:  # torch's readers raise anything
+    except Exception as error:  # torch's readers may raise any exception
         line = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise UsageError(f"--pretrained {path}: not a file with only weights ({line})") from error
     for key in ("state_dict", "model", "model_state_dict"):
@@ -206,14 +206,14 @@ def with_pretrained(workload: Workload, path: Path) -> Workload:
     shapes = weights.shapes()
 
     def model(*devices: Any) -> nn.Module:
-        built = workload.model(*devices)
-        model_state = built.state_dict()
+        new_model = workload.model(*devices)
+        model_state = new_model.state_dict()
         missing = sorted(model_state.keys() - shapes.keys())
         unknown = sorted(shapes.keys() - model_state.keys())
         if missing or unknown:
             difference = f"the file lacks {missing[0]}" if missing else f"the model has no {unknown[0]}"
             raise UsageError(
-                f"--pretrained {path}: not this model's weights: {difference} "
+                f"--pretrained {path}: the weights are of a different model: {difference} "
                 f"({len(missing)} missing, {len(unknown)} unknown)"
             )
         for name, tensor in shapes.items():
@@ -230,8 +230,8 @@ def with_pretrained(workload: Workload, path: Path) -> Workload:
         if not any(
             tensor.is_meta for tensor in model_state.values()
         ):  # a meta tensor has no values; another rank loads them
-            _load(built, weights, path)
-        return built
+            _load(new_model, weights, path)
+        return new_model
 
     return changed(workload, model=model)
 
@@ -240,7 +240,7 @@ def with_pretrained(workload: Workload, path: Path) -> Workload:
 def _load(model: nn.Module, weights: Mapping[str, Tensor], path: Path) -> None:
     """Copy the weights into a model with tensors of the same names and shapes, one tensor at a time if possible."""
     for name, _ in model.named_parameters():
-        if not all(bool(piece.isfinite().all()) for piece in weights[name].reshape(-1).split(1 << 20)):
+        if not all(bool(chunk.isfinite().all()) for chunk in weights[name].reshape(-1).split(1 << 20)):
             raise UsageError(f"--pretrained {path}: {name} has numbers that are NaN or infinite")
     if any(_loads_by_itself(module) for module in model.modules()):
         model.load_state_dict(dict(weights))
@@ -254,8 +254,8 @@ def _loads_by_itself(module: nn.Module) -> bool:
     kind: Any = type(module)
     hooks = (module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks)  # pyright: ignore[reportPrivateUsage]
     user_classes = [base for base in kind.mro()[:-1] if not base.__module__.startswith("torch.nn.")]
-    is_own = any("_load_from_state_dict" in vars(base) for base in user_classes)
-    return is_own or kind.load_state_dict is not nn.Module.load_state_dict or any(hooks)
+    overrides_loading = any("_load_from_state_dict" in vars(base) for base in user_classes)
+    return overrides_loading or kind.load_state_dict is not nn.Module.load_state_dict or any(hooks)
 
 
 def _kind(dtype: torch.dtype) -> str:

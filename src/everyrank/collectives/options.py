@@ -75,10 +75,10 @@ class CommOptions:
                 raise UsageError(f"{flag} {' '.join(names)}: {duplicate} is repeated; give each name once")
         if self.algorithms:
             self._check_algorithms()
-        is_whole = self.dtype == "int64"
-        if self.reduction in ("band", "bor", "bxor") and not is_whole:
+        is_integer = self.dtype == "int64"
+        if self.reduction in ("band", "bor", "bxor") and not is_integer:
             raise UsageError(f"--reduction {self.reduction}: needs integers; use --dtype int64")
-        if self.reduction == "avg" and is_whole:
+        if self.reduction == "avg" and is_integer:
             raise UsageError("--reduction avg: not supported for integers; use a floating-point --dtype")
         if self.seconds <= 0:
             raise UsageError(f"--seconds {self.seconds:g}: give more than 0")
@@ -88,13 +88,13 @@ class CommOptions:
             raise UsageError("--backend horovod: does not support --group-size; leave one of the two out")
 
     def _check_algorithms(self) -> None:
-        named = f"--algorithm {' '.join(self.algorithms)}"
+        flag_text = f"--algorithm {' '.join(self.algorithms)}"
         if "all" in self.algorithms and len(self.algorithms) > 1:
-            raise UsageError(f"{named}: use `all` without other names")
+            raise UsageError(f"{flag_text}: use `all` without other names")
         if set(self.operations) != {"all_reduce"}:
-            raise UsageError(f"{named}: only all_reduce has algorithms; use --op all_reduce")
+            raise UsageError(f"{flag_text}: only all_reduce has algorithms; use --op all_reduce")
         if self.reduction != "sum" or self.is_async:
-            raise UsageError(f"{named}: supports only synchronous sums; leave out --reduction and --async")
+            raise UsageError(f"{flag_text}: supports only synchronous sums; leave out --reduction and --async")
 
     @property
     def tested_algorithms(self) -> tuple[str | None, ...]:

@@ -68,12 +68,13 @@ def _groups(world: World, options: CommOptions) -> dict[str, dist.ProcessGroup]:
 def _check_memory(world: World, options: CommOptions) -> None:
     """Check memory before any tensor is allocated, because a rank that the OOM killer ends prints no error."""
     largest = max(options.sizes)
-    needed = needed_bytes(options, largest, world.size) * world.local_size
+    needed_memory = needed_bytes(options, largest, world.size) * world.local_size
     free = torch.cuda.mem_get_info(world.device)[0] if world.device.type == "cuda" else free_memory_bytes()
-    if free is not None and needed > free:
-        where = f"the {world.local_size} ranks of a host" if world.local_size > 1 else "a rank"
+    if free is not None and needed_memory > free:
+        subject = f"the {world.local_size} ranks of a host" if world.local_size > 1 else "a rank"
         raise CannotRunError(
-            f"--sizes {size_text(largest).replace(' ', '')}: {where} need about {needed / 2**30:,.1f} GiB for it, and "
+            f"--sizes {size_text(largest).replace(' ', '')}: {subject} need about "
+            f"{needed_memory / 2**30:,.1f} GiB for this size, but "
             f"{free / 2**30:,.1f} GiB are free; give smaller --sizes"
         )
 

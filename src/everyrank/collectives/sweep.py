@@ -96,8 +96,8 @@ def sweep(
                 for algorithm in options.tested_algorithms
             ]
             try:
-                rows += _measured(world, candidates, options.seconds)
-            except RuntimeError as error:  # a backend that breaks, in this call or in the message after it
+                rows += _measure(world, candidates, options.seconds)
+            except RuntimeError as error:  # a backend that fails in this call, or in the gather after it
                 raise CannotRunError(f"{name} {size_text(num_bytes)}: {describe(error)}") from error
     return rows
 
@@ -129,7 +129,7 @@ def _candidate(
     return _Candidate(row, case, operation.make(case))
 
 
-def _measured(world: World, candidates: Sequence[_Candidate], seconds: float) -> list[CommRow]:
+def _measure(world: World, candidates: Sequence[_Candidate], seconds: float) -> list[CommRow]:
     """Return the rows of the candidates, with their times or the error message."""
     refused = [refusal(world, candidate.call) for candidate in candidates]
     supported = [candidate for candidate, message in zip(candidates, refused, strict=True) if message is None]
@@ -143,7 +143,10 @@ def _measured(world: World, candidates: Sequence[_Candidate], seconds: float) ->
     wrong += torch.tensor([candidate.call.wrong() for candidate in supported])
     num_wrong = torch.stack(all_gather(wrong, world)).sum(0).tolist()
     rows = iter(
-        [_filled(candidate, row, count) for candidate, row, count in zip(supported, times, num_wrong, strict=True)]
+        [
+            _with_measurements(candidate, row, count)
+            for candidate, row, count in zip(supported, times, num_wrong, strict=True)
+        ]
     )
     rows = [
         next(rows) if message is None else dataclasses.replace(candidate.row, refused=message)
@@ -216,7 +219,7 @@ def _now(world: World) -> float:
     return time.perf_counter()
 
 
-def _filled(candidate: _Candidate, times: Tensor, num_wrong: int) -> CommRow:
+def _with_measurements(candidate: _Candidate, times: Tensor, num_wrong: int) -> CommRow:
     operation: Operation = OPERATIONS[candidate.row.operation]
     mean = float(times.mean())
     rate = candidate.row.num_bytes / mean if operation.has_size else None

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-_SHORT_SECONDS = 45.0  # an audit that takes longer is not run again without being asked
+_SHORT_SECONDS = 45.0  # only a shorter audit is compared with one rank by default
 
 HELP = "find silent distributed-training mistakes in your own script"
 EXAMPLES = (
@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--against", type=Path, metavar="F", help="compare the script with what --save has kept")
     parser.add_argument("--strict", action="store_true", help="exit status 1 also for WARN")
     parser.add_argument(
-        "--fix", action="store_true", help="look for edits of the script, check each by another audit, show the diff"
+        "--fix", action="store_true", help="search for edits of the script, check each by another audit, show the diff"
     )
     parser.add_argument(
         "--patch", type=Path, metavar="F", help="with --fix: write the diff, for patch -p0 or git apply"
@@ -141,7 +141,7 @@ def _resume_command(args: argparse.Namespace) -> ResumeCommand | None:
 
 
 def _other_settings(args: argparse.Namespace) -> list[list[str]]:
-    """The arguments of each --same, split as a shell does."""
+    """Return the arguments of each --same, split as a shell does."""
     try:
         return [shlex.split(text) for text in args.same]
     except ValueError as error:
@@ -177,18 +177,18 @@ def run(args: argparse.Namespace) -> int:
 
         return compare_script_versions(args, words, options)
     _check_outputs(args, words)
-    done = -1
+    last_shown = -1
     with progress(options.updates, show=is_rank_0_of_all(os.environ)) as advance:
 
-        def moved(updates: int) -> None:
-            nonlocal done
-            while done < min(updates, options.updates - 1):
-                done += 1
-                advance(f"update {done + 1} of {options.updates}" if updates else "starting the script")
+        def on_update(updates: int) -> None:
+            nonlocal last_shown
+            while last_shown < min(updates, options.updates - 1):
+                last_shown += 1
+                advance(f"update {last_shown + 1} of {options.updates}" if updates else "starting the script")
 
-        moved(0)
+        on_update(0)
         try:
-            audit, failure = None if args.only_compare else audit_script(words, options, moved), None
+            audit, failure = None if args.only_compare else audit_script(words, options, on_update), None
         except ScriptFailedError as error:
             audit, failure = error.audit, error
     unpatched = audit
@@ -204,14 +204,14 @@ def run(args: argparse.Namespace) -> int:
     if failure is not None:
         print("\n".join(f"  {printable(line)}" for line in failure.tail), file=sys.stderr)
         raise failure
-    if audit is None:  # rank 0 has the word
+    if audit is None:  # only rank 0 reports
         return 0
     is_warned = args.strict and any(finding.level == "WARN" for finding in audit.findings)
     return CHECK_FAILED if audit.has_failed or is_warned else 0
 
 
 def _compared(audit: Audit | None, words: list[str], options: AuditOptions, args: argparse.Namespace) -> Audit | None:
-    """The audit with what a comparison of ranks with one rank has found."""
+    """Return the audit with the findings of a comparison of the ranks with one rank."""
     if args.only_compare:
         from everyrank.relations import audit_by_relations
 
@@ -235,25 +235,22 @@ def _compared(audit: Audit | None, words: list[str], options: AuditOptions, args
 def _with_other_arguments(
     audit: Audit | None, options: AuditOptions, resume: ResumeCommand | None, same: list[list[str]]
 ) -> Audit | None:
-    """The audit with what --resume-with and --same have found."""
+    """Return the audit with the findings of --resume-with and --same."""
     if audit is None:
         return None
     if resume is not None:
         from everyrank.relations import with_resume
 
         audit = with_resume(audit, options, resume)
-    for more in same:
+    for other_arguments in same:
         from everyrank.relations import with_settings
 
-        audit = with_settings(audit, options, more)
+        audit = with_settings(audit, options, other_arguments)
     return audit
 
 
 def _is_worth_comparing(audit: Audit, options: AuditOptions) -> bool:
-    """Whether to compare without being asked: a script that trains, is quick, and has no certain mistake yet.
-
-    A mistake that the comparison would refute is not certain.
-    """
+    """Whether to compare by default: a quick script that trains, without a FAIL that the comparison cannot refute."""
     is_script = options.shim is None and audit.words[0] != "-m"
     is_quick = audit.seconds <= _SHORT_SECONDS and not options.watch
     is_certain = any(finding.level == "FAIL" and not finding.about_ranks for finding in audit.findings)
@@ -261,14 +258,14 @@ def _is_worth_comparing(audit: Audit, options: AuditOptions) -> bool:
 
 
 def _has_edits(audit: Audit) -> bool:
-    """Whether --fix knows an edit for a mistake that was found."""
+    """Whether --fix has an edit for one of the findings."""
     from everyrank.repair import is_editable
 
     return any(is_editable(finding, Path(audit.words[0])) for finding in audit.findings)
 
 
 def _show_patch(audit: Audit, options: AuditOptions, target: Path | None) -> dict[str, Any]:
-    """Look for edits that mend the findings, print their diff and the reason of each, and return them for --json."""
+    """Search for edits that fix the findings, print their diff and reasons, and return them for --json."""
     from everyrank.audit import short_place
     from everyrank.repair import patch_script
 

@@ -22,7 +22,7 @@ EXAMPLES = ("everyrank autopsy runs/first", "everyrank autopsy 4711")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """RUN_DIR, the folder of a run, or the number of a process."""
+    """Add RUN_DIR|PID."""
     parser.add_argument(
         "run_dir",
         type=Path,
@@ -53,15 +53,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _autopsy_of_process(pid: int) -> str:
-    """The autopsy of the job of a rank, its launcher, or a process in between. Raises `UsageError`."""
+    """Return the autopsy of the job of a process: a rank, a launcher, or one in between. Raises `UsageError`."""
     try:
         process = psutil.Process(pid)
-        family = [process, *process.children(recursive=True)]
+        processes = [process, *process.children(recursive=True)]
     except psutil.Error as error:
         raise UsageError(f"{pid}: {type(error).__name__}: there is no such process here, or it is not yours") from None
-    for member in family:
+    for each in processes:
         with contextlib.suppress(psutil.Error, OSError):
-            for file in member.open_files():  # each rank keeps its file of stacks open
+            for file in each.open_files():  # each rank keeps its file of stacks open
                 autopsy = hang_autopsy(Path(file.path).parent) if _STACKS.search(file.path) else None
                 if autopsy is not None:
                     return autopsy

@@ -19,7 +19,7 @@ EXAMPLES = (
     "everyrank chaos digits --layout ddp fsdp --fault kill-rank full-disk",
 )
 
-_TIMEOUT_SECONDS = 30.0  # a rank that hangs is waited for as long
+_TIMEOUT_SECONDS = 30.0  # how long to wait for a rank that hangs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,7 @@ from everyrank.runs import Checkpoint, CheckpointMetadata, all_of, damage, field
 
 __all__ = ["EXAMPLES", "HELP", "add_arguments", "run"]
 
-_OLDER = "no damage found; about.json of an older everyrank has no checksum"
+_WITHOUT_CHECKSUM = "no damage found; about.json of an older everyrank has no checksum"
 
 HELP = "inspect checkpoints, or export a model from one"
 EXAMPLES = (
@@ -25,11 +25,11 @@ EXAMPLES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommands inspect and export."""
-    kinds = parser.add_subparsers(required=True, metavar="inspect|export", dest="kind", parser_class=type(parser))
-    inspect = kinds.add_parser("inspect", help="list the checkpoints of a run and check them for damage")
+    subparsers = parser.add_subparsers(required=True, metavar="inspect|export", dest="kind", parser_class=type(parser))
+    inspect = subparsers.add_parser("inspect", help="list the checkpoints of a run and check them for damage")
     inspect.add_argument("folder", type=Path, metavar="DIR", help="a run, or a checkpoint")
     inspect.add_argument("--json", type=Path, metavar="F", help="write the metadata of each")
-    export = kinds.add_parser("export", help="write only the model, as a file that needs no everyrank")
+    export = subparsers.add_parser("export", help="write only the model, as a file that needs no everyrank")
     export.add_argument("folder", type=Path, metavar="DIR", help="a run (its newest checkpoint), or a checkpoint")
     export.add_argument("out", type=Path, metavar="F", help="F.safetensors, or F.pt: a plain state dict")
 
@@ -59,9 +59,9 @@ def _inspect(checkpoints: Sequence[tuple[Path, Checkpoint | None]], json_file: P
     from everyrank.report.table import Table
 
     rows: list[list[str]] = []
-    best = (checkpoints[0][0].parent / "best").resolve()
+    best_path = (checkpoints[0][0].parent / "best").resolve()
     for path, checkpoint in checkpoints:
-        name = path.name + (" (best)" if path.resolve() == best else "")
+        name = path.name + (" (best)" if path.resolve() == best_path else "")
         if checkpoint is None:
             rows.append([name, "", "", "", "", "", "DAMAGED: about.json cannot be read"])
             continue
@@ -74,15 +74,15 @@ def _inspect(checkpoints: Sequence[tuple[Path, Checkpoint | None]], json_file: P
                 f"{metadata.layout} on {metadata.world_size}",
                 f"{checkpoint.num_bytes / 2**20:.2f}",
                 ", ".join(f"{name} {value:.4f}" for name, value in metadata.metrics.items()),
-                f"DAMAGED: {errors}" if errors is not None else "whole" if metadata.schema > 1 else _OLDER,
+                f"DAMAGED: {errors}" if errors is not None else "whole" if metadata.schema > 1 else _WITHOUT_CHECKSUM,
             ]
         )
-    whole = [checkpoint for _, checkpoint in checkpoints if checkpoint is not None]
+    readable = [checkpoint for _, checkpoint in checkpoints if checkpoint is not None]
     if json_file is not None:
         check_writable(json_file)
-        metadata_all = [{"path": str(checkpoint.path), **fields_of(checkpoint.metadata)} for checkpoint in whole]
+        metadata_all = [{"path": str(checkpoint.path), **fields_of(checkpoint.metadata)} for checkpoint in readable]
         write_text(json_file, json.dumps(metadata_all, indent=1))
-    last = whole[-1].metadata
+    last = readable[-1].metadata
     title = f"{last.workload} · seed {last.seed} · global batch {last.global_batch} · {last.samples:,} samples"
     header = ["checkpoint", "update", "epoch", "layout", "MiB", "metrics", "state"]
     versions = ", ".join(f"{name} {version}" for name, version in last.versions.items())

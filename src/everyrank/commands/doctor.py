@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _source(args: argparse.Namespace) -> Source | None:
-    """The workload to check, if there is one. Raises `UsageError` for a name that does not exist."""
+    """Return the workload to check, or None. Raises `UsageError` for a name that does not exist."""
     if args.checked is None:
         return None
     check_place(args.checked)

@@ -21,7 +21,7 @@ EXAMPLES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add WORKLOAD, DIR, the layout, the launcher, and the settings of the workload."""
-    parser.add_argument("place", metavar="WORKLOAD", help="a built-in name, or path/file.py[:name]")
+    parser.add_argument("workload_name", metavar="WORKLOAD", help="a built-in name, or path/file.py[:name]")
     parser.add_argument("folder", type=Path, metavar="DIR", help="an empty or new folder")
     parser.add_argument(
         "--layout",
@@ -42,14 +42,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the project and print its files; exit status 0."""
-    check_place(args.place)
+    check_place(args.workload_name)
     if args.processes < 1:
         raise UsageError(f"--processes {args.processes}: give at least 1")
     layout = parse_layout(args.layout)
     settings = parse_settings(args.set)
     if args.data is not None:
         settings["data"] = str(args.data.absolute())
-    source = Source(args.place, settings, batch=args.batch, epochs=args.epochs, steps=args.steps)
+    source = Source(args.workload_name, settings, batch=args.batch, epochs=args.epochs, steps=args.steps)
     from everyrank import eject
 
     command = shlex.join(["everyrank", *args.words])

@@ -1,4 +1,4 @@
-"""`everyrank audit --save` and `--against`: one script at two times."""
+"""`everyrank audit --save` and `--against`: compares two versions of a script."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ if TYPE_CHECKING:
 __all__ = ["compare_script_versions"]
 
 
-def compare_script_versions(args: argparse.Namespace, words: Sequence[str], options: AuditOptions) -> int:
-    """Keep what the script computes, and compare it; exit status 1 if it differs by more than rounding."""
+def compare_script_versions(args: argparse.Namespace, command: Sequence[str], options: AuditOptions) -> int:
+    """Save or compare traces of a script; exit status 1 if they differ by more than rounding."""
     for flag in ("watch", "replay", "compare", "html", "sarif", "json"):
         if getattr(args, flag):
-            raise UsageError(f"--{flag}: not with --save or --against, which only compare two versions of the script")
+            raise UsageError(f"--{flag}: not supported with --save or --against; leave --{flag} out")
     check_writable(args.save)
-    before = read_trace(args.against, "everyrank audit --save") if args.against is not None else None
+    saved_trace = read_trace(args.against, "everyrank audit --save") if args.against is not None else None
     from everyrank.audit.script import find_script
     from everyrank.parity.kept import compare_kept
     from everyrank.relations import why_not_compared
     from everyrank.relations.kept_script import script_trace
 
-    if find_script(words) is None:
-        raise UsageError(f"{' '.join(words)}: there is no such module; give the path of a script")
-    why_not = why_not_compared(words, options, os.environ)
-    if why_not:
-        raise UsageError(f"--save and --against: {why_not}")
-    kept = before["experiment"].get("ranks") if before is not None else None
-    processes = options.processes or (kept if isinstance(kept, int) and 0 < kept <= 64 else 2)
-    now = script_trace(words, processes, options.updates, options.limit_seconds, options.pretend_cuda)
+    if find_script(command) is None:
+        raise UsageError(f"{' '.join(command)}: no such module; give the path of a script")
+    reason = why_not_compared(command, options, os.environ)
+    if reason:
+        raise UsageError(f"--save and --against: {reason}")
+    saved_ranks = saved_trace["experiment"].get("ranks") if saved_trace is not None else None
+    processes = options.processes or (saved_ranks if isinstance(saved_ranks, int) and 0 < saved_ranks <= 64 else 2)
+    trace = script_trace(command, processes, options.updates, options.limit_seconds, options.pretend_cuda)
     if args.save is not None:
-        write_text(args.save, json.dumps(now) + "\n")
-        say(f"wrote {printable(str(args.save))}: {len(now['losses'])} updates of {now['experiment']['script']}")
-    if before is None:
+        write_text(args.save, json.dumps(trace) + "\n")
+        say(f"wrote {printable(str(args.save))}: {len(trace['losses'])} updates of {trace['experiment']['script']}")
+    if saved_trace is None:
         return 0
-    result = compare_kept(before, now)
+    result = compare_kept(saved_trace, trace)
     for line in result.lines():
         say(printable(line))
     return 0 if result.status == "equal" else CHECK_FAILED

@@ -64,27 +64,27 @@ def run(args: argparse.Namespace) -> int:
         logs = Path(tempfile.mkdtemp(prefix="everyrank-logs-"))
     launch = launch_of(args, logs=logs)
     if logs is not None and launch.processes > 1 and not is_rank:
-        until = ", removed if all ranks end well" if is_temporary else ""
+        note = ", removed if all ranks end well" if is_temporary else ""
         print(
-            f"everyrank: {launch.processes} ranks; output of all but rank 0: {printable(str(logs))}/rank*.log{until}",
+            f"everyrank: {launch.processes} ranks; output of all but rank 0: {printable(str(logs))}/rank*.log{note}",
             file=sys.stderr,
             flush=True,
         )
-    keeps = not is_temporary
+    keep_logs = not is_temporary
     try:
         return launch_script(launch, args.command, options)
     except EveryrankError:
-        keeps = True
+        keep_logs = True
         raise
     finally:
-        if not keeps and logs is not None:
+        if not keep_logs and logs is not None:
             import shutil
 
             shutil.rmtree(logs, ignore_errors=True)
 
 
 def _take_restarts(args: argparse.Namespace) -> int:
-    """The restarts that everyrank does itself: those of a launcher without restarts of its own."""
+    """Move --restarts out of `args` and return it, if the launcher has no restarts and everyrank does them."""
     launcher = launcher_named(args.launcher or DEFAULT_LAUNCHER)
     if not args.restarts or "restarts" in arguments_of(launcher.options):
         return 0
@@ -92,8 +92,8 @@ def _take_restarts(args: argparse.Namespace) -> int:
         raise UsageError(f"--restarts {args.restarts}: give 0 or more")
     if launcher.launch_per_node and args.nodes not in (None, "1"):
         raise UsageError(
-            f"--restarts {args.restarts}: on several hosts not supported by --launcher {launcher.name}; add --launcher "
-            "torchrun, or leave it out"
+            f"--restarts {args.restarts}: not supported on several hosts by --launcher {launcher.name}; add --launcher "
+            "torchrun, or leave --restarts out"
         )
     restarts, args.restarts = args.restarts, 0
     return restarts

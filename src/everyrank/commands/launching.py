@@ -35,7 +35,7 @@ from everyrank.options import arguments_of
 __all__ = ["add_launching", "dry_run_or_submit", "is_reporting_rank", "launch_of", "quiet_launch_of"]
 
 
-_OF_WORKLOADS = ("device", "backend", "interface", "init_method")
+_WORKLOAD_FLAGS = ("device", "backend", "interface", "init_method")
 
 
 def add_launching(
@@ -46,9 +46,9 @@ def add_launching(
 ) -> None:
     """Add --processes, --launcher, the flags that go with them, and those of each launcher.
 
-    `for_scripts` leaves out the flags of what a user's script decides itself, such as --backend.
+    `for_scripts` leaves out the flags that a user's script decides itself, such as --backend.
     """
-    parser.set_defaults(starts_ranks=True, **(dict.fromkeys(_OF_WORKLOADS) if for_scripts else {}))
+    parser.set_defaults(starts_ranks=True, **(dict.fromkeys(_WORKLOAD_FLAGS) if for_scripts else {}))
     processes = (
         "total number of processes over all nodes (default: the number of visible GPUs, on CPU "
         f"{CPU_PROCESSES}, and 1 for a layout of one device)"
@@ -64,7 +64,7 @@ def add_launching(
         "--launcher", metavar="X", help=f"{', '.join(LAUNCHERS)} (default: {DEFAULT_LAUNCHER}, with --backend mpi: mpi)"
     )
     if not for_scripts:
-        _add_settings_of_workloads(group, several_backends)
+        _add_workload_flags(group, several_backends)
     group.add_argument(
         "--timeout",
         type=float,
@@ -90,7 +90,7 @@ def add_launching(
     )
 
 
-def _add_settings_of_workloads(group: Any, several_backends: bool) -> None:
+def _add_workload_flags(group: Any, several_backends: bool) -> None:
     group.add_argument("--device", metavar="D", help="cpu or cuda (default: cuda if there is a GPU)")
     default = "(default: shm on CPU, nccl on CUDA)"
     if several_backends:
@@ -351,8 +351,10 @@ def _submit(args: argparse.Namespace, launch: Launch, launcher: BatchLauncher, l
     folder = Path.cwd()
     job = args.command.stem if hasattr(args, "command") else Path(args.workload.partition(":")[0]).stem
     name = f"everyrank-{job}"
-    after = len(args.command.words) if hasattr(args, "command") else 0  # the arguments of a script are its own
-    words = args.words[: len(args.words) - after]
+    num_script_words = (
+        len(args.command.words) if hasattr(args, "command") else 0
+    )  # a --dry-run among them is the script's
+    words = args.words[: len(args.words) - num_script_words]
     words = [*(word for word in words if word != "--dry-run"), *args.words[len(words) :]]
     command = [sys.executable, "-P", "-m", "everyrank", *words]
     script = launcher.batch_script(launch, options_of(args, launcher.batch_options), command, folder, name)
@@ -376,18 +378,18 @@ def is_reporting_rank() -> bool:
 
 
 def _commands_text(launch: Launch) -> str:
-    """Return all commands, quoted for a shell. JOB stands for a folder that is made for each run."""
+    """Return all commands, quoted for a shell. JOB is a placeholder for the folder of a run."""
     options: LauncherOptions = launch.options
     variables = [f"{name}={value}" for name, value in options.variables.items()]
     prefix = ["env", *variables] if variables else []
     return "\n".join(shlex.join([*prefix, *command]) for command in launch.row.commands(launch, Path("JOB")))
 
 
-def _command_for_host(words: Sequence[str], node_rank: int | None, host: int) -> str:
+def _command_for_host(arguments: Sequence[str], node_rank: int | None, host: int) -> str:
     """Return the command line for another host, with its --node-rank if it needs one."""
-    words = ["everyrank", *words]
-    if "--node-rank" in words:
-        index = words.index("--node-rank")
-        del words[index : index + 2]
-    words += ["--node-rank", str(node_rank)] if node_rank is not None else []
-    return f"on host {host}:  {shlex.join(words)}"
+    arguments = ["everyrank", *arguments]
+    if "--node-rank" in arguments:
+        index = arguments.index("--node-rank")
+        del arguments[index : index + 2]
+    arguments += ["--node-rank", str(node_rank)] if node_rank is not None else []
+    return f"on host {host}:  {shlex.join(arguments)}"

@@ -86,7 +86,7 @@ _MERGED = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """RECIPE, where to write it, --list."""
+    """Add RECIPE, PATH and --list."""
     parser.add_argument("recipe", nargs="?", metavar="RECIPE")
     parser.add_argument(
         "path",
@@ -99,7 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the list of recipes or one of them, or write it with the files that it needs; 0."""
+    """Print the list of recipes, or print or write one recipe; exit status 0."""
     recipes = _recipes()
     name = args.recipe
     if name in _MERGED:
@@ -175,7 +175,10 @@ def _write(name: str, recipe: str, target: Path) -> list[Path]:
         if not module.exists():
             write_text(module, text)
         elif module.read_bytes() != text.encode():
-            print(f"note: kept {printable(str(module))}, which differs from the one {name} is for", file=sys.stderr)
+            print(
+                f"note: kept {printable(str(module))}, which differs from the version that {name} needs",
+                file=sys.stderr,
+            )
         written.append(module)
     data = target.with_name("digits.csv.gz")
     if imported or data.name in recipe:

@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="measure this machine in about a minute and write F, for --calibration",
     )
     parser.add_argument(
-        "--backend", dest="of_links", metavar="B", help="with a measured machine: shm (default) or gloo"
+        "--backend", dest="link_backend", metavar="B", help="with a measured machine: shm (default) or gloo"
     )
     parser.add_argument("--validate", type=Path, metavar="F", help="compare predictions with the measured rows in F")
     parser.add_argument(
@@ -102,14 +102,14 @@ def run(args: argparse.Namespace) -> int:
     if args.validate is not None:
         answer, calibration = _validation(args)
         answer["provenance"] = _provenance()
-        printed = print_validation
+        print_answer = print_validation
     elif machine is not None:
-        answer, calibration = _on_machine(args, machine), None
-        printed = print_plan
+        answer, calibration = _plan_on_machine(args, machine), None
+        print_answer = print_plan
     else:
         calibration = _calibration(args)
         answer = _plan(args, calibration)
-        printed = print_plan
+        print_answer = print_plan
     written = [path for path in (args.json, args.html, args.write_calibration) if path is not None]
     if args.json is not None:
         write_text(args.json, json.dumps(answer, indent=1, allow_nan=False, default=str) + "\n")
@@ -120,11 +120,11 @@ def run(args: argparse.Namespace) -> int:
     if args.write_calibration is not None and calibration is not None:
         write_text(args.write_calibration, write_calibration(calibration))
     try:
-        printed(answer)
+        print_answer(answer)
         for path in written:
             print(f"wrote {printable(str(path))}")
         sys.stdout.flush()
-    except (BrokenPipeError, SystemExit):  # rich exits where its reader has gone
+    except (BrokenPipeError, SystemExit):  # rich exits if the reader of the pipe has gone
         close_output()
     return 0
 
@@ -136,7 +136,7 @@ def _calibrate(args: argparse.Namespace) -> int:
     from everyrank.plan.machine import write_machine
     from everyrank.report.plan import print_machine
 
-    machine = calibrate(backends=[args.of_links] if args.of_links else None)
+    machine = calibrate(backends=[args.link_backend] if args.link_backend else None)
     write_text(args.calibrate, write_machine(machine))
     print_machine(machine)
     print(f"wrote {printable(str(args.calibrate))}")
@@ -144,14 +144,14 @@ def _calibrate(args: argparse.Namespace) -> int:
 
 
 def _machine(args: argparse.Namespace) -> Machine | None:
-    """The measured machine in --calibration, if it is one. Raises `UsageError` for --backend without one."""
+    """Return the measured machine in --calibration, or None. Raises `UsageError` for --backend without one."""
     from everyrank.plan.machine import read_machine
 
     machine = None
     if args.calibration is not None and args.validate is None:
         machine = read_machine(args.calibration)
-    if args.of_links is not None and machine is None:
-        raise UsageError(f"--backend {args.of_links}: only with --calibrate, or with a --calibration that it wrote")
+    if args.link_backend is not None and machine is None:
+        raise UsageError(f"--backend {args.link_backend}: only with --calibrate, or with a --calibration that it wrote")
     return machine
 
 
@@ -162,7 +162,7 @@ def _calibration(args: argparse.Namespace) -> Calibration:
 
 
 def _provenance() -> dict[str, Any]:
-    """Where and when a Record was made."""
+    """Return where and when the validation was made."""
     return {
         "torch": importlib.metadata.version("torch"),
         "cores": os.cpu_count(),
@@ -171,7 +171,7 @@ def _provenance() -> dict[str, Any]:
 
 
 def _validation(args: argparse.Namespace) -> tuple[dict[str, Any], Calibration]:
-    """The table of errors, and the calibration that it is of."""
+    """Return the table of errors, and the calibration whose errors it shows."""
     from everyrank.plan.rows import read_rows
     from everyrank.plan.validate import validate_rows
 
@@ -184,7 +184,7 @@ def _validation(args: argparse.Namespace) -> tuple[dict[str, Any], Calibration]:
 
 
 def _is_table(path: Path) -> bool:
-    """Whether the file holds measured rows, not a written calibration."""
+    """Whether the file has measured rows, not a written calibration."""
     try:
         return not (isinstance(read := json.loads(path.read_text(encoding="utf-8")), dict) and "calibration" in read)
     except ValueError:
@@ -213,7 +213,7 @@ def _plan(args: argparse.Namespace, calibration: Calibration) -> dict[str, Any]:
         sizes = replace(sizes, seq=args.seq) if args.seq is not None else sizes
     elif args.model is not None:
         if not args.model.endswith(".json"):
-            return _traced(args, cluster)
+            return _plan_workload(args, cluster)
         if not Path(args.model).is_file():
             raise UsageError(f"{args.model}: no such file; give a config.json of Hugging Face, or --decoder 8b")
         sizes, name = decoder_from_config(Path(args.model), args.seq), args.model
@@ -233,8 +233,10 @@ def _plan(args: argparse.Namespace, calibration: Calibration) -> dict[str, Any]:
     return answer_plan(request, calibration)
 
 
-def _traced(args: argparse.Namespace, cluster: Cluster, timed: tuple[Machine, str] | None = None) -> dict[str, Any]:
-    """The plan of a workload, which is traced."""
+def _plan_workload(
+    args: argparse.Namespace, cluster: Cluster, timed: tuple[Machine, str] | None = None
+) -> dict[str, Any]:
+    """Return the plan of a workload, from a trace of its step."""
     for flag, value in (("--tokens", args.tokens), ("--seq", args.seq), ("--price", args.price), ("--mtbf", args.mtbf)):
         if value is not None:
             raise UsageError(f"{flag}: for a decoder only (--decoder, config.json)")
@@ -250,10 +252,12 @@ def _traced(args: argparse.Namespace, cluster: Cluster, timed: tuple[Machine, st
     return answer_workload(workload, args.model, repeated_arguments(args), cluster, args.layout or (), timed)
 
 
-def _on_machine(args: argparse.Namespace, machine: Machine) -> dict[str, Any]:
-    """The plan of a workload on the machine that was measured: its memory and its time, traced."""
+def _plan_on_machine(args: argparse.Namespace, machine: Machine) -> dict[str, Any]:
+    """Return the plan of a workload on a measured machine."""
     if args.model is None or args.decoder is not None or args.model.endswith(".json"):
-        raise UsageError(f"--calibration {args.calibration}: a measured machine is for a workload, which plan traces")
+        raise UsageError(
+            f"--calibration {args.calibration}: a measured machine needs a workload; give a built-in name or FILE.py"
+        )
     if args.gpus is not None or args.write_calibration is not None:
         flag = "--gpus" if args.gpus is not None else "--write-calibration"
         raise UsageError(
@@ -261,8 +265,8 @@ def _on_machine(args: argparse.Namespace, machine: Machine) -> dict[str, Any]:
         )
     from everyrank.plan.hardware import host_cluster
 
-    backend = args.of_links or next(iter(machine.links))
-    return _traced(args, host_cluster(machine.device, machine.ranks), (machine, backend))
+    backend = args.link_backend or next(iter(machine.links))
+    return _plan_workload(args, host_cluster(machine.device, machine.ranks), (machine, backend))
 
 
 def _positive(value: float | None, flag: str) -> float | None:
@@ -286,7 +290,7 @@ def _number(text: str | None, flag: str) -> float | None:
 
 
 def _link(text: str) -> Link:
-    """The link between nodes: a rate, or the all-reduce of a file of `comm --json`."""
+    """Return the link between nodes: a bandwidth, or the measured all_reduce in a file of `comm --json`."""
     from everyrank.plan.hardware import Link, parse_link
 
     path = Path(text)
@@ -300,9 +304,13 @@ def _link(text: str) -> Link:
         ]
         cost = next(cost for cost in costs if cost["bytes_per_second"])
         ranks = int(cost["ranks"])
-        bus = float(cost["bytes_per_second"]) * 2 * (ranks - 1) / ranks
-        return Link(float(cost["latency_seconds"]) / max(2 * (ranks - 1), 1), bus, f"{bus / 1e9:.3g} GB/s measured")
+        bus_bytes_per_second = float(cost["bytes_per_second"]) * 2 * (ranks - 1) / ranks
+        return Link(
+            float(cost["latency_seconds"]) / max(2 * (ranks - 1), 1),
+            bus_bytes_per_second,
+            f"{bus_bytes_per_second / 1e9:.3g} GB/s measured",
+        )
     except (ValueError, KeyError, TypeError, StopIteration, ZeroDivisionError) as error:
         raise UsageError(
-            f"--link {text}: no cost of all_reduce in it; write it with everyrank comm --op all_reduce --json {text}"
+            f"--link {text}: it has no measured all_reduce; write it with everyrank comm --op all_reduce --json {text}"
         ) from error

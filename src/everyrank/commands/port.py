@@ -81,82 +81,87 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Port a script, or check a port; exit status 1 if no port was equal to it, 3 if it is not ported."""
+    """Port a script, or check a port; exit status 1 if the port is not equal, 3 if the script cannot be ported."""
     from everyrank.port import IDIOMS, audit_port, check_ported, port_script
     from everyrank.progress import progress
     from everyrank.rerun import ScriptHost
 
-    words, target, counts = _checked(args)
+    command, target, counts = _checked_arguments(args)
     if args.to == "workload":
-        return run_workload(args, words, target)
+        return run_workload(args, command, target)
     with progress(9, show=True) as advance:
         if args.check is not None:
-            with ScriptHost(words, timeout_seconds=args.limit) as host:
+            with ScriptHost(command, timeout_seconds=args.limit) as host:
                 result = check_ported(host, args.check, counts, advance)
         else:
-            result = port_script(words, counts, args.limit, advance, args.sampler, args.other, args.to)
+            result = port_script(command, counts, args.limit, advance, args.sampler, args.other, args.to)
         best = result.best
         findings: list[Finding] = []
         if not best.has_failed and (best.is_equal or args.check is not None):
             advance("auditing the port on 2 ranks")
-            findings = audit_port(words, result.files, best, args.limit)
+            findings = audit_port(command, result.files, best, args.limit)
     text, is_right = best.text, best.is_equal and not any(finding.level == "FAIL" for finding in findings)
     if args.check is None and not is_right:
         reason = best.comparisons[-1].difference or next(each.text for each in findings if each.level == "FAIL")
-        text = with_header(text, f"# NOT EQUAL to {Path(words[0]).name}: {reason}\n")
+        text = with_header(text, f"# NOT EQUAL to {Path(command[0]).name}: {reason}\n")
     if args.json is not None:
         write_text(args.json, json.dumps(_as_json(result, findings, is_right), indent=1) + "\n")
     if args.html is not None:
         from everyrank.report.port import port_page
 
         write_text(
-            args.html, port_page(result, findings, words, target.name if args.check is None else args.check.name)
+            args.html, port_page(result, findings, command, target.name if args.check is None else args.check.name)
         )
     if args.check is None:
-        _show_edits(result, words, target, text)
+        _show_edits(result, command, target, text)
     _show_check(result, findings)
     if args.check is None and not args.dry_run and (is_right or args.force):
         if args.in_place:
-            Path(f"{words[0]}.orig").write_bytes(Path(words[0]).read_bytes())
+            Path(f"{command[0]}.orig").write_bytes(Path(command[0]).read_bytes())
         target.write_bytes(text.encode())
         print(f"wrote {printable(str(target))}")
         if args.other is not None:
             _other_target(args.other, args.to).write_bytes(best.other_text.encode())
             print(f"wrote {printable(str(_other_target(args.other, args.to)))}")
-        arguments = shlex.join([str(target), *words[1:]])
+        arguments = shlex.join([str(target), *command[1:]])
         start = IDIOMS[args.to].start if args.to in IDIOMS else "torchrun --nproc-per-node"
         print(f"next: {start} {counts[0]} {printable(arguments)}")
-    # a port that somebody has edited must also print, save and read as it should
+    # --check also fails if the port prints, saves or reads something different
     is_right = is_right and not (args.check is not None and (best.doubts or best.differing_lines or findings))
     return 0 if is_right else CHECK_FAILED
 
 
 def _other_target(other: Path, target: str) -> Path:
-    """Where the port of the other file is written, so that the port of the script imports it."""
+    """Return the path for the port of the file of --with, from where the port of the script imports it."""
     return other.with_name(f"{other.stem}_{target}.py")
 
 
 def with_header(text: str, header: str) -> str:
-    """The text with a comment in its first line, or after `#!/usr/bin/env python` and a line of the encoding."""
+    """Return the text with a comment as its first line, or after `#!/usr/bin/env python` and an encoding line."""
     lines = text.splitlines(keepends=True)
-    kept = 1 if lines and lines[0].startswith("#!") else 0
-    if kept < len(lines) and re.match(r"#.*coding[:=]", lines[kept]):
-        kept += 1
-    return "".join([*lines[:kept], header, *lines[kept:]])
+    num_first_lines = 1 if lines and lines[0].startswith("#!") else 0
+    if num_first_lines < len(lines) and re.match(r"#.*coding[:=]", lines[num_first_lines]):
+        num_first_lines += 1
+    return "".join([*lines[:num_first_lines], header, *lines[num_first_lines:]])
 
 
-def _checked(args: argparse.Namespace) -> tuple[list[str], Path, list[int]]:
-    """The script with its arguments, the path of the port, and the numbers of ranks. Raises `UsageError`."""
-    words = args.script[1:] if args.script[:1] == ["--"] else args.script
-    words = words[1:] if words and Path(words[0]).name in ("python", "python3") else words
-    if not words:
+def _checked_arguments(args: argparse.Namespace) -> tuple[list[str], Path, list[int]]:
+    """Return the script with its arguments, the path of the port, and the numbers of ranks. Raises `UsageError`."""
+    command = args.script[1:] if args.script[:1] == ["--"] else args.script
+    command = command[1:] if command and Path(command[0]).name in ("python", "python3") else command
+    if not command:
         raise UsageError("give a script, as in: everyrank port train.py --epochs 5")
-    script = Path(words[0])
-    if words[0].startswith("-"):
-        raise UsageError(f"{words[0]}: options of everyrank port stand before the script; python -m is not ported")
+    script = Path(command[0])
+    if command[0].startswith("-"):
+        raise UsageError(f"{command[0]}: put options of everyrank port before the script; python -m is not supported")
     if not script.is_file():
-        near = difflib.get_close_matches(script.name, [each.name for each in script.absolute().parent.glob("*.py")], 1)
-        raise UsageError(f"{script}: no such file" + (f"; did you mean {script.with_name(near[0])}?" if near else ""))
+        similar_names = difflib.get_close_matches(
+            script.name, [each.name for each in script.absolute().parent.glob("*.py")], 1
+        )
+        raise UsageError(
+            f"{script}: no such file"
+            + (f"; did you mean {script.with_name(similar_names[0])}?" if similar_names else "")
+        )
     counts = [int(word) for word in args.check_processes.split(",") if word.strip().isdigit()]
     if len(counts) != len(args.check_processes.split(",")) or not all(2 <= count <= 16 for count in counts):
         raise UsageError(f"--check-processes {args.check_processes}: give numbers from 2 to 16, such as 2,3")
@@ -164,11 +169,11 @@ def _checked(args: argparse.Namespace) -> tuple[list[str], Path, list[int]]:
     _check_library(args)
     check_writable(args.json)
     check_html(args)
-    return words, target, counts
+    return command, target, counts
 
 
 def _target(args: argparse.Namespace, script: Path) -> Path:
-    """Where the port is written. Raises `UsageError` if it cannot be."""
+    """Return the path of the port. Raises `UsageError` if it cannot be written."""
     if args.to == "workload":
         check_workload_options(args, script)
     if args.in_place and args.out is not None:
@@ -177,24 +182,24 @@ def _target(args: argparse.Namespace, script: Path) -> Path:
     target = script if args.in_place else args.out or script.with_name(f"{script.stem}_{args.to}.py")
     if not args.in_place and target.absolute() == script.absolute():
         raise UsageError(
-            f"{target}: that is the script; give --in-place to edit it, which keeps the original beside it"
+            f"{target}: that is the script; give --in-place to edit it, which keeps the original as {script.name}.orig"
         )
     if args.in_place and not args.dry_run and Path(f"{script}.orig").exists():
-        raise UsageError(f"{script}.orig: it exists already; move it away, because the original is kept there")
+        raise UsageError(f"{script}.orig: it exists already; move it away, because --in-place keeps the original there")
     if args.check is not None:
         if args.in_place or args.out is not None or args.force:
-            raise UsageError("--check: it writes no port; leave out -o, --in-place and --force")
+            raise UsageError("--check: no port is written; leave out -o, --in-place and --force")
         if not args.check.is_file():
             raise UsageError(f"{args.check}: no such file; give the port, then the script that it was made of")
     elif not args.dry_run:
         check_writable(target)
         if target.exists() and not args.in_place and not args.force:
-            raise UsageError(f"{target}: it exists already; give another place with -o, or --force")
+            raise UsageError(f"{target}: it exists already; give another path with -o, or --force")
     return target
 
 
 def _check_library(args: argparse.Namespace) -> None:
-    """Raise `UsageError` for a library that is not installed, or an option that it has not."""
+    """Raise `UsageError` for a library that is not installed, or an option that its ports do not support."""
     from everyrank.port import IDIOMS, check_installed
 
     if args.to in IDIOMS and args.sampler == "torch":
@@ -204,7 +209,7 @@ def _check_library(args: argparse.Namespace) -> None:
 
 
 def _check_other(args: argparse.Namespace) -> None:
-    """Raise `UsageError` if the file of --with cannot be edited, or its port not be written."""
+    """Raise `UsageError` if the file of --with cannot be edited, or its port cannot be written."""
     if args.other is None:
         return
     if args.in_place or args.check is not None:
@@ -215,12 +220,12 @@ def _check_other(args: argparse.Namespace) -> None:
         raise UsageError(f"{_other_target(args.other, args.to)}: it exists already; move it away, or give --force")
 
 
-def _show_edits(result: PortResult, words: list[str], target: Path, text: str) -> None:
+def _show_edits(result: PortResult, command: list[str], target: Path, text: str) -> None:
     """Print the diff and a reason for each edit."""
     from everyrank.report.port import edit_reasons
 
     best = result.best
-    changed = [(result.original, text, Path(words[0]).name, target.name)]
+    changed = [(result.original, text, Path(command[0]).name, target.name)]
     if result.files.other is not None:
         other = result.files.other
         changed.append(
@@ -235,7 +240,7 @@ def _show_edits(result: PortResult, words: list[str], target: Path, text: str) -
 
 
 def _show_check(result: PortResult, findings: list[Finding]) -> None:
-    """Print the comparison, the findings of the audit, and what is left to the user."""
+    """Print the comparison, the findings of the audit, and the notes for the user."""
     from everyrank.audit import short_place
     from everyrank.report.port import check_lines
 

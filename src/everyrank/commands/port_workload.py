@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 __all__ = ["check_workload_options", "run_workload", "verify_file"]
 
 
-def run_workload(args: argparse.Namespace, words: list[str], target: Path) -> int:
+def run_workload(args: argparse.Namespace, command: list[str], target: Path) -> int:
     """Write the training of a script as a workload; exit status 1 if it is not equal, 3 if it is not ported."""
     from everyrank.port import port_to_workload
     from everyrank.progress import progress
 
     with progress(7, show=True) as advance:
-        result = port_to_workload(words, target, args.limit, verify_file, advance)
-    script, text = Path(words[0]).name, result.text
+        result = port_to_workload(command, target, args.limit, verify_file, advance)
+    script, text = Path(command[0]).name, result.text
     if not result.is_equal:
         text = f"# NOT EQUAL to {script}: {result.difference}\n{text}"
     if args.json is not None:
@@ -56,9 +56,9 @@ def verify_file(file: Path) -> str:
 
 
 def check_workload_options(args: argparse.Namespace, script: Path) -> None:
-    """Raise `UsageError` for options that only a port of another kind has, or a file that is not beside the script."""
+    """Raise `UsageError` for options that --to workload does not support, or an output file in another folder."""
     if args.out is not None and args.out.absolute().parent != script.absolute().parent:
-        raise UsageError(f"-o {args.out}: put the workload beside {script.name}, because it imports what that imports")
+        raise UsageError(f"-o {args.out}: put the workload next to {script.name}, because it has the same imports")
     for name, value in (
         ("--in-place", args.in_place),
         ("--check", args.check),
@@ -67,11 +67,11 @@ def check_workload_options(args: argparse.Namespace, script: Path) -> None:
         ("--sampler", args.sampler != "batches"),
     ):
         if value:
-            raise UsageError(f"--to workload: it takes no {name}; a workload is a file of its own")
+            raise UsageError(f"--to workload: {name} is not supported; leave it out")
 
 
 def _show(result: WorkloadResult) -> None:
-    """Print the comparison, and what is left to the user."""
+    """Print the comparison, and the notes for the user."""
     print("checked:" if result.is_equal else "not equal:")
     if result.comparison.is_equal:
         precision = "float64" if result.float64 else "float32, because the script does not run in float64"

@@ -26,14 +26,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--column", metavar="NAME", help="compare: CSV column or TensorBoard tag (default: the loss)")
     parser.add_argument("--precision", metavar="P", help="compare: float64, float32 (default), bf16 or fp16")
     parser.add_argument(
-        "--same-seed", action="store_true", help="compare: both runs have one seed and read the same samples"
+        "--same-seed", action="store_true", help="compare: both runs use the same seed and read the same samples"
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Show the Records of the files next to each other and write the requested pages; exit status 0.
 
-    `compare A B`: exit status 1 unless two loss curves differ by rounding or noise of seeds at most.
+    `compare A B`: exit status 0 only if two loss curves differ by no more than rounding or seed noise.
     """
     if args.files[0] == "compare":
         return _compare(args)
@@ -68,14 +68,15 @@ def _compare(args: argparse.Namespace) -> int:
 
     if len(args.files) != 3:
         raise UsageError(
-            "report compare: give two, A and B: Records, CSV files or TensorBoard folders; for several seeds give a "
-            "folder with a file for each"
+            "report compare: give two arguments, A and B: Records, CSV files or TensorBoard folders; for several seeds "
+            "give a folder with a file for each"
         )
     if args.html is not None or args.markdown is not None:
         raise UsageError("report compare: leave --html and --markdown out; it prints a few lines")
-    before, now = (read_curves(Path(word), args.column) for word in args.files[1:])
+    curves_before, curves_now = (read_curves(Path(path), args.column) for path in args.files[1:])
     results = {
-        label: compare_curves(a, b, args.precision, args.same_seed) for label, a, b in pairs_of_curves(before, now)
+        label: compare_curves(a, b, args.precision, args.same_seed)
+        for label, a, b in pairs_of_curves(curves_before, curves_now)
     }
     for label, result in results.items():
         for line in [label, *result.lines()] if len(results) > 1 else result.lines():

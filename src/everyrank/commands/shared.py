@@ -103,27 +103,27 @@ def show(sets: Mapping[str, list[Record]], args: argparse.Namespace, lines: Sequ
     """
     from everyrank.report import beside_notes, beside_table, groups, markdown, notes, print_table, tables, title
 
-    shown: list[tuple[str, Any, list[str]]] = []
+    titled_tables: list[tuple[str, Any, list[str]]] = []
     comparison = beside_table(sets) if len(sets) > 1 else None
     if comparison is not None:
-        shown.append((" and ".join(sets), comparison, beside_notes(sets)))
+        titled_tables.append((" and ".join(sets), comparison, beside_notes(sets)))
     for rows in [rows for records in sets.values() for rows in groups(records)]:
         tables_of_rows = tables(rows)
         for index, (heading, table) in enumerate(tables_of_rows):
             is_last = index == len(tables_of_rows) - 1
-            shown.append((heading or title(rows[0]), table, [*lines, *notes(rows)] if is_last else []))
+            titled_tables.append((heading or title(rows[0]), table, [*lines, *notes(rows)] if is_last else []))
     written = [path for path in (args.json, args.markdown, args.html) if path is not None]
     if args.json is not None:
         write_records([record for records in sets.values() for record in records], args.json)
     if args.markdown is not None:
-        write_text(args.markdown, "\n".join(markdown(*parts) for parts in shown))
+        write_text(args.markdown, "\n".join(markdown(*titled_table) for titled_table in titled_tables))
     if args.html is not None:
         from everyrank.report.page import page
 
         write_text(args.html, page(sets))
     try:
-        for parts in shown:
-            print_table(*parts)
+        for titled_table in titled_tables:
+            print_table(*titled_table)
         for path in written:
             print(f"wrote {printable(str(path))}")
         sys.stdout.flush()
@@ -132,7 +132,7 @@ def show(sets: Mapping[str, list[Record]], args: argparse.Namespace, lines: Sequ
 
 
 def say(text: str) -> None:
-    """Print a line about finished work; an error of printing is ignored."""
+    """Print a line about finished work. Ignores errors of the output."""
     try:
         print(text, flush=True)
     except OSError:
@@ -140,7 +140,7 @@ def say(text: str) -> None:
 
 
 def repeated_arguments(args: argparse.Namespace) -> str:
-    """Return the workload and the flags that the next command needs, too, quoted for a shell.
+    """Return the workload and the flags that the next command also needs, quoted for a shell.
 
     These are the flags for data, settings, batch, launcher, device and backend, if they were given.
     """
@@ -162,7 +162,7 @@ def say_next(*commands: str) -> None:
 
 
 def close_output() -> None:
-    """Redirect further output to nowhere, because the reader of the pipe has gone."""
+    """Redirect further output to /dev/null, because the reader of the pipe has gone."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -100,21 +100,21 @@ def suggest_command(name: str, commands: Collection[str]) -> str:
     return f"there is no command {name!r}: {hint} See everyrank --help"
 
 
-def suggest_order(words: Sequence[str], script: Sequence[str], parser: argparse.ArgumentParser) -> str | None:
-    """Return a note if options of everyrank stand after a script that does not know them; None otherwise.
+def suggest_order(command_line: Sequence[str], script: Sequence[str], parser: argparse.ArgumentParser) -> str | None:
+    """Return a note if options of everyrank follow a script that has no such options; None otherwise.
 
     words   the command line after `everyrank`; it ends with `script`
     script  the script and its arguments
 
-    The script gets these options, and ends with an error or ignores them. A script whose source has the name of the
-    option may mean its own.
+    The script gets these options, and ends with an error or ignores them. An option whose name appears in the source
+    of the script is taken to be the script's.
     """
     path, options = Path(*script[:1]), parser._option_string_actions  # pyright: ignore[reportPrivateUsage]
     if script[1:2] == ["--"] or not path.is_file():
         return None
     try:
         source = path.read_text(encoding="utf-8", errors="replace")
-    except OSError:  # the command names it
+    except OSError:  # the command itself reports the error
         return None
     names = set(re.findall(r"[a-z]+", source.lower().replace("_", "-")))
     moved: list[str] = []
@@ -124,14 +124,14 @@ def suggest_order(words: Sequence[str], script: Sequence[str], parser: argparse.
         flag, equals, _ = script[index].partition("=")
         action = options.get(flag) if flag.startswith("--") else None
         is_ours = action is not None and not names.issuperset(flag[2:].split("-"))
-        number = 2 if is_ours and not equals and action is not None and action.nargs is None else 1
-        (moved if is_ours else kept).extend(script[index : index + number])
-        index += number
+        num_words = 2 if is_ours and not equals and action is not None and action.nargs is None else 1
+        (moved if is_ours else kept).extend(script[index : index + num_words])
+        index += num_words
     if not moved:
         return None
-    line = shlex.join([*words[: len(words) - len(script)], *moved, script[0], *kept])
-    first = moved[0].partition("=")[0]
-    return f"note: {path.name} gets {first}, which stands after it; if it is for everyrank, type: everyrank {line}"
+    line = shlex.join([*command_line[: len(command_line) - len(script)], *moved, script[0], *kept])
+    first_option = moved[0].partition("=")[0]
+    return f"note: {path.name} gets {first_option}, which follows it; if it is for everyrank, type: everyrank {line}"
 
 
 def suggest_flag(unknown: Sequence[str], parser: argparse.ArgumentParser) -> str:

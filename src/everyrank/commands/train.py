@@ -41,7 +41,7 @@ EXAMPLES = (
     "everyrank train digits --layout ddp --launcher slurm --nodes 2 --processes 16 --dry-run",
 )
 
-_NEWEST = object()  # --resume without a folder: the newest checkpoint in --out. It is equal to no path
+_NEWEST = object()  # --resume without a folder: the newest checkpoint in --out
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,14 +78,14 @@ def _folder_argument(text: str) -> Path:
 def run(args: argparse.Namespace) -> int:
     """Train or evaluate, write the Record and the requested files; exit status 0.
 
-    Raises what `everyrank.run` raises. Before that, a Slurm job that is out of time, or lost a rank after its first
-    checkpoint, is requeued.
+    Raises what `everyrank.run` raises. Before that, it requeues a Slurm job that is out of time, or that lost a rank
+    after its first checkpoint.
     """
     from everyrank import api
 
     layout, source = parse_layout(args.layout), source_of(args)
-    resume = _resumed(args)
-    out = None if args.evaluate else _folder(args, layout.strategy, resume)
+    resume = _checkpoint_to_resume(args)
+    out = None if args.evaluate else _run_folder(args, layout.strategy, resume)
     if not args.evaluate:
         api.check_fewer_ranks(layout, quiet_launch_of(args, layout), args.out or (out if resume is not None else None))
     launch = launch_of(args, logs=out / "ranks" if out is not None else None, layout=layout)
@@ -95,10 +95,10 @@ def run(args: argparse.Namespace) -> int:
         check_writable(path)
     check_html(args)
     options = options_of(args, TrainOptions, out=out, resume=resume)
-    before = _newest_step(out)
-    with advising_on_memory():  # after a requeue, which does not wait for it
+    step_before = _newest_step(out)
+    with advising_on_memory():  # outermost, so that a requeue does not wait for it
         try:
-            with _naming_what_was_saved(out, before):
+            with _reporting_last_checkpoint(out, step_before):
                 records = api.run(source, layout, launch, options=options)
         except StoppedError as error:
             is_time_up = error.exit_status == 128 + signal.SIGUSR1  # a SIGTERM may be scancel's
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
             raise
         except RankFailedError as error:
             # only after progress: a job that fails before its first checkpoint would be requeued forever
-            if args.requeue and args.resume is _NEWEST and _newest_step(out) > before:
+            if args.requeue and args.resume is _NEWEST and _newest_step(out) > step_before:
                 _requeue(error)
             raise
         except UsageError as error:
@@ -122,22 +122,24 @@ def run(args: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _naming_what_was_saved(out: Path | None, before: int) -> Generator[None]:
-    """After Ctrl-C, print the newest update in the folder if it is later than `before`."""
+def _reporting_last_checkpoint(out: Path | None, step_before: int) -> Generator[None]:
+    """After Ctrl-C, print the update of the newest checkpoint if it is later than `step_before`."""
     try:
         yield
     except KeyboardInterrupt:
-        newest = _newest_step(out)
-        if newest > before:
-            text = f"the last checkpoint in {printable(str(out))} is of update {newest}"
+        newest_step = _newest_step(out)
+        if newest_step > step_before:
+            text = f"the last checkpoint in {printable(str(out))} is of update {newest_step}"
             say(f"{text}; to resume, type the same command with --resume")
         raise
 
 
 def _say_next(args: argparse.Namespace, layout: Layout, processes: int, out: Path) -> None:
     """Print the commands that check the layout and export the weights."""
-    checked, count = (args.layout, processes) if layout.axis is not None else ("ddp", 2)
-    commands = [f"everyrank verify {repeated_arguments(args)} --layout {shlex.quote(checked)} --processes {count}"]
+    checked_layout, num_ranks = (args.layout, processes) if layout.axis is not None else ("ddp", 2)
+    commands = [
+        f"everyrank verify {repeated_arguments(args)} --layout {shlex.quote(checked_layout)} --processes {num_ranks}"
+    ]
     if checkpoints_of(out):
         commands.append(f"everyrank checkpoint export {shlex.quote(str(out))} model.safetensors")
     say_next(*commands)
@@ -160,9 +162,10 @@ def _newest_step(out: Path | None) -> int:
 def _write(records: list[Record], args: argparse.Namespace, out: Path | None) -> None:
     """Write the Record into the folder of the run and to `--json`, and print the paths."""
     if out is not None:
-        (out / "record.json").unlink(missing_ok=True)  # it may be a link to another file
+        (out / "record.json").unlink(missing_ok=True)  # because it may be a link to another file
         write_records(records, out / "record.json")
-        say(f"wrote {printable(str(out))}/log.jsonl, log.csv, events.jsonl, epochs.csv and record.json{_saved(out)}")
+        names = "log.jsonl, log.csv, events.jsonl, epochs.csv and record.json"
+        say(f"wrote {printable(str(out))}/{names}{_describe_checkpoints(out)}")
     if args.json is not None:
         write_records(records, args.json)
     if args.html is not None:
@@ -176,7 +179,7 @@ def _write(records: list[Record], args: argparse.Namespace, out: Path | None) ->
         )
 
 
-def _resumed(args: argparse.Namespace) -> Path | None:
+def _checkpoint_to_resume(args: argparse.Namespace) -> Path | None:
     """Return the checkpoint to resume from, or None for a new training.
 
     Raises `UsageError` for two sources of weights, or none to evaluate.
@@ -207,30 +210,32 @@ def _requested_checkpoint(args: argparse.Namespace) -> Path | None:
     return find_checkpoint(args.out).path
 
 
-def _folder(args: argparse.Namespace, strategy: str, resume: Path | None) -> Path:
-    """Return the folder of the run. Raises `UsageError` if it holds a different run."""
+def _run_folder(args: argparse.Namespace, strategy: str, resume: Path | None) -> Path:
+    """Return the folder of the run. Raises `UsageError` if it has a different run."""
     if resume is not None and resume.parent.name == "checkpoints":
-        run = resume.parent.parent
-        if args.out is None or args.out.resolve() == run.resolve():
-            return run
+        run_folder = resume.parent.parent
+        if args.out is None or args.out.resolve() == run_folder.resolve():
+            return run_folder
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    names = "-".join(Path(path.partition(":")[0]).stem for path in (args.workload, strategy))
-    name = f"{names}-{stamp}-{os.getpid()}"
+    workload_and_strategy = "-".join(Path(path.partition(":")[0]).stem for path in (args.workload, strategy))
+    name = f"{workload_and_strategy}-{stamp}-{os.getpid()}"
     out = args.out or Path("runs") / name
     # a run that died before its first checkpoint starts again; a finished run is not overwritten
     starts_again = args.resume is _NEWEST and not checkpoints_of(out) and not (out / "record.json").exists()
     if (out / "log.jsonl").exists() and not starts_again:
-        raise UsageError(f"--out {out}: it holds a run already; add --resume to resume it, or give another folder")
+        raise UsageError(
+            f"--out {out}: the folder has a run already; add --resume to resume it, or give another folder"
+        )
     return out
 
 
 def _has_trained(out: Path) -> bool:
-    """Whether a folder holds a checkpoint or a log line."""
+    """Whether a folder has a checkpoint or a log line."""
     log = out / "log.jsonl"
     return bool(checkpoints_of(out)) or (log.exists() and log.stat().st_size > 0)
 
 
-def _saved(out: Path) -> str:
+def _describe_checkpoints(out: Path) -> str:
     """Describe the checkpoints of a finished run."""
     checkpoints = checkpoints_of(out)
     return (

@@ -1,4 +1,4 @@
-"""`everyrank verify --save`, `--against` and `--between`: one workload at two times."""
+"""`everyrank verify --save`, `--against` and `--between`: compares two versions of a workload."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAX_BYTES = 1 << 30
 
 
 def compare_versions(args: argparse.Namespace) -> int:
-    """Keep the trace of the workload, and compare it; exit status 1 if it differs by more than rounding."""
+    """Save or compare traces of the workload; exit status 1 if they differ by more than rounding."""
     if args.layout or args.samples or args.reference:
         raise UsageError(
             "--save, --against and --between run one process; leave --layout, --samples and --reference out"
@@ -34,7 +34,7 @@ def compare_versions(args: argparse.Namespace) -> int:
     if args.between:
         if args.save or args.against:
             raise UsageError("--between A B: leave --save and --against out")
-        before, now = _of_commits(args)
+        before, now = _traces_of_commits(args)
     else:
         before = read_trace(args.against) if args.against is not None else None
         from everyrank import api
@@ -54,7 +54,7 @@ def compare_versions(args: argparse.Namespace) -> int:
 
 
 def read_trace(path: Path, writer: str = "everyrank verify --save") -> dict[str, Any]:
-    """A file that --save has written. Raises `UsageError` for any other."""
+    """Return the trace in a file that --save wrote. Raises `UsageError` for any other file."""
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise ValueError("too large")
@@ -72,63 +72,85 @@ def read_trace(path: Path, writer: str = "everyrank verify --save") -> dict[str,
 
 
 def _check_fields(content: dict[str, Any]) -> None:
-    """Raises `ValueError` or `TypeError` for a field of a wrong type: the file may come from elsewhere."""
+    """Raise `ValueError` or `TypeError` for a field of a wrong type: the file may not be from everyrank."""
     numbers = ("losses", "counts", "loss_tolerances")
     for name in numbers:
         if not all(type(value) in (int, float) for value in content[name]):
-            raise ValueError(f"{name} has a value that is no number")
+            raise ValueError(f"{name} has a value that is not a number")
     if len({len(content[name]) for name in numbers}) != 1:
-        raise ValueError("losses, counts and tolerances are not as many")
+        raise ValueError("losses, counts and loss_tolerances differ in length")
     for name in ("initial", "gradients", "final"):
         for tensor, values in content[name].items():
             if not isinstance(tensor, str) or not all(type(value) in (int, float) for value in values):
-                raise ValueError(f"{name} has a value that is no number")
+                raise ValueError(f"{name} has a value that is not a number")
     for name in ("experiment", "versions", "final_tolerances", "evaluation"):
         if not isinstance(content[name], dict):
-            raise ValueError(f"{name} is no table")
+            raise ValueError(f"{name} is not an object")
     for total, count in content["evaluation"].values():
         if type(total) not in (int, float) or type(count) not in (int, float):
-            raise ValueError("evaluation has a value that is no number")
+            raise ValueError("evaluation has a value that is not a number")
 
 
 # --- two commits
 
 
-def _of_commits(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The traces of two commits, each run in a worktree of its own."""
-    path = Path(args.workload.partition(":")[0])
-    if not path.is_file():
-        raise UsageError(f"--between: {args.workload} is no file; a built-in workload is part of everyrank, not of git")
-    top = Path(_git(path.absolute().parent, "rev-parse", "--show-toplevel"))
-    relative = Path.cwd().resolve()
-    inside = relative.relative_to(top) if relative.is_relative_to(top) else Path()
-    if not path.resolve().is_relative_to(top):
-        raise UsageError(f"--between: {path} is outside of the repository {top}")
-    commits = [_git(top, "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}", asked=name) for name in args.between]
+def _traces_of_commits(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the traces of two commits, each run in a separate worktree."""
+    workload_path = Path(args.workload.partition(":")[0])
+    if not workload_path.is_file():
+        raise UsageError(f"--between: {args.workload} is not a file; give a workload file in a git repository")
+    repository = Path(_git(workload_path.absolute().parent, "rev-parse", "--show-toplevel"))
+    cwd = Path.cwd().resolve()
+    cwd_in_repository = cwd.relative_to(repository) if cwd.is_relative_to(repository) else Path()
+    if not workload_path.resolve().is_relative_to(repository):
+        raise UsageError(f"--between: {workload_path} is outside the repository {repository}")
+    commits = [
+        _git(repository, "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}", commit_name=name)
+        for name in args.between
+    ]
     traces: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="everyrank-versions-") as folder:
         for index, (name, commit) in enumerate(zip(args.between, commits, strict=True)):
-            with _worktree(top, Path(folder) / f"version{index}", commit) as worktree:
-                traces.append(_run(args, name, worktree / inside, worktree, top, path, Path(folder) / f"{index}.json"))
+            with _worktree(repository, Path(folder) / f"version{index}", commit) as worktree:
+                traces.append(
+                    _trace_of_commit(
+                        args,
+                        name,
+                        worktree / cwd_in_repository,
+                        worktree,
+                        repository,
+                        workload_path,
+                        Path(folder) / f"{index}.json",
+                    )
+                )
     return traces
 
 
-def _run(
-    args: argparse.Namespace, name: str, folder: Path, worktree: Path, top: Path, path: Path, output: Path
+def _trace_of_commit(
+    args: argparse.Namespace,
+    name: str,
+    folder: Path,
+    worktree: Path,
+    repository: Path,
+    workload_path: Path,
+    output: Path,
 ) -> dict[str, Any]:
-    """Run `everyrank verify --save` in a worktree."""
-    file = worktree / path.resolve().relative_to(top)
-    if not file.is_file():
-        raise UsageError(f"--between {name}: {path} does not exist in that commit")
+    """Run `everyrank verify --save` in a worktree and return the trace."""
+    path_in_worktree = worktree / workload_path.resolve().relative_to(repository)
+    if not path_in_worktree.is_file():
+        raise UsageError(f"--between {name}: {workload_path} does not exist in that commit")
     arguments = list(args.words)
-    at = arguments.index("--between")
-    del arguments[at : at + 3]
-    moved = args.workload.replace(str(path), str(file), 1)
-    arguments = [moved if argument == args.workload else argument for argument in arguments]
+    index = arguments.index("--between")
+    del arguments[index : index + 3]
+    workload_in_worktree = args.workload.replace(str(workload_path), str(path_in_worktree), 1)
+    arguments = [workload_in_worktree if argument == args.workload else argument for argument in arguments]
     paths = [str(Path(entry).resolve()) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    paths = [entry.replace(str(top), str(worktree), 1) if Path(entry).is_relative_to(top) else entry for entry in paths]
+    paths = [
+        entry.replace(str(repository), str(worktree), 1) if Path(entry).is_relative_to(repository) else entry
+        for entry in paths
+    ]
     command = [sys.executable, "-P", "-m", "everyrank", *arguments, "--fresh", "--save", str(output)]
-    done = subprocess.run(
+    completed = subprocess.run(
         command,
         cwd=folder if folder.is_dir() else worktree,
         env={**os.environ, **({"PYTHONPATH": os.pathsep.join(paths)} if paths else {})},
@@ -136,31 +158,35 @@ def _run(
         text=True,
         check=False,
     )
-    if done.returncode or not output.exists():
-        last = done.stderr.strip().splitlines()[-1:] or ["no message"]
+    if completed.returncode or not output.exists():
+        last = completed.stderr.strip().splitlines()[-1:] or ["no message"]
         raise EveryrankError(f"--between {name}: {last[0].removeprefix('everyrank: ')}")
     return read_trace(output)
 
 
 @contextlib.contextmanager
-def _worktree(top: Path, folder: Path, commit: str) -> Generator[Path]:
-    """A worktree of this commit, removed at the end."""
-    _git(top, "worktree", "add", "--detach", "--quiet", str(folder), commit)
+def _worktree(repository: Path, folder: Path, commit: str) -> Generator[Path]:
+    """Create a worktree of a commit, and remove it at the end."""
+    _git(repository, "worktree", "add", "--detach", "--quiet", str(folder), commit)
     try:
         yield folder
     finally:
-        subprocess.run(["git", "worktree", "remove", "--force", str(folder)], cwd=top, capture_output=True, check=False)
+        subprocess.run(
+            ["git", "worktree", "remove", "--force", str(folder)], cwd=repository, capture_output=True, check=False
+        )
 
 
-def _git(folder: Path, *words: str, asked: str | None = None) -> str:
-    """The output of git. Raises `CannotRunError` without git, `UsageError` if it fails."""
+def _git(folder: Path, *arguments: str, commit_name: str | None = None) -> str:
+    """Return the output of git. Raises `CannotRunError` without git, `UsageError` if it fails."""
     try:
-        done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=False)
+        completed = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         raise CannotRunError("--between: git was not found") from None
-    if done.returncode:
-        why = (
-            f"{asked}: git knows no such commit" if asked else (done.stderr.strip().splitlines() or ["git failed"])[-1]
+    if completed.returncode:
+        reason = (
+            f"{commit_name}: no such commit in this repository"
+            if commit_name
+            else (completed.stderr.strip().splitlines() or ["git failed"])[-1]
         )
-        raise UsageError(f"--between: {why}")
-    return done.stdout.strip()
+        raise UsageError(f"--between: {reason}")
+    return completed.stdout.strip()

@@ -47,6 +47,14 @@ def run(args: argparse.Namespace) -> int:
     if not args.timeout > 0:
         raise UsageError(f"--timeout {args.timeout:g}: give more than 0 seconds")
     folder = "-" if args.folder is None else str(args.folder)
-    words = [sys.executable, "-P", "-m", "everyrank.script.watching", str(args.timeout), folder, *command.words]
+    python_command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "everyrank.script.watching",
+        str(args.timeout),
+        folder,
+        *command.words,
+    ]
     sys.stdout.flush()
-    os.execv(sys.executable, words)  # noqa: S606  (no shell)
+    os.execv(sys.executable, python_command)  # noqa: S606  (no shell)

@@ -68,8 +68,8 @@ def fetch_all(read: Any, collate: Callable[[Any], Any], keys: Iterator[Any], wor
 def _init_worker(rank_process: int, _: int) -> None:
     """Set up a loader worker: end with its rank process, ignore stop signals.
 
-    torch ends a worker whose parent has changed since the worker began. A worker that begins while its rank is killed
-    would wait forever without this. A fork server is the parent of its workers and ends them itself.
+    torch ends a worker whose parent has changed since the worker started. Without this function, a worker that starts
+    while its rank is killed would wait forever. A fork server is the parent of its workers and ends them itself.
     """
     if multiprocessing.get_start_method() != "forkserver":
         end_with_parent(rank_process)
@@ -92,7 +92,7 @@ def _fetch_from_workers(loader: DataLoader[Any], timeout_seconds: float) -> Iter
             if not str(error).startswith("DataLoader timed out"):
                 raise
             raise EveryrankError(
-                f"the data loader's workers gave no batch within {timeout_seconds:g} s (--timeout)"
+                f"the data loader's workers gave no batch within {timeout_seconds:g} s; raise --timeout"
             ) from error
 
     return batches()
@@ -117,8 +117,8 @@ class _KeySampler:
 
 def move(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """Copy to the device without waiting; cast floating-point tensors to `dtype`."""
-    wanted = dtype if tensor.is_floating_point() else tensor.dtype
-    return tensor.to(device, wanted, non_blocking=True)
+    target_dtype = dtype if tensor.is_floating_point() else tensor.dtype
+    return tensor.to(device, target_dtype, non_blocking=True)
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

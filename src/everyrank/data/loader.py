@@ -75,11 +75,11 @@ def _fetch(
                 yield micro_batch.keys
 
     takes_rows = _is_tensor_dataset(dataset) and workload.collate is None
-    read: Any = _Rows(dataset) if takes_rows else _ByKey(dataset, workload.seed)
+    reader: Any = _Rows(dataset) if takes_rows else _ByKey(dataset, workload.seed)
     if isinstance(dataset, Streamed):
-        read = StreamReader(dataset, workload.seed)
+        reader = StreamReader(dataset, workload.seed)
     collate: Callable[[Any], Any] = _identity if takes_rows else workload.collate or default_collate
-    fetched = fetch_all(read, collate, keys(), world)
+    fetched = fetch_all(reader, collate, keys(), world)
     return _batches(fetched, pending, functools.partial(move, device=world.device, dtype=dtype))
 
 

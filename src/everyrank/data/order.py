@@ -56,13 +56,13 @@ class Epoch:
         return max(updates_per_epoch(length, batch) for length, batch in self.parts)
 
     def samples_before(self, step: int) -> int:
-        """The number of samples read before update `step`; the last batches of an epoch may be smaller."""
+        """Return the number of samples read before update `step`; the last batches of an epoch may be smaller."""
         epochs, index = divmod(step, self.updates)
         return epochs * self.samples + sum(min(index * batch, length) for length, batch in self.parts)
 
 
 def epoch_order(length: int, seed: int, epoch: int) -> Tensor:
-    """The samples of one epoch in order, (length,). The permutation is the one torch's DistributedSampler draws.
+    """Return the samples of one epoch in order, (length,): the permutation that torch's DistributedSampler draws.
 
     It takes 4 bytes per sample on every rank (8 from 2^31 samples on), and one second for ten million samples.
     """
@@ -72,7 +72,7 @@ def epoch_order(length: int, seed: int, epoch: int) -> Tensor:
 
 
 def drawn_order(weights: Tensor, seed: int, epoch: int) -> Tensor:
-    """The samples of one epoch drawn with replacement, (length,): what torch's WeightedRandomSampler draws."""
+    """Return the samples of one epoch drawn with replacement, (length,), as torch's WeightedRandomSampler."""
     generator = torch.Generator()
     generator.manual_seed(seed + epoch)
     return torch.multinomial(weights, len(weights), replacement=True, generator=generator)
@@ -100,7 +100,7 @@ def updates_per_epoch(length: int, global_batch: int) -> int:
 
 
 def all_updates(steps: int, per_epoch: int) -> KnownUpdates:
-    """Return the first `steps` updates of a training with so many updates in an epoch, as a lazy sequence."""
+    """Return the first `steps` updates of a training with `per_epoch` updates in each epoch, as a lazy sequence."""
     return KnownUpdates(range(steps), Epoch(((per_epoch, 1),)))
 
 
@@ -132,11 +132,11 @@ class KnownUpdates(Sequence[Update]):
         return not self.steps
 
     def ends_epoch(self, steps_done: int) -> bool:
-        """Whether an epoch ends after so many updates of the training."""
+        """Whether an epoch ends after `steps_done` updates of the training."""
         return steps_done % self.per_epoch == 0
 
     def is_last(self, steps_done: int) -> bool:
-        """Whether the training ends after so many updates."""
+        """Whether the training ends after `steps_done` updates."""
         return steps_done == self.end
 
     def position(self, steps_done: int) -> dict[str, int]:
@@ -145,7 +145,7 @@ class KnownUpdates(Sequence[Update]):
         return {}
 
     def samples_before(self, step: int) -> int:
-        """The number of samples read before update `step`."""
+        """Return the number of samples read before update `step`."""
         return self.epoch_sizes.samples_before(step)
 
     def __len__(self) -> int:
@@ -166,7 +166,7 @@ class KnownUpdates(Sequence[Update]):
 
 
 def update_samples(order: Tensor | range, global_batch: int, index: int) -> list[int]:
-    """The samples of batch `index` in an epoch of this order."""
+    """Return the samples of batch `index` in an epoch of this order."""
     return sample_numbers(order[index * global_batch : (index + 1) * global_batch])
 
 
@@ -179,12 +179,12 @@ def batch_of_one(workload: Workload, length: int, updates: Sequence[Update], mic
     """Return a message about the first update with a micro-batch of one sample and how to avoid it, or ""."""
     batch = workload.global_batch
     last = updates_per_epoch(length, batch) - 1
-    # the updates of a training are consecutive: it is enough to check the first one and the first uneven one
-    chosen: Sequence[Update] = updates
+    # the updates of a training are consecutive: so it is enough to check the first one and the first uneven one
+    checked: Sequence[Update] = updates
     if isinstance(updates, KnownUpdates) and updates:
         uneven = last - updates[0].index
-        chosen = [updates[0], *([updates[uneven]] if 0 < uneven < len(updates) else [])]
-    for update in chosen:
+        checked = [updates[0], *([updates[uneven]] if 0 < uneven < len(updates) else [])]
+    for update in checked:
         size = min(batch, length - update.index * batch)
         if max(1, size // micro_batches) == 1:
             where = f" in {micro_batches} micro-batches" if micro_batches > 1 else ""

@@ -21,7 +21,7 @@ __all__ = ["ForwardReader", "StreamReader", "Streamed", "count_samples", "is_str
 
 def is_stream(dataset: Any) -> bool:
     """Whether a dataset can only be iterated."""
-    if isinstance(dataset, IterableDataset):  # torch gives it a __getitem__ that only raises
+    if isinstance(dataset, IterableDataset):  # its inherited __getitem__ only raises an error
         return True
     return hasattr(dataset, "__iter__") and not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"))
 
@@ -85,7 +85,7 @@ def _items(dataset: Any, epoch: int) -> Iterator[Any]:
 def _hide_worker_info() -> None:
     """Hide the loader worker from a stream: many streams divide themselves by worker, but each reader needs all.
 
-    torch has no public API for it. Without it such a stream ends too early, and the training fails with an error.
+    torch has no public API for this. Otherwise such a stream would end too early, and the training would fail.
     """
     if getattr(worker, "_worker_info", None) is not None:
         worker._worker_info = None  # pyright: ignore[reportPrivateUsage]
@@ -152,11 +152,11 @@ class StreamReader(Dataset[Any]):
         reader = self.reader
         if keys.epoch != reader.epoch or min(keys.samples) < reader.position:
             reader.restart(keys.epoch)
-        wanted = set(keys.samples)
+        wanted_samples = set(keys.samples)
         samples: dict[int, Any] = {}
-        for sample in range(reader.position, max(wanted) + 1):
+        for sample in range(reader.position, max(wanted_samples) + 1):
             item = self._next()
-            if sample in wanted:
+            if sample in wanted_samples:
                 samples[sample] = reader.decoded(item, sample)
         return [samples[sample] for sample in keys.samples]
 
@@ -166,8 +166,8 @@ class StreamReader(Dataset[Any]):
             item = reader.next()
         except StopIteration:
             raise WorkloadError(
-                f"the stream ended after {reader.position} samples of {length}; each reader needs all of it: "
-                "it must not divide itself by rank or by worker (get_worker_info)"
+                f"the stream ended after {reader.position} of {length} samples; return all samples to every reader: "
+                "do not divide the stream by rank or by worker (get_worker_info)"
             ) from None
         if reader.position == length and self.stream.is_whole and reader.has_more():
             raise WorkloadError(f"the stream has more samples than the {length} of its length or an earlier count")

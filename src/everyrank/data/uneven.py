@@ -2,7 +2,7 @@
 
 The workload fixes the streams. Update i takes the next samples of each stream that has not ended, until all have ended.
 The streams are divided over the ranks. So the samples of an update depend only on the streams: three streams on one,
-two or three ranks are the same training.
+two or three ranks give the same training.
 
     stream 0   ■■■■ ■■■■ ■■■■ ■■■■ ■■         an update is a column: 12 samples, later 8, 4 and 2,
     stream 1   ■■■■ ■■■■ ■■■■                 divided by their number
@@ -83,7 +83,7 @@ class UnevenStreams:
             )
         if global_batch < count:
             raise WorkloadError(
-                f"order='shard': a global_batch of {global_batch} takes nothing from some of the {count} streams; use "
+                f"order='shard': a global_batch of {global_batch} has no sample for some of the {count} streams; use "
                 f"at least {count}, or chain some streams"
             )
 
@@ -108,7 +108,7 @@ class _Chain:
         self.deterministic = all(getattr(stream, "deterministic", False) for stream in streams)
 
     def set_epoch(self, epoch: int) -> None:
-        """Passed on to those that have it."""
+        """Call `set_epoch` of the streams that have it."""
         for stream in self.streams:
             if hasattr(stream, "set_epoch"):
                 stream.set_epoch(epoch)
@@ -120,7 +120,7 @@ class _Chain:
 
 
 def find_streams(dataset: Any) -> Sequence[Any] | None:
-    """The streams that order="shard" reads; None for a dataset that has none. Raises `WorkloadError`."""
+    """Return the streams that order="shard" reads; None for a dataset without streams. Raises `WorkloadError`."""
     streams: Any = getattr(dataset, "streams", None)
     if streams is None:
         return None
@@ -137,7 +137,7 @@ def find_streams(dataset: Any) -> Sequence[Any] | None:
 def count_streams(
     streams: Sequence[Any], local: range, takes: Sequence[int], steps: int | None, patience_seconds: float
 ) -> list[tuple[int, int]]:
-    """Return (samples of an epoch, whether the stream ends) for local streams; for an endless one those of `steps`."""
+    """Return (samples of an epoch, whether the stream ends) for each local stream; an endless one counts to `steps`."""
     limits = [takes[number] * steps if steps is not None else None for number in local]
     return [
         count_samples(streams[number], limit, patience_seconds) for number, limit in zip(local, limits, strict=True)
@@ -188,21 +188,21 @@ class UnevenReader(Dataset[Any]):
 
     def _samples(self, number: int, keys: UnevenKeys) -> list[tuple[Any, int]]:
         """Return the samples of a stream for a micro-batch, with their indices in the update; fewer at its end."""
-        reader, wanted = self.readers[number], self._positions(number, keys)
-        if keys.epoch != reader.epoch or wanted.start < reader.position:
+        reader, positions = self.readers[number], self._positions(number, keys)
+        if keys.epoch != reader.epoch or positions.start < reader.position:
             reader.restart(keys.epoch)
         result: list[tuple[Any, int]] = []
-        before = keys.update * self.takes[number]
-        while reader.position < wanted.stop:
+        update_start = keys.update * self.takes[number]
+        while reader.position < positions.stop:
             position = reader.position
             try:
                 item = reader.next()
             except StopIteration:
                 break
             self.newest = (reader, item, position)
-            if position >= wanted.start:
+            if position >= positions.start:
                 # the index depends on stream and position, not on the micro-batch
-                result.append((reader.decoded(item, position), (position - before) * len(self.takes) + number))
+                result.append((reader.decoded(item, position), (position - update_start) * len(self.takes) + number))
         return result
 
     def _positions(self, number: int, keys: UnevenKeys) -> range:

@@ -1,7 +1,7 @@
-"""Updates over uneven streams: all ranks make equally many, and know the number of samples of each rank.
+"""Updates over uneven streams: all ranks make the same number of updates, and know the number of samples of each rank.
 
 Each rank fetches its samples of the next update and sends their number to the others, in a gather that overlaps with
-the previous update. If no rank has any, the epoch has ended.
+the previous update. If no rank has samples, the epoch has ended.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Agreed:
 
     @property
     def sizes(self) -> list[list[int]]:
-        """Number of samples by micro-batch and reader."""
+        """The number of samples by micro-batch and reader."""
         if self.gathered is None:
             table = [list(self.local_counts)]
             if self.work is not None:
@@ -56,7 +56,7 @@ class Agreed:
 
     @property
     def total(self) -> int:
-        """Samples of the update over all readers."""
+        """The number of samples of the update over all readers."""
         return sum(map(sum, self.sizes))
 
     @property
@@ -78,12 +78,12 @@ def agree(local_counts: Sequence[int], reads: Slice, workload: Workload, world: 
 class OpenUpdates(Iterable[Update]):
     """The updates of a training of unknown length (`data.Updates`). An epoch ends when all of its streams have ended.
 
-    Iterating yields the current update, once for each update that is taken.
+    Iterating yields each update when it is taken.
 
     step, epoch, index   of the next update
     epochs, steps        length of the training; one of the two is set
     ahead                the counts of all ranks for the next update
-    read                 number of samples read before each update so far, and in total
+    num_read             number of samples read before each update so far, and in total
     """
 
     def __init__(
@@ -92,12 +92,12 @@ class OpenUpdates(Iterable[Update]):
         self.epochs, self.steps, self.drop_last = epochs, steps, drop_last
         self.start_step, self.step, self.epoch, self.index = step, step, epoch, index
         self.next_request = (epoch, index)
-        self.read = [0]
+        self.num_read = [0]
         self.ahead: Agreed | None = None
         self.newest = Update(step, epoch, index)
 
     def ask(self) -> Iterator[Update]:
-        """Yield updates for the loader, without an end, because it prefetches before the end of an epoch is known."""
+        """Yield updates for the loader without an end, because it prefetches before the end of an epoch is known."""
         while True:
             epoch, index = self.next_request
             self.next_request = (epoch, index + 1)
@@ -110,7 +110,7 @@ class OpenUpdates(Iterable[Update]):
     def take(self, total: int) -> None:
         """Advance to the next update; this one has `total` samples."""
         self.newest = Update(self.step, self.epoch, self.index)
-        self.read.append(self.read[-1] + total)
+        self.num_read.append(self.num_read[-1] + total)
         self.step, self.index = self.step + 1, self.index + 1
 
     def end_epoch(self) -> None:
@@ -141,8 +141,8 @@ class OpenUpdates(Iterable[Update]):
         return steps_done == self.steps or (self.ends_epoch(steps_done) and self.newest.epoch + 1 == self.epochs)
 
     def samples_before(self, step: int) -> int:
-        """The number of samples read between `start_step` and update `step`."""
-        return self.read[min(step, self.step) - self.start_step]
+        """Return the number of samples read between `start_step` and update `step`."""
+        return self.num_read[min(step, self.step) - self.start_step]
 
     def position(self, steps_done: int) -> dict[str, int]:
         """Return the position to resume from: the epoch, and the number of its finished updates."""
@@ -166,7 +166,7 @@ def uneven_batches(
     dtype: torch.dtype,
     reverse: bool,
 ) -> Iterator[list[Batch]]:
-    """For each update, this rank's part of each micro-batch that has samples. All ranks end at the same update."""
+    """Yield, for each update, this rank's part of each micro-batch with samples. All ranks end at the same update."""
     data.check_readers(reads, workload.global_batch)
     open_updates = updates if isinstance(updates, OpenUpdates) else None
     pending: collections.deque[Update] = collections.deque()
@@ -219,8 +219,8 @@ def _check_padding(agreed: Agreed, streams: int, epoch: int) -> None:
             reader = agreed.reads.index if agreed.is_simulated else reader
             local_streams = list(cut(streams, Slice(reader, agreed.reads.count)))
             raise WorkloadError(
-                f"train_data: streams {local_streams} gave no sample in epoch {epoch}, and the rank that reads them "
-                "needs one to compute along with the others; leave out empty streams"
+                f"train_data: streams {local_streams} gave no sample in epoch {epoch}, but the rank that reads them "
+                "needs one to take part in the collectives; leave out empty streams"
             )
 
 

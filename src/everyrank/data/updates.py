@@ -33,23 +33,23 @@ class Updates(Protocol):
 
     @property
     def is_over(self) -> bool:
-        """Whether no update is left."""
+        """Whether no update remains."""
         ...
 
     def ends_epoch(self, steps_done: int) -> bool:
-        """Whether an epoch ends after so many updates."""
+        """Whether an epoch ends after `steps_done` updates."""
         ...
 
     def is_last(self, steps_done: int) -> bool:
-        """Whether the training ends after so many updates."""
+        """Whether the training ends after `steps_done` updates."""
         ...
 
     def position(self, steps_done: int) -> dict[str, int]:
-        """The entries that a checkpoint needs besides `steps_done` to resume the data; often none."""
+        """Return the entries that a checkpoint needs besides `steps_done` to resume the data; often none."""
         ...
 
     def samples_before(self, step: int) -> int:
-        """The number of samples read before update `step`. Only differences of two such numbers are defined."""
+        """Return the number of samples read before update `step`. Only differences of two such numbers are defined."""
         ...
 
     def __iter__(self) -> Iterator[Update]: ...
@@ -78,7 +78,7 @@ def resume_problem(workload: Workload, dataset: Any, steps_done: int, position: 
         end = planned_updates(workload, dataset)
         return _too_many_done(steps_done, end) if steps_done > end else None
     if not position:
-        return "it does not have the position in the streams of the epoch; start a new run"
+        return "the checkpoint has no position in the streams of the epoch; start a new run"
     if workload.steps is not None:
         return _too_many_done(steps_done, workload.steps) if steps_done > workload.steps else None
     epochs = workload.epochs or 1

@@ -4,12 +4,12 @@ results.py    CheckResult: one line, and a fix
 machine.py    cores, threads, memory, files, shared memory
 network.py    interfaces, host name, ports, the environment of launchers
 software.py   versions, known-bad combinations, optional frameworks
-selftest.py   starts ranks, with torch: devices, backends, and collectives with known results
+selftest.py   runs in ranks, with torch: devices, backends, and collectives with known results
 launching.py  checks a launch: launcher, rendezvous, and a real start
 memory.py     whether a workload fits here, with torch: as `everyrank plan` traces it
 checks.py     runs all checks in order
 
-Each check is a function of its inputs, so that a test can pass those of a broken machine.
+Each check is a function of its inputs, so that a test can pass the values of a broken machine.
 """
 
 from everyrank.doctor.checks import DoctorReport, paste, run_checks

@@ -34,7 +34,12 @@ class DoctorReport:
     @property
     def problems(self) -> list[CheckResult]:
         """The results that will break runs on this machine."""
-        return [finding for findings in self.sections.values() for finding in findings if finding.status == PROBLEM]
+        return [
+            result
+            for section_results in self.sections.values()
+            for result in section_results
+            if result.status == PROBLEM
+        ]
 
     def as_json(self) -> dict[str, Any]:
         """Return the report as JSON, for `--json`."""
@@ -44,7 +49,9 @@ class DoctorReport:
             "python": platform.python_version(),
             "system": platform.platform(),
             "versions": self.versions,
-            "sections": {name: [asdict(finding) for finding in findings] for name, findings in self.sections.items()},
+            "sections": {
+                name: [asdict(result) for result in section_results] for name, section_results in self.sections.items()
+            },
         }
 
 
@@ -72,20 +79,22 @@ def run_checks(timeout_seconds: float = 60.0, advance: Callable[[str], None] = l
 
 
 def _backends(
-    known: Sequence[CheckResult], versions: Mapping[str, str], timeout_seconds: float
+    earlier_results: Sequence[CheckResult], versions: Mapping[str, str], timeout_seconds: float
 ) -> tuple[list[CheckResult], dict[str, Any] | None]:
     """Test gloo, shm and nccl. Returns the results, and the facts about torch or None if no rank started."""
     if "torch" not in versions:
         return [absent("gloo", "not tested: torch is not installed")], None
     causes = ("GLOO_SOCKET_IFNAME", "launcher", "temporary files")
-    cause = next((result for result in known if result.status == PROBLEM and result.what in causes), None)
-    if cause is not None:
-        return [absent("gloo", f"not tested, because of the problem with {cause.what}")], None
-    results, finding = _selftest("gloo", 2, "cpu", timeout_seconds)
+    failed_check = next(
+        (result for result in earlier_results if result.status == PROBLEM and result.what in causes), None
+    )
+    if failed_check is not None:
+        return [absent("gloo", f"not tested, because of the problem with {failed_check.what}")], None
+    results, gloo_result = _selftest("gloo", 2, "cpu", timeout_seconds)
     if results is None:
-        return [finding], None
+        return [gloo_result], None
     facts: dict[str, Any] = results[0]["torch"]
-    results = [_devices(facts), finding, _selftest("shm", 2, "cpu", timeout_seconds)[1]]
+    results = [_devices(facts), gloo_result, _selftest("shm", 2, "cpu", timeout_seconds)[1]]
     num_cuda = len(facts["devices"])
     if not facts["backends"]["nccl"]:
         results.append(absent("nccl", "not in this build of torch; needed for communication between CUDA devices"))
@@ -93,8 +102,8 @@ def _backends(
         results.append(absent("nccl", "not verified here: torch sees no CUDA device"))
     else:
         results.append(_selftest("nccl", min(2, num_cuda), "cuda", timeout_seconds)[1])
-    missing = [name for name in ("mpi", "ucc") if not facts["backends"][name]]
-    results += [absent(name, "not in this build of torch; everyrank does not need it") for name in missing]
+    missing_backends = [name for name in ("mpi", "ucc") if not facts["backends"][name]]
+    results += [absent(name, "not in this build of torch; everyrank does not need it") for name in missing_backends]
     return [*results, _rpc(facts)], facts
 
 
@@ -118,9 +127,11 @@ def _selftest(backend: str, ranks: int, device: str, timeout: float) -> tuple[li
         fix = f"the whole traceback is in {error.log}" if error.log else "paste this into an issue"
         return None, problem(backend, f"{ranks} ranks could not communicate: {error}", fix, private=True)
     results = [answers[rank] for rank in sorted(answers)]
-    wrong = [text for result in results for text in result["wrong"]]
-    if wrong:
-        return results, problem(backend, f"wrong result: {wrong[0]}", "pip install 'torch>=2.11', or another backend")
+    wrong_results = [text for result in results for text in result["wrong"]]
+    if wrong_results:
+        return results, problem(
+            backend, f"wrong result: {wrong_results[0]}", "pip install 'torch>=2.11', or another backend"
+        )
     checks_text = "sum, average, maximum, all-gather and broadcast are correct"
     if ranks == 1:
         checks_text += "; not verified between devices: needs 2 CUDA devices"
@@ -140,7 +151,7 @@ def _devices(facts: dict[str, Any]) -> CheckResult:
 
 
 def layouts_here(num_cuda: int, runs: bool, has_horovod: bool) -> list[CheckResult]:
-    """Return for each layout whether it can run here."""
+    """Return a result for each layout: whether it can run here."""
     results: list[CheckResult] = []
     for name in STRATEGIES:
         if not runs:
@@ -150,8 +161,8 @@ def layouts_here(num_cuda: int, runs: bool, has_horovod: bool) -> list[CheckResu
         elif name == "horovod" and not has_horovod:
             results.append(absent(name, "not verified here: Horovod is not installed"))
         else:
-            where = f"{num_cuda} CUDA device{'s' * (num_cuda > 1)}" if num_cuda else "CPU"
-            results.append(ok(name, f"runs on {where}"))
+            devices = f"{num_cuda} CUDA device{'s' * (num_cuda > 1)}" if num_cuda else "CPU"
+            results.append(ok(name, f"runs on {devices}"))
     return results
 
 
@@ -160,9 +171,9 @@ def paste(report: DoctorReport) -> str:
     lines = ["<details><summary>everyrank doctor</summary>", "", "```"]
     lines.append(f"everyrank {__version__} · Python {platform.python_version()} · {platform.platform()}")
     lines.append(" ".join(f"{name}={version}" for name, version in report.versions.items()))
-    for section, findings in report.sections.items():
-        for finding in findings:
-            shown = "(left out)" if finding.private or finding.what in _PRIVATE else finding.text
+    for section, section_results in report.sections.items():
+        for result in section_results:
+            text = "(left out)" if result.private or result.what in _PRIVATE else result.text
             if section != "optional":
-                lines.append(f"{finding.status:8}{finding.what}: {shown}")
+                lines.append(f"{result.status:8}{result.what}: {text}")
     return "\n".join([*lines, "```", "</details>"])

@@ -1,4 +1,4 @@
-"""Diagnose a failed start: check the launcher's environment and the rendezvous, then start the ranks once."""
+"""Diagnoses a failed start: checks the launcher's environment and the rendezvous, then starts the ranks once."""
 
 from __future__ import annotations
 
@@ -102,8 +102,10 @@ def check_rendezvous(launch: Launch) -> list[CheckResult]:
     try:
         local_address = local_address_towards(host) if host is not None and launch.nodes > 1 else None
         variable = os.environ.get("GLOO_SOCKET_IFNAME")
-        name, why = choose_interface(launch.interface, variable, launch.nodes == 1, local_address, usable_interfaces())
-        results.append(ok("interface", f"{name or 'the backend chooses'}: {why}", private=True))
+        name, reason = choose_interface(
+            launch.interface, variable, launch.nodes == 1, local_address, usable_interfaces()
+        )
+        results.append(ok("interface", f"{name or 'the backend chooses'}: {reason}", private=True))
     except UsageError as error:
         results.append(problem("interface", str(error), "leave it out, or name one of those"))
     return results
@@ -139,18 +141,19 @@ def check_start(launch: Launch) -> list[CheckResult]:
     try:
         answers = run_ranks(launch, "everyrank.doctor.selftest:introduce_rank", launch)
     except EveryrankError as error:
-        log = f"the whole traceback is in {error.log}" if error.log else "docs/launching.md has the usual causes"
-        return [problem("start", f"{launch.launcher}: {error}", log, private=True)]
+        fix = f"the whole traceback is in {error.log}" if error.log else "docs/launching.md has the usual causes"
+        return [problem("start", f"{launch.launcher}: {error}", fix, private=True)]
     seconds = time.monotonic() - started_at
     rows: list[dict[str, Any]] = answers.get(0) or []
     if not rows:
         return [ok("start", f"{len(answers)} ranks of this host started; the host of rank 0 prints all ranks")]
-    first = rows[0]
+    rank_0 = rows[0]
     results = [
         ok("start", f"{len(rows)} ranks by {launch.launcher}, started, connected and ended in {seconds:.1f} s"),
-        ok("backend", first["choices"]["backend"]),
+        ok("backend", rank_0["choices"]["backend"]),
         ok(
-            "versions", f"torch {first['torch']}, Python {first['python']}, everyrank {first['everyrank']} on all ranks"
+            "versions",
+            f"torch {rank_0['torch']}, Python {rank_0['python']}, everyrank {rank_0['everyrank']} on all ranks",
         ),
     ]
     for row in rows:
@@ -158,16 +161,16 @@ def check_start(launch: Launch) -> list[CheckResult]:
         results.append(
             ok(f"rank {row['rank']}", f"{text}, {row['device']}, over {row['choices']['interface']}", private=True)
         )
-    skew = max((abs(row["skew_seconds"]), row["host"]) for row in rows)
-    if skew[0] > _MOST_SKEW_SECONDS:
+    skew_seconds, host = max((abs(row["skew_seconds"]), row["host"]) for row in rows)
+    if skew_seconds > _MOST_SKEW_SECONDS:
         results.append(
             warning(
                 "clocks",
-                f"the clock of {skew[1]} differs by {skew[0]:.1f} s from that of rank 0: log times are not comparable",
+                f"the clock of {host} differs by {skew_seconds:.1f} s from rank 0's: log times are not comparable",
                 "chronyc makestep, or ask your administrator",
                 private=True,
             )
         )
     else:
-        results.append(ok("clocks", f"differ by at most {max(skew[0], 0.001):.3f} s"))
+        results.append(ok("clocks", f"differ by at most {max(skew_seconds, 0.001):.3f} s"))
     return results

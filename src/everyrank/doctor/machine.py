@@ -32,15 +32,15 @@ def check_machine(environment: Mapping[str, str]) -> list[CheckResult]:
         check_threads(environment, cores),
         ok("memory", f"{_size(memory.total)}, {_size(memory.available)} of it free"),
     ]
-    shared = Path("/dev/shm")
-    if shared.is_dir():
-        usage = shutil.disk_usage(shared)
-        results.append(check_shared_memory(usage.total, usage.free, os.access(shared, os.W_OK)))
+    shared_memory = Path("/dev/shm")
+    if shared_memory.is_dir():
+        usage = shutil.disk_usage(shared_memory)
+        results.append(check_shared_memory(usage.total, usage.free, os.access(shared_memory, os.W_OK)))
     elif sys.platform == "linux":
         results.append(absent("shared memory", "/dev/shm is missing; loader workers (--workers) need it"))
     results.append(check_files(soft, hard))
     try:
-        folder = Path(tempfile.gettempdir())  # gettempdir() has tested that it can be written
+        folder = Path(tempfile.gettempdir())  # gettempdir() has checked that it is writable
         results.append(check_space(folder, shutil.disk_usage(folder).free))
     except OSError as error:
         results.append(
@@ -50,7 +50,7 @@ def check_machine(environment: Mapping[str, str]) -> list[CheckResult]:
 
 
 def check_cores(usable: int, present: int, quota: float | None) -> CheckResult:
-    """Check the cores that this process may use; the quota of a container may be lower."""
+    """Check the cores that this process may use, and whether a container's quota is lower."""
     text = f"{usable} of {present}" if usable != present else str(usable)
     if quota is not None and quota < usable:
         return warning(
@@ -67,7 +67,7 @@ def check_threads(environment: Mapping[str, str], cores: int) -> CheckResult:
         text = environment.get(name)
         if text is None:
             continue
-        levels = text.split(",")  # OpenMP takes a number for each level of nesting; the first is for a rank
+        levels = text.split(",")  # OpenMP allows one number per level of nesting; the first is for a rank
         numbers = [int(level) if level.strip().isdecimal() and len(level) < 10 else 0 for level in levels]
         if min(numbers) < 1:
             return problem("threads", f"{name}={text[:40]} is not a number of threads", f"unset {name}")
@@ -109,10 +109,10 @@ def check_shared_memory(total: int, free: int, writable: bool = True) -> CheckRe
 def check_files(soft: int, hard: int) -> CheckResult:
     """Check the limit of open files: each rank and each loader worker needs some."""
     if soft != resource.RLIM_INFINITY and soft < 1024:
-        most = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
-        fix = f"ulimit -n {4096 if hard == resource.RLIM_INFINITY else min(4096, hard)} (at most {most} here)"
+        hard_text = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
+        fix = f"ulimit -n {4096 if hard == resource.RLIM_INFINITY else min(4096, hard)} (at most {hard_text} here)"
         if hard == soft:
-            fix = "raise the hard limit, too: docker --ulimit nofile=4096, or /etc/security/limits.conf"
+            fix = "also raise the hard limit: docker --ulimit nofile=4096, or /etc/security/limits.conf"
         return problem(
             "open files", f"at most {soft}: many ranks or loader workers fail with 'Too many open files'", fix
         )

@@ -21,7 +21,7 @@ def check_memory(
 ) -> list[CheckResult]:
     """Return for each layout whether it fits on the GPUs of this machine, or on its CPU with two ranks.
 
-    `command` is the workload as typed for a shell. Raises `UsageError` for a workload or a layout that is wrong.
+    `command` is the workload as typed in a shell. Raises `UsageError` for a wrong workload or layout.
     """
     from everyrank.plan.traced import answer_workload
     from everyrank.workload.find import load
@@ -31,7 +31,7 @@ def check_memory(
 
 
 def memory_results(answer: Mapping[str, Any]) -> list[CheckResult]:
-    """Return a result for each layout of an answer of plan."""
+    """Return a result for each layout in the answer of `everyrank plan`."""
     memory = answer["cluster"]["memory_bytes"]
     results: list[CheckResult] = []
     for row in answer["layouts"]:
@@ -53,7 +53,7 @@ def _gib(size: float) -> str:
 
 
 def _this_machine(processes: int | None) -> Cluster:
-    """The GPUs of this machine with their memory, or its CPU."""
+    """Return the GPUs of this machine with their memory, or its CPU."""
     import torch
 
     from everyrank.plan.hardware import find_gpu, host_cluster
@@ -63,6 +63,6 @@ def _this_machine(processes: int | None) -> Cluster:
     properties, ranks = torch.cuda.get_device_properties(0), processes or torch.cuda.device_count()
     try:
         gpu = find_gpu(properties.name)
-    except UsageError:  # a kind that plan does not know: only its memory counts here
+    except UsageError:  # a GPU that plan does not know: only its memory matters here
         gpu = replace(host_cluster("cpu", 1).gpu, name=properties.name)
     return replace(host_cluster("cpu", ranks), gpu=replace(gpu, memory=properties.total_memory))

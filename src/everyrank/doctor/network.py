@@ -24,8 +24,8 @@ def check_network(environment: Mapping[str, str]) -> list[CheckResult]:
     name = socket.gethostname()
     results = [check_host_name(name, addresses_of(name), interfaces)]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
-        finding = check_interface(variable, environment.get(variable), list(interfaces))
-        results += [finding] if finding is not None else []
+        result = check_interface(variable, environment.get(variable), list(interfaces))
+        results += [result] if result is not None else []
     names = ", ".join(f"{name} ({address})" for name, address in interfaces.items())
     results.append(ok("interfaces", names, True) if names else problem("interfaces", "none is up", "ip link set lo up"))
     results.append(check_rendezvous_port("127.0.0.1", 0))
@@ -35,10 +35,14 @@ def check_network(environment: Mapping[str, str]) -> list[CheckResult]:
 
 
 def check_host_name(name: str, addresses: Sequence[str], interfaces: Mapping[str, str]) -> CheckResult:
-    """Check the address of this host's name: ranks of other hosts connect to it."""
-    outside = [interface for interface, address in interfaces.items() if not ipaddress.ip_address(address).is_loopback]
+    """Check the address of this host's name, to which ranks on other hosts connect."""
+    external_interfaces = [
+        interface for interface, address in interfaces.items() if not ipaddress.ip_address(address).is_loopback
+    ]
     interface_setting = (
-        f"GLOO_SOCKET_IFNAME={outside[0]}" if outside else "GLOO_SOCKET_IFNAME to the interface between the hosts"
+        f"GLOO_SOCKET_IFNAME={external_interfaces[0]}"
+        if external_interfaces
+        else "GLOO_SOCKET_IFNAME to the interface between the hosts"
     )
     if not addresses:
         return warning(

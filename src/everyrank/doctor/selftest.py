@@ -53,48 +53,48 @@ def introduce_rank(info: RankInfo, launch: Launch) -> list[dict[str, Any]]:
 
 
 def _clock_skew(world: World) -> float:
-    """Return the difference to the clock of rank 0, from the fastest of five broadcasts of its time (as NTP does)."""
+    """Return the difference to rank 0's clock, from the fastest of five broadcasts of its time (as NTP does)."""
     exchanges: list[tuple[float, float]] = []
     for _ in range(5):
         dist.barrier(group=world.group)
-        sent = time.time()
+        sent_at = time.time()
         clock = torch.tensor([time.time()], dtype=torch.float64, device=world.device)
         dist.broadcast(clock, src=0, group=world.group)
-        received = time.time()
-        exchanges.append((received - sent, received - float(clock[0])))
-    quickest, skew = min(exchanges)
-    return 0.0 if world.rank == 0 else skew - quickest / 2
+        received_at = time.time()
+        exchanges.append((received_at - sent_at, received_at - float(clock[0])))
+    shortest_seconds, skew = min(exchanges)
+    return 0.0 if world.rank == 0 else skew - shortest_seconds / 2
 
 
 def _wrong_answers(world: World, length: int) -> list[str]:
     """Return the wrong results. Rank r passes (r + 1) * [0, 1, 2, ...]: small integers, so that results are exact."""
     ramp = torch.arange(length, device=world.device, dtype=torch.float32) % 1024
-    local = ramp * (world.rank + 1)
-    total = world.size * (world.size + 1) / 2
-    wrong: list[str] = []
+    rank_values = ramp * (world.rank + 1)
+    sum_factor = world.size * (world.size + 1) / 2
+    wrong_results: list[str] = []
     for name, operation, factor in (
-        ("sum", dist.ReduceOp.SUM, total),
+        ("sum", dist.ReduceOp.SUM, sum_factor),
         # with gloo, some versions of torch return the sum for AVG (pytorch#162338)
-        ("average", dist.ReduceOp.AVG, total / world.size),
+        ("average", dist.ReduceOp.AVG, sum_factor / world.size),
         ("maximum", dist.ReduceOp.MAX, world.size),
     ):
-        result = local.clone()
+        result = rank_values.clone()
         dist.all_reduce(result, op=operation, group=world.group)
         if not torch.equal(result, ramp * factor):
             index = int((result != ramp * factor).nonzero()[0])
-            wrong.append(
+            wrong_results.append(
                 f"all-reduce {name} of {length} numbers: element {index} is {float(result[index]):g}, "
                 f"not {float(ramp[index] * factor):g}"
             )
-    rows = [torch.empty_like(local) for _ in range(world.size)]
-    dist.all_gather(rows, local, group=world.group)
+    rows = [torch.empty_like(rank_values) for _ in range(world.size)]
+    dist.all_gather(rows, rank_values, group=world.group)
     if not all(torch.equal(row, ramp * (rank + 1)) for rank, row in enumerate(rows)):
-        wrong.append(f"all-gather of {length} numbers")
-    sent = local.clone()
-    dist.broadcast(sent, src=0, group=world.group)
-    if not torch.equal(sent, ramp):
-        wrong.append(f"broadcast of {length} numbers")
-    return wrong
+        wrong_results.append(f"all-gather of {length} numbers")
+    broadcast = rank_values.clone()
+    dist.broadcast(broadcast, src=0, group=world.group)
+    if not torch.equal(broadcast, ramp):
+        wrong_results.append(f"broadcast of {length} numbers")
+    return wrong_results
 
 
 def _torch_facts() -> dict[str, Any]:

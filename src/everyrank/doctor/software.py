@@ -80,31 +80,37 @@ def check_software(versions: Mapping[str, str], has_driver: bool) -> list[CheckR
 
 def check_combinations(versions: Mapping[str, str], has_driver: bool) -> list[CheckResult]:
     """Check the torch version, and packages that are known to be incompatible with it."""
-    text = versions.get("torch")
-    if text is None:
+    torch_version = versions.get("torch")
+    if torch_version is None:
         return [problem("torch", "not installed", "pip install torch")]
-    torch = _numbers(text)
-    is_cpu_build = "+cpu" in text
+    torch_numbers = _numbers(torch_version)
+    is_cpu_build = "+cpu" in torch_version
     results: list[CheckResult] = []
-    oldest = ".".join(map(str, OLDEST_TORCH))
-    if torch < OLDEST_TORCH:
-        results.append(problem("torch", f"{text}: everyrank needs {oldest} or newer", f"pip install 'torch>={oldest}'"))
-    elif torch > NEWEST_TESTED_TORCH:
-        newest = ".".join(map(str, NEWEST_TESTED_TORCH))
+    oldest_text = ".".join(map(str, OLDEST_TORCH))
+    if torch_numbers < OLDEST_TORCH:
+        results.append(
+            problem(
+                "torch",
+                f"{torch_version}: everyrank needs {oldest_text} or newer",
+                f"pip install 'torch>={oldest_text}'",
+            )
+        )
+    elif torch_numbers > NEWEST_TESTED_TORCH:
+        newest_text = ".".join(map(str, NEWEST_TESTED_TORCH))
         results.append(
             warning(
                 "torch",
-                f"{text} is newer than what everyrank was tested with ({oldest} to {newest})",
-                f"pip install 'torch=={newest}.*', or report whether it works",
+                f"{torch_version} is newer than what everyrank was tested with ({oldest_text} to {newest_text})",
+                f"pip install 'torch=={newest_text}.*', or report whether it works",
             )
         )
     else:
-        results.append(ok("torch", text))
+        results.append(ok("torch", torch_version))
     if has_driver and is_cpu_build:
         results.append(
             problem(
                 "torch",
-                f"{text} is the build for CPU, but this machine has an NVIDIA driver",
+                f"{torch_version} is the build for CPU, but this machine has an NVIDIA driver",
                 "pip install --force-reinstall torch from the index that pytorch.org shows for your CUDA version",
             )
         )
@@ -112,8 +118,8 @@ def check_combinations(versions: Mapping[str, str], has_driver: bool) -> list[Ch
         results.append(
             problem(
                 "torchvision",
-                f"{versions['torchvision']} with {text}: it fails on import (operator torchvision::nms does not "
-                "exist), and so do accelerate and lightning",
+                f"{versions['torchvision']} with {torch_version}: it fails on import (operator torchvision::nms does "
+                "not exist), and so do accelerate and lightning",
                 "pip uninstall torchvision, or take both from https://download.pytorch.org/whl/cpu",
             )
         )

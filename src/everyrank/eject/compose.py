@@ -73,7 +73,7 @@ Travels   the weights and each GPU's part of the batch in forward, outputs and g
 
 
 def conditions_of(workload: Workload, facts: Facts, request: EjectRequest) -> frozenset[str]:
-    """Return the conditions that hold for this project, which lines of the templates refer to."""
+    """Return the conditions of the template lines that hold for this project."""
     kind, layout = request.kind, request.layout
     is_accumulating = kind != "pipeline" and layout.accumulate > 1
     is_alone = kind == "dataparallel"
@@ -120,7 +120,7 @@ def conditions_of(workload: Workload, facts: Facts, request: EjectRequest) -> fr
         "split_loss": kind == "tensor" and "colwise_loss" in (workload.tensor_plan or {}).values(),
         "gather": kind == "tensor" and "gather" in (workload.tensor_plan or {}).values(),
     }
-    return frozenset(word for word, is_so in holds.items() if is_so)
+    return frozenset(condition for condition, is_true in holds.items() if is_true)
 
 
 def compose(workload: Workload, facts: Facts, request: EjectRequest, sources: OwnSources, command: str) -> str:
@@ -159,7 +159,10 @@ def part(name: str, holds: Set[str], values: Mapping[str, str]) -> str:
         match = _MARK.search(line)
         if match is None:
             lines.append(line)
-        elif all((word.removeprefix("!") in holds) != word.startswith("!") for word in match["conditions"].split()):
+        elif all(
+            (condition.removeprefix("!") in holds) != condition.startswith("!")
+            for condition in match["conditions"].split()
+        ):
             lines.append(line[: match.start()])
     return string.Template("\n".join(lines).strip("\n") + "\n").substitute(values)
 
@@ -174,7 +177,7 @@ def _without_imports(text: str) -> str:
 
 
 def _draws_elsewhere(sources: OwnSources) -> bool:
-    """Whether a file imports Python's or numpy's random generators."""
+    """Whether a file uses Python's or numpy's random generators."""
     modules = {(line.module, line.name) for text in sources.files.values() for line in import_lines(text)}
     return ("random", None) in modules or any("np.random" in text for text in sources.files.values())
 
@@ -183,7 +186,7 @@ def _values(
     workload: Workload, facts: Facts, request: EjectRequest, sources: OwnSources, command: str
 ) -> dict[str, str]:
     """Return the values for $name in the templates."""
-    low = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}.get(request.layout.precision)
+    low_dtype = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}.get(request.layout.precision)
     floats = ["DTYPE" if is_float else "non_blocking=True" for is_float in facts.floats]
     return {
         "workload": sources.attribute + (f"({_settings(request, sources)})" if sources.is_called else ""),
@@ -196,8 +199,8 @@ def _values(
         "seed": "TASK.seed",
         "clip_norm": "TASK.clip_norm",
         "replicas": str(request.replicas),
-        "dtype": "float32" if low else request.layout.precision,
-        "low": str(low),
+        "dtype": "float32" if low_dtype else request.layout.precision,
+        "low": str(low_dtype),
         "scaler": ", scaler" if request.layout.precision == "fp16" else "",
         "command": command,
         "script": f"{sources.names.script}.py",
@@ -214,33 +217,33 @@ def _values(
 
 
 def _settings(request: EjectRequest, sources: OwnSources) -> str:
-    """Return the arguments for the workload's function: settings, and the --batch, --epochs and --steps it takes."""
+    """Return the arguments for the workload's function: settings, and --batch, --epochs and --steps if it has them."""
     requested = {"batch": request.source.batch, "epochs": request.source.epochs, "steps": request.source.steps}
-    given = {name: value for name, value in requested.items() if value is not None and name in sources.takes}
-    settings = {**request.source.settings, **given}
-    return ", ".join(
-        f"{name}={json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)}"  # as ruff has it
+    accepted = {name: value for name, value in requested.items() if value is not None and name in sources.takes}
+    settings = {**request.source.settings, **accepted}
+    return ", ".join(  # with quotes as ruff writes them
+        f"{name}={json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)}"
         for name, value in settings.items()
     )
 
 
 def _field(name: str, requested: int | None, is_setting: bool) -> str:
-    """Return the workload's own value, or the override from the command line."""
+    """Return the expression for the workload's value, or the value from the command line."""
     return f"TASK.{name}" if requested is None or is_setting else str(requested)
 
 
 def _plan(workload: Workload, facts: Facts) -> str:
-    """Return the rows of the tensor plan in torch's terms."""
+    """Return the rows of the tensor plan as styles of torch."""
     rows: list[str] = []
-    for pattern, word in (workload.tensor_plan or {}).items():
+    for pattern, style_name in (workload.tensor_plan or {}).items():
         style = {
             "colwise": "ColwiseParallel()",
             "rowwise": "RowwiseParallel()",
             "colwise_gather": "ColwiseParallel(output_layouts=Replicate())",
             "colwise_loss": "ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)",
             "vocabulary": "RowwiseParallel(input_layouts=Replicate())",
-        }.get(word)
-        if word == "gather":
+        }.get(style_name)
+        if style_name == "gather":
             matches = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
             count = next((count for name, count in facts.num_args.items() if matches.fullmatch(name)), 1)
             layouts = ", ".join(["Replicate()", *["None"] * (count - 1)]) + ("," if count == 1 else "")
@@ -248,8 +251,8 @@ def _plan(workload: Workload, facts: Facts) -> str:
         if style is not None:
             row = f'        "{pattern}": {style},'
             if len(row) > 120:
-                inside = style.replace("PrepareModuleInput(", "").removesuffix(")")
-                first, second = inside.split(", desired_input_layouts=")
+                arguments = style.replace("PrepareModuleInput(", "").removesuffix(")")
+                first, second = arguments.split(", desired_input_layouts=")
                 row = (
                     f'        "{pattern}": PrepareModuleInput(\n            {first}, desired_input_layouts={second}\n'
                     "        ),"
@@ -259,7 +262,7 @@ def _plan(workload: Workload, facts: Facts) -> str:
 
 
 def _ddp_options(request: EjectRequest, facts: Facts) -> str:
-    """Return the arguments of DistributedDataParallel besides the model."""
+    """Return the arguments of DistributedDataParallel after the model."""
     names = {"bucket_mb": "bucket_cap_mb", "find_unused": "find_unused_parameters", "static_graph": "static_graph"}
-    given = [f", {names[key]}={value!r}" for key, value in request.layout.options.items() if key in names]
-    return "".join([*given, ", broadcast_buffers=False" if facts.has_batch_norm else ""])
+    options = [f", {names[key]}={value!r}" for key, value in request.layout.options.items() if key in names]
+    return "".join([*options, ", broadcast_buffers=False" if facts.has_batch_norm else ""])

@@ -1,4 +1,4 @@
-"""Inspect the model and data of a workload: build them once and run one small batch."""
+"""Inspects the model and data of a workload: builds them once and runs one small batch."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ __all__ = ["Facts", "look_at"]
 class Facts:
     """The facts about a workload that train.py depends on.
 
-    samples           of the training data
-    call              how the model takes an input: "", "*" or "**" in front of it
+    samples           number of training samples
+    call              what precedes the input in a call of the model: "", "*" or "**"
     is_nested         inputs or targets are more than one tensor
     floats            whether input and target are floating-point numbers
-    draws_in_data     a sample draws at random
-    draws_in_model    the model's forward does
-    has_batch_norm    some statistics span the samples of a batch
-    follows_plateau   the schedule follows the evaluation
-    num_args          of each module of the tensor plan that hands its input on ("gather"): positional arguments
-    stages            of a pipeline: the blocks of each rank
+    draws_in_data     loading a sample draws random numbers
+    draws_in_model    the model's forward draws random numbers
+    has_batch_norm    the model has batch norm
+    follows_plateau   the schedule is ReduceLROnPlateau
+    num_args          "gather" modules of the tensor plan -> number of positional arguments
+    stages            the blocks of each rank of a pipeline
     """
 
     samples: int
@@ -93,22 +93,22 @@ def look_at(workload: Workload, request: EjectRequest) -> Facts:
 
 
 def _refuse_norms(norms: list[Any], request: EjectRequest) -> None:
-    """Raise `UsageError` for batch norm that a project would not compute as `everyrank train` does."""
+    """Raise `UsageError` for batch norm that a project would compute differently from `everyrank train`."""
     layout, is_local = request.layout, request.has_local_norm
     if not norms or is_local:
         return
     if layout.strategy in ("dataparallel", "horovod"):
         raise UsageError(
-            f"--layout {layout}: {layout.strategy} normalises the samples of each device by themselves; add "
+            f"--layout {layout}: {layout.strategy} normalises the samples of each device separately; add "
             "batch_norm=local, or use ddp, whose batch norm spans all ranks"
         )
     if layout.precision in ("bf16", "fp16"):
         raise UsageError(
-            f"--layout {layout}: eject does not write batch norm over ranks in {layout.precision}; under ddp add "
+            f"--layout {layout}: eject does not support batch norm over ranks in {layout.precision}; under ddp add "
             "batch_norm=local"
         )
     if any(not norm.affine or not norm.track_running_stats for norm in norms):
-        raise UsageError("batch norm without weights or running statistics: eject does not write it over ranks")
+        raise UsageError("batch norm without weights or running statistics: eject does not support it over ranks")
 
 
 def _is_float(value: Any) -> bool:
@@ -117,25 +117,25 @@ def _is_float(value: Any) -> bool:
 
 def _watched(call: Callable[[], Any]) -> tuple[Any, bool]:
     """Return the result of a call, and whether it used torch's, Python's or numpy's generator."""
-    before = _generators()
+    states_before = _generators()
     result = call()
-    return result, _generators() != before
+    return result, _generators() != states_before
 
 
 def _generators() -> tuple[Any, ...]:
-    of_numpy: Any = np.random.get_state()
-    return torch.get_rng_state().tolist(), random.getstate(), of_numpy[1].tolist(), of_numpy[2]
+    numpy_state: Any = np.random.get_state()
+    return torch.get_rng_state().tolist(), random.getstate(), numpy_state[1].tolist(), numpy_state[2]
 
 
 def _resolved(workload: Workload, model: nn.Module, request: EjectRequest) -> dict[str, str]:
-    """Return module -> style of the tensor plan; {} under other layouts."""
+    """Return the tensor plan, module -> style; {} under other layouts."""
     if request.kind != "tensor":
         return {}
     plan = resolve(model, workload.tensor_plan or {})
-    for name, word in plan.items():
-        check_module(name, model.get_submodule(name), word, request.processes)
-        if word == "replicate_sum":
-            raise UsageError(f"tensor_plan: {name!r}: eject does not write replicate_sum; use fsdp")
+    for name, style in plan.items():
+        check_module(name, model.get_submodule(name), style, request.processes)
+        if style == "replicate_sum":
+            raise UsageError(f"tensor_plan: {name!r}: eject does not support replicate_sum; use fsdp")
     return plan
 
 
@@ -146,36 +146,38 @@ def _watch_arguments(model: nn.Module, plan: dict[str, str]) -> dict[str, int]:
     def watch(name: str) -> Callable[..., None]:
         return lambda _, args: counts.update({name: len(args)})
 
-    for name, word in plan.items():
-        if word == "gather":
+    for name, style in plan.items():
+        if style == "gather":
             model.get_submodule(name).register_forward_pre_hook(watch(name))
     return counts
 
 
 def _check_block_call(block: nn.Module, args: tuple[Any, ...]) -> None:
     if not args:
-        raise UsageError(f"the model calls {type(block).__name__} by keywords alone; give what goes through first")
+        raise UsageError(
+            f"the model calls {type(block).__name__} with keyword arguments only; pass the first by position"
+        )
 
 
 def _forward(workload: Workload, model: nn.Module, value: Any, target: Any, request: EjectRequest) -> bool:
     """Run forward and backward of a small batch. Returns whether forward draws random numbers."""
-    as_model = next((p.dtype for p in model.parameters()), torch.float32)
+    dtype = next((p.dtype for p in model.parameters()), torch.float32)
 
-    def change(tensor: Tensor) -> Tensor:
-        return tensor.to(as_model) if tensor.is_floating_point() else tensor
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    output, draws = _watched(lambda: call_model(model, map_tensors(value, change)))
-    workload.loss(output, map_tensors(target, change))[0].backward()
+    output, draws = _watched(lambda: call_model(model, map_tensors(value, cast)))
+    workload.loss(output, map_tensors(target, cast))[0].backward()
     options = request.layout.options
     if not (options.get("find_unused") or options.get("static_graph")):
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and parameter.grad is None and request.kind != "tensor":
-                raise UsageError(f"parameter {name} took no part in the loss of two samples; freeze it, or take it out")
+                raise UsageError(f"parameter {name} got no gradient from two samples; freeze or remove it")
     return draws
 
 
 def _call(model: nn.Module, value: Any) -> str:
-    """Find out how the model takes this input by calling a stub that records the call."""
+    """Return what precedes the input in a call of the model, by calling a stub that records the call."""
 
     class Probe(type(model)):
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -192,27 +194,39 @@ def _call(model: nn.Module, value: Any) -> str:
 def _refuse_model(workload: Workload, model: nn.Module, request: EjectRequest, has_norms: bool) -> None:
     """Raise `UsageError` for a model that a plain script would silently train wrongly."""
     ties, kind = shared_parameters(model), request.kind
-    inside = {id(module) for block in find_blocks(workload, model) for module in block.modules()}
+    modules_in_blocks = {id(module) for block in find_blocks(workload, model) for module in block.modules()}
     for tie in ties:
-        places = " and ".join(f"{module}.{name}" for module, name in tie)
+        names = " and ".join(f"{module}.{name}" for module, name in tie)
         if kind == "tensor":
-            raise UsageError(f"{places} are one weight, which parallelize_module unties; eject does not tie it again")
-        if any(id(model.get_submodule(module)) in inside for module, _ in tie) and kind != "ddp" and kind != "zero1":
-            raise UsageError(f"{places} are one weight, in a block of its own here; eject writes that under ddp alone")
+            raise UsageError(
+                f"{names} are one weight, which parallelize_module unties, and eject does not tie it again; use fsdp"
+            )
+        if (
+            any(id(model.get_submodule(module)) in modules_in_blocks for module, _ in tie)
+            and kind != "ddp"
+            and kind != "zero1"
+        ):
+            raise UsageError(
+                f"{names} are one weight, which is in a block; eject supports that only under ddp and zero1"
+            )
     if kind in ("fsdp", "hsdp") and any(parameter.dim() == 0 for parameter in model.parameters()):
         raise UsageError("a parameter without dimensions cannot be sharded; give it the shape (1,)")
     if kind in ("tensor", "pipeline") and has_norms:
-        raise UsageError(f"--layout {request.layout}: eject does not write batch norm there; use ddp or fsdp")
+        raise UsageError(f"--layout {request.layout}: eject does not support batch norm here; use ddp or fsdp")
     if kind == "pipeline" and not isinstance(model.get_submodule(workload.blocks or ""), nn.ModuleList | nn.Sequential):
-        raise UsageError(f"blocks={workload.blocks!r}: eject cuts an nn.ModuleList or an nn.Sequential")
+        raise UsageError(
+            f"blocks={workload.blocks!r}: it is not an nn.ModuleList or nn.Sequential, and eject only splits those"
+        )
 
 
 def _stages(workload: Workload, model: nn.Module, request: EjectRequest) -> list[range]:
     """Return the blocks of each rank, split as `everyrank train` does."""
     blocks = find_blocks(workload, model)
     if len(blocks) < request.processes:
-        raise UsageError(f"--processes {request.processes}: there are {len(blocks)} blocks; give at most that many")
-    inside = {module for block in blocks for module in block.modules()}
+        raise UsageError(
+            f"--processes {request.processes}: there are only {len(blocks)} blocks; give at most that many"
+        )
+    modules_in_blocks = {module for block in blocks for module in block.modules()}
     costs = [cost(block) for block in blocks]
-    costs[-1] += sum(own_cost(module) for module in model.modules() if module not in inside)
+    costs[-1] += sum(own_cost(module) for module in model.modules() if module not in modules_in_blocks)
     return balance(costs, request.processes)

@@ -1,4 +1,4 @@
-"""Collect the definitions of everyrank that a workload uses, with their dependencies, in one standalone file.
+"""Collects the definitions of everyrank that a workload uses, with their dependencies, in one standalone file.
 
 A definition is a top-level statement of a module. Names in it are resolved in that module: other definitions and
 imports are included, and names from other modules of everyrank are followed.
@@ -16,18 +16,18 @@ from everyrank.errors import UsageError
 
 __all__ = ["Flattened", "gather_definitions"]
 
-_ROOMS = ("everyrank.builtin", "everyrank.datasets", "everyrank.workload", "everyrank.errors", "everyrank.data")
-"""What a workload is made of; all else runs it."""
+_PACKAGES = ("everyrank.builtin", "everyrank.datasets", "everyrank.workload", "everyrank.errors", "everyrank.data")
+"""Packages whose definitions can be part of a workload."""
 
 
 @dataclass
 class Flattened:
     """The parts of one file.
 
-    imports   lines to stand at its top
-    texts     definitions, each after those it needs when it is made
-    names     those it defines, with the module each comes from
-    fields    whether it needs the class Workload
+    imports   import lines of the file
+    texts     definitions, each after those it needs
+    names     defined name -> its module
+    needs_workload   whether the file needs the class Workload
     """
 
     imports: set[ImportLine] = field(default_factory=set[ImportLine])
@@ -36,7 +36,7 @@ class Flattened:
     needs_workload: bool = False
 
     def render(self, header: str, workload_class: str) -> str:
-        """The whole file."""
+        """Return the whole file."""
         imports = set(self.imports)
         texts = list(self.texts)
         if self.needs_workload:
@@ -48,10 +48,10 @@ class Flattened:
         return "\n\n".join([*top, render_imports(imports)]) + "\n\n\n" + "\n\n\n".join(texts) + "\n"
 
 
-def gather_definitions(wanted: dict[str, list[str]]) -> Flattened:
-    """Collect the definitions of these names, by module. Raises `UsageError` for those that need everyrank."""
+def gather_definitions(names_by_module: dict[str, list[str]]) -> Flattened:
+    """Collect the definitions of these names, by module. Raises `UsageError` for a definition that needs everyrank."""
     flattened = Flattened()
-    for module, names in wanted.items():
+    for module, names in names_by_module.items():
         for name in names:
             _add(flattened, module, name)
     return flattened
@@ -65,38 +65,38 @@ def _add(flattened: Flattened, module: str, name: str) -> None:
         return
     if flattened.names.get(name) == module:
         return
-    if not module.startswith(_ROOMS):
-        raise UsageError(f"eject: {module}.{name} runs a workload and is no part of one; leave it out of the file")
+    if not module.startswith(_PACKAGES):
+        raise UsageError(f"eject: {module}.{name} cannot be part of a workload; remove it from the file")
     if name in flattened.names:
         raise UsageError(
-            f"eject: {name} is defined in {flattened.names[name]} and in {module}, and one file cannot have both"
+            f"eject: {name} is defined in {flattened.names[name]} and in {module}; one file cannot have both"
         )
     flattened.names[name] = module
     if module == "everyrank.errors":
-        flattened.texts.append(f'class {name}(ValueError):\n    """A setting, or data, that cannot be meant."""')
+        flattened.texts.append(f'class {name}(ValueError):\n    """A setting or data is wrong."""')
         return
     source, tree = _parsed(module)
     statement = _definition(tree, name)
     if statement is None:
-        raise UsageError(f"eject: {module} defines no {name} of its own")
-    flattened.names.update(dict.fromkeys(_defined(statement), module))  # one statement may define several
-    _add_what_it_names(flattened, module, tree, statement)
+        raise UsageError(f"eject: {module} does not define {name}")
+    flattened.names.update(dict.fromkeys(_defined(statement), module))  # one statement may define several names
+    _add_dependencies(flattened, module, tree, statement)
     flattened.texts.append(_text(source, tree, statement))
 
 
-def _add_what_it_names(flattened: Flattened, module: str, tree: ast.Module, statement: ast.stmt) -> None:
+def _add_dependencies(flattened: Flattened, module: str, tree: ast.Module, statement: ast.stmt) -> None:
     """Add the definitions and imports that a statement of a module uses."""
     if any(line.module.partition(".")[0] == "everyrank" for line in import_lines(ast.unparse(statement))):
-        raise UsageError(f"eject: line {statement.lineno} of {module} imports everyrank, which a project has not")
+        raise UsageError(f"eject: line {statement.lineno} of {module} imports everyrank, which a project does not have")
     imported = {line.bound: line for line in _top_imports(tree)}
-    for used in _names_in(statement):
-        line = imported.get(used)
+    for used_name in _names_in(statement):
+        line = imported.get(used_name)
         if line is None:
-            if used not in _defined(statement) and _definition(tree, used) is not None:
-                _add(flattened, module, used)
+            if used_name not in _defined(statement) and _definition(tree, used_name) is not None:
+                _add(flattened, module, used_name)
         elif line.module.partition(".")[0] == "everyrank":
             if line.name is None:
-                raise UsageError(f"eject: {module} imports {line.module} as a whole")
+                raise UsageError(f"eject: {module} imports the module {line.module}; import names from it")
             _add(flattened, line.module, line.name)
         else:
             flattened.imports.add(line)
@@ -104,16 +104,16 @@ def _add_what_it_names(flattened: Flattened, module: str, tree: ast.Module, stat
 
 def _top_imports(tree: ast.Module) -> set[ImportLine]:
     """Return the top-level imports of a module, including those for type checkers."""
-    checking = [
+    type_checking_bodies = [
         node.body for node in tree.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
     ]
-    nodes = [*tree.body, *(node for body in checking for node in body)]
+    nodes = [*tree.body, *(node for body in type_checking_bodies for node in body)]
     imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
     return import_lines(ast.unparse(ast.Module(body=[*imports], type_ignores=[])))
 
 
 def _home(module: str, name: str) -> tuple[str, str]:
-    """Return the module that defines a name which an `__init__` re-exports."""
+    """Return the module that defines a name, and the name, also if an `__init__` re-exports it."""
     source, tree = _parsed(module)
     if _definition(tree, name) is None:
         for line in import_lines(source):
@@ -153,10 +153,10 @@ def _text(source: str, tree: ast.Module, statement: ast.stmt) -> str:
     """Return the source of a statement with decorators, comments before it, and the docstring of a constant."""
     lines = source.splitlines()
     decorators = getattr(statement, "decorator_list", [])
-    first = min([statement.lineno, *(decorator.lineno for decorator in decorators)]) - 1
-    while first and lines[first - 1].startswith("#"):
-        first -= 1
-    following = next((other for other in tree.body if other.lineno > statement.lineno), None)
-    is_docstring = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
-    last = following.end_lineno if is_docstring and following is not None else statement.end_lineno
-    return "\n".join(lines[first:last])
+    first_line = min([statement.lineno, *(decorator.lineno for decorator in decorators)]) - 1
+    while first_line and lines[first_line - 1].startswith("#"):
+        first_line -= 1
+    next_statement = next((other for other in tree.body if other.lineno > statement.lineno), None)
+    is_docstring = isinstance(next_statement, ast.Expr) and isinstance(next_statement.value, ast.Constant)
+    last_line = next_statement.end_lineno if is_docstring and next_statement is not None else statement.end_lineno
+    return "\n".join(lines[first_line:last_line])

@@ -1,4 +1,4 @@
-"""Read the import statements of a source, and write them in isort's order."""
+"""Reads the import statements of a source, and renders them in isort's order."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def render_imports(imports: Collection[ImportLine], own_modules: Collection[str]
     for is_from in (False, True):
         modules = sorted({line.module for line in imports if (line.name is not None) == is_from})
         for module in modules:
-            top = module.partition(".")[0]
-            group = groups[2 if module in own_modules else 0 if top in sys.stdlib_module_names else 1]
+            top_package = module.partition(".")[0]
+            group = groups[2 if module in own_modules else 0 if top_package in sys.stdlib_module_names else 1]
             lines = sorted(line for line in imports if line.module == module and (line.name is not None) == is_from)
             if not is_from:
                 group += [
@@ -60,7 +60,7 @@ def _is_plain(line: ImportLine) -> bool:
 
 def _from(module: str, lines: list[ImportLine]) -> str:
     names = [f"{line.name} as {line.bound}" if line.name != line.bound else f"{line.name}" for line in lines]
-    # as isort has them: CONSTANTS, Classes, functions
+    # isort's order: CONSTANTS, Classes, functions
     names.sort(key=lambda name: (not name.isupper(), not name[0].isupper(), name.lower()))
     text = f"from {module} import {', '.join(names)}"
     return text if len(text) <= 120 else f"from {module} import (\n    " + ",\n    ".join(names) + ",\n)"

@@ -1,4 +1,4 @@
-"""Write all files of a project into an empty folder."""
+"""write_project: writes all files of a project into an empty folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def write_project(request: EjectRequest, folder: Path) -> list[Path]:
     Raises `UsageError` for a workload that cannot be ejected or a folder that is not empty; then nothing is written.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UsageError(f"{folder}: the folder has files already; give an empty or new folder")
+        raise UsageError(f"{folder}: the folder is not empty; name an empty or new folder")
     refuse_layout(request)
     workload = load(request.source)
     refuse_workload(workload, request)
@@ -43,7 +43,7 @@ def write_project(request: EjectRequest, folder: Path) -> list[Path]:
     if request.launcher == "slurm":
         texts[f"{names.script}.sbatch"] = _sbatch(request, names.script)
     texts["README.md"] = readme(workload, facts, request, sources, "batch_norm" in holds)
-    return _written(folder, texts, sources.data)
+    return _write_files(folder, texts, sources.data)
 
 
 def _sbatch(request: EjectRequest, script: str) -> str:
@@ -52,7 +52,7 @@ def _sbatch(request: EjectRequest, script: str) -> str:
     return text.replace("@PROCESSES@", str(request.processes)).replace("@SCRIPT@", script)
 
 
-def _written(folder: Path, texts: dict[str, str], data: list[Path]) -> list[Path]:
+def _write_files(folder: Path, texts: dict[str, str], data: list[Path]) -> list[Path]:
     for name, text in texts.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)

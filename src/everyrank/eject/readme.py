@@ -43,9 +43,12 @@ def readme(workload: Workload, facts: Facts, request: EjectRequest, sources: Own
     files = [
         (
             f"{names.script}.py",
-            f"the training: how {request.kind} is done, from meeting the other ranks to saving the weights",
+            f"the training: {request.kind}, from connecting the ranks to saving the weights",
         ),
-        *((name, "the workload" if name == f"{sources.module}.py" else "what it needs") for name in sources.files),
+        *(
+            (name, "the workload" if name == f"{sources.module}.py" else "used by the workload")
+            for name in sources.files
+        ),
         *([(f"{names.batch_norm}.py", "batch norm over the samples of all ranks")] if has_norms else []),
         *([(f"{names.script}.sbatch", "starts it in a job of Slurm")] if request.launcher == "slurm" else []),
         *((data.name, "data") for data in sources.data),
@@ -62,11 +65,8 @@ def readme(workload: Workload, facts: Facts, request: EjectRequest, sources: Own
             "Dropout draws different numbers than in everyrank, so the losses differ as with a different seed."
         )
     if facts.has_batch_norm and request.has_local_norm:
-        notes.append(
-            "Batch norm takes its statistics from the samples of one rank or GPU. So the training depends on their "
-            "number."
-        )
-    notes += [f"Put `{large.name}` beside the scripts: it was too large to be copied." for large in sources.left_out]
+        notes.append("Batch norm uses the statistics of one rank or GPU, so the training depends on their number.")
+    notes += [f"Put `{large.name}` next to the scripts: it was too large to copy." for large in sources.left_out]
     text = (importlib.resources.files("everyrank.eject.parts") / "README.md.txt").read_text(encoding="utf-8")
     return string.Template(text).substitute(
         name=workload.name,

@@ -22,7 +22,7 @@ __all__ = [
 EJECTED_STRATEGIES = ("ddp", "zero1", "fsdp", "tensor", "pipeline", "horovod", "dataparallel")
 EJECTED_LAUNCHERS = ("spawn", "torchrun", "slurm", "mpi")
 _OWN_LAUNCHERS = {"dataparallel": "python", "horovod": "horovodrun"}
-"""Layouts whose project can be started in one way only."""
+"""The only launcher of the projects of these layouts."""
 
 _OPTIONS: dict[str, dict[str, tuple[object, ...]]] = {
     "ddp": {"bucket_mb": (), "static_graph": (), "find_unused": (), "batch_norm": (), "compress": ("none",)},
@@ -33,13 +33,13 @@ _OPTIONS: dict[str, dict[str, tuple[object, ...]]] = {
     "horovod": {"batch_norm": (), "compress": ()},
     "dataparallel": {"batch_norm": ()},
 }
-"""The options of each strategy that can be ejected, and their allowed values if only some are."""
+"""The options of each strategy that can be ejected, and their allowed values; (): all."""
 
 _FIELDS = {
     "ema_decay": "torch.optim.swa_utils.AveragedModel in plain PyTorch averages with different arithmetic",
     "on_epoch": "it is called with a function that predicts under every layout",
 }
-"""Fields of a workload that no ejected script has, and why."""
+"""Fields of a workload that cannot be ejected, and why."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class EjectRequest:
 
     source      the source of the workload, with its settings
     layout      the layout of the training
-    launcher    one of `EJECTED_LAUNCHERS`, or what `launcher_of` returns for the layout
-    processes   number of ranks in the commands; only a pipeline is fixed to it
+    launcher    one of `EJECTED_LAUNCHERS`, or `launcher_of(layout)`
+    processes   number of ranks in the commands; only a pipeline needs exactly this number
     command     the command line, for the README
     """
 
@@ -84,7 +84,7 @@ class EjectRequest:
 
 
 def launcher_of(layout: Layout) -> str:
-    """Return the launcher of a project for which the user names none."""
+    """Return the default launcher of a project."""
     return _OWN_LAUNCHERS.get(layout.strategy, "torchrun")
 
 
@@ -94,23 +94,23 @@ def refuse_layout(request: EjectRequest) -> None:
     _refuse_launcher(request)
     if layout.strategy not in EJECTED_STRATEGIES:
         raise UsageError(
-            f"--layout {layout}: eject knows {', '.join(EJECTED_STRATEGIES)} and fsdp:replicate=N; "
+            f"--layout {layout}: eject supports {', '.join(EJECTED_STRATEGIES)} and fsdp:replicate=N; "
             "`everyrank new --list` has a script for most others"
         )
     for axis in layout.degrees:
         if axis != layout.axis and not (layout.strategy == "fsdp" and axis == "replicate"):
-            raise UsageError(f"--layout {layout}: {axis}= is a second axis, which eject does not write; leave it out")
-    layout.mesh(request.processes)  # raises where the degrees do not fit
+            raise UsageError(f"--layout {layout}: {axis}= is a second axis, which eject does not support; leave it out")
+    layout.mesh(request.processes)  # raises if the degrees do not fit
     for key, value in layout.options.items():
         allowed = _OPTIONS[layout.strategy].get(key)
         if allowed is None or (allowed and value not in allowed):
-            raise UsageError(f"--layout {layout}: eject does not write {key}={str(value).lower()}; leave it out")
+            raise UsageError(f"--layout {layout}: eject does not support {key}={str(value).lower()}; leave it out")
     for key in ("recompute", "compile"):
         if getattr(layout, key):
-            raise UsageError(f"--layout {layout}: eject does not write {key}; leave it out, and add it to train.py")
+            raise UsageError(f"--layout {layout}: eject does not support {key}; leave it out, and add it to train.py")
     _refuse_precision(request)
     if request.kind == "pipeline" and layout.accumulate > 1:
-        raise UsageError(f"--layout {layout}: a pipeline accumulates already; give microbatches= instead of accumulate")
+        raise UsageError(f"--layout {layout}: a pipeline already accumulates; use microbatches= instead of accumulate")
 
 
 def _refuse_launcher(request: EjectRequest) -> None:
@@ -131,8 +131,8 @@ def _refuse_precision(request: EjectRequest) -> None:
     layout = request.layout
     if layout.precision == "fp16" and layout.strategy not in ("ddp", "dataparallel", "horovod"):
         raise UsageError(
-            f"--layout {layout}: torch's GradScaler looks for an overflow in the gradients of its own rank only, and "
-            "here each rank has others; use precision=bf16, or ddp"
+            f"--layout {layout}: torch's GradScaler only checks the gradients of its rank for overflow, and here "
+            "gradients differ between ranks; use precision=bf16, or ddp"
         )
     if layout.precision == "bf16" and layout.strategy == "dataparallel":
         raise UsageError(
@@ -140,23 +140,27 @@ def _refuse_precision(request: EjectRequest) -> None:
             "compute in fp16; use precision=fp16, or ddp"
         )
     if request.kind == "pipeline" and layout.precision == "bf16":
-        raise UsageError(f"--layout {layout}: eject writes pipelines in float32 and float64; leave precision=bf16 out")
+        raise UsageError(
+            f"--layout {layout}: eject supports pipelines in float32 and float64 only; leave precision=bf16 out"
+        )
 
 
 def refuse_workload(workload: Workload, request: EjectRequest) -> None:
     """Raise `UsageError` for a workload with features that cannot be ejected."""
     for name, why in _FIELDS.items():
         if getattr(workload, name) is not None:
-            raise UsageError(f"workload {workload.name}: eject does not write {name}: {why}; leave it out")
+            raise UsageError(f"workload {workload.name}: eject does not support {name}: {why}; leave it out")
     if workload.order != "global":
-        raise UsageError(f"workload {workload.name}: eject does not write order={workload.order!r}; use order='global'")
+        raise UsageError(
+            f"workload {workload.name}: eject does not support order={workload.order!r}; use order='global'"
+        )
     if workload.num_devices > 1:
         raise UsageError(
-            f"workload {workload.name}: num_devices={workload.num_devices}: eject writes one device a rank"
+            f"workload {workload.name}: num_devices={workload.num_devices}: eject supports one device per rank"
         )
     if request.kind == "pipeline" and workload.blocks is None:
         raise UsageError(
-            f"workload {workload.name} says nothing of its blocks, which a pipeline divides: "
+            f"workload {workload.name} has no blocks, which a pipeline splits: "
             'set blocks="layers", the path of the repeated layers in the model'
         )
     if request.kind == "tensor" and not workload.tensor_plan:

@@ -1,4 +1,4 @@
-"""The source files of a workload without everyrank: their imports of it are redirected to a file next to them."""
+"""Finds the source files of a workload, and redirects their imports of everyrank to a file next to them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from everyrank.workload.find import import_file
 __all__ = ["OwnSources", "own_sources"]
 
 _LARGEST_BYTES = 64 << 20
-_SHOWN = {"Workload": "everyrank.workload.workload"}
-"""Names that a workload may import from `everyrank`; from its packages it may import more."""
+_PUBLIC_NAMES = {"Workload": "everyrank.workload.workload"}
+"""Names that a workload may import from `everyrank` itself, and the modules that define them."""
 
 _TYPES = {
     "name": ("str", "shown in tables and file names"),
@@ -42,7 +42,7 @@ _TYPES = {
 
 
 class ProjectNames(NamedTuple):
-    """Names of the written modules, without `.py`; different from those of the user's files."""
+    """Names of the written modules, without `.py`; they differ from those of the user's files."""
 
     script: str = "train"
     task: str = "task"
@@ -56,8 +56,8 @@ _OTHER_NAMES = ProjectNames("train_distributed", "training_task", "synced_batch_
 def _free_names(taken: Set[str]) -> ProjectNames:
     """Choose names for the modules of the project that are not in `taken`."""
     chosen: list[str] = []
-    for name, other in zip(_USUAL_NAMES, _OTHER_NAMES, strict=True):
-        candidates = itertools.chain([name, other], (f"{other}_{number}" for number in itertools.count(2)))
+    for name, other_name in zip(_USUAL_NAMES, _OTHER_NAMES, strict=True):
+        candidates = itertools.chain([name, other_name], (f"{other_name}_{number}" for number in itertools.count(2)))
         chosen.append(next(candidate for candidate in candidates if candidate not in taken))
     return ProjectNames(*chosen)
 
@@ -66,13 +66,13 @@ def _free_names(taken: Set[str]) -> ProjectNames:
 class OwnSources:
     """The files of a workload.
 
-    module, attribute   where the script finds the workload
-    is_called           it is a function, called with the settings
+    module, attribute   module and name of the workload
+    is_called           whether the workload is a function, called with the settings
     takes               names of its parameters
     files               name -> text
-    data                files that are copied as they are
+    data                files that are copied unchanged
     left_out            data files that are too large to be copied
-    names               what the modules are called that eject adds
+    names               names of the modules that eject adds
     third_party         top-level modules that are imported
     """
 
@@ -92,18 +92,18 @@ class OwnSources:
 
 
 def own_sources(source: Source) -> OwnSources:
-    """Return the sources of a workload without everyrank. Raises `UsageError` if they need it."""
+    """Return the sources of a workload without everyrank. Raises `UsageError` if they need everyrank."""
     if source.place in BUILT_IN:
         return _built_in(source.place)
     text, _, name = source.place.rpartition(":") if ".py:" in source.place else (source.place, "", "")
     path, name = Path(text).absolute(), name or "workload"
-    own_files = _closure(path)
+    own_files = _imported_files(path)
     names = _free_names({file.relative_to(path.parent).parts[0].removesuffix(".py") for file in own_files})
     files: dict[str, str] = {}
-    wanted: dict[str, list[str]] = {}
+    names_by_module: dict[str, list[str]] = {}
     for file in own_files:
-        files[str(file.relative_to(path.parent))] = _redirected(file, wanted, names.task)
-    helper = gather_definitions(wanted)
+        files[str(file.relative_to(path.parent))] = _redirect_imports(file, names_by_module, names.task)
+    helper = gather_definitions(names_by_module)
     if helper.needs_workload or helper.texts:
         text = helper.render("What a training is made of.", workload_class([*files.values(), *helper.texts]))
         files[f"{names.task}.py"] = text
@@ -135,25 +135,28 @@ def _built_in(path: str) -> OwnSources:
     )
 
 
-def _closure(path: Path) -> list[Path]:
+def _imported_files(path: Path) -> list[Path]:
     """Return a file and all files next to it that it imports, recursively."""
-    waiting, paths = [path], list[Path]()
-    while waiting:
-        file = waiting.pop()
+    remaining, paths = [path], list[Path]()
+    while remaining:
+        file = remaining.pop()
         if file in paths:
             continue
         paths.append(file)
         for line in import_lines(file.read_text(encoding="utf-8")):
             parts = line.module.split(".")
             for components in (parts, [*parts, line.name or ""]):
-                beside = path.parent.joinpath(*components)
-                inits = [beside.parent / "__init__.py", beside / "__init__.py"]
-                near = [beside.with_suffix(".py"), *(init for init in inits if init.parent != path.parent)]
-                waiting += [other for other in near if other.is_file()] if components[-1] else []
+                path_without_suffix = path.parent.joinpath(*components)
+                inits = [path_without_suffix.parent / "__init__.py", path_without_suffix / "__init__.py"]
+                candidates = [
+                    path_without_suffix.with_suffix(".py"),
+                    *(init for init in inits if init.parent != path.parent),
+                ]
+                remaining += [candidate for candidate in candidates if candidate.is_file()] if components[-1] else []
     return sorted(paths)
 
 
-def _redirected(file: Path, wanted: dict[str, list[str]], task: str) -> str:
+def _redirect_imports(file: Path, names_by_module: dict[str, list[str]], task: str) -> str:
     """Redirect the imports of everyrank in a user's file to `task`, and record them in `wanted`."""
     text = file.read_text(encoding="utf-8")
     tree = ast.parse(text)
@@ -161,24 +164,24 @@ def _redirected(file: Path, wanted: dict[str, list[str]], task: str) -> str:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import) and any(alias.name.split(".")[0] == "everyrank" for alias in node.names):
             names = _used_attributes(file, tree, node)
-            wanted.setdefault(_SHOWN["Workload"], []).extend(names)
+            names_by_module.setdefault(_PUBLIC_NAMES["Workload"], []).extend(names)
             changes.append((node.lineno, node.end_lineno or node.lineno, f"from {task} import {', '.join(names)}"))
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "everyrank":
-            shown = [alias.name + (f" as {alias.asname}" if alias.asname else "") for alias in node.names]
+            imported_names = [alias.name + (f" as {alias.asname}" if alias.asname else "") for alias in node.names]
             for alias in node.names:
                 module = node.module or ""
                 if module == "everyrank":
-                    module = _SHOWN.get(alias.name, "")
+                    module = _PUBLIC_NAMES.get(alias.name, "")
                 if not module:
-                    raise _refusal(file, node.lineno, alias.name)
-                wanted.setdefault(module, []).append(alias.name)
+                    raise _unsupported_name(file, node.lineno, alias.name)
+                names_by_module.setdefault(module, []).append(alias.name)
             indent = " " * node.col_offset
             changes.append(
-                (node.lineno, node.end_lineno or node.lineno, f"{indent}from {task} import {', '.join(shown)}")
+                (node.lineno, node.end_lineno or node.lineno, f"{indent}from {task} import {', '.join(imported_names)}")
             )
     lines = text.splitlines()
-    for first, last, line in sorted(changes, reverse=True):
-        lines[first - 1 : last] = [line]
+    for first_line, last_line, line in sorted(changes, reverse=True):
+        lines[first_line - 1 : last_line] = [line]
     text = "\n".join(lines) + "\n"
     return text.replace("everyrank.Workload", "Workload") if changes else text
 
@@ -187,54 +190,54 @@ def _used_attributes(file: Path, tree: ast.Module, node: ast.Import) -> list[str
     """Return the attributes that a file uses of `import everyrank`. Raises `UsageError` for more than Workload."""
     if any(alias.name != "everyrank" or alias.asname for alias in node.names):
         raise UsageError(
-            f"{file.name}, line {node.lineno}: write `from everyrank import Workload`, for eject to replace"
+            f"{file.name}, line {node.lineno}: write `from everyrank import Workload`, which eject can replace"
         )
-    used = {
+    attribute_lines = {
         other.attr: other.lineno
         for other in ast.walk(tree)
         if isinstance(other, ast.Attribute) and isinstance(other.value, ast.Name) and other.value.id == "everyrank"
     }
-    for name, line in used.items():
-        if name not in _SHOWN:
-            raise _refusal(file, line, name)
-    return sorted(used) or ["Workload"]
+    for name, line in attribute_lines.items():
+        if name not in _PUBLIC_NAMES:
+            raise _unsupported_name(file, line, name)
+    return sorted(attribute_lines) or ["Workload"]
 
 
-def _refusal(file: Path, line: int, name: str) -> UsageError:
-    why = (
-        "is a loss over the whole batch: take the recipe contrastive"
+def _unsupported_name(file: Path, line: int, name: str) -> UsageError:
+    reason = (
+        "is a loss over the whole batch: use the recipe contrastive"
         if name in ("gather", "first_row")
         else ("has no counterpart in plain PyTorch: move it into another file")
     )
-    return UsageError(f"{file.name}, line {line}: everyrank.{name} {why}")
+    return UsageError(f"{file.name}, line {line}: everyrank.{name} {reason}")
 
 
 def _data_beside(files: list[Path]) -> tuple[list[Path], list[Path]]:
-    """Return (data files to copy, files that are too large) that the sources name by a constant."""
-    named: dict[Path, None] = {}
+    """Return (data files to copy, files that are too large) whose names are constants in the sources."""
+    data_files: dict[Path, None] = {}
     for file in files:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and 0 < len(node.value) < 200:
-                beside = file.parent / node.value
-                if "\n" not in node.value and beside.parent == file.parent and beside.is_file() and beside not in files:
-                    named[beside] = None
+                path = file.parent / node.value
+                if "\n" not in node.value and path.parent == file.parent and path.is_file() and path not in files:
+                    data_files[path] = None
     return (
-        [file for file in named if file.stat().st_size <= _LARGEST_BYTES],
-        [file for file in named if file.stat().st_size > _LARGEST_BYTES],
+        [file for file in data_files if file.stat().st_size <= _LARGEST_BYTES],
+        [file for file in data_files if file.stat().st_size > _LARGEST_BYTES],
     )
 
 
 def workload_class(texts: list[str]) -> str:
     """Return the source of class Workload: a dataclass with the fields that these texts use."""
-    known = {field.name: field for field in dataclasses.fields(Workload)}
-    given = {
+    all_fields = {field.name: field for field in dataclasses.fields(Workload)}
+    used_fields = {
         keyword.arg
         for text in texts
         for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Call)
         for keyword in node.keywords
     }
-    required = [name for name, field in known.items() if _is_required(field)]
+    required = [name for name, field in all_fields.items() if _is_required(field)]
     lines = [
         "from collections.abc import Callable, Mapping",
         "from dataclasses import dataclass, field",
@@ -246,8 +249,8 @@ def workload_class(texts: list[str]) -> str:
         '    """The model, data and loss; train.py has the training loop."""',
         "",
     ]
-    for name, value in known.items():
-        if name not in required and name not in given and name not in ("metrics", "epochs", "steps", "seed"):
+    for name, value in all_fields.items():
+        if name not in required and name not in used_fields and name not in ("metrics", "epochs", "steps", "seed"):
             continue
         kind, comment = _TYPES.get(name, ("Any", ""))
         default = "" if name in required else f" = {value.default!r}".replace("'", '"')

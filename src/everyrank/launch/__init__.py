@@ -35,7 +35,7 @@ A host is one machine. A node is a host as launchers count them (--nodes).
     host_info.py      name, addresses, interfaces, cores and GPUs of this host
     signals.py        a request to stop after the current update
 
-The whole folder imports no torch: the process in which the user typed the command only waits.
+The folder imports no torch, because the process in which the user typed the command only waits.
 """
 
 from everyrank.launch.environments import rank_info_from_environment, threads_asked

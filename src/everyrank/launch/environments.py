@@ -6,10 +6,10 @@ Launchers are nested: torchrun inside srun inside sbatch. The innermost one star
     2  the user     RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT
     3  horovodrun   HOROVOD_RANK, HOROVOD_SIZE, HOROVOD_LOCAL_RANK, HOROVOD_LOCAL_SIZE
     4  mpirun       OMPI_COMM_WORLD_RANK ... (Open MPI), PMI_RANK and MPI_LOCALRANKID ... (MPICH, Intel MPI)
-    5  srun         SLURM_PROCID ... and SLURM_STEP_ID; a batch script has no SLURM_STEP_ID and is no rank
+    5  srun         SLURM_PROCID ... and SLURM_STEP_ID; a batch script has no SLURM_STEP_ID and is not a rank
 
 Variables of different launchers are never combined. If no set is complete, RANK, WORLD_SIZE, MASTER_ADDR and
-MASTER_PORT are enough where all ranks are on this host, as for torch's env://.
+MASTER_PORT are enough if all ranks are on this host, as for torch's env://.
 
 A user's variable next to the complete set of horovodrun, mpirun or srun must have the same value; else it is an error.
 Each launcher's file reads its own variables.
@@ -33,7 +33,7 @@ _NESTING_LEVEL_OF_USER = 4
 
 
 def rank_info_from_environment(environment: Mapping[str, str]) -> RankInfo | None:
-    """The rank of this process according to a launcher's or the user's variables; None if it is not a rank.
+    """Return the rank of this process according to a launcher's or the user's variables; None if it is not a rank.
 
     Raises `UsageError` for an incomplete set, and for sets that contradict each other.
     """
@@ -59,7 +59,7 @@ def rank_info_from_environment(environment: Mapping[str, str]) -> RankInfo | Non
 
 
 def _check_complete(environment: Mapping[str, str]) -> None:
-    """Raises `UsageError` if the variable for the rank is set, and others of the same launcher are missing."""
+    """Raise `UsageError` if the variable for the rank is set, but others of the same launcher are missing."""
     program, names = "torchrun", USER_VARIABLES
     if not environment.get("RANK") and not environment.get("WORLD_SIZE"):
         incomplete = [
@@ -75,13 +75,13 @@ def _check_complete(environment: Mapping[str, str]) -> None:
     missing = [name for name in names if name not in present]
     fix = f"start with {program}, or unset {present[0]}"
     if missing == ["LOCAL_RANK", "LOCAL_WORLD_SIZE"]:
-        fix = f"these do not tell which ranks share a host; set both (0 and 1 with one rank per host), or {fix}"
-    shown = [name if environment[name].isdecimal() else f"{name}={environment[name]}" for name in present]
-    raise UsageError(f"the environment has {', '.join(shown)} but not {', '.join(missing)}: {fix}")
+        fix = f"it is unknown which ranks share a host; set both (0 and 1 with one rank per host), or {fix}"
+    present_texts = [name if environment[name].isdecimal() else f"{name}={environment[name]}" for name in present]
+    raise UsageError(f"the environment has {', '.join(present_texts)} but not {', '.join(missing)}: {fix}")
 
 
 def _check_agreement(environment: Mapping[str, str], info: RankInfo) -> None:
-    """Raises `UsageError` if a user's variable contradicts the complete set of a launcher."""
+    """Raise `UsageError` if a user's variable contradicts the complete set of a launcher."""
     expected = {
         "RANK": info.rank,
         "WORLD_SIZE": info.size,
@@ -134,7 +134,7 @@ def _threads_in(environment: Mapping[str, str]) -> int | None:
 
 
 def _environment_without(marker: str) -> Mapping[str, str]:
-    """The environment of the nearest parent process without this variable; {} if it cannot be read."""
+    """Return the environment of the nearest parent process without this variable; {} if it cannot be read."""
     with contextlib.suppress(psutil.Error, OSError):
         for process in psutil.Process().parents():
             environment = process.environ()

@@ -2,7 +2,7 @@
 
 `python -P -m everyrank.launch.fork_server JOB_FOLDER FIRST_RANK COUNT`
 
-It lives as long as its job, in one session with its ranks, so that one signal to its process group ends them all. Ranks
+It runs until its job ends, in one session with its ranks, so that one signal to its process group ends them all. Ranks
 inherit the environment and streams that they would have without it. It does not import the user's script or modules.
 The modules that it imports start no threads and do not initialize CUDA, because a fork could not use either. If there
 are threads after all, each rank is started as a separate process.
@@ -39,7 +39,7 @@ _PROCESSES: list[subprocess.Popen[bytes]] = []
 
 
 def main(is_checked: bool = False) -> int:
-    """0 when all ranks ended well; else the status of the first supervisor that did not.
+    """Run all ranks of this host. Returns 0 if all succeeded, else the status of the first supervisor that failed.
 
     `is_checked`: this process is itself a fork, of one that has imported all modules.
     """
@@ -95,12 +95,12 @@ def _fork(directory: Path, numbers: tuple[int, int, int]) -> int:
 
 def _start(directory: Path, numbers: tuple[int, int, int]) -> int:
     process = subprocess.Popen([*WORKER, str(directory), *map(str, numbers)])
-    _PROCESSES.append(process)  # if it were garbage-collected, a later Popen would reap it
+    _PROCESSES.append(process)  # a Popen that is garbage-collected would be reaped by a later Popen
     return process.pid
 
 
 def _wait(supervisors: dict[int, int], directory: Path) -> int:
-    """Wait for all supervisors. Some seconds after the first failure this process exits, and with it the others."""
+    """Wait for all supervisors. Some seconds after the first failure this process exits, which ends the others."""
 
     def forward(number: int, _: FrameType | None) -> None:
         for pid in list(supervisors):

@@ -34,12 +34,12 @@ class Horovodrun(Launcher):
     rank_variables = (("HOROVOD_RANK", "HOROVOD_LOCAL_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_SIZE"),)
 
     def commands(self, launch: Launch, job_folder: Path) -> list[list[str]]:
-        """One horovodrun. Hosts are given as its own arguments: --launcher-args '-H n0:2,n1:2'."""
+        """Return one horovodrun. Give the hosts as arguments of horovodrun: --launcher-args '-H n0:2,n1:2'."""
         command = [find_horovodrun() or "horovodrun", "-np", str(launch.processes), "--gloo"]
         return [[*command, *launch.arguments, *WORKER, str(job_folder)]]
 
     def find(self) -> str:
-        """The path of horovodrun."""
+        """Return the path of horovodrun."""
         path = find_horovodrun()
         if path is None:
             raise CannotRunError(
@@ -48,20 +48,20 @@ class Horovodrun(Launcher):
         return path
 
     def check(self, launch: Launch) -> None:
-        """Several nodes need a list of hosts."""
+        """Raise `UsageError` for several nodes without a list of hosts."""
         if launch.nodes > 1 and not set(_HOST_FLAGS) & set(launch.arguments):
             raise UsageError(
                 f"--nodes {launch.nodes}: horovodrun needs the list of hosts; add --launcher-args '-H n0:2,n1:2'"
             )
 
     def rank_info(self, environment: Mapping[str, str]) -> RankInfo | None:
-        """Ranks meet at the HTTP server of horovodrun, unless the user has set MASTER_ADDR."""
+        """Return the rank. Ranks meet at the HTTP server of horovodrun, unless the user has set MASTER_ADDR."""
         [names] = self.rank_variables
         is_complete = all(environment.get(name) for name in names)
         if is_complete and environment.get("HOROVOD_ELASTIC") == "1":
             raise UsageError(
                 "HOROVOD_ELASTIC=1: everyrank does not support a changing number of ranks under Horovod; "
-                "horovodrun -np N, without --min-np"
+                "use horovodrun -np N, without --min-np"
             )
         has_server = all(environment.get(name) for name in _RENDEZVOUS_SERVER)
         if not is_complete or environment.get("MASTER_ADDR") or not has_server:
@@ -72,7 +72,7 @@ class Horovodrun(Launcher):
 
 
 def find_horovodrun() -> str | None:
-    """The path of horovodrun: next to this Python, else on PATH; None if there is none."""
+    """Return the path of horovodrun: next to this Python, else on PATH; None if there is none."""
     return shutil.which("horovodrun", path=str(Path(sys.executable).parent)) or shutil.which("horovodrun")
 
 

@@ -51,20 +51,20 @@ _LOOK_UP_SECONDS = 5.0
 
 
 def host_name() -> str:
-    """The name of this host: Slurm's name for it, if there is one."""
+    """Return the name of this host: Slurm's name for it, if there is one."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def boot_id() -> str:
-    """An identifier of this running machine and its network namespace, independent of its host name."""
+    """Return an identifier of this running machine and its network namespace, independent of its host name."""
     with contextlib.suppress(OSError):
-        # Containers on one machine may each have a loopback interface of their own.
+        # Each container on a machine may have its own loopback interface.
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + _namespace("net")
     return f"{socket.gethostname()} {psutil.boot_time():.0f}"
 
 
 def pid_namespace() -> str:
-    """An identifier of the machine and container in which a process number is valid."""
+    """Return an identifier of the machine and container in which a process number is valid."""
     return boot_id() + _namespace("pid")
 
 
@@ -120,7 +120,7 @@ def host_memory_bytes(root: Path = Path("/")) -> int:
 
 
 def num_accelerators() -> int:
-    """The number of CUDA devices that torch sees. Without a driver it is 0, and torch is not imported."""
+    """Return the number of CUDA devices that torch sees. Without a driver it is 0, and torch is not imported."""
     if not has_driver():
         return 0
     import torch
@@ -149,7 +149,7 @@ def usable_interfaces() -> dict[str, str]:
 
 
 def addresses_of(name: str) -> list[str]:
-    """The addresses of a host name; [] if it is unknown, or the name server does not answer within 5 seconds."""
+    """Return the addresses of a host name; [] if it is unknown, or the name server does not answer within 5 seconds."""
     addresses: list[str] = []
 
     def look_up() -> None:
@@ -168,7 +168,7 @@ def is_loopback(address: str) -> bool:
 
 
 def local_address_towards(host: str) -> str | None:
-    """The address of this host on the route to another host; None without a route. Sends nothing."""
+    """Return the address of this host on the route to another host; None without a route. Sends nothing."""
     for family in (socket.AF_INET, socket.AF_INET6):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((host, 9))
@@ -186,7 +186,7 @@ def split_endpoint(text: str, flag: str) -> tuple[str, int]:
 
 
 def check_known(host: str, flag: str) -> list[str]:
-    """The addresses of a host name. Raises `UsageError` if it has none."""
+    """Return the addresses of a host name. Raises `UsageError` if it has none."""
     addresses = addresses_of(host)
     if not addresses:
         raise UsageError(
@@ -196,7 +196,7 @@ def check_known(host: str, flag: str) -> list[str]:
 
 
 def check_reachable(host: str, flag: str) -> None:
-    """Raises `UsageError` for a host name that is unknown, or resolves to loopback, which other hosts cannot reach.
+    """Raise `UsageError` for a host name that is unknown, or resolves to loopback, which other hosts cannot reach.
 
     Debian gives each host's own name the address 127.0.1.1. Its ranks would wait there for ranks that never arrive.
     """
@@ -204,11 +204,13 @@ def check_reachable(host: str, flag: str) -> None:
     if all(map(is_loopback, addresses)):
         reachable = [address for address in usable_interfaces().values() if not is_loopback(address)]
         hint = f"give its own address ({', '.join(reachable)})" if reachable else "give the address of an interface"
-        raise UsageError(f"{flag} {host}: that is {addresses[0]} here, loopback, which no other host can reach; {hint}")
+        raise UsageError(
+            f"{flag} {host}: the name resolves to {addresses[0]} (loopback), which no other host can reach; {hint}"
+        )
 
 
 def check_port(host: str, port: int) -> None:
-    """Raises `UsageError` if a store cannot listen at this port. Does not check addresses of other hosts."""
+    """Raise `UsageError` if a store cannot listen at this port. Does not check addresses of other hosts."""
     addresses = [address for address in addresses_of(host) if is_loopback(address) or _interfaces_with(address)]
     if not addresses:
         return
@@ -221,7 +223,7 @@ def check_port(host: str, port: int) -> None:
 
 
 def port_refused(host: str, port: int, error: OSError) -> str:
-    """The message for a port that cannot be opened."""
+    """Return the message for a port that cannot be opened."""
     reason = f"port {port} at {host or 'this host'}: {os.strerror(error.errno or 0)}"
     return f"{reason}; give another port, or leave it out: the launcher finds a free one"
 
@@ -233,7 +235,7 @@ def choose_interface(
     local_address: str | None,
     interfaces: Mapping[str, str],
 ) -> tuple[str | None, str]:
-    """The network interface for communication between ranks, and the reason; None: the backend chooses.
+    """Return the network interface for communication between ranks, and the reason; None: the backend chooses.
 
     requested        by --interface
     variable         the value of GLOO_SOCKET_IFNAME
@@ -245,7 +247,7 @@ def choose_interface(
     if requested is not None:
         if requested not in interfaces:
             listed = ", ".join(f"{name} ({address})" for name, address in interfaces.items()) or "none"
-            raise UsageError(f"--interface {requested}: it is not up here; interfaces that are up: {listed}")
+            raise UsageError(f"--interface {requested}: this interface is not up; give one that is up: {listed}")
         return requested, "requested"
     if variable:
         return None, f"GLOO_SOCKET_IFNAME={variable}"
@@ -259,7 +261,7 @@ def choose_interface(
 
 
 def _interfaces_with(address: str) -> list[str]:
-    """The interfaces with this address. An interface may have several addresses."""
+    """Return the interfaces with this address. An interface may have several addresses."""
     return [
         name
         for name, rows in psutil.net_if_addrs().items()

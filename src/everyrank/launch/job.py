@@ -27,12 +27,12 @@ __all__ = [
     "starts_supervisors",
 ]
 
-PYTHON = (sys.executable, "-P")  # do not import from the current folder, where a json.py may lie
+PYTHON = (sys.executable, "-P")  # do not import from the current folder, which may have a json.py
 WORKER = (*PYTHON, "-m", "everyrank.launch.worker")
 FORK_SERVER = (*PYTHON, "-m", "everyrank.launch.fork_server")
-# Larger numbers are typing errors: no such machine exists.
+# Larger numbers are typing errors, because no such machine exists.
 _MAX_PROCESSES, _MAX_PROCESSES_PER_NODE = 1_000_000, 4_096
-_MAX_TIMEOUT_SECONDS = 10_000_000  # four months; 32-bit clocks end not far above
+_MAX_TIMEOUT_SECONDS = 10_000_000  # four months; 32-bit clocks overflow not far above
 
 BACKEND_NAMES = ("shm", "gloo", "nccl", "mpi")
 
@@ -91,11 +91,13 @@ class Launch:
         self._check_processes()
         self._check_nodes()
         if type(self.options) is not self.row.options:
-            raise UsageError(f"options={self.options!r}: these are not the options of --launcher {self.launcher}")
+            raise UsageError(f"options={self.options!r}: give the options of --launcher {self.launcher}")
         self.row.check(self)
         self._check_rendezvous_of_nodes()
         if self.arguments and not self.row.accepts_arguments:
-            raise UsageError(f"--launcher-args {' '.join(self.arguments)}: {self.launcher} takes none")
+            raise UsageError(
+                f"--launcher-args {' '.join(self.arguments)}: not supported by --launcher {self.launcher}; leave it out"
+            )
         if isinstance(self.init_method, str):
             _check_init_method(self.init_method)
 
@@ -119,13 +121,13 @@ class Launch:
             raise UsageError(f"--nodes {self.nodes}: give at least 1")
         if self.processes % self.nodes:
             raise UsageError(
-                f"--processes {self.processes} --nodes {self.nodes}: each node runs as many ranks as the others, and "
+                f"--processes {self.processes} --nodes {self.nodes}: all nodes run the same number of ranks, and "
                 f"--processes is the total over all nodes; give --processes {self.nodes}, or a multiple of it"
             )
         if self.processes_per_node > _MAX_PROCESSES_PER_NODE:
             raise UsageError(
-                f"--processes {self.processes} --nodes {self.nodes}: {self.processes_per_node:,} ranks on a host do "
-                f"not fit into memory; give at most {_MAX_PROCESSES_PER_NODE:,} for each"
+                f"--processes {self.processes} --nodes {self.nodes}: {self.processes_per_node:,} ranks do "
+                f"not fit into the memory of a host; give at most {_MAX_PROCESSES_PER_NODE:,} for each"
             )
         if self.node_rank is not None and not 0 <= self.node_rank < self.nodes:
             raise UsageError(f"--node-rank {self.node_rank}: give 0 to {self.nodes - 1} with --nodes {self.nodes}")
@@ -133,7 +135,7 @@ class Launch:
             split_endpoint(self.rendezvous, "--rendezvous")
 
     def _check_rendezvous_of_nodes(self) -> None:
-        """Where the command is typed on each host, each needs the rendezvous and its own number."""
+        """Check that a launcher whose command is typed on each host has the rendezvous and the number of this host."""
         if self.nodes > 1 and not self.row.supports_nodes:
             raise UsageError(f"--nodes {self.nodes}: not supported by --launcher {self.launcher}; leave --nodes out")
         if self.nodes == 1 or not self.row.launch_per_node:
@@ -206,7 +208,7 @@ class Launch:
 
 
 def _check_init_method(text: str) -> None:
-    """Raises `UsageError` for an unknown init method."""
+    """Raise `UsageError` for an unknown init method."""
     if text == "env":
         return
     kind, _, location = text.partition("://")
@@ -222,7 +224,7 @@ def starts_supervisors(commands: Sequence[Sequence[str]]) -> bool:
 
 
 def named_function(function: Callable[..., Any] | str) -> Callable[..., Any]:
-    """A function, or the one that "module:name" names, so that the calling process need not import torch."""
+    """Return a function, or import "module:name", so that the calling process need not import torch."""
     if not isinstance(function, str):
         return function
     module, _, name = function.partition(":")
@@ -231,7 +233,7 @@ def named_function(function: Callable[..., Any] | str) -> Callable[..., Any]:
 
 
 def job_name(launch: Launch, directory: Path) -> str:
-    """A name that the ranks of one start share on all hosts, without characters that a file name cannot have.
+    """Return a name that the ranks of one start share on all hosts, without characters that a file name cannot have.
 
     A launcher that is started on each host has a job folder on each. Then only the rendezvous is common.
     """
@@ -242,10 +244,10 @@ def job_name(launch: Launch, directory: Path) -> str:
 
 @dataclass(frozen=True)
 class Job:
-    """What each process reads from the job's folder. The payload is unpickled after `sys_path` is set.
+    """The content of job.pickle, which each rank process reads. The payload is unpickled after `sys_path` is set.
 
-    rendezvous_url  where the ranks meet; None: their launcher tells them
-    pid_namespace   where `parent_pid` is valid; elsewhere the folder shows whether the parent lives
+    rendezvous_url  where the ranks meet; None: their launcher provides it
+    pid_namespace   where `parent_pid` is valid; elsewhere the folder shows whether the parent is alive
     keeps_logs      whether the user chose the folder of the logs
     threads         CPU threads per process set by the user
     preload         module that a fork server imports before it forks the ranks
@@ -268,7 +270,7 @@ class Job:
     name: str = ""
 
     def function(self) -> Callable[..., Any]:
-        """The function to call. A function given by name is imported here, not in the calling process."""
+        """Return the function to call. A function given by name is imported here, not in the calling process."""
         return named_function(pickle.loads(self.payload)[0])  # noqa: S301  (written by our own parent)
 
     def arguments(self) -> tuple[Any, ...]:

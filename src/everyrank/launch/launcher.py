@@ -50,7 +50,7 @@ class LauncherOptions:
     min_nodes, min_processes  fields of launchers that can run with fewer nodes or ranks; None: the number is fixed
     """
 
-    # Without annotations these are no dataclass fields, so a subclass declares the one that it supports.
+    # Without annotations these are not dataclass fields, so a subclass declares the one that it supports.
     min_nodes = None
     min_processes = None
 
@@ -93,8 +93,8 @@ class Launcher(ABC):
     launch_per_node         the command is typed on each node and starts the ranks of that node only
     needs_shared_folder     ranks on other hosts read the job's folder, which therefore is below the home directory
     graceful_shutdown       it needs SIGTERM to end its ranks; after SIGKILL some would stay
-    terminates_on_failure   it sends SIGTERM to the other ranks when one fails, so SIGTERM is no request to save
-    provides_rendezvous     it tells its ranks where they meet
+    terminates_on_failure   it sends SIGTERM to the other ranks when one fails, so SIGTERM is not a request to save
+    provides_rendezvous     it gives its ranks the address of the rendezvous
     line_prefix             regular expression of what it prints before each line of rank 0; None: nothing
     default_for_backend     the backend that only its ranks can use; with that backend it is the default launcher
     starts_horovod          ranks of Horovod find each other under it
@@ -130,21 +130,21 @@ class Launcher(ABC):
 
     @abstractmethod
     def commands(self, launch: Launch, job_folder: Path) -> list[list[str]]:
-        """The commands to start on this host.
+        """Return the commands to start on this host.
 
-        Each ends with `[*WORKER, str(job_folder)]`. Where ranks find their numbers in no variables, `RANK LOCAL_RANK
-        LOCAL_WORLD_SIZE` follow.
+        Each ends with `[*WORKER, str(job_folder)]`, followed by `RANK LOCAL_RANK LOCAL_WORLD_SIZE` if the launcher sets
+        no variables with these numbers.
         """
 
     def find(self) -> str:
-        """Where the launcher is on this machine. Raises `CannotRunError` if it is not installed."""
+        """Return where the launcher is on this machine. Raises `CannotRunError` if it is not installed."""
         return "starts in this Python"
 
     def check(self, launch: Launch) -> None:  # noqa: B027  (most launchers support every `Launch`)
-        """Raises `UsageError` for a `Launch` that this launcher does not support."""
+        """Raise `UsageError` for a `Launch` that this launcher does not support."""
 
     def rank_info(self, environment: Mapping[str, str]) -> RankInfo | None:
-        """The rank of a process started by this launcher; None if its variables are missing or incomplete."""
+        """Return the rank of a process started by this launcher; None if its variables are missing or incomplete."""
         for names in self.rank_variables:
             if all(environment.get(name) for name in names):
                 rank, local_rank, size, local_size = whole_numbers(environment, names)
@@ -169,29 +169,29 @@ class BatchLauncher(Launcher):
 
     @abstractmethod
     def allocated_nodes(self, environment: Mapping[str, str]) -> int | None:
-        """The number of nodes of the allocation; None outside of one."""
+        """Return the number of nodes of the allocation; None outside of one."""
 
     @abstractmethod
     def allocated_processes(self, environment: Mapping[str, str], options: Any) -> int | None:
-        """The number of ranks for which the allocation was made; None if unknown."""
+        """Return the number of ranks for which the allocation was made; None if unknown."""
 
     @abstractmethod
     def check_unused(self, environment: Mapping[str, str]) -> None:
-        """Raises `UsageError` in an allocation of several tasks if no launcher was given."""
+        """Raise `UsageError` in an allocation of several tasks if no launcher was given."""
 
     @abstractmethod
     def check_allocation(self, launch: Launch, environment: Mapping[str, str]) -> None:
-        """Raises `UsageError` if there is no allocation or it does not match `launch`."""
+        """Raise `UsageError` if there is no allocation or it does not match `launch`."""
 
     @abstractmethod
     def check_nested(self, environment: Mapping[str, str], inner: Launcher) -> None:
-        """Raises `UsageError` if its tasks do not fit a launcher that runs inside of them."""
+        """Raise `UsageError` if its tasks do not fit a launcher that runs inside of them."""
 
     @abstractmethod
     def check_tasks(
         self, environment: Mapping[str, str], info: RankInfo, processes: int | None, uses_devices: bool
     ) -> None:
-        """Raises `UsageError` if fewer tasks were started than `processes`, or than a node has GPUs."""
+        """Raise `UsageError` if fewer tasks were started than `processes`, or than a node has GPUs."""
 
     @abstractmethod
     def batch_script(self, launch: Launch, batch: Any, command: Sequence[str], folder: Path, name: str) -> str:
@@ -203,7 +203,7 @@ class BatchLauncher(Launcher):
 
 
 def launcher_named(name: str) -> Launcher:
-    """The launcher of this name. Raises `UsageError` for an unknown one."""
+    """Return the launcher of this name. Raises `UsageError` for an unknown one."""
     if name not in LAUNCHERS:
         close = difflib.get_close_matches(name, LAUNCHERS, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
@@ -213,10 +213,10 @@ def launcher_named(name: str) -> Launcher:
 
 
 def find_launcher(name: str) -> Launcher | None:
-    """The launcher that started a rank (`RankInfo.started_by`); None if the user set the variables."""
+    """Return the launcher that started a rank (`RankInfo.started_by`); None if the user set the variables."""
     return launcher_named(name) if name in LAUNCHERS else None
 
 
 def launchers() -> list[Launcher]:
-    """All launchers, in the order of the table."""
+    """Return all launchers, in the order of the table."""
     return [launcher_named(name) for name in LAUNCHERS]

@@ -61,18 +61,18 @@ class ProcessMonitor:
         self.processes: list[subprocess.Popen[bytes] | ZygoteProcess] = []
         self.heartbeat_at = 0.0
         self.grace_until: float | None = None
-        # with one command per host, only the ranks of this host report here
+        # with one command per host, only the ranks of this host report to this process
         is_per_host = launch.nodes > 1 and self.launcher.launch_per_node
         count = launch.processes_per_node if is_per_host else launch.processes
-        first = (launch.node_rank or 0) * count if is_per_host else 0
-        expected = range(first, first + count)
+        first_rank = (launch.node_rank or 0) * count if is_per_host else 0
+        expected = range(first_rank, first_rank + count)
         self.reports = Reports(directory, logs, launch.processes, expected, launch)
 
     def __enter__(self) -> ProcessMonitor:
         for old_log in self._old_logs():
             with contextlib.suppress(FileNotFoundError):
                 old_log.replace(old_log.with_name(old_log.name + ".before"))
-        # The launcher's own messages go to a log: what it prints after a failure is rarely the cause.
+        # The launcher's own messages go to a log, because they rarely name the cause of a failure.
         if not self.starts_supervisors:
             self.launcher_log = (self.logs / self._launcher_log_name).open("wb")
         forget_hang(self.logs / FOLDER, self.job_name)  # of an earlier start with the same rendezvous
@@ -118,7 +118,7 @@ class ProcessMonitor:
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None:
             self._end()
-        else:  # processes that the workload started and did not end
+        else:  # end processes that the workload started and did not end
             _signal(os.killpg, [process.pid for process in self.processes], signal.SIGKILL)
         if self.output is not None:
             self.output.join(_END_SECONDS)  # first show everything that rank 0 printed
@@ -130,7 +130,7 @@ class ProcessMonitor:
 
         Raises the root cause of a failure: the error of a rank, or `RankFailedError` for a rank that died.
         """
-        # SIGUSR2 prints where the ranks are, unless the caller uses that signal
+        # SIGUSR2 prints an autopsy, unless the caller uses that signal
         is_free = signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
         with catch_signals(*[signal.SIGUSR2] if is_free else []) as autopsy_request:
             self._wait(autopsy_request)
@@ -156,7 +156,7 @@ class ProcessMonitor:
             elif time.monotonic() > deadline:
                 raise RankFailedError(
                     f"{ranks_text(missing)} of {self.launch.processes} never started: "
-                    f"no sign within {self.launch.start_seconds:g} s ({self.launch.start_flag}){self._last_line()}"
+                    f"no report within {self.launch.start_seconds:g} s ({self.launch.start_flag}){self._last_line()}"
                 )
             if self.stop is not None and self._is_stop_requested and num_forwarded < max(1, self.stop.count):
                 num_forwarded = max(1, self.stop.count)
@@ -195,7 +195,7 @@ class ProcessMonitor:
 
     @property
     def _is_in_grace(self) -> bool:
-        """Whether ranks end, in any way, because a signal was passed on to them."""
+        """Whether ranks are ending because a signal was passed on to them."""
         return self.grace_until is not None
 
     def _forward_stop(self) -> None:
@@ -213,7 +213,9 @@ class ProcessMonitor:
         """Rank processes that ended without a result or an error, earliest first."""
         codes: dict[int, int | None] = {}
         if self.starts_supervisors:
-            started = zip(self.reports.expected, itertools.cycle(self.processes), strict=False)  # or one fork server
+            started = zip(
+                self.reports.expected, itertools.cycle(self.processes), strict=False
+            )  # one process for each rank, or one fork server
             codes = {rank: process.poll() for rank, process in started}
         return self.reports.dead(codes)
 
@@ -233,7 +235,7 @@ class ProcessMonitor:
         )
 
     def _launcher_ended(self) -> str:
-        """How the launcher ended, if no rank has reported anything."""
+        """Return how the launcher ended, if no rank has reported anything."""
         code = next((process.poll() for process in self.processes if process.poll()), 0) or 0
         ending = f"was ended by {signal_text(-code)}" if code < 0 else "ended"
         if self.reports.processes():
@@ -241,7 +243,7 @@ class ProcessMonitor:
         return f"{self.launch.launcher} {ending} before its ranks had started{self._last_line()}"
 
     def _last_line(self) -> str:
-        """The last line that the launcher printed."""
+        """Return the last line that the launcher printed."""
         if self.launcher_log is None:
             return ""
         text = (self.logs / self._launcher_log_name).read_text(errors="replace")
@@ -259,9 +261,8 @@ class ProcessMonitor:
             while time.monotonic() < deadline and any(process.poll() is None for process in self.processes):
                 time.sleep(0.02)
         _signal(os.killpg, groups, signal.SIGKILL)
-        if (
-            not self.starts_supervisors
-        ):  # their ranks have process groups of their own; on other hosts the supervisors end them
+        # the ranks of other launchers have separate process groups; on other hosts the supervisors end them
+        if not self.starts_supervisors:
             own_group = os.getpgrp()
             _signal(os.kill, [pid for pid, _ in ranks], signal.SIGKILL)
             _signal(os.killpg, [group for _, group in ranks if group != own_group], signal.SIGKILL)
@@ -270,9 +271,9 @@ class ProcessMonitor:
 
 
 def _child_environment() -> dict[str, str]:
-    # OMP_NUM_THREADS only avoids a warning of torchrun; `world` sets the number of threads. TTY_COMPATIBLE tells rich
+    # OMP_NUM_THREADS only avoids a warning of torchrun; `world` sets the number of threads. TTY_COMPATIBLE shows rich
     # in rank 0 whether its output reaches a terminal. TORCH_CPP_LOG_LEVEL silences warnings of c10d about names of
-    # addresses, and errors that gloo also raises; with GPUs, messages of NCCL's watchdog have to stay.
+    # addresses, and errors that gloo also raises. With GPUs, messages of NCCL's watchdog are kept.
     terminal = str(int(sys.stdout.isatty()))
     level = "ERROR" if has_driver() else "FATAL"
     return {"OMP_NUM_THREADS": "1", "TTY_COMPATIBLE": terminal, "TORCH_CPP_LOG_LEVEL": level, **os.environ}
@@ -302,13 +303,13 @@ def pass_on_output(printed: IO[bytes], prefix: bytes, other_output: IO[bytes]) -
 
 
 def _pass_on(printed: IO[bytes], prefix: re.Pattern[bytes], other_output: IO[bytes]) -> None:
-    rest = b""
+    incomplete_line = b""
     with printed, os.fdopen(os.dup(1), "wb", buffering=0) as screen:
         while chunk := os.read(printed.fileno(), 65_536):
-            *lines, rest = _LINES.split(rest + chunk)
+            *lines, incomplete_line = _LINES.split(incomplete_line + chunk)
             for line in lines:
                 _write(line, prefix, screen, other_output)
-        _write(rest, prefix, screen, other_output)
+        _write(incomplete_line, prefix, screen, other_output)
 
 
 def _write(line: bytes, prefix: re.Pattern[bytes], screen: IO[bytes], other_output: IO[bytes]) -> None:

@@ -45,17 +45,17 @@ class Mpi(Launcher):
         is_open_mpi = path is None or _is_open_mpi(path)
         command = [path or "mpirun", "-n", str(launch.processes)]
         if is_open_mpi:
-            # All ranks of a host share its cores and divide them; a rank bound to one core would see only that one.
+            # The ranks of a host divide its cores. A rank bound to one core would see only that core.
             command += ["--bind-to", "none", "--oversubscribe"]
             command += ["--allow-run-as-root"] if os.geteuid() == 0 else []
         if launch.nodes > 1:
             per_node = str(launch.processes_per_node)
-            to_open_mpi = ["-x", "PATH", "-x", "PYTHONPATH", "--map-by", f"ppr:{per_node}:node"]
-            command += to_open_mpi if is_open_mpi else ["-ppn", per_node]
+            open_mpi_arguments = ["-x", "PATH", "-x", "PYTHONPATH", "--map-by", f"ppr:{per_node}:node"]
+            command += open_mpi_arguments if is_open_mpi else ["-ppn", per_node]
         return [[*command, *launch.arguments, *WORKER, str(job_folder)]]
 
     def find(self) -> str:
-        """The path of mpirun."""
+        """Return the path of mpirun."""
         path = find_mpirun()
         if path is None:
             raise CannotRunError(
@@ -65,7 +65,7 @@ class Mpi(Launcher):
 
 
 def find_mpirun() -> str | None:
-    """The path of mpirun or mpiexec: next to this Python, else on PATH; None if there is none."""
+    """Return the path of mpirun or mpiexec: next to this Python, else on PATH; None if there is none."""
     python_folder = str(Path(sys.executable).parent)
     paths = (shutil.which(name, path=path) for name in ("mpirun", "mpiexec") for path in (python_folder, None))
     return next((path for path in paths if path), None)

@@ -24,7 +24,7 @@ _GRACE_SECONDS = 3.0  # after the first failure, so that other ranks can report 
 
 
 def main() -> int:
-    """0 if all ranks of this node succeeded; else the exit status of the first that failed."""
+    """Run the ranks of this node. Returns 0 if all succeeded, else the exit status of the first that failed."""
     name, count, job_folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
     task = rank_info_from_environment(os.environ)
     assert task is not None, "srun sets the environment of its tasks"
@@ -65,7 +65,7 @@ def _run(commands: list[list[str]]) -> int:
 
 
 def _status(code: int) -> int:
-    """The exit status of a shell for a return code of `Popen`: 128 + N after signal N."""
+    """Return the exit status of a shell for a return code of `Popen`: 128 + N after signal N."""
     return 128 - code if code < 0 else code
 
 

@@ -127,7 +127,7 @@ def _folders(launch: Launch, kept: dict[int, Any] | None) -> Generator[tuple[Pat
 
 
 def _job(launch: Launch, payload: bytes, preload: str, directory: Path, logs: Path) -> Job:
-    """The content of job.pickle, which each rank process reads."""
+    """Return the content of job.pickle, which each rank process reads."""
     return Job(
         payload=payload,
         sys_path=list(sys.path),
@@ -146,7 +146,7 @@ def _job(launch: Launch, payload: bytes, preload: str, directory: Path, logs: Pa
 
 
 def _check(launch: Launch) -> None:
-    """Raises `UsageError` or `CannotRunError` if this launch is not possible here."""
+    """Raise `UsageError` or `CannotRunError` if this launch is not possible here."""
     if isinstance(launch.row, BatchLauncher):
         launch.row.check_allocation(launch, os.environ)
     launch.row.find()
@@ -162,12 +162,12 @@ def _check(launch: Launch) -> None:
 
 
 def _check_files(workers: int) -> None:
-    """Raises `UsageError` if the limit of open files is too small for this number of loader workers."""
+    """Raise `UsageError` if the limit of open files is too small for this number of loader workers."""
     limit, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], _FILES_PER_RANK + _FILES_PER_WORKER * workers
     if workers and limit != resource.RLIM_INFINITY and limit < needed:
         raise UsageError(
-            f"--workers {workers}: the limit is {limit} open files, and a rank with so many workers needs "
-            f"{needed}: ulimit -n {max(1024, needed)}, or --workers 0"
+            f"--workers {workers}: a rank with these workers needs {needed} open files, but the limit is {limit}; "
+            f"type ulimit -n {max(1024, needed)}, or give --workers 0"
         )
 
 
@@ -210,7 +210,7 @@ def _call_here(info: RankInfo, function: Callable[..., Any], arguments: tuple[An
 
 
 def _shared_folder(prefix: str) -> Path:
-    """A folder below the home directory, which the hosts of a cluster share."""
+    """Return a folder below the home directory, which the hosts of a cluster share."""
     folder = Path.home() / ".cache" / "everyrank" / "jobs"
     try:
         folder.mkdir(parents=True, exist_ok=True)

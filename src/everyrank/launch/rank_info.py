@@ -38,7 +38,7 @@ class RankInfo:
     is_store_master         whether this process opens the TCP store (else another process has it open)
     restart_count           how often an elastic launcher has restarted all ranks. It does not count the ranks that
                             joined or left, and each host has its own count
-    store_round             number of this start in a store that survives restarts; 0 where none does
+    store_round             number of this start in a store that survives restarts; 0 for any other store
     threads                 CPU threads per process set by the user (OMP_NUM_THREADS); None: not set
     fail                    ends this process with an error, for threads other than the main thread
     keep                    stores a preliminary result with the caller of `run_ranks`, used if the rank returns none
@@ -70,7 +70,7 @@ class RankInfo:
 
 
 def whole_numbers(environment: Mapping[str, str], names: Sequence[str]) -> list[int]:
-    """The values of these variables as integers. Raises `UsageError` for one that is not an integer."""
+    """Return the values of these variables as integers. Raises `UsageError` for one that is not an integer."""
     numbers: list[int] = []
     for name in names:
         try:
@@ -81,12 +81,12 @@ def whole_numbers(environment: Mapping[str, str], names: Sequence[str]) -> list[
 
 
 def whole_number(environment: Mapping[str, str], name: str, default: str) -> int:
-    """The value of one variable as an integer. Raises `UsageError`."""
+    """Return the value of one variable as an integer. Raises `UsageError`."""
     return whole_numbers({name: default, **environment}, (name,))[0]
 
 
 def rank_info_of_user(environment: Mapping[str, str]) -> RankInfo | None:
-    """The rank according to `USER_VARIABLES`; None if one of the six is missing.
+    """Return the rank according to `USER_VARIABLES`; None if one of the six is missing.
 
     It also reads torchrun's restart count, and whether torchrun's agent has the store open.
     """
@@ -113,7 +113,8 @@ def rank_info_of_user(environment: Mapping[str, str]) -> RankInfo | None:
 def rank_info_of_one_host(environment: Mapping[str, str]) -> RankInfo | None:
     """The rank according to RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT only, as torch's env:// reads them.
 
-    These do not tell which ranks share a host, so the result is None unless all do (a loopback address, or one rank).
+    These do not show which ranks share a host, so the result is None unless all ranks do (a loopback address, or one
+    rank).
     """
     values = {name: environment.get(name, "") for name in USER_VARIABLES if not name.startswith("LOCAL_")}
     has_local = any(environment.get(name) for name in USER_VARIABLES if name.startswith("LOCAL_"))
@@ -132,7 +133,7 @@ def rank_info_of_task(
     first_address: Callable[[], str] | None = None,
     default_port: int | None = None,
 ) -> RankInfo:
-    """The rank of a task whose launcher does not tell where the ranks meet.
+    """Return the rank of a task whose launcher does not set the address of the rendezvous.
 
     numbers         rank, local rank, world size, local world size
     first_address   returns the address of the first host, if MASTER_ADDR is not set
@@ -141,7 +142,7 @@ def rank_info_of_task(
     rank, local_rank, size, local_size = numbers
     address, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
     if address is None and local_size == size:
-        # Through a file that only these ranks know: no port is opened.
+        # The ranks meet in a file, so no port is opened.
         return RankInfo(rank, local_rank, size, local_size, started_by, _private_file().as_uri())
     if first_address is not None:
         address = address or first_address()
@@ -152,17 +153,17 @@ def rank_info_of_task(
 
 
 def _private_file() -> Path:
-    """A file named after the start of the ranks on this host, in a folder that only this user can open."""
+    """Return a file named after the start of the ranks on this host, in a folder that only this user can open."""
     folder = Path(tempfile.gettempdir()) / f"everyrank-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:  # a file of that name, or a folder without write permission
-        raise UsageError(f"{folder}: {error.strerror}; set TMPDIR to a folder of your own") from error
+        raise UsageError(f"{folder}: {error.strerror}; set TMPDIR to a folder that you own") from error
     if folder.stat().st_uid != os.getuid() or folder.is_symlink():
         raise UsageError(f"{folder}: the folder belongs to another user; set TMPDIR to a folder of your own")
     start = [os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")]
     if "PMIX_NAMESPACE" in os.environ:
         start = [os.environ["PMIX_NAMESPACE"]]
-    elif not start[0]:  # MPICH does not name a start, so its process does; no wrapper may stand between
+    elif not start[0]:  # MPICH does not name a start, so the parent process does; no wrapper may run in between
         start = [str(os.getppid()), f"{start_time(os.getppid()):.2f}"]
     return folder / re.sub(r"[^\w.-]", "_", "-".join(["meeting", *start]))

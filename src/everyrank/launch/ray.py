@@ -1,6 +1,6 @@
 """ray: Ray places one actor for each rank, and each actor starts its rank on its own host.
 
-The actors are created by a process of its own (ray_driver.py), so that this module does not import Ray.
+A separate process (ray_driver.py) creates the actors, so that this module does not import Ray.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Ray(Launcher):
     graceful_shutdown = True
 
     def commands(self, launch: Launch, job_folder: Path) -> list[list[str]]:
-        """The command of the driver."""
+        """Return the command of the driver."""
         devices = {"cuda": "gpu", "cpu": "cpu"}.get(launch.device or "", "any")
         options: RayOptions = launch.options
         count = f"{launch.processes}"

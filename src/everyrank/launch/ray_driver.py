@@ -54,7 +54,7 @@ class RankActor:
         self.num_read: dict[str, int] = {}  # bytes already read of a growing file
 
     def host(self) -> tuple[str, list[str]]:
-        """(Ray node of this actor, numbers of the GPUs that Ray assigned to it)."""
+        """Return (Ray node of this actor, numbers of the GPUs that Ray assigned to it)."""
         return ray.get_runtime_context().get_node_id(), [str(number) for number in ray.get_gpu_ids()]
 
     def start(self, job: bytes, cwd: str, rank: int, size: int, local_rank: int, local_size: int, devices: str) -> None:
@@ -99,7 +99,7 @@ class RankActor:
         partial.replace(self.folder / name)
 
     def take(self) -> tuple[dict[str, bytes], int | None]:
-        """(new files of the rank, exit status of its process or None)."""
+        """Return (new files of the rank, exit status of its process or None)."""
         status = self.process.poll()
         files: dict[str, bytes] = {}
         for path in self.folder.glob("*"):
@@ -137,7 +137,7 @@ class Ended(NamedTuple):
 
 
 def main() -> int:
-    """0 if all ranks succeeded, else the exit status of the first that failed."""
+    """Run all ranks. Returns 0 if all succeeded, else the exit status of the first that failed."""
     directory, devices, address = Path(sys.argv[1]), sys.argv[3], sys.argv[4]
     min_ranks, max_ranks = (int(number) for number in (sys.argv[2].partition(":")[0], sys.argv[2].rpartition(":")[2]))
     restarts_left = int(sys.argv[5]) if len(sys.argv) > 5 else 0
@@ -146,11 +146,11 @@ def main() -> int:
     end_with_parent(parent_pid, lambda: os.kill(os.getpid(), signal.SIGTERM))
     content = (directory / "job.pickle").read_bytes()
     job: Job = pickle.loads(content)  # noqa: S301  (written by the parent)
-    local: dict[str, Any] = {}
+    cluster_options: dict[str, Any] = {}
     if address == "local":  # a cluster on this machine, unreachable from others
-        local = {"num_cpus": max(max_ranks, os.cpu_count() or 1), "include_dashboard": False}
-        local["_node_ip_address"] = "127.0.0.1"
-    ray.init(address=address, log_to_driver=False, logging_level="ERROR", **local)
+        cluster_options = {"num_cpus": max(max_ranks, os.cpu_count() or 1), "include_dashboard": False}
+        cluster_options["_node_ip_address"] = "127.0.0.1"
+    ray.init(address=address, log_to_driver=False, logging_level="ERROR", **cluster_options)
     try:
         has_devices = devices == "any" and ray.cluster_resources().get("GPU", 0) >= min_ranks
         request = Request(
@@ -200,7 +200,7 @@ def _exit_on_signal(number: int, _: FrameType | None) -> NoReturn:
 
 
 def _place_actors(request: Request) -> tuple[Any, list[Any], list[tuple[str, list[str]]]]:
-    """(placement group, an actor for each rank, (node, GPUs) of each actor).
+    """Return (placement group, an actor for each rank, (node, GPUs) of each actor).
 
     Actors of one node are adjacent, so that local ranks count from 0.
     """
@@ -211,7 +211,7 @@ def _place_actors(request: Request) -> tuple[Any, list[Any], list[tuple[str, lis
             free = ray.available_resources()
             free_text = ", ".join(f"{free.get(name, 0):g} {name}" for name in request.resources)
             print(
-                f"Ray found no place for {count} ranks within {_PLACEMENT_SECONDS:g} s; it has {free_text} free",
+                f"Ray has no free resources for {count} ranks after {_PLACEMENT_SECONDS:g} s; free: {free_text}",
                 file=sys.stderr,
             )
             raise SystemExit(1)
@@ -246,7 +246,7 @@ def _start(actors: list[Any], hosts: list[tuple[str, list[str]]], content: bytes
 def _follow(actors: list[Any], extra_group: Any, directory: Path, job: Job) -> Ended:
     """Copy the files of the ranks until they have ended, or have saved because there is room for `extra_group`."""
     is_stopping, grows_until = False, 0.0
-    held: list[tuple[str, bytes]] = []  # errors and exits of ranks that were stopped to add ranks
+    held_files: list[tuple[str, bytes]] = []  # errors and exits of ranks that were stopped to add ranks
     while True:
         time.sleep(_POLL_SECONDS)
         is_stop_requested = (directory / "stop").exists()
@@ -261,9 +261,9 @@ def _follow(actors: list[Any], extra_group: Any, directory: Path, job: Job) -> E
         for files, _ in results:
             for name, text in files.items():
                 if grows_until and Path(name).suffix in (".error", ".exit"):
-                    held.append((name, text))
+                    held_files.append((name, text))
                 else:
-                    _carry(name, text, directory, job, actors)
+                    _copy_file(name, text, directory, job, actors)
         failed = [status for status in statuses if status]
         has_ended = all(status is not None for status in statuses)
         is_growing = grows_until and not is_stop_requested
@@ -271,12 +271,12 @@ def _follow(actors: list[Any], extra_group: Any, directory: Path, job: Job) -> E
             if has_ended or time.monotonic() > grows_until:
                 return Ended(1, is_failure=False)
         elif failed or has_ended:
-            for name, text in held:
-                _carry(name, text, directory, job, actors)
+            for name, text in held_files:
+                _copy_file(name, text, directory, job, actors)
             return Ended(abs(failed[0]) if failed else 0, is_failure=bool(failed))
 
 
-def _carry(name: str, text: bytes, directory: Path, job: Job, actors: list[Any]) -> None:
+def _copy_file(name: str, text: bytes, directory: Path, job: Job, actors: list[Any]) -> None:
     if name == "screen":
         sys.stdout.buffer.write(text)
         sys.stdout.flush()
@@ -306,7 +306,7 @@ class Request:
     resources: dict[str, float]
 
     def room_in(self, resources: dict[str, float]) -> int:
-        """The number of ranks that fit into these resources."""
+        """Return the number of ranks that fit into these resources."""
         return int(min(resources.get(name, 0.0) // amount for name, amount in self.resources.items()))
 
 

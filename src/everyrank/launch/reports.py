@@ -28,7 +28,7 @@ from everyrank.launch.stalled_ranks import diagnose_stalled, is_a_wait, lost_ano
 __all__ = ["Reports", "exit_row", "rank_of", "ranks_text"]
 
 _FILES_SECONDS = 5.0  # until a file written on another host is visible here
-# A rank that ended by these often only reacted to the failure of another rank.
+# A rank with one of these exit codes often only reacted to the failure of another rank.
 _REACTIONS = (-signal.SIGTERM, -signal.SIGABRT, 128 + signal.SIGTERM)
 
 
@@ -58,8 +58,8 @@ class Reports:
                 with_result = {rank_of(path) for path in paths}
                 missing = [rank for rank in self.expected if rank not in with_result]
                 raise RankFailedError(
-                    f"{ranks_text(missing)} of {self.size} left no result: the process ended with status 0 before its "
-                    f"work was done, for example by os._exit{self._last_seen(missing[0])}",
+                    f"{ranks_text(missing)} of {self.size} returned no result: the process ended with status 0 before "
+                    f"its work was done, for example by os._exit{self._last_seen(missing[0])}",
                     path if (path := self.logs / f"rank{missing[0]}.log").exists() else None,
                 )
             time.sleep(0.05)
@@ -73,19 +73,19 @@ class Reports:
         return f"; rank {rank}: {line}" if line else ""
 
     def not_started(self) -> list[int]:
-        """The expected ranks that have not started yet."""
+        """Return the expected ranks that have not started yet."""
         started = {rank_of(path) for path in self.directory.glob("rank*.pid")}
         if len(started) >= len(self.expected):  # torchrun's c10d rendezvous decides which host has which ranks
             return []
         return [rank for rank in self.expected if rank not in started]
 
     def processes(self) -> list[tuple[int, int]]:
-        """(process, group) of each rank process of this host."""
+        """Return (process, group) of each rank process of this host."""
         rows = [path.read_text().split() for path in self.directory.glob("rank*.pid")]
         return [(int(row[0]), int(row[1])) for row in rows if len(row) == 2]
 
     def errors(self) -> list[dict[str, Any]]:
-        """The errors reported by ranks, earliest first."""
+        """Return the errors reported by ranks, earliest first."""
         return self._rows("error")
 
     def dead(self, codes: Mapping[int, int | None]) -> list[dict[str, Any]]:
@@ -130,14 +130,14 @@ class Reports:
         elif code < 0:
             cause = f"ended by {signal_text(-code)}"
             if code == -signal.SIGABRT:
-                cause += ", by a library in C; gloo does so where sizes or dtypes of a collective differ between ranks"
+                cause += ", by a C library; gloo aborts if the sizes or dtypes of a collective differ between ranks"
         else:
             cause = f"exited with status {code} before its work was done"
         line = last_place(self.logs / FOLDER, row["rank"], row["time"])
         return RankFailedError(f"{self._who(row)}: {cause}{line and f'; {line}'}", self._log(row["rank"]))
 
     def _hanging(self, errors: list[dict[str, Any]]) -> RankFailedError | None:
-        """The error for ranks that do not respond, if the first error was a timeout; else None."""
+        """Return the error for ranks that do not respond, if the first error was a timeout; else None."""
         first = errors[0]
         stalled = [rank for rank in self.expected if rank not in {row["rank"] for row in errors}]
         if not is_a_wait(first["message"]) or not stalled or len(self.expected) < self.size:
@@ -148,19 +148,19 @@ class Reports:
         seconds = launch.timeout_seconds if is_started else launch.start_seconds
         flag = "--timeout" if is_started else launch.start_flag
         return RankFailedError(
-            f"{who} of {self.size} did not come within {seconds:g} s ({flag}), "
+            f"{who} of {self.size} did not arrive within {seconds:g} s ({flag}), "
             f"{states}; rank {first['rank']} waited in {_with_autopsy(first)}"
         )
 
     def _error(self, errors: list[dict[str, Any]]) -> EveryrankError:
-        # skip ranks that their launcher stopped after another rank had failed, and ranks that only lost another one
+        # skip ranks that their launcher stopped after a failure, and ranks that failed because another rank was lost
         running = [row for row in errors if row["kind"] != StoppedError.__name__] or errors
         first = next((row for row in running if not lost_another(row["message"])), running[0])
         kind = kind_named(first["kind"])
         log = self._log(first["rank"]) if first["has_frames"] else None
         # A wrong call or workload fails on every rank. An error on only some ranks is a failed run.
-        same = [row for row in errors if _location(row["message"]) == _location(first["message"])]
-        is_on_some_ranks = issubclass(kind, UsageError) and len(same) < len(self.expected)
+        same_errors = [row for row in errors if _location(row["message"]) == _location(first["message"])]
+        is_on_some_ranks = issubclass(kind, UsageError) and len(same_errors) < len(self.expected)
         if is_on_some_ranks or kind is RankFailedError:
             return RankFailedError(f"{self._who(first)}: {_with_autopsy(first)}", log)
         return kind(_with_autopsy(first), log)
@@ -169,7 +169,7 @@ class Reports:
         return f"rank {row['rank']} of {self.size} on {row['host']}"
 
     def _log(self, rank: int) -> Path | None:
-        """The rank's log, if it has more than its first line."""
+        """Return the rank's log, if it has more than its first line."""
         path = self.logs / f"rank{rank}.log"
         return path if path.exists() and len(path.read_text(errors="replace").splitlines()) > 1 else None
 
@@ -180,17 +180,17 @@ def ranks_text(ranks: list[int]) -> str:
 
 
 def rank_of(path: Path) -> int:
-    """The rank whose file this is: rank3.result."""
+    """Return the rank whose file this is: rank3.result."""
     return int(path.stem.removeprefix("rank"))
 
 
 def exit_row(rank: int, code: int) -> dict[str, Any]:
-    """The content of an exit file for a rank that has ended just now; code -N after signal N."""
+    """Return the content of an exit file for a rank that has ended just now; code -N after signal N."""
     return {"rank": rank, "host": host_name(), "code": code, "time": time.time()}
 
 
 def _with_autopsy(row: dict[str, Any]) -> str:
-    """The message of a rank, and its diagnosis of the ranks that it waited for."""
+    """Return the message of a rank, and its diagnosis of the ranks that it waited for."""
     return f"{row['message']}; autopsy: {row['autopsy']}" if row.get("autopsy") else row["message"]
 
 

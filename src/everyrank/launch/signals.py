@@ -18,9 +18,9 @@ __all__ = ["Stop", "catch_signals"]
 class Stop:
     """The signal that requested a stop; None before.
 
-    grace_seconds   None: ranks are asked with SIGUSR1 until they end. A number: the signal itself is passed on to the
-                    ranks once, and they are ended after this time (SIGUSR1 ends no rank)
-    count           how many signals are to be passed on
+    grace_seconds   None: ranks get SIGUSR1 until they end. A number: the signal itself is passed on to the ranks once,
+                    and ranks that still run after this time are killed (SIGUSR1 ends no rank)
+    count           number of signals to pass on
     """
 
     asked: signal.Signals | None = None

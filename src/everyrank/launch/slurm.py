@@ -39,10 +39,10 @@ _TASK_VARIABLES = (
     "SLURM_NODEID",
     "SLURM_JOB_ID",
 )
-_LAST_STEP = 0xFFFF_0000  # higher numbers are no steps of srun: the batch script, the shell of salloc
+_LAST_STEP = 0xFFFF_0000  # higher numbers are not steps of srun: the batch script, the shell of salloc
 _FIRST_PORT, _NUM_PORTS = 12_000, 20_000  # below the ports that systems use for outgoing connections
 _WARNING_SECONDS = 120  # between the signal before the time limit and the end of the job
-_NO_JOB = "--launcher slurm: there is no allocation (SLURM_JOB_ID is not set); salloc first, or sbatch"
+_NO_JOB = "--launcher slurm: there is no allocation (SLURM_JOB_ID is not set); run salloc or sbatch first"
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Slurm(BatchLauncher):
         options: SlurmOptions = launch.options
         tasks = launch.nodes if options.per_node else launch.processes
         command = ["srun", f"--nodes={launch.nodes}", f"--ntasks={tasks}", f"--ntasks-per-node={tasks // launch.nodes}"]
-        # All ranks of a node share its cores and divide them; none of them uses MPI.
+        # The ranks of a node divide its cores, and no rank uses MPI.
         command += ["--cpu-bind=none", "--mpi=none", "--kill-on-bad-exit=1", "--input=none", *launch.arguments]
         if options.per_node:
             command += [*PYTHON, "-m", "everyrank.launch.node", options.per_node, str(launch.processes_per_node)]
@@ -107,7 +107,7 @@ class Slurm(BatchLauncher):
         return [[*command, *WORKER, str(job_folder)]]
 
     def find(self) -> str:
-        """The path of srun."""
+        """Return the path of srun."""
         return _path_of("srun")
 
     def check(self, launch: Launch) -> None:
@@ -120,7 +120,7 @@ class Slurm(BatchLauncher):
             raise UsageError(f"--nodes {options.min_nodes}:{launch.nodes}: give MIN:MAX, from 1 on")
 
     def rank_info(self, environment: Mapping[str, str]) -> RankInfo | None:
-        """The rank of a task of srun. A batch script and the shell of salloc are no ranks."""
+        """Return the rank of a task of srun. A batch script and the shell of salloc are not ranks."""
         names = ("SLURM_STEP_ID", *_TASK_VARIABLES)
         if not all(environment.get(name) for name in names):
             return None
@@ -132,13 +132,13 @@ class Slurm(BatchLauncher):
         if not 0 <= node < len(counts):
             raise UsageError(f"SLURM_NODEID={node}, but SLURM_STEP_TASKS_PER_NODE has {len(counts)} nodes: unset both")
         hosts = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
-        # Each job and step gets a port of its own, so two of them on one node do not collide. MASTER_PORT overrides it.
+        # Each job and step gets a different port, so two of them on one node do not collide. MASTER_PORT overrides it.
         port = _FIRST_PORT + (job * 64 + step) % _NUM_PORTS
         numbers = (rank, local_rank, size, counts[node])
         return rank_info_of_task(self.name, environment, numbers, lambda: _address_of_node(first_host(hosts)), port)
 
     def allow_loopback(self, host: str) -> bool:
-        """Several nodes of a small Slurm may be one machine."""
+        """Return whether the host is loopback: several nodes of a small Slurm may be one machine."""
         return host.startswith("127.")
 
     # --- the allocation
@@ -153,7 +153,7 @@ class Slurm(BatchLauncher):
         return int(tasks) if tasks.isdecimal() and options.rank_launcher is None else None
 
     def check_unused(self, environment: Mapping[str, str]) -> None:
-        """Without srun all ranks would start on this node."""
+        """Raise `UsageError` without srun, because all ranks would start on this node."""
         job, nodes = environment.get("SLURM_JOB_ID"), environment.get("SLURM_NNODES", "1")
         tasks = environment.get("SLURM_NTASKS", "1")
         if job is not None and (nodes, tasks) != ("1", "1"):
@@ -170,21 +170,21 @@ class Slurm(BatchLauncher):
         check_allocation(launch, environment)
 
     def check_nested(self, environment: Mapping[str, str], inner: Launcher) -> None:
-        """A launcher that starts all ranks of a node needs one task on each node."""
+        """Check that a launcher that starts all ranks of a node has one task on each node."""
         tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
         if not inner.launch_per_node or environment.get("SLURM_STEP_ID") is None or not tasks:
             return
-        most = max(tasks_per_node(tasks))
-        if most > 1:
+        max_tasks = max(tasks_per_node(tasks))
+        if max_tasks > 1:
             raise UsageError(
-                f"srun started {most} tasks on a node (SLURM_STEP_TASKS_PER_NODE={tasks}), and each of them a "
-                f"{inner.name}, which starts all ranks of its node itself: srun --ntasks-per-node=1"
+                f"srun started {max_tasks} tasks on a node (SLURM_STEP_TASKS_PER_NODE={tasks}), but each "
+                f"{inner.name} starts all ranks of its node; use srun --ntasks-per-node=1"
             )
 
     def check_tasks(
         self, environment: Mapping[str, str], info: RankInfo, processes: int | None, uses_devices: bool
     ) -> None:
-        """Often there is one task on each node, where one for each GPU was meant."""
+        """Check for one task on each node, where the user often means one for each GPU."""
         nodes = whole_number(environment, "SLURM_NNODES", "1")
         if processes not in (None, info.size) and info.size == nodes and processes % nodes == 0:
             raise UsageError(
@@ -197,13 +197,13 @@ class Slurm(BatchLauncher):
             tasks = f"{info.local_size} task{'s' * (info.local_size > 1)}"
             raise UsageError(
                 f"srun started {tasks} on a node with {gpus} GPUs, of which {num_idle} would be idle: "
-                f"srun --ntasks-per-node={gpus} (or --processes {info.size} if that is meant)"
+                f"srun --ntasks-per-node={gpus} (or --processes {info.size} if you want that)"
             )
 
     # --- batch jobs
 
     def batch_script(self, launch: Launch, batch: BatchOptions, command: Sequence[str], folder: Path, name: str) -> str:
-        """The script for sbatch. In the allocation, `command` runs srun. Raises `UsageError`."""
+        """Return the script for sbatch. In the allocation, `command` runs srun. Raises `UsageError`."""
         tasks_on_node = 1 if launch.options.per_node else launch.processes_per_node
         options = {
             "job-name": name,
@@ -213,8 +213,8 @@ class Slurm(BatchLauncher):
             "output": str(folder).replace("%", "%%") + "/slurm-%j.out",
         }
         if launch.min_nodes not in (None, launch.nodes):
-            # Slurm fixes the number of tasks at the first start, and a requeued job would then wait for as many nodes.
-            # So the job requests processors instead, and srun gives them to the tasks.
+            # Slurm fixes the number of tasks at the first start, and a requeued job would wait for the same number of
+            # nodes. So the job requests processors instead, and srun gives them to the tasks.
             options["nodes"] = f"{launch.min_nodes}-{launch.nodes}"
             options["mincpus"] = str(launch.processes_per_node)
             del options["ntasks"], options["ntasks-per-node"]
@@ -247,7 +247,7 @@ class Slurm(BatchLauncher):
 
 
 def check_allocation(launch: Launch, environment: Mapping[str, str]) -> None:
-    """Raises `UsageError` if the allocation has other nodes or tasks than `launch` needs."""
+    """Raise `UsageError` if the allocation has other nodes or tasks than `launch` needs."""
     nodes, tasks = environment.get("SLURM_NNODES", "1"), environment.get("SLURM_NTASKS")
     if str(launch.nodes) != nodes:
         raise UsageError(f"--nodes {launch.nodes}, but the allocation has SLURM_NNODES={nodes}: leave --nodes out")
@@ -287,11 +287,11 @@ def requeue(job: str) -> None:
     """Put a running job into the queue again. Raises `CannotRunError` with Slurm's reason."""
     result = _run("scontrol", "requeue", job)
     if result.returncode:
-        raise CannotRunError(f"job {job} could not be put into the queue again: {result.stderr.strip()}")
+        raise CannotRunError(f"job {job} could not be requeued: {result.stderr.strip()}")
 
 
 def _address_of_node(name: str) -> str:
-    """The name of the node if it has an address here; else the address that Slurm has for it."""
+    """Return the name of the node if it has an address here; else the address that Slurm has for it."""
     if addresses_of(name) or shutil.which("scontrol") is None:
         return name
     match = re.search(r"\bNodeAddr=(\S+)", _run("scontrol", "show", "node", "--oneliner", name).stdout)
@@ -305,7 +305,7 @@ def _run(*command: str) -> subprocess.CompletedProcess[str]:
 def _path_of(program: str) -> str:
     path = shutil.which(program)
     if path is None:
-        raise CannotRunError(f"--launcher slurm: {program} was not found; type this on a login node of your cluster")
+        raise CannotRunError(f"--launcher slurm: {program} was not found; run this on a login node of your cluster")
     return path
 
 
@@ -316,7 +316,7 @@ def _checked_key(key: str) -> str:
 
 
 def _quoted(key: str, value: str) -> str:
-    """The value as sbatch, which is no shell, reads it: spaces need quotes, and `$()` is not expanded."""
+    """Return the value as sbatch reads it: spaces need quotes, and `$()` is not expanded."""
     if not value.isprintable():
         raise UsageError(f"--sbatch {key}={value!r}: it must be printable, and on one line")
     escaped = value.replace("\\", "\\\\").replace('"', '\\"')

@@ -1,6 +1,6 @@
 """spawn: a fork server on this host imports torch once and forks all ranks of the host.
 
-A single rank is started as a process of its own, and so is every rank where fork is not safe.
+A single rank is started as a separate process, and so is every rank if fork is not safe.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["LAUNCHER"]
 
 
 class Spawn(Launcher):
-    """Rank = node rank x ranks of a node + local rank."""
+    """Starts the ranks of this host. Rank = node rank x ranks of a node + local rank."""
 
     name = "spawn"
     supports_nodes = True
@@ -38,7 +38,7 @@ class Spawn(Launcher):
 
 
 def _can_fork() -> bool:
-    return sys.platform == "linux"  # system libraries of macOS do not survive a fork
+    return sys.platform == "linux"  # system libraries of macOS do not work after a fork
 
 
 LAUNCHER = Spawn()

@@ -36,7 +36,7 @@ def is_a_wait(message: str) -> bool:
 
 
 def lost_another(message: str) -> bool:
-    """Whether a rank failed because another rank has ended: the cause is there."""
+    """Whether a rank failed because another rank has ended, which is the cause."""
     return _LOST.search(message) is not None
 
 
@@ -46,14 +46,14 @@ def concerns_others(message: str) -> bool:
 
 
 def diagnose_stalled(directory: Path, ranks: Sequence[int]) -> dict[int, str]:
-    """The state of each of these ranks; only of the stopped ones, if some are stopped by a signal."""
+    """Return the state of each rank, or only of the stopped ones if some are stopped by a signal."""
     states = {rank: _state(directory / f"rank{rank}.pid") for rank in ranks}
     stopped = {rank: text for rank, text in states.items() if "stopped" in text}
     return stopped or states
 
 
 def _state(path: Path) -> str:
-    """The state of the process in this pid file, which is empty for a process on another machine."""
+    """Return the state of the process in this pid file, which is empty for a process on another machine."""
     with contextlib.suppress(OSError, ValueError, IndexError, psutil.Error):
         process = psutil.Process(int(path.read_text().split()[0]))
         status = process.status()

@@ -76,7 +76,7 @@ def _watch(job: Job, child: int, directory: Path, ending: threading.Event) -> No
         if is_orphan or os.getppid() != launcher_pid:
             ending.set()
             if is_orphan and job.is_restarted and os.getppid() == launcher_pid > 1:
-                # The launcher would restart ranks of a job that is gone; giving up, it ends the job on all hosts.
+                # The launcher would restart the ranks of a job that is gone. When killed, it ends the job on all hosts.
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(launcher_pid, signal.SIGKILL)
             with contextlib.suppress(ProcessLookupError):
@@ -88,7 +88,7 @@ def _watch(job: Job, child: int, directory: Path, ending: threading.Event) -> No
 
 
 def _stop_request(directory: Path) -> str | None:
-    """The content of the file that requests a stop; None without one."""
+    """Return the content of the file that requests a stop; None without one."""
     with contextlib.suppress(OSError):
         return (directory / "stop").read_text()
     return None
@@ -107,9 +107,9 @@ def _process_lives(pid: int) -> Callable[[], bool]:
 
 
 def _heartbeat_lives(directory: Path) -> Callable[[], bool]:
-    """A parent on another machine touches a file in the job folder, and deletes the folder when it ends.
+    """Return a check whether the parent on another machine is alive. It touches a file in the job folder.
 
-    Only changes of the time count, because clocks may differ.
+    The parent deletes the folder when it ends. Only changes of the time count, because clocks may differ.
     """
     last_beat, changed_at = 0.0, time.monotonic()
 
@@ -141,7 +141,7 @@ def end_with_parent(parent_pid: int, end: Callable[[], object] = lambda: os._exi
 
 
 def _num_oom_kills() -> int:
-    """How many processes of this control group the kernel has killed because memory ran out; 0 if unknown."""
+    """Return how many processes of this control group the kernel has killed for memory; 0 if unknown."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, group = line.split(":", 2)

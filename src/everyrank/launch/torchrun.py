@@ -19,8 +19,8 @@ __all__ = ["LAUNCHER", "RENDEZVOUS_KINDS", "TorchrunOptions"]
 
 RENDEZVOUS_KINDS = ("static", "c10d")
 _MARKER = "TORCHELASTIC_RUN_ID"
-# Torchrun drops a host after 5 missed heartbeats, one each 2 seconds (its default: each 5 seconds). Once the minimum of
-# hosts is there, it waits 10 seconds for more (its default: 30).
+# Torchrun drops a host after 5 missed heartbeats, one every 2 seconds (its default: 5). When the minimum of hosts has
+# joined, it waits 10 seconds for more (its default: 30).
 _HEARTBEAT_SECONDS, _MISSED_HEARTBEATS, _LAST_CALL_SECONDS = 2, 5, 10
 
 
@@ -56,10 +56,10 @@ class TorchrunOptions(LauncherOptions):
 
     @property
     def variables(self) -> Mapping[str, str]:
-        """The variable that gives each restart a store of its own.
+        """The variable that gives each restart its own store.
 
-        By default torchrun reuses the store of the first start and does not tell its address to hosts that join later,
-        which would wait forever.
+        By default torchrun reuses the store of the first start. Hosts that join later do not get its address, and would
+        wait forever.
         """
         return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if self.is_elastic else {}
 
@@ -80,7 +80,7 @@ class Torchrun(Launcher):
     marker_variable = _MARKER
 
     def commands(self, launch: Launch, job_folder: Path) -> list[list[str]]:
-        """The torchrun of this host."""
+        """Return the torchrun of this host."""
         options: TorchrunOptions = launch.options
         command = [*PYTHON, "-m", "torch.distributed.run", *_rendezvous(launch)]
         command += [f"--nproc-per-node={launch.processes_per_node}"]
@@ -105,7 +105,7 @@ class Torchrun(Launcher):
             raise UsageError(f"--restarts {options.restarts}: give 0 or more")
 
     def rank_info(self, environment: Mapping[str, str]) -> RankInfo | None:
-        """The rank in RANK, WORLD_SIZE and so on, which users may set, too: torchrun also sets its own variable."""
+        """Return the rank in RANK, WORLD_SIZE and so on, if torchrun's own variable is also set: users may set RANK."""
         info = rank_info_of_user(environment) if _MARKER in environment else None
         return dataclasses.replace(info, started_by=self.name) if info is not None else None
 
@@ -116,7 +116,7 @@ class Torchrun(Launcher):
 
 
 def _rendezvous(launch: Launch) -> list[str]:
-    """The rendezvous arguments. On one host torchrun picks a port; its store listens on every interface."""
+    """Return the rendezvous arguments. On one host torchrun picks a port; its store listens on every interface."""
     if launch.nodes == 1:
         return ["--standalone"]
     assert launch.rendezvous is not None
@@ -145,7 +145,7 @@ def _rendezvous(launch: Launch) -> list[str]:
 
 
 def _timeouts(launch: Launch) -> str:
-    """How long hosts wait for each other; in an elastic job also until all hosts have noticed that one was lost."""
+    """Return how long hosts wait for each other. An elastic job adds the time to notice that a host was lost."""
     seconds = max(1, int(launch.start_seconds))
     if not launch.options.is_elastic:
         return f"join_timeout={seconds}"

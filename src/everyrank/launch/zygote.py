@@ -1,7 +1,7 @@
 """A fork server that outlives a job: a test suite starts ranks in milliseconds, because torch is imported once.
 
 `python -P -m everyrank.launch.zygote SOCKET MODULE ...` imports the modules, and waits for requests on an inherited
-socket. For each request it forks a process that does what `python *words` would do, and it reports how that ended.
+socket. For each request it forks a process that does what `python *arguments` would do, and reports how it ended.
 It ends when its parent closes the socket.
 """
 
@@ -39,13 +39,13 @@ class ZygoteProcess:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """The exit status, -N after signal N; None while it runs."""
+        """Return the exit status, -N after signal N; None while it runs."""
         if self.returncode is None:
             self.returncode = self.zygote.status_of(self.pid, 0.0)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end. Raises `subprocess.TimeoutExpired`."""
+        """Wait until the process ends. Raises `subprocess.TimeoutExpired`."""
         if self.returncode is None:
             self.returncode = self.zygote.status_of(self.pid, timeout)
         if self.returncode is None:
@@ -64,8 +64,8 @@ class Zygote:
 
     def can_start(self, command: Sequence[str]) -> bool:
         """Whether this is the command of a rank or of the fork server of a host, on a system where fork is safe."""
-        is_own = tuple(command[: len(WORKER)]) in (WORKER, FORK_SERVER)
-        return is_own and sys.platform == "linux"
+        is_known = tuple(command[: len(WORKER)]) in (WORKER, FORK_SERVER)
+        return is_known and sys.platform == "linux"
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> ZygoteProcess:
         """Start the command with our standard output and error. Raises `RuntimeError` if the zygote cannot start."""
@@ -81,7 +81,7 @@ class Zygote:
                 return ZygoteProcess(self, answer["started"])
 
     def status_of(self, pid: int, timeout: float | None) -> int | None:
-        """The exit status of a process; None if it still runs after `timeout` seconds (None: wait)."""
+        """Return the exit status of a process; None if it still runs after `timeout` seconds (None: wait)."""
         while pid not in self.statuses:
             answer = self._read(timeout)
             if answer is None:
@@ -114,7 +114,7 @@ class Zygote:
         return ours
 
     def _read(self, timeout: float | None) -> dict[str, int] | None:
-        """The next answer; None if there is none in time, or the zygote has ended."""
+        """Return the next answer; None if there is none in time, or the zygote has ended."""
         if self.connection is None or not select.select([self.connection], [], [], timeout)[0]:
             return None
         header = self.connection.recv(_SIZE.size, socket.MSG_WAITALL)
@@ -184,14 +184,14 @@ def _become(request: bytes, descriptors: Sequence[int]) -> NoReturn:
         for number, descriptor in enumerate(descriptors, 1):
             os.dup2(descriptor, number)
             os.close(descriptor)
-        words, environment, folder = pickle.loads(request)  # noqa: S301  (our parent has sent it)
+        arguments, environment, folder = pickle.loads(request)  # noqa: S301  (sent by the parent)
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(environment)
         if (random := sys.modules.get("numpy.random")) is not None:
             random.seed()
-        module = fork_server if tuple(words[: len(FORK_SERVER)]) == FORK_SERVER else worker
-        sys.argv = [str(module.__file__), *words[len(FORK_SERVER) :]]
+        module = fork_server if tuple(arguments[: len(FORK_SERVER)]) == FORK_SERVER else worker
+        sys.argv = [str(module.__file__), *arguments[len(FORK_SERVER) :]]
         gc.enable()
         is_single = len(os.listdir("/proc/self/task")) == 1  # noqa: PTH208
         status = fork_server.main(is_checked=is_single) if module is fork_server else worker.main()

@@ -28,17 +28,17 @@ from everyrank.workload.find import import_file
 __all__ = ["CustomParallelize", "ParallelContract", "find_custom_parallelize", "register_custom_parallelize", "zigzag"]
 
 _READS = ("batch", "sequence", "same")
-_USUAL = {
+_USUAL_NAMES = {
     "batch": ("data", "dp", "ddp", "fsdp", "replicate", "shard", "dp_replicate", "dp_shard"),
     "sequence": ("context", "cp", "sequence"),
     "same": ("tensor", "tp"),
 }
-_OURS = {"batch": "replicate", "sequence": "context", "same": "tensor"}
+_OUR_AXES = {"batch": "replicate", "sequence": "context", "same": "tensor"}
 
 
 @dataclass(frozen=True)
 class ParallelContract:
-    """Describes a `parallelize(model, mesh)` function where its result does not show it.
+    """Describes what the result of a `parallelize(model, mesh)` function does not show.
 
     Define it next to the function as `contract`, or on it as `parallelize.contract`. Without one, the axes are those of
     the layout and "data", and the gradient is a mean, as with DistributedDataParallel and `fully_shard`.
@@ -91,8 +91,8 @@ class ParallelContract:
         order = [_READS.index(reads) for reads in axes.values()]
         if order != sorted(order):
             raise LayoutError(
-                f"contract: axes {', '.join(axes)}: give those that read different samples (batch) first, then "
-                "sequence, those that read the same last"
+                f"contract: axes {', '.join(axes)}: give the axes of batch first, then those of sequence, then "
+                "those of same"
             )
         reductions = self.gradients if isinstance(self.gradients, Mapping) else {"": self.gradients}
         for axis, reduction in reductions.items():
@@ -128,7 +128,7 @@ class ParallelContract:
         """Return what the ranks along an axis read: batch, sequence or same; "" for an unknown axis."""
         if self.axes is not None:
             return self.axes.get(axis, "")
-        return next((reads for reads, names in _USUAL.items() if axis in names), "")
+        return next((reads for reads, names in _USUAL_NAMES.items() if axis in names), "")
 
 
 def zigzag(length: int, ranks: int) -> list[int]:
@@ -160,26 +160,24 @@ class CustomParallelize:
     axes: Mapping[str, int]
 
     def sizes(self) -> dict[str, int]:
-        """Return the ranks in everyrank's own axes: of all axes with different samples, different positions, or the
-        same.
-        """
+        """Return the number of ranks on everyrank's axes: replicate, context and tensor."""
         return {
             ours: math.prod(size for axis, size in self.axes.items() if self.contract.reads(axis) == reads)
-            for reads, ours in _OURS.items()
+            for reads, ours in _OUR_AXES.items()
         }
 
     def num_averaged(self) -> int:
-        """The number of ranks over which the gradient is a mean according to the contract."""
-        parts = {axis: size for axis, size in self.axes.items() if self.contract.reads(axis) != "same"}
-        return math.prod(size for axis, size in parts.items() if self.contract.gradient_over(axis) == "mean")
+        """Return the number of ranks over which the gradient is a mean according to the contract."""
+        data_axes = {axis: size for axis, size in self.axes.items() if self.contract.reads(axis) != "same"}
+        return math.prod(size for axis, size in data_axes.items() if self.contract.gradient_over(axis) == "mean")
 
 
-_given: dict[str, tuple[Callable[..., Any], ParallelContract | None]] = {}
+_registered: dict[str, tuple[Callable[..., Any], ParallelContract | None]] = {}
 
 
 def register_custom_parallelize(path: str, function: Callable[..., Any], contract: ParallelContract | None) -> None:
     """Use this function for the layout `path` in this process, instead of one from a file."""
-    _given[path] = function, contract
+    _registered[path] = function, contract
 
 
 def find_custom_parallelize(layout: Layout, world_size: int) -> CustomParallelize:
@@ -188,37 +186,41 @@ def find_custom_parallelize(layout: Layout, world_size: int) -> CustomParalleliz
     Raises `LayoutError` for a missing function, unknown axes, and sizes that do not multiply to `world_size`;
     `WorkloadError` for a file that raises.
     """
-    if layout.strategy in _given:
-        function, contract = _given[layout.strategy]
-        where = layout.strategy
+    if layout.strategy in _registered:
+        function, contract = _registered[layout.strategy]
+        display_name = layout.strategy
     else:
         path, _, name = layout.strategy.rpartition(":") if ".py:" in layout.strategy else (layout.strategy, "", "")
         name = name or "parallelize"
-        where = f"{Path(path).name}:{name}"
+        display_name = f"{Path(path).name}:{name}"
         module = import_file(Path(path).absolute())
         function, contract = getattr(module, name, None), getattr(module, "contract", None)
         if not callable(function):
-            raise LayoutError(f"layout {layout.strategy}: {Path(path).name} has no function {name}{_offered(module)}")
+            raise LayoutError(
+                f"layout {layout.strategy}: {Path(path).name} has no function {name}{_suggest_functions(module)}"
+            )
     contract = getattr(function, "contract", contract)
     if contract is not None and not isinstance(contract, ParallelContract):
-        raise LayoutError(f"{where}: its contract is {type(contract).__name__}; give an everyrank.ParallelContract")
+        raise LayoutError(
+            f"{display_name}: its contract is {type(contract).__name__}; give an everyrank.ParallelContract"
+        )
     contract = contract or ParallelContract()
-    return CustomParallelize(where, function, contract, _axes(layout, contract, world_size))
+    return CustomParallelize(display_name, function, contract, _axes(layout, contract, world_size))
 
 
-def _offered(module: Any) -> str:
+def _suggest_functions(module: Any) -> str:
     """Return the functions of a file that the user may have meant, for an error message."""
-    names = [name for name, value in vars(module).items() if inspect.isfunction(value) and _takes_two(value)]
+    names = [name for name, value in vars(module).items() if inspect.isfunction(value) and _takes_two_arguments(value)]
     return f"; it has {', '.join(names)}: write {Path(module.__file__).name}:{names[0]}" if names else ""
 
 
-def _takes_two(function: Any) -> bool:
-    needed = [
+def _takes_two_arguments(function: Any) -> bool:
+    required = [
         parameter
         for parameter in inspect.signature(function).parameters.values()
         if parameter.default is parameter.empty
     ]
-    return len(needed) == 2
+    return len(required) == 2
 
 
 def _axes(layout: Layout, contract: ParallelContract, world_size: int) -> dict[str, int]:
@@ -227,15 +229,15 @@ def _axes(layout: Layout, contract: ParallelContract, world_size: int) -> dict[s
     for axis in layout.degrees:
         if not contract.reads(axis):
             if contract.axes is None:
-                fix = f"say what its ranks read: contract = ParallelContract(axes={{{axis!r}: 'batch'}})"
+                fix = f"declare what its ranks read: contract = ParallelContract(axes={{{axis!r}: 'batch'}})"
             else:
                 fix = f"it has {', '.join(known)}"
-            raise LayoutError(f"layout {layout.strategy}: the contract knows no mesh axis {axis}; {fix}")
+            raise LayoutError(f"layout {layout.strategy}: the contract has no mesh axis {axis}; {fix}")
     open_axes = [axis for axis in known if axis not in layout.degrees]
     if len(open_axes) > 1:
         example = ",".join(f"{axis}=1" for axis in open_axes[1:])
         raise LayoutError(
-            f"layout {layout.strategy}: {' and '.join(open_axes)} have no size; give all but one, say {example}"
+            f"layout {layout.strategy}: {' and '.join(open_axes)} have no size; give all but one, for example {example}"
         )
     fixed = math.prod(layout.degrees.values())
     sizes = {axis: layout.degrees.get(axis, max(1, world_size // fixed)) for axis in known}

@@ -30,12 +30,12 @@ _APEX_LEVELS = {
         "bf16, which needs no loss scale"
     ),
     "O2": (
-        "O2 computed in fp16 but for batch norm, from float32 master weights, with a loss scale: give precision=fp16 "
-        "or bf16, where the weights themselves are the float32 ones"
+        "O2 computed in fp16 except for batch norm, from float32 master weights, with a loss scale: give "
+        "precision=fp16 or bf16, whose weights are in float32"
     ),
     "O3": (
         "O3 kept weights in fp16 without master weights or loss scale, which rounds small updates away, and is not "
-        "here: give precision=fp16 or bf16"
+        "supported: give precision=fp16 or bf16"
     ),
 }
 """Messages for values of opt_level of apex.amp.initialize (deprecated); see docs/mixed_precision.md."""
@@ -82,7 +82,7 @@ class Layout:
     def __post_init__(self) -> None:
         strategy = find_strategy(self.strategy)
         if strategy is None:
-            raise LayoutError(f"layout {self.strategy!r}: {_known(self.strategy, STRATEGIES)}")
+            raise LayoutError(f"layout {self.strategy!r}: {_suggest_strategy(self.strategy, STRATEGIES)}")
         if self.accumulate < 1:
             raise LayoutError(f"layout {self}: accumulate={self.accumulate}: give at least 1 micro-batch")
         if self.precision not in PRECISIONS:
@@ -110,8 +110,8 @@ class Layout:
                 raise LayoutError(f"layout {self}: {problem}")
         if self.simulated < 0 or (self.simulated and self.is_exact):
             raise LayoutError(
-                f"layout {self}: simulated={self.simulated}: one process stands for at least 1 rank of a layout that "
-                "changes the mathematics; of any other it is what single does"
+                f"layout {self}: simulated={self.simulated}: give at least 1 rank, and only for a layout that is not "
+                "equivalent to one device; for others use single"
             )
 
     def read(self, kind: type[T]) -> T:
@@ -165,15 +165,15 @@ class Layout:
 
     def repeatable(self) -> Layout:
         """Return the layout with all timing-dependent choices drawn from the seed."""
-        drawn = [self.read(options).repeatable() for options in self.row.options]
-        changes = {key: value for some in drawn for key, value in some.items()}
+        choices_of_options = [self.read(options).repeatable() for options in self.row.options]
+        changes = {key: value for choices in choices_of_options for key, value in choices.items()}
         return dataclasses.replace(self, options={**self.options, **changes})
 
     def mesh(self, world_size: int) -> dict[str, int]:
-        """Ranks along each mesh axis, outermost first, for a world of this size; {} for one process.
+        """Return the ranks along each mesh axis, outermost first, for a world of this size; {} for one process.
 
-        For a custom function only those with a size; the others are known where it runs. Raises `LayoutError`,
-        with the product, when the degrees do not multiply to the world size.
+        For a custom function, only axes with a size are returned; its contract has the others. Raises `LayoutError`
+        if the degrees do not multiply to the world size.
         """
         axis = self.axis
         if axis is None:
@@ -192,10 +192,10 @@ class Layout:
         product = math.prod(degrees.values())
         if product != world_size:
             shown = " x ".join(f"{key} {degrees[key]}" for key in AXES if key in degrees)
-            given = f"{world_size} processes" if not self.servers else f"{world_size} of them beside the servers"
+            available = f"{world_size} processes" if not self.servers else f"{world_size} without the servers"
             raise LayoutError(
-                f"layout {self}: {shown} = {product}, but there are {given}; "
-                f"give --processes {product + self.servers}, or leave out {axis}= to take all of them"
+                f"layout {self}: {shown} = {product}, but there are {available}; "
+                f"give --processes {product + self.servers}, or leave out {axis}= to use all of them"
             )
         return {key: degrees[key] for key in AXES if key in degrees}
 
@@ -230,7 +230,7 @@ def parse_layout(text: str) -> Layout:
     strategy, colon, options_text = _name_and_keys(text)
     row = find_strategy(strategy)
     if row is None:
-        raise LayoutError(f"layout {text!r}: {_known(strategy, STRATEGIES)}")
+        raise LayoutError(f"layout {text!r}: {_suggest_strategy(strategy, STRATEGIES)}")
     assignments = options_text.split(",") if colon else []
     pairs: dict[str, str] = {}
     for assignment in assignments:
@@ -282,17 +282,17 @@ def _name_and_keys(text: str) -> tuple[str, str, str]:
 
 def _read(text: str, key: str, value: str, kind: Kind) -> object:
     if isinstance(kind, tuple):
-        return value  # `Layout` checks the word
-    truths = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+        return value  # `Layout` checks the value
+    booleans = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
     if kind is bool:
-        if value.lower() not in truths:
+        if value.lower() not in booleans:
             raise LayoutError(f"layout {text!r}: {key}={value}: give true or false")
-        return truths[value.lower()]
+        return booleans[value.lower()]
     try:
         return kind(value)
     except ValueError:
-        wanted = "a whole number" if kind is int else "a number"
-        raise LayoutError(f"layout {text!r}: {key}={value}: give {wanted}") from None
+        kind_text = "a whole number" if kind is int else "a number"
+        raise LayoutError(f"layout {text!r}: {key}={value}: give {kind_text}") from None
 
 
 def _text(value: object) -> str:
@@ -308,7 +308,7 @@ def _keys_of(strategy: str) -> str:
     return f"{strategy} takes accumulate, precision, recompute, compile{''.join(', ' + key for key in keys)}"
 
 
-def _known(name: str, table: Mapping[str, object]) -> str:
+def _suggest_strategy(name: str, table: Mapping[str, object]) -> str:
     close = difflib.get_close_matches(name, table, n=1)
     hint = f"did you mean {close[0]}? " if close else ""
     return f"{hint}give one of {', '.join(table)}"
@@ -328,17 +328,13 @@ def check_reference(layout: Layout, reference: Layout, world_size: int) -> None:
         )
     if not reference.is_exact or reference.servers or reference.simulated:
         raise LayoutError(
-            f"--reference {reference}: it does not stand for one device: it changes the mathematics, or has servers; "
-            "give fsdp, tensor or pipeline"
+            f"--reference {reference}: not equivalent to one device, or with servers; give fsdp, tensor or pipeline"
         )
-    if _computes(layout, world_size) == _computes(reference, world_size):
-        raise LayoutError(
-            f"layout {layout}: compared with --reference {reference} it is compared with itself, which shows nothing; "
-            "give another reference"
-        )
+    if _result_key(layout, world_size) == _result_key(reference, world_size):
+        raise LayoutError(f"layout {layout}: it is the same as --reference {reference}; give a different reference")
 
 
-def _computes(layout: Layout, world_size: int) -> tuple[object, ...]:
+def _result_key(layout: Layout, world_size: int) -> tuple[object, ...]:
     """Return what determines the result of a layout: strategy, mesh and options."""
     options = tuple(layout.read(kind) for kind in layout.row.options if kind is not BuildOptions)
     common = dataclasses.replace(layout, degrees={}, options={}, precision="float32")

@@ -64,7 +64,7 @@ class DDPOptions(StrategyOptions):
     find_unused: bool = False
 
     def conflict(self, layout: Layout) -> str:
-        """A static graph is learned in the first backward that sends gradients."""
+        """Return a message for a static graph with accumulation."""
         if self.static_graph and layout.accumulate > 1:
             return (
                 "torch learns a static graph while it sends gradients, and the first backward of several micro-batches "
@@ -84,12 +84,12 @@ class BatchNormOptions(StrategyOptions):
         return self.batch_norm == "sync"
 
     def conflict(self, layout: Layout) -> str:
-        """Ranks along these axes have no samples of their own."""
-        shared = [axis for axis in ("context", "tensor") if layout.degrees.get(axis, 1) > 1]
-        if shared and not self.is_exact():
-            return f"ranks along {shared[0]} share their samples; leave out batch_norm=local, or {shared[0]}"
+        """Ranks along these axes share their samples."""
+        shared_axes = [axis for axis in ("context", "tensor") if layout.degrees.get(axis, 1) > 1]
+        if shared_axes and not self.is_exact():
+            return f"ranks along {shared_axes[0]} share their samples; leave out batch_norm=local, or {shared_axes[0]}"
         if layout.degrees.get("expert", 1) > 1 and not self.is_exact():
-            return "batch_norm=local is compared with replicas, and ranks along expert are none; leave one out"
+            return "batch_norm=local is not supported with an expert axis; leave one out"
         return ""
 
 
@@ -110,9 +110,9 @@ class CompressOptions(StrategyOptions):
 
     def conflict(self, layout: Layout) -> str:
         """Only gradients that each rank holds in full can be compressed."""
-        shared = [axis for axis in ("context", "expert", "tensor") if layout.degrees.get(axis, 1) > 1]
-        if shared and not self.is_exact():
-            return f"compress={self.compress} is for replicas alone; leave it out, or {shared[0]}"
+        split_axes = [axis for axis in ("context", "expert", "tensor") if layout.degrees.get(axis, 1) > 1]
+        if split_axes and not self.is_exact():
+            return f"compress={self.compress} is only for replicas; leave it out, or {split_axes[0]}"
         if "matrix_rank" in layout.options and self.compress != "powersgd":
             return "matrix_rank is for compress=powersgd"
         return ""
@@ -131,7 +131,7 @@ class LocalSGDOptions(StrategyOptions):
     def conflict(self, layout: Layout) -> str:
         """Some options need a decision by all ranks in every update."""
         if layout.precision == "fp16":
-            return "each rank would skip other updates than its peers as its loss overflows; use precision=bf16"
+            return "ranks would skip different updates when their loss overflows; use precision=bf16"
         return ""
 
 
@@ -209,11 +209,11 @@ class PipelineOptions(StrategyOptions):
 
     def conflict(self, layout: Layout) -> str:
         """Some schedules do not support all options."""
-        split = [axis for axis in ("shard", "tensor") if layout.degrees.get(axis, 1) > 1]
-        if self.schedule == "zero-bubble" and split:
-            return f"gradients of weights that lie in parts ({split[0]}) cannot wait; use schedule=1f1b"
+        split_axes = [axis for axis in ("shard", "tensor") if layout.degrees.get(axis, 1) > 1]
+        if self.schedule == "zero-bubble" and split_axes:
+            return f"zero-bubble cannot delay the gradients of weights that {split_axes[0]} splits; use schedule=1f1b"
         if self.schedule == "zero-bubble" and layout.compile:
-            return "the compiler does not know of weight gradients that wait; leave out compile, or use schedule=1f1b"
+            return "torch.compile does not support delayed weight gradients; leave out compile, or use schedule=1f1b"
         if "chunks" in layout.options and self.schedule != "interleaved":
             return "chunks is for schedule=interleaved"
         return ""
@@ -243,7 +243,7 @@ class ParameterServerOptions(StrategyOptions):
     def conflict(self, layout: Layout) -> str:
         """Asynchronous updates and parameter servers do not support some options."""
         if layout.precision == "fp16":
-            return "the loss scale of fp16 is not told to the trainers; use precision=bf16"
+            return "the loss scale of fp16 is not sent to the trainers; use precision=bf16"
         if "order" in layout.options and self.updates == "sync":
             return "order is for updates=async; a synchronous server adds up gradients in the order of ranks"
         return ""
@@ -251,7 +251,7 @@ class ParameterServerOptions(StrategyOptions):
 
 @dataclass(frozen=True)
 class DeviceOptions(StrategyOptions):
-    """Devices of each rank, for models that lie on several."""
+    """The number of devices of each rank, for models that are placed on several."""
 
     devices: int = 1
 
@@ -263,11 +263,11 @@ class DataParallelOptions(StrategyOptions):
     def conflict(self, layout: Layout) -> str:
         """DataParallel copies the model in every step."""
         if layout.recompute:
-            return "its copies of the model do not survive recompute; use ddp"
+            return "the copies of the model do not support recompute; use ddp"
         if layout.compile:
             return (
-                "what is compiled keeps the weights of the first device, and each copy of the model would answer with "
-                "them; leave out compile, or use ddp:compile"
+                "a compiled model keeps the weights of the first device, so all copies would use these; leave out "
+                "compile, or use ddp:compile"
             )
         return ""
 
@@ -277,7 +277,7 @@ class CustomOptions(StrategyOptions):
     """A custom `parallelize` has no options, only conflicts with what the function has to do itself."""
 
     def conflict(self, layout: Layout) -> str:
-        """These settings belong into the function."""
+        """These settings belong in the function."""
         for key in ("recompute", "compile"):
             if getattr(layout, key):
                 return f"a custom parallelize function has to do that itself; leave out {key}"
@@ -290,5 +290,5 @@ class CustomOptions(StrategyOptions):
 
 def _needs_axis(layout: Layout, key: str, axis: str) -> str:
     if key in layout.options and layout.axis != axis and layout.degrees.get(axis, 1) == 1:
-        return f"{key} is for an axis that this layout has not; give {axis}=2, say"
+        return f"{key} needs a {axis} axis; give for example {axis}=2"
     return ""

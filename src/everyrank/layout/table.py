@@ -31,7 +31,7 @@ from everyrank.layout.options import (
 __all__ = ["AXES", "DATA_AXES", "SAMPLE_AXES", "STRATEGIES", "Strategy", "find_strategy", "problem_with"]
 
 AXES = ("pipeline", "replicate", "shard", "context", "expert", "tensor")
-"""Mesh axes, outermost first: ranks that are neighbours on the last axis are neighbours in number, too."""
+"""Mesh axes, outermost first: neighbours on the last axis have consecutive ranks."""
 
 SAMPLE_AXES = ("replicate", "shard", "expert")
 """Axes whose ranks read different samples."""
@@ -41,7 +41,7 @@ DATA_AXES = ("replicate", "shard", "context", "expert")
 
 
 Kind = type | tuple[str, ...]
-"""The type of a value, or the allowed words."""
+"""The type of a value, or the allowed values."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ STRATEGIES: dict[str, Strategy] = {
         "everyrank.strategies.parameter_server", "replicate", (ParameterServerOptions,), simulation="parameter_server"
     ),
 }
-"""Deleting a strategy is removing its file and its row here (and options that no other row has)."""
+"""To delete a strategy, remove its file, its row here, and options that no other row has."""
 
 _CUSTOM = Strategy("everyrank.strategies.custom", "data", (CustomOptions,), any_axes=True)
 """The row of every `path/file.py[:name]`: the function there lays out the model (layout/contract.py)."""

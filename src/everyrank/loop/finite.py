@@ -19,8 +19,8 @@ from everyrank.world.collectives import all_gather
 
 __all__ = ["check_finite", "first_bad_tensor", "first_of_all_ranks", "has_nonfinite", "nonfinite_loss_error"]
 
-_THE_LOSS = "the loss itself; parameters, input and all outputs are finite"
-_NONE_AGAIN = "none now: the same forward pass, run again, is finite"
+_LOSS_ITSELF = "the loss itself; parameters, input and all outputs are finite"
+_FINITE_ON_RERUN = "none: the same forward pass is finite when run again"
 
 
 def first_bad_tensor(prepared: Prepared, batches: Sequence[Batch], step: int) -> str:
@@ -48,33 +48,33 @@ def first_bad_tensor(prepared: Prepared, batches: Sequence[Batch], step: int) ->
             hook.remove()
     name = _bad_parameter(prepared)
     if name:
-        before = "the update before; lower the learning rate or set clip_norm" if step else "model() itself"
-        return f"parameter {name}, made so by {before}"
+        cause = "the update before; lower the learning rate or set clip_norm" if step else "model() itself"
+        return f"parameter {name}; caused by {cause}"
     if any(has_nonfinite(batch.input) for batch in batches):
         return "the input itself"
-    return next(iter(bad_outputs), _THE_LOSS if has_nonfinite(losses) else _NONE_AGAIN)
+    return next(iter(bad_outputs), _LOSS_ITSELF if has_nonfinite(losses) else _FINITE_ON_RERUN)
 
 
 def first_of_all_ranks(local_reason: str, prepared: Prepared) -> str:
     """Return the most specific reason of all ranks, the same on every rank. A collective."""
     return min(
-        _of_all_ranks(local_reason, prepared), key=lambda text: (text == _NONE_AGAIN, text == _THE_LOSS)
+        _of_all_ranks(local_reason, prepared), key=lambda text: (text == _FINITE_ON_RERUN, text == _LOSS_ITSELF)
     )  # the first of the most specific ones
 
 
 def check_finite(prepared: Prepared, done: int) -> None:
     """Raise `NotFiniteError` on every rank where a parameter is not finite after `done` updates. A collective.
 
-    No loss follows the last update, so that only its parameters show it.
+    After the last update, no further loss would show it.
     """
     parameter_name = next(filter(None, _of_all_ranks(_bad_parameter(prepared), prepared)), "")
     if parameter_name:
-        before = (
+        message = (
             f"update {done - 1}: parameter {parameter_name} became infinite or NaN; "
             "lower the learning rate or set clip_norm"
         )
         raise NotFiniteError(
-            before if done else f"parameter {parameter_name} is infinite or NaN; model() itself made it so"
+            message if done else f"parameter {parameter_name} is infinite or NaN; model() returned it so"
         )
 
 
@@ -99,6 +99,6 @@ def has_nonfinite(value: Any) -> bool:
 
 def nonfinite_loss_error(prepared: Prepared, step: int, loss: float) -> NotFiniteError:
     """Return the error for a loss that is not finite after its update."""
-    bad = _bad_parameter(prepared)
-    where = f"parameter {bad}" if bad else "the loss itself"
+    parameter_name = _bad_parameter(prepared)
+    where = f"parameter {parameter_name}" if parameter_name else "the loss itself"
     return NotFiniteError(f"update {step}: the loss is {loss}; first bad tensor: {where}")

@@ -44,7 +44,7 @@ def wrap_user_errors() -> Generator[None]:
 def open_data(workload: Workload, world: World, counts_uneven: bool = True) -> tuple[Any, Any]:
     """Return the training data and the evaluation data (None without). A collective.
 
-    Counts the samples of a stream without a length. Streams of which each is read by one rank (order="shard") are
+    Counts the samples of a stream without a length. Streams that are each read by one rank (order="shard") are
     counted only if `counts_uneven`. Raises `WorkloadError` for data that cannot be split, or whose length differs
     between ranks.
     """
@@ -70,7 +70,7 @@ def open_data(workload: Workload, world: World, counts_uneven: bool = True) -> t
         _check_weights(workload.weights, train_data, world)
     if not samples_per_epoch(workload, len(train_data)):
         raise WorkloadError(
-            f"drop_last=True: train_data has {len(train_data)} samples, not one batch of {workload.global_batch}; "
+            f"drop_last=True: train_data has {len(train_data)} samples, less than a batch of {workload.global_batch}; "
             f"use a global_batch of at most {len(train_data)}"
         )
     return train_data, eval_data
@@ -79,7 +79,7 @@ def open_data(workload: Workload, world: World, counts_uneven: bool = True) -> t
 def _open_uneven(
     workload: Workload, dataset: Any, streams: Sequence[Any], world: World, is_counted: bool
 ) -> UnevenStreams:
-    """Return streams, each of which one rank reads. Every rank counts the samples of some of them. A collective."""
+    """Return the streams, each read by one rank. Every rank counts the samples of some streams. A collective."""
     counts = [int(count) for count in all_gather(torch.tensor([len(streams)]), world)]
     if len(set(counts)) > 1:
         raise WorkloadError(f"train_data: {counts} streams on the ranks; give all streams on every rank")
@@ -104,9 +104,7 @@ def _open_uneven(
 def _check_weights(weights: Callable[[], Sequence[float]], data: Any, world: World) -> None:
     """Raise `WorkloadError` for sample weights that differ between ranks, which would then draw different samples."""
     if isinstance(data, Streamed):
-        raise WorkloadError(
-            "weights: train_data is a stream, which comes in its own order; give a dataset with a length"
-        )
+        raise WorkloadError("weights: train_data is a stream, whose order is fixed; give a dataset with a length")
     with wrap_user_errors():
         sample_weights = weights_of(weights, len(data))
     if not all_equal([sample_weights], world):

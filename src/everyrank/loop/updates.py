@@ -43,52 +43,58 @@ def run_updates(
     `fetched(seconds)` is called with the loading time of each update. Raises `NotFiniteError` on every rank, with the
     update and the first bad tensor.
     """
-    updates = list(updates) if isinstance(updates, Iterator) else updates  # they are gone through twice
+    updates = list(updates) if isinstance(updates, Iterator) else updates  # they are iterated twice
     workload = prepared.workload
     if isinstance(dataset, UnevenStreams) and prepared.mesh.servers:
         raise UnsupportedLayoutError(
-            f"layout {prepared.layout}: when streams end is agreed upon by all ranks, and a server reads none; use ddp"
+            f"layout {prepared.layout}: uneven streams are not supported, because a server reads no stream; use ddp"
         )
-    of_ranks = [
+    batches_by_rank = [
         batches_for_updates(
             workload,
             dataset,
             updates,
-            reads,
+            data_slice,
             prepared.num_micro_batches,
             prepared.world,
             prepared.dtype,
             reverse,
         )
-        for reads in prepared.data_slices
+        for data_slice in prepared.data_slices
     ]
-    batches = (list(itertools.chain.from_iterable(micro_batch)) for micro_batch in zip(*of_ranks, strict=True))
-    lone = ""
+    batches = (list(itertools.chain.from_iterable(micro_batch)) for micro_batch in zip(*batches_by_rank, strict=True))
+    batch_of_one_message = ""
     if isinstance(updates, Sequence) and not isinstance(dataset, UnevenStreams):
-        lone = batch_of_one(workload, samples_per_epoch(workload, len(dataset)), updates, prepared.num_micro_batches)
-    return _run(prepared, updates, batches, lone, fetched)
+        batch_of_one_message = batch_of_one(
+            workload, samples_per_epoch(workload, len(dataset)), updates, prepared.num_micro_batches
+        )
+    return _run(prepared, updates, batches, batch_of_one_message, fetched)
 
 
 def _run(
     prepared: Prepared,
     updates: Iterable[Update],
     batches: Iterator[list[Batch]],
-    lone: str,
+    batch_of_one_message: str,
     fetched: Callable[[float], None] | None,
 ) -> Iterator[Tensor]:
-    following = iter(updates)
+    remaining_updates = iter(updates)
     for index in itertools.count():
         with wrap_user_errors() if index == 0 else contextlib.nullcontext():
-            begun = time.perf_counter()
+            start = time.perf_counter()
             micro_batches = next(batches, None)
             if micro_batches is None:
                 return
             if fetched is not None:
-                fetched(time.perf_counter() - begun)
-            update = next(following)
+                fetched(time.perf_counter() - start)
+            update = next(remaining_updates)
             _seed_update(prepared, update)
             try:
-                with refuse_batch_of_one(prepared.model, lone) if lone and index == 0 else contextlib.nullcontext():
+                with (
+                    refuse_batch_of_one(prepared.model, batch_of_one_message)
+                    if batch_of_one_message and index == 0
+                    else contextlib.nullcontext()
+                ):
                     share = prepared.step(micro_batches)
                 if prepared.trainable.ema is not None:
                     prepared.trainable.ema.update()

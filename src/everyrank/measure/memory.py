@@ -15,7 +15,7 @@ __all__ = ["PeakMemory", "free_memory_bytes", "peak_memory"]
 
 
 class PeakMemory:
-    """`bytes` is set when the block ends."""
+    """The peak memory of a block. `bytes` is set when the block ends."""
 
     bytes: int = 0
 
@@ -24,7 +24,7 @@ class PeakMemory:
 def peak_memory(device: torch.device) -> Generator[PeakMemory]:
     """Measure the peak bytes of tensors in the block, without those that existed before it.
 
-    To count parameters, gradients, optimizer state and activations alike, build the model inside the block.
+    Build the model inside the block to also count parameters, gradients and optimizer state.
     """
     peak = PeakMemory()
     gc.collect()  # so that existing garbage is not freed inside the block
@@ -37,7 +37,7 @@ def peak_memory(device: torch.device) -> Generator[PeakMemory]:
     with profiler(device, memory=True) as finished:
         yield peak
     changes = [e for e in events_of(finished) if e["name"] == "[memory]" and e["args"]["Device Type"] == 0]
-    alive: dict[int, int] = {}  # address -> bytes, of what was allocated inside the block
+    alive: dict[int, int] = {}  # address -> bytes of each tensor that was allocated inside the block
     total = 0
     for event in sorted(changes, key=lambda event: event["ts"]):
         address, change = int(event["args"]["Addr"]), int(event["args"]["Bytes"])

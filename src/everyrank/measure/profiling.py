@@ -1,4 +1,4 @@
-"""torch.profiler with the settings that all measurements here use."""
+"""torch.profiler with the settings that all measurements use."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _ALL_THREADS: Any = _ExperimentalConfig(profile_all_threads=True)
 def profiler(device: torch.device, memory: bool = False) -> Generator[profile]:
     """Profile the CPU and this rank's device; with `memory`, record allocations instead of all threads."""
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
-    is_loud = _LOG_LEVEL not in os.environ  # the profiler would log between our lines
-    if is_loud:
+    sets_log_level = _LOG_LEVEL not in os.environ  # the profiler would log between our lines
+    if sets_log_level:
         os.environ[_LOG_LEVEL] = "99"
     try:
         config = None if memory else _ALL_THREADS  # torch records no memory with profile_all_threads
         with profile(activities=activities, profile_memory=memory, experimental_config=config) as running:
             yield running
     finally:
-        if is_loud:
+        if sets_log_level:
             del os.environ[_LOG_LEVEL]
 
 
@@ -66,5 +66,5 @@ def _slim(item: dict[str, Any]) -> dict[str, Any] | None:
         return {"name": name, "ts": item["ts"], "args": item["args"]}
     if item["ph"] != "X":
         return None
-    kind = sys.intern(str(item.get("cat", "")))
-    return {"name": name, "cat": kind, **{key: item[key] for key in ("ts", "dur", "tid")}}
+    category = sys.intern(str(item.get("cat", "")))
+    return {"name": name, "cat": category, **{key: item[key] for key in ("ts", "dur", "tid")}}

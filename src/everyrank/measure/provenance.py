@@ -23,7 +23,7 @@ __all__ = ["machine", "provenance"]
 
 
 def provenance(workload: Workload, dataset: Any, world: World, command: list[str]) -> dict[str, Any]:
-    """Return what a reader needs to repeat the run. `data_checksum` is the dataset's `checksum` attribute, if any."""
+    """Return the settings and versions that repeat the run. `data_checksum` is the dataset's `checksum`, if any."""
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(command),
@@ -86,7 +86,7 @@ def _commit() -> str | None:
     if not (root / ".git").exists():
         return None
     try:
-        run = subprocess.run(
+        completed = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12"],  # noqa: S607
             cwd=root,
             capture_output=True,
@@ -96,7 +96,7 @@ def _commit() -> str | None:
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return run.stdout.strip()
+    return completed.stdout.strip()
 
 
 def _processor() -> str:

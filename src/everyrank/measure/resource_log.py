@@ -49,7 +49,7 @@ def resource_log(
         yield
     finally:
         timer.cancel()
-        timer.join()  # it may be just starting the process
+        timer.join()  # the timer may be starting the process now
         for process in samplers:
             end_sampler(process)
         os.close(file)

@@ -32,7 +32,7 @@ INTERVAL_SECONDS = 0.5
 
 
 class Sampler:
-    """The samples of a `sampling` block. `now_running` records which layout runs from when on."""
+    """The samples of a `sampling` block. `now_running` records when each layout starts to run."""
 
     def __init__(self, started: float, file: IO[bytes] | None = None) -> None:
         self.started, self.file = started, file
@@ -188,9 +188,9 @@ class Gpus:
         program = shutil.which("nvidia-smi")
         if program is not None and self.requested != set():
             query = ["--query-gpu=uuid,pci.bus_id,utilization.gpu,memory.used", "--format=csv,noheader,nounits"]
-            every = ["-lms", str(int(INTERVAL_SECONDS * 1000))]
+            interval_flags = ["-lms", str(int(INTERVAL_SECONDS * 1000))]
             self.process = subprocess.Popen(  # noqa: S603
-                [program, *query, *every], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+                [program, *query, *interval_flags], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
             )
             threading.Thread(target=self._follow, args=(self.process,), daemon=True).start()
 

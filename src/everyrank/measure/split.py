@@ -33,7 +33,7 @@ __all__ = ["PHASES", "breakdown", "exposed_shares", "marked_phases", "phases"]
 
 PHASES = ("data", "forward", "backward", "optimizer")
 
-_PAUSE_US = 30.0  # between two operators of one thread: longer than Python needs, shorter than any collective
+_MAX_GAP_US = 30.0  # between two operators of one thread: longer than Python needs, shorter than any collective
 _MARK = "everyrank:"
 _OWN_CALLS = tuple(f"{name}:" for name in OWN_BACKENDS)
 _ON_CUDA = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -105,9 +105,11 @@ def _shares_in(events: list[dict[str, Any]], device_type: str) -> dict[str, floa
     total: dict[str, float] = dict.fromkeys(PHASES, 0.0)
     exposed_total = dict(total)
     for mark in marks:
-        phase, span = mark["name"].removeprefix(_MARK), _span(mark)
-        total[phase] += span[1] - span[0]
-        exposed_total[phase] += sum(max(0.0, min(end, span[1]) - max(start, span[0])) for start, end in exposed)
+        phase, mark_span = mark["name"].removeprefix(_MARK), _span(mark)
+        total[phase] += mark_span[1] - mark_span[0]
+        exposed_total[phase] += sum(
+            max(0.0, min(end, mark_span[1]) - max(start, mark_span[0])) for start, end in exposed
+        )
     return {phase: exposed_total[phase] / total[phase] if total[phase] else 0.0 for phase in PHASES}
 
 
@@ -166,7 +168,7 @@ def _on_cpu(events: list[dict[str, Any]], marks: list[dict[str, Any]]) -> tuple[
     operators = [_span(e) for e in events if e["tid"] in thread_ids and not e["name"].startswith(others)]
     computing: list[_Span] = []
     for start, end in _leaves(operators):
-        if computing and start - computing[-1][1] < _PAUSE_US:
+        if computing and start - computing[-1][1] < _MAX_GAP_US:
             computing[-1] = (computing[-1][0], max(end, computing[-1][1]))
         else:
             computing.append((start, end))

@@ -37,39 +37,39 @@ def read_before_wait(case: ParityCase, layout: Layout, world: World, update: Upd
     if calls is None or layout.axis is None or world.group is None:
         return ""
     lines: dict[str, str] = {}
-    for of_rank in all_gather_json(calls.places, world.group):
-        lines |= of_rank
+    for lines_of_rank in all_gather_json(calls.places, world.group):
+        lines |= lines_of_rank
     if not lines:
         return ""
     with calls.limited_to():
-        if _spoilt(case, layout, world, update) is not None:
+        if _first_nonfinite_tensor(case, layout, world, update) is not None:
             return ""  # the update is not finite even without the NaN of this check
     for line, operation in sorted(lines.items())[:_MAX_LINES]:
         with calls.limited_to(line):
-            spoilt = _spoilt(case, layout, world, update)
-        if spoilt is not None:
-            first = f" (first in {spoilt})" if spoilt else ""
+            nonfinite_tensor = _first_nonfinite_tensor(case, layout, world, update)
+        if nonfinite_tensor is not None:
+            where = f" (first in {nonfinite_tensor})" if nonfinite_tensor else ""
             return (
                 f"the result of {operation}, which {line} starts, is read before work.wait(): the check fills it with "
-                f"NaN until then, and the NaN reaches the update{first}; wait for the work before you read the tensor"
+                f"NaN until then, and the NaN reaches the update{where}; wait for the work before you read the tensor"
             )
     return ""
 
 
-def _spoilt(case: ParityCase, layout: Layout, world: World, update: Update) -> str | None:
+def _first_nonfinite_tensor(case: ParityCase, layout: Layout, world: World, update: Update) -> str | None:
     """Return the first tensor of this update that is not finite ("" if it is unknown), or None if all are finite.
 
     The result is identical on all ranks. A collective.
     """
     with wrap_user_errors():
         prepared = prepare(case.workload, dataclasses.replace(layout, precision="float64"), world)
-    first, is_bad = "", False
+    tensor_name, is_bad = "", False
     try:
         shares = list(run_updates(prepared, case.train_data, [update]))
     except NotFiniteError as error:
-        is_bad, first = True, str(error).partition(_FIRST)[2]
+        is_bad, tensor_name = True, str(error).partition(_FIRST)[2]
     else:
         gradients = [tensor.grad for tensor in prepared.trainable.parameters if tensor.grad is not None]
         is_bad = not all(bool(tensor.isfinite().all()) for tensor in [*shares, *local_tensors(gradients)])
     flags = all_gather(torch.tensor([int(is_bad)]), world)
-    return first if any(int(flag) for flag in flags) else None
+    return tensor_name if any(int(flag) for flag in flags) else None

@@ -35,8 +35,8 @@ def gradients_by_rank(case: ParityCase, layout: Layout, world: World, update: Up
     tensor: ...`, or "" if none differs or the cause is unknown. A collective.
     """
     code = find_custom_parallelize(layout, world.size)
-    like_layout = dataclasses.replace(layout, precision="float64", accumulate=1)
-    local, local_gradients = _backward(case, like_layout, world, update)
+    float64_layout = dataclasses.replace(layout, precision="float64", accumulate=1)
+    local, local_gradients = _backward(case, float64_layout, world, update)
     expected, expected_gradients = _backward(
         case, Layout("single", precision="float64"), single_process_world(world), update
     )
@@ -80,12 +80,15 @@ def _describe_parameters(comparisons: dict[str, RankComparison]) -> str:
     text = (
         f"the gradients of {_name_list(differ, len(comparisons))} differ between the ranks along {' and '.join(axes)}"
     )
-    for how, why in (("sum", "each rank has a part, and the parts are not summed"), ("mean", "they are not averaged")):
-        completed = [name for name in differ if comparisons[name].reduction == how]
-        if completed:
-            over = " x ".join(comparisons[completed[0]].reducing_axes)
-            of_names = "" if len(completed) == len(differ) else f" of {', '.join(completed[:_MAX_NAMES])}"
-            return f"{text}, but the {how} over {over}{of_names} equals that of one device: {why}"
+    for reduction, reason in (
+        ("sum", "each rank has a part, and the parts are not summed"),
+        ("mean", "they are not averaged"),
+    ):
+        matching_names = [name for name in differ if comparisons[name].reduction == reduction]
+        if matching_names:
+            axes_text = " x ".join(comparisons[matching_names[0]].reducing_axes)
+            of_names = "" if len(matching_names) == len(differ) else f" of {', '.join(matching_names[:_MAX_NAMES])}"
+            return f"{text}, but the {reduction} over {axes_text}{of_names} equals that of one device: {reason}"
     return text
 
 
@@ -115,23 +118,25 @@ def _first_wrong_module(local: Recording, expected: Recording, code: CustomParal
 
 
 def _is_right(local: Recording, expected: Recording, key: Key) -> bool | None:
-    event, other = local.events[key], expected.events.get(key)
-    if other is None or not local.rows or not local.has_same_calls(expected, key.name):
+    local_event, expected_event = local.events[key], expected.events.get(key)
+    if expected_event is None or not local.rows or not local.has_same_calls(expected, key.name):
         return None
-    return is_part(event.gradients, other.gradients, local.rows)
+    return is_part(local_event.gradients, expected_event.gradients, local.rows)
 
 
 def _is_repaired(local: Recording, key: Key, right: dict[Key, bool | None]) -> bool:
     """Whether an ancestor of this tensor has the right gradient: an all-reduce on the way has added up the parts."""
     event = local.events[key]
-    before = ancestors(event.nodes)
-    if any(node in before for other, is_right in right.items() if is_right for node in local.events[other].nodes):
+    ancestor_nodes = ancestors(event.nodes)
+    if any(
+        node in ancestor_nodes for other, is_right in right.items() if is_right for node in local.events[other].nodes
+    ):
         return True
-    around = event.parent
-    while around is not None:
-        if right.get(around._replace(role="input")):
+    enclosing_call = event.parent
+    while enclosing_call is not None:
+        if right.get(enclosing_call._replace(role="input")):
             return True
-        around = local.events[around].parent if around in local.events else None
+        enclosing_call = local.events[enclosing_call].parent if enclosing_call in local.events else None
     return False
 
 
@@ -139,24 +144,29 @@ def _describe_backward(local: Recording, expected: Recording, key: Key, right: d
     """Name the module whose backward is wrong: one that takes the tensor as input, else the module around it."""
     event = local.events[key]
     nodes = {node for node in event.nodes if node is not None}
-    takers = [
+    consumers = [
         other
-        for other, taken in local.events.items()
-        if other.role == "input" and nodes.intersection(taken.nodes) and right.get(other._replace(role="output"))
+        for other, consumer_event in local.events.items()
+        if other.role == "input"
+        and nodes.intersection(consumer_event.nodes)
+        and right.get(other._replace(role="output"))
     ]
-    if takers:
-        module = module_label(takers[0], local.events[takers[0]].kind)
+    if consumers:
+        module = module_label(consumers[0], local.events[consumers[0]].kind)
         return f"in backward {module} is wrong: its output gets the right gradient, and its input a wrong one"
-    around = expected.events[key].parent
-    inside = (
-        module_label(around, expected.events[around].kind)
-        if around is not None and around in expected.events
+    enclosing_call = expected.events[key].parent
+    enclosing_module = (
+        module_label(enclosing_call, expected.events[enclosing_call].kind)
+        if enclosing_call is not None and enclosing_call in expected.events
         else "the model"
     )
     module = module_label(key, event.kind)
-    text = f"the first wrong gradient in backward is that of the {key.role} of {module}, in {inside}"
-    done = local.backward[: local.backward.index(key)]
-    before = [other for other in done if right[other] and other.name not in ("", key.name)]
-    if not before:
+    text = f"the first wrong gradient in backward is that of the {key.role} of {module}, in {enclosing_module}"
+    earlier_keys = local.backward[: local.backward.index(key)]
+    right_keys = [other for other in earlier_keys if right[other] and other.name not in ("", key.name)]
+    if not right_keys:
         return text
-    return text + f"; the gradient before it, of {module_label(before[-1], local.events[before[-1]].kind)}, is right"
+    return (
+        text
+        + f"; the gradient before it, of {module_label(right_keys[-1], local.events[right_keys[-1]].kind)}, is right"
+    )

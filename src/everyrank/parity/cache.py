@@ -88,13 +88,13 @@ def cache_name(case: ParityCase, single: Layout, world: World) -> str | None:
     for name, tensor in model.state_dict().items():
         if isinstance(tensor, Tensor):
             add(name, tensor.dtype, tuple(tensor.shape))
-            content.update(_bytes(tensor))
+            content.update(_tensor_bytes(tensor))
     add(type(optimizer), [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups])
     add(type(schedule), [rate for group in optimizer.param_groups for rate in (group.get("lr"),)])
     for batch in _batches(case, single, world):
         for leaf in leaves(batch):
             add(leaf.dtype, tuple(leaf.shape))
-            content.update(_bytes(leaf))
+            content.update(_tensor_bytes(leaf))
     return f"{content.hexdigest()[:40]}.safetensors"
 
 
@@ -133,7 +133,7 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
 
-def _bytes(tensor: Tensor) -> bytes:
+def _tensor_bytes(tensor: Tensor) -> bytes:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 

@@ -36,9 +36,9 @@ Segments = list[list[Update]]
 """Updates to run. Each segment starts from the initial state."""
 
 QUICK_STEPS = 6
-_LOW_PRECISION_STEPS = 8  # below float64 rounding errors hide most mistakes after more updates
+_LOW_PRECISION_STEPS = 8  # in lower precision, rounding errors hide most mistakes after more updates
 _EVAL_BATCHES = 4  # batches from each end of the evaluation data
-_EVAL_SAMPLES = 32  # the smallest number of samples from each end
+_EVAL_SAMPLES = 32  # minimum number of samples from each end
 
 
 @dataclass
@@ -114,26 +114,26 @@ def parity_case(
 
     Exact dropout stays on. Dropout whose masks torch draws is set to 0.
     """
-    is_exact, quiet = workload.dropout == "exact", workload
+    is_exact, workload_without_dropout = workload.dropout == "exact", workload
     with wrap_user_errors():
         model = _build_for_inspection(workload, reference)
         num_dropouts = count_dropouts(model) if is_exact else _without_dropout(model)
     if not is_exact:
-        quiet = changed(workload, model=lambda *devices: _drop_dropout(workload.model(*devices)))
+        workload_without_dropout = changed(workload, model=lambda *devices: _drop_dropout(workload.model(*devices)))
     steps = min(steps, planned_updates(workload, train_data))
-    is_on = "compared with dropout on" if is_exact else "dropout set to 0"
-    notes = [f"{is_on} in {num_dropouts} modules"] if num_dropouts else []
+    dropout_text = "compared with dropout on" if is_exact else "dropout set to 0"
+    notes = [f"{dropout_text} in {num_dropouts} modules"] if num_dropouts else []
     if is_quick:
         notes.append(f"quick: left out are the layout's own precision, and updates after {min(steps, QUICK_STEPS)}")
         steps = min(steps, QUICK_STEPS)
-    ends = _ends(eval_data, workload.eval_batch or workload.global_batch)
-    if isinstance(ends, _Ends):
-        notes.append(f"evaluated: {len(ends)} of {len(eval_data)} samples, the first and the last")
+    eval_ends = _ends(eval_data, workload.eval_batch or workload.global_batch)
+    if isinstance(eval_ends, _Ends):
+        notes.append(f"evaluated: {len(eval_ends)} of {len(eval_data)} samples, the first and the last")
     return ParityCase(
-        quiet,
+        workload_without_dropout,
         train_data,
         eval_data,
-        ends,
+        eval_ends,
         steps,
         notes,
         has_batch_norm(model),
@@ -155,10 +155,10 @@ def chosen_updates(epoch: Epoch, steps: int) -> list[Update]:
     per_epoch = epoch.updates
     if per_epoch <= steps // 2 or steps < 3:
         return list(all_updates(steps, per_epoch))
-    first = steps // 2 - 1
-    places = [(0, index) for index in range(first)] + [(0, per_epoch - 1)]
-    places += [(1, index) for index in range(steps - first - 1)]
-    return [Update(step, epoch, index) for step, (epoch, index) in enumerate(places)]
+    num_first = steps // 2 - 1
+    positions = [(0, index) for index in range(num_first)] + [(0, per_epoch - 1)]
+    positions += [(1, index) for index in range(steps - num_first - 1)]
+    return [Update(step, epoch, index) for step, (epoch, index) in enumerate(positions)]
 
 
 def single_like(case: ParityCase, layout: Layout, precision: str, world_size: int) -> Layout:
@@ -167,7 +167,7 @@ def single_like(case: ParityCase, layout: Layout, precision: str, world_size: in
     This is `single` or its substitute. For a different algorithm, such as local SGD, it is the simulation. With batch
     norm, micro-batches change the result, so `single` uses as many as the layout. If the whole batch does not fit,
     `single` uses micro-batches too, but of a different number than the layout's parts: with equal parts, a loss that
-    wrongly takes a local mean would agree.
+    wrongly takes a local mean would also agree.
 
     Raises `LayoutError` for a reference that does not suit this layout.
     """
@@ -175,7 +175,7 @@ def single_like(case: ParityCase, layout: Layout, precision: str, world_size: in
         check_reference(layout, case.reference, world_size)
     if not layout.is_exact and case.reference is not None:
         raise UnsupportedLayoutError(
-            f"layout {layout} changes the mathematics: it is compared with its simulation in one process; leave out "
+            f"layout {layout} is not equivalent to one device, and is compared with its simulation; leave out "
             "--reference"
         )
     if not layout.is_exact:
@@ -197,13 +197,17 @@ def _ends(data: Any, batch: int) -> Any:
     """Return the first and last batches of the evaluation data, or all of it if it is short or a stream."""
     if data is None or isinstance(data, Streamed):
         return data
-    length, some = len(data), max(_EVAL_BATCHES, -(-_EVAL_SAMPLES // batch)) * batch
-    last = -(-length // batch) * batch - some  # start of the last batches, including the uneven one
-    return _Ends(data, [*range(some), *range(last, length)]) if last > some else data
+    length, num_at_each_end = len(data), max(_EVAL_BATCHES, -(-_EVAL_SAMPLES // batch)) * batch
+    start_of_last = -(-length // batch) * batch - num_at_each_end  # start of the last batches, including the uneven one
+    return (
+        _Ends(data, [*range(num_at_each_end), *range(start_of_last, length)])
+        if start_of_last > num_at_each_end
+        else data
+    )
 
 
 class _Ends(Dataset[Any]):
-    """A dataset with only these samples of another."""
+    """A dataset with a subset of the samples of another dataset."""
 
     def __init__(self, dataset: Any, samples: Sequence[int]) -> None:
         self.dataset, self.samples = dataset, samples

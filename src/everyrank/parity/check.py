@@ -1,4 +1,4 @@
-"""Check one layout: run it, compare it, and say where and why it differs."""
+"""Check one layout: run it, compare it, and report where and why it differs."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def check_layout(
 
 @contextlib.contextmanager
 def _without_tf32() -> Generator[None]:
-    """Float32 that is float32: by default cuDNN rounds what it convolves to ten bits, which may look like a mistake."""
-    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    """Disable TF32: by default cuDNN rounds the inputs of convolutions to ten bits, which may look like a mistake."""
+    saved_flags = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     try:
         yield
     finally:
-        torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
+        torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = saved_flags
 
 
 def _check_layout(
@@ -70,11 +70,11 @@ def _check_layout(
     try:
         ensure_references(case, layout, world, key)
     except (CannotRunError, UnsupportedLayoutError, LayoutError) as error:
-        # what `single` cannot have either, where it takes as many micro-batches
-        return _left_out(error, explicit), []
+        # `single` with the same micro-batches does not support this workload either
+        return _parity_not_checked(error, explicit), []
     checks = [*case.notes, *([f"compared as {layout.repeatable()}"] if layout.repeatable() != layout else [])]
     checks += [f"gradients, {text}" for text in gradient_parity.checks] if gradient_parity is not None else []
-    finding: Comparison | None = None
+    decisive: Comparison | None = None
     losses: list[float] = []
     not_compared: list[str] = []
     for precision in case.precisions(layout):
@@ -86,38 +86,40 @@ def _check_layout(
                 case, variant, world, run_key, case.segments[single], evaluates=precision == "float64"
             )
         except (CannotRunError, UnsupportedLayoutError, LayoutError) as error:
-            typed = type(error)(str(error).replace(str(variant), str(layout)))
-            return _left_out(typed, explicit), []
+            user_error = type(error)(str(error).replace(str(variant), str(layout)))
+            return _parity_not_checked(user_error, explicit), []
         except NotFiniteError as error:
             return _not_a_number(error, case, variant, world, checks), []
         losses = run.losses if run is not None else []
-        compared = functools.partial(_compare, case, single, precision, run)
-        comparison = Comparison(**from_rank_0(world, f"{run_key}/compare", compared))
+        compare_run = functools.partial(_compare, case, single, precision, run)
+        comparison = Comparison(**from_rank_0(world, f"{run_key}/compare", compare_run))
         not_compared = list(run.not_compared) if run is not None else []
-        if not comparison.is_equal and case.forget_cached(single):  # a kept run does not convict alone
-            return check_layout(case, layout, world, f"{key}/anew", explicit)
+        if not comparison.is_equal and case.forget_cached(
+            single
+        ):  # repeat `single` before reporting a difference from a cached run
+            return check_layout(case, layout, world, f"{key}/rerun", explicit)
         if not comparison.is_equal:
-            return _explained(comparison, case, variant, world, run_key, gradient_parity, checks), losses
+            return _parity_with_cause(comparison, case, variant, world, run_key, gradient_parity, checks), losses
         checks.append(f"{precision}, {comparison.scope}: {comparison.text}")
-        finding = finding or comparison  # float64 decides; the layout's own precision can only refuse
-    assert finding is not None
+        decisive = decisive or comparison  # float64 is reported; the layout's own precision only adds a check
+    assert decisive is not None
     if not layout.is_exact:
-        finding = dataclasses.replace(finding, scope=f"{finding.scope}, beside its simulation in one process")
-    return dataclasses.replace(_equal(finding, case, checks), not_compared=not_compared), losses
+        decisive = dataclasses.replace(decisive, scope=f"{decisive.scope}, beside its simulation in one process")
+    return dataclasses.replace(_equal(decisive, case, checks), not_compared=not_compared), losses
 
 
-def _equal(finding: Comparison, case: ParityCase, checks: list[str]) -> Parity:
+def _equal(comparison: Comparison, case: ParityCase, checks: list[str]) -> Parity:
     return Parity(
         "equal",
-        bitwise=finding.loss_difference == 0.0,
-        max_relative_difference=finding.difference,
-        tolerance=finding.tolerance,
-        scope="the gradients alone" if case.compares_gradients else finding.scope,
+        bitwise=comparison.loss_difference == 0.0,
+        max_relative_difference=comparison.difference,
+        tolerance=comparison.tolerance,
+        scope="only the gradients" if case.compares_gradients else comparison.scope,
         checks=checks,
     )
 
 
-def _left_out(error: CannotRunError | UnsupportedLayoutError | LayoutError, explicit: bool) -> Parity:
+def _parity_not_checked(error: CannotRunError | UnsupportedLayoutError | LayoutError, explicit: bool) -> Parity:
     if explicit and isinstance(error, LayoutError):
         raise error
     is_refused = explicit and isinstance(error, UnsupportedLayoutError)
@@ -130,7 +132,7 @@ def _compare(case: ParityCase, single: str, precision: str, run: Trace | None) -
 
 
 def _not_a_number(error: NotFiniteError, case: ParityCase, layout: Layout, world: World, checks: list[str]) -> Parity:
-    """NaN out of a buffer that is read before it is waited for; any other raises what it raised. A collective."""
+    """Return the parity for NaN from a buffer that is read before `wait()`. Other errors are raised. A collective."""
     single = str(single_like(case, layout, layout.precision, world.size))
     cause = read_before_wait(case, layout, world, case.segments[single][0][0])
     if not cause:
@@ -138,7 +140,7 @@ def _not_a_number(error: NotFiniteError, case: ParityCase, layout: Layout, world
     return Parity("different", bitwise=False, first_divergence="update 0, loss (NaN)", cause=cause, checks=checks)
 
 
-def _explained(
+def _parity_with_cause(
     finding: Comparison,
     case: ParityCase,
     layout: Layout,
@@ -147,24 +149,24 @@ def _explained(
     gradient_parity: Parity | None,
     checks: list[str],
 ) -> Parity:
-    """A difference with its place and its likely cause. A collective."""
-    first, cause = locate(case, layout, world, key, finding)
-    if gradient_parity is not None and layout.precision == "float64" and ", tensor " in first:
+    """Return the parity of a layout that differs, with the location and the likely cause. A collective."""
+    location, cause = locate(case, layout, world, key, finding)
+    if gradient_parity is not None and layout.precision == "float64" and ", tensor " in location:
         cause = cause_after_gradients(case, layout, world, gradient_parity.not_compared)
     if cause == GRADIENTS_DIFFER and not case.compares_gradients:
-        gradients, _ = check_layout(gradient_case(case), layout, world, f"{key}/gradients")
-        cause = OPTIMIZER_DIFFERS if gradients.status == "equal" else cause
-    return _different(finding, f"{first} ({layout.precision})", cause, checks)
+        gradient_result, _ = check_layout(gradient_case(case), layout, world, f"{key}/gradients")
+        cause = OPTIMIZER_DIFFERS if gradient_result.status == "equal" else cause
+    return _different(finding, f"{location} ({layout.precision})", cause, checks)
 
 
-def _different(finding: Comparison, first: str, cause: str | None, checks: list[str]) -> Parity:
+def _different(finding: Comparison, location: str, cause: str | None, checks: list[str]) -> Parity:
     return Parity(
         "different",
         bitwise=False,
         max_relative_difference=finding.difference,
         tolerance=finding.tolerance,
         scope=finding.scope,
-        first_divergence=first,
+        first_divergence=location,
         cause=cause,
         checks=checks,
     )

@@ -20,7 +20,7 @@ _TENSOR_BASE = {"float64": 1e-13, "float32": 1e-6, "bf16": 1e-3, "fp16": 1e-3}  
 _MOVED_BASE = 1e-7  # relative to the distance moved, float64; a mistake changes the update by much more
 _TENSOR_FACTOR = 10.0
 _EVALUATION_BASE = 1e-9
-_METRIC_BASE = 1e-6  # `1.0 / rank` of integers is float32 in any run: its sum depends on how the samples are cut
+_METRIC_BASE = 1e-6  # `1.0 / rank` of integers is float32 in any run, and its sum depends on how the samples are split
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def compare(reference: Reference, run: Trace, precision: str) -> Comparison:
     differences = [relative(a, b) for a, b in zip(single.losses, run.losses, strict=True)]
     divergence = (
         _count_difference(reference, run)
-        or _single_is_unsteady(reference, precision)
+        or _single_differs_from_itself(reference, precision)
         or _loss_difference(reference, differences, tolerances)
         or _replica_difference(run)
         or _tensor_difference(reference, run, precision)
@@ -98,8 +98,8 @@ def _scope(reference: Reference, run: Trace) -> str:
     left_out = f"; not compared: {_name_list(run.not_compared)}" if run.not_compared else ""
     if not reference.is_truncated:
         return f"{sum(lengths)} update{'s' * (sum(lengths) != 1)}{left_out}"
-    again = f", {lengths[1]} more at the epoch's end" if len(lengths) > 1 else ""
-    return f"to update {lengths[0]}{again}; rounding grows beyond{left_out}"
+    second_segment = f", {lengths[1]} more at the epoch's end" if len(lengths) > 1 else ""
+    return f"to update {lengths[0]}{second_segment}; rounding grows beyond{left_out}"
 
 
 def _name_list(names: Sequence[str]) -> str:
@@ -113,7 +113,7 @@ def _count_difference(reference: Reference, run: Trace) -> _Divergence | None:
         difference = relative(expected_count, count)
         if difference > 1e-6:
             cause = None
-            if set(single.counts) == {1.0}:  # one term, whatever the batch
+            if set(single.counts) == {1.0}:  # one term for any batch size
                 cause = (
                     f"the loss counted {count:g} terms over all ranks and {expected_count:g} {reference.where}: it "
                     "returns a mean over its own slice (a local mean); return (sum over terms, number of terms)"
@@ -124,7 +124,7 @@ def _count_difference(reference: Reference, run: Trace) -> _Divergence | None:
     return None
 
 
-def _single_is_unsteady(reference: Reference, precision: str) -> _Divergence | None:
+def _single_differs_from_itself(reference: Reference, precision: str) -> _Divergence | None:
     """Return a divergence if reversing the samples already changes the first loss of `single`."""
     if precision != "float64":
         return None
@@ -197,7 +197,7 @@ def tensor_tolerance(reference: Reference, number: int, name: str, tensor: Tenso
 
 def largest(tensor: Tensor) -> float:
     """Return the magnitude of the largest element, at least 1e-300."""
-    # without a copy in float64, and none of magnitudes
+    # aminmax avoids a copy in float64, and one of magnitudes
     return max(*map(abs, map(float, tensor.aminmax())), 1e-300) if tensor.numel() else 1e-300
 
 
@@ -222,7 +222,7 @@ def _describe_tensors(reference: Reference, run: Trace, precision: str) -> str:
 def _evaluation_difference(reference: Reference, run: Trace, precision: str) -> _Divergence | None:
     if precision != "float64":
         return None
-    grown = 100 * max(reference.loss_floors)
+    grown_rounding = 100 * max(reference.loss_floors)
     for name, (total, count) in reference.trace.evaluation.items():
         run_total, run_count = run.evaluation[name]
         if relative(count, run_count) > 1e-12:
@@ -231,9 +231,9 @@ def _evaluation_difference(reference: Reference, run: Trace, precision: str) -> 
         if math.isnan(total) and math.isnan(run_total):
             continue
         base = _EVALUATION_BASE if name == "loss" else _METRIC_BASE
-        tolerance = max(base, grown, 100 * reference.evaluation_floors.get(name, 0.0))
+        tolerance = max(base, grown_rounding, 100 * reference.evaluation_floors.get(name, 0.0))
         difference = relative(total, run_total)
-        # numbers of hits: a tie that rounding breaks another way is one more, or one less
+        # for counts such as correct predictions, rounding may decide a tie differently
         is_a_tie = name != "loss" and total.is_integer() and abs(total - run_total) <= max(1.0, 1e-3 * count)
         if not (difference <= tolerance or is_a_tie):
             return _Divergence("evaluation", f"evaluation, sum of {name}", difference, tolerance)

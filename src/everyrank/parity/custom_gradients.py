@@ -69,20 +69,22 @@ def cause_in_gradients(
 
     `model` is the argument of the user's function; `rank_differences` is the result of `gradients_by_rank`.
     """
-    apart = _untied(after[1], model)
-    if apart:
+    untied_names = _untied(after[1], model)
+    if untied_names:
         return (
-            f"{' and '.join(apart)} are one tensor in the model as built, but two after {code.path}; tie them again, "
-            "or leave them out of the plan"
+            f"{' and '.join(untied_names)} are one tensor in the model as built, but two after {code.path}; tie them "
+            "again, or leave them out of the plan"
         )
     ratios = _ratios(before, after)
     wrong = {name: ratio for name, ratio in ratios.items() if ratio is None or abs(ratio - 1.0) > _ROUNDING}
     if not wrong:
         return "the gradients of one update equal those of one device, but those of several updates do not"
-    still = [name for name, ratio in wrong.items() if ratio == 0.0]
-    if len(still) == len(wrong):
-        return f"{name_list(still)} gets no gradient: requires_grad is False, or no rank's loss depends on it"
-    who = "all" if len(wrong) == len(ratios) else f"{len(wrong)} of {len(ratios)}"
+    without_gradient = [name for name, ratio in wrong.items() if ratio == 0.0]
+    if len(without_gradient) == len(wrong):
+        return (
+            f"{name_list(without_gradient)} gets no gradient: requires_grad is False, or no rank's loss depends on it"
+        )
+    how_many = "all" if len(wrong) == len(ratios) else f"{len(wrong)} of {len(ratios)}"
     first = next(iter(wrong.values()))
     is_one_multiple = first is not None and all(
         ratio is not None and abs(ratio - first) <= _ROUNDING * abs(first) for ratio in wrong.values()
@@ -91,12 +93,11 @@ def cause_in_gradients(
         reason = rank_differences or (
             "the parts of the ranks are not summed, or they are computed from different values than on one device"
         )
-        tensors = f"{who} tensors ({next(iter(wrong))} first)"
+        tensors = f"{how_many} tensors ({next(iter(wrong))} first)"
         return f"the gradients of {tensors} differ from those of one device, and not by one factor: {reason}"
-    subject = f"the gradient{'' if who == 'all' else f's of {who} tensors'}"
-    return (
-        f"{subject}{' is' if who == 'all' else ' are'} {first:.4g} times that of one device{_axis_cause(code, first)}"
-    )
+    subject = f"the gradient{'' if how_many == 'all' else f's of {how_many} tensors'}"
+    verb = "is" if how_many == "all" else "are"
+    return f"{subject} {verb} {first:.4g} times that of one device{_axis_cause(code, first)}"
 
 
 def _ratios(before: Sequence[_Tensors], after: Sequence[_Tensors]) -> dict[str, float | None]:
@@ -124,8 +125,8 @@ def _ratios(before: Sequence[_Tensors], after: Sequence[_Tensors]) -> dict[str, 
 
 def _untied(state: _Tensors, model: nn.Module) -> list[str]:
     """Return the names of a shared tensor of the model whose copies are no longer equal, or []."""
-    for places in shared_parameters(model):
-        names = [f"{module}.{name}".lstrip(".") for module, name in places]
+    for names_of_tensor in shared_parameters(model):
+        names = [f"{module}.{name}".lstrip(".") for module, name in names_of_tensor]
         if all(name in state for name in names) and not all(torch.equal(state[names[0]], state[n]) for n in names):
             return names
     return []
@@ -140,15 +141,15 @@ def _axis_cause(code: CustomParallelize, ratio: float) -> str:
         others = [
             axis for (axis,) in itertools.combinations(code.axes, 1) if code.axes[axis] == size and axis not in axes
         ]
-        where = " x ".join(axes) + "".join(f" (or {axis})" for axis in others)
+        axes_text = " x ".join(axes) + "".join(f" (or {axis})" for axis in others)
         declared = {code.contract.gradient_over(axis) for axis in axes if code.contract.reads(axis) != "same"}
         if not declared:
-            how = "counted once on each rank" if ratio > 1 else "the part of only one rank"
-            return f", the number of ranks along {where}, which read the same samples: it is {how}"
+            reason = "counted once on each rank" if ratio > 1 else "the part of only one rank"
+            return f", the number of ranks along {axes_text}, which read the same samples: it is {reason}"
         axis = axes[0]
         if ratio > 1 and declared == {"mean"}:
             return (
-                f", the number of ranks along {where}: it is summed over them, and the contract declares a mean; "
+                f", the number of ranks along {axes_text}: it is summed over them, and the contract declares a mean; "
                 f"divide the loss by mesh[{axis!r}].size() (scale_loss), or declare gradients={{{axis!r}: 'sum'}}"
             )
         claim = (
@@ -156,7 +157,7 @@ def _axis_cause(code: CustomParallelize, ratio: float) -> str:
             if declared == {"sum"}
             else "it is divided by them once too often"
         )
-        return f": there are {size} ranks along {where}, and {claim}"
+        return f": there are {size} ranks along {axes_text}, and {claim}"
     return ""
 
 
@@ -181,23 +182,23 @@ def cause_after_gradients(case: ParityCase, layout: Layout, world: World, not_co
 def _cause_in_clipping(case: ParityCase, layout: Layout, world: World, code: CustomParallelize) -> str:
     """Infer the norm that the user's function clips by from the clipped gradient, and explain a wrong one."""
     workload = changed(with_gradient_update(case.workload), clip_norm=None, ema_decay=None)
-    free = _after_one_update(dataclasses.replace(case, workload=workload), layout, world)
-    norm = float(sum_squares_of_parts(free.trainable.parameters).sqrt())
-    local_norm = _own_norm(free)
+    unclipped = _after_one_update(dataclasses.replace(case, workload=workload), layout, world)
+    norm = float(sum_squares_of_parts(unclipped.trainable.parameters).sqrt())
+    local_norm = _local_norm(unclipped)
     limit = 0.1 * norm  # small enough that it has to clip
     clipped = _after_one_update(dataclasses.replace(case, workload=changed(workload, clip_norm=limit)), layout, world)
-    left = _own_norm(clipped)
-    taken = limit * local_norm / left if left else math.inf
-    rows = all_gather(torch.tensor([local_norm, taken], dtype=torch.float64), world)
-    norms, norms_taken = [float(row[0]) for row in rows], [float(row[1]) for row in rows]
-    worst = max(norms_taken, key=lambda value: abs(value - norm))
-    if abs(worst - norm) <= 1e-4 * norm:
+    clipped_norm = _local_norm(clipped)
+    used_norm = limit * local_norm / clipped_norm if clipped_norm else math.inf
+    rows = all_gather(torch.tensor([local_norm, used_norm], dtype=torch.float64), world)
+    norms, used_norms = [float(row[0]) for row in rows], [float(row[1]) for row in rows]
+    wrong_norm = max(used_norms, key=lambda value: abs(value - norm))
+    if abs(wrong_norm - norm) <= 1e-4 * norm:
         return ""
-    text = f"clip_grad_norm computes {worst:.6g} as the norm of the gradients, and it is {norm:.6g}"
-    axes = _axes_of_norm(code, norms, norms_taken, norm)
+    text = f"clip_grad_norm computes {wrong_norm:.6g} as the norm of the gradients, and it is {norm:.6g}"
+    axes = _axes_of_norm(code, norms, used_norms, norm)
     if axes is None:
         return text
-    return f"{text}: {_clipping_cause(free, code, axes)}"
+    return f"{text}: {_clipping_cause(unclipped, code, axes)}"
 
 
 def _after_one_update(case: ParityCase, layout: Layout, world: World) -> Prepared:
@@ -208,7 +209,7 @@ def _after_one_update(case: ParityCase, layout: Layout, world: World) -> Prepare
     return prepared
 
 
-def _own_norm(prepared: Prepared) -> float:
+def _local_norm(prepared: Prepared) -> float:
     """Return the norm of this rank's local gradients."""
     gradients = local_tensors(
         [parameter.grad for parameter in prepared.trainable.parameters if parameter.grad is not None]
@@ -217,42 +218,42 @@ def _own_norm(prepared: Prepared) -> float:
 
 
 def _axes_of_norm(
-    code: CustomParallelize, norms: Sequence[float], norms_taken: Sequence[float], norm: float
+    code: CustomParallelize, norms: Sequence[float], used_norms: Sequence[float], norm: float
 ) -> tuple[str, ...] | None:
     """Return the axes over which the squares of local norms add up to the norms taken, or None."""
     coordinates = list(itertools.product(*(range(size) for size in code.axes.values())))
     names = list(code.axes)
-    best: tuple[float, tuple[str, ...] | None] = 0.1 * max(abs(value - norm) for value in norms_taken), None
+    best: tuple[float, tuple[str, ...] | None] = 0.1 * max(abs(value - norm) for value in used_norms), None
     for axes in ((), *axis_sets(code)):
         fixed = [index for index, axis in enumerate(names) if axis not in axes]
-        off = 0.0
-        for coordinate, taken in zip(coordinates, norms_taken, strict=True):
+        error = 0.0
+        for coordinate, used_norm in zip(coordinates, used_norms, strict=True):
             group = [
                 n
                 for p, n in zip(coordinates, norms, strict=True)
                 if all(p[index] == coordinate[index] for index in fixed)
             ]
-            off = max(off, abs(math.sqrt(sum(value * value for value in group)) - taken))
-        if off < best[0]:
-            best = off, axes
+            error = max(error, abs(math.sqrt(sum(value * value for value in group)) - used_norm))
+        if error < best[0]:
+            best = error, axes
     return best[1]
 
 
 def _clipping_cause(prepared: Prepared, code: CustomParallelize, axes: Sequence[str]) -> str:
     """Explain the mistake in adding up squares over these axes."""
     named = {clean_name(name): parameter for name, parameter in prepared.model.named_parameters()}
-    alike = {
+    replicated = {
         axis: [name for name, parameter in named.items() if axis in replicated_axes(parameter, code.axes)]
         for axis in axes
     }
-    counted = [
+    repeated = [
         f"{len(names)} of {len(named)} parameters ({names[0]} first), which are equal on all ranks along {axis}, are "
         f"counted {code.axes[axis]} times"
-        for axis, names in alike.items()
+        for axis, names in replicated.items()
         if names
     ]
     if not axes:
         return "each rank clips by the norm of its own parts; sum the squares over the axes that split parameters"
-    if counted:
-        return f"the squares are summed over {' and '.join(axes)}, but {'; '.join(counted)}"
+    if repeated:
+        return f"the squares are summed over {' and '.join(axes)}, but {'; '.join(repeated)}"
     return f"the squares are summed over {' and '.join(axes)} only, but parameters are also split over other axes"

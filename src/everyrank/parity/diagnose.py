@@ -66,18 +66,18 @@ def locate(case: ParityCase, layout: Layout, world: World, key: str, comparison:
     collective.
     """
     single = single_like(case, layout, layout.precision, world.size)
-    number, segments, done = _truncate(case, case.segments[str(single)], comparison.update)
-    if comparison.category == "single":  # the workload itself: no layout has to run for it
-        update = segments[0][done - 1]
+    number, segments, num_updates = _truncate(case, case.segments[str(single)], comparison.update)
+    if comparison.category == "single":  # the workload itself is not a sum over samples, so no layout has to run
+        update = segments[0][num_updates - 1]
         probed = from_rank_0(world, f"{key}/probe", lambda: probe_update(case, single_process_world(world), update))
         return comparison.location, probed or comparison.cause
     if comparison.cause is not None:
         return comparison.location, comparison.cause
-    early = read_before_wait(case, layout, world, segments[0][done - 1])
-    if early:
+    early_read = read_before_wait(case, layout, world, segments[0][num_updates - 1])
+    if early_read:
         return comparison.location.replace(
             "tensor ", "gradient of " if case.compares_gradients else "values of "
-        ), early
+        ), early_read
     run = trace_on_its_ranks(case, layout, world, f"{key}/again", segments, keep=True)
     # a layout of one process has its rows on rank 0
     rows = [row.tolist() for row in _gather_rows(run, world)] if layout.axis is not None else []
@@ -88,7 +88,11 @@ def locate(case: ParityCase, layout: Layout, world: World, key: str, comparison:
     if fits_on_one_device and layout.row.any_axes and not layout.read(BuildOptions).meta:
         state = changes_by_parallelize(case, layout, world)
     is_loss_of_custom_function = fits_on_one_device and layout.row.any_axes and comparison.category == "loss"
-    output = first_output_that_differs(case, layout, world, segments[0][done - 1]) if is_loss_of_custom_function else ""
+    output = (
+        first_output_that_differs(case, layout, world, segments[0][num_updates - 1])
+        if is_loss_of_custom_function
+        else ""
+    )
 
     is_of_gradients = (
         fits_on_one_device
@@ -105,14 +109,14 @@ def locate(case: ParityCase, layout: Layout, world: World, key: str, comparison:
         evidence = _Evidence(
             case, layout, world, segments[0], reference, run, all_rows, output, gradients, state or StateChanges("")
         )
-        return _diagnose(evidence, comparison, case.references.get(str(single)), number, done)
+        return _diagnose(evidence, comparison, case.references.get(str(single)), number, num_updates)
 
     first, cause = from_rank_0(world, f"{key}/diagnose", diagnose)
     return first, cause
 
 
 def _diagnose(
-    evidence: _Evidence, comparison: Comparison, known: Reference | None, number: int, done: int
+    evidence: _Evidence, comparison: Comparison, noise: Reference | None, number: int, done: int
 ) -> tuple[str, str | None]:
     """Return the first divergence and the likely cause, on rank 0."""
     case, run, updates = evidence.case, evidence.run, evidence.updates
@@ -122,17 +126,17 @@ def _diagnose(
     weight_cause = evidence.state.weight_cause()
     if weight_cause:
         return f"before any update, {next(iter({**evidence.state.weights, **evidence.state.copies}))}", weight_cause
-    first = _first_difference(evidence.reference.states, run.states, known, number, run.not_compared)
+    first = _first_difference(evidence.reference.states, run.states, noise, number, run.not_compared)
     if comparison.category == "count" or first is None or first[0] > done:
         return comparison.location, _with_state_changes(evidence, _loss_cause(evidence, done - 1))
     num_updates, names = first
-    where = f"update {updates[num_updates - 1].step}" if num_updates else "before any update"
+    when = f"update {updates[num_updates - 1].step}" if num_updates else "before any update"
     kind = "gradient of " if num_updates and evidence.layout.row.any_axes and case.compares_gradients else "tensor "
     name = _tensor_to_report(evidence, names)
     requires_grad_cause = evidence.state.requires_grad_cause(names)
     if requires_grad_cause:
-        return f"{where}, {kind}{name}", requires_grad_cause
-    return f"{where}, {kind}{name}", _with_state_changes(evidence, _tensor_cause(evidence, num_updates, names))
+        return f"{when}, {kind}{name}", requires_grad_cause
+    return f"{when}, {kind}{name}", _with_state_changes(evidence, _tensor_cause(evidence, num_updates, names))
 
 
 def _tensor_to_report(evidence: _Evidence, names: Sequence[str]) -> str:
@@ -173,25 +177,25 @@ def _run_reference(case: ParityCase, single: Layout, world: World, key: str, seg
     run = trace_on_its_ranks(case, single, world, key, segments, keep=True)
     if run is None or single.axis is None:
         return run
-    of_ranks = [_unflatten_rows(row.tolist()) for row in _gather_rows(run, world)]
+    rows_by_rank = [_unflatten_rows(row.tolist()) for row in _gather_rows(run, world)]
     rows = [
-        torch.cat([torch.tensor(local_rows, dtype=torch.float64) for local_rows in each])
-        for each in zip(*of_ranks, strict=True)
+        torch.cat([torch.tensor(local_rows, dtype=torch.float64) for local_rows in rows_of_update])
+        for rows_of_update in zip(*rows_by_rank, strict=True)
     ]
     return dataclasses.replace(run, rows=rows)
 
 
 def _truncate(case: ParityCase, segments: Segments, index: int) -> tuple[int, Segments, int]:
     """Return number, updates and length of the segment up to update `index` (counted over all; -1: the last)."""
-    number = 0
-    while len(segments[number]) <= index:
-        index -= len(segments[number])
-        number += 1
-    number = number if index >= 0 else len(segments) - 1
-    segment = segments[number]
+    segment_index = 0
+    while len(segments[segment_index]) <= index:
+        index -= len(segments[segment_index])
+        segment_index += 1
+    segment_index = segment_index if index >= 0 else len(segments) - 1
+    segment = segments[segment_index]
     size = sum(parameter.numel() * parameter.element_size() for parameter in case.build_for_inspection().parameters())
     count = min((index if index >= 0 else len(segment) - 1) + 1, max(1, _KEEP_BYTES // (3 * size)))
-    return number, [segment[:count]], count
+    return segment_index, [segment[:count]], count
 
 
 def _flatten_rows(rows: Sequence[Tensor]) -> list[float]:
@@ -237,32 +241,32 @@ def _sample_cause(evidence: _Evidence, index: int, subject: str) -> str | None:
 
 
 def _first_difference(
-    reference: list[_State], run: list[_State], known: Reference | None, number: int, left_out: Sequence[str]
+    reference: list[_State], run: list[_State], noise: Reference | None, number: int, not_compared: Sequence[str]
 ) -> tuple[int, list[str]] | None:
     """Return (number of updates done, names) of the first tensors that differ by more than rounding, or None."""
-    for done, (expected_state, state) in enumerate(zip(reference, run, strict=True)):
+    for num_updates, (expected_state, state) in enumerate(zip(reference, run, strict=True)):
         names: list[str] = []
         for name, tensor in expected_state.items():
-            if name in left_out:
+            if name in not_compared:
                 continue
-            zero_gradient_masks = known.zero_gradient_masks.get(name) if known is not None else None
+            zero_gradient_masks = noise.zero_gradient_masks.get(name) if noise is not None else None
             moved = distance(reference[0][name], tensor)
-            floor = known.floors[number].get(name, 0.0) if known is not None else 0.0
+            floor = noise.floors[number].get(name, 0.0) if noise is not None else 0.0
             if moved and floor > NOISE_FRACTION * moved:
                 continue  # rounding alone moves it
             tolerance = max(_FIRST_TENSOR * moved, 1e-12 * largest(tensor), 10 * floor)
             if not (name in state and tensor_distance(tensor, state[name], zero_gradient_masks) <= tolerance):
                 names.append(name)
         if names:
-            return done, names
+            return num_updates, names
     return None
 
 
-def _tensor_cause(evidence: _Evidence, done: int, names: Sequence[str]) -> str:
+def _tensor_cause(evidence: _Evidence, num_updates: int, names: Sequence[str]) -> str:
     """Return the likely cause, given the tensors that differ first after `done` updates."""
-    if done == 0:
+    if num_updates == 0:
         return "the ranks did not start from the same weights: the model is built from random numbers without a seed"
-    index, reference, run = done - 1, evidence.reference, evidence.run
+    index, reference, run = num_updates - 1, evidence.reference, evidence.run
     size = evidence.world.size - evidence.layout.servers
     if relative(reference.losses[index], run.losses[index]) > 1e-8:
         return _loss_cause(evidence, index)
@@ -273,13 +277,15 @@ def _tensor_cause(evidence: _Evidence, done: int, names: Sequence[str]) -> str:
         cause = "the ranks have different weights: gradients are not summed over the ranks"
         return f"{cause}: {evidence.gradients}" if evidence.gradients else cause
     if evidence.layout.row.any_axes and evidence.case.compares_gradients:
-        before, after = ((reference.states[number], run.states[number]) for number in (index, done))
+        before, after = ((reference.states[number], run.states[number]) for number in (index, num_updates))
         code, model = find_custom_parallelize(evidence.layout, size), evidence.case.build_for_inspection()
         return cause_in_gradients(before, after, code, model, evidence.gradients)
-    expert_cause = _expert_cause(evidence, reference.states[index : done + 1], run.states[index : done + 1])
+    expert_cause = _expert_cause(
+        evidence, reference.states[index : num_updates + 1], run.states[index : num_updates + 1]
+    )
     if expert_cause is not None:
         return expert_cause
-    ratio = _update_ratio(reference.states[index : done + 1], run.states[index : done + 1])
+    ratio = _update_ratio(reference.states[index : num_updates + 1], run.states[index : num_updates + 1])
     if size > 1 and abs(ratio / size - 1) < 0.05:
         ratio_text = f"the update is {ratio:.3g} times that of one device, the number of ranks"
         return f"{ratio_text}: gradients are summed, not averaged"
@@ -351,8 +357,10 @@ def _loss_cause(evidence: _Evidence, index: int) -> str:
         return cause
     sample_cause = _sample_cause(evidence, position, f"update {update.step}")
     if sample_cause is not None and _begins_second_epoch(evidence.updates, position):
-        why = "the difference begins in the second epoch: the epoch number does not reach the sampler (set_epoch)"
-        return f"{why}; {sample_cause}"
+        epoch_cause = (
+            "the difference begins in the second epoch: the epoch number does not reach the sampler (set_epoch)"
+        )
+        return f"{epoch_cause}; {sample_cause}"
     if sample_cause is not None:
         return sample_cause
     if relative(reference.counts[index], run.counts[index]) > 1e-6:

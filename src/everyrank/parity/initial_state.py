@@ -1,4 +1,4 @@
-"""Find what a custom `parallelize` changed before the first update: weights, requires_grad, dtypes, buffers, copies.
+"""Find changes by a custom `parallelize` before the first update: weights, requires_grad, dtypes, buffers, copies.
 
 The model is built once more, and every tensor is compared bit by bit before and after the call. If the function froze
 or reinitialised a layer, the report names this cause and not its consequences.
@@ -42,9 +42,9 @@ class StateChanges:
 
     weights   parameter -> how its values differ from those it was built with
     copies    tensor -> the axis along which ranks hold different copies of it
-    frozen    parameters that were trained as the model was built, and are not now; `unfrozen` the other way round
+    frozen    parameters that were trainable in the model as built, and are not now; `unfrozen` is the opposite
     dtypes    tensor -> (dtype as built, dtype now)
-    buffers   buffers with other values than they were built with
+    buffers   buffers whose values have changed
     """
 
     path: str
@@ -57,22 +57,22 @@ class StateChanges:
 
     def weight_cause(self) -> str:
         """Describe weights that were reinitialised, or differ between ranks that should be replicas; "" for none."""
-        parts: list[str] = []
+        causes: list[str] = []
         if self.weights:
             names = list(self.weights)
-            how = self.weights[names[0]]
-            parts.append(
-                f"{self.path} changes the values of {name_list(names)}: {how}"
+            change = self.weights[names[0]]
+            causes.append(
+                f"{self.path} changes the values of {name_list(names)}: {change}"
                 + (
                     ". If the new order is intended, let the contract's gather restore the old one"
-                    if "different order" in how
+                    if "different order" in change
                     else "; keep the values, or build them in model()"
                 )
             )
         for axis in dict.fromkeys(self.copies.values()):
             names = [name for name, along in self.copies.items() if along == axis]
-            parts.append(f"the ranks along {axis} start with different copies of {name_list(names)}")
-        return "; ".join(parts)
+            causes.append(f"the ranks along {axis} start with different copies of {name_list(names)}")
+        return "; ".join(causes)
 
     def requires_grad_cause(self, names: Sequence[str]) -> str:
         """Describe which of these parameters have a different requires_grad than as built; "" for none."""
@@ -133,19 +133,21 @@ def changes_by_parallelize(case: ParityCase, layout: Layout, world: World) -> St
     wrapped = call_parallelize(code, model, mesh, world)
     shapes = {name: tensor.shape for name, tensor in built.tensors.items()}
     gathered = gathered_state(code, wrapped, mesh, shapes)
-    made = unwrapped(wrapped)
-    known = gatherable_tensors(made, shapes)
+    parallel_model = unwrapped(wrapped)
+    gatherable = gatherable_tensors(parallel_model, shapes)
     changes = StateChanges(code.path)
-    _compare_training(changes, built, made, world)
-    _compare_values(changes, built, known, gathered, world)
-    _compare_copies(changes, {name: tensor for name, tensor in known.items() if name not in gathered}, code, world)
+    _compare_training(changes, built, parallel_model, world)
+    _compare_values(changes, built, gatherable, gathered, world)
+    _compare_copies(changes, {name: tensor for name, tensor in gatherable.items() if name not in gathered}, code, world)
     return changes
 
 
 def _compare_training(changes: StateChanges, built: _Built, model: nn.Module, world: World) -> None:
     names = {clean_name(name): name for name in built.trained}
-    now = {names.get(clean_name(name), ""): parameter.requires_grad for name, parameter in model.named_parameters()}
-    flags = [int(now[name]) if name in now else -1 for name in built.trained]
+    requires_grad_now = {
+        names.get(clean_name(name), ""): parameter.requires_grad for name, parameter in model.named_parameters()
+    }
+    flags = [int(requires_grad_now[name]) if name in requires_grad_now else -1 for name in built.trained]
     rows = torch.stack(all_gather(torch.tensor(flags, dtype=torch.int64), world)) if flags else torch.zeros(1, 0)
     for index, (name, was_trained) in enumerate(built.trained.items()):
         column = rows[:, index].tolist()
@@ -160,16 +162,16 @@ def _compare_values(
 ) -> None:
     names = [name for name in built.tensors if name in known or name in gathered]
     flags: list[int] = []
-    how: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     for name in names:
         with without_advice():
-            whole: Any = gathered[name] if name in gathered else full_tensor(known[name].detach())
-        before = built.tensors[name]
-        if whole.dtype != before.dtype:
-            changes.dtypes[name] = (_text(before.dtype), _text(whole.dtype))
-            before = before.to(whole.dtype)
-        flags.append(int(not torch.equal(torch.nan_to_num(whole), torch.nan_to_num(before))))
-        how[name] = _difference(before, whole) if flags[-1] else ""
+            value: Any = gathered[name] if name in gathered else full_tensor(known[name].detach())
+        value_as_built = built.tensors[name]
+        if value.dtype != value_as_built.dtype:
+            changes.dtypes[name] = (_text(value_as_built.dtype), _text(value.dtype))
+            value_as_built = value_as_built.to(value.dtype)
+        flags.append(int(not torch.equal(torch.nan_to_num(value), torch.nan_to_num(value_as_built))))
+        descriptions[name] = _difference(value_as_built, value) if flags[-1] else ""
     if not flags:
         return
     rows = all_gather(torch.tensor(flags, dtype=torch.int64), world)
@@ -180,8 +182,8 @@ def _compare_values(
         if name in built.buffers:
             changes.buffers.append(name)
         else:
-            where = "" if len(ranks) == world.size else f" on rank {', '.join(map(str, ranks))}"
-            changes.weights[name] = (how[name] or "they differ") + where
+            on_ranks = "" if len(ranks) == world.size else f" on rank {', '.join(map(str, ranks))}"
+            changes.weights[name] = (descriptions[name] or "they differ") + on_ranks
 
 
 def _difference(before: Tensor, after: Tensor) -> str:
@@ -197,9 +199,9 @@ def _difference(before: Tensor, after: Tensor) -> str:
         rows = [tensor.movedim(dim, 0).reshape(tensor.shape[dim], -1) for tensor in (old, new)]
         if torch.equal(rows[0].sort(0).values, rows[1].sort(0).values):
             return f"the same {'rows' if dim == 0 else 'columns'} in a different order"
-    spread = [float(tensor.std()) for tensor in (old, new)] if old.numel() > 1 else [0.0, 0.0]
-    if spread[0] and spread[1]:
-        return f"different numbers, with a standard deviation of {spread[1]:.3g} (before: {spread[0]:.3g})"
+    deviations = [float(tensor.std()) for tensor in (old, new)] if old.numel() > 1 else [0.0, 0.0]
+    if deviations[0] and deviations[1]:
+        return f"different numbers, with a standard deviation of {deviations[1]:.3g} (before: {deviations[0]:.3g})"
     return "different numbers"
 
 

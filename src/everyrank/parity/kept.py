@@ -1,7 +1,7 @@
 """Keep the trace of a workload in a file, and compare a later version of the code, torch or machine with it.
 
-The file is JSON: losses, counts, tolerances for rounding, and a few elements of each tensor. It has no code in it, so
-a file from elsewhere is safe to read.
+The file is JSON: losses, counts, tolerances for rounding, and a few elements of each tensor. It contains no code, so
+any such file is safe to read.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from everyrank.world import World
 __all__ = ["FORMAT", "KeptComparison", "compare_kept", "elements", "kept_trace"]
 
 FORMAT = "everyrank trace 1"
-_ELEMENTS = 64  # that are kept of each tensor
-_SAMPLES = 32  # of the training data in the fingerprint
-_INITIAL_ROUNDING = 1e-6  # relative; a different torch may compute the initial weights a little differently
+_ELEMENTS = 64  # number of elements that are kept of each tensor
+_SAMPLES = 32  # number of samples of the training data in the checksum
+_INITIAL_ROUNDING = 1e-6  # relative; a different torch may compute slightly different initial weights
 
 
 def kept_trace(case: ParityCase, world: World, command: list[str]) -> dict[str, Any]:
@@ -40,8 +40,8 @@ def kept_trace(case: ParityCase, world: World, command: list[str]) -> dict[str, 
     ensure_references(case, Layout("single", precision="float64"), world, "kept")
     reference: Reference = next(run for text, run in case.references.items() if "float64" in text)
     workload, trace = case.workload, reference.trace
-    # alone, because a reference keeps only the largest gradient of all updates
-    first = run_trace(
+    # a separate run, because a reference keeps only the largest gradient of all updates
+    first_update = run_trace(
         case, Layout("single", precision="float64"), world, [reference.segments[0][:1]], measure=True, evaluates=False
     )
     model = on_cpu(workload)
@@ -67,7 +67,7 @@ def kept_trace(case: ParityCase, world: World, command: list[str]) -> dict[str, 
         ],
         "evaluation": {name: list(pair) for name, pair in trace.evaluation.items()},
         "initial": {name: elements(value) for name, value in initial.items()},
-        "gradients": {name: elements(value) for name, value in first.gradients.items()},
+        "gradients": {name: elements(value) for name, value in first_update.gradients.items()},
         "final": {name: elements(value) for name, value in final.items()},
         "final_tolerances": {
             name: tensor_tolerance(reference, 0, name, value, "float64") for name, value in final.items()
@@ -78,14 +78,14 @@ def kept_trace(case: ParityCase, world: World, command: list[str]) -> dict[str, 
 
 
 def elements(tensor: Tensor) -> list[float]:
-    """Some elements, evenly spaced, always the same for a shape."""
+    """Return some elements, evenly spaced, always the same for a shape."""
     flat = tensor.detach().reshape(-1)
-    places = torch.linspace(0, max(0, flat.numel() - 1), min(_ELEMENTS, flat.numel())).long()
-    return flat[places].double().cpu().tolist()
+    indices = torch.linspace(0, max(0, flat.numel() - 1), min(_ELEMENTS, flat.numel())).long()
+    return flat[indices].double().cpu().tolist()
 
 
 def _data_checksum(data: Any) -> str:
-    """Of some samples, evenly spaced, and their number; "" for a stream."""
+    """Return a checksum of the number of samples and of some samples, evenly spaced; "" for a stream."""
     if isinstance(data, Streamed) or not hasattr(data, "__getitem__"):
         return ""
     count = len(data)
@@ -116,7 +116,7 @@ class KeptComparison:
     changes: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
-        """The lines to print."""
+        """Return the lines to print."""
         rows = [f"{self.status}: {self.text}"]
         rows += [f"likely cause: {self.cause}"] if self.cause else []
         return rows + ([f"changed since then: {'; '.join(self.changes)}"] if self.changes else [])
@@ -126,7 +126,12 @@ def compare_kept(before: dict[str, Any], now: dict[str, Any]) -> KeptComparison:
     """Compare two kept traces of one workload."""
     changes = _changes(before["versions"], now["versions"], ("torch", "python", "commit", "system", "processor"))
     changes += _changes(before["versions"], now["versions"], ("threads_per_rank", "accelerator"))
-    result = _experiment(before, now) or _initial(before, now) or _updates(before, now) or _final(before, now)
+    result = (
+        _experiment_difference(before, now)
+        or _initial_difference(before, now)
+        or _update_difference(before, now)
+        or _final_difference(before, now)
+    )
     if result is None:
         pairs = zip(before["losses"], now["losses"], _tolerances(before, now), strict=True)
         worst, allowed = max(((relative(a, b), limit) for a, b, limit in pairs), key=lambda pair: pair[0] / pair[1])
@@ -143,8 +148,8 @@ def _changes(before: dict[str, Any], now: dict[str, Any], names: Sequence[str]) 
     ]
 
 
-def _experiment(before: dict[str, Any], now: dict[str, Any]) -> KeptComparison | None:
-    """Settings, data and tensors must be the same for a comparison to make sense."""
+def _experiment_difference(before: dict[str, Any], now: dict[str, Any]) -> KeptComparison | None:
+    """Check that settings, data and tensors are the same, because other runs cannot be compared."""
     old, new = before["experiment"], now["experiment"]
     rows: list[str] = []
     for name in new:
@@ -152,8 +157,8 @@ def _experiment(before: dict[str, Any], now: dict[str, Any]) -> KeptComparison |
             continue
         if isinstance(new[name], dict) and isinstance(old.get(name), dict):
             keys = [key for key in {**old[name], **new[name]} if old[name].get(key) != new[name].get(key)]
-            word = "setting" if name == "settings" else "tensor"
-            rows += [f"{word} {key}: {old[name].get(key)} before, {new[name].get(key)} now" for key in keys[:3]]
+            kind = "setting" if name == "settings" else "tensor"
+            rows += [f"{kind} {key}: {old[name].get(key)} before, {new[name].get(key)} now" for key in keys[:3]]
             rows += [f"{len(keys) - 3} more {name}"] if len(keys) > 3 else []
         else:
             rows.append(f"{name}: {old.get(name)} before, {new[name]} now")
@@ -162,7 +167,7 @@ def _experiment(before: dict[str, Any], now: dict[str, Any]) -> KeptComparison |
     return KeptComparison("not comparable", f"not the same experiment: {'; '.join(rows)}")
 
 
-def _initial(before: dict[str, Any], now: dict[str, Any]) -> KeptComparison | None:
+def _initial_difference(before: dict[str, Any], now: dict[str, Any]) -> KeptComparison | None:
     for name, values in now["initial"].items():
         old = before["initial"].get(name, [])
         scale = max(map(abs, old), default=0.0)
@@ -182,23 +187,25 @@ def _tolerances(before: dict[str, Any], now: dict[str, Any]) -> list[float]:
     return [max(pair) for pair in zip(before["loss_tolerances"], now["loss_tolerances"], strict=True)]
 
 
-def _updates(before: dict[str, Any], now: dict[str, Any]) -> KeptComparison | None:
+def _update_difference(before: dict[str, Any], now: dict[str, Any]) -> KeptComparison | None:
     rows = zip(before["losses"], now["losses"], before["counts"], now["counts"], _tolerances(before, now), strict=True)
     for update, (old, new, old_count, new_count, allowed) in enumerate(rows):
         if old_count != new_count:
             text = f"update {update} has {old_count:g} loss terms before, {new_count:g} now"
-            return KeptComparison("different", text, "the loss counts its terms differently, or other samples are read")
+            return KeptComparison(
+                "different", text, "the loss counts its terms differently, or different samples are read"
+            )
         if not relative(old, new) <= allowed:
             text = (
                 f"the loss of update {update} is {old:.9g} before, {new:.9g} now: off by {relative(old, new):.1e}, and "
                 f"rounding allows {allowed:.0e}"
             )
-            return KeptComparison("different", text, _cause(before, now, update, old, new))
+            return KeptComparison("different", text, _cause_of_update(before, now, update, old, new))
     return None
 
 
-def _cause(before: dict[str, Any], now: dict[str, Any], update: int, old: float, new: float) -> str:
-    """The likely cause of the first loss that differs."""
+def _cause_of_update(before: dict[str, Any], now: dict[str, Any], update: int, old: float, new: float) -> str:
+    """Return the likely cause of the first loss that differs."""
     if update == 0:
         factor = new / old if old else math.inf
         ratios = [b / a for a, b in zip(before["losses"], now["losses"], strict=True) if a]
@@ -222,14 +229,14 @@ def _cause(before: dict[str, Any], now: dict[str, Any], update: int, old: float,
 
 
 def _round_factor(factor: float) -> float | None:
-    """The integer, or one divided by an integer, next to a factor."""
+    """Return the nearest integer to a factor, or one divided by an integer if the factor is below 1."""
     if not math.isfinite(factor) or factor == 0:
         return None
     return float(round(factor)) if abs(factor) >= 1 else 1 / round(1 / factor)
 
 
 def _gradient_ratio(before: dict[str, Any], now: dict[str, Any]) -> float | None:
-    """How much larger the magnitudes of the first gradients are; None if they do not have one factor."""
+    """Return the factor between the magnitudes of the first gradients; None if it is not the same for all."""
     pairs = [
         (old, new)
         for name, values in now["gradients"].items()
@@ -240,7 +247,7 @@ def _gradient_ratio(before: dict[str, Any], now: dict[str, Any]) -> float | None
     return statistics.median(ratios) if ratios and max(ratios) - min(ratios) < 1e-6 * max(ratios) else None
 
 
-def _final(before: dict[str, Any], now: dict[str, Any]) -> KeptComparison | None:
+def _final_difference(before: dict[str, Any], now: dict[str, Any]) -> KeptComparison | None:
     for name, values in now["final"].items():
         limits = [side["final_tolerances"].get(name) for side in (before, now)]
         if None in limits:  # only rounding moves it
@@ -256,9 +263,8 @@ def _final(before: dict[str, Any], now: dict[str, Any]) -> KeptComparison | None
     for name, (total, count) in now["evaluation"].items():
         old = before["evaluation"].get(name)
         if old is None or old[1] != count or not relative(old[0], total) <= 1e-6:
-            shown = "missing" if old is None else f"{old[0]:.9g} of {old[1]:g}"
-            text = (
-                f"all updates are equal, and {name} of the evaluation is {shown} before, {total:.9g} of {count:g} now"
-            )
+            old_text = "missing" if old is None else f"{old[0]:.9g} of {old[1]:g}"
+            new_text = f"{total:.9g} of {count:g}"
+            text = f"all updates are equal, and {name} of the evaluation is {old_text} before, {new_text} now"
             return KeptComparison("different", text, "the metric, or the evaluation data, has changed")
     return None

@@ -47,10 +47,10 @@ class ModuleEvent:
 
     kind        the module's type
     parent      the call that the module is called in; None for the model itself
-    values      this rank's own parts; None for a DTensor that waits to be added up
-    nodes       where each stands in autograd's graph; None outside of it
-    gradients   the gradients that reach them in backward; None until then
-    bias        of an output: the module's bias, where it is a plain tensor
+    values      this rank's local tensors; None for a DTensor with a pending reduction
+    nodes       the autograd node of each tensor; None without one
+    gradients   the gradients of these tensors in backward; None until then
+    bias        for an output: the module's bias, if it is a plain tensor
     """
 
     key: Key
@@ -67,7 +67,7 @@ class Recording:
     """The events of one forward pass, in order, for samples `rows` of a batch of `total`; `backward` is the order of
     gradients.
 
-    is_on   whether forward passes are recorded now: blocks that run again in backward are not
+    is_on   whether forward passes are recorded now; blocks that run again in backward are not recorded
     """
 
     rows: range
@@ -155,12 +155,12 @@ def module_label(key: Key, kind: str) -> str:
 def ancestors(nodes: Iterable[Any]) -> set[Any]:
     """Return all autograd nodes that these nodes are computed from, without the nodes themselves."""
     result: set[Any] = set()
-    left = [following for node in nodes if node is not None for following, _ in node.next_functions]
-    while left:
-        node = left.pop()
+    to_visit = [next_node for node in nodes if node is not None for next_node, _ in node.next_functions]
+    while to_visit:
+        node = to_visit.pop()
         if node is not None and node not in result:
             result.add(node)
-            left += [following for following, _ in node.next_functions]
+            to_visit += [next_node for next_node, _ in node.next_functions]
     return result
 
 
@@ -182,12 +182,12 @@ def is_part(
 ) -> bool | None:
     """Whether each local tensor is a part of the one-device tensor for the same samples; None if it cannot be decided.
 
-    is_whole   these are all samples, at all positions: a single number, a loss, is the same
+    is_whole   the rank has all samples and positions, so even a scalar such as a loss must be equal
     in_order   rows in a different order do not count as a part
     """
     if len(local) != len(expected):
         return None
-    known = False
+    is_decided = False
     for local_value, whole in zip(local, expected, strict=True):
         if (
             local_value is None
@@ -208,8 +208,8 @@ def is_part(
         is_right = is_right or (not in_order and _has_rows_of(local_value, whole))
         if divides_evenly and not is_right:
             return False
-        known = known or is_right
-    return True if known else None
+        is_decided = is_decided or is_right
+    return True if is_decided else None
 
 
 def local_samples(local: Tensor, whole: Tensor, rows: range) -> Tensor:
@@ -242,8 +242,8 @@ def _has_rows_of(local: Tensor, whole: Tensor) -> bool:
     order = (rows @ weights).argsort()
     values = (rows @ weights)[order]
     positions = torch.searchsorted(values, local_rows @ weights)
-    is_found = torch.zeros(len(local_rows), dtype=torch.bool, device=local_rows.device)
+    has_match = torch.zeros(len(local_rows), dtype=torch.bool, device=local_rows.device)
     for shift in (-2, -1, 0, 1):
         candidates = rows[order[(positions + shift).clamp(0, len(rows) - 1)]]
-        is_found |= (candidates - local_rows).abs().amax(-1) <= allowed
-    return bool(is_found.all())
+        has_match |= (candidates - local_rows).abs().amax(-1) <= allowed
+    return bool(has_match.all())

@@ -46,8 +46,8 @@ def first_output_that_differs(case: ParityCase, layout: Layout, world: World, up
     right = _compare_modules(local, expected, is_whole)
     keys = list(expected.events)
     wrong = _unrepaired(local, right)
-    first = keys.index(wrong[0]) if wrong else len(keys)
-    first_on_ranks = [int(index) for index in all_gather(torch.tensor([first]), world)]
+    first_wrong_index = keys.index(wrong[0]) if wrong else len(keys)
+    first_on_ranks = [int(index) for index in all_gather(torch.tensor([first_wrong_index]), world)]
     earliest = min(first_on_ranks)
     if earliest == len(keys):
         has_output = [row.tolist() == [1] for row in all_gather(torch.tensor([int(_has_right_output(right))]), world)]
@@ -58,8 +58,8 @@ def first_output_that_differs(case: ParityCase, layout: Layout, world: World, up
         )
     ranks = [rank for rank, index in enumerate(first_on_ranks) if index == earliest]
     text = _describe(local, expected, keys[earliest], right, code, world, ranks)
-    padded = _padded_layer(local, expected, keys[:earliest], code)
-    return str(broadcast_value(ranks[0], text + (f"; {padded}" if padded else ""), world))
+    padding_note = _padded_layer(local, expected, keys[:earliest], code)
+    return str(broadcast_value(ranks[0], text + (f"; {padding_note}" if padding_note else ""), world))
 
 
 def _has_right_output(right: dict[Key, bool | None]) -> bool:
@@ -104,10 +104,10 @@ def _unrepaired(local: Recording, right: dict[Key, bool | None]) -> list[Key]:
     for key, event in local.events.items():
         if right[key] is not False or any(node in repaired for node in event.nodes if node is not None):
             continue
-        around = event.parent
-        while around is not None and not right.get(around):
-            around = local.events[around].parent if around in local.events else None
-        if around is None:
+        enclosing_call = event.parent
+        while enclosing_call is not None and not right.get(enclosing_call):
+            enclosing_call = local.events[enclosing_call].parent if enclosing_call in local.events else None
+        if enclosing_call is None:
             result.append(key)
     return result
 
@@ -123,14 +123,14 @@ def _describe(
 ) -> str:
     """Describe the module that differs and how; the message of `ranks[0]` is used. A collective."""
     event, expected_event = local.events.get(key), expected.events[key]
-    module, where = module_label(key, (event or expected_event).kind), f"on rank {', '.join(map(str, ranks))}"
-    instead = _describe_difference(local, event, expected_event, code, world)
+    module, on_ranks = module_label(key, (event or expected_event).kind), f"on rank {', '.join(map(str, ranks))}"
+    difference = _describe_difference(local, event, expected_event, code, world)
     if key.role == "input":
-        around = expected.events.get(expected_event.parent) if expected_event.parent is not None else None
-        inside = module_label(around.key, around.kind) if around is not None else "the model"
-        text = f"the first tensor that differs is the input of {module}, {where}: the mistake is in {inside}, before it"
-        return text + (f"; {instead}" if instead else "")
-    text = f"the first output that differs is that of {module}, {where}"
+        enclosing_event = expected.events.get(expected_event.parent) if expected_event.parent is not None else None
+        caller = module_label(enclosing_event.key, enclosing_event.kind) if enclosing_event is not None else "the model"
+        text = f"the first tensor that differs is the input of {module}, {on_ranks}: the mistake is in {caller}"
+        return text + (f"; {difference}" if difference else "")
+    text = f"the first output that differs is that of {module}, {on_ranks}"
     if "BatchNorm" in expected_event.kind:
         return f"{text}: batch norm over one rank's samples only (SyncBatchNorm uses those of all ranks)"
     if "Dropout" in expected_event.kind and event is not None and _is_smaller(event, expected_event):
@@ -139,7 +139,7 @@ def _describe(
             'whole one: make it a DTensor, or compare without dropout (Workload(dropout="torch"))'
         )
     is_input_right = right.get(key._replace(role="input")) is True
-    return text + (", whose input is right" if is_input_right else "") + (f": {instead}" if instead else "")
+    return text + (", whose input is right" if is_input_right else "") + (f": {difference}" if difference else "")
 
 
 def _is_smaller(event: ModuleEvent, expected: ModuleEvent) -> bool:
@@ -170,13 +170,13 @@ def _describe_difference(
     if len({int(size) for size in sizes}) == 1 and local is not None and whole is not None and can_add:
         comparison = compare_ranks(local, local_samples(local, whole, recording.rows), code, world)
         if comparison.reduction:
-            over = " x ".join(comparison.reducing_axes)
-            why = (
+            axes_text = " x ".join(comparison.reducing_axes)
+            reason = (
                 "each rank has a part, and the parts are not summed"
                 if comparison.reduction == "sum"
                 else "they are not averaged"
             )
-            return f"the {comparison.reduction} over {over} equals the output of one device: {why}"
+            return f"the {comparison.reduction} over {axes_text} equals the output of one device: {reason}"
     if local is None or whole is None:
         return ""
     return _multiple_cause(local, whole, recording, expected.bias, code) or _misplaced_features(
@@ -197,14 +197,14 @@ def _multiple_cause(
         return ""
     if not local.dim():
         return _describe_scalar(float(local), float(whole), code)
-    times = _multiple(local, expected, expected)
-    if times is not None:
-        return f"it is {times:.4g} times that of one device{_matching_axes(code, times)}"
+    factor = _multiple(local, expected, expected)
+    if factor is not None:
+        return f"it is {factor:.4g} times that of one device{_matching_axes(code, factor)}"
     if bias is not None and bias.dim() == 1 and local.shape[-1] == len(bias):
-        more = _multiple(local - expected, bias.expand_as(local), expected)
-        if more is not None:
-            axes = _matching_axes(code, 1 + more)
-            return f"as if its bias were added {1 + more:.4g} times{axes}: add it after the all-reduce"
+        bias_factor = _multiple(local - expected, bias.expand_as(local), expected)
+        if bias_factor is not None:
+            axes = _matching_axes(code, 1 + bias_factor)
+            return f"as if its bias were added {1 + bias_factor:.4g} times{axes}: add it after the all-reduce"
     return ""
 
 
@@ -241,19 +241,22 @@ def _misplaced_features(local: Tensor, whole: Tensor, rows: range) -> str:
     width = local.shape[-1]
     for count in (count for count in range(2, width + 1) if width % count == 0):
         size = width // count
-        pieces = [local[..., start : start + size] for start in range(0, width, size)]
-        starts_of_pieces = [
-            next((starts for starts, candidate in equal_parts(whole, p.shape) if _is_near(p, candidate, whole)), None)
-            for p in pieces
+        feature_groups = [local[..., start : start + size] for start in range(0, width, size)]
+        starts_of_groups = [
+            next(
+                (starts for starts, candidate in equal_parts(whole, group.shape) if _is_near(group, candidate, whole)),
+                None,
+            )
+            for group in feature_groups
         ]
-        for number, starts in enumerate(starts_of_pieces):
-            if starts is None or None in starts_of_pieces:
+        for number, starts in enumerate(starts_of_groups):
+            if starts is None or None in starts_of_groups:
                 continue
             sample, feature = starts[0], starts[-1]
             if (sample, feature) != (rows.start, number * size):
-                others = f"features {feature} to {feature + size - 1} of samples {sample} to {sample + len(rows) - 1}"
+                actual = f"features {feature} to {feature + size - 1} of samples {sample} to {sample + len(rows) - 1}"
                 return (
-                    f"its features {number * size} to {number * size + size - 1} are {others}, but this rank has "
+                    f"its features {number * size} to {number * size + size - 1} are {actual}, but this rank has "
                     f"samples {rows.start} to {rows.stop - 1}: gathered over a different axis than it was split along"
                 )
     return ""
@@ -267,11 +270,11 @@ def _padded_layer(local: Recording, expected: Recording, keys: Sequence[Key], co
             if output is None or whole is None or not output.dim() or output.dim() != whole.dim():
                 continue
             for axes in axis_sets(code):
-                wide, size = output.shape[-1] * math.prod(code.axes[axis] for axis in axes), whole.shape[-1]
-                if size < wide < size + output.shape[-1] and size % output.shape[-1]:
+                width_over_ranks, size = output.shape[-1] * math.prod(code.axes[axis] for axis in axes), whole.shape[-1]
+                if size < width_over_ranks < size + output.shape[-1] and size % output.shape[-1]:
                     module = module_label(key, local.events[key].kind)
                     return (
-                        f"{module} has {wide} output features over the ranks along {' x '.join(axes)}, "
+                        f"{module} has {width_over_ranks} output features over the ranks along {' x '.join(axes)}, "
                         f"and {size} on one device: is the padding counted?"
                     )
     return ""

@@ -1,6 +1,6 @@
 """Find the part of a workload that is not a sum over samples: collate, loss or model.
 
-All in one process, with the initial weights: a batch is compared with the same batch in two halves.
+In one process, with the initial weights, a batch is compared with the same batch in two halves.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def probe_update(case: ParityCase, world: World, update: Update) -> str | None:
 
 
 def probe_evaluation(case: ParityCase, world: World) -> str | None:
-    """The same for the first and the last batch of the evaluation."""
+    """Return a message as `probe_update` does, for the first and the last batch of the evaluation data."""
     if case.reference is not None:
         return None
 
@@ -97,8 +97,8 @@ def _mixing(whole: Batch, halves: list[Batch], read: _Read) -> str | None:
     expected = row_values(whole)
     if len(values) == len(expected) and torch.allclose(values, expected, rtol=1e-9, atol=1e-9):
         return None
-    again = row_values(read(Slice(0, 1)))
-    if not torch.allclose(again, expected, rtol=1e-9, atol=1e-9):
+    values_again = row_values(read(Slice(0, 1)))
+    if not torch.allclose(values_again, expected, rtol=1e-9, atol=1e-9):
         return (
             "collate draws random numbers, which differ between ranks; draw them in the dataset, where they are a "
             "function of (seed, epoch, sample)"
@@ -119,7 +119,7 @@ def _loss_in_parts(case: ParityCase, output: Any, whole: Batch, halves: list[Bat
     with watch_gather() as gather_calls:
         total, count = _sum_and_count(case, output, whole.target)
     if gather_calls:
-        return None  # it uses everyrank.gather, which gives it the whole batch
+        return None  # the loss uses everyrank.gather, which returns the whole batch
     parts: list[tuple[float, float]] = []
     start = 0
     for half in halves:
@@ -127,17 +127,17 @@ def _loss_in_parts(case: ParityCase, output: Any, whole: Batch, halves: list[Bat
         target = slice_rows(whole.target, whole.size, rows)
         parts.append(_sum_and_count(case, slice_rows(output, whole.size, rows), target))
         start += half.size
-    in_parts, terms = sum(part_total for part_total, _ in parts), sum(part_count for _, part_count in parts)
-    scale = max(abs(total), abs(in_parts), 1e-300)
-    if abs(in_parts - total) <= _ROUNDING * scale and abs(terms - count) <= 1e-6 * max(count, 1):
+    part_sum, num_terms = sum(part_total for part_total, _ in parts), sum(part_count for _, part_count in parts)
+    scale = max(abs(total), abs(part_sum), 1e-300)
+    if abs(part_sum - total) <= _ROUNDING * scale and abs(num_terms - count) <= 1e-6 * max(count, 1):
         return None
-    if abs(terms - count) <= 1e-6 * max(count, 1) and abs(in_parts / 2 - total) < 0.1 * scale:
+    if abs(num_terms - count) <= 1e-6 * max(count, 1) and abs(part_sum / 2 - total) < 0.1 * scale:
         return (
-            f"the losses of two halves of a batch add up to {in_parts:.4g}, and the loss of the whole is {total:.4g}: "
+            f"the losses of two halves of a batch add up to {part_sum:.4g}, and the loss of the whole is {total:.4g}: "
             "it is a mean over its batch; return (sum over terms, number of terms)"
         )
     return (
-        f"the loss depends on the whole batch: on the same outputs, two halves add up to {in_parts:.6g} ({terms:g} "
+        f"the loss depends on the whole batch: on the same outputs, two halves add up to {part_sum:.6g} ({num_terms:g} "
         f"terms), the whole to {total:.6g} ({count:g}); a contrastive loss, or a mean or statistic over the batch: "
         "return a sum over terms, and use everyrank.gather(x) for the rows of all ranks"
     )

@@ -25,7 +25,7 @@ __all__ = ["keep_rank", "verify_gradients_rank", "verify_rank"]
 
 
 _SHARD_ORDER = (
-    "with order=shard the ranks decide which update has which samples; --samples checks that each is read once"
+    "with order=shard the samples of an update depend on the number of ranks; use --samples to check the reading"
 )
 
 
@@ -38,7 +38,7 @@ def verify_rank(
 ) -> list[Record] | None:
     """Compare each layout with `single`. Returns one Record per layout on rank 0, None elsewhere."""
     reference = parse_layout(options.reference) if options.reference else None
-    for layout in layouts if options.explicit else ():  # what nobody asked for is left out, and says why
+    for layout in layouts if options.explicit else ():  # layouts that were not requested are skipped with a reason
         layout.mesh(info.size)
         if reference is not None:
             check_reference(layout, reference, info.size)
@@ -73,7 +73,7 @@ def verify_rank(
                         provenance=provenance(workload, train_data, world, options.command),
                     )
                 )
-                if is_shown and len(layouts) > 1:  # a call that is stopped has said what it knew
+                if is_shown and len(layouts) > 1:  # print results at once, in case the command is stopped
                     print_row(f"{layout}: {parity.outcome}")
         return records if world.rank == 0 else None
 
@@ -81,7 +81,7 @@ def verify_rank(
 def _compare_layout(
     case: ParityCase, layout: Layout, world: World, index: int, options: VerifyOptions
 ) -> tuple[Parity, list[float]]:
-    """The parity of a layout, with the check of its samples where that was asked for, and its losses. A collective."""
+    """Return the parity of a layout, with its sample check if requested, and its losses. A collective."""
     is_split_by_rank = case.workload.order == "shard" and not isinstance(case.train_data, UnevenStreams)
     depends_on_ranks = is_split_by_rank and layout.axis is not None and world.size > 1
     if depends_on_ranks:
@@ -109,7 +109,7 @@ def _with_samples(parity: Parity, case: ParityCase, layout: Layout, world: World
         parity,
         status="different",
         first_divergence=parity.first_divergence or problems[0],
-        cause=parity.cause or "the samples are not read as they should be",
+        cause=parity.cause or "samples are missing or repeated",
         checks=[*parity.checks, *problems],
     )
 
@@ -117,7 +117,7 @@ def _with_samples(parity: Parity, case: ParityCase, layout: Layout, world: World
 def keep_rank(
     info: RankInfo, workload_or_source: Source | Workload, launch: Launch, options: VerifyOptions
 ) -> dict[str, Any] | None:
-    """Return what a file keeps of `single` (`kept_trace`), on rank 0."""
+    """Return the content of a trace file of `single` (`kept_trace`), on rank 0."""
     with open_world(info, launch) as world:
         workload = load(workload_or_source)
         train_data, eval_data = open_data(workload, world)
@@ -138,5 +138,5 @@ def verify_gradients_rank(
     register_custom_parallelize(layout.strategy, function, contract)
     with open_world(info, launch) as world:
         case = parity_case(workload, *open_data(workload, world), 1, is_quick=True)
-        is_clipped = workload.clip_norm is not None  # then the clipped update is compared, too, after the gradients
+        is_clipped = workload.clip_norm is not None  # then the clipped update is also compared, after the gradients
         return check_layout(case if is_clipped else gradient_case(case), layout, world, "gradients")[0]

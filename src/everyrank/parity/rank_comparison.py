@@ -28,8 +28,8 @@ class RankComparison(NamedTuple):
     """The ranks' local values of a tensor compared with one device.
 
     differing_axes   the axes along which ranks hold different values
-    reducing_axes    the axes over which the ranks' sum or mean is that of one device; () where none does
-    reduction        "sum", "mean", or "" where neither is
+    reducing_axes    the axes over which the ranks' sum or mean equals one device; () without such axes
+    reduction        "sum", "mean", or "" if neither is equal
     """
 
     differing_axes: tuple[str, ...]
@@ -39,9 +39,9 @@ class RankComparison(NamedTuple):
 
 def axis_sets(code: CustomParallelize) -> Iterator[tuple[str, ...]]:
     """Yield all sets of axes with more than one rank, the smallest sets first."""
-    long = [axis for axis, size in code.axes.items() if size > 1]
-    for length in range(1, len(long) + 1):
-        yield from itertools.combinations(long, length)
+    split_axes = [axis for axis, size in code.axes.items() if size > 1]
+    for length in range(1, len(split_axes) + 1):
+        yield from itertools.combinations(split_axes, length)
 
 
 def compare_ranks(local: Tensor, expected: Tensor, code: CustomParallelize, world: World) -> RankComparison:

@@ -39,13 +39,13 @@ __all__ = [
     "tensor_distance",
 ]
 
-# how far perturbed runs of `single` may be from it in the loss where it still judges others
+# largest distance of perturbed runs of `single` in the loss at which layouts are still compared
 _LIMITS = {"float64": 1e-12, "float32": 1e-2, "bf16": 1e-1, "fp16": 1e-1}
-MAX_REVERSED_DIFFERENCE = 1e-8  # float64, equal weights, samples in reverse: rounding stays far below
-# a gradient that is smaller than this part of the largest one is what rounding leaves of a sum that is zero
+MAX_REVERSED_DIFFERENCE = 1e-8  # float64, equal weights, samples in reverse; rounding is far smaller
+# a gradient below this fraction of the largest one is zero except for rounding
 _ZERO_GRADIENT = {"float64": 1e-11, "float32": 1e-6}
-_MICRO_BATCHED = "single took its batch in several micro-batches: the whole did not fit"
-NOISE_FRACTION = 1e-2  # a tensor that rounding moves by this part of its way cannot be compared
+_MICRO_BATCHED = "single split its batch into micro-batches, because the whole batch did not fit"
+NOISE_FRACTION = 1e-2  # a tensor that rounding moves by this fraction of its change cannot be compared
 _CACHED_FIELDS = (
     "segments",
     "loss_floors",
@@ -54,7 +54,7 @@ _CACHED_FIELDS = (
     "is_truncated",
     "reversed_differences",
     "evaluation_floors",
-)  # in files, beside the run itself
+)  # the fields in cache files, in addition to the run
 _PERTURBED: dict[str, list[dict[str, Any]]] = {
     "float64": [{"reverse": True}, {"jitter": 1}],
     "lower": [{"reverse": True}, {"jitter": 1}, {"jitter": 2}, {"jitter": 3}],
@@ -68,12 +68,13 @@ class Reference:
     segments      the updates that were run
     loss_floors   for each update: the largest distance of a perturbed run's loss, relative; within a segment it does
                   not shrink
-    floors        of each segment: name -> the largest distance of a perturbed run's tensor, null elements left out
-    zero_gradient_masks         elements of parameters whose true gradient is zero: they move by rounding alone
-    is_truncated        whether rounding has grown too much for all of the updates
-    evaluation_floors   of the loss and each metric: the largest distance of a perturbed run's sum, relative
-    reversed_differences   of each segment: relative difference of the first loss from that of the samples in reverse
-    name          the layout that was run: `single`, or what stood in for it
+    floors        for each segment: name -> the largest distance of a perturbed run's tensor, zero-gradient elements
+                  excluded
+    zero_gradient_masks         elements of parameters whose true gradient is zero: only rounding moves them
+    is_truncated        whether rounding has grown too much to compare all updates
+    evaluation_floors   for the loss and each metric: the largest distance of a perturbed run's sum, relative
+    reversed_differences   for each segment: relative difference of the first loss when the samples are reversed
+    name          the layout that was run: `single` or its substitute
     """
 
     trace: Trace
@@ -121,11 +122,11 @@ def ensure_references(case: ParityCase, layout: Layout, world: World, key: str) 
 
 def _ensure_references(case: ParityCase, layout: Layout, world: World, key: str) -> None:
     for attempt in itertools.count():
-        wanted = {
+        singles_by_text = {
             str(single): single
             for single in (single_like(case, layout, p, world.size) for p in case.precisions(layout))
         }
-        missing = {text: single for text, single in wanted.items() if text not in case.segments}
+        missing = {text: single for text, single in singles_by_text.items() if text not in case.segments}
         if not missing:
             return
         attempt_key = f"{key}/references/{attempt}"
@@ -136,23 +137,25 @@ def _ensure_references(case: ParityCase, layout: Layout, world: World, key: str)
             case.segments[text] = cache.decode_segments(segments)
             case.from_disk.add(text)
             missing.pop(text)
-        made = _run(case, missing, world, attempt_key)
+        new_references = _run(case, missing, world, attempt_key)
         if (
             from_rank_0(
-                world, f"{attempt_key}/moved", functools.partial(_nothing_moved, made, {t: missing[t] for t in made})
+                world,
+                f"{attempt_key}/moved",
+                functools.partial(_has_no_updates, new_references, {t: missing[t] for t in new_references}),
             )
             and not case.compares_gradients
         ):
             case.compares_gradients = True
             case.workload = with_gradient_update(case.workload)
-            case.notes.append("nothing moves (a learning rate of 0): the gradients alone are compared")
+            case.notes.append("no parameter moves (a learning rate of 0?), so only the gradients are compared")
             case.references.clear()
             case.segments.clear()
             case.from_disk.clear()
             case.names.clear()
             continue
         for text, segments in from_rank_0(
-            world, f"{attempt_key}/cut", functools.partial(_store_references, case, made)
+            world, f"{attempt_key}/cut", functools.partial(_store_references, case, new_references)
         ).items():
             case.segments[text] = cache.decode_segments(segments)
 
@@ -175,15 +178,15 @@ def _run(case: ParityCase, singles: dict[str, Layout], world: World, key: str) -
     """
     planned = {text: _plan(case, single.precision) for text, single in singles.items()}
     plans = dict(planned)
-    done: dict[str, Any] = {}
+    finished: dict[str, Any] = {}
     attempt = 0
-    while left := {text: plan for text, plan in plans.items() if text not in done}:
+    while remaining := {text: plan for text, plan in plans.items() if text not in finished}:
         attempt += 1
-        jobs = [(text, options) for text in left for options in _run_options(singles[text])]
+        jobs = [(text, options) for text in remaining for options in _run_options(singles[text])]
         traces = run_on_all_ranks(case, [(singles[t], plans[t], o) for t, o in jobs], world, f"{key}/{attempt}")
         references: dict[str, Reference] = {}
         if world.rank == 0:
-            for text in left:
+            for text in remaining:
                 runs = [run for (name, _), run in zip(jobs, traces, strict=True) if name == text]
                 references[text] = make_reference(runs[0], runs[1:], plans[text], singles[text].precision)
         lengths = from_rank_0(
@@ -193,23 +196,23 @@ def _run(case: ParityCase, singles: dict[str, Layout], world: World, key: str) -
                 text: _comparable_steps(run, singles[text].precision) for text, run in references.items()
             },
         )
-        for text, plan in left.items():
+        for text, plan in remaining.items():
             shorter = plan if lengths[text] is None else shorten_segments(planned[text], lengths[text])
             if shorter == plan:
                 is_truncated = plan != planned[text]
                 name = "single" if singles[text].axis is None else str(replace(singles[text], precision="float32"))
-                done[text] = (
+                finished[text] = (
                     replace(references[text], is_truncated=is_truncated, name=name) if world.rank == 0 else None
                 )
             plans[text] = shorter
-    return done
+    return finished
 
 
 def _plan(case: ParityCase, precision: str) -> Segments:
     planned = case.planned(precision)
     if not case.compares_gradients:
         return planned
-    # an update of the gradient's own size leads nowhere: each one begins anew
+    # an update as large as the gradient does not train, so each update starts from the initial state
     flat = [update for segment in planned for update in segment]
     return [[flat[index]] for index in sorted({0, len(flat) // 2, len(flat) - 1})]
 
@@ -249,13 +252,13 @@ def make_reference(single: Trace, perturbed: Sequence[Trace], segments: Segments
         for index, loss in enumerate(run.losses):
             if not math.isfinite(loss):
                 raise NotFiniteError(
-                    f"update {index}: the loss of single in {precision} is {loss}; nothing to compare with"
+                    f"update {index}: the loss of single in {precision} is {loss}, so no layout can be compared with it"
                 )
     zero_gradient_masks = _zero_gradient_masks(single.gradients, precision)
-    spreads = iter([max(relative(a, other.losses[i]) for other in perturbed) for i, a in enumerate(single.losses)])
+    distances = iter([max(relative(a, other.losses[i]) for other in perturbed) for i, a in enumerate(single.losses)])
     loss_floors: list[float] = []
     for segment in segments:
-        loss_floors += itertools.accumulate(itertools.islice(spreads, len(segment)), max)
+        loss_floors += itertools.accumulate(itertools.islice(distances, len(segment)), max)
     floors = [
         {
             name: max(
@@ -266,8 +269,8 @@ def make_reference(single: Trace, perturbed: Sequence[Trace], segments: Segments
         for n, final in enumerate(single.finals)
     ]
     starts = itertools.accumulate((len(segment) for segment in segments[:-1]), initial=0)
-    reverse = tuple(relative(single.losses[start], perturbed[0].losses[start]) for start in starts)
-    spreads_of_sums = {
+    reversed_differences = tuple(relative(single.losses[start], perturbed[0].losses[start]) for start in starts)
+    evaluation_distances = {
         name: max((relative(total, run.evaluation[name][0]) for run in perturbed if run.evaluation), default=0.0)
         for name, (total, _) in single.evaluation.items()
     }
@@ -277,8 +280,8 @@ def make_reference(single: Trace, perturbed: Sequence[Trace], segments: Segments
         loss_floors,
         floors,
         zero_gradient_masks,
-        reversed_differences=reverse,
-        evaluation_floors=spreads_of_sums,
+        reversed_differences=reversed_differences,
+        evaluation_floors=evaluation_distances,
     )
 
 
@@ -303,35 +306,35 @@ def relative(reference: float, value: float) -> float:
     return difference if difference == difference else float("inf")
 
 
-def _nothing_moved(made: dict[str, Any], singles: dict[str, Layout]) -> bool:
+def _has_no_updates(new_references: dict[str, Any], singles: dict[str, Layout]) -> bool:
     """Whether there were gradients but no parameter moved by more than rounding, in float64.
 
     In bf16, rounding may exceed what a few updates move.
     """
 
-    def is_told(reference: Reference) -> bool:
+    def has_moved(reference: Reference) -> bool:
         return any(
             moved[name] and not reference.is_noise(number, name)
             for number, moved in enumerate(reference.trace.moved)
             for name in reference.trace.gradients
         )
 
-    precise = [reference for text, reference in made.items() if singles[text].precision == "float64"]
-    return any(reference.trace.gradients and not is_told(reference) for reference in precise)
+    precise = [reference for text, reference in new_references.items() if singles[text].precision == "float64"]
+    return any(reference.trace.gradients and not has_moved(reference) for reference in precise)
 
 
-def _store_references(case: ParityCase, made: dict[str, Any]) -> dict[str, Any]:
+def _store_references(case: ParityCase, new_references: dict[str, Any]) -> dict[str, Any]:
     """Store the runs in the case and on disk. Returns the segments of each."""
-    case.references.update(made)
-    for text, reference in made.items():
+    case.references.update(new_references)
+    for text, reference in new_references.items():
         name = case.names.get(text)
         if name is not None:
             fields = {key: getattr(reference, key) for key in _CACHED_FIELDS}
             cache.save_references(name, reference.trace, fields)
-    return {text: cache.encode_segments(reference.segments) for text, reference in made.items()}
+    return {text: cache.encode_segments(reference.segments) for text, reference in new_references.items()}
 
 
-# --- runs of `single` that do not need each other, shared out among the ranks; what they left, on rank 0
+# --- independent runs of `single`, distributed over the ranks; the traces are sent to rank 0
 
 
 def run_on_all_ranks(
@@ -342,15 +345,15 @@ def run_on_all_ranks(
         runs = [trace(case, single, world, segments, **options) for single, segments, options in jobs]
         return runs if world.rank == 0 else []
     alone = replace(single_process_world(world), threads=world.threads, loader_workers=world.loader_workers)
-    holders = _assign_ranks(jobs, world.size, world.device.type == "cuda" and world.backend == "gloo")
+    assigned_ranks = _assign_ranks(jobs, world.size, world.device.type == "cuda" and world.backend == "gloo")
 
     def work() -> dict[int, Trace]:
-        mine = [index for index, rank in enumerate(holders) if rank == world.rank]
-        return {index: trace(case, jobs[index][0], alone, jobs[index][1], **jobs[index][2]) for index in mine}
+        local_indices = [index for index, rank in enumerate(assigned_ranks) if rank == world.rank]
+        return {index: trace(case, jobs[index][0], alone, jobs[index][1], **jobs[index][2]) for index in local_indices}
 
     local_runs = on_each_rank(world, f"{key}/work", work)
     runs_in_order: list[Trace] = []
-    for index, holder in enumerate(holders):
+    for index, holder in enumerate(assigned_ranks):
         if world.rank == 0:
             runs_in_order.append(local_runs[index] if holder == 0 else _receive(world, holder, f"{key}/{index}"))
         elif world.rank == holder:
@@ -360,13 +363,13 @@ def run_on_all_ranks(
 
 def _assign_ranks(jobs: Sequence[tuple[Layout, Segments, dict[str, Any]]], size: int, is_shared: bool) -> list[int]:
     """Assign each run to the rank with the least work so far; float64 counts twice."""
-    # ranks that share a card share its memory, which one run at a time may fill
+    # ranks that share a GPU share its memory, so only one of them runs
     load = [0] * (1 if is_shared else size)
-    holders: list[int] = []
+    assigned_ranks: list[int] = []
     for single, segments, _ in jobs:
-        holders.append(min(range(len(load)), key=load.__getitem__))
-        load[holders[-1]] += sum(map(len, segments)) * (2 if single.precision == "float64" else 1)
-    return holders
+        assigned_ranks.append(min(range(len(load)), key=load.__getitem__))
+        load[assigned_ranks[-1]] += sum(map(len, segments)) * (2 if single.precision == "float64" else 1)
+    return assigned_ranks
 
 
 def _send(run: Trace, world: World, key: str) -> None:
@@ -380,16 +383,16 @@ def _send(run: Trace, world: World, key: str) -> None:
                 dist.send(tensor.contiguous().reshape(-1).view(torch.uint8), dst=0, group=world.group)
 
 
-def _receive(world: World, holder: int, key: str) -> Trace:
-    sent: Any = world.store.get(f"sent/{key}")
-    head = json.loads(sent.decode())
+def _receive(world: World, source_rank: int, key: str) -> Trace:
+    message: Any = world.store.get(f"sent/{key}")
+    header = json.loads(message.decode())
     groups: list[dict[str, Tensor]] = []
-    for shapes in head["shapes"]:
+    for shapes in header["shapes"]:
         groups.append({name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, dtype, shape in shapes})
         for tensor in groups[-1].values():
             if tensor.numel():
-                dist.recv(tensor.reshape(-1).view(torch.uint8), src=holder, group=world.group)
-    numbers = head["numbers"]
+                dist.recv(tensor.reshape(-1).view(torch.uint8), src=source_rank, group=world.group)
+    numbers = header["numbers"]
     evaluation = {name: (total, count) for name, (total, count) in numbers["evaluation"].items()}
     return Trace(
         numbers["losses"],

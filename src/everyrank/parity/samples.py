@@ -52,12 +52,12 @@ def check_samples(
     orders = _orders_of_epochs(workload, train_data, layout, mesh)
     for epoch, order in enumerate(orders):
         expected = _expected(workload, train_data, epoch)
-        if workload.weights is not None:  # samples repeat: each is to be read as often as it was drawn
+        if workload.weights is not None:  # samples repeat, so each has to be read as often as it was drawn
             expected = epoch_numbers(order_of(workload, train_data, epoch))
         problems += sample_errors(order, expected, f"epoch {epoch}", left_out)
-    how = "each read once" if workload.weights is None else "drawn with weights, each read as often as drawn"
-    text = f"{_NUM_EPOCHS} epochs of {len(train_data)} samples, {how}"
-    text += f" but {left_out} of a last batch (drop_last)" * (left_out > 0)
+    how_text = "each read once" if workload.weights is None else "drawn with weights, each read as often as drawn"
+    text = f"{_NUM_EPOCHS} epochs of {len(train_data)} samples, {how_text}"
+    text += f" except {left_out} of an incomplete last batch (drop_last)" * (left_out > 0)
     if len(train_data) > 8 and orders[0] == orders[1]:  # few samples may be shuffled into the same order twice
         problem, note = _same_order_twice(train_data)
         problems += problem
@@ -110,7 +110,7 @@ def _same_order_twice(train_data: Any) -> tuple[list[str], str]:
     keeps_order = any(getattr(stream, "keeps_order", False) for stream in streams)
     if keeps_order or (is_stream and not any(hasattr(stream, "set_epoch") for stream in streams)):
         return [], " (a stream, in the same order in both)"
-    hint = "; if it is meant to stay, give the stream keeps_order = True" if is_stream else ""
+    hint = "; if the order has to stay, give the stream keeps_order = True" if is_stream else ""
     return [
         f"epoch 1 has the order of epoch 0: the epoch does not reach the order of the samples (set_epoch){hint}"
     ], ""
@@ -140,18 +140,18 @@ def _differences(workload: Workload, data: Any, world: World) -> list[str]:
 
 
 def _expected(workload: Workload, data: Any, epoch: int) -> list[int]:
-    """Return what a reader gets if it reads each sample once, in any order: numbers, or fingerprints for a stream."""
+    """Return the numbers of all samples, once each in any order; fingerprints for a stream."""
     if isinstance(data, UnevenStreams):
         return _expected_of_streams(workload, _with_numbers(data), epoch)
     if not isinstance(data, Streamed):
         return list(range(len(data)))
-    read = StreamReader(_with_numbers(data), workload.seed)
+    reader = StreamReader(_with_numbers(data), workload.seed)
     with wrap_user_errors():
-        return [number for index in range(len(data)) for number in read.__getitems__(Keys(epoch, [index]))]
+        return [number for index in range(len(data)) for number in reader.__getitems__(Keys(epoch, [index]))]
 
 
 def _expected_of_streams(workload: Workload, data: UnevenStreams, epoch: int) -> list[int]:
-    """The same for uneven streams, read by one reader."""
+    """Return the fingerprints of uneven streams, read by one reader."""
     reader = UnevenReader(data, workload, Slice(0, 1), 1)
     with wrap_user_errors():
         updates = [reader.__getitems__(UnevenKeys(epoch, index, 0)) for index in range(data.epoch(workload).updates)]
@@ -161,18 +161,18 @@ def _expected_of_streams(workload: Workload, data: UnevenStreams, epoch: int) ->
 def sample_errors(numbers: Sequence[int], expected: Sequence[int] | int, subject: str, left_out: int = 0) -> list[str]:
     """Compare the sample numbers that were read with the expected ones. Returns the errors, [] for none.
 
-    expected   the numbers to read, each once; or how many there are
+    expected   the numbers to read, each once, or their count
     left_out   how many of them may be missing
     """
-    wanted = Counter(range(expected) if isinstance(expected, int) else expected)
-    length = sum(wanted.values())
-    times = Counter(numbers)
+    expected_counts = Counter(range(expected) if isinstance(expected, int) else expected)
+    length = sum(expected_counts.values())
+    read_counts = Counter(numbers)
     first_index: dict[int, int] = {}  # a sample of a stream is reported by its first position
     for index, number in enumerate(range(expected) if isinstance(expected, int) else expected):
         first_index.setdefault(number, index)
-    missing = [first_index[number] for number, count in wanted.items() if times[number] < count]
-    repeated = [first_index[number] for number, count in times.items() if 0 < wanted[number] < count]
-    unknown = [number for number in times if number not in wanted]
+    missing = [first_index[number] for number, count in expected_counts.items() if read_counts[number] < count]
+    repeated = [first_index[number] for number, count in read_counts.items() if 0 < expected_counts[number] < count]
+    unknown = [number for number in read_counts if number not in expected_counts]
     result: list[str] = []
     if len(missing) > left_out:
         result.append(f"{subject}: {len(missing)} of {length} samples were never read, the first is {min(missing)}")
@@ -191,33 +191,33 @@ def sample_fingerprint(sample: Any) -> int:
     """Return 63 bits of BLAKE2b over all values of a sample."""
     content = hashlib.blake2b(digest_size=8)
 
-    def take(value: Any) -> None:
+    def add(value: Any) -> None:
         if isinstance(value, Tensor):
             content.update(f"{value.dtype}{tuple(value.shape)}".encode())
             content.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         elif isinstance(value, Mapping):
             for key in value:
                 content.update(repr(key).encode())
-                take(value[key])
+                add(value[key])
         elif isinstance(value, tuple | list):
             content.update(f"{len(value)}".encode())
             for item in value:
-                take(item)
+                add(item)
         elif isinstance(value, np.ndarray) and value.dtype != object:
             content.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
         elif isinstance(value, np.ndarray):
-            take(value.tolist())
+            add(value.tolist())
         elif isinstance(value, set | frozenset):
             content.update("".join(sorted(map(repr, value))).encode())
         elif hasattr(value, "tobytes"):  # an image
             content.update(value.tobytes())
         elif type(value).__repr__ is object.__repr__ or dataclasses.is_dataclass(value):  # repr would be an address
             content.update(type(value).__qualname__.encode())
-            take(vars(value) if hasattr(value, "__dict__") else ())
+            add(vars(value) if hasattr(value, "__dict__") else ())
         else:
             content.update(repr(value).encode())
 
-    take(sample)
+    add(sample)
     return int.from_bytes(content.digest()) >> 1
 
 

@@ -26,8 +26,8 @@ from everyrank.world.collectives import all_equal, sum_over_ranks
 
 __all__ = ["Trace", "trace", "trace_on_its_ranks"]
 
-# A sum over a whole batch overflows fp16 a little earlier than its parts do, and a skipped update is no rounding:
-# the comparison starts at a loss scale where nothing overflows.
+# A sum over a whole batch overflows fp16 earlier than its parts, and a skipped update is not a rounding error. So the
+# comparison starts at a loss scale at which nothing overflows.
 _SAFE_LOSS_SCALE = 256.0
 _CHUNK_ELEMENTS = 1 << 20  # elements that are compared together
 
@@ -37,12 +37,12 @@ class Trace:
     """The results of one run: loss and global count of each update, evaluation, tensors.
 
     finals      the tensors at the end of each segment, on rank 0
-    moved       of each segment: how far the element of a tensor that moved most is from where it began
+    moved       for each segment: the largest change of an element of each tensor
     gradients   the largest magnitude that each element of a parameter's gradient had in any update
-    states      the tensors before the first update and after each one, where they were to be kept; on rank 0
+    states      the tensors before the first update and after each one, if they are kept; on rank 0
     rows        for each update, and then for each batch of the evaluation: a value for each sample that this rank
-                computed on, where they were to be watched (see rows.py)
-    not_compared   tensors that cannot be put together, and are not in `finals` (custom parallelize functions)
+                computed on, if they are recorded (see rows.py)
+    not_compared   tensors that cannot be gathered, and are not in `finals` (custom parallelize functions)
     """
 
     losses: list[float]
@@ -77,9 +77,9 @@ def trace(
     """
     prepared = _prepare(case, layout, world, jitter)
     rows: list[Tensor] = []
-    watched = _record_rows(prepared, rows) if keep else prepared
+    recording_prepared = _record_rows(prepared, rows) if keep else prepared
     initial = prepared.full_state() if measure or keep else {}
-    saved = prepared.trainable.snapshot() if len(segments) > 1 else {}
+    snapshot = prepared.trainable.snapshot() if len(segments) > 1 else {}
     states = [initial] if keep else []
     result = Trace([], [], {}, [], True, states=states, rows=rows, not_compared=tuple(prepared.not_compared))
     shares: list[Tensor] = []
@@ -87,25 +87,25 @@ def trace(
     replicas_equal = True
     for number, updates in enumerate(segments):
         if number:
-            prepared.trainable.restore(saved)
-        for share in run_updates(watched, case.train_data, updates, reverse):
+            prepared.trainable.restore(snapshot)
+        for share in run_updates(recording_prepared, case.train_data, updates, reverse):
             shares.append(share)
             if keep:
                 result.states.append(prepared.full_state())
             if measure:
                 _largest_gradients(prepared, largest)
         result.finals.append(prepared.full_state())
-        # before the next segment puts the replicas back
+        # before the next segment restores the replicas
         if prepared.are_replicas_equal:
             replicas_equal = all_equal(local_tensors(prepared.replicated_tensors), prepared.world) and replicas_equal
         if measure:
             result.moved.append({name: distance(initial[name], value) for name, value in result.finals[-1].items()})
     totals = sum_over_ranks(torch.stack(shares), prepared.world)
     has_evaluation = case.eval_ends is not None and evaluates
-    with group_of_one(prepared.world):  # a metric may have collectives of its own
-        evaluation = evaluate(watched, case.eval_ends) if has_evaluation else {}
+    with group_of_one(prepared.world):  # a metric may call collectives
+        evaluation = evaluate(recording_prepared, case.eval_ends) if has_evaluation else {}
     gradients = _gather_gradients(prepared, largest) if layout.axis is not None and measure else largest
-    del prepared, watched, saved
+    del prepared, recording_prepared, snapshot
     gc.collect()
     return dataclasses.replace(
         result,
@@ -136,13 +136,13 @@ def _jittered(model: nn.Module, step: float, seed: int) -> nn.Module:
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         if parameter.is_floating_point():
-            # float64, whatever the model is built in: its last place may be finer than that of the weights as built
-            moved = parameter.data.double().contiguous()
-            for piece in moved.view(-1).split(_CHUNK_ELEMENTS) if not parameter.is_meta else ():
-                signs = torch.randint(-1, 2, piece.shape, generator=generator)
-                piece *= 1 + step * signs.to(parameter.device)
+            # in float64, because the model may be built in a lower precision
+            jittered_weights = parameter.data.double().contiguous()
+            for chunk in jittered_weights.view(-1).split(_CHUNK_ELEMENTS) if not parameter.is_meta else ():
+                signs = torch.randint(-1, 2, chunk.shape, generator=generator)
+                chunk *= 1 + step * signs.to(parameter.device)
             is_in_file = parameter.data.untyped_storage().filename is not None
-            parameter.data = moved
+            parameter.data = jittered_weights
             if is_in_file:
                 put_into_file(parameter)
     return model
@@ -153,11 +153,11 @@ def _largest_gradients(prepared: Prepared, largest: dict[str, Tensor]) -> None:
     for name, parameter in prepared.model.named_parameters(remove_duplicate=False):
         if parameter.grad is not None:
             gradient = local_tensor(parameter.grad.detach())
-            size = (gradient.to_dense() if gradient.is_sparse else gradient).abs().cpu()
+            magnitudes = (gradient.to_dense() if gradient.is_sparse else gradient).abs().cpu()
             if name in largest:
-                torch.maximum(largest[name], size, out=largest[name])
+                torch.maximum(largest[name], magnitudes, out=largest[name])
             else:
-                largest[name] = file_backed(size) if prepared.parallel.is_meta else size
+                largest[name] = file_backed(magnitudes) if prepared.parallel.is_meta else magnitudes
 
 
 @torch.no_grad()
@@ -195,14 +195,14 @@ def distance(reference: Tensor, tensor: Tensor, left_out: Tensor | None = None) 
 
 def _record_rows(prepared: Prepared, rows: list[Tensor]) -> Prepared:
     """Wrap the strategy to record a value for each sample; ranks with the same samples count once."""
-    counts = prepared.mesh.is_first("pipeline", "context", "tensor")
+    is_counted = prepared.mesh.is_first("pipeline", "context", "tensor")
 
     def step(batches: Sequence[Batch]) -> Tensor:
-        rows.append(torch.cat([row_values(batch) for batch in batches if counts] or [torch.zeros(0)]))
+        rows.append(torch.cat([row_values(batch) for batch in batches if is_counted] or [torch.zeros(0)]))
         return prepared.step(batches)
 
     def predict(batch: Batch) -> Any:
-        rows.append(row_values(batch) if counts else torch.zeros(0))
+        rows.append(row_values(batch) if is_counted else torch.zeros(0))
         return prepared.predict(batch)
 
     return dataclasses.replace(prepared, step=step, predict=predict)

@@ -33,13 +33,13 @@ __all__ = ["PlanRequest", "answer_plan"]
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is asked.
+    """The arguments of a plan.
 
-    sizes     the decoder; name: what it is called
-    workload  the words of the commands, as typed for a shell
+    sizes     the decoder; name: its name in the answer
+    workload  the workload in commands, quoted for a shell
     batch     samples of an update; None: `default_batch`
-    layouts   those asked for; empty: all
-    tokens    of the whole run; price: for an hour of a GPU; mtbf_hours: between failures of the job
+    layouts   the requested layouts; empty: all
+    tokens    number of tokens of the whole run; price: of a GPU for an hour; mtbf_hours: between failures of the job
     """
 
     sizes: DecoderSizes
@@ -60,9 +60,9 @@ def answer_plan(request: PlanRequest, calibration: Calibration) -> dict[str, Any
     if not 1 <= batch <= 10**9:
         raise UsageError(f"--batch {batch}: give at least 1 sample")
     rows = [_row(text, request, batch, calibration) for text in request.layouts or usual_layouts(sizes, cluster)]
-    best, fitting, looked_at = ([], 0, 0) if request.layouts else find_best(sizes, cluster, batch, calibration)
+    candidates, fitting, looked_at = ([], 0, 0) if request.layouts else find_best(sizes, cluster, batch, calibration)
     if request.layouts:
-        best = [
+        candidates = [
             estimate(
                 configure_layout(parse_layout(row["layout"]), sizes, cluster, batch),
                 cluster,
@@ -72,13 +72,13 @@ def answer_plan(request: PlanRequest, calibration: Calibration) -> dict[str, Any
             for row in rows
             if row["verdict"] == "fits"
         ]
-        best = sorted(best, key=lambda one: one.seconds)[:3]
-        fitting, looked_at = len(best), len(rows)
-    width = calibration.half_width(cluster.gpu.name, "everyrank")
+        candidates = sorted(candidates, key=lambda candidate: candidate.seconds)[:3]
+        fitting, looked_at = len(candidates), len(rows)
+    half_width = calibration.half_width(cluster.gpu.name, "everyrank")
     fitted, case = calibration.fitted(cluster.gpu.name, "everyrank")
-    shortlist = [_choice(one, request, batch, width, calibration) for one in best]
-    outside = sorted({reason for choice in shortlist for reason in choice["outside"]})
-    if outside:
+    shortlist = [_choice(candidate, request, batch, half_width, calibration) for candidate in candidates]
+    unmeasured = sorted({reason for choice in shortlist for reason in choice["outside"]})
+    if unmeasured:
         shortlist.sort(key=lambda choice: choice["layout"])
     result: dict[str, Any] = {
         "plan": 1,
@@ -90,26 +90,26 @@ def answer_plan(request: PlanRequest, calibration: Calibration) -> dict[str, Any
             "case": case,
             "sources": list(calibration.sources),
             "interval": 0.9,
-            "factor": math.exp(width),
+            "factor": math.exp(half_width),
             **dataclasses.asdict(fitted),
         },
         "layouts": rows,
         "looked_at": looked_at,
         "fitting": fitting,
-        "is_ranked": bool(shortlist) and not outside,
-        "outside": outside,
+        "is_ranked": bool(shortlist) and not unmeasured,
+        "outside": unmeasured,
         "shortlist": shortlist,
     }
-    if request.tokens is not None and best:
+    if request.tokens is not None and candidates:
         updates = request.tokens / (batch * sizes.seq)
-        fastest = min(one.seconds for one in best)
+        fastest = min(candidate.seconds for candidate in candidates)
         run = predict_run(fastest, updates, 12.0 * sizes.parameters, cluster, request.price, request.mtbf_hours)
         result["whole_run"] = {"tokens": request.tokens, "updates": updates} | dataclasses.asdict(run)
     return result
 
 
-def _memory(one: Estimate) -> dict[str, Any]:
-    memory = one.memory
+def _memory(candidate: Estimate) -> dict[str, Any]:
+    memory = candidate.memory
     return {
         "categories": {name: float(np.max(memory.categories[name])) for name in CATEGORIES},
         "allocated_bytes": float(np.max(memory.allocated)),
@@ -123,15 +123,17 @@ def _memory(one: Estimate) -> dict[str, Any]:
 def _row(text: str, request: PlanRequest, batch: int, calibration: Calibration) -> dict[str, Any]:
     layout = parse_layout(text)
     try:
-        c = configure_layout(layout, request.sizes, request.cluster, batch)
+        configuration = configure_layout(layout, request.sizes, request.cluster, batch)
     except UsageError as error:
         if request.layouts:
             raise
         return {"layout": text, "verdict": "not possible", "reason": str(error).partition(": ")[2]}
-    one = estimate(c, request.cluster, calibration, text)
-    row: dict[str, Any] = {"layout": text, "verdict": one.verdict, "step_seconds": one.seconds} | _memory(one)
-    row["micro_batch"] = int(np.max(c.micro))
-    if one.verdict != "fits":
+    candidate = estimate(configuration, request.cluster, calibration, text)
+    row: dict[str, Any] = {"layout": text, "verdict": candidate.verdict, "step_seconds": candidate.seconds} | _memory(
+        candidate
+    )
+    row["micro_batch"] = int(np.max(configuration.micro))
+    if candidate.verdict != "fits":
         change = smallest_change(layout, request.sizes, request.cluster, batch, calibration)
         row["change"] = (
             {"what": change[0], "layout": change[1], "command": _command("train", change[1], request, batch)}
@@ -142,7 +144,7 @@ def _row(text: str, request: PlanRequest, batch: int, calibration: Calibration) 
 
 
 def _more_gpus(layout: Layout, request: PlanRequest, batch: int, calibration: Calibration) -> str:
-    """What is left where no layout fits on these GPUs: more of them."""
+    """Return a message with the number of GPUs on which a layout fits."""
     del layout
     cluster = request.cluster
     for factor in (2, 4, 8, 16, 32, 64, 128):
@@ -158,31 +160,33 @@ def _more_gpus(layout: Layout, request: PlanRequest, batch: int, calibration: Ca
 
 
 def _command(verb: str, layout: str, request: PlanRequest, batch: int) -> str:
-    """The exact command line for a layout; with several nodes it is started on each of them."""
-    words = f"everyrank {verb} {request.workload} --layout {shlex.quote(layout)} --batch {batch}"
+    """Return the command line for a layout; with several nodes, by Slurm."""
+    command = f"everyrank {verb} {request.workload} --layout {shlex.quote(layout)} --batch {batch}"
     nodes = request.cluster.gpus // request.cluster.per_node
     if nodes > 1:
-        return f"{words} --launcher slurm --nodes {nodes} --processes {request.cluster.gpus}"
-    return f"{words} --processes {request.cluster.gpus}"
+        return f"{command} --launcher slurm --nodes {nodes} --processes {request.cluster.gpus}"
+    return f"{command} --processes {request.cluster.gpus}"
 
 
-def _choice(one: Estimate, request: PlanRequest, batch: int, width: float, calibration: Calibration) -> dict[str, Any]:
+def _choice(
+    candidate: Estimate, request: PlanRequest, batch: int, half_width: float, calibration: Calibration
+) -> dict[str, Any]:
     sizes, cluster = request.sizes, request.cluster
-    tokens = batch * sizes.seq / one.seconds
-    parts = {name: float(np.max(seconds)) for name, seconds in one.time.parts.items()}
+    tokens = batch * sizes.seq / candidate.seconds
+    parts = {name: float(np.max(seconds)) for name, seconds in candidate.time.parts.items()}
     return {
-        "layout": one.layout,
-        "step_seconds": one.seconds,
-        "low_seconds": one.seconds * math.exp(-width),
-        "high_seconds": one.seconds * math.exp(width),
+        "layout": candidate.layout,
+        "step_seconds": candidate.seconds,
+        "low_seconds": candidate.seconds * math.exp(-half_width),
+        "high_seconds": candidate.seconds * math.exp(half_width),
         "tokens_per_second": tokens,
         "samples_per_second": tokens / sizes.seq,
         "share_of_peak": tokens * sizes.flops_per_token / (cluster.gpu.flops * cluster.gpus),
-        "bound": one.bound,
+        "bound": candidate.bound,
         "parts": parts,
-        "outside": calibration.outside(one.configuration, cluster.gpus),
+        "outside": calibration.outside(candidate.configuration, cluster.gpus),
         "commands": {
-            "train": _command("train", one.layout, request, batch),
-            "bench": _command("bench", one.layout, request, batch),
+            "train": _command("train", candidate.layout, request, batch),
+            "bench": _command("bench", candidate.layout, request, batch),
         },
-    } | _memory(one)
+    } | _memory(candidate)

@@ -1,4 +1,4 @@
-"""What a GPU computes by one kernel and a CPU by several, for traces on a CPU of what a GPU will do.
+"""Replaces operators that are one kernel on a GPU and several on a CPU, so that a trace on a CPU is that of a GPU.
 
 - RMSNorm: one kernel in forward and one in backward, which keep the input and one number for each row
 - optimizers: one kernel for many parameters (foreach), torch's default on a GPU
@@ -19,7 +19,7 @@ __all__ = ["fused_norms", "take_all_at_once"]
 
 
 def take_all_at_once(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer that leaves it open take all parameters in one call."""
+    """Set `foreach` for an optimizer with default settings, as torch does on a GPU."""
     for group in optimizer.param_groups:
         if group.get("foreach", 0) is None and not group.get("fused"):
             group["foreach"] = True
@@ -27,7 +27,7 @@ def take_all_at_once(optimizer: torch.optim.Optimizer) -> None:
 
 @contextlib.contextmanager
 def fused_norms() -> Generator[None]:
-    """Replace `rms_norm` by one operator, where a GPU would: input and weight of the same dtype."""
+    """Replace `rms_norm` by one operator if a GPU would: input and weight have the same dtype."""
     original = torch.nn.functional.rms_norm
 
     def rms_norm(value: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
@@ -53,7 +53,7 @@ class _FusedNorm(torch.autograd.Function):
         return _norm_backward(gradients[0], value, weight, scale)
 
 
-# of fake tensors only the shapes count
+# only the shapes of fake tensors matter
 
 
 def _empty_norm(value: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""torch's caching allocator for CUDA, replayed: the bytes that it reserves for a sequence of allocations and frees.
+"""Replays torch's caching allocator for CUDA: the bytes that it reserves for a sequence of allocations and frees.
 
 A request is rounded to 512 bytes. It takes the smallest free block of its stream that is large enough. What remains of
 the block stays free if it is at least 512 bytes (of a small request) or more than 1 MiB (of a large one). Without such
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 __all__ = ["CachingAllocator", "Replayed", "replay"]
 
 _ROUND, _SMALL, _LARGE = 512, 2**20, 10 * 2**20
-_ADDRESSES = 2**50  # of a segment that grows
+_ADDRESSES = 2**50  # address space of an expandable segment
 _SMALL_SEGMENT, _LARGE_SEGMENT, _ROUND_SEGMENT = 2**21, 20 * 2**20, 2**21
 
 
@@ -57,7 +57,7 @@ class _Pool:
         del self.blocks[block.address]
 
     def smallest(self, size: int) -> _Block | None:
-        """Return the smallest block of at least `size` bytes; one that can grow only where there is no other."""
+        """Return the smallest block of at least `size` bytes; the last, expandable block only if there is no other."""
         index = bisect.bisect_left(self.order, (size, 0))
         if index == len(self.order):
             return None
@@ -70,7 +70,7 @@ class _Pool:
 class CachingAllocator:
     """The allocator of one device.
 
-    allocated   bytes of the blocks in use, as torch.cuda.memory_allocated; peak_allocated: the most
+    allocated   bytes of the blocks in use, as torch.cuda.memory_allocated; peak_allocated: its peak
     reserved    bytes of all segments, as torch.cuda.memory_reserved
 
     Example:
@@ -88,7 +88,7 @@ class CachingAllocator:
         self._next_address = 0
 
     def allocate(self, key: object, size: int, stream: int = 0) -> None:
-        """Allocate `size` bytes (more than 0), which `key` names until they are freed."""
+        """Allocate `size` bytes (more than 0) under the name `key`."""
         size = -(-size // _ROUND) * _ROUND
         is_small = size <= _SMALL
         pool = self._pools.setdefault((stream, is_small), _Pool(is_small))
@@ -97,15 +97,15 @@ class CachingAllocator:
             pool.remove(block)
         else:
             block = self._grow(pool, size) if self.expandable else self._new_segment(size)
-        rest = block.size - size
-        if rest >= _ROUND if is_small or self.expandable else rest > _SMALL:
+        remaining_bytes = block.size - size
+        if remaining_bytes >= _ROUND if is_small or self.expandable else remaining_bytes > _SMALL:
             self._split(pool, block, size)
         self._in_use[key] = pool, block
         self.allocated += block.size
         self.peak_allocated = max(self.peak_allocated, self.allocated)
 
     def free(self, key: object) -> None:
-        """Free what `key` names, and join it with free neighbours."""
+        """Free the block of `key`, and join it with free neighbours."""
         pool, block = self._in_use.pop(key)
         self.allocated -= block.size
         for neighbour in (block.before, block.after):
@@ -151,18 +151,18 @@ class CachingAllocator:
         return pool.last
 
     def _split(self, pool: _Pool, block: _Block, size: int) -> None:
-        rest = _Block(block.address + size, block.size - size, block, block.after)
+        remainder = _Block(block.address + size, block.size - size, block, block.after)
         if block.after is not None:
-            block.after.before = rest
-        block.after, block.size = rest, size
+            block.after.before = remainder
+        block.after, block.size = remainder, size
         if pool.last is block:
-            pool.last = rest
-        pool.add(rest)
+            pool.last = remainder
+        pool.add(remainder)
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """Bytes of a replay: the most that is allocated before and from event `start` on, and what is reserved at the end.
+    """Bytes of a replay: the allocated peak before and from event `start` on, and the reserved bytes at the end.
 
     Allocated bytes are those of blocks, as torch counts them: a few per mille more than the tensors have.
     """
@@ -173,7 +173,7 @@ class Replayed:
 
 
 def replay(events: Sequence[tuple[int, int, int]], start: int = 0, expandable_segments: bool = False) -> Replayed:
-    """Return what the allocator takes for (change in bytes, key, stream) of each storage, in order.
+    """Replay (change in bytes, key, stream) of each storage, in order, and return the bytes of the allocator.
 
     A storage that changes its size is freed and allocated again, as `UntypedStorage.resize_` does.
     """
@@ -183,10 +183,10 @@ def replay(events: Sequence[tuple[int, int, int]], start: int = 0, expandable_se
     for index, (change, key, stream) in enumerate(events):
         if index == start:
             building, allocator.peak_allocated = allocator.peak_allocated, allocator.allocated
-        before = sizes.pop(key, 0)
-        if before:
+        old_size = sizes.pop(key, 0)
+        if old_size:
             allocator.free(key)
-        if before + change > 0:
-            sizes[key] = before + change
-            allocator.allocate(key, before + change, stream)
+        if old_size + change > 0:
+            sizes[key] = old_size + change
+            allocator.allocate(key, old_size + change, stream)
     return Replayed(building, allocator.peak_allocated, allocator.reserved)

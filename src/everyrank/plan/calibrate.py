@@ -1,8 +1,8 @@
 """`everyrank plan --calibrate`: measures this machine in a minute, for the time of traced steps.
 
 On a CPU, two ranks compute at the same time, as they do in a training, and each backend is measured. On a GPU, one rank
-measures kernels, and there are no links. Each number is the median of several repetitions, of the slowest rank. At last
-two reference models are trained: a step takes longer than the sum of its parts, by a factor for each strategy.
+measures kernels, and there are no links. Each number is the median of several repetitions, of the slowest rank. Then
+two reference models are trained, because a step takes longer than the sum of its parts, by a factor for each strategy.
 """
 
 from __future__ import annotations
@@ -43,16 +43,20 @@ __all__ = ["CALIBRATED", "calibrate", "decoder_workload"]
 CALIBRATED = ("ddp", "zero1", "fsdp", "tensor", "pipeline")
 """The strategies whose overhead is measured."""
 _WIDTH = 512
-_BLOCKS = (2, 6)  # of two decoders so small that a step is overhead only
-_LEAD, _STEPS, _REFERENCE_STEPS, _ROUNDS = 4, 10, 4, 3
+_BLOCKS = (2, 6)  # blocks of two decoders that are so small that a step is only overhead
+_WARM_UP_STEPS, _STEPS, _REFERENCE_STEPS, _ROUNDS = 4, 10, 4, 3
 _LENGTH = 8
 _COMPUTE_SECONDS = 5e-4  # between two collectives that are measured
-_TURNS, _EXACT, _SMALL = 6, 1e-9, 1e-7  # of the search for the overhead of an operator, in seconds
+_MAX_ITERATIONS, _EXACT, _SMALL = (
+    6,
+    1e-9,
+    1e-7,
+)  # search for the overhead of an operator: iterations, and tolerances in seconds
 _POOL_BYTES = 2**26
 
 
 class _Repeated(Dataset[Any]):
-    """The same sample again and again."""
+    """A dataset that repeats one sample."""
 
     def __init__(self, sample: Any, samples: int) -> None:
         self.sample, self.samples = sample, samples
@@ -67,7 +71,7 @@ class _Repeated(Dataset[Any]):
 def decoder_workload(shape: DecoderShape, samples: int, length: int, name: str = "decoder", **fields: Any) -> Workload:
     """Return a workload of a decoder and AdamW on zeros, to measure memory and overhead, which values do not change.
 
-    samples  of the dataset
+    samples  number of samples of the dataset
     length   tokens of a sample
     fields   further fields of the workload, such as `global_batch`
 
@@ -95,7 +99,7 @@ def _tiny(num_blocks: int) -> Workload:
 
 
 def _references() -> tuple[Workload, Workload]:
-    """A decoder and a network of wide layers, each of a step that is mostly kernels."""
+    """Return a decoder and a network of wide layers, whose steps are mostly kernels."""
     shape = DecoderShape(num_blocks=4, num_heads=4, width=128, hidden=352, vocabulary=512)
     decoder = decoder_workload(shape, 16, 64, name="reference decoder", global_batch=16, clip_norm=1.0, steps=1)
     wide = Workload(
@@ -135,44 +139,52 @@ class _WideLayers(nn.Module):
 
 
 def calibrate(device: str | None = None, backends: Sequence[str] | None = None) -> Machine:
-    """Return this machine, measured. Raises `UsageError` where no rank can start.
+    """Return this machine, measured. Raises `UsageError` if no rank can start.
 
-    On a CPU `backends` are shm and gloo by default; a GPU is measured alone, without links.
+    On a CPU `backends` are shm and gloo by default; a single GPU is measured, without links.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     ranks = 2 if device == "cpu" else 1
     names = list(backends or (("shm", "gloo") if device == "cpu" else ("nccl",)))
     results = {name: run_ranks(_launch(ranks, device, name), _on_rank, name, name == names[0]) for name in names}
-    first = results[names[0]]
-    hot, cold = (_mean([first[rank]["kernels"][index] for rank in sorted(first)]) for index in (0, 1))
-    links = {name: _mean([of_rank[rank]["links"] for rank in sorted(of_rank)]) for name, of_rank in results.items()}
-    about = dict(first[0]["about"]) | {"date": f"{datetime.now(UTC):%Y-%m-%d %H:%M}"}
+    first_results = results[names[0]]
+    hot, cold = (_mean([first_results[rank]["kernels"][index] for rank in sorted(first_results)]) for index in (0, 1))
+    links = {
+        name: _mean([results_by_rank[rank]["links"] for rank in sorted(results_by_rank)])
+        for name, results_by_rank in results.items()
+    }
+    provenance = dict(first_results[0]["about"]) | {"date": f"{datetime.now(UTC):%Y-%m-%d %H:%M}"}
     cache = _last_cache() if device == "cpu" else float(torch.cuda.get_device_properties(0).L2_cache_size)
-    threads = int(first[0]["threads"])
-    bare = Machine(str(first[0]["device"]), ranks, threads, cache, hot, cold, links, {}, about)
+    threads = int(first_results[0]["threads"])
+    without_overhead = Machine(str(first_results[0]["device"]), ranks, threads, cache, hot, cold, links, {}, provenance)
     overhead = {
         name: {
-            strategy: _overhead(strategy, seconds, bare, name)
-            for strategy, seconds in _slowest(of_rank, "tiny").items()
+            strategy: _overhead(strategy, seconds, without_overhead, name)
+            for strategy, seconds in _slowest(results_by_rank, "tiny").items()
         }
-        for name, of_rank in results.items()
+        for name, results_by_rank in results.items()
     }
-    summed = replace(bare, overhead=overhead)
+    with_overhead = replace(without_overhead, overhead=overhead)
     factors = {
         name: {
-            strategy: _factor(strategy, seconds, summed, name)
-            for strategy, seconds in _slowest(of_rank, "reference").items()
+            strategy: _factor(strategy, seconds, with_overhead, name)
+            for strategy, seconds in _slowest(results_by_rank, "reference").items()
         }
-        for name, of_rank in results.items()
+        for name, results_by_rank in results.items()
     }
-    return replace(summed, factors=factors)
+    return replace(with_overhead, factors=factors)
 
 
-def _slowest(of_rank: Mapping[int, dict[str, Any]], which: str) -> dict[str, list[float]]:
+def _slowest(results_by_rank: Mapping[int, dict[str, Any]], workload_kind: str) -> dict[str, list[float]]:
     """Return strategy -> seconds of each workload, of the slowest rank."""
     return {
-        strategy: [max(values) for values in zip(*(of_rank[rank][which][strategy] for rank in of_rank), strict=True)]
-        for strategy in of_rank[0][which]
+        strategy: [
+            max(values)
+            for values in zip(
+                *(results_by_rank[rank][workload_kind][strategy] for rank in results_by_rank), strict=True
+            )
+        ]
+        for strategy in results_by_rank[0][workload_kind]
     }
 
 
@@ -191,14 +203,14 @@ def _launch(ranks: int, device: str, backend: str) -> Launch:
 
 
 def _last_cache() -> float:
-    """Bytes of the last cache of the first core; 32 MiB where the system does not tell."""
+    """Return the bytes of the last cache of the first core; 32 MiB if unknown."""
     texts = [path.read_text() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
     sizes = [float(text.strip().rstrip("K")) * 1024 for text in texts if text.strip().rstrip("K").isdecimal()]
     return max(sizes, default=2.0**25)
 
 
 def _overhead(strategy: str, seconds: Sequence[float], machine: Machine, backend: str) -> tuple[float, float]:
-    """Seconds of a step and of an operator, from the steps of two decoders that are overhead only."""
+    """Return the overhead of a step and of an operator in seconds, from the steps of two tiny decoders."""
     layout = parse_layout("single" if machine.ranks == 1 else strategy)
     ranks = range(machine.ranks if strategy == "pipeline" else 1)
     traced = [
@@ -206,34 +218,34 @@ def _overhead(strategy: str, seconds: Sequence[float], machine: Machine, backend
         for num_blocks in _BLOCKS
     ]
 
-    def known(steps: Sequence[TracedStep], of_operator: float) -> float:
-        """The seconds of a step that takes nothing itself; a GPU is faster than the host here."""
+    def predicted(steps: Sequence[TracedStep], of_operator: float) -> float:
+        """Return the predicted seconds of a step without its own overhead; a GPU is faster than the host here."""
         operators = [step.operators for step in steps]
         if machine.device != "cpu":
             return of_operator * len(operators[0])
         timed = replace(machine, overhead={backend: {strategy: (0.0, of_operator)}})
         return sum(traced_seconds(operators, strategy, timed, backend).values())
 
-    def missing(of_operator: float) -> float:
-        """Seconds by which six blocks take longer than two, beyond what is known."""
-        return seconds[1] - seconds[0] - (known(traced[1], of_operator) - known(traced[0], of_operator))
+    def unexplained(of_operator: float) -> float:
+        """Return the seconds by which six blocks take longer than two, minus the prediction."""
+        return seconds[1] - seconds[0] - (predicted(traced[1], of_operator) - predicted(traced[0], of_operator))
 
     of_operator = 0.0
-    for _ in range(_TURNS):  # one is enough, but where stages of a pipeline wait for each other
-        left = missing(of_operator)
-        if abs(left) < _EXACT:
+    for _ in range(_MAX_ITERATIONS):  # one iteration is enough, except for a pipeline, whose stages wait for each other
+        remaining = unexplained(of_operator)
+        if abs(remaining) < _EXACT:
             break
-        slope = (left - missing(of_operator + _SMALL)) / _SMALL
-        of_operator = max(of_operator + left / slope, 0.0)
-    return max(seconds[0] - known(traced[0], of_operator), 0.0), of_operator
+        slope = (remaining - unexplained(of_operator + _SMALL)) / _SMALL
+        of_operator = max(of_operator + remaining / slope, 0.0)
+    return max(seconds[0] - predicted(traced[0], of_operator), 0.0), of_operator
 
 
 def _mean(curves: Sequence[dict[str, list[Point]]]) -> dict[str, list[Point]]:
-    """The mean of the ranks at each point."""
+    """Return the mean over the ranks of each point of the curves."""
     return {
         kind: [
             (points[0][0], statistics.fmean(seconds for _, seconds in points))
-            for points in zip(*(one[kind] for one in curves), strict=True)
+            for points in zip(*(curves_of_rank[kind] for curves_of_rank in curves), strict=True)
         ]
         for kind in curves[0]
     }
@@ -257,21 +269,23 @@ def _on_rank(info: RankInfo, backend: str, has_kernels: bool) -> dict[str, Any]:
 
 def _quiet_links(world: World) -> dict[str, list[Point]]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames two collectives that older ones have
+        warnings.simplefilter(
+            "ignore", FutureWarning
+        )  # torch 2.13 renamed two collectives and warns about the old names
         return _links(world)
 
 
 def _links(world: World) -> dict[str, list[Point]]:
-    """Curves of collectives, by the bytes of the largest tensor.
+    """Return the curves of collectives, by the bytes of the largest tensor.
 
-    As in a training, ranks compute before each collective, so that they do not come at the same moment, its buffer is
-    another one each time, and its code has left the caches. The time of the computation is measured in turns with it.
+    As in a training, ranks compute before each collective, so that they arrive at different times and the caches are
+    filled with other data, and each call has a different buffer. The time of the computation is measured in turns.
     """
     curves: dict[str, list[Point]] = {}
     other, size = 1 - world.rank, world.size
     pools = [torch.zeros(_POOL_BYTES // 4, device=world.device) for _ in range(2)]
     compute = _computation(world)
-    named: Any = dist  # by the names that torch 2.12 has, too
+    named: Any = dist  # by names that torch 2.12 also has
     for elements in (2**4, 2**10, 2**14, 2**18, 2**21, 2**23):
         starts = itertools.cycle(range(0, _POOL_BYTES // 4 - elements + 1, max(elements, 2**16)))
 
@@ -302,7 +316,7 @@ def _links(world: World) -> dict[str, list[Point]]:
 
 
 def _computation(world: World) -> Callable[[], None]:
-    """About half a millisecond of small kernels over more memory than the inner caches hold."""
+    """Return a function of about half a millisecond: small kernels over more memory than the inner caches have."""
     pool = torch.ones(2**22, device=world.device)
     parts = itertools.cycle(pool.split(2**14))
 
@@ -315,7 +329,7 @@ def _computation(world: World) -> Callable[[], None]:
 
 
 def _time_beside(world: World, compute: Callable[[], None], call: Callable[[], Any]) -> float:
-    """Return the seconds that a call adds to a computation, as a mean: waiting for the others is part of it."""
+    """Return the seconds that a call adds to a computation, as a mean. It includes the wait for the other ranks."""
 
     def both() -> None:
         compute()
@@ -325,8 +339,8 @@ def _time_beside(world: World, compute: Callable[[], None], call: Callable[[], A
     dist.all_reduce(count, dist.ReduceOp.MIN)
     added: list[float] = []
     for _ in range(5):
-        alone, beside = (_block(world, run, int(count)) for run in (compute, both))
-        added.append(beside - alone)
+        compute_seconds, both_seconds = (_block(world, run, int(count)) for run in (compute, both))
+        added.append(both_seconds - compute_seconds)
     return max(statistics.median(added), 1e-6)
 
 
@@ -340,7 +354,7 @@ def _block(world: World, run: Callable[[], Any], count: int) -> float:
 
 
 def _steps_of(world: World, workloads: Sequence[Workload], steps: int) -> dict[str, tuple[float, ...]]:
-    """Seconds of a step of each workload, by strategy: the median of a few runs."""
+    """Return the seconds of a step of each workload, by strategy: the median of a few runs."""
     result: dict[str, tuple[float, ...]] = {}
     for strategy in CALIBRATED if world.size > 1 else ("single",):
         seconds: list[float] = []
@@ -357,7 +371,7 @@ def _steps_of(world: World, workloads: Sequence[Workload], steps: int) -> dict[s
 
 def _step_seconds(world: World, prepared: Prepared, sample: Any, steps: int) -> float:
     batches = micro_batches_of(prepared, sample, functools.partial(torch.zeros, device=world.device))
-    for _ in range(_LEAD):
+    for _ in range(_WARM_UP_STEPS):
         prepared.step(batches)
     rounds: list[float] = []
     for _ in range(_ROUNDS):

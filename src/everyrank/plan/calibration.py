@@ -1,8 +1,8 @@
-"""Fit three numbers for each GPU kind and stack to measured rows, and give intervals that cover what they promise.
+"""Fit three numbers for each GPU kind and stack to measured rows, and give intervals with the stated coverage.
 
-The fit is regularised: log-normal priors around `PRIOR`, because one table can be explained by absurd numbers that fail
-on the next. The intervals are split-conformal (Vovk et al. 2005; Lei et al. 2018): the half-width is a quantile of the
-errors on rows that were left out of the fit, by case: the same GPU and stack, another stack, or nothing fitted.
+The fit is regularised: log-normal priors around `PRIOR`, because absurd numbers may explain one table and fail on the
+next. The intervals are split-conformal (Vovk et al. 2005; Lei et al. 2018): the half-width is a quantile of the
+errors on rows that were left out of the fit, by case: the same GPU and stack, a different stack, or no fit.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ __all__ = [
 ]
 
 CASES = ("same GPU and stack", "other stack or GPU", "nothing fitted")
-_SPREADS = (0.25, 0.25, 0.5)  # of the priors, in natural logarithms
+_SPREADS = (0.25, 0.25, 0.5)  # standard deviations of the priors, in natural logarithms
 _NOISE = 0.1
-_FEWEST = 16  # rows below which a case's own interval is not trusted
+_MIN_ROWS = 16  # with fewer rows, the interval of a case is not used
 _COVERAGE = 0.9
-_WIDEST = 1.5  # of an interval's half-width, in natural logarithms, where no row is known
+_WIDEST = 1.5  # half-width of the interval in natural logarithms, if there are no rows
 
 
 @dataclass(frozen=True)
 class Calibration:
     """Fitted numbers by (GPU kind, stack), and errors of left-out rows, in natural logarithms.
 
-    errors    by case, and those of the first case by `GPU kind stack`, too
-    rows      how many rows each case has
-    sources   the tables they are from
-    largest   of each axis and size, the largest value in any row: the range that was measured
-    fitted_to  the fingerprints of the rows: errors on them are in-sample
+    errors    by case; those of the first case also by `GPU kind stack`
+    rows      number of rows of each case
+    sources   the tables of the rows
+    largest   for each axis and size, the largest value in any row: the range that was measured
+    fitted_to  the fingerprints of the rows, whose errors are in-sample
     """
 
     fits: Mapping[tuple[str, str], Fitted] = field(default_factory=dict[tuple[str, str], Fitted])
@@ -60,41 +60,46 @@ class Calibration:
     largest: Mapping[str, float] = field(default_factory=dict[str, float])
     fitted_to: frozenset[str] = frozenset()
 
-    def outside(self, c: Configurations, gpus: int) -> list[str]:
-        """Return what of a configuration is larger than in any row: `context 8 (measured: 1)`."""
-        values = {name: float(np.max(getattr(c, name))) for name in _AXES} | {"gpus": float(gpus)}
-        known = self.largest
+    def outside(self, configuration: Configurations, gpus: int) -> list[str]:
+        """Return the values of a configuration that are larger than in any row: `context 8 (measured: 1)`."""
+        values = {name: float(np.max(getattr(configuration, name))) for name in _AXES} | {"gpus": float(gpus)}
+        largest = self.largest
         return [
-            f"{name} {value:g} (measured: {known[name]:g})"
+            f"{name} {value:g} (measured: {largest[name]:g})"
             for name, value in values.items()
-            if value > known.get(name, 1)
+            if value > largest.get(name, 1)
         ]
 
     def fitted(self, gpu: str, stack: str) -> tuple[Fitted, str]:
-        """Return the numbers for a GPU kind and stack, and the case that their interval is of."""
+        """Return the fitted numbers for a GPU kind and stack, and the case of their interval."""
         if (gpu, stack) in self.fits:
             return self.fits[gpu, stack], CASES[0]
-        near = [fit for (_, name), fit in self.fits.items() if name == stack]
-        near = near or [fit for (kind, _), fit in self.fits.items() if kind == gpu]
-        if not near:
+        similar_fits = [fit for (_, name), fit in self.fits.items() if name == stack]
+        similar_fits = similar_fits or [fit for (kind, _), fit in self.fits.items() if kind == gpu]
+        if not similar_fits:
             return PRIOR, CASES[2]
-        middle = [math.exp(float(np.mean([math.log(getattr(fit, name)) for fit in near]))) for name in _NAMES]
-        return Fitted(*middle), CASES[1]
+        means = [math.exp(float(np.mean([math.log(getattr(fit, name)) for fit in similar_fits]))) for name in _NAMES]
+        return Fitted(*means), CASES[1]
 
     def half_width(self, gpu: str, stack: str, coverage: float = _COVERAGE) -> float:
         """Return the half-width of the interval, in natural logarithms: seconds times exp(+-half_width)."""
         case = case_of(self, gpu, stack)
         order = CASES[CASES.index(case) :]
-        if case == CASES[0] and self.rows.get((gpu, stack), 0) < _FEWEST:
+        if case == CASES[0] and self.rows.get((gpu, stack), 0) < _MIN_ROWS:
             order = CASES[1:]
         names = [f"{gpu} {stack}", *order] if order[0] == CASES[0] else order
         widths = [_quantile(self.errors.get(name, ()), coverage) for name in names]
-        if case == CASES[2]:  # never narrower than with numbers of another stack
-            widths = [max((width for width in (*widths, self._other(coverage)) if width is not None), default=None)]
+        if case == CASES[2]:  # never narrower than with the numbers of a different stack
+            widths = [
+                max(
+                    (width for width in (*widths, self._half_width_of_other_stack(coverage)) if width is not None),
+                    default=None,
+                )
+            ]
         known = [width for width in widths if width is not None]
         return known[0] if known else _WIDEST
 
-    def _other(self, coverage: float) -> float | None:
+    def _half_width_of_other_stack(self, coverage: float) -> float | None:
         return _quantile(self.errors.get(CASES[1], ()), coverage)
 
 
@@ -104,7 +109,7 @@ def case_of(calibration: Calibration, gpu: str, stack: str) -> str:
 
 
 def _quantile(errors: Sequence[float], coverage: float) -> float | None:
-    """The split-conformal quantile; None for too few errors."""
+    """Return the split-conformal quantile; None for too few errors."""
     rank = math.ceil((len(errors) + 1) * coverage)
     return float(sorted(errors)[rank - 1]) if len(errors) >= 8 and rank <= len(errors) else None
 
@@ -132,15 +137,17 @@ def _grouped(rows: Sequence[Row]) -> list[_Group]:
     groups: dict[Any, list[int]] = {}
     for index, row in enumerate(rows):
         groups.setdefault((row.case, (row.inside, row.across)), []).append(index)
-    made: list[_Group] = []
+    grouped: list[_Group] = []
     for (case, links), index in groups.items():
-        chosen = [rows[i] for i in index]
-        columns = {name: [row.degrees[name] for row in chosen] for name in chosen[0].degrees}
-        columns["sequence"] = [row.degrees.get("sequence", 0) for row in chosen]
-        configurations = make_configurations([row.sizes for row in chosen], [row.stack for row in chosen], columns)
-        measured = np.array([row.step_seconds or np.nan for row in chosen])
-        made.append(_Group(case, configurations, links, measured, index))
-    return made
+        group_rows = [rows[i] for i in index]
+        columns = {name: [row.degrees[name] for row in group_rows] for name in group_rows[0].degrees}
+        columns["sequence"] = [row.degrees.get("sequence", 0) for row in group_rows]
+        configurations = make_configurations(
+            [row.sizes for row in group_rows], [row.stack for row in group_rows], columns
+        )
+        measured = np.array([row.step_seconds or np.nan for row in group_rows])
+        grouped.append(_Group(case, configurations, links, measured, index))
+    return grouped
 
 
 def row_seconds(rows: Sequence[Row], calibration: Calibration) -> Any:
@@ -152,12 +159,12 @@ def row_seconds(rows: Sequence[Row], calibration: Calibration) -> Any:
 
 
 def _fit(groups: Sequence[_Group]) -> Fitted:
-    """Return the numbers that explain the rows of one case best, near the prior. Gauss-Newton on a robust loss.
+    """Fit the numbers to the rows of one case, near the prior, by Gauss-Newton on a robust loss.
 
-    It starts from a fast and from a slow launch: where launches are hidden, their slope is zero.
+    It starts from a fast and a slow launch, because the slope is zero if launches are hidden.
     """
     fits = [_descend(groups, launch) for launch in (PRIOR.launch, 2.5 * PRIOR.launch)]
-    return Fitted(*(float(value) for value in np.exp(min(fits, key=lambda one: one[0])[1])))
+    return Fitted(*(float(value) for value in np.exp(min(fits, key=lambda loss_and_point: loss_and_point[0])[1])))
 
 
 def _descend(groups: Sequence[_Group], launch: float) -> tuple[float, Any]:
@@ -165,16 +172,16 @@ def _descend(groups: Sequence[_Group], launch: float) -> tuple[float, Any]:
     prior, spread = np.log([PRIOR.matmul, PRIOR.stream, PRIOR.launch]), 1 / np.array(_SPREADS) ** 2
     point = np.log([PRIOR.matmul, PRIOR.stream, launch])
 
-    def errors(at: Any) -> Any:
-        fitted = Fitted(*np.exp(at))
+    def errors(position: Any) -> Any:
+        fitted = Fitted(*np.exp(position))
         return np.concatenate([np.log(group.seconds(fitted) / group.measured) for group in groups])
 
     for _ in range(12):
-        here = errors(point)
-        slopes = np.stack([(errors(point + step) - here) / 0.02 for step in 0.02 * np.eye(3)], axis=1)
-        weight = 1 / np.maximum(np.abs(here) / _NOISE, 1.0) / _NOISE**2  # Huber
+        current_errors = errors(point)
+        slopes = np.stack([(errors(point + step) - current_errors) / 0.02 for step in 0.02 * np.eye(3)], axis=1)
+        weight = 1 / np.maximum(np.abs(current_errors) / _NOISE, 1.0) / _NOISE**2  # Huber
         matrix = slopes.T @ (slopes * weight[:, None]) + np.diag(spread)
-        change = -np.linalg.solve(matrix, slopes.T @ (weight * here) + spread * (point - prior))
+        change = -np.linalg.solve(matrix, slopes.T @ (weight * current_errors) + spread * (point - prior))
         point = np.clip(point + np.clip(change, -0.3, 0.3), np.log([0.1, 0.1, 1e-6]), np.log([1.0, 1.0, 1e-4]))
         if np.abs(change).max() < 1e-4:
             break
@@ -194,25 +201,30 @@ def fit_calibration(rows: Sequence[Row], folds: int = 5, seed: int = 0) -> Calib
     """Return the calibration of measured rows; those without a time are left out.
 
     Errors for the intervals come from rows that the fit has not seen: one of `folds` parts at a time for the same GPU
-    and stack (each has its own interval, from 16 rows), all of a case for another stack, and the prior for nothing
-    fitted.
+    and stack (each has its own interval, from 16 rows), all rows of a case for a different stack, and all rows for the
+    prior.
     """
     timed = [row for row in rows if row.step_seconds]
     fits = _fits(timed)
     counts = {case: sum(row.case == case for row in timed) for case in fits}
     errors: dict[str, list[float]] = {name: [] for name in CASES}
     order = np.random.default_rng(seed).permutation(len(timed))
-    parts = [set(order[fold::folds].tolist()) for fold in range(folds)] if len(timed) >= 2 * folds else []
-    for part in parts:
-        kept, left = [row for i, row in enumerate(timed) if i not in part], [timed[i] for i in sorted(part)]
-        some = Calibration(_fits(kept))
-        left = [row for row in left if row.case in some.fits]
-        errors[CASES[0]] += (left_errors := _log_errors(left, some))
-        for row, error in zip(left, left_errors, strict=True):
+    held_out_parts = [set(order[fold::folds].tolist()) for fold in range(folds)] if len(timed) >= 2 * folds else []
+    for held_out in held_out_parts:
+        training_rows, held_out_rows = (
+            [row for i, row in enumerate(timed) if i not in held_out],
+            [timed[i] for i in sorted(held_out)],
+        )
+        partial_fit = Calibration(_fits(training_rows))
+        held_out_rows = [row for row in held_out_rows if row.case in partial_fit.fits]
+        errors[CASES[0]] += (held_out_errors := _log_errors(held_out_rows, partial_fit))
+        for row, error in zip(held_out_rows, held_out_errors, strict=True):
             errors.setdefault(f"{row.case[0]} {row.case[1]}", []).append(error)
     for case in fits:
-        others = Calibration({name: fit for name, fit in fits.items() if name[1] != case[1] and name != case})
-        errors[CASES[1]] += _log_errors([row for row in timed if row.case == case], others) if others.fits else []
+        other_fits = Calibration({name: fit for name, fit in fits.items() if name[1] != case[1] and name != case})
+        errors[CASES[1]] += (
+            _log_errors([row for row in timed if row.case == case], other_fits) if other_fits.fits else []
+        )
     errors[CASES[2]] = _log_errors(timed, Calibration())
     largest = {name: max(float(row.degrees[name]) for row in timed) for name in _AXES[:5]} if timed else {}
     if timed:
@@ -257,7 +269,7 @@ def shipped_calibration() -> Calibration:
 
 
 def read_calibration(path: Path) -> Calibration:
-    """Return the calibration of a file: measured rows, or what `write_calibration` wrote. Raises `UsageError`."""
+    """Return the calibration of a file of measured rows, or one of `write_calibration`. Raises `UsageError`."""
     from everyrank.plan.rows import read_rows
 
     try:
@@ -268,8 +280,10 @@ def read_calibration(path: Path) -> Calibration:
         try:
             return _from_json(read)
         except (KeyError, TypeError, ValueError) as error:
-            raise UsageError(f"{path}: a calibration without {error}; write it again with plan --calibrate") from error
+            raise UsageError(
+                f"{path}: {error} is missing in this calibration; write it again with plan --write-calibration"
+            ) from error
     rows, _ = read_rows(path)
     if not any(row.step_seconds for row in rows):
-        raise UsageError(f"{path}: no row with a measured time; see docs/plan.md for the fields")
+        raise UsageError(f"{path}: no row has a measured time; see docs/plan.md for the fields")
     return fit_calibration(rows)

@@ -30,9 +30,9 @@ __all__ = [
     "usual_layouts",
 ]
 
-_TIED = 0.05  # two layouts that are predicted within this share of each other are a coin toss (measured in report)
+_TIE = 0.05  # the order of two layouts within this fraction of each other is not reliable
 _SCHEDULES = ("1f1b", "gpipe", "zero-bubble")
-_MOST_ROWS = 2_000_000
+_MAX_ROWS = 2_000_000
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Estimate:
     """One configuration with its memory and time.
 
     layout   as the user types it; index: its row in the columns
-    verdict  fits, may not fit (memory is in between what is sure) or does not fit
+    verdict  fits, may not fit (the memory is between the estimates) or does not fit
     """
 
     layout: str
@@ -63,7 +63,7 @@ class Estimate:
 
 
 def default_batch(sizes: DecoderSizes, gpus: int) -> int:
-    """Return the samples of an update where none are given: 2 for each GPU, up to 16 million tokens (Llama 3's)."""
+    """Return the default samples of an update: 2 for each GPU, up to 16 million tokens as for Llama 3."""
     most = max(1, 2**24 // sizes.seq)
     return max(1, min(2 * gpus, most))
 
@@ -76,20 +76,20 @@ def _stack(precision: str, zero: int) -> Stack:
 
 
 def configure_layout(layout: Layout, sizes: DecoderSizes, cluster: Cluster, batch: int) -> Configurations:
-    """Return the configuration of a layout. Raises `UsageError` for what the closed form does not know.
+    """Return the configuration of a layout. Raises `UsageError` for a layout that the closed form does not support.
 
     The known strategies are single, ddp, zero1, fsdp, tensor, context and pipeline.
     """
     text = str(layout)
     if layout.strategy not in ("single", "ddp", "zero1", "fsdp", "tensor", "context", "pipeline", "local_sgd"):
         raise UsageError(
-            f"--layout {text}: the closed form does not know {layout.strategy}; give a workload, which plan traces"
+            f"--layout {text}: {layout.strategy} is not supported for a decoder; give a workload, which plan traces"
         )
     if layout.precision == "float64":
         raise UsageError(f"--layout {text}: float64 is for tests; give float32 or bf16")
     degrees = layout.mesh(cluster.gpus) if layout.axis else {}
     if degrees.get("expert", 1) > 1:
-        raise UsageError(f"--layout {text}: the closed form knows no experts; leave out expert")
+        raise UsageError(f"--layout {text}: experts are not supported for a decoder; leave out expert")
     tensor, pipeline = degrees.get("tensor", 1), degrees.get("pipeline", 1)
     if sizes.heads % tensor or sizes.kv % tensor or sizes.ffn % tensor:
         raise UsageError(
@@ -141,31 +141,31 @@ def layout_text(c: Configurations, index: int) -> str:
         return int(value[index]) if value.ndim else int(value)
 
     axes = {axis: at(axis) for axis in ("replicate", "shard", "context", "tensor")}
-    words: list[str] = []
+    options: list[str] = []
     if at("pipeline") > 1:
         name = "pipeline"
-        words.append(f"pipeline={at('pipeline')}")
-        words += [f"{axis}={axes[axis]}" for axis in ("replicate", "shard", "tensor") if axes[axis] > 1]
-        words.append(f"microbatches={at('accumulate')}")
+        options.append(f"pipeline={at('pipeline')}")
+        options += [f"{axis}={axes[axis]}" for axis in ("replicate", "shard", "tensor") if axes[axis] > 1]
+        options.append(f"microbatches={at('accumulate')}")
         if at("chunks") > 1:
-            words += ["schedule=interleaved", f"chunks={at('chunks')}"]
+            options += ["schedule=interleaved", f"chunks={at('chunks')}"]
     else:
         name = "fsdp" if at("zero") == 3 else "zero1" if at("zero") == 1 else "ddp"
         if axes["replicate"] > 1 and name == "fsdp":
-            words.append(f"replicate={axes['replicate']}")
-        words += [f"{axis}={axes[axis]}" for axis in ("context", "tensor") if axes[axis] > 1]
+            options.append(f"replicate={axes['replicate']}")
+        options += [f"{axis}={axes[axis]}" for axis in ("context", "tensor") if axes[axis] > 1]
         if name == "ddp" and axes["replicate"] == 1 and axes["context"] == 1:
-            name, words = ("tensor", []) if axes["tensor"] > 1 else ("single", [])
+            name, options = ("tensor", []) if axes["tensor"] > 1 else ("single", [])
         elif name == "ddp" and axes["replicate"] == 1 and axes["tensor"] == 1:
-            name, words = "context", []
+            name, options = "context", []
         if at("accumulate") > 1:
-            words.append(f"accumulate={at('accumulate')}")
+            options.append(f"accumulate={at('accumulate')}")
     if at("size") < 4:
-        words.append("precision=bf16")
-    words += ["recompute"] if at("recompute") else []
-    words += ["sequence=true"] if at("sequence") else []
-    words += ["meta=true"] if name in ("fsdp", "pipeline", "tensor") and not at("whole_first") else []
-    return name + (":" + ",".join(words) if words else "")
+        options.append("precision=bf16")
+    options += ["recompute"] if at("recompute") else []
+    options += ["sequence=true"] if at("sequence") else []
+    options += ["meta=true"] if name in ("fsdp", "pipeline", "tensor") and not at("whole_first") else []
+    return name + (":" + ",".join(options) if options else "")
 
 
 def estimate(c: Configurations, cluster: Cluster, calibration: Calibration, layout: str | None = None) -> Estimate:
@@ -182,13 +182,13 @@ def predict_step_of(c: Configurations, cluster: Cluster, calibration: Calibratio
 
 
 def verdicts(memory: Memory, cluster: Cluster) -> Any:
-    """Return fits, may not fit, or does not fit for each row. `fits` holds at the upper end of what is not known."""
+    """Return fits, may not fit, or does not fit for each row. `fits` is by the upper estimate."""
     room = cluster.gpu.memory
     return np.where(memory.high <= room, "fits", np.where(memory.low > room, "does not fit", "may not fit"))
 
 
 def usual_layouts(sizes: DecoderSizes, cluster: Cluster) -> list[str]:
-    """Return the layouts that the first table shows: one of each kind, for a cluster of this size."""
+    """Return the layouts to show by default: one of each kind, for a cluster of this size."""
     gpus, node = cluster.gpus, cluster.per_node
     if gpus == 1:
         return ["single:precision=bf16"]
@@ -217,19 +217,21 @@ def smallest_change(
     if layout.strategy in ("fsdp", "pipeline", "tensor") and not layout.read(BuildOptions).meta:
         with_meta = {**layout.options, "meta": True}
         steps.append(("meta=true, so that no rank holds the whole model", {"options": with_meta}))
-        layout = replace(layout, options=with_meta)  # every further change has it, too
+        layout = replace(layout, options=with_meta)  # the further changes also have it
     if layout.precision == "float32":
         steps.append(("bf16", {"precision": "bf16"}))
     if not layout.recompute:
         steps.append(("recompute", {"recompute": True}))
-    smaller = [layout.accumulate * factor for factor in (2, 4, 8, 16, 32, 64, 128, 256)]
-    steps += [(f"micro-batches of 1/{count // layout.accumulate}", {"accumulate": count}) for count in smaller]
-    everything: dict[str, Any] = {"precision": "bf16" if layout.precision == "float32" else layout.precision}
-    everything["recompute"] = True
-    steps.append(("bf16 and recompute", everything))
+    micro_batch_counts = [layout.accumulate * factor for factor in (2, 4, 8, 16, 32, 64, 128, 256)]
     steps += [
-        (f"recompute and micro-batches of 1/{count // layout.accumulate}", everything | {"accumulate": count})
-        for count in smaller
+        (f"micro-batches of 1/{count // layout.accumulate}", {"accumulate": count}) for count in micro_batch_counts
+    ]
+    bf16_and_recompute: dict[str, Any] = {"precision": "bf16" if layout.precision == "float32" else layout.precision}
+    bf16_and_recompute["recompute"] = True
+    steps.append(("bf16 and recompute", bf16_and_recompute))
+    steps += [
+        (f"recompute and micro-batches of 1/{count // layout.accumulate}", bf16_and_recompute | {"accumulate": count})
+        for count in micro_batch_counts
     ]
     for name, change in steps:
         fitting = _fitting(replace(layout, **change), sizes, cluster, batch, calibration)
@@ -237,7 +239,7 @@ def smallest_change(
             return name, fitting, batch
     others = find_best(sizes, cluster, batch, calibration)[0]
     if others:
-        return "another layout", others[0].layout, batch
+        return "a different layout", others[0].layout, batch
     return None
 
 
@@ -254,7 +256,7 @@ def _divisors(number: int, most: int) -> list[int]:
 
 
 def enumerate_layouts(sizes: DecoderSizes, cluster: Cluster, batch: int) -> Configurations | None:
-    """Return every layout of a decoder on a cluster, in bf16, as columns; None where no layout divides the batch."""
+    """Return every layout of a decoder on a cluster, in bf16, as columns; None if no layout divides the batch."""
     gpus = cluster.gpus
     tensors = [t for t in _divisors(gpus, 64) if sizes.heads % t == 0 and sizes.kv % t == 0 and sizes.ffn % t == 0]
     stages = [p for p in _divisors(gpus, sizes.layers) if sizes.layers % p == 0]
@@ -263,8 +265,8 @@ def enumerate_layouts(sizes: DecoderSizes, cluster: Cluster, batch: int) -> Conf
     micros = [m for m in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256) if m <= batch]
     grid = np.meshgrid(tensors, stages, contexts, shards, micros, (0, 1), (0, 1, 3), (1, 2), indexing="ij")
     t, p, c, s, m, again, zero, chunks = (axis.reshape(-1) for axis in grid)
-    if len(t) > 20 * _MOST_ROWS:
-        raise UsageError(f"{gpus} GPUs: too many layouts to look at; give --layout")
+    if len(t) > 20 * _MAX_ROWS:
+        raise UsageError(f"{gpus} GPUs: too many layouts to search; give --layout")
     inner = t * p * c * s
     keep = (
         (gpus % inner == 0)
@@ -280,7 +282,7 @@ def enumerate_layouts(sizes: DecoderSizes, cluster: Cluster, batch: int) -> Conf
     keep &= (zero != 3) | (s * c > 1) | (t > 1)
     keep &= (zero != 3) | (p == 1) | (s > 1)
     keep &= (zero != 0) | (t == 1) | (p > 1) | ((r == 1) & (c == 1))  # replicas of split matrices are fsdp's
-    keep &= (p == 1) | (c == 1)  # our pipeline has no context axis
+    keep &= (p == 1) | (c == 1)  # everyrank's pipeline has no context axis
     keep &= (p == 1) | (parts >= p)
     if not keep.any():
         return None
@@ -303,21 +305,21 @@ def enumerate_layouts(sizes: DecoderSizes, cluster: Cluster, batch: int) -> Conf
 def find_best(
     sizes: DecoderSizes, cluster: Cluster, batch: int, calibration: Calibration, most: int = 3
 ) -> tuple[list[Estimate], int, int]:
-    """Return (the fastest layouts that fit, how many fit, how many were looked at).
+    """Return (the fastest layouts that fit, how many fit, how many were considered).
 
-    The first is the favourite; the others are of another kind and predicted within a coin toss of it.
+    The first is the fastest; the others are of a different kind and within `_TIE` of it.
     """
     columns = enumerate_layouts(sizes, cluster, batch)
     if columns is None:
         return [], 0, 0
     memory = predict_memory(columns)
     fits = np.flatnonzero(np.atleast_1d(verdicts(memory, cluster)) == "fits")
-    looked_at = len(columns)
+    num_considered = len(columns)
     if not len(fits):
-        return [], 0, looked_at
+        return [], 0, num_considered
     fitting = columns.take(fits)
     seconds = np.atleast_1d(predict_step_of(fitting, cluster, calibration).total)
-    # of equal times, the layout with the fewest axes
+    # among equal times, the layout with the fewest axes
     axes = np.zeros(len(seconds))
     for axis in ("tensor", "pipeline", "context", "replicate"):
         axes = axes + np.asarray(getattr(fitting, axis) > 1, float)
@@ -325,18 +327,25 @@ def find_best(
     chosen: list[Estimate] = []
     kinds: set[tuple[float, ...]] = set()
     for index in order[:5000]:
-        if chosen and (seconds[index] > chosen[0].seconds * (1 + _TIED) or len(chosen) == most):
+        if chosen and (seconds[index] > chosen[0].seconds * (1 + _TIE) or len(chosen) == most):
             break
-        one = fitting.take(np.array([index]))
-        used = tuple(bool(np.max(getattr(one, n)) > 1) for n in ("tensor", "pipeline", "context"))
-        kind = (*used, float(np.max(one.zero)))
+        candidate = fitting.take(np.array([index]))
+        has_axis = tuple(bool(np.max(getattr(candidate, n)) > 1) for n in ("tensor", "pipeline", "context"))
+        kind = (*has_axis, float(np.max(candidate.zero)))
         if kind not in kinds:
             kinds.add(kind)
-            chosen.append(_of_row(one, cluster, calibration))
-    return chosen, len(fits), looked_at
+            chosen.append(_estimate_of_row(candidate, cluster, calibration))
+    return chosen, len(fits), num_considered
 
 
-def _of_row(one: Configurations, cluster: Cluster, calibration: Calibration) -> Estimate:
-    memory = predict_memory(one)
+def _estimate_of_row(configuration: Configurations, cluster: Cluster, calibration: Calibration) -> Estimate:
+    memory = predict_memory(configuration)
     verdict = str(np.atleast_1d(verdicts(memory, cluster))[0])
-    return Estimate(layout_text(one, 0), verdict, 0, one, memory, predict_step_of(one, cluster, calibration))
+    return Estimate(
+        layout_text(configuration, 0),
+        verdict,
+        0,
+        configuration,
+        memory,
+        predict_step_of(configuration, cluster, calibration),
+    )

@@ -16,20 +16,20 @@ __all__ = ["STACKS", "Configurations", "Stack", "make_configurations"]
 
 @dataclass(frozen=True)
 class Stack:
-    """What a training stack keeps for each parameter and each token. Bytes are for one element.
+    """The memory and kernels of a training stack, for each parameter and token. Bytes are for one element.
 
     parameters, gradients, optimizer  for each parameter
-    size           of the numbers that products compute with
-    residual       of the residual stream between blocks (4 under autocast, which keeps it in float32)
-    weight_copies  kept for each parameter from forward to backward, beside `parameters` (autocast's cache)
-    logits         for each logit, at the loss: logits, softmax, and the gradients of both
+    size           bytes of the numbers in matrix products
+    residual       bytes of the residual stream between blocks (4 under autocast, which keeps it in float32)
+    weight_copies  bytes kept for each parameter from forward to backward, besides `parameters` (autocast's cache)
+    logits         bytes for each logit, at the loss: logits, softmax, and the gradients of both
     mlp_saved      tensors of the MLP's inner width that a block keeps, gated and not gated
     flash          attention keeps no scores
-    caches         1: Transformer Engine's dummy weight gradients, one for each shape of a weight, kept for good
-    ends_everywhere  1: every pipeline stage holds embedding and head (as our pipeline does)
+    caches         1: Transformer Engine's dummy weight gradients, one for each weight shape, are never freed
+    ends_everywhere  1: every pipeline stage has embedding and head (as in everyrank)
     fused_optimizer  0: the optimizer's step needs a temporary of float32 for each parameter
     fsdp_root      1: embedding and head are one unit that stays gathered from forward to the end of backward
-    overlaps       data-parallel gradients travel during the last backward
+    overlaps       data-parallel gradients are sent during the last backward
     compiled       kernels are fused by a compiler
     fused_softmax  unfused attention has Megatron's fused softmax kernel
     scores         bytes kept for each attention score, where attention is not flash
@@ -38,10 +38,10 @@ class Stack:
     logit_traffic  bytes moved for each logit at the loss: 24 fused, 40 to 60 eager, 120 in Megatron of 2021
     optimizer_traffic  bytes moved for each parameter in the optimizer's step: 28 fused, 40 not
     tf32           float32 products run as TF32 (torch's default is that they do not)
-    extra          bytes for each token and element of the width that a block keeps besides: eager norms keep float32
+    extra          additional bytes that a block keeps for each token and element of the width: eager norms keep float32
                    copies of their input. From traces of our decoder on CPU; fused norms keep less
-    holds_gradients  gradients of the last update lie in buffers while the loss is computed (else they are freed)
-    uncertainty    share of the memory that the formula may be off by: from validated rows; 0.15 without any
+    holds_gradients  gradients of the last update are in buffers while the loss is computed (else they are freed)
+    uncertainty    fraction by which the memory may be wrong: from validated rows; 0.15 without any
     """
 
     name: str
@@ -105,7 +105,7 @@ class Configurations:
 
     tensor, pipeline, replicate, shard, context   ranks
     micro           samples of a micro-batch on one rank
-    accumulate      micro-batches of an update (through a pipeline: all that one replica of it works on)
+    accumulate      micro-batches of an update (for a pipeline: all micro-batches of one replica)
     chunks          stages of a pipeline on each rank (interleaved schedule)
     zero            0: replicas; 1: the optimizer is sharded; 2: gradients, too; 3: parameters, too
     recompute       0: none; 1: every block; 2: selective
@@ -198,11 +198,11 @@ class Configurations:
 
     def take(self, index: Any) -> Configurations:
         """Return the rows at `index`; plain numbers stay."""
-        chosen = {}
+        columns = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            chosen[field.name] = value[index] if np.ndim(value) else value
-        return Configurations(**chosen)
+            columns[field.name] = value[index] if np.ndim(value) else value
+        return Configurations(**columns)
 
 
 def make_configurations(
@@ -216,17 +216,17 @@ def make_configurations(
     def column(values: list[Any]) -> Any:
         return np.array(values, dtype=float) if len(values) > 1 else float(values[0])
 
-    many_sizes = [sizes] if isinstance(sizes, DecoderSizes) else list(sizes)
+    sizes_list = [sizes] if isinstance(sizes, DecoderSizes) else list(sizes)
     stacks = [stack] if isinstance(stack, Stack) else list(stack)
     names = ("layers", "hidden", "heads", "kv", "ffn", "vocab", "seq", "gated", "head_dim", "tied")
-    columns = {name: column([getattr(one, name) for one in many_sizes]) for name in names}
+    columns = {name: column([getattr(item, name) for item in sizes_list]) for name in names}
     for field in dataclasses.fields(Stack):
         if field.name == "mlp_saved":
             gated = np.asarray(columns["gated"])
-            saved = [column([one.mlp_saved[index] for one in stacks]) for index in (0, 1)]
+            saved = [column([item.mlp_saved[index] for item in stacks]) for index in (0, 1)]
             columns["mlp_saved"] = np.where(gated, saved[0], saved[1])
         elif field.name != "name":
-            columns[field.name] = column([getattr(one, field.name) for one in stacks])
+            columns[field.name] = column([getattr(item, field.name) for item in stacks])
     columns |= {
         name: np.asarray(value, dtype=float) if np.ndim(value) else float(value) for name, value in rows.items()
     }

@@ -1,4 +1,4 @@
-"""The sizes of a decoder: typed, known by name, or read from a Hugging Face config.json. Imports no torch."""
+"""The sizes of a decoder: from text, by name, or from a Hugging Face config.json. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from everyrank.errors import UsageError
 
 __all__ = ["DECODERS", "DecoderSizes", "decoder_from_config", "parse_decoder"]
 
-_LARGEST = {
+_MAX_VALUES = {
     "layers": 10_000,
     "hidden": 1_000_000,
     "heads": 100_000,
@@ -34,9 +34,9 @@ class DecoderSizes:
     seq       tokens of a sample
     head_dim  width of a head
     tied      the head is the embedding
-    learned_positions  the embedding has a row for each position, too
+    learned_positions  there is also an embedding of each position
 
-    Raises `UsageError` for sizes that make no model.
+    Raises `UsageError` for invalid sizes.
     """
 
     layers: int
@@ -52,7 +52,7 @@ class DecoderSizes:
     learned_positions: bool = False
 
     def __post_init__(self) -> None:
-        for name, largest in _LARGEST.items():
+        for name, largest in _MAX_VALUES.items():
             value: object = getattr(self, name)
             if name == "head_dim" and value == 0:
                 continue
@@ -69,7 +69,7 @@ class DecoderSizes:
 
     @property
     def block_parameters(self) -> int:
-        """Parameters of one block, without its norms' few."""
+        """Parameters of one block."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv)
         return attention + (3 if self.gated else 2) * self.hidden * self.ffn + 2 * self.hidden
 
@@ -101,22 +101,22 @@ DECODERS = {
 
 def parse_decoder(text: str) -> DecoderSizes:
     """Return the sizes of `8b`, or `layers=32,hidden=4096,...`; both: `8b,seq=4096`. Raises `UsageError`."""
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if not words:
+    parts = [word.strip() for word in text.split(",") if word.strip()]
+    if not parts:
         raise UsageError(f"--decoder {text!r}: give a name ({', '.join(DECODERS)}) or layers=32,hidden=4096,heads=32")
     values: dict[str, Any] = {}
-    if "=" not in words[0]:
-        name = words.pop(0).lower()
+    if "=" not in parts[0]:
+        name = parts.pop(0).lower()
         if name not in DECODERS:
             close = difflib.get_close_matches(name, DECODERS, 1)
             hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(DECODERS)}"
             raise UsageError(f"--decoder {name}: {hint}")
         values = dataclasses.asdict(DECODERS[name])
-        changed = {word.partition("=")[0].strip() for word in words}
+        changed = {word.partition("=")[0].strip() for word in parts}
         if changed & {"hidden", "heads"}:
             values["head_dim"] = 0
     kinds = {field.name: field.type for field in dataclasses.fields(DecoderSizes)}
-    for word in words:
+    for word in parts:
         key, equals, value = (part.strip() for part in word.partition("="))
         if not equals or key not in kinds:
             close = difflib.get_close_matches(key, kinds, 1)
@@ -144,7 +144,7 @@ def _value(key: str, text: str, is_bool: bool) -> int | bool:
     return int(text)
 
 
-_LARGEST_CONFIG = 10_000_000  # bytes
+_MAX_CONFIG_BYTES = 10_000_000  # bytes
 
 
 def decoder_from_config(path: Path, seq: int | None = None) -> DecoderSizes:
@@ -153,13 +153,13 @@ def decoder_from_config(path: Path, seq: int | None = None) -> DecoderSizes:
     `seq` is the length of a sample; the default is the smaller of `max_position_embeddings` and 8192.
     """
     try:
-        if path.stat().st_size > _LARGEST_CONFIG:
+        if path.stat().st_size > _MAX_CONFIG_BYTES:
             raise UsageError(f"{path}: larger than 10 MB; give the config.json of a model")
         read: object = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"{path}: not JSON ({type(error).__name__}); give the config.json of a model") from error
     if not isinstance(read, dict):
-        raise UsageError(f"{path}: no JSON object; give the config.json of a model")
+        raise UsageError(f"{path}: not a JSON object; give the config.json of a model")
     config: dict[str, Any] = read.get("text_config", read) if isinstance(read.get("text_config", read), dict) else read
 
     def number(*names: str, default: int | None = None) -> int:
@@ -168,17 +168,19 @@ def decoder_from_config(path: Path, seq: int | None = None) -> DecoderSizes:
             if isinstance(value, int) and not isinstance(value, bool):
                 return value
         if default is None:
-            raise UsageError(f"{path}: no {names[0]}; give that of a dense decoder, or --decoder layers=...")
+            raise UsageError(
+                f"{path}: {names[0]} is missing; give the config.json of a dense decoder, or --decoder layers=..."
+            )
         return default
 
     experts = [name for name in ("num_local_experts", "num_experts", "n_routed_experts") if config.get(name)]
     if experts:
         raise UsageError(
-            f"{path}: {experts[0]} is set: the closed form knows no mixtures of experts; give a workload with the "
-            "model itself, which plan traces"
+            f"{path}: {experts[0]} is set: mixtures of experts are not supported here; give a workload with the "
+            "model, which plan traces"
         )
     if config.get("is_encoder_decoder"):
-        raise UsageError(f"{path}: an encoder and a decoder; the closed form knows decoders; give a workload instead")
+        raise UsageError(f"{path}: an encoder with a decoder is not supported here; give a workload instead")
     layers, hidden = number("num_hidden_layers", "n_layer", "n_layers"), number("hidden_size", "n_embd", "d_model")
     heads = number("num_attention_heads", "n_head", "n_heads")
     is_gpt2 = "n_embd" in config

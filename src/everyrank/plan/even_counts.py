@@ -1,8 +1,8 @@
-"""How many of each kind: counts on fake tensors, which have no values.
+"""Counts of tokens for each expert, on fake tensors, which have no values.
 
-A mixture of experts counts the tokens of each expert and splits its rows by these numbers. Fake tensors do not know
-them, but their sum is known: that of the indices that were counted. So tokens are taken to spread evenly. A real router
-does not, so that a rank may hold more; with no dropped tokens the most is all of them.
+A mixture of experts counts the tokens of each expert and splits its rows by these numbers. Fake tensors do not
+have them, but their sum is known: it is the number of indices that were counted. So tokens are assumed to be spread
+evenly. A real router does not spread them evenly, so a rank may get more; without dropped tokens, at most all of them.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _COUNTED = (torch.int64, torch.int32, torch.float32, torch.bool)
 
 
 class EvenCounts:
-    """The sums of tensors of counts, from the operators that make and pass them on."""
+    """The sums of tensors of counts, tracked through the operators that compute them."""
 
     def __init__(self) -> None:
         self.sums: Any = WeakTensorKeyDictionary()
 
     def of_scalar(self, tensor: Tensor) -> int:
-        """Return the value of a count; 1 where nothing is known."""
+        """Return the value of a count; 1 if unknown."""
         return int(self.sums.get(tensor, 1))
 
     def note(self, func: Any, args: Any, result: Any) -> None:
@@ -44,7 +44,7 @@ class EvenCounts:
                 self._keep(args[0], counted.numel())
         elif name == "eq" and isinstance(args[1], Tensor) and args[0].shape[-1:] == (1,) and args[1].dim() == 1:
             self._keep(result, args[0].numel())  # each index is one of the kinds: torch's one_hot
-        elif name in ("alltoall_base_", "all_to_all_single"):  # as many come as go
+        elif name in ("alltoall_base_", "all_to_all_single"):  # a rank is assumed to receive as many tokens as it sends
             tensors = [value for value in args if isinstance(value, Tensor)]
             known = [self.sums[tensor] for tensor in tensors if tensor in self.sums]
             for tensor in tensors if known else ():

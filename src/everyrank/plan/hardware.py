@@ -1,4 +1,4 @@
-"""GPU kinds, links and clusters: facts of data sheets with their source. Nothing in this file is fitted."""
+"""GPU kinds, links and clusters: numbers of data sheets with their source."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Gpu:
     """A kind of GPU.
 
     memory      bytes that torch reports as total capacity: less than on the data sheet, for ECC and the driver
-    flops       dense 16-bit tensor-core operations a second (bf16; fp16 where a kind has no bf16)
-    flops_tf32  the same for float32 products with TF32; plain float32 where a kind has no TF32
-    flops_fp8   the same for 8-bit floats; 0 where a kind has none
+    flops       dense 16-bit tensor-core operations a second (bf16; fp16 if a kind has no bf16)
+    flops_tf32  the same for float32 products with TF32; plain float32 if a kind has no TF32
+    flops_fp8   the same for 8-bit floats; 0 if a kind does not support them
     flops_fp32  operations a second of float32 products without TF32, which is torch's default
     hbm         bytes a second between the chip and its memory
     units       streaming multiprocessors (compute units on AMD)
@@ -62,15 +62,15 @@ class Gpu:
     source: str
 
     def links_of_node(self, per_node: int) -> Link:
-        """Return `inside` for a node of so many GPUs: fewer than eight V100 are wired equally."""
+        """Return `inside` for a node of `per_node` GPUs; fewer than eight V100 are wired equally."""
         return replace(self.inside, by_ranks=()) if per_node < len(self.inside.by_ranks) else self.inside
 
     @property
     def attention(self) -> float:
         """Share of `flops` that FlashAttention-2 reaches over forward and backward with heads of 128.
 
-        It does not use what is new in Hopper (up to 335 of 989 Tflop/s forward), nor in Blackwell: where a unit does
-        more than 4 Tflop/s, softmax bounds it. Source: Dao 2023, figures 4 to 7.
+        It does not use the new features of Hopper (up to 335 of 989 Tflop/s forward) or Blackwell. If a unit does more
+        than 4 Tflop/s, softmax is the bottleneck. Source: Dao 2023, figures 4 to 7.
         """
         return 0.30 if self.flops > 4e12 * self.units else 0.55
 
@@ -79,8 +79,8 @@ class Gpu:
 class Link:
     """`latency` seconds a hop, and `bandwidth` bytes a second of one GPU: bus bandwidth, as nccl-tests defines it.
 
-    start     seconds that a collective takes besides, whatever its size and its ranks
-    by_ranks  share of the bandwidth that groups of 1, 2, 3, ... ranks reach, where GPUs are wired unequally
+    start     additional seconds of each collective, independent of its size and ranks
+    by_ranks  share of the bandwidth that groups of 1, 2, 3, ... ranks reach, if GPUs are wired unequally
     """
 
     latency: float
@@ -98,7 +98,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Cluster:
-    """So many GPUs of one kind, `per_node` in each node."""
+    """A number of GPUs of one kind, `per_node` in each node."""
 
     gpu: Gpu
     gpus: int
@@ -107,7 +107,7 @@ class Cluster:
     across: Link
 
     def as_json(self) -> dict[str, Any]:
-        """Its entry in an answer; docs/plan.md describes the fields."""
+        """Return the entry of the cluster in an answer; docs/plan.md describes the fields."""
         return {
             "gpu": self.gpu.name,
             "gpus": self.gpus,
@@ -122,7 +122,7 @@ class Cluster:
 # Bus bandwidths of all-reduce inside a node: V100 and A100 are fitted to what eth-easl/sailor measured (errors in
 # benchmarks/records/plan-links.json), the others are from nccl-tests on HGX boards as published, without `start`.
 # A link of 400 Gb/s carries 50e9 bytes a second, of which NCCL gets 96%.
-# Eight V100 have no switch: a group's rings are those of the wires between its members.
+# Eight V100 have no switch, so the rings of a group depend on the wires between its members.
 _CUBE_MESH = (0.167, 0.167, 0.335, 0.635, 0.276, 0.340, 0.647, 1.0)
 _NVLINK2 = Link(4.75e-6, 138.5e9, "NVLink 2", 16e-6, _CUBE_MESH)
 _NVLINK3 = Link(2.75e-6, 230e9, "NVLink 3", 39e-6)
@@ -155,7 +155,7 @@ def _gpu(
     links: tuple[Link, Link],
     source: str,
 ) -> Gpu:
-    """A kind in the units of data sheets: operations as (16-bit, TF32, fp8, float32), dense, in Tflop/s."""
+    """Make a `Gpu` in the units of data sheets: operations as (16-bit, TF32, fp8, float32), dense, in Tflop/s."""
     flops, flops_tf32, flops_fp8, flops_fp32 = (1e12 * value for value in tflops)
     inside, across = links
     rates = flops, flops_tf32, flops_fp8, flops_fp32
@@ -266,7 +266,7 @@ GPUS: dict[str, Gpu] = {
         _gpu("mi300x", 191.5, (1307, 653, 2614, 163.4), 5.3, 304, 750, (_XGMI, _400G), "AMD data sheet MI300X"),
     )
 }
-"""By name. Not verified on any of these GPUs: they are data sheets."""
+"""By name. The numbers are from data sheets, not measured."""
 
 _ALIASES = {
     "v100": "v100_32gb",
@@ -316,12 +316,12 @@ def find_gpu(name: str) -> Gpu:
     plain = re.sub(r"_(sxm\d?|hbm\d\w?|nvl\d*)(?=_|$)", "", key)
     names = [key, plain, re.sub(r"_\d+gb$", "", key)]
     for candidate in [*names, re.sub(r"_(sxm\d?)?(_?\d+gb)?$", "", key)]:
-        known = _ALIASES.get(candidate, candidate)
-        if known in GPUS and (candidate == key or _is_same_memory(key, GPUS[known])):
-            return GPUS[known]
+        name_in_table = _ALIASES.get(candidate, candidate)
+        if name_in_table in GPUS and (candidate == key or _is_same_memory(key, GPUS[name_in_table])):
+            return GPUS[name_in_table]
     close = difflib.get_close_matches(key, [*GPUS, *_ALIASES], 2, 0.5)
-    meant = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(GPUS)}"
-    raise UsageError(f"--gpus: no GPU {name!r}; {meant}")
+    hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(GPUS)}"
+    raise UsageError(f"--gpus: no GPU {name!r}; {hint}")
 
 
 def _is_same_memory(key: str, gpu: Gpu) -> bool:
@@ -345,15 +345,15 @@ def parse_link(text: str) -> Link:
     rate = float(match[1]) * (1.0 if match[2] == "GB" else 0.125) * 1e9 if match else 0.0
     if not 0 < rate < 1e14:
         number = re.match(r"[0-9.]+", text.strip())
-        meant = f"did you mean {number[0]}Gb (bits a second) or {number[0]}GB (bytes)? " if number else ""
+        hint = f"did you mean {number[0]}Gb (bits a second) or {number[0]}GB (bytes)? " if number else ""
         raise UsageError(
-            f"--link {text}: {meant}give the rate of one GPU, such as 400Gb or 50GB, or a file of everyrank comm --json"
+            f"--link {text}: {hint}give the rate of one GPU, such as 400Gb or 50GB, or a file of everyrank comm --json"
         )
     return Link(12e-6, 0.96 * rate, text.strip())
 
 
 def host_cluster(device: str, ranks: int) -> Cluster:
-    """Return the ranks of this host on a measured device. The facts of a CPU other than its memory are not known."""
+    """Return the ranks of this host on a measured device. Only the memory of a CPU is known."""
     if device != "cpu":
         gpu = find_gpu(device)
         return Cluster(gpu, ranks, ranks, gpu.links_of_node(ranks), gpu.across)
@@ -370,7 +370,7 @@ _INFINIBAND = {"fdr": 56, "edr": 100, "hdr100": 100, "hdr": 200, "ndr200": 200, 
 def link_of_text(value: Any, per_node: int) -> Link | None:
     """Return the link of one GPU that a table describes, such as `1600 Gbps/node RoCE` or `8x HDR`; None for no rate.
 
-    The rate is that of a GPU, but for `/node`, a number of cards, Tb/s, or Ethernet, which a node's GPUs share.
+    The rate is for one GPU, except for `/node`, a number of cards, Tb/s, or Ethernet, which the GPUs of a node share.
     """
     if isinstance(value, int | float) and not isinstance(value, bool):
         return Link(12e-6, 0.12e9 * value, f"{value:g} Gb/s") if 0 < value < 1e5 else None
@@ -394,7 +394,7 @@ def link_of_text(value: Any, per_node: int) -> Link | None:
 def parse_cluster(
     text: str, per_node: int | None = None, link: Link | None = None, memory: float | None = None
 ) -> Cluster:
-    """Return the cluster of `64xh100`. Raises `UsageError` for no GPUs, too many, or a kind that is not known."""
+    """Return the cluster of `64xh100`. Raises `UsageError` for no GPUs, too many, or an unknown kind."""
     match = re.fullmatch(r"\s*([0-9]+)\s*[xX*]\s*(\S+)\s*", text)
     if match is None:
         raise UsageError(f"--gpus {text}: give a number and a kind, such as 64xh100")

@@ -1,11 +1,12 @@
 """Curves of kernels on this machine: seconds against operations or bytes, by kind of kernel.
 
-Each size is measured twice. Hot: the same operands again and again, which the caches hold. Cold: one operand is another
-tensor each time, of so many that no cache holds them, and the others stay. So it is in a training step that is larger
-than the caches: one operand is what the operator before has made, and the other was made long ago.
+Each size is measured twice. Hot: the operands are the same in each call, so they are in the caches. Cold: one operand
+is a different tensor in each call, of more tensors than the caches hold. A training step that is larger than the caches
+is like this: one operand is the output of the previous operator, and the other was computed long before.
 
-On a CPU a product takes its operations and, besides, the bytes of its matrices: with few rows most of the time goes
-into reading a weight or writing its gradient. Products of squares and of 8 rows tell the two apart.
+On a CPU the time of a product is the sum of a part for its operations and a part for the bytes of its matrices: with
+few rows, most of the time is for reading a weight or writing its gradient. Products of square matrices and of 8 rows
+separate the two parts.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from everyrank.world import World
 __all__ = ["measure_kernels", "separate_matrices", "time_call"]
 
 _BLOCK_SECONDS = 0.02
-_ROWS, _LEAST = 8, 1e-8  # of thin products; seconds
+_ROWS, _MIN_SECONDS = 8, 1e-8  # rows of thin products
 _POOL_BYTES = 2**27  # larger than the last cache of a server
 _GPU_POOL_BYTES = 2**30
 _CPU_BYTES = (2**8, 2**12, 2**15, 2**17, 2**19, 2**21, 2**24)
@@ -36,7 +37,7 @@ _GPU_BYTES = (*_CPU_BYTES, 2**28)
 
 @dataclass(frozen=True)
 class _Case:
-    """A kernel of one size: `call` takes the operand that is another one each time, of a shape.
+    """A kernel of one size: `call` takes the operand that changes in each call, of shape `shape`.
 
     amount   operations, or bytes of operands and results
     """
@@ -97,10 +98,10 @@ def measure_kernels(world: World) -> tuple[dict[str, list[Point]], dict[str, lis
 
 
 def separate_matrices(curves: dict[str, list[Point]]) -> dict[str, list[Point]]:
-    """Return the curves with the time of products by their operations only, and that of their matrices by bytes.
+    """Return the curves with the time of products separated into operations and bytes of their matrices.
 
     Both kinds of product are the sum of the two parts: squares are mostly operations, and products of few rows mostly
-    bytes. The parts are found in turns.
+    bytes. The parts are found by iteration.
     """
     squares, thin = curves["product"], curves["thin product"]
     numbers = [round((operations / 2) ** (1 / 3)) for operations, _ in squares]
@@ -109,7 +110,7 @@ def separate_matrices(curves: dict[str, list[Point]]) -> dict[str, list[Point]]:
     matrices: list[Point] = []
     for _ in range(6):
         matrices = [
-            (4.0 * (width**2 + 2 * _ROWS * width), max(seconds - seconds_at(products, operations), _LEAST))
+            (4.0 * (width**2 + 2 * _ROWS * width), max(seconds - seconds_at(products, operations), _MIN_SECONDS))
             for width, (operations, seconds) in zip(widths, thin, strict=True)
         ]
         products = [
@@ -142,7 +143,7 @@ def _thin_products() -> Iterator[_Case]:
 
 
 def _by_bytes(world: World) -> Iterator[_Case]:
-    """Kernels that go by their bytes: elementwise ones, strided operands, exponentials, sums, batch norm."""
+    """Yield kernels whose time depends on bytes: elementwise, strided operands, exponentials, sums, batch norm."""
     device, is_gpu = world.device, world.device.type == "cuda"
     for size in _GPU_BYTES if is_gpu else _CPU_BYTES:
         count = size // 4
@@ -161,7 +162,7 @@ def _by_bytes(world: World) -> Iterator[_Case]:
 
 
 def _normalisation(world: World, rows: int) -> Iterator[_Case]:
-    """Batch norm of (samples, 16, 8, 8) without the mean over ranks."""
+    """Yield batch norm of shape (samples, 16, 8, 8) without the mean over ranks."""
     shape = (max(rows // 16, 1), 16, 8, 8)
     size = 4.0 * shape[0] * 1024
     weight, rest = torch.ones(16, device=world.device), (torch.zeros(16, device=world.device) for _ in range(2))

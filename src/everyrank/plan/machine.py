@@ -1,9 +1,9 @@
-"""A machine as `plan --calibrate` has measured it, and the seconds of a traced step on it. Imports no torch.
+"""A machine measured by `plan --calibrate`, and the seconds of a traced step on it. Imports no torch.
 
 The time of an operator is read from a measured curve: products, convolutions and attention by their operations, other
 kernels by their bytes, collectives by the bytes of their largest tensor. A step that is larger than the caches reads
-from memory. Every step and every operator take `overhead` seconds of Python and dispatch besides, which differ by
-strategy: FSDP's hooks are not DDP's.
+from memory. Every step and every operator take additional `overhead` seconds of Python and dispatch, which differ by
+strategy, because FSDP and DDP have different hooks.
 """
 
 from __future__ import annotations
@@ -36,36 +36,36 @@ Point = tuple[float, float]
 
 
 class OperatorLike(Protocol):
-    """What is read of `trace.Operator`."""
+    """The fields of `trace.Operator` that are used here."""
 
     @property
     def name(self) -> str:
-        """As torch calls it."""
+        """The name in torch."""
         ...
 
     @property
     def phase(self) -> str:
-        """Of the step: input, activations (forward), or temporary (backward and optimizer)."""
+        """The phase of the step: input, activations (forward), or temporary (backward and optimizer)."""
         ...
 
     @property
     def flops(self) -> int:
-        """Operations; 0 for kernels that are no products."""
+        """The number of operations; 0 for kernels that are not products."""
         ...
 
     @property
     def bytes(self) -> int:
-        """Of its inputs and outputs."""
+        """The bytes of its inputs and outputs."""
         ...
 
     @property
     def group(self) -> str:
-        """Of a collective; empty for others."""
+        """The process group of a collective; empty for other operators."""
         ...
 
     @property
     def tensors(self) -> int:
-        """How many tensors it makes or changes, one after the other."""
+        """The number of tensors that it makes or changes."""
         ...
 
     @property
@@ -75,12 +75,12 @@ class OperatorLike(Protocol):
 
     @property
     def is_half(self) -> bool:
-        """Whether its first input has 16 bits an element."""
+        """Whether its first input has 16-bit elements."""
         ...
 
     @property
     def is_causal(self) -> bool:
-        """Whether it is attention of which a GPU computes only half of the square."""
+        """Whether it is causal attention, of which a GPU computes only half."""
         ...
 
 
@@ -91,10 +91,10 @@ _Curves = Mapping[str, Sequence[Point]]
 class Machine:
     """Measured curves.
 
-    device    cpu, or the name of the GPU; ranks, threads: that computed at the same time, and of each
+    device    cpu, or the name of the GPU; ranks: number of ranks that computed at the same time; threads: of each rank
     cache     bytes of the last cache, which the ranks share; 0: cold curves are not used
     kernels   kind of kernel -> points, with operands in the caches; on a GPU also product_half and so on, of 16 bits;
-              on a CPU also matrix: seconds that a product takes besides, by its bytes
+              on a CPU also matrix: additional seconds of a product by its bytes
     cold      the same, with an operand from memory
     links     backend -> collective -> points
     overhead  backend -> strategy -> (seconds of a step, seconds of an operator) of Python and dispatch
@@ -114,9 +114,10 @@ class Machine:
     factors: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Any])
 
     def kernel_seconds(self, operators: Iterable[OperatorLike], footprint: float = 0.0) -> float:
-        """Return the seconds of all operators that are no collectives, without their overhead.
+        """Return the seconds of all operators except collectives, without their overhead.
 
-        `footprint` is the bytes that a rank uses in a step: what of them the caches cannot hold comes from memory.
+        `footprint` is the bytes that a rank uses in a step; the part that does not fit in the caches is read from
+        memory.
         """
         share = self._share_from_memory(footprint)
         return sum(self._kernel(operator, share) for operator in operators if not operator.group)
@@ -130,18 +131,18 @@ class Machine:
     def played_seconds(
         self, ranks: Sequence[Sequence[OperatorLike]], backend: str, of_operator: float, footprint: float = 0.0
     ) -> float:
-        """Return the seconds until the last rank of a pipeline is done, where each waits for what it receives.
+        """Return the seconds until the last rank of a pipeline is done, with the waits for messages.
 
         A rank runs its operators one after the other. The n-th message that is received in a group is the n-th that is
         sent in it. It arrives when it is sent and the link has taken its time. `of_operator` seconds of dispatch are
-        added to each operator. Raises `ValueError` where a rank waits for a message that is never sent.
+        added to each operator. Raises `ValueError` if a rank waits for a message that is never sent.
         """
         share = self._share_from_memory(footprint)
         clocks, positions = [0.0] * len(ranks), [0] * len(ranks)
         arrivals: dict[str, list[float]] = {}
         received: Counter[str] = Counter()
         while any(position < len(operators) for position, operators in zip(positions, ranks, strict=True)):
-            before = list(positions)
+            positions_before = list(positions)
             for rank, operators in enumerate(ranks):
                 for operator in operators[positions[rank] :]:
                     clocks[rank] += of_operator
@@ -159,7 +160,7 @@ class Machine:
                     else:
                         clocks[rank] += self._link(operator, backend)
                     positions[rank] += 1
-            if positions == before:
+            if positions == positions_before:
                 raise ValueError("a rank waits for a message that is never sent")
         return max(clocks)
 
@@ -172,14 +173,14 @@ class Machine:
 
     def _kernel(self, operator: OperatorLike, share: float) -> float:
         kind = kernel_kind(operator)
-        count = max(operator.tensors, 1) if self.device == "cpu" else 1  # a GPU takes many tensors in one kernel
+        count = max(operator.tensors, 1) if self.device == "cpu" else 1  # a GPU processes many tensors in one kernel
         if operator.is_half and f"{kind}_half" in self.kernels:
             kind = f"{kind}_half"
         amount = (operator.flops or operator.bytes) / count
         seconds, size = self._at(kind, amount, share), operator.bytes / count
         if kind == "product" and "matrix" in self.kernels:
             seconds += self._at("matrix", size, share)
-        elif operator.flops:  # a product of few rows is bound by the bytes of its matrix
+        elif operator.flops:  # the time of a product of few rows depends on the bytes of its matrix
             seconds = max(seconds, self._at("other", size, share))
         return count * seconds
 
@@ -225,7 +226,7 @@ _COLLECTIVES = {
 
 
 def collective_kind(name: str) -> str | None:
-    """Return the curve of a collective; None for waiting, and for the other half of a send."""
+    """Return the curve of a collective; None for a wait, and for the receiving half of a send."""
     return next((kind for word, kind in _COLLECTIVES.items() if word in name), None)
 
 
@@ -241,7 +242,7 @@ def seconds_at(points: Sequence[Point], size: float) -> float:
 
 
 def pipeline_bubble(stages: int, micro_batches: int) -> float:
-    """Return the idle share of a step of our default schedule."""
+    """Return the idle fraction of a step under the default schedule of pipelines."""
     return (stages - 1) / (micro_batches + stages - 1)
 
 
@@ -255,7 +256,7 @@ def traced_seconds(
     the bytes that a rank uses.
     """
     if backend not in machine.overhead or strategy not in machine.overhead[backend]:
-        raise UsageError(f"{strategy} on {backend}: not in this calibration; run plan --calibrate again")
+        raise UsageError(f"{strategy} on {backend}: not measured in this calibration; run plan --calibrate again")
     parts: list[dict[str, float]] = []
     of_step, of_operator = machine.overhead[backend][strategy]
     messages = ("send", "recv") if strategy == "pipeline" else ()
@@ -263,13 +264,13 @@ def traced_seconds(
         kernels, dispatch = machine.kernel_seconds(operators, footprint), of_operator * len(operators)
         if machine.device != "cpu":
             dispatch = max(dispatch - kernels, 0.0)  # a GPU computes while the host dispatches the next operators
-        others = [operator for operator in operators if not operator.name.startswith(messages)]
-        links = machine.link_seconds(others, backend) if machine.ranks > 1 else 0.0
+        non_messages = [operator for operator in operators if not operator.name.startswith(messages)]
+        links = machine.link_seconds(non_messages, backend) if machine.ranks > 1 else 0.0
         parts.append({"kernels": kernels, "links": links, "overhead": of_step + dispatch, "waiting": 0.0})
-    longest = max(parts, key=lambda one: sum(one.values()))
+    longest = max(parts, key=lambda rank_parts: sum(rank_parts.values()))
     if messages:
-        whole = of_step + machine.played_seconds(ranks, backend, of_operator, footprint)
-        longest["waiting"] = max(whole - sum(longest.values()), 0.0)
+        total = of_step + machine.played_seconds(ranks, backend, of_operator, footprint)
+        longest["waiting"] = max(total - sum(longest.values()), 0.0)
     factor = machine.factors.get(backend, {}).get(strategy, 1.0)
     return longest | {"rest": (factor - 1) * sum(longest.values())}
 
@@ -280,9 +281,9 @@ def write_machine(machine: Machine) -> str:
 
 
 def read_machine(path: Path) -> Machine | None:
-    """Return the machine of a file of `plan --calibrate`; None for another file.
+    """Return the machine in a file of `plan --calibrate`; None for a different file.
 
-    Raises `UsageError` for one that is not whole.
+    Raises `UsageError` for an incomplete file.
     """
     try:
         read: Any = json.loads(path.read_text(encoding="utf-8"))
@@ -291,7 +292,7 @@ def read_machine(path: Path) -> Machine | None:
     if not isinstance(read, dict) or "machine" not in read:
         return None
     if read["machine"] != 2:
-        raise UsageError(f"{path}: of an older version; write it again with plan --calibrate")
+        raise UsageError(f"{path}: the file is of an older version; write it again with plan --calibrate")
     try:
         links = {name: _curves(curves) for name, curves in read["links"].items()}
         overhead = {
@@ -306,7 +307,9 @@ def read_machine(path: Path) -> Machine | None:
         }
         return Machine(str(read["device"]), *sizes, *curves, links, overhead, read["about"], factors)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UsageError(f"{path}: no whole calibration ({error}); write it again with plan --calibrate") from error
+        raise UsageError(
+            f"{path}: the calibration is incomplete ({error}); write it again with plan --calibrate"
+        ) from error
 
 
 def _curves(read: Mapping[str, Any]) -> dict[str, list[Point]]:

@@ -1,6 +1,6 @@
 """Memory of the fullest rank in closed form: bytes by category, as allocated, reserved, and device total.
 
-Activations of a block for each token, in bytes of `size` b (Korthikanti et al. 2022, section 4, with flash attention
+Activations of a block for each token, in bytes (b is `size`) (Korthikanti et al. 2022, section 4, with flash attention
 and a gated MLP; s is the tensor axis where activations are split along the sequence, else 1):
 
     norms and residuals   (2 (residual + b) + extra) hidden / s
@@ -8,7 +8,7 @@ and a gated MLP; s is the tensor axis where activations are split along the sequ
     scores, if not flash  scores heads seq / tensor
     MLP                   b mlp_saved ffn / tensor
 
-A stage keeps them for each of its blocks and each micro-batch on the way: pipeline - stage under 1F1B, all under GPipe.
+A stage keeps them for each of its blocks and each micro-batch in flight: pipeline - stage under 1F1B, all under GPipe.
 The peak is the largest of four moments: the loss, the backward of a block, the reduction of the last gradients, and the
 optimizer's step. Transformer Engine keeps a dummy gradient of bf16 for each shape of a weight.
 """
@@ -36,15 +36,15 @@ CATEGORIES = (
     "caches",
     "building",
 )
-"""Of allocated memory. `allocator` and `context` come on top of it for reserved and for device total."""
+"""The categories of allocated memory. Reserved and device totals add the allocator's and CUDA's memory."""
 
-_EXPECTED_FRAGMENTS, _MOST_FRAGMENTS = 1.10, 1.15
+_EXPECTED_FRAGMENTS, _MAX_FRAGMENTS = 1.10, 1.15
 """Reserved over allocated. torchtitan's Llama 3 8B reserves 1.08 to 1.14 times what our trace
 allocates (82.4 and 67.0 GiB over 72.3 and 61.8)."""
 _CONTEXT = 0.6 * GIB
-"""Of CUDA and its loaded kernels, outside torch's allocator."""
+"""Memory of CUDA and its loaded kernels, outside torch's allocator."""
 _COMMUNICATION = 0.35 * GIB
-"""Of NCCL, for each mesh axis with more than one rank."""
+"""Memory of NCCL, for each mesh axis with more than one rank."""
 _COMMUNICATION_HIGH = 1.2 * GIB
 
 
@@ -56,9 +56,9 @@ class Memory:
     allocated    their sum: torch.cuda.max_memory_allocated
     reserved     with the caching allocator's unused parts: max_memory_reserved
     device       with CUDA's context and NCCL: what nvidia-smi shows
-    high         the device total at the upper end of what is not known; a layout fits if this fits
-    low          allocated bytes at the lower end; a layout does not fit if this does not fit
-    stage        of the pipeline: the fullest one
+    high         the upper estimate of the device total; a layout fits if this fits
+    low          the lower estimate of allocated bytes; a layout does not fit if this does not fit
+    stage        the fullest stage of the pipeline
     """
 
     categories: dict[str, Any]
@@ -81,14 +81,14 @@ def saved_for_block(c: Configurations) -> Any:
 
 def _kept_for_block(c: Configurations) -> Any:
     """Return the bytes that a block keeps for each token under its recomputation."""
-    full = saved_for_block(c)
+    saved = saved_for_block(c)
     split = np.where(c.sequence, c.tensor, 1)
     only_input = c.residual * c.hidden / split
     # torchtitan's policy keeps attention's output and every second product of a block: key, output, and up
     per_op = only_input + c.size * (c.heads * c.head_dim + c.kv * c.head_dim + c.hidden + c.ffn) / c.tensor
     scores = np.where(c.flash, 0, c.scores * c.heads * c.seq) / c.tensor
-    selective = np.where(c.selective_is_per_op, per_op, full - scores)
-    return np.where(c.recompute == 1, only_input, np.where(c.recompute == 2, selective, full))
+    selective = np.where(c.selective_is_per_op, per_op, saved - scores)
+    return np.where(c.recompute == 1, only_input, np.where(c.recompute == 2, selective, saved))
 
 
 def predict_memory(c: Configurations) -> Memory:
@@ -101,7 +101,7 @@ def predict_memory(c: Configurations) -> Memory:
     is_last = np.asarray(sums[1] > sums[0]) & np.asarray(c.pipeline > 1)
     categories = {name: np.where(is_last, last[name], first[name]) for name in CATEGORIES}
     allocated = np.where(is_last, sums[1], sums[0])
-    # a model that is not built on the meta device lies whole on each rank before it is split
+    # a model that is not built on the meta device is whole on each rank before it is split
     building = np.maximum(c.whole_first * _all_parameters(c) - allocated, 0)
     categories["building"] = building
     allocated = allocated + building
@@ -111,14 +111,14 @@ def predict_memory(c: Configurations) -> Memory:
         allocated,
         reserved,
         device_bytes(c, reserved),
-        device_bytes(c, (1 + c.uncertainty) * allocated * _MOST_FRAGMENTS, _COMMUNICATION_HIGH),
+        device_bytes(c, (1 + c.uncertainty) * allocated * _MAX_FRAGMENTS, _COMMUNICATION_HIGH),
         (1 - c.uncertainty) * allocated,
         np.where(is_last, c.pipeline - 1, 0),
     )
 
 
 def reserved_bytes(allocated: Any) -> Any:
-    """Return what torch's caching allocator is expected to reserve for so many allocated bytes."""
+    """Return the expected reserved bytes of torch's caching allocator for these allocated bytes."""
     return allocated * _EXPECTED_FRAGMENTS
 
 
@@ -129,11 +129,11 @@ def device_bytes(c: Configurations, reserved: Any, communication: float = _COMMU
 
 
 def _on_stage(c: Configurations, first: bool) -> dict[str, Any]:
-    """Bytes by category on the first or the last stage of a pipeline."""
-    one = np.asarray(c.pipeline == 1)
+    """Return the bytes by category on the first or the last stage of a pipeline."""
+    is_single_stage = np.asarray(c.pipeline == 1)
     table = c.vocab * c.hidden / c.tensor
     tables = table * np.where(c.tied, 1, 2)
-    ends = np.where(one | np.asarray(c.ends_everywhere == 1), tables, table)
+    ends = np.where(is_single_stage | np.asarray(c.ends_everywhere == 1), tables, table)
     blocks = np.ceil(c.layers / c.pipeline)
     block = c.block / c.tensor
     count = blocks * block + ends
@@ -143,26 +143,28 @@ def _on_stage(c: Configurations, first: bool) -> dict[str, Any]:
     of_gradients = np.where(c.zero >= 3, units, np.where(c.zero >= 2, data, 1))
     of_optimizer = np.where(c.zero >= 3, units, np.where(c.zero >= 1, data, 1))
 
-    own = count / of_parameters
+    local_count = count / of_parameters
     kept = _kept_for_block(c) * c.tokens
-    whole = saved_for_block(c) * c.tokens
-    one_ahead = np.where(c.schedule == 1, c.accumulate, np.minimum(c.pipeline, c.accumulate))
-    under_way = one_ahead if first else np.where(c.schedule == 1, c.accumulate, 1)
-    under_way = np.where(one, 1, under_way * np.where(c.chunks > 1, 1 + (c.pipeline - 1) / (c.pipeline * c.chunks), 1))
-    activations = kept * blocks * under_way + c.residual * c.hidden * c.tokens
+    saved = saved_for_block(c) * c.tokens
+    warm_up = np.where(c.schedule == 1, c.accumulate, np.minimum(c.pipeline, c.accumulate))
+    in_flight = warm_up if first else np.where(c.schedule == 1, c.accumulate, 1)
+    in_flight = np.where(
+        is_single_stage, 1, in_flight * np.where(c.chunks > 1, 1 + (c.pipeline - 1) / (c.pipeline * c.chunks), 1)
+    )
+    activations = kept * blocks * in_flight + c.residual * c.hidden * c.tokens
 
     # moments: at the loss; in the backward of a block; when the last gradients are reduced; in the optimizer's step
-    has_head = one | np.asarray(not first)
+    has_head = is_single_stage | np.asarray(not first)
     logits = np.where(has_head, c.logits * c.tokens * c.vocab / c.tensor, 0)
-    again = np.where(c.recompute > 0, whole - kept, 0)
-    backward = again + c.tokens * (c.size * (1 + c.gated + 1) * c.ffn / c.tensor + 2 * c.residual * c.hidden)
+    recomputed = np.where(c.recompute > 0, saved - kept, 0)
+    backward = recomputed + c.tokens * (c.size * (1 + c.gated + 1) * c.ffn / c.tensor + 2 * c.residual * c.hidden)
     backward = backward + np.where(c.flash, 0, 2 * c.size * c.heads * c.seq / c.tensor) * c.tokens
     fsdp = np.asarray(c.zero >= 3)
     backward = backward + np.where(fsdp, (c.size + 4) * block, 0)
     last_unit = np.where(fsdp, (c.size + 4) * np.where(c.fsdp_root, ends, block), 0)
     step = np.where(c.fused_optimizer, 0, 4 * count / of_optimizer)
     gradients = c.gradients * count / of_gradients
-    # with one micro-batch the gradients of the last update are freed before the loss, unless they lie in buffers
+    # with one micro-batch the gradients of the last update are freed before the loss, unless they are in buffers
     freed = np.where((c.holds_gradients == 0) & (c.accumulate == 1), gradients, 0)
     moments = [activations + logits - freed, activations + backward, last_unit, step]
     peak = np.maximum(np.maximum(moments[0], moments[1]), np.maximum(moments[2], moments[3]))
@@ -174,7 +176,7 @@ def _on_stage(c: Configurations, first: bool) -> dict[str, Any]:
     shapes = c.hidden * c.head_dim * (2 * c.heads + 2 * c.kv) + (2 + c.gated) * c.hidden * c.ffn
     caches = np.where(c.caches, 2 * (shapes / c.tensor + np.where(has_head, table, 0)), 0)
     return {
-        "parameters": c.parameters * own,
+        "parameters": c.parameters * local_count,
         "gradients": gradients - np.where(at_loss, freed, 0),
         "optimizer": c.optimizer * count / of_optimizer,
         "activations": np.where(is_busy, activations, 0),

@@ -1,15 +1,15 @@
-"""Run the real `prepare` and `step` of any layout for any rank of any number, on fake tensors.
+"""Run the real `prepare` and `step` of any layout on fake tensors, for any rank and world size.
 
-`World.pretend` has no other ranks and fake tensors have no values, so a few places of torch and of ours cannot run as
-they are. All of them are replaced here, while `_pretended` is entered:
+`World.pretend` has no other ranks and fake tensors have no values, so some functions of torch and everyrank cannot run
+unchanged. Inside `_pretended` they are replaced:
 
 - `nn.Module._apply` swaps fake parameters, and refuses where anything refers to them weakly
 - DeviceMesh computes with real tensors
 - DistributedDataParallel's reducer reads values in C++: `StandInDDP` keeps the same buckets
-- a pipeline stage is told shapes by the stage before: they are those of the whole model's blocks
-- with meta=true, rank 0's whole model lies in files: it is not counted, and other ranks get its shapes
+- a pipeline stage receives shapes from the previous stage: they are taken from the blocks of the whole model
+- with meta=true, rank 0's whole model is in files: it is not counted, and other ranks get its shapes
 - DTensor learns the shape of a result from fake tensors of the whole shape: they are not counted
-- comparisons between ranks, and with the whole model, before the first update
+- comparisons between ranks, and with the whole model, before the first update are skipped
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ __all__ = ["StandInDDP", "TracedStep", "first_sample", "micro_batches_of", "trac
 
 @dataclass(frozen=True)
 class TracedStep:
-    """What one rank holds and does in an update after the first.
+    """The memory and operators of one rank in an update after the first.
 
-    peak_bytes   most that is alive at once, and `categories` at that moment
-    build_bytes  most that was alive while the model was built and in the first update
-    state_bytes  alive between two updates
-    operators    of the update, in order; groups: the ranks of each process group that they use
+    peak_bytes   peak of live bytes, and `categories` at that moment
+    build_bytes  peak of live bytes while the model was built and in the first update
+    state_bytes  live bytes between two updates
+    operators    the operators of the update, in order; groups: the ranks of each process group that they use
     events       (change in bytes, key, stream) of each storage since the model was built, for a replay of the allocator
-    start        of them, the first of the update
+    start        index of the first event of the update
     """
 
     rank: int
@@ -98,14 +98,14 @@ class StandInDDP(nn.Module):
         limit = (bucket_cap_mb or 25) * 2**20
         self.buckets: list[tuple[Tensor, list[nn.Parameter]]] = []
         members: list[nn.Parameter] = []
-        size, most = 0.0, float(2**20)
+        size, bucket_limit = 0.0, float(2**20)
         for index, parameter in enumerate(reversed(named)):
             members.append(parameter)
             size += parameter.nbytes
-            if size >= most or index == len(named) - 1:
+            if size >= bucket_limit or index == len(named) - 1:
                 total = sum(parameter.numel() for parameter in members)
                 self.buckets.append((torch.zeros(total, dtype=members[0].dtype, device=members[0].device), members))
-                members, size, most = [], 0.0, limit
+                members, size, bucket_limit = [], 0.0, limit
         for flat, parameters in self.buckets:
             for parameter, view in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
                 parameter.register_post_accumulate_grad_hook(self._into(view.view_as(parameter)))
@@ -120,7 +120,7 @@ class StandInDDP(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Generator[None]:
-        """Gradients of this micro-batch stay outside of the buckets."""
+        """Keep the gradients of this micro-batch outside the buckets."""
         self.is_syncing = False
         try:
             yield
@@ -128,7 +128,7 @@ class StandInDDP(nn.Module):
             self.is_syncing = True
 
     def forward(self, value: Any) -> Any:
-        """The module's output; one all-reduce for each bucket is counted where backward would send it."""
+        """Return the module's output, and count one all-reduce for each bucket, as backward would send it."""
         output = self.module(value)
         if self.is_syncing and torch.is_grad_enabled():
             for flat, _ in self.buckets:
@@ -136,7 +136,7 @@ class StandInDDP(nn.Module):
         return output
 
     def register_comm_hook(self, *_: Any) -> None:
-        """Compression changes what travels, not what is held."""
+        """Do nothing, because compression does not change the memory."""
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(module: Any, names: Any) -> None:
@@ -144,18 +144,18 @@ class StandInDDP(nn.Module):
 
 
 def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """`nn.Module._apply` without swapping tensors: nothing here needs their identity across a conversion."""
+    """Replace `nn.Module._apply` by one that does not swap tensors, because fake tensors cannot be swapped."""
     if recurse:
         for module in self.children():
             module._apply(fn)  # pyright: ignore[reportPrivateUsage]
-    tensors: Any = self  # its tables of parameters and buffers are torch's own
+    tensors: Any = self  # `_parameters` and `_buffers` are private fields of nn.Module
     for name, parameter in tensors._parameters.items():
         if parameter is not None:
             with torch.no_grad():
                 changed = fn(parameter)
             if changed is not parameter:
-                is_alike = (changed.dtype, changed.device) == (parameter.dtype, parameter.device)
-                if not is_alike:
+                is_same_kind = (changed.dtype, changed.device) == (parameter.dtype, parameter.device)
+                if not is_same_kind:
                     tensors._parameters[name] = nn.Parameter(changed, parameter.requires_grad)
     for name, buffer in tensors._buffers.items():
         if buffer is not None:
@@ -175,15 +175,15 @@ def _outside_modes(function: Callable[..., Any]) -> Callable[..., Any]:
 def _pretended(
     trace: StorageTrace, workload: Workload, shape: Callable[[], tuple[torch.dtype, tuple[int, ...]]]
 ) -> Generator[None]:
-    """Replace what cannot run on fake tensors; `shape` gives dtype and shape of what stages hand on."""
+    """Replace functions that cannot run on fake tensors; `shape` returns dtype and shape of the outputs of stages."""
 
     @contextlib.contextmanager
     def uncounted() -> Generator[None]:
-        before, trace.is_paused = trace.is_paused, True
+        was_paused, trace.is_paused = trace.is_paused, True
         try:
             yield
         finally:
-            trace.is_paused = before
+            trace.is_paused = was_paused
 
     def hand_out(full: nn.Module | None, _: World) -> Iterator[tuple[str, Tensor]]:
         model = full if full is not None else on_meta(workload)
@@ -221,7 +221,7 @@ def _pretended(
 
 
 def _block_shape(workload: Workload, batch: Batch) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Return dtype and shape of what one block hands to the next, from the whole model on the meta device."""
+    """Return dtype and shape of the output of a block, from the whole model on the meta device."""
     model = workload.model()
     blocks = find_blocks(workload, model)
     seen: list[tuple[torch.dtype, tuple[int, ...]]] = []
@@ -234,22 +234,22 @@ def _block_shape(workload: Workload, batch: Batch) -> tuple[torch.dtype, tuple[i
 def trace_step(
     workload: Workload, layout: Layout, size: int, rank: int = 0, samples: Any = None, on_gpu: bool = False
 ) -> TracedStep:
-    """Return what `rank` of `size` holds and does in an update of `workload` under `layout`.
+    """Return the memory and operators of `rank` of `size` in an update of `workload` under `layout`.
 
-    `samples` is (input, target) of one collated sample; by default the first of the training data, which is read. No
-    process of this call may be a rank. `on_gpu`: with the kernels of a GPU (`as_on_gpu.py`). Raises what `prepare`
+    `samples` is (input, target) of one collated sample; by default the first of the training data, which is read. This
+    process must not be a rank. `on_gpu`: with the kernels of a GPU (`as_on_gpu.py`). Raises what `prepare`
     raises, and what fake tensors raise for a model whose shapes depend on values.
 
     Example: `trace_step(find_workload("text"), parse_layout("fsdp"), size=64).peak_bytes / 2**20`.
     """
-    one = samples if samples is not None else first_sample(workload)
+    sample = samples if samples is not None else first_sample(workload)
     with World.pretend(size, rank) as world, FakeTensorMode(allow_non_fake_inputs=True):
         trace = StorageTrace()
         shapes: list[tuple[torch.dtype, tuple[int, ...]]] = []
 
         def shape() -> tuple[torch.dtype, tuple[int, ...]]:
             if not shapes:
-                shapes.append(_block_shape(workload, micro_batches_of(prepared, one)[0]))
+                shapes.append(_block_shape(workload, micro_batches_of(prepared, sample)[0]))
             return shapes[0]
 
         with _pretended(trace, workload, shape), fused_norms() if on_gpu else contextlib.nullcontext():
@@ -262,17 +262,17 @@ def trace_step(
                 if prepared.parallel.tensor is not None:
                     prepared.parallel.tensor.unseen.clear()
                     if prepared.parallel.tensor.view_check is not None:
-                        prepared.parallel.tensor.view_check.end()  # it keeps the outputs that it has seen
+                        prepared.parallel.tensor.view_check.end()  # the check would keep outputs alive
                         prepared.parallel.tensor.view_check = None
             trace.claim(prepared.trainable.parameters, "parameters")
             trace.claim(prepared.model.buffers(), "buffers")
-            _run_update(trace, prepared, one)
+            _run_update(trace, prepared, sample)
             build_bytes = trace.peak
-            gc.collect()  # what only cycles of references keep alive
+            gc.collect()  # collects tensors in reference cycles
             state_bytes = trace.live
             trace.reset()
             start = len(trace.events)
-            _run_update(trace, prepared, one)
+            _run_update(trace, prepared, sample)
             return TracedStep(
                 rank,
                 size,
@@ -288,7 +288,7 @@ def trace_step(
 
 
 def _groups(operators: Sequence[Operator]) -> dict[str, tuple[int, ...]]:
-    """Return name -> ranks of the process groups of collectives. Names that torch does not know are left out."""
+    """Return name -> ranks of the process groups of collectives. Names unknown to torch are left out."""
     groups: dict[str, tuple[int, ...]] = {}
     resolve: Any = dist.distributed_c10d._resolve_process_group  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
     for name in {operator.group for operator in operators if operator.group}:
@@ -306,28 +306,28 @@ def first_sample(workload: Workload) -> Any:
     return (workload.collate or default_collate)([sample])
 
 
-def micro_batches_of(prepared: Prepared, one: Any, make: Callable[..., Tensor] = torch.empty) -> list[Batch]:
+def micro_batches_of(prepared: Prepared, sample: Any, make: Callable[..., Tensor] = torch.empty) -> list[Batch]:
     """Return the micro-batches of an update on this rank, with the shapes of one collated sample.
 
-    `one` is (input, target) of a sample; `make` is `torch.empty` or `torch.zeros`.
+    `sample` is (input, target) of one sample; `make` is `torch.empty` or `torch.zeros`.
     """
     result: list[Batch] = []
     total = prepared.workload.global_batch
     for positions in micro_batches(total, prepared.num_micro_batches):
-        part = cut(len(positions), prepared.data_slice) if prepared.data_slice.count else range(0)
-        count = max(len(part), 1)
+        local_positions = cut(len(positions), prepared.data_slice) if prepared.data_slice.count else range(0)
+        count = max(len(local_positions), 1)
 
         def repeat(tensor: Tensor, count: int = count) -> Tensor:
             dtype = prepared.dtype if tensor.is_floating_point() else tensor.dtype
             return make((count, *tensor.shape[1:]), dtype=dtype)
 
-        inputs, target = (map_tensors(value, repeat) for value in one)
-        start = positions.start + part.start
-        result.append(Batch(inputs, target, len(part), start, total, prepared.num_micro_batches))
+        inputs, target = (map_tensors(value, repeat) for value in sample)
+        start = positions.start + local_positions.start
+        result.append(Batch(inputs, target, len(local_positions), start, total, prepared.num_micro_batches))
     return result
 
 
-def _run_update(trace: StorageTrace, prepared: Prepared, one: Any) -> None:
+def _run_update(trace: StorageTrace, prepared: Prepared, sample: Any) -> None:
     def enter(phase: str) -> None:
         trace.phase = {"forward": "activations", "backward": "temporary", "optimizer": "temporary"}.get(phase, "other")
 
@@ -335,7 +335,7 @@ def _run_update(trace: StorageTrace, prepared: Prepared, one: Any) -> None:
         prepared.trainable.phase_observers.append(enter)
     trace.phase = "input"
     with trace:
-        prepared.step(micro_batches_of(prepared, one))
+        prepared.step(micro_batches_of(prepared, sample))
     parameters = prepared.trainable.parameters
     trace.claim([p.grad for p in parameters if p.grad is not None], "gradients")
     states = prepared.trainable.optimizer.state.values()

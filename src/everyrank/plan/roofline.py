@@ -2,13 +2,13 @@
 
 A product takes 4 us and the larger of its operations (over 0.70 of the kind's peak) and its bytes (over 0.75 of its
 memory bandwidth). Another kernel takes its bytes. Causal attention does half of the square. The host takes 1.1 ms for
-an update and 21 us for each operator. Kernels run meanwhile, so a phase (forward; backward and optimizer) takes the
-longer of the two. Collectives of FSDP run behind the work of their phase, all-reduces of gradients behind 80% of
-backward, and others behind nothing. Float32 products run outside of tensor cores, which is torch's default.
+an update and 21 us for each operator. Kernels run at the same time, so a phase (forward; backward and optimizer) takes
+the longer of the two. Collectives of FSDP overlap with the work of their phase, all-reduces of gradients with 80% of
+backward, and others do not overlap. Float32 products do not use tensor cores, which is torch's default.
 
-The shares are the priors of step_time.py. The fits to published tables are not used: they make up for kernels that the
-closed form leaves out, and a trace has them. The host's times are those that `plan --calibrate` measured on the host of
-an H100 (benchmarks/gpu/machine-h100.json). Sources of links: those of step_time.py.
+The shares are the priors of step_time.py. The fits to published tables are not used, because they compensate for
+kernels that the closed form leaves out, but a trace contains. The host's times are those that `plan --calibrate`
+measured on the host of an H100 (benchmarks/gpu/machine-h100.json). Sources of links: those of step_time.py.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from everyrank.plan.step_time import PRIOR, collective_seconds
 
 __all__ = ["StepLike", "roofline_seconds"]
 
-_OF_STEP, _OF_OPERATOR = 1.1e-3, 21e-6  # seconds of the host
+_OF_STEP, _OF_OPERATOR = 1.1e-3, 21e-6  # seconds on the host
 _RAMP = 4e-6  # seconds in which a product fills and drains the chip
 _FORWARD = ("input", "activations")
 _GATHERS = ("_allgather_base_", "_reduce_scatter_base_")  # as FSDP2 calls them
-_HIDDEN = 0.8  # of backward, in which gradients are reduced
-_LIKE = {"all_reduce": "all_reduce", "reduce_scatter": "reduce_scatter"}  # others go by the rule of a gather
+_OVERLAP_OF_BACKWARD = 0.8  # fraction of backward that overlaps with the reduction of gradients
+_RULES = {"all_reduce": "all_reduce", "reduce_scatter": "reduce_scatter"}  # others are treated as a gather
 
 
 class StepLike(Protocol):
-    """What is read of `pretend.TracedStep`."""
+    """The fields of `pretend.TracedStep` that are used here."""
 
     @property
     def rank(self) -> int:
@@ -40,7 +40,7 @@ class StepLike(Protocol):
 
     @property
     def operators(self) -> Sequence[OperatorLike]:
-        """Of an update."""
+        """The operators of an update."""
         ...
 
     @property
@@ -53,10 +53,10 @@ def roofline_seconds(step: StepLike, strategy: str, cluster: Cluster, bubble: fl
     """Return the seconds of an update of one rank by part: kernels, host, links and bubble.
 
     `host` is the time in which the GPU waits for Python. `bubble` is the idle share of a pipeline's step. The data
-    loader is not in the number.
+    loader is not included.
     """
-    kernels, dispatch, behind = ({True: 0.0, False: 0.0} for _ in range(3))
-    alone = reduced = 0.0
+    kernels, dispatch, overlapped = ({True: 0.0, False: 0.0} for _ in range(3))
+    not_overlapped = reduced = 0.0
     for operator in step.operators:
         is_forward = operator.phase in _FORWARD
         if not operator.group:
@@ -65,17 +65,17 @@ def roofline_seconds(step: StepLike, strategy: str, cluster: Cluster, bubble: fl
         elif (kind := collective_kind(operator.name)) is not None:
             seconds = _collective(kind, operator, step, cluster)
             if operator.name in _GATHERS and strategy != "tensor":
-                behind[is_forward] += seconds
+                overlapped[is_forward] += seconds
             elif kind == "all_reduce" and operator.name == "allreduce_" and strategy in ("ddp", "zero1", "fsdp"):
                 reduced += seconds
             else:
-                alone += seconds
+                not_overlapped += seconds
     host = {phase: max(dispatch[phase] - kernels[phase], 0.0) for phase in (True, False)}
     busy = {phase: kernels[phase] + host[phase] for phase in (True, False)}
-    exposed = sum(max(behind[phase] - busy[phase], 0.0) for phase in (True, False))
-    exposed += max(reduced - _HIDDEN * max(busy[False] - behind[False], 0.0), 0.0)
+    exposed = sum(max(overlapped[phase] - busy[phase], 0.0) for phase in (True, False))
+    exposed += max(reduced - _OVERLAP_OF_BACKWARD * max(busy[False] - overlapped[False], 0.0), 0.0)
     waiting = _OF_STEP + sum(host.values())
-    parts = {"kernels": sum(kernels.values()), "host": waiting, "links": alone + exposed}
+    parts = {"kernels": sum(kernels.values()), "host": waiting, "links": not_overlapped + exposed}
     return parts | {"bubble": sum(parts.values()) * bubble / (1 - bubble)}
 
 
@@ -99,6 +99,6 @@ def _collective(kind: str, operator: OperatorLike, step: StepLike, cluster: Clus
     if kind == "send":
         link = cluster.inside if in_node == len(ranks) else cluster.across
         return float(link.latency + operator.bytes / link.bandwidth)
-    rule = _LIKE.get(kind, "all_gather")
+    rule = _RULES.get(kind, "all_gather")
     links = cluster.inside, cluster.across
     return float(collective_seconds(rule, operator.bytes, len(ranks), max(in_node, 1), *links))

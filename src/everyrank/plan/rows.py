@@ -1,7 +1,8 @@
-"""Measured rows, as tables of other projects are transcribed: read into configurations, or counted with a reason.
+"""Reads measured rows, transcribed from tables of other projects, into configurations.
 
 A row is a JSON object with id, source, model, hardware, parallel, batch, precision, activation_checkpointing,
-attention, compile and measured; docs/plan.md describes the fields. `Row.assumed` names what a row leaves out.
+attention, compile and measured; docs/plan.md describes the fields. `Row.assumed` has the values that a row does not
+give.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ from everyrank.plan.hardware import PCIE3, PCIE4, Gpu, Link, find_gpu, link_of_t
 
 __all__ = ["Row", "read_rows"]
 
-_LARGEST_FILE = 200_000_000  # bytes
+_MAX_FILE_BYTES = 200_000_000  # bytes
 
 
 @dataclass(frozen=True)
 class Row:
     """A measured configuration.
 
-    source       where it is from: repository or owner
+    source       repository or owner of the table
     inside, across  links in a node and between nodes
-    case         what a model of time is fitted to: GPU kind and stack
+    case         GPU kind and stack, for which numbers are fitted
     degrees      names of `Configurations` -> numbers
-    step_seconds, memory_bytes  measured; None where the table has none
-    memory_kind  allocated, reserved or device: which number the table prints
-    ran_out      it ran out of memory
-    assumed      what the table leaves out, as text
+    step_seconds, memory_bytes  measured values; None if the table does not have them
+    memory_kind  the kind of memory in the table: allocated, reserved or device
+    ran_out      whether it ran out of memory
+    assumed      values that the table does not give, as text
     """
 
     id: str
@@ -63,7 +64,7 @@ class Row:
 
     @property
     def fingerprint(self) -> str:
-        """Eight hexadecimal digits of what was run and measured: the same for one row in two files, whatever its id."""
+        """A hash of the configuration and the time: equal for the same row in two files, even with different ids."""
         seconds = f"{self.step_seconds:.6g}" if self.step_seconds else ""
         setting = (self.case, dataclasses.astuple(self.sizes), sorted(self.degrees.items()), self.gpus, seconds)
         return hashlib.sha256(repr(setting).encode()).hexdigest()[:8]
@@ -79,7 +80,7 @@ def read_rows(path: Path) -> tuple[list[Row], list[tuple[str, str]]]:
     The file is a JSON list, or JSON lines. Raises `UsageError` for a file that is neither.
     """
     try:
-        if path.stat().st_size > _LARGEST_FILE:
+        if path.stat().st_size > _MAX_FILE_BYTES:
             raise UsageError(f"{path}: larger than 200 MB; give a table of measured rows")
         text = path.read_text(encoding="utf-8")
         try:
@@ -91,7 +92,7 @@ def read_rows(path: Path) -> tuple[list[Row], list[tuple[str, str]]]:
     if isinstance(read, dict) and isinstance(read.get("rows"), list):
         read = read["rows"]
     if not isinstance(read, list):
-        raise UsageError(f"{path}: no list of rows; see docs/plan.md for the fields")
+        raise UsageError(f"{path}: not a list of rows; see docs/plan.md for the fields")
     rows: list[Row] = []
     unreadable: list[tuple[str, str]] = []
     for index, entry in enumerate(read):
@@ -103,7 +104,7 @@ def read_rows(path: Path) -> tuple[list[Row], list[tuple[str, str]]]:
         except (_UnreadableError, UsageError) as error:
             unreadable.append((name, str(error)))
         except (TypeError, ValueError, AttributeError, OverflowError, ZeroDivisionError) as error:
-            unreadable.append((name, f"a field of another type ({type(error).__name__}: {error})"))
+            unreadable.append((name, f"a field has the wrong type ({type(error).__name__}: {error})"))
     return rows, unreadable
 
 
@@ -129,10 +130,10 @@ def _read_row(name: str, row: dict[str, Any]) -> Row:
     degrees["recompute"] = recompute
     stack = _stack_of(row, parallel, extra, assumed)
     if parallel.get("sp") is None and stack.name in ("megatron", "megatron-te"):
-        degrees["sequence"] = 1  # Megatron's advice since 2022
+        degrees["sequence"] = 1  # recommended by Megatron since 2022
     degrees["fp8"] = int(_is_fp8(row))
     if degrees["fp8"] and not gpu.flops_fp8:
-        raise _UnreadableError(f"precision {row['precision']}: {gpu.name} has no products of 8 bits")
+        raise _UnreadableError(f"precision {row['precision']}: {gpu.name} does not support 8-bit products")
     step = _step_seconds(measured, degrees, sizes, gpus, recompute, row)
     memory = _memory_bytes(measured)
     for value, field in ((step, "the time"), (memory, "the memory")):
@@ -161,51 +162,51 @@ def _read_row(name: str, row: dict[str, Any]) -> Row:
 
 
 def _group(row: Mapping[str, Any], part: str) -> dict[str, Any]:
-    """A part of a row, which may be missing."""
+    """Return a group of fields of a row; {} if it is missing."""
     value = row.get(part)
     if value is not None and not isinstance(value, dict):
-        raise _UnreadableError(f"{part} is no JSON object")
+        raise _UnreadableError(f"{part} is not a JSON object")
     return value or {}
 
 
 def _number(value: Any, where: str) -> float:
-    """Return a number, typed as one or as text such as `2,048`."""
+    """Return a number, which may be text such as `2,048`."""
     if isinstance(value, str):
         value = value.replace(",", "").replace("_", "").strip()
     if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise _UnreadableError(f"{where} is no number: {value!r}")
+        raise _UnreadableError(f"{where} is not a number: {value!r}")
     try:
         return float(value)
     except ValueError:
-        raise _UnreadableError(f"{where} is no number: {value!r}") from None
+        raise _UnreadableError(f"{where} is not a number: {value!r}") from None
 
 
 def _whole(value: Any, where: str) -> int:
     number = _number(value, where)
     if not math.isfinite(number) or number != int(number):
-        raise _UnreadableError(f"{where} is no whole number: {value!r}")
+        raise _UnreadableError(f"{where} is not a whole number: {value!r}")
     return int(number)
 
 
 def _is_true(value: Any) -> bool:
-    """Whether a flag is set, typed as true, 1 or as text."""
+    """Whether a flag is set, as true, 1 or text."""
     return str(value).strip().lower() not in ("none", "false", "no", "off", "0", "")
 
 
 def _refuse_unknown(
     row: Mapping[str, Any], model: Mapping[str, Any], parallel: Mapping[str, Any], extra: Mapping[str, Any]
 ) -> None:
-    """Raise for what the closed form does not know."""
+    """Raise for a row that the closed form does not support."""
     experts = parallel.get("ep") not in (None, 1, "1") or any(_is_true(model.get(name)) for name in _EXPERTS)
     if experts or str(row.get("kind")).lower() == "moe" or _MIXTURES.search(str(model.get("name"))):
-        raise _UnreadableError("a mixture of experts: not in the closed form")
+        raise _UnreadableError("mixtures of experts are not supported")
     if row.get("kind") not in (None, "llm"):
-        raise _UnreadableError(f"kind {row['kind']}: the closed form knows decoders")
+        raise _UnreadableError(f"kind {row['kind']}: only decoders are supported")
     if _is_true(extra.get("cpu_offload")):
-        raise _UnreadableError("offload to the CPU: not in the closed form")
+        raise _UnreadableError("CPU offload is not supported")
     precision = str(row.get("precision") or "").lower()
     if re.search(r"fp4|int4|int8|fp64|float64", precision):
-        raise _UnreadableError(f"precision {row['precision']}: the closed form knows 32, 16 and 8-bit floats")
+        raise _UnreadableError(f"precision {row['precision']}: only 32, 16 and 8-bit floats are supported")
 
 
 def _is_fp8(row: Mapping[str, Any]) -> bool:
@@ -218,11 +219,11 @@ def _gpu_of(hardware: Mapping[str, Any]) -> Gpu:
     try:
         return find_gpu(name)
     except UsageError:
-        raise _UnreadableError(f"hardware.gpu: {name} is not known") from None
+        raise _UnreadableError(f"hardware.gpu: {name} is unknown") from None
 
 
 def _gpus_of(hardware: Mapping[str, Any], parallel: Mapping[str, Any]) -> tuple[int, int]:
-    """Return (GPUs, GPUs of a node); where the first is missing, it follows from the nodes or the degrees."""
+    """Return (GPUs, GPUs of a node); if the first is missing, it is computed from the nodes or the degrees."""
     nodes, per_node = hardware.get("nodes"), hardware.get("gpus_per_node")
     if hardware.get("gpus") is not None:
         gpus = _whole(hardware["gpus"], "hardware.gpus")
@@ -240,50 +241,50 @@ def _gpus_of(hardware: Mapping[str, Any], parallel: Mapping[str, Any]) -> tuple[
 
 
 def _sizes_of(model: Mapping[str, Any], assumed: list[str]) -> DecoderSizes:
-    """Return the decoder; what is missing and can be derived is noted in `assumed`."""
+    """Return the decoder; missing values that can be derived are added to `assumed`."""
 
-    def given(key: str) -> int | None:
+    def optional_value(key: str) -> int | None:
         value = model.get(key)
         return None if value is None else _whole(value, f"model.{key}")
 
-    def needed(key: str) -> int:
-        if (value := given(key)) is None:
+    def required_value(key: str) -> int:
+        if (value := optional_value(key)) is None:
             raise _UnreadableError(f"model.{key} is missing")
         return value
 
-    hidden, seq = needed("hidden"), needed("seq_len")
+    hidden, seq = required_value("hidden"), required_value("seq_len")
     if not 1 <= hidden <= 10**6:
         raise _UnreadableError(f"model.hidden: {hidden}")
-    if (heads := given("heads")) is None:
+    if (heads := optional_value("heads")) is None:
         heads = max(1, hidden // 128)
         while hidden % heads:
             heads -= 1
         assumed.append(f"heads={heads}")
-    if (vocab := given("vocab")) is None:
+    if (vocab := optional_value("vocab")) is None:
         vocab = 51200
         assumed.append("vocab=51200")
     gated = _is_true(model.get("gated_ffn"))
-    if (ffn := given("ffn")) is None:
+    if (ffn := optional_value("ffn")) is None:
         ffn = 4 * hidden
         assumed.append(f"ffn={ffn}")
     sizes = DecoderSizes(
         layers=1,
         hidden=hidden,
         heads=heads,
-        kv=given("kv_heads") or heads,
+        kv=optional_value("kv_heads") or heads,
         ffn=ffn,
         vocab=vocab,
         seq=seq,
         gated=gated,
-        head_dim=given("head_dim") or 0,
+        head_dim=optional_value("head_dim") or 0,
         tied=not gated if model.get("tied") is None else _is_true(model["tied"]),
     )
-    layers = given("layers")
+    layers = optional_value("layers")
     if layers is None and model.get("params") is not None:
-        rest = _number(model["params"], "model.params") - (sizes.parameters - sizes.block_parameters)
-        layers = max(1, round(rest / sizes.block_parameters))
+        block_parameters = _number(model["params"], "model.params") - (sizes.parameters - sizes.block_parameters)
+        layers = max(1, round(block_parameters / sizes.block_parameters))
         assumed.append(f"layers={layers}")
-    return dataclasses.replace(sizes, layers=needed("layers") if layers is None else layers)
+    return dataclasses.replace(sizes, layers=required_value("layers") if layers is None else layers)
 
 
 def _source(row: Mapping[str, Any]) -> str:
@@ -302,7 +303,7 @@ def _zero_stage(parallel: Mapping[str, Any], extra: Mapping[str, Any], assumed: 
         return stage
     match = re.search(r"[0-3]", str(zero))
     if match is None or (not isinstance(zero, str) and zero not in (0, 1, 2, 3)):
-        raise _UnreadableError(f"parallel.zero_stage: {zero!r}; 0 to 3 are known")
+        raise _UnreadableError(f"parallel.zero_stage: {zero!r}; only 0 to 3 are supported")
     return int(match[0])
 
 
@@ -348,26 +349,26 @@ def _degrees(
         raise _UnreadableError(f"pp {pipeline} x vpp {chunks}: more stages than {sizes.layers} layers")
     if tensor > sizes.heads:
         raise _UnreadableError(f"tp {tensor}: more ranks than {sizes.heads} heads")
-    rest = gpus // (tensor * pipeline * context)
-    if rest < 1 or rest * tensor * pipeline * context != gpus:
+    data_ranks = gpus // (tensor * pipeline * context)
+    if data_ranks < 1 or data_ranks * tensor * pipeline * context != gpus:
         raise _UnreadableError(f"tp {tensor} x pp {pipeline} x cp {context} does not divide {gpus} GPUs")
     zero = _zero_stage(parallel, extra, assumed)
     fsdp = parallel.get("fsdp")
     has_number = not isinstance(fsdp, bool) and re.fullmatch(r"\d+", str(fsdp)) is not None
-    shard = max(1, int(str(fsdp))) if has_number and zero == 3 else rest if zero == 3 else 1
-    if rest % shard:
-        shard = rest
+    shard = max(1, int(str(fsdp))) if has_number and zero == 3 else data_ranks if zero == 3 else 1
+    if data_ranks % shard:
+        shard = data_ranks
     if (dp := parallel.get("dp")) is not None:
         stated = _whole(dp, "parallel.dp")
-        if stated not in (rest, rest * context, rest // shard):
-            assumed.append(f"dp={rest}")
-    micro, accumulate = _batch_of(rest, batch, assumed)
+        if stated not in (data_ranks, data_ranks * context, data_ranks // shard):
+            assumed.append(f"dp={data_ranks}")
+    micro, accumulate = _batch_of(data_ranks, batch, assumed)
     return {
         "tensor": tensor,
         "pipeline": pipeline,
         "context": context,
         "chunks": chunks,
-        "replicate": rest // shard,
+        "replicate": data_ranks // shard,
         "shard": shard,
         "zero": zero,
         "micro": micro,
@@ -386,10 +387,10 @@ def _recompute(row: Mapping[str, Any], assumed: list[str]) -> int:
     return 2 if re.search("selective|attn|attention|core", str(text).lower()) else 1
 
 
-def _named_stack(
+def _stack_by_name(
     row: Mapping[str, Any], parallel: Mapping[str, Any], extra: Mapping[str, Any], assumed: list[str]
 ) -> Stack:
-    """The stack that a row names, or that its source, precision and attention imply."""
+    """Return the stack that a row names, or that follows from its source, precision and attention."""
     precision, source = str(row.get("precision") or "").lower(), _source(row).lower()
     named = str(extra.get("stack") or row.get("stack") or "")
     attention = str(row.get("attention") or "").lower()
@@ -416,10 +417,10 @@ def _named_stack(
 def _stack_of(
     row: Mapping[str, Any], parallel: Mapping[str, Any], extra: Mapping[str, Any], assumed: list[str]
 ) -> Stack:
-    """The stack of a row, with its attention and compiler."""
+    """Return the stack of a row, with its attention and compiler."""
     if not row.get("precision"):
         assumed.append("precision=16 bit")
-    stack = _named_stack(row, parallel, extra, assumed)
+    stack = _stack_by_name(row, parallel, extra, assumed)
     attention = str(row.get("attention") or "").lower()
     is_flash = re.search(r"flash|sdpa|fa[234]|cudnn|efficient|xformers|\bte\b|triton|ring", attention) is not None
     if "unfused" in attention or attention in ("torch", "eager", "math", "naive"):
@@ -444,7 +445,7 @@ def _memory_kind(row: Mapping[str, Any], measured: Mapping[str, Any]) -> str:
 
 
 def _memory_bytes(measured: Mapping[str, Any]) -> float | None:
-    """Bytes, out of memory_gib, memory_gb, ...; a unit in the text goes before that of the name."""
+    """Return the bytes of memory_gib, memory_gb, ...; a unit in the value overrides that of the name."""
     for unit, size in _BYTES.items():
         value = measured.get(f"memory_{unit}")
         if value is None or value == "":
@@ -478,7 +479,7 @@ def _step_seconds(
     recompute: int,
     row: Mapping[str, Any],
 ) -> float | None:
-    """Seconds of an update: printed, or out of tokens or samples a second, or out of a share of peak."""
+    """Return the seconds of an update, from a time, tokens or samples a second, or a share of peak."""
     if (rate := _rate(measured, "step_ms")) is not None:
         return rate / 1e3
     if (rate := _rate(measured, "step_s", "step_seconds")) is not None:
@@ -496,17 +497,17 @@ def _step_seconds(
 def _seconds_of_operations(
     measured: Mapping[str, Any], flops: float, gpus: int, recompute: int, row: Mapping[str, Any]
 ) -> float | None:
-    """Seconds of a row without a time, out of its operations a second or its share of peak."""
-    again = 4 / 3 if recompute == 1 else 1
-    # tables of Megatron-DeepSpeed count the recomputed forward (4 of 3)
-    counts_again = "hardware" in str(row.get("notes")).lower() or "bigscience" in _source(row).lower()
+    """Return the seconds of a row without a time, from its operations a second or its share of peak."""
+    recompute_factor = 4 / 3 if recompute == 1 else 1
+    # tables of Megatron-DeepSpeed include the recomputed forward (4/3)
+    includes_recompute = "hardware" in str(row.get("notes")).lower() or "bigscience" in _source(row).lower()
     peak = find_gpu(str(_group(row, "hardware").get("gpu"))).flops
     if (rate := _rate(measured, "tflops_gpu")) is not None:
-        seconds = flops * (again if counts_again else 1) / (rate * 1e12 * gpus)
+        seconds = flops * (recompute_factor if includes_recompute else 1) / (rate * 1e12 * gpus)
     elif (rate := _rate(measured, "mfu")) is not None:
         seconds = flops / (rate * (0.01 if rate > 1.5 else 1) * peak * gpus)
     elif (rate := _rate(measured, "hfu")) is not None:
-        seconds = flops * again / (rate * (0.01 if rate > 1.5 else 1) * peak * gpus)
+        seconds = flops * recompute_factor / (rate * (0.01 if rate > 1.5 else 1) * peak * gpus)
     else:
         return None
     return seconds if math.isfinite(seconds) else None

@@ -1,10 +1,10 @@
-"""Seconds of a training step in closed form: roofline, launches, links, overlap, pipeline. Columns in, columns out.
+"""Seconds of a training step in closed form: roofline, launches, links, overlap, pipeline. Works on columns.
 
-A product (m,k)x(k,n) takes 4 us and the larger of its operations (over peak x `matmul`; its last wave of tiles and
-a short k count against it) and its bytes (over HBM x `stream`). Other kernels take their bytes, too. A block takes
-at least the time in which the CPU launches its kernels. Collectives are rings: latency for each hop, and bytes over the
-bus bandwidth of the slower link that the group crosses. FSDP gathers and scatters behind the neighbouring block; DDP
-reduces behind the last backward. A pipeline adds (stages - 1) / chunks times a stage.
+A product (m,k)x(k,n) takes 4 us and the larger of its operations (over peak x `matmul`; its last wave of tiles and a
+short k count against it) and its bytes (over HBM x `stream`). The time of other kernels depends on their bytes. A block
+takes at least the time in which the CPU launches its kernels. Collectives are rings: latency for each hop, and bytes
+over the bus bandwidth of the slower link that the group crosses. FSDP's gathers and scatters overlap with the
+neighbouring block, DDP's reductions with the last backward. A pipeline adds (stages - 1) / chunks times a stage.
 
 Sources: Williams et al. 2009 (roofline); NVIDIA's guide to matrix multiplication (wave quantisation); nccl-tests,
 doc/PERFORMANCE.md (bus bandwidth); Dao 2023 (attention's backward is 2.5 times its forward); Narayanan et al. 2021
@@ -26,12 +26,12 @@ __all__ = ["PRIOR", "STEP_PARTS", "Fitted", "StepTime", "collective_seconds", "p
 _RAMP = 4e-6  # seconds in which a product fills and drains the chip
 _TILES = ((256, 128, 1.0), (128, 128, 0.92), (64, 64, 0.6))  # rows, columns, share of the peak
 STEP_PARTS = ("products", "bandwidth", "launches", "tensor link", "context link", "data link", "bubble", "optimizer")
-"""Of a step; they add up to it."""
+"""The parts of a step; their sum is the step."""
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """The three numbers that measured rows move, for a GPU kind and a stack.
+    """The three numbers that are fitted to measured rows, for a GPU kind and a stack.
 
     matmul   share of the data sheet's operations that a large product reaches
     stream   share of the data sheet's memory bandwidth that kernels reach
@@ -44,7 +44,7 @@ class Fitted:
 
 
 PRIOR = Fitted()
-"""Where no row is: the middle of what products, streams and launches reach on several kinds."""
+"""Without rows: typical values over several kinds of GPUs."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class StepTime:
 
 
 def _products(m: Any, k: Any, n: Any, peak: Any, gpu: Gpu, fitted: Fitted, size: Any, batch: Any = 1) -> Any:
-    """Seconds of `batch` products (m,k)x(k,n) at `peak` operations a second."""
+    """Return the seconds of `batch` products (m,k)x(k,n) at `peak` operations a second."""
     share = 0.0
     rows = m * batch  # tiles of all products of a batch fill the chip together
     for height, width, rate in _TILES:
@@ -70,14 +70,14 @@ _FACTORS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
 
 
 def collective_seconds(kind: str, size: Any, ranks: Any, in_node: Any, inside: Link, across: Link) -> Any:
-    """Seconds of a collective of `size` bytes (the whole tensor) over `ranks`, of which `in_node` share a node."""
+    """Return the seconds of a collective of `size` bytes (whole tensor) over `ranks`, `in_node` of them in a node."""
     ranks = np.maximum(ranks, 1)
     local = np.clip(in_node, 1, ranks)
     nodes = np.ceil(ranks / local)
     hops = 2 * np.log2(np.maximum(nodes, 2)) if kind == "all_reduce" else nodes - 1  # NCCL gathers along rings only
     inner_hops = np.minimum(local - 1, 2 * np.log2(np.maximum(local, 2)))
     within = (local - 1) / local * size / inside.rate(local) + inner_hops * inside.latency
-    # each GPU of a node has its own network card, up to what the links inside carry
+    # each GPU of a node has its own network card, up to the bandwidth of the links inside
     rate = np.minimum(across.bandwidth * local, np.where(local > 1, inside.rate(local), inside.bandwidth))
     between = (ranks - 1) / ranks * size / rate + hops * across.latency
     seconds = _FACTORS[kind] * np.where(nodes > 1, np.maximum(within, between), within)
@@ -85,12 +85,12 @@ def collective_seconds(kind: str, size: Any, ranks: Any, in_node: Any, inside: L
 
 
 def _peak(c: Configurations, gpu: Gpu) -> Any:
-    """Operations a second of products of 16 or of 32 bits."""
+    """Return the operations a second of 16-bit or 32-bit products."""
     return np.where(c.size < 4, gpu.flops, np.where(c.tf32, gpu.flops_tf32, gpu.flops_fp32))
 
 
 def _block(c: Configurations, gpu: Gpu, fitted: Fitted, peak: Any) -> tuple[Any, Any, Any, Any, Any]:
-    """Of one block: seconds of products, of attention, of other kernels forward and backward, and kernels launched."""
+    """Return for one block the seconds of products, attention, other kernels forward and backward, and the kernels."""
     tokens, width, size = c.tokens, c.hidden, c.size
     stream = gpu.hbm * fitted.stream
     low_peak = _peak(c, gpu)
@@ -102,7 +102,7 @@ def _block(c: Configurations, gpu: Gpu, fitted: Fitted, peak: Any) -> tuple[Any,
 
     products = product(width, (heads + 2 * kv_heads) * c.head_dim) + product(heads * c.head_dim, width)
     products = products + product(width, (1 + c.gated) * c.ffn / c.tensor) + product(c.ffn / c.tensor, width)
-    # causal flash attention does half of the square, at a lower rate with narrow heads
+    # causal flash attention computes half of the square, at a lower rate with narrow heads
     rate = gpu.attention * c.attention * np.where(c.head_dim >= 128, 1, 0.8)
     square = c.seq * c.seq / c.context
     flash = _RAMP + 2 * c.micro * heads * square * c.head_dim / (low_peak * rate)
@@ -121,7 +121,7 @@ def _block(c: Configurations, gpu: Gpu, fitted: Fitted, peak: Any) -> tuple[Any,
     forward = 10 / split + 3 / c.tensor + np.where(c.gated, 5, 2) * inner + rotary
     backward = 14 / split + 3 / c.tensor + np.where(c.gated, 8, 3) * inner + rotary
     row_seconds = tokens * width * size * np.where(c.compiled, 0.6, 1.0) / stream
-    # products of 8 bits read 16 bits of each input and write it twice, as it is and transposed
+    # 8-bit products read 16 bits of each input and write it twice, one of them transposed
     rows_in = tokens * (2 * width + (heads * c.head_dim + c.ffn / c.tensor))
     rows_out = tokens * (2 * width + (heads + 2 * kv_heads) * c.head_dim + (1 + c.gated) * c.ffn / c.tensor)
     casts = np.where(c.fp8, 4 / stream, 0)
@@ -134,41 +134,50 @@ def _block(c: Configurations, gpu: Gpu, fitted: Fitted, peak: Any) -> tuple[Any,
 def predict_step(c: Configurations, gpu: Gpu, inside: Link, across: Link, fitted: Fitted = PRIOR) -> StepTime:
     """Return the seconds of an update of each configuration, on GPUs of one kind.
 
-    Not in the number: the data loader, stragglers, checkpoints, and clocks that fall with heat.
+    Not included: the data loader, stragglers, checkpoints, and lower clocks at high temperature.
     """
     peak = np.where((c.size < 4) & (c.fp8 == 1), gpu.flops_fp8 or gpu.flops, _peak(c, gpu))
     products, attention, elementwise, elementwise_backward, kernels = _block(c, gpu, fitted, peak)
     stream = gpu.hbm * fitted.stream
-    full = c.recompute == 1
+    is_full_recompute = c.recompute == 1
     forward = products + attention + elementwise
     attention_backward = np.where(c.flash, 2.5, 2.0) * attention
     backward = 2 * products + attention_backward + elementwise_backward
-    half = np.where(c.selective_is_per_op, 0.5 * products + 0.5 * elementwise, np.where(c.flash, 0, attention))
-    again = np.where(full, forward, np.where(c.recompute == 2, half, 0))
+    selective_recompute = np.where(
+        c.selective_is_per_op, 0.5 * products + 0.5 * elementwise, np.where(c.flash, 0, attention)
+    )
+    recompute = np.where(is_full_recompute, forward, np.where(c.recompute == 2, selective_recompute, 0))
     matrix_seconds = 3 * products + attention + attention_backward
-    matrix_seconds = matrix_seconds + np.where(full, products + attention, np.where(c.recompute == 2, half, 0))
-    compute = forward + backward + again
+    matrix_seconds = matrix_seconds + np.where(
+        is_full_recompute, products + attention, np.where(c.recompute == 2, selective_recompute, 0)
+    )
+    compute = forward + backward + recompute
 
     row_bytes = c.tokens * c.hidden * c.size
     one_reduce = collective_seconds("all_reduce", row_bytes, c.tensor, c.per_node, inside, across)
-    tensor_link = (4 + 2 * full) * one_reduce
+    tensor_link = (4 + 2 * is_full_recompute) * one_reduce
     beyond_tensor = np.maximum(c.per_node / c.tensor, 1)
     keys_bytes = 2 * c.micro * c.seq * np.maximum(c.kv / c.tensor, 1) * c.head_dim * c.size
     one_gather = collective_seconds("all_gather", keys_bytes, c.context, beyond_tensor, inside, across)
-    context_link = (3 + full) * one_gather
-    # a GPU that waits for launches has done its products and its collectives meanwhile
+    context_link = (3 + is_full_recompute) * one_gather
+    # while a GPU waits for launches, its products and collectives are already done
     launches = np.maximum(kernels * fitted.launch - forward - 2 * one_reduce - one_gather, 0)
-    busy = backward + again + (2 + 2 * full) * one_reduce + (2 + full) * one_gather
-    launches = launches + np.maximum((2 + full) * kernels * fitted.launch - busy, 0)
+    busy_backward_compute = (
+        backward + recompute + (2 + 2 * is_full_recompute) * one_reduce + (2 + is_full_recompute) * one_gather
+    )
+    launches = launches + np.maximum((2 + is_full_recompute) * kernels * fitted.launch - busy_backward_compute, 0)
 
-    # fully sharded: a gather in forward and backward, a scatter in backward, each behind the neighbouring block
+    # fully sharded: a gather in forward and backward, a scatter in backward, each overlapping with the neighbouring
+    # block
     block = c.block / c.tensor
     units = c.shard * c.context
     gather = collective_seconds("all_gather", block * c.size, units, beyond_tensor, inside, across)
     scatter = collective_seconds("reduce_scatter", block * 4, units, beyond_tensor, inside, across)
     sharded = c.zero >= 3
     busy_forward = np.maximum(forward + tensor_link / 3, kernels * fitted.launch)
-    busy_backward = np.maximum(backward + again + tensor_link * 2 / 3, (2 + full) * kernels * fitted.launch)
+    busy_backward = np.maximum(
+        backward + recompute + tensor_link * 2 / 3, (2 + is_full_recompute) * kernels * fitted.launch
+    )
     gather_link = np.maximum(gather - busy_forward, 0) + np.maximum(gather + scatter - busy_backward, 0)
     gather_link = np.where(sharded, gather_link, 0)
 
@@ -179,9 +188,9 @@ def predict_step(c: Configurations, gpu: Gpu, inside: Link, across: Link, fitted
     loss = (c.logit_traffic * c.tokens * c.vocab / c.tensor + 24 * table) / stream
     blocks = np.ceil(c.layers / c.pipeline)
     per_block = compute + launches + tensor_link + context_link + gather_link
-    # blocks that do not divide into stages are missing on the stages of embedding and head
-    spared = np.where(blocks * c.pipeline > c.layers, per_block, 0)
-    hidden_head = np.minimum(head + loss, spared) / (head + loss)
+    # if blocks do not divide evenly, the stages of embedding and head have fewer
+    saved_seconds = np.where(blocks * c.pipeline > c.layers, per_block, 0)
+    hidden_head = np.minimum(head + loss, saved_seconds) / (head + loss)
     head, loss = head * (1 - hidden_head), loss * (1 - hidden_head)
     stage = blocks * per_block
     inner = c.tensor * c.context * c.shard * c.replicate  # ranks between neighbouring stages
@@ -190,26 +199,26 @@ def predict_step(c: Configurations, gpu: Gpu, inside: Link, across: Link, fitted
     idle = np.where(c.schedule == 2, 1 / 3, 1.0) / c.chunks
     bubble = (c.pipeline - 1) * idle * (stage + sends) + c.accumulate * sends
 
-    # gradients of replicas, once an update, behind the last backward
-    own = blocks * block + table * np.where(c.pipeline > 1, 1 + c.ends_everywhere, np.where(c.tied, 1, 2))
-    near = np.maximum(c.per_node / (c.tensor * np.where(sharded, units, 1)), 1)
+    # gradients of replicas, once an update, overlapping with the last backward
+    local_parameters = blocks * block + table * np.where(c.pipeline > 1, 1 + c.ends_everywhere, np.where(c.tied, 1, 2))
+    in_node = np.maximum(c.per_node / (c.tensor * np.where(sharded, units, 1)), 1)
     copies = np.where(sharded, c.replicate, c.replicate * c.shard * c.context)
-    gradient_bytes = own * c.gradients / np.where(sharded, units, 1)
-    reduce = collective_seconds("all_reduce", gradient_bytes, copies, near, inside, across)
-    scatter_all = collective_seconds("reduce_scatter", gradient_bytes, copies, near, inside, across)
-    gather_all = collective_seconds("all_gather", own * c.size, copies, near, inside, across)
+    gradient_bytes = local_parameters * c.gradients / np.where(sharded, units, 1)
+    reduce = collective_seconds("all_reduce", gradient_bytes, copies, in_node, inside, across)
+    scatter_all = collective_seconds("reduce_scatter", gradient_bytes, copies, in_node, inside, across)
+    gather_all = collective_seconds("all_gather", local_parameters * c.size, copies, in_node, inside, across)
     replicas = np.where((c.zero >= 1) & ~sharded, scatter_all + gather_all, reduce)
-    hidden_under = np.where(c.overlaps, 0.8 * blocks * (backward + again), 0)
-    replicas = np.maximum(replicas - hidden_under, 0)
+    overlap = np.where(c.overlaps, 0.8 * blocks * (backward + recompute), 0)
+    replicas = np.maximum(replicas - overlap, 0)
     ends_link = np.where(
         (c.ends_everywhere == 1) & (c.pipeline > 1),
         collective_seconds("all_reduce", 2 * table * c.gradients, c.pipeline, 1, inside, across),
         0,
     )
     of_optimizer = np.where(sharded, units, np.where(c.zero >= 1, copies, 1))
-    optimizer = c.optimizer_traffic * own / of_optimizer / stream + 2 * blocks * fitted.launch
+    optimizer = c.optimizer_traffic * local_parameters / of_optimizer / stream + 2 * blocks * fitted.launch
     # each micro-batch reads its gradients, and reads and writes their sum
-    adding = (c.size + 2 * c.gradients) * own / np.where(sharded, units, 1) / stream
+    adding = (c.size + 2 * c.gradients) * local_parameters / np.where(sharded, units, 1) / stream
 
     times = c.accumulate * blocks
     parts = {

@@ -1,4 +1,4 @@
-"""What one rank does in a training step, seen on fake tensors: every storage, operator and collective.
+"""Records every storage, operator and collective of one rank in a training step, on fake tensors.
 
 `StorageTrace` is a dispatch mode around the building of a model and around steps. Nothing is allocated or computed:
 the sizes are those that the real run would have. A storage belongs to a category: what it was claimed as, or the phase
@@ -39,12 +39,12 @@ class Operator:
     """An operator or a collective of one rank.
 
     flops   operations of a product or of attention (the full square, causal or not); 0 for others
-    bytes   of its inputs and outputs; of a collective, of its largest tensor
-    group   of a collective: the name of its process group
-    tensors     it makes or changes, one after the other (foreach operators)
+    bytes   bytes of its inputs and outputs; for a collective, of its largest tensor
+    group   for a collective: the name of its process group
+    tensors     number of tensors that it makes or changes (foreach operators)
     is_strided  an input is not contiguous along its last dimension
-    is_half     its first input has 16 bits an element
-    is_causal   attention of which a GPU computes only half of the square
+    is_half     its first input has 16-bit elements
+    is_causal   causal attention, of which a GPU computes only half
     """
 
     name: str
@@ -61,10 +61,10 @@ class Operator:
 class StorageTrace(TorchDispatchMode):
     """The storages that are alive, their peak, and the operators.
 
-    live        bytes alive now; peak, at_peak: the most since `reset`, and by category
+    live        bytes alive now; peak: the largest since `reset`; at_peak: by category
     events      (change in bytes, key, stream) of every change of a storage, in order, for a replay of the allocator
-    operators   since `reset`
-    is_paused   storages that are made meanwhile are never counted, nor are operators
+    operators   operators since `reset`
+    is_paused   storages and operators are not counted
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class StorageTrace(TorchDispatchMode):
         self.is_paused = False
 
     def __enter__(self) -> StorageTrace:
-        """Watch storages that are resized, too."""
+        """Start to record, including storages that are resized."""
         trace, original = self, torch.UntypedStorage.resize_
         self._resize = original
 
@@ -95,7 +95,7 @@ class StorageTrace(TorchDispatchMode):
             if storage in trace._keys:
                 trace._change(trace._keys[storage], storage.nbytes())
             else:
-                trace._see(storage, "gathered")
+                trace._register(storage, "gathered")
             return result
 
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
@@ -103,7 +103,7 @@ class StorageTrace(TorchDispatchMode):
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Stop watching."""
+        """Stop recording."""
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
         super().__exit__(*error)
 
@@ -112,14 +112,14 @@ class StorageTrace(TorchDispatchMode):
         for tensor in tensors:
             local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # pyright: ignore[reportPrivateUsage]
             storage = local.untyped_storage()
-            self._see(storage, category)
+            self._register(storage, category)
             key = self._keys[storage]
             self._by_category[self._categories[key]] -= self._sizes[key]
             self._by_category[category] += self._sizes[key]
             self._categories[key] = category
 
     def reset(self) -> None:
-        """Forget operators and peak; what is alive stays, and so do the events."""
+        """Forget operators and peak. Live storages and events are kept."""
         self.peak, self.at_peak = self.live, dict(self._by_category)
         self.operators.clear()
 
@@ -130,13 +130,13 @@ class StorageTrace(TorchDispatchMode):
         self._sizes[key] = size
         self.live += change
         self._by_category[self._categories[key]] += change
-        # the streams of a CPU order nothing, but FSDP2 allocates on them as it does on those of a GPU
+        # CPU streams have no effect, but FSDP2 allocates on them as on those of a GPU
         stream = self._streams.setdefault(torch.cpu.current_stream(), len(self._streams))
         self.events.append((change, key, stream))
         if self.live > self.peak:
             self.peak, self.at_peak = self.live, dict(self._by_category)
 
-    def _see(self, storage: Any, category: str) -> None:
+    def _register(self, storage: Any, category: str) -> None:
         if storage in self._keys or storage in self._never:
             return
         if self.is_paused:
@@ -154,25 +154,27 @@ class StorageTrace(TorchDispatchMode):
         self._categories.pop(key, None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator, and note what it makes."""
+        """Run an operator, and record its outputs."""
         kwargs = kwargs or {}
         if any(kind is DTensor for kind in types):
-            return NotImplemented  # its operators on local tensors come here one by one
-        if func is torch.ops.aten._local_scalar_dense.default:  # item(): nothing is known; all is finite and true
+            return NotImplemented  # its operators on local tensors are dispatched here one by one
+        if (
+            func is torch.ops.aten._local_scalar_dense.default
+        ):  # item(): values are unknown, and assumed to be finite and true
             if args[0].dtype.is_floating_point:
-                return 2.0  # more than one value, where somebody counts
+                return 2.0  # above 1, because code may count values
             return True if args[0].dtype is torch.bool else self._counts.of_scalar(args[0])
         if func is torch.ops.aten.bincount.default and (
             kinds := kwargs.get("minlength", args[2] if len(args) > 2 else 0)
         ):
-            result = args[0].new_zeros(kinds)  # of a number that is known
+            result = args[0].new_zeros(kinds)  # the number of kinds is known
         else:
             result = func(*args, **kwargs)
         self._counts.note(func, args, result)
         inputs = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, Tensor)]
         outputs = [value for value in tree_flatten(result)[0] if isinstance(value, Tensor)]
         for tensor in outputs:
-            self._see(tensor.untyped_storage(), self.phase)
+            self._register(tensor.untyped_storage(), self.phase)
         if not self.is_paused:
             self._note(func, args, kwargs, result, inputs, outputs)
         return result
@@ -197,7 +199,7 @@ class StorageTrace(TorchDispatchMode):
 
 
 def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """Operations of a product, a convolution or attention; 0 for others."""
+    """Return the operations of a product, a convolution or attention; 0 for others."""
     packet, name = func._overloadpacket, func._schema.name
     if name == "aten::_scaled_dot_product_flash_attention_for_cpu":
         return sdpa_flop_count(*(tensor.shape for tensor in args[:3]))
@@ -213,10 +215,10 @@ def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _group_name(values: list[Any]) -> str:
-    """The name of the process group among the arguments of a collective."""
+    """Return the name of the process group among the arguments of a collective."""
     for value in values:
         if isinstance(value, torch.ScriptObject):
-            with contextlib.suppress(RuntimeError):  # a reduction is a ScriptObject, too
+            with contextlib.suppress(RuntimeError):  # a reduction is also a ScriptObject
                 return dist.ProcessGroup.unbox(value).group_name
     names = [value for value in values if isinstance(value, str)]
     return names[-1] if names else "world"

@@ -1,8 +1,8 @@
-"""The plan of a user's own workload: each layout's fullest rank, traced from the real code on fake tensors.
+"""The plan of a user's workload: the fullest rank of each layout, traced from the real code on fake tensors.
 
-Blocks that are alike are traced at two depths, and the rest is a straight line: memory, operations and traffic of a
-model of like blocks are linear in their number. A model that fake tensors cannot run (shapes that depend on values) is
-answered from its parameters only, and such a layout is never said to fit.
+If all blocks are equal, two depths are traced and extrapolated, because memory, operations and communication are linear
+in the number of blocks. For a model that fake tensors cannot run (shapes that depend on values), only the parameters
+are counted, and the verdict is never `fits`.
 
 Reserved memory is that of torch's caching allocator, replayed from the model's construction to the end of the second
 update.
@@ -36,26 +36,27 @@ from everyrank.workload import Workload
 
 __all__ = ["LayoutMemory", "answer_workload", "time_layout", "trace_layout"]
 
-_TRACED_BLOCKS = 12  # with more blocks that are alike, two depths are traced
-_FRAGMENTS = 1.10  # reserved over allocated, where it is not replayed
+_TRACED_BLOCKS = 12  # with more equal blocks, two depths are traced and extrapolated
+_FRAGMENTS = 1.10  # reserved over allocated, if it is not replayed
 _EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-# temporaries of kernels, and another order of frees: at most 1.03 times on an H100 (docs/plan.md), but for few MiB
-_MOST_RESERVED = 1.15
-_CONTEXT, _MOST_CONTEXT = 1.0 * GIB, 2.5 * GIB  # of CUDA and NCCL
+# temporary memory of kernels, and a different order of frees: at most 1.03 times on an H100 (docs/plan.md)
+_MAX_RESERVED = 1.15
+_CONTEXT, _MAX_CONTEXT = 1.0 * GIB, 2.5 * GIB  # memory of CUDA and NCCL
 
 
 @dataclass(frozen=True)
 class LayoutMemory:
     """Bytes of the fullest rank of a layout.
 
-    categories   allocated bytes by category at the peak of an update; allocated: the most ever
+    categories   allocated bytes by category at the peak of an update; allocated: the overall peak
     building     allocated bytes while the model is built and in the first update
-    reserved     what torch's caching allocator reserves for them on a GPU, replayed; expandable: the same with
+    reserved     bytes that torch's caching allocator reserves on a GPU, by a replay; expandable: the same with
                  expandable_segments:True, which leaves fewer gaps
-    flops        operations of products of an update on that rank; moved: bytes of all operators; sent: of collectives
-    is_whole     False where activations are not known
-    note         how it was found out, or why it could not be
-    parts        seconds of an update by part, where they are asked for
+    flops        operations of products of an update on that rank; moved: bytes of all operators; sent: bytes of
+                 collectives
+    is_whole     False if activations are unknown
+    note         how the layout was traced, or why it could not be
+    parts        seconds of an update by part, if requested
     """
 
     rank: int
@@ -80,16 +81,16 @@ class LayoutMemory:
 
     @property
     def device(self) -> float:
-        """With CUDA's context and NCCL."""
+        """The device total: reserved bytes with CUDA's context and NCCL."""
         return self.reserved + _CONTEXT
 
     @property
     def most(self) -> float:
-        """The device total at the upper end."""
-        return self.reserved * _MOST_RESERVED + _MOST_CONTEXT
+        """The upper estimate of the device total."""
+        return self.reserved * _MAX_RESERVED + _MAX_CONTEXT
 
     def with_expandable_segments(self) -> LayoutMemory:
-        """The same with `expandable_segments:True`."""
+        """Return the memory with `expandable_segments:True`."""
         return dataclasses.replace(self, reserved=self.expandable)
 
 
@@ -107,15 +108,15 @@ def trace_layout(
     is_pipeline = layout.strategy == "pipeline"
     ranks = sorted({0, size - 1}) if is_pipeline else [0]
     try:
-        of_ranks = [_trace_rank(workload, layout, size, rank, samples, on_gpu, timing) for rank in ranks]
+        memory_by_rank = [_trace_rank(workload, layout, size, rank, samples, on_gpu, timing) for rank in ranks]
     except EveryrankError:
         raise
-    except (FileNotFoundError, PermissionError) as error:  # of the workload, on real tensors, too
+    except (FileNotFoundError, PermissionError) as error:  # raised by the workload, which also fails on real tensors
         raise WorkloadError(describe(error)) from error
-    except Exception as error:  # fake tensors raise many kinds
-        return _of_parameters(workload, layout, size, error)
-    slowest = max(of_ranks, key=lambda one: sum(one.parts.values()))
-    return dataclasses.replace(max(of_ranks, key=lambda one: one.allocated), parts=slowest.parts)
+    except Exception as error:  # fake tensors may raise any exception
+        return _memory_of_parameters(workload, layout, size, error)
+    slowest = max(memory_by_rank, key=lambda memory: sum(memory.parts.values()))
+    return dataclasses.replace(max(memory_by_rank, key=lambda memory: memory.allocated), parts=slowest.parts)
 
 
 def time_layout(
@@ -127,8 +128,8 @@ def time_layout(
     """
     on_gpu = machine.device != "cpu"
     traced = [trace_step(workload, layout, size, rank, samples, on_gpu) for rank in range(size)]
-    footprint = max(one.peak_bytes for one in traced)
-    return traced_seconds([one.operators for one in traced], layout.strategy, machine, backend, footprint)
+    footprint = max(step.peak_bytes for step in traced)
+    return traced_seconds([step.operators for step in traced], layout.strategy, machine, backend, footprint)
 
 
 def _idle_share(layout: Layout, size: int) -> float:
@@ -150,33 +151,38 @@ def _trace_rank(
     depths = _depths(workload, layout, size)
     if depths is None:
         return traced(workload, "traced whole")
-    whole, first, second = depths
-    low, high = traced(_cut(workload, first), ""), traced(_cut(workload, second), "")
-    share = (whole - first) / (second - first)
+    num_blocks, first, second = depths
+    shallow, deep = traced(_with_first_blocks(workload, first), ""), traced(_with_first_blocks(workload, second), "")
+    share = (num_blocks - first) / (second - first)
 
-    def along(a: float, b: float) -> float:
+    def extrapolate(a: float, b: float) -> float:
         return a + (b - a) * share
 
-    names = [*low.categories, *(name for name in high.categories if name not in low.categories)]
-    categories = {name: along(low.categories.get(name, 0.0), high.categories.get(name, 0.0)) for name in names}
-    calls = {
-        name: round(along(low.collectives.get(name, 0), high.collectives.get(name, 0))) for name in high.collectives
+    names = [*shallow.categories, *(name for name in deep.categories if name not in shallow.categories)]
+    categories = {
+        name: extrapolate(shallow.categories.get(name, 0.0), deep.categories.get(name, 0.0)) for name in names
     }
-    allocated = max(along(_later(low), _later(high)), along(low.building, high.building))
+    calls = {
+        name: round(extrapolate(shallow.collectives.get(name, 0), deep.collectives.get(name, 0)))
+        for name in deep.collectives
+    }
+    allocated = max(
+        extrapolate(_peak_after_first(shallow), _peak_after_first(deep)), extrapolate(shallow.building, deep.building)
+    )
     return LayoutMemory(
         rank,
         categories,
         allocated,
-        along(low.building, high.building),
-        max(along(low.reserved, high.reserved), allocated),
-        max(along(low.expandable, high.expandable), allocated),
-        along(low.flops, high.flops),
-        along(low.moved, high.moved),
-        along(low.sent, high.sent),
+        extrapolate(shallow.building, deep.building),
+        max(extrapolate(shallow.reserved, deep.reserved), allocated),
+        max(extrapolate(shallow.expandable, deep.expandable), allocated),
+        extrapolate(shallow.flops, deep.flops),
+        extrapolate(shallow.moved, deep.moved),
+        extrapolate(shallow.sent, deep.sent),
         calls,
         True,
-        f"traced with {first} and {second} of {whole} blocks, which are alike",
-        {name: along(low.parts[name], seconds) for name, seconds in high.parts.items()},
+        f"traced with {first} and {second} of {num_blocks} blocks, which are equal",
+        {name: extrapolate(shallow.parts[name], seconds) for name, seconds in deep.parts.items()},
     )
 
 
@@ -207,8 +213,8 @@ def _memory_of(step: TracedStep, on_gpu: bool, note: str) -> LayoutMemory:
     )
 
 
-def _later(memory: LayoutMemory) -> float:
-    """The peak of an update after the first."""
+def _peak_after_first(memory: LayoutMemory) -> float:
+    """Return the allocated peak of an update after the first."""
     return sum(memory.categories.values())
 
 
@@ -234,7 +240,7 @@ def _depths(workload: Workload, layout: Layout, size: int) -> tuple[int, int, in
     return (count, first, second) if second < count else None
 
 
-def _cut(workload: Workload, count: int) -> Workload:
+def _with_first_blocks(workload: Workload, count: int) -> Workload:
     """Return the workload with the first `count` blocks of its model."""
 
     def model() -> nn.Module:
@@ -248,8 +254,8 @@ def _cut(workload: Workload, count: int) -> Workload:
     return dataclasses.replace(workload, model=model)
 
 
-def _of_parameters(workload: Workload, layout: Layout, size: int, error: Exception) -> LayoutMemory:
-    """What is known of a model that cannot be traced: parameters, gradients, and two numbers of optimizer state."""
+def _memory_of_parameters(workload: Workload, layout: Layout, size: int, error: Exception) -> LayoutMemory:
+    """Return the memory of a model that cannot be traced: parameters, gradients, and two optimizer values each."""
     first_line = (str(error).splitlines() or [""])[0][:200]
     reason = f"not traced: {type(error).__name__}: {first_line}"
     try:
@@ -258,7 +264,7 @@ def _of_parameters(workload: Workload, layout: Layout, size: int, error: Excepti
             count = float(sum(parameter.nbytes for parameter in workload.model().parameters()))
     except Exception:
         return LayoutMemory(
-            0, {}, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, {}, False, f"{reason}; its parameters are not known, either"
+            0, {}, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, {}, False, f"{reason}; its parameters are also unknown"
         )
     degrees = layout.mesh(size) if layout.axis else {}
     parts = degrees.get("shard", 1) * degrees.get("tensor", 1) * degrees.get("pipeline", 1)
@@ -271,7 +277,7 @@ def _of_parameters(workload: Workload, layout: Layout, size: int, error: Excepti
 
 
 def usual_workload_layouts(workload: Workload, size: int, per_node: int) -> list[str]:
-    """Return the layouts that are traced where none are given."""
+    """Return the layouts to trace by default."""
     if size == 1:
         return ["single:precision=bf16", *(["single:precision=bf16,recompute"] if workload.blocks else [])]
     texts = ["ddp:precision=bf16", "zero1:precision=bf16", "fsdp:precision=bf16"]
@@ -294,7 +300,7 @@ def answer_workload(
     """Return the answer for a workload; `command` is the workload as typed for a shell.
 
     `timed` is a measured machine and a backend: rows have the seconds of an update on it. Without it they have those of
-    a roofline, where the kind of GPU is known.
+    a roofline if the kind of GPU is known.
     """
     with contextlib.redirect_stdout(None):  # a dataset may print
         samples = first_sample(workload)
@@ -339,7 +345,7 @@ def answer_workload(
 
 
 def _layouts(workload: Workload, cluster: Cluster, timed: tuple[Machine, str] | None) -> list[str]:
-    """The layouts that are looked at where none are given: on a measured machine, those that it was measured for."""
+    """Return the layouts to trace by default; on a measured machine, those that were measured."""
     if timed is None:
         return usual_workload_layouts(workload, cluster.gpus, cluster.per_node)
     return list(timed[0].overhead.get(timed[1], {}))
@@ -399,7 +405,7 @@ def _change(text: str, memory_of: Any, cluster: Cluster, command: str, workload:
         if workload.global_batch >= smaller.accumulate * cluster.gpus:
             steps.append((f"micro-batches of 1/{factor}", smaller))
     others = ["fsdp:precision=bf16,recompute"] if workload.blocks else ["fsdp:precision=bf16"]
-    steps += [("another layout", parse_layout(other)) for other in others if cluster.gpus > 1]
+    steps += [("a different layout", parse_layout(other)) for other in others if cluster.gpus > 1]
     for change, changed in steps:
         with contextlib.suppress(UsageError):
             if memory_of(str(changed)).verdict(cluster.gpu.memory) == "fits":

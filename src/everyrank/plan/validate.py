@@ -1,4 +1,4 @@
-"""Predictions held against measured rows: errors of time and memory by source, coverage, regret, and false verdicts."""
+"""Compares predictions with measured rows: errors of time and memory by source, coverage, regret, false verdicts."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ def validate_rows(
 ) -> dict[str, Any]:
     """Return the table of errors; docs/plan.md describes its fields.
 
-    `calibration_rows` are the rows of the calibration, where they are known: of these, a row is predicted by a fit
-    without the part of them that it is in. Without them, rows that the calibration was fitted to are counted as
-    in-sample.
+    `calibration_rows` are the rows of the calibration, if known: each of them is predicted by a fit without its part of
+    the rows. Without them, rows that the calibration was fitted to are counted as in-sample.
     """
     timed = [row for row in rows if row.step_seconds]
     seconds = _seconds(timed, calibration, calibration_rows)
@@ -92,24 +91,26 @@ def _assumed(rows: _Rows) -> list[dict[str, Any]]:
 
 
 def _seconds(timed: _Rows, calibration: Calibration, calibration_rows: _Rows, folds: int = 5) -> Any:
-    """Predicted seconds; a row that is in the calibration, too, is predicted by a fit without it."""
+    """Return the predicted seconds; a row that is also in the calibration is predicted by a fit without it."""
     seconds = row_seconds(timed, calibration) if timed else np.zeros(0)
-    known = _fingerprints(calibration_rows)
-    shared = [index for index, row in enumerate(timed) if row.fingerprint in known]
+    calibration_fingerprints = _fingerprints(calibration_rows)
+    shared = [index for index, row in enumerate(timed) if row.fingerprint in calibration_fingerprints]
     if not shared:
         return seconds
     order = np.random.default_rng(0).permutation(len(shared))
     for fold in range(folds):
-        left = [shared[i] for i in order[fold::folds]]
-        left_out = _fingerprints([timed[i] for i in left])
-        kept = [row for row in calibration_rows if row.fingerprint not in left_out]
-        if left and any(row.step_seconds for row in kept):
-            seconds[left] = row_seconds([timed[i] for i in left], fit_calibration(kept, folds=10**9))
+        held_out_indices = [shared[i] for i in order[fold::folds]]
+        held_out_fingerprints = _fingerprints([timed[i] for i in held_out_indices])
+        training_rows = [row for row in calibration_rows if row.fingerprint not in held_out_fingerprints]
+        if held_out_indices and any(row.step_seconds for row in training_rows):
+            seconds[held_out_indices] = row_seconds(
+                [timed[i] for i in held_out_indices], fit_calibration(training_rows, folds=10**9)
+            )
     return seconds
 
 
 def _errors(values: Any) -> dict[str, Any]:
-    """Count, mean, median and largest absolute error, bias, and the share within 10%; of relative errors."""
+    """Return count, mean, median and largest absolute error, bias, and the share within 10% of relative errors."""
     size = np.abs(values)
     if not len(size):
         return {"rows": 0}
@@ -128,7 +129,7 @@ def _measured(rows: _Rows) -> Any:
 
 
 def _flops(rows: _Rows) -> Any:
-    """Operations of an update over the peak of all GPUs: the seconds at a share of peak of 1."""
+    """Return the operations of an update over the peak of all GPUs, which is the seconds at a share of peak of 1."""
     return np.array(
         [
             row.degrees["replicate"] * row.degrees["shard"] * row.degrees["micro"] * row.degrees["accumulate"]
@@ -141,13 +142,17 @@ def _flops(rows: _Rows) -> Any:
 def _time_of(
     source: str, timed: _Rows, seconds: Any, calibration: Calibration, calibration_rows: _Rows
 ) -> dict[str, Any]:
-    """Errors of one source beside a constant share of peak: that of the calibration rows, and that of its own rows."""
+    """Return the errors of a source, and those of a constant share of peak: of the calibration rows, and its own."""
     index = [i for i, row in enumerate(timed) if row.source == source]
     rows, predicted = [timed[i] for i in index], seconds[index]
     measured, ideal = _measured(rows), _flops(rows)
     own_share = float(np.median(ideal / measured))
-    known = [row for row in calibration_rows if row.step_seconds]
-    other = float(np.median(_flops(known) / _measured(known))) if known else None
+    timed_calibration_rows = [row for row in calibration_rows if row.step_seconds]
+    calibration_share = (
+        float(np.median(_flops(timed_calibration_rows) / _measured(timed_calibration_rows)))
+        if timed_calibration_rows
+        else None
+    )
     factors = np.array([math.exp(calibration.half_width(*row.case)) for row in rows])
     ratio = measured / predicted
     covered = (ratio <= factors) & (ratio >= 1 / factors)
@@ -161,7 +166,7 @@ def _time_of(
         "median_factor": float(np.median(factors)),
         "own_share_of_peak": own_share,
         "own_share_error": _errors(ideal / own_share / measured - 1),
-        "calibration_share_error": _errors(ideal / other / measured - 1) if other else None,
+        "calibration_share_error": _errors(ideal / calibration_share / measured - 1) if calibration_share else None,
     }
 
 
@@ -181,7 +186,7 @@ def _by_case(timed: _Rows, seconds: Any, calibration: Calibration) -> list[dict[
 
 
 def _memory(rows: _Rows) -> list[dict[str, Any]]:
-    """Errors by source and by which number the table prints."""
+    """Return the errors of memory by source and kind of memory."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if row.memory_bytes:
@@ -200,7 +205,7 @@ def _memory(rows: _Rows) -> list[dict[str, Any]]:
 
 
 def _verdicts(rows: _Rows) -> dict[str, int]:
-    """Verdicts on rows that ran, and on rows that ran out of memory. A false `fits` is one on a row that ran out."""
+    """Count the verdicts on rows that ran, and on rows that ran out of memory (there `fits` is false)."""
     counts = {"ran_fits": 0, "ran_may_not_fit": 0, "false_does_not_fit": 0}
     counts |= {"ran_out_does_not_fit": 0, "ran_out_may_not_fit": 0, "false_fits": 0}
     for row in rows:
@@ -216,7 +221,7 @@ def _verdicts(rows: _Rows) -> dict[str, int]:
 
 
 def _choice(timed: _Rows, seconds: Any) -> list[dict[str, Any]]:
-    """Regret and rank correlation by source, where one model on the same GPUs has several rows."""
+    """Return regret and rank correlation by source, for models with several rows on the same GPUs."""
     groups: dict[Any, list[int]] = {}
     for index, row in enumerate(timed):
         groups.setdefault((row.source, row.sizes, row.gpu.name, row.gpus), []).append(index)
@@ -227,9 +232,11 @@ def _choice(timed: _Rows, seconds: Any) -> list[dict[str, Any]]:
         tokens = np.array([_samples(timed[i]) * sizes.seq / gpus for i in index])
         measured, predicted = tokens / _measured([timed[i] for i in index]), tokens / seconds[index]
         best = measured.max()
-        three = np.argsort(-predicted)[:3]
-        first, of_three = best / measured[three[0]] - 1, best / measured[three].max() - 1
-        by_source.setdefault(source, []).append((first, of_three, _spearman(measured, predicted), len(index)))
+        best_three = np.argsort(-predicted)[:3]
+        regret_of_first, regret_of_three = best / measured[best_three[0]] - 1, best / measured[best_three].max() - 1
+        by_source.setdefault(source, []).append(
+            (regret_of_first, regret_of_three, _spearman(measured, predicted), len(index))
+        )
     return [
         {
             "source": source,
@@ -248,7 +255,7 @@ def _samples(row: Row) -> float:
 
 
 def _spearman(first: Any, second: Any) -> float:
-    """Spearman's rank correlation; 0 where one of them is constant."""
+    """Return Spearman's rank correlation; 0 if one of them is constant."""
 
     def ranks(values: Any) -> Any:
         return np.array([(values < value).sum() + ((values == value).sum() - 1) / 2 for value in values])
@@ -260,7 +267,7 @@ def _spearman(first: Any, second: Any) -> float:
 
 
 def _leave_one_out(timed: _Rows) -> list[dict[str, Any]]:
-    """Errors of each source, by a calibration of all others."""
+    """Return the errors of each source by a calibration of all other sources."""
     sources = sorted({row.source for row in timed})
     result: list[dict[str, Any]] = []
     for source in sources if len(sources) > 1 else []:
@@ -271,37 +278,40 @@ def _leave_one_out(timed: _Rows) -> list[dict[str, Any]]:
 
 
 def _resamplings(timed: _Rows) -> dict[str, Any] | None:
-    """Ten fits to a random half of the rows, each predicting the other half: the middle and the worst."""
+    """Return the median and worst errors of ten fits to a random half of the rows, each predicting the other half."""
     if len(timed) < 16:
         return None
-    spread: dict[str, list[dict[str, Any]]] = {}
+    errors_by_source: dict[str, list[dict[str, Any]]] = {}
     total: list[dict[str, Any]] = []
     fits: dict[str, list[float]] = {}
     for seed in range(_RESAMPLINGS):
         half = np.random.default_rng(seed).random(len(timed)) < 0.5
         chosen = [row for row, is_in in zip(timed, half, strict=True) if is_in]
-        left = [row for row, is_in in zip(timed, half, strict=True) if not is_in]
-        if not chosen or not left:
+        held_out = [row for row, is_in in zip(timed, half, strict=True) if not is_in]
+        if not chosen or not held_out:
             continue
         calibration = fit_calibration(chosen, folds=10**9)
         for (gpu, stack), fit in calibration.fits.items():
             fits.setdefault(f"{gpu} {stack}", []).append(fit.matmul)
-        errors = row_seconds(left, calibration) / _measured(left) - 1
+        errors = row_seconds(held_out, calibration) / _measured(held_out) - 1
         total.append(_errors(errors))
-        for source in {row.source for row in left}:
-            mask = np.array([row.source == source for row in left])
-            spread.setdefault(source, []).append(_errors(errors[mask]))
+        for source in {row.source for row in held_out}:
+            mask = np.array([row.source == source for row in held_out])
+            errors_by_source.setdefault(source, []).append(_errors(errors[mask]))
 
-    def of(values: Callable[[dict[str, Any]], float], many: list[dict[str, Any]]) -> dict[str, float]:
-        numbers = [values(one) for one in many]
+    def median_and_worst(values: Callable[[dict[str, Any]], float], many: list[dict[str, Any]]) -> dict[str, float]:
+        numbers = [values(errors_of_draw) for errors_of_draw in many]
         return {"median": float(np.median(numbers)), "worst": max(numbers)}
 
     return {
         "draws": len(total),
-        "mean_error": of(lambda one: one["mean_error"], total),
+        "mean_error": median_and_worst(lambda errors_of_draw: errors_of_draw["mean_error"], total),
         "by_source": [
-            {"source": source, "mean_error": of(lambda one: one["mean_error"], many)}
-            for source, many in sorted(spread.items())
+            {
+                "source": source,
+                "mean_error": median_and_worst(lambda errors_of_draw: errors_of_draw["mean_error"], many),
+            }
+            for source, many in sorted(errors_by_source.items())
         ],
         "matmul": [{"case": case, "least": min(values), "most": max(values)} for case, values in sorted(fits.items())],
     }

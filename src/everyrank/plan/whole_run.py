@@ -1,4 +1,4 @@
-"""A whole run: hours, money and energy, with the time that checkpoints and failures take."""
+"""Predicts a whole run: hours, cost and energy, with the time of checkpoints and failures."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from everyrank.runs import optimal_interval_seconds
 
 __all__ = ["WholeRun", "predict_run"]
 
-_STORAGE = 2e9  # bytes a second that a node writes to shared storage
+_STORAGE = 2e9  # bytes a second from a node to shared storage
 _RESTART = 600.0  # seconds from a failure to the first update after it
-_SHARE_OF_WATTS = 0.85  # of the thermal design power, that a training draws
-_OVERHEAD = 1.5  # of a node and its cooling over its GPUs' watts
+_SHARE_OF_WATTS = 0.85  # fraction of the thermal design power that a training draws
+_OVERHEAD = 1.5  # power of a node with cooling, as a multiple of its GPUs
 
 
 @dataclass(frozen=True)
 class WholeRun:
-    """What a run takes.
+    """The time, cost and energy of a run.
 
-    hours        with checkpoints and failures; goodput: the share of them that trains
+    hours        hours with checkpoints and failures; goodput: the fraction that trains
     save_every   seconds between checkpoints
     gpu_hours, money, energy  over all GPUs; energy in kWh
     assumptions  each as a sentence
@@ -42,7 +42,7 @@ def predict_run(
     price: float | None = None,
     mtbf_hours: float | None = None,
 ) -> WholeRun:
-    """Return what `updates` updates take.
+    """Return the time, cost and energy of `updates` updates.
 
     `price` is for an hour of one GPU; `mtbf_hours` the mean time between failures of the whole job; `state_bytes` the
     parameters and optimizer state of the whole model, which a checkpoint writes.
@@ -51,16 +51,19 @@ def predict_run(
     assumptions = [
         f"watts: {_SHARE_OF_WATTS:g} of the design power, times {_OVERHEAD:g} for the node and its cooling",
     ]
-    goodput, every = 1.0, None
+    goodput, save_interval = 1.0, None
     if mtbf_hours is not None:
-        failures = mtbf_hours * 3600
-        save = state_bytes / (_STORAGE * nodes)
-        every = optimal_interval_seconds(save, failures)
-        lost = save / (every + save) + (every / 2 + save / 2 + _RESTART) / failures
-        goodput = max(0.0, 1 - lost)
+        mtbf_seconds = mtbf_hours * 3600
+        save_seconds = state_bytes / (_STORAGE * nodes)
+        save_interval = optimal_interval_seconds(save_seconds, mtbf_seconds)
+        lost_fraction = (
+            save_seconds / (save_interval + save_seconds)
+            + (save_interval / 2 + save_seconds / 2 + _RESTART) / mtbf_seconds
+        )
+        goodput = max(0.0, 1 - lost_fraction)
         assumptions += [
-            f"a failure every {mtbf_hours:g} hours of the job (--mtbf), as --save-every auto has it (Young, Daly)",
-            f"a checkpoint of {state_bytes / 1e9:.0f} GB takes {save:.0f} s, at 2 GB/s for each node",
+            f"a failure every {mtbf_hours:g} hours of the job (--mtbf), checkpoints as by --save-every auto",
+            f"a checkpoint of {state_bytes / 1e9:.0f} GB takes {save_seconds:.0f} s, at 2 GB/s for each node",
             f"{_RESTART:g} s from a failure to the next update",
         ]
     else:
@@ -71,5 +74,11 @@ def predict_run(
     if price is not None:
         assumptions.append(f"{price:g} for an hour of one GPU (--price)")
     return WholeRun(
-        hours, goodput, every, gpu_hours, gpu_hours * price if price is not None else None, energy, tuple(assumptions)
+        hours,
+        goodput,
+        save_interval,
+        gpu_hours,
+        gpu_hours * price if price is not None else None,
+        energy,
+        tuple(assumptions),
     )

@@ -2,12 +2,12 @@
 
 run.py         observes the script, edits it, checks the result, tries another choice
 files.py       the script, and another file that is edited with it
-facts.py       what was seen of a run: expressions with their places
-source.py      the script's text, edited in place
-idioms.py      the words of Accelerate and Fabric
-plan.py        a port in the making, which the edits share
+facts.py       the expressions that a run evaluated, with their positions
+source.py      the script's text, and edits of it
+idioms.py      the calls of Accelerate and Fabric
+plan.py        the state that the edits of one port share
 edits.py       the order of all edits; loaders and batches
-states.py      hidden states that are carried from batch to batch
+states.py      hidden states that a loop passes from batch to batch
 model.py       the wrapper of each model
 shards.py      FSDP in place of the wrapper
 prepare.py     Accelerate or Fabric in place of the wrapper
@@ -16,9 +16,9 @@ accumulation.py  one all-reduce for each update of several backwards
 evaluation.py  counts of the training loop, and evaluations
 outputs.py     files, folders, progress bars
 frame.py       imports, helper functions, start and end, random numbers
-helpers.py     the functions in plain PyTorch that a port brings along
+helpers.py     the functions in plain PyTorch that are added to a port
 check.py       the comparison of a port with the original
-to_workload/   the script as the file of a workload, compared with the script
+to_workload/   turns the script into the file of a workload, and compares the two
 """
 
 from everyrank.port.files import ScriptFiles

@@ -13,7 +13,7 @@ _REASON = "gradients are averaged over the ranks once for each update"
 
 
 def edit_accumulation(plan: Plan) -> None:
-    """Where `if CONDITION: optimizer.step()` follows the backward in its loop, average under that condition only."""
+    """If `if CONDITION: optimizer.step()` follows the backward in a loop, average under that condition only."""
     source = plan.source
     forwards = {source.at(fact.span) for fact in plan.training_forwards}
     for fact in plan.of("step"):
@@ -23,10 +23,10 @@ def edit_accumulation(plan: Plan) -> None:
         if not isinstance(guard, ast.If) or not isinstance(loop, ast.For | ast.While) or guard not in loop.body:
             continue
         body = loop.body[: loop.body.index(guard)]
-        before = [(statement, node) for statement in body for node in ast.walk(statement) if node in forwards]
-        if len(before) != 1 or not plan.once(guard, "accumulation") or not _is_known(plan, guard, body):
+        forwards_before = [(statement, node) for statement in body for node in ast.walk(statement) if node in forwards]
+        if len(forwards_before) != 1 or not plan.once(guard, "accumulation") or not _is_known(plan, guard, body):
             continue
-        statement, forward = before[0]
+        statement, forward = forwards_before[0]
         assert isinstance(forward, ast.Call)
         if plan.idiom is not None:
             _in_block(plan, guard, body[body.index(statement) :], source.code(forward.func))
@@ -39,21 +39,23 @@ def edit_accumulation(plan: Plan) -> None:
 
 
 def _in_block(plan: Plan, guard: ast.If, statements: list[ast.stmt], model: str) -> None:
-    """Put a forward and its backward into the block in which a library averages nothing before the last one."""
+    """Put a forward and its backward into a block in which the library averages only at the last micro-batch."""
     source, name = plan.source, plan.object_name
     backwards = {source.at(fact.span) for fact in plan.of("backward")}
-    last = max(i for i, each in enumerate(statements) if any(node in backwards for node in ast.walk(each)))
+    last_backward = max(
+        i for i, statement in enumerate(statements) if any(node in backwards for node in ast.walk(statement))
+    )
     test = source.code(guard.test)
     if plan.choice.target == "fabric":
         header = f"with {name}.no_backward_sync({model}, enabled=not ({test})):"
     else:
         header = f"with contextlib.nullcontext() if {test} else {name}.no_sync({model}):"
-    if not put_in_block(plan, statements[: last + 1], header, _REASON):
-        plan.note(guard.lineno, "gradients are averaged over the ranks at each backward: right, and slower")
+    if not put_in_block(plan, statements[: last_backward + 1], header, _REASON):
+        plan.note(guard.lineno, "gradients are averaged over the ranks at each backward: correct, but slower")
 
 
 def _is_known(plan: Plan, guard: ast.If, body: list[ast.stmt]) -> bool:
-    """Whether the condition has its value before the forward, and no effect of its own."""
+    """Whether the condition can be evaluated before the forward, and has no side effect."""
     source = plan.source
     nodes = list(ast.walk(guard.test))
     names = {source.code(node) for node in nodes if isinstance(node, ast.Name | ast.Attribute)}

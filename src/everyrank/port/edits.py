@@ -1,4 +1,4 @@
-"""From the facts of a run to the edits that make the script a DistributedDataParallel script."""
+"""Makes the edits that turn the script into a DistributedDataParallel script, from the facts of a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from everyrank.port.states import edit_states
 
 __all__ = ["edit_script", "refuse_distributed"]
 
-# names that only a distributed script has, and what to do with it
+# names that only a distributed script uses -> the library in the message
 _DISTRIBUTED = {
     "init_process_group": "torch.distributed",
     "DistributedDataParallel": "DistributedDataParallel",
@@ -37,9 +37,9 @@ _DISTRIBUTED = {
     "pytorch_lightning": "Lightning",
     "lightning_fabric": "Lightning",
 }
-_VISIBLE = {f"os.environ[{quote}CUDA_VISIBLE_DEVICES{quote}]" for quote in "\"'"}
-_IS_ALONE = '"RANK" not in os.environ'
-_OWN_DEVICE = "each rank has its own device"
+_VISIBLE_DEVICES = {f"os.environ[{quote}CUDA_VISIBLE_DEVICES{quote}]" for quote in "\"'"}
+_NO_LAUNCHER = '"RANK" not in os.environ'
+_DEVICE_REASON = "each rank has its own device"
 _LOADERS = {
     "accelerate": "; accelerator.prepare would read a batch of this size on each rank, and repeat samples in the last",
     "fabric": "; Fabric's DistributedSampler would have another order, and repeat samples",
@@ -52,15 +52,15 @@ def edit_script(files: ScriptFiles, facts: Sequence[Fact], choice: Choice) -> Pl
     refuse_distributed(plan)
     backwards = plan.of("backward")
     if not backwards:
-        raise NotPortedError(1, "no backward of this script was seen within its first updates: nothing trains here")
+        raise NotPortedError(1, "no backward of this script was called in its first updates: nothing trains here")
     for gradient in plan.of("autograd.grad"):
         raise NotPortedError(
-            gradient.line, "torch.autograd.grad does not go through DistributedDataParallel: average these by hand"
+            gradient.line, "torch.autograd.grad bypasses DistributedDataParallel: average these gradients by hand"
         )
     if not backwards[0].is_inner:
         raise NotPortedError(
             backwards[0].line,
-            f"the training loop stands in {Path(backwards[0].file).name}, which the script imports: give it too, "
+            f"the training loop is in {Path(backwards[0].file).name}, which the script imports: add "
             f"--with {os.path.relpath(backwards[0].file)}",
         )
     edit_loaders(plan)
@@ -76,13 +76,13 @@ def edit_script(files: ScriptFiles, facts: Sequence[Fact], choice: Choice) -> Pl
     replace_leftovers(plan)
     if plan.idiom is not None:
         edit_prepared(plan, starts_in_main=main_of(plan) is not None)
-        edit_accumulation(plan)  # it moves all lines between a forward and its backward
+        edit_accumulation(plan)  # last, because it moves all lines between a forward and its backward
     add_frame(plan)
     return plan
 
 
 def refuse_distributed(plan: Plan) -> None:
-    """Raise `NotPortedError` for a script that uses several processes already."""
+    """Raise `NotPortedError` for a script that already uses several processes."""
     for node in ast.walk(plan.source.tree):
         names = []
         if isinstance(node, ast.Name):
@@ -98,7 +98,7 @@ def refuse_distributed(plan: Plan) -> None:
             if name in _DISTRIBUTED:
                 raise NotPortedError(
                     node.lineno,  # type: ignore[attr-defined]
-                    f"the script uses {_DISTRIBUTED[name]} already: check it with everyrank audit",
+                    f"the script already uses {_DISTRIBUTED[name]}: check it with everyrank audit",
                 )
 
 
@@ -106,11 +106,11 @@ def refuse_distributed(plan: Plan) -> None:
 
 
 def edit_loaders(plan: Plan) -> None:
-    """Split the batches of the training loader over the ranks; without a loader, the tensors of each batch."""
+    """Split the batches of the training loader over the ranks; without a loader, split the tensors of each batch."""
     source = plan.source
-    trains = plan.training_loaders
+    training_ids = plan.training_loaders
     for loader in plan.of("loader"):
-        if loader.details["id"] not in trains:
+        if loader.details["id"] not in training_ids:
             continue
         if loader.details["is_stream"] or not loader.details["has_batches"]:
             raise NotPortedError(
@@ -129,35 +129,37 @@ def edit_loaders(plan: Plan) -> None:
                 reason = "DistributedSampler divides the samples over the ranks"
                 plan.note(
                     loader.line,
-                    "DistributedSampler has another order than one process, and repeats samples where the ranks do not "
+                    "the order of DistributedSampler differs from one process, and it repeats samples if ranks do not "
                     "divide their number; the check compared a port with split batches",
                 )
             plan.split_loader(call, reason)
             _replace_batch_size(plan, call)
-    if not edit_states(plan) and not trains:
+    if not edit_states(plan) and not training_ids:
         _split_tensors(plan)
 
 
 def _replace_batch_size(plan: Plan, call: ast.AST) -> None:
-    """In the training loop, replace the batch size that the loader was given: a rank has fewer samples."""
+    """In the training loop, replace the batch size of the loader by the number of samples of this rank."""
     source = plan.source
-    size = next((source.code(word.value) for word in getattr(call, "keywords", []) if word.arg == "batch_size"), "")
+    size = next(
+        (source.code(keyword.value) for keyword in getattr(call, "keywords", []) if keyword.arg == "batch_size"), ""
+    )
     if not size or size.isdigit():
         return
     for backward in plan.of("backward"):
         node = source.at(backward.span)
-        loop = next((each for each in source.loops(node) if isinstance(each, ast.For)), None) if node else None
+        loop = next((inner for inner in source.loops(node) if isinstance(inner, ast.For)), None) if node else None
         if loop is None or not plan.once(loop, "batch size"):
             continue
         names = plan.batch_names(loop)
-        for each in ast.walk(loop):
-            is_read = isinstance(each, ast.Name | ast.Attribute) and isinstance(each.ctx, ast.Load)
-            if is_read and source.code(each) == size and names:
-                source.replace(each, f"len({names[0]})", "the number of samples of this rank")
+        for inner in ast.walk(loop):
+            is_read = isinstance(inner, ast.Name | ast.Attribute) and isinstance(inner.ctx, ast.Load)
+            if is_read and source.code(inner) == size and names:
+                source.replace(inner, f"len({names[0]})", "the number of samples of this rank")
 
 
 def _split_tensors(plan: Plan) -> None:
-    """Without a loader: split what the training forward and its loss are given, where it gets its value."""
+    """Without a loader: split the arguments of the training forward and its loss, after their assignments."""
     source, forwards = plan.source, plan.training_forwards
     names: list[str] = []
     for fact in [*forwards, *(loss for loss in plan.of("loss") if loss.is_inner)]:
@@ -168,30 +170,32 @@ def _split_tensors(plan: Plan) -> None:
                 names += [] if node is function else [node.id]
     call = source.at(forwards[0].span)
     scope = source.scope(call) if call else source.tree
-    parts: dict[ast.stmt, list[str]] = {}
+    names_by_statement: dict[ast.stmt, list[str]] = {}
     for name in names:
         stores = [node for node in source.stores(name, scope) if source.scope(node) is scope]
         stores = stores or [node for node in source.stores(name, source.tree) if source.scope(node) is source.tree]
         if stores and plan.is_data(statement := source.statement(stores[-1])):
-            parts.setdefault(_after_branches(plan, statement, call), []).append(name)
-    if not parts:
+            names_by_statement.setdefault(_after_branches(plan, statement, call), []).append(name)
+    if not names_by_statement:
         raise NotPortedError(
             forwards[0].line,
-            "where the batch comes from was not found. If the model gets the whole data set in each update, read it in "
+            "the assignment of the batch was not found. If the model gets all data in each update, read it in "
             "batches first; of one graph, sample the neighbours of some nodes. Else split it: tensor[rank::world_size]",
         )
     plan.helpers.add("part")
-    blocks = {id(source.block(statement)) for statement in parts}
-    if len(blocks) == 1:  # together, because one may be made of another
-        last = max(parts, key=lambda statement: statement.lineno)
-        parts = {last: [name for split in parts.values() for name in split]}
-    for statement, split in parts.items():
-        together = ", ".join(split)
-        source.insert_after(statement, f"{together} = part({together})", "each rank takes its part of every batch")
+    blocks = {id(source.block(statement)) for statement in names_by_statement}
+    if len(blocks) == 1:  # together, because one tensor may be computed from another
+        last = max(names_by_statement, key=lambda statement: statement.lineno)
+        names_by_statement = {last: [name for split_names in names_by_statement.values() for name in split_names]}
+    for statement, split_names in names_by_statement.items():
+        joined_names = ", ".join(split_names)
+        source.insert_after(
+            statement, f"{joined_names} = part({joined_names})", "each rank takes its part of every batch"
+        )
 
 
 def _after_branches(plan: Plan, statement: ast.stmt, call: ast.AST | None) -> ast.stmt:
-    """The statement, or the `if` around it whose branches each make the batch, before the training forward."""
+    """Return the statement, or the outermost `if` with an `else` around it that does not hold the training forward."""
     parent = plan.source.parents[statement]
     while isinstance(parent, ast.If) and parent.orelse and not any(node is call for node in ast.walk(parent)):
         statement, parent = parent, plan.source.parents[parent]
@@ -199,7 +203,7 @@ def _after_branches(plan: Plan, statement: ast.stmt, call: ast.AST | None) -> as
 
 
 def replace_leftovers(plan: Plan) -> None:
-    """DataParallel goes, and a device is a rank's own."""
+    """Remove DataParallel, and replace numbered devices by the device of the rank."""
     source = plan.source
     numbered: list[ast.expr] = []
     for node in ast.walk(source.tree):
@@ -208,18 +212,18 @@ def replace_leftovers(plan: Plan) -> None:
         if isinstance(node, ast.expr) and _names_device(node):
             numbered.append(node)
         if isinstance(node, ast.Expr) and source.code(node.value).startswith("torch.cuda.set_device("):
-            source.put_under(node, _IS_ALONE, _OWN_DEVICE)
-        if isinstance(node, ast.Assign) and source.code(node.targets[0]) in _VISIBLE:
-            source.put_under(node, _IS_ALONE, _OWN_DEVICE)
+            source.put_under(node, _NO_LAUNCHER, _DEVICE_REASON)
+        if isinstance(node, ast.Assign) and source.code(node.targets[0]) in _VISIBLE_DEVICES:
+            source.put_under(node, _NO_LAUNCHER, _DEVICE_REASON)
     if len({source.code(node).strip("\"'") for node in numbered}) > 1:
         plan.note(numbered[1].lineno, "this script names several devices: each rank has one, so remove the others")
         return
     for node in numbered:
-        source.replace(node, '"cuda"', _OWN_DEVICE)
+        source.replace(node, '"cuda"', _DEVICE_REASON)
 
 
 def _names_device(node: ast.expr) -> bool:
-    """Whether it is the name of a numbered GPU: "cuda:0", f"cuda:{gpu}", "cuda:" + gpu, "cuda:%d" % gpu."""
+    """Whether the expression is the name of a numbered GPU: "cuda:0", f"cuda:{gpu}", "cuda:" + gpu, "cuda:%d" % gpu."""
     match node:
         case ast.Constant(value=str(text)):
             return re.fullmatch(r"cuda:\d+", text) is not None

@@ -1,4 +1,4 @@
-"""Counts of the training loop, and evaluations: each rank has a part, and the sums are those of all ranks."""
+"""Sums the counts of the training loop and of evaluations over the ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _KEEPS_WHOLE = {
 
 
 def edit_counts(plan: Plan) -> None:
-    """Numbers of samples that the training loop adds up or prints are those of all ranks."""
+    """Count samples that the training loop adds up or prints over all ranks."""
     source = plan.source
     for backward in plan.of("backward"):
         node = source.at(backward.span)
@@ -45,7 +45,7 @@ def edit_counts(plan: Plan) -> None:
 
 
 def _is_mean(plan: Plan, node: ast.AST) -> bool:
-    """Whether an expression is a mean over the samples that is only shown: `output.mean().item()`, not a loss."""
+    """Whether an expression is a mean over the samples that is only printed: `output.mean().item()`."""
     source = plan.source
     if not (isinstance(node, ast.Attribute) and node.attr == "item" and isinstance(source.parents[node], ast.Call)):
         return False
@@ -55,7 +55,7 @@ def _is_mean(plan: Plan, node: ast.AST) -> bool:
 
 
 def _average(plan: Plan, node: ast.AST) -> None:
-    """Make a mean that is shown the mean over all ranks."""
+    """Average a printed mean over all ranks."""
     assert isinstance(node, ast.Attribute)
     try:
         count = count_of_terms(plan, plan.source.statement(node))
@@ -67,7 +67,7 @@ def _average(plan: Plan, node: ast.AST) -> None:
 
 
 def _add_up(plan: Plan, statement: ast.AugAssign) -> None:
-    """`correct += (...).sum().item()` and `seen += len(x)`, also as a factor: `total += loss.item() * len(x)`."""
+    """Edit `correct += (...).sum().item()`, `seen += len(x)` and `total += loss.item() * len(x)`."""
     if _is_count(plan, statement.value):
         if plan.once(statement.value, "count"):
             _wrap(plan, statement.value)
@@ -101,25 +101,25 @@ def _is_count(plan: Plan, node: ast.AST) -> bool:
 
 
 def edit_evaluations(plan: Plan) -> None:
-    """Split an evaluation over the ranks where all that it keeps are sums; else every rank evaluates everything."""
+    """Split an evaluation over the ranks if it only keeps sums; else every rank evaluates all samples."""
     source = plan.source
     for fact in plan.of("pass"):
         if fact.details["id"] in plan.training_loaders or fact.details["trains"]:
             continue
         loop = source.at(fact.span, ast.For)
-        loader = next((each for each in plan.of("loader") if each.details["id"] == fact.details["id"]), None)
-        made = source.at(loader.span) if loader else None
-        if not isinstance(loop, ast.For) or loader is None or made is None or not plan.once(loop):
+        loader = next((inner for inner in plan.of("loader") if inner.details["id"] == fact.details["id"]), None)
+        loader_call = source.at(loader.span) if loader else None
+        if not isinstance(loop, ast.For) or loader is None or loader_call is None or not plan.once(loop):
             continue
-        sums = [each for each in ast.walk(loop) if isinstance(each, ast.AugAssign) and isinstance(each.op, ast.Add)]
-        names = list(dict.fromkeys(source.code(each.target) for each in sums))
+        sums = [inner for inner in ast.walk(loop) if isinstance(inner, ast.AugAssign) and isinstance(inner.op, ast.Add)]
+        names = list(dict.fromkeys(source.code(inner.target) for inner in sums))
         keeps_whole = any(
-            isinstance(each, ast.Call) and source.code(each.func).rpartition(".")[2] in _KEEPS_WHOLE
-            for each in ast.walk(loop)
+            isinstance(inner, ast.Call) and source.code(inner.func).rpartition(".")[2] in _KEEPS_WHOLE
+            for inner in ast.walk(loop)
         )
         are_sums = (
             bool(sums)
-            and all(isinstance(each.target, ast.Name) and _is_sum(plan, each.value, loop) for each in sums)
+            and all(isinstance(inner.target, ast.Name) and _is_sum(plan, inner.value, loop) for inner in sums)
             and not keeps_whole
             and loader.is_inner
             and not loader.details["is_stream"]
@@ -127,16 +127,16 @@ def edit_evaluations(plan: Plan) -> None:
         )
         if plan.choice.evaluation == "split" and are_sums:
             plan.helpers.add("add_over_ranks")
-            if plan.once(made):
-                plan.split_loader(made, "each rank evaluates its part", evaluates=True)
-            together = ", ".join(names)
-            source.insert_after(loop, f"{together} = add_over_ranks({together})", "the sums of all ranks")
+            if plan.once(loader_call):
+                plan.split_loader(loader_call, "each rank evaluates its part", evaluates=True)
+            joined_names = ", ".join(names)
+            source.insert_after(loop, f"{joined_names} = add_over_ranks({joined_names})", "the sums of all ranks")
         else:
-            plan.note(loop.lineno, "every rank evaluates the whole set: right, but not faster")
+            plan.note(loop.lineno, "every rank evaluates the whole set: correct, but not faster")
 
 
 def _is_sum(plan: Plan, node: ast.AST, loop: ast.For) -> bool:
-    """Whether an expression adds up over samples, so that the sum over ranks is that over all samples."""
+    """Whether an expression is a sum over samples, so that its sum over the ranks is the sum over all samples."""
     text, names = plan.source.code(node), plan.batch_names(loop)
     lengths = {f"{name}{end}" for name in names for end in (".size(0)", ".shape[0]")} | {
         f"len({name})" for name in names

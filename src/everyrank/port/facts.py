@@ -1,4 +1,4 @@
-"""What was seen of a run of the script: each expression that did something of interest, and where it stands."""
+"""Fact: an expression of the script that a run evaluated, with its position and what it did."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ __all__ = ["CallSite", "Fact", "read_facts"]
 class CallSite:
     """One line of the stack of the user's own code: [first line, column, last line, column], and its function.
 
-    values  name -> [kind, text, identity], as rerun/inside/setup.py records them; {} if not, or if they stand in an
-            earlier record
+    values  name -> [kind, text, identity], as rerun/inside/setup.py records them; {} if it does not, or if an earlier
+            record has them
     """
 
     file: str
@@ -28,11 +28,11 @@ class Fact:
     """An expression of the script that made a loader, called the model, saved a file, ...
 
     kind      "loader", "pass", "forward", "loss", "backward", "optimizer", "step", "write", "read", "seed" or "draw"
-    chain     the calls of the script that led there, the innermost first
-    is_inner  whether the innermost line of the user's own code stands in the script, not in another file of theirs
-    details   what else is known: see rerun/inside/expressions.py
-    file      the file of the innermost line of the user's own code
-    number    its place in the order of the run
+    chain     the calls of the script that led to the expression, the innermost first
+    is_inner  whether the innermost line of the user's code is in the script, not in another file
+    details   other facts: see rerun/inside/expressions.py
+    file      the file of the innermost line of the user's code
+    number    its position in the order of the run
     """
 
     kind: str
@@ -44,26 +44,33 @@ class Fact:
 
     @property
     def span(self) -> tuple[int, int, int, int]:
-        """The place of the innermost expression."""
+        """The position of the innermost expression."""
         return self.chain[0].span
 
     @property
     def line(self) -> int:
-        """Its first line."""
+        """The first line of the innermost expression."""
         return self.chain[0].span[0]
 
 
 def read_facts(records: Sequence[dict[str, Any]], offsets: Mapping[str, int]) -> list[Fact]:
-    """The facts as seen from the files that are edited: what another file did counts for the line that called it.
+    """Return the facts about the edited files: a call in another file counts for the line that led to it.
 
-    offsets  for the path of each file, how many lines stand before it in the text to edit
+    offsets  path of each file -> number of lines before it in the text to edit
     """
     facts: list[Fact] = []
     for number, record in enumerate(records):
         values = record.get("values") or [{} for _ in record["chain"]]
         calls = [
-            CallSite(file, (line + (more := offsets.get(file, 0)), column, last + more, end), name, names)
-            for (file, line, column, last, end, name), names in zip(record["chain"], values, strict=False)
+            CallSite(
+                file,
+                (line + (offset := offsets.get(file, 0)), column, last_line + offset, end_column),
+                name,
+                values_by_name,
+            )
+            for (file, line, column, last_line, end_column, name), values_by_name in zip(
+                record["chain"], values, strict=False
+            )
         ]
         chain = tuple(call for call in calls if call.file in offsets)
         details = {name: value for name, value in record.items() if name not in ("kind", "chain", "values")}

@@ -1,4 +1,4 @@
-"""A script, and another file of the user's with its training loop: one text to edit, two files to write."""
+"""ScriptFiles: a script, and another file with its training loop, as one text to edit and two files to write."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _BORDER = "# everyrank: the other file begins here"
 
 @dataclasses.dataclass(frozen=True)
 class ScriptFiles:
-    """The texts of a script and of another file, which stands in the same folder or below it; "" if there is none.
+    """The texts of a script and of another file, in the same folder or below it; "" if there is none.
 
     target     the end of the ports' names: train_ddp.py
     port_name  the name of the script's port; "" for train_ddp.py of train.py
 
-    Facts and edits count the lines of the other file on from those of the script.
+    In facts and edits, the lines of the other file are numbered after the lines of the script.
     """
 
     script: Path
@@ -37,11 +37,13 @@ class ScriptFiles:
         if not self.other.absolute().is_relative_to(folder):
             raise UsageError(f"--with {self.other}: it is not below the folder of {self.script}, so it is not ported")
         if ("\r\n" in self.text) != ("\r\n" in self.other_text):
-            raise UsageError(f"--with {self.other}: its line ends are not those of {self.script}; convert one of them")
+            raise UsageError(
+                f"--with {self.other}: its line ends differ from those of {self.script}; convert one of the two files"
+            )
 
     @property
     def newline(self) -> str:
-        """The line end of both."""
+        """The line end of both files."""
         return "\r\n" if "\r\n" in self.text else "\n"
 
     @property
@@ -59,13 +61,13 @@ class ScriptFiles:
 
     @property
     def module(self) -> str:
-        """How the script imports the other file: "engine" or "pkg.engine"."""
+        """The module name of the other file in the script: "engine" or "pkg.engine"."""
         if self.other is None:
             return ""
         return ".".join(self.other.absolute().relative_to(self.script.absolute().parent).with_suffix("").parts)
 
     def parts(self, whole: str) -> tuple[str, str]:
-        """The edited script and the edited other file."""
+        """Return the edited script and the edited other file."""
         first, _, second = whole.partition(_BORDER)
         return first, re.sub(r"^\r?\n", "", second)
 
@@ -76,7 +78,7 @@ class ScriptFiles:
         return f"{self.other.name} line {line - self.num_lines}"
 
     def written(self, text: str, other_text: str) -> dict[str, str]:
-        """The files of a port by their names, relative to the folder of the script; the script first."""
+        """Return the files of a port by their names, relative to the folder of the script; the script first."""
         files = {self.port_name or f"{self.script.stem}_{self.target}.py": text}
         if self.other is not None:
             name = self.other.absolute().relative_to(self.script.absolute().parent)

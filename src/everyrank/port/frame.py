@@ -13,41 +13,45 @@ from everyrank.port.source import NotPortedError, holds_line
 __all__ = ["add_frame", "imported_names", "imports_in", "leading_imports", "main_of"]
 
 _REASON = "what the port needs"
-_BEGINS = ("loader", "seed", "optimizer", "forward", "draw")
+_FIRST_KINDS = ("loader", "seed", "optimizer", "forward", "draw")
 
 
 def add_frame(plan: Plan) -> None:
-    """Add what all other edits rely on."""
+    """Add the imports, helper functions, start and end that all other edits need."""
     _add_own_noise(plan)
     _choose_seed(plan)
     source, border = plan.source, plan.files.num_lines
     body, main = _body(plan), main_of(plan)
-    other = [node for node in source.tree.body if border and node.lineno > border]
-    leading = leading_imports(body)
+    other_body = [node for node in source.tree.body if border and node.lineno > border]
+    last_import = leading_imports(body)
     reason = _REASON if plan.idiom is not None else f"{_REASON}, in plain PyTorch"
-    start = _start(plan, imported_names(imports_in(body)), is_function=bool(other))
+    start = _start(plan, imported_names(imports_in(body)), is_function=bool(other_body))
     start += ["same_seed()"] if plan.has_same_seed else []
-    if other:
-        source.insert_after(leading_imports(other), _helpers(plan, other), reason)
+    if other_body:
+        source.insert_after(leading_imports(other_body), _helpers(plan, other_body), reason)
         _import_other(plan, body)
         block = "\n".join(_imports_of_helpers(plan, body, start))
     else:
         block = _helpers(plan, body)
     if main is not None:
-        source.insert_after(leading, block, reason)
+        source.insert_after(last_import, block, reason)
         source.insert_first(main, "\n".join(start), "before anything else")
-        last = main.body[-1]
+        last_in_main = main.body[-1]
     else:
-        source.insert_after(leading, f"{block}\n\n\n" + "\n".join(start), f"{reason}, before anything else")
-        ends = body[-1]
-        last = ends.body[-1] if isinstance(ends, ast.If) and _is_main(plan, ends) else ends
-    if plan.choice.target != "fabric":  # which does it by itself
-        source.insert_after(last, "dist.destroy_process_group()", "all ranks leave together")
+        source.insert_after(last_import, f"{block}\n\n\n" + "\n".join(start), f"{reason}, before anything else")
+        last_statement = body[-1]
+        last_in_main = (
+            last_statement.body[-1]
+            if isinstance(last_statement, ast.If) and _is_main(plan, last_statement)
+            else last_statement
+        )
+    if plan.choice.target != "fabric":  # Fabric destroys its process group itself
+        source.insert_after(last_in_main, "dist.destroy_process_group()", "all ranks leave together")
     source.edits = [dataclasses.replace(edit, text=plan.in_idiom(edit.text)) for edit in source.edits]
 
 
 def _body(plan: Plan) -> list[ast.stmt]:
-    """The statements of the script itself."""
+    """Return the statements of the script itself."""
     border = plan.files.num_lines
     return [node for node in plan.source.tree.body if not border or node.lineno <= border]
 
@@ -57,42 +61,44 @@ def _is_main(plan: Plan, node: ast.stmt) -> bool:
 
 
 def main_of(plan: Plan) -> ast.If | None:
-    """The `if __name__ == "__main__":` of the script, if all that matters begins in it."""
+    """Return the `if __name__ == "__main__":` of the script, if it holds all facts of the kinds `_FIRST_KINDS`."""
     main = next((node for node in _body(plan) if isinstance(node, ast.If) and _is_main(plan, node)), None)
-    begins = [fact for fact in plan.facts if fact.kind in _BEGINS]
-    is_in_main = main is not None and all(any(holds_line(main, call.span[0]) for call in fact.chain) for fact in begins)
+    first_facts = [fact for fact in plan.facts if fact.kind in _FIRST_KINDS]
+    is_in_main = main is not None and all(
+        any(holds_line(main, call.span[0]) for call in fact.chain) for fact in first_facts
+    )
     return main if is_in_main else None
 
 
 def _start(plan: Plan, imported: set[str], is_function: bool) -> list[str]:
-    """The lines that join the ranks; a library's object is made by a function if that stands in the other file."""
+    """Return the lines that join the ranks; with `is_function`, setup() makes the library's object."""
     if plan.idiom is None:
         return ["setup()"]
     return [f"{plan.object_name} = setup()"] if is_function else start_lines(plan, "logging" in imported)
 
 
 def leading_imports(body: list[ast.stmt]) -> ast.stmt:
-    """The last of the imports at the top of a file. Raises `NotPortedError` if there are none."""
+    """Return the last of the imports at the top of a file. Raises `NotPortedError` if there are none."""
     first = next(
         (node for node in body if not isinstance(node, ast.Import | ast.ImportFrom) and not _is_text(node)), None
     )
     if first is None or not imports_in(body):
-        raise NotPortedError(1, "the script imports nothing before its first statement: import torch at the top")
+        raise NotPortedError(1, "the script has no import before its first statement: import torch at the top")
     leading = [node for node in imports_in(body) if node.lineno < first.lineno]
     if not leading:
-        raise NotPortedError(first.lineno, "this statement stands before all imports: move the imports to the top")
+        raise NotPortedError(first.lineno, "this statement comes before all imports: move the imports to the top")
     return leading[-1]
 
 
 def imports_in(body: list[ast.stmt]) -> list[ast.Import | ast.ImportFrom]:
-    """The import statements of a file that stand in no function and no condition."""
+    """Return the import statements of a file outside of functions and conditions."""
     return [node for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
 def _helpers(plan: Plan, body: list[ast.stmt]) -> str:
-    """Imports and helper functions, for the file with these statements."""
-    last = leading_imports(body).lineno
-    imports = [node for node in imports_in(body) if node.lineno <= last]  # a later one is not there yet
+    """Return the imports and helper functions for the file with these statements."""
+    last_line = leading_imports(body).lineno
+    imports = [node for node in imports_in(body) if node.lineno <= last_line]  # a later import is not executed yet
     names = plan.helpers if plan.idiom is None else plan.helpers - {"setup"}
     helpers = helper_text(
         names,
@@ -108,26 +114,26 @@ def _helpers(plan: Plan, body: list[ast.stmt]) -> str:
     )
     if plan.idiom is not None and plan.files.other is not None:
         helpers = f"{_setup_of_library(plan, imports)}\n\n\n{helpers}"
-    return "\n\n\n".join(part for part in (_imports(plan, imports), helpers) if part)
+    return "\n\n\n".join(text for text in (_imports(plan, imports), helpers) if text)
 
 
 def _setup_of_library(plan: Plan, imports: list[ast.Import | ast.ImportFrom]) -> str:
-    """The function that makes a library's object for both files."""
+    """Return the function that makes a library's object for both files."""
     lines = start_lines(plan, "logging" in imported_names(imports))
     body = [f"global {plan.object_name}", *lines, f"return {plan.object_name}"]
     return "\n".join(
-        ["def setup():", '    """Join the other processes; only rank 0 prints."""', *(f"    {each}" for each in body)]
+        ["def setup():", '    """Join the other processes; only rank 0 prints."""', *(f"    {line}" for line in body)]
     )
 
 
 def _imports_of_helpers(plan: Plan, body: list[ast.stmt], start: list[str]) -> list[str]:
-    """The imports of a script whose helper functions stand in the other file."""
+    """Return the imports of a script whose helper functions are in the other file."""
     texts = [*start, *(edit.text for edit in plan.source.edits if edit.start[0] <= plan.files.num_lines)]
-    used = sorted(name for name in plan.helpers if any(f"{name}(" in text for text in texts))
+    used_helpers = sorted(name for name in plan.helpers if any(f"{name}(" in text for text in texts))
     needs_os = any("os." in text for text in texts) and "os" not in imported_names(imports_in(body))
     return [
         *(["import os"] if needs_os else []),
-        f"from {plan.files.module}_{plan.files.target} import {', '.join(used)}",
+        f"from {plan.files.module}_{plan.files.target} import {', '.join(used_helpers)}",
         *(["import torch.distributed as dist"] if plan.idiom is None else []),
     ]
 
@@ -158,46 +164,48 @@ def _import_other(plan: Plan, body: list[ast.stmt]) -> None:
 
 
 def _add_own_noise(plan: Plan) -> None:
-    """Where dropout, augmentation or other random numbers are drawn in training: numbers of its own for each rank."""
+    """Give each rank its own random numbers if training draws them, as dropout and augmentation do."""
     source = plan.source
     drops = any(fact.details["has_dropout"] for fact in plan.training_forwards)
     draws = [fact for fact in plan.of("draw") if fact.details["in_loop"]]
-    # a draw of the loop itself may decide what all ranks do next
+    # a draw in the loop itself may decide what all ranks do next
     shared = {fact.details["library"] for fact in draws if not fact.details["in_data"]} - {"torch"}
     draws = [fact for fact in draws if fact.details["library"] not in shared]
     if not drops and not draws:
         return
     plan.reseeded = {fact.details["library"] for fact in draws} - {"torch"}
-    first = next((index for index, fact in enumerate(plan.facts) if fact.kind == "forward"), 0)
-    is_drawn = any(fact.kind == "draw" and fact.details["library"] == "torch" for fact in plan.facts[first:])
+    first_forward = next((index for index, fact in enumerate(plan.facts) if fact.kind == "forward"), 0)
+    is_drawn = any(fact.kind == "draw" and fact.details["library"] == "torch" for fact in plan.facts[first_forward:])
     has_own_sequences = "own_sequences" in plan.helpers and not is_drawn
     if not has_own_sequences and ("split" not in plan.helpers or not plan.training_loaders):
         line = (draws or plan.training_forwards)[0].line
         plan.note(line, "all ranks draw the same random numbers here, because their batches come from the same draws")
         return
     wrappers = [edit for edit in source.edits if edit.reason == PREPARES or edit.text.lstrip().startswith("shard(")]
-    last = max(wrappers, key=lambda edit: edit.start)
-    indent = last.text[: len(last.text) - len(last.text.lstrip())]
+    last_wrapper = max(wrappers, key=lambda edit: edit.start)
+    indent = last_wrapper.text[: len(last_wrapper.text) - len(last_wrapper.text.lstrip())]
     plan.helpers.add("own_noise")
     source.edits.append(
-        dataclasses.replace(last, text=f"{indent}own_noise()\n", reason="random numbers of its own on each rank")
+        dataclasses.replace(
+            last_wrapper, text=f"{indent}own_noise()\n", reason="random numbers of its own on each rank"
+        )
     )
 
 
 def _choose_seed(plan: Plan) -> None:
-    """Whether anything is drawn before the script sets a seed for it: then all ranks need the same one."""
+    """Add same_seed() if random numbers are drawn before the script sets a seed for them."""
     seeded: set[str] = set()
     for fact in plan.facts:
         if fact.kind == "seed":
             seeded.add(fact.details["library"])
-        needs = (
+        drawn_libraries = (
             {fact.details["library"]}
             if fact.kind == "draw" and not fact.details["in_data"]
             else {"torch"}
             if fact.kind in ("loader", "optimizer")
             else set()
         )
-        if needs - seeded:
+        if drawn_libraries - seeded:
             plan.has_same_seed = True
             plan.helpers.add("same_seed")
             return
@@ -217,12 +225,12 @@ def _imports(plan: Plan, imports: list[ast.Import | ast.ImportFrom]) -> str:
 
 
 def _draws_from_numpy(plan: Plan) -> bool:
-    """Whether numpy's random numbers are drawn, also in another file, such as the splits of a cross validation."""
+    """Whether numpy draws random numbers, also in another file, as for the splits of a cross validation."""
     return any(fact.details["library"] == "numpy" for fact in plan.of("draw"))
 
 
 def imported_names(imports: list[ast.Import | ast.ImportFrom]) -> set[str]:
-    """The names that plain import statements bind."""
+    """Return the names that plain import statements bind."""
     return {alias.asname or alias.name for node in imports if isinstance(node, ast.Import) for alias in node.names}
 
 

@@ -1,6 +1,6 @@
-"""Functions in plain PyTorch that a port brings along. Each port has only those that it calls.
+"""Functions in plain PyTorch that are added to a port, each only if the port calls it.
 
-They are written in the words of torch.distributed; idioms.py has those of Accelerate and Fabric.
+They call torch.distributed; idioms.py replaces these calls by those of Accelerate and Fabric.
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ def rank_0_first(make):
         return make()
 '''
 
-# in the order in which they stand in a port
+# in the order of a port
 HELPERS = {
     "setup": SETUP,
     "Silent": SILENT,
@@ -284,7 +284,7 @@ HELPERS = {
     "add_over_ranks": ADD,
 }
 
-# which are shorter with Accelerate and Fabric
+# the helpers that are shorter with Accelerate and Fabric
 LIBRARY_HELPERS = {"shared_seed": LIBRARY_SEED, "rank_0_first": LIBRARY_FIRST}
 
 _LEAVES_OUT = """            if len(batch) < dist.get_world_size() and not self.evaluates:
@@ -295,7 +295,7 @@ _LEAVES_OUT = """            if len(batch) < dist.get_world_size() and not self.
 
 
 def silencing_lines(has_logging: bool, has_wandb: bool) -> list[str]:
-    """What ranks other than 0 also do so that only rank 0 logs."""
+    """Return the lines for ranks other than 0, so that only rank 0 logs."""
     return [
         *(["logging.disable()"] if has_logging else []),
         *(['os.environ["WANDB_MODE"] = "disabled"'] if has_wandb else []),
@@ -315,17 +315,17 @@ def helper_text(
     sampler: str = "batches",
     device: str = "",
 ) -> str:
-    """The functions of these names, two empty lines apart.
+    """Return the functions of these names, two empty lines apart.
 
     has_batch_norm  batch norm of the model takes the samples of all ranks
     finds_unused    some parameters have no gradient in some updates
     sums            the loss is a sum over samples
     has_numpy       numpy's random numbers are seeded, too
-    has_logging     the script logs, which only rank 0 shows
-    has_wandb       it logs to Weights & Biases
-    reseeded        "random" and "numpy" if each rank draws numbers of its own from them in training
+    has_logging     the script uses logging, of which only rank 0's is shown
+    has_wandb       the script logs to Weights & Biases
+    reseeded        "random" and "numpy" if each rank draws its own numbers from them in training
     sampler         "batches" or "torch", as in `Choice`
-    device          of a library's object, if the port is for one: "accelerator.device"
+    device          the device of the library's object, such as "accelerator.device"; "" without a library
     """
     if names & {"same_seed", "split"}:
         names = names | {"shared_seed"}

@@ -1,4 +1,4 @@
-"""The words of Accelerate and Lightning Fabric, which take the place of those of torch.distributed in a port."""
+"""The calls of Accelerate and Lightning Fabric that replace those of torch.distributed in a port."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _LOOKUP = "torch.accelerator.current_accelerator() if torch.accelerator.is_avail
 
 @dataclasses.dataclass(frozen=True)
 class Idiom:
-    """How a port calls a library. `{x}` stands for the library's object, `{model}` for a name of the script.
+    """How a port calls a library. `{x}` is the library's object, `{model}` a name of the script.
 
-    title    of the library
-    install  what pip installs
+    title    name of the library
+    install  the package for pip install
     modules  names of its module; a port imports the first that is installed
     object   the name of its object in a port
-    words    what stands in place of a text of torch.distributed
-    prepare, prepare_optimizer  the calls that wrap a model, perhaps with optimizers, and optimizers
-    unwrapped  the model in the wrapper
-    passed_on  attributes that the wrapper has as the model has them
+    words    (text with torch.distributed, its replacement)
+    prepare, prepare_optimizer  the calls that wrap a model (perhaps with optimizers), and an optimizer
+    unwrapped  the expression for the model in the wrapper
+    passed_on  attributes that the wrapper passes on to the model
     start    the command that starts a port on several ranks of one host, before the port's name
-    on_cpu   environment in which the library computes on the CPU, whatever GPUs a machine has or pretends to have
+    on_cpu   environment variables that make the library compute on the CPU
     """
 
     title: str
@@ -92,11 +92,11 @@ _FABRIC = Idiom(
     on_cpu={"LT_ACCELERATOR": "cpu"},
 )
 IDIOMS = {"accelerate": _ACCELERATE, "fabric": _FABRIC}
-"""By the value of --to."""
+"""The idioms by the value of --to."""
 
 
 def in_idiom(text: str, idiom: Idiom, name: str) -> str:
-    """A text in the words of torch.distributed, in those of a library whose object has this name.
+    """Return a text with the calls of torch.distributed replaced by those of a library whose object has this name.
 
     Example:
         in_idiom("if dist.get_rank() == 0:", IDIOMS["fabric"], "fabric")  # "if fabric.is_global_zero:"
@@ -108,9 +108,9 @@ def in_idiom(text: str, idiom: Idiom, name: str) -> str:
 
 
 def installed_module(idiom: Idiom) -> str:
-    """The module that a port imports; "" if the library is not installed.
+    """Return the module that a port imports; "" if the library is not installed.
 
-    Of lightning.fabric only `lightning` is looked for, because the search for a submodule imports it.
+    For lightning.fabric, only `lightning` is searched: to search for a submodule imports the package.
     """
     installed = (name for name in idiom.modules if importlib.util.find_spec(name.partition(".")[0]) is not None)
     return next(installed, "")
@@ -121,5 +121,5 @@ def check_installed(target: str) -> None:
     idiom = IDIOMS.get(target)
     if idiom is not None and not installed_module(idiom):
         raise UsageError(
-            f"--to {target}: the check runs the port, and {idiom.title} is not installed: pip install {idiom.install}"
+            f"--to {target}: the check needs {idiom.title}, which is not installed: pip install {idiom.install}"
         )

@@ -1,4 +1,4 @@
-"""Makes the loss of each backward that of the whole batch, so that averaged gradients are those of one process."""
+"""Makes the loss of each backward the loss of the whole batch, so that averaged gradients equal one process's."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ def edit_losses(plan: Plan) -> None:
         if not isinstance(root, ast.Name | ast.Attribute):
             source.wrap(root, f"{function}(", f"{count})", _REASON)
             continue
-        whole = f"{function}({text}{count})"
+        new_value = f"{function}({text}{count})"
         block = source.block(statement)
         assigned = [each for each in block[: block.index(statement)] if source.stores(text, each)]
         if assigned:
-            source.insert_after(assigned[-1], f"{text} = {whole}", _REASON)
+            source.insert_after(assigned[-1], f"{text} = {new_value}", _REASON)
         else:
-            source.insert_before(statement, f"{text} = {whole}", _REASON)
+            source.insert_before(statement, f"{text} = {new_value}", _REASON)
 
 
 def _unscaled(node: ast.expr) -> ast.expr:
-    """The loss without a division by a number of micro-batches or the scale of a GradScaler."""
+    """Return the loss without a division by a number of micro-batches or the scale of a GradScaler."""
     while True:
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div | ast.Mult):
             node = node.left
@@ -61,7 +61,7 @@ def _unscaled(node: ast.expr) -> ast.expr:
 
 
 def count_of_terms(plan: Plan, statement: ast.stmt) -> str:
-    """An expression for the number of terms of this rank that the loss of a backward is the mean of."""
+    """Return an expression for the number of terms that the loss of a backward averages on this rank."""
     source, scope = plan.source, plan.source.scope(statement)
 
     def calls(facts: list[Fact]) -> list[tuple[Fact, ast.Call]]:
@@ -79,43 +79,54 @@ def count_of_terms(plan: Plan, statement: ast.stmt) -> str:
     masked = _masked_in_forward(plan, [call for _, call in forwards])
     if not losses and masked:
         return masked
-    given = [source.code(argument) for _, call in forwards for argument in call.args if isinstance(argument, ast.Name)]
+    model_arguments = [
+        source.code(argument) for _, call in forwards for argument in call.args if isinstance(argument, ast.Name)
+    ]
     loops = [loop for loop in source.loops(statement) if isinstance(loop, ast.For)]
-    of_batch = [name for loop in loops for name in plan.batch_names(loop)]
-    names = [name for name in names if name in given or name in of_batch] + [n for n in names if n not in given] + given
+    batch_names = [name for loop in loops for name in plan.batch_names(loop)]
+    names = (
+        [name for name in names if name in model_arguments or name in batch_names]
+        + [n for n in names if n not in model_arguments]
+        + model_arguments
+    )
     if names:
         return f"len({names[0]})"
     for _, call in forwards:
-        for word in call.keywords:
-            if isinstance(word.value, ast.Name):
-                return f"len({word.value.id})" if word.arg else f"len(next(iter({word.value.id}.values())))"
+        for keyword in call.keywords:
+            if isinstance(keyword.value, ast.Name):
+                return f"len({keyword.value.id})" if keyword.arg else f"len(next(iter({keyword.value.id}.values())))"
     for _, call in [*losses, *forwards]:  # a part of the batch: batch[:, 1:]
         for node in ast.walk(call):
-            if isinstance(node, ast.Name) and node.id in of_batch:
+            if isinstance(node, ast.Name) and node.id in batch_names:
                 return f"len({node.id})"
     raise NotPortedError(
         statement.lineno,
-        "the number of samples that this loss is the mean of was not found. Call the model with a batch in this "
+        "the number of samples that this loss averages was not found. Call the model with a batch in this "
         "function; an episode of one environment has no samples to split: average the gradients of several by hand",
     )
 
 
 def _masked_in_forward(plan: Plan, forwards: list[ast.Call]) -> str:
-    """The number of terms that a loss inside of the model's forward does not ignore; "" if there is no such loss."""
+    """Return an expression for the number of terms that a loss in the model's forward does not ignore.
+
+    Returns "" if there is no such loss.
+    """
     source = plan.source
     for fact in plan.of("loss"):
         call = source.at(fact.span)
         if not fact.is_inner or fact.details["ignored"] is None or not isinstance(call, ast.Call) or len(call.args) < 2:
             continue
         function = source.scope(call)
-        parameters = [each.arg for each in function.args.args] if isinstance(function, ast.FunctionDef) else []
+        parameters = (
+            [parameter.arg for parameter in function.args.args] if isinstance(function, ast.FunctionDef) else []
+        )
         names = [node.id for node in ast.walk(call.args[1]) if isinstance(node, ast.Name) and node.id in parameters]
         if parameters[:1] != ["self"] or len(names) != 1:
             continue
         index = parameters.index(names[0]) - 1
         for forward in forwards:
-            given = next((word.value for word in forward.keywords if word.arg == names[0]), None)
-            given = given or (forward.args[index] if index < len(forward.args) else None)
-            if given is not None:
-                return f"({source.code(given)} != {fact.details['ignored']}).sum()"
+            argument = next((keyword.value for keyword in forward.keywords if keyword.arg == names[0]), None)
+            argument = argument or (forward.args[index] if index < len(forward.args) else None)
+            if argument is not None:
+                return f"({source.code(argument)} != {fact.details['ignored']}).sum()"
     return ""

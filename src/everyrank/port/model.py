@@ -1,7 +1,7 @@
 """Wraps the models that train in DistributedDataParallel. Only training forwards call the wrapper.
 
-The model itself stays as it is for evaluation, saving and methods of its own: no `.module`, no "module." in a
-checkpoint, and no communication where ranks evaluate different numbers of batches.
+Evaluation, saving and other methods use the model itself: no `.module`, no "module." in a checkpoint, and no
+communication where ranks evaluate different numbers of batches.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from everyrank.port.source import NotPortedError, holds_line
 
 __all__ = ["edit_models"]
 
-# calls after which the wrapper is made, if they come before the training
+# methods of the model: the wrapper is made after their last call before the training
 _PREPARING = {
     "to",
     "cuda",
@@ -33,7 +33,7 @@ _PREPARING = {
 
 
 def edit_models(plan: Plan) -> None:
-    """Call a wrapper in each training forward, and make it where the model is ready."""
+    """Call a wrapper in each training forward, and create the wrapper after the model is ready."""
     source = plan.source
     for forward in plan.training_forwards:
         call = source.at(forward.span)
@@ -42,14 +42,16 @@ def edit_models(plan: Plan) -> None:
                 forward.line, f"{forward.details['module']} is called in another file: move the call into this script"
             )
         if not isinstance(call.func, ast.Name | ast.Attribute):
-            raise NotPortedError(call.lineno, f"{source.code(call.func)} is no name: give the model one")
+            raise NotPortedError(
+                call.lineno, f"{source.code(call.func)} is called without a name: assign the model to a variable"
+            )
         plan.has_batch_norm |= forward.details["has_batch_norm"]
         if forward.details["has_batch_norm"] and plan.idiom is not None:
             plan.helpers.add("sync_batch_norms")
         if forward.details["has_batch_norm"]:
             plan.note(
                 call.lineno,
-                "batch norm takes the samples of all ranks on CUDA, as was checked; on the CPU torch cannot do that, "
+                "batch norm takes the samples of all ranks on CUDA, as checked; on the CPU torch cannot do that, "
                 "and each rank normalizes its own samples",
             )
         _follow(plan, call.func, 0, forward)
@@ -60,7 +62,7 @@ def edit_models(plan: Plan) -> None:
 
 
 def _is_called_otherwise(plan: Plan, scope: ast.FunctionDef, callers: set[tuple[int, int, int, int]]) -> bool:
-    """Whether a function also gets the model itself: an evaluation calls it from another place."""
+    """Whether another call passes the model itself to a function, as an evaluation does."""
     return any(
         outer.span not in callers
         for fact in plan.of("forward")
@@ -70,7 +72,7 @@ def _is_called_otherwise(plan: Plan, scope: ast.FunctionDef, callers: set[tuple[
 
 
 def _use_module(plan: Plan, scope: ast.FunctionDef, name: str) -> None:
-    """In a function that is given the wrapper, all but training forwards use the model inside of it."""
+    """In a function whose parameter is the wrapper, let all code except training forwards use the model in it."""
     source = plan.source
     for node in ast.walk(scope):
         if not (isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load)):
@@ -80,22 +82,22 @@ def _use_module(plan: Plan, scope: ast.FunctionDef, name: str) -> None:
 
 
 def _follow(plan: Plan, name_node: ast.expr, depth: int, forward: Fact) -> None:
-    """Replace a name of the model by its wrapper's, here or where it is passed to this function."""
+    """Replace a name of the model by the name of its wrapper, here or in the call that passes it to this function."""
     source, name = plan.source, plan.source.code(name_node)
     scope = source.scope(name_node)
     if isinstance(scope, ast.FunctionDef) and name in [argument.arg for argument in scope.args.args]:
         if source.stores(name, scope):
-            raise NotPortedError(scope.lineno, f"{scope.name} assigns to {name} anew: give it another name")
+            raise NotPortedError(scope.lineno, f"{scope.name} reassigns {name}: use another name")
         if depth + 1 >= len(forward.chain):
-            raise NotPortedError(scope.lineno, f"the call that gives {name} to {scope.name} was not seen")
+            raise NotPortedError(scope.lineno, f"the call that passes {name} to {scope.name} was not recorded")
         _follow(plan, _argument(plan, scope, name, forward.chain[depth + 1].span), depth + 1, forward)
         if plan.choice.target == "fsdp":
-            return  # the model is no other object
+            return  # fully_shard changes the model in place
         plan.training_uses.append(name_node)
         plan.passed_models.append((scope, name, forward.chain[depth + 1].span))
         return
     if not isinstance(name_node, ast.Name | ast.Attribute):
-        raise NotPortedError(name_node.lineno, f"{name} is no name: give the model one")
+        raise NotPortedError(name_node.lineno, f"{name} is passed without a name: assign the model to a variable")
     if plan.choice.target == "fsdp":
         owner, store = _store(plan, name, name_node, forward)
         plan.sharded.append(name_node)
@@ -119,29 +121,29 @@ def _follow(plan: Plan, name_node: ast.expr, depth: int, forward: Fact) -> None:
 
 
 def _argument(plan: Plan, function: ast.FunctionDef, name: str, span: tuple[int, int, int, int]) -> ast.expr:
-    """The expression that a call gives to a parameter of a function."""
+    """Return the expression that a call passes for a parameter of a function."""
     call = plan.source.at(span)
     parameters = [argument.arg for argument in function.args.args]
     if isinstance(call, ast.Call):
-        given = next((word.value for word in call.keywords if word.arg == name), None)
+        passed = next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
         index = parameters.index(name) - (1 if parameters[:1] == ["self"] else 0)
         has_stars = any(isinstance(argument, ast.Starred) for argument in call.args[: index + 1])
-        if given is None and index < len(call.args) and not has_stars:
-            given = call.args[index]
-        if given is not None:
-            return given
-    raise NotPortedError(span[0], f"this call gives {name} to {function.name} in a way that cannot be followed")
+        if passed is None and index < len(call.args) and not has_stars:
+            passed = call.args[index]
+        if passed is not None:
+            return passed
+    raise NotPortedError(span[0], f"this call passes {name} to {function.name} in a way that cannot be followed")
 
 
 def _store(plan: Plan, name: str, node: ast.expr, forward: Fact) -> tuple[ast.AST, ast.stmt]:
-    """The scope that the model belongs to, and the last statement that assigns it."""
+    """Return the scope that the model belongs to, and the last statement that assigns it."""
     source, scope = plan.source, plan.source.scope(node)
     for owner in dict.fromkeys([scope, source.tree]):
-        stores = [each for each in source.stores(name, owner) if source.scope(each) is owner]
-        running = [source.at(call.span, ast.stmt) for call in forward.chain]
-        lines = [each.lineno for each in running if isinstance(each, ast.stmt) and source.scope(each) is owner]
-        # not a model that is loaded again after the training
-        stores = [each for each in stores if not lines or source.statement(each).lineno < lines[0]] or stores
+        stores = [store for store in source.stores(name, owner) if source.scope(store) is owner]
+        statements = [source.at(call.span, ast.stmt) for call in forward.chain]
+        lines = [store.lineno for store in statements if isinstance(store, ast.stmt) and source.scope(store) is owner]
+        # ignore a model that is loaded again after the training
+        stores = [store for store in stores if not lines or source.statement(store).lineno < lines[0]] or stores
         if stores:
             return owner, source.statement(stores[-1])
     if "." in name:  # self.model, which another method assigns
@@ -156,34 +158,36 @@ def _store(plan: Plan, name: str, node: ast.expr, forward: Fact) -> tuple[ast.AS
             )
         if stores:
             return source.scope(stores[-1]), source.statement(stores[-1])
-    raise NotPortedError(forward.line, f"where {name} is assigned was not found")
+    raise NotPortedError(forward.line, f"the assignment of {name} was not found")
 
 
 def _last_preparation(plan: Plan, name: str, store: ast.stmt, forward: Fact) -> ast.stmt:
-    """The statement after which the model is ready: moved, loaded and in its optimizer, before the training begins."""
+    """Return the last statement before the training that moves or loads the model, or creates its optimizer."""
     source, scope = plan.source, plan.source.scope(store)
-    running = [source.at(call.span, ast.stmt) for call in forward.chain]
-    training = [each for each in running if isinstance(each, ast.stmt) and source.scope(each) is scope]
+    statements = [source.at(call.span, ast.stmt) for call in forward.chain]
+    training_statements = [each for each in statements if isinstance(each, ast.stmt) and source.scope(each) is scope]
     statement: ast.stmt = store
-    if training:
-        line = training[0].lineno
+    if training_statements:
+        line = training_statements[0].lineno
         while not any(holds_line(each, line) for each in source.block(statement)):
             parent = source.parents[statement]
             if not isinstance(parent, ast.stmt):
                 break
             statement = parent
     block = source.block(statement)
-    end = len(block)
-    if training:
-        end = next((i for i, each in enumerate(block) if holds_line(each, training[0].lineno)), end)
+    end_index = len(block)
+    if training_statements:
+        end_index = next(
+            (i for i, each in enumerate(block) if holds_line(each, training_statements[0].lineno)), end_index
+        )
     optimizers = {fact.span[:2] for fact in plan.of("optimizer")}
-    last = statement
-    for each in block[block.index(statement) + 1 : end]:
+    last_preparation = statement
+    for each in block[block.index(statement) + 1 : end_index]:
         for node in ast.walk(each):
             is_optimizer = isinstance(node, ast.Call) and (node.lineno, node.col_offset) in optimizers
             is_prepared = (
                 isinstance(node, ast.Attribute) and node.attr in _PREPARING and source.code(node.value) == name
             )
             if is_optimizer or is_prepared:
-                last = each
-    return last
+                last_preparation = each
+    return last_preparation

@@ -1,4 +1,4 @@
-"""Only rank 0 writes the files of the script, before other ranks read them; only it shows progress bars."""
+"""Lets only rank 0 write files and show progress bars; other ranks read the files afterwards."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from everyrank.port.source import Edit, NotPortedError, ScriptSource
 
 __all__ = ["edit_writes"]
 
-_IS_FIRST = "dist.get_rank() == 0"
-# what a short run may not come to: functions that write a file, by their whole name or its last part
+_IS_RANK_0 = "dist.get_rank() == 0"
+# functions that write a file, by their full name or its last part, for calls that a short run does not reach
 _WRITERS = {"torch.save", "os.mkdir", "plt.savefig", "np.save", "np.savez", "np.savetxt"}
 _WRITING_METHODS = {"save_pretrained", "save_image", "savefig", "to_csv", "imsave", "write_text", "write_bytes"}
 _WRITING_MODES = {"w", "wt", "wb", "a", "at", "ab"}
@@ -21,11 +21,11 @@ _BARS = {"tqdm", "trange"}
 
 def edit_writes(plan: Plan) -> None:
     """Put each statement that writes under `if dist.get_rank() == 0:`, and let ranks wait before they read it."""
-    source, done, loggers = plan.source, set[ast.AST](), set[ast.AST]()
+    source, edited, loggers = plan.source, set[ast.AST](), set[ast.AST]()
     nodes = [
         source.at(fact.span, (ast.Call, ast.With))
         for fact in plan.of("write")
-        if not (fact.details["name"] == "save" and plan.choice.target == "fsdp")  # all ranks take part
+        if not (fact.details["name"] == "save" and plan.choice.target == "fsdp")  # all ranks must call it
     ]
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Call):
@@ -35,7 +35,7 @@ def edit_writes(plan: Plan) -> None:
             if name in _LOGGERS or name.rpartition(".")[2] == "SummaryWriter":
                 plan.helpers.add("Silent")
                 loggers.add(node)
-                source.wrap(node, "(", f" if {_IS_FIRST} else Silent())", "only rank 0 logs")
+                source.wrap(node, "(", f" if {_IS_RANK_0} else Silent())", "only rank 0 logs")
             plan.has_wandb |= name == "wandb.init"
             if name.rpartition(".")[2] in _BARS and not any(word.arg in (None, "disable") for word in node.keywords):
                 _hide_bar(plan, node)
@@ -43,30 +43,30 @@ def edit_writes(plan: Plan) -> None:
         if node is None or node in loggers:
             continue
         statement = source.statement(node)
-        files = [
-            each
-            for each in source.ancestors(node)
-            if isinstance(each, ast.With) and "open(" in source.code(each.items[0].context_expr)
+        with_statements = [
+            node_around
+            for node_around in source.ancestors(node)
+            if isinstance(node_around, ast.With) and "open(" in source.code(node_around.items[0].context_expr)
         ]
-        statement = files[-1] if files else statement
-        if any(each in done for each in source.ancestors(statement)):
+        statement = with_statements[-1] if with_statements else statement
+        if any(node_around in edited for node_around in source.ancestors(statement)):
             continue
-        opened = _opened(plan, files[-1].items[0].context_expr if files else node)
+        opened = _opened(plan, with_statements[-1].items[0].context_expr if with_statements else node)
         if opened is not None and _stays_on_all_ranks(plan, statement):
-            done.add(statement)
-            whole = source.code(opened)
-            source.replace(opened, f"{whole} if {_IS_FIRST} else os.devnull", "the file is written once")
+            edited.add(statement)
+            path_text = source.code(opened)
+            source.replace(opened, f"{path_text} if {_IS_RANK_0} else os.devnull", "the file is written once")
         elif _is_all_of(node, statement, source):
-            done.add(statement)
+            edited.add(statement)
             _guard(plan, statement)
         elif plan.once(node, "rank 0 first") and isinstance(node, ast.Call):
             plan.helpers.add("rank_0_first")
             source.wrap(node, "rank_0_first(lambda: ", ")", "rank 0 downloads or creates it, then the others find it")
-    _edit_reads(plan, done)
+    _edit_reads(plan, edited)
 
 
 def _edit_reads(plan: Plan, guarded: set[ast.AST]) -> None:
-    """Let all ranks wait for rank 0 before they load what it saves in the same run."""
+    """Let all ranks wait for rank 0 before they load a file that it saves in the same run."""
     source = plan.source
     calls = [node for node in ast.walk(source.tree) if isinstance(node, ast.Call)]
     saved = {source.code(_file_of(plan, each, 1)) for each in calls if source.code(each.func) == "torch.save"} - {""}
@@ -76,14 +76,16 @@ def _edit_reads(plan: Plan, guarded: set[ast.AST]) -> None:
     for node in nodes:
         if node is None or any(each in guarded for each in source.ancestors(node)):
             continue
-        opened = source.around(node, ast.With)
-        is_opened = isinstance(opened, ast.With) and "open(" in source.code(opened.items[0].context_expr)
-        statement = opened if is_opened and isinstance(opened, ast.stmt) else source.statement(node)
+        with_statement = source.around(node, ast.With)
+        is_opened = isinstance(with_statement, ast.With) and "open(" in source.code(
+            with_statement.items[0].context_expr
+        )
+        statement = with_statement if is_opened and isinstance(with_statement, ast.stmt) else source.statement(node)
         if not plan.once(statement, "read"):
             continue
         tests = [source.code(each.test) for each in source.ancestors(node) if isinstance(each, ast.If)]
         if any(word in test for test in tests for word in _EXISTENCE):
-            # a rank that finds the file would wait for those that do not come here
+            # a rank that finds the file would wait for ranks that skip this code
             plan.note(
                 statement.lineno, "a rank may read this file while rank 0 writes it: write it before the training"
             )
@@ -92,14 +94,14 @@ def _edit_reads(plan: Plan, guarded: set[ast.AST]) -> None:
 
 
 def _file_of(plan: Plan, call: ast.Call, index: int) -> ast.AST:
-    """What a torch.save or torch.load is given as its file: the path of an `open` around it, if it is an open file."""
+    """Return the file argument of a torch.save or torch.load; for an open file, the path of the `open` around it."""
     if index >= len(call.args):
         return ast.Module([], [])
-    file, opened = call.args[index], plan.source.around(call, ast.With)
-    if isinstance(opened, ast.With) and isinstance(file, ast.Name):
-        for item in opened.items:
-            is_it = item.optional_vars is not None and plan.source.code(item.optional_vars) == file.id
-            if is_it and isinstance(item.context_expr, ast.Call) and item.context_expr.args:
+    file, with_statement = call.args[index], plan.source.around(call, ast.With)
+    if isinstance(with_statement, ast.With) and isinstance(file, ast.Name):
+        for item in with_statement.items:
+            is_file = item.optional_vars is not None and plan.source.code(item.optional_vars) == file.id
+            if is_file and isinstance(item.context_expr, ast.Call) and item.context_expr.args:
                 return item.context_expr.args[0]
     return file
 
@@ -107,14 +109,14 @@ def _file_of(plan: Plan, call: ast.Call, index: int) -> ast.AST:
 def _writes(plan: Plan, call: ast.Call, name: str) -> bool:
     """Whether a call writes or downloads a file, which only rank 0 should do."""
     if name == "torch.save" and plan.choice.target == "fsdp":
-        return False  # all ranks take part
+        return False  # all ranks must call it
     downloads = any(word.arg == "download" and plan.source.code(word.value) != "False" for word in call.keywords)
     is_file = _opened(plan, call) is not None
     return downloads or is_file or name in _WRITERS or name.rpartition(".")[2] in _WRITING_METHODS
 
 
 def _opened(plan: Plan, node: ast.AST) -> ast.expr | None:
-    """The path of an `open(path, "w")`, which is only written to; None for other expressions."""
+    """Return the path of an `open(path, "w")`; None for other expressions."""
     if not isinstance(node, ast.Call) or plan.source.code(node.func) != "open" or not node.args:
         return None
     modes = [*node.args[1:2], *(word.value for word in node.keywords if word.arg == "mode")]
@@ -124,15 +126,15 @@ def _opened(plan: Plan, node: ast.AST) -> ast.expr | None:
 
 
 def _stays_on_all_ranks(plan: Plan, statement: ast.stmt) -> bool:
-    """Whether a statement that opens a file is left to all ranks: it does more than to write one thing."""
+    """Whether all ranks execute a statement that opens a file, because it does more than one write."""
     if isinstance(statement, ast.With):
-        saves_whole = plan.choice.target == "fsdp"  # all ranks take part
+        saves_whole = plan.choice.target == "fsdp"  # all ranks must call it
         return len(statement.items) == 1 and (saves_whole or len(statement.body) > 1)
     return isinstance(statement, ast.Assign)
 
 
 def _is_all_of(node: ast.AST, statement: ast.stmt, source: ScriptSource) -> bool:
-    """Whether a statement only writes: it is the call, a `with open`, or a call that is given an open file."""
+    """Whether a statement only writes: it is the call, a `with open`, or a call with an open file."""
     if isinstance(statement, ast.With):
         return True
     is_open = isinstance(node, ast.Call) and source.code(node.func) == "open"
@@ -145,7 +147,7 @@ def _guard(plan: Plan, statement: ast.stmt) -> None:
         return  # several ranks may do it
     _note_part(plan, statement)
     try:
-        source.put_under(statement, _IS_FIRST, "written once")
+        source.put_under(statement, _IS_RANK_0, "written once")
     except NotPortedError as error:
         plan.note(error.line, f"every rank writes here; {error.reason}")
 
@@ -156,11 +158,11 @@ def _note_part(plan: Plan, statement: ast.stmt) -> None:
     scopes = {source.scope(call) for fact in plan.training_forwards if (call := source.at(fact.span)) is not None}
     names = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
     if source.scope(statement) in scopes and (samples := [name for name in plan.data_names if name in names]):
-        plan.note(statement.lineno, f"what is written has rank 0's part of {', '.join(samples)}")
+        plan.note(statement.lineno, f"the output has only rank 0's part of {', '.join(samples)}")
 
 
 def _hide_bar(plan: Plan, call: ast.Call) -> None:
-    """Progress bars of the other ranks are not shown: they write to stderr."""
+    """Disable a progress bar on the other ranks, because it writes to stderr."""
     position = (call.end_lineno or call.lineno, (call.end_col_offset or 1) - 1)
     before = plan.source.code(call)[:-1].rstrip()
     comma = "" if before.endswith((",", "(")) else ", "

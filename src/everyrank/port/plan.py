@@ -1,4 +1,4 @@
-"""A port in the making: the script, the facts of its run, the choice that is tried, and what the edits need so far."""
+"""Plan: the script, the facts of its run, the tried choice, and the state that the edits share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Choice", "Plan"]
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What the source does not tell for certain: the check decides.
+    """Decisions that cannot be read from the source; the check tries them.
 
     loss        "mean" or "sum": how the loss depends on the samples of a batch
     evaluation  "split" over the ranks, or "whole": every rank evaluates everything
@@ -32,18 +32,18 @@ class Choice:
 
 
 class Plan:
-    """The source with its edits, and what the edits of one part of the script tell those of another.
+    """The source with its edits, and the state that the edits share.
 
-    helpers       names of the functions that the port brings along
-    notes         what is left to the person: (line, sentence)
-    has_batch_norm, finds_unused   of the models that are wrapped
+    helpers       names of the helper functions that are added to the port
+    notes         work that is left to the user: (line, sentence)
+    has_batch_norm, finds_unused   properties of the wrapped models
     has_wandb     whether Weights & Biases is used, which only rank 0 may log to
-    has_same_seed  whether all ranks set one seed before anything is drawn
-    reseeded       "random" and "numpy" if the dataset draws from them: each rank has a seed of its own in training
-    training_uses  names of a model in training forwards, and where it is passed on to one
-    sharded        names of models where FSDP shards them
-    passed_models  functions with a parameter that is a model in training, and the place of the call
-    idiom         the words of the library that the port is for; None for torch.distributed
+    has_same_seed  whether all ranks set one seed before random numbers are drawn
+    reseeded       "random" and "numpy" if the dataset draws from them: each rank has its own seed in training
+    training_uses  nodes with the name of a model in training forwards, and in calls that pass it to one
+    sharded        nodes with the names of the models that FSDP shards
+    passed_models  functions with a model as parameter: scope, name, span of the call
+    idiom         how the port calls its library; None for torch.distributed
     prepared      models that a library wraps: scope, name, the statement after which they are ready
     """
 
@@ -65,11 +65,11 @@ class Plan:
         self._seen: set[tuple[ast.AST, str]] = set()
 
     def of(self, kind: str) -> list[Fact]:
-        """The facts of a kind, in the order of the run."""
+        """Return the facts of a kind, in the order of the run."""
         return [fact for fact in self.facts if fact.kind == kind]
 
     def once(self, node: ast.AST, what: str = "") -> bool:
-        """Whether this is the first call with the node."""
+        """Whether this is the first call with this node and purpose."""
         key = (node, what)
         is_first = key not in self._seen
         self._seen.add(key)
@@ -82,18 +82,18 @@ class Plan:
 
     @property
     def training_forwards(self) -> list[Fact]:
-        """Calls of modules whose outputs a backward came to. Raises `NotPortedError` if there are none."""
+        """Calls of modules whose outputs a backward reached. Raises `NotPortedError` if there are none."""
         forwards = [fact for fact in self.of("forward") if fact.details["reached"]]
         if not forwards:
             raise NotPortedError(
                 self.of("backward")[0].line,
-                "no call of a module led to this backward: DistributedDataParallel takes model(x), no model.method(x). "
+                "no call of a module led to this backward: DistributedDataParallel needs model(x), no other method. "
                 "Call the model itself, and let forward choose",
             )
         return forwards
 
     def batch_names(self, loop: ast.For) -> list[str]:
-        """The names that a loop over a loader gives to the parts of a batch, without its counter."""
+        """Return the loop variables for the parts of a batch, without a counter."""
         source, target = self.source, loop.target
         is_counted = isinstance(loop.iter, ast.Call) and source.code(loop.iter.func) == "enumerate"
         if is_counted and isinstance(target, ast.Tuple):
@@ -102,7 +102,7 @@ class Plan:
 
     @functools.cached_property
     def data_names(self) -> list[str]:
-        """The names that training forwards and their losses are given."""
+        """The names of the arguments of training forwards and their losses."""
         names: list[str] = []
         modules = {
             (alias.asname or alias.name).partition(".")[0]
@@ -120,7 +120,7 @@ class Plan:
         return names
 
     def is_data(self, statement: ast.stmt) -> bool:
-        """Whether a statement gives data its value: it calls no model, no loss and no class."""
+        """Whether a statement assigns data: it calls no model, no loss and no class."""
         if not isinstance(statement, ast.Assign) or not isinstance(
             statement.value, ast.Call | ast.Subscript | ast.Tuple | ast.BinOp
         ):
@@ -132,23 +132,23 @@ class Plan:
 
     @functools.cached_property
     def object_name(self) -> str:
-        """The name of the library's object, which the script has not for something else."""
+        """A name for the library's object that the script does not use."""
         used = {getattr(node, "id", getattr(node, "arg", "")) for node in ast.walk(self.source.tree)}
         name = self.idiom.object if self.idiom is not None else ""
         return f"{name}_" if name in used else name
 
     def in_idiom(self, text: str) -> str:
-        """A text in the words of torch.distributed, in those of the library that the port is for."""
+        """Return a text with the calls of torch.distributed replaced by those of the port's library."""
         return text if self.idiom is None else in_idiom(text, self.idiom, self.object_name)
 
     def unwrapped(self, name: str) -> str:
-        """The model in the wrapper that has this name."""
+        """Return the expression for the model in the wrapper of this name."""
         if self.idiom is None:
             return f"{name}.module"
         return self.idiom.unwrapped.replace("{x}", self.object_name).replace("{model}", name)
 
     def split_loader(self, call: ast.AST, reason: str, evaluates: bool = False) -> None:
-        """Let each rank read its part of the batches of the loader that a call makes."""
+        """Let each rank read its part of the batches of the loader that a call creates."""
         self.helpers.add("split")
         before, after = "split(", ", evaluates=True)" if evaluates else ")"
         if self.choice.target == "fabric":
@@ -157,14 +157,14 @@ class Plan:
         self.source.wrap(call, before, after, reason)
 
     def wrapper_of(self, model: ast.expr) -> str:
-        """The name of the wrapper of a model that training forwards call."""
+        """Return the name of the wrapper of a model that training forwards call."""
         name = self.source.code(model)
-        if model in self.training_uses:  # a function that is given the wrapper
+        if model in self.training_uses:  # in a function whose parameter is the wrapper
             return name
-        owner, _, last = name.rpartition(".")
-        return f"{owner}.ddp_{last}" if owner else f"ddp_{last}"
+        owner, _, attribute = name.rpartition(".")
+        return f"{owner}.ddp_{attribute}" if owner else f"ddp_{attribute}"
 
     def note(self, line: int, sentence: str) -> None:
-        """Leave something to the person."""
+        """Add a note about work that is left to the user."""
         if (line, sentence) not in self.notes:
             self.notes.append((line, sentence))

@@ -1,7 +1,7 @@
-"""Edits of a port to Accelerate or Fabric: their object wraps models and optimizers, runs backward and clips.
+"""Makes the edits of a port to Accelerate or Fabric, whose object wraps models and optimizers, runs backward and clips.
 
-The loaders stay ours. Accelerate reads a batch of the script's size on each rank, and Fabric's DistributedSampler has
-an order of its own; both repeat samples where the ranks do not divide their number.
+The library does not wrap the loaders: Accelerate would read a batch of the script's size on each rank, Fabric's
+DistributedSampler would change the order, and both repeat samples if the ranks do not divide their number.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from everyrank.port.source import Edit, NotPortedError, end_of, start_of
 __all__ = ["PREPARES", "edit_prepared", "import_of", "keeps_wrapper", "put_in_block", "start_lines"]
 
 PREPARES = "averages the gradients over the ranks"
-# what a wrapper has too, with the same meaning
+# attributes with the same meaning on the wrapper
 _SAME_ON_WRAPPER = {
     "train",
     "eval",
@@ -36,7 +36,7 @@ _CLIPS = {"clip_grad_norm_": {"max_norm", "norm_type"}, "clip_grad_value_": {"cl
 
 
 def edit_prepared(plan: Plan, starts_in_main: bool) -> None:
-    """Make all edits that the object of a library needs; the losses, loaders and files are edited already."""
+    """Make all edits for the object of a library, after those of the losses, loaders and files."""
     _prepare(plan)
     _unwrap_uses(plan)
     _edit_backwards(plan)
@@ -49,7 +49,7 @@ def edit_prepared(plan: Plan, starts_in_main: bool) -> None:
 
 
 def import_of(plan: Plan) -> str:
-    """The line that imports the library."""
+    """Return the line that imports the library."""
     idiom = plan.idiom
     assert idiom is not None
     if idiom.object == "fabric":
@@ -59,7 +59,7 @@ def import_of(plan: Plan) -> str:
 
 
 def start_lines(plan: Plan, has_logging: bool) -> list[str]:
-    """The lines that make the object, and let only rank 0 print."""
+    """Return the lines that create the object and silence the other ranks."""
     idiom, name = plan.idiom, plan.object_name
     assert idiom is not None
     uses_gpu = names_cuda(plan.source.text)
@@ -73,9 +73,9 @@ def start_lines(plan: Plan, has_logging: bool) -> list[str]:
         lines = [f"{name} = Fabric(", *options, ")", f"{name}.launch()"]
     else:
         on_cpu = "not torch.accelerator.is_available()" if uses_gpu else "True"
-        unused = ", kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]"
-        more = unused if plan.finds_unused else ""
-        lines = [f'{name} = Accelerator(cpu={on_cpu}, mixed_precision="no"{more})']
+        find_unused = ", kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]"
+        unused_option = find_unused if plan.finds_unused else ""
+        lines = [f'{name} = Accelerator(cpu={on_cpu}, mixed_precision="no"{unused_option})']
     silence = [
         'sys.stdout = open(os.devnull, "w")  # only rank 0 prints',
         *silencing_lines(has_logging, plan.has_wandb),
@@ -88,7 +88,7 @@ def start_lines(plan: Plan, has_logging: bool) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class _Optimizer:
-    """An optimizer that the script gives a name."""
+    """An optimizer that the script assigns to a name."""
 
     name: str
     call: ast.Call
@@ -96,9 +96,9 @@ class _Optimizer:
 
 
 def _optimizers(plan: Plan) -> list[_Optimizer]:
-    """Optimizers with a name of their own.
+    """Return the optimizers that the script assigns to a name, unless it uses the result of their step.
 
-    One whose step returns something that is used stays as it is: that of Accelerate's wrapper returns nothing.
+    The step of Accelerate's wrapper returns nothing.
     """
     source, optimizers = plan.source, list[_Optimizer]()
     used = {
@@ -118,43 +118,51 @@ def _optimizers(plan: Plan) -> list[_Optimizer]:
 
 
 def _prepare(plan: Plan) -> None:
-    """Give each model and its optimizers to the library where they are ready."""
+    """Pass each model and its optimizers to the library after both are ready."""
     source, idiom, name = plan.source, plan.idiom, plan.object_name
     assert idiom is not None
-    waiting, together = _optimizers(plan), list[tuple[ast.stmt, list[str]]]()
-    for _, model, last in plan.prepared:
-        of_model = [
-            each
-            for each in waiting
-            if _is_ready(plan, each.statement, last)
-            and (len(plan.prepared) == 1 or _models_of(source.code(each.call)) == [model])
+    unassigned, groups = _optimizers(plan), list[tuple[ast.stmt, list[str]]]()
+    for _, model, last_preparation in plan.prepared:
+        model_optimizers = [
+            optimizer
+            for optimizer in unassigned
+            if _is_ready(plan, optimizer.statement, last_preparation)
+            and (len(plan.prepared) == 1 or _models_of(source.code(optimizer.call)) == [model])
         ]
-        waiting = [each for each in waiting if each not in of_model]
-        together.append((last, [model, *dict.fromkeys(each.name for each in of_model)]))
-    for each in waiting:  # first, because it may stand at the end of a block after which a model is prepared
+        unassigned = [optimizer for optimizer in unassigned if optimizer not in model_optimizers]
+        groups.append((last_preparation, [model, *dict.fromkeys(optimizer.name for optimizer in model_optimizers)]))
+    for optimizer in unassigned:  # first, because a model may be prepared after the block that ends with this statement
         call = idiom.prepare_optimizer.replace("{x}", name)
-        source.insert_after(each.statement, f"{each.name} = {call}({each.name})", f"an optimizer of {idiom.title}")
-    for last, names in together:
-        if idiom.object == "accelerator" and _is_made_again(plan, last) and plan.once(last, "free"):
-            source.insert_after(last, f"{name}.free_memory()", "Accelerate keeps the models of earlier trainings")
+        source.insert_after(
+            optimizer.statement, f"{optimizer.name} = {call}({optimizer.name})", f"an optimizer of {idiom.title}"
+        )
+    for last_preparation, names in groups:
+        if (
+            idiom.object == "accelerator"
+            and _is_made_again(plan, last_preparation)
+            and plan.once(last_preparation, "free")
+        ):
+            source.insert_after(
+                last_preparation, f"{name}.free_memory()", "Accelerate keeps the models of earlier trainings"
+            )
         lines = [f"sync_batch_norms({names[0]})"] if "sync_batch_norms" in plan.helpers else []
         lines.append(f"{', '.join(names)} = {idiom.prepare.replace('{x}', name)}({', '.join(names)})")
-        source.insert_after(last, "\n".join(lines), PREPARES)
+        source.insert_after(last_preparation, "\n".join(lines), PREPARES)
 
 
 def _is_ready(plan: Plan, statement: ast.stmt, last: ast.stmt) -> bool:
-    """Whether a statement, perhaps in a branch of an `if`, is done after `last`."""
+    """Whether a statement, perhaps in a branch of an `if`, has been executed after `last`."""
     block = plan.source.block(last)
-    for each in plan.source.ancestors(statement):
-        if each in block:
-            return each.lineno <= last.lineno  # type: ignore[attr-defined]
-        if each is not statement and not isinstance(each, ast.If):
+    for node in plan.source.ancestors(statement):
+        if node in block:
+            return node.lineno <= last.lineno  # type: ignore[attr-defined]
+        if node is not statement and not isinstance(node, ast.If):
             return False
     return False
 
 
 def _is_made_again(plan: Plan, last: ast.stmt) -> bool:
-    """Whether a model is made several times, as in a cross validation."""
+    """Whether a model is created several times, as in a cross validation."""
     spans: dict[tuple[int, int, int, int], set[int]] = {}
     for fact in plan.of("optimizer"):
         spans.setdefault(fact.span, set()).add(fact.details["id"])
@@ -162,20 +170,22 @@ def _is_made_again(plan: Plan, last: ast.stmt) -> bool:
 
 
 def _models_of(call: str) -> list[str]:
-    """The models whose parameters an optimizer is given."""
+    """Return the models whose parameters are passed to an optimizer."""
     return re.findall(r"([\w.]+)\.parameters\(\)", call)
 
 
 def _unwrap_uses(plan: Plan) -> None:
-    """Evaluation, saving and methods of its own use the model in the wrapper, as the script does."""
+    """Let evaluation, saving and other methods use the model in the wrapper."""
     source = plan.source
-    for owner, name, last in plan.prepared:
+    for owner, name, last_preparation in plan.prepared:
         root = source.around(owner, ast.ClassDef) if "." in name else owner
         for node in ast.walk(root or source.tree):
-            is_it = isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load)
-            if not is_it or source.code(node) != name or node in plan.training_uses:
+            is_loaded = isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load)
+            if not is_loaded or source.code(node) != name or node in plan.training_uses:
                 continue
-            is_before = source.scope(node) is source.scope(last) and node.lineno <= end_of(last)[0]  # type: ignore[attr-defined]
+            is_before = (
+                source.scope(node) is source.scope(last_preparation) and node.lineno <= end_of(last_preparation)[0]  # type: ignore[attr-defined]
+            )
             if is_before or _is_other(plan, node, name, owner) or keeps_wrapper(plan, node):
                 continue
             if plan.once(node, "module"):
@@ -183,7 +193,7 @@ def _unwrap_uses(plan: Plan) -> None:
 
 
 def _is_other(plan: Plan, node: ast.AST, name: str, owner: ast.AST) -> bool:
-    """Whether a function around the node has a variable of its own with this name."""
+    """Whether a function around the node has a local variable with this name."""
     first = name.partition(".")[0]
     for scope in plan.source.ancestors(node):
         if scope is owner or not isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
@@ -198,9 +208,9 @@ def _is_other(plan: Plan, node: ast.AST, name: str, owner: ast.AST) -> bool:
 
 
 def keeps_wrapper(plan: Plan, node: ast.AST) -> bool:
-    """Whether a name of a model stays that of its wrapper.
+    """Whether the wrapper can be used for this name of a model.
 
-    It does where an attribute means the same, and where it is called in a branch of the training that was not run.
+    It can if an attribute means the same, or for a call in a branch of the training that was not run.
     """
     source, parent = plan.source, plan.source.parents[node]
     same = _SAME_ON_WRAPPER | (plan.idiom.passed_on if plan.idiom is not None else set[str]())
@@ -217,7 +227,7 @@ def keeps_wrapper(plan: Plan, node: ast.AST) -> bool:
 
 
 def _edit_backwards(plan: Plan) -> None:
-    """`loss.backward()` becomes `accelerator.backward(loss)`."""
+    """Replace `loss.backward()` by `accelerator.backward(loss)`."""
     source, name = plan.source, plan.object_name
     for fact in plan.of("backward"):
         call = source.at(fact.span)
@@ -226,56 +236,62 @@ def _edit_backwards(plan: Plan) -> None:
         if not plan.once(call, "object"):
             continue
         if call.args:
-            raise NotPortedError(call.lineno, "this backward is given its options by position: write retain_graph=...")
+            raise NotPortedError(call.lineno, "this backward has positional options: write retain_graph=...")
         (line, column), start = end_of(call.func.value), start_of(call)
         has_brackets = source.is_in_brackets(call.func.value) and start_of(call.func.value) == (start[0], start[1] + 1)
-        last_line, last_column = end_of(call.func)
-        opening = source.lines[last_line - 1].find(b"(", last_column)
+        func_line, func_column = end_of(call.func)
+        opening = source.lines[func_line - 1].find(b"(", func_column)
         _put_before(plan, start, (start[0], start[1] + has_brackets), f"{name}.backward(")
-        if not has_brackets:  # keep brackets that stand further out
-            between = source.lines[line - 1][column : None if line != last_line else last_column]
+        if not has_brackets:  # keep outer brackets
+            between = source.lines[line - 1][column : None if line != func_line else func_column]
             column += between.find(b".") if b"." in between else 0
-        source.edit((line, column), (last_line, opening + 1), ", " if call.keywords else "", "")
+        source.edit((line, column), (func_line, opening + 1), ", " if call.keywords else "", "")
 
 
 def _put_before(plan: Plan, start: tuple[int, int], end: tuple[int, int], text: str) -> None:
-    """Put text before an expression, outside of what is wrapped around it already, and after lines before it."""
+    """Put text before an expression and the text that already wraps it, and after inserted lines before it."""
     edits = plan.source.edits
-    inner = [number for number, each in enumerate(edits) if each.start == start and not each.text.endswith("\n")]
+    positions = [number for number, edit in enumerate(edits) if edit.start == start and not edit.text.endswith("\n")]
     reason = f"{plan.idiom.title} runs the backward" if plan.idiom is not None else ""
-    edits.insert(inner[0] if inner else len(edits), Edit(start, end, text, reason))
+    edits.insert(positions[0] if positions else len(edits), Edit(start, end, text, reason))
 
 
 def _edit_clips(plan: Plan) -> None:
-    """Clipping through the object, where its function means the same."""
+    """Clip gradients through the object, if its function means the same."""
     source, idiom = plan.source, plan.idiom
     assert idiom is not None
     for node in ast.walk(source.tree):
         kind = source.code(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
         if not isinstance(node, ast.Call) or kind not in _CLIPS or not node.args:
             continue
-        words = {word.arg: source.code(word.value) for word in node.keywords}
-        if not words.keys() <= _CLIPS[kind] or len(node.args) + len(words) < 2:
+        keywords = {keyword.arg: source.code(keyword.value) for keyword in node.keywords}
+        if not keywords.keys() <= _CLIPS[kind] or len(node.args) + len(keywords) < 2:
             continue
         reason = f"{idiom.title} clips the gradients"
         if idiom.object == "accelerator":
             source.replace(node.func, f"{plan.object_name}.{kind}", reason)
         elif kind == "clip_grad_norm_" and (names := _clipped(plan, node)):
-            limit = words.pop("max_norm", source.code(node.args[1]) if len(node.args) > 1 else "")
-            more = "".join(f", {word}={value}" for word, value in words.items())
-            whole = f"{plan.object_name}.clip_gradients({names}, max_norm={limit}{more}, error_if_nonfinite=False)"
-            source.replace(node, whole, reason)
+            limit = keywords.pop("max_norm", source.code(node.args[1]) if len(node.args) > 1 else "")
+            other_options = "".join(f", {keyword}={value}" for keyword, value in keywords.items())
+            call_text = (
+                f"{plan.object_name}.clip_gradients({names}, max_norm={limit}{other_options}, error_if_nonfinite=False)"
+            )
+            source.replace(node, call_text, reason)
 
 
 def _clipped(plan: Plan, node: ast.Call) -> str:
-    """`model, optimizer` if all parameters of the one model and its one optimizer are clipped; else ""."""
-    source, given = plan.source, node.args[0]
+    """Return "model, optimizer" if the call clips all parameters of the only model and optimizer; else ""."""
+    source, argument = plan.source, node.args[0]
     calls = {source.at(fact.span): fact for fact in plan.of("optimizer") if fact.is_inner}
-    is_all = isinstance(given, ast.Call) and isinstance(given.func, ast.Attribute) and given.func.attr == "parameters"
+    is_all = (
+        isinstance(argument, ast.Call)
+        and isinstance(argument.func, ast.Attribute)
+        and argument.func.attr == "parameters"
+    )
     if not is_all or len(calls) != 1 or len(plan.prepared) != 1 or len(node.args) > 2:
         return ""
-    made = next(iter(calls))
-    model = source.code(given.func.value)  # type: ignore[union-attr]
+    optimizer_call = next(iter(calls))
+    model = source.code(argument.func.value)  # type: ignore[union-attr]
     is_wrapper = model == plan.prepared[0][1] or model in [name for _, name, _ in plan.passed_models]
     for fact in plan.of("step"):
         step = source.at(fact.span)
@@ -285,13 +301,18 @@ def _clipped(plan: Plan, node: ast.Call) -> str:
             bool(step.args) and isinstance(step.func, ast.Attribute) and "scaler" in source.code(step.func.value)
         )
         stepped = step.args[0] if is_scaled else step.func.value if isinstance(step.func, ast.Attribute) else None
-        if stepped is not None and is_wrapper and made is not None and len(_models_of(source.code(made))) == 1:
+        if (
+            stepped is not None
+            and is_wrapper
+            and optimizer_call is not None
+            and len(_models_of(source.code(optimizer_call))) == 1
+        ):
             return f"{model}, {source.code(stepped)}"
     return ""
 
 
 def _edit_devices(plan: Plan, starts_in_main: bool) -> None:
-    """`device = torch.device(...)` becomes the device of the object, where the object is made before it."""
+    """Replace `device = torch.device(...)` by the device of the object, if the object exists before it."""
     source = plan.source
     for node in ast.walk(source.tree):
         if not isinstance(node, ast.Assign) or len(node.targets) != 1 or not names_cuda(source.code(node)):
@@ -303,11 +324,16 @@ def _edit_devices(plan: Plan, starts_in_main: bool) -> None:
         is_too_early = starts_in_main and source.scope(node) is source.tree
         if not is_device or is_too_early:
             continue
-        for each in ast.walk(scope := source.scope(node)):  # with the one of the CPU in its `else`
-            is_it = isinstance(each, ast.Assign) and source.code(each.targets[0]) == target
-            if isinstance(each, ast.Assign) and is_it and source.scope(each) is scope and plan.once(each, "device"):
-                source.edits = [edit for edit in source.edits if not _is_within(edit, each.value)]
-                source.replace(each.value, f"{plan.object_name}.device", "each rank has its own device")
+        for inner in ast.walk(scope := source.scope(node)):  # also the CPU device in its `else`
+            is_same_target = isinstance(inner, ast.Assign) and source.code(inner.targets[0]) == target
+            if (
+                isinstance(inner, ast.Assign)
+                and is_same_target
+                and source.scope(inner) is scope
+                and plan.once(inner, "device")
+            ):
+                source.edits = [edit for edit in source.edits if not _is_within(edit, inner.value)]
+                source.replace(inner.value, f"{plan.object_name}.device", "each rank has its own device")
 
 
 def _is_within(edit: Edit, node: ast.AST) -> bool:
@@ -315,7 +341,7 @@ def _is_within(edit: Edit, node: ast.AST) -> bool:
 
 
 def _note_differences(plan: Plan) -> None:
-    """Tell what the library would do in another way, and the port leaves to the script."""
+    """Note what the library would do differently and the port leaves to the script."""
     source, idiom = plan.source, plan.idiom
     assert idiom is not None
     for node in ast.walk(source.tree):
@@ -325,7 +351,7 @@ def _note_differences(plan: Plan) -> None:
         if kind == "GradScaler":
             plan.note(
                 node.lineno,
-                f"your GradScaler and autocast stay; the mixed precision of {idiom.title} would be a second one",
+                f"your GradScaler and autocast are kept; the mixed precision of {idiom.title} would be added to them",
             )
         if idiom.object == "accelerator" and (kind.endswith(("LR", "LROnPlateau")) or "schedule" in kind):
             plan.note(node.lineno, "this schedule is not prepared: Accelerate would step it once for each rank")
@@ -337,14 +363,14 @@ def _note_differences(plan: Plan) -> None:
 def put_in_block(plan: Plan, statements: list[ast.stmt], header: str, reason: str) -> bool:
     """Put statements, with the lines inserted between them, under `header`; False if they cannot be moved."""
     source = plan.source
-    first, last = statements[0], end_of(statements[-1])[0]
-    lines = range(first.lineno, last + 1)
+    first, last_line = statements[0], end_of(statements[-1])[0]
+    moved_lines = range(first.lineno, last_line + 1)
     has_long_text = any(
         isinstance(node, ast.Constant | ast.JoinedStr) and node.lineno != node.end_lineno
         for statement in statements
         for node in ast.walk(statement)
     )
-    is_moved = any(edit.text == source.unit and edit.start[0] in lines for edit in source.edits)
+    is_moved = any(edit.text == source.unit and edit.start[0] in moved_lines for edit in source.edits)
     if has_long_text or is_moved or any(source.shares_line(each) for each in statements):
         return False
     source.edits = [
@@ -352,12 +378,14 @@ def put_in_block(plan: Plan, statements: list[ast.stmt], header: str, reason: st
         if edit.start == edit.end
         and edit.start[1] == 0
         and edit.text.endswith("\n")
-        and first.lineno < edit.start[0] <= last
+        and first.lineno < edit.start[0] <= last_line
         else edit
         for edit in source.edits
     ]
     source.insert_before(first, header, reason)
-    source.edits += [Edit((line, 0), (line, 0), source.unit, "") for line in lines if source.lines[line - 1].strip()]
+    source.edits += [
+        Edit((line, 0), (line, 0), source.unit, "") for line in moved_lines if source.lines[line - 1].strip()
+    ]
     return True
 
 

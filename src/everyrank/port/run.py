@@ -1,4 +1,4 @@
-"""Observes a script, edits it, checks the result, and tries another choice where the source leaves one open."""
+"""Observes a script, edits it, checks the result, and tries another choice if the port differs."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _ON_CPU = {name: value for idiom in IDIOMS.values() for name, value in idiom.on_
 
 @dataclasses.dataclass(frozen=True)
 class Attempt:
-    """One way to port the script, and how it compares.
+    """One port of the script, and its comparisons.
 
-    choice        None for a port that the user gave
+    choice        None for the user's port
     text          the whole ported script
     other_text    the other ported file; "" if there is none
     without_dropout  whether it was equal only with all dropout left out
@@ -52,7 +52,7 @@ class Attempt:
 
     @property
     def is_equal(self) -> bool:
-        """Whether it was equal on each number of ranks."""
+        """Whether the port was equal on each number of ranks."""
         return bool(self.comparisons) and all(comparison.is_equal for comparison in self.comparisons)
 
     @property
@@ -73,10 +73,10 @@ class Attempt:
 
 @dataclasses.dataclass(frozen=True)
 class PortResult:
-    """What became of a script.
+    """The result of porting a script.
 
     files     the script, and the other file that is ported with it
-    best      the attempt that is equal, or the last one that is not
+    best      the equal attempt, or the first attempt if none is equal
     tried     all attempts
     float64   whether they were compared in float64
     """
@@ -103,11 +103,11 @@ def port_script(
 ) -> PortResult:
     """Port `words`, a script and its arguments, and check it on these numbers of ranks.
 
-    other    a file below the folder of the script, which is edited with it
-    target   "ddp", "fsdp" for fully_shard over the blocks of the model, "accelerate" or "fabric", which is installed
+    other    a file below the folder of the script that is edited with it
+    target   "ddp", "fsdp" for fully_shard over the blocks of the model, "accelerate" or "fabric"
     sampler  "torch": an equal port is written with DistributedSampler, whose other order cannot be compared
 
-    Raises `NotPortedError` for a script that is not ported, and `CannotRunError` if it does not run here.
+    Raises `NotPortedError` for a script that cannot be ported, and `CannotRunError` if it does not run here.
     """
     script = Path(words[0])
     files = ScriptFiles(
@@ -117,14 +117,14 @@ def port_script(
     with ScriptHost(words, timeout_seconds, most_ranks=max(ranks), modules=modules) as host:
         say("running the script")
         facts = _observe(host, files)
-        # the same edits that the first choice needs, before anything is compared
+        # fails here if the script cannot be edited, before anything is compared
         choices = _choices(facts, target)
         _edit(files, facts, choices[0])
         say("running it in float64")
         imposed = dataclasses.replace(
             _IMPOSED,
             backward_is_update=not any(fact.kind == "step" for fact in facts),
-            most_elements=0 if target == "fsdp" else _MOST_ELEMENTS,  # shards are put together
+            most_elements=0 if target == "fsdp" else _MOST_ELEMENTS,  # 0: whole tensors, to join the shards
         )
         original, float64 = _original(host, imposed)
         tried: list[Attempt] = []
@@ -152,21 +152,21 @@ def port_script(
 
 
 def _refuse_coupled(files: ScriptFiles, facts: Sequence[Fact]) -> None:
-    """Raise `NotPortedError` for a loss that compares samples of a batch: it is no mean over samples."""
+    """Raise `NotPortedError` for a loss that compares samples of a batch, because it is not a mean over samples."""
     for number, backward in enumerate(facts):
         if backward.kind == "backward" and backward.details["couples"]:
-            before = [fact for fact in facts[:number] if fact.kind in ("loss", "forward") and fact.is_inner]
-            line = before[-1].line if before and before[-1].kind == "loss" else backward.line
+            earlier_facts = [fact for fact in facts[:number] if fact.kind in ("loss", "forward") and fact.is_inner]
+            line = earlier_facts[-1].line if earlier_facts and earlier_facts[-1].kind == "loss" else backward.line
             raise NotPortedError(
                 line,
-                "this loss compares samples of a batch with each other, so it is no mean over samples: gather the "
+                "this loss compares samples of a batch with each other, so it is not a mean over samples: gather the "
                 "outputs of all ranks before it, with torch.distributed.nn.functional.all_gather",
                 files.place(line),
             )
 
 
 def _edit(files: ScriptFiles, facts: Sequence[Fact], choice: Choice) -> Attempt:
-    """The port that a choice gives. Raises `NotPortedError` with the file and the line."""
+    """Return the attempt for a choice, not yet compared. Raises `NotPortedError` with the file and the line."""
     try:
         plan = edit_script(files, facts, choice)
         text, other_text = files.parts(plan.source.edited())
@@ -178,7 +178,7 @@ def _edit(files: ScriptFiles, facts: Sequence[Fact], choice: Choice) -> Attempt:
 def check_ported(
     host: ScriptHost, port: Path, ranks: Sequence[int], say: Callable[[str], None] = lambda _: None
 ) -> PortResult:
-    """Compare a port that the user has, perhaps edited by hand, with the script of `host` on these numbers of ranks.
+    """Compare the user's port, perhaps edited by hand, with the script of `host` on these numbers of ranks.
 
     Raises `CannotRunError` if the original does not run here.
     """
@@ -190,7 +190,7 @@ def check_ported(
         imposed = dataclasses.replace(_IMPOSED, backward_is_update=True)
         original, float64 = _original(host, imposed)
     if not original.ranks[0].updates:
-        raise CannotRunError(f"{files.script}: no backward was seen within the time of a run, so nothing is compared")
+        raise CannotRunError(f"{files.script}: no backward was called within the time limit, so nothing is compared")
     say(f"checking the port on {' and '.join(map(str, ranks))} ranks")
     attempt = Attempt(None, read_script(port), [], [], [])
     tried = [dataclasses.replace(attempt, comparisons=_check(host, files, attempt, original, ranks, float64, imposed))]
@@ -200,29 +200,33 @@ def check_ported(
 
 
 def audit_port(words: Sequence[str], files: ScriptFiles, attempt: Attempt, timeout_seconds: float) -> list[Finding]:
-    """FAIL and WARN findings of the audit of a port on 2 ranks that the original on one process does not have."""
-    # equal gradients are proof that their terms weigh the same, and that each forward goes through the wrapper
+    """Return the FAIL and WARN findings of a port on 2 ranks that the original on one rank does not have."""
+    # equal gradients prove that all terms have the same weight, and that each forward goes through the wrapper
     disproved = ("replicas.unwrapped", "gradient.") if attempt.is_equal else ()
-    known = set[str]()
-    if "convert_sync_batchnorm" in attempt.text:  # it works on CUDA only, which the port's notes tell
-        known.add("replicas.buffers")
+    ignored_rules = set[str]()
+    if "convert_sync_batchnorm" in attempt.text:  # works on CUDA only, as the port's notes say
+        ignored_rules.add("replicas.buffers")
 
-    def worst(text: str, other_text: str, ranks: int) -> list[Finding]:
+    def failures_and_warnings(text: str, other_text: str, ranks: int) -> list[Finding]:
         findings = _audit(words, files.written(text, other_text), ranks, timeout_seconds)
-        return [each for each in findings if _counts(each, known, disproved)]
+        return [finding for finding in findings if _counts(finding, ignored_rules, disproved)]
 
-    findings = worst(attempt.text, attempt.other_text, 2)
+    findings = failures_and_warnings(attempt.text, attempt.other_text, 2)
     if findings:
-        known |= {each.rule for each in worst(files.text, files.other_text, 1)}
-    return [each for each in findings if each.rule not in known]
+        ignored_rules |= {finding.rule for finding in failures_and_warnings(files.text, files.other_text, 1)}
+    return [finding for finding in findings if finding.rule not in ignored_rules]
 
 
-def _counts(finding: Finding, known: set[str], disproved: tuple[str, ...]) -> bool:
-    return finding.level in ("FAIL", "WARN") and finding.rule not in known and not finding.rule.startswith(disproved)
+def _counts(finding: Finding, ignored_rules: set[str], disproved: tuple[str, ...]) -> bool:
+    return (
+        finding.level in ("FAIL", "WARN")
+        and finding.rule not in ignored_rules
+        and not finding.rule.startswith(disproved)
+    )
 
 
 def _audit(words: Sequence[str], files: dict[str, str], ranks: int, timeout_seconds: float) -> Sequence[Finding]:
-    """The findings of the rules in a script; none if the script does not run to a verdict."""
+    """Return the findings of the audit of a script; none if the audit fails."""
     options = AuditOptions(processes=ranks, timeout_seconds=timeout_seconds, limit_seconds=timeout_seconds)
     with with_siblings(Path(words[0]), files) as candidate:
         try:
@@ -235,7 +239,7 @@ def _audit(words: Sequence[str], files: dict[str, str], ranks: int, timeout_seco
 
 
 def read_script(script: Path) -> str:
-    """The text of a script. Raises `UsageError` if it cannot be read, or is not UTF-8."""
+    """Return the text of a script. Raises `UsageError` if it cannot be read, or is not UTF-8."""
     try:
         with tokenize.open(script) as file:
             encoding = file.encoding
@@ -251,10 +255,10 @@ def observe(host: ScriptHost, seed: int | None = None, values: bool = False) -> 
 
     Raises `CannotRunError` if the script does not run here.
     """
-    recording = _observed(host, seed, values, no_workers=True)  # what a dataset draws is not seen in a worker
+    recording = _observed(host, seed, values, no_workers=True)  # in a worker, the draws of a dataset are not recorded
     if recording.trouble and not _hangs(recording):
         recording = _observed(host, seed, values, no_workers=False)
-    has_stepped = any(each["kind"] == "step" for each in recording.ranks[0].facts.get("expressions", []))
+    has_stepped = any(expression["kind"] == "step" for expression in recording.ranks[0].facts.get("expressions", []))
     if recording.trouble and (not has_stepped or _hangs(recording)):
         raise CannotRunError(f"the script does not run on one process here: {_reason(recording.trouble)}")
     return recording
@@ -281,12 +285,12 @@ def _observed(host: ScriptHost, seed: int | None, values: bool, no_workers: bool
 
 
 def _reason(trouble: str) -> str:
-    """Why a run on one rank failed, without the number of the rank."""
+    """Return why a run on one rank failed, without the rank."""
     return trouble.removeprefix("rank 0: ")
 
 
 def _choices(facts: Sequence[Fact], target: str) -> list[Choice]:
-    """All choices, the one that the losses suggest first."""
+    """Return all choices; the first one follows the reductions of the losses."""
     reductions = {fact.details["reduction"] for fact in facts if fact.kind == "loss"}
     losses = ["sum", "mean"] if reductions == {"sum"} else ["mean", "sum"]
     # the ranks of FSDP evaluate the same number of batches, because each forward is a collective
@@ -295,14 +299,14 @@ def _choices(facts: Sequence[Fact], target: str) -> list[Choice]:
 
 
 def _is_settled(choice: Choice, tried: Sequence[Attempt]) -> bool:
-    """Whether an earlier attempt has shown that this choice is not the right one."""
+    """Whether an earlier attempt rules out this choice."""
     return any(_excludes(attempt, attempt.choice, choice) for attempt in tried if attempt.choice is not None)
 
 
-def _excludes(attempt: Attempt, known: Choice, choice: Choice) -> bool:
+def _excludes(attempt: Attempt, tried_choice: Choice, choice: Choice) -> bool:
     if attempt.has_failed:
-        return known.evaluation == choice.evaluation
-    if known.loss != choice.loss:  # the loss was right in the first update
+        return tried_choice.evaluation == choice.evaluation
+    if tried_choice.loss != choice.loss:  # the loss was right in the first update
         return attempt.is_equal or attempt.comparisons[-1].updates > 0
     # no evaluation comes before the first update
     return not attempt.is_equal and attempt.comparisons[-1].updates == 0
@@ -319,18 +323,18 @@ _IMPOSED = Imposed(
 
 
 def _original(host: ScriptHost, imposed: Imposed) -> tuple[ScriptRecording, bool]:
-    """The original on one rank, in float64 if it runs there."""
+    """Return the recording of the original on one rank, and whether it is in float64."""
     runs: list[ScriptRecording] = []
     for float64 in (True, False):
         runs.append(host.run(1, updates=UPDATES, detailed=UPDATES, float64=float64, imposed=imposed))
         if not runs[-1].trouble:
             return runs[-1], float64
-    wide, narrow = runs
-    # shortened epochs may be what it fails of in the end: the updates before it are compared
-    if not narrow.ranks[0].updates or _hangs(narrow):
-        raise CannotRunError(f"the script does not run with fixed random numbers: {_reason(narrow.trouble)}")
-    float64 = len(wide.ranks[0].updates) == len(narrow.ranks[0].updates)
-    return (wide if float64 else narrow), float64
+    float64_run, float32_run = runs
+    # shortened epochs may cause the error: compare the updates before it
+    if not float32_run.ranks[0].updates or _hangs(float32_run):
+        raise CannotRunError(f"the script does not run with fixed random numbers: {_reason(float32_run.trouble)}")
+    float64 = len(float64_run.ranks[0].updates) == len(float32_run.ranks[0].updates)
+    return (float64_run if float64 else float32_run), float64
 
 
 def _hangs(recording: ScriptRecording) -> bool:
@@ -358,7 +362,7 @@ def _check(
                 detailed=UPDATES,
                 float64=float64,
                 imposed=imposed,
-                # Accelerate and Fabric look for GPUs in ways of their own
+                # Accelerate and Fabric search for GPUs themselves
                 environment={} if enough_gpus(host.most_ranks) else _ON_CPU,
             )
             comparisons.append(compare_port(original, recording, tolerance))
@@ -377,25 +381,27 @@ def _without_dropout(
     imposed: Imposed,
     say: Callable[[str], None],
 ) -> list[Attempt]:
-    """Compare again with all dropout left out: some masks cannot be imposed, and then nothing can be told with them."""
+    """Compare again without dropout, because some masks cannot be imposed."""
     say("comparing without dropout")
     imposed = dataclasses.replace(imposed, without_dropout=True)
     original, float64 = _original(host, imposed)
-    before, after = ([update.losses for update in each.ranks[0].updates] for each in (with_dropout, original))
-    if before == after:  # there is no dropout
+    losses_with_dropout, losses_without = (
+        [update.losses for update in recording.ranks[0].updates] for recording in (with_dropout, original)
+    )
+    if losses_with_dropout == losses_without:  # there is no dropout
         return tried
-    again: list[Attempt] = []
+    compared: list[Attempt] = []
     for attempt in tried:
         outcome = _check(host, files, attempt, original, ranks, float64, imposed)
-        again.append(dataclasses.replace(attempt, comparisons=outcome, without_dropout=True))
-        if again[-1].is_equal:
-            return again
+        compared.append(dataclasses.replace(attempt, comparisons=outcome, without_dropout=True))
+        if compared[-1].is_equal:
+            return compared
     return tried
 
 
 @contextlib.contextmanager
 def with_siblings(script: Path, files: dict[str, str]) -> Generator[Path]:
-    """The port in a folder of its own, with links to all that stands beside the script, which it may import or read."""
+    """Yield the path of the port in a temporary folder with links to all other files of the script's folder."""
     with tempfile.TemporaryDirectory(prefix="everyrank-port-") as folder:
         for name, text in files.items():
             _link_folder(script.absolute().parent, Path(folder), Path(name))
@@ -405,7 +411,7 @@ def with_siblings(script: Path, files: dict[str, str]) -> Generator[Path]:
 
 
 def _link_folder(original: Path, folder: Path, name: Path) -> None:
-    """Link to all that a folder has, but make the folders on the way to a file, and leave the file out."""
+    """Link to all entries of a folder except the file `name`, whose parent folders are created."""
     if folder.is_symlink():
         folder.unlink()
     folder.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""FSDP in place of DistributedDataParallel: the model is sharded, block by block, before its optimizer is made."""
+"""Shards the model with FSDP, block by block, before its optimizer is created."""
 
 from __future__ import annotations
 
@@ -15,21 +15,24 @@ _READS_PARAMETERS = {"parameters", "named_parameters"}
 
 
 def shard_model(plan: Plan, name: str, store: ast.stmt, last: ast.stmt, forward: Fact) -> None:
-    """Insert the call that shards a model: after it is moved and loaded, before its parameters are given to anything.
+    """Insert the call that shards a model, after it is moved and loaded and before its parameters are read.
 
     store  the statement that assigns the model
-    last   the last one that prepares it, which may be that of its optimizer
+    last   the last statement that prepares the model, perhaps that of its optimizer
     """
     source, statement = plan.source, store
     block = source.block(last)
     while statement not in block:
         parent = source.parents[statement]
         if not isinstance(parent, ast.stmt):
-            raise NotPortedError(store.lineno, f"where {name} is ready to be sharded was not found")
+            raise NotPortedError(
+                store.lineno,
+                f"no statement was found after which {name} can be sharded: assign it in the block that prepares it",
+            )
         statement = parent
     optimizers = {fact.span[:2] for fact in plan.of("optimizer")}
-    for each in block[block.index(statement) + 1 : block.index(last) + 1]:
-        nodes = list(ast.walk(each))
+    for following in block[block.index(statement) + 1 : block.index(last) + 1]:
+        nodes = list(ast.walk(following))
         called = {node.attr for node in nodes if isinstance(node, ast.Attribute) and source.code(node.value) == name}
         is_optimizer = any(
             isinstance(node, ast.Call) and (node.lineno, node.col_offset) in optimizers for node in nodes
@@ -37,16 +40,16 @@ def shard_model(plan: Plan, name: str, store: ast.stmt, last: ast.stmt, forward:
         if is_optimizer or called & _READS_PARAMETERS:
             break
         if called & _PREPARING:
-            statement = each
+            statement = following
     blocks = "".join(f", *{name}.{path}" for path in forward.details["blocks"])
     source.insert_after(statement, f"shard({name}{blocks})", "parameters and optimizer states are split over the ranks")
     plan.helpers.add("shard")
 
 
 def whole_states(plan: Plan) -> None:
-    """Save whole tensors: all ranks take part in collecting them, and rank 0 writes."""
+    """Save whole tensors: all ranks collect them, and rank 0 writes."""
     source = plan.source
-    sharded = {source.code(edit) for edit in plan.sharded}
+    sharded = {source.code(node_of_model) for node_of_model in plan.sharded}
     for node in ast.walk(source.tree):
         if not (isinstance(node, ast.Call) and source.code(node.func) == "torch.save" and node.args):
             continue

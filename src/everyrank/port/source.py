@@ -1,4 +1,4 @@
-"""The text of a script, whose expressions are found by their place and edited there. No other byte changes."""
+"""Finds expressions in the text of a script by position and edits them. No other byte changes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class NotPortedError(CannotRunError):
-    """A script, or a part of it, that is not ported: its line, the reason and what to do by hand."""
+    """A script cannot be ported: the line, the reason, and what to do by hand."""
 
     def __init__(self, line: int, reason: str, location: str = "") -> None:
         super().__init__(f"{location or f'line {line}'}: {reason}")
@@ -27,7 +27,7 @@ class NotPortedError(CannotRunError):
 class Edit:
     """New text for the bytes between two positions (line from 1, column in bytes), which are equal for an insertion.
 
-    reason  one sentence for the user; "" for an edit that belongs to another one
+    reason  one sentence for the user; "" for an edit that belongs to another edit
     """
 
     start: tuple[int, int]
@@ -39,9 +39,9 @@ class Edit:
 class ScriptSource:
     """A script and the edits that were made to it.
 
-    text   as it is in the file
+    text   the text of the file
     tree   its syntax tree
-    edits  in the order in which they were made
+    edits  the edits in the order in which they were made
     """
 
     def __init__(self, text: str) -> None:
@@ -51,11 +51,11 @@ class ScriptSource:
         self.tree = ast.parse(self.text)
         self.parents = {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
         self.edits: list[Edit] = []
-        self._found: dict[Any, ast.AST | None] = {}
+        self._smallest_nodes: dict[Any, ast.AST | None] = {}
         self.unit = self._indentation()
 
     def _indentation(self) -> str:
-        """One level of indentation, as the script has it: spaces or a tab."""
+        """Return one level of the script's indentation: spaces or a tab."""
         for node in ast.walk(self.tree):
             body = getattr(node, "body", None)
             if isinstance(node, ast.stmt) and isinstance(body, list) and body and body[0].lineno > node.lineno:
@@ -67,15 +67,15 @@ class ScriptSource:
     # --- finding
 
     def at(self, span: Sequence[int], kind: type[ast.AST] | tuple[type[ast.AST], ...] = ast.Call) -> ast.AST | None:
-        """The smallest node of a kind around [first line, column, last line, column]; None if there is none."""
+        """Return the smallest node of a kind around [first line, column, last line, column]; None if there is none."""
         key = (*span, kind)
-        if key not in self._found:  # a script's loop comes to each expression many times
-            self._found[key] = self._smallest(span, kind)
-        return self._found[key]
+        if key not in self._smallest_nodes:  # a loop of the script evaluates each expression many times
+            self._smallest_nodes[key] = self._smallest(span, kind)
+        return self._smallest_nodes[key]
 
     def _smallest(self, span: Sequence[int], kind: type[ast.AST] | tuple[type[ast.AST], ...]) -> ast.AST | None:
         line, column, last_line, last_column = span
-        around = [
+        enclosing = [
             node
             for node in ast.walk(self.tree)
             if isinstance(node, kind)
@@ -84,34 +84,34 @@ class ScriptSource:
             and (last_line, last_column) <= end_of(node)
         ]
         return min(
-            around,
+            enclosing,
             key=lambda node: (end_of(node)[0] - start_of(node)[0], end_of(node)[1] - start_of(node)[1]),
             default=None,
         )
 
     def ancestors(self, node: ast.AST | None) -> Iterator[ast.AST]:
-        """The node, the node around it, and so on."""
+        """Yield the node, its parent, and so on."""
         while node is not None:
             yield node
             node = self.parents.get(node)
 
     def around(self, node: ast.AST | None, *kinds: type[ast.AST]) -> ast.AST | None:
-        """The node itself or the nearest one around it that is of one of these kinds."""
+        """Return the nearest node of one of these kinds among the node and its ancestors."""
         return next((each for each in self.ancestors(node) if isinstance(each, kinds)), None)
 
     def statement(self, node: ast.AST) -> ast.stmt:
-        """The statement that a node belongs to."""
+        """Return the statement that a node belongs to."""
         statement = self.around(node, ast.stmt)
         assert isinstance(statement, ast.stmt)
         return statement
 
     def scope(self, node: ast.AST) -> Scope:
-        """The function whose body a node is in, or the module."""
+        """Return the function whose body a node is in, or the module."""
         function = self.around(self.parents.get(node), ast.FunctionDef, ast.AsyncFunctionDef)
         return function if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) else self.tree
 
     def block(self, statement: ast.stmt) -> list[ast.stmt]:
-        """The statements that a statement stands among."""
+        """Return the block of statements that holds a statement."""
         parent = self.parents[statement]
         for name in ("body", "orelse", "finalbody"):
             statements = getattr(parent, name, [])
@@ -120,7 +120,7 @@ class ScriptSource:
         return [statement]
 
     def loops(self, node: ast.AST) -> list[ast.For | ast.While]:
-        """The loops of the same function around a node, the innermost first."""
+        """Return the loops of the same function around a node, the innermost first."""
         scope = self.scope(node)
         return [
             each
@@ -129,7 +129,7 @@ class ScriptSource:
         ]
 
     def code(self, node: ast.AST) -> str:
-        """The text of a node."""
+        """Return the text of a node."""
         if not hasattr(node, "lineno"):
             return ""
         (line, column), (last_line, last_column) = start_of(node), end_of(node)
@@ -137,11 +137,11 @@ class ScriptSource:
         if line == last_line:
             return self.lines[line - 1][column:last_column].decode()
         between = self.lines[line : last_line - 1]
-        whole = b"".join([self.lines[line - 1][column:], *between, self.lines[last_line - 1][:last_column]])
-        return whole.decode().replace("\r\n", "\n")
+        raw = b"".join([self.lines[line - 1][column:], *between, self.lines[last_line - 1][:last_column]])
+        return raw.decode().replace("\r\n", "\n")
 
     def stores(self, name: str, within: ast.AST) -> list[ast.AST]:
-        """The nodes that assign to a name, which may be an attribute such as `self.model`."""
+        """Return the nodes that assign to a name, which may be an attribute such as `self.model`."""
         return [
             node
             for node in ast.walk(within)
@@ -151,7 +151,7 @@ class ScriptSource:
         ]
 
     def is_in_brackets(self, node: ast.AST) -> bool:
-        """Whether an expression stands alone in round brackets, as in `(loss / 2).backward()`."""
+        """Whether round brackets enclose exactly this expression, as in `(loss / 2).backward()`."""
         start, end = start_of(node), end_of(node)
         before, after = self.lines[start[0] - 1][: start[1]], self.lines[end[0] - 1][end[1] :]
         is_argument = re.search(rb"[\w\])]\($", before) is not None
@@ -173,25 +173,26 @@ class ScriptSource:
         self.edits.append(Edit(end_of(node), end_of(node), after, ""))
 
     def indent(self, statement: ast.stmt) -> str:
-        """The white space before a statement."""
+        """Return the white space before a statement."""
         line = self.lines[statement.lineno - 1].decode()
         return line[: len(line) - len(line.lstrip())]
 
     def insert_after(self, statement: ast.stmt, code: str, reason: str) -> None:
-        """Put lines after a statement, with its indentation; on its line if it shares the line with others."""
+        """Put lines after a statement, with its indentation; on its line if others follow on that line."""
         line, block = end_of(statement)[0], self.block(statement)
         if self._is_in_one_line(statement) or any(
-            start_of(each) >= end_of(statement) and each.lineno == line for each in block
+            start_of(other) >= end_of(statement) and other.lineno == line for other in block
         ):
             self.edit(end_of(statement), end_of(statement), f"; {_one_line(statement, code)}", reason)
         else:
             self._insert(line + 1, self.indent(statement), code, reason)
 
     def insert_before(self, statement: ast.stmt, code: str, reason: str) -> None:
-        """Put lines before a statement, and before its decorators; on its line if it is not the first one there."""
+        """Put lines before a statement and its decorators; on its line if another statement comes first there."""
         line, block = statement.lineno, self.block(statement)
         if self._is_in_one_line(statement) or any(
-            end_of(each)[0] == line and each is not statement and start_of(each) < start_of(statement) for each in block
+            end_of(other)[0] == line and other is not statement and start_of(other) < start_of(statement)
+            for other in block
         ):
             self.edit(start_of(statement), start_of(statement), f"{_one_line(statement, code)}; ", reason)
             return
@@ -208,15 +209,15 @@ class ScriptSource:
             self.insert_before(first, code, reason)
 
     def shares_line(self, statement: ast.stmt) -> bool:
-        """Whether a line of it also has another statement, or the head of the block around it."""
-        first, last = statement.lineno, end_of(statement)[0]
-        others = [each for each in self.block(statement) if each is not statement]
+        """Whether a line of the statement also has another statement, or the head of the block around it."""
+        first_line, last_line = statement.lineno, end_of(statement)[0]
+        others = [other for other in self.block(statement) if other is not statement]
         return self._is_in_one_line(statement) or any(
-            each.lineno <= last and end_of(each)[0] >= first for each in others
+            other.lineno <= last_line and end_of(other)[0] >= first_line for other in others
         )
 
     def _is_in_one_line(self, statement: ast.stmt) -> bool:
-        """Whether it stands on the line of the `if` or loop around it."""
+        """Whether the statement is on the line of the `if` or loop around it."""
         return getattr(self.parents.get(statement), "lineno", 0) == statement.lineno
 
     def _insert(self, line: int, indent: str, code: str, reason: str) -> None:
@@ -225,9 +226,9 @@ class ScriptSource:
 
     def put_under(self, statement: ast.stmt, condition: str, reason: str) -> None:
         """Put a statement under an `if`. The lines of a string over several lines are not moved."""
-        first, last = statement.lineno, end_of(statement)[0]
+        first_line, last_line = statement.lineno, end_of(statement)[0]
         if self.shares_line(statement):
-            raise NotPortedError(first, "several statements share this line: put each on a line of its own")
+            raise NotPortedError(first_line, "several statements share this line: put each on its own line")
         in_strings = {
             line
             for node in ast.walk(statement)
@@ -236,12 +237,12 @@ class ScriptSource:
             for line in range(node.lineno + 1, end_of(node)[0] + 1)
         }
         self.insert_before(statement, f"if {condition}:", reason)
-        for line in range(first, last + 1):
+        for line in range(first_line, last_line + 1):
             if line not in in_strings and self.lines[line - 1].strip():
                 self.edits.append(Edit((line, 0), (line, 0), self.unit, ""))
 
     def edited(self) -> str:
-        """The text with all edits. Raises `NotPortedError` if edits overlap, or the result is no Python."""
+        """Return the text with all edits. Raises `NotPortedError` if edits overlap or the result is not Python."""
         starts = [0]
         for line in self.lines:
             starts.append(starts[-1] + len(line))
@@ -250,21 +251,21 @@ class ScriptSource:
         def offset(position: tuple[int, int]) -> int:
             return min(starts[min(position[0] - 1, len(starts) - 1)] + position[1], len(raw))
 
-        order = sorted(enumerate(dict.fromkeys(self.edits)), key=lambda each: (offset(each[1].start), each[0]))
+        ordered_edits = sorted(enumerate(dict.fromkeys(self.edits)), key=lambda each: (offset(each[1].start), each[0]))
         pieces: list[bytes] = []
-        done = 0
-        for _, edit in order:
+        end_of_last = 0
+        for _, edit in ordered_edits:
             start, end = offset(edit.start), offset(edit.end)
-            if start < done:
+            if start < end_of_last:
                 raise NotPortedError(edit.start[0], "two edits of this line overlap: split it into several statements")
             text = edit.text.replace("\n", self.newline)
-            pieces += [raw[done:start], text.encode()]
-            done = end
-        text = b"".join([*pieces, raw[done:]]).decode()
+            pieces += [raw[end_of_last:start], text.encode()]
+            end_of_last = end
+        text = b"".join([*pieces, raw[end_of_last:]]).decode()
         try:
             ast.parse(text)
         except SyntaxError as error:
-            raise NotPortedError(error.lineno or 1, f"the edited script is no Python ({error.msg})") from error
+            raise NotPortedError(error.lineno or 1, f"the edited script is not valid Python ({error.msg})") from error
         return text
 
 
@@ -274,17 +275,17 @@ def holds_line(statement: ast.stmt, line: int) -> bool:
 
 
 def _one_line(statement: ast.stmt, code: str) -> str:
-    """Code that is put on the line of other statements. Raises `NotPortedError` if it has several lines."""
+    """Return code for the line of another statement. Raises `NotPortedError` if the code has several lines."""
     if "\n" in code or code.endswith(":"):
-        raise NotPortedError(statement.lineno, "several statements share this line: put each on a line of its own")
+        raise NotPortedError(statement.lineno, "several statements share this line: put each on its own line")
     return code
 
 
 def start_of(node: ast.AST) -> tuple[int, int]:
-    """Line and column of its first character."""
+    """Return the line and column of the node's first character."""
     return node.lineno, node.col_offset  # type: ignore[attr-defined]
 
 
 def end_of(node: ast.AST) -> tuple[int, int]:
-    """Line and column after its last character."""
+    """Return the line and column after the node's last character."""
     return node.end_lineno, node.end_col_offset  # type: ignore[attr-defined]

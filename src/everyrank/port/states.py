@@ -1,4 +1,4 @@
-"""Hidden states that a training loop carries from batch to batch: each rank keeps those of its own sequences."""
+"""Splits hidden states that a training loop passes from batch to batch: each rank keeps those of its sequences."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["edit_states"]
 
 
 def edit_states(plan: Plan) -> bool:
-    """Split the first states over the ranks, and without a loader the tensor whose slices are the batches.
+    """Split the first states over the ranks; without a loader, also the tensor whose slices are the batches.
 
-    A sequence must stay on one rank, because its state does. Returns whether the batches are split here.
+    A sequence must stay on the rank that has its state. Returns whether the batches are split here.
     """
     source, is_split = plan.source, False
     for forward in plan.training_forwards:
@@ -26,13 +26,13 @@ def edit_states(plan: Plan) -> bool:
             if not shape:
                 continue
             dim = 1 if len(shape) == 3 else 0  # (layers, batch, features)
-            first = _stores_before(plan, name, call)
-            if not first:
+            first_stores = _stores_before(plan, name, call)
+            if not first_stores:
                 raise NotPortedError(
                     call.lineno,
-                    f"where the first value of {name} comes from was not found: split its sequences by hand",
+                    f"the first assignment of {name} was not found: split its sequences by hand",
                 )
-            for statement in first:
+            for statement in first_stores:
                 if plan.once(statement, "state"):
                     source.insert_after(
                         statement, f"{name} = own_sequences({name}, {dim})", "each rank has the states of its sequences"
@@ -44,7 +44,7 @@ def edit_states(plan: Plan) -> bool:
 
 
 def _carried(plan: Plan, call: ast.Call) -> dict[str, int]:
-    """Names that a forward is given and its statement gives a new value, with the index of the argument."""
+    """Return the arguments of a forward that its statement also assigns: name -> index of the argument."""
     source = plan.source
     statement = source.statement(call)
     if not source.loops(call):
@@ -54,7 +54,7 @@ def _carried(plan: Plan, call: ast.Call) -> dict[str, int]:
 
 
 def _stores_before(plan: Plan, name: str, call: ast.Call) -> list[ast.stmt]:
-    """Statements that give a name its value before the innermost loop around a call begins."""
+    """Return the statements that assign a name before the innermost loop around a call."""
     source, scope, loop = plan.source, plan.source.scope(call), plan.source.loops(call)[0]
     inside = set(ast.walk(loop))
     stores = [node for node in source.stores(name, scope) if source.scope(node) is scope and node not in inside]
@@ -62,7 +62,7 @@ def _stores_before(plan: Plan, name: str, call: ast.Call) -> list[ast.stmt]:
 
 
 def _split_source(plan: Plan, forward: Fact, call: ast.Call, num_sequences: int) -> bool:
-    """Split the tensor that the batches are slices of, where it is made."""
+    """Split the tensor whose slices are the batches, after its assignment."""
     source, scope = plan.source, plan.source.scope(call)
     inside = set(ast.walk(source.loops(call)[0]))
     for name, shape in forward.details["sources"]:
@@ -81,6 +81,6 @@ def _split_source(plan: Plan, forward: Fact, call: ast.Call, num_sequences: int)
         return True
     raise NotPortedError(
         call.lineno,
-        "a state is carried from batch to batch, and the tensor whose slices are the batches was not found: "
+        "a state is passed from batch to batch, and the tensor whose slices are the batches was not found: "
         "let each rank read its own sequences of it",
     )

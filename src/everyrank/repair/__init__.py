@@ -1,7 +1,7 @@
-"""Patches for what the audit found: edits of the script, each checked by another audit.
+"""Patches for findings of the audit: edits of the script, each checked by another audit.
 
-fix.py               tries edits, audits again, keeps what helps
-remedies.py          which edits may mend which finding
+fix.py               tries edits, audits again, keeps edits that help
+remedies.py          the edits to try for each finding
 edited_script.py     the script with its edits
 data_edits.py        edits of loaders and samplers
 gradient_edits.py    edits of the loss, of backward and of clipping

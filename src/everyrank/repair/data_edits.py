@@ -30,18 +30,22 @@ def divide_by_sampler(script: EditedScript, finding: Finding) -> None:
     dataset = script.keyword(call, "dataset")
     data = source.code(call.args[0]) if call.args else source.code(dataset.value) if dataset else ""
     if not data or any(script.keyword(call, name) for name in ("sampler", "batch_sampler")) or len(call.args) > 2:
-        raise CannotRepairError("the loader has a sampler of its own")
+        raise CannotRepairError("the loader already has a sampler")
     sampler = script.imported("torch.utils.data.distributed", "DistributedSampler")
     reason = "the sampler gives each rank its own samples"
     shuffle = script.keyword(call, "shuffle")
-    given = f"shuffle={source.code(shuffle.value)}" if shuffle else "shuffle=False"
-    text = f"sampler={sampler}({data})" if given == "shuffle=True" else f"sampler={sampler}({data}, {given})"
+    shuffle_argument = f"shuffle={source.code(shuffle.value)}" if shuffle else "shuffle=False"
+    text = (
+        f"sampler={sampler}({data})"
+        if shuffle_argument == "shuffle=True"
+        else f"sampler={sampler}({data}, {shuffle_argument})"
+    )
     if shuffle:
         source.replace(shuffle, text, reason)
     else:
-        last = max([*call.args, *call.keywords], key=end_of)
-        source.wrap(last, "", f", {text}", reason)
-    if given != "shuffle=False":
+        last_argument = max([*call.args, *call.keywords], key=end_of)
+        source.wrap(last_argument, "", f", {text}", reason)
+    if shuffle_argument != "shuffle=False":
         _set_epoch_in_loops_over(script, name_of_loader(script, call))
 
 
@@ -54,10 +58,10 @@ def _set_epoch_in_loops_over(script: EditedScript, loader: str) -> None:
 
 
 def _epoch_of(script: EditedScript, loop: ast.For) -> str:
-    """The name that counts the epochs around a loop: that of the next loop, or a parameter of the function."""
-    outer = [each for each in script.source.loops(loop) if each is not loop and isinstance(each, ast.For)]
-    if outer:
-        target = outer[0].target
+    """Return the name that counts the epochs around a loop: the variable of the outer loop, or a parameter."""
+    outer_loops = [each for each in script.source.loops(loop) if each is not loop and isinstance(each, ast.For)]
+    if outer_loops:
+        target = outer_loops[0].target
         if isinstance(target, ast.Name):
             if target.id != "_":
                 return target.id
@@ -74,7 +78,7 @@ def _insert_set_epoch(script: EditedScript, loop: ast.For, loader: str, epoch: s
 
 
 def set_epoch(script: EditedScript, finding: Finding) -> None:
-    """loader.sampler.set_epoch(epoch) before the loop over the loader."""
+    """Insert loader.sampler.set_epoch(epoch) before the loop over the loader."""
     loop = script.loop_around(line_of_finding(finding))
     loader, epoch = loader_of_loop(script, loop), _epoch_of(script, loop)
     if not loader or not epoch:
@@ -85,9 +89,9 @@ def set_epoch(script: EditedScript, finding: Finding) -> None:
 def shuffle_by_the_sampler(script: EditedScript, _: Finding) -> None:
     """DistributedSampler(data, shuffle=False) -> DistributedSampler(data), for the sampler of a training loader."""
     for call in script.calls_of("DistributedSampler"):
-        word = script.keyword(call, "shuffle")
-        if word is not None and script.source.code(word.value) == "False" and "set_epoch" in script.source.text:
-            script.remove_argument(call, word, "the sampler shuffles, and set_epoch gives each epoch its own order")
+        argument = script.keyword(call, "shuffle")
+        if argument is not None and script.source.code(argument.value) == "False" and "set_epoch" in script.source.text:
+            script.remove_argument(call, argument, "the sampler shuffles, and set_epoch gives each epoch its own order")
             return
     raise CannotRepairError("no DistributedSampler with shuffle=False and set_epoch was found")
 
@@ -95,39 +99,43 @@ def shuffle_by_the_sampler(script: EditedScript, _: Finding) -> None:
 def one_seed_for_the_sampler(script: EditedScript, _: Finding) -> None:
     """DistributedSampler(data, seed=rank) -> DistributedSampler(data)."""
     samplers = script.calls_of("DistributedSampler")
-    seeds = [(call, word) for call in samplers if (word := script.keyword(call, "seed")) is not None]
+    seeds = [(call, argument) for call in samplers if (argument := script.keyword(call, "seed")) is not None]
     if not seeds:
-        raise CannotRepairError("no sampler has a seed of its own")
-    for call, word in seeds:
-        script.remove_argument(call, word, "all ranks draw one order, and each reads its part of it")
+        raise CannotRepairError("no sampler has the argument seed")
+    for call, argument in seeds:
+        script.remove_argument(call, argument, "all ranks draw one order, and each reads its part of it")
 
 
 def all_ranks_read(script: EditedScript, _: Finding) -> None:
-    """DistributedSampler(data, 4, 0) -> DistributedSampler(data): the ranks and their number are those of the group."""
+    """DistributedSampler(data, 4, 0) -> DistributedSampler(data), which reads rank and number from the group."""
     for call in script.calls_of("DistributedSampler"):
         extra: list[ast.expr | ast.keyword] = [*call.args[1:3]]
-        extra += [word for word in call.keywords if word.arg in ("num_replicas", "rank")]
+        extra += [argument for argument in call.keywords if argument.arg in ("num_replicas", "rank")]
         if extra:
             kept = [script.source.code(call.args[0])] if call.args else []
-            kept += [script.source.code(word) for word in call.keywords if word.arg not in ("num_replicas", "rank")]
+            kept += [
+                script.source.code(argument)
+                for argument in call.keywords
+                if argument.arg not in ("num_replicas", "rank")
+            ]
             name = script.source.code(call.func)
             script.source.replace(call, f"{name}({', '.join(kept)})", "number and ranks are those of the group")
             return
-    raise CannotRepairError("no sampler is given a number of ranks")
+    raise CannotRepairError("no sampler has the arguments num_replicas or rank")
 
 
 def split_with_fixed_seed(script: EditedScript, _: Finding) -> None:
-    """random_split(data, sizes, torch.Generator().manual_seed(0))."""
+    """Give random_split the generator torch.Generator().manual_seed(0)."""
     for call in script.calls_of("random_split"):
-        given = script.keyword(call, "generator")
+        generator_argument = script.keyword(call, "generator")
         generator = "torch.Generator().manual_seed(0)"
         reason = "all ranks split the dataset equally"
-        if given is not None:
-            script.source.replace(given.value, generator, reason)
+        if generator_argument is not None:
+            script.source.replace(generator_argument.value, generator, reason)
         elif len(call.args) > 2:
             script.source.replace(call.args[2], generator, reason)
         else:
-            last = max([*call.args, *call.keywords], key=end_of)
-            script.source.wrap(last, "", f", generator={generator}", reason)
+            last_argument = max([*call.args, *call.keywords], key=end_of)
+            script.source.wrap(last_argument, "", f", generator={generator}", reason)
         return
-    raise CannotRepairError("no random_split in the script")
+    raise CannotRepairError("the script does not call random_split")

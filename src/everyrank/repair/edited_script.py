@@ -1,4 +1,4 @@
-"""A script with the edits that were made to it, and questions about its text that several edits ask."""
+"""EditedScript: a script with its edits, and queries of its text that several edits use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = [
 
 
 class CannotRepairError(CannotRunError):
-    """A remedy that does not fit the script, with the reason."""
+    """A remedy does not fit the script; the message is the reason."""
 
 
 class EditedScript:
@@ -42,7 +42,7 @@ class EditedScript:
 
     @property
     def dist(self) -> str:
-        """How the script calls torch.distributed; imported if it has no name for it."""
+        """The script's name for torch.distributed; adds an import if it has none."""
         for node in ast.walk(self.source.tree):
             if isinstance(node, ast.Import):
                 for alias in node.names:
@@ -56,7 +56,7 @@ class EditedScript:
         return "dist"
 
     def imported(self, module: str, name: str) -> str:
-        """How the script calls `module.name`; imported if it has no name for it."""
+        """Return the script's name for `module.name`; adds an import if it has none."""
         for node in ast.walk(self.source.tree):
             if isinstance(node, ast.ImportFrom) and node.module and module.startswith(node.module):
                 for alias in node.names:
@@ -66,26 +66,28 @@ class EditedScript:
         return name
 
     def free_name(self, name: str) -> str:
-        """This name, or one with a number that the script does not use."""
-        used = {node.id for node in ast.walk(self.source.tree) if isinstance(node, ast.Name)}
+        """Return this name, with a number if the script already uses it."""
+        used_names = {node.id for node in ast.walk(self.source.tree) if isinstance(node, ast.Name)}
         names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
-        return next(each for each in names if each not in used)
+        return next(each for each in names if each not in used_names)
 
     def _import(self, line: str) -> None:
         if line not in self.imports:
             self.imports.append(line)
 
-    # --- places in the script
+    # --- nodes of the script
 
     def statement_at(self, line: int) -> ast.stmt:
-        """The innermost statement that holds a line."""
-        holding = [node for node in ast.walk(self.source.tree) if isinstance(node, ast.stmt) and holds_line(node, line)]
-        if not holding:
+        """Return the innermost statement that holds a line."""
+        statements = [
+            node for node in ast.walk(self.source.tree) if isinstance(node, ast.stmt) and holds_line(node, line)
+        ]
+        if not statements:
             raise CannotRepairError(f"no statement at line {line}")
-        return max(holding, key=lambda node: (node.lineno, node.col_offset))
+        return max(statements, key=lambda node: (node.lineno, node.col_offset))
 
     def calls_at(self, line: int, *names: str) -> list[ast.Call]:
-        """Calls in the statement at a line whose function has one of these last names; all calls without names."""
+        """Return the calls in the statement at a line whose function has one of these last names (any if none)."""
         statement = self.statement_at(line)
         calls = [
             node
@@ -96,14 +98,14 @@ class EditedScript:
         return calls
 
     def call_at(self, line: int, *names: str) -> ast.Call:
-        """The first of these calls. Raises `CannotRepairError` if there is none."""
+        """Return the first of `calls_at`. Raises `CannotRepairError` if there is none."""
         calls = self.calls_at(line, *names)
         if not calls:
             raise CannotRepairError(f"line {line} does not call {' or '.join(names) or 'a function'}")
         return calls[0]
 
     def calls_of(self, *names: str, within: ast.AST | None = None) -> list[ast.Call]:
-        """All calls of functions with one of these last names."""
+        """Return all calls of functions with one of these last names."""
         return [
             node
             for node in ast.walk(within or self.source.tree)
@@ -111,15 +113,15 @@ class EditedScript:
         ]
 
     def last_name(self, call: ast.Call) -> str:
-        """`backward` for `loss.backward()`."""
+        """Return `backward` for `loss.backward()`."""
         return self.source.code(call.func).rpartition(".")[2].strip()
 
     def keyword(self, call: ast.Call, name: str) -> ast.keyword | None:
-        """A keyword argument of a call."""
-        return next((word for word in call.keywords if word.arg == name), None)
+        """Return a keyword argument of a call."""
+        return next((argument for argument in call.keywords if argument.arg == name), None)
 
     def loop_around(self, line: int) -> ast.For:
-        """The innermost `for` loop of the same function that holds a line, or begins there."""
+        """Return the innermost `for` loop of the same function that holds this line."""
         statement = self.statement_at(line)
         loops = [statement, *self.source.loops(statement)]
         for loop in loops:
@@ -127,12 +129,12 @@ class EditedScript:
                 return loop
         raise CannotRepairError(f"no for loop around line {line}")
 
-    # --- edits that several remedies make
+    # --- edits of several remedies
 
     def remove_argument(self, call: ast.Call, argument: ast.expr | ast.keyword, reason: str) -> None:
-        """Remove an argument with the comma before it, or after it if it is the first."""
+        """Remove an argument with the comma before it; the first one with the comma after it."""
         arguments: list[ast.expr | ast.keyword] = [*call.args, *call.keywords]
-        arguments.sort(key=lambda each: (each.lineno, each.col_offset))
+        arguments.sort(key=lambda other: (other.lineno, other.col_offset))
         index = arguments.index(argument)
         start, end = start_of(argument), end_of(argument)
         if index > 0:
@@ -142,40 +144,42 @@ class EditedScript:
         self.source.edit(start, end, "", reason)
 
     def remove_statement(self, statement: ast.stmt, reason: str) -> None:
-        """Remove a statement with its lines. Raises `CannotRepairError` if it is the only one of its block."""
+        """Remove the lines of a statement. Raises `CannotRepairError` if it is alone in its block or shares a line."""
         if len(self.source.block(statement)) < 2 or self.source.shares_line(statement):
-            raise CannotRepairError(f"line {statement.lineno} cannot be removed by itself")
+            raise CannotRepairError(
+                f"line {statement.lineno} cannot be removed: it is alone in its block, or has several statements"
+            )
         end = (statement.end_lineno or statement.lineno) + 1
         self.source.edit((statement.lineno, 0), (end, 0), "", reason)
 
 
 def line_of(place: str, script: Path) -> int:
-    """The line of a place in the script; 0 for a place in another file, or none."""
+    """Return the line of a place, FILE:LINE; 0 if it is not in the script."""
     file, _, line = place.rpartition(":")
     return int(line) if line.isdigit() and Path(file).resolve() == script.resolve() else 0
 
 
 def line_of_finding(finding: Finding) -> int:
-    """The line of a finding that stands in the script."""
+    """Return the line of a finding in the script."""
     return int(finding.place.rpartition(":")[2])
 
 
 def _own_nodes(statement: ast.stmt) -> Iterator[ast.AST]:
-    """The nodes of a statement without those of the blocks inside of it."""
+    """Yield the nodes of a statement, without those of the blocks in it."""
     for node in ast.iter_child_nodes(statement):
         if not isinstance(node, ast.stmt):
             yield from ast.walk(node)
 
 
 def name_of_loader(script: EditedScript, call: ast.Call) -> str:
-    """The name that a loader is assigned to; "" if there is none."""
+    """Return the name to which a loader is assigned; "" if there is none."""
     statement = script.source.statement(call)
     is_assigned = isinstance(statement, ast.Assign) and statement.value is call
     return script.source.code(statement.targets[0]) if is_assigned else ""  # type: ignore[attr-defined]
 
 
 def loader_of_loop(script: EditedScript, loop: ast.For) -> str:
-    """The loader in `for batch in enumerate(tqdm(loader))`; "" if it has no name."""
+    """Return the loader in `for batch in enumerate(tqdm(loader))`; "" if it has no name."""
     node: ast.expr = loop.iter
     while isinstance(node, ast.Call) and node.args:
         node = node.args[0]

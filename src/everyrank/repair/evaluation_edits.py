@@ -28,7 +28,7 @@ __all__ = [
 
 
 def add_up_over_ranks(script: EditedScript, finding: Finding) -> None:
-    """The sums of an evaluation's loop are those of all ranks."""
+    """Add up the sums of an evaluation's loop over the ranks."""
     lines = [line_of_finding(finding), *(int(each.rpartition(":")[2]) for each in finding.also)]
     for line in lines:
         try:
@@ -48,13 +48,13 @@ def add_up_over_ranks(script: EditedScript, finding: Finding) -> None:
 def _add_over_ranks(script: EditedScript, loop: ast.For, names: list[str]) -> None:
     """Add up these variables over the ranks after a loop."""
     script.helpers.add("add_over_ranks")
-    together = ", ".join(names)
-    code = f"{together} = add_over_ranks({together})"
+    joined_names = ", ".join(names)
+    code = f"{joined_names} = add_over_ranks({joined_names})"
     script.source.insert_after(_outermost(script, loop), code, "the sums of all ranks")
 
 
 def _outermost(script: EditedScript, loop: ast.For) -> ast.stmt:
-    """A loop, or the `with torch.no_grad():` around it."""
+    """Return a loop, or the `with torch.no_grad():` around it."""
     parent = script.source.parents[loop]
     return parent if isinstance(parent, ast.With) else loop
 
@@ -63,7 +63,7 @@ _MEAN = "each mean counts by the number of its terms"
 
 
 def weigh_means_by_terms(script: EditedScript, finding: Finding) -> None:
-    """`total += loss * len(labels)` in place of a sum of means. A list of means becomes their weighted mean."""
+    """Replace a sum of means by `total += loss * len(labels)`, and a list of means by their weighted mean."""
     line = line_of_finding(finding)
     loop, terms = script.loop_around(line), _terms_of_mean(script, finding)
     statement = script.statement_at(line)
@@ -75,18 +75,18 @@ def weigh_means_by_terms(script: EditedScript, finding: Finding) -> None:
         return is_named or (not names and script.source.statement(node) is statement)
 
     sums = [node for node in ast.walk(loop) if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add)]
-    of_means = [node for node in sums if holds_mean(node.value)]
-    lists = [call for call in script.calls_of("append", within=loop) if call.args and holds_mean(call.args[0])]
-    if of_means:
-        _weigh_sums(script, loop, of_means, sums, terms)
-    elif lists:
-        _weigh_list(script, loop, lists[0], terms)
+    sums_of_means = [node for node in sums if holds_mean(node.value)]
+    appends = [call for call in script.calls_of("append", within=loop) if call.args and holds_mean(call.args[0])]
+    if sums_of_means:
+        _weigh_sums(script, loop, sums_of_means, sums, terms)
+    elif appends:
+        _weigh_list(script, loop, appends[0], terms)
     else:
-        raise CannotRepairError("no sum and no list of the means of batches was found")
+        raise CannotRepairError("no sum or list of the means of batches was found")
 
 
 def _terms_of_mean(script: EditedScript, finding: Finding) -> str:
-    """An expression for the number of terms of the mean that a line computes."""
+    """Return an expression for the number of terms of the mean that a line computes."""
     for call in script.calls_at(line_of_finding(finding), "mean"):
         if isinstance(call.func, ast.Attribute) and not call.args:
             return f"{script.source.code(call.func.value)}.numel()"
@@ -94,16 +94,16 @@ def _terms_of_mean(script: EditedScript, finding: Finding) -> str:
 
 
 def _weigh_sums(
-    script: EditedScript, loop: ast.For, of_means: list[ast.AugAssign], sums: list[ast.AugAssign], terms: str
+    script: EditedScript, loop: ast.For, sums_of_means: list[ast.AugAssign], sums: list[ast.AugAssign], terms: str
 ) -> None:
-    """Multiply what is added up by the number of terms, and divide by the number of all terms."""
+    """Multiply each added mean by its number of terms, and divide the sum by the number of all terms."""
     counters = [node for node in sums if isinstance(node.value, ast.Constant) and node.value.value == 1]
-    for node in of_means:
+    for node in sums_of_means:
         is_simple = isinstance(node.value, ast.Name | ast.Attribute | ast.Call)
         script.source.wrap(node.value, *(("", f" * {terms}") if is_simple else ("(", f") * {terms}")), _MEAN)
     for node in counters:
         script.source.replace(node.value, terms, "the number of terms, not of batches")
-    names = list(dict.fromkeys(script.source.code(node.target) for node in (*of_means, *counters)))
+    names = list(dict.fromkeys(script.source.code(node.target) for node in (*sums_of_means, *counters)))
     divisor = f"len({loader_of_loop(script, loop)})"
     scope = script.source.scope(loop)
     divisions = [
@@ -115,7 +115,7 @@ def _weigh_sums(
     if divisors and not counters:
         count = script.free_name("num_terms")
         script.source.insert_before(_outermost(script, loop), f"{count} = 0", "")
-        script.source.insert_after(script.source.statement(of_means[-1]), f"{count} += {terms}", "")
+        script.source.insert_after(script.source.statement(sums_of_means[-1]), f"{count} += {terms}", "")
         for node in divisors:
             script.source.replace(node, count, "the number of terms, not of batches")
         names.append(count)
@@ -123,20 +123,20 @@ def _weigh_sums(
 
 
 def _weigh_list(script: EditedScript, loop: ast.For, append: ast.Call, terms: str) -> None:
-    """Replace a list of means by one element, their mean over all terms of all ranks."""
+    """Replace the elements of a list of means by one: the mean over all terms of all ranks."""
     assert isinstance(append.func, ast.Attribute)
     means, counts = script.source.code(append.func.value), script.free_name("num_terms")
     script.source.insert_before(_outermost(script, loop), f"{counts} = []", "")
     script.source.insert_after(script.source.statement(append), f"{counts}.append({terms})", "")
     script.helpers.add("add_over_ranks")
     total = script.free_name("total")
-    together = f"sum(mean * count for mean, count in zip({means}, {counts})), sum({counts})"
-    code = f"{total}, {counts} = add_over_ranks({together})\n{means} = [{total} / {counts}]"
+    sums = f"sum(mean * count for mean, count in zip({means}, {counts})), sum({counts})"
+    code = f"{total}, {counts} = add_over_ranks({sums})\n{means} = [{total} / {counts}]"
     script.source.insert_after(_outermost(script, loop), code, _MEAN)
 
 
 def evaluate_without_padding(script: EditedScript, finding: Finding) -> None:
-    """Subset(data, range(rank, len(data), world_size)) in place of a sampler that pads the ranks."""
+    """Replace a sampler that pads the ranks by Subset(data, range(rank, len(data), world_size))."""
     call = script.call_at(line_of_finding(finding), "DataLoader")
     sampler = script.keyword(call, "sampler")
     if sampler is None or not call.args:
@@ -157,14 +157,14 @@ def evaluate_without_padding(script: EditedScript, finding: Finding) -> None:
 def keep_last_batch(script: EditedScript, finding: Finding) -> None:
     """Remove drop_last=True."""
     call = script.call_at(line_of_finding(finding), "DataLoader")
-    word = script.keyword(call, "drop_last")
-    if word is None:
+    argument = script.keyword(call, "drop_last")
+    if argument is None:
         raise CannotRepairError("the loader has no drop_last")
-    script.remove_argument(call, word, "all samples are evaluated")
+    script.remove_argument(call, argument, "all samples are evaluated")
 
 
 def evaluate_in_eval_mode(script: EditedScript, finding: Finding) -> None:
-    """model.eval() before the evaluation, model.train() after it."""
+    """Insert model.eval() before the evaluation and model.train() after it."""
     model = _model_at(script, line_of_finding(finding))
     statement: ast.stmt = script.loop_around(line_of_finding(finding))
     while isinstance(parent := script.source.parents[statement], ast.With):
@@ -174,16 +174,16 @@ def evaluate_in_eval_mode(script: EditedScript, finding: Finding) -> None:
 
 
 def _model_at(script: EditedScript, line: int) -> str:
-    """The name of the model that is called in a line. Raises `CannotRepairError` if none looks like one."""
+    """Return the name of the model that a line calls. Raises `CannotRepairError` if no name looks like a model."""
     for call in script.calls_at(line):
         name = script.source.code(call.func).removesuffix(".module")
         if re.fullmatch(r"[\w.]+", name) and re.search(r"model|net|module|ddp|encoder|^self\.", name.lower()):
             return name
-    raise CannotRepairError("the model has no name here")
+    raise CannotRepairError("no name of a model was found in this line")
 
 
 def train_in_train_mode(script: EditedScript, finding: Finding) -> None:
-    """model.train() before the training loop."""
+    """Insert model.train() before the training loop."""
     script.source.insert_before(
         script.loop_around(line_of_finding(finding)),
         f"{_model_at(script, line_of_finding(finding))}.train()",
@@ -192,12 +192,12 @@ def train_in_train_mode(script: EditedScript, finding: Finding) -> None:
 
 
 def dropout_by_mode(script: EditedScript, _: Finding) -> None:
-    """F.dropout(x, p) -> F.dropout(x, p, training=self.training), and dropout_p of attention likewise."""
-    edits = len(script.source.edits)
+    """F.dropout(x, p) -> F.dropout(x, p, training=self.training), also dropout_p of attention."""
+    num_edits = len(script.source.edits)
     reason = "no dropout in eval mode"
     for call in script.calls_of("dropout", "scaled_dot_product_attention"):
         scope = script.source.scope(call)
-        has_self = isinstance(scope, ast.FunctionDef) and "self" in [each.arg for each in scope.args.args]
+        has_self = isinstance(scope, ast.FunctionDef) and "self" in [parameter.arg for parameter in scope.args.args]
         probability = script.keyword(call, "dropout_p")
         if not has_self or script.source.code(call.func).startswith("self."):
             continue
@@ -206,7 +206,7 @@ def dropout_by_mode(script: EditedScript, _: Finding) -> None:
             text = text if isinstance(probability.value, ast.Name | ast.Constant | ast.Attribute) else f"({text})"
             script.source.replace(probability.value, f"{text} if self.training else 0.0", reason)
         elif script.last_name(call) == "dropout" and not script.keyword(call, "training") and len(call.args) < 3:
-            last = max([*call.args, *call.keywords], key=end_of)
-            script.source.wrap(last, "", ", training=self.training", reason)
-    if len(script.source.edits) == edits:
+            last_argument = max([*call.args, *call.keywords], key=end_of)
+            script.source.wrap(last_argument, "", ", training=self.training", reason)
+    if len(script.source.edits) == num_edits:
         raise CannotRepairError("no dropout that ignores the mode was found in a method")

@@ -1,4 +1,4 @@
-"""Tries the remedies of findings, audits the edited script, and keeps the edits that help and do no harm."""
+"""Tries the remedies of findings, audits the edited script, and keeps edits that help without new findings."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = ["Patch", "edited_by", "is_editable", "patch_script"]
 
 @dataclasses.dataclass(frozen=True)
 class Patch:
-    """The edits that mend findings, and those findings.
+    """The edits that fix findings, and these findings.
 
-    original  text of the script
-    text      the same, edited; equal to `original` if no edit helped
-    mended    each finding that is gone, with the reasons of its edits as (line, sentence)
-    left      each finding that a patch was looked for, with why there is none
+    original  the text of the script
+    text      the edited text; equal to `original` if no edit helped
+    mended    the fixed findings, with the reasons of their edits as (line, sentence)
+    left      the findings without a patch, and why there is none
     audits    how often the edited script was audited
     """
 
@@ -39,7 +39,7 @@ class Patch:
     audits: int
 
     def as_json(self) -> dict[str, Any]:
-        """As written by --json."""
+        """Return the JSON of --json."""
         return {
             "mended": [
                 {"rule": finding.rule, "place": finding.place, "edits": [list(reason) for reason in reasons]}
@@ -51,7 +51,7 @@ class Patch:
 
 
 def patch_script(audit: Audit, options: AuditOptions, say: Callable[[str], None] = lambda _: None) -> Patch:
-    """Edit the script of an audit so that its findings are gone; another audit checks each edit.
+    """Edit the script of an audit to fix its findings; another audit checks each edit.
 
     Raises `CannotRunError` for a module (-m), `UsageError` for a script that cannot be read.
     """
@@ -69,24 +69,24 @@ def patch_script(audit: Audit, options: AuditOptions, say: Callable[[str], None]
         elif finding.level == "NOTE":
             continue
         elif not line_of(finding.place, script):
-            left.append((finding, "it does not stand in this script, and other files are not edited"))
+            left.append((finding, "it is not in this script, and other files are not edited"))
         else:
             open_findings.append((finding, remedies))
-    trial = _Trials(audit, options, text, say)
-    kept = trial.all_at_once(open_findings)
+    trials = _Trials(audit, options, text, say)
+    kept = trials.all_at_once(open_findings)
     if kept is None:
         kept = []
         for finding, remedies in open_findings:
-            reason = trial.one_by_one(finding, remedies, kept)
+            reason = trials.one_by_one(finding, remedies, kept)
             if reason:
                 left.append((finding, reason))
     edited, reasons = edited_by(text, kept)
     mended = [(finding, reasons[index]) for index, (finding, _) in enumerate(kept)]
-    if kept:  # a consequence goes with its cause
-        gone = [finding for finding, _ in left if finding.rule not in trial.rules_left]
-        mended += [(finding, ()) for finding in gone]
-        left = [each for each in left if each[0] not in gone]
-    return Patch(text, edited, tuple(mended), tuple(left), trial.audits)
+    if kept:  # findings caused by a fixed one are also gone
+        also_gone = [finding for finding, _ in left if finding.rule not in trials.rules_left]
+        mended += [(finding, ()) for finding in also_gone]
+        left = [each for each in left if each[0] not in also_gone]
+    return Patch(text, edited, tuple(mended), tuple(left), trials.audits)
 
 
 def is_editable(finding: Finding, script: Path) -> bool:
@@ -97,7 +97,7 @@ def is_editable(finding: Finding, script: Path) -> bool:
 class _Trials:
     """Audits of the edited script.
 
-    rules_left  rules of the findings in the last audit that was better
+    rules_left  rules of the findings in the last better audit
     """
 
     def __init__(self, audit: Audit, options: AuditOptions, text: str, say: Callable[[str], None]) -> None:
@@ -105,19 +105,19 @@ class _Trials:
         self.audits, self.rules_left = 0, set[str]()
 
     def all_at_once(self, open_findings: Sequence[tuple[Finding, list[Remedy]]]) -> list[tuple[Finding, Remedy]] | None:
-        """The first remedy of every finding, in one audit; None if that is not enough."""
+        """Try the first remedy of every finding in one audit. Returns these, or None if they do not fix all."""
         chosen: list[tuple[Finding, Remedy]] = []
         for finding, remedies in open_findings:
-            remedy = next((each for each in remedies if self._fits([*chosen, (finding, each)])), None)
+            remedy = next((candidate for candidate in remedies if self._fits([*chosen, (finding, candidate)])), None)
             if remedy is None:
                 return None
             chosen.append((finding, remedy))
         if not chosen:
             return []
-        return chosen if not self._why_not(chosen) else None
+        return chosen if not self._audit_again(chosen) else None
 
     def one_by_one(self, finding: Finding, remedies: Sequence[Remedy], kept: list[tuple[Finding, Remedy]]) -> str:
-        """Add the first remedy that helps to those that are kept; why none does."""
+        """Append the first remedy that helps to `kept`. Returns "", or why none helps."""
         reason = ""
         for remedy in remedies:
             chosen = [*kept, (finding, remedy)]
@@ -126,11 +126,11 @@ class _Trials:
             except (CannotRepairError, NotPortedError) as error:
                 reason = reason or str(error)
                 continue
-            why = self._why_not(chosen)
-            if not why:
+            reason_of_remedy = self._audit_again(chosen)
+            if not reason_of_remedy:
                 kept.append(chosen[-1])
                 return ""
-            reason = why
+            reason = reason_of_remedy
         return reason
 
     def _fits(self, chosen: Sequence[tuple[Finding, Remedy]]) -> bool:
@@ -140,8 +140,8 @@ class _Trials:
             return False
         return True
 
-    def _why_not(self, chosen: Sequence[tuple[Finding, Remedy]]) -> str:
-        """Audit the edited script; "" if the findings are gone and no other one has come."""
+    def _audit_again(self, chosen: Sequence[tuple[Finding, Remedy]]) -> str:
+        """Audit the edited script. Returns "" if the findings are gone without new ones, else the reason."""
         text, _ = edited_by(self.text, chosen)
         script = Path(self.before.words[0])
         self.audits += 1
@@ -162,26 +162,26 @@ class _Trials:
 
 
 def _difference(before: Audit, after: Audit, findings: Sequence[Finding]) -> str:
-    """Why an edited script is no better; "" if these findings are gone and nothing else is wrong."""
-    known = Counter(finding.rule for finding in before.findings)
-    now = Counter(finding.rule for finding in after.findings)
-    mended = Counter(finding.rule for finding in findings)
+    """Return why an edited script is not better; "" if these findings are gone and no other problem appeared."""
+    count_before = Counter(finding.rule for finding in before.findings)
+    count_after = Counter(finding.rule for finding in after.findings)
+    count_mended = Counter(finding.rule for finding in findings)
     for finding in after.findings:
-        if finding.rule in mended:
-            if now[finding.rule] > known[finding.rule] - mended[finding.rule]:
-                return "the edit was tried, and the audit finds the same again"
-        elif finding.level in ("FAIL", "WARN") and now[finding.rule] > known[finding.rule]:
+        if finding.rule in count_mended:
+            if count_after[finding.rule] > count_before[finding.rule] - count_mended[finding.rule]:
+                return "an edit was tried, but the audit finds the same again"
+        elif finding.level in ("FAIL", "WARN") and count_after[finding.rule] > count_before[finding.rule]:
             return f"with the edit the audit finds: {finding.text}"
-    lost = [reason for reason in after.unchecked if reason not in before.unchecked and "gradients" in reason]
-    if lost:
-        return f"with the edit the audit cannot check it: {lost[0]}"
+    new_unchecked = [reason for reason in after.unchecked if reason not in before.unchecked and "gradients" in reason]
+    if new_unchecked:
+        return f"with the edit the audit cannot check it: {new_unchecked[0]}"
     if after.updates < min(before.updates, 2):
         return f"with the edit the script makes only {after.updates} updates"
     return ""
 
 
 def edited_by(text: str, chosen: Sequence[tuple[Finding, Remedy]]) -> tuple[str, list[tuple[tuple[int, str], ...]]]:
-    """The script with these remedies, and the reasons of each one's edits.
+    """Return the edited script, and for each remedy the reasons of its edits.
 
     Raises `CannotRepairError` or `NotPortedError` if one does not fit.
     """
@@ -202,13 +202,13 @@ def _add_imports(script: EditedScript) -> None:
         helpers = helpers.replace("dist.", f"{script.dist}.")
     if not script.imports and not helpers:
         return
-    last = leading_imports(script.source.tree.body)
+    last_import = leading_imports(script.source.tree.body)
     needed = list(script.imports)
     if helpers and "torch" not in imported_names(imports_in(script.source.tree.body)):
         needed.append("import torch")
     block = "\n".join(needed)
     if helpers:
-        line = end_of(last)[0]
-        follows = script.source.lines[line : line + 1]
-        block += f"\n\n\n{helpers}" + ("\n\n" if follows and follows[0].strip() else "")
-    script.source.insert_after(last, block.strip("\n") if not helpers else block.lstrip("\n"), "")
+        line = end_of(last_import)[0]
+        next_line = script.source.lines[line : line + 1]
+        block += f"\n\n\n{helpers}" + ("\n\n" if next_line and next_line[0].strip() else "")
+    script.source.insert_after(last_import, block.strip("\n") if not helpers else block.lstrip("\n"), "")

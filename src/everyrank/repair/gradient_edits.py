@@ -1,4 +1,4 @@
-"""Edits of the loss, of backward, of clipping and of the wrapper."""
+"""Edits of the loss, of backward and of clipping."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 
 
 def _optimizer_of(script: EditedScript, step: ast.Call) -> str:
-    """`optimizer` for `optimizer.step()` and `scaler.step(optimizer)`."""
+    """Return `optimizer` for `optimizer.step()` and `scaler.step(optimizer)`."""
     if step.args and isinstance(step.args[0], ast.Name | ast.Attribute):
         return script.source.code(step.args[0])
     assert isinstance(step.func, ast.Attribute)
@@ -35,7 +35,7 @@ def _optimizer_of(script: EditedScript, step: ast.Call) -> str:
 
 
 def clear_gradients(script: EditedScript, finding: Finding) -> None:
-    """optimizer.zero_grad() after optimizer.step()."""
+    """Insert optimizer.zero_grad() after optimizer.step()."""
     step = script.call_at(line_of_finding(finding), "step")
     script.source.insert_after(
         script.source.statement(step), f"{_optimizer_of(script, step)}.zero_grad()", "the next update starts from zero"
@@ -43,7 +43,7 @@ def clear_gradients(script: EditedScript, finding: Finding) -> None:
 
 
 def clear_once_an_update(script: EditedScript, finding: Finding) -> None:
-    """Move zero_grad() from each micro-batch to after the step."""
+    """Move zero_grad() from each micro-batch behind the step."""
     statement = script.statement_at(line_of_finding(finding))
     clear = script.call_at(line_of_finding(finding), "zero_grad")
     owner = script.source.code(clear.func).rpartition(".")[0]
@@ -54,7 +54,7 @@ def clear_once_an_update(script: EditedScript, finding: Finding) -> None:
         raise CannotRepairError(f"no {owner}.step() in the same function")
     parent = script.source.parents[statement]
     if isinstance(parent, ast.If) and parent.body == [statement] and not parent.orelse:
-        statement = parent  # the condition has no other use
+        statement = parent  # remove the condition, too
     script.remove_statement(statement, "this cleared the gradients of the other micro-batches")
     script.source.insert_after(
         script.source.statement(steps[-1]), f"{owner}.zero_grad()", "cleared once, after the update"
@@ -62,17 +62,17 @@ def clear_once_an_update(script: EditedScript, finding: Finding) -> None:
 
 
 def _backwards_for(script: EditedScript, finding: Finding) -> list[ast.Call]:
-    """The calls of backward that belong to a loss: in the same function, or in the whole script."""
+    """Return the calls of backward in the function of a finding; if it has none, in the whole script."""
     scope = script.source.scope(script.statement_at(line_of_finding(finding)))
     calls = [call for call in script.calls_of("backward") if isinstance(call.func, ast.Attribute)]
-    near = [call for call in calls if script.source.scope(call) is scope]
-    if not (near or calls):
+    calls_in_function = [call for call in calls if script.source.scope(call) is scope]
+    if not (calls_in_function or calls):
         raise CannotRepairError("no loss.backward() in the script")
-    return near or calls
+    return calls_in_function or calls
 
 
 def _loss_of(call: ast.Call) -> ast.expr:
-    """The expression whose backward is called, without the scale of a GradScaler."""
+    """Return the expression whose backward is called, without the scale of a GradScaler."""
     assert isinstance(call.func, ast.Attribute)
     node = call.func.value
     while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
@@ -83,7 +83,7 @@ def _loss_of(call: ast.Call) -> ast.expr:
 
 
 def _scale_loss(script: EditedScript, finding: Finding, factor: str, reason: str) -> None:
-    """Multiply or divide the loss of each backward: factor is "* n" or "/ n"."""
+    """Multiply or divide the loss of each backward: `factor` is "* n" or "/ n"."""
     for call in _backwards_for(script, finding):
         loss = _loss_of(call)
         is_argument = loss is not call.func.value  # type: ignore[attr-defined]
@@ -99,10 +99,10 @@ def _scale_loss(script: EditedScript, finding: Finding, factor: str, reason: str
             script.source.wrap(loss, "(", f"{text})", reason)
 
 
-def _drop_factor(
+def _remove_factor(
     script: EditedScript, finding: Finding, operator: type[ast.operator], reason: str, names: str = ""
 ) -> None:
-    """Remove a factor or divisor of the loss: in its backward, or where the loss is assigned."""
+    """Remove a factor or divisor of the loss, from its backward or its assignment."""
     pattern = re.compile(names or ".")
     scope = script.source.scope(script.statement_at(line_of_finding(finding)))
     candidates: list[ast.BinOp] = []
@@ -138,12 +138,12 @@ _RANKS = r"world|rank|replica|n_?gpu|num_?proc|get_world_size|\bsize\b"
 
 def do_not_divide_by_ranks(script: EditedScript, finding: Finding) -> None:
     """(loss / world_size).backward() -> (loss).backward()."""
-    _drop_factor(script, finding, ast.Div, "DistributedDataParallel averages already", _RANKS)
+    _remove_factor(script, finding, ast.Div, "DistributedDataParallel averages already", _RANKS)
 
 
 def do_not_multiply_by_ranks(script: EditedScript, finding: Finding) -> None:
     """(loss * world_size).backward() -> (loss).backward()."""
-    _drop_factor(script, finding, ast.Mult, "the gradient is averaged over the ranks, not summed", _RANKS)
+    _remove_factor(script, finding, ast.Mult, "the gradient is averaged over the ranks, not summed", _RANKS)
 
 
 def multiply_by_ranks(script: EditedScript, finding: Finding) -> None:
@@ -159,9 +159,9 @@ def divide_by_ranks(script: EditedScript, finding: Finding) -> None:
 
 
 def divide_by_micro_batches(script: EditedScript, finding: Finding) -> None:
-    """(loss / ACCUMULATE).backward(), by the name that the script has for that number, else by the number itself."""
-    given = re.search(r"divided by the (\d+) backwards", finding.text)
-    number = given[1] if given else ""
+    """(loss / ACCUMULATE).backward(), with the script's name for the number of micro-batches, else the number."""
+    match = re.search(r"divided by the (\d+) backwards", finding.text)
+    number = match[1] if match else ""
     for step in script.calls_of("step"):
         condition = script.source.around(step, ast.If)
         for node in ast.walk(condition.test) if isinstance(condition, ast.If) else ():
@@ -174,11 +174,11 @@ def divide_by_micro_batches(script: EditedScript, finding: Finding) -> None:
 
 def do_not_divide_twice(script: EditedScript, finding: Finding) -> None:
     """Remove a division by the number of micro-batches."""
-    _drop_factor(script, finding, ast.Div, "the loss is divided by the number of micro-batches already")
+    _remove_factor(script, finding, ast.Div, "the loss is divided by the number of micro-batches already")
 
 
 def weigh_by_terms(script: EditedScript, finding: Finding) -> None:
-    """mean_over_ranks(loss, len(labels)) in place of the loss: ranks with fewer terms weigh less."""
+    """Replace the loss by mean_over_ranks(loss, len(labels)), which weighs each rank by its number of terms."""
     terms = number_of_terms(script, finding)
     script.helpers.add("mean_over_ranks")
     reason = "the mean over the terms of all ranks"
@@ -186,12 +186,12 @@ def weigh_by_terms(script: EditedScript, finding: Finding) -> None:
         scope = script.source.scope(backward)
         names = {node.id for node in ast.walk(ast.parse(terms)) if isinstance(node, ast.Name)} - {"len"}
         if any(not _is_known(script, name, scope) for name in names):
-            raise CannotRepairError(f"the number of terms ({terms}) is not known where backward is called")
+            raise CannotRepairError(f"the number of terms ({terms}) cannot be read by the function that calls backward")
         script.source.wrap(_loss_of(backward), "mean_over_ranks(", f", {terms})", reason)
 
 
 def _is_known(script: EditedScript, name: str, scope: ast.AST) -> bool:
-    """Whether a function can read a variable: its own or the module's, or an import, not another function's."""
+    """Whether a function can read a name: its own variable, one of the module, or an import."""
     owners = {script.source.scope(store) for store in script.source.stores(name, script.source.tree)}
     for node in ast.walk(script.source.tree):
         if isinstance(node, ast.FunctionDef) and name in [each.arg for each in node.args.args]:
@@ -200,11 +200,13 @@ def _is_known(script: EditedScript, name: str, scope: ast.AST) -> bool:
 
 
 def number_of_terms(script: EditedScript, finding: Finding) -> str:
-    """An expression for the number of terms that the loss of a line is the mean of."""
+    """Return an expression for the number of terms that the loss of a line averages."""
     value = getattr(script.statement_at(line_of_finding(finding)), "value", None)
     if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Div):  # losses.sum() / mask.sum()
         return script.source.code(value.right)
-    call = next((each for each in script.calls_at(line_of_finding(finding)) if len(each.args) >= 2), None)
+    call = next(
+        (candidate for candidate in script.calls_at(line_of_finding(finding)) if len(candidate.args) >= 2), None
+    )
     if call is None or not isinstance(call.args[1], ast.Name | ast.Attribute | ast.Call | ast.Subscript):
         raise CannotRepairError("the number of terms of the loss was not found")
     target, ignored = script.source.code(call.args[1]), script.keyword(call, "ignore_index")
@@ -227,7 +229,7 @@ def step_of_all_micro_batches(script: EditedScript, _: Finding) -> None:
 
 
 def unscale_before_clipping(script: EditedScript, finding: Finding) -> None:
-    """scaler.unscale_(optimizer) before clip_grad_norm_."""
+    """Insert scaler.unscale_(optimizer) before clip_grad_norm_."""
     statement = script.statement_at(line_of_finding(finding))
     scope = script.source.scope(statement)
     for step in script.calls_of("step", within=scope):
@@ -236,19 +238,19 @@ def unscale_before_clipping(script: EditedScript, finding: Finding) -> None:
             script.source.insert_before(
                 statement,
                 f"{scaler}.unscale_({optimizer})",
-                "the norm is that of the gradients, not of the scaled ones",
+                "the norm is that of the unscaled gradients",
             )
             return
     raise CannotRepairError("no scaler.step(optimizer) in the same function")
 
 
 def clip_before_step(script: EditedScript, finding: Finding) -> None:
-    """Move clip_grad_norm_ to just before the step."""
+    """Move clip_grad_norm_ to the line before the step."""
     statement = script.statement_at(line_of_finding(finding))
     scope = script.source.scope(statement)
     steps = [call for call in script.calls_of("step", within=scope) if call.lineno > statement.lineno]
     if not steps:
-        raise CannotRepairError("no step after it in the same function")
+        raise CannotRepairError("no optimizer.step() after this line in the same function")
     text = script.source.code(statement)
     if "\n" in text:
         raise CannotRepairError("the statement has several lines")

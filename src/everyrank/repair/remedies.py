@@ -1,6 +1,6 @@
-"""The edits that may mend a finding of the audit, by its rule. Another audit decides which of them does.
+"""The remedies to try for a finding of the audit, by its rule. Another audit decides which one helps.
 
-A remedy is a function that edits a script, or raises `CannotRepairError` where the script does not look as it expects.
+A remedy is a function that edits a script, or raises `CannotRepairError` if it does not fit the script.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ __all__ = ["REMEDIES", "Remedy", "remedies_for"]
 
 Remedy = Callable[[EditedScript, Finding], None]
 
-# (rule, words of its text, remedy): several for a rule are tried in this order
+# (rule, words of the finding's text, remedy): the remedies of a rule are tried in this order
 REMEDIES: tuple[tuple[str, str, Remedy], ...] = (
     ("data.same", "", divide_by_sampler),
     ("data.same", "", all_ranks_read),
@@ -104,5 +104,5 @@ REMEDIES: tuple[tuple[str, str, Remedy], ...] = (
 
 
 def remedies_for(finding: Finding) -> list[Remedy]:
-    """The remedies to try for a finding, in order."""
+    """Return the remedies to try for a finding, in order."""
     return [remedy for rule, words, remedy in REMEDIES if rule == finding.rule and words in finding.text]

@@ -1,4 +1,4 @@
-"""Edits of the wrapper, of seeds and of what one rank writes."""
+"""Edits of the wrapper, of seeds, of schedules and of saving."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WRAPPERS = ("DistributedDataParallel", "DDP", "fully_shard", "FSDP", "FullyShar
 
 
 def call_the_wrapper(script: EditedScript, finding: Finding) -> None:
-    """model.module(x) -> model(x), also where the model in the wrapper has a name of its own."""
+    """model.module(x) -> model(x), also if the model in the wrapper has its own name."""
     reason = "the wrapper averages the gradients, its module does not"
     wrapped = {script.source.code(call.args[0]): call for call in script.calls_of(*_WRAPPERS) if call.args}
     for call in script.calls_at(line_of_finding(finding)):
@@ -40,29 +40,29 @@ def call_the_wrapper(script: EditedScript, finding: Finding) -> None:
         if isinstance(statement, ast.Assign) and script.source.code(statement.targets[0]) != name:
             script.source.replace(func, script.source.code(statement.targets[0]), reason)
             return
-    raise CannotRepairError("how the model in the wrapper got its name was not found")
+    raise CannotRepairError("no assignment of the model in the wrapper was found")
 
 
 def seed_by_rank(script: EditedScript, _: Finding) -> None:
-    """torch.manual_seed(seed + rank) once the model is wrapped."""
+    """Insert torch.manual_seed(seed + rank) after the model is wrapped."""
     wraps = script.calls_of(*_WRAPPERS)
     if not wraps:
-        raise CannotRepairError("where the model is wrapped was not found")
+        raise CannotRepairError("no call that wraps the model was found")
     wrap = script.source.statement(wraps[0])
     block, reason = script.source.block(wrap), "each rank draws its own dropout masks and noise"
     seeds = [call for call in script.calls_of("manual_seed") if script.source.code(call.func) == "torch.manual_seed"]
     seeds = [call for call in seeds if call.args]
-    after = [call for call in seeds if call.lineno > wrap.lineno and script.source.statement(call) in block]
-    if after:
-        script.source.wrap(after[-1].args[0], "", f" + {script.dist}.get_rank()", reason)
+    later_seeds = [call for call in seeds if call.lineno > wrap.lineno and script.source.statement(call) in block]
+    if later_seeds:
+        script.source.wrap(later_seeds[-1].args[0], "", f" + {script.dist}.get_rank()", reason)
         return
-    before = [call for call in seeds if call.lineno < wrap.lineno]
-    seed = script.source.code(before[-1].args[0]) if before else "torch.initial_seed()"
+    earlier_seeds = [call for call in seeds if call.lineno < wrap.lineno]
+    seed = script.source.code(earlier_seeds[-1].args[0]) if earlier_seeds else "torch.initial_seed()"
     script.source.insert_after(wrap, f"torch.manual_seed({seed} + {script.dist}.get_rank())", reason)
 
 
 def start_with_rank_0(script: EditedScript, _: Finding) -> None:
-    """Broadcast the weights of rank 0 before the optimizer is made."""
+    """Broadcast the weights of rank 0 before the optimizer is created."""
     for call in (node for node in ast.walk(script.source.tree) if isinstance(node, ast.Call)):
         name = script.source.code(call.args[0]) if call.args else ""
         if name.endswith(".parameters()") and script.last_name(call)[:1].isupper():
@@ -77,7 +77,7 @@ def start_with_rank_0(script: EditedScript, _: Finding) -> None:
 
 
 def seed_generator_by_rank(script: EditedScript, _: Finding) -> None:
-    """torch.Generator().manual_seed(seed + rank)."""
+    """Add the rank to the seed of a generator: torch.Generator().manual_seed(seed + rank)."""
     seeds = [call for call in script.calls_of("manual_seed") if script.source.code(call.func) != "torch.manual_seed"]
     for call in seeds:
         if call.args:
@@ -89,7 +89,7 @@ def seed_generator_by_rank(script: EditedScript, _: Finding) -> None:
 
 
 def step_schedule_once(script: EditedScript, finding: Finding) -> None:
-    """Take schedule.step() out of a loop over the ranks."""
+    """Move schedule.step() out of a loop over the ranks."""
     statement = script.statement_at(line_of_finding(finding))
     loop = script.source.parents[statement]
     if not isinstance(loop, ast.For) or loop.body != [statement] or loop.orelse:
@@ -98,10 +98,10 @@ def step_schedule_once(script: EditedScript, finding: Finding) -> None:
 
 
 def same_rate_everywhere(script: EditedScript, finding: Finding) -> None:
-    """schedule.step(metric): the metric is the mean over the ranks."""
+    """Average the metric of schedule.step(metric) over the ranks."""
     step = script.call_at(line_of_finding(finding), "step")
     if len(step.args) != 1:
-        raise CannotRepairError("step is given no metric")
+        raise CannotRepairError("the step of the schedule has no metric")
     script.helpers.add("add_over_ranks")
     script.source.wrap(
         step.args[0],
@@ -112,7 +112,7 @@ def same_rate_everywhere(script: EditedScript, finding: Finding) -> None:
 
 
 def save_on_rank_0(script: EditedScript, finding: Finding) -> None:
-    """torch.save(...) under `if dist.get_rank() == 0:`."""
+    """Put torch.save(...) under `if dist.get_rank() == 0:`."""
     statement = script.statement_at(line_of_finding(finding))
     script.source.put_under(statement, f"{script.dist}.get_rank() == 0", "one rank writes the file")
 
@@ -121,8 +121,8 @@ def remove_wrapper_option(script: EditedScript, finding: Finding) -> None:
     """Remove find_unused_parameters or bucket_cap_mb."""
     option = "find_unused_parameters" if finding.rule == "ddp.find-unused" else "bucket_cap_mb"
     for call in script.calls_at(line_of_finding(finding)):
-        word = script.keyword(call, option)
-        if word is not None:
-            script.remove_argument(call, word, "the default is faster here")
+        argument = script.keyword(call, option)
+        if argument is not None:
+            script.remove_argument(call, argument, "the default is faster here")
             return
-    raise CannotRepairError(f"{option} is not given in this line")
+    raise CannotRepairError(f"this line does not set {option}")

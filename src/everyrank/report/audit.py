@@ -18,7 +18,7 @@ from everyrank.report.page import environment
 __all__ = ["audit_page", "print_audit", "summary"]
 
 _STYLES = {"FAIL": "bold red", "WARN": "yellow", "PERF": "cyan", "NOTE": "dim"}
-_CODE_WIDTH = 80  # of the lines to look at
+_CODE_WIDTH = 80  # width of the code in "look at" lines
 _CONTEXT_LINES = 4  # lines of the script shown before and after a finding
 
 
@@ -62,7 +62,7 @@ def print_audit(audit: Audit) -> None:
 
 
 def _code_at(place: str) -> str:
-    """The text of a line, shortened; "" if the file cannot be read."""
+    """Return the text of a line, shortened; "" if the file cannot be read."""
     path, _, line = place.rpartition(":")
     try:
         return textwrap.shorten(linecache.getline(path, int(line)).strip(), _CODE_WIDTH, placeholder=" ...")
@@ -79,17 +79,17 @@ def audit_page(audit: Audit) -> str:
     files: dict[str, list[Finding]] = {}
     for finding in audit.findings:
         files.setdefault(finding.place.rpartition(":")[0], []).append(finding)
-    shown = [
+    shown_files = [
         {"name": _relative(name) or "the run as a whole", "parts": _excerpts(name, findings)}
         for name, findings in files.items()
     ]
     command = " ".join(audit.words)
     page = environment().from_string(template)
-    return page.render(audit=audit, files=shown, words=command, summary=summary(audit), relative=_relative)
+    return page.render(audit=audit, files=shown_files, words=command, summary=summary(audit), relative=_relative)
 
 
 def _relative(path: str) -> str:
-    """The path relative to the current folder, if it is inside."""
+    """Return the path relative to the current folder, if it is inside."""
     return path.removeprefix(f"{Path.cwd()}/")
 
 
@@ -103,10 +103,12 @@ def _excerpts(name: str, findings: list[Finding]) -> list[dict[str, Any]]:
     for finding in findings:
         by_line.setdefault(int(finding.place.rpartition(":")[2] or 0), []).append(finding)
     excerpts: list[dict[str, Any]] = []
-    for number, at_line in sorted(by_line.items()):
+    for number, line_findings in sorted(by_line.items()):
         first, last = max(1, number - _CONTEXT_LINES), min(len(lines), number + _CONTEXT_LINES)
         # without the indentation that they share, more of each line fits next to the findings
         code = textwrap.dedent("\n".join(lines[first - 1 : last])).split("\n")
-        around = [{"number": line, "text": text, "is_named": line == number} for line, text in enumerate(code, first)]
-        excerpts.append({"lines": around, "findings": at_line})
+        shown_lines = [
+            {"number": line, "text": text, "is_named": line == number} for line, text in enumerate(code, first)
+        ]
+        excerpts.append({"lines": shown_lines, "findings": line_findings})
     return excerpts

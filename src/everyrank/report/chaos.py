@@ -18,11 +18,11 @@ _COLUMNS = ("fault", "update", "rank", "noticed by", "after s", "back after s", 
 _TOLERANCE_NOTE = "equal (x): the losses differ by at most x. "
 _NOT_BITWISE = (
     f"{_TOLERANCE_NOTE}DDP rebuilds its buckets after its first update, also after a restart: "
-    "until both runs have done so, they add up gradients in a different order"
+    "until both runs have done this, they add up gradients in a different order"
 )
 _GLOO_NOT_BITWISE = (
     f"{_TOLERANCE_NOTE}with more than two ranks gloo adds up in the order of arrival: "
-    "two runs without a fault differ by as much"
+    "two runs without a fault also differ"
 )
 _NUMBERS = ("update", "rank", "after s", "back after s", "updates lost")
 

@@ -42,8 +42,8 @@ def comm_json(results: _Row, words: Sequence[str]) -> dict[str, Any]:
         if cost is not None:
             fitted = {key: None if value == float("inf") else value for key, value in dataclasses.asdict(cost).items()}
             sizes = [row["num_bytes"] for row in rows if row["p50_seconds"] is not None]
-            covers = {"least_bytes": min(sizes), "most_bytes": max(sizes)}
-            costs.append({"name": _name(rows[0]), **{key: rows[0][key] for key in _LINE}, **fitted, **covers})
+            size_range = {"least_bytes": min(sizes), "most_bytes": max(sizes)}
+            costs.append({"name": _name(rows[0]), **{key: rows[0][key] for key in _LINE}, **fitted, **size_range})
     return {
         "schema": 1,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -85,16 +85,16 @@ def comm_table(measured: _Row, repeats: bool = False) -> Table:
     candidates = list(dict.fromkeys(map(candidate_name, rows)))
     header = list(_HEADER)
     if len(candidates) < 2:
-        shown, num_names = [[_name(row), _size(row), *_cells(row)] for row in rows], 1
+        cells, num_names = [[_name(row), _size(row), *_cells(row)] for row in rows], 1
     else:
-        shown = [
+        cells = [
             [_name(row, with_candidate=False), _size(row), candidate_name(row), *_cells(row), *_speedups(row)]
             for row in rows
         ]
         header, num_names = [*_HEADER[:2], "by", *_HEADER[2:], f"x {candidates[0]}: mean", "p50"], 2
     if not repeats:
-        shown = [_without_repeats(row, previous, num_names) for row, previous in _with_previous(shown)]
-    return Table(header, shown, [])
+        cells = [_without_repeats(row, previous, num_names) for row, previous in _with_previous(cells)]
+    return Table(header, cells, [])
 
 
 def _with_previous(rows: Sequence[list[str]]) -> Iterator[tuple[list[str], list[str]]]:
@@ -104,8 +104,8 @@ def _with_previous(rows: Sequence[list[str]]) -> Iterator[tuple[list[str], list[
 
 def _without_repeats(row: list[str], previous: list[str], count: int) -> list[str]:
     """Return the row, in which those of the first `count` cells are empty that equal the row above."""
-    same = next((index for index in range(count) if row[: index + 1] != previous[: index + 1]), count)
-    return [""] * same + row[same:]
+    num_same = next((index for index in range(count) if row[: index + 1] != previous[: index + 1]), count)
+    return [""] * num_same + row[num_same:]
 
 
 def _size(row: _Row) -> str:
@@ -146,10 +146,10 @@ def by_line(rows: Sequence[_Row]) -> list[list[_Row]]:
 
 def _cost(rows: Sequence[_Row]) -> Cost | None:
     """Fit a cost to the median times of one operation; None with fewer than three sizes."""
-    known = [row for row in rows if row["p50_seconds"] is not None and row["num_bytes"]]
-    if len(known) < 3:
+    measured_rows = [row for row in rows if row["p50_seconds"] is not None and row["num_bytes"]]
+    if len(measured_rows) < 3:
         return None
-    return fit_cost([row["num_bytes"] for row in known], [row["p50_seconds"] for row in known])
+    return fit_cost([row["num_bytes"] for row in measured_rows], [row["p50_seconds"] for row in measured_rows])
 
 
 def comm_cost_table(measured: _Row) -> Table:

@@ -13,7 +13,7 @@ from everyrank.report.page import rendered
 
 __all__ = ["comm_page"]
 
-_MOST_TICKS = 8
+_MAX_TICKS = 8
 
 
 def comm_page(measured: Mapping[str, Any]) -> str:
@@ -43,9 +43,9 @@ def _charts(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
     colours = {candidate: COLOURS[index % len(COLOURS)] for index, candidate in enumerate(candidates)}
     charts: dict[str, list[list[Mapping[str, Any]]]] = {}
     for line in by_line(rows):
-        known = [row for row in line if row["p50_seconds"] is not None and row["num_bytes"]]
-        if len(known) > 1:
-            charts.setdefault(known[0]["operation"], []).append(known)
+        measured_rows = [row for row in line if row["p50_seconds"] is not None and row["num_bytes"]]
+        if len(measured_rows) > 1:
+            charts.setdefault(measured_rows[0]["operation"], []).append(measured_rows)
     return [(name, name, _time_over_bytes(lines, colours)) for name, lines in charts.items()]
 
 
@@ -63,8 +63,8 @@ def _time_over_bytes(lines: Sequence[Sequence[Mapping[str, Any]]], colours: Mapp
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         sizes = sorted({row["num_bytes"] for line in lines for row in line})
-        shown = sizes[:: -(-len(sizes) // _MOST_TICKS)]
-        axes.set_xticks(shown, [size_text(size) for size in shown], rotation=30)
+        ticks = sizes[:: -(-len(sizes) // _MAX_TICKS)]
+        axes.set_xticks(ticks, [size_text(size) for size in ticks], rotation=30)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")  # the default prints powers of ten as markup
         axes.yaxis.set_minor_formatter("")
         axes.set_ylabel("us, median and 99th percentile")

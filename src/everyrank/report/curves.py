@@ -27,10 +27,10 @@ _SUFFIXES = (".csv", ".tsv", ".json", ".jsonl")
 class Curve:
     """The losses of one run.
 
-    name        of the file, as the user knows it
-    losses      by step, in order of steps
+    name        name of the file, as typed by the user
+    losses      step -> loss, in order of steps
     resolution  half of the last printed digit; 0 if all digits were kept
-    precision   of the run, if its layout names one: "bf16"
+    precision   precision of the run, if its layout has one: "bf16"
     """
 
     name: str
@@ -41,7 +41,7 @@ class Curve:
 
 
 def read_curves(path: Path, column: str | None = None) -> list[Curve]:
-    """The curves of a file, or of each file in a folder: runs of one experiment with different seeds.
+    """Return the curves of a file, or of each file in a folder: runs of one experiment with different seeds.
 
     column   of a CSV file, or tag of TensorBoard; None: the one that is named like a loss
 
@@ -61,7 +61,7 @@ def _read_folder(folder: Path, column: str | None) -> list[Curve]:
     if event_folders:
         return [_read_events(event_folder, column) for event_folder in event_folders]
     files = sorted(path for path in folder.iterdir() if path.is_file() and path.suffix in _SUFFIXES)
-    if {"log.csv", "log.jsonl"} <= {path.name for path in files}:  # two forms of one run
+    if {"log.csv", "log.jsonl"} <= {path.name for path in files}:  # both files are of the same run
         files = [folder / "log.jsonl"]
     if not files:
         files = sorted(folder.glob("*/log.jsonl"))
@@ -76,7 +76,7 @@ def _read_file(path: Path, column: str | None) -> list[Curve]:
     if path.stat().st_size > _MAX_BYTES:
         raise UsageError(f"{path}: larger than 1 GiB; give a file with only the loss")
     if path.suffix == ".json":
-        return _of_records(path)
+        return _curves_of_records(path)
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -84,19 +84,19 @@ def _read_file(path: Path, column: str | None) -> list[Curve]:
     except UnicodeDecodeError:
         raise UsageError(f"{path}: not a text file; give Records, a CSV file, or a TensorBoard folder") from None
     if path.suffix == ".jsonl":
-        return [_of_rows(path, _json_rows(path, text), column)]
-    return [_of_rows(path, _csv_rows(path, text), column)]
+        return [_curve_of_rows(path, _json_rows(path, text), column)]
+    return [_curve_of_rows(path, _csv_rows(path, text), column)]
 
 
 # --- Records
 
 
-def _of_records(path: Path) -> list[Curve]:
+def _curves_of_records(path: Path) -> list[Curve]:
     curves: list[Curve] = []
     for record in read_records(path):
         if record.loss:
             settings = record.layout.partition(":")[2].split(",")
-            precisions = [word.partition("=")[2] for word in settings if word.startswith("precision=")]
+            precisions = [setting.partition("=")[2] for setting in settings if setting.startswith("precision=")]
             label = f"{record.workload} · {record.layout} · {record.world_size} ranks"
             losses = dict(enumerate(record.loss))
             curves.append(Curve(path.name, losses, precision=precisions[0] if precisions else None, label=label))
@@ -124,7 +124,9 @@ def _csv_rows(path: Path, text: str) -> list[dict[str, str]]:
     if all(_number(word) is not None for word in header):  # no header: the last column is the loss
         names = ["step", "loss"] if len(header) == 2 else ["loss"] if len(header) == 1 else []
         if not names:
-            raise UsageError(f"{path}: the first line names no columns; begin the file with a line such as step,loss")
+            raise UsageError(
+                f"{path}: the first line has no column names; start the file with a line such as step,loss"
+            )
         return [dict(zip(names, row, strict=False)) for row in rows]
     return [dict(zip(header, row, strict=False)) for row in rows[1:]]
 
@@ -146,7 +148,7 @@ def _json_rows(path: Path, text: str) -> list[dict[str, str]]:
     return rows
 
 
-def _of_rows(path: Path, rows: Sequence[Mapping[str, str]], column: str | None) -> Curve:
+def _curve_of_rows(path: Path, rows: Sequence[Mapping[str, str]], column: str | None) -> Curve:
     names = list(dict.fromkeys(name for row in rows for name in row))
     loss = _find_column(str(path), names, column)
     lower = {name.lower(): name for name in reversed(names)}
@@ -176,19 +178,19 @@ def _find_column(path: str, names: Sequence[str], column: str | None) -> str:
         if column in names:
             return column
         near = difflib.get_close_matches(column, names, 1)
-        hint = f"did you mean {near[0]}?" if near else f"it has {_listed(names)}"
+        hint = f"did you mean {near[0]}?" if near else f"it has {_names_text(names)}"
         raise UsageError(f"{path}: there is no column {column}; {hint}")
     lower = {name.lower().strip(): name for name in reversed(names)}
     loss_name = next((lower[name] for name in _LOSS_NAMES if name in lower), None)
     if loss_name is None:
         candidates = [name for name in names if "loss" in name.lower()]
         if len(candidates) != 1:
-            raise UsageError(f"{path}: which column is the loss? It has {_listed(names)}; add --column NAME")
+            raise UsageError(f"{path}: no column is named like a loss; it has {_names_text(names)}; add --column NAME")
         loss_name = candidates[0]
     return loss_name
 
 
-def _listed(names: Sequence[str]) -> str:
+def _names_text(names: Sequence[str]) -> str:
     shown = ", ".join(name[:40] for name in names[:8])
     return f"{shown}{', ...' if len(names) > 8 else ''}" if names else "no columns"
 
@@ -201,7 +203,7 @@ def _number(text: str) -> float | None:
 
 
 def _resolution(texts: Iterable[str]) -> float:
-    """Half of the last printed digit, by the value with the most digits; 0 if that has 12 or more."""
+    """Return half of the last printed digit, by the value with the most digits; 0 for 12 digits or more."""
     decimals, digits = 0, 0
     for text in texts:
         mantissa, _, exponent = text.lower().partition("e")
@@ -216,11 +218,11 @@ def _resolution(texts: Iterable[str]) -> float:
 
 
 def _read_events(path: Path, column: str | None) -> Curve:
-    """One folder of event files, or one such file."""
+    """Return the curve of an event file, or of a folder of them."""
     try:
         import logging
 
-        logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it warns about each purged event
+        logging.getLogger("tensorboard").setLevel(logging.ERROR)  # tensorboard warns about each purged event
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
         from tensorboard.util import tensor_util
     except ImportError:
@@ -239,7 +241,7 @@ def _read_events(path: Path, column: str | None) -> Curve:
             losses = {step: float(array) for step, array in arrays.items() if array.size == 1}
     except UsageError:
         raise
-    except Exception as error:  # a damaged file raises many kinds
+    except Exception as error:  # a damaged file may raise any exception
         raise UsageError(f"{path}: TensorBoard cannot read it ({type(error).__name__}: {str(error)[:100]})") from None
     if not losses:
         raise UsageError(f"{path}: {tag} has no values")

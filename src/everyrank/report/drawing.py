@@ -13,7 +13,7 @@ __all__ = ["COLOURS", "TEXT", "bars", "colours_of", "draw", "legend_above", "leg
 
 TEXT = "#010203"  # placeholder for the text colour of the page
 _WIDTH = 5.0  # inches
-_LONGEST_NAME = 30
+_MAX_NAME_LENGTH = 30
 
 # Okabe and Ito 2008, then Tol's muted colours: distinct for most colour-blind people, on light and dark pages
 COLOURS = (
@@ -73,7 +73,7 @@ def spread(*values: Interval) -> list[list[float]]:
 def short(text: str) -> str:
     """Shorten a name for a chart; tables show it in full."""
     text = " ".join(text.split())
-    return text if len(text) <= _LONGEST_NAME else text[: _LONGEST_NAME - 1] + "…"
+    return text if len(text) <= _MAX_NAME_LENGTH else text[: _MAX_NAME_LENGTH - 1] + "…"
 
 
 def _columns(names: Sequence[str]) -> int:

@@ -16,26 +16,30 @@ def answer(records: Sequence[Record]) -> str:
     """Return which layout is fastest, and whether every layout is equal to one device."""
     checked = [record for record in records if is_checked(record)]
     ran = [record for record in records if record.parity.status != "not_verified"]
-    different = list(dict.fromkeys(record.layout for record in ran if not is_checked(record)))
+    different_layouts = list(dict.fromkeys(record.layout for record in ran if not is_checked(record)))
     if not ran:
         return "Nothing was verified here."
-    many = {1: "It is", 2: "Both layouts that ran are"}.get(len(ran), f"All {len(ran)} layouts that ran are")
-    equal = f"{many} equal to one device."
-    if different:
-        differ = "differ" if len(different) > 1 else "differs"
-        equal = f"{', '.join(different)} {differ} from one device, {len(checked)} of {len(ran)} are equal to it."
+    subject = {1: "It is", 2: "Both layouts that ran are"}.get(len(ran), f"All {len(ran)} layouts that ran are")
+    equal_text = f"{subject} equal to one device."
+    if different_layouts:
+        differ = "differ" if len(different_layouts) > 1 else "differs"
+        equal_text = (
+            f"{', '.join(different_layouts)} {differ} from one device, {len(checked)} of {len(ran)} are equal to it."
+        )
     timed = [record for record in checked if record.throughput_samples_per_second is not None]
-    return f"{_fastest(timed)} {equal}" if timed else equal
+    return f"{_fastest(timed)} {equal_text}" if timed else equal_text
 
 
 def _fastest(timed: Sequence[Record]) -> str:
     speeds = [(record.throughput_samples_per_second, label(record)) for record in timed]
-    known = sorted(((speed, name) for speed, name in speeds if speed), key=lambda pair: pair[0].median, reverse=True)
-    (first, name), *others = known
+    speeds_and_names = sorted(
+        ((speed, name) for speed, name in speeds if speed), key=lambda pair: pair[0].median, reverse=True
+    )
+    (first, name), *others = speeds_and_names
     text = f"{name} is fastest here: {first.median:,.0f} samples/s"
-    near = [other for speed, other in others if speed.high >= first.low]
-    if near:
-        text += f" ({', '.join(near)} may be as fast: the intervals overlap)"
+    maybe_as_fast = [other for speed, other in others if speed.high >= first.low]
+    if maybe_as_fast:
+        text += f" ({', '.join(maybe_as_fast)} may be as fast: the intervals overlap)"
     elif others and others[0][0].median > 0:
         text += f", {first.median / others[0][0].median:.2f} times {others[0][1]}, the next"
     return f"{text}."
@@ -61,7 +65,7 @@ def notes(records: Sequence[Record]) -> list[str]:
         if record.bubble is not None and is_checked(record):
             texts.append(
                 f"{record.layout}: a rank waits {record.bubble.measured:.0%} of the time (pipeline bubble); "
-                f"the schedule alone predicts {record.bubble.theory:.0%}."
+                f"the schedule predicts {record.bubble.theory:.0%}."
             )
         if record.device == "cpu" and "devices=" in record.layout:
             texts.append(

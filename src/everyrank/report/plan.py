@@ -1,4 +1,4 @@
-"""What `everyrank plan` answers, on a terminal. Imports no torch."""
+"""The results of `everyrank plan` on the terminal. Imports no torch."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ def plan_notes(answer: _Answer) -> list[str]:
                 f"{row['layout']}: {_seconds(row['step_seconds'])} an update ({parts}{interval}), "
                 "without the data loader"
             )
-    lines.append("Fits:" if answer["commands"] else "No layout fits surely.")
+    lines.append("Fits:" if answer["commands"] else "No layout is certain to fit.")
     return [
         *lines,
         *(f"  {command}" for command in answer["commands"]),
-        "Traced on CPU: CUDA's kernels may take temporaries of their own, for which `at most` leaves room. Let "
-        "everyrank bench decide between layouts that fit. Not verified on several GPUs.",
+        "Traced on CPU: CUDA kernels may need temporary memory, which `at most` includes. Use everyrank bench to "
+        "choose between layouts that fit. Not verified on several GPUs.",
     ]
 
 
@@ -98,7 +98,7 @@ def _traced_table(rows: Sequence[_Answer]) -> Table:
         sizes = [row.get("categories", {}).get(name, 0.0) for name in names] + [row.get(name, 0.0) for name in sums]
         table.rows.append([row["layout"], row["verdict"], *[_size(size) for size in sizes]])
         table.footnotes.append(f"{row['layout']}: {row.get('note') or row['reason']}")
-    table.footnotes.append("building: the most while the model is built and in the first update")
+    table.footnotes.append("building: the peak while the model is built and in the first update")
     return table
 
 
@@ -107,7 +107,7 @@ def _size(size: float) -> str:
 
 
 def _changes(rows: Sequence[_Answer]) -> Iterator[str]:
-    """The smallest change of each layout that does not fit."""
+    """Yield the smallest change for each layout that does not fit."""
     for row in rows:
         if "change" in row:
             change = row["change"]
@@ -129,8 +129,8 @@ def _memory_table(rows: Sequence[_Answer]) -> Table:
         sums = [_gib(row[f"{name}_bytes"]) for name in ("allocated", "reserved", "device", "most")]
         table.rows.append([row["layout"], row["verdict"], *sizes, *sums])
     table.footnotes.append(
-        "fits: the device total fits at the upper end of what is not known (at most). Not in the numbers: other "
-        "programs on the GPU, and buffers that a library keeps without torch's allocator"
+        "fits: the device total fits even at its upper estimate (at most). Not included: other programs on the GPU, "
+        "and buffers that a library allocates without torch"
     )
     return table
 
@@ -138,16 +138,16 @@ def _memory_table(rows: Sequence[_Answer]) -> Table:
 def _shortlist(answer: _Answer) -> Iterator[str]:
     shortlist, calibration = answer["shortlist"], answer["calibration"]
     if not shortlist:
-        yield (f"no layout fits surely ({answer['looked_at']} looked at): nothing to rank")
+        yield (f"no layout is certain to fit ({answer['looked_at']} considered), so there is no ranking")
         return
     yield ("")
     yield (f"{answer['fitting']} of {answer['looked_at']} layouts fit.")
     if not answer["is_ranked"]:
         yield (
-            f"Not ranked: outside of what was measured ({'; '.join(answer['outside'])}). In the order of the alphabet:"
+            f"Not ranked, because no measurement covers this ({'; '.join(answer['outside'])}). In alphabetical order:"
         )
     elif len(shortlist) > 1:
-        yield (f"A tie of {len(shortlist)}: predicted within 5% of each other, which is a coin toss. Let bench decide:")
+        yield (f"A tie of {len(shortlist)}: the predictions are within 5% of each other. Use bench to choose:")
     for choice in shortlist:
         low, high = _seconds(choice["low_seconds"]), _seconds(choice["high_seconds"])
         yield (
@@ -209,13 +209,13 @@ def print_machine(machine: Machine) -> None:
 def print_validation(result: _Answer) -> None:
     """Print the table of errors that `plan --validate` has measured."""
     _say(
-        f"{result['read']} of {result['rows']} rows read; {result['left_out_of_fit']} are in the calibration, too, and "
+        f"{result['read']} of {result['rows']} rows read; {result['left_out_of_fit']} are also in the calibration, and "
         "are predicted by fits without them"
     )
     if result["in_sample"]:
         _say(
             f"  {result['in_sample']} rows are in-sample: this calibration was fitted to them, and errors on new rows "
-            "are larger. Add --calibration with the file of these rows to predict each by a fit without it."
+            "are larger. Add --calibration with the file of these rows to predict each row by a fit without it."
         )
     for entry in result["unreadable"]:
         _say(f"  {entry['count']} rows not read: {entry['reason']}")
@@ -274,8 +274,8 @@ def _time_table(result: _Answer) -> Table:
             f"{row['case']}: {row['rows']} rows, mean {_share(row['mean_error'])}, coverage {_share(row['coverage'])}"
         )
     table.footnotes.append(
-        "constant share of peak: the mean error of one number for each table, fitted to the table itself; of "
-        "calibration: of the number that the calibration rows have"
+        "constant share of peak: mean error of one share of peak for all rows, fitted to the table itself; of "
+        "calibration: with the share of the calibration rows"
     )
     return table
 

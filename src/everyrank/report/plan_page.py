@@ -1,4 +1,4 @@
-"""What `everyrank plan` answers, as a page that loads nothing: memory by category, time by part, and the tables."""
+"""The results of `everyrank plan` as a self-contained page: memory by category, time by part, and the tables."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from everyrank.report.plan import plan_notes, plan_tables, plan_title
 __all__ = ["plan_page"]
 
 _GIB = 2**30
-_LONGEST = 28  # letters of a layout below a bar
+_MAX_NAME_LENGTH = 28  # letters of a layout below a bar
 
 
 def plan_page(answer: Mapping[str, Any], words: Sequence[str]) -> str:
-    """Return the page as text. Raises `CannotRunError` where jinja2 or matplotlib is missing."""
+    """Return the page as text. Raises `CannotRunError` if jinja2 or matplotlib is missing."""
     notes = plan_notes(answer)
     sized = [row for row in answer["layouts"] if row.get("categories")]
     shortlist = answer.get("shortlist", [])
@@ -27,7 +27,9 @@ def plan_page(answer: Mapping[str, Any], words: Sequence[str]) -> str:
     charts = [("memory", "Allocated memory of the fullest rank", _stacked(names, memory, "GiB", room))] if names else []
     if shortlist:
         parts = [choice["parts"] for choice in shortlist]
-        charts.append(("time", "Time of a step", _stacked([one["layout"] for one in shortlist], parts, "seconds")))
+        charts.append(
+            ("time", "Time of a step", _stacked([choice["layout"] for choice in shortlist], parts, "seconds"))
+        )
     section = {
         "title": plan_title(answer),
         "answer": notes[0] if notes else "",
@@ -42,7 +44,7 @@ def plan_page(answer: Mapping[str, Any], words: Sequence[str]) -> str:
 
 
 def _stacked(names: Sequence[str], rows: Sequence[Mapping[str, float]], unit: str, line: float | None = None) -> str:
-    """Horizontal bars, one for each row, stacked by part; with `line` a vertical line at the memory of a GPU."""
+    """Draw a horizontal bar for each row, stacked by part; with `line`, a vertical line at the memory of a GPU."""
     parts = list(dict.fromkeys(part for row in rows for part, size in row.items() if size))
     height = 0.5 * len(names) + 0.7 + legend_height(parts)
 
@@ -55,7 +57,7 @@ def _stacked(names: Sequence[str], rows: Sequence[Mapping[str, float]], unit: st
             left = [start + size for start, size in zip(left, sizes, strict=True)]
         if line is not None:
             axes.axvline(line, linestyle="--", color="#7a7a7a")
-        short = [name if len(name) <= _LONGEST else name[: _LONGEST - 1] + "…" for name in names]
+        short = [name if len(name) <= _MAX_NAME_LENGTH else name[: _MAX_NAME_LENGTH - 1] + "…" for name in names]
         axes.set_yticks(range(len(rows)), short)
         axes.invert_yaxis()
         axes.set_xlabel(unit)

@@ -17,13 +17,13 @@ _CONTEXT_LINES = 3
 
 
 def edit_reasons(attempt: Attempt) -> list[tuple[int, str]]:
-    """(line of the script, reason) of each edit, in the order of the lines."""
+    """Return (line of the script, reason) of each edit, in the order of the lines."""
     pairs = [(edit.start[0], edit.reason) for edit in attempt.edits if edit.reason]
     return sorted(dict.fromkeys(pairs))
 
 
 def check_lines(result: PortResult) -> list[str]:
-    """One line for each number of ranks."""
+    """Return a line for each number of ranks."""
     lines: list[str] = []
     precision = "float64" if result.float64 else "float32, because the script does not run in float64"
     for comparison in result.best.comparisons:
@@ -71,7 +71,7 @@ def port_page(result: PortResult, findings: Sequence[Finding], words: Sequence[s
 
 
 def _rows(before: list[str], after: list[str], reasons: Sequence[tuple[int, str]]) -> Iterator[dict[str, Any]]:
-    """One row for each line that is shown; an empty row where lines are left out."""
+    """Yield a row for each line that is shown, and an empty row where lines are left out."""
     matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
     for number, group in enumerate(matcher.get_grouped_opcodes(_CONTEXT_LINES)):
         if number:
@@ -81,10 +81,10 @@ def _rows(before: list[str], after: list[str], reasons: Sequence[tuple[int, str]
                 old = start + offset if start + offset < end else None
                 new = new_start + offset if new_start + offset < new_end else None
                 old_line = (old if old is not None else end) + 1
-                why = [] if kind == "equal" else [text for line, text in reasons if line == old_line]
+                row_reasons = [] if kind == "equal" else [text for line, text in reasons if line == old_line]
                 yield {
                     "kind": "same" if kind == "equal" else "changed",
                     "old": None if old is None else (old + 1, before[old]),
                     "new": None if new is None else (new + 1, after[new]),
-                    "why": why if old is not None or not offset else [],
+                    "why": row_reasons if old is not None or not offset else [],
                 }

@@ -16,9 +16,9 @@ _SARIF = {"FAIL": "error", "WARN": "warning", "PERF": "note", "NOTE": "note"}
 
 
 def github_annotations(audit: Audit) -> list[str]:
-    """Lines that GitHub Actions shows beside the code: `::error file=train.py,line=12,title=gradient.scale::...`.
+    """Return lines that GitHub Actions shows next to the code: `::error file=train.py,line=12,title=...::...`.
 
-    Paths are relative to the working folder. Text of the script cannot begin another command.
+    Paths are relative to the working folder. Text of the script cannot start another command.
     """
     lines: list[str] = []
     for finding in audit.findings:
@@ -33,7 +33,7 @@ def github_annotations(audit: Audit) -> list[str]:
 
 
 def sarif_log(audit: Audit) -> dict[str, Any]:
-    """The findings as SARIF 2.1.0, which code scanning and editors read.
+    """Return the findings as SARIF 2.1.0, which code scanning and editors read.
 
     https://docs.oasis-open.org/sarif/sarif/v2.1.0/sarif-v2.1.0.html
     """
@@ -84,7 +84,7 @@ def _relative(place: str) -> str:
 
 
 def _location(place: str) -> tuple[str, int]:
-    """(path relative to the working folder, line); ("", 0) if there is no line."""
+    """Return (path relative to the working folder, line); ("", 0) if there is no line."""
     path, _, line = place.rpartition(":")
     if not path or not line.isdecimal():
         return "", 0

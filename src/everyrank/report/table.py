@@ -42,12 +42,12 @@ class Table:
 
     def noted(self, cell: str, text: str) -> str:
         """Add a footnote, or reuse an equal one, and return the cell with its number."""
-        known = [note.partition(" ")[2] for note in self.footnotes]
-        number = known.index(text) + 1 if text in known else len(known) + 1
-        sign = str(number).translate(_SIGNS)
-        if number > len(known):
-            self.footnotes.append(f"{sign} {text}")
-        return f"{cell} {sign}"
+        texts = [note.partition(" ")[2] for note in self.footnotes]
+        number = texts.index(text) + 1 if text in texts else len(texts) + 1
+        superscript = str(number).translate(_SIGNS)
+        if number > len(texts):
+            self.footnotes.append(f"{superscript} {text}")
+        return f"{cell} {superscript}"
 
 
 def parity_text(parity: Parity, table: Table) -> str:
@@ -82,7 +82,7 @@ def _verified(records: Sequence[Record]) -> list[Record]:
 
 
 def _not_verified(records: Sequence[Record]) -> list[str]:
-    """One line for each reason why layouts were not verified here. They have no row, because it would be empty."""
+    """Return a line for each reason why layouts were not verified. They have no row, because it would be empty."""
     layouts: dict[str, list[str]] = {}
     for record in records:
         if record.parity.status == "not_verified":
@@ -141,7 +141,7 @@ def cost_table(records: Sequence[Record]) -> Table | None:
     header = ["layout", "memory MiB", "sent KiB an update", "in how many collectives", "start s", "first step ms"]
     rows: list[list[str]] = []
     for record in shown:
-        memory, start, first = record.peak_memory_bytes, record.startup_seconds, record.first_step_seconds
+        memory, start, first_step = record.peak_memory_bytes, record.startup_seconds, record.first_step_seconds
         is_known = bool(record.collectives) or record.breakdown_seconds is not None  # measured in the same run
         sent = sum(collective.bytes_per_update for collective in record.collectives)
         counts = [collective.text for collective in record.collectives]
@@ -152,7 +152,7 @@ def cost_table(records: Sequence[Record]) -> Table | None:
                 f"{sent / 2**10:,.1f}" if sent else ("0" if is_known else ""),
                 ", ".join(counts) or ("none" if is_known else ""),
                 f"{start:.1f}" if start is not None else "",
-                f"{first * 1e3:.0f}" if first is not None else "",
+                f"{first_step * 1e3:.0f}" if first_step is not None else "",
             ]
         )
     return Table(header, rows)

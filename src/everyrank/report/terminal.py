@@ -23,14 +23,14 @@ def print_table(heading: str, table: Table, notes: Sequence[str] = ()) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=200)
-    shown = RichTable(title=Text(printable(heading)), title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    rich_table = RichTable(title=Text(printable(heading)), title_justify="left", title_style="bold", box=SIMPLE_HEAD)
     for index, name in enumerate(table.header):
-        shown.add_column(
+        rich_table.add_column(
             Text(printable(name)), justify="left" if index == 0 or name == "parity" else "right", overflow="fold"
         )
     for row in table.rows:
-        shown.add_row(*[Text(printable(cell), style=_STYLES.get(cell.partition(" ")[0], "")) for cell in row])
-    console.print(shown if table.rows else Text(printable(heading), style="bold"))
+        rich_table.add_row(*[Text(printable(cell), style=_STYLES.get(cell.partition(" ")[0], "")) for cell in row])
+    console.print(rich_table if table.rows else Text(printable(heading), style="bold"))
     for note in (*table.footnotes, *notes):
         console.print(Text(printable(note), style="dim"))
 
@@ -44,12 +44,12 @@ def print_findings(sections: Mapping[str, Sequence[CheckResult]]) -> None:
     if not console.is_terminal:
         console = Console(highlight=False, width=400)
     for name, findings in sections.items():
-        shown = RichTable(title=Text(name), title_justify="left", title_style="bold", box=None, show_header=False)
+        rich_table = RichTable(title=Text(name), title_justify="left", title_style="bold", box=None, show_header=False)
         for finding in findings:
             sign, style = _SIGNS[finding.status]
             text = Text(printable(finding.text), style="dim" if finding.status == "absent" else "")
             if finding.fix:
                 text.append(f"; {printable(finding.fix)}", style=style)
-            shown.add_row(Text(sign, style=style), Text(printable(finding.what)), text)
-        console.print(shown)
+            rich_table.add_row(Text(sign, style=style), Text(printable(finding.what)), text)
+        console.print(rich_table)
         console.print()

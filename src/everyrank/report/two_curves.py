@@ -17,21 +17,26 @@ from everyrank.report.curves import Curve
 
 __all__ = ["CurveComparison", "compare_curves", "pairs_of_curves"]
 
-_ROUNDING = {"float64": 1e-10, "float32": 1e-5, "bf16": 1e-2, "fp16": 3e-3}  # relative, of one loss before it grows
+_ROUNDING = {
+    "float64": 1e-10,
+    "float32": 1e-5,
+    "bf16": 1e-2,
+    "fp16": 3e-3,
+}  # relative difference of a loss by rounding, before it grows
 _GROWTH = 10.0  # rounding differences may grow by this factor in one step; chosen, not measured
-_LARGEST = 0.05  # relative; above it, rounding cannot be told from seeds
-_PARTS = 4  # of the curve, each compared by a t-test
+_MAX_DIFFERENCE = 0.05  # relative; above it, rounding cannot be distinguished from seeds
+_PARTS = 4  # parts of the curve, each compared by a t-test
 _LEVEL = 0.05
 
 
 @dataclass(frozen=True)
 class CurveComparison:
-    """The result.
+    """The result of a comparison.
 
     status       "equal", "rounding", "noise of seeds", "different" or "undecided"
     text         why
-    next         what to do; "" if nothing is left open
-    assumptions  of this result
+    next         what to do next; "" if the result is certain
+    assumptions  assumptions of this result
     """
 
     status: str
@@ -40,14 +45,14 @@ class CurveComparison:
     assumptions: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
-        """The lines to print."""
+        """Return the lines to print."""
         rows = [f"{self.status}: {self.text}"]
         rows += [f"next: {self.next}"] if self.next else []
         return [*rows, *(f"assumed: {text}" for text in self.assumptions)]
 
 
 def pairs_of_curves(before: Sequence[Curve], now: Sequence[Curve]) -> list[tuple[str, list[Curve], list[Curve]]]:
-    """(label, runs of A, runs of B) to compare. Records of several layouts are compared layout by layout.
+    """Return (label, runs of A, runs of B) to compare. Records of several layouts are compared layout by layout.
 
     Raises `UsageError` if both sides have several layouts and none in common.
     """
@@ -60,8 +65,8 @@ def pairs_of_curves(before: Sequence[Curve], now: Sequence[Curve]) -> list[tuple
         if label in labels[1]
     ]
     if not rows:
-        shown = [", ".join(names[:3]) + ", ..." * (len(names) > 3) for names in labels]
-        raise UsageError(f"A and B have no layout in common: A has {shown[0]}; B has {shown[1]}")
+        label_texts = [", ".join(names[:3]) + ", ..." * (len(names) > 3) for names in labels]
+        raise UsageError(f"A and B have no layout in common: A has {label_texts[0]}; B has {label_texts[1]}")
     return rows
 
 
@@ -83,19 +88,19 @@ def compare_curves(
             if copies:
                 raise UsageError(f"{copies[0]} and {run.name} are the same run; give runs with different seeds")
     steps, note = _common_steps(before, now)
-    kind = precision or next((run.precision for run in runs if run.precision), None) or "float32"
-    if kind not in _ROUNDING:
-        raise UsageError(f"--precision {kind}: give one of {', '.join(_ROUNDING)}")
+    precision_name = precision or next((run.precision for run in runs if run.precision), None) or "float32"
+    if precision_name not in _ROUNDING:
+        raise UsageError(f"--precision {precision_name}: give one of {', '.join(_ROUNDING)}")
     resolution = max(run.resolution for run in runs)
-    tolerances = {step: max(_ROUNDING[kind] * abs(before[0].losses[step]), 2 * resolution) for step in steps}
-    result = _broken(before, now, steps)
+    tolerances = {step: max(_ROUNDING[precision_name] * abs(before[0].losses[step]), 2 * resolution) for step in steps}
+    result = _not_finite_on_one_side(before, now, steps)
     if result is None and len(before) == len(now) == 1:
-        result = _of_single_runs(before[0], now[0], steps, tolerances, kind, same_seed)
+        result = _compare_single_runs(before[0], now[0], steps, tolerances, precision_name, same_seed)
     elif result is None:
-        result = _of_seeds(before, now, steps)
+        result = _compare_seeds(before, now, steps)
     assumptions = list(result.assumptions)
     if resolution and result.status != "equal":
-        assumptions.append(f"the losses are printed to {resolution * 2:.0e}; a smaller difference is not seen")
+        assumptions.append(f"the losses are printed to {resolution * 2:.0e}; smaller differences are invisible")
     return CurveComparison(result.status, result.text, result.next, (*([note] if note else []), *assumptions))
 
 
@@ -103,14 +108,14 @@ def _common_steps(before: Sequence[Curve], now: Sequence[Curve]) -> tuple[list[i
     runs = [*before, *now]
     common = sorted(set[int](runs[0].losses).intersection(*(run.losses for run in runs[1:])))
     if len(common) < 2:
-        shown = [f"{run.name} has {len(run.losses)} ({_range(run)})" for run in (before[0], now[0])]
+        run_texts = [f"{run.name} has {len(run.losses)} ({_range(run)})" for run in (before[0], now[0])]
         raise UsageError(
-            f"{len(common)} step{'s' * (len(common) != 1)} in common, and 2 are needed: {'; '.join(shown)}; "
+            f"{len(common)} step{'s' * (len(common) != 1)} in common, and 2 are needed: {'; '.join(run_texts)}; "
             "log both at the same steps"
         )
     longest = max(len(run.losses) for run in runs)
-    is_part = any(len(run.losses) != len(common) for run in runs)
-    return common, f"only the {len(common)} steps that all runs have are compared, of {longest}" if is_part else ""
+    has_gaps = any(len(run.losses) != len(common) for run in runs)
+    return common, f"only the {len(common)} steps that all runs have are compared, of {longest}" if has_gaps else ""
 
 
 def _range(curve: Curve) -> str:
@@ -119,8 +124,10 @@ def _range(curve: Curve) -> str:
     return shown if len(steps) <= 3 else f"{shown}, ... {steps[-1]}"
 
 
-def _broken(before: Sequence[Curve], now: Sequence[Curve], steps: Sequence[int]) -> CurveComparison | None:
-    """NaN or infinity in one side only is a difference."""
+def _not_finite_on_one_side(
+    before: Sequence[Curve], now: Sequence[Curve], steps: Sequence[int]
+) -> CurveComparison | None:
+    """Return a difference if only one side has losses that are NaN or infinite, else None."""
     first: dict[str, int | None] = {}
     for name, runs in (("A", before), ("B", now)):
         not_finite = [step for step in steps if any(not math.isfinite(run.losses[step]) for run in runs)]
@@ -136,7 +143,7 @@ def _broken(before: Sequence[Curve], now: Sequence[Curve], steps: Sequence[int])
 # --- one run of each
 
 
-def _of_single_runs(
+def _compare_single_runs(
     before: Curve, now: Curve, steps: Sequence[int], tolerances: Mapping[int, float], kind: str, same_seed: bool
 ) -> CurveComparison:
     differences = {step: now.losses[step] - before.losses[step] for step in steps}
@@ -146,16 +153,16 @@ def _of_single_runs(
         f"{kind} (--precision), whose rounding changes the first losses by at most {_ROUNDING[kind]:.0e} of their "
         f"value and grows by at most a factor of {_GROWTH:g} in a step",
     )
-    first = steps[0]
-    if abs(differences[first]) > tolerances[first]:
+    first_step = steps[0]
+    if abs(differences[first_step]) > tolerances[first_step]:
         return _different_start(before, now, steps, tolerances, same_seed)
     largest = max(steps, key=lambda step: abs(differences[step]) / (abs(before.losses[step]) or 1.0))
     share = _share(differences[largest], before.losses[largest])
-    outside = _first_jump(steps, differences, tolerances)
-    if outside is not None:
+    jump_step = _first_jump(steps, differences, tolerances)
+    if jump_step is not None:
         text = (
-            f"the losses agree before step {outside}, whose losses are {before.losses[outside]:.6g} and "
-            f"{now.losses[outside]:.6g}: rounding does not grow so fast"
+            f"the losses agree before step {jump_step}, whose losses are {before.losses[jump_step]:.6g} and "
+            f"{now.losses[jump_step]:.6g}: rounding does not grow so fast"
         )
         return CurveComparison("different", text, assumptions=(*assumptions, "both read the same samples"))
     beyond = [step for step in steps if abs(differences[step]) > tolerances[step]]
@@ -163,35 +170,37 @@ def _of_single_runs(
         text = f"{len(steps)} losses differ by at most {share:.1e} of their value (step {largest})"
         return CurveComparison("rounding", text, assumptions=assumptions)
     start = f"the first losses agree, and the difference grows to {share:.1e} of the loss (step {largest})"
-    more = "give a folder with 3 or more runs of different seeds for A, for B, or for both"
-    if share > _LARGEST or _spacing(steps) > 1:
-        reason = (
-            "more than rounding can be blamed for" if share > _LARGEST else "it cannot be seen between logged steps"
-        )
-        return CurveComparison("undecided", f"{start}: {reason}", more, assumptions)
+    advice = "give a folder with 3 or more runs of different seeds for A, for B, or for both"
+    if share > _MAX_DIFFERENCE or _spacing(steps) > 1:
+        reason = "more than rounding explains" if share > _MAX_DIFFERENCE else "it cannot be seen between logged steps"
+        return CurveComparison("undecided", f"{start}: {reason}", advice, assumptions)
     signs = [differences[step] > 0 for step in beyond]
     one_sided = max(signs.count(True), signs.count(False))
     if len(beyond) >= 8 and one_sided >= 0.95 * len(beyond):
         sign = "above" if signs.count(True) == one_sided else "below"
         text = f"{start}, with B {sign} A in {one_sided} of the {len(beyond)} steps that differ: a drift"
-        return CurveComparison("undecided", text, more, assumptions)
-    return CurveComparison("rounding", f"{start} step by step, as rounding does", assumptions=assumptions)
+        return CurveComparison("undecided", text, advice, assumptions)
+    return CurveComparison("rounding", f"{start} gradually, as rounding does", assumptions=assumptions)
 
 
 def _different_start(
     before: Curve, now: Curve, steps: Sequence[int], tolerances: Mapping[int, float], same_seed: bool
 ) -> CurveComparison:
-    """The first losses differ: another seed, or another loss."""
+    """Return the result if the first losses differ, by a different seed or a different loss."""
     first = steps[0]
-    old, new = before.losses[first], now.losses[first]
-    share = abs(_share(new - old, old))
-    text = f"the first losses (step {first}) are {old:.6g} and {new:.6g}: {share:.1e} of their value apart"
+    first_before, first_now = before.losses[first], now.losses[first]
+    share = abs(_share(first_now - first_before, first_before))
+    text = (
+        f"the first losses (step {first}) are {first_before:.6g} and {first_now:.6g}: {share:.1e} of their value apart"
+    )
     ratios = [now.losses[step] / before.losses[step] for step in steps if before.losses[step]]
     factor = ratios[0] if ratios else 1.0
-    near = round(factor) if factor >= 1 else 1 / round(1 / factor) if factor > 0 else 0.0
-    slack = 10 * max(tolerances[step] / abs(before.losses[step]) for step in steps if before.losses[step])
-    if near and abs(near - 1) > 1e-9 and abs(factor / near - 1) < slack:
-        return CurveComparison("different", f"{text}; B is {near:.6g} times A: a scale in the loss", assumptions=())
+    round_factor = round(factor) if factor >= 1 else 1 / round(1 / factor) if factor > 0 else 0.0
+    tolerance = 10 * max(tolerances[step] / abs(before.losses[step]) for step in steps if before.losses[step])
+    if round_factor and abs(round_factor - 1) > 1e-9 and abs(factor / round_factor - 1) < tolerance:
+        return CurveComparison(
+            "different", f"{text}; B is {round_factor:.6g} times A: a scale in the loss", assumptions=()
+        )
     if same_seed:
         return CurveComparison(
             "different", text, assumptions=("both have the same seed and read the same samples (--same-seed)",)
@@ -212,7 +221,7 @@ def _spacing(steps: Sequence[int]) -> int:
 
 
 def _first_jump(steps: Sequence[int], differences: Mapping[int, float], tolerances: Mapping[int, float]) -> int | None:
-    """The first step whose difference is much larger than those before it."""
+    """Return the first step whose difference is much larger than those before it."""
     largest, previous = 0.0, steps[0]
     for step in steps:
         size = abs(differences[step])
@@ -226,7 +235,7 @@ def _first_jump(steps: Sequence[int], differences: Mapping[int, float], toleranc
 # --- several seeds
 
 
-def _of_seeds(before: Sequence[Curve], now: Sequence[Curve], steps: Sequence[int]) -> CurveComparison:
+def _compare_seeds(before: Sequence[Curve], now: Sequence[Curve], steps: Sequence[int]) -> CurveComparison:
     freedom = len(before) + len(now) - 2
     counts = f"A has {len(before)} run{'s' * (len(before) != 1)}, B {len(now)}"
     if freedom < 2:
@@ -248,20 +257,22 @@ def _of_seeds(before: Sequence[Curve], now: Sequence[Curve], steps: Sequence[int
         squares = sum((value - mean) ** 2 for side, mean in zip(sides, means, strict=True) for value in side)
         width = critical * math.sqrt(squares / freedom * (1 / len(before) + 1 / len(now)))
         rows.append((part, means[0], means[1] - means[0], width))
-    apart = [row for row in rows if abs(row[2]) > row[3]]
-    part, mean, difference, width = (apart or rows)[-1]
+    differing = [row for row in rows if abs(row[2]) > row[3]]
+    part, mean, difference, width = (differing or rows)[-1]
     scale = 100 / (abs(mean) or 1.0)
     low, high = (difference - width) * scale, (difference + width) * scale
-    where = f"in steps {part[0]} to {part[-1]} B's mean loss is {low:+.2g}% to {high:+.2g}% from A's"
+    difference_text = f"in steps {part[0]} to {part[-1]} B's mean loss is {low:+.2g}% to {high:+.2g}% from A's"
     confidence = f"{100 * (1 - _LEVEL):g}% intervals over {len(parts)} parts of the curve"
-    if apart:
+    if differing:
         return CurveComparison(
-            "different", f"{counts}; {where}, more than seeds explain ({confidence})", assumptions=tuple(assumptions)
+            "different",
+            f"{counts}; {difference_text}, more than seeds explain ({confidence})",
+            assumptions=tuple(assumptions),
         )
     return CurveComparison(
         "noise of seeds",
-        f"{counts}; {where}: no more than seeds explain ({confidence}). A difference below {width * scale:.2g}% would "
-        "not be seen",
+        f"{counts}; {difference_text}: no more than seeds explain ({confidence}). A difference below "
+        f"{width * scale:.2g}% would not be seen",
         assumptions=tuple(assumptions),
     )
 
@@ -272,7 +283,7 @@ def _parts(steps: Sequence[int]) -> list[list[int]]:
 
 
 def _t_probability(value: float, freedom: int) -> float:
-    """P(T <= value) of Student's t. The finite sums of Abramowitz and Stegun, 26.7.3 and 26.7.4."""
+    """Return P(T <= value) of Student's t, by the finite sums of Abramowitz and Stegun, 26.7.3 and 26.7.4."""
     angle = math.atan(value / math.sqrt(freedom))
     cosine, sine = math.cos(angle), math.sin(angle)
     term, total = (cosine, 0.0) if freedom % 2 else (1.0, 0.0)
@@ -287,7 +298,7 @@ def _t_probability(value: float, freedom: int) -> float:
 
 
 def _t_quantile(probability: float, freedom: int) -> float:
-    """The value that T exceeds with 1 - probability. By bisection."""
+    """Return the value that T exceeds with probability 1 - `probability`, by bisection."""
     low, high = 0.0, 1e4
     for _ in range(80):
         middle = (low + high) / 2

@@ -13,7 +13,7 @@
             best -> step-00000046
 
 metadata.py  CheckpointMetadata: the content of about.json; checks for damage
-folder.py   which there are, and the names that only whole ones have
+folder.py   finds, commits and removes checkpoints; only complete ones have final names
 lock.py     one run at a time
 save_interval.py  how long to train between two checkpoints
 """

@@ -1,4 +1,4 @@
-"""The folder of a run: which checkpoints there are, the newest, the best; names that only whole ones have."""
+"""The folder of a run: finds the checkpoints, the newest and the best. Only complete ones have final names."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _BEST = "best"
 
 
 def new_folder(run: Path, step: int) -> Path:
-    """Where a checkpoint is written before it is whole."""
+    """Return the folder in which a checkpoint is written before it is complete."""
     return run / _FOLDER / f"{_name(step)}{_UNFINISHED}"
 
 
@@ -120,7 +120,7 @@ def remove_old_checkpoints(run: Path, keep: int, step: int, best_by: str) -> Non
 
 
 def mark_best(run: Path, best_by: str) -> None:
-    """Point the link `best` at the best checkpoint, where one was evaluated."""
+    """Point the link `best` at the best checkpoint, if any was evaluated."""
     best = best_of(checkpoints_of(run), best_by)
     if best is not None:
         link = run / _FOLDER / f"{_BEST}{_UNFINISHED}"
@@ -131,7 +131,7 @@ def mark_best(run: Path, best_by: str) -> None:
 
 
 def best_of(checkpoints: list[Checkpoint], best_by: str) -> Checkpoint | None:
-    """The best of these by one metric; None where it was not evaluated."""
+    """Return the best checkpoint by a metric; None if none was evaluated."""
     best: Checkpoint | None = None
     for checkpoint in checkpoints:
         if is_better(score_of(checkpoint, best_by), score_of(best, best_by) if best else None, best_by):
@@ -140,17 +140,19 @@ def best_of(checkpoints: list[Checkpoint], best_by: str) -> Checkpoint | None:
 
 
 def score_of(checkpoint: Checkpoint, best_by: str) -> float | None:
-    """The metric called `NAME` or `NAME:min` or `NAME:max`; None where it was not evaluated."""
+    """Return the metric `NAME`, `NAME:min` or `NAME:max` of a checkpoint; None if it was not evaluated."""
     return checkpoint.metadata.metrics.get(best_by.partition(":")[0])
 
 
-def is_better(score: float | None, than: float | None, best_by: str) -> bool:
+def is_better(score: float | None, best_score: float | None, best_by: str) -> bool:
     """Whether a metric has improved. Without a direction, an error (by its name) is better when lower."""
     if score is None or not math.isfinite(score):
         return False
     name, _, direction = best_by.partition(":")
-    lower = direction == "min" if direction else name.lower().endswith(_ERRORS)
-    return than is None or not math.isfinite(than) or (score < than if lower else score > than)
+    is_error = direction == "min" if direction else name.lower().endswith(_ERRORS)
+    return (
+        best_score is None or not math.isfinite(best_score) or (score < best_score if is_error else score > best_score)
+    )
 
 
 _ERRORS = ("loss", "perplexity", "error", "err", "mae", "mse", "rmse", "wer", "cer")
@@ -174,9 +176,9 @@ def _named_steps(run: Path) -> list[Path]:
 
 
 def find_checkpoint(path: Path) -> Checkpoint:
-    """The newest checkpoint of a run's folder, or the checkpoint that `place` is.
+    """Return the newest checkpoint of a run's folder, or the checkpoint at `path`.
 
-    Raises `UsageError` without one, and for one that cannot be read, with the last good one.
+    Raises `UsageError` if there is none, or if it cannot be read; then the message has the last good one.
     """
     if (path / METADATA_FILE).exists():
         return checkpoint_named(_by_its_name(path))
@@ -218,7 +220,7 @@ def checkpoint_named(path: Path) -> Checkpoint:
     try:
         return read_metadata(path)
     except UsageError as error:
-        raise UsageError(f"{error}{_offer(path)}") from None
+        raise UsageError(f"{error}{_suggest_last_good(path)}") from None
 
 
 def set_aside_newer(checkpoint: Checkpoint) -> None:
@@ -237,8 +239,8 @@ def set_aside_newer(checkpoint: Checkpoint) -> None:
             is_whole = False
         if is_whole:
             raise UsageError(
-                f"{checkpoint.path}: {path.name} of the same run is newer and undamaged; resume from here with another "
-                "--out, or remove it"
+                f"{checkpoint.path}: {path.name} of the same run is newer and undamaged; resume with another --out, "
+                "or remove the newer one"
             )
         shutil.rmtree(path.with_name(path.name + _DAMAGED), ignore_errors=True)
         path.rename(path.with_name(path.name + _DAMAGED))
@@ -256,14 +258,14 @@ def all_of(run: Path) -> list[tuple[Path, Checkpoint | None]]:
 
 
 def last_good(damaged: Path) -> Checkpoint | None:
-    """Return the newest other checkpoint of the run that is undamaged (it reads all files)."""
+    """Return the newest other checkpoint of the run that is undamaged. Reads all files."""
     for other in reversed(checkpoints_of(damaged.parent.parent)):
         if other.path != damaged and damage(other) is None:
             return other
     return None
 
 
-def _offer(damaged: Path) -> str:
+def _suggest_last_good(damaged: Path) -> str:
     if damaged.parent.name != _FOLDER:
         return ""
     good = last_good(damaged)
@@ -279,4 +281,4 @@ def require_whole(checkpoint: Checkpoint, deep: bool = False) -> None:
 
 def refuse_damaged(checkpoint: Checkpoint, reason: str) -> NoReturn:
     """Raise `UsageError` for a damaged checkpoint; the message suggests the last good one."""
-    raise UsageError(f"{checkpoint.path}: damaged: {reason}{_offer(checkpoint.path)}")
+    raise UsageError(f"{checkpoint.path}: damaged: {reason}{_suggest_last_good(checkpoint.path)}")

@@ -32,9 +32,9 @@ __all__ = ["LOCK", "hold"]
 LOCK = "everyrank.lock"
 _BEAT_SECONDS = 3.0
 _SILENT_SECONDS = 20.0  # without an update of the file, the holder has ended
-_LOOK_SECONDS = 0.2
+_POLL_SECONDS = 0.2
 _HANDOVER_SECONDS = 120.0  # until a file server notices that the host of a lock is gone
-_CLOCK_SECONDS = 10.0  # largest change of the clock while a process runs
+_MAX_CLOCK_CHANGE_SECONDS = 10.0  # largest change of the clock while a process runs
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
@@ -95,10 +95,10 @@ def _take(path: Path, job: str) -> int:
             if not is_locked or (holder is not None and _is_alive(holder)):
                 if not is_same_job or time.monotonic() > deadline:
                     raise UsageError(_held_by(path, holder))
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(_POLL_SECONDS)
                 continue
             if holder is None or is_same_job or holder in silent or holder.space == pid_namespace():
-                if _is_here(file, path):  # otherwise its holder has just ended and removed it
+                if _is_here(file, path):  # otherwise the holder has just ended and removed the file
                     _write(file, _this_process(job))
                     locked_file, file = file, -1
                     return locked_file
@@ -136,7 +136,7 @@ def _is_alive(holder: _Holder) -> bool:
         return False
     try:
         process = psutil.Process(holder.pid)
-        is_same = abs(process.create_time() - holder.started) < _CLOCK_SECONDS
+        is_same = abs(process.create_time() - holder.started) < _MAX_CLOCK_CHANGE_SECONDS
         return is_same and process.status() != psutil.STATUS_ZOMBIE and holder.pid != os.getpid()
     except psutil.Error:
         return False
@@ -147,7 +147,7 @@ def _beats(path: Path) -> bool:
     first = _time_of(path)
     deadline = time.monotonic() + _SILENT_SECONDS
     while time.monotonic() < deadline:
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
         now = _time_of(path)
         if now is None:
             return False
@@ -193,4 +193,4 @@ def _held_by(path: Path, holder: _Holder | None) -> str:
     if holder is not None:
         holder_text = f"process {holder.pid} on {holder.host}, since {holder.since}"
         holder_text = "".join(letter if letter.isprintable() else "?" for letter in holder_text)
-    return f"--out {path.parent}: another run uses it ({holder_text}); wait for its end, or give another folder"
+    return f"--out {path.parent}: another run uses it ({holder_text}); wait until it ends, or give another folder"

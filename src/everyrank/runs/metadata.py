@@ -35,10 +35,10 @@ __all__ = [
 
 METADATA_FILE = "about.json"
 LENGTHS = ("epochs", "steps")
-"""Settings that say how long a training lasts: a resumed run may change them."""
+"""Settings for the length of a training: a resumed run may change them."""
 NAME = re.compile(r"step-([0-9]{1,18})(\.old)?")  # .old: complete, while a new one of the same step replaces it
-_SUM = ',\n "crc": '
-_LONGEST = 1 << 26  # largest about.json in bytes; with a thousand ranks it has about 1e5
+_CRC_KEY = ',\n "crc": '
+_MAX_BYTES = 1 << 26  # largest about.json in bytes; with a thousand ranks it has about 1e5
 _CHUNK = 1 << 20
 
 
@@ -46,13 +46,13 @@ _CHUNK = 1 << 20
 class CheckpointMetadata:
     """The metadata of a checkpoint, in about.json.
 
-    step           updates done; a resumed training begins with update number `step`
+    step           updates done; a resumed training starts with update number `step`
     workload, settings, seed, global_batch, clip_norm, samples, data_checksum
                    what is trained; must be equal in a resumed run
     layout, world_size
                    where it ran; may differ in a resumed run
     updates_per_epoch   0: unknown
-    place          for streams of unknown length: the epoch, and the number of its updates that are done
+    place          for streams of unknown length: the epoch, and the updates done in it
     metrics        validation metrics at this step, if it was evaluated
     best_by        the metric that selects the best checkpoint
     aliases        other name of a tied tensor -> its name in the checkpoint
@@ -84,7 +84,9 @@ class CheckpointMetadata:
 def changed_lengths(saved: CheckpointMetadata, now: CheckpointMetadata) -> dict[str, tuple[Any, Any]]:
     """Return the lengths (`LENGTHS`) that a resumed run has changed: name -> (saved, now), None where not set."""
     pairs = {name: (saved.settings.get(name), now.settings.get(name)) for name in LENGTHS}
-    return {name: (was, is_now) for name, (was, is_now) in pairs.items() if was != is_now}
+    return {
+        name: (saved_value, new_value) for name, (saved_value, new_value) in pairs.items() if saved_value != new_value
+    }
 
 
 @dataclass(frozen=True)
@@ -119,10 +121,10 @@ def fields_of(metadata: CheckpointMetadata) -> dict[str, Any]:
 def with_sum(content: Mapping[str, Any]) -> str:
     """Return JSON whose last line is the CRC-32 of the text before it."""
     body = json.dumps(content, indent=1).removesuffix("\n}")
-    return body + _SUM + _end(body.encode()).decode()
+    return body + _CRC_KEY + _crc_end(body.encode()).decode()
 
 
-def _end(body: bytes) -> bytes:
+def _crc_end(body: bytes) -> bytes:
     return b"%d\n}" % zlib.crc32(body)
 
 
@@ -130,9 +132,9 @@ def read_metadata(path: Path) -> Checkpoint:
     """Read the checkpoint in this folder. Raises `UsageError` if about.json is missing, changed or foreign."""
     try:
         with open_file(path / METADATA_FILE) as file:
-            text = file.read(_LONGEST + 1)
-        if len(text) > _LONGEST:
-            raise ValueError(f"it is longer than {_LONGEST:,} bytes")
+            text = file.read(_MAX_BYTES + 1)
+        if len(text) > _MAX_BYTES:
+            raise ValueError(f"it is longer than {_MAX_BYTES:,} bytes")
         content: Any = json.loads(text)
         names = {entry.name for entry in dataclasses.fields(CheckpointMetadata)}
         content["files"] = {name: (int(size), int(crc)) for name, (size, crc) in content["files"].items()}
@@ -142,7 +144,7 @@ def read_metadata(path: Path) -> Checkpoint:
         _check_name(path, metadata.step)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-        raise UsageError(f"{path}: no checkpoint that can be read ({METADATA_FILE}: {reason})") from None
+        raise UsageError(f"{path}: not a readable checkpoint ({METADATA_FILE}: {reason})") from None
     return Checkpoint(path, metadata)
 
 
@@ -151,16 +153,16 @@ def open_file(path: Path) -> IO[bytes]:
     number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
-        raise OSError(errno.EINVAL, "no regular file", str(path))
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
     return os.fdopen(number, "rb")
 
 
 def _check_sum(text: bytes, schema: int) -> None:
     """Raise `ValueError` if the file does not match its CRC-32."""
-    body, mark, end = text.rpartition(_SUM.encode())
+    body, mark, end = text.rpartition(_CRC_KEY.encode())
     if schema == 1 and not mark:
         return
-    if end != _end(body):
+    if end != _crc_end(body):
         raise ValueError("it was changed after it was saved (its CRC differs)")
 
 
@@ -178,8 +180,8 @@ def check_metadata(metadata: CheckpointMetadata) -> None:
         kinds = _KINDS[str(entry.type).partition("[")[0]]
         if not isinstance(value, kinds) or isinstance(value, bool):
             raise TypeError(f"{entry.name} is {type(value).__name__}")
-    for name, least in (("step", 0), ("world_size", 1), ("updates_per_epoch", 0), ("global_batch", 1)):
-        if getattr(metadata, name) < least:
+    for name, minimum in (("step", 0), ("world_size", 1), ("updates_per_epoch", 0), ("global_batch", 1)):
+        if getattr(metadata, name) < minimum:
             raise ValueError(f"{name} is {getattr(metadata, name)}")
     if metadata.place and (
         metadata.place.keys() != {"epoch", "index"} or not all(map(_is_count, metadata.place.values()))
@@ -214,7 +216,7 @@ _KINDS: dict[str, Any] = {
 
 
 def damage(checkpoint: Checkpoint, names: list[str] | None = None, deep: bool = True) -> str | None:
-    """Return what is wrong with its files (all, or those of these names), None if nothing is.
+    """Return a description of the first damaged file (of all, or of these names), or None.
 
     Compares only sizes; with `deep` also the CRC-32 of every file.
     """

@@ -1,15 +1,15 @@
-"""Run any training script: start its ranks under each launcher, explain it when it hangs.
+"""Runs any training script under any launcher, and explains why it hangs.
 
     command.py      the script or module to run, and its arguments
     variables.py    the environment variables that torchrun would set for a rank
     rank.py         runs the script as one rank
-    preloaded.py    the same, for a fork server that imports torch first
+    preloaded.py    rank.py for a fork server that imports torch first
     start.py        starts all ranks, passes signals on, and starts failed ranks again
-    watching.py     writes the state of a rank for the autopsy, and prints one when the rank waits for too long
+    watching.py     writes the state of a rank for the autopsy, and prints the autopsy when the rank waits for too long
 
     function.py     calls a function of a test as one rank
 
-No file here imports torch before the script has done so, except preloaded.py and function.py.
+Only preloaded.py and function.py import torch before the script does.
 """
 
 from everyrank.script.command import UserScript, read_command

@@ -18,10 +18,10 @@ __all__ = ["UserScript", "read_command"]
 
 @dataclass(frozen=True)
 class UserScript:
-    """A script, or a module (`-m`), and its arguments, as they stand after `python`.
+    """A script or a module (`-m`), and its arguments, as in the command after `python`.
 
     name        path of the script, or name of the module
-    arguments   of the script
+    arguments   arguments of the script or module
     is_module   whether `name` is a module
     """
 
@@ -40,7 +40,7 @@ class UserScript:
         return [*(["-m"] if self.is_module else []), self.name, *self.arguments]
 
     def run(self) -> None:
-        """Run it in this process as `__main__`, with its own `sys.argv` and `sys.path`. Raises what the script raises.
+        """Run the script in this process as `__main__`, with its `sys.argv` and `sys.path`. Its exceptions propagate.
 
         The module stays in `sys.modules` afterwards, because threads and exit functions of the script may need it.
         """
@@ -60,7 +60,7 @@ class UserScript:
 
 
 def read_command(words: Sequence[str]) -> UserScript:
-    """Read a command from the arguments that would follow `python`.
+    """Read a command from the arguments of `python`.
 
     >>> read_command(["-m", "json.tool", "--help"])
     UserScript(name='json.tool', arguments=('--help',), is_module=True)
@@ -68,14 +68,14 @@ def read_command(words: Sequence[str]) -> UserScript:
     Raises `UsageError` for a file that does not exist, is not Python, or has a syntax error, and for an unknown module.
     """
     if not words or words == ["-m"]:
-        raise UsageError("no script was given; type everyrank launch train.py, with its own arguments after it")
+        raise UsageError("no script was given; type everyrank launch train.py, with the script's arguments after it")
     if words[0] == "-m":
         _check_module(words[1])
         return UserScript(words[1], tuple(words[2:]), is_module=True)
     path = Path(words[0])
     if not path.is_file():
-        near = path.parent / f"{path.name}.py"
-        hint = f"did you mean {near}?" if near.is_file() else "give a Python script, or -m and a module"
+        similar_path = path.parent / f"{path.name}.py"
+        hint = f"did you mean {similar_path}?" if similar_path.is_file() else "give a Python script, or -m and a module"
         raise UsageError(f"{path}: {'it is a folder' if path.is_dir() else 'there is no such file'}; {hint}")
     try:
         ast.parse(path.read_bytes(), str(path))
@@ -90,18 +90,16 @@ def read_command(words: Sequence[str]) -> UserScript:
 
 
 def _check_module(name: str) -> None:
-    before = list(sys.path)
+    path_before = list(sys.path)
     sys.path.insert(0, str(Path.cwd()))
     try:
         spec = importlib.util.find_spec(name.partition(".")[0])
     except (ImportError, ValueError):
         spec = None
     finally:
-        sys.path[:] = before
+        sys.path[:] = path_before
     if spec is None:
-        raise UsageError(
-            f"-m {name}: there is no module of this name here; give its full name, or the path of a script"
-        )
+        raise UsageError(f"-m {name}: no module of this name was found; give its full name, or the path of a script")
 
 
 def imports_horovod(command: UserScript) -> bool:
@@ -118,7 +116,7 @@ def imports_horovod(command: UserScript) -> bool:
 
 
 def can_preload_torch(command: UserScript) -> bool:
-    """Whether torch may be imported before the script runs: the script sets no environment variables before that.
+    """Whether torch may be imported before the script runs: the script sets no environment variable before its import.
 
     Torch reads variables such as OMP_NUM_THREADS and TORCH_LOGS once, when it is imported.
     """

@@ -1,4 +1,4 @@
-"""Call a function of a test on one rank, with a process group."""
+"""Calls a function of a test on one rank, with a process group."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TEST_BACKENDS = ("gloo", "shm", "nccl")
 
 
 class Skipped(NamedTuple):
-    """The result of a rank that called `pytest.skip`."""
+    """The result of a rank whose function called `pytest.skip`."""
 
     reason: str
 
@@ -36,7 +36,7 @@ class Skipped(NamedTuple):
 def run_function_rank(info: RankInfo, backend: str | None, timeout_seconds: float, content: bytes) -> Any:
     """Call a function with its arguments (`content`, by cloudpickle). Returns its result, or `Skipped`.
 
-    backend   of torch.distributed, which is initialized around the call; None: not initialized
+    backend   the backend of torch.distributed during the call; None: it is not initialized
     """
     os.environ.update(rank_variables(info, timeout_seconds))
     torch.set_num_threads(info.threads or 1)
@@ -53,9 +53,9 @@ def run_function_rank(info: RankInfo, backend: str | None, timeout_seconds: floa
 
 @contextlib.contextmanager
 def _process_group(info: RankInfo, backend: str | None, timeout_seconds: float) -> Generator[None]:
-    """Initialize torch.distributed over a file: no port is opened.
+    """Initialize torch.distributed with a file, without opening a port.
 
-    `everyrank.world.open_world` does more, and takes longer: it finds hosts, chooses devices, and collects garbage.
+    `everyrank.world.open_world` takes longer: it also finds hosts, chooses devices, and collects garbage.
     """
     if backend is None:
         yield

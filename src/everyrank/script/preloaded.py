@@ -1,4 +1,4 @@
-"""`run_script_rank` in a module that imports torch, so that a fork server imports torch once for all its ranks."""
+"""`run_script_rank` in a module that imports torch, so that a fork server imports torch once for all ranks."""
 
 import torch as torch
 

@@ -1,4 +1,4 @@
-"""Run the script as one rank: in the environment that torchrun would give it, and with the autopsy ready."""
+"""Runs the script as one rank, with torchrun's environment variables and with the autopsy."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ __all__ = ["run_script_rank"]
 def run_script_rank(
     info: RankInfo, command: UserScript, timeout_seconds: float, unset: tuple[str, ...], restart_count: int = 0
 ) -> None:
-    """Run the script in this process, which is one rank of a job.
+    """Run the script in this process as one rank of a job.
 
-    timeout_seconds   after which a rank that waits for others prints the autopsy
-    unset             variables that everyrank has set for its own ranks, and that the script should not see
+    timeout_seconds   time after which a rank that waits for others prints the autopsy
+    unset             variables that everyrank set for its ranks, to be hidden from the script
     restart_count     how often everyrank has started all ranks again
 
     Raises what the script raises, and `RankFailedError` if the script exits with a status other than 0.
@@ -44,7 +44,7 @@ def run_script_rank(
     except SystemExit as error:
         _check_status(error)
     except BaseException as error:
-        hook = sys.excepthook  # the script's own, or that of a library; torch's prints what is in the log, too
+        hook = sys.excepthook  # the hook of the script or a library; torch's hook repeats the log
         if hook is not sys.__excepthook__ and not getattr(hook, "__module__", "").startswith("torch."):
             hook(type(error), error, error.__traceback__)
         raise
@@ -52,7 +52,7 @@ def run_script_rank(
 
 
 def _check_status(error: SystemExit) -> None:
-    """Raises `RankFailedError` for a status other than 0."""
+    """Raise `RankFailedError` for a status other than 0."""
     if error.code in (None, 0):
         return
     if not isinstance(error.code, int):

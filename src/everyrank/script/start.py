@@ -1,4 +1,4 @@
-"""Start the script on all ranks, pass signals on to it, and start it again after a failure."""
+"""Starts the script on all ranks, passes signals on to it, and starts it again after a failure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from everyrank.script.command import UserScript, can_preload_torch, imports_horo
 __all__ = ["ScriptOptions", "launch_script"]
 
 _LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
-_OWN_VARIABLES = ("OMP_NUM_THREADS", "TTY_COMPATIBLE", _LOG_LEVEL)
+_EVERYRANK_VARIABLES = ("OMP_NUM_THREADS", "TTY_COMPATIBLE", _LOG_LEVEL)
 """Variables that everyrank sets for ranks if the user has not set them."""
 
 
@@ -28,8 +28,8 @@ _OWN_VARIABLES = ("OMP_NUM_THREADS", "TTY_COMPATIBLE", _LOG_LEVEL)
 class ScriptOptions:
     """Options of `launch_script`.
 
-    restarts        how often all ranks are started again after one failed, if the launcher does not do it itself
-    grace_seconds   how long ranks may go on after a signal that was passed on to them
+    restarts        how often all ranks are started again after a failure, if the launcher does not do this
+    grace_seconds   time for ranks to end after a signal was passed on to them
     """
 
     restarts: int = 0
@@ -52,10 +52,10 @@ def launch_script(launch: Launch, command: UserScript, options: ScriptOptions | 
         return 0
     if launch.processes > 1 and not launch.row.starts_horovod and imports_horovod(command):
         _say(
-            f"{command.name} imports Horovod, which finds no other rank under --launcher {launch.launcher}; "
+            f"{command.name} imports Horovod, which cannot find other ranks under --launcher {launch.launcher}; "
             "type --launcher horovodrun"
         )
-    unset = tuple(name for name in _OWN_VARIABLES if name not in os.environ)
+    unset = tuple(name for name in _EVERYRANK_VARIABLES if name not in os.environ)
     os.environ.setdefault(_LOG_LEVEL, "WARNING")  # torch's default, so that the script's warnings appear
     try:
         for restart in range(options.restarts + 1):
@@ -71,7 +71,7 @@ def launch_script(launch: Launch, command: UserScript, options: ScriptOptions | 
 def _attempt(
     launch: Launch, command: UserScript, options: ScriptOptions, unset: tuple[str, ...], restart: int
 ) -> int | None:
-    """Start all ranks once; the exit status, or None if they are to be started again."""
+    """Start all ranks once. Returns the exit status, or None if they should be started again."""
     module = "preloaded" if launch.processes > 1 and can_preload_torch(command) else "rank"
     resources = None
     if launch.logs is not None:
@@ -100,25 +100,25 @@ def _say(text: str) -> None:
 
 @contextlib.contextmanager
 def _forwarded_signals(grace_seconds: float) -> Generator[Stop]:
-    """Record a signal in the `Stop`, which passes it on to all ranks. A second one has its previous effect."""
+    """Record a signal in the `Stop`, which passes it on to all ranks. A second signal has its previous effect."""
     stop = Stop(grace_seconds=grace_seconds)
-    before: dict[int, Any] = {}
+    previous_handlers: dict[int, Any] = {}
 
     def record(number: int, frame: FrameType | None) -> None:
         if stop.asked in (None, signal.SIGUSR1):
             stop.asked, stop.count = signal.Signals(number), stop.count + 1
         elif number != signal.SIGUSR1:
-            previous = before[number]
+            previous = previous_handlers[number]
             if callable(previous):
                 previous(number, frame)
             raise SystemExit(128 + number)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         previous = signal.getsignal(number)
-        if previous is not signal.SIG_IGN:  # under nohup
-            before[number] = signal.signal(number, record)
+        if previous is not signal.SIG_IGN:  # SIG_IGN: SIGHUP under nohup
+            previous_handlers[number] = signal.signal(number, record)
     try:
         yield stop
     finally:
-        for number, previous in before.items():
+        for number, previous in previous_handlers.items():
             signal.signal(number, previous)

@@ -1,6 +1,6 @@
-"""The environment variables that torchrun sets for each rank, set for a rank of any launcher.
+"""rank_variables: torchrun's environment variables, for a rank of any launcher.
 
-torchrun opens the store of the ranks itself. Other launchers do not, so rank 0 opens it when the script calls
+torchrun opens the store of the ranks. Under other launchers, rank 0 opens it when the script calls
 `init_process_group`. Until then rank 0 keeps its port reserved, and publishes it in a file of the job.
 """
 
@@ -22,12 +22,12 @@ from everyrank.launch.host_info import boot_id, is_loopback, split_endpoint, usa
 
 __all__ = ["rank_variables"]
 
-_FIRST_PORT, _LAST_PORT = 12_000, 31_999  # below the ports that systems use for outgoing connections
+_FIRST_PORT, _LAST_PORT = 12_000, 31_999  # below the ports of outgoing connections
 _RESERVED: list[socket.socket] = []
 
 
 def rank_variables(info: RankInfo, timeout_seconds: float) -> dict[str, str]:
-    """RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and the other variables of torchrun for this rank.
+    """Return RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and the other variables of torchrun for this rank.
 
     Waits for the address of rank 0, and raises `RankFailedError` after `timeout_seconds`.
     """
@@ -53,19 +53,19 @@ def rank_variables(info: RankInfo, timeout_seconds: float) -> dict[str, str]:
 
 
 def _master(info: RankInfo, environment: Mapping[str, str], timeout_seconds: float) -> tuple[str, int]:
-    """The address at which rank 0 opens its store."""
-    kind, _, rest = info.rendezvous_url.partition("://")
+    """Return the address of rank 0's store."""
+    kind, _, location = info.rendezvous_url.partition("://")
     if kind == "tcp":
-        return split_endpoint(rest, "the rendezvous at")
+        return split_endpoint(location, "the rendezvous at")
     if kind == "http":  # the server of horovodrun
-        row = _through_server(info, rest, timeout_seconds)
+        row = _through_server(info, location, timeout_seconds)
     elif kind in ("file", "meet"):
-        row = _through_file(info, Path(url2pathname(rest)).with_name("address"), timeout_seconds)
+        row = _through_file(info, Path(url2pathname(location)).with_name("address"), timeout_seconds)
     elif environment.get("MASTER_ADDR") and environment.get("MASTER_PORT"):
         return environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     else:
         raise RankFailedError(
-            f"{info.started_by} started {info.size} ranks on several hosts without an address for them to meet: set "
+            f"{info.started_by} started {info.size} ranks on several hosts, but no common address is set: set "
             "MASTER_ADDR and MASTER_PORT"
         )
     is_here = row["boot"] == boot_id() or not row["addresses"]
@@ -88,7 +88,7 @@ def _through_file(info: RankInfo, path: Path, timeout_seconds: float) -> dict[st
 
 
 def _through_server(info: RankInfo, server: str, timeout_seconds: float) -> dict[str, Any]:
-    """The same with the key-value server of horovodrun in place of the file."""
+    """Return rank 0's address from the key-value server of horovodrun."""
     from everyrank.world.rendezvous import ask_server
 
     if info.rank == 0:
@@ -104,9 +104,9 @@ def _through_server(info: RankInfo, server: str, timeout_seconds: float) -> dict
 
 
 def _reserve_port() -> dict[str, Any]:
-    """A free port, and the addresses of this host. Other programs do not get the port, but torch's store does.
+    """Reserve a free port that only torch's store can open. Returns it with the addresses of this host.
 
-    The socket does not listen, and both it and the store allow the address to be shared.
+    The socket does not listen, and both the socket and the store allow address reuse.
     """
     for _ in range(100):
         reserved = socket.socket()

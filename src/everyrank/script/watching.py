@@ -1,9 +1,9 @@
-"""Write the state of this rank for the autopsy, and print one when the rank waits for others for too long.
+"""Writes the state of this rank for the autopsy, and prints the autopsy when the rank waits for others for too long.
 
 `python -P -m everyrank.script.watching TIMEOUT FOLDER|- SCRIPT [ARGUMENTS ...]`
 
-Nothing of the script is changed: a thread looks twice a second where the main thread is, and torch's Flight Recorder
-remembers the collectives. The watch prints, and never ends a program.
+The script is not changed: a thread records twice a second where the main thread is, and torch's Flight Recorder
+records the collectives. The watch never ends a program.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ __all__ = ["TIMEOUT_SECONDS", "watch", "watch_process", "watch_root"]
 
 TIMEOUT_SECONDS = 300.0
 _KEPT_CALLS = "256"  # length of the Flight Recorder's ring; a dump takes 1 ms for each 100 calls
-_IDLE_SHARE = 0.1  # of a core: a rank below it computes nothing
+_IDLE_SHARE = 0.1  # of a core: a rank that uses less is waiting
 _DAYS_KEPT = 7
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 
 
 def watch(info: RankInfo, timeout_seconds: float) -> None:
-    """Watch this rank, which everyrank has started."""
+    """Watch this rank of everyrank."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _KEPT_CALLS)
     state = current_state()
     if state is None or info.started_by == "ray":  # the ranks of a host have no common folder under Ray
@@ -54,12 +54,12 @@ def watch(info: RankInfo, timeout_seconds: float) -> None:
 
 
 def watch_process(timeout_seconds: float = TIMEOUT_SECONDS, folder: Path | None = None) -> None:
-    """Watch this process, which any launcher has started, or which will call `init_process_group` itself.
+    """Watch this process of any launcher, or one that will call `init_process_group` itself.
 
-    folder   for the files of the ranks; all hosts must share it. None: one below /tmp, or for ranks on several hosts
-             one in `~/.cache/everyrank`, because clusters share home directories
+    folder   folder for the files of the ranks, shared by all hosts. None: a folder below /tmp, or for ranks on several
+             hosts below `~/.cache/everyrank`, because clusters share home directories
     """
-    if current_state() is not None:  # everyrank has started it
+    if current_state() is not None:  # a rank of everyrank
         return
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _KEPT_CALLS)
     _forward_exceptions()
@@ -68,27 +68,27 @@ def watch_process(timeout_seconds: float = TIMEOUT_SECONDS, folder: Path | None 
         _start(run, timeout_seconds, folder)
     else:
         _listen_for_signal()
-        waiting = threading.Thread(target=_wait_for_group, args=(timeout_seconds, folder), daemon=True)
-        waiting.start()
+        thread = threading.Thread(target=_wait_for_group, args=(timeout_seconds, folder), daemon=True)
+        thread.start()
 
 
 def watch_root(is_one_host: bool = True) -> Path:
-    """The folder below which watched ranks write their files; only this user can open it. Raises `OSError`."""
+    """Return the folder below which watched ranks write their files; only this user can open it. Raises `OSError`."""
     if is_one_host:
         root = Path(tempfile.gettempdir()) / f"everyrank-{os.getuid()}"
         root.mkdir(mode=0o700, exist_ok=True)
         if root.is_symlink() or root.stat().st_uid != os.getuid():
-            raise PermissionError(f"{root} belongs to another user; set TMPDIR to a folder of your own")
+            raise PermissionError(f"{root} belongs to another user; set TMPDIR to your own folder")
     else:
         root = Path.home() / ".cache" / "everyrank"
     return root / "watch"
 
 
-# --- which run this process belongs to
+# --- the run of this process
 
 
 class _Run(NamedTuple):
-    """The rank of this process, the number of ranks, and a name that only the ranks of this start have."""
+    """The rank of this process, the number of ranks, and a key that is unique to this start of the ranks."""
 
     rank: int
     size: int
@@ -112,19 +112,25 @@ def _run_from_environment(environment: Mapping[str, str]) -> _Run | None:
     return None
 
 
-_NAMES = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT", "PMIX_NAMESPACE")
-_SLURM_NAMES = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+_LAUNCHER_VARIABLES = (
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "PMIX_NAMESPACE",
+)
+_SLURM_VARIABLES = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
 
 
 def _key(environment: Mapping[str, str], is_one_host: bool) -> str:
-    parts = [environment.get(name, "") for name in _NAMES + _SLURM_NAMES]
+    values = [environment.get(name, "") for name in _LAUNCHER_VARIABLES + _SLURM_VARIABLES]
     if is_one_host:
-        parts.append(_launcher_process(environment))
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+        values.append(_launcher_process(environment))
+    return hashlib.sha256("\n".join(values).encode()).hexdigest()[:16]
 
 
 def _launcher_process(environment: Mapping[str, str]) -> str:
-    """Number and start time of the process that started the ranks of this host: the nearest without their variables."""
+    """Return id and start time of the launcher on this host: the nearest ancestor without the variables of ranks."""
     names = [name for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID") if name in environment]
     with contextlib.suppress(psutil.Error, OSError):
         for process in psutil.Process().parents():
@@ -152,7 +158,7 @@ def _start(run: _Run, timeout_seconds: float, folder: Path | None) -> None:
 
 
 def _wait_for_group(timeout_seconds: float, folder: Path | None) -> None:
-    """Start as soon as the script has called `init_process_group`: only then the rank is known."""
+    """Start the watch after the script has called `init_process_group`, because only then the rank is known."""
     while True:
         time.sleep(0.25)
         dist = sys.modules.get("torch.distributed")
@@ -165,12 +171,12 @@ def _wait_for_group(timeout_seconds: float, folder: Path | None) -> None:
 
 def _prepare(state: RankState, timeout_seconds: float, prints: bool) -> None:
     state.calls = _recorded_calls
-    signals = _listen_for_signal()
-    hang = _HangWatch(state, timeout_seconds, prints)
+    signal_pipe = _listen_for_signal()
+    hang_watch = _HangWatch(state, timeout_seconds, prints)
 
     def look(frames: list[tuple[str, int, str]]) -> None:
-        hang.look(frames)
-        if signals is not None and _was_requested(signals):
+        hang_watch.look(frames)
+        if signal_pipe is not None and _was_requested(signal_pipe):
             threading.Thread(target=_print_autopsy, args=(state.folder,), daemon=True).start()
 
     state.on_look = look
@@ -178,7 +184,7 @@ def _prepare(state: RankState, timeout_seconds: float, prints: bool) -> None:
 
 
 def _record_exit(state: RankState) -> None:
-    """Write where this process calls `os._exit`, which leaves no traceback."""
+    """Record where this process calls `os._exit`, which leaves no traceback."""
     exit_now, pid = os._exit, os.getpid()
 
     def record_and_exit(status: int) -> NoReturn:
@@ -190,17 +196,17 @@ def _record_exit(state: RankState) -> None:
     os._exit = record_and_exit
 
 
-def _recorded_calls(with_places: bool) -> dict[str, Any]:
+def _recorded_calls(with_locations: bool) -> dict[str, Any]:
     dist = sys.modules.get("torch.distributed")
     if dist is None or not getattr(dist, "is_initialized", lambda: False)():
         return {}
     from everyrank.world.calls import recorded_calls
 
-    return recorded_calls(with_places)
+    return recorded_calls(with_locations)
 
 
 class _HangWatch:
-    """Notices that the main thread has not moved for `timeout_seconds`, and waits instead of computing."""
+    """Notices that the main thread has waited at the same line for `timeout_seconds` without computing."""
 
     def __init__(self, state: RankState, timeout_seconds: float, prints: bool) -> None:
         self.state, self.timeout_seconds, self.prints = state, timeout_seconds, prints
@@ -223,7 +229,7 @@ class _HangWatch:
             self.since, self.cpu_since = time.monotonic(), time.process_time()
             return
         self.is_reported = True
-        # in a thread, because this one has to answer the question of the autopsy
+        # in another thread, because this thread has to answer the autopsy
         threading.Thread(target=self._report, daemon=True).start()
 
     def _computes(self, seconds: float) -> bool:
@@ -242,7 +248,7 @@ class _HangWatch:
 
 
 def _without_polling(frames: list[tuple[str, int, str]]) -> list[tuple[str, int, str]]:
-    """The frames without those of Python's library that are innermost: a wait there may be a loop of short waits."""
+    """Return the frames without the innermost ones in Python's library, which may loop over short waits."""
     for index, (file, _, _) in enumerate(frames):
         is_polling = file.startswith(_STANDARD_LIBRARY) and "site-packages" not in file
         if not is_polling and not file.endswith("torch/utils/data/dataloader.py"):
@@ -258,31 +264,31 @@ def _print_autopsy(folder: Path) -> None:
     print(f"everyrank: autopsy: {printable(text)}", file=sys.stderr, flush=True)
 
 
-_SIGNALS: list[int] = []
+_SIGNAL_PIPES: list[int] = []
 
 
 def _listen_for_signal() -> int | None:
-    """A pipe that receives SIGUSR2 even while C code blocks the main thread; None if the script uses that signal."""
-    if _SIGNALS:
-        return _SIGNALS[0]
+    """Return a pipe that receives SIGUSR2 even while C code blocks the main thread; None if the script uses SIGUSR2."""
+    if _SIGNAL_PIPES:
+        return _SIGNAL_PIPES[0]
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGUSR2) != signal.SIG_DFL:
         return None
-    reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) if hasattr(os, "pipe2") else os.pipe()
-    os.set_blocking(reading, False)
-    os.set_blocking(writing, False)
-    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    if before != -1:  # asyncio, or the script
-        signal.set_wakeup_fd(before)
+    read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) if hasattr(os, "pipe2") else os.pipe()
+    os.set_blocking(read_end, False)
+    os.set_blocking(write_end, False)
+    previous_pipe = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    if previous_pipe != -1:  # used by asyncio or the script
+        signal.set_wakeup_fd(previous_pipe)
         return None
     signal.signal(signal.SIGUSR2, lambda *_: None)
     signal.siginterrupt(signal.SIGUSR2, False)
-    _SIGNALS.append(reading)
-    return reading
+    _SIGNAL_PIPES.append(read_end)
+    return read_end
 
 
-def _was_requested(reading: int) -> bool:
+def _was_requested(read_end: int) -> bool:
     with contextlib.suppress(OSError):
-        return signal.SIGUSR2 in os.read(reading, 4096)
+        return signal.SIGUSR2 in os.read(read_end, 4096)
     return False
 
 
@@ -290,11 +296,11 @@ def _was_requested(reading: int) -> bool:
 
 
 def _forward_exceptions() -> None:
-    """Record the exception that ends the script. If it waited for other ranks, print the autopsy after it."""
-    before = sys.excepthook
+    """Record the exception that ends the script. If the script waited for other ranks, also print the autopsy."""
+    previous_hook = sys.excepthook
 
     def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        before(kind, error, trace)
+        previous_hook(kind, error, trace)
         state = current_state()
         if state is not None:
             atexit.unregister(state.end)

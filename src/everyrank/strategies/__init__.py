@@ -132,28 +132,28 @@ class Prepared:
         return ema.averaged_weights() if ema is not None else contextlib.nullcontext()
 
 
-_NOT_BY_GLOO = {
+_MISSING_IN_GLOO_CUDA = {
     "pipeline": "send and receive",
     "shard": "all-gather and reduce-scatter of several tensors at once",
     "tensor": "all-gather of several tensors at once",
     "expert": "all-gather of several tensors at once",
     "context": "send and receive",
 }
-"""Axis -> collectives of its ranks that gloo supports only for CPU tensors.
+"""Axis -> the collectives of its ranks that gloo supports only for CPU tensors.
 
 Source: torch/csrc/distributed/c10d/ProcessGroupGloo.cpp
 """
 
 
-def _check_carried(layout: Layout, world: World) -> None:
+def _check_backend_support(layout: Layout, world: World) -> None:
     """Raise `CannotRunError` for a layout that needs a collective gloo lacks for CUDA tensors."""
     if world.device.type != "cuda" or world.backend != "gloo" or world.size == 1 or layout.simulated:
         return
     degrees = layout.mesh(world.size) if layout.axis is not None else {}
-    axes = [axis for axis, degree in degrees.items() if degree > 1 and axis in _NOT_BY_GLOO]
+    axes = [axis for axis, degree in degrees.items() if degree > 1 and axis in _MISSING_IN_GLOO_CUDA]
     if "context" in axes and layout.read(ContextOptions).method == "ulysses":
         axes.remove("context")
-    missing = _NOT_BY_GLOO[axes[0]] if axes else "send and receive" if layout.servers else ""
+    missing = _MISSING_IN_GLOO_CUDA[axes[0]] if axes else "send and receive" if layout.servers else ""
     if missing:
         raise CannotRunError(
             f"gloo has no {missing} for CUDA tensors; use one process for each device, --device cpu, ddp or zero1, or "
@@ -167,7 +167,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     If memory is insufficient, this raises `CannotRunError`, and later steps raise `OutOfMemoryError`.
     """
     degrees = layout.mesh(world.size)  # raises for degrees that do not fit
-    _check_carried(layout, world)
+    _check_backend_support(layout, world)
     with oom_context("build", workload, layout, world):
         if layout.simulated:
             simulation = importlib.import_module(f"everyrank.strategies.simulated.{layout.row.simulation}")
@@ -175,8 +175,8 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
                 prepared = simulation.simulate(workload, layout, single_process_world(world))
         else:
             with group_of_one(single_process_world(world)) if layout.axis is None else contextlib.nullcontext():
-                instead = [name for axis, name in layout.row.instead.items() if degrees.get(axis, 1) > 1]
-                module = importlib.import_module(instead[0] if instead else layout.row.module)
+                other_modules = [name for axis, name in layout.row.instead.items() if degrees.get(axis, 1) > 1]
+                module = importlib.import_module(other_modules[0] if other_modules else layout.row.module)
                 prepared = module.prepare(workload, layout, world)
     if workload.num_devices == 1 and not layout.simulated:
         check_state_fits(prepared.trainable, layout, prepared.world)

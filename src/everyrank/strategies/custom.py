@@ -55,18 +55,20 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     """Call the user's function on the model, which is identical on every rank, and prepare the result."""
     code = find_custom_parallelize(layout, world.size)
     contract, device_mesh, mesh = code.contract, custom_device_mesh(code, world), open_mesh(layout, world)
-    built, _ = init_model(workload, layout, world)
-    broadcast_from_rank_0(built, world)
-    shapes, kind = {name: tensor.shape for name, tensor in built.state_dict().items()}, type(built)
-    dropout, functions = exact_dropout(changed(workload, tensor_plan=None), layout, mesh, built)
-    wrapped = call_parallelize(code, built, device_mesh, world)
+    original, _ = init_model(workload, layout, world)
+    broadcast_from_rank_0(original, world)
+    shapes, kind = {name: tensor.shape for name, tensor in original.state_dict().items()}, type(original)
+    dropout, functions = exact_dropout(changed(workload, tensor_plan=None), layout, mesh, original)
+    wrapped = call_parallelize(code, original, device_mesh, world)
     model = unwrapped(wrapped)
-    known = gatherable_tensors(model, shapes)
+    gatherable = gatherable_tensors(model, shapes)
     gathered = list(gathered_state(code, wrapped, device_mesh, shapes))
-    unknown = [name for name in shapes if name not in known]
-    whole = [tensor for name, tensor in known.items() if not isinstance(tensor, DTensor) and name not in gathered]
+    ungatherable = [name for name in shapes if name not in gatherable]
+    full_tensors = [
+        tensor for name, tensor in gatherable.items() if not isinstance(tensor, DTensor) and name not in gathered
+    ]
     if workload.clip_norm is not None and contract.clip_grad_norm is None:
-        require_gatherable(unknown, code)
+        require_gatherable(ungatherable, code)
     parts = sequence_parts(workload, mesh, contract.order_of_positions(), contract.cut_by_context)
     state = MicroBatchState(functions, functions)
     parallel = ParallelModel(workload, layout, mesh, model, None, state, None, parts, dropout=dropout)
@@ -119,8 +121,8 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         step,
         predict,
         full_state=lambda: whole_state(code, wrapped, device_mesh, shapes, world.rank),
-        replicated_tensors=whole,
+        replicated_tensors=full_tensors,
         num_micro_batches=layout.accumulate,
-        not_compared=sorted(set(unknown) - set(gathered), key=unknown.index),
-        not_saved=[*unknown, *gathered],
+        not_compared=sorted(set(ungatherable) - set(gathered), key=ungatherable.index),
+        not_saved=[*ungatherable, *gathered],
     )

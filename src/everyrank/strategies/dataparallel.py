@@ -51,22 +51,22 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     model = parallel.model
     if has_batch_norm(model) and not is_local:
         raise CannotRunError(
-            "each device would normalise its own part of a batch; add batch_norm=local to train so, or use ddp, which "
-            "has batch norm over all ranks"
+            "batch norm would use only the samples of each device; add batch_norm=local to allow that, or use ddp, "
+            "which computes it over all ranks"
         )
     if parallel.dropout is not None and parallel.dropout.is_used:
         raise CannotRunError(
-            "the copies of the model do not know which samples they have, on which exact dropout depends; use ddp, or "
-            "set Workload.dropout='torch'"
+            "exact dropout is not supported, because a copy of the model does not know which samples it has; use "
+            "ddp, or set Workload.dropout='torch'"
         )
-    copied = OverDevices(_Copied(model, layout, world), device_ids=devices, output_device=devices[0])
+    data_parallel = OverDevices(_SingleInput(model, layout, world), device_ids=devices, output_device=devices[0])
     trainable = make_trainable(workload, layout, model)
 
     return Prepared(
         parallel,
         trainable,
-        make_step(parallel, trainable, forward=lambda value: (copied(value), None)),
-        make_predict(parallel, copied),
+        make_step(parallel, trainable, forward=lambda value: (data_parallel(value), None)),
+        make_predict(parallel, data_parallel),
         full_state=lambda: replicated_state_dict(model, rank=0),
         replicated_tensors=[],
         num_micro_batches=layout.accumulate,
@@ -113,7 +113,7 @@ class OverDevices(nn.DataParallel[nn.Module]):
         return parts, [kwargs] * len(parts)
 
 
-class _Copied(nn.Module):
+class _SingleInput(nn.Module):
     """Takes the input as one argument, so that DataParallel can split tensors, tuples and dicts.
 
     Each copy runs in its own thread. DataParallel passes on that autocast is enabled, but not its dtype, so the threads

@@ -53,10 +53,10 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     ddp = apply_ddp(model, layout, world, experts)
     trainable = make_trainable(workload, layout, model)
     named = dict(model.named_parameters())
-    forget = apply_compression(ddp, model, layout, world)
-    trainable.on_restore += [forget] if forget else []
-    of_norm = norm_params(trainable.parameters, mesh)
-    sum_grad_squares = functools.partial(sum_squares, of_norm, mesh) if has_experts else None
+    reset_compression = apply_compression(ddp, model, layout, world)
+    trainable.on_restore += [reset_compression] if reset_compression else []
+    norm_parameters = norm_params(trainable.parameters, mesh)
+    sum_grad_squares = functools.partial(sum_squares, norm_parameters, mesh) if has_experts else None
 
     def around(is_last: bool, _: Batch) -> contextlib.AbstractContextManager[None]:
         # Only the last micro-batch sends gradients. no_sync has to be entered before the forward pass.

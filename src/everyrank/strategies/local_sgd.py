@@ -89,7 +89,7 @@ def check_trains_alone(workload: Workload, layout: Layout, ranks: int) -> None:
     """Raise `UnsupportedLayoutError` for a workload that replicas cannot train independently."""
     if workload.ema_decay is not None:
         raise UnsupportedLayoutError(
-            f"layout {layout}: ema_decay={workload.ema_decay:g}: each replica would have averages of its own; use ddp"
+            f"layout {layout}: ema_decay={workload.ema_decay:g}: each replica would have its own averages; use ddp"
         )
     if workload.global_batch < ranks:
         raise UnsupportedLayoutError(

@@ -26,7 +26,7 @@ Asynchronous: no trainer waits for another. Each trainer's part of the global ba
 computes the mean gradient over the terms of its part, clips it, and pushes it; the server applies it, even if
 parameters have changed since this trainer pulled. One update of the loop has as many of these as there are trainers
 with samples. The learning-rate schedule counts updates of the loop, and each part gets the whole learning rate. A
-trainer may run ahead of the others until the loop next looks at the losses (ten updates at most). With order=seeded
+trainer may run ahead of the others until the loop next sums the losses (after ten updates at most). With order=seeded
 the server takes its trainers in an order drawn from the seed, pulls and pushes mixed, so that the training can be
 repeated. Batch norm is not supported: statistics over all trainers would make them wait.
 
@@ -73,8 +73,8 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     trainable = make_trainable(workload, layout, model)
     link = ServerLink(mesh, divide(trainable.parameters, layout))
     keep_owned_parameters(trainable.optimizer, set(link.own) if mesh.is_server else set())
-    refused: list[UnsupportedLayoutError] = []  # only on trainers
-    compute = functools.partial(forward_backward, parallel, trainable, deferred_errors=refused)
+    deferred_errors: list[UnsupportedLayoutError] = []  # only on trainers
+    compute = functools.partial(forward_backward, parallel, trainable, deferred_errors=deferred_errors)
     if options.updates == "sync":
         update = sync_server(trainable, link) if mesh.is_server else sync_trainer(trainable, link, compute)
     elif mesh.is_server:
@@ -85,7 +85,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     def step(batches: Sequence[Batch]) -> Tensor:
         is_first = parallel.before_first_update(lambda: None)
         share = update(batches)
-        raise_on_all_ranks(refused, world, is_first)
+        raise_on_all_ranks(deferred_errors, world, is_first)
         return share
 
     def gather_for_eval() -> None:

@@ -12,11 +12,11 @@ Travels   per micro-batch and stage: forward the output of its last block to the
           for the whole batch. Shards travel as under fsdp, parts of matrices as under tensor; what is computed in
           front of the blocks (an embedding) every stage computes, with what travels for it
 Use when  a deep model does not fit on one device and the network is slow: messages are few and small
-Exact     yes, for models whose every block takes, untouched, what the one before returns (else refused)
+Exact     yes, for models in which each block gets the unchanged output of the previous one (others are refused)
 Source    Huang et al. 2019 (gpipe); Narayanan et al. 2019 and 2021 (1f1b, interleaved); Qi et al. 2024 (zero-bubble)
 
 Keys: schedule=1f1b, gpipe, interleaved or zero-bubble; microbatches, how many go through together (twice the ranks);
-chunks, the stages on each rank under interleaved (2). `accumulate` is how often that is done in an update. The stages
+chunks, the stages on each rank under interleaved (2). `accumulate` is the number of rounds in an update. The stages
 have about equal numbers of multiplications per position, with the head on the last one. meta=true fills the
 blocks from a file, for a model that fits in the memory of no rank.
 """
@@ -65,13 +65,13 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     parallel.materialise()
     # Cutting and sharding replaced parameters, so the optimizer is built after them.
     trainable = make_trainable(workload, layout, model)
-    own_parameters = stages.own_parameters()
-    outside = [parameter for parameter in trainable.parameters if parameter not in set(own_parameters)]
+    stage_parameters = stages.own_parameters()
+    outside_parameters = [parameter for parameter in trainable.parameters if parameter not in set(stage_parameters)]
     sum_grad_squares = functools.partial(
-        sum_squares, norm_params(trainable.parameters, mesh, set(own_parameters)), mesh
+        sum_squares, norm_params(trainable.parameters, mesh, set(stage_parameters)), mesh
     )
     pipeline = PipelineRun(mesh, stages, options, weight_grads, trainable.enter_phase)
-    refused: list[
+    loss_errors: list[
         UnsupportedLayoutError
     ] = []  # on the stage that computes the loss, while others wait for its gradient
 
@@ -81,11 +81,11 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         share = torch.zeros(2, dtype=torch.float64, device=world.device)
         for first in range(0, len(batches), pipeline.num_micro_batches):
             share += flow(batches[first : first + pipeline.num_micro_batches])
-        raise_on_all_ranks(refused, world, is_first)
+        raise_on_all_ranks(loss_errors, world, is_first)
         parallel.reduce_partial_grads()
-        total = total_and_missing_grads(share, outside, world)
-        all_reduce_grads(outside, mesh, "pipeline")
-        all_reduce_grads([parameter for parameter in own_parameters if not is_sharded(parameter)], mesh)
+        total = total_and_missing_grads(share, outside_parameters, world)
+        all_reduce_grads(outside_parameters, mesh, "pipeline")
+        all_reduce_grads([parameter for parameter in stage_parameters if not is_sharded(parameter)], mesh)
         # all gradients are averaged over the ranks that read by now
         trainable.optimizer_step(total, mesh.size("replicate", "shard"), sum_grad_squares)
         return share
@@ -108,7 +108,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
             with parallel.micro_batch(batches[index]) as micro_batch, autocast(layout, world):
                 output, is_end = stages.run(stage, received, lambda: call_model(model, micro_batch.input))
                 if is_end:
-                    output, share = compute_loss(workload, output, micro_batch, mesh, refused)
+                    output, share = compute_loss(workload, output, micro_batch, mesh, loss_errors)
                     shares.append(parallel.count_once(share))
             return output
 
@@ -134,7 +134,9 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         step,
         predict,
         full_state=lambda: full_state_dict(parallel, stages),
-        replicated_tensors=[tensor for tensor in [*outside, *stages.outside_buffers()] if not is_split(tensor)],
+        replicated_tensors=[
+            tensor for tensor in [*outside_parameters, *stages.outside_buffers()] if not is_split(tensor)
+        ],
         num_micro_batches=layout.accumulate * pipeline.num_micro_batches,
         idle=pipeline.idle,
     )

@@ -40,7 +40,7 @@ def forward_backward(
 
     forward               input -> (output, carrier); None: the model itself. The gradient of the carrier, shape (2,),
                           is [sum, count] of the micro-batch: a wrapper that reduces gradients reduces it, too
-    around                (whether it is the last, micro-batch) -> context around forward and backward
+    around                (is_last, micro-batch) -> context around forward and backward
     before_last_backward  called with [sum, count] of all micro-batches, to send it during the last backward
     scale_loss            applied to the sum that backward starts from
     deferred_errors       see `compute_loss`
@@ -58,8 +58,8 @@ def forward_backward(
             shares.append(share)
             if is_last and before_last_backward is not None:
                 before_last_backward(sum(shares[1:], shares[0]))
-            others = [(carrier, share.to(carrier.dtype))] if carrier is not None else []
-            trainable.backward(scale_loss(loss), *others)
+            outputs_with_gradients = [(carrier, share.to(carrier.dtype))] if carrier is not None else []
+            trainable.backward(scale_loss(loss), *outputs_with_gradients)
     return sum(shares[1:], shares[0])
 
 

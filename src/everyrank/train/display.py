@@ -72,7 +72,7 @@ class Display:
             self.console.quiet = True
             with contextlib.suppress(OSError, ValueError, AttributeError):  # discard all further output
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            reason = error.strerror if isinstance(error, OSError) else "its reader has gone"
+            reason = error.strerror if isinstance(error, OSError) else "the reader of the pipe has gone"
             with contextlib.suppress(OSError):
                 print(f"standard output cannot be written ({reason}); the training continues", file=sys.stderr)
 
@@ -102,8 +102,8 @@ def announce(
     elif has_driver() and not world.choices["device"].endswith("requested"):
         display.line(world.choices["device"])  # so that a job without its GPU is noticed early
     if start_step:
-        of_all = f" of {end}" if end is not None else ""
-        display.line(f"resuming after update {start_step}{of_all}, from {options.resume}")
+        of_total = f" of {end}" if end is not None else ""
+        display.line(f"resuming after update {start_step}{of_total}, from {options.resume}")
         if options.resume is not None and checkpoint_named(options.resume).metadata.schema == 1:
             display.line("an older everyrank saved it: its about.json has no checksum, so damage is not detected")
     parts = prepared.mesh.data_slice.count
@@ -124,5 +124,5 @@ def summary_line(record: Record, start_step: int) -> str:
         parts = [done, f"loss {record.loss[-1]:.6f}"]
     parts += [f"{speed.median:,.0f} samples/s"] if speed else []
     parts += [format_metrics(record.metrics)] if record.metrics else []
-    where = f"{record.world_size} on {record.device} ({record.backend})"
-    return f"{record.workload} · {record.layout} · {where}: " + ", ".join(parts)
+    world_and_device = f"{record.world_size} on {record.device} ({record.backend})"
+    return f"{record.workload} · {record.layout} · {world_and_device}: " + ", ".join(parts)

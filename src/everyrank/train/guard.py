@@ -32,17 +32,19 @@ from everyrank.world.collectives import all_gather
 __all__ = ["Guard", "bits_checksum"]
 
 _COLUMNS = 1024
-_ODD = -7046029254386353131  # 2^64 divided by the golden ratio, as a signed number: multiplying by it loses no bit
-_SMALL = 1 << 16  # elements; smaller tensors are concatenated and read at once
-_MOST_KINDS = 32  # rows of the table: one for each set of tensors with the same replicas
-_SHOWN = 3  # tensors in a message
+_ODD = (
+    -7046029254386353131
+)  # 2^64 divided by the golden ratio, as a signed number; odd, so multiplying by it loses no bit
+_MAX_SMALL = 1 << 16  # elements; smaller tensors are concatenated and read at once
+_MAX_KINDS = 32  # rows of the table: one for each set of tensors with the same replicas
+_MAX_SHOWN = 3  # tensors in a message
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
 class Guard:
-    """Compares replicas every `every` updates, and before a checkpoint is saved. All methods are collectives.
+    """Compares replicas every `every` updates, and before each checkpoint. All methods are collectives.
 
-    how         "stop": a difference raises `DivergedError`; "warn": it is printed
+    how         "stop" raises `DivergedError` for a difference; "warn" prints it
     compares    whether any tensor is on more than one rank
     """
 
@@ -59,7 +61,7 @@ class Guard:
         return done % self.every == 0
 
     def check(self, done: int) -> str:
-        """Compare replicas. Returns under "warn" a line to print, once for each set of tensors that differ, else "".
+        """Compare replicas. Under "warn", returns a line to print, once for each set of tensors that differ, else "".
 
         Raises `DivergedError` on every rank under "stop".
         """
@@ -86,13 +88,13 @@ class Guard:
         kinds: dict[tuple[object, ...], dict[str, Tensor]] = collections.defaultdict(dict)
         tensors = tensors_of(self.prepared.trainable, self.prepared.world)
         buffers = {name for name, _ in self.prepared.model.named_buffers()}
-        for full, tensor in tensors.items():
-            held = self._replica_key(full, tensor, buffers)
-            if held is not None:
-                kinds[held][full] = local_tensor(tensor)
-        for held, tensors in kinds.items():
+        for full_name, tensor in tensors.items():
+            replica_key = self._replica_key(full_name, tensor, buffers)
+            if replica_key is not None:
+                kinds[replica_key][full_name] = local_tensor(tensor)
+        for replica_key, tensors in kinds.items():
             names = zlib.crc32("\n".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items()).encode())
-            yield (*held, names), tensors
+            yield (*replica_key, names), tensors
 
     def _replica_key(self, full: str, tensor: Tensor, buffers: set[str]) -> tuple[object, ...] | None:
         """Return a tensor's kind and the mesh coordinates that select its part; None if its replicas are not known."""
@@ -119,10 +121,10 @@ class Guard:
         return (kind, "block") if is_block else None
 
     def _table(self, kinds: Mapping[tuple[object, ...], Mapping[str, Tensor]]) -> Tensor:
-        """Every rank's (key, checksum) of each of its kinds, zeros where it has none: int64, (ranks, kinds, 2)."""
+        """Return (key, checksum) of each rank and kind, 0 where a rank has no such kind: int64, (ranks, kinds, 2)."""
         world = self.prepared.world
-        assert len(kinds) <= _MOST_KINDS
-        table = torch.zeros((world.size, _MOST_KINDS, 2), dtype=torch.int64, device=world.device)
+        assert len(kinds) <= _MAX_KINDS
+        table = torch.zeros((world.size, _MAX_KINDS, 2), dtype=torch.int64, device=world.device)
         for row, (key, tensors) in enumerate(kinds.items()):
             table[world.rank, row, 0] = 1 + zlib.crc32(repr(key).encode())
             table[world.rank, row, 1] = bits_checksum(list(tensors.values()))
@@ -144,8 +146,8 @@ class Guard:
                 by_tensor.setdefault((key, name), {}).setdefault(value, []).append(rank)
         differing = {name: sums for (_, name), sums in by_tensor.items() if len(sums) > 1}
         texts = [_ranks_that_differ(name, list(sums.values())) for name, sums in differing.items()]
-        more = f"; and {len(texts) - _SHOWN} more tensors" if len(texts) > _SHOWN else ""
-        return "; ".join(texts[:_SHOWN]) + more
+        omitted = f"; and {len(texts) - _MAX_SHOWN} more tensors" if len(texts) > _MAX_SHOWN else ""
+        return "; ".join(texts[:_MAX_SHOWN]) + omitted
 
 
 def _replicated_names(prepared: Prepared) -> set[str]:
@@ -168,18 +170,16 @@ def _differ(table: Tensor) -> bool:
     return any(key and sums.setdefault(key, value) != value for key, value in rows)
 
 
-def _ranks_that_differ(full: str, groups: list[list[int]]) -> str:
-    """Return text like `rank 2 holds another 0.weight than ranks 0, 1, 3`. Of two equal halves either may be right."""
-    kind, _, full_name = full.partition("/")
-    tensor = {"model": full_name, "average": f"average of {full_name}", "optimizer": f"optimizer state {full_name}"}[
-        kind
-    ]
+def _ranks_that_differ(kind_and_name: str, groups: list[list[int]]) -> str:
+    """Return text like `0.weight of rank 2 differs from ranks 0, 1, 3`. Of two equal halves either may be right."""
+    kind, _, name = kind_and_name.partition("/")
+    tensor = {"model": name, "average": f"average of {name}", "optimizer": f"optimizer state {name}"}[kind]
     groups.sort(key=len)
-    *few, most = groups
-    if len(few[-1]) == len(most):
+    *minorities, majority = groups
+    if len(minorities[-1]) == len(majority):
         return f"{tensor} differs between {' and '.join(map(_ranks, groups))}"
-    odd = sorted(rank for group in few for rank in group)
-    return f"{_ranks(odd)} {'holds' if len(odd) == 1 else 'hold'} another {tensor} than {_ranks(most)}"
+    minority = sorted(rank for group in minorities for rank in group)
+    return f"{tensor} of {_ranks(minority)} differs from {_ranks(majority)}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -188,22 +188,22 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 @torch.no_grad()
 def bits_checksum(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a checksum (int64, shape ()) that changes with any single bit and where elements are swapped.
+    """Return a checksum (int64, shape ()) that changes with any single bit and if elements are swapped.
 
     The elements are read as integers, multiplied by odd numbers that depend on their index, and summed modulo 2^64;
     an odd factor loses no bit. Reads each tensor about twice and does not copy large ones.
     """
     device = tensors[0].device if tensors else torch.device("cpu")
     total = torch.zeros((), dtype=torch.int64, device=device)
-    small: dict[torch.dtype, list[Tensor]] = {}
+    small_by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         bits = tensor.detach().contiguous().reshape(-1).view(_INTEGERS[tensor.element_size()])
-        if bits.numel() <= _SMALL:
-            small.setdefault(bits.dtype, []).append(bits)
+        if bits.numel() <= _MAX_SMALL:
+            small_by_dtype.setdefault(bits.dtype, []).append(bits)
         else:
             total = total * _ODD + _weighted(bits)
-    for parts in small.values():
-        total = total * _ODD + _weighted(torch.cat(parts))
+    for small_tensors in small_by_dtype.values():
+        total = total * _ODD + _weighted(torch.cat(small_tensors))
     return total
 
 

@@ -37,9 +37,9 @@ def evaluate_job(job: TrainingJob) -> dict[str, float]:
     """
     if job.eval_data is None:
         return {}
-    drawn = generators()
+    generator_states = generators()
     metrics = mean_metrics(job.prepared.workload, evaluate(job.prepared, job.eval_data))
-    set_generators(drawn)
+    set_generators(generator_states)
     return metrics
 
 
@@ -55,7 +55,7 @@ def make_metadata(job: TrainingJob, options: TrainOptions) -> CheckpointMetadata
         )
     source = workload.source
     settings = dict(source.settings) if source else {}
-    if source and source.batch is not None:  # the global batch is a field of its own
+    if source and source.batch is not None:  # the global batch is a separate field
         settings["--lr-rule"] = source.lr_rule
     if workload.drop_last:
         settings["Workload.drop_last"] = True

@@ -1,5 +1,5 @@
 """Writes the log of a run: a row for every update in log.jsonl and log.csv, for every epoch in epochs.csv, and for
-every evaluation, epoch and checkpoint in events.jsonl. `--track` sends the values to trackers, too.
+every evaluation, epoch and checkpoint in events.jsonl. `--tracker` also sends the values to trackers.
 
 A resumed run first removes the rows after its checkpoint, so that the log holds one trajectory.
 """
@@ -28,8 +28,8 @@ _FILES = ("log.jsonl", "events.jsonl", "log.csv", "epochs.csv")
 _UPDATE = ("step", "epoch", "loss", "lr", "terms", "time")
 
 
-def _kept_rows(run: Path, before: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the rows of both .jsonl files from before update `before`, and the names of damaged files.
+def _kept_rows(run: Path, end_step: int) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the rows of both .jsonl files from before update `end_step`, and the names of damaged files.
 
     A file is damaged if more than its last line, which a killed run may have cut off, cannot be read.
     """
@@ -39,14 +39,14 @@ def _kept_rows(run: Path, before: int) -> tuple[list[dict[str, Any]], list[str]]
         lines: list[str] = []
         with contextlib.suppress(OSError), open_file(run / name) as file:
             lines = file.read().decode(errors="replace").splitlines()
-        rows = [_row(line) for line in lines]
+        rows = [_parse_row(line) for line in lines]
         if None in rows[:-1]:
             damaged.append(name)
-        earlier_rows += [row for row in rows if row and _is_before(row, before)]
+        earlier_rows += [row for row in rows if row and _is_before(row, end_step)]
     return earlier_rows, damaged
 
 
-def _row(line: str) -> dict[str, Any] | None:
+def _parse_row(line: str) -> dict[str, Any] | None:
     """Return the row in a line: {} for a row that is neither an update nor an event, None if it cannot be read."""
     try:
         row: Any = json.loads(line)
@@ -55,17 +55,17 @@ def _row(line: str) -> dict[str, Any] | None:
         if "final" in row and "step" not in row:
             return {}
         numbers = {"loss": ("step", "epoch", "loss", "terms"), "epoch_seconds": ("step", "epoch", "epoch_seconds")}
-        needed = next((names for kind, names in numbers.items() if kind in row), ("step",))
-        is_one = all(isinstance(row[name], int | float) and math.isfinite(row[name]) for name in needed)
-        is_one = is_one and isinstance(row["step"], int) and isinstance(row.get("evaluation", {}), dict)
+        required_numbers = next((names for kind, names in numbers.items() if kind in row), ("step",))
+        is_valid = all(isinstance(row[name], int | float) and math.isfinite(row[name]) for name in required_numbers)
+        is_valid = is_valid and isinstance(row["step"], int) and isinstance(row.get("evaluation", {}), dict)
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
-    return row if is_one else None
+    return row if is_valid else None
 
 
-def _is_before(row: Mapping[str, Any], before: int) -> bool:
-    """Return whether a row is from before update `before`. Updates count from 0, events by the updates done."""
-    return row["step"] < before if "loss" in row else row["step"] <= before
+def _is_before(row: Mapping[str, Any], end_step: int) -> bool:
+    """Return whether a row is from before update `end_step`. Updates count from 0, events by the updates done."""
+    return row["step"] < end_step if "loss" in row else row["step"] <= end_step
 
 
 class Log:
@@ -107,14 +107,14 @@ class Log:
 
     def update(self, row: Mapping[str, Any]) -> None:
         """Write the row of one update."""
-        with self._noted():
+        with self._noting_trouble():
             self._write(row)
         self.memberships.first_update(row["time"])
         self._track(row["step"] + 1, {"loss": row["loss"], "lr": row["lr"]})
 
     def event(self, row: Mapping[str, Any]) -> None:
         """Write an evaluation, the end of an epoch or a checkpoint; `step` is the number of updates done."""
-        with self._noted():
+        with self._noting_trouble():
             self._write(row)
         values = {
             **row.get("evaluation", {}),
@@ -125,7 +125,7 @@ class Log:
 
     def final(self, metrics: Mapping[str, float]) -> None:
         """Write the final metrics."""
-        with self._noted():
+        with self._noting_trouble():
             self.lines.write(json.dumps({"final": dict(metrics)}) + "\n")
 
     def _write(self, row: Mapping[str, Any]) -> None:
@@ -140,15 +140,15 @@ class Log:
     def flush(self) -> None:
         """Flush all files, so that other programs can read the rows."""
         for file in self.files:
-            with self._noted():
+            with self._noting_trouble():
                 file.flush()
 
     def close(self) -> None:
-        """Write what is left, and close the files."""
+        """Close the files and the trackers."""
         for file, name in zip(self.files, _FILES, strict=True):
-            if not _is_here(file, self.run / name):
+            if not _is_in_folder(file, self.run / name):
                 self.gone.append(name)
-            with self._noted():
+            with self._noting_trouble():
                 file.close()
         for tracker in self.trackers:
             try:
@@ -166,7 +166,7 @@ class Log:
                 self.trackers.remove(tracker)
 
     @contextlib.contextmanager
-    def _noted(self) -> Generator[None]:
+    def _noting_trouble(self) -> Generator[None]:
         try:
             yield
         except OSError as error:
@@ -183,7 +183,7 @@ def _open_replacement(path: Path) -> IO[str]:
     return partial.open("x", encoding="utf-8", newline="")
 
 
-def _is_here(file: IO[str], path: Path) -> bool:
+def _is_in_folder(file: IO[str], path: Path) -> bool:
     """Return whether `path` still names the open file."""
     with contextlib.suppress(OSError):
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
@@ -197,15 +197,15 @@ def open_log(
     if prepared.world.rank != 0 or options.out is None:
         return [], None
     workload = prepared.workload
-    earlier: list[dict[str, Any]] = []
+    earlier_rows: list[dict[str, Any]] = []
     if options.resume is not None:
-        before = options.resume.parent.parent
-        earlier, damaged = _kept_rows(before, start_step)
+        earlier_run = options.resume.parent.parent
+        earlier_rows, damaged = _kept_rows(earlier_run, start_step)
         for name in damaged:
-            line = f"{before / name}: not all of its lines can be read; the others go on"
-            if before.resolve() == options.out.resolve():
-                (before / name).replace(before / f"{name}.damaged")
-                line += f", and it is kept as {name}.damaged"
+            line = f"{earlier_run / name}: some of its lines cannot be read; the others are kept"
+            if earlier_run.resolve() == options.out.resolve():
+                (earlier_run / name).replace(earlier_run / f"{name}.damaged")
+                line += f"; the original is now {name}.damaged"
             display.line(line)
     settings = {
         "workload": workload.name,
@@ -216,8 +216,8 @@ def open_log(
         **(workload.source.settings if workload.source else {}),
     }
     trackers = [open_tracker(name, options.out, settings, start_step) for name in options.trackers]
-    shown = [name for name in ("eval_loss", *workload.metrics, *workload.derived) if not name.startswith("_")]
+    metric_names = [name for name in ("eval_loss", *workload.metrics, *workload.derived) if not name.startswith("_")]
     starts = Memberships(
         options.out, prepared.world, start_step, display.line
     )  # reads the log of earlier starts before it is truncated
-    return earlier, Log(options.out, earlier, shown, trackers, starts)
+    return earlier_rows, Log(options.out, earlier_rows, metric_names, trackers, starts)

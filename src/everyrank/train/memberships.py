@@ -1,6 +1,6 @@
 """Restart history: the ranks and hosts of each start of a training and the time lost, in memberships.jsonl.
 
-A launcher restarts a training when a rank or host is lost or a new host joins; Slurm's queue or the user may, too.
+A launcher restarts a training when a rank or host is lost or a new host joins; Slurm or the user may also restart it.
 Rank 0 writes a row at each start, and completes it after the first update.
 """
 
@@ -23,8 +23,8 @@ from everyrank.world import World
 __all__ = ["MEMBERSHIPS", "Memberships"]
 
 MEMBERSHIPS = "memberships.jsonl"
-_MOST_HOSTS = 8  # hosts named in a line
-_MOST_LINES = 10_000  # lines of a file that are read
+_MAX_HOSTS = 8  # hosts named in a line
+_MAX_LINES = 10_000  # lines of a file that are read
 
 
 @dataclass(frozen=True)
@@ -45,16 +45,19 @@ class Memberships:
     def __init__(self, run: Path, world: World, start_step: int, say: Callable[[str], None]) -> None:
         # this start resumes after `start_step` updates; the log still has the rows of the previous start
         self.path, self.say = run / MEMBERSHIPS, say
-        self.starts = _read(self.path)
-        is_over, logged, last = _read_log(run / "log.jsonl")
-        before = self.starts[-1] if self.starts and not is_over else None
-        if before is not None:
-            last = max(filter(None, (last, _resumed_at(before))), default=before.membership.started)
+        self.starts = _read_starts(self.path)
+        is_over, num_logged, last_update_time = _read_log(run / "log.jsonl")
+        previous_start = self.starts[-1] if self.starts and not is_over else None
+        if previous_start is not None:
+            last_update_time = max(
+                filter(None, (last_update_time, _last_update_before(previous_start))),
+                default=previous_start.membership.started,
+            )
         hosts = list(dict.fromkeys(world.hosts))
-        repeated = max(0, logged - start_step) if not is_over else 0
+        repeated = max(0, num_logged - start_step) if not is_over else 0
         membership = Membership(time.time(), world.size, hosts, start_step, repeated)
-        self.starts.append(_Start(membership, last if before is not None else None))
-        self.previous = before.membership if before is not None else None
+        self.starts.append(_Start(membership, last_update_time if previous_start is not None else None))
+        self.previous = previous_start.membership if previous_start is not None else None
         self.is_waiting = True  # until the first update is done
         self._write()
 
@@ -76,7 +79,7 @@ class Memberships:
             start, membership=dataclasses.replace(start.membership, lost_seconds=lost)
         )
         self._write()
-        self.say(_line(self.starts[-1].membership, self.previous))
+        self.say(_restart_line(self.starts[-1].membership, self.previous))
 
     def _write(self) -> None:
         """Replace the file atomically. A file that cannot be written does not stop the training."""
@@ -89,41 +92,43 @@ class Memberships:
             partial.replace(self.path)
 
 
-def _resumed_at(start: _Start) -> float | None:
+def _last_update_before(start: _Start) -> float | None:
     """Return when a start did its first update, or if it did none, when the previous start did its last."""
     if start.since is None or start.membership.lost_seconds is None:
         return start.since
     return start.since + start.membership.lost_seconds
 
 
-def _line(now: Membership, before: Membership | None) -> str:
-    ranks = f"{now.world_size} rank{'s' * (now.world_size != 1)}"
-    hosts = ", ".join(now.hosts) if len(now.hosts) <= _MOST_HOSTS else f"{len(now.hosts)} hosts"
-    number_before = (
-        f" ({before.world_size} before)" if before is not None and before.world_size != now.world_size else ""
+def _restart_line(membership: Membership, previous: Membership | None) -> str:
+    ranks = f"{membership.world_size} rank{'s' * (membership.world_size != 1)}"
+    hosts = ", ".join(membership.hosts) if len(membership.hosts) <= _MAX_HOSTS else f"{len(membership.hosts)} hosts"
+    previous_size = (
+        f" ({previous.world_size} before)"
+        if previous is not None and previous.world_size != membership.world_size
+        else ""
     )
-    repeated = f"{now.repeated_updates} update{'s' * (now.repeated_updates != 1)} repeated"
-    resumed = f"resumed after update {now.first_update}, {repeated}, {now.lost_seconds:,.0f} s lost"
-    return f"{ranks} on {hosts}{number_before}: {resumed}"
+    repeated = f"{membership.repeated_updates} update{'s' * (membership.repeated_updates != 1)} repeated"
+    resumed = f"resumed after update {membership.first_update}, {repeated}, {membership.lost_seconds:,.0f} s lost"
+    return f"{ranks} on {hosts}{previous_size}: {resumed}"
 
 
-def _lines(path: Path) -> list[Any]:
+def _read_rows(path: Path) -> list[Any]:
     """Return the last rows of a JSON lines file, without lines that cannot be read."""
     rows: list[Any] = []
     with contextlib.suppress(OSError), open_file(path) as file:
-        for line in file.read().decode(errors="replace").splitlines()[-_MOST_LINES:]:
+        for line in file.read().decode(errors="replace").splitlines()[-_MAX_LINES:]:
             with contextlib.suppress(ValueError, RecursionError):
                 rows.append(json.loads(line))
     return rows
 
 
-def _read(path: Path) -> list[_Start]:
+def _read_starts(path: Path) -> list[_Start]:
     """Return the earlier starts. Rows with other fields are skipped, because the folder may be foreign."""
-    starts = [_start(row) for row in _lines(path)]
+    starts = [_parse_start(row) for row in _read_rows(path)]
     return [start for start in starts if start is not None]
 
 
-def _start(row: Any) -> _Start | None:
+def _parse_start(row: Any) -> _Start | None:
     if not isinstance(row, dict):
         return None
     fields: dict[str, Any] = {field.name: row.get(field.name) for field in dataclasses.fields(Membership)}
@@ -145,12 +150,12 @@ def _is_number(value: Any) -> bool:
 
 def _read_log(path: Path) -> tuple[bool, int, float | None]:
     """Return whether the log shows a finished training, the number of updates in it, and the time of the last."""
-    updates, last, is_over = 0, None, False
-    for row in _lines(path):
+    updates, last_time, is_over = 0, None, False
+    for row in _read_rows(path):
         if not isinstance(row, dict):
             continue
         if "final" in row:
             is_over = True
         elif isinstance(row.get("step"), int) and _is_number(row.get("time")):
-            updates, last, is_over = row["step"] + 1, row["time"], False
-    return is_over, updates, last
+            updates, last_time, is_over = row["step"] + 1, row["time"], False
+    return is_over, updates, last_time

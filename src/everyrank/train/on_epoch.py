@@ -36,45 +36,45 @@ def after_epoch(prepared: Prepared, epoch: int, metrics: Mapping[str, float]) ->
     def predict(value: Any) -> Any:
         if world.size > 1:
             broadcast_text(world, next(keys), "predict")
-        return _answer(prepared, value)
+        return _predict_on_all_ranks(prepared, value)
 
-    drawn = generators()  # restored below, so that the function does not change the training
+    generator_states = generators()  # restored below, so that the function does not change the training
     prepared.model.eval()
     with prepared.averaged_weights():
         if world.rank != 0:
-            while (answer := broadcast_text(world, next(keys), None)) == "predict":
-                _answer(prepared, None)
-            if answer:
-                raise RankFailedError(answer)
+            while (command := broadcast_text(world, next(keys), None)) == "predict":
+                _predict_on_all_ranks(prepared, None)
+            if command:
+                raise RankFailedError(command)
         else:
-            answer = ""
+            command = ""
             try:
                 on_epoch(epoch, dict(metrics), predict)
             except BaseException as error:
-                answer = describe(error)
+                command = describe(error)
                 raise
             finally:
                 if world.size > 1:
-                    broadcast_text(world, next(keys), answer)
+                    broadcast_text(world, next(keys), command)
     prepared.model.train()
-    set_generators(drawn)
+    set_generators(generator_states)
 
 
 @torch.no_grad()
-def _answer(prepared: Prepared, value: Any) -> Any:
+def _predict_on_all_ranks(prepared: Prepared, value: Any) -> Any:
     """Return the model's output for rank 0's input, on rank 0's CPU. A collective."""
     mesh, world, dtype = prepared.mesh, prepared.world, prepared.dtype
     value = broadcast_value(0, value, world)
     sizes: list[int] = []
 
-    def taken(tensor: torch.Tensor) -> torch.Tensor:
+    def to_device(tensor: torch.Tensor) -> torch.Tensor:
         sizes.append(len(tensor))
         return tensor.to(world.device, dtype if tensor.is_floating_point() else tensor.dtype)
 
-    value = map_tensors(value, taken)
+    value = map_tensors(value, to_device)
     # the target is not used
     output = prepared.predict(Batch(value, value, sizes[0], 0, sizes[0]))
     output = map_tensors(output, lambda tensor: tensor.cpu())
-    first = dict.fromkeys(mesh.coordinate, 0)
-    source_rank = mesh.rank_at(**{**first, "pipeline": mesh.size("pipeline") - 1})
+    first_coordinate = dict.fromkeys(mesh.coordinate, 0)
+    source_rank = mesh.rank_at(**{**first_coordinate, "pipeline": mesh.size("pipeline") - 1})
     return broadcast_value(source_rank, output, world) if source_rank else output

@@ -61,16 +61,16 @@ def train_rank(
         stop = stop or stack.enter_context(_stop_handlers(launch))
         world = stack.enter_context(open_world(info, launch))
         stack.enter_context(chosen_kernels(options, world.device))
-        options = _with_folders_of_rank_0(options, world, launch.restarts_ranks or info.restart_count > 0)
+        options = _use_folders_of_rank_0(options, world, launch.restarts_ranks or info.restart_count > 0)
         out = options.out if not options.evaluate else None
         if out is not None:
             on_rank_0(world, "lock", lambda: stack.enter_context(hold(out, _job_name(launch))))
             _keep_state(out, world)
-        workload = _loaded(workload_or_source, options)
+        workload = _load_workload(workload_or_source, options)
         train_data, eval_data = open_data(workload, world, counts_uneven=False)
         if options.evaluate and eval_data is None:
             raise WorkloadError(f"--evaluate: workload {workload.name} has no eval_data")
-        prepared = _prepared(workload, layout, world)
+        prepared = _prepare(workload, layout, world)
         job = TrainingJob(prepared, train_data, eval_data)
         metadata = make_metadata(job, options)
         display = Display(world.rank == 0 and options.show)
@@ -95,7 +95,7 @@ def train_rank(
             backend=world.backend,
             device=world.device.type,
             world_size=world.size,
-            provenance=provenance(workload, train_data, world, options.command) | _origin(options, start_step),
+            provenance=provenance(workload, train_data, world, options.command) | _resumed_from(options, start_step),
             **results,
         )
         display.line(summary_line(record, start_step))
@@ -105,9 +105,9 @@ def train_rank(
 def _stop_handlers(launch: Launch) -> contextlib.AbstractContextManager[Stop]:
     """Install the handlers of stop signals."""
     # if the launcher sends SIGTERM when another rank has died, only SIGUSR1 is a stop request
-    is_end = launch.rank_launcher.terminates_on_failure
-    heard = [signal.SIGUSR1] if is_end else [signal.SIGTERM, signal.SIGUSR1]
-    return catch_signals(*heard, same_seconds=_DEBOUNCE_SECONDS)
+    sigterm_means_failure = launch.rank_launcher.terminates_on_failure
+    stop_signals = [signal.SIGUSR1] if sigterm_means_failure else [signal.SIGTERM, signal.SIGUSR1]
+    return catch_signals(*stop_signals, same_seconds=_DEBOUNCE_SECONDS)
 
 
 def _job_name(launch: Launch) -> str:
@@ -116,7 +116,7 @@ def _job_name(launch: Launch) -> str:
 
 
 def _keep_state(out: Path, world: World) -> None:
-    """Keep this rank's state for the report of a hang, if an external launcher has started it."""
+    """Keep this rank's state for a hang autopsy, if an external launcher has started it."""
     if current_state() is None:
         job = from_rank_0(world, "job", lambda: uuid.uuid4().hex)
         state = keep_state(out / "ranks" / FOLDER, world.rank, world.size, job)
@@ -124,9 +124,9 @@ def _keep_state(out: Path, world: World) -> None:
             state.calls = recorded_calls
 
 
-def _loaded(workload_or_source: Source | Workload, options: TrainOptions) -> Workload:
+def _load_workload(workload_or_source: Source | Workload, options: TrainOptions) -> Workload:
     """Load the workload, with `--epochs`, `--steps` and `--pretrained`."""
-    if isinstance(workload_or_source, Source):  # its function may build the schedule for this length
+    if isinstance(workload_or_source, Source):  # the workload's function may build the schedule for this length
         workload_or_source = dataclasses.replace(workload_or_source, epochs=options.epochs, steps=options.steps)
     workload = load(workload_or_source)
     if options.epochs is not None or options.steps is not None:
@@ -136,29 +136,29 @@ def _loaded(workload_or_source: Source | Workload, options: TrainOptions) -> Wor
     return workload
 
 
-def _prepared(workload: Workload, layout: Layout, world: World) -> Prepared:
+def _prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
     """Prepare the workload under a layout. Raises `UnsupportedLayoutError` if it cannot be saved."""
     with wrap_user_errors():
         prepared = prepare(workload, layout, world)
     if prepared.not_saved:
         raise WorkloadError(
-            f"layout {layout}: {prepared.not_saved[0]} lies on the ranks in a way that no DTensor tells: no "
-            "checkpoint could hold it; verify and bench alone take such a layout"
+            f"layout {layout}: {prepared.not_saved[0]} is split over the ranks, but is not a DTensor, so it cannot "
+            "be saved; make it a DTensor, or use only verify and bench"
         )
     return prepared
 
 
-def _with_folders_of_rank_0(options: TrainOptions, world: World, goes_on: bool) -> TrainOptions:
+def _use_folders_of_rank_0(options: TrainOptions, world: World, may_be_restarted: bool) -> TrainOptions:
     """Take over rank 0's folders, because under an external launcher each rank may have generated a name.
 
-    `goes_on`: the launcher may have restarted these ranks, which then resume from the newest checkpoint.
+    `may_be_restarted`: the launcher may have restarted these ranks, which then resume from the newest checkpoint.
     """
-    places = {"out": options.out, "resume": options.resume}
-    if world.rank == 0 and goes_on and options.out is not None and not options.evaluate:
+    paths = {"out": options.out, "resume": options.resume}
+    if world.rank == 0 and may_be_restarted and options.out is not None and not options.evaluate:
         newest = newest_whole(options.out)
-        places["resume"] = newest.path if newest is not None else options.resume
+        paths["resume"] = newest.path if newest is not None else options.resume
     paths_on_rank_0 = from_rank_0(
-        world, "places", lambda: {name: str(path) if path else None for name, path in places.items()}
+        world, "places", lambda: {name: str(path) if path else None for name, path in paths.items()}
     )
     return dataclasses.replace(
         options, **{name: Path(path) if path else None for name, path in paths_on_rank_0.items()}
@@ -170,7 +170,7 @@ def _resume(
 ) -> tuple[int, dict[str, int]]:
     """Load the checkpoint. Returns the number of updates done and the position in the epochs.
 
-    `--evaluate-only` loads only the model, so that other settings may differ.
+    `--evaluate` loads only the model, so that other settings may differ.
     """
     assert options.resume is not None
     checkpoint = checkpoint_named(options.resume)
@@ -184,19 +184,19 @@ def _resume(
         if job.prepared.workload.schedule is None:
             continue  # the learning rates do not depend on the length
         old, new = (f"{value} {name}" if value is not None else "the workload's own length" for value in lengths)
-        display.line(f"schedule of learning rates: as for {new} from update {start_step} on, as for {old} before it")
+        display.line(f"learning-rate schedule: that of {new} from update {start_step} on, that of {old} before")
     if options.out is not None and checkpoint.path.parent.parent.resolve() == options.out.resolve():
         on_rank_0(job.prepared.world, "leave behind", lambda: set_aside_newer(checkpoint))
     return start_step, position
 
 
-def _origin(options: TrainOptions, start_step: int) -> dict[str, Any]:
-    origin: dict[str, Any] = {}
+def _resumed_from(options: TrainOptions, start_step: int) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
     if options.resume is not None:
-        origin = {"resumed_from": str(options.resume), "resumed_at_update": start_step}
+        fields = {"resumed_from": str(options.resume), "resumed_at_update": start_step}
     if options.pretrained is not None:
-        origin["pretrained"] = str(options.pretrained)
-    return origin
+        fields["pretrained"] = str(options.pretrained)
+    return fields
 
 
 # --- the remaining updates
@@ -214,30 +214,30 @@ def check_left(job: TrainingJob, resumed: Path, start_step: int, position: dict[
 
 @contextlib.contextmanager
 def chosen_kernels(options: TrainOptions, device: torch.device) -> Generator[None]:
-    """Set the requested kernels (deterministic, benchmarked) during a training; restore torch's settings at the end.
+    """Select deterministic or benchmarked kernels during a training, and restore torch's settings at the end.
 
-    Raises `UsageError` for both at once, and for deterministic ones on CUDA without what cuBLAS needs for them.
+    Raises `UsageError` for both at once, and for --deterministic on CUDA without CUBLAS_WORKSPACE_CONFIG.
     """
     if options.cudnn_benchmark and options.deterministic:
         raise UsageError(
-            "--cudnn-benchmark and --deterministic: what is fastest may be another kernel in the next run; give one"
+            "--cudnn-benchmark and --deterministic: the fastest kernel may be a different one in the next run; give one"
         )
     if options.deterministic and device.type == "cuda" and "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
         raise UsageError(
-            "--deterministic on cuda: cuBLAS repeats with a workspace of its own alone; put "
+            "--deterministic on cuda: cuBLAS is deterministic only with a fixed workspace; put "
             "CUBLAS_WORKSPACE_CONFIG=:4096:8 in front of the command"
         )
-    before = torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled()
-    memory: Any = torch.utils.deterministic
-    fills = memory.fill_uninitialized_memory
+    saved_settings = torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled()
+    deterministic_settings: Any = torch.utils.deterministic
+    fill_before = deterministic_settings.fill_uninitialized_memory
     torch.backends.cudnn.benchmark = options.cudnn_benchmark
     if options.deterministic:
         torch.use_deterministic_algorithms(True)
         # filling every torch.empty with NaN would cost time
-        memory.fill_uninitialized_memory = False
+        deterministic_settings.fill_uninitialized_memory = False
     try:
         yield
     finally:
-        torch.backends.cudnn.benchmark = before[0]
-        torch.use_deterministic_algorithms(before[1])
-        memory.fill_uninitialized_memory = fills
+        torch.backends.cudnn.benchmark = saved_settings[0]
+        torch.use_deterministic_algorithms(saved_settings[1])
+        deterministic_settings.fill_uninitialized_memory = fill_before

@@ -24,16 +24,16 @@ from everyrank.world import from_rank_0
 
 __all__ = ["Saving", "is_every"]
 
-_FIRST_AUTO = 10  # updates before the first checkpoint under `auto`, which measures the saving time
-_NEWEST = 5  # number of checkpoints in the median of the saving time
+_FIRST_AUTO_UPDATES = 10  # updates before the first checkpoint under `auto`, which measures the saving time
+_NUM_STALLS = 5  # number of checkpoints in the median of the saving time
 _HOUR = 3600.0
 
 
 class Saving:
     """Saves the checkpoints of one training when they are due. All ranks take the same decisions.
 
-    every                updates between two; under `auto` rank 0's latest; None: after each epoch; 0: none
-    checkpoint_pending   one was due while replicas differed, as in local_sgd, and is saved when they are equal again
+    every                updates between two checkpoints; under `auto` suggested by rank 0; None: each epoch; 0: none
+    checkpoint_pending   a checkpoint is due, but replicas differ, as in local_sgd; it is saved when they are equal
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Saving:
         self.saver, self.prepared, self.updates = saver, prepared, updates
         self.display, self.log = display, log
         self.is_auto = options.save_every == AUTO
-        self.every = _FIRST_AUTO if isinstance(options.save_every, str) else options.save_every
+        self.every = _FIRST_AUTO_UPDATES if isinstance(options.save_every, str) else options.save_every
         self.mtbf_seconds = options.mtbf * _HOUR
         self.checkpoint_pending = self.announced = False
         self.tried_at = updates.start_step
@@ -68,10 +68,10 @@ class Saving:
         return self.checkpoint_pending and self.prepared.are_replicas_equal
 
     def suggest(self, step_seconds: float) -> int:
-        """Return the updates between two checkpoints under `auto`, by this rank's clock; 0 while it is not known."""
+        """Return the updates between two checkpoints under `auto`, by this rank's clock; 0 while unknown."""
         if not self.is_auto or self.saver is None or not self.saver.stalls or step_seconds <= 0:
             return 0
-        save_seconds = statistics.median(self.saver.stalls[-_NEWEST:])
+        save_seconds = statistics.median(self.saver.stalls[-_NUM_STALLS:])
         return max(1, round(optimal_interval_seconds(save_seconds, self.mtbf_seconds) / step_seconds))
 
     def agree(self, every: int) -> None:
@@ -91,7 +91,7 @@ class Saving:
             self.display.line(line)
 
     def compare_every(self, done: int) -> None:
-        """Compare replicas where `--guard-every` is due."""
+        """Compare replicas if `--guard-every` is due."""
         if self.guard is not None and self.guard.is_due(done):
             self.compare(done)
 
@@ -102,9 +102,9 @@ class Saving:
         self.checkpoint_pending, self.tried_at = False, done
         self.saver.metadata = dataclasses.replace(self.saver.metadata, place=self.updates.position(done))
         try:
-            earlier = self.saver.save(done, metrics)
-            if earlier is not None:
-                self.display.line(f"{self.saver.why_not_saved(earlier)}; the training continues")
+            earlier_error = self.saver.save(done, metrics)
+            if earlier_error is not None:
+                self.display.line(f"{self.saver.why_not_saved(earlier_error)}; the training continues")
         except SaveError as error:
             if is_last:
                 raise EveryrankError(self.saver.why_not_saved(error)) from error

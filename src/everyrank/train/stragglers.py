@@ -32,15 +32,15 @@ from everyrank.world.collectives import all_gather_json
 
 __all__ = ["StragglerWatch", "why_late"]
 
-_WINDOW_SECONDS = 3.0  # between two comparisons, which cost some milliseconds
+_WINDOW_SECONDS = 3.0  # between two comparisons; each takes some milliseconds
 _WINDOWS = 3  # windows in a row in which a rank is the slowest before it is reported
-_MOST = 0.5  # a cause has to explain this much of the lateness
+_MIN_SHARE = 0.5  # a cause has to explain this fraction of the lateness
 
 
 class StragglerWatch:
     """Compares the ranks of a training every few seconds. Every rank has one.
 
-    Not under pipeline, whose stages come one after the other, nor with parameter servers, who wait for all.
+    It is off under pipeline, whose stages run in turn, and with parameter servers, which wait for all ranks.
     """
 
     def __init__(self, mesh: Mesh, window_seconds: float = _WINDOW_SECONDS, windows: int = _WINDOWS) -> None:
@@ -107,7 +107,7 @@ class StragglerWatch:
     def _arrivals(self) -> dict[str, list[list[Any]]]:
         """Return for each group of this rank its ranks and [number, arrival in µs] of its newest collectives."""
         since = self.base or time.time_ns() - int(1e9 * (time.perf_counter() - self.begun))
-        return arrival_times(recorded_calls(with_places=False), self.base, since)
+        return arrival_times(recorded_calls(with_locations=False), self.base, since)
 
 
 def why_late(rank: int, share: float, usage: Sequence[Mapping[str, float]]) -> str:
@@ -119,24 +119,24 @@ def why_late(rank: int, share: float, usage: Sequence[Mapping[str, float]]) -> s
     late_usage, others = usage[rank], [row for other, row in enumerate(usage) if other != rank]
     wall, updates = late_usage["wall"] or 1.0, late_usage["updates"] or 1.0
 
-    def more(name: str) -> float:
+    def excess(name: str) -> float:
         return late_usage.get(name, 0.0) - median(row.get(name, 0.0) for row in others)
 
-    if more("data") >= _MOST * share * wall:
-        usual = median(row["data"] / (row["updates"] or 1.0) for row in others)
-        own_ms = 1000 * late_usage["data"] / updates
-        return f"it waits for data, {own_ms:.0f} ms for each update against {1000 * usual:.0f} ms"
+    if excess("data") >= _MIN_SHARE * share * wall:
+        usual_seconds = median(row["data"] / (row["updates"] or 1.0) for row in others)
+        late_ms = 1000 * late_usage["data"] / updates
+        return f"it waits for data, {late_ms:.0f} ms for each update against {1000 * usual_seconds:.0f} ms"
     for name, text in (
         ("throttled", "its control group holds it back (cpu.max), {:.0%} of the time"),
-        ("stolen", "its host's processors are lent to other machines (steal), {:.0%} of the time"),
+        ("stolen", "its virtual machine waits for the host's processors (steal), {:.0%} of the time"),
         ("runqueue", "it is ready to compute and has no core {:.0%} of the time: other processes, or too many threads"),
     ):
-        if more(name) >= _MOST * share * wall:
+        if excess(name) >= _MIN_SHARE * share * wall:
             return text.format(late_usage[name] / wall)
-    busy = late_usage["cpu"] / wall
-    if late_usage["cpu"] >= _MOST * (wall - late_usage["data"]):
-        return f"it computes ({busy:.0%} of the time on a core): more work than the others, or a slower core"
-    return f"it neither computes ({busy:.0%} of the time on a core) nor loads: a lock, a disk, a sleep"
+    cpu_share = late_usage["cpu"] / wall
+    if late_usage["cpu"] >= _MIN_SHARE * (wall - late_usage["data"]):
+        return f"it computes ({cpu_share:.0%} of the time on a core): more work than the others, or a slower core"
+    return f"it neither computes ({cpu_share:.0%} of the time on a core) nor loads data: a lock, a disk, a sleep"
 
 
 def _usage() -> dict[str, float]:

@@ -12,7 +12,7 @@ __all__ = ["ThroughputMeter"]
 
 
 class ThroughputMeter:
-    """A clock for the updates of a training from `start_step` on.
+    """Measures the time of the updates of a training from `start_step` on.
 
     `samples_before(step)` returns the number of samples in the updates before `step`. The first update is timed
     separately, because it allocates buffers and compiles.
@@ -48,7 +48,7 @@ class ThroughputMeter:
         finally:
             now, self.pause_started = time.perf_counter(), None
             self.paused += now - start
-            self.paused_in_epoch += now - max(start, self.epoch_started)  # an epoch may have begun inside the block
+            self.paused_in_epoch += now - max(start, self.epoch_started)  # an epoch may have started inside the block
 
     def epoch(self) -> float:
         """Return the seconds of the epoch that ends now, in this run, and start the next one."""

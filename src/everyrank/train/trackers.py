@@ -81,7 +81,7 @@ class _Wandb:
             ) from error
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Add one point to each curve; those before the last one logged are dropped there."""
+        """Add one point to each curve. Weights & Biases drops points before the last one."""
         self.run.log(dict(values), step=step)
 
     def close(self) -> None:

@@ -43,15 +43,15 @@ from everyrank.world.collectives import sum_over_ranks
 __all__ = ["Training"]
 
 _PROFILED_UPDATE = 10  # late enough: buffers are allocated and DDP has rebuilt its buckets
-_MOST_UPDATES = 10  # between two sums of the losses over ranks
-_RADIX = 100  # more than _MOST_UPDATES: rank 0 packs its notes into one number in this base
+_MAX_UPDATES_UNSUMMED = 10  # between two sums of the losses over ranks
+_RADIX = 100  # more than _MAX_UPDATES_UNSUMMED: rank 0 packs several values into one number in this base
 _SYNC_SECONDS = 0.25  # longest time between two sums; a stop request waits about as long
 
 
 class Training:
-    """One training on this rank.
+    """Runs a training on this rank.
 
-    losses    mean loss of each update; with those before a resumed checkpoint if the log has them
+    losses    mean loss of each update; with those before a resumed checkpoint if the log has those
     metrics   of the latest evaluation
     """
 
@@ -73,17 +73,17 @@ class Training:
             self.saver = Saver(
                 options.out, self.prepared, job.prepared.world, metadata, options.keep, options.save_async
             )
-        earlier, self.log = open_log(self.prepared, options, updates.start_step, display)
-        earlier = [row for row in earlier if "loss" in row]
-        if len(earlier) != updates.start_step:  # the log is missing or incomplete
-            earlier = []
-        self.losses: list[float] = [row["loss"] for row in earlier]
+        earlier_rows, self.log = open_log(self.prepared, options, updates.start_step, display)
+        earlier_rows = [row for row in earlier_rows if "loss" in row]
+        if len(earlier_rows) != updates.start_step:  # the log is missing or incomplete
+            earlier_rows = []
+        self.losses: list[float] = [row["loss"] for row in earlier_rows]
         self.watch = StragglerWatch(job.prepared.mesh)
         self.metrics: dict[str, float] = {}
-        self.evaluated_at, self.best, self.warned = -1, _best_before(options, metadata), False
+        self.evaluated_at, self.best, self.warned = -1, _earlier_best(options, metadata), False
         self.stop_requested = False  # until all replicas are equal: see `Prepared.averaging`
         self.saving = Saving(self.saver, self.prepared, updates, options, display, self.log)
-        rows_of_epoch = [row for row in earlier if row["epoch"] == self.epoch]
+        rows_of_epoch = [row for row in earlier_rows if row["epoch"] == self.epoch]
         total, count = (
             sum(row["loss"] * row["terms"] for row in rows_of_epoch),
             sum(row["terms"] for row in rows_of_epoch),
@@ -108,15 +108,15 @@ class Training:
             if self.log is not None:
                 self.log.close()
         if self.log is not None and self.log.gone:
-            raise EveryrankError(
-                f"{self.options.out}: {', '.join(self.log.gone)} were taken away while the training ran"
-            )
-        step = self.meter.step_seconds(self.done) if self.options.profile is None else None  # it slows one update
+            raise EveryrankError(f"{self.options.out}: {', '.join(self.log.gone)} were removed during the training")
+        step_seconds = (
+            self.meter.step_seconds(self.done) if self.options.profile is None else None
+        )  # the profiler slows one update
         epoch = None if is_uncounted(self.job.train_data) else epoch_of(self.prepared.workload, self.job.train_data)
         return {
-            "throughput_samples_per_second": self.meter.throughput(self.done) if step else None,
-            "step_seconds": step,
-            "epoch_seconds": step.median * epoch.updates if step and epoch else None,
+            "throughput_samples_per_second": self.meter.throughput(self.done) if step_seconds else None,
+            "step_seconds": step_seconds,
+            "epoch_seconds": step_seconds.median * epoch.updates if step_seconds and epoch else None,
             "checkpoint_stall_seconds": interval(self.saver.stalls) if self.saver and self.saver.stalls else None,
             "startup_seconds": startup_seconds,
             "memberships": self.log.memberships.rows if self.log is not None else [],
@@ -165,14 +165,14 @@ class Training:
             raise
 
     def _shares(self, updates: Updates, start_step: int) -> Iterator[Tensor]:
-        """Run the updates, profiled and with `before_update` if requested; yield this rank's loss (sum, count)."""
+        """Run the updates, with the profiler and `before_update` if requested; yield this rank's loss (sum, count)."""
         shares = run_updates(self.prepared, self.job.train_data, updates, fetched=self.watch.fetched)
         if self.options.profile is not None:
-            # if the number of updates is unknown, only the first one is certain to come
+            # if the number of updates is unknown, only the first one is certain to run
             step = min(_PROFILED_UPDATE, updates.end - start_step - 1) if updates.end is not None else 0
             shares = with_one_profiled(shares, step, self.prepared.trainable, self.prepared.world, self.options.profile)
         if self.options.before_update is not None:
-            shares = _with_hook(shares, self.options.before_update, self.prepared, start_step)
+            shares = _with_before_update(shares, self.options.before_update, self.prepared, start_step)
         return shares
 
     def _rate(self) -> float:
@@ -184,8 +184,8 @@ class Training:
         """Sum the waiting losses over ranks. Returns whether to stop, and the number of updates until the next sum."""
         seconds = (time.perf_counter() - self.synced_at) / len(waiting)
         self.synced_at = time.perf_counter()
-        updates_until_sync = max(1, min(_MOST_UPDATES, int(_SYNC_SECONDS / max(seconds, 1e-9))))
-        # Rank 0's clock decides. Its notes are packed into one number: a longer tensor would be split differently by
+        updates_until_sync = max(1, min(_MAX_UPDATES_UNSUMMED, int(_SYNC_SECONDS / max(seconds, 1e-9))))
+        # Rank 0's clock decides. Its values are packed into one number: a longer tensor would be split differently by
         # the all-reduce, which would round the sums differently.
         save_every = self.saving.suggest(self.meter.seconds / max(1, self.done - 1 - self.meter.start_step))
         local_note = updates_until_sync + _RADIX * (self.watch.is_due() + 2 * save_every)
@@ -200,8 +200,8 @@ class Training:
             self.watch.report_if_slow(waiting[-1].update.step + 1, self.display, self.log)
         synced = list(waiting)
         waiting.clear()
-        for done, (total, count) in zip(synced, rows, strict=True):
-            self._record_loss(done, total, count)
+        for done_update, (total, count) in zip(synced, rows, strict=True):
+            self._record_loss(done_update, total, count)
         if self.log is not None:
             self.log.flush()
             if self.log.trouble and not self.warned:
@@ -209,8 +209,8 @@ class Training:
                 self.display.line(f"the log cannot be written ({self.log.trouble}); the training continues")
         return num_stop_requests > 0, updates_until_sync
 
-    def _record_loss(self, done: DoneUpdate, total: float, count: float) -> None:
-        update = done.update
+    def _record_loss(self, done_update: DoneUpdate, total: float, count: float) -> None:
+        update = done_update.update
         if count == 0:
             raise WorkloadError(f"update {update.step}: the loss counted 0 terms over all ranks")
         loss = total / count
@@ -220,7 +220,7 @@ class Training:
         self.in_epoch[0] += total
         self.in_epoch[1] += count
         if self.log is not None:
-            row = {"step": update.step, "epoch": update.epoch, "loss": loss, "lr": done.rate, "terms": count}
+            row = {"step": update.step, "epoch": update.epoch, "loss": loss, "lr": done_update.rate, "terms": count}
             self.log.update({**row, "time": time.time()})
 
     def _metrics(self, done: int) -> dict[str, float]:
@@ -228,7 +228,7 @@ class Training:
         return self.metrics if self.evaluated_at == done else {}
 
     def _is_due(self, done: int) -> bool:
-        """Return whether an evaluation, a checkpoint or the end of an epoch follows this update."""
+        """Return whether an evaluation, a checkpoint or the end of an epoch is due after this update."""
         return self.updates.ends_epoch(done) or self._evaluates_at(done) or self.saving.is_due(done)
 
     def _evaluates_at(self, done: int) -> bool:
@@ -243,10 +243,10 @@ class Training:
         is_saved = self.saving.is_due(done) and not self.prepared.trainable.follows_evaluation
         if is_saved:
             self.saving.save(done, self._metrics(done))
-        is_better_one = self._evaluates_at(done) and self._evaluate(done)
+        is_best = self._evaluates_at(done) and self._evaluate(done)
         if self.updates.ends_epoch(done):
             self._end_epoch(done)
-        if self.saver is not None and not is_saved and (is_better_one or self.saving.is_due(done)):
+        if self.saver is not None and not is_saved and (is_best or self.saving.is_due(done)):
             self.saving.checkpoint_pending = True
             if self.prepared.are_replicas_equal:
                 self.saving.save(done, self._metrics(done))
@@ -278,16 +278,22 @@ class Training:
     def _end_epoch(self, done: int) -> None:
         (total, count), self.in_epoch = self.in_epoch, [0.0, 0.0]
         mean, seconds = total / count if count else math.nan, self.meter.epoch()
-        now = self.metrics if self.evaluated_at == done else {}
-        self.prepared.trainable.report_eval_loss(now.get("eval_loss"))
+        metrics = self.metrics if self.evaluated_at == done else {}
+        self.prepared.trainable.report_eval_loss(metrics.get("eval_loss"))
         if self.log is not None:
-            row = {"step": done, "epoch": self.epoch, "epoch_seconds": seconds, "mean_loss": mean, "evaluation": now}
+            row = {
+                "step": done,
+                "epoch": self.epoch,
+                "epoch_seconds": seconds,
+                "mean_loss": mean,
+                "evaluation": metrics,
+            }
             self.log.event({**row, "time": time.time()})
             self.log.flush()
         if not self.updates.is_last(done):
-            metrics_text = f", {format_metrics(now)}" if now else ""
+            metrics_text = f", {format_metrics(metrics)}" if metrics else ""
             self.display.line(f"epoch {self.epoch} · {done} updates · {seconds:.1f} s · loss {mean:.4f}{metrics_text}")
-        after_epoch(self.prepared, self.epoch, now)
+        after_epoch(self.prepared, self.epoch, metrics)
 
     def _finish(self, end: int) -> dict[str, float]:
         """Run the last evaluation and save the last checkpoint. Returns the metrics."""
@@ -301,7 +307,9 @@ class Training:
             if is_due and not self.prepared.trainable.follows_evaluation:
                 try:
                     self.saving.save(end, self._metrics(end), is_last=True)
-                except EveryrankError as error:  # still evaluate, because the weights are lost
+                except (
+                    EveryrankError
+                ) as error:  # still evaluate: without a checkpoint, the metrics are all that is left
                     failure = error
             if self.job.eval_data is not None and self.evaluated_at != end:
                 self._evaluate(end)
@@ -318,7 +326,7 @@ class Training:
         return self.metrics
 
 
-def _best_before(options: TrainOptions, metadata: CheckpointMetadata) -> float | None:
+def _earlier_best(options: TrainOptions, metadata: CheckpointMetadata) -> float | None:
     """Return the best score of the resumed run, None without one."""
     best = best_of(checkpoints_of(options.resume.parent.parent), metadata.best_by) if options.resume else None
     return score_of(best, metadata.best_by) if best is not None else None
@@ -331,10 +339,10 @@ def _resource_file(options: TrainOptions, world: World) -> Path | None:
     return options.out / ("resources.csv" if world.rank == 0 else f"resources-rank{world.rank}.csv")
 
 
-def _with_hook(
+def _with_before_update(
     shares: Iterator[Tensor], before_update: Callable[[Prepared, int], None], prepared: Prepared, start_step: int
 ) -> Iterator[Tensor]:
-    """Call `before_update` before each update, and once more at the end; yield the shares."""
+    """Yield the loss (sum, count) of each update. Call `before_update` before each, and once more at the end."""
     for number in itertools.count(start_step):
         before_update(prepared, number)
         if (share := next(shares, None)) is None:

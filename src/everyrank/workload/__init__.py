@@ -1,6 +1,6 @@
 """The mathematics of a training, and finding it by name or path.
 
-    workload.py  what a `Workload` says, and where one comes from
+    workload.py  `Workload`, and `Source`: where one comes from
     scan.py      which names a Python file defines, read without running it
     batch.py     a different global batch, and how the learning rate follows it
     find.py      by a built-in name, or in a user's file

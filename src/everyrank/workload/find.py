@@ -64,20 +64,22 @@ def load(workload_or_source: Source | Workload) -> Workload:
     if isinstance(workload_or_source, Workload):
         return workload_or_source
     source = workload_or_source
-    takes = _parameters(_find(source.place)[0])
-    saved = {name: value for name, value in source.saved.items() if name in takes}
+    parameters = _parameters(_find(source.place)[0])
+    saved = {name: value for name, value in source.saved.items() if name in parameters}
     source = dataclasses.replace(source, settings={**saved, **source.settings}, saved={})
     requested = {"batch": source.batch, "epochs": source.epochs, "steps": source.steps}
     # a workload function that takes these arguments may build its schedule from them
-    settings = {name: value for name, value in requested.items() if value is not None and name in takes}
+    settings = {name: value for name, value in requested.items() if value is not None and name in parameters}
     if source.batch is not None and source.batch < 1:
         raise UsageError(f"--batch {source.batch}: give at least 1 sample")
     if source.batch is None and source.lr_rule != "none":
-        raise UsageError(f"--lr-rule {source.lr_rule}: it sets how the learning rate follows --batch N; add --batch N")
+        raise UsageError(f"--lr-rule {source.lr_rule}: the rule scales the learning rate with --batch N; add --batch N")
     workload = _build(dataclasses.replace(source, settings={**source.settings, **settings}))
     if source.batch is not None:
-        before = source.settings.get("batch", takes["batch"]) if "batch" in takes else workload.global_batch
-        workload = with_batch(workload, before, source.batch, source.lr_rule)
+        old_batch = (
+            source.settings.get("batch", parameters["batch"]) if "batch" in parameters else workload.global_batch
+        )
+        workload = with_batch(workload, old_batch, source.batch, source.lr_rule)
     if source.epochs is not None or source.steps is not None:
         workload = dataclasses.replace(workload, epochs=source.epochs, steps=source.steps)
     workload = dataclasses.replace(workload)
@@ -134,9 +136,9 @@ def _without_workload(path: Path, name: str, workloads: Sequence[str]) -> str:
     """Return the message for a file that does not define `name`; `workloads` are those that it defines."""
     if workloads:
         return f"{path.name} defines no `{name}`. It defines {', '.join(workloads)}: write {path.name}:{workloads[0]}"
-    shown = shlex.quote(os.path.relpath(path))
+    quoted_path = shlex.quote(os.path.relpath(path))
     return (
-        f"{path.name} defines no `{name}`: it is a plain script. To check it as it is: everyrank audit {shown}. "
+        f"{path.name} defines no `{name}`: it is a plain script. To check it as it is: everyrank audit {quoted_path}. "
         "To train it under a layout, describe it as a workload: everyrank new workload my_workload.py"
     )
 
@@ -150,8 +152,8 @@ def check_place(name_or_path: str) -> None:
 def _path_and_name(text: str) -> tuple[Path, str]:
     """Split `path/file.py[:name]`.
 
-    Raises `UsageError` where there is no such file, `WorkloadError` for a file that does not define the name: such a
-    script is parsed, not run.
+    Raises `UsageError` for a missing file, `WorkloadError` for a file that does not define the name. Such a script is
+    parsed, not run.
     """
     path_text, _, name = text.rpartition(":") if ".py:" in text else (text, "", "")
     if not path_text.endswith(".py"):
@@ -216,13 +218,13 @@ def _check_settings(function: Callable[..., object], source: Source, where: str)
     names = [parameter.name for parameter in parameters]
     for key in source.settings:
         if key not in names:
-            takes = f"it takes {', '.join(names)}" if names else "it takes none"
-            raise UsageError(f"--set {key}={source.settings[key]}: {where} has no such setting; {takes}")
+            hint = f"it takes {', '.join(names)}" if names else "it takes none"
+            raise UsageError(f"--set {key}={source.settings[key]}: {where} has no such setting; {hint}")
     for parameter in parameters:
-        wanted = _TYPES.get(parameter.annotation)
-        if wanted and parameter.name in source.settings and not isinstance(source.settings[parameter.name], wanted):
+        types = _TYPES.get(parameter.annotation)
+        if types and parameter.name in source.settings and not isinstance(source.settings[parameter.name], types):
             value = source.settings[parameter.name]
-            raise UsageError(f"--set {parameter.name}={value}: {where} takes {parameter.annotation} there")
+            raise UsageError(f"--set {parameter.name}={value}: {where} needs {parameter.annotation} there")
     missing = [p.name for p in parameters if p.default is p.empty and p.name not in source.settings]
     if missing:
         raise UsageError(f"{where} needs a value for {', '.join(missing)}: --set {missing[0]}=...")
@@ -233,7 +235,7 @@ _TYPES: dict[object, tuple[type, ...]] = {"float": (int, float), "int": (int,), 
 
 
 def parse_settings(assignments: Sequence[str]) -> dict[str, Any]:
-    """`["lr=0.05", "norm=group"]` -> `{"lr": 0.05, "norm": "group"}`; a value that is no Python literal is text."""
+    """Parse `["lr=0.05", "norm=group"]` into `{"lr": 0.05, "norm": "group"}`. A value that is not a literal is text."""
     settings: dict[str, Any] = {}
     for assignment in assignments:
         key, equals, text = assignment.partition("=")

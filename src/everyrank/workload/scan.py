@@ -13,8 +13,8 @@ __all__ = ["defines", "names_of_workloads"]
 def defines(path: Path, name: str) -> bool:
     """Whether running the file would define `name` at its top level.
 
-    Branches, loops and `try` blocks count, whichever way they go; so does `from other import *`, where the other file
-    defines the name. True as well for a file that is not Python: importing it gives the better error.
+    All branches, loops and `try` blocks count, and `from other import *` if the other file defines the name. Returns
+    True for a file that is not Python, because importing it gives a better error.
 
     >>> defines(Path("my_workload.py"), "workload")
     True
@@ -53,7 +53,7 @@ def _defines(path: Path, name: str, seen: set[Path]) -> bool:
             other = _imported_file(path, statement)
             if other is not None and other not in seen and _defines(other, name, seen):
                 return True
-    # __getattr__ of a module may make any name
+    # __getattr__ of a module may define any name
     return name in bound or "__getattr__" in bound
 
 
@@ -102,11 +102,14 @@ def _imported_file(path: Path, statement: ast.ImportFrom) -> Path | None:
     for _ in range(statement.level - 1):
         folder = folder.parent
     parts = (statement.module or "").split(".") if statement.module else []
-    beside = folder.joinpath(*parts)
-    for file in (beside / "__init__.py", *([beside.with_name(f"{beside.name}.py")] if parts else [])):
+    path_in_folder = folder.joinpath(*parts)
+    for file in (
+        path_in_folder / "__init__.py",
+        *([path_in_folder.with_name(f"{path_in_folder.name}.py")] if parts else []),
+    ):
         if file.is_file():
             return file
-    if statement.level or len(parts) != 1:  # finding a dotted name imports its package
+    if statement.level or len(parts) != 1:  # finding a dotted name would import its package
         return None
     try:
         spec = importlib.util.find_spec(parts[0])

@@ -23,8 +23,8 @@ class Source:
 
     `place` is a built-in name or `path/file.py[:name]`, and `settings` are arguments of the function there. `batch`
     overrides the global batch, and `lr_rule` sets how the learning rate follows it (`batch.LR_RULES`). `epochs` or
-    `steps` override the length. `saved` are settings of the resumed checkpoint, used for those that `settings` does not
-    give.
+    `steps` override the length. `saved` are settings of the resumed checkpoint, used where `settings` does not override
+    them.
     """
 
     place: str
@@ -149,14 +149,14 @@ class Workload:
         if _is_module(self.model):
             kind = type(self.model).__name__
             raise WorkloadError(
-                f"workload {self.name}: model={kind}(...) is a module that is built already. Give what builds it: "
+                f"workload {self.name}: model={kind}(...) is an instance. Give a function that builds it: "
                 f"model={kind}, or model=lambda: {kind}(...)"
             )
         for name in ("eval_data", "collate", "schedule", "predict", "weights", "on_epoch"):
             if getattr(self, name) is not None:
                 self._require_callable(name, getattr(self, name))
         self._check_numbers()
-        self._check_places()
+        self._check_paths()
         for name in ("metrics", "derived"):
             if not isinstance(getattr(self, name), Mapping):
                 raise WorkloadError(f"workload {self.name}: {name}={getattr(self, name)!r}: give a dict of functions")
@@ -171,7 +171,7 @@ class Workload:
         if "/" in self.name or "\\" in self.name:
             raise WorkloadError(f"name={self.name!r}: folders of runs are named after it; leave out slashes")
 
-    def _check_places(self) -> None:
+    def _check_paths(self) -> None:
         """Check the paths of modules and the sequence dimension."""
         for name in ("blocks", "experts"):
             value: object = getattr(self, name)

@@ -53,7 +53,7 @@ def _missing_ranks(world: World, where: str, ranks: list[int]) -> list[int]:
 def do_all_ranks_agree(world: World, key: str, seconds: float = 10.0) -> bool:
     """Whether every rank calls this with `key` (a name used once) within `seconds`.
 
-    For a problem that a rank sees by itself: one that all ranks see can be raised on all of them alike.
+    Use it for an error that may occur on only some ranks. An error on all ranks can be raised without it.
     """
     return not _wait_for_ranks(world, f"agree/{key}", seconds)
 

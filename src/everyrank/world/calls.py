@@ -35,10 +35,10 @@ KEPT_CALLS = 256  # length of the Flight Recorder's ring: a dump takes 1 ms for 
 _DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "Long": "int64", "Int": "int32", "Byte": "uint8"}
 
 
-def recorded_calls(with_places: bool) -> dict[str, Any]:
+def recorded_calls(with_locations: bool) -> dict[str, Any]:
     """Return {"groups": {name: ranks}, "calls": rows}, oldest call first. `RecentCalls.rows` describes a row.
 
-    `with_places` adds the line of user code that made each call. The first such call takes seconds under gloo and nccl.
+    `with_locations` adds the line of user code that made each call. The first call takes seconds under gloo and nccl.
     """
     if not dist.is_initialized():
         return {}
@@ -48,7 +48,7 @@ def recorded_calls(with_places: bool) -> dict[str, Any]:
         with contextlib.suppress(Exception):  # another thread may be making or destroying the group
             groups[internals._world.pg_names[group]] = sorted(ranks)
     # a job with an everyrank backend still saves checkpoints over gloo
-    rows = RECENT_CALLS.rows() + _flight_recorder(with_places) + _message_in_progress()
+    rows = RECENT_CALLS.rows() + _flight_recorder(with_locations) + _message_in_progress()
     return {"groups": groups, "calls": sorted(rows, key=operator.itemgetter(_TIME))}
 
 
@@ -80,32 +80,32 @@ def _message_in_progress() -> list[list[Any]]:
     return []
 
 
-def _flight_recorder(with_places: bool) -> list[list[Any]]:
-    dumps = _dumps(sys.modules["torch._C._distributed_c10d"], with_places)
+def _flight_recorder(with_locations: bool) -> list[list[Any]]:
+    dumps = _dumps(sys.modules["torch._C._distributed_c10d"], with_locations)
     return [_row(entry) for dump in dumps for entry in dump.get("entries", [])[-KEPT_CALLS:]]
 
 
-def _load(dump: bytes, with_places: bool) -> dict[str, Any]:
-    # safe: this process itself has just made the pickle
-    return pickle.loads(dump) if with_places else json.loads(dump)  # noqa: S301
+def _load(dump: bytes, with_locations: bool) -> dict[str, Any]:
+    # safe, because this process has just made the pickle
+    return pickle.loads(dump) if with_locations else json.loads(dump)  # noqa: S301
 
 
-def _dumps(binding: Any, with_places: bool) -> Iterator[dict[str, Any]]:
+def _dumps(binding: Any, with_locations: bool) -> Iterator[dict[str, Any]]:
     """Yield the dump of each Flight Recorder that this torch has."""
-    ending, args = ("", (True, True, False)) if with_places else ("_json", (True, False))
+    ending, args = ("", (True, True, False)) if with_locations else ("_json", (True, False))
     generic = getattr(binding, f"_dump_fr_trace{ending}", None)
     if generic is not None:
-        yield _load(generic(*args), with_places)
+        yield _load(generic(*args), with_locations)
     if generic is not None and hasattr(binding, "FlightRecorderHook"):
         try:
             hooked = generic(*args, backend="nccl2")
         except TypeError:  # this torch records nccl2 in the recorder for gloo
             hooked = None
         if hooked is not None:
-            yield _load(hooked, with_places)
+            yield _load(hooked, with_locations)
     legacy_nccl = getattr(binding, f"_dump_nccl_trace{ending}", None)  # in CUDA builds
     if legacy_nccl is not None:
-        yield _load(legacy_nccl(*args), with_places)
+        yield _load(legacy_nccl(*args), with_locations)
 
 
 def _row(entry: dict[str, Any]) -> list[Any]:

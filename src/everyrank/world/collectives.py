@@ -14,7 +14,7 @@ from everyrank.world.world import World
 
 __all__ = ["all_equal", "all_gather", "all_gather_json", "broadcast_value", "fingerprint", "sum_over_ranks"]
 
-_PIECE = 1 << 20  # bytes of a tensor that `fingerprint` converts to int64 at once
+_CHUNK_BYTES = 1 << 20  # bytes of a tensor that `fingerprint` converts to int64 at once
 
 
 def sum_over_ranks(shares: Tensor, world: World) -> Tensor:
@@ -111,14 +111,14 @@ def all_equal(tensors: list[Tensor], world: World) -> bool:
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """Return a checksum, a weighted sum of the bytes. It changes with any bit and where two elements are swapped.
+    """Return a checksum, a weighted sum of the bytes. It changes with any bit, and if two elements are swapped.
 
-    int64, shape (), on CPU. Weights and products take 24 times the memory of the bytes, so the sum goes piece by piece.
+    int64, shape (), on CPU. Weights and products take 24 times the memory of the bytes, so chunks are summed.
     """
-    octets = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    total = torch.zeros((), dtype=torch.int64, device=octets.device)
-    for start in range(0, len(octets), _PIECE):
-        piece = octets[start : start + _PIECE].to(torch.int64)
-        weights = torch.arange(start + 1, start + len(piece) + 1, device=octets.device) * 2654435761 % 4294967291
-        total += (piece * weights).sum()
+    all_bytes = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    total = torch.zeros((), dtype=torch.int64, device=all_bytes.device)
+    for start in range(0, len(all_bytes), _CHUNK_BYTES):
+        chunk = all_bytes[start : start + _CHUNK_BYTES].to(torch.int64)
+        weights = torch.arange(start + 1, start + len(chunk) + 1, device=all_bytes.device) * 2654435761 % 4294967291
+        total += (chunk * weights).sum()
     return total.cpu()

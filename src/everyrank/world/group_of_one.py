@@ -24,11 +24,11 @@ __all__ = ["group_of_one"]
 def group_of_one(world: World) -> Generator[None]:
     """Replace torch's default process group by one with only this rank, until the block ends.
 
-    Does nothing in a world of several ranks, or where the default group has one rank already. The group is made once
+    Does nothing in a world of several ranks, or if the default group already has one rank. The group is made once
     in a world, without waiting for other ranks.
     """
-    before = dist.group.WORLD if world.group is None and world.size == 1 else None
-    if before is None or before.size() == 1:
+    default_group = dist.group.WORLD if world.group is None and world.size == 1 else None
+    if default_group is None or default_group.size() == 1:
         yield
         return
     internals: Any = distributed_c10d
@@ -46,4 +46,4 @@ def group_of_one(world: World) -> Generator[None]:
     try:
         yield
     finally:
-        internals._update_default_pg(before)
+        internals._update_default_pg(default_group)

@@ -38,12 +38,14 @@ __all__ = [
 
 _BEAT_SECONDS = 1.0
 _SLOW_BEAT_SECONDS = 10.0  # for a store in a file, because each beat makes the file longer
-_ASK_SECONDS = 3.0  # how long a rank waits for reports after an error, to find the rank that failed first
-_REPORTED_SECONDS = 5.0  # how long a rank may go on after a report before it fails with it; longer than _ASK_SECONDS
+_REPORT_WAIT_SECONDS = 3.0  # how long a rank waits for reports after an error, to find the rank that failed first
+_REPORTED_SECONDS = (
+    5.0  # how long a rank may run after another rank's report before it fails; longer than _REPORT_WAIT_SECONDS
+)
 _SILENT_AFTER = 0.8  # fraction of the timeout: earlier than the backend's error, which does not name the rank
 _FAILURES = "failures"  # key: how many ranks have reported a failure
 # in the error of a backend when another rank has ended
-_ANSWERS = re.compile(
+_COMMUNICATION_ERROR = re.compile(
     r"closed by peer|reset by peer|broken pipe|timed? ?out|"
     r"\b(gloo|nccl|shm|mpi|horovod|sockets?|connections?|store|tcpstore)\b",
     re.IGNORECASE,
@@ -52,7 +54,7 @@ _ANSWERS = re.compile(
 
 @dataclass(frozen=True)
 class Peer:
-    """What a rank has registered: its host, the boot id of its machine, its address on the route to rank 0.
+    """The registration of a rank: its host, the boot id of its machine, its address on the route to rank 0.
 
     device   `cpu`, or `cuda` and the card of its machine
     """
@@ -89,7 +91,7 @@ def _versions() -> dict[str, str]:
 def wait_for_peers(store: dist.Store, size: int) -> list[Peer]:
     """Wait until all ranks have registered, and return them by rank.
 
-    Raises `CannotRunError` where their versions of torch, everyrank or Python differ.
+    Raises `CannotRunError` if their versions of torch, everyrank or Python differ.
     """
     rows = [json.loads(store.get(f"who/{rank}")) for rank in range(size)]
     for name in _versions():
@@ -97,7 +99,7 @@ def wait_for_peers(store: dist.Store, size: int) -> list[Peer]:
             if row[name] != rows[0][name]:
                 raise CannotRunError(
                     f"rank {rank} on {row['host']} has {name} {row[name]}, and rank 0 on {rows[0]['host']} has "
-                    f"{rows[0][name]}: install the same on all hosts"
+                    f"{rows[0][name]}: install the same version on all hosts"
                 )
     return [Peer(row["host"], row["boot"], row["address"], row["device"]) for row in rows]
 
@@ -105,14 +107,14 @@ def wait_for_peers(store: dist.Store, size: int) -> list[Peer]:
 def check_same_device(peers: Sequence[Peer]) -> None:
     """Raise `CannotRunError` on every rank if some compute on CPU and others on CUDA.
 
-    This happens where the driver of one node does not work: each rank takes the devices that it sees.
+    This happens if the driver of one node does not work, because each rank uses the devices that it sees.
     """
     kinds = [other.device.partition(" ")[0] for other in peers]
     for kind, rank in ((kind, rank) for rank, kind in enumerate(kinds) if kind != kinds[0]):
         on_cpu, on_cuda = (rank, 0) if kind == "cpu" else (0, rank)
         raise CannotRunError(
-            f"rank {on_cpu} on {peers[on_cpu].host} computes on CPU, where torch sees no CUDA device, and rank "
-            f"{on_cuda} on {peers[on_cuda].host} on CUDA. Run `everyrank doctor` there, or add --device cpu"
+            f"rank {on_cpu} on {peers[on_cpu].host} computes on CPU, because torch sees no CUDA device there, but "
+            f"rank {on_cuda} on {peers[on_cuda].host} on CUDA. Run `everyrank doctor` there, or add --device cpu"
         )
 
 
@@ -138,8 +140,8 @@ def route_to_peers(peers: Sequence[Peer], rank: int, address: str | None) -> tup
 def is_secondary_error(error: BaseException) -> bool:
     """Return whether an error may be only the effect of another rank's failure."""
     if isinstance(error, EveryrankError):
-        return isinstance(error, RankFailedError) and bool(_ANSWERS.search(str(error)))
-    return isinstance(error, RuntimeError) and bool(_ANSWERS.search(str(error)))
+        return isinstance(error, RankFailedError) and bool(_COMMUNICATION_ERROR.search(str(error)))
+    return isinstance(error, RuntimeError) and bool(_COMMUNICATION_ERROR.search(str(error)))
 
 
 def hosts_text(ranks: Sequence[int], hosts: Sequence[str]) -> str:
@@ -209,7 +211,7 @@ class PeerMonitor:
             self.reported = (now, error) if error is not None else None
 
     def _watch(self) -> None:
-        """Fail where ranks are lost. A separate thread, because `_beat` may wait for a store that no longer answers."""
+        """Fail if ranks are lost. A separate thread, because `_beat` may wait for a store that no longer answers."""
         while not self.over.wait(_BEAT_SECONDS / 2):
             error = self._lost(self.limit_seconds) or self._overdue_report()
             if error is not None and self.fail is not None:
@@ -228,11 +230,11 @@ class PeerMonitor:
     def _lost(self, seconds: float) -> RankFailedError | None:
         """Return an error with the ranks whose heartbeat has not changed for `seconds`."""
         now = time.monotonic()
-        why = "killed, or the host or the link to it is down"
+        reason = "killed, or the host or the link to it is down"
         if now > self.answered + seconds:
             ranks_of_host_0 = [rank for rank, host in enumerate(self.hosts) if host == self.hosts[0]]
             return RankFailedError(
-                f"{hosts_text(ranks_of_host_0, self.hosts)}: no answer for {now - self.answered:.0f} s: {why}"
+                f"{hosts_text(ranks_of_host_0, self.hosts)}: no answer for {now - self.answered:.0f} s: {reason}"
             )
         silences = {rank: now - heard for rank, heard in enumerate(self.heard) if rank != self.rank}
         longest = max(silences.values(), default=0.0)
@@ -240,7 +242,7 @@ class PeerMonitor:
             return None
         # the ranks of one host stop within a beat or two of each other
         silent = [rank for rank, silence in silences.items() if silence > longest - 3 * self.beat_seconds]
-        return RankFailedError(f"{hosts_text(silent, self.hosts)}: no sign for {longest:.0f} s: {why}")
+        return RankFailedError(f"{hosts_text(silent, self.hosts)}: no sign for {longest:.0f} s: {reason}")
 
     def report(self, error: BaseException) -> None:
         """Write this rank's error to the store, for the other ranks."""
@@ -262,9 +264,9 @@ class PeerMonitor:
 
         Waits a few seconds for a report or a missing heartbeat; returns None if no other rank has failed.
         """
-        begun = time.monotonic()
+        start = time.monotonic()
         answered_before = self.answered
-        while time.monotonic() < begun + _ASK_SECONDS:
+        while time.monotonic() < start + _REPORT_WAIT_SECONDS:
             if (error := self._first_report()) is not None:
                 return error
             time.sleep(0.1)
@@ -273,7 +275,7 @@ class PeerMonitor:
                 f"rank 0 of {len(self.hosts)} on {self.hosts[0]}: ended without an error message (its store no "
                 "longer answers): killed, or its host is down"
             )
-        silent = [rank for rank, heard in enumerate(self.heard) if heard < begun - self.beat_seconds * 0.5]
+        silent = [rank for rank, heard in enumerate(self.heard) if heard < start - self.beat_seconds * 0.5]
         silent = [rank for rank in silent if rank != self.rank]
         if silent:
             return RankFailedError(

@@ -3,7 +3,7 @@
 Horovod has its own rendezvous: each rank reads its numbers from environment variables, and the addresses of the others
 from a server over HTTP. horovodrun provides both. Under any other launcher the variables follow from the world, and
 rank 0 runs that server until the ranks are connected: on loopback, or with several hosts at the address of the
-interface that they use already.
+interface that they already use.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def import_horovod() -> Any:
     except ImportError as error:
         if error.name in ("horovod", "horovod.torch"):
             reason = "Horovod is not installed"
-        else:  # for example built for another torch
+        else:  # for example built for a different torch
             reason = f"Horovod does not load ({describe(error).splitlines()[0]})"
         raise CannotRunError(
             f"{reason}; build 0.28.1 for this torch (docs/horovod.md), or use layout ddp, or another --backend"
@@ -56,7 +56,7 @@ def start_horovod(world: World) -> Any:
         return hvd
     is_horovodrun = os.environ.get("HOROVOD_RANK") is not None
     if is_horovodrun:
-        _check_given(os.environ, world)
+        _check_horovodrun_numbers(os.environ, world)
     variables = {} if is_horovodrun else _world_variables(world)
     key = f"horovod/{next(_STARTS)}"
     with _rendezvous(world, key, is_horovodrun) as server, _in_environment({**variables, **server}):
@@ -85,7 +85,7 @@ def horovod_numbers(hosts: Sequence[str]) -> list[dict[str, str]]:
     numbers: dict[int, dict[str, str]] = {}
     for host, ranks in local_ranks.items():
         for local_rank, rank in enumerate(ranks):
-            peers = [name for name, ranks_there in local_ranks.items() if len(ranks_there) > local_rank]
+            peers = [name for name, ranks_of_host in local_ranks.items() if len(ranks_of_host) > local_rank]
             values = (rank, len(hosts), local_rank, len(ranks), peers.index(host), len(peers), host)
             numbers[rank] = dict(zip(_NUMBERS, map(str, values), strict=True))
     return [numbers[rank] for rank in range(len(hosts))]
@@ -117,12 +117,12 @@ def _world_variables(world: World) -> dict[str, str]:
     return variables | {name: value for name, value in defaults.items() if name not in os.environ}
 
 
-def _check_given(environment: Mapping[str, str], world: World) -> None:
+def _check_horovodrun_numbers(environment: Mapping[str, str], world: World) -> None:
     """Raise `UsageError` unless horovodrun's rank and size are those of the world."""
     try:
         rank, size = (int(environment[name]) for name in ("HOROVOD_RANK", "HOROVOD_SIZE"))
     except (KeyError, ValueError) as error:
-        raise UsageError("HOROVOD_RANK is set without HOROVOD_SIZE: unset it") from error
+        raise UsageError("HOROVOD_RANK is set without HOROVOD_SIZE; unset HOROVOD_RANK") from error
     _check_same_ranks(world, rank, size)
 
 
@@ -175,12 +175,12 @@ def _server(address: str, numbers: Sequence[Mapping[str, str]]) -> Generator[int
 @contextlib.contextmanager
 def _in_environment(variables: Mapping[str, str]) -> Generator[None]:
     """Set environment variables while Horovod starts, and restore them: child processes must not read them."""
-    before = {name: os.environ.get(name) for name in variables}
+    old_values = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in old_values.items():
             if value is None:
                 os.environ.pop(name, None)
             else:

@@ -73,11 +73,13 @@ def open_world(info: RankInfo, launch: Launch) -> Generator[World]:
         world = replace(world, hosts=tuple(peer.host for peer in peers), devices=tuple(peer.device for peer in peers))
         is_one_machine, address = route_to_peers(peers, world.rank, rendezvous.address)
         check_same_device(peers)
-        world = _with_settled_backend(world, launch.backend, peers, is_one_machine=is_one_machine)
+        world = _with_final_backend(world, launch.backend, peers, is_one_machine=is_one_machine)
         network = _on_interface(launch, is_one_machine, address)
         with network as interface, _watching_peers(world, info), _recorded_calls():
             _init_process_group(world)
-            store_barrier(world, "process group")  # a rank that failed earlier would break connections in the making
+            store_barrier(
+                world, "process group"
+            )  # a rank that fails before this barrier would break connections that others are making
             yield replace(world, group=dist.group.WORLD, choices={**world.choices, "interface": interface})
             # A DistributedDataParallel that outlives its process group aborts the process: collect it first.
             gc.unfreeze()
@@ -111,14 +113,14 @@ def end_of_start(world: World) -> None:
 
 
 def _make_world(info: RankInfo, launch: Launch) -> tuple[World, Rendezvous]:
-    """Choose the device, backend and threads of this rank, and open the store. Waits for no other rank but the store's.
+    """Choose the device, backend and threads of this rank, and open the store. Waits only for the store's host.
 
     Raises `CannotRunError` or `UsageError` for an unavailable device or backend, and the errors of `open_store`.
     """
     num_cuda = torch.cuda.device_count()
     kind = choose_device(launch.device, num_cuda)
-    # assumes one device for each rank; `_with_settled_backend` counts shared devices
-    backend, why = choose_backend(launch.backend, kind, info.local_size, info.local_size)
+    # assumes one device for each rank; `_with_final_backend` counts shared devices
+    backend, reason = choose_backend(launch.backend, kind, info.local_size, info.local_size)
     device = torch.device("cuda", info.local_rank % num_cuda) if kind == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -139,7 +141,7 @@ def _make_world(info: RankInfo, launch: Launch) -> tuple[World, Rendezvous]:
         group=None,
         choices={
             "device": describe_device(launch.device, kind),
-            "backend": f"{backend}: {why}",
+            "backend": f"{backend}: {reason}",
             "interface": "",
             "threads": why_threads,
         },
@@ -150,30 +152,30 @@ def _make_world(info: RankInfo, launch: Launch) -> tuple[World, Rendezvous]:
     return world, rendezvous
 
 
-def _with_settled_backend(world: World, requested: str | None, peers: Sequence[Peer], is_one_machine: bool) -> World:
+def _with_final_backend(world: World, requested: str | None, peers: Sequence[Peer], is_one_machine: bool) -> World:
     """Choose the backend again, knowing whether ranks share memory or devices. A collective over the store.
 
-    Raises `CannotRunError` on all ranks for `--backend shm` where they share no memory.
+    Raises `CannotRunError` on all ranks for `--backend shm` if they share no memory.
     """
     if world.device.type == "cuda":
         ranks, cards = count_devices(peers)
-        backend, why = choose_backend(requested, "cuda", ranks, cards)
+        backend, reason = choose_backend(requested, "cuda", ranks, cards)
         if backend == "nccl" and ranks > cards:
             let_nccl_share(world.rank)
-        return replace(world, backend=backend, choices={**world.choices, "backend": f"{backend}: {why}"})
+        return replace(world, backend=backend, choices={**world.choices, "backend": f"{backend}: {reason}"})
     if world.backend != "shm":
         return world
     store, seconds = dist.PrefixStore("shm", world.store), world.timeout_seconds
-    why_not = (
+    problem = (
         no_shared_memory(store, world.rank, world.size, seconds)
         if is_one_machine
         else "the ranks are on several machines"
     )
-    if not why_not:
+    if not problem:
         return world
     if requested == "shm":
-        raise CannotRunError(f"--backend shm: {why_not}; use --backend gloo")
-    return replace(world, backend="gloo", choices={**world.choices, "backend": f"gloo: {why_not}"})
+        raise CannotRunError(f"--backend shm: {problem}; use --backend gloo")
+    return replace(world, backend="gloo", choices={**world.choices, "backend": f"gloo: {problem}"})
 
 
 def _init_process_group(world: World) -> None:
@@ -208,22 +210,22 @@ def _recorded_calls() -> Generator[None]:
 
 
 @contextlib.contextmanager
-def _on_interface(launch: Launch, is_one_machine: bool, own_address: str | None) -> Generator[str]:
+def _on_interface(launch: Launch, is_one_machine: bool, local_address: str | None) -> Generator[str]:
     """Set the network interface of gloo and NCCL: loopback on one machine, else the one on the route to the others.
 
     Both read it from the environment whenever a group is made. Yields the choice with its reason.
     """
-    before = {name: os.environ.get(name) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
-    variable, interfaces = before["GLOO_SOCKET_IFNAME"], usable_interfaces()
-    name, why = choose_interface(launch.interface, variable, is_one_machine, own_address, interfaces)
-    for variable, value in before.items():
+    old_values = {name: os.environ.get(name) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+    variable, interfaces = old_values["GLOO_SOCKET_IFNAME"], usable_interfaces()
+    name, reason = choose_interface(launch.interface, variable, is_one_machine, local_address, interfaces)
+    for variable, value in old_values.items():
         if name is not None and (value is None or launch.interface is not None):
             # without `=`, NCCL takes the name as a prefix
             os.environ[variable] = f"={name}" if variable.startswith("NCCL") else name
     try:
-        yield f"{name or 'by the backend'}: {why}"
+        yield f"{name or 'by the backend'}: {reason}"
     finally:
-        for variable, value in before.items():
+        for variable, value in old_values.items():
             if value is None:
                 os.environ.pop(variable, None)
             else:

@@ -44,7 +44,7 @@ class Rendezvous:
 
     store     torch's store
     address   address of this machine on the route to rank 0; None on rank 0's machine, or where it is not known
-    is_host   whether this rank serves the store, and so has to leave last
+    is_host   whether this rank hosts the store, and therefore has to leave last
     file      the file of a file:// method, to be removed by the last rank
     """
 
@@ -101,12 +101,12 @@ def _of_environment(environment: Mapping[str, str], info: RankInfo) -> tuple[str
             "--init-method tcp://127.0.0.1:29500"
         )
     method = f"tcp://{address}:{port}"
-    # torchrun's agent, which sets these two, has that store open already
+    # torchrun's agent, which sets these two, has already opened that store
     return method, info.rank == 0 if method != info.rendezvous_url else info.is_store_master
 
 
 def _by_function(info: RankInfo, launch: Launch) -> Rendezvous:
-    """A store from Python."""
+    """Return a store from Python."""
     function: Any = launch.init_method
     try:
         store: Any = function(info.rank, info.size)
@@ -125,12 +125,12 @@ def _by_file(path: Path, info: RankInfo, timeout_seconds: float) -> Rendezvous:
     with contextlib.suppress(OSError):
         content, age = path.read_bytes(), time.time() - path.stat().st_mtime
         if content and not any(name in content for name in _STORE_KEYS):
-            raise UsageError(f"file://{path}: that file holds something else; give a name that is free")
-        if content and age > timeout_seconds:  # nobody who wrote that is still waiting
+            raise UsageError(f"file://{path}: the file exists and is not a rendezvous file; give another path")
+        if content and age > timeout_seconds:  # the ranks that wrote it no longer wait
             raise UsageError(
                 f"file://{path}: a run {age:,.0f} s ago left that file behind; remove it, or give another name"
             )
-    try:  # a store would try to open it again and again
+    try:  # a store would retry to open it
         with path.open("ab"):
             pass
     except OSError as error:
@@ -155,13 +155,13 @@ def _by_address_in_file(path: Path, info: RankInfo, timeout: datetime.timedelta)
     rendezvous = _connect(row, info, timeout)
     if rendezvous is None:
         tried = ", ".join(row["addresses"]) or "no address at all"
-        where = f"rank 0's host {row['host']} does not answer on port {row['port']} at {tried}"
-        raise RankFailedError(f"{where}: check for a firewall between the hosts")
+        problem = f"rank 0's host {row['host']} does not answer on port {row['port']} at {tried}"
+        raise RankFailedError(f"{problem}: check for a firewall between the hosts")
     return rendezvous
 
 
 def _by_address_at_server(server: str, info: RankInfo, timeout: datetime.timedelta) -> Rendezvous:
-    """Like `_by_address_in_file`, with an HTTP key-value server, such as horovodrun's, in place of the file.
+    """Like `_by_address_in_file`, with an HTTP key-value server, such as horovodrun's, instead of the file.
 
     The entry of an earlier command is skipped, because its store no longer answers.
     """
@@ -180,16 +180,16 @@ def _by_address_at_server(server: str, info: RankInfo, timeout: datetime.timedel
 
 
 def ask_server(server: str, method: str, text: str | None = None) -> str:
-    """Write everyrank's entry on the server, or return it; an empty text where there is none."""
+    """Write everyrank's entry on the server, or return it; "" if there is none."""
     host, port = split_endpoint(server, "the rendezvous at http://")
     try:
         connection = http.client.HTTPConnection(host, port, timeout=5.0)
         connection.request(method, "/everyrank/address", text)
-        answer = connection.getresponse()
-        return answer.read().decode() if answer.status == 200 else ""
+        response = connection.getresponse()
+        return response.read().decode() if response.status == 200 else ""
     except (OSError, http.client.HTTPException) as error:
-        why = getattr(error, "strerror", None) or type(error).__name__
-        raise RankFailedError(f"the rendezvous at http://{server} does not answer: {why}") from error
+        reason = getattr(error, "strerror", None) or type(error).__name__
+        raise RankFailedError(f"the rendezvous at http://{server} does not answer: {reason}") from error
 
 
 def _no_address(timeout: datetime.timedelta) -> RankFailedError:
@@ -210,7 +210,7 @@ def _open_anywhere(info: RankInfo, timeout: datetime.timedelta) -> tuple[dist.St
 
 
 def _connect(row: dict[str, Any], info: RankInfo, timeout: datetime.timedelta) -> Rendezvous | None:
-    """Connect to rank 0's store. Returns None where none of its addresses answers."""
+    """Connect to rank 0's store. Returns None if none of its addresses answers."""
     is_here = row["boot"] == boot_id()  # a small Slurm may run several "hosts" on one machine
     for address in ["127.0.0.1"] if is_here else row["addresses"]:
         if _answers(address, row["port"]):
@@ -234,7 +234,7 @@ def _tcp(host: str, port: int, opens: bool, timeout: datetime.timedelta, is_alon
         _wait_for(host, port, timeout.total_seconds())
     if listening is not None:
         bound, port = listening.getsockname()[:2]
-        host = bound if host and bound not in ("0.0.0.0", "::") else "127.0.0.1"  # noqa: S104  (told apart, not bound)
+        host = bound if host and bound not in ("0.0.0.0", "::") else "127.0.0.1"  # noqa: S104  (only compared, not bound)
     try:
         store = dist.TCPStore(
             host,

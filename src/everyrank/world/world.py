@@ -107,14 +107,14 @@ class World:
         """Yield the world of one rank of `size`, in which collectives return at once and no other rank exists.
 
         Its tensors stay on CPU, and its process groups are torch's `fake` backend. `plan/pretend.py` uses it with fake
-        tensors, to run a strategy's own `prepare` and `step`. Raises `UsageError` where a process group exists already.
+        tensors, to run a strategy's own `prepare` and `step`. Raises `UsageError` if a process group already exists.
 
         Example: `with World.pretend(64, rank=3) as world: mesh = open_mesh(layout, world)`.
         """
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         if dist.is_initialized():
-            raise UsageError("World.pretend: this process is a rank already; call it in a process of its own")
+            raise UsageError("World.pretend: this process is already a rank; call it in a separate process")
         if not 0 <= rank < size:
             raise UsageError(f"World.pretend({size}, {rank}): give a rank from 0 to {size - 1}")
         dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
@@ -167,8 +167,8 @@ def describe_device(requested: str | None, kind: str) -> str:
         return f"{kind}: requested"
     if kind == "cuda":
         return "cuda: torch sees one"
-    has_mps = torch.backends.mps.is_available()
-    return f"cpu: torch sees no CUDA device{'; that of Apple (mps) is not used' * has_mps}"
+    has_mps_device = torch.backends.mps.is_available()
+    return f"cpu: torch sees no CUDA device{'; the Apple device (mps) is not supported' * has_mps_device}"
 
 
 def device_name(device: torch.device) -> str:
@@ -189,7 +189,7 @@ def device_name(device: torch.device) -> str:
 def choose_backend(requested: str | None, device: str, local_size: int, num_cuda: int) -> tuple[str, str]:
     """Return the backend and the reason, for `local_size` ranks on `num_cuda` CUDA devices of a machine.
 
-    `open_world` changes shm to gloo where ranks turn out to share no memory. Raises `UsageError` for a backend that
+    `open_world` changes shm to gloo if ranks turn out to share no memory. Raises `UsageError` for a backend that
     cannot move tensors of this device.
     """
     if device == "cpu":
@@ -199,15 +199,15 @@ def choose_backend(requested: str | None, device: str, local_size: int, num_cuda
     if requested in OWN_BACKENDS:
         raise UsageError(f"--backend {requested}: it moves CPU tensors only; use nccl or gloo with --device {device}")
     if local_size > num_cuda:
-        why = f"{local_size} ranks share {num_cuda} CUDA device{'s' * (num_cuda != 1)}"
-        return ("nccl", f"requested; {why}, which is slow") if requested == "nccl" else ("gloo", why)
+        sharing = f"{local_size} ranks share {num_cuda} CUDA device{'s' * (num_cuda != 1)}"
+        return ("nccl", f"requested; {sharing}, which is slow") if requested == "nccl" else ("gloo", sharing)
     return (requested, "requested") if requested else ("nccl", "one CUDA device for each rank")
 
 
 def let_nccl_share(rank: int) -> None:
     """Let several ranks of one card use nccl, which refuses two ranks with the same host and card.
 
-    With a host id of its own, each rank counts as a host, and nccl uses sockets between them.
+    With a separate host id, each rank counts as a host, and nccl uses sockets between them.
     """
     os.environ.setdefault("NCCL_HOSTID", f"{socket.gethostname()}-{rank}")
 
@@ -224,7 +224,7 @@ def choose_threads(requested: int | None, cores: int, local_size: int) -> tuple[
     return (
         threads,
         cores,
-        f"{threads} for each rank: {cores_text} // {local_size} ranks; {cores} for one that works alone",
+        f"{threads} for each rank: {cores_text} // {local_size} ranks; {cores} for rank 0 while the others wait",
     )
 
 

@@ -1,4 +1,4 @@
-"""All-reduce by recursive halving and doubling: as little traffic as the ring, in 2 log2 N steps.
+"""All-reduce by recursive halving and doubling: the same traffic as the ring, in 2 log2 N steps.
 
 Ranks whose numbers differ in one bit exchange halves, starting with the highest bit: each keeps one half and adds the
 half that it receives. After log2 N steps a rank has 1/N of the sum. Then the same pairs exchange their parts of the

@@ -31,16 +31,16 @@ __all__ = ["ring_all_reduce", "ring_traffic"]
 def ring_all_reduce(tensor: Tensor, messages: Messages) -> None:
     """Replace `tensor`, shape (length,), by its sum over the ranks; any length, also fewer elements than ranks."""
     rank, size = messages.rank, messages.size
-    following, previous = (rank + 1) % size, (rank - 1) % size
+    next_rank, previous_rank = (rank + 1) % size, (rank - 1) % size
     parts = tensor.tensor_split(size)  # if the length is not a multiple, the first parts are one element longer
     received = torch.empty_like(parts[0])
     for step in range(size - 1):
         outgoing, sums = parts[(rank - step) % size], parts[(rank - step - 1) % size]
-        messages.exchange(outgoing, following, received[: len(sums)], previous)
+        messages.exchange(outgoing, next_rank, received[: len(sums)], previous_rank)
         sums += received[: len(sums)]
     for step in range(size - 1):  # this rank has the sum of part rank + 1
         outgoing, incoming = parts[(rank + 1 - step) % size], parts[(rank - step) % size]
-        messages.exchange(outgoing, following, incoming, previous)
+        messages.exchange(outgoing, next_rank, incoming, previous_rank)
 
 
 def ring_traffic(rank: int, size: int, length: int) -> Traffic:

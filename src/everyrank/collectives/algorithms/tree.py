@@ -10,7 +10,7 @@ Sums go up from the leaves to rank 0; the total comes down the same way. The par
 
 It needs about 2 log2 N sequential messages of the whole tensor: good if the latency of a message costs more than its
 bytes. (NCCL's double binary tree has a tree for each half of the tensor; every rank is a leaf of one of them. It needs
-as many steps, with all links busy.)
+the same number of steps, and all links are busy.)
 Source: Sanders, Speck and Träff 2009, Two-tree algorithms for full bandwidth broadcast, reduction and scan.
 """
 

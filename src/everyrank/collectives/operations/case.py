@@ -56,21 +56,21 @@ class Case:
 
     def reduced(self) -> Tensor:
         """Return the reduction of the inputs of all ranks, in float64 or int64, rounded to the dtype at the end."""
-        wide = torch.float64 if self.dtype.is_floating_point else torch.int64
-        rows = [self._pattern(rank).to(wide) for rank in range(self.size)]
+        wide_dtype = torch.float64 if self.dtype.is_floating_point else torch.int64
+        rows = [self._pattern(rank).to(wide_dtype) for rank in range(self.size)]
         result = functools.reduce(_COMBINE[self.reduction], rows)
         return self._repeated((result / self.size if self.reduction == "avg" else result).to(self.dtype), None)
 
     def _pattern(self, rank: int) -> Tensor:
         """Return the values that `values` repeats."""
-        top = 2 if self.reduction == "product" else 7
-        return (torch.arange(top, device=self.device) * (2 * rank + 1) + rank) % top + 1
+        period = 2 if self.reduction == "product" else 7
+        return (torch.arange(period, device=self.device) * (2 * rank + 1) + rank) % period + 1
 
     def _repeated(self, pattern: Tensor, length: int | None) -> Tensor:
         """Repeat the pattern: shape (length,), or (length, 2) if transposed.
 
-        Between strided elements are others, which must not be written or sent. A transposed tensor fills its memory in
-        column order.
+        Between strided elements are other values, which must not be written or sent. A transposed tensor fills its
+        memory in column order.
         """
         length = self.length if length is None else length
         row = pattern.repeat(-(-length // len(pattern)))[:length]
@@ -131,19 +131,19 @@ class Operation:
 
 
 def writing_call(
-    case: Case, start: Callable[[bool], Any], written: Tensor, initial: Tensor, right: Tensor | None
+    case: Case, start: Callable[[bool], Any], written: Tensor, initial: Tensor, expected: Tensor | None
 ) -> Call:
-    """Return a call that writes one tensor; `right` is None on ranks whose result is undefined."""
+    """Return a call that writes one tensor; `expected` is None on ranks whose result is undefined."""
 
     def run() -> None:
         work = start(case.is_async)
         if work is not None:
             work.wait()
 
-    def wrong() -> int:
-        return 0 if right is None else int((written != right).sum())
+    def num_wrong() -> int:
+        return 0 if expected is None else int((written != expected).sum())
 
-    return Call(run, lambda: _copy(written, initial), wrong)
+    return Call(run, lambda: _copy(written, initial), num_wrong)
 
 
 def _copy(target: Tensor, source: Tensor) -> None:

@@ -47,13 +47,13 @@ def make_broadcast(case: Case) -> Call:
 def make_reduce(case: Case) -> Call:
     """Reduce the tensors of all ranks to rank 0."""
     tensor = case.empty()
-    right = case.reduced() if case.rank == 0 else None  # undefined on other ranks
+    expected = case.reduced() if case.rank == 0 else None  # undefined on other ranks
     return writing_call(
         case,
         lambda is_async: dist.reduce(tensor, group=case.group, group_dst=0, op=case.op, async_op=is_async),
         tensor,
         case.values(case.rank),
-        right,
+        expected,
     )
 
 
@@ -73,13 +73,13 @@ def make_gather(case: Case) -> Call:
     """Concatenate the parts of all ranks on rank 0."""
     whole, local = case.empty(), case.values(case.rank, case.length // case.size)
     parts = list(whole.split(len(local))) if case.rank == 0 else None
-    right = _joined(case) if case.rank == 0 else None
+    expected = _joined(case) if case.rank == 0 else None
     return writing_call(
         case,
         lambda is_async: dist.gather(local, parts, group=case.group, group_dst=0, async_op=is_async),
         whole,
         case.empty(),
-        right,
+        expected,
     )
 
 
@@ -140,14 +140,14 @@ def make_reduce_scatter(case: Case) -> Call:
 def make_all_to_all(case: Case) -> Call:
     """Send part s of rank r to rank s, where it becomes part r."""
     received = case.empty()
-    right = torch.cat([case.values(rank)[case.part(case.rank)] for rank in range(case.size)])
+    expected = torch.cat([case.values(rank)[case.part(case.rank)] for rank in range(case.size)])
     sent = case.values(case.rank)
     return writing_call(
         case,
         lambda is_async: dist.all_to_all_single(received, sent, group=case.group, async_op=is_async),
         received,
         case.empty(),
-        right,
+        expected,
     )
 
 
@@ -157,9 +157,9 @@ def make_all_to_all_uneven(case: Case) -> Call:
     send_counts = [unit * (index + 1) for index in range(case.size)]
     receive_counts = [unit * (case.rank + 1)] * case.size
     sent, received = case.values(case.rank, sum(send_counts)), case.empty(sum(receive_counts))
-    first = sum(send_counts[: case.rank])
-    right = torch.cat(
-        [case.values(rank, sum(send_counts))[first : first + send_counts[case.rank]] for rank in range(case.size)]
+    start = sum(send_counts[: case.rank])
+    expected = torch.cat(
+        [case.values(rank, sum(send_counts))[start : start + send_counts[case.rank]] for rank in range(case.size)]
     )
     return writing_call(
         case,
@@ -168,7 +168,7 @@ def make_all_to_all_uneven(case: Case) -> Call:
         ),
         received,
         case.empty(len(received)),
-        right,
+        expected,
     )
 
 
@@ -181,6 +181,6 @@ def make_barrier(case: Case) -> Call:
 
 
 def make_monitored_barrier(case: Case) -> Call:
-    """A barrier in which rank 0 can name the missing ranks; only gloo has it."""
+    """Return a barrier in which rank 0 can name the missing ranks; only gloo has it."""
     nothing = case.empty(0)
     return writing_call(case, lambda _: dist.monitored_barrier(group=case.group), nothing, nothing.clone(), None)

@@ -18,7 +18,7 @@ __all__ = [
 ]
 
 
-def _objects(start: Callable[[list[Any]], Any], count: int, right: list[bytes] | None) -> Call:
+def _objects(start: Callable[[list[Any]], Any], count: int, expected: list[bytes] | None) -> Call:
     """Return a call that fills a list of objects, each of `length` elements as bytes."""
     received: list[Any] = [None] * count
 
@@ -28,7 +28,9 @@ def _objects(start: Callable[[list[Any]], Any], count: int, right: list[bytes] |
     def reset() -> None:
         received[:] = [None] * count
 
-    return Call(run, reset, lambda: 0 if right is None else sum(a != b for a, b in zip(received, right, strict=True)))
+    return Call(
+        run, reset, lambda: 0 if expected is None else sum(a != b for a, b in zip(received, expected, strict=True))
+    )
 
 
 def _object(case: Case, rank: int) -> bytes:
@@ -47,19 +49,19 @@ def make_broadcast_object_list(case: Case) -> Call:
 
 def make_all_gather_object(case: Case) -> Call:
     """Collect the objects of all ranks on every rank."""
-    sent, right = _object(case, case.rank), [_object(case, rank) for rank in range(case.size)]
-    return _objects(lambda received: dist.all_gather_object(received, sent, group=case.group), case.size, right)
+    sent, expected = _object(case, case.rank), [_object(case, rank) for rank in range(case.size)]
+    return _objects(lambda received: dist.all_gather_object(received, sent, group=case.group), case.size, expected)
 
 
 def make_gather_object(case: Case) -> Call:
     """Collect the objects of all ranks on rank 0."""
     sent = _object(case, case.rank)
-    right = [_object(case, rank) for rank in range(case.size)] if case.rank == 0 else None
+    expected = [_object(case, rank) for rank in range(case.size)] if case.rank == 0 else None
 
     def start(received: list[Any]) -> None:
         dist.gather_object(sent, received if case.rank == 0 else None, group=case.group, group_dst=0)
 
-    return _objects(start, case.size, right)
+    return _objects(start, case.size, expected)
 
 
 def make_scatter_object_list(case: Case) -> Call:

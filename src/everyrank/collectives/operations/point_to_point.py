@@ -12,7 +12,7 @@ __all__ = ["make_batch_exchange", "make_exchange", "make_send"]
 def make_send(case: Case) -> Call:
     """Send from rank 0 to rank 1, which receives from any rank, on CUDA from rank 0; blocking."""
     tensor = case.empty()
-    source = 0 if case.device.type == "cuda" else None  # nccl receives from a named rank only
+    source = 0 if case.device.type == "cuda" else None  # nccl only receives from a given rank
 
     def start(_: bool) -> None:
         if case.rank == 0:
@@ -42,7 +42,7 @@ def make_exchange(case: Case) -> Call:
 
 
 def make_batch_exchange(case: Case) -> Call:
-    """Do the same with batch_isend_irecv."""
+    """Send to the next rank and receive from the previous one, with batch_isend_irecv."""
     received, sent = case.empty(), case.values(case.rank)
     to, source = (case.rank + 1) % case.size, (case.rank - 1) % case.size
 

@@ -1,8 +1,8 @@
 """Explain in one paragraph why a job hangs: which rank did not reach which collective, and where all ranks wait.
 
     rank_state.py   files that each rank writes while it runs: its stack and its collectives
-    rank_views.py   all that is known of each rank: its answer, its process, its stack read from outside
-    lateness.py     the rank for which the others wait, by when each rank arrives at each collective
+    rank_views.py   the state of each rank: its answer, its process, its stack read from outside
+    lateness.py     finds the rank for which the others wait, by the arrival times at each collective
     verdict.py      the paragraph
 
 No port is opened: ranks and the process that asks exchange files in a folder of the run. If the interpreter of a rank
@@ -33,7 +33,7 @@ __all__ = [
 
 
 def hang_autopsy(folder: Path, timeout_seconds: float = 5.0) -> str | None:
-    """The paragraph for the ranks that write their state to this folder; None if there are none."""
+    """Return the paragraph for the ranks that write their state to this folder; None if there are none."""
     views = read_rank_views(folder, timeout_seconds)
     return verdict(views) if views else None
 

@@ -14,10 +14,10 @@ from typing import Any
 
 __all__ = ["Lateness", "arrival_times", "find_latest"]
 
-_MOST_CALLS = 64  # newest calls that each rank compares
-_LEAST_SHARE = 0.15  # smallest share of the time that the others wait for the rank
-_LEAST_PART = 0.7  # smallest part of all lateness that is this rank's
-_LEAST_SECONDS = 0.002  # smaller lateness is noise
+_MAX_CALLS = 64  # newest calls that each rank compares
+_MIN_SHARE = 0.15  # smallest share of the time that the others wait for the rank
+_MIN_PART = 0.7  # smallest part of all lateness that is this rank's
+_MIN_SECONDS = 0.002  # smaller lateness is noise
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Lateness:
     """A rank that is late.
 
     share     share of the time that the others wait for it
-    part      its part of all lateness; a pause for a checkpoint counts at most as three usual ones
+    part      its part of all lateness; a long pause, for example for a checkpoint, counts as three usual ones
     seconds   mean time between the second to last arrival and its own, and the longest such time
     why       likely cause, if known
     window_seconds   over which the ranks were compared
@@ -42,25 +42,25 @@ class Lateness:
     @property
     def is_slow(self) -> bool:
         """Whether the others wait for this rank so much that it is worth a message."""
-        return self.share >= _LEAST_SHARE and self.part >= _LEAST_PART
+        return self.share >= _MIN_SHARE and self.part >= _MIN_PART
 
     def __str__(self) -> str:
         return (
             f"rank {self.rank} is slower than the others: they wait for it {self.share:.0%} of the time "
-            f"({self.part:.0%} of all lateness is its, {1000 * self.seconds:.0f} ms each time); {self.why}"
+            f"(it causes {self.part:.0%} of all lateness, {1000 * self.seconds:.0f} ms each time); {self.why}"
         )
 
 
-def arrival_times(known: Mapping[str, Any], base_ns: int = 0, since_ns: int = 0) -> dict[str, list[list[Any]]]:
+def arrival_times(recorded: Mapping[str, Any], base_ns: int = 0, since_ns: int = 0) -> dict[str, list[list[Any]]]:
     """Return for each group of a rank its ranks and [number, arrival in µs] of its newest collectives.
 
-    `known` is a result of `world.calls.recorded_calls`. Arrivals count from `base_ns`; those before `since_ns` are
+    `recorded` is a result of `world.calls.recorded_calls`. Arrivals count from `base_ns`; those before `since_ns` are
     left out.
     """
     by_group: dict[str, list[list[Any]]] = {}
-    for group, number, _, _, _, _, is_message, time_ns, *_ in known.get("calls", [])[-_MOST_CALLS:]:
-        if not is_message and group in known["groups"] and time_ns > since_ns:
-            by_group.setdefault(group, [known["groups"][group]]).append([number, (time_ns - base_ns) // 1000])
+    for group, number, _, _, _, _, is_message, time_ns, *_ in recorded.get("calls", [])[-_MAX_CALLS:]:
+        if not is_message and group in recorded["groups"] and time_ns > since_ns:
+            by_group.setdefault(group, [recorded["groups"][group]]).append([number, (time_ns - base_ns) // 1000])
     return by_group
 
 
@@ -71,28 +71,32 @@ def find_latest(calls: Sequence[Mapping[str, Sequence[Sequence[Any]]]]) -> Laten
     DistributedDataParallel, count as one, because the same lateness shows in all of them. Collectives at which all
     ranks arrived at about the same time do not count.
     """
-    steps = sorted(_arrived_together(calls), key=lambda arrivals: max(arrivals.values()))
-    late: list[tuple[float, int, set[int]]] = []  # lateness in µs, the late rank, all ranks of the collective
+    collectives_by_time = sorted(_arrived_together(calls), key=lambda arrivals: max(arrivals.values()))
+    late_arrivals: list[tuple[float, int, set[int]]] = []  # lateness in µs, the late rank, all ranks of the collective
     chain: list[dict[int, float]] = []
-    for arrivals in [*steps, {}]:
+    for arrivals in [*collectives_by_time, {}]:
         is_next = bool(chain) and any(arrivals.get(rank, 1e18) < max(chain[-1].values()) for rank in chain[-1])
         if chain and not (arrivals and is_next):
             gap, rank = max(_gap(other) for other in chain)
-            if gap >= 1e6 * _LEAST_SECONDS:
-                late.append((gap, rank, {other for arrived in chain for other in arrived}))
+            if gap >= 1e6 * _MIN_SECONDS:
+                late_arrivals.append((gap, rank, {other for arrived in chain for other in arrived}))
             chain = []
         if arrivals:
             chain.append(arrivals)
-    lost = {rank: [gap for gap, other, _ in late if other == rank] for _, rank, _ in late}
-    rank = max(lost, key=lambda other: sum(lost[other]), default=-1)
-    with_it = [(gap, other) for gap, other, ranks in late if rank in ranks]
-    if len(with_it) < 3:
+    gaps_by_rank = {rank: [gap for gap, other, _ in late_arrivals if other == rank] for _, rank, _ in late_arrivals}
+    rank = max(gaps_by_rank, key=lambda other: sum(gaps_by_rank[other]), default=-1)
+    gaps_of_its_groups = [(gap, other) for gap, other, ranks in late_arrivals if rank in ranks]
+    if len(gaps_of_its_groups) < 3:
         return None
-    most = 3 * median(gap for gap, _ in with_it)
-    part = sum(min(gap, most) for gap, other in with_it if other == rank) / sum(min(gap, most) for gap, _ in with_it)
-    window = max(steps[-1].values()) - min(steps[0].values())
-    share, mean = min(1.0, sum(lost[rank]) / window), 1e-6 * sum(lost[rank]) / len(lost[rank])
-    return Lateness(rank, share, part, mean, longest_seconds=1e-6 * max(lost[rank]), window_seconds=1e-6 * window)
+    max_gap = 3 * median(gap for gap, _ in gaps_of_its_groups)
+    part = sum(min(gap, max_gap) for gap, other in gaps_of_its_groups if other == rank) / sum(
+        min(gap, max_gap) for gap, _ in gaps_of_its_groups
+    )
+    window = max(collectives_by_time[-1].values()) - min(collectives_by_time[0].values())
+    share, mean = min(1.0, sum(gaps_by_rank[rank]) / window), 1e-6 * sum(gaps_by_rank[rank]) / len(gaps_by_rank[rank])
+    return Lateness(
+        rank, share, part, mean, longest_seconds=1e-6 * max(gaps_by_rank[rank]), window_seconds=1e-6 * window
+    )
 
 
 def _arrived_together(calls: Sequence[Mapping[str, Sequence[Sequence[Any]]]]) -> list[dict[int, float]]:
@@ -107,5 +111,5 @@ def _arrived_together(calls: Sequence[Mapping[str, Sequence[Sequence[Any]]]]) ->
 
 def _gap(arrivals: Mapping[int, float]) -> tuple[float, int]:
     """Return the µs between the second to last and the last arrival, and the rank that came last."""
-    *_, (before, _), (last, rank) = sorted((arrival, rank) for rank, arrival in arrivals.items())
-    return last - before, rank
+    *_, (second_to_last, _), (last, rank) = sorted((arrival, rank) for rank, arrival in arrivals.items())
+    return last - second_to_last, rank

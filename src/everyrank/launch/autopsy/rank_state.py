@@ -46,13 +46,13 @@ FOLDER = "autopsy"  # next to the logs of the ranks
 STACKS_SIGNAL: int | None = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None
 _POLL_SECONDS = 0.25
 _MAX_FRAMES = 100
-_KEPT_LOOKS = 120  # stacks of the last minute
-_MOST_PLACES = 4  # stacks of an answer, the most frequent ones
+_MAX_LOOKS = 120  # stacks of the last minute
+_MAX_PLACES = 4  # stacks of an answer, the most frequent ones
 _CURRENT: list[RankState] = []
 
 
 def current_state() -> RankState | None:
-    """The `RankState` of this process; None if `keep_state` was not called."""
+    """Return the `RankState` of this process; None if `keep_state` was not called."""
     return _CURRENT[-1] if _CURRENT else None
 
 
@@ -84,7 +84,7 @@ def report_hang(folder: Path, job: str, text: Callable[[], str]) -> str | None:
 
 
 def hang_report(folder: Path, job: str) -> str:
-    """The text that a rank of this job has written because it waited for too long; "" if there is none."""
+    """Return the text that a rank of this job has written because it waited for too long; "" if there is none."""
     with contextlib.suppress(OSError), (folder / f"hang.{job}").open(errors="replace") as file:
         return file.read(10_000)
     return ""
@@ -109,9 +109,9 @@ class RankState:
         self.calls: Callable[[bool], dict[str, Any]] = lambda _: {}
         self.on_look: Callable[[list[tuple[str, int, str]]], None] = lambda _: None
         self.is_started = self.has_ended = False
-        self.looks: collections.deque[list[tuple[str, int, str]]] = collections.deque(maxlen=_KEPT_LOOKS)
+        self.looks: collections.deque[list[tuple[str, int, str]]] = collections.deque(maxlen=_MAX_LOOKS)
         self.main = threading.main_thread().ident or 0
-        forget_hang(folder, job)  # of an earlier start: ranks on several hosts may have the same name again
+        forget_hang(folder, job)  # of an earlier start, which may have had the same job name
         for kind in ("answer", "seen"):
             self._path(kind).unlink(missing_ok=True)
         self.stacks = os.open(self._path("stacks"), os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_WRONLY, 0o600)
@@ -121,7 +121,7 @@ class RankState:
             faulthandler.register(STACKS_SIGNAL, file=self.stacks, all_threads=True)
         self._write("state", self._identity(job))
         self.seen = os.open(self._path("seen"), os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
-        self.answered = _question(folder)
+        self.answered = _read_request(folder)
         self.thread = threading.Thread(target=self._run, name="everyrank autopsy", daemon=True)
         self.thread.start()
 
@@ -152,7 +152,7 @@ class RankState:
             if self.has_ended:
                 return
             with contextlib.suppress(Exception):  # the disk may be full, or the folder deleted
-                question = _question(self.folder)
+                question = _read_request(self.folder)
                 if question != self.answered:
                     self.answered = question
                     self.answer(question)
@@ -178,14 +178,14 @@ class RankState:
         self._write_stack(None)
 
     def frames(self) -> list[tuple[str, int, str]]:
-        """(file, line, function) of the main thread, the innermost first."""
+        """Return (file, line, function) of the main thread, the innermost first."""
         return _frames(sys._current_frames().get(self.main))  # pyright: ignore[reportPrivateUsage]
 
-    def answer(self, question: str, **more: Any) -> None:
+    def answer(self, question: str, **fields: Any) -> None:
         """Write the stack of this rank and its collectives."""
-        # After a failure (no question) write at once what is known: other ranks are about to fail, too.
+        # After a failure (no question) write at once, because other ranks are about to fail.
         calls = self.calls(question != "")
-        row = {"question": question, "time": time.time(), "frames": self.frames(), "calls": calls, **more}
+        row = {"question": question, "time": time.time(), "frames": self.frames(), "calls": calls, **fields}
         if question:
             row |= {"looks": len(self.looks), "places": _places(list(self.looks))}
         if question == "" or not self.has_ended:  # the final answer stays
@@ -228,10 +228,10 @@ def _places(looks: list[list[tuple[str, int, str]]]) -> list[list[Any]]:
         if depth is not None:
             row = by_place.setdefault(frames[depth], [0, []])
             row[0], row[1] = row[0] + 1, frames[: depth + 1]
-    return sorted(by_place.values(), key=lambda row: -row[0])[:_MOST_PLACES]
+    return sorted(by_place.values(), key=lambda row: -row[0])[:_MAX_PLACES]
 
 
-def _question(folder: Path) -> str:
+def _read_request(folder: Path) -> str:
     with contextlib.suppress(OSError), (folder / "request").open() as file:
         return file.read(100)
     return ""

@@ -64,7 +64,7 @@ class RankView:
 
 
 def read_rank_views(folder: Path, timeout_seconds: float) -> list[RankView]:
-    """The ranks that write their state to this folder, by rank; after several starts, those of the newest."""
+    """Return the ranks that write their state to this folder, by rank; after several starts, those of the newest."""
     identities = _newest_job([row for path in folder.glob("rank*.state") if (row := _read(path))])
     if not identities:
         return []
@@ -97,7 +97,7 @@ def _newest_job(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The content of a rank's file; {} if it is missing or malformed. The folder is not trusted."""
+    """Return the content of a rank's file; {} if it is missing or malformed. The folder is not trusted."""
     for _ in range(3):
         try:
             if not path.is_file() or path.stat().st_size > _MAX_BYTES:
@@ -108,7 +108,7 @@ def _read(path: Path) -> dict[str, Any]:
         except (ValueError, RecursionError):
             time.sleep(0.01)  # it is being written
             continue
-        return row if isinstance(row, dict) and _is_sound(row) else {}
+        return row if isinstance(row, dict) and _is_valid(row) else {}
     return {}
 
 
@@ -123,11 +123,13 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
 }
 
 
-def _is_sound(row: dict[str, Any]) -> bool:
+def _is_valid(row: dict[str, Any]) -> bool:
     """Whether all fields have the types that a rank writes."""
-    needed = ("job", "rank", "size", "host", "space", "pid", "began", "main") if "job" in row else ("time", "frames")
+    required_fields = (
+        ("job", "rank", "size", "host", "space", "pid", "began", "main") if "job" in row else ("time", "frames")
+    )
     return (
-        all(name in row for name in needed)
+        all(name in row for name in required_fields)
         and all(name in _KINDS and _has_type(value, _KINDS[name]) for name, value in row.items())
         and all(0 <= row.get(name, 0) < _MAX_BYTES for name in ("rank", "size"))
         and all(_is_frame(frame) for frame in row.get("frames", []))
@@ -286,16 +288,16 @@ def _stack(folder: Path, identity: dict[str, Any], pid: int) -> list[Frame]:
             time.sleep(0.02)
             with path.open("rb") as file:
                 file.seek(size)
-                more = file.read(_MAX_BYTES).decode(errors="replace")
-            if more and more == text:
+                new_text = file.read(_MAX_BYTES).decode(errors="replace")
+            if new_text and new_text == text:
                 break
-            text = more
+            text = new_text
         return _main_thread(text, identity)
     return []
 
 
 def _main_thread(text: str, identity: dict[str, Any]) -> list[Frame]:
-    """The frames of the main thread in the output of `faulthandler`."""
+    """Return the frames of the main thread in the output of `faulthandler`."""
     blocks = {int(thread, 16): frames for thread, frames in _BLOCK.findall(text)}
     if not blocks:
         return []
@@ -304,7 +306,7 @@ def _main_thread(text: str, identity: dict[str, Any]) -> list[Frame]:
 
 
 def _frames_at_abort(folder: Path, identity: dict[str, Any]) -> list[Frame]:
-    """The stack of a process when a library aborted it; [] if it ended differently."""
+    """Return the stack of a process when a library aborted it; [] if it ended differently."""
     path = folder / f"rank{identity['rank']}.stacks"
     if not path.is_file():
         return []

@@ -29,10 +29,10 @@ _BUSY = 0.5  # CPU seconds per second; a process above it is computing
 # operations with the same number of elements on each rank
 _SAME_COUNT = ("all_reduce", "allreduce", "reduce", "broadcast", "all_gather", "allgather", "reduce_scatter")
 _RULE = "all ranks of a group call the same collectives in the same order"
-# (part of the file name, functions, message) for code of Python and torch that waits for something else
+# (part of the file name, functions, message) for code of Python and torch that waits for something
 _WAITS = (
     ("torch/utils/data/dataloader.py", ("_try_get_data", "_get_data", "_next_data"), "waits for its data loader"),
-    ("everyrank/world/barrier.py", ("store_barrier",), "waits for the others at a barrier of everyrank's"),
+    ("everyrank/world/barrier.py", ("store_barrier",), "waits for the others at a barrier of everyrank"),
     ("everyrank/world/barrier.py", ("_wait_for_text",), "waits for a message of another rank"),
     ("torch/distributed/distributed_c10d.py", ("_store_based_barrier",), "waits for the others to make the same group"),
     ("torch/distributed/distributed_c10d.py", ("_new_process_group_helper",), "waits for the others to make the group"),
@@ -59,7 +59,7 @@ class _Call(NamedTuple):
         return f"{self.operation}{elements}"
 
     def differs(self, other: _Call) -> str:
-        """The first difference between two calls: operation, dtype or size; "" if there is none."""
+        """Return the first difference between two calls: operation, dtype or size; "" if there is none."""
         if self.operation != other.operation:
             return "operation"
         if self.dtype != other.dtype and self.dtype and other.dtype:
@@ -91,7 +91,7 @@ _MESSAGE = re.compile(r"(recv from|send to) (\d+|any rank)")
 
 
 def _message(view: RankView) -> _Message | None:
-    """The message in which a rank waits; None if it waits in none."""
+    """Return the message in which a rank waits; None if it waits in none."""
     for row in reversed(view.calls.get("calls", [])):
         _, _, operation, count, dtype, is_done, is_message, _, _ = row
         match = _MESSAGE.fullmatch(str(operation)) if is_message and not is_done else None
@@ -119,16 +119,16 @@ def verdict(views: Sequence[RankView]) -> str:
         if causes:
             earlier = _earlier_calls(waits, by_rank) if any(view.aborted for view in views) else []
             return printable(". ".join([*causes, *_where_others_wait(waits, by_rank, causes), *earlier]))
-    stands = "; ".join(f"rank {view.rank} {_stands(view)}" for view in views)
+    stands = "; ".join(f"rank {view.rank} {_state_text(view)}" for view in views)
     complete = [wait for wait in waits if not wait.missing]
     if complete:
         wait = complete[0]
-        return printable(f"all ranks have come to {_name(wait, by_rank)} and it does not end: {stands}")
+        return printable(f"all ranks have reached {_name(wait, by_rank)}, but it does not end: {stands}")
     return printable(f"no rank is known to wait in a collective: {stands}")
 
 
 def _calls(view: RankView) -> dict[str, list[_Call]]:
-    """The collectives of a rank by group, oldest first, without point-to-point messages."""
+    """Return the collectives of a rank by group, oldest first, without point-to-point messages."""
     by_group: dict[str, list[_Call]] = {}
     last = ""
     for row in view.calls.get("calls", []):
@@ -154,7 +154,7 @@ def _is_at_barrier(view: RankView) -> bool:
 
 
 def _waits(views: Sequence[RankView]) -> list[_Wait]:
-    """The first collective of each group in which a rank waits."""
+    """Return the first collective of each group in which a rank waits."""
     calls_by_rank = {view.rank: _calls(view) for view in views}
     groups: dict[str, list[int]] = {}
     for view in views:
@@ -184,9 +184,9 @@ def _wait(
         if not calls or calls[-1].number < call.number:
             missing.append(rank)
             continue
-        own_call = next((candidate for candidate in calls if candidate.number == call.number), call)
-        if own_call.differs(call):
-            other[rank] = own_call
+        rank_call = next((candidate for candidate in calls if candidate.number == call.number), call)
+        if rank_call.differs(call):
+            other[rank] = rank_call
     return _Wait(group, ranks, call, waiting, missing, other)
 
 
@@ -205,21 +205,21 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _stopped_or_gone(view: RankView) -> str:
-    """The cause if a rank is stopped, aborted, or gone without an error; else ""."""
+    """Return the cause if a rank is stopped, aborted, or gone without an error; else ""."""
     if view.state == "stopped":
-        return f"rank {view.rank} is stopped by a signal (kill -CONT {view.pid} lets it go on): it {_stood(view)}"
+        return f"rank {view.rank} is stopped by a signal (kill -CONT {view.pid} resumes it): it {_last_seen_text(view)}"
     if view.aborted:
         return (
-            f"rank {view.rank} was ended by a library, in C: it {_stood(view)}; gloo does so where another rank sends "
-            "more than this one expects: a mismatch of size or dtype"
+            f"rank {view.rank} was aborted by a C library: it {_last_seen_text(view)}; gloo aborts if another rank "
+            "sends more than this one expects, which is a mismatch of size or dtype"
         )
     if view.state == "gone" and not view.raised and not view.ended:
-        return f"rank {view.rank} is gone without a word (process {view.pid} was killed): it {_stood(view)}"
+        return f"rank {view.rank} ended without an error (process {view.pid} was killed): it {_last_seen_text(view)}"
     return ""
 
 
 def _slow(views: Sequence[RankView], waits: Sequence[_Wait]) -> str:
-    """The rank for which the others wait again and again, and where it spends its time; "" if there is none.
+    """Return the rank for which the others wait again and again, and where it spends its time; "" if there is none.
 
     A wait that is much longer than the earlier ones is a hang. Arrivals are compared only on one host, because clocks
     of different hosts differ.
@@ -238,7 +238,7 @@ def _slow(views: Sequence[RankView], waits: Sequence[_Wait]) -> str:
     others = [view for view in views if view.rank != latest.rank]
     return (
         f"no rank is stuck, but rank {latest.rank} is slower than the others: they waited for it {latest.share:.0%} of "
-        f"the last {latest.window_seconds:.1f} s ({latest.part:.0%} of all lateness is its, {latest.seconds:.3f} s "
+        f"the last {latest.window_seconds:.1f} s (it causes {latest.part:.0%} of all lateness, {latest.seconds:.3f} s "
         f"each time). {_most_time(by_rank[latest.rank], others)}"
     )
 
@@ -246,17 +246,19 @@ def _slow(views: Sequence[RankView], waits: Sequence[_Wait]) -> str:
 def _most_time(view: RankView, others: Sequence[RankView]) -> str:
     """`It spends 70% of its time at data.py:12 in load (it waits for a thread or a lock), the others 0%`."""
 
-    def share(of: RankView, location: str) -> float:
-        return sum(count for count, frames in of.places if location_text(frames) == location) / (of.looks or 1)
+    def share(some_view: RankView, location: str) -> float:
+        return sum(count for count, frames in some_view.places if location_text(frames) == location) / (
+            some_view.looks or 1
+        )
 
-    places = [(location_text(frames), _doing_of(frames)) for _, frames in view.places]
-    usual = {place: statistics.median(share(other, place) for other in others) for place, _ in places}
-    location, doing = max(places, key=lambda row: share(view, row[0]) - usual[row[0]], default=("", ""))
-    if not location or share(view, location) <= usual[location]:
-        return f"rank {view.rank} {_stands(view)}"
+    places = [(location_text(frames), _activity_of(frames)) for _, frames in view.places]
+    usual_shares = {place: statistics.median(share(other, place) for other in others) for place, _ in places}
+    location, activity = max(places, key=lambda row: share(view, row[0]) - usual_shares[row[0]], default=("", ""))
+    if not location or share(view, location) <= usual_shares[location]:
+        return f"rank {view.rank} {_state_text(view)}"
     return (
         f"rank {view.rank} was at {location} in {share(view, location):.0%} of the {view.looks} looks of the last "
-        f"minute{doing and f' (it {doing})'}, the others in {usual[location]:.0%}"
+        f"minute{activity and f' (it {activity})'}, the others in {usual_shares[location]:.0%}"
     )
 
 
@@ -278,18 +280,18 @@ def _mismatch(wait: _Wait, by_rank: dict[int, RankView]) -> str:
 
 
 def _never_came(wait: _Wait, by_rank: dict[int, RankView], waiters: set[int]) -> str:
-    """The cause if ranks did not reach a collective and wait in none: the end of the chain."""
+    """Return the cause if ranks did not reach a collective and wait in none: the end of the chain."""
     missing = [rank for rank in wait.missing if rank not in waiters]
     texts: list[str] = []
     for rank in missing[:4]:
         view, who = by_rank.get(rank), "it" if len(missing) == 1 else f"rank {rank}"
-        texts.append(f"{who} {_stands(view) if view is not None else 'has written no readable state'}")
+        texts.append(f"{who} {_state_text(view) if view is not None else 'has written no readable state'}")
     more = f"; and {len(missing) - 4} more" if len(missing) > 4 else ""
-    return f"{_ranks(missing)} never came to {_name(wait, by_rank)}: {'; '.join(texts)}{more}"
+    return f"{_ranks(missing)} never reached {_name(wait, by_rank)}: {'; '.join(texts)}{more}"
 
 
 def _never_sent(view: RankView, by_rank: dict[int, RankView]) -> str:
-    """The cause if a rank waits for a message, and its peer does something else; else ""."""
+    """Return the cause if a rank waits for a message, and its peer does something else; else ""."""
     message = _message(view)
     if message is None or message.peer is None:
         return ""
@@ -303,7 +305,7 @@ def _never_sent(view: RankView, by_rank: dict[int, RankView]) -> str:
             f"ranks {first.rank} and {second.rank} both {verb} each other, and neither {did[6:]}: rank {first.rank} "
             f"at {location_text(first.frames)}, rank {second.rank} at {location_text(second.frames)}"
         )
-    stands = _stands(peer) if peer is not None else "has written no readable state"
+    stands = _state_text(peer) if peer is not None else "has written no readable state"
     preposition = "waits for" if message.is_recv else "sends"
     return (
         f"rank {message.peer} {did} the {message.text} that rank {view.rank} {preposition} at "
@@ -312,7 +314,7 @@ def _never_sent(view: RankView, by_rank: dict[int, RankView]) -> str:
 
 
 def _deadlock(waits: Sequence[_Wait], by_rank: dict[int, RankView]) -> str:
-    """The cause if ranks wait for each other, each in a different group."""
+    """Return the cause if ranks wait for each other, each in a different group."""
     stuck = [wait for wait in waits if wait.missing]
     if not stuck:
         return ""
@@ -343,7 +345,7 @@ def _where_others_wait(waits: Sequence[_Wait], by_rank: dict[int, RankView], cau
 
 
 def _waits_at(view: RankView, wait: _Wait) -> str:
-    """`train.py:40 in main (called at train.py:31 in step)`: NCCL does not block the host, which goes on."""
+    """`train.py:40 in main (called at train.py:31 in step)`: NCCL does not block the host, which continues."""
     location = location_text(view.frames)
     calls = _calls(view).get(wait.group, [])
     called = next((call.location for call in calls if call.number == wait.call.number), "")
@@ -365,7 +367,7 @@ def _earlier_calls(waits: Sequence[_Wait], by_rank: dict[int, RankView]) -> list
     return rows
 
 
-def _stood(view: RankView) -> str:
+def _last_seen_text(view: RankView) -> str:
     location = location_text(view.frames)
     if not location:
         return "was never seen"
@@ -373,42 +375,42 @@ def _stood(view: RankView) -> str:
     return f"was last seen{when} at {location}"
 
 
-def _stands(view: RankView) -> str:
-    """What a rank does, and where in the user's code: `stands at train.py:31 in main (it computes, process 7)`."""
+def _state_text(view: RankView) -> str:
+    """Return what a rank does, and where in the user's code: `is at train.py:31 in main (it computes, process 7)`."""
     if view.ended:
         return "has ended its work"
     location = location_text(view.frames)
     if concerns_others(view.raised) and _is_at_barrier(view):
-        return f"waited at a barrier of everyrank's, at {location or 'an unknown location'}"
+        return f"waited at a barrier of everyrank, at {location or 'an unknown location'}"
     if concerns_others(view.raised):
-        return f"waited in vain at {location or 'an unknown location'}"
+        return f"timed out at {location or 'an unknown location'}"
     if view.raised:
         return f"has raised at {location or 'an unknown location'}: {view.raised}"
     if view.age:
-        return _stood(view)
+        return _last_seen_text(view)
     message = _message(view)
     if message is not None:
         who = "any rank" if message.peer is None else f"rank {message.peer}"
-        doing = (
+        activity = (
             f"it waits for a {message.text} from {who}" if message.is_recv else f"it sends a {message.text} to {who}"
         )
     else:
-        doing = _doing(view)
+        activity = _activity(view)
     worker = next((f"; its worker, process {pid}, at {location_text(frames)}" for pid, frames in view.workers), "")
-    worker = worker if "loader" in doing else ""
-    return f"stands at {location or 'an unknown location'} ({doing}, process {view.pid}{worker})"
+    worker = worker if "loader" in activity else ""
+    return f"is at {location or 'an unknown location'} ({activity}, process {view.pid}{worker})"
 
 
-def _doing(view: RankView) -> str:
-    """What a rank does according to its innermost frames, else to its process."""
-    if text := _doing_of(view.frames):
+def _activity(view: RankView) -> str:
+    """Return what a rank does according to its innermost frames, else to its process."""
+    if text := _activity_of(view.frames):
         return f"it {text}"
     if view.busy > _BUSY or view.state == "running":
         return "it computes"
     return "it waits for a disk or a driver" if view.state == "waiting for a disk" else "it waits"
 
 
-def _doing_of(frames: Sequence[Frame]) -> str:
+def _activity_of(frames: Sequence[Frame]) -> str:
     """`waits for its data loader`, by the frames inside the innermost one of user code; "" if unknown."""
     inner = list(itertools.takewhile(lambda frame: not is_own(frame[0]), frames))
     for file_part, functions, text in _WAITS:

@@ -1,11 +1,11 @@
-"""The training of a script as the file of a workload, compared with the script and verified before it is written.
+"""Turns the training of a script into the file of a workload, compared with the script and verified on two ranks.
 
 workload.py         observes the script, writes the text, compares it, tries another choice
-observed_run.py     the facts of a run by their kinds
-training_parts.py   model, data, loss, optimizer, schedule and numbers in the script
-batch_loop.py       the loop over the batches: from a batch to the loss
-slices.py           the statements that an expression needs
-workload_file.py    the text of the file
+observed_run.py     the facts of a run by kind
+training_parts.py   finds model, data, loss, optimizer, schedule and numbers in the script
+batch_loop.py       finds the statements from a batch to the loss
+slices.py           finds the statements that an expression needs
+workload_file.py    writes the text of the file
 single_training.py  a plain loop over a workload, for the comparison
 """
 

@@ -1,4 +1,4 @@
-"""The loop over the batches: the statements from a batch to the loss, and the sums of an evaluation."""
+"""Finds the statements from a batch to the loss in the training loop, and the sums of the evaluation loop."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ _COUNTS = {"correct": "accuracy", "n_correct": "accuracy", "num_correct": "accur
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """What the loop over the batches does, from the batch to the loss.
+    """The code of the loop over the batches, from the batch to the loss.
 
-    target       of the loop: "data, target"
-    before       statements from the batch to what the model is given
-    inputs       texts of the model's arguments; a "**batch" gives all of a dict
-    words        names of those that are given by keyword
-    output       the name of what the model returns
-    after        statements from there to the loss
+    target       the loop variables: "data, target"
+    before       statements from the batch to the model's arguments
+    inputs       texts of the model's arguments; "**batch" passes all of a dict
+    words        names of the keyword arguments
+    output       the name of the model's output
+    after        statements from the output to the loss
     value        the loss, an expression
-    targets      names of what the loss needs of the batch
-    rows         a name whose length is the number of samples
-    setup        pieces that the loss needs from before the loop
+    targets      names of the batch that the loss needs
+    rows         the name of a tensor with one row per sample
+    setup        statements before the loop that the loss needs
     """
 
     target: str
@@ -67,9 +67,9 @@ class Metric:
 
 
 def find_loss(observed: ObservedRun, script: Script, backward: Fact, forward: Fact) -> tuple[Loss, ast.Call]:
-    """The loop's way from a batch to the loss, and the call of the model.
+    """Return the code from a batch to the loss, and the call of the model.
 
-    Raises `NotPortedError` for what depends on other batches, or on the number of an update.
+    Raises `NotPortedError` for code that depends on other batches or on the number of an update.
     """
     source = observed.source
     node = source.at(backward.span, ast.Call)
@@ -80,8 +80,8 @@ def find_loss(observed: ObservedRun, script: Script, backward: Fact, forward: Fa
     if isinstance(scope, ast.FunctionDef) and scope.args.args[:1] and scope.args.args[0].arg == "self":
         raise NotPortedError(
             node.lineno,
-            "the training loop is a method of a class, whose attributes are not followed: move it into a function that "
-            "is given model, loader and optimizer",
+            "the training loop is a method, and attributes of a class are not followed: move it into a function of "
+            "model, loader and optimizer",
         )
     loop = _batch_loop(source, node)
     if source.scope(call) is not source.scope(node) or not (start_of(loop) < start_of(call) < end_of(loop)):
@@ -94,42 +94,44 @@ def find_loss(observed: ObservedRun, script: Script, backward: Fact, forward: Fa
     body = _body(loop, values, start_of(statement))
     value = _loss_expression(node)
     output, after, needed, call_index = _after(script, body, value, call)
-    available = set(_target_names(source, loop)) | {name for each in body[:call_index] for name in bound_names(each)}
+    available = set(_target_names(source, loop)) | {name for code in body[:call_index] for name in bound_names(code)}
     targets = sorted(name for name in needed if name in available and name != output)
     _refuse_carried(source, loop, backward, needed - available - {output}, call)
     model = source.code(call.func)
     if model in needed:
         raise NotPortedError(
             node.lineno,
-            f"the loss reads the model itself, `{model}`, and a workload's only has output and target",
+            f"the loss reads the model itself, `{model}`; the loss of a workload only gets output and target",
         )
-    inputs, words = _arguments(script, call)
-    read = {name for text in inputs for name in loaded_names(ast.parse(text.lstrip("*"), mode="eval"))}
-    before, free = _before(script, body[:call_index], {*targets, *read})
+    inputs, keyword_names = _arguments(script, call)
+    input_names = {name for text in inputs for name in loaded_names(ast.parse(text.lstrip("*"), mode="eval"))}
+    before, first_names = _before(script, body[:call_index], {*targets, *input_names})
     target = set(_target_names(source, loop))
-    _refuse_carried(source, loop, backward, free - target, call)
+    _refuse_carried(source, loop, backward, first_names - target, call)
     slice_of_setup = ScriptSlice(script)
     text = script.rendered(value, {call: output})
-    for each in [*after, *before, *inputs, text]:
+    for code in [*after, *before, *inputs, text]:
         slice_of_setup.given |= available | {output} | {name for text in after for name in bound_names_of(text)}
-        slice_of_setup.needs(ast.parse(each.lstrip("*")), backward)
-    # what the model's arguments and the loss need of the batch
+        slice_of_setup.needs(ast.parse(code.lstrip("*")), backward)
+    # the names of the batch that the model's arguments and the loss need
     rows = next((name for name in targets if _has_rows(backward, name)), "")
     if not rows:
-        rows = next((name for name in sorted(read | set(_target_names(source, loop))) if _has_rows(backward, name)), "")
-    described = backward.chain[0].values.get(output, ["", ""])
-    if described[0] == "object" and described[1].startswith("transformers."):
-        # layouts that collect outputs give them as a dict
-        after = [re.sub(rf"\b{output}\.(\w+)", rf'{output}["\1"]', each) for each in after]
-    if "Tensor" in described[1]:  # verify computes in float64, and a target has to follow the output
-        after = [each.replace(".float()", f".to({output}.dtype)") for each in after]
+        rows = next(
+            (name for name in sorted(input_names | set(_target_names(source, loop))) if _has_rows(backward, name)), ""
+        )
+    output_value = backward.chain[0].values.get(output, ["", ""])
+    if output_value[0] == "object" and output_value[1].startswith("transformers."):
+        # layouts that gather outputs return them as a dict
+        after = [re.sub(rf"\b{output}\.(\w+)", rf'{output}["\1"]', code) for code in after]
+    if "Tensor" in output_value[1]:  # verify computes in float64, so the target needs the dtype of the output
+        after = [code.replace(".float()", f".to({output}.dtype)") for code in after]
         text = text.replace(".float()", f".to({output}.dtype)")
     return (
         Loss(
             _target_text(source, loop),
             before,
             inputs,
-            words,
+            keyword_names,
             output,
             after,
             text,
@@ -142,7 +144,7 @@ def find_loss(observed: ObservedRun, script: Script, backward: Fact, forward: Fa
 
 
 def bound_names_of(text: str) -> set[str]:
-    """The names that the statements of a text bind."""
+    """Return the names that the statements of a text bind."""
     return {name for each in ast.parse(text).body for name in bound_names(each)}
 
 
@@ -155,13 +157,13 @@ def _batch_loop(source: ScriptSource, node: ast.Call) -> ast.For:
     loops = source.loops(node)
     if not loops or not isinstance(loops[0], ast.For):
         raise NotPortedError(
-            node.lineno, "the backward is in no loop over a DataLoader: write `for batch in loader:` around it"
+            node.lineno, "the backward is not in a loop over a DataLoader: write `for batch in loader:` around it"
         )
     return loops[0]
 
 
 def _target(source: ScriptSource, loop: ast.For) -> ast.expr:
-    """What a loop calls a batch, without a counter."""
+    """Return the loop variables of a batch, without a counter."""
     is_counted = any(
         isinstance(each, ast.Call) and source.code(each.func) == "enumerate" for each in ast.walk(loop.iter)
     )
@@ -174,13 +176,13 @@ def _target_names(source: ScriptSource, loop: ast.For) -> list[str]:
 
 
 def _target_text(source: ScriptSource, loop: ast.For) -> str:
-    """The text of it, without brackets around the whole."""
+    """Return the text of the loop variables, without outer brackets."""
     text = source.code(_target(source, loop))
     return text[1:-1].strip() if text.startswith("(") and text.endswith(")") else text
 
 
 def _body(loop: ast.For, values: dict[str, list[Any]], end: tuple[int, int]) -> list[ast.stmt]:
-    """The statements of the loop before the backward, those of `with` and decided branches among them."""
+    """Return the statements of the loop before the backward, also those in `with` and in taken branches."""
     statements = list[ast.stmt]()
     for each in taken_statements(loop.body, values):
         if start_of(each) >= end:
@@ -193,7 +195,7 @@ def _body(loop: ast.For, values: dict[str, list[Any]], end: tuple[int, int]) -> 
 
 
 def _loss_expression(node: ast.Call) -> ast.expr:
-    """The loss in `loss.backward()`, `scaler.scale(loss).backward()` and `(loss / 4).backward()`."""
+    """Return the loss in `loss.backward()`, `scaler.scale(loss).backward()` and `(loss / 4).backward()`."""
     if not isinstance(node.func, ast.Attribute):
         raise NotPortedError(node.lineno, "the loss has no name: write loss.backward()")
     value = node.func.value
@@ -205,70 +207,79 @@ def _loss_expression(node: ast.Call) -> ast.expr:
 def _after(
     script: Script, body: list[ast.stmt], value: ast.expr, call: ast.Call
 ) -> tuple[str, list[str], set[str], int]:
-    """The name of the model's output, the statements from there to the loss, and what these need of the batch."""
+    """Return the name of the model's output, the statements from it to the loss, the names that these need of the
+    batch, and the index of the model's call in `body`.
+    """
     needed = loaded_names(ast.parse(script.rendered(value, {call: "output"}), mode="eval")) - {"output"}
-    number = next(
-        (index for index, each in enumerate(body) if start_of(each) <= start_of(call) < end_of(each)), len(body)
+    call_index = next(
+        (
+            index
+            for index, body_statement in enumerate(body)
+            if start_of(body_statement) <= start_of(call) < end_of(body_statement)
+        ),
+        len(body),
     )
     after: list[str] = []
-    for each in reversed(body[number + 1 :]):
-        changed = bound_names(each) | mutated_names(each)
-        if changed & needed and not isinstance(each, ast.Expr):
-            text = script.rendered(each)
+    for body_statement in reversed(body[call_index + 1 :]):
+        changed = bound_names(body_statement) | mutated_names(body_statement)
+        if changed & needed and not isinstance(body_statement, ast.Expr):
+            text = script.rendered(body_statement)
             after.insert(0, text)
-            code = ast.parse(text)
-            if isinstance(each, ast.Assign):
-                needed -= bound_names(each)
-            needed |= read_names(code.body)
-    if number == len(body):  # model(x) in the statement with the backward itself
-        return "output", after, needed, number
-    statement = body[number]
+            tree = ast.parse(text)
+            if isinstance(body_statement, ast.Assign):
+                needed -= bound_names(body_statement)
+            needed |= read_names(tree.body)
+    if call_index == len(body):  # model(x) is in the statement of the backward
+        return "output", after, needed, call_index
+    statement = body[call_index]
     is_output = isinstance(statement, ast.Assign) and len(statement.targets) == 1
     target = statement.targets[0] if isinstance(statement, ast.Assign) and is_output else None
     if isinstance(target, ast.Name) and script.rendered(statement.value, {call: "output"}) == "output":  # type: ignore[attr-defined]
-        return target.id, after, needed - {target.id}, number
+        return target.id, after, needed - {target.id}, call_index
     text = script.rendered(statement, {call: "output"})
     needed -= bound_names(statement) if isinstance(statement, ast.Assign) else set()
     needed |= read_names(ast.parse(text).body) - {"output"}
-    return "output", [text, *after], needed, number
+    return "output", [text, *after], needed, call_index
 
 
 def _before(script: Script, body: list[ast.stmt], wanted: set[str]) -> tuple[list[str], set[str]]:
-    """The statements from the batch to these names, and the names that they begin with."""
-    needed, kept = set(wanted), list[str]()
-    for each in reversed(body):
-        if not (bound_names(each) | mutated_names(each)) & needed:
+    """Return the statements that compute these names, and the names that the statements read first."""
+    needed, texts = set(wanted), list[str]()
+    for body_statement in reversed(body):
+        if not (bound_names(body_statement) | mutated_names(body_statement)) & needed:
             continue
-        text = script.rendered(each)
-        code = ast.parse(text)
-        statement = code.body[0]
+        text = script.rendered(body_statement)
+        tree = ast.parse(text)
+        statement = tree.body[0]
         if isinstance(statement, ast.Assign) and all(
             ast.unparse(target) == ast.unparse(statement.value) for target in statement.targets
         ):
             continue
-        kept.insert(0, text)
-        if isinstance(each, ast.Assign):
-            needed -= bound_names(each)
-        needed |= read_names(code.body)
-    return kept, needed
+        texts.insert(0, text)
+        if isinstance(body_statement, ast.Assign):
+            needed -= bound_names(body_statement)
+        needed |= read_names(tree.body)
+    return texts, needed
 
 
 def _arguments(script: Script, call: ast.Call) -> tuple[list[str], list[str]]:
-    """The texts of the model's arguments, and the names of those that are given by keyword."""
-    inputs = [script.rendered(each) for each in call.args]
-    if any(isinstance(each, ast.Starred) for each in call.args):
+    """Return the texts of the model's arguments, and the names of the keyword arguments."""
+    inputs = [script.rendered(argument) for argument in call.args]
+    if any(isinstance(argument, ast.Starred) for argument in call.args):
         raise NotPortedError(call.lineno, "the model is called with *arguments: write each of them")
     if len(call.keywords) == 1 and call.keywords[0].arg is None and not inputs:
         return [f"**{script.rendered(call.keywords[0].value)}"], []
-    if any(word.arg is None for word in call.keywords) or (inputs and call.keywords):
-        raise NotPortedError(call.lineno, "the model is called by position and by keyword: use one of the two")
-    return inputs + [script.rendered(word.value) for word in call.keywords], [
-        word.arg for word in call.keywords if word.arg
+    if any(keyword.arg is None for keyword in call.keywords) or (inputs and call.keywords):
+        raise NotPortedError(
+            call.lineno, "the model is called with positional and keyword arguments: use only one kind"
+        )
+    return inputs + [script.rendered(keyword.value) for keyword in call.keywords], [
+        keyword.arg for keyword in call.keywords if keyword.arg
     ]
 
 
 def _refuse_carried(source: ScriptSource, loop: ast.For, backward: Fact, names: set[str], call: ast.Call) -> None:
-    """Raise `NotPortedError` for a name that loops change: its value depends on the update."""
+    """Raise `NotPortedError` if a name is changed by a loop, so that its value depends on the update."""
     counters = {
         node.id
         for depth in range(len(backward.chain))
@@ -281,7 +292,7 @@ def _refuse_carried(source: ScriptSource, loop: ast.For, backward: Fact, names: 
     for name in sorted(names & (counters | inside)):
         kind = "the number of an epoch or batch" if name in counters else "carried from batch to batch"
         raise NotPortedError(
-            call.lineno, f"`{name}` is {kind}, and a workload's loss and model see one batch only: train by hand"
+            call.lineno, f"`{name}` is {kind}, and the loss and model of a workload get one batch only: train by hand"
         )
 
 
@@ -289,14 +300,14 @@ def _refuse_carried(source: ScriptSource, loop: ast.For, backward: Fact, names: 
 
 
 def find_metrics(observed: ObservedRun, script: Script, loss: Loss) -> list[Metric]:
-    """Sums of the evaluation loop that depend on the output: `correct += (output.argmax(1) == target).sum()`."""
+    """Return the sums of the evaluation loop that depend on the output: `correct += (output == target).sum()`."""
     source = observed.source
     metrics: list[Metric] = []
     for event in observed.of("forward"):
         call = source.at(event.span, ast.Call)
         if event.details["reached"] or not event.is_inner or not isinstance(call, ast.Call):
             continue
-        loops = [each for each in source.loops(call) if isinstance(each, ast.For)]
+        loops = [statement for statement in source.loops(call) if isinstance(statement, ast.For)]
         if not loops or any(
             start_of(loops[0]) <= other.span[:2] < end_of(loops[0])
             for other in observed.of("backward")
@@ -306,8 +317,8 @@ def find_metrics(observed: ObservedRun, script: Script, loss: Loss) -> list[Metr
         values = {**script.module_values, **event.chain[0].values}
         body = _body(loops[0], values, end_of(loops[0]))
         names = _target_names(source, loops[0])
-        for each in body:
-            metric = _metric(source, script, event, each, body, call, names, loss)
+        for statement in body:
+            metric = _metric(source, script, event, statement, body, call, names, loss)
             if metric is not None and metric.name not in {other.name for other in metrics}:
                 metrics.append(metric)
         if metrics:
@@ -330,9 +341,9 @@ def _metric(
         return None
     if not isinstance(statement.target, ast.Name) or "loss" in statement.target.id:
         return None
-    earlier = [each for each in body if start_of(each) < start_of(statement)]
-    output, after, needed, _ = _after(script, earlier, statement.value, call)
-    # the same names for the parts of a batch as in the training loop
+    statements_before = [body_statement for body_statement in body if start_of(body_statement) < start_of(statement)]
+    output, after, needed, _ = _after(script, statements_before, statement.value, call)
+    # the names of the batch have to be those of the training loop
     targets = sorted(needed & set(names))
     if set(targets) - set(loss.targets) or output in needed:
         return None

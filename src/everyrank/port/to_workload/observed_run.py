@@ -1,4 +1,4 @@
-"""The facts of a run by their kinds, with the values that the names of the script had at each expression."""
+"""ObservedRun: the facts of a run by kind."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class ObservedRun:
         self.source, self.facts = source, facts
 
     def of(self, kind: str) -> list[Fact]:
-        """Those of a kind, in the order of the run."""
+        """Return the facts of a kind, in the order of the run."""
         return [fact for fact in self.facts if fact.kind == kind]
 
     def details(self, loader: int) -> dict[str, Any]:
-        """What is known of a loader, by its identity."""
+        """Return the details of the loader with this identity."""
         return next(fact.details for fact in self.of("loader_details") if fact.details["id"] == loader)

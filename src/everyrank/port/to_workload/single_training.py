@@ -1,4 +1,4 @@
-"""A training of a workload on one device, as a plain loop, for the comparison with the script that it came from."""
+"""train_single: trains a workload on one device in a plain loop, to compare it with its script."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ def train_single(settings_path: str) -> None:
     follows_evaluation = isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau)
     for _ in range(settings["early_passes"]):
         next(iter(loader))
-    done = 0
+    num_backwards = 0
     while True:
         model.train()
         for batch in loader:
             if not isinstance(batch, tuple | list) or len(batch) != 2:
                 raise WorkloadError("a sample must be (input, target)")
-            given, target = batch
-            total, count = workload.loss(call_model(model, given), target)
+            model_input, target = batch
+            total, count = workload.loss(call_model(model, model_input), target)
             (total / count / backwards).backward()
-            done += 1
-            if done % backwards:
+            num_backwards += 1
+            if num_backwards % backwards:
                 continue
             if workload.clip_norm is not None:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), workload.clip_norm)
@@ -70,7 +70,7 @@ def train_single(settings_path: str) -> None:
 
 
 def _sampler(loader: dict[str, Any], data: Any, workload: Any) -> Any:
-    """The order of the script's loader."""
+    """Return a sampler with the order of the script's loader."""
     if workload.weights is not None:
         return WeightedRandomSampler(workload.weights(), len(data))
     kinds = {
@@ -88,11 +88,11 @@ def _set_rng(states: dict[str, Any]) -> None:
 
 
 def _set_parameters(model: torch.nn.Module, recorded: dict[str, torch.Tensor]) -> None:
-    """Begin with the script's weights, whose names begin with the class of the model."""
-    own = dict(model.named_parameters())
+    """Set the parameters to the recorded weights, whose names begin with the class of the model."""
+    parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, value in recorded.items():
-            parameter = own.get(name.partition(": ")[2])
+            parameter = parameters.get(name.partition(": ")[2])
             if parameter is None or parameter.shape != value.shape:
                 raise WorkloadError(f"the model has no parameter {name} of shape {tuple(value.shape)}")
             parameter.copy_(value)

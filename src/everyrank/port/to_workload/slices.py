@@ -53,7 +53,7 @@ class ScriptPiece:
 
 
 class Script:
-    """A script, and the state that its slices share.
+    """A script and the state that all its slices share.
 
     constants    name -> text of a plain value, such as "0.1"
     namespaces   name -> attribute -> text, of parsed arguments
@@ -69,7 +69,7 @@ class Script:
         self.module_values: dict[str, list[Any]] = {}
 
     def rendered(self, node: ast.AST, replaced: dict[ast.AST, str] | None = None) -> str:
-        """The text of a node without moves to a device, and with other text in place of some nodes inside of it."""
+        """Return the text of a node without moves to a device, with `replaced` texts for some inner nodes."""
         source, edits = self.source, list[tuple[tuple[int, int], tuple[int, int], str]]()
         replaced = replaced or {}
 
@@ -93,9 +93,7 @@ class Script:
         return _dedented(_spliced(source, node, edits), getattr(node, "col_offset", 0))
 
     def _without_move(self, node: ast.AST) -> tuple[ast.expr, str] | None:
-        """(x, "") of `x.to(device)` or `x.cuda()`; (x, ".to(dtype=d)") where a type is given, too; (x, "") of
-        DataParallel(x).
-        """
+        """Return (x, "") for `x.to(device)`, `x.cuda()`, `DataParallel(x)`; (x, ".to(dtype=d)") if it sets a dtype."""
         if not isinstance(node, ast.Call):
             return None
         if self.source.code(node.func).rpartition(".")[2] == "DataParallel" and node.args:
@@ -107,9 +105,9 @@ class Script:
         kept = [self.source.code(arg) for arg in node.args if not self._is_device(arg)]
         left_out = {"device", "non_blocking"}
         kept += [
-            f"{word.arg}={self.source.code(word.value)}"
-            for word in node.keywords
-            if word.arg and word.arg not in left_out
+            f"{keyword.arg}={self.source.code(keyword.value)}"
+            for keyword in node.keywords
+            if keyword.arg and keyword.arg not in left_out
         ]
         if len(kept) == len(node.args) + len(node.keywords):
             return None
@@ -123,12 +121,12 @@ class Script:
 
 
 def _spliced(source: ScriptSource, node: ast.AST, edits: list[tuple[tuple[int, int], tuple[int, int], str]]) -> str:
-    """The text of a node with edits inside of it."""
-    (first, column), (last, end) = start_of(node), end_of(node)
+    """Return the text of a node with edits applied."""
+    (first, column), (last_line, end_column) = start_of(node), end_of(node)
     decorators = getattr(node, "decorator_list", [])
     if decorators:
         first, column = min(each.lineno for each in decorators), getattr(node, "col_offset", 0)
-    lines = source.lines[first - 1 : last]
+    lines = source.lines[first - 1 : last_line]
     starts = [0]
     for line in lines:
         starts.append(starts[-1] + len(line))
@@ -137,65 +135,73 @@ def _spliced(source: ScriptSource, node: ast.AST, edits: list[tuple[tuple[int, i
     def offset(position: tuple[int, int]) -> int:
         return starts[position[0] - first] + position[1]
 
-    pieces, done = list[bytes](), offset((first, column))
+    pieces, done_bytes = list[bytes](), offset((first, column))
     for start, stop, text in sorted(edits, key=lambda each: (each[0], each[1])):
-        if offset(start) < done or offset(stop) > offset((last, end)):
+        if offset(start) < done_bytes or offset(stop) > offset((last_line, end_column)):
             continue
-        pieces += [raw[done : offset(start)], text.encode()]
-        done = offset(stop)
-    pieces.append(raw[done : offset((last, end))])
+        pieces += [raw[done_bytes : offset(start)], text.encode()]
+        done_bytes = offset(stop)
+    pieces.append(raw[done_bytes : offset((last_line, end_column))])
     return b"".join(pieces).decode().replace("\r\n", "\n")
 
 
 def _dedented(text: str, column: int) -> str:
-    """The text of a statement that stood `column` characters to the right; lines of long strings stay."""
-    first, *rest = text.split("\n")
-    if column and rest and all(not line.strip() or not line[:column].strip() for line in rest):
-        rest = [line[column:] for line in rest]
-    return "\n".join([first, *rest])
+    """Return the text of a statement without its indentation of `column` characters; keep it if a line has less."""
+    first_line, *other_lines = text.split("\n")
+    if column and other_lines and all(not line.strip() or not line[:column].strip() for line in other_lines):
+        other_lines = [line[column:] for line in other_lines]
+    return "\n".join([first_line, *other_lines])
 
 
 # --- names
 
 
 def loaded_names(tree: ast.AST) -> set[str]:
-    """The names that code reads, without those that comprehensions, lambdas, functions and classes in it bind."""
-    inner = set[str]()
+    """Return the names that code reads, without those that its comprehensions, lambdas, functions and classes bind."""
+    inner_names = set[str]()
     for node in ast.walk(tree):
         if isinstance(node, ast.comprehension):
-            inner |= {each.id for each in ast.walk(node.target) if isinstance(each, ast.Name)}
+            inner_names |= {each.id for each in ast.walk(node.target) if isinstance(each, ast.Name)}
         elif isinstance(node, ast.Lambda | ast.FunctionDef | ast.AsyncFunctionDef):
             arguments = node.args
-            named = [*arguments.args, *arguments.kwonlyargs, *arguments.posonlyargs, arguments.vararg, arguments.kwarg]
-            inner |= {each.arg for each in named if each is not None}
+            all_arguments = [
+                *arguments.args,
+                *arguments.kwonlyargs,
+                *arguments.posonlyargs,
+                arguments.vararg,
+                arguments.kwarg,
+            ]
+            inner_names |= {each.arg for each in all_arguments if each is not None}
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            inner |= _bound_within(node)
+            inner_names |= _bound_within(node)
     loads = {each.id for each in ast.walk(tree) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)}
-    return loads - inner
+    return loads - inner_names
 
 
 def read_names(statements: Iterable[ast.stmt], bound: Iterable[str] = ()) -> set[str]:
-    """The names that statements read before they bind them."""
-    reads, known = set[str](), set(bound)
+    """Return the names that statements read before binding them."""
+    names, bound_names_so_far = set[str](), set(bound)
     for each in statements:
         if isinstance(each, ast.For | ast.While | ast.If | ast.With | ast.Try):
             head = [getattr(each, name, None) for name in ("iter", "test")]
             head += [item.context_expr for item in getattr(each, "items", [])]
-            reads |= {name for node in head if node is not None for name in loaded_names(node)} - known
+            names |= {name for node in head if node is not None for name in loaded_names(node)} - bound_names_so_far
             targets = [each.target] if isinstance(each, ast.For) else []
             targets += [item.optional_vars for item in getattr(each, "items", []) if item.optional_vars is not None]
-            inner = known | {node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)}
+            inner = bound_names_so_far | {
+                node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)
+            }
             handlers = [node for handler in getattr(each, "handlers", []) for node in handler.body]
             for block in (each.body, getattr(each, "orelse", []), handlers, getattr(each, "finalbody", [])):
-                reads |= read_names(block, inner)
+                names |= read_names(block, inner)
         else:
-            reads |= loaded_names(each) - known
-            known |= bound_names(each) if not isinstance(each, ast.AugAssign) else set()
-    return reads
+            names |= loaded_names(each) - bound_names_so_far
+            bound_names_so_far |= bound_names(each) if not isinstance(each, ast.AugAssign) else set()
+    return names
 
 
 def _bound_within(definition: ast.AST) -> set[str]:
-    """The names that the body of a function or class binds, apart from those that it declares global."""
+    """Return the names that the body of a function or class binds, except globals."""
     names = set[str]()
     outer = {name for node in ast.walk(definition) if isinstance(node, ast.Global) for name in node.names}
     for node in ast.walk(definition):
@@ -215,7 +221,7 @@ def _is_stored(node: ast.AST) -> bool:
 
 
 def bound_names(statement: ast.AST) -> set[str]:
-    """The names that a statement binds in its own scope."""
+    """Return the names that a statement binds in its own scope."""
     if isinstance(statement, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
         return {statement.name}
     if isinstance(statement, ast.Import | ast.ImportFrom):
@@ -230,7 +236,7 @@ def bound_names(statement: ast.AST) -> set[str]:
 
 
 def _own_nodes(statement: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a statement, without the bodies of functions, lambdas and comprehensions inside of it."""
+    """Yield the nodes of a statement, without the bodies of functions, lambdas and comprehensions in it."""
     yield statement
     for child in ast.iter_child_nodes(statement):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -240,7 +246,7 @@ def _own_nodes(statement: ast.AST) -> Iterator[ast.AST]:
 
 
 def mutated_names(statement: ast.AST) -> set[str]:
-    """The names whose objects a statement changes: `x.a = 1`, `x[0] = 1`, `x += 1`, `x.append(1)`, `init(x)`."""
+    """Return the names whose objects a statement changes: `x.a = 1`, `x[0] = 1`, `x += 1`, `x.append(1)`, `init(x)`."""
     names = set[str]()
     for node in _own_nodes(statement):
         if isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store):
@@ -270,11 +276,11 @@ def decided(test: ast.expr, values: dict[str, list[Any]]) -> bool | None:
         return None
     env: dict[str, Any] = {"__name__": "__main__"}
     for name in {each.id for each in ast.walk(test) if isinstance(each, ast.Name)} - {"__name__"}:
-        described = values.get(name)
-        if described is None or described[0] == "device":
+        recorded = values.get(name)
+        if recorded is None or recorded[0] == "device":
             return None
-        if described[0] == "literal":
-            env[name] = ast.literal_eval(described[1]) if "inf" not in described[1] and "nan" not in described[1] else 0
+        if recorded[0] == "literal":
+            env[name] = ast.literal_eval(recorded[1]) if "inf" not in recorded[1] and "nan" not in recorded[1] else 0
             continue
         inner = {
             key.partition(".")[2]: ast.literal_eval(value[1])
@@ -294,7 +300,7 @@ def decided(test: ast.expr, values: dict[str, list[Any]]) -> bool | None:
 
 
 def taken_statements(statements: Iterable[ast.stmt], values: dict[str, list[Any]]) -> Iterator[ast.stmt]:
-    """The statements, with those of decided branches and of `with` blocks in place of these."""
+    """Yield the statements; a decided `if` and a `with` block are replaced by the statements in them."""
     for statement in statements:
         if isinstance(statement, ast.If):
             is_taken = decided(statement.test, values)
@@ -311,9 +317,9 @@ def taken_statements(statements: Iterable[ast.stmt], values: dict[str, list[Any]
 
 
 class ScriptSlice:
-    """The pieces that expressions need.
+    """The statements that expressions need.
 
-    given  names that the new function has as parameters: they need nothing
+    given  parameters of the new function, which need no statements
     """
 
     def __init__(self, script: Script, given: Iterable[str] = ()) -> None:
@@ -322,14 +328,14 @@ class ScriptSlice:
         self._done: set[tuple[Any, ...]] = set()
 
     def needs(self, code: ast.AST, event: Fact, depth: int = 0, before: tuple[int, int] | None = None) -> None:
-        """Add what code needs that runs at a site of an event, `depth` calls outside of the innermost."""
+        """Add the statements that `code` needs, which runs at site `depth` of an event's chain of calls."""
         frames = _Frames(self.script, event.chain)
         for name in sorted(read_names(code.body) if isinstance(code, ast.Module) else loaded_names(code)):
             self._need(name, frames, depth, before or frames.position(depth))
         self._attributes(code, frames, depth)
 
     def _attributes(self, code: ast.AST, frames: _Frames, depth: int) -> None:
-        """Note which attributes of parsed arguments are read."""
+        """Record which attributes of parsed arguments are read."""
         values = {**frames.globals, **frames.values(depth)}
         read = [node for node in ast.walk(code) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
         owners = [node.value for node in read]
@@ -350,20 +356,20 @@ class ScriptSlice:
         self._done.add((name, depth, before))
         value = frames.values(depth).get(name)
         units = frames.units(depth, before)
-        is_here = (
+        is_in_scope = (
             frames.is_module(depth)
             or any(name in bound_names(unit) for unit in units)
             or (name in frames.parameters(depth))
         )
-        if value is not None and is_here and self._is_constant(name, value, units):
+        if value is not None and is_in_scope and self._is_constant(name, value, units):
             return
         if value is not None and value[1] == "builtins.module" and frames.is_module(depth):
             self.script.definitions.add(name)
             return
         changing = [unit for unit in units if name in bound_names(unit) | mutated_names(unit)]
-        starts = [number for number, unit in enumerate(changing) if _is_full_binding(unit, name)]
-        if starts:
-            changing = changing[starts[-1] :]
+        bindings = [number for number, unit in enumerate(changing) if _is_full_binding(unit, name)]
+        if bindings:
+            changing = changing[bindings[-1] :]
         is_bound = any(name in bound_names(unit) for unit in changing)
         if is_bound or (changing and frames.is_module(depth)):
             for unit in changing:
@@ -373,14 +379,14 @@ class ScriptSlice:
         if name in frames.parameters(depth):
             self._need_argument(name, frames, depth)
         elif not frames.is_module(depth):
-            outer = frames.depth_of_module
-            if outer is not None:
-                self._need(name, frames, outer, frames.position(outer))
+            module_depth = frames.depth_of_module
+            if module_depth is not None:
+                self._need(name, frames, module_depth, frames.position(module_depth))
         elif not hasattr(builtins, name) and name != "__name__":
             self.script.definitions.add(name)
 
     def _is_constant(self, name: str, value: list[Any], units: Sequence[ast.stmt]) -> bool:
-        """Whether a name's value stands for its statements; it is then a constant of the file."""
+        """Whether a name can be a constant of the file; if so, add the constant."""
         kind, text = value[0], value[1]
         if kind == "device":
             self.script.devices.add(name)
@@ -392,22 +398,22 @@ class ScriptSlice:
             return True
         if kind != "literal":
             return False
-        last = next((unit for unit in reversed(units) if name in bound_names(unit)), None)
+        last_binding = next((unit for unit in reversed(units) if name in bound_names(unit)), None)
         if (
-            isinstance(last, ast.Assign)
-            and isinstance(last.targets[0], ast.Name)
-            and _is_equal_literal(last.value, text)
+            isinstance(last_binding, ast.Assign)
+            and isinstance(last_binding.targets[0], ast.Name)
+            and _is_equal_literal(last_binding.value, text)
         ):
-            text = self.script.source.code(last.value)
-        known = self.script.constants.get(name)
-        if known is not None and not _same_value(known, text):
-            line = last.lineno if last is not None else 1
+            text = self.script.source.code(last_binding.value)
+        known_text = self.script.constants.get(name)
+        if known_text is not None and not _same_value(known_text, text):
+            line = last_binding.lineno if last_binding is not None else 1
             raise NotPortedError(line, f"`{name}` has several values: use a different variable for each")
         self.script.constants.setdefault(name, text)
         return True
 
     def _need_argument(self, name: str, frames: _Frames, depth: int) -> None:
-        """Add what the caller gives for a parameter."""
+        """Add the argument for a parameter, and the statements that it needs."""
         argument, call = frames.argument(name, depth)
         if argument is None or call is None:
             raise NotPortedError(
@@ -451,7 +457,7 @@ class ScriptSlice:
 
 
 class _Frames:
-    """The functions of the script that were running, with their names."""
+    """The running functions of the script, with the values of their variables."""
 
     def __init__(self, script: Script, sites: Sequence[CallSite]) -> None:
         self.script, self.sites = script, sites
@@ -469,7 +475,7 @@ class _Frames:
         return {**self.script.module_values, **(self.sites[depth].values if depth is not None else {})}
 
     def level(self, depth: int) -> int:
-        """How many calls of the script are outside of a scope, the same from wherever it is looked at."""
+        """Return the number of calls outside of a scope, which is the same for all chains of calls."""
         return max(0, len(self.sites) - 1 - depth)
 
     def is_module(self, depth: int) -> bool:
@@ -486,7 +492,7 @@ class _Frames:
         )
 
     def position(self, depth: int) -> tuple[int, int]:
-        """Where the running statement of a scope begins."""
+        """Return the position of the running statement of a scope."""
         call = self.calls[min(depth, len(self.calls) - 1)]
         if call is None:
             return self.sites[min(depth, len(self.sites) - 1)].span[:2]
@@ -499,7 +505,7 @@ class _Frames:
         return [each.arg for each in [*scope.args.posonlyargs, *scope.args.args, *scope.args.kwonlyargs]]
 
     def argument(self, name: str, depth: int) -> tuple[ast.expr | None, ast.Call | None]:
-        """What the caller gives for a parameter of a function, and the call."""
+        """Return the argument for a parameter of a function, and the call."""
         call = self.calls[depth + 1] if depth + 1 < len(self.calls) else None
         if not isinstance(call, ast.Call):
             return None, None
@@ -514,7 +520,7 @@ class _Frames:
         return (call.args[index], call) if is_plain else (None, None)
 
     def units(self, depth: int, before: tuple[int, int]) -> list[ast.stmt]:
-        """The statements of a scope before a position, with those of decided branches in place of the branches."""
+        """Return the statements of a scope before a position, with decided branches replaced by their statements."""
         scope = self.scopes[depth] if depth < len(self.scopes) else self.script.source.tree
         return list(self._before(taken_statements(scope.body, self.values(depth)), before, self.values(depth)))
 
@@ -534,19 +540,28 @@ class _Frames:
             yield statement
 
 
-def _is_full_binding(unit: ast.stmt, name: str) -> bool:
-    """Whether a statement gives a name a value whatever happens."""
-    targets = unit.targets if isinstance(unit, ast.Assign) else [unit.target] if isinstance(unit, ast.AnnAssign) else []
+def _is_full_binding(statement: ast.stmt, name: str) -> bool:
+    """Whether a statement always assigns a name."""
+    targets = (
+        statement.targets
+        if isinstance(statement, ast.Assign)
+        else [statement.target]
+        if isinstance(statement, ast.AnnAssign)
+        else []
+    )
     return any(
         _is_stored(node) and node.id == name
         for each in targets
         for node in ast.walk(each)
         if isinstance(node, ast.Name)
-    ) or (isinstance(unit, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef) and name in bound_names(unit))
+    ) or (
+        isinstance(statement, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef)
+        and name in bound_names(statement)
+    )
 
 
 def _binds_to_itself(code: ast.Module) -> bool:
-    """Whether nothing is left of a statement: `model = model`, or `model` alone."""
+    """Whether a statement has no effect: `model = model`, or `model` alone."""
     statement = code.body[0] if len(code.body) == 1 else None
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Name):
         return True
@@ -556,15 +571,15 @@ def _binds_to_itself(code: ast.Module) -> bool:
 
 
 def _only_moves(code: ast.Module, name: str) -> bool:
-    """Whether nothing is left of what a branch does with a name: it moved the model to a device."""
-    concerned = [
+    """Whether a branch only moved the object of a name to a device, which has been removed."""
+    changing = [
         node
         for node in ast.walk(code)
         if isinstance(node, ast.stmt)
         and not isinstance(node, ast.If | ast.With | ast.Try)
         and name in bound_names(node) | mutated_names(node)
     ]
-    return all(_binds_to_itself(ast.Module([node], [])) for node in concerned)
+    return all(_binds_to_itself(ast.Module([node], [])) for node in changing)
 
 
 def _is_equal_literal(node: ast.expr, text: str) -> bool:
@@ -574,8 +589,8 @@ def _is_equal_literal(node: ast.expr, text: str) -> bool:
         return False
 
 
-def _same_value(one: str, other: str) -> bool:
+def _same_value(text: str, other_text: str) -> bool:
     try:
-        return ast.literal_eval(one) == ast.literal_eval(other)
+        return ast.literal_eval(text) == ast.literal_eval(other_text)
     except (ValueError, SyntaxError):
-        return one == other
+        return text == other_text

@@ -1,4 +1,4 @@
-"""The parts of a training in a script: model, data, loss, optimizer, schedule and numbers. Others are refused."""
+"""Finds the parts of a training in a script: model, data, loss, optimizer, schedule and numbers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from everyrank.port.to_workload.slices import Script, ScriptPiece, ScriptSlice
 
 __all__ = ["Code", "TrainingParts", "find_training"]
 
-_SEVERAL = "the script trains several times, from the beginning: a workload is one training; take one of them"
+_SEVERAL = "the script trains several times from the beginning; a workload is one training: keep one of them"
 _BY_HAND = "write it as the workload's `schedule`"
 
 
 @dataclasses.dataclass(frozen=True)
 class Code:
-    """An expression, and the statements before it that it needs."""
+    """An expression and the statements that it needs."""
 
     pieces: list[ScriptPiece]
     text: str
@@ -30,13 +30,13 @@ class Code:
 
 @dataclasses.dataclass
 class TrainingParts:
-    """All that a workload is made of.
+    """All parts of a workload.
 
-    per_epoch   updates of an epoch if the schedule is stepped once in each, else 0
+    per_epoch   updates of an epoch if the schedule is stepped once per epoch, else 0
     reduction   "mean" or "sum" of the loss over the samples of a batch
-    ignored     a target that the mean leaves out; None if there is none
-    backwards   of one update
-    early_passes  over the training loader, before the first update
+    ignored     a target that the mean ignores; None if there is none
+    backwards   backward passes of one update
+    early_passes  passes over the training loader before the first update
     """
 
     script: Script
@@ -69,9 +69,9 @@ class TrainingParts:
 
 
 def find_training(source: ScriptSource, events: Sequence[Fact], backwards: int) -> TrainingParts:
-    """The parts of the training, with so many backward passes in an update.
+    """Return the parts of a training with this number of `backwards` (backward passes) per update.
 
-    Raises `NotPortedError` with the line of what a workload cannot say.
+    Raises `NotPortedError` with the line of code that a workload cannot express.
     """
     observed = ObservedRun(source, events)
     script = Script(source)
@@ -139,18 +139,19 @@ def find_training(source: ScriptSource, events: Sequence[Fact], backwards: int) 
     return training
 
 
-# --- what there has to be one of
+# --- parts of which there must be exactly one
 
 
 def _only_backward(observed: ObservedRun) -> Fact:
     grad = observed.of("autograd.grad")
     if grad:
         raise NotPortedError(
-            grad[0].line, "torch.autograd.grad: a workload has one loss, whose gradient everyrank takes; train by hand"
+            grad[0].line,
+            "torch.autograd.grad: everyrank computes the gradient of a workload's only loss; train by hand",
         )
     backwards = observed.of("backward")
     if not backwards:
-        raise NotPortedError(1, "no backward was seen, so there is no training to port")
+        raise NotPortedError(1, "no backward was called, so there is no training to port")
     first = backwards[0]
     if not first.is_inner:
         raise NotPortedError(
@@ -160,7 +161,7 @@ def _only_backward(observed: ObservedRun) -> Fact:
     other = next((each for each in backwards if each.span != first.span), None)
     if other is not None:
         raise NotPortedError(
-            other.line, f"a second backward besides that of line {first.line}: a workload has one loss in each update"
+            other.line, f"a second backward after that of line {first.line}: a workload has one loss in each update"
         )
     if first.details["couples"]:
         raise NotPortedError(
@@ -175,25 +176,27 @@ def _only_optimizer(observed: ObservedRun) -> Fact:
     steps = observed.of("step")
     if not steps:
         raise NotPortedError(
-            observed.of("backward")[0].line, "no torch optimizer steps: write the update as an Optimizer of your own"
+            observed.of("backward")[0].line, "no torch optimizer steps: write the update as your own Optimizer"
         )
-    # a class that calls the constructor of another one is recorded twice, first with its names
-    made = {event.details["id"]: event for event in reversed(observed.of("optimizer"))}
-    stepped = list(dict.fromkeys(step.details["id"] for step in steps))
-    if len(stepped) > 1:
-        line = made[stepped[1]].line if stepped[1] in made else steps[0].line
-        if len({made[each].span for each in stepped if each in made}) == 1:
+    # a class that calls the constructor of its base class is recorded twice, first with the names
+    optimizers = {event.details["id"]: event for event in reversed(observed.of("optimizer"))}
+    stepped_ids = list(dict.fromkeys(step.details["id"] for step in steps))
+    if len(stepped_ids) > 1:
+        line = optimizers[stepped_ids[1]].line if stepped_ids[1] in optimizers else steps[0].line
+        if len({optimizers[each].span for each in stepped_ids if each in optimizers}) == 1:
             raise NotPortedError(line, _SEVERAL)
         raise NotPortedError(
             line, "a second optimizer: a workload has one. Copy a recipe and change it: everyrank new --list"
         )
-    optimizer = made.get(stepped[0])
+    optimizer = optimizers.get(stepped_ids[0])
     if optimizer is None:
-        raise NotPortedError(steps[0].line, "the optimizer is not made by a call that was seen: make it in the script")
+        raise NotPortedError(
+            steps[0].line, "the call that creates the optimizer was not recorded: create it in the script"
+        )
     if optimizer.details["name"] == "LBFGS":
         raise NotPortedError(
             optimizer.line,
-            "LBFGS computes the loss several times in an update: use another optimizer, or train by hand",
+            "LBFGS computes the loss several times per update: use another optimizer, or train by hand",
         )
     return optimizer
 
@@ -203,51 +206,52 @@ def _only_forward(observed: ObservedRun, backward: Fact) -> Fact:
     if not calls:
         raise NotPortedError(
             backward.line,
-            "no call of a module led to this backward: a workload calls model(input). Let forward do that",
+            "no call of a module led to this backward: a workload calls model(input). Move the code into forward",
         )
     models = dict.fromkeys(each.details["id"] for each in calls)
-    first = calls[0]
-    other = next((each for each in calls if each.details["id"] not in list(models)[:1]), None)
-    if other is not None:
+    first_call = calls[0]
+    other_model_call = next((each for each in calls if each.details["id"] not in list(models)[:1]), None)
+    if other_model_call is not None:
         raise NotPortedError(
-            other.line, f"a second model besides that of line {first.line}: put both into one module, with one forward"
+            other_model_call.line,
+            f"a second model after that of line {first_call.line}: put both into one module, with one forward",
         )
-    second = next((each for each in calls if each.span != first.span), None)
-    if second is not None:
+    second_call = next((each for each in calls if each.span != first_call.span), None)
+    if second_call is not None:
         raise NotPortedError(
-            second.line, f"the model is called again, after line {first.line}: let one forward do both"
+            second_call.line, f"the model is called again, after line {first_call.line}: let one forward do both"
         )
-    if not first.is_inner:
+    if not first_call.is_inner:
         raise NotPortedError(
-            first.line, f"the model is called in {first.file.rpartition('/')[2]}: call it in the script"
+            first_call.line, f"the model is called in {first_call.file.rpartition('/')[2]}: call it in the script"
         )
-    return first
+    return first_call
 
 
 def _training_loader(observed: ObservedRun, backward: Fact) -> Fact:
-    used = dict.fromkeys(each.details["loader"] for each in observed.of("backward") if each.details["loader"])
+    loader_ids = dict.fromkeys(each.details["loader"] for each in observed.of("backward") if each.details["loader"])
     loaders = {event.details["id"]: event for event in observed.of("loader")}
-    if not used or not all(each in loaders for each in used):
+    if not loader_ids or not all(each in loaders for each in loader_ids):
         raise NotPortedError(
             backward.line,
-            "the batches come from no DataLoader: put the tensors into a TensorDataset, and read that with one",
+            "the batches do not come from a DataLoader: put the tensors into a TensorDataset with a DataLoader",
         )
-    if len(used) > 1:
-        spans = {loaders[each].span for each in used}
-        line = loaders[list(used)[1]].line
+    if len(loader_ids) > 1:
+        spans = {loaders[each].span for each in loader_ids}
+        line = loaders[list(loader_ids)[1]].line
         if len(spans) > 1:
             raise NotPortedError(line, "a second loader of training batches: a workload has one set of training data")
-        raise NotPortedError(line, "a new loader in each epoch: make it once, before the loop over the epochs")
-    loader = loaders[next(iter(used))]
+        raise NotPortedError(line, "a new loader in each epoch: create it once, before the loop over the epochs")
+    loader = loaders[next(iter(loader_ids))]
     if not observed.details(loader.details["id"])["plain_batches"]:
         raise NotPortedError(
-            loader.line, "a batch sampler of its own: a workload has batches of one size, in random order"
+            loader.line, "the loader has a custom batch sampler: a workload has batches of one size, in random order"
         )
     return loader
 
 
 def _refuse_draws(observed: ObservedRun, forward: Fact, backward: Fact, call: ast.Call) -> None:
-    """Random numbers of the whole batch, which depend on the rank that has a sample."""
+    """Raise `NotPortedError` for random numbers of the whole batch, which would depend on the rank of a sample."""
     loops = observed.source.loops(call)
     for draw in observed.of("draw"):
         if not draw.details["in_loop"] or draw.details["in_data"]:
@@ -259,12 +263,12 @@ def _refuse_draws(observed: ObservedRun, forward: Fact, backward: Fact, call: as
             raise NotPortedError(
                 draw.line,
                 f"random numbers are drawn {where}: draw them in the data set, as a part of the sample, because "
-                "a workload's samples do not depend on the rank that has them",
+                "samples of a workload do not depend on the rank",
             )
 
 
 def _refuse_changed_data(observed: ObservedRun, loader: Fact, backward: Fact) -> None:
-    """A data set that the script changes in each epoch, such as `loader.dataset.sample_negatives()`."""
+    """Raise `NotPortedError` if the script changes the data set in each epoch: `dataset.sample_negatives()`."""
     source = observed.source
     for depth, site in enumerate(backward.chain):
         node = source.at(site.span, ast.Call)
@@ -287,7 +291,7 @@ def _refuse_changed_data(observed: ObservedRun, loader: Fact, backward: Fact) ->
                         raise NotPortedError(
                             call.lineno,
                             f"{source.code(call.func)}() changes the data set in each epoch: draw in its "
-                            "__getitem__ instead, whose random numbers everyrank makes a function of the epoch",
+                            "__getitem__ instead, whose random numbers everyrank seeds by epoch",
                         )
 
 
@@ -295,7 +299,7 @@ def _refuse_changed_data(observed: ObservedRun, loader: Fact, backward: Fact) ->
 
 
 def _name_of(site: CallSite, identity: int) -> str:
-    """The name that an object has among the names of a frame, the shortest one."""
+    """Return the shortest name of an object in a frame; "" if it has none."""
     names = [name for name, value in site.values.items() if value[2] == identity]
     return min(names, key=lambda name: (name.count("."), len(name)), default="")
 
@@ -307,14 +311,14 @@ def _model(observed: ObservedRun, script: Script, forward: Fact, call: ast.Call)
     name = observed.source.code(call.func)
     if "." in name:
         raise NotPortedError(
-            call.lineno, f"the model is an attribute, {name}: a class with the training loop in it is not followed"
+            call.lineno, f"the model is an attribute, {name}: a class that holds the training loop is not followed"
         )
     line = next((piece.line for piece in pieces if name in piece.names), forward.line)
     return Code(pieces, name, line)
 
 
 def _optimizer(observed: ObservedRun, script: Script, optimizer: Fact, forward: Fact) -> tuple[Code, str]:
-    """The call that makes the optimizer, and the name that the model has there."""
+    """Return the call that creates the optimizer, and the name of the model at this call."""
     node = observed.source.at(optimizer.span, ast.Call)
     assert node is not None
     model = _name_of(optimizer.chain[0], forward.details["id"])
@@ -322,10 +326,13 @@ def _optimizer(observed: ObservedRun, script: Script, optimizer: Fact, forward: 
     del names
     if not model:
         raise NotPortedError(
-            optimizer.line, "the optimizer is made where the model has no name: make it after the model"
+            optimizer.line,
+            "the model has no name at the line that creates the optimizer: create the optimizer after the model",
         )
     if "." in model:
-        raise NotPortedError(optimizer.line, f"the model is an attribute, {model}: a class of its own is not followed")
+        raise NotPortedError(
+            optimizer.line, f"the model is an attribute, {model}: attributes of a class are not followed"
+        )
     needed = ScriptSlice(script, [model])
     needed.needs(node, optimizer)
     return Code(needed.ordered, script.rendered(node), optimizer.line), model
@@ -334,33 +341,37 @@ def _optimizer(observed: ObservedRun, script: Script, optimizer: Fact, forward: 
 def _schedule(
     observed: ObservedRun, script: Script, optimizer: Fact, updates_per_epoch: int
 ) -> tuple[Code | None, str, int]:
-    made = [each for each in observed.of("schedule") if each.details["of"] == optimizer.details["id"]]
-    parts = {part for each in made for part in each.details["parts"]}
-    stepped = {each.details["id"] for each in observed.of("schedule_step")}
-    made = [each for each in made if each.details["id"] in stepped and each.details["id"] not in parts]
-    if not made:
+    schedules = [each for each in observed.of("schedule") if each.details["of"] == optimizer.details["id"]]
+    nested_ids = {nested_id for each in schedules for nested_id in each.details["parts"]}
+    stepped_ids = {each.details["id"] for each in observed.of("schedule_step")}
+    schedules = [
+        each for each in schedules if each.details["id"] in stepped_ids and each.details["id"] not in nested_ids
+    ]
+    if not schedules:
         return None, "", 0
-    if len(made) > 1:
-        raise NotPortedError(made[1].line, "a second schedule: chain both in a ChainedScheduler or SequentialLR")
-    [event] = made
+    if len(schedules) > 1:
+        raise NotPortedError(schedules[1].line, "a second schedule: combine both in a ChainedScheduler or SequentialLR")
+    [event] = schedules
     site = event.chain[0]
     node = observed.source.at(event.span, ast.Call)
     assert node is not None
     name = _name_of(site, optimizer.details["id"])
     if not name or "." in name:
-        raise NotPortedError(event.line, "the schedule is made where the optimizer has no name: make it after it")
+        raise NotPortedError(
+            event.line, "the optimizer has no name at the line that creates the schedule: create the schedule after it"
+        )
     if event.details["name"] == "ReduceLROnPlateau":
         modes = {each.details["mode"] for each in observed.of("schedule_step")}
         if modes - {"min"}:
             raise NotPortedError(
                 event.line,
-                "ReduceLROnPlateau follows a metric to its maximum; a workload's follows the evaluation loss",
+                "ReduceLROnPlateau maximizes a metric; in a workload it minimizes the evaluation loss",
             )
     needed = ScriptSlice(script, [name])
     needed.needs(node, event)
     steps = sum(each.details["id"] == event.details["id"] for each in observed.of("schedule_step"))
     updates = len(observed.of("step"))
-    # a plateau is stepped once per epoch by everyrank, too
+    # everyrank also steps ReduceLROnPlateau once per epoch
     is_per_epoch = steps < updates - 1 and event.details["name"] != "ReduceLROnPlateau"
     return (
         Code(needed.ordered, script.rendered(node), event.line),
@@ -373,59 +384,59 @@ def _schedule(
 
 
 def _keyword(node: ast.Call, name: str, position: int = -1) -> ast.expr | None:
-    value = next((word.value for word in node.keywords if word.arg == name), None)
+    value = next((keyword.value for keyword in node.keywords if keyword.arg == name), None)
     if value is None and 0 <= position < len(node.args):
         value = node.args[position]
     return None if isinstance(value, ast.Starred) else value
 
 
 def _dataset(observed: ObservedRun, script: Script, loader: Fact, details: dict[str, Any]) -> tuple[Code, Code | None]:
-    """The data set of a loader, and the weights of its samples."""
+    """Return the data set of a loader, and the weights of its samples."""
     node = observed.source.at(loader.span, ast.Call)
     assert isinstance(node, ast.Call)
     expression = _keyword(node, "dataset", 0) if loader.is_inner else None
     needed = ScriptSlice(script)
     if expression is None or (isinstance(node.func, ast.Attribute) and node.func.attr == "__init__"):
         raise NotPortedError(
-            loader.line, "the DataLoader is made in another file: make it in the script, DataLoader(dataset)"
+            loader.line, "the DataLoader is created in another file: create it in the script, DataLoader(dataset)"
         )
     needed.needs(expression, loader)
     text = script.rendered(expression)
     weights = None
     sampler = _keyword(node, "sampler")
     if sampler is not None and details["sampler"] not in ("RandomSampler", "SequentialSampler"):
-        made = _made_by(observed, sampler)
-        if made is None:
+        sampler_call = _made_by(observed, sampler)
+        if sampler_call is None:
             raise NotPortedError(
-                loader.line, "the sampler is not made by a call that can be followed: make it in this call"
+                loader.line, "the call that creates the sampler cannot be followed: create the sampler in this call"
             )
         if details["sampler"] == "SubsetRandomSampler":
-            needed.needs(made.args[0], loader)
-            text = f"torch.utils.data.Subset({text}, {script.rendered(made.args[0])})"
+            needed.needs(sampler_call.args[0], loader)
+            text = f"torch.utils.data.Subset({text}, {script.rendered(sampler_call.args[0])})"
             script.definitions.add("torch")
         elif details["sampler"] == "WeightedRandomSampler" and details["num_samples"] == details["length"]:
-            of_weights = ScriptSlice(script)
-            of_weights.needs(made.args[0], loader)
-            weights = Code(of_weights.ordered, script.rendered(made.args[0]), loader.line)
+            weights_slice = ScriptSlice(script)
+            weights_slice.needs(sampler_call.args[0], loader)
+            weights = Code(weights_slice.ordered, script.rendered(sampler_call.args[0]), loader.line)
         else:
             raise NotPortedError(
-                loader.line, f"a {details['sampler']}: a workload shuffles all samples, or draws as many by `weights`"
+                loader.line, f"a {details['sampler']}: a workload shuffles all samples, or draws as many with `weights`"
             )
     elif details["replacement"]:
         raise NotPortedError(
             loader.line,
-            "samples are drawn with replacement; a workload reads each once in an epoch: leave the sampler out",
+            "samples are drawn with replacement; a workload reads each once per epoch: remove the sampler",
         )
     return Code(needed.ordered, text, loader.line), weights
 
 
 def _made_by(observed: ObservedRun, expression: ast.expr) -> ast.Call | None:
-    """The call that made an object: itself, or what its name was assigned last."""
+    """Return the call that created an object: the expression itself, or the last assignment to its name."""
     if isinstance(expression, ast.Call):
         return expression
     name = observed.source.code(expression)
     scope = observed.source.scope(expression)
-    assigned = [
+    calls = [
         node.value
         for node in ast.walk(scope)
         if isinstance(node, ast.Assign)
@@ -433,7 +444,7 @@ def _made_by(observed: ObservedRun, expression: ast.expr) -> ast.Call | None:
         and observed.source.code(node.targets[0]) == name
         and start_of(node) < start_of(expression)
     ]
-    return assigned[-1] if assigned else None
+    return calls[-1] if calls else None
 
 
 def _collate(observed: ObservedRun, script: Script, loader: Fact, details: dict[str, Any]) -> Code | None:
@@ -443,7 +454,7 @@ def _collate(observed: ObservedRun, script: Script, loader: Fact, details: dict[
     assert isinstance(node, ast.Call)
     expression = _keyword(node, "collate_fn")
     if expression is None:
-        raise NotPortedError(loader.line, "collate_fn is not in this call: give it here, DataLoader(..., collate_fn=f)")
+        raise NotPortedError(loader.line, "this call has no collate_fn: pass it here, DataLoader(..., collate_fn=f)")
     needed = ScriptSlice(script)
     needed.needs(expression, loader)
     return Code(needed.ordered, script.rendered(expression), loader.line)
@@ -460,13 +471,18 @@ def _early_passes(observed: ObservedRun, loader: Fact, backward: Fact) -> int:
 
 
 def _evaluation(observed: ObservedRun, loader: Fact) -> Fact | None:
-    """The first other loader that is read after the training has begun."""
+    """Return the first other loader that is read after the first backward."""
     loaders = {event.details["id"]: event for event in observed.of("loader")}
     start = observed.of("backward")[0].number
     for each in observed.of("pass"):
-        made = loaders.get(each.details["id"])
-        if each.number > start and made is not None and made.is_inner and each.details["id"] != loader.details["id"]:
-            return made
+        other_loader = loaders.get(each.details["id"])
+        if (
+            each.number > start
+            and other_loader is not None
+            and other_loader.is_inner
+            and each.details["id"] != loader.details["id"]
+        ):
+            return other_loader
     return None
 
 
@@ -474,12 +490,12 @@ def _evaluation(observed: ObservedRun, loader: Fact) -> Fact | None:
 
 
 def _plain(observed: ObservedRun, script: Script, expression: ast.expr | None, event: Fact, value: Any) -> str:
-    """An expression whose names have plain values, or else its value."""
+    """Return the text of an expression if all its names have plain values, else the value."""
     if expression is None or isinstance(expression, ast.Constant):
         return repr(value)
     names = event.chain[0].values
-    inner = [each for each in ast.walk(expression) if isinstance(each, ast.Name | ast.Attribute)]
-    codes = {observed.source.code(each) for each in inner}
+    name_nodes = [each for each in ast.walk(expression) if isinstance(each, ast.Name | ast.Attribute)]
+    codes = {observed.source.code(each) for each in name_nodes}
     is_plain = not any(isinstance(each, ast.Call | ast.Subscript) for each in ast.walk(expression)) and all(
         names.get(code, script.module_values.get(code, [""]))[0] in ("literal", "namespace") for code in codes
     )
@@ -522,7 +538,7 @@ def _seed(observed: ObservedRun, backward: Fact) -> str:
 
 
 def _epochs(observed: ObservedRun, script: Script, backward: Fact) -> str:
-    """The number of epochs, of the loop over a range around the loop over batches."""
+    """Return the number of epochs, from the loop over a range around the loop over batches; "" if there is none."""
     source = observed.source
     for depth, site in enumerate(backward.chain):
         node = source.at(site.span, ast.Call)
@@ -530,7 +546,7 @@ def _epochs(observed: ObservedRun, script: Script, backward: Fact) -> str:
         for loop in loops[1:] if not depth else loops:
             if isinstance(loop, ast.For) and isinstance(loop.iter, ast.Call):
                 call = loop.iter
-                inner = next(
+                range_call = next(
                     (
                         each
                         for each in ast.walk(call)
@@ -538,32 +554,36 @@ def _epochs(observed: ObservedRun, script: Script, backward: Fact) -> str:
                     ),
                     None,
                 )
-                if inner is None:
+                if range_call is None:
                     continue
                 values = {**script.module_values, **site.values}
-                numbers = [_number(source, arg, values) for arg in inner.args]
+                numbers = [_number(source, arg, values) for arg in range_call.args]
                 if any(number is None for number in numbers) or not numbers:
                     continue
                 count = len(range(*[number for number in numbers if number is not None]))
-                last = inner.args[0] if len(inner.args) == 1 else inner.args[1]
+                end_expression = range_call.args[0] if len(range_call.args) == 1 else range_call.args[1]
                 event = dataclasses.replace(backward, chain=backward.chain[depth:])
-                if len(inner.args) == 1 or numbers[0] == 0:
-                    return _plain(observed, script, last, event, count)
+                if len(range_call.args) == 1 or numbers[0] == 0:
+                    return _plain(observed, script, end_expression, event, count)
                 is_one_more = (
-                    isinstance(last, ast.BinOp)
-                    and isinstance(last.op, ast.Add)
-                    and isinstance(last.right, ast.Constant)
-                    and last.right.value == 1
+                    isinstance(end_expression, ast.BinOp)
+                    and isinstance(end_expression.op, ast.Add)
+                    and isinstance(end_expression.right, ast.Constant)
+                    and end_expression.right.value == 1
                     and numbers[0] == 1
                 )
                 return _plain(
-                    observed, script, last.left if is_one_more and isinstance(last, ast.BinOp) else None, event, count
+                    observed,
+                    script,
+                    end_expression.left if is_one_more and isinstance(end_expression, ast.BinOp) else None,
+                    event,
+                    count,
                 )
     return ""
 
 
 def _number(source: ScriptSource, node: ast.expr, values: dict[str, list[Any]]) -> int | None:
-    """The whole number that a sum or difference of names and numbers is."""
+    """Return the value of a sum or difference of names and whole numbers; None for other expressions."""
     value = values.get(source.code(node))
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return node.value

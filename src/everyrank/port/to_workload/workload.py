@@ -32,18 +32,20 @@ from everyrank.port.to_workload.single_training import train_single
 
 train_single(sys.argv[1])
 """
-_MAKERS = {f"torch.{name}" for name in ("zeros", "ones", "full", "eye", "linspace", "tensor", "rand", "randn")}
+_TENSOR_FUNCTIONS = {
+    f"torch.{name}" for name in ("zeros", "ones", "full", "eye", "linspace", "tensor", "rand", "randn")
+}
 _PROBE = '__import__("everyrank.rerun.inside.setup", fromlist=["keep_rng"]).keep_rng()'
 
 
 @dataclasses.dataclass(frozen=True)
 class WorkloadResult:
-    """What became of a script.
+    """The result of porting a script to a workload.
 
     text         the file of the workload
-    comparison   of its training on one device with the script's
-    without_dropout  whether it was equal only with all dropout left out
-    verified     "" if `verify` found it equal on 2 ranks, else why not
+    comparison   the comparison of its training on one device with the script's
+    without_dropout  whether it was equal only without dropout
+    verified     "" if `verify` found it equal on 2 ranks, else the reason
     notes        what is left to the user: (line, sentence)
     """
 
@@ -57,7 +59,7 @@ class WorkloadResult:
 
     @property
     def is_equal(self) -> bool:
-        """Whether it equals the script on one device, and itself on two ranks."""
+        """Whether the workload equals the script on one device, and also on two ranks."""
         return self.comparison.is_equal and not self.verified
 
     @property
@@ -75,10 +77,10 @@ def port_to_workload(
 ) -> WorkloadResult:
     """Write the training of `words`, a script and its arguments, as a workload, and compare it with the script.
 
-    target   where the file will be, beside the script
-    verify   returns "" if the file at a path is equal on two ranks, else why not
+    target   path of the file, in the script's folder
+    verify   returns "" if the file at a path is equal on two ranks, else the reason
 
-    Raises `NotPortedError` for what a workload cannot say, and `CannotRunError` if the script does not run here.
+    Raises `NotPortedError` for what a workload cannot express, and `CannotRunError` if the script does not run here.
     """
     script = Path(words[0])
     source = ScriptSource(read_script(script))
@@ -93,10 +95,10 @@ def port_to_workload(
 
         def text_of(choice: WorkloadChoice, pass_batches: int = 0) -> str:
             try:
-                return workload_text(_copied(training), choice, source, backward, words, module, pass_batches)
+                return workload_text(_copy_of(training), choice, source, backward, words, module, pass_batches)
             except SyntaxError as error:
                 raise NotPortedError(
-                    training.lines["loss"], f"its statements do not stand alone ({error.msg})"
+                    training.lines["loss"], f"its statements cannot be copied ({error.msg})"
                 ) from error
 
         results = _compared(check, text_of, say)
@@ -106,8 +108,8 @@ def port_to_workload(
     return _verified(check, results, text_of, verify)
 
 
-def _copied(training: TrainingParts) -> TrainingParts:
-    """The training with definitions of its own to add to."""
+def _copy_of(training: TrainingParts) -> TrainingParts:
+    """Return the training with a copy of the script's state, which writing a file extends."""
     script = training.script
     copy = type(script)(script.source)
     copy.__dict__.update({name: type(value)(value) for name, value in vars(script).items() if name != "source"})
@@ -115,7 +117,7 @@ def _copied(training: TrainingParts) -> TrainingParts:
 
 
 def _observe(host: ScriptHost, script: Path) -> tuple[list[Fact], int]:
-    """The facts of a run, and how many backward passes most updates have."""
+    """Return the facts of a run, and the most frequent number of backward passes per update."""
     recorded = observe(host, seed=SEED, values=True).ranks[0]
     counts = [len(update.losses) for update in recorded.updates]
     path = os.path.abspath(script)  # noqa: PTH100  (no links are followed)
@@ -133,8 +135,8 @@ class _Check:
     target: Path
 
     def original(self, without_dropout: bool) -> tuple[ScriptRecording, bool]:
-        """The script on one rank, in float64 if it runs there; random numbers of the data are noted."""
-        text = _probed(self.training)
+        """Return the script's run on one rank, with the random states before its data, and whether it is in float64."""
+        text = _script_with_probe(self.training)
         imposed = _imposed(without_dropout)
         with with_siblings(self.script, {f"{self.script.stem}_everyrank_probed.py": text}) as candidate:
             runs: list[ScriptRecording] = []
@@ -143,14 +145,14 @@ class _Check:
                 runs.append(self._run(words, float64, imposed))
                 if not runs[-1].trouble and runs[-1].ranks[0].updates:
                     return runs[-1], float64
-        wide, narrow = runs
-        if not narrow.ranks[0].updates:
-            raise CannotRunError(f"the script does not run with fixed random numbers: {narrow.trouble}")
-        float64 = len(wide.ranks[0].updates) == len(narrow.ranks[0].updates)
-        return (wide if float64 else narrow), float64
+        float64_run, float32_run = runs
+        if not float32_run.ranks[0].updates:
+            raise CannotRunError(f"the script does not run with fixed random numbers: {float32_run.trouble}")
+        float64 = len(float64_run.ranks[0].updates) == len(float32_run.ranks[0].updates)
+        return (float64_run if float64 else float32_run), float64
 
     def compared(self, text: str, original: ScriptRecording, float64: bool, without_dropout: bool) -> PortComparison:
-        """The training of the file on one device, compared with the script's."""
+        """Train the file on one device, and compare it with the script's run."""
         with with_siblings(self.script, {self.target.name: text, _DRIVER: _DRIVER_TEXT}) as file:
             settings = {
                 "file": str(file),
@@ -164,13 +166,15 @@ class _Check:
             words = [str(file.with_name(_DRIVER)), str(path)]
             recording = self._run(words, float64, _imposed(without_dropout), len(original.ranks[0].updates))
         comparison = compare_port(original, recording, FLOAT64_TOLERANCE if float64 else FLOAT32_TOLERANCE)
-        return dataclasses.replace(comparison, difference=self._told(comparison.difference), printed=[], doubts=[])
+        return dataclasses.replace(
+            comparison, difference=self._with_likely_cause(comparison.difference), printed=[], doubts=[]
+        )
 
     def _run(self, words: Sequence[str], float64: bool, imposed: Imposed, updates: int = UPDATES) -> ScriptRecording:
         return self.host.run(1, words=words, updates=updates, detailed=updates, float64=float64, imposed=imposed)
 
-    def _told(self, difference: str) -> str:
-        """The difference with the line of the script that it is likely to come from."""
+    def _with_likely_cause(self, difference: str) -> str:
+        """Return the difference with the line of the script that is its likely cause."""
         lines = self.training.lines
         text = re.sub(r"^on 1 ranks ", "", difference)
         text = re.sub(r"the port fails: rank 0: ", "the workload fails: ", text)
@@ -178,8 +182,8 @@ class _Check:
         if "learning rates" in text:
             schedule = self.training.schedule.line if self.training.schedule is not None else 0
             by_hand = next((line for line, note in self.training.notes if "by hand" in note), 0)
-            where = f"the schedule of line {schedule}" if schedule else f"line {by_hand}, which sets them by hand"
-            return f"{text}; likely cause: {where if schedule or by_hand else 'they are set by hand'}"
+            cause = f"the schedule of line {schedule}" if schedule else f"line {by_hand}, which sets them by hand"
+            return f"{text}; likely cause: {cause if schedule or by_hand else 'they are set by hand'}"
         if "the loss is" in text:
             return f"{text}; likely cause: the data of line {lines['data']}, or the loss of line {lines['loss']}"
         if "the weights differ" in text:
@@ -191,46 +195,46 @@ def _imposed(without_dropout: bool) -> Imposed:
     return Imposed(order=True, rows=True, seed=SEED, pass_batches=PASS_BATCHES, without_dropout=without_dropout)
 
 
-def _probed(training: TrainingParts) -> str:
-    """The script with a line before the first statement of its data, which keeps the states of random numbers."""
+def _script_with_probe(training: TrainingParts) -> str:
+    """Return the script with a line before its first data statement that records the random states."""
     codes = [training.train_data, *([training.eval_data] if training.eval_data else [])]
     pieces = sorted((piece for code in codes for piece in code.pieces), key=lambda piece: piece.order)
     source_text = training.script.source.text
     if not pieces:
         return source_text
     probed = ScriptSource(source_text)
-    wanted = (pieces[0].order[1], pieces[0].order[2])
+    position = (pieces[0].order[1], pieces[0].order[2])
     statement = next(
         (
             node
             for node in ast.walk(probed.tree)
-            if isinstance(node, ast.stmt) and (node.lineno, node.col_offset) == wanted
+            if isinstance(node, ast.stmt) and (node.lineno, node.col_offset) == position
         ),
         None,
     )
     if statement is None:
         statement = next(
-            node for node in ast.walk(probed.tree) if isinstance(node, ast.stmt) and node.lineno == wanted[0]
+            node for node in ast.walk(probed.tree) if isinstance(node, ast.stmt) and node.lineno == position[0]
         )
     probed.insert_before(statement, _PROBE, "")
     return probed.edited()
 
 
 def _compared(check: _Check, text_of: Callable[..., str], say: Callable[[str], None]) -> list[WorkloadResult]:
-    """A result for each reduction that is equal on one device; if none is, the first one's."""
+    """Return the results of all reductions that are equal on one device; if none is, the first result."""
     training = check.training
     choices = [WorkloadChoice(each) for each in training.reductions]
     if training.ignored is not None:
         choices[0] = WorkloadChoice("masked")
     results: list[WorkloadResult] = []
-    before: list[list[float]] = []
+    previous_losses: list[list[float]] = []
     for without_dropout in (False, True):
         say("comparing without dropout" if without_dropout else "running it in float64")
         original, float64 = check.original(without_dropout)
         losses = [update.losses for update in original.ranks[0].updates]
-        if losses == before:  # there is no dropout
+        if losses == previous_losses:  # there is no dropout
             break
-        before = losses
+        previous_losses = losses
         say("comparing the workload with it on one device")
         for choice in choices:
             # epochs are shortened in the comparison
@@ -238,7 +242,7 @@ def _compared(check: _Check, text_of: Callable[..., str], say: Callable[[str], N
             notes = sorted(training.notes)
             results.append(WorkloadResult(text_of(choice), choice, comparison, float64, without_dropout, "", notes))
             if comparison.has_failed or comparison.updates == 0:
-                break  # a reduction does not mend it
+                break  # another reduction cannot help
         equal = [result for result in results if result.comparison.is_equal]
         if equal:
             return equal
@@ -251,7 +255,7 @@ def _verified(
     text_of: Callable[..., str],
     verify: Callable[[Path], str],
 ) -> WorkloadResult:
-    """The first result that `verify` finds equal on two ranks, without evaluation if that is what fails."""
+    """Return the first result that `verify` finds equal on two ranks, without evaluation if only that fails."""
 
     def outcome(text: str) -> str:
         with with_siblings(check.script, {check.target.name: text}) as file:
@@ -269,24 +273,28 @@ def _verified(
             choice = dataclasses.replace(result.choice, evaluates=False)
             text = text_of(choice)
             if not outcome(text):
-                sentence = f"the evaluation is left out, because with it: {reasons[-1]}"
+                sentence = f"the evaluation is left out because it fails: {reasons[-1]}"
                 notes = sorted([*result.notes, (check.training.eval_data.line, sentence)])
                 return dataclasses.replace(result, text=text, choice=choice, notes=notes)
         if not is_of_updates:
-            break  # another reduction does not mend it
+            break  # another reduction cannot help
     return dataclasses.replace(results[0], verified=f"everyrank verify on 2 ranks under ddp: {reasons[0]}")
 
 
 def _refuse_default_type(training: TrainingParts) -> None:
-    """Raise `NotPortedError` for a tensor that a forward makes in torch's default type."""
+    """Raise `NotPortedError` if a forward creates a tensor of torch's default dtype."""
     source = training.script.source
     for function in ast.walk(source.tree):
         if isinstance(function, ast.FunctionDef) and function.name.startswith("forward"):
             for node in ast.walk(function):
-                is_made = isinstance(node, ast.Call) and source.code(node.func) in _MAKERS
-                if is_made and isinstance(node, ast.Call) and not any(word.arg == "dtype" for word in node.keywords):
+                is_creation = isinstance(node, ast.Call) and source.code(node.func) in _TENSOR_FUNCTIONS
+                if (
+                    is_creation
+                    and isinstance(node, ast.Call)
+                    and not any(keyword.arg == "dtype" for keyword in node.keywords)
+                ):
                     raise NotPortedError(
                         node.lineno,
-                        f"{source.code(node.func)} in a forward has torch's default type, whatever the model's: "
-                        "give it dtype=x.dtype of its input, because verify computes in float64",
+                        f"{source.code(node.func)} in a forward has torch's default dtype, but verify uses float64: "
+                        "pass dtype=x.dtype of an input",
                     )

@@ -42,7 +42,7 @@ PER_EPOCH = '''class EachEpoch:
 
 @dataclasses.dataclass(frozen=True)
 class WorkloadChoice:
-    """What the source does not tell for certain.
+    """Decisions that cannot be read from the source; the check tries them.
 
     reduction   "mean" or "sum" of the loss over the samples of a batch
     evaluates   whether the file has evaluation data and metrics
@@ -53,9 +53,7 @@ class WorkloadChoice:
 
 
 def is_importable(source: ScriptSource, script: Path, events: Sequence[Fact]) -> bool:
-    """Whether a file beside the script can import its functions and classes, without a training or a parser of
-    arguments that runs then.
-    """
+    """Whether the script can be imported without running a training or parsing arguments."""
     if not script.stem.isidentifier() or script.stem in sys.stdlib_module_names:
         return False
     guards = [node for node in source.tree.body if _is_guard(node)]
@@ -78,9 +76,11 @@ def is_importable(source: ScriptSource, script: Path, events: Sequence[Fact]) ->
             return False
     if not guards:
         return False
-    first, last = guards[0].lineno, guards[-1].end_lineno or 0
+    first_line, last_line = guards[0].lineno, guards[-1].end_lineno or 0
     return all(
-        first <= event.chain[-1].span[0] <= last for event in events if event.kind not in ("torch_seed", "seed", "draw")
+        first_line <= event.chain[-1].span[0] <= last_line
+        for event in events
+        if event.kind not in ("torch_seed", "seed", "draw")
     )
 
 
@@ -91,7 +91,7 @@ def _is_guard(node: ast.stmt) -> bool:
 
 
 class _File:
-    """The file in the making."""
+    """The state of writing the file."""
 
     def __init__(self, training: TrainingParts, source: ScriptSource, backward: Fact, imports_from: str) -> None:
         self.training, self.source, self.backward = training, source, backward
@@ -106,7 +106,7 @@ class _File:
         self.taken: set[str] = set()
 
     def name(self, wanted: str) -> str:
-        """A name that nothing in the file has."""
+        """Return a name that is not used in the file."""
         return f"{wanted}_for_workload" if wanted in self.taken else wanted
 
 
@@ -119,10 +119,10 @@ def workload_text(
     imports_from: str,
     pass_batches: int = 0,
 ) -> str:
-    """The text of the file.
+    """Return the text of the file.
 
-    imports_from  the module whose definitions it imports; "" to copy them
-    pass_batches  of an epoch that is shortened for a comparison; 0 for the whole
+    imports_from  the module that the file imports definitions from; "" to copy them
+    pass_batches  number of batches of an epoch that is shortened for a comparison; 0 for all
 
     Raises `NotPortedError` if a definition cannot be found.
     """
@@ -158,7 +158,7 @@ def workload_text(
 
 
 def _workload_name(script: Path) -> str:
-    """The name of the script, or of its folder if that is more telling."""
+    """Return the name of the script, or of its folder if the script is called main, train, script or run."""
     name = script.absolute().parent.name if script.stem in ("main", "train", "script", "run") else script.stem
     return re.sub(r"[^\w-]", "_", name) or "workload"
 
@@ -187,7 +187,7 @@ def _indented(text: str) -> str:
 
 
 def _may_indent(text: str) -> bool:
-    """Whether no line of a statement is inside a long string."""
+    """Whether no string of a statement spans several lines."""
     return not any(
         isinstance(node, ast.Constant) and isinstance(node.value, str) and node.lineno != node.end_lineno
         for node in ast.walk(ast.parse(text))
@@ -195,7 +195,7 @@ def _may_indent(text: str) -> bool:
 
 
 def _function(file: _File, name: str, parameter: str, code: Code) -> str:
-    """A lambda or the name of a function that is added to the file."""
+    """Return a lambda, or the name of a function that is added to the file."""
     pieces = [piece for piece in code.pieces if piece.order not in file.module_pieces]
     if not pieces and "\n" not in code.text and len(code.text) < 90:
         if code.text.endswith("()") and code.text[:-2].isidentifier() and not parameter:
@@ -212,7 +212,7 @@ def _function(file: _File, name: str, parameter: str, code: Code) -> str:
 
 
 def _add_setups(file: _File, has_eval: bool) -> None:
-    """Put what loss, metrics and collate need, and what several functions share, at the level of the module."""
+    """Put the statements of loss, metrics and collate, and those that several functions share, at module level."""
     training = file.training
     pieces = list(training.loss.setup)
     if has_eval:
@@ -236,7 +236,7 @@ def _add_setups(file: _File, has_eval: bool) -> None:
 
 
 def _add_data(file: _File, sources: dict[str, Code], fields: dict[str, str]) -> None:
-    """Functions of the data sets and of the model; one function if they share something."""
+    """Add the functions of the data sets and the model; one function for the data if they share statements."""
     model = file.training.model
     codes = [*sources.values(), model]
     counts = Counter(piece.order for code in codes for piece in code.pieces if piece.order not in file.module_pieces)
@@ -247,7 +247,7 @@ def _add_data(file: _File, sources: dict[str, Code], fields: dict[str, str]) -> 
         for name, code in sources.items():
             fields[name] = _function(file, name, "", code)
         return
-    together = {
+    data_pieces = {
         piece.order: piece
         for code in sources.values()
         for piece in code.pieces
@@ -259,19 +259,21 @@ def _add_data(file: _File, sources: dict[str, Code], fields: dict[str, str]) -> 
     reads = {name for piece in model_pieces for name in loaded_names(ast.parse(piece.text))} | loaded_names(
         ast.parse(model.text, mode="eval")
     )
-    given = sorted({name for piece in together.values() for name in piece.names} & reads - _bound_first(model_pieces))
+    passed_names = sorted(
+        {name for piece in data_pieces.values() for name in piece.names} & reads - _bound_first(model_pieces)
+    )
     file.imports[-2] = "import functools"
     name = file.name("data")
-    texts = [*(code.text for code in sources.values()), *given]
-    body = "\n".join(_indented(together[order].text) for order in sorted(together))
+    texts = [*(code.text for code in sources.values()), *passed_names]
+    body = "\n".join(_indented(data_pieces[order].text) for order in sorted(data_pieces))
     file.functions.append(f"@functools.cache\ndef {name}():\n{body}\n    return {', '.join(texts)}\n")
     index = {} if len(texts) == 1 else {text: f"[{number}]" for number, text in enumerate(texts)}
-    if given:
-        lines = [f"    {each} = {name}(){index.get(each, '')}" for each in given]
+    if passed_names:
+        lines = [f"    {each} = {name}(){index.get(each, '')}" for each in passed_names]
         lines += [_indented(piece.text) for piece in model_pieces]
-        built = file.name("build_model")
-        file.functions.append(f"def {built}():\n" + "\n".join([*lines, f"    return {model.text}"]) + "\n")
-        fields["model"] = built
+        builder = file.name("build_model")
+        file.functions.append(f"def {builder}():\n" + "\n".join([*lines, f"    return {model.text}"]) + "\n")
+        fields["model"] = builder
     else:
         fields["model"] = _function(file, "model", "", Code(model_pieces, model.text, model.line))
     for number, field in enumerate(sources):
@@ -279,12 +281,12 @@ def _add_data(file: _File, sources: dict[str, Code], fields: dict[str, str]) -> 
 
 
 def _bound_first(pieces: Sequence[ScriptPiece]) -> set[str]:
-    """Names that pieces bind before they read them."""
-    bound, read = set[str](), set[str]()
+    """Return the names that pieces bind before they read them."""
+    bound, read_before = set[str](), set[str]()
     for piece in pieces:
-        read |= loaded_names(ast.parse(piece.text)) - bound
+        read_before |= loaded_names(ast.parse(piece.text)) - bound
         bound |= piece.names
-    return bound - read
+    return bound - read_before
 
 
 # --- loss, collate and metrics
@@ -295,7 +297,7 @@ def _rows(loss: Loss) -> str:
 
 
 def _target_text(loss: Loss) -> str:
-    """What collate returns as the target."""
+    """Return the expression that collate returns as the target."""
     if loss.targets:
         return ", ".join(loss.targets) if len(loss.targets) == 1 else f"({', '.join(loss.targets)})"
     if loss.rows:
@@ -304,7 +306,7 @@ def _target_text(loss: Loss) -> str:
 
 
 def _head(name: str, output: str, loss: Loss) -> list[str]:
-    """The first lines of a function of output and target."""
+    """Return the first lines of a function of output and target."""
     names = loss.targets or ["target"]
     if len(names) == 1:
         return [f"def {name}({output}, {names[0]}):"]
@@ -312,7 +314,7 @@ def _head(name: str, output: str, loss: Loss) -> list[str]:
 
 
 def _undivided(after: list[str], value: str, backwards: int) -> tuple[list[str], str, int]:
-    """A loss that is not divided by the backward passes of an update, and by what it still has to be multiplied."""
+    """Return the loss without the division by the backward passes of an update, and a factor if none was removed."""
     if backwards == 1:
         return after, value, 1
     node = ast.parse(value, mode="eval").body
@@ -357,7 +359,7 @@ def _add_loss(file: _File, choice: WorkloadChoice) -> str:
         count = "count"
     if choice.reduction == "sum":
         file.needs_everyrank = True
-        # the sum over the whole batch, as one term
+        # the sum over the whole batch counts as one term
         result = f"return {value}{times}, float(everyrank.first_row() == 0)"
     else:
         result = f"return {value}{times} * {count}, {count}"
@@ -368,24 +370,24 @@ def _add_loss(file: _File, choice: WorkloadChoice) -> str:
 
 
 def _add_collate(file: _File) -> str:
-    """Add the function from samples to (input, target); returns its name, "" if torch's own is right."""
-    loss, given = file.training.loss, file.training.collate
+    """Add the function from samples to (input, target); returns its name, "" for torch's default_collate."""
+    loss, collate = file.training.loss, file.training.collate
     is_plain = not loss.before and not loss.words and len(loss.inputs) == 1 and len(loss.targets) == 1
     if is_plain and loss.target == f"{loss.inputs[0]}, {loss.targets[0]}":
-        if given is None:
+        if collate is None:
             return ""
-        return given.text
-    if given is None:
+        return collate.text
+    if collate is None:
         file.imports[-1] = "from torch.utils.data import default_collate"
-    function = given.text if given is not None else "default_collate"
+    function = collate.text if collate is not None else "default_collate"
     if function.startswith("lambda"):
         function = f"({function})"
     lines = [f"{loss.target} = {function}(samples)", *loss.before]
     if loss.inputs[0].startswith("**"):
-        whole = loss.inputs[0][2:]
-        inputs = f"dict({whole})"
+        batch_name = loss.inputs[0][2:]
+        inputs = f"dict({batch_name})"
         if not loss.targets and not loss.rows:
-            return _add_function(file, "collate", [*lines, f"return {inputs}, next(iter({whole}.values()))"])
+            return _add_function(file, "collate", [*lines, f"return {inputs}, next(iter({batch_name}.values()))"])
     elif loss.words:
         inputs = "dict(" + ", ".join(f"{name}={text}" for name, text in zip(loss.words, loss.inputs, strict=True)) + ")"
     else:
@@ -416,13 +418,13 @@ def _add_metrics(file: _File) -> str:
 
 
 def _resolve_definitions(file: _File) -> None:
-    """Find each function, class and import that is needed, and what these need in turn."""
+    """Find all functions, classes and imports that are needed, also indirectly."""
     script, source = file.script, file.source
     module = dataclasses.replace(file.backward, chain=file.backward.chain[-1:])
-    done, unknown = set[str](), set[str]()
-    while todo := sorted(script.definitions - done):
-        for name in todo:
-            done.add(name)
+    resolved, unknown = set[str](), set[str]()
+    while unresolved := sorted(script.definitions - resolved):
+        for name in unresolved:
+            resolved.add(name)
             nodes = [node for node in _module_statements(source.tree.body) if name in bound_names(node)]
             definition = next((node for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)), None)
             if definition is None:
@@ -441,7 +443,7 @@ def _resolve_definitions(file: _File) -> None:
 
 
 def _add_path_and_stars(file: _File, has_unknown: bool) -> None:
-    """Lines that change sys.path, and `from x import *` if a name has no other origin."""
+    """Add lines that change sys.path, and `from x import *` if a name has no other origin."""
     for node in file.source.tree.body:
         text = file.source.code(node)
         if has_unknown and isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
@@ -452,7 +454,7 @@ def _add_path_and_stars(file: _File, has_unknown: bool) -> None:
 
 
 def _module_statements(statements: Sequence[ast.stmt]) -> list[ast.stmt]:
-    """The statements of the module, with those in its branches and blocks."""
+    """Return the statements of the module, also those in its branches and blocks."""
     flat: list[ast.stmt] = []
     for node in statements:
         if not isinstance(node, ast.If | ast.Try | ast.With):
@@ -465,31 +467,35 @@ def _module_statements(statements: Sequence[ast.stmt]) -> list[ast.stmt]:
 
 
 def _with_comments(source: ScriptSource, node: ast.FunctionDef | ast.ClassDef) -> str:
-    """The text of a definition, with its decorators and the comment lines above it."""
-    first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
-    start = first
-    while start > 1 and source.lines[start - 2].startswith(b"#") and b"!" not in source.lines[start - 2][:2]:
-        start -= 1
-    whole = b"".join(source.lines[start - 1 : node.end_lineno]).decode().replace("\r\n", "\n").rstrip("\n")
+    """Return the text of a definition, with its decorators and the comment lines above it."""
+    first_line = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+    start_line = first_line
+    while (
+        start_line > 1
+        and source.lines[start_line - 2].startswith(b"#")
+        and b"!" not in source.lines[start_line - 2][:2]
+    ):
+        start_line -= 1
+    text = b"".join(source.lines[start_line - 1 : node.end_lineno]).decode().replace("\r\n", "\n").rstrip("\n")
     if node.col_offset:
-        whole = "\n".join(line[node.col_offset :] for line in whole.split("\n"))
-    return whole
+        text = "\n".join(line[node.col_offset :] for line in text.split("\n"))
+    return text
 
 
 def _add_import(file: _File, node: ast.Import | ast.ImportFrom, name: str) -> None:
-    """The import of a name, without the other names of its line."""
+    """Add the import of a name, without the other names of its line."""
     aliases = [each for each in node.names if (each.asname or each.name).partition(".")[0] == name]
     texts = [each.name + (f" as {each.asname}" if each.asname else "") for each in aliases]
-    known = file.imports.get(node.lineno, "")
+    known_import = file.imports.get(node.lineno, "")
     if isinstance(node, ast.Import):
         line = f"import {', '.join(texts)}"
-        file.imports[node.lineno] = f"{known}, {', '.join(texts)}" if known else line
+        file.imports[node.lineno] = f"{known_import}, {', '.join(texts)}" if known_import else line
     else:
         line = f"from {'.' * node.level}{node.module or ''} import {', '.join(texts)}"
-        file.imports[node.lineno] = f"{known}, {', '.join(texts)}" if known else line
+        file.imports[node.lineno] = f"{known_import}, {', '.join(texts)}" if known_import else line
 
 
-# --- the whole
+# --- the whole file
 
 
 def _joined(file: _File, fields: dict[str, str], words: Sequence[str]) -> str:
@@ -502,10 +508,10 @@ def _joined(file: _File, fields: dict[str, str], words: Sequence[str]) -> str:
         imports.insert(0, "from argparse import Namespace")
     if "torch" in script.definitions and not any(re.match(r"import torch$|import torch,", line) for line in imports):
         imports.append("import torch")
-    own = ["import everyrank"] if file.needs_everyrank else []
-    own.append("from everyrank import Workload")
+    everyrank_imports = ["import everyrank"] if file.needs_everyrank else []
+    everyrank_imports.append("from everyrank import Workload")
     if file.imported:
-        own.append(f"from {file.imports_from} import {', '.join(sorted(set(file.imported)))}")
+        everyrank_imports.append(f"from {file.imports_from} import {', '.join(sorted(set(file.imported)))}")
     constants = [f"{each} = {text}" for each, text in script.constants.items()]
     for each, attributes in script.namespaces.items():
         if attributes:
@@ -518,26 +524,26 @@ def _joined(file: _File, fields: dict[str, str], words: Sequence[str]) -> str:
             constants.append(line)
     blocks: list[tuple[tuple[int, int], str, bool]] = [((line, 0), text, True) for line, text in file.copies.items()]
     blocks += [((piece.line, 1), piece.text, False) for piece in file.module_pieces.values()]
-    future = [line for line in imports if line.startswith("from __future__")]
-    plain = [line for line in dict.fromkeys(imports) if line not in future]
-    text = "\n".join([*head, "", *future, *plain, "", *own, ""])
+    future_imports = [line for line in imports if line.startswith("from __future__")]
+    other_imports = [line for line in dict.fromkeys(imports) if line not in future_imports]
+    text = "\n".join([*head, "", *future_imports, *other_imports, "", *everyrank_imports, ""])
     if constants:
         text += "\n" + "\n".join(constants) + "\n"
     was_definition = not constants
     for _, block, is_definition in sorted(blocks):
-        gap = "\n\n" if is_definition or was_definition else ""
-        text += f"{gap if text else ''}{block}\n" if is_definition or was_definition else f"{block}\n"
+        separator = "\n\n" if is_definition or was_definition else ""
+        text += f"{separator if text else ''}{block}\n" if is_definition or was_definition else f"{block}\n"
         was_definition = is_definition
     for function in file.functions:
         text += f"\n\n{function}"
     ordered = ["name", "model", "train_data", "eval_data", "collate", "loss", "metrics", "optimizer", "schedule"]
-    rest = [key for key in fields if key not in ordered]
-    lines = [f"    {key}={fields[key]},\n" for key in [*ordered, *rest] if key in fields]
+    other_fields = [key for key in fields if key not in ordered]
+    lines = [f"    {key}={fields[key]},\n" for key in [*ordered, *other_fields] if key in fields]
     text += "\n\nworkload = Workload(\n" + "".join(lines) + ")\n"
     try:
         ast.parse(text)
     except SyntaxError as error:
         raise NotPortedError(
-            1, f"the file of the workload would be no Python ({error.msg}, line {error.lineno})"
+            1, f"the file of the workload would not be valid Python ({error.msg}, line {error.lineno})"
         ) from error
     return text

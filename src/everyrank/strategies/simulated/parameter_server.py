@@ -33,22 +33,22 @@ def simulate(workload: Workload, layout: Layout, world: World) -> Prepared:
     model = parallel.model
     refuse_batch_norm(layout, model)
     trainable = make_trainable(workload, layout, model)
-    numbers = itertools.count()
+    step_numbers = itertools.count()
 
     def step(batches: Sequence[Batch]) -> Tensor:
-        ranks = batches_of_ranks(batches, layout)
+        batches_by_rank = batches_of_ranks(batches, layout)
         total = torch.zeros(2, dtype=torch.float64, device=world.device)
         pulled: dict[int, list[Tensor]] = {}
-        for trainer in order_of_trainers(workload.seed, next(numbers), layout.simulated):
+        for trainer in order_of_trainers(workload.seed, next(step_numbers), layout.simulated):
             if trainer not in pulled:
                 pulled[trainer] = copies(trainable.parameters)
                 continue
             newest, buffers = copies(trainable.parameters), copies(model.buffers())
-            put(pulled[trainer], trainable.parameters)
-            _, share = rank_gradients(parallel, trainable, ranks[trainer], moves_statistics=True)
-            put(newest, trainable.parameters)
+            copy_into(pulled[trainer], trainable.parameters)
+            _, share = rank_gradients(parallel, trainable, batches_by_rank[trainer], moves_statistics=True)
+            copy_into(newest, trainable.parameters)
             if trainer:  # the model keeps only the buffers of trainer 0
-                put(buffers, model.buffers())
+                copy_into(buffers, model.buffers())
             if share[1] > 0:
                 apply(trainable, float(share[1]))
             total += share
@@ -61,8 +61,8 @@ def simulate(workload: Workload, layout: Layout, world: World) -> Prepared:
 @torch.no_grad()
 def apply(trainable: Trainable, count: float) -> None:
     """Rescale the gradients from sum / global_batch to the mean over `count` terms, clip them, and apply one update."""
-    given = [parameter.grad for parameter in trainable.parameters if parameter.grad is not None]
-    for gradient in given:
+    gradients = [parameter.grad for parameter in trainable.parameters if parameter.grad is not None]
+    for gradient in gradients:
         gradient *= trainable.global_batch / count
     if trainable.clip_norm is not None:
         torch.nn.utils.clip_grad_norm_(trainable.parameters, trainable.clip_norm)
@@ -75,7 +75,7 @@ def copies(tensors: Any) -> list[Tensor]:
 
 
 @torch.no_grad()
-def put(values: list[Tensor], tensors: Any) -> None:
+def copy_into(values: list[Tensor], tensors: Any) -> None:
     """Copy each value into its tensor."""
     for value, tensor in zip(values, tensors, strict=True):
         tensor.copy_(value)

@@ -22,8 +22,8 @@ __all__ = ["batches_of_ranks", "in_one_process", "rank_gradients", "simulate_upd
 
 def batches_of_ranks(batches: Sequence[Batch], layout: Layout) -> list[Sequence[Batch]]:
     """Split the micro-batches of an update by simulated rank."""
-    each = len(batches) // layout.simulated
-    return [batches[rank * each : (rank + 1) * each] for rank in range(layout.simulated)]
+    num_each = len(batches) // layout.simulated
+    return [batches[rank * num_each : (rank + 1) * num_each] for rank in range(layout.simulated)]
 
 
 def rank_gradients(
@@ -55,12 +55,16 @@ def simulate_update(
     Each rank normalises batch norm by its own samples, and the running statistics are rank 0's. Returns [sum, count].
     """
     ranks = batches_of_ranks(batches, parallel.layout)
-    results = [rank_gradients(parallel, trainable, own_batches, rank == 0) for rank, own_batches in enumerate(ranks)]
-    gradients: list[list[Tensor | None]] = [of_rank for of_rank, _ in results]
+    results = [rank_gradients(parallel, trainable, rank_batches, rank == 0) for rank, rank_batches in enumerate(ranks)]
+    gradients: list[list[Tensor | None]] = [rank_grads for rank_grads, _ in results]
     total = torch.stack([share for _, share in results]).sum(0)
-    for parameter, *parts in zip(trainable.parameters, *gradients, strict=True):
-        given: list[Any] = [torch.zeros_like(parameter) if gradient is None else gradient for gradient in parts]
-        parameter.grad = None if all(gradient is None for gradient in parts) else combine(parameter, given)
+    for parameter, *rank_grads_of_parameter in zip(trainable.parameters, *gradients, strict=True):
+        filled: list[Any] = [
+            torch.zeros_like(parameter) if gradient is None else gradient for gradient in rank_grads_of_parameter
+        ]
+        parameter.grad = (
+            None if all(gradient is None for gradient in rank_grads_of_parameter) else combine(parameter, filled)
+        )
     trainable.optimizer_step(total, num_averaged=parallel.layout.simulated)
     return total
 

@@ -35,7 +35,7 @@ MakeCombine = Callable[[nn.Module, Layout], tuple[Callable[[nn.Parameter, list[T
 _OPTIONS = ("batch_norm", "compress", "matrix_rank")  # only these options change the algorithm
 
 
-def simulate(workload: Workload, layout: Layout, world: World, make: MakeCombine | None = None) -> Prepared:
+def simulate(workload: Workload, layout: Layout, world: World, make_combine: MakeCombine | None = None) -> Prepared:
     """Simulate the replicas of `layout.simulated` ranks.
 
     `make` returns a function that combines the gradients of all ranks; None: as the option `compress` does.
@@ -49,8 +49,8 @@ def simulate(workload: Workload, layout: Layout, world: World, make: MakeCombine
     layout = dataclasses.replace(layout, strategy="ddp", options=options)
     parallel = parallelize(workload, layout, open_mesh(layout, world))
     trainable = make_trainable(workload, layout, parallel.model)
-    combine, forget = (make or _make_combine)(parallel.model, layout)
-    trainable.on_restore.append(forget)
+    combine, reset = (make_combine or _make_combine)(parallel.model, layout)
+    trainable.on_restore.append(reset)
     return in_one_process(parallel, trainable, functools.partial(simulate_update, parallel, trainable, combine))
 
 
