@@ -154,7 +154,7 @@ class _Draws(TorchDispatchMode):
             return out if session.in_source else self.replace_by_recorded_rows(name, args, drawn, out)
         if session.settings["rows"]:
             return self.replace_by_global_rows(name, args, kwargs, out)
-        key = session.key(name)
+        key = session.key_of_update(name)
         if session.in_source:
             return out  # what the function returns is imposed
         if not self.recorded:
@@ -166,7 +166,7 @@ class _Draws(TorchDispatchMode):
             if session.is_training:
                 session.refuse(f"the ranks did not draw at {key[0]} ({name})")
             return out
-        is_common = (key[0], name, recorded[0].shape) not in self.differing
+        is_common = (*key[:2], recorded[0].shape) not in self.differing
         if session.settings["larger"] and recorded[0].shape == drawn.shape:
             is_common = True  # not a draw for the samples, which would be as large as the batch
         if session.is_training and len(recorded) > 1 and is_common and _is_repeated(recorded, drawn, name):
@@ -220,7 +220,9 @@ class _Draws(TorchDispatchMode):
         session, place = self.session, where()
         queue = self.queues.get((place, name))
         if queue is None:
-            parts = [value[0] for key, value in self.recorded[0].items() if key[:2] == (place, name)]
+            parts = [
+                value[0] for key, value in self.recorded[0].items() if key[0] == place and key[1].split()[0] == name
+            ]
             fitting = [part for part in parts if part.dim() == drawn.dim() and part.shape[1:] == drawn.shape[1:]]
             combine = torch.cat if drawn.dim() else torch.stack
             queue = self.queues[place, name] = [combine(fitting) if fitting else None, 0]

@@ -9,18 +9,20 @@ One rank gets the rows of all ranks in place of its own: those of rank 0, then t
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from everyrank.audit.watch.place import is_own_file, where
+from everyrank.audit.watch.place import is_own_file
 from everyrank.rerun.inside.session import Session
 
 __all__ = ["RowReads"]
 
 _ROWS = {torch.Tensor.__getitem__: "rows", torch.Tensor.index_select: "rows", torch.index_select: "rows"}
 _MADE = {torch.stack: "stack", torch.tensor: "tensor", torch.as_tensor: "tensor", torch.from_numpy: "tensor"}
+_HOOKS = str(Path(__file__).parent)
 _MOST_BYTES = 2e8
 _MOST_READS = 20_000
 
@@ -34,10 +36,11 @@ class RowReads(TorchFunctionMode):
         self.num_bytes = 0
         self.is_recording = not session.imposed
         self.recorded = [each["reads"] for each in session.imposed] if session.settings["reads"] else []
+        self.differing = _differing_lines(self.recorded)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        session, num_values = self.session, len(self.session.values)
         result = func(*args, **(kwargs or {}))
-        session = self.session
         operation = _ROWS.get(func) or _MADE.get(func)
         if (
             operation is None
@@ -48,14 +51,19 @@ class RowReads(TorchFunctionMode):
             or session.in_model
             or session.in_backward
             or not torch.is_grad_enabled()  # an evaluation may read sample by sample
-            or not is_own_file(sys._getframe(1).f_code.co_filename)
+            or not _is_called_by_script()
             or not _is_data(result)
             or (operation == "rows" and not _takes_rows(args))
         ):
             return result
         with session.quiet():
-            key = session.key(f"read {operation}", where())
-            return self.replace(key, result) if self.recorded else self.record(key, result)
+            key = session.key_of_update(f"read {operation}")
+            if not self.recorded:
+                return self.record(key, result)
+            replaced = self.replace(key, result)
+            if replaced is not result:
+                del session.values[num_values:]  # those of the rows that were not used
+            return replaced
 
     def record(self, key: tuple[str, str, int], result: Any) -> Any:
         """Record the rows, until there are too many."""
@@ -69,13 +77,31 @@ class RowReads(TorchFunctionMode):
     def replace(self, key: tuple[str, str, int], result: Any) -> Any:
         """The rows of all ranks, if the ranks have read different ones."""
         parts = [recorded[key][0] for recorded in self.recorded if key in recorded]
-        if len(parts) < len(self.recorded) or all(_is_same(part, parts[0]) for part in parts[1:]):
-            return parts[0].to(result.dtype) if len(parts) == len(self.recorded) == 1 else result
+        if len(parts) < len(self.recorded) or (len(parts) > 1 and key[:2] not in self.differing):
+            return result
         if any(part.shape[1:] != result.shape[1:] for part in parts):
             return result
         self.session.rows = [len(part) for part in parts]
         self.session.batch_size = sum(self.session.rows)
         return torch.cat(parts).to(result.dtype)
+
+
+def _differing_lines(recorded: list[dict[tuple[str, str, int], Any]]) -> set[tuple[str, str]]:
+    """(line, operation) of the rows that differ between ranks in any update: few numbers may be equal by chance."""
+    first, *others = recorded or [{}]
+    return {
+        key[:2]
+        for key, (rows, _) in first.items()
+        if any(key in each and not _is_same(each[key][0], rows) for each in others)
+    }
+
+
+def _is_called_by_script() -> bool:
+    """Whether a line of the script calls a function of torch, perhaps through a wrapper of ours."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_filename.startswith(_HOOKS) and frame.f_back is not None:
+        frame = frame.f_back
+    return is_own_file(frame.f_code.co_filename)
 
 
 def _is_data(result: Any) -> bool:

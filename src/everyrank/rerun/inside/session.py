@@ -18,6 +18,7 @@ from everyrank.audit.watch.place import where
 __all__ = ["Session"]
 
 _WAIT_SECONDS = 10.0
+_MOST_OF_UPDATE = 10**6  # occurrences of a line
 
 
 class Session:
@@ -109,6 +110,16 @@ class Session:
         count = self.counts.get((place, operation), 0)
         self.counts[place, operation] = count + 1
         return place, operation, count
+
+    def key_of_update(self, operation: str) -> tuple[str, str, int]:
+        """(line, operation, how often it was met before), counted anew in each update, apart for evaluations.
+
+        Rank 0 may evaluate alone: the numbers that all ranks draw afterwards have the same keys.
+        """
+        place = where()
+        operation = operation if torch.is_grad_enabled() else f"{operation} without grad"
+        _, _, count = self.key(f"{operation} of update {self.update}", place)
+        return place, operation, self.update * _MOST_OF_UPDATE + count
 
     def refuse(self, why: str) -> None:
         """Note that something could not be imposed. The run goes on, and is not compared from this update on."""

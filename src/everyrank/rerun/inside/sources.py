@@ -85,8 +85,7 @@ def _watched(session: Session, function: Any) -> Any:
     def source(*args: Any, **kwargs: Any) -> Any:
         if not session.is_active or session.in_source:
             return function(*args, **kwargs)
-        place = f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
-        key = session.key("source", place)
+        key = session.key_of_update(f"source {function.__code__.co_firstlineno}")
         parts = [each["sources"][key] for each in session.imposed if key in each.get("sources", {})]
         is_imposed = len(parts) == len(session.imposed) > 0
         is_own = is_imposed and not all(is_equal(part, parts[0]) for part in parts[1:])
