@@ -184,7 +184,7 @@ def is_own(filename: str) -> bool:
     """Return whether a file is user code: not in everyrank, Python or an installed package."""
     # by strings: an audit asks this of some thousand modules, and a Path takes ten times as long
     inside = {"site-packages", "dist-packages", f"python{sys.version_info.major}.{sys.version_info.minor}"}
-    return not (filename.startswith((_PACKAGE, "<")) or inside.intersection(filename.split(os.sep)))
+    return not (filename.startswith((_PACKAGE, "<")) or inside.intersection(filename.split(os.sep)))  # noqa: PTH206
 
 
 def shortened(text: str) -> str:
