@@ -164,9 +164,14 @@ def _as_batch_jobs() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _as_in_the_foreground() -> None:
-    """A shell that runs the tests in its background ignores Ctrl-C for them, and for all that they start."""
+    """A shell that runs the tests in its background ignores Ctrl-C for them, and nohup ignores SIGHUP.
+
+    All that they start would, too.
+    """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")

@@ -243,10 +243,14 @@ def test_new_by_an_earlier_name(name: str, merged: str, capsys: Any) -> None:
 
 
 @pytest.mark.parametrize("words", ["new pipeline -", "new pipeline", "new --list"])
-def test_a_recipe_on_the_screen(words: str, tmp_path: Path) -> None:
-    """To the byte, in any locale, and nothing else; a reader that has gone (`| head`) is no error."""
+def test_a_recipe_on_the_screen(words: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """To the byte, in any locale, without torch, and nothing else; a reader that has gone (`| head`) is no error."""
     command = [sys.executable, "-m", "everyrank", *words.split()]
-    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUNBUFFERED": ""}
+    no_torch = tmp_path_factory.mktemp("no_torch")
+    (no_torch / "torch.py").write_text(
+        "raise ImportError('this command needs no torch, which takes seconds to import')"
+    )
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUNBUFFERED": "", "PYTHONPATH": str(no_torch)}
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=60, check=True, env=environment)
     if "--list" not in words:
         recipe = importlib.resources.files("everyrank.recipes") / "pipeline.py"

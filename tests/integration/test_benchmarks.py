@@ -1,4 +1,7 @@
-"""The benchmarks run, and what they call the same arithmetic is the same."""
+"""The benchmarks run, and what they call the same arithmetic is the same.
+
+Those that measure no seconds are forked, with the processes that they start.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import pytest
 
 from everyrank import read_records
 from everyrank.record import Record
+from forkserver import ForkServer
 
 
 def measured(repository: Path, tmp_path: Path, *words: str) -> list[Record]:
@@ -50,10 +54,11 @@ def test_what_comparing_replicas_costs(repository: Path, tmp_path: Path) -> None
     assert all(0 < row.provenance["guard"]["share"]["median"] < 5 for row in read_records(out))
 
 
-def test_a_short_long_run_with_faults(repository: Path, tmp_path: Path) -> None:
+def test_a_short_long_run_with_faults(python: ForkServer, repository: Path, tmp_path: Path) -> None:
     """Three faults one after the other, and the same training to the last bit."""
     out = tmp_path / "records.json"
-    command = [sys.executable, repository / "benchmarks" / "chaos.py", "--injections", "3", "--processes", "2"]
+    script = repository / "benchmarks" / "chaos.py"
+    command = [python.programs / "python", script, "--injections", "3", "--processes", "2"]
     words = ["--layout", "fsdp", "--json", out]
     done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr
@@ -64,11 +69,11 @@ def test_a_short_long_run_with_faults(repository: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", ["tensor", "context", "pipeline"])
-def test_traces_are_the_memory_of_real_ranks(repository: Path, tmp_path: Path, layout: str) -> None:
+def test_traces_are_the_memory_of_real_ranks(python: ForkServer, repository: Path, tmp_path: Path, layout: str) -> None:
     """Within 0.5% on each rank; the larger table is a Record."""
     out = tmp_path / "memory.json"
-    command = [sys.executable, repository / "benchmarks" / "plan_memory.py", "--layout", layout, "--out", out]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    command = [python.programs / "python", repository / "benchmarks" / "plan_memory.py", "--layout", layout]
+    done = subprocess.run([*command, "--out", out], capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     rows = json.loads(out.read_text())["rows"]
     assert [row["rank"] for row in rows] == [0, 1]

@@ -71,11 +71,12 @@ def check_all(world: World, family: str, tied: bool, layouts: list[str]) -> list
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equal(transformers: Any, ranks: Any, family: str, tied: bool) -> None:
-    """Every layer of every family computes the same whoever holds it, and learns.
+    """Every layer of every family computes the same whoever holds it, and learns; untied in float32, too.
 
     Tolerance: 1e-10 relative for each loss, in float64; these runs see 4e-16.
     """
     layouts = ["ddp", "fsdp", "ddp:recompute"]
+    layouts = in_float64(layouts) if tied else layouts
     for layout, (parity, losses) in zip(layouts, ranks(2, check_all, family, tied, layouts)[0], strict=True):
         assert parity.status == "equal", (layout, parity.first_divergence, parity.cause)
         assert parity.max_relative_difference is not None

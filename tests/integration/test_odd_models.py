@@ -983,7 +983,7 @@ def test_the_built_in_text_on_four_ranks(cli: Cli, tmp_path: Path) -> None:
 )
 def test_verify_audits_the_samples(cli: Cli, tmp_path: Path, size: int, layouts: list[str]) -> None:
     """Ranks that compute on the same samples all read them; those that do not read each once."""
-    words = ("--layout", *layouts, "--steps", 3, "--samples", "--json", "v.json")
+    words = ("--layout", *layouts, "--steps", 3, "--quick", "--samples", "--json", "v.json")
     done = cli.on_ranks(tmp_path, "verify", write(tmp_path, DECODER), *words, size=size)
     assert done.status == 0, done
     for record in read_records(tmp_path / "v.json"):

@@ -22,6 +22,7 @@ from everyrank.parity import check_layout
 from everyrank.parity.reference import ensure_references
 from everyrank.record import Parity
 from everyrank.world import World
+from parity.test_equal import in_float64
 
 pytestmark = pytest.mark.integration
 
@@ -41,6 +42,7 @@ def check_all(world: World, key: str, layouts: list[str], changes: dict[str, Any
 
 
 def parities(ranks: Any, count: int, layouts: list[str], broken: str = "", **changes: Any) -> list[Parity]:
+    layouts = layouts if count <= 2 else in_float64(layouts)
     return ranks(count, check_all, f"contrastive/{next(_COUNTER)}", layouts, changes, broken)[0]
 
 

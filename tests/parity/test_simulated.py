@@ -23,6 +23,7 @@ from everyrank.parity.reference import ensure_references
 from everyrank.record import Parity
 from everyrank.strategies import local_sgd as strategy
 from everyrank.world import World
+from parity.test_equal import in_float64
 
 pytestmark = pytest.mark.integration
 
@@ -38,7 +39,8 @@ def check_all(world: World, key: str, name: str, optimizer: str, layouts: list[s
 
 
 def statuses(ranks: Any, count: int, name: str, optimizer: str, layouts: list[str], **changes: Any) -> dict[str, str]:
-    found: list[Parity] = ranks(count, check_all, f"{name}/{optimizer}", name, optimizer, layouts, changes)[0]
+    compared = layouts if count == 2 else in_float64(layouts)
+    found: list[Parity] = ranks(count, check_all, f"{name}/{optimizer}", name, optimizer, compared, changes)[0]
     assert all("simulation" in (parity.scope or "") for parity in found if parity.status == "equal")
     return {text: parity.status for text, parity in zip(layouts, found, strict=True)}
 

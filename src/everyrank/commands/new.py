@@ -139,7 +139,7 @@ def _recipes() -> dict[str, str]:
         for entry in folder.iterdir()
         if entry.name.endswith(".py") and not entry.name.startswith("_")
     }
-    recipes[_WORKLOAD] = (importlib.resources.files("everyrank.builtin") / "template.py.txt").read_text(
+    recipes[_WORKLOAD] = (importlib.resources.files("everyrank") / "builtin" / "template.py.txt").read_text(
         encoding="utf-8"
     )
     return dict(sorted(recipes.items()))
@@ -183,7 +183,7 @@ def _write(name: str, recipe: str, target: Path) -> list[Path]:
     data = target.with_name("digits.csv.gz")
     if imported or data.name in recipe:
         if not data.exists():
-            data.write_bytes((importlib.resources.files("everyrank.builtin") / data.name).read_bytes())
+            data.write_bytes((importlib.resources.files("everyrank") / "builtin" / data.name).read_bytes())
         written.append(data)
     return written
 
