@@ -170,7 +170,7 @@ def test_imagenet_out_of_tar_files(cli: Cli, tmp_path: Path) -> None:
     done = cli.on_ranks(tmp_path, "verify", *words, "--steps", "3", *small, "order=shard", size=2)
     assert done.statuses[0] == 3, done
     assert "36 samples, each read once" in done.out
-    assert "which update has which samples" in done.err
+    assert "--samples" in done.err
 
 
 def test_labels_outside_the_classes_are_named(tmp_path: Path) -> None:
@@ -402,7 +402,7 @@ def test_a_schedule_has_the_length_that_was_asked_for(cli: Cli, tmp_path: Path) 
     assert rates == pytest.approx([0.05 * (1 + math.cos(math.pi * step / 6)) for step in range(6)])
     done = cli.on_ranks(tmp_path, *words, "--epochs", "5", "--resume")
     assert done.status == 0, done.err
-    assert "as for 5 epochs from update 6 on" in done.out
+    assert "5 epochs from update 6 on" in done.out
     rows = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     later = [row["lr"] for row in rows if "lr" in row][6:]
     assert later == pytest.approx([0.05 * (1 + math.cos(math.pi * step / 10)) for step in range(6, 10)])
@@ -421,7 +421,7 @@ def test_a_resumed_run_has_the_settings_and_length_of_its_checkpoint(cli: Cli, t
     assert again == whole
     done = cli.on_ranks(tmp_path, "train", "lengths.py", "--resume", first, "--out", "other", "--set", "lr=0.2")
     assert done.status == 2
-    assert "--set lr=0.3, this is --set lr=0.2" in done.err
+    assert all(setting in done.err for setting in ("--set lr=0.3", "--set lr=0.2"))
     done = cli.on_ranks(tmp_path, "train", "lengths.py", "--resume", first, "--out", "other", "--batch", "2")
     assert done.status == 2
     assert "--batch 4" in done.err

@@ -44,7 +44,7 @@ def inside(world: World, name: str, layout: str) -> Instrumented:
     source: Any = find_workload(name) if name == "text" else zoo.workload(name)
     workload = load(source)
     train_data, _ = open_data(workload, world)
-    with mock.patch("everyrank.benchmark.instrumented._PROFILED", 1):  # what is exposed is no matter here
+    with mock.patch("everyrank.benchmark.instrumented._PROFILED_UPDATES", 1):  # what is exposed is no matter here
         return run_instrumented(workload, train_data, parse_layout(layout), world)
 
 

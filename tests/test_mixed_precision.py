@@ -26,7 +26,7 @@ def in_a_thread(world: World, precision: str) -> list[str]:
     here = single_process_world(world)
     layout = parse_layout(f"dataparallel:precision={precision}")
     model = nn.Linear(2, 2)
-    for module in (dataparallel._Copied(model, layout, here), model):
+    for module in (dataparallel._SingleInput(model, layout, here), model):
 
         def run(module: nn.Module = module) -> None:
             with torch.amp.autocast("cpu", enabled=True):  # no dtype is handed on

@@ -189,7 +189,7 @@ def test_a_resumed_run_shares_what_decides_its_batches() -> None:
     """drop_last and weights are in what a checkpoint says of itself, and the refusal says which field it is."""
     about = CheckpointMetadata(1, "w", {}, 0, 7, None, 23, None, "ddp", 2, 3, "eval_loss", {}, "")
     saved = Checkpoint(Path("c"), dataclasses.replace(about, settings={"Workload.drop_last": True}))
-    with pytest.raises(UsageError, match=r"Workload\.drop_last=True, this is no Workload\.drop_last"):
+    with pytest.raises(UsageError, match=r"Workload\.drop_last=True.* no Workload\.drop_last"):
         _check_same_training(saved, about)
 
 

@@ -83,7 +83,7 @@ def test_way_to_hang(cli: Cli, tmp_path: Path, way: str, how: str) -> None:
 @pytest.mark.parametrize(
     ("way", "how", "phrase"),
     [
-        ("unequal_batches", "launch", "rank 1 was ended by a library"),  # torchrun would end rank 0 before it speaks
+        ("unequal_batches", "launch", "rank 1 was aborted"),  # torchrun would end rank 0 before it speaks
         ("left_early", "launch", "rank 1 never reached all_reduce"),
         ("left_early", "watch", "rank 1 never reached all_reduce"),
     ],

@@ -218,10 +218,10 @@ def test_powersgd_is_that_of_torch(ranks: Any) -> None:
         ("local_sgd:precision=fp16", "use precision=bf16"),
         ("fsdp:compress=fp16", "no key 'compress'"),
         ("ddp:compress=zip", "none, fp16, bf16, powersgd"),
-        ("ddp:compress=fp16,tensor=2", "is for replicas alone"),
+        ("ddp:compress=fp16,tensor=2", "leave it out, or tensor"),
         ("ddp:matrix_rank=2", "matrix_rank is for compress=powersgd"),
         ("ddp:batch_norm=local,context=2", "leave out batch_norm=local"),
-        ("ddp:simulated=2", "single does"),
+        ("ddp:simulated=2", "for others use single"),
     ],
 )
 def test_wrong_layouts(text: str, said: str) -> None:

@@ -152,7 +152,7 @@ def test_files_from_elsewhere(saved: Path, capsys: pytest.CaptureFixture[str], m
         assert "--against wrong.json" in text
     assert "No such file" in refused(capsys, "verify", "digits", "--against", "missing.json")
     assert "leave --layout" in refused(capsys, "verify", "digits", "--save", "a.json", "--layout", "ddp")
-    assert "no file" in refused(capsys, "verify", "digits", "--between", "main", "HEAD")
+    assert "not a file" in refused(capsys, "verify", "digits", "--between", "main", "HEAD")
     _test_comparison(content)
 
 
