@@ -156,3 +156,76 @@ def test_a_message_to_a_rank_that_one_rank_lacks_fails_at_once(host: tuple[Scrip
     findings, _ = judged(host, BEGIN + messages + ROWS)
     assert findings == []
     assert any("a message to or from rank 1" in why for why in findings.unchecked), findings.unchecked
+
+
+EVALUATED = """
+noise = torch.Generator().manual_seed(100 + rank)
+data = TensorDataset(x, y)
+for epoch in range(3):
+    for xb, yb in DataLoader(data, batch_size=16, sampler=DistributedSampler(data)):
+        train(*noised(xb, yb, noise))
+    if rank == 0:
+        with torch.no_grad():
+            held_out = noised(x, y, torch.Generator().manual_seed(0))
+            print(f"held out {F.cross_entropy(model.module(held_out[0]), y).item():.6f}")
+"""
+
+
+def test_an_evaluation_of_rank_0_alone_moves_no_draw(host: tuple[ScriptHost, Path]) -> None:
+    """It draws at the same line as the training."""
+    imports = "from torch.utils.data import DataLoader, DistributedSampler, TensorDataset\n"
+    noised = "def noised(x, y, g):\n    return x + 0.5 * torch.randn(x.shape, generator=g), y\n"
+    findings, num_equal = judged(host, BEGIN + imports + noised + EVALUATED)
+    assert (findings, num_equal) == ([], 6)
+
+
+EXPERTS = """
+import torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
+from torch.distributed.nn.functional import all_gather
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(6, 8)
+        self.experts = nn.ModuleList()
+        for number in range(rank * 2 // world, (rank + 1) * 2 // world):
+            torch.manual_seed(10 + number)
+            self.experts.append(nn.Linear(8, 3))
+
+    def forward(self, x):
+        hidden = torch.cat(all_gather(self.first(x).tanh())) if world > 1 else self.first(x).tanh()
+        outputs = torch.stack([expert(hidden) for expert in self.experts]).sum(0)
+        total = torch.stack(all_gather(outputs)).sum(0) if world > 1 else outputs
+        return total[rank * len(x) : (rank + 1) * len(x)]
+
+
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+g = torch.Generator().manual_seed(50 + rank)
+for step in range(4):
+    x = torch.randn(8, 6, generator=g)
+    loss = F.cross_entropy(model(x), x[:, :3].argmax(1))
+    optimizer.zero_grad()
+    loss.backward()
+    for name, p in model.named_parameters():
+        if "experts" not in name:
+            dist.all_reduce(p.grad)
+        p.grad /= world
+    optimizer.step()
+"""
+
+
+def test_experts_of_each_rank_are_compared_with_those_of_one(host: tuple[ScriptHost, Path]) -> None:
+    """They begin differently on each rank, and are averaged on none; one that is not divided by the ranks is named."""
+    findings, num_equal = judged(host, EXPERTS)
+    assert (findings, num_equal) == ([], 4)
+    wrong = EXPERTS.replace("        p.grad /= world", "            p.grad /= world")
+    (finding,) = judged(host, wrong)[0]
+    assert finding.rule == "ranks.gradient"
+    assert "experts.0" in finding.text
+    assert "they are 2 times" in finding.text

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 import everyrank.relations
+import everyrank.relations.compare as compare_module
 from everyrank.audit import Audit, AuditOptions, Finding
 from everyrank.commands.audit import _compared
+from everyrank.relations import RelationResults, with_comparison
 
 OPTIONS = AuditOptions()
 AUDIT = Audit(("train.py",), 2, 12, 5.0, (), (), ())
@@ -38,6 +40,9 @@ def test_by_default_if_the_rules_were_quick_and_found_no_certain_mistake(compare
     assert compare(AUDIT)
     assert compare(dataclasses.replace(AUDIT, findings=(WARN,)))
     assert not compare(dataclasses.replace(AUDIT, findings=(FAIL,)))
+    about_ranks = dataclasses.replace(FAIL, about_ranks=True)
+    assert compare(dataclasses.replace(AUDIT, findings=(about_ranks,)))
+    assert not compare(dataclasses.replace(AUDIT, findings=(about_ranks, FAIL)))
     assert not compare(dataclasses.replace(AUDIT, seconds=60.0))
     assert not compare(dataclasses.replace(AUDIT, updates=0))
     assert not compare(dataclasses.replace(AUDIT, words=("-m", "train")))
@@ -59,3 +64,24 @@ def test_why_not_is_only_an_answer_to_a_question(
     result = _compared(AUDIT, ["train.py"], OPTIONS, argparse.Namespace(compare=flag, only_compare=False))
     assert result is not None
     assert result.unchecked == unchecked
+
+
+@pytest.mark.parametrize(
+    ("num_equal", "rules", "kept"),
+    [
+        (8, (), ["gradient.carried"]),
+        (8, ("data.shared-samples",), ["gradient.carried", "data.shared-samples"]),
+        (8, ("ranks.gradient",), ["gradient.scale", "gradient.carried"]),
+        (0, (), ["gradient.scale", "gradient.carried"]),
+    ],
+)
+def test_a_comparison_without_a_difference_refutes_findings_about_ranks(
+    monkeypatch: pytest.MonkeyPatch, num_equal: int, rules: tuple[str, ...], kept: list[str]
+) -> None:
+    """Not one that could not be made. A difference that a rule explains is its consequence."""
+    about_ranks = Finding("FAIL", "gradient.scale", "train.py:9", "2x too large", about_ranks=True)
+    found = tuple(Finding("WARN", rule, "train.py:9", "differs") for rule in rules)
+    results = RelationResults(found, (), 1.0, num_equal)
+    monkeypatch.setattr(compare_module, "compare_script", lambda *_, **__: results)
+    audit = with_comparison(dataclasses.replace(AUDIT, findings=(about_ranks, FAIL)), OPTIONS)
+    assert [finding.rule for finding in audit.findings] == kept
