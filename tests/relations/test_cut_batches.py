@@ -174,7 +174,7 @@ for epoch in range(3):
 def test_an_evaluation_of_rank_0_alone_moves_no_draw(host: tuple[ScriptHost, Path]) -> None:
     """It draws at the same line as the training."""
     imports = "from torch.utils.data import DataLoader, DistributedSampler, TensorDataset\n"
-    noised = "def noised(x, y, g):\n    return x + 0.5 * torch.randn(x.shape, generator=g), y\n"
+    noised = "noised = lambda x, y, g: (x + 0.5 * torch.randn(x.shape, generator=g), y)\n"
     findings, num_equal = judged(host, BEGIN + imports + noised + EVALUATED)
     assert (findings, num_equal) == ([], 6)
 
@@ -199,7 +199,7 @@ class Net(nn.Module):
 
     def forward(self, x):
         hidden = torch.cat(all_gather(self.first(x).tanh())) if world > 1 else self.first(x).tanh()
-        outputs = torch.stack([expert(hidden) for expert in self.experts]).sum(0)
+        outputs = torch.stack([expert(hidden).tanh() for expert in self.experts]).sum(0)
         total = torch.stack(all_gather(outputs)).sum(0) if world > 1 else outputs
         return total[rank * len(x) : (rank + 1) * len(x)]
 
