@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from everyrank.audit.finding import Findings
 from everyrank.relations import judge_script
+from everyrank.relations.ranks import num_with_same_inputs
 from everyrank.rerun import ScriptHost
 
 BEGIN = """
@@ -106,6 +109,25 @@ def test_a_script_that_cuts_its_batches_is_compared(host: tuple[ScriptHost, Path
 def test_ranks_that_shuffle_by_themselves_overlap(host: tuple[ScriptHost, Path]) -> None:
     findings, _ = judged(host, BEGIN + ROWS.replace("manual_seed(epoch)", "manual_seed(epoch + rank)"))
     assert [finding.rule for finding in findings] == ["data.shared-samples"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "one", "expected"),
+    [
+        ([{0: [1.0], 1: [2.0]}, {0: [3.0], 1: [5.0]}], {0: [4.0], 1: [7.0]}, 9),
+        ([{0: [1.0], 1: [2.0]}, {0: [3.0], 1: [5.0]}], {0: [4.0], 1: [6.0]}, 1),
+        ([{0: [1.0]}, {0: [1.0]}], {0: [1.0]}, 9),
+        ([{0: [1.0, 1.0]}, {0: [1.0]}], {0: [1.0]}, 0),
+    ],
+    ids=["all samples", "others in update 1", "the same on all ranks", "more calls"],
+)
+def test_inputs_are_compared_in_every_update(
+    ranks: list[dict[int, list[float]]], one: dict[int, list[float]], expected: int
+) -> None:
+    def recording(sums: list[dict[int, list[float]]]) -> Any:
+        return SimpleNamespace(ranks=[SimpleNamespace(facts={"input_sums": each}, updates=[0] * 9) for each in sums])
+
+    assert num_with_same_inputs(recording(ranks), recording([one])) == expected
 
 
 TENSOR_PARALLEL = """

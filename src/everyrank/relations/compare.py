@@ -20,6 +20,7 @@ from everyrank.relations.ranks import (
     judge_ranks,
     misses_evaluation,
     num_comparable,
+    num_with_same_inputs,
 )
 from everyrank.relations.recompute import judge_recomputation
 from everyrank.relations.resume import ResumeCommand, judge_resume
@@ -210,12 +211,27 @@ def _as_script_cuts_batches(
     sizes = sizes_that_divide(text, rows)[:_MOST_SIZES]
     for larger, reads in ((BATCH_SIZES, False), (BATCH_SIZES, True), ("", True), *((size, False) for size in sizes)):
         attempt = alone(Imposed(recording=many, larger=larger, reads=reads))
+        attempt = _with_same_inputs(many, attempt)
         count, is_complete = num_comparable(many, attempt)
         if count > most:
             best, most = attempt, count
         if is_complete:
             break
     return best, best is not one
+
+
+def _with_same_inputs(many: ScriptRecording, one: ScriptRecording) -> ScriptRecording:
+    """The run up to the first update in which its model gets other samples than those of the ranks."""
+    count = num_with_same_inputs(many, one)
+    if count >= len(one.ranks[0].updates):
+        return one
+    reason = "the batches that the script cuts could be put together for these only"
+    facts = one.ranks[0].facts
+    refused = {
+        "refused": [*facts.get("refused", []), reason],
+        "refused_after": [*facts.get("refused_after", []), count],
+    }
+    return dataclasses.replace(one, ranks=(dataclasses.replace(one.ranks[0], facts={**facts, **refused}),))
 
 
 def _judge_short_epochs(

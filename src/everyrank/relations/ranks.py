@@ -27,6 +27,7 @@ __all__ = [
     "judge_ranks",
     "misses_evaluation",
     "num_comparable",
+    "num_with_same_inputs",
 ]
 
 _BATCHES = 8  # whose samples tell whether all ranks read the same
@@ -92,6 +93,22 @@ def num_comparable(many: ScriptRecording, one: ScriptRecording) -> tuple[int, bo
     except _NotComparedError:
         return 0, False
     return case.num_updates, not case.limit
+
+
+def num_with_same_inputs(many: ScriptRecording, one: ScriptRecording) -> int:
+    """The number of first updates in which the model gets the samples of all ranks, by the sums of its inputs."""
+    of_ranks, of_one = ([rank.facts.get("input_sums", {}) for rank in run.ranks] for run in (many, one))
+    for update, sums in of_one[0].items():
+        parts = [sums_of_rank.get(update, []) for sums_of_rank in of_ranks]
+        if any(len(each) != len(sums) for each in parts):
+            return update
+        for index, number in enumerate(sums):
+            numbers = [each[index] for each in parts]
+            margin = 1e-4 * max(1.0, *map(abs, numbers))
+            is_same = all(abs(each - number) <= margin for each in numbers)
+            if not is_same and abs(sum(numbers) - number) > margin:
+                return update
+    return len(one.ranks[0].updates)
 
 
 def has_same_losses(one: RankRecording, other: RankRecording) -> bool:

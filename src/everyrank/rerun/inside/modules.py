@@ -142,6 +142,11 @@ def install_module_names(session: Session) -> ModuleNames:
     @functools.wraps(call)
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal depth
+        if depth == 0 and session.is_active and _is_training(session, self):
+            given = [value.detach() for value in [*args, *kwargs.values()] if _is_plain(value)]
+            with session.quiet():
+                sums = session.facts.setdefault("input_sums", {}).setdefault(session.update, [])
+                sums += [float(value.double().sum()) for value in given if not value.is_complex()]
         if depth == 0 and session.is_active and session.update == 0 and _is_training(session, self):
             given = [value.detach().clone() for value in [*args, *kwargs.values()] if _is_plain(value)]
             if len(session.inputs) < 64 and any(parameter.requires_grad for parameter in self.parameters()):

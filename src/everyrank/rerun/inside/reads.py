@@ -37,6 +37,8 @@ class RowReads(TorchFunctionMode):
         self.is_recording = not session.imposed
         self.recorded = [each["reads"] for each in session.imposed] if session.settings["reads"] else []
         self.differing = _differing_lines(self.recorded)
+        ends = [each["facts"]["reads_until"] for each in session.imposed if "reads_until" in each["facts"]]
+        self.end = min(ends, default=None)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         session, num_values = self.session, len(self.session.values)
@@ -70,12 +72,15 @@ class RowReads(TorchFunctionMode):
         self.num_bytes += result.numel() * result.element_size()
         if self.num_bytes > _MOST_BYTES or len(self.session.reads) >= _MOST_READS:
             self.is_recording = False
+            self.session.facts["reads_until"] = self.session.update
         else:
             self.session.reads.append((key, (result.detach().clone(), self.session.update)))
         return result
 
     def replace(self, key: tuple[str, str, int], result: Any) -> Any:
         """The rows of all ranks, if the ranks have read different ones."""
+        if self.end is not None and self.session.update >= self.end:
+            self.session.refuse("the script takes too many rows out of its tensors to record them")
         parts = [recorded[key][0] for recorded in self.recorded if key in recorded]
         if len(parts) < len(self.recorded) or (len(parts) > 1 and key[:2] not in self.differing):
             return result
