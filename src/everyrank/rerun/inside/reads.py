@@ -16,6 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from everyrank.audit.watch.place import is_own_file
+from everyrank.rerun.inside.batches import is_equal
 from everyrank.rerun.inside.session import Session
 
 __all__ = ["RowReads"]
@@ -97,7 +98,7 @@ def _differing_lines(recorded: list[dict[tuple[str, str, int], Any]]) -> set[tup
     return {
         key[:2]
         for key, (rows, _) in first.items()
-        if any(key in each and not _is_same(each[key][0], rows) for each in others)
+        if any(key in each and not is_equal(each[key][0], rows) for each in others)
     }
 
 
@@ -120,7 +121,3 @@ def _takes_rows(args: tuple[Any, ...]) -> bool:
     if isinstance(first, slice):
         return first != slice(None)
     return index is None or isinstance(first, list) or (isinstance(first, torch.Tensor) and first.dim() > 0)
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    return one.shape == other.shape and torch.equal(one, other)
