@@ -36,7 +36,7 @@ from everyrank.workload import BUILT_IN
 __all__ = ["main"]
 
 _WRONG_PATH = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EROFS)
-_REPORT_SECONDS = 1.0  # time for the rank that prints the error of all ranks
+_REPORT_SECONDS = 1.0  # lets the rank that reports an error print first
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -158,11 +158,11 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}; see {self.prog} --help")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Parse as argparse does; the value of an option for ARGS may begin with a dash: --resume-with "--resume"."""
+        """Parse as argparse does, but the value of an ARGS option may begin with a dash: --resume-with "--resume"."""
         return super().parse_known_args(None if args is None else self._with_dashes(list(args)), namespace)
 
     def _with_dashes(self, words: list[str]) -> list[str]:
-        """Join each option for ARGS with its value, up to the first word that is no option."""
+        """Write each ARGS option as --option=value, up to the first positional argument."""
         known = self._option_string_actions
         joined: list[str] = []
         index = 0

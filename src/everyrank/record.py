@@ -1,4 +1,4 @@
-"""Record: the results of one run (numbers with intervals, parity, provenance), read and written as JSON. No torch.
+"""Record: the results of one run (numbers with intervals, parity, provenance), as JSON. Imports no torch.
 
 The schema is public. A field that was not measured is null, never zero.
 """
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 SCHEMA = 1
-_MOST = 2**63  # larger integers are no counts and cannot be displayed
+_MOST = 2**63  # larger integers cannot be displayed
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class Interval:
 
 @dataclass(frozen=True)
 class Parity:
-    """Whether the run was checked equal to one device.
+    """Whether the run was compared with one device, and how that ended.
 
-    status                    equal, different, refused (the workload cannot be laid out so) or not_verified
+    status                    equal, different, refused (this layout does not support the workload) or not_verified
     bitwise                   every loss was equal to the last bit
     max_relative_difference   of the first divergence, or else of the loss closest to its tolerance
     tolerance                 the tolerance of that difference
@@ -105,7 +105,7 @@ class Breakdown:
 
 @dataclass(frozen=True)
 class Collective:
-    """One kind of communication in an update: how often, and how many bytes one rank hands in.
+    """One kind of communication in an update: how often, and how many bytes one rank contributes.
 
     If the ranks communicate only every N updates, both are totals of `updates` updates.
     """
@@ -149,7 +149,7 @@ class Resources:
 
 @dataclass(frozen=True)
 class Bubble:
-    """The fraction of the time of micro-batches in which the ranks of a pipeline are idle.
+    """The pipeline bubble: the fraction of micro-batch time in which ranks are idle.
 
     theory     from the schedule, if a backward takes twice a forward, stages are equal and sending takes no time
     measured   time of waiting for messages: the mean over ranks, relative to the time of the slowest rank. Only on CPU;
@@ -283,7 +283,10 @@ def read_records(path: str | Path) -> list[Record]:
         ddp not_verified
     """
     path = Path(path)
-    if path.is_fifo() and path.absolute().parts[1:2] not in (("dev",), ("proc",)):  # those are <(...) of a shell
+    if path.is_fifo() and path.absolute().parts[1:2] not in (
+        ("dev",),
+        ("proc",),
+    ):  # a shell makes pipes there for <(...)
         raise UsageError(f"{path}: a named pipe; give a file that --json wrote")
     try:
         text = path.read_text(encoding="utf-8")
@@ -315,7 +318,7 @@ def _build(kind: Any, value: Any) -> Any:
     if kind is Any:
         return value
     if kind is float and value is None:
-        return math.nan  # as which it was written
+        return math.nan  # NaN is written as null
     if origin in (types.UnionType, typing.Union):
         options = [option for option in typing.get_args(kind) if option is not type(None)]
         return None if value is None else _build(options[0], value)
@@ -332,7 +335,7 @@ def _build(kind: Any, value: Any) -> Any:
             raise ValueError(f"unknown field {min(unknown)!r}")
         return kind(**{key: _build(hints[key], item) for key, item in value.items()})
     if kind is int and isinstance(value, int) and abs(value) >= _MOST:
-        raise ValueError(f"a number of {len(str(value))} digits is larger than anything that is counted")
+        raise ValueError(f"a number of {len(str(value))} digits is too large for a Record")
     if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
     if isinstance(kind, type) and isinstance(value, kind):

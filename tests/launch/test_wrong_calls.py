@@ -66,7 +66,7 @@ WRONG_CALLS = [
     (DDP + "--restarts -1 --launcher torchrun", ["--restarts -1", "0 or more"]),
     # hosts that may become fewer
     (ELASTIC + "--nodes 4:3 --processes 3", ["--nodes 4:3", "MIN:MAX"]),
-    (ELASTIC + "--nodes 0:3 --processes 3", ["--nodes 0:3", "from 1 on"]),
+    (ELASTIC + "--nodes 0:3 --processes 3", ["--nodes 0:3", "1 <= MIN"]),
     (ELASTIC + "--nodes :3 --processes 3", ["--nodes :3", "a number, or MIN:MAX"]),
     (ELASTIC + "--nodes 3:4 --processes 1", ["--processes 1 --nodes 4", "give --processes 4"]),
     (ELASTIC + "--nodes 3:4 --processes 4", ["--nodes 3:4", "give --out DIR", "all hosts share"]),

@@ -534,9 +534,9 @@ def test_other_starts_are_equal(cli: Cli, tmp_path: Path, name: str, size: int, 
 def test_low_precision_is_low_and_trains(
     cli: Cli, tmp_path: Path, name: str, words: str, before: str, after: str
 ) -> None:
-    """Most losses differ from float64's by a hundredth to a tenth; without what asks for bf16, by what float32 rounds.
+    """The first losses differ from float64's by about a thousandth; without bf16, by what float32 rounds.
 
-    Not their mean: on some processors one unit of a ReLU ends up on the other side of zero, which is more.
+    Later on, a unit of a ReLU may end up on the other side of zero, on some processors in the second epoch.
     """
     text = text_of(name)
     assert text.count(before) == 1
@@ -553,9 +553,10 @@ def test_low_precision_is_low_and_trains(
         (tmp_path / "digits.py").write_text(
             (SHARED / "digits.py").read_text().replace("    if every_update:", "    if True:")
         )
-        found = read(output(cli, tmp_path, f"torchrun --nproc-per-node 2 {name}.py {words}")).losses
-        gaps.append(statistics.median(abs(a - b) / abs(b) for a, b in zip(found, exact, strict=True)))
-    assert 1e-3 < gaps[0] < 0.2
+        losses = read(output(cli, tmp_path, f"torchrun --nproc-per-node 2 {name}.py {words}")).losses
+        assert len(losses) == len(exact)
+        gaps.append(statistics.median(abs(a - b) / abs(b) for a, b in zip(losses[:12], exact[:12], strict=True)))
+    assert 1e-4 < gaps[0] < 0.2
     assert 1e-9 < gaps[1] < 1e-5
 
 

@@ -39,9 +39,9 @@ _PROCESSES: list[subprocess.Popen[bytes]] = []
 
 
 def main(is_checked: bool = False) -> int:
-    """Run all ranks of this host. Returns 0 if all succeeded, else the status of the first supervisor that failed.
+    """Run all ranks of this host. Returns 0 if all succeeded, else the status of the first process that failed.
 
-    `is_checked`: this process is itself a fork, of one that has imported all modules.
+    `is_checked`: this process was forked from one that has imported all modules.
     """
     directory, first, count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     numbers = [(first + local_rank, local_rank, count) for local_rank in range(count)]
@@ -59,7 +59,7 @@ def _import_and_check(directory: Path) -> bool:
         importlib.import_module(job.preload)
     except Exception:  # each rank will report the same error
         return False
-    # Try one fork first: before a fork, some libraries end their threads (OpenBLAS).
+    # Fork once before the threads are counted: OpenBLAS ends its own at a fork.
     with warnings.catch_warnings(action="ignore"):  # Python warns about threads
         child = os.fork()
     if child == 0:
@@ -95,12 +95,12 @@ def _fork(directory: Path, numbers: tuple[int, int, int]) -> int:
 
 def _start(directory: Path, numbers: tuple[int, int, int]) -> int:
     process = subprocess.Popen([*WORKER, str(directory), *map(str, numbers)])
-    _PROCESSES.append(process)  # a Popen that is garbage-collected would be reaped by a later Popen
+    _PROCESSES.append(process)  # a later Popen would reap the child of one that is garbage-collected
     return process.pid
 
 
 def _wait(supervisors: dict[int, int], directory: Path) -> int:
-    """Wait for all supervisors. Some seconds after the first failure this process exits, which ends the others."""
+    """Wait for all ranks. Some seconds after the first failure this process exits, which ends the others."""
 
     def forward(number: int, _: FrameType | None) -> None:
         for pid in list(supervisors):

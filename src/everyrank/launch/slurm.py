@@ -117,7 +117,7 @@ class Slurm(BatchLauncher):
         if options.per_node not in (None, *names):
             raise UsageError(f"--per-node {options.per_node}: give {' or '.join(names)}")
         if options.min_nodes is not None and not 1 <= options.min_nodes <= launch.nodes:
-            raise UsageError(f"--nodes {options.min_nodes}:{launch.nodes}: give MIN:MAX, from 1 on")
+            raise UsageError(f"--nodes {options.min_nodes}:{launch.nodes}: give MIN:MAX with 1 <= MIN <= MAX")
 
     def rank_info(self, environment: Mapping[str, str]) -> RankInfo | None:
         """Return the rank of a task of srun. A batch script and the shell of salloc are not ranks."""

@@ -80,7 +80,7 @@ class Torchrun(Launcher):
     marker_variable = _MARKER
 
     def commands(self, launch: Launch, job_folder: Path) -> list[list[str]]:
-        """Return the torchrun of this host."""
+        """Return the torchrun command of this host."""
         options: TorchrunOptions = launch.options
         command = [*PYTHON, "-m", "torch.distributed.run", *_rendezvous(launch)]
         command += [f"--nproc-per-node={launch.processes_per_node}"]
@@ -100,17 +100,17 @@ class Torchrun(Launcher):
                 "add --rendezvous-kind c10d"
             )
         if options.min_nodes is not None and not 1 <= options.min_nodes <= launch.nodes:
-            raise UsageError(f"--nodes {options.min_nodes}:{launch.nodes}: give MIN:MAX, from 1 on")
+            raise UsageError(f"--nodes {options.min_nodes}:{launch.nodes}: give MIN:MAX with 1 <= MIN <= MAX")
         if options.restarts < 0:
             raise UsageError(f"--restarts {options.restarts}: give 0 or more")
 
     def rank_info(self, environment: Mapping[str, str]) -> RankInfo | None:
-        """Return the rank in RANK, WORLD_SIZE and so on, if torchrun's own variable is also set: users may set RANK."""
+        """Read RANK, WORLD_SIZE and so on only if the run id of torchrun is set: users may set RANK themselves."""
         info = rank_info_of_user(environment) if _MARKER in environment else None
         return dataclasses.replace(info, started_by=self.name) if info is not None else None
 
     def allow_loopback(self, host: str) -> bool:
-        """Torchrun's agent has already opened a store at this address, on every interface."""
+        """Return True: the agent of torchrun has already opened a store on every interface."""
         del host
         return True
 

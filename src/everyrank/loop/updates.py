@@ -47,7 +47,7 @@ def run_updates(
     workload = prepared.workload
     if isinstance(dataset, UnevenStreams) and prepared.mesh.servers:
         raise UnsupportedLayoutError(
-            f"layout {prepared.layout}: uneven streams are not supported, because a server reads no stream; use ddp"
+            f"layout {prepared.layout}: uneven streams are not supported, because servers read no data; use ddp"
         )
     batches_by_rank = [
         batches_for_updates(
@@ -105,14 +105,14 @@ def _run(
             except WorkloadError as error:
                 raise type(error)(f"update {update.step}: {error}") from error.__cause__
         yield share
-        if index == 0:  # the caller has seen the end of the first update
+        if index == 0:  # the first update is done: the usual timeout holds from here on
             end_of_start(prepared.world)
 
 
 def _seed_update(prepared: Prepared, update: Update) -> None:
     """Seed torch's generators with (seed, step, rank); ranks with the same activations get the same seed.
 
-    Exact dropout does not use them: it computes its masks from the update.
+    Exact dropout, which is equal in all layouts, uses the number of the update only.
     """
     if prepared.parallel.dropout is not None:
         prepared.parallel.dropout.step = update.step

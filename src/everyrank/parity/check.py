@@ -30,11 +30,13 @@ __all__ = ["check_layout"]
 def check_layout(
     case: ParityCase, layout: Layout, world: World, key: str, explicit: bool = True
 ) -> tuple[Parity, list[float]]:
-    """Compare `layout` with `single` or its substitute.
+    """Compare `layout` with its reference run, usually `single`.
 
-    Returns the outcome on every rank, and the losses in the layout's own precision; those of a layout of one process
-    are only on rank 0. `key` is a name that is used once. A layout that cannot run here is `not_verified`, with the
-    reason. One that the workload does not allow is `refused` if the user named it (`explicit`), else `not_verified`.
+    Returns the outcome on every rank, and the losses in the layout's own precision; only rank 0 has those of a layout
+    of one process. `key` must be unique for each call. A layout that cannot run here is `not_verified`, with the
+    reason. One that the workload does not allow is `refused` if the user named it (`explicit`), else
+    `not_verified`.
+
     A collective.
     """
     with _without_tf32(), full_precision() as casts, nan_until_wait():

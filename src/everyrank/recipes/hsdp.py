@@ -11,7 +11,7 @@ What to change for your own training:
   between hosts. SHARDS = number of ranks is FSDP; SHARDS = 1 is DDP.
 - The batch is divided over all ranks, of both axes.
 - Mixed precision, building on the meta device and prefetching: as in fsdp.py.
-- The optimizer comes after sharding: fully_shard replaces the parameters, and the old ones train nothing.
+- The optimizer comes after sharding: fully_shard replaces the parameters, and the old ones are not used any more.
 - Every rank calls the model equally often, also in evaluation: each forward pass waits for all ranks.
 """
 
@@ -63,7 +63,7 @@ def main():
     sampler = DistributedBatchSampler(len(train_data), BATCH, rank, world_size)
     loader = DataLoader(train_data, batch_sampler=sampler, pin_memory=cuda)
     model = build().to(device, dtype)
-    # The axes in this order: ranks 0 and 1 have the shards of one replica, ranks 2 and 3 those of the other.
+    # In this order, 4 ranks are two replicas: ranks 0 and 1 have the shards of one, ranks 2 and 3 of the other.
     mesh = init_device_mesh(device.type, (world_size // SHARDS, SHARDS), mesh_dim_names=("replicate", "shard"))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
@@ -77,7 +77,7 @@ def main():
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
             optimizer.zero_grad()
             loss = F.cross_entropy(model(images), labels, reduction="sum") / batch_size
-            (loss * world_size).backward()  # the sum over ranks: FSDP divides it by all ranks of both axes
+            (loss * world_size).backward()  # undoes the division of FSDP by all ranks of both axes
             clip_grad_norm_(model.parameters(), CLIP)  # the norm is that of the whole gradient, not of the shards
             optimizer.step()
             losses.append(loss.detach())
@@ -89,7 +89,7 @@ def main():
 
     correct = count_correct(model, eval_data, device, rank, world_size)
     dist.all_reduce(correct)
-    # The whole model on rank 0, to save it: a collective, every rank calls it, the others get an empty dict.
+    # Gather the model on rank 0, to save it. All ranks must call this; the others get an empty dict.
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = get_model_state_dict(model, options=options)
     if rank == 0:

@@ -1,4 +1,4 @@
-"""The weight of each loss term in the gradient that steps: 1/N, with N the terms of all ranks and backwards."""
+"""Check that each loss term weighs 1/N in the gradient, where N counts the terms of all ranks and micro-batches."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _UNEVEN, _OFF = 1e-3, 1e-2  # relative
 def check_loss_terms(
     evidence: Evidence, update: int, factor: float, pieces: Sequence[Piece], findings: Findings
 ) -> None:
-    """Judge the losses of an update whose gradient is `factor` times the sum over `pieces`."""
+    """Check the loss weights of an update whose gradient is `factor` times the sum of the gradients of `pieces`."""
     losses = _losses(evidence, update)
     if set(losses) != set(pieces):
         findings.not_checked(f"the weight of loss terms: {_why_not(losses, pieces)}")
         return
     if len({tuple((term.name, term.line) for term in terms) for terms in losses.values()}) > 1:
-        findings.not_checked("the weight of loss terms: the backwards of an update have different losses")
+        findings.not_checked("the weight of loss terms: the micro-batches of an update use different loss functions")
         return
     num_losses = len(next(iter(losses.values())))
     for number in range(num_losses):
@@ -38,11 +38,11 @@ def check_loss_terms(
 def _why_not(losses: Collection[Piece], pieces: Sequence[Piece]) -> str:
     """Why the terms of an update cannot be counted."""
     if not losses:
-        return "no loss of torch.nn.functional, mean or sum was recorded"
+        return "no loss of torch.nn.functional, no mean() and no sum() was recorded"
     unseen = len(set(pieces) - set(losses))
     if unseen:
-        return f"{unseen} of {len(pieces)} backwards of an update have no loss of torch.nn.functional, mean or sum"
-    return "an update has backwards whose gradient the optimizer does not step"
+        return f"{unseen} of {len(pieces)} backwards of an update have no loss of torch.nn.functional, mean() or sum()"
+    return "the optimizer step leaves out the gradient of some backwards"
 
 
 def _losses(evidence: Evidence, update: int) -> dict[Piece, list[LossTerm]]:
@@ -72,7 +72,7 @@ def _judge(
     least, most = min(weights, key=lambda piece: weights[piece]), max(weights, key=lambda piece: weights[piece])
     count = sum(term.terms for term in terms.values())
     first = next(iter(terms.values()))
-    # with equal counts, the script weighs one of several losses by itself, as mixup does by a number of each rank
+    # with several losses and equal counts, the script sets the weights; mixup draws one for each rank
     is_chosen = not is_only and len({term.terms for term in terms.values()}) == 1
     is_uneven = not is_chosen and weights[most] - weights[least] > _UNEVEN * abs(weights[most])
     if is_uneven:
@@ -89,7 +89,7 @@ def _judge(
         )
     total = sum(weights[piece] * term.terms for piece, term in terms.items())
     if len({term.reduction for term in terms.values()}) > 1:
-        return  # the script divides by the size of a full batch
+        return  # means and sums are mixed: the script may divide by the size of a full batch
     if first.reduction == "mean" and is_only and abs(total - 1) > _OFF:
         _wrong_scale(evidence, update, factor, terms, total, findings)
     elif first.reduction == "sum" and is_only and not is_uneven and abs(total - 1) > _UNEVEN:
@@ -104,13 +104,13 @@ def _wrong_scale(
     total: float,
     findings: Findings,
 ) -> None:
-    """A mean whose gradient is too large or too small by a factor, which may have a known cause."""
+    """Report a mean loss whose gradient is off by a factor, with the cause if it is known."""
     ranks, num_ranks = evidence.ranks, evidence.world_size
     scale = evidence.steps[update][ranks[0]].loss_scale if update in evidence.steps else 1.0
     if scale != 1.0 and abs(total / scale - 1) < _OFF:
         return  # clip.scaled reports it
     num_backwards = len(terms) // num_ranks
-    reduced = factor * num_ranks  # 1 where the ranks are averaged, their number where they are summed
+    reduced = factor * num_ranks  # 1 if gradients are averaged over ranks, num_ranks if summed
     if abs(reduced * scale - 1) < _OFF or abs(reduced * scale - num_ranks) < _OFF * num_ranks:
         reduced *= scale
     usual = _usual_backwards(evidence, update, num_backwards)
@@ -121,7 +121,7 @@ def _wrong_scale(
         "FAIL" if cause else "NOTE",
         "gradient.scale",
         next(iter(terms.values())).line,
-        f"update {update}: the gradient is {times(total)}: {cause or 'a weight that the script chooses?'}",
+        f"update {update}: the gradient is {times(total)}: {cause or 'perhaps a loss weight of the script'}",
         fix,
         (*evidence.scaling_lines(update), *(_window_of(evidence, update) if num_backwards != usual else ())),
         about_ranks=update == 0 and "ranks" in cause,
@@ -129,13 +129,13 @@ def _wrong_scale(
 
 
 def _window_of(evidence: Evidence, update: int) -> tuple[str, ...]:
-    """The line of the optimizer step, whose conditions decide how many backwards an update has."""
+    """Return the line of `optimizer.step()`, which ends an accumulation."""
     steps = evidence.steps.get(update)
     return (steps[evidence.ranks[0]].line,) if steps else ()
 
 
 def times(total: float) -> str:
-    """The size of a gradient that should be 1 times that of the mean over all terms."""
+    """Describe the scale error of a gradient; 1 is that of the mean over all terms."""
     if total > 1:
         return f"{total:.4g}x too large"
     return f"{1 / total:.4g}x too small" if total > 0 else f"{total:.4g} times that of the mean over all terms"
@@ -149,7 +149,7 @@ def _usual_backwards(evidence: Evidence, update: int, default: int) -> int:
 
 
 def _has_no_rest(evidence: Evidence, usual: int) -> bool:
-    """Whether the batches of each whole epoch are a multiple of the backwards of an update."""
+    """Whether `usual` divides the number of batches of each training epoch."""
     trained = {key for key, kind in evidence.epochs[evidence.ranks[0]].items() if kind == "train"}
     loaders = [loader for key, loader in evidence.loaders(evidence.ranks[0]).items() if key in trained]
     return all((loader.num_batches or 0) % usual == 0 for loader in loaders)
@@ -190,7 +190,7 @@ def _summed(
     terms: dict[Piece, LossTerm],
     findings: Findings,
 ) -> None:
-    """A summed loss: a note, because the step grows with the batch. Divided by all its terms it is a mean."""
+    """Report a summed loss as a NOTE: its step grows with the batch. Divided by its number of terms, it is a mean."""
     if update in evidence.after_jumps:
         return
     count, num_ranks = sum(term.terms for term in terms.values()), evidence.world_size
@@ -201,5 +201,5 @@ def _summed(
     line = first.line
     text = f"update {update}: the loss is a sum, and each of {count:g} terms has weight {weight:.4g}"
     if num_ranks > 1 and abs(weight * num_ranks - 1) < _UNEVEN:
-        text += ": the ranks' mean of sums, so the step shrinks as ranks are added"
+        text += ": averaged over ranks, so the step shrinks as ranks are added"
     findings.add("NOTE", "gradient.sum", line, text)
