@@ -100,7 +100,8 @@ def test_a_script_that_cuts_its_batches_is_compared(host: tuple[ScriptHost, Path
     """It is silent, and a sum that is averaged is named."""
     text = BEGIN + SCRIPTS[name]
     findings, num_equal = judged(host, text)
-    assert (findings, findings.unchecked) == ([], [])
+    assert findings == []
+    assert all(why.startswith("printed numbers") for why in findings.unchecked), findings.unchecked
     assert num_equal > 4
     summed = text.replace("F.cross_entropy(model(x), y)", 'F.cross_entropy(model(x), y, reduction="sum")')
     assert [finding.rule for finding in judged(host, summed)[0]] == ["ranks.gradient"]

@@ -15,7 +15,6 @@ from everyrank.errors import EveryrankError
 from everyrank.relations.objects import judge_counters, judge_statistics
 from everyrank.relations.precision import judge_rounded_updates
 from everyrank.relations.ranks import (
-    has_same_losses,
     judge_evaluations,
     judge_ranks,
     misses_evaluation,
@@ -168,10 +167,10 @@ def judge_script(
         rank_0, is_cut = None, False
         if script is not None and not num_comparable(many, one)[1]:
             one, is_cut = _as_script_cuts_batches(many, one, script.read_text(), alone)
-        if not one.trouble and many.ranks[0].printed:
-            rank_0 = alone(Imposed(recording=many, only_rank=0, parameters=True, reads=is_cut))
-            if is_cut and not has_same_losses(rank_0.ranks[0], many.ranks[0]):
-                rank_0 = None  # it cannot be given rank 0's batches, so its numbers tell nothing
+        if is_cut and many.ranks[0].printed:
+            findings.not_checked("printed numbers: the script cuts its batches itself, and may print those of others")
+        elif not one.trouble and many.ranks[0].printed:
+            rank_0 = alone(Imposed(recording=many, only_rank=0, parameters=True))
         num_equal = judge_ranks(many, one, rank_0, alone, findings)
         judge_statistics(many, findings)
         if num_equal and not findings.has("ranks.") and misses_evaluation(many, text):
@@ -223,7 +222,7 @@ def _as_script_cuts_batches(
 def _with_same_inputs(many: ScriptRecording, one: ScriptRecording) -> ScriptRecording:
     """The run up to the first update in which its model gets other samples than those of the ranks."""
     count = num_with_same_inputs(many, one)
-    if count >= len(one.ranks[0].updates):
+    if count >= min(len(rank.updates) for rank in (*many.ranks, one.ranks[0])):
         return one
     reason = "the batches that the script cuts could be put together for these only"
     facts = one.ranks[0].facts

@@ -22,7 +22,6 @@ from everyrank.rerun import Imposed, RankRecording, RecordedUpdate, ScriptRecord
 
 __all__ = [
     "comparable_updates",
-    "has_same_losses",
     "judge_evaluations",
     "judge_ranks",
     "misses_evaluation",
@@ -109,16 +108,6 @@ def num_with_same_inputs(many: ScriptRecording, one: ScriptRecording) -> int:
             if not is_same and abs(sum(numbers) - number) > margin:
                 return update
     return len(one.ranks[0].updates)
-
-
-def has_same_losses(one: RankRecording, other: RankRecording) -> bool:
-    """Whether two ranks have the same losses in all updates that both have."""
-    pairs = [
-        pair
-        for ours, theirs in zip(one.updates, other.updates, strict=False)
-        for pair in zip(ours.losses, theirs.losses, strict=False)
-    ]
-    return bool(pairs) and all(math.isclose(a, b, rel_tol=1e-5, abs_tol=1e-9) for a, b in pairs)
 
 
 def judge_ranks(

@@ -40,6 +40,8 @@ class RowReads(TorchFunctionMode):
         self.differing = _differing_lines(self.recorded)
         ends = [each["facts"]["reads_until"] for each in session.imposed if "reads_until" in each["facts"]]
         self.end = min(ends, default=None)
+        inputs = [value for each in session.imposed for given in each["inputs"] for value in given]
+        self.batch_sizes = {len(value) for value in inputs if value.dim()}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         session, num_values = self.session, len(self.session.values)
@@ -87,6 +89,9 @@ class RowReads(TorchFunctionMode):
             return result
         if any(part.shape[1:] != result.shape[1:] for part in parts):
             return result
+        is_batch = all(len(part) in self.batch_sizes for part in parts)
+        if key[1].startswith("read tensor") and not is_batch:
+            return result  # such as the sum and the count of a metric
         self.session.rows = [len(part) for part in parts]
         self.session.batch_size = sum(self.session.rows)
         return torch.cat(parts).to(result.dtype)
