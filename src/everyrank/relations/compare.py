@@ -226,11 +226,8 @@ def _with_same_inputs(many: ScriptRecording, one: ScriptRecording) -> ScriptReco
         return one
     reason = "the batches that the script cuts could be put together for these only"
     facts = one.ranks[0].facts
-    refused = {
-        "refused": [*facts.get("refused", []), reason],
-        "refused_after": [*facts.get("refused_after", []), count],
-    }
-    return dataclasses.replace(one, ranks=(dataclasses.replace(one.ranks[0], facts={**facts, **refused}),))
+    facts = {**facts, "refused": [*facts.get("refused", []), [reason, count]]}
+    return dataclasses.replace(one, ranks=(dataclasses.replace(one.ranks[0], facts=facts),))
 
 
 def _judge_short_epochs(

@@ -206,11 +206,7 @@ def _case(many: ScriptRecording, one: ScriptRecording) -> _Case:
 
 def _first_refused(many: ScriptRecording, one: RankRecording) -> tuple[str, int]:
     """(what could not be imposed first, number of updates before it); ("", a large number) if all was imposed."""
-    refused = [
-        (update, why)
-        for rank in (*many.ranks, one)
-        for why, update in zip(rank.facts.get("refused", []), rank.facts.get("refused_after", []), strict=True)
-    ]
+    refused = [(update, why) for rank in (*many.ranks, one) for why, update in rank.facts.get("refused", [])]
     update, why = min(refused, default=(_MANY_UPDATES, ""))
     return why, update
 

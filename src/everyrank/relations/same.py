@@ -30,7 +30,7 @@ def judge_settings(
         detailed=updates,
         seconds=20.0,
     )
-    refused = [why for rank in (*first.ranks, *other.ranks) for why in rank.facts.get("refused", [])]
+    refused = [why for rank in (*first.ranks, *other.ranks) for why, _ in rank.facts.get("refused", [])]
     if other.trouble or refused:
         findings.not_checked(f"{label}: not compared, because {(other.trouble or refused[0])}")
         return

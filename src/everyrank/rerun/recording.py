@@ -85,7 +85,7 @@ class RankRecording:
     draws    random numbers, by (line, operation, occurrence)
     inputs   tensors given to the outermost model while training, in order, up to the first update
     batches  ([loader, pass], content, optimizer steps before it) of each batch that a loader gave
-    facts    whatever else the hooks noted: "sizes" of batches, "refused" imposed content, ...
+    facts    whatever else the hooks noted: "sizes" of batches, "refused" imposed content and the updates before it, ...
     reads    (rows, optimizer steps before) that the script took out of its tensors, by (line, operation, occurrence)
     """
 

@@ -55,7 +55,8 @@ def install_draws(session: Session, pretend: Any) -> contextlib.ExitStack:
     if pretend is not None:
         stack.enter_context(_OnCpu(pretend))
     stack.enter_context(_Draws(session))
-    stack.enter_context(RowReads(session))
+    if session.compares:
+        stack.enter_context(RowReads(session))
     return stack
 
 

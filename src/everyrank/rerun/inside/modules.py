@@ -142,7 +142,7 @@ def install_module_names(session: Session) -> ModuleNames:
     @functools.wraps(call)
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal depth
-        if depth == 0 and session.is_active and _is_training(session, self):
+        if depth == 0 and session.compares and session.is_active and _is_training(session, self):
             given = [value.detach() for value in [*args, *kwargs.values()] if _is_plain(value)]
             with session.quiet():
                 sums = session.facts.setdefault("input_sums", {}).setdefault(session.update, [])

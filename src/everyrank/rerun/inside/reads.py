@@ -85,7 +85,7 @@ class RowReads(TorchFunctionMode):
         if self.end is not None and self.session.update >= self.end:
             self.session.refuse("the script takes too many rows out of its tensors to record them")
         parts = [recorded[key][0] for recorded in self.recorded if key in recorded]
-        if len(parts) < len(self.recorded) or (len(parts) > 1 and key[:2] not in self.differing):
+        if len(parts) < len(self.recorded) or key[:2] not in self.differing:
             return result
         if any(part.shape[1:] != result.shape[1:] for part in parts):
             return result

@@ -82,6 +82,11 @@ class Session:
         self.on_save: Any = lambda: None
 
     @property
+    def compares(self) -> bool:
+        """Whether the run is for the comparison with one rank, not for a port or for learning rates only."""
+        return not self.settings["order"] and not self.settings["only_rates"]
+
+    @property
     def is_active(self) -> bool:
         """Whether hooks act: not inside another hook, nor in a worker of a loader."""
         return not self.muted and os.getpid() == self.pid
@@ -123,9 +128,8 @@ class Session:
 
     def refuse(self, why: str) -> None:
         """Note that something could not be imposed. The run goes on, and is not compared from this update on."""
-        if why not in self.facts["refused"]:
-            self.facts["refused"].append(why)
-            self.facts.setdefault("refused_after", []).append(self.update)
+        if why not in [known for known, _ in self.facts["refused"]]:
+            self.facts["refused"].append([why, self.update])
 
     def write(self) -> None:
         """Write the recording, completely or not at all."""

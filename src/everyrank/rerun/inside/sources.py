@@ -113,10 +113,7 @@ def _watched_generator(session: Session, function: Any) -> Any:
         key = session.key("source", f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}")
         if not session.imposed:
             return _recorded_items(session, key, iterator, _is_batch)
-        lists = [each["sources"][key]["items"] for each in session.imposed if key in each.get("sources", {})]
-        is_imposed = len(lists) == len(session.imposed)
-        is_common = len(lists) > 1 and all(is_equal(items, lists[0]) for items in lists[1:])
-        return _items_together(session, lists) if is_imposed and not is_common else iterator
+        return _imposed_items(session, key, iterator)
 
     return source
 
@@ -129,11 +126,15 @@ def _watched_loop(session: Session, items: Any) -> Any:
     session.facts.setdefault("loops", []).append([key[0], key[2], session.update])
     if not session.imposed:
         return _recorded_items(session, key, iter(items), _is_chosen)
-    if not session.settings["reads"]:
-        return items
+    return _imposed_items(session, key, items) if session.settings["reads"] else items
+
+
+def _imposed_items(session: Session, key: tuple[str, str, int], iterator: Any) -> Any:
+    """The recorded items of all ranks, put together; the iterator itself if the ranks have read the same."""
     lists = [each["sources"][key]["items"] for each in session.imposed if key in each.get("sources", {})]
-    is_common = len(lists) > 1 and all(is_equal(each, lists[0]) for each in lists[1:])
-    return _items_together(session, lists) if len(lists) == len(session.imposed) and not is_common else items
+    is_imposed = len(lists) == len(session.imposed)
+    is_common = len(lists) > 1 and all(is_equal(items, lists[0]) for items in lists[1:])
+    return _items_together(session, lists) if is_imposed and not is_common else iterator
 
 
 def _recorded_items(session: Session, key: tuple[str, str, int], iterator: Any, is_batch: Callable[[Any], bool]) -> Any:

@@ -72,7 +72,7 @@ def run_as_rank(settings: dict[str, Any], rank: int, overlay: Overlay) -> None:
     if settings["without_dropout"]:
         _leave_out_dropout()
     install_step_hooks(session, modules)
-    if not settings["order"] and not settings["only_rates"]:
+    if session.compares:
         install_number_draws(session)
     modes = install_draws(session, pretend)
     session.facts["rng"] = kept_rng
