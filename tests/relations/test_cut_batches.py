@@ -131,6 +131,16 @@ def test_inputs_are_compared_in_every_update(
     assert num_with_same_inputs(recording(ranks), recording([one])) == expected
 
 
+def test_sums_and_counts_are_not_taken_for_batches(host: tuple[ScriptHost, Path]) -> None:
+    """A tensor that each rank makes of its own numbers keeps its shape on one rank."""
+    weighted = (
+        "metric = torch.tensor([float(rank), 1.0])\n    loss = F.cross_entropy(model(x), y) * metric[1:].view(())"
+    )
+    text = (BEGIN + LISTED).replace("loss = F.cross_entropy(model(x), y)", weighted)
+    findings, num_equal = judged(host, text)
+    assert (findings, num_equal) == ([], 8)
+
+
 TENSOR_PARALLEL = """
 import torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
