@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import heapq
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 __all__ = ["SourceFile", "Statement", "called_name", "read_source"]
@@ -114,8 +114,11 @@ class SourceFile:
         around = [each for each in self.statements if each.line <= line <= each.end]
         return max(around, key=lambda each: each.line, default=None)
 
-    def leading_to(self, line: int) -> dict[Statement, float]:
-        """Return the statements that a line depends on, with their distance; the statement itself has 0."""
+    def leading_to(self, line: int, variables: Collection[str] = ()) -> dict[Statement, float]:
+        """Return the statements that a line depends on, with their distance; the statement itself has 0.
+
+        variables  those of the line that matter; () for all
+        """
         first = self.at(line)
         if first is None:
             return {}
@@ -126,7 +129,7 @@ class SourceFile:
             cost, _, statement = heapq.heappop(waiting)
             if cost > steps[statement]:
                 continue
-            for other, more in self._before(statement):
+            for other, more in self._before(statement, variables if statement is first else ()):
                 total = cost + more
                 if total <= _FARTHEST and total < steps.get(other, _FARTHEST + 1):
                     steps[other] = total
@@ -139,8 +142,33 @@ class SourceFile:
         changes = self._attributes.get(attribute, [])
         return [each for each in changes if getattr(each.function, "name", "__init__") != "__init__"]
 
-    def body_of(self, function: ast.AST) -> list[Statement]:
-        """The statements of a function, without those of functions inside it."""
+    def is_loss(self, statement: Statement) -> bool:
+        """Whether a statement gives a variable its value, on which the same function calls `backward`."""
+        names = {name for target in _targets(statement) for name in _base_names(target)}
+        return any(
+            _base_names(call.func.value) & names
+            for each in self._callers.get("backward", [])
+            if each.function is statement.function
+            for call in each.calls
+            if called_name(call) == "backward" and isinstance(call.func, ast.Attribute)
+        )
+
+    def uses_results_of_loop(self, statement: Statement) -> bool:
+        """Whether a statement reads what a loop above it, which has ended, has collected or summed."""
+        loops = [
+            each
+            for each in self.body_of(statement.function)
+            if isinstance(each.node, ast.For) and each.line < statement.line and each not in statement.blocks
+        ]
+        read = _read_names(statement)
+        return any(
+            _defined_names(inner) & read
+            for inner in (self.body_of(statement.function) if loops else ())
+            if inner is not statement and any(loop in inner.blocks for loop in loops)
+        )
+
+    def body_of(self, function: ast.AST | None) -> list[Statement]:
+        """The statements of a function, or outside of all, without those of functions inside it."""
         return self._by_function[function]
 
     def is_called(self, function: ast.AST | None) -> bool:
@@ -157,12 +185,12 @@ class SourceFile:
                 functions += [each for each in self.classes[kind].body if getattr(each, "name", "") in _CALLS]
         return functions
 
-    def _before(self, statement: Statement) -> Iterator[tuple[Statement, float]]:
-        """Yield the direct dependencies of a statement, with the distance of each."""
+    def _before(self, statement: Statement, variables: Collection[str]) -> Iterator[tuple[Statement, float]]:
+        """Yield the direct dependencies of a statement, or of these variables of it, with the distance of each."""
         for block in statement.blocks:
             yield block, _LOOP if isinstance(block.node, ast.For | ast.While) else _CONDITION
         is_condition = isinstance(statement.node, ast.If | ast.With | ast.While)
-        for name in _read_names(statement):
+        for name in variables or _read_names(statement):
             for each, steps in self._definitions(statement, name):
                 yield each, steps * _OF_CONDITION if is_condition else steps
         for attribute in _read_attributes(statement):

@@ -27,6 +27,7 @@ class Finding:
     also    further lines that the audit saw to take part in it
     about_ranks  whether one rank with the samples of all would do something else from the first update on, so that a
                  comparison can refute it
+    variables    those of the line that the finding is about; () if all may be
     """
 
     level: str
@@ -36,11 +37,12 @@ class Finding:
     fix: str = ""
     also: tuple[str, ...] = ()
     about_ranks: bool = False
+    variables: tuple[str, ...] = ()
 
     @functools.cached_property
     def lines(self) -> tuple[str, ...]:
         """At most four lines to look at, with the one to change most likely first."""
-        return likely_lines(self.rule, self.place, self.also)
+        return likely_lines(self.rule, self.place, self.also, self.variables)
 
     @property
     def shown_lines(self) -> tuple[str, ...]:
@@ -50,7 +52,7 @@ class Finding:
     def as_json(self) -> dict[str, Any]:
         """As written by --json."""
         values = dataclasses.asdict(self)
-        del values["about_ranks"]
+        del values["about_ranks"], values["variables"]
         return {**values, "also": list(self.also), "lines": list(self.lines)}
 
 
@@ -78,12 +80,13 @@ class Findings(list[Finding]):
         also: tuple[str, ...] = (),
         *,
         about_ranks: bool = False,
+        variables: tuple[str, ...] = (),
     ) -> None:
         """Add a finding, unless the same rule has named that line already."""
         assert level in LEVELS, level
         if not any(known.rule == rule and known.place == place for known in self):
             others = tuple(line for line in also if line and line != place)
-            self.append(Finding(level, rule, place, text, fix, others, about_ranks))
+            self.append(Finding(level, rule, place, text, fix, others, about_ranks, variables))
 
     def not_checked(self, message: str) -> None:
         """Report something that cannot be checked, or did not occur."""

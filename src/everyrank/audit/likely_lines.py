@@ -22,6 +22,7 @@ _PLAIN = 0.2  # weight of a line that does nothing in particular
 _SEEN = 0.35  # weight of a line that was recorded with the finding
 _NEARER = 0.9  # the weight of a line for each step between it and a finding
 _ANYWHERE = 4.0  # steps to a line that no step leads to
+_BELOW = 1.0  # steps to a line of the same function that uses what the loop around the finding has collected
 _RECORDED = 0.5  # steps to a line that was recorded with the finding
 _SHORT = 12  # statements of a function with one purpose
 _INHERITED = 0.85  # of the weight of what a called function does
@@ -65,7 +66,7 @@ _WORDS: Mapping[str, re.Pattern[str]] = {
     "epoch": re.compile(r"^set_epoch$"),
     "workers": re.compile(r"^(?:persistent_workers|num_workers|worker_init_fn|get_worker_info|worker_id|worker\w*)$"),
     "seed": re.compile(
-        r"^(?:\w*[sS]eed\w*|SEED\w*|Generator|RandomState|default_rng|\w*rng_state\w*|set_state|setstate)$"
+        r"^(?:\w*[sS]eed\w*|SEED\w*|Generator|Random|RandomState|default_rng|\w*rng_state\w*|set_state|setstate)$"
     ),
     "clip": re.compile(r"^(?:clip\w*|unscale_|norm|max_norm|vector_norm|sqrt)$"),
     "mode": re.compile(r"^(?:eval|train)$"),
@@ -90,6 +91,9 @@ _GRADIENT = {
     "sync": 0.5,
     "clip": 0.4,
     "backward": 0.2,
+    "loss": 0.5,
+    "no-gradient-yet": 0.4,
+    "remainder": 0.3,
 }
 _REPLICAS = {
     "wrap": 0.8,
@@ -104,6 +108,9 @@ _REPLICAS = {
     "gradients": 0.5,
     "some-ranks": 1.2,
     "load": 0.8,
+    "skip": 0.6,
+    "no-gradient-yet": 0.6,
+    "loss": 0.2,
 }
 _DATA = {
     "sampler": 0.8,
@@ -116,8 +123,9 @@ _DATA = {
     "workers": 0.5,
     "dataset": 0.4,
     "epoch": 0.3,
+    "unseeded": 0.8,
 }
-_RESULT = {"return": 0.5, "divide": 0.6, "collective": 0.5, "mean": 0.3, "ranks": 0.2}
+_RESULT = {"return": 0.5, "divide": 0.6, "collective": 0.5, "mean": 0.3, "ranks": 0.2, "after-loop": 0.6}
 
 _KINDS: Sequence[tuple[tuple[str, ...], float, Mapping[str, float]]] = (
     (("clip.",), 1.0, {"clip": 0.6, "collective": 0.4, "backward": 0.2, "ranks": 0.4}),
@@ -151,7 +159,7 @@ _KINDS: Sequence[tuple[tuple[str, ...], float, Mapping[str, float]]] = (
     (("data.frozen-workers",), 0.3, {"workers": 1.0, "loader": 0.2, "seed": 0.3}),
     (("data.untrained",), 0.3, {"skip": 1.0}),
     (("data.content", "data.split"), 0.3, {"order": 1.2, "split": 1.4, "seed": 0.6}),
-    (("data.rows",), 0.3, {**_DATA, "seed": 0.9}),
+    (("data.rows",), 0.3, {**_DATA, "seed": 1.2}),
     (("data.",), 0.4, _DATA),
     (("save.", "resume."), 0.6, {"save": 0.8, "load": 0.8, "return": 0.2}),
     (("recompute.",), 0.4, {"recompute": 1.0}),
@@ -163,10 +171,11 @@ _KINDS: Sequence[tuple[tuple[str, ...], float, Mapping[str, float]]] = (
 _ALWAYS = {"setting": 1.0}
 
 
-def likely_lines(rule: str, place: str, recorded: Sequence[str] = ()) -> tuple[str, ...]:
+def likely_lines(rule: str, place: str, recorded: Sequence[str] = (), variables: Sequence[str] = ()) -> tuple[str, ...]:
     """At most four lines, most likely first; the line where the mistake shows is one of them.
 
-    recorded  further lines that the audit saw to take part in it
+    recorded   further lines that the audit saw to take part in it
+    variables  those of the line that matter; () for all
 
     Example:
         likely_lines("ranks.rate", "train.py:50")  # ("train.py:42", "train.py:50")
@@ -184,7 +193,7 @@ def likely_lines(rule: str, place: str, recorded: Sequence[str] = ()) -> tuple[s
         if source is None or not digits.isdigit():
             continue
         offset = 0.0 if line == place else _RECORDED + 0.1 * number
-        for other, score in _scores(source, int(digits), offset, kind).items():
+        for other, score in _scores(source, int(digits), offset, kind, variables if line == place else ()).items():
             each = f"{path}:{other}"
             scores[each] = max(scores[each], score)
     best = sorted(scores, key=lambda line: -scores[line])
@@ -194,10 +203,17 @@ def likely_lines(rule: str, place: str, recorded: Sequence[str] = ()) -> tuple[s
     return tuple(clear)
 
 
-def _scores(source: SourceFile, line: int, offset: float, kind: tuple[float, Mapping[str, float]]) -> dict[int, float]:
+def _scores(
+    source: SourceFile,
+    line: int,
+    offset: float,
+    kind: tuple[float, Mapping[str, float]],
+    variables: Sequence[str],
+) -> dict[int, float]:
     """The weight of each line of a file."""
     own_weight, weights = kind
-    steps = source.leading_to(line)
+    steps = source.leading_to(line, variables)
+    function = next((each.function for each in steps if steps[each] == 0), None)
     scores: dict[int, float] = {}
     for statement in source.statements:
         if isinstance(
@@ -207,7 +223,8 @@ def _scores(source: SourceFile, line: int, offset: float, kind: tuple[float, Map
         if _is_routine(statement.node):
             continue
         actions = _actions(source, statement)
-        cost = steps.get(statement, _ANYWHERE) + offset
+        is_below = "after-loop" in weights and statement.function is function and source.uses_results_of_loop(statement)
+        cost = steps.get(statement, _BELOW if is_below else _ANYWHERE) + offset
         for number in {statement.line, *actions}:
             of_line = actions.get(number, {})
             given = [weights.get(name, _ALWAYS.get(name, 0.0)) * share for name, share in of_line.items()]
@@ -243,6 +260,15 @@ def _actions(source: SourceFile, statement: Statement) -> dict[int, dict[str, fl
     actions: dict[int, dict[str, float]] = defaultdict(dict)
     for line, action in _own_actions(statement):
         actions[line][action] = 1.0
+    if source.is_loss(statement):
+        actions[statement.line]["loss"] = 1.0
+    if isinstance(statement.node, ast.If) and _is_for_some_ranks(source, statement.node):
+        actions[statement.line]["some-ranks"] = 1.0
+        for inner in statement.node.body:
+            if _changes_training(source, inner):
+                actions[inner.lineno]["some-ranks"] = 1.0
+    if source.uses_results_of_loop(statement) and "collective" not in actions[statement.line]:
+        actions[statement.line]["after-loop"] = 1.0
     for function in source.called_by(statement):
         for inner in source.body_of(function) if len(source.body_of(function)) <= _SHORT else ():
             for _, action in _own_actions(inner):
@@ -264,6 +290,10 @@ def _own_actions(statement: Statement) -> Iterator[tuple[int, str]]:
             yield line, _OPERATORS[type(each.op)]
         if isinstance(each, ast.Slice) and each.step is not None:
             yield line, "stride"
+        if isinstance(each, ast.Compare) and _asks_for_gradient(each):
+            yield line, "no-gradient-yet"
+        if isinstance(each, ast.Call) and _is_unseeded(each):
+            yield line, "unseeded"
     for action in _actions_of_kind(statement):
         yield statement.line, action
 
@@ -280,9 +310,9 @@ def _actions_of_kind(statement: Statement) -> Iterator[str]:
         yield "return"
     if isinstance(node, ast.For):
         yield "loop"
-    if isinstance(node, ast.If) and _is_for_some_ranks(node):
-        yield "some-ranks"
-    if isinstance(node, ast.If) and any(isinstance(each, ast.Continue) for each in node.body):
+    if isinstance(node, ast.Continue) or (
+        isinstance(node, ast.If) and any(isinstance(each, ast.Continue) for each in node.body)
+    ):
         yield "skip"
     if getattr(statement.function, "name", "") in ("__iter__", "__next__", "__getitem__"):
         yield "dataset"
@@ -292,20 +322,61 @@ def _actions_of_kind(statement: Statement) -> Iterator[str]:
         yield "setting"
 
 
+def _asks_for_gradient(node: ast.Compare) -> bool:
+    """Whether it is `p.grad is None`, or that it is not."""
+    return (
+        isinstance(node.left, ast.Attribute)
+        and node.left.attr == "grad"
+        and any(isinstance(each, ast.Constant) and each.value is None for each in node.comparators)
+    )
+
+
+_GENERATORS = {"Random", "default_rng", "RandomState"}
+_GLOBAL_DRAWS = {"shuffle", "permutation", "choice", "choices", "sample", "randint"}
+
+
+def _is_unseeded(call: ast.Call) -> bool:
+    """Whether a call makes a random generator without a seed, or draws from the one of `random` or `numpy`."""
+    name = called_name(call)
+    if name in _GENERATORS:
+        return not call.args and not call.keywords
+    owner = call.func.value if isinstance(call.func, ast.Attribute) else None
+    is_module = isinstance(owner, ast.Name | ast.Attribute) and ast.unparse(owner) in ("random", "np.random")
+    return name in _GLOBAL_DRAWS and is_module
+
+
 def _is_setting(statement: Statement) -> bool:
     """Whether a statement gives an option, or a field of a configuration, about ranks its value."""
     is_option = any(isinstance(c.func, ast.Attribute) and c.func.attr == "add_argument" for c in statement.calls)
     is_field = statement.function is None and bool(statement.owner) and isinstance(statement.node, ast.AnnAssign)
     names = (name for each in statement.nodes for name in _names_in(each))
-    return (is_option or is_field) and any(_ABOUT_RANKS.search(name) for name in names)
+    # a rank is never a setting that is wrong: it is given by the launcher, or means something else
+    return (is_option or is_field) and any(
+        _ABOUT_RANKS.search(name) and not name.lower().endswith("rank") for name in names
+    )
 
 
-def _is_for_some_ranks(node: ast.If) -> bool:
+def _is_for_some_ranks(source: SourceFile, node: ast.If) -> bool:
     """Whether some ranks load or change something that others do not; printing and saving are not meant."""
-    if not any(_ABOUT_RANKS.search(name) for part in ast.walk(node.test) for name in _names_in(part)):
-        return False
-    called = {called_name(each) for inner in node.body for each in ast.walk(inner) if isinstance(each, ast.Call)}
-    return any(_WORDS[action].search(name) for name in called for action in ("load", "step", "clip", "trainable"))
+    is_about_ranks = any(_ABOUT_RANKS.search(name) for part in ast.walk(node.test) for name in _names_in(part))
+    return is_about_ranks and any(_changes_training(source, inner) for inner in node.body)
+
+
+def _changes_training(source: SourceFile, node: ast.stmt) -> bool:
+    """Whether a statement loads, steps, clips or freezes something, or calls a function that writes tensors."""
+    called = {called_name(each) for each in ast.walk(node) if isinstance(each, ast.Call)}
+    if any(_WORDS[action].search(name) for name in called for action in ("load", "step", "clip", "trainable")):
+        return True
+    functions = [function for name in called for function in source.functions.get(name, [])]
+    return any(_writes_tensors(inner) for function in functions for inner in source.body_of(function))
+
+
+def _writes_tensors(statement: Statement) -> bool:
+    """Whether a statement copies into tensors, or sets their data."""
+    return any(called_name(call) in ("copy_", "swap_tensors", "load_state_dict") for call in statement.calls) or any(
+        isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store) and each.attr == "data"
+        for each in statement.nodes
+    )
 
 
 def _names_in(node: ast.AST) -> Iterator[str]:

@@ -234,6 +234,7 @@ def _explain(evidence: Evidence, update: _Update, every: list[Piece], findings: 
     unsynced = {name for name in bad if not any(_is_off(update, name, rank, local[rank]) for rank in ranks)}
     each = {rank: update.fit(names, rank, [[piece] for piece in every]) for rank in ranks}
     residual = max(fit.residual for fit in each.values())
+    about_ranks = len(ranks) > 1 and update.number == 0
     if len(ranks) > 1 and all(update.fit(names, rank, local[rank]).residual < tolerance for rank in ranks):
         rule, text = "local", "each rank steps with its local gradient: no gradient is averaged over the ranks"
         fix = "wrap the model in DistributedDataParallel, and call the last backward outside no_sync()"
@@ -242,12 +243,16 @@ def _explain(evidence: Evidence, update: _Update, every: list[Piece], findings: 
         rule, text = "unsynced", f"{len(unsynced)} of {len(names)} parameters are not averaged over the ranks: {shown}"
         fix = "wrap the model after all its parameters are there, and ignore none that is trained"
     elif residual < tolerance:
+        factors = [0.0 if abs(factor) < tolerance else factor for factor in each[ranks[0]].factors]
         weights = ", ".join(
             f"{factor:.3g} x (rank {rank}, backward {micro})"
-            for factor, (rank, micro) in zip(each[ranks[0]].factors, every, strict=False)
+            for factor, (rank, micro) in zip(factors, every, strict=False)
         )
         rule, text = "weights", f"it is not the mean of the ranks' gradients; on rank 0 it is {weights}"
         fix = "all-reduce only in the last backward of an update: no_sync() around the others"
+        if _is_same_on_ranks(factors, every, tolerance):
+            about_ranks = False
+            fix = "add up the gradients of all backwards of an update, with the same weight"
     elif not bad and residual > _ROUNDED:
         rule, text = "scaled", "each tensor's gradient has a different factor: clipped one by one, or set to zero"
         fix = ""
@@ -265,8 +270,17 @@ def _explain(evidence: Evidence, update: _Update, every: list[Piece], findings: 
     is_averaged = evidence.averages_parameters or (rule == "local" and evidence.averages_each_update)
     level = "NOTE" if is_averaged or is_rounded or rule == "scaled" else "WARN" if rule == "unexplained" else "FAIL"
     also = tuple(dict.fromkeys(event.line for event in evidence.of(ranks[0], NoSync)))
-    text, about_ranks = f"update {update.number}: {text}", len(ranks) > 1 and update.number == 0
+    text = f"update {update.number}: {text}"
     findings.add(level, f"gradient.{rule}", update.line, text, fix, also, about_ranks=about_ranks)
+
+
+def _is_same_on_ranks(factors: list[float], every: list[Piece], tolerance: float) -> bool:
+    """Whether a backward has the same factor on every rank, and not every backward the same: one rank does so, too."""
+    by_backward: dict[int, list[float]] = {}
+    for factor, (_, micro) in zip(factors, every, strict=False):
+        by_backward.setdefault(micro, []).append(factor)
+    spread = max(max(of_ranks) - min(of_ranks) for of_ranks in by_backward.values())
+    return len(by_backward) > 1 and spread < tolerance * max(map(abs, factors))
 
 
 def _is_compressed(update: _Update) -> bool:

@@ -45,14 +45,15 @@ def note(session: Session, place: str, text: str, stream: str) -> None:
     if not text.strip() or not place or len(session.printed) >= _MOST_LINES or not session.is_active:
         return
     _, _, occurrence = session.key(f"printed {stream}", place)
-    plain = _NOT_COMPARED.sub(" ", text)
-    numbers = [float(number) for number in _NUMBER.findall(plain)]
+    plain = _NOT_COMPARED.sub(lambda found: " " * len(found[0]), text)
+    numbers = list(_NUMBER.finditer(plain))
     session.printed.append(
         {
             "place": place,
             "occurrence": occurrence,
             "text": text[:400],
-            "numbers": numbers,
+            "numbers": [float(number[0]) for number in numbers],
+            "positions": [number.start() for number in numbers],
             "stream": stream,
             "update": session.update,
         }
