@@ -447,10 +447,16 @@ class ScheduleStep(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlateauStep(Event):
-    """Written when ReduceLROnPlateau is given a metric."""
+    """Written when ReduceLROnPlateau is given a metric.
+
+    schedule     number of the schedule in its process
+    is_prepared  Accelerate steps it
+    """
 
     line: str
     value: float
+    schedule: int
+    is_prepared: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -477,7 +483,7 @@ class EvalShare(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalSlice(Event):
-    """Written for the first slice or mask of a tensor that each line takes in an evaluation."""
+    """Written for the first slice or mask of rows that each line takes in an evaluation."""
 
 
 # --- data

@@ -9,9 +9,11 @@ from typing import Any
 from everyrank.relations.numbers import relative_difference
 from everyrank.rerun import RankRecording, ScriptRecording
 
-__all__ = ["Differing", "first_differing"]
+__all__ = ["Differing", "Scaled", "first_differing", "first_scaled"]
 
 _ROUNDED = 1e-6  # relative
+_FITTED = 1e-5  # relative: no random numbers look like a factor and a shift
+_ENOUGH_TO_FIT = 8  # numbers for a factor and a shift
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +56,59 @@ def first_differing(many: ScriptRecording, one: RankRecording, tolerance: float)
             before = tuple(each for each in sums if each != place)
             return Differing(place, operation, numbers, _number(value.tensor), value.is_of_forward, before)
     return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    """A line whose result has the right rows on each rank, but multiplied by a number, or shifted by one.
+
+    numbers  the line of the first single number before it that is another one on one rank; "" if there is none
+    factors, shifts  one of each rank: its rows are factor * (rows of one rank) + shift
+    """
+
+    place: str
+    numbers: str
+    factors: list[float]
+    shifts: list[float]
+
+
+def first_scaled(many: ScriptRecording, one: RankRecording) -> Scaled | None:
+    """The first line of the first update whose rows do not go together, if they are only scaled or shifted."""
+    numbers = ""
+    counts = [_counts(rank) for rank in (*many.ranks, one)]
+    for key, value in one.values.items():
+        place, operation, _ = key
+        if any(count[place, operation] != counts[-1][place, operation] for count in counts):
+            continue
+        parts = [rank.values[key].tensor for rank in many.ranks]
+        if not value.tensor.is_floating_point() or _kind(parts, value.tensor, _ROUNDED):
+            continue
+        if value.tensor.numel() == 1:
+            numbers = numbers or place
+            continue
+        fits = _fits(parts, value.tensor)
+        return Scaled(place, numbers, [a for a, _ in fits], [b for _, b in fits]) if fits else None
+    return None
+
+
+def _fits(parts: list[Any], one: Any) -> list[tuple[float, float]]:
+    """(factor, shift) of each rank's rows; [] if they are not made so."""
+    import torch
+
+    sizes = [len(part) for part in parts if part.dim()]
+    if len(sizes) < len(parts) or not one.dim() or sum(sizes) != len(one):
+        return []
+    fits: list[tuple[float, float]] = []
+    for part, rows in zip(parts, one.split(sizes), strict=True):
+        if part.shape != rows.shape or rows.numel() < _ENOUGH_TO_FIT:
+            return []
+        known = torch.stack([rows.double().flatten(), torch.ones(rows.numel(), dtype=torch.float64)], 1)
+        target = part.double().flatten()
+        factor, shift = torch.linalg.lstsq(known, target).solution.tolist()
+        if relative_difference(factor * rows.double() + shift, part) > _FITTED:
+            return []
+        fits.append((factor, shift))
+    return fits
 
 
 def _counts(rank: RankRecording) -> collections.Counter[tuple[str, str]]:

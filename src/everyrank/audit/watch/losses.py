@@ -162,7 +162,7 @@ class Functions(TorchFunctionMode):
             self.recorder.write(EvalShare(line=where(), value=ones / count, terms=count))
 
     def _cut(self, func: Any, args: Any) -> None:
-        if func in _CUTS and _takes_a_part(args) and caller_is_own():
+        if func in _CUTS and _may_drop_samples(func, args) and caller_is_own():
             line = where()
             if line not in self.losses.cuts:
                 self.losses.cuts.add(line)
@@ -245,11 +245,20 @@ def _drops(func: Any, kwargs: Any) -> bool:
     return func in DROPOUTS and kwargs.get("training", True) and kwargs.get("p", 0.5) > 0
 
 
-def _takes_a_part(args: Any) -> bool:
-    """Whether this indexing takes a slice or a mask, not a single element."""
-    index = args[1] if len(args) > 1 else slice(None)
-    indices = index if isinstance(index, tuple) else (index,)
-    return any((isinstance(i, slice) and i != slice(None)) or isinstance(i, torch.Tensor) for i in indices)
+def _may_drop_samples(func: Any, args: Any) -> bool:
+    """Whether an operation may drop rows that an evaluation has too many of: along the first dimension.
+
+    A list of rows that leaves out most of them is a lookup in a table.
+    """
+    if func is not torch.Tensor.__getitem__:
+        return True
+    tensor, index = args[0], args[1]
+    first = index[0] if isinstance(index, tuple) and index else index
+    if isinstance(first, slice):
+        return first != slice(None)
+    if not isinstance(first, torch.Tensor) or not tensor.dim():
+        return False
+    return first.dtype == torch.bool or len(tensor) / 2 < first.numel() < len(tensor)
 
 
 def _is_scalar(out: Any) -> bool:

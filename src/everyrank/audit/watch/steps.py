@@ -96,12 +96,12 @@ class _Looks:
         gradients.pieces = {key: value for key, value in gradients.pieces.items() if key[1] not in names}
 
     @harmless("the metric of ReduceLROnPlateau")
-    def plateau_step(self, numbers: list[Any]) -> None:
+    def plateau_step(self, schedule: Any, numbers: list[Any], *, is_prepared: bool) -> None:
         """Record the metric that ReduceLROnPlateau is given."""
         with self.recorder.muted():
             values = [float(number) for number in numbers]
         for value in values:
-            self.recorder.write(PlateauStep(line=where(), value=value))
+            self.recorder.write(PlateauStep(line=where(), value=value, schedule=id(schedule), is_prepared=is_prepared))
 
 
 def _watch_backward(looks: _Looks, on_backward: Callable[[], None]) -> None:
@@ -259,13 +259,13 @@ def _watch_schedules(looks: _Looks) -> None:
 
         @functools.wraps(step)
         def stepping(self: Any, *args: Any, **kwargs: Any) -> Any:
+            caller = sys._getframe(1).f_globals.get("__name__", "") if not depth else ""
+            is_prepared = caller.startswith("accelerate.")
             if not depth and getattr(self, "_audit_made", False):
-                caller = sys._getframe(1).f_globals.get("__name__", "")
-                is_prepared = caller.startswith("accelerate.")
                 name = type(self).__name__
                 recorder.write(ScheduleStep(line=where(), schedule=id(self), name=name, is_prepared=is_prepared))
             elif not depth and isinstance(self, ReduceLROnPlateau):
-                looks.plateau_step([*args[:1], *kwargs.values()][:1])
+                looks.plateau_step(self, [*args[:1], *kwargs.values()][:1], is_prepared=is_prepared)
             depth.append(id(self))
             try:
                 return step(self, *args, **kwargs)
