@@ -40,6 +40,8 @@ PARTS = {
 }
 ROOMS = {"recipes": "recipes", "parity": "layouts", "checkpoint": "layouts"}  # of tests/, and their parts; else suite
 
+# what was built for them, or the ranks that have imported transformers; those of ROOMS share what was trained
+SHARE = ("test_site", "test_wheel", "test_causal_lm", "test_port_libraries")
 ONE_AT_A_TIME = ("slurm", "ray", "hosts", "benches")  # share what was started for them, or measure
 
 
@@ -72,10 +74,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
     for item in items:
-        if parts.get(item) in ONE_AT_A_TIME:
+        if item not in parts:
+            continue
+        if parts[item] in ONE_AT_A_TIME:
             item.add_marker(pytest.mark.xdist_group(parts[item]))
-        elif item in parts and (item.path.parent.name in ROOMS or item.path.stem in ("test_site", "test_wheel")):
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))  # they share what was trained, or built, for them
+        elif "compiled" in item.name:
+            item.add_marker(pytest.mark.xdist_group("compiled"))  # the compiler is imported once by each rank of a pool
+        elif item.path.parent.name in ROOMS or item.path.stem in SHARE:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 SLURM_CONF = """\
