@@ -547,7 +547,7 @@ class LoaderBatch(Event):
     number: int
     seconds: float
     row_checksums: list[str]
-    is_after_jump: bool
+    is_after_skip: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

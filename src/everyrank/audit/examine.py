@@ -328,7 +328,7 @@ def _by_rules(evidence: Evidence) -> Findings:
     for rule in RULES:
         rule.check(evidence, findings)
     if evidence.has_separate_models:
-        findings.doubt(("gradient.local", "replicas.", "data.rows", "data.overlap"), _SEPARATE)
+        findings.downgrade_failures(("gradient.local", "replicas.", "data.rows", "data.overlap"), _SEPARATE)
     return findings
 
 
@@ -348,14 +348,14 @@ def _judged(
         findings.not_checked(f"later updates: the script was ended after --limit {options.limit_seconds:g} s")
     if options.watch:
         findings.not_checked("collectives, losses, dropout, sharded evaluations, waits: --watch does not record them")
-    if any(event.is_after_jump for event in evidence.all_of(LoaderBatch)):
+    if any(event.is_after_skip for event in evidence.all_of(LoaderBatch)):
         findings.not_checked(
             f"batches in the middle of an epoch: only the first {_BATCHES} to {_BATCHES + 3} and the last one were run"
         )
     altered = [event.message for event in evidence.all_of(Altered)]
     if not settings.batches and not options.watch:
         altered.append("epochs were not shortened, because the script failed with shortened epochs")
-    elif len(evidence.steps) < options.updates and run.status == "finished" and evidence.after_jumps:
+    elif len(evidence.steps) < options.updates and run.status == "finished" and evidence.updates_after_skip:
         findings.not_checked(
             f"updates after the first {len(evidence.steps)}: only two epochs were run, and they were shortened"
         )

@@ -82,15 +82,15 @@ class Findings(list[Finding]):
         """Add a finding, unless the same rule has named that line already."""
         assert level in LEVELS, level
         if not any(known.rule == rule and known.place == place for known in self):
-            others = tuple(line for line in also if line and line != place)
-            self.append(Finding(level, rule, place, text, fix, others, about_ranks))
+            other_lines = tuple(line for line in also if line and line != place)
+            self.append(Finding(level, rule, place, text, fix, other_lines, about_ranks))
 
     def not_checked(self, message: str) -> None:
         """Report something that cannot be checked, or did not occur."""
         if message not in self.unchecked:
             self.unchecked.append(message)
 
-    def doubt(self, rules: tuple[str, ...], reason: str) -> None:
+    def downgrade_failures(self, rules: tuple[str, ...], reason: str) -> None:
         """Make failures of these rules, or kinds of rules, warnings, and add the reason to their text."""
         for index, finding in enumerate(self):
             if finding.level == "FAIL" and finding.rule.startswith(rules):

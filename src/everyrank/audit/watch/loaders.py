@@ -224,7 +224,7 @@ class Loaders:
                 number=state["given"],
                 seconds=seconds,
                 row_checksums=samples,
-                is_after_jump=state["given"] == state["jump"],
+                is_after_skip=state["given"] == state["jump"],
             )
         )
 
