@@ -1,4 +1,4 @@
-"""What the watched processes have written, by rank. Imports no torch."""
+"""The events that the hooked processes have written, by rank. Does not import torch."""
 
 from __future__ import annotations
 
@@ -35,27 +35,27 @@ from everyrank.audit.events import (
 from everyrank.audit.start import ScriptRun
 from everyrank.audit.watch.place import is_own_file
 
-_STACK_FRAME = re.compile(r'File "([^"]+)", line (\d+) in \S+')  # of faulthandler
+_STACK_FRAME = re.compile(r'File "([^"]+)", line (\d+) in \S+')  # as faulthandler writes it
 _MIN_PARAMETER_BYTES = 256  # a smaller all-reduce sends losses and counts, not parameters
-_MAX_SIZES_BYTES = 64  # bytes: a smaller gather sends sizes
-_MAX_LIBRARY_CALLS = 3  # library functions between a line and the collective that it calls
+_MAX_SIZES_BYTES = 64  # a smaller gather only sends sizes
+_MAX_LIBRARY_CALLS = 3  # between a line of the user and the collective, if that line calls it directly
 
 __all__ = ["EpochKey", "Evidence", "GradientSamples", "are_cut_off", "read_evidence"]
 
 EpochKey = tuple[int, int]
-"""The number of a loader, and that of an epoch."""
+"""The number of a loader, and the number of an epoch."""
 
 _E = TypeVar("_E", bound=Event)
 
 
 @dataclasses.dataclass(frozen=True)
 class GradientSamples:
-    """Gradients of one update on one rank, as samples of at most 2,048 elements, by name of the parameter.
+    """Gradients of one update on one rank: at most 2,048 elements of each parameter, by its name.
 
-    pieces    from each backward, by its number
-    steps     in .grad at the optimizer step
-    clipped   in .grad before clipping; {} where nothing was clipped
-    carried   in .grad before the first backward
+    backwards  of each backward, by its number
+    steps      .grad at the optimizer step
+    clipped    .grad before clipping; {} if nothing was clipped
+    carried    .grad before the first backward, carried over from the previous update
     """
 
     backwards: dict[int, dict[str, NDArray[np.float64]]]
@@ -66,10 +66,10 @@ class GradientSamples:
 
 @dataclasses.dataclass
 class Evidence:
-    """All events of a run. The rules read it.
+    """All events of a run, for the rules.
 
-    ranks    that have written events
-    events   of each rank, in order
+    ranks    the ranks that have written events
+    events   the events of each rank, in order
     """
 
     run: ScriptRun
@@ -104,14 +104,14 @@ class Evidence:
 
     @functools.cached_property
     def steps(self) -> dict[int, dict[int, OptimizerStep]]:
-        """By update: the step of each rank. Only updates that all ranks have reached."""
+        """The optimizer step of each rank, by update. Contains only updates that all ranks have reached."""
         by_rank = {rank: {step.update: step for step in self.of(rank, OptimizerStep)} for rank in self.ranks}
         common_updates = sorted(set.intersection(*(set(steps) for steps in by_rank.values()))) if by_rank else []
         return {update: {rank: by_rank[rank][update] for rank in self.ranks} for update in common_updates}
 
     @functools.cached_property
     def epochs(self) -> dict[int, dict[EpochKey, str]]:
-        """By rank and epoch: "train" where a backward followed its batches, "eval" where only forwards without grad."""
+        """By rank and epoch: "train" if a backward followed its batches, "eval" if only forwards without gradients."""
         kinds_by_rank: dict[int, dict[EpochKey, str]] = {}
         for rank in self.ranks:
             kinds: dict[EpochKey, str] = {}
@@ -133,7 +133,7 @@ class Evidence:
 
     @functools.cached_property
     def training_forwards(self) -> dict[int, dict[tuple[int, int], Forward]]:
-        """By rank: the first forward in train mode of each update and backward."""
+        """The first forward in train mode of each update and backward, by rank."""
         by_rank: dict[int, dict[tuple[int, int], Forward]] = {}
         for rank in self.ranks:
             forwards = by_rank[rank] = {}
@@ -143,7 +143,7 @@ class Evidence:
         return by_rank
 
     def samples(self, rank: int, update: int) -> GradientSamples | None:
-        """The gradients of an update on a rank; None where it has written none."""
+        """The gradients of an update on a rank; None if the rank has not written them."""
         path = self.run.folder / f"rank{rank}.update{update}.npz"
         if not path.exists():
             return None
@@ -152,7 +152,7 @@ class Evidence:
         with np.load(path, allow_pickle=False) as arrays:
             for key in arrays.files:
                 kind, _, name = key.replace("|", "/").partition(" ")
-                if kind == "piece":
+                if kind == "backward":
                     micro, _, name = name.partition(" ")
                     samples.backwards.setdefault(int(micro), {})[name] = arrays[key]
                 else:
@@ -160,7 +160,7 @@ class Evidence:
         return samples
 
     def replayed(self, update: int) -> dict[str, dict[str, NDArray[np.float64]]]:
-        """Samples of the gradients of a replayed update, by kind (see `replay.run`) and name."""
+        """The gradients of a replayed update, by kind (see `replay.run`) and name."""
         gradients: dict[str, dict[str, NDArray[np.float64]]] = defaultdict(dict)
         with np.load(self.run.folder / f"replay{update}.npz", allow_pickle=False) as arrays:
             for key in arrays.files:
@@ -169,9 +169,9 @@ class Evidence:
         return gradients
 
     def scaling_lines(self, update: int) -> tuple[str, ...]:
-        """Lines of rank 0 in this update that call backward, scale the loss, or send something."""
+        """Lines of rank 0 in this update that call backward, scale the loss, or call a collective."""
         lines: list[str] = []
-        has_trained = update > 0  # before the first one weights are sent, too
+        has_trained = update > 0  # before the first forward the ranks also send weights
         for event in self.events[self.ranks[0]]:
             if event.update != update:
                 continue
@@ -185,7 +185,7 @@ class Evidence:
         return tuple(dict.fromkeys(lines))
 
     def stopped_at(self, rank: int) -> str:
-        """The user's line that a rank was in when the run was ended; "" where it has written no stack."""
+        """The user's line that a rank was in when the run was ended; "" if the rank has not written its stack."""
         for event in self.of(rank, ProcessStart):
             path = self.run.folder / f"stack{event.pid}"
             if path.exists():
@@ -196,22 +196,22 @@ class Evidence:
 
     @functools.cached_property
     def updates_after_skip(self) -> set[int]:
-        """Updates with the last batch of a shortened epoch: the script may depend on its position in the epoch."""
+        """Updates with the last batch of a shortened epoch. The script may depend on its position in the epoch."""
         return {event.update for event in self.all_of(LoaderBatch) if event.is_after_skip}
 
     @functools.cached_property
     def incomplete_updates(self) -> set[int]:
-        """Updates in which a hook has raised: their gradients are not judged."""
+        """Updates in which a hook has raised an exception, so that their gradients are not judged."""
         return {event.update + offset for event in self.all_of(HookFailed) for offset in (0, 1)}
 
     @functools.cached_property
     def is_opaque(self) -> bool:
-        """Whether gradients and parameters cannot be read: DeepSpeed, communication hooks of DDP."""
+        """Whether gradients and parameters cannot be read, as under DeepSpeed or with communication hooks of DDP."""
         return any(self.all_of(Opaque))
 
     @functools.cached_property
     def groups(self) -> set[str]:
-        """The names of the process groups that are used."""
+        """The names of the process groups that the script uses."""
         return {event.group for event in self.all_of(CollectiveCall)}
 
     @functools.cached_property
@@ -220,7 +220,7 @@ class Evidence:
         return any(_is_in_user_model(event) for event in self.all_of(CollectiveCall))
 
     def equal_seeds(self, libraries: Iterable[str]) -> tuple[str, ...]:
-        """Lines that give the generators of these libraries the same seed on two ranks, the last ones first."""
+        """Lines that set the same seed of these libraries on ranks 0 and 1, the last one for each library."""
         first, second = ([*self.of(rank, SeedSet)] for rank in self.ranks[:2])
         second_seeds = {(event.library, event.line, event.seed) for event in second}
         equal_events = [event for event in first if (event.library, event.line, event.seed) in second_seeds]
@@ -240,7 +240,7 @@ class Evidence:
 
     @functools.cached_property
     def has_joint_loss(self) -> bool:
-        """Whether the script sends what a forward gave, before its backward: a loss has the outputs of all ranks."""
+        """Whether the script sends outputs between forward and backward, so that one loss has those of all ranks."""
         has_output = False
         for event in self.events[self.ranks[0]]:
             if isinstance(event, ForwardEnd):
@@ -257,7 +257,7 @@ class Evidence:
 
     @functools.cached_property
     def is_split(self) -> bool:
-        """Whether layers are split over the ranks: tensor, pipeline or expert parallelism, also written by hand."""
+        """Whether layers are split over the ranks by tensor, pipeline or expert parallelism, also by hand."""
         if self.is_opaque:
             return False
         steps = self.all_of(OptimizerStep)
@@ -272,15 +272,15 @@ class Evidence:
 
     @functools.cached_property
     def averages_parameters(self) -> bool:
-        """Whether ranks that differ are equal again later, as in local SGD."""
+        """Whether parameters differ between ranks in some update and are equal again later, as in local SGD."""
         return False in self._are_equal and any(self._are_equal[self._are_equal.index(False) :])
 
     @functools.cached_property
     def has_separate_models(self) -> bool:
-        """Whether each rank seems to train a model of its own, as in an ensemble: they send nothing between updates.
+        """Whether each rank seems to train a separate model, as in an ensemble, and sends nothing between updates.
 
-        Each rank has a seed of its own, or the ranks exchange something after the training. Without these, a script
-        that forgets to average looks the same.
+        Also, the ranks have different seeds, or exchange something after the training. Otherwise it could be a script
+        that forgets to average gradients.
         """
         last_update = max(self.steps, default=0)
         sent_in = [event.update for event in self.of(self.ranks[0], CollectiveCall) if event.update]
@@ -318,25 +318,25 @@ class Evidence:
 
     @property
     def _starts_unequal(self) -> bool:
-        """Whether the ranks hold different weights under the same names before their first update."""
+        """Whether the ranks have different weights under the same names before their first update."""
         first_steps = next(iter(self.steps.values()), {})
         return any(step.checksums != first_steps[self.ranks[0]].checksums for step in first_steps.values())
 
     @functools.cached_property
     def calls_by_rpc(self) -> bool:
-        """Whether the script uses RPC, which is not recorded: then it is unknown which updates belong together."""
+        """Whether the script uses RPC. Its calls are not recorded, so it is unknown which updates belong together."""
         return any(self.all_of(RpcStarted))
 
 
 def are_cut_off(loaders: Iterable[LoaderEpoch]) -> bool:
-    """Whether only the first indices of one of these epochs were written."""
+    """Whether one of these epochs has more indices than were written."""
     return any(len(loader.indices) < loader.num_indices for loader in loaders)
 
 
 def _is_in_user_model(event: CollectiveCall) -> bool:
-    """Whether the user's own model calls this collective in its forward: activations of layers split by hand.
+    """Whether the user's own model calls this collective in its forward, to send activations of split layers.
 
-    DistributedDataParallel, fully_shard and SyncBatchNorm send through functions of their own.
+    DistributedDataParallel, fully_shard and SyncBatchNorm call collectives through several library functions.
     """
     if not event.phase.startswith("forward at ") or not event.lines:
         return False
@@ -344,7 +344,7 @@ def _is_in_user_model(event: CollectiveCall) -> bool:
 
 
 def read_evidence(run: ScriptRun) -> Evidence:
-    """Read the files that the watched processes have written. Incomplete lines are skipped."""
+    """Read the events that the hooked processes have written. Incomplete lines are skipped."""
     rows: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for path in sorted(run.folder.glob("pid*.jsonl")):
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -356,14 +356,14 @@ def read_evidence(run: ScriptRun) -> Evidence:
     for rank_rows in rows.values():
         rank_rows.sort(key=lambda row: (row["time"], row["count"]))
     unranked = rows.pop(-1, [])
-    if not rows:  # no process group: a single process
+    if not rows:  # a single process without a process group
         rows[0] = unranked
     else:  # events from before the process group was open
         file_ranks = {row["file"]: rank for rank, rank_rows in rows.items() for row in rank_rows}
         for row in unranked:
             if row["file"] in file_ranks:
                 rows[file_ranks[row["file"]]].insert(0, row)
-            elif row["kind"] == Stopped.__name__:  # a server, called by RPC, that has ended these ranks
+            elif row["kind"] == Stopped.__name__:  # written by an RPC server that has ended these ranks
                 rows[min(file_ranks.values())].append(row)
     events = {
         rank: [

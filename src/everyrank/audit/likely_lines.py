@@ -1,8 +1,8 @@
-"""The lines of a script to look at for a finding, most likely first.
+"""Ranks the lines of a script to look at for a finding, most likely first.
 
-A finding has the line where a mistake shows, for example that of `optimizer.step()`. The line to change often comes
-earlier: it made the wrapper, the sampler or the schedule, or divided by the number of ranks. Walks back from the line
-of a finding, and prefers lines that do what findings of its kind are about.
+A finding has the line where a mistake has an effect, for example `optimizer.step()`. The line to change is often an
+earlier one, which constructs the wrapper, the sampler or the schedule, or divides by the number of ranks. This module
+follows the data flow back from the line of a finding, and prefers lines whose actions fit the kind of finding.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from everyrank.audit.data_flow import SourceFile, Statement, called_name, read_s
 
 __all__ = ["likely_lines"]
 
-_MOST = 4  # lines; more would hide the one that matters
-_PLAIN = 0.2  # weight of a line that does nothing in particular
-_SEEN = 0.35  # weight of a line that was recorded with the finding
-_NEARER = 0.9  # the weight of a line for each step between it and a finding
-_ANYWHERE = 4.0  # steps to a line that no step leads to
-_RECORDED = 0.5  # steps to a line that was recorded with the finding
-_SHORT = 12  # statements of a function with one purpose
-_INHERITED = 0.85  # of the weight of what a called function does
-_ELSEWHERE = 0.7  # of the weight of a line that no step leads to, inside a function that other lines call
-_CLEAR = 0.25  # of the best weight: lines below are left out
+_MAX_LINES = 4  # more lines would hide the one that matters
+_BASE_WEIGHT = 0.2  # of each line
+_RECORDED_WEIGHT = 0.35  # of a line that was recorded with the finding
+_DECAY = 0.9  # factor of a line's weight for each step between it and a finding
+_UNREACHED_DISTANCE = 4.0  # in steps, of a line that the data flow does not reach
+_RECORDED_DISTANCE = 0.5  # in steps, of a line that was recorded with the finding
+_MAX_STATEMENTS = 12  # of a function whose actions count for the lines that call it
+_CALLEE_FACTOR = 0.85  # of the weight of actions in a called function
+_UNREACHED_FACTOR = 0.7  # of the weight of a line that the data flow does not reach, in a function that is called
+_MIN_SHARE = 0.25  # of the best weight; lines below are left out
 
 _ABOUT_RANKS = re.compile(
     r"(?:^|_)(?:world|ranks?|replicas?|nprocs?|processes|ngpus?|gpus|mesh|group|fsdp|tp|dp|cp|shards?)(?:$|_)|world_?size|get_rank|local_rank",
     re.IGNORECASE,
 )
-_WORDS: Mapping[str, re.Pattern[str]] = {
+_ACTION_NAMES: Mapping[str, re.Pattern[str]] = {
     "ranks": _ABOUT_RANKS,
     "collective": re.compile(
         r"^(?:all_?reduce|reduce|all_?gather\w*|gather\w*|reduce_scatter\w*|broadcast\w*|all_to_all\w*|scatter)_?$"
@@ -78,8 +78,8 @@ _WORDS: Mapping[str, re.Pattern[str]] = {
     "step": re.compile(r"^step$"),
     "recompute": re.compile(r"^(?:checkpoint\w*|use_reentrant)$"),
 }
-"""What a line does, by the names in it."""
-_OF_CALLS = {"collective", "order", "mode", "zero", "backward", "step"}  # if a function of that name is called
+"""The actions of a line, and the names that indicate them."""
+_CALL_ACTIONS = {"collective", "order", "mode", "zero", "backward", "step"}  # only count if the name is called
 
 _GRADIENT = {
     "collective": 0.8,
@@ -119,7 +119,7 @@ _DATA = {
 }
 _RESULT = {"return": 0.5, "divide": 0.6, "collective": 0.5, "mean": 0.3, "ranks": 0.2}
 
-_KINDS: Sequence[tuple[tuple[str, ...], float, Mapping[str, float]]] = (
+_WEIGHTS_BY_RULE: Sequence[tuple[tuple[str, ...], float, Mapping[str, float]]] = (
     (("clip.",), 1.0, {"clip": 0.6, "collective": 0.4, "backward": 0.2, "ranks": 0.4}),
     (("gradient.local", "gradient.unsynced", "ranks.own-gradient"), 0.1, _REPLICAS),
     (("gradient.weights",), 0.1, {**_REPLICAS, "wrap": 0.6, "remainder": 0.9}),
@@ -157,47 +157,50 @@ _KINDS: Sequence[tuple[tuple[str, ...], float, Mapping[str, float]]] = (
     (("recompute.",), 0.4, {"recompute": 1.0}),
     (("collective.", "run.hangs"), 1.0, {"collective": 0.4, "ranks": 0.4, "remainder": 0.2}),
 )
-"""For each kind of finding: the weight of its own line, and of other lines by what they do."""
+"""For each kind of finding: the weight of its own line, and the weights of other lines by their actions."""
 
 
-_ALWAYS = {"setting": 1.0}
+_DEFAULT_WEIGHTS = {"setting": 1.0}
 
 
 def likely_lines(rule: str, place: str, recorded: Sequence[str] = ()) -> tuple[str, ...]:
-    """At most four lines, most likely first; the line where the mistake shows is one of them.
+    """Return at most four lines, most likely first. The line of the finding is one of them.
 
-    recorded  further lines that the audit saw to take part in it
+    recorded  other lines that the audit has recorded with the finding
 
     Example:
         likely_lines("ranks.rate", "train.py:50")  # ("train.py:42", "train.py:50")
 
     """
     lines = [line for line in dict.fromkeys((place, *recorded)) if line]
-    kind = next(((own_weight, weights) for rules, own_weight, weights in _KINDS if rule.startswith(rules)), None)
-    if not lines or kind is None:
-        return tuple(lines[:_MOST])
+    rule_weights = next(
+        ((line_weight, weights) for rules, line_weight, weights in _WEIGHTS_BY_RULE if rule.startswith(rules)), None
+    )
+    if not lines or rule_weights is None:
+        return tuple(lines[:_MAX_LINES])
     scores: dict[str, float] = defaultdict(float)
     for number, line in enumerate(lines):
         path, _, digits = line.rpartition(":")
         source = read_source(path)
-        scores[line] = max(scores[line], _SEEN * _NEARER ** max(0, number - 1))
+        scores[line] = max(scores[line], _RECORDED_WEIGHT * _DECAY ** max(0, number - 1))
         if source is None or not digits.isdigit():
             continue
-        offset = 0.0 if line == place else _RECORDED + 0.1 * number
-        for other, score in _scores(source, int(digits), offset, kind).items():
-            each = f"{path}:{other}"
-            scores[each] = max(scores[each], score)
-    best = sorted(scores, key=lambda line: -scores[line])
-    clear = [line for line in best if scores[line] >= _CLEAR * scores[best[0]]][:_MOST]
-    if place and place not in clear:
-        clear = [*clear[: _MOST - 1], place]
-    return tuple(clear)
+        extra_distance = 0.0 if line == place else _RECORDED_DISTANCE + 0.1 * number
+        for candidate, score in _scores(source, int(digits), extra_distance, *rule_weights).items():
+            candidate_line = f"{path}:{candidate}"
+            scores[candidate_line] = max(scores[candidate_line], score)
+    ranked = sorted(scores, key=lambda line: -scores[line])
+    shown = [line for line in ranked if scores[line] >= _MIN_SHARE * scores[ranked[0]]][:_MAX_LINES]
+    if place and place not in shown:
+        shown = [*shown[: _MAX_LINES - 1], place]
+    return tuple(shown)
 
 
-def _scores(source: SourceFile, line: int, offset: float, kind: tuple[float, Mapping[str, float]]) -> dict[int, float]:
-    """The weight of each line of a file."""
-    own_weight, weights = kind
-    steps = source.leading_to(line)
+def _scores(
+    source: SourceFile, line: int, extra_distance: float, line_weight: float, weights: Mapping[str, float]
+) -> dict[int, float]:
+    """Return the weight of each line of a file."""
+    distances = source.leading_to(line)
     scores: dict[int, float] = {}
     for statement in source.statements:
         if isinstance(
@@ -207,19 +210,21 @@ def _scores(source: SourceFile, line: int, offset: float, kind: tuple[float, Map
         if _is_routine(statement.node):
             continue
         actions = _actions(source, statement)
-        cost = steps.get(statement, _ANYWHERE) + offset
+        distance = distances.get(statement, _UNREACHED_DISTANCE) + extra_distance
         for number in {statement.line, *actions}:
-            of_line = actions.get(number, {})
-            given = [weights.get(name, _ALWAYS.get(name, 0.0)) * share for name, share in of_line.items()]
-            weight = sum(sorted(given, reverse=True)[:3]) + min([0.0, *given])
-            if number != line and statement not in steps:
+            line_actions = actions.get(number, {})
+            weights_of_actions = [
+                weights.get(name, _DEFAULT_WEIGHTS.get(name, 0.0)) * share for name, share in line_actions.items()
+            ]
+            weight = sum(sorted(weights_of_actions, reverse=True)[:3]) + min([0.0, *weights_of_actions])
+            if number != line and statement not in distances:
                 if weight < 0.5:
                     continue
-                weight *= _ELSEWHERE if source.is_called(statement.function) else 1.0
+                weight *= _UNREACHED_FACTOR if source.is_called(statement.function) else 1.0
             if number == line:
-                weight += _SEEN if offset else own_weight
-            weight += _PLAIN * (number == statement.line)
-            scores[number] = max(scores.get(number, 0.0), weight * _NEARER**cost)
+                weight += _RECORDED_WEIGHT if extra_distance else line_weight
+            weight += _BASE_WEIGHT * (number == statement.line)
+            scores[number] = max(scores.get(number, 0.0), weight * _DECAY**distance)
     return scores
 
 
@@ -227,10 +232,10 @@ _ROUTINE = {"print", "init_process_group", "destroy_process_group", "init_distri
 
 
 def _is_routine(node: ast.stmt) -> bool:
-    """Whether a statement only prints, asks for the rank, or opens and closes process groups."""
+    """Whether a statement only prints, reads the rank, or opens and closes process groups."""
     if isinstance(node, ast.If) and not node.orelse:
-        return all(_is_routine(each) for each in node.body)
-    names = {called_name(each) for each in ast.walk(node) if isinstance(each, ast.Call)}
+        return all(_is_routine(inner) for inner in node.body)
+    names = {called_name(inner) for inner in ast.walk(node) if isinstance(inner, ast.Call)}
     if isinstance(node, ast.Assign):
         is_plain = isinstance(node.value, ast.Call | ast.Tuple)
         return is_plain and bool(names) and names <= {"get_rank", "get_world_size", "len"}
@@ -239,40 +244,40 @@ def _is_routine(node: ast.stmt) -> bool:
 
 @functools.cache
 def _actions(source: SourceFile, statement: Statement) -> dict[int, dict[str, float]]:
-    """What each line of a statement does, with 1, and what the functions that it calls do, with less."""
+    """The actions of each line of a statement with weight 1, and those of functions that it calls with less."""
     actions: dict[int, dict[str, float]] = defaultdict(dict)
-    for line, action in _own_actions(statement):
+    for line, action in _direct_actions(statement):
         actions[line][action] = 1.0
     for function in source.called_by(statement):
-        for inner in source.body_of(function) if len(source.body_of(function)) <= _SHORT else ():
-            for _, action in _own_actions(inner):
+        for inner in source.body_of(function) if len(source.body_of(function)) <= _MAX_STATEMENTS else ():
+            for _, action in _direct_actions(inner):
                 if action in ("collective", "trainable", "seed", "mode", "no-gradient", "epoch", "clip"):
-                    actions[statement.line].setdefault(action, _INHERITED)
+                    actions[statement.line].setdefault(action, _CALLEE_FACTOR)
     return actions
 
 
-def _own_actions(statement: Statement) -> Iterator[tuple[int, str]]:
-    """(line, action) for each action of a statement."""
+def _direct_actions(statement: Statement) -> Iterator[tuple[int, str]]:
+    """Yield (line, action) for each action of a statement."""
     called = {call.func for call in statement.calls}
-    for each in statement.nodes:
-        line = getattr(each, "lineno", statement.line)
-        for name in _names_in(each):
-            for action, pattern in _WORDS.items():
-                if pattern.search(name) and (action not in _OF_CALLS or each in called):
+    for node in statement.nodes:
+        line = getattr(node, "lineno", statement.line)
+        for name in _names_in(node):
+            for action, pattern in _ACTION_NAMES.items():
+                if pattern.search(name) and (action not in _CALL_ACTIONS or node in called):
                     yield line, action
-        if isinstance(each, ast.BinOp) and type(each.op) in _OPERATORS:
-            yield line, _OPERATORS[type(each.op)]
-        if isinstance(each, ast.Slice) and each.step is not None:
+        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+            yield line, _OPERATORS[type(node.op)]
+        if isinstance(node, ast.Slice) and node.step is not None:
             yield line, "stride"
-    for action in _actions_of_kind(statement):
+    for action in _statement_actions(statement):
         yield statement.line, action
 
 
 _OPERATORS: Mapping[type, str] = {ast.Div: "divide", ast.FloorDiv: "divide", ast.Mod: "remainder"}
 
 
-def _actions_of_kind(statement: Statement) -> Iterator[str]:
-    """What the kind of statement tells."""
+def _statement_actions(statement: Statement) -> Iterator[str]:
+    """Yield the actions that follow from the kind of statement, such as "return"."""
     node = statement.node
     if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div):
         yield "divide"
@@ -293,19 +298,21 @@ def _actions_of_kind(statement: Statement) -> Iterator[str]:
 
 
 def _is_setting(statement: Statement) -> bool:
-    """Whether a statement gives an option, or a field of a configuration, about ranks its value."""
+    """Whether a statement defines an option or a field of a configuration whose name is about ranks."""
     is_option = any(isinstance(c.func, ast.Attribute) and c.func.attr == "add_argument" for c in statement.calls)
-    is_field = statement.function is None and bool(statement.owner) and isinstance(statement.node, ast.AnnAssign)
+    is_field = statement.function is None and bool(statement.class_name) and isinstance(statement.node, ast.AnnAssign)
     names = (name for each in statement.nodes for name in _names_in(each))
     return (is_option or is_field) and any(_ABOUT_RANKS.search(name) for name in names)
 
 
 def _is_for_some_ranks(node: ast.If) -> bool:
-    """Whether some ranks load or change something that others do not; printing and saving are not meant."""
-    if not any(_ABOUT_RANKS.search(name) for part in ast.walk(node.test) for name in _names_in(part)):
+    """Whether only some ranks load, step, clip or freeze something. Printing and saving do not count."""
+    if not any(_ABOUT_RANKS.search(name) for inner in ast.walk(node.test) for name in _names_in(inner)):
         return False
     called = {called_name(each) for inner in node.body for each in ast.walk(inner) if isinstance(each, ast.Call)}
-    return any(_WORDS[action].search(name) for name in called for action in ("load", "step", "clip", "trainable"))
+    return any(
+        _ACTION_NAMES[action].search(name) for name in called for action in ("load", "step", "clip", "trainable")
+    )
 
 
 def _names_in(node: ast.AST) -> Iterator[str]:
@@ -316,7 +323,7 @@ def _names_in(node: ast.AST) -> Iterator[str]:
     elif isinstance(node, ast.keyword) and node.arg:
         yield node.arg
     elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-        name = node.value.lstrip("-").replace("-", "_")  # also of an option
+        name = node.value.lstrip("-").replace("-", "_")  # also the name of an option
         if name.isidentifier():
             yield name
 

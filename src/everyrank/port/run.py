@@ -230,7 +230,7 @@ def _audit(words: Sequence[str], files: dict[str, str], ranks: int, timeout_seco
     options = AuditOptions(processes=ranks, timeout_seconds=timeout_seconds, limit_seconds=timeout_seconds)
     with with_siblings(Path(words[0]), files) as candidate:
         try:
-            audit = audit_script([str(candidate), *words[1:]], options, is_open=False)
+            audit = audit_script([str(candidate), *words[1:]], options, may_change_ranks=False)
         except ScriptFailedError as error:
             audit = error.audit
         except EveryrankError:

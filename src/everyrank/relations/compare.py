@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from everyrank.audit import Audit, AuditOptions
+from everyrank.audit.external_launch import external_rank
 from everyrank.audit.finding import LEVELS, Finding, Findings, short_place
-from everyrank.audit.outside import rank_from_outside
 from everyrank.audit.script import find_script, own_text, starts_ranks_itself
 from everyrank.errors import EveryrankError
 from everyrank.relations.objects import judge_counters, judge_statistics
@@ -297,7 +297,7 @@ def joined_findings(by_rules: Sequence[Finding], by_relations: Sequence[Finding]
 def why_not_compared(words: Sequence[str], options: AuditOptions, environment: Mapping[str, str]) -> str:
     """Why a script cannot run again on ranks that everyrank starts; "" if it can."""
     script = find_script(words)
-    if rank_from_outside(environment) is not None:
+    if external_rank(environment) is not None:
         return "an external launcher has started the ranks; run `everyrank audit` without it"
     if options.processes is None and script is not None and starts_ranks_itself(own_text(script)):
         return "the script starts its ranks itself; if a launcher can start them, add --processes N"
@@ -307,7 +307,7 @@ def why_not_compared(words: Sequence[str], options: AuditOptions, environment: M
 def with_comparison(audit: Audit, options: AuditOptions) -> Audit:
     """The audit, with the findings of the relations and the seconds that they took."""
     comparison = compare_script(
-        audit.words, audit.world_size, timeout_seconds=options.timeout_seconds, pretend_cuda=options.pretend_cuda
+        audit.python_args, audit.world_size, timeout_seconds=options.timeout_seconds, pretend_cuda=options.pretend_cuda
     )
     are_equal = comparison.num_equal > 0 and not any(each.rule.startswith("ranks.") for each in comparison.findings)
     kept = [
@@ -331,7 +331,7 @@ def with_resume(audit: Audit, options: AuditOptions, command: ResumeCommand) -> 
     """The audit, with what a resumed training does differently from one in one go."""
 
     def judge(host: ScriptHost, findings: Findings) -> None:
-        judge_resume(host, audit.words, audit.world_size, command, findings)
+        judge_resume(host, audit.python_args, audit.world_size, command, findings)
 
     return _with_more_runs(audit, options, "resume", "three times more, to be resumed", judge)
 
@@ -340,7 +340,7 @@ def with_settings(audit: Audit, options: AuditOptions, more: Sequence[str]) -> A
     """The audit, with what these other arguments change of a training that should stay the same."""
 
     def judge(host: ScriptHost, findings: Findings) -> None:
-        judge_settings(host, audit.words, audit.world_size, more, findings)
+        judge_settings(host, audit.python_args, audit.world_size, more, findings)
 
     return _with_more_runs(audit, options, "--same", "twice more, to compare settings", judge)
 
@@ -349,11 +349,11 @@ def _with_more_runs(
     audit: Audit, options: AuditOptions, name: str, runs: str, judge: Callable[[ScriptHost, Findings], None]
 ) -> Audit:
     start, findings = time.monotonic(), Findings()
-    why_not = why_not_compared(audit.words, options, os.environ)
+    why_not = why_not_compared(audit.python_args, options, os.environ)
     if why_not:
         return dataclasses.replace(audit, unchecked=(*audit.unchecked, f"{name}: {why_not}"))
     try:
-        with ScriptHost(audit.words, options.timeout_seconds, options.pretend_cuda, audit.world_size) as host:
+        with ScriptHost(audit.python_args, options.timeout_seconds, options.pretend_cuda, audit.world_size) as host:
             judge(host, findings)
     except EveryrankError as error:
         findings.not_checked(f"{name}: {error}")

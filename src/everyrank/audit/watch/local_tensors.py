@@ -1,4 +1,4 @@
-"""Lines at which a script takes the local part of a replicated DTensor, and gives no placements of its gradient."""
+"""Records lines that call `to_local()` of a replicated DTensor without the placements of its gradient."""
 
 from __future__ import annotations
 
