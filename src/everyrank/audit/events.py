@@ -1,7 +1,7 @@
 """The events that the hooks write and the rules read, with one class for each kind.
 
-A hook calls `recorder.write(Clip(line=where(), norm=norm, scale=scale))`. Each event becomes one line of JSON, with the
-name of its class as `kind`. `Evidence.of(rank, Clip)` reads it back. Does not import torch.
+A hook calls `recorder.write(Clip(line=user_line(), norm=norm, scale=scale))`. Each event becomes one line of JSON, with
+the name of its class as `kind`. `Evidence.of(rank, Clip)` reads it back. Does not import torch.
 
 A line of the script is "/path/train.py:12", or "" if no line of the user's own code is on the stack. A checksum is a
 CRC-32, and is only compared with other checksums.

@@ -33,7 +33,7 @@ from everyrank.audit.events import (
     event_from,
 )
 from everyrank.audit.start import ScriptRun
-from everyrank.audit.watch.place import is_own_file
+from everyrank.audit.watch.source_location import is_user_file
 
 _STACK_FRAME = re.compile(r'File "([^"]+)", line (\d+) in \S+')  # as faulthandler writes it
 _MIN_PARAMETER_BYTES = 256  # a smaller all-reduce sends losses and counts, not parameters
@@ -190,7 +190,7 @@ class Evidence:
             path = self.run.folder / f"stack{event.pid}"
             if path.exists():
                 for filename, line in _STACK_FRAME.findall(path.read_text(errors="replace")):
-                    if is_own_file(filename):
+                    if is_user_file(filename):
                         return f"{filename}:{line}"
         return ""
 

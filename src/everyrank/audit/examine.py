@@ -35,14 +35,14 @@ from everyrank.audit.script import (
     enough_gpus,
     find_script,
     is_distributed,
-    names_cuda,
-    own_text,
+    mentions_cuda,
     starts_ranks_itself,
+    user_source,
     without_gpus,
 )
 from everyrank.audit.start import ScriptRun, rank_environments, run_script
-from everyrank.audit.watch.place import is_own_file
 from everyrank.audit.watch.recorder import Settings
+from everyrank.audit.watch.source_location import is_user_file
 from everyrank.errors import CannotRunError, EveryrankError, RankFailedError, UsageError, shortened
 from everyrank.launch.rank_info import RankInfo
 from everyrank.workload.scan import names_of_workloads
@@ -179,9 +179,9 @@ def audit_script(
     Raises `UsageError` if there is no such script or it never trains, and `RankFailedError` if the script fails.
     """
     script = find_script(python_args)
-    source = own_text(script) if script else ""
+    source = user_source(script) if script else ""
     num_ranks = options.processes or (2 if script is None or is_distributed(source) else 1)
-    uses_gpu = options.pretend_cuda or names_cuda(f"{source} {' '.join(python_args)}")
+    uses_gpu = options.pretend_cuda or mentions_cuda(f"{source} {' '.join(python_args)}")
     info = external_rank(os.environ)
     ranks_on_host = num_ranks if info is None else info.local_size
     devices = 0 if enough_gpus(ranks_on_host) or not uses_gpu else num_ranks
@@ -437,7 +437,7 @@ def _script_error(run: ScriptRun) -> ScriptFailedError:
     ]
     rank = next(iter([*causing_ranks, *failed_ranks]), 0)
     lines = [line for line in run.outputs[rank].splitlines() if line.strip()]
-    frames = [frame for frame in _TRACEBACK_FRAME.findall(run.outputs[rank]) if is_own_file(frame[0])]
+    frames = [frame for frame in _TRACEBACK_FRAME.findall(run.outputs[rank]) if is_user_file(frame[0])]
     prefix = ""
     if frames:
         file, line, function = frames[-1]

@@ -19,9 +19,9 @@ __all__ = [
     "enough_gpus",
     "find_script",
     "is_distributed",
-    "names_cuda",
-    "own_text",
+    "mentions_cuda",
     "starts_ranks_itself",
+    "user_source",
     "without_gpus",
 ]
 
@@ -100,7 +100,7 @@ def check_arguments(python_args: Sequence[str]) -> None:
         )
 
 
-def own_text(script: Path) -> str:
+def user_source(script: Path) -> str:
     """The source of the script and of the user's own modules that it imports."""
     texts, queue = dict[Path, str](), [script]
     roots = {script.parent, Path.cwd()}
@@ -163,6 +163,6 @@ def is_distributed(text: str) -> bool:
     return _IS_DISTRIBUTED.search(text) is not None or uses_framework is not None
 
 
-def names_cuda(text: str) -> bool:
+def mentions_cuda(text: str) -> bool:
     """Whether this source or command line mentions CUDA, so that the script probably uses a GPU."""
     return _NAMES_CUDA.search(text) is not None

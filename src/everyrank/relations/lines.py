@@ -1,4 +1,4 @@
-"""Finds the first line of the script whose result on N ranks is not that of one rank."""
+"""Finds the first line of the script whose result on N ranks differs from that on one rank."""
 
 from __future__ import annotations
 
@@ -9,55 +9,55 @@ from typing import Any
 from everyrank.relations.numbers import relative_difference
 from everyrank.rerun import RankRecording, ScriptRecording
 
-__all__ = ["Differing", "first_differing"]
+__all__ = ["DifferingLine", "first_differing"]
 
-_ROUNDED = 1e-6  # relative
+_MIN_TOLERANCE = 1e-6  # relative
 
 
 @dataclasses.dataclass(frozen=True)
-class Differing:
-    """A line and operation whose results do not go together.
+class DifferingLine:
+    """A line and operation whose results on N ranks and on one rank do not match.
 
     is_of_forward  whether the line runs before the first backward
-    sums  earlier lines whose scalar results are sums over the ranks, which a mean of gradients divides
+    sums  earlier lines whose results are numbers that the ranks sum; averaging gradients divides these
     """
 
-    place: str
+    location: str
     operation: str
     ranks: list[float]
-    one: float
+    single: float
     is_of_forward: bool
     sums: tuple[str, ...]
 
 
-def first_differing(many: ScriptRecording, one: RankRecording, tolerance: float) -> Differing | None:
-    """Go through the results of the first update in their order.
+def first_differing(many: ScriptRecording, single: RankRecording, tolerance: float) -> DifferingLine | None:
+    """Compare the results of the first update in their order, and return the first difference.
 
-    The results of ranks may be rows of one rank's, equal to it, or have it as their mean or sum. The first result that
-    is none of these is where the ranks begin to compute something else.
+    The results of the ranks may be equal to that of one rank, be rows of it, or have it as their mean or sum. The first
+    result for which none of this holds is the difference.
     """
-    counts = [_counts(rank) for rank in (*many.ranks, one)]
+    counts = [_counts(rank) for rank in (*many.ranks, single)]
     sums: list[str] = []
-    for key, value in one.values.items():
-        place, operation, _ = key
-        if any(count[place, operation] != counts[-1][place, operation] for count in counts):
+    for key, value in single.values.items():
+        location, operation, _ = key
+        if any(count[location, operation] != counts[-1][location, operation] for count in counts):
             continue
-        parts = [rank.values[key].tensor for rank in many.ranks]
+        rank_values = [rank.values[key].tensor for rank in many.ranks]
         is_float = value.tensor.is_floating_point()
-        if not is_float and any(part.shape != value.tensor.shape for part in parts):
-            continue  # whole numbers of each rank's samples may count within the rank
-        kind = _kind(parts, value.tensor, max(tolerance, _ROUNDED))
-        if kind == "sum" and not value.tensor.dim() and "." not in operation and place not in sums:
-            sums.append(place)
-        if kind == "":
-            numbers = [_number(part) for part in parts]
-            before = tuple(each for each in sums if each != place)
-            return Differing(place, operation, numbers, _number(value.tensor), value.is_of_forward, before)
+        if not is_float and any(rank_value.shape != value.tensor.shape for rank_value in rank_values):
+            continue  # integers may be indices of samples within a rank
+        relation = _relation(rank_values, value.tensor, max(tolerance, _MIN_TOLERANCE))
+        if relation == "sum" and not value.tensor.dim() and "." not in operation and location not in sums:
+            sums.append(location)
+        if relation == "":
+            numbers = [_number(rank_value) for rank_value in rank_values]
+            earlier_sums = tuple(each for each in sums if each != location)
+            return DifferingLine(location, operation, numbers, _number(value.tensor), value.is_of_forward, earlier_sums)
     return None
 
 
 def _counts(rank: RankRecording) -> collections.Counter[tuple[str, str]]:
-    return collections.Counter((place, operation) for place, operation, _ in rank.values)
+    return collections.Counter((location, operation) for location, operation, _ in rank.values)
 
 
 def _number(tensor: Any) -> float:
@@ -66,32 +66,35 @@ def _number(tensor: Any) -> float:
     return float(tensor.double()) if not tensor.dim() else float(torch.linalg.vector_norm(tensor.double()))
 
 
-def _kind(parts: list[Any], one: Any, tolerance: float) -> str:
-    """How the results of the ranks go together: "same", "rows", "mean", "sum"; "" if they do not."""
+def _relation(rank_values: list[Any], single: Any, tolerance: float) -> str:
+    """How the results of the ranks relate to that of one rank: "same", "rows", "mean", "sum", or "" if they differ."""
     import torch
 
-    if all(part.shape == one.shape for part in parts):
-        if all(relative_difference(part, one) < tolerance for part in parts):
+    if all(rank_value.shape == single.shape for rank_value in rank_values):
+        if all(relative_difference(rank_value, single) < tolerance for rank_value in rank_values):
             return "same"
-        total = sum(part.double() for part in parts)
-        scale = float(max(torch.linalg.vector_norm(part.double()) for part in parts))
-        if relative_difference(total / len(parts), one, scale) < tolerance:
+        total = sum(rank_value.double() for rank_value in rank_values)
+        scale = float(max(torch.linalg.vector_norm(rank_value.double()) for rank_value in rank_values))
+        if relative_difference(total / len(rank_values), single, scale) < tolerance:
             return "mean"
-        if relative_difference(total, one, scale) < tolerance:
+        if relative_difference(total, single, scale) < tolerance:
             return "sum"
         return ""
-    if len(parts[0].shape) == len(one.shape):
-        for dim in range(one.dim()):
-            shapes = [part.shape[:dim] + part.shape[dim + 1 :] for part in parts]
-            if any(shape != one.shape[:dim] + one.shape[dim + 1 :] for shape in shapes):
+    if len(rank_values[0].shape) == len(single.shape):
+        for dim in range(single.dim()):
+            shapes = [rank_value.shape[:dim] + rank_value.shape[dim + 1 :] for rank_value in rank_values]
+            if any(shape != single.shape[:dim] + single.shape[dim + 1 :] for shape in shapes):
                 continue
-            if sum(part.shape[dim] for part in parts) == one.shape[dim]:
-                return "rows" if relative_difference(torch.cat(parts, dim), one) < tolerance else ""
-    if sum(part.numel() for part in parts) == one.numel() and parts[0].dim() == one.dim() == 1:
+            if sum(rank_value.shape[dim] for rank_value in rank_values) == single.shape[dim]:
+                return "rows" if relative_difference(torch.cat(rank_values, dim), single) < tolerance else ""
+    if (
+        sum(rank_value.numel() for rank_value in rank_values) == single.numel()
+        and rank_values[0].dim() == single.dim() == 1
+    ):
         return "rows"
-    return "rows" if not _is_comparable(parts, one) else ""
+    return "rows" if not _is_comparable(rank_values, single) else ""
 
 
-def _is_comparable(parts: list[Any], one: Any) -> bool:
-    """Whether shapes allow a comparison; flattened batches of more dimensions do not."""
-    return all(part.shape == one.shape for part in parts)
+def _is_comparable(rank_values: list[Any], single: Any) -> bool:
+    """Whether the shapes allow a comparison, which is not the case for flattened batches of several dimensions."""
+    return all(rank_value.shape == single.shape for rank_value in rank_values)

@@ -3,7 +3,7 @@
 inject/             sitecustomize.py on PYTHONPATH, which waits for the first `import torch`
 install.py          installs all hooks in order, and ends the run
 recorder.py         writes the files of events
-place.py            finds the line of the script that is running
+source_location.py  finds the line of the user's code that is running
 modules.py          forward passes: rows, random state, batch norm, buffers
 losses.py           losses, and the factor of each in the gradient
 local_tensors.py    local parts of replicated DTensors

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from everyrank.audit.events import Altered, CollectiveCall, GroupOpened, ReduceResult
 from everyrank.audit.watch.gradients import Gradients
 from everyrank.audit.watch.losses import Losses
-from everyrank.audit.watch.place import chain, library_calls, where
 from everyrank.audit.watch.recorder import ACCELERATE_ON_CPU, Recorder, harmless, tensors
+from everyrank.audit.watch.source_location import library_calls, user_line, user_lines
 
 __all__ = ["CollectiveMode", "install_process_group"]
 
@@ -63,7 +63,7 @@ class CollectiveMode(TorchDispatchMode):
                 num_bytes=size,
                 reduction=_reduction(args),
                 strides=_strides(tensors(args)) if name in _SENT_IN_MEMORY_ORDER else [],
-                lines=chain(),
+                lines=user_lines(),
                 phase=recorder.phase,
                 library_calls=library_calls(),
                 value=value,
@@ -123,7 +123,7 @@ def install_process_group(recorder: Recorder, losses: Losses, pretends_cuda: boo
 
     @functools.wraps(init)
     def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> Any:
-        line = where()
+        line = user_line()
         with recorder.during(f"init_process_group at {line}"):
             out = init(backend, *args, **kwargs)
         recorder.rank, recorder.world_size = dist.get_rank(), dist.get_world_size()
@@ -149,7 +149,7 @@ def _with_gather_tracking(function: Any, losses: Losses) -> Any:
     def gather(*args: Any, **kwargs: Any) -> Any:
         work = function(*args, **kwargs)
         out, tensor, *_ = signature.bind(*args, **kwargs).args  # the names of these two differ between functions
-        losses.gathers.add_gather(tensor, out, where())
+        losses.gathers.add_gather(tensor, out, user_line())
         return work
 
     return gather

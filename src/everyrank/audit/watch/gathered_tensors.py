@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from everyrank.audit.watch.place import calling_codes
 from everyrank.audit.watch.recorder import tensors
+from everyrank.audit.watch.source_location import calling_codes
 
 __all__ = ["GatherTracker", "Gathered"]
 

@@ -17,8 +17,8 @@ import torch
 from everyrank.audit.events import OptimizerStep
 from everyrank.audit.watch.flat_shards import FlatShards, name_in_model
 from everyrank.audit.watch.losses import Losses
-from everyrank.audit.watch.place import where
 from everyrank.audit.watch.recorder import Recorder, checksum, harmless, local
+from everyrank.audit.watch.source_location import user_line
 
 __all__ = ["Gradients", "sample"]
 
@@ -178,7 +178,7 @@ class Gradients:
         grads = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         return OptimizerStep(
-            line=where(),
+            line=user_line(),
             rates=rates,
             waits=[(function, line, count) for (function, line), count in self.losses.waits.items()],
             backward_update=self.backward_update,

@@ -43,10 +43,10 @@ from everyrank.audit.watch.local_tensors import install_local_tensors
 from everyrank.audit.watch.losses import FunctionMode, Losses
 from everyrank.audit.watch.modules import install_modules
 from everyrank.audit.watch.overlay import Overlay, install_overlay
-from everyrank.audit.watch.place import caller_is_own, chain, is_own_file, where
 from everyrank.audit.watch.pretend_cuda import PretendCuda
 from everyrank.audit.watch.recorder import ENVIRONMENT, Recorder, Settings
 from everyrank.audit.watch.saving import install_saving
+from everyrank.audit.watch.source_location import caller_is_user_code, is_user_file, user_line, user_lines
 from everyrank.audit.watch.steps import install_sharding, install_steps
 
 __all__ = ["install"]
@@ -117,7 +117,7 @@ class RunEnd:
         recorder = self.recorder
         if recorder.update == 1:
             files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
-            recorder.write(SourceFiles(files=[file for file in files if file is not None and is_own_file(file)]))
+            recorder.write(SourceFiles(files=[file for file in files if file is not None and is_user_file(file)]))
         if not recorder.settings.records_functions:
             return
         never_communicated = recorder.num_collectives == 0 and recorder.world_size > 1
@@ -176,9 +176,9 @@ def _watch_seeds(recorder: Recorder) -> None:
     def with_record(library: str, set_seed: Any) -> Any:
         @functools.wraps(set_seed)
         def seed_and_record(seed: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if caller_is_own():
+            if caller_is_user_code():
                 with contextlib.suppress(Exception):  # a seed may be an array, or text
-                    recorder.write(SeedSet(library=library, lines=chain()[:_MAX_CALLERS], seed=int(seed)))
+                    recorder.write(SeedSet(library=library, lines=user_lines()[:_MAX_CALLERS], seed=int(seed)))
             return set_seed(seed, *args, **kwargs)
 
         return seed_and_record
@@ -199,10 +199,10 @@ def _watch_shuffles(recorder: Recorder) -> None:
         @functools.wraps(choose)
         def choose_and_record(*args: Any, **kwargs: Any) -> Any:
             nonlocal count
-            if recorder.update == 0 and count < _MAX_SHUFFLES and not recorder.is_muted and caller_is_own():
+            if recorder.update == 0 and count < _MAX_SHUFFLES and not recorder.is_muted and caller_is_user_code():
                 count += 1
                 with contextlib.suppress(Exception):
-                    recorder.write(Shuffle(line=where(), state=random_states()[number]))
+                    recorder.write(Shuffle(line=user_line(), state=random_states()[number]))
             return choose(*args, **kwargs)
 
         return choose_and_record
@@ -254,7 +254,7 @@ def _skip_compile(recorder: Recorder) -> None:
 
     @functools.wraps(compile_model)
     def uncompiled(model: Any = None, *_args: Any, **_kwargs: Any) -> Any:
-        recorder.write(Altered(message=f"torch.compile at {where()} was skipped"))
+        recorder.write(Altered(message=f"torch.compile at {user_line()} was skipped"))
         return model if model is not None else (lambda function: function)
 
     torch.compile = uncompiled

@@ -35,8 +35,8 @@ from torch.utils.data import (
 
 from everyrank.audit.events import Fetch, LoaderBatch, LoaderEpoch
 from everyrank.audit.watch.modules import rows
-from everyrank.audit.watch.place import where
 from everyrank.audit.watch.recorder import Recorder, all_leaves, harmless
+from everyrank.audit.watch.source_location import user_line
 
 __all__ = ["Loaders", "install_loaders", "random_states"]
 
@@ -163,7 +163,7 @@ class Loaders:
                 loader=number,
                 epoch=epoch,
                 line=getattr(loader, "_audit_line", ""),
-                used_at=where(),
+                used_at=user_line(),
                 made_at=[getattr(source, "_audit_line", "") for source in (sampler, loader.dataset)],
                 dataset=type(loader.dataset).__name__,
                 sampler=type(sampler).__name__,
@@ -362,7 +362,7 @@ def _record_lines() -> None:
 
         @functools.wraps(init)
         def init_and_record(self: Any, *args: Any, init: Any = init, **kwargs: Any) -> None:
-            self.__dict__["_audit_line"] = where()
+            self.__dict__["_audit_line"] = user_line()
             init(self, *args, **kwargs)
 
         kind.__init__ = init_and_record
@@ -374,7 +374,7 @@ def _watch_loader(recorder: Recorder, loaders: Loaders) -> None:
 
     @functools.wraps(init)
     def init_and_record(self: Any, *args: Any, **kwargs: Any) -> None:
-        self.__dict__["_audit_line"] = where()
+        self.__dict__["_audit_line"] = user_line()
         if recorder.settings.devices and "pin_memory" in kwargs:
             kwargs["pin_memory"] = False
         init(self, *args, **kwargs)

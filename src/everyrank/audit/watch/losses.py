@@ -20,11 +20,11 @@ from torch.overrides import TorchFunctionMode
 
 from everyrank.audit.events import EvalLoss, EvalShare, EvalSlice, LossTerm
 from everyrank.audit.watch.gathered_tensors import GatherTracker
-from everyrank.audit.watch.place import caller_is_own, where
 from everyrank.audit.watch.pretend_cuda import PretendCuda
 from everyrank.audit.watch.random_draws import DrawTracker
 from everyrank.audit.watch.ratio_metrics import RatioTracker
 from everyrank.audit.watch.recorder import Recorder, harmless, local, tensors
+from everyrank.audit.watch.source_location import caller_is_user_code, user_line
 
 __all__ = ["FunctionMode", "Losses"]
 
@@ -137,8 +137,8 @@ class FunctionMode(TorchFunctionMode):
             self._record_computation(func, args, kwargs, out)
 
     def _record_wait(self, func: Any) -> None:
-        if caller_is_own():
-            self.losses.waits[WAITS[func], where()] += 1
+        if caller_is_user_code():
+            self.losses.waits[WAITS[func], user_line()] += 1
 
     def _record_evaluation(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Record mean losses and slices of an evaluation."""
@@ -147,24 +147,24 @@ class FunctionMode(TorchFunctionMode):
         if func in LOSSES and _is_scalar(out) and kwargs.get("reduction", "mean") == "mean":
             with self.recorder.muted():
                 value, count = float(out), num_terms(func, args, kwargs)
-            self.recorder.write(EvalLoss(line=where(), value=value, terms=count))
+            self.recorder.write(EvalLoss(line=user_line(), value=value, terms=count))
         elif func in REDUCTIONS and self.losses.is_evaluating and self.losses.depth == 0 and _is_scalar(out):
             self._record_share(args[0])
 
     def _record_share(self, values: Any) -> None:
         """Record the share of ones, if all values are zeros and ones."""
         count = values.numel()
-        if not (values.dim() and 0 < count <= _MAX_SHARE_VALUES and caller_is_own()):
+        if not (values.dim() and 0 < count <= _MAX_SHARE_VALUES and caller_is_user_code()):
             return
         with self.recorder.muted():
             ones = int(torch.count_nonzero(local(values)))
             is_binary = values.dtype == torch.bool or ones == int((local(values) == 1).sum())
         if is_binary:
-            self.recorder.write(EvalShare(line=where(), value=ones / count, terms=count))
+            self.recorder.write(EvalShare(line=user_line(), value=ones / count, terms=count))
 
     def _record_slice(self, func: Any, args: Any) -> None:
-        if func in _SLICES and _is_slice_or_mask(args) and caller_is_own():
-            line = where()
+        if func in _SLICES and _is_slice_or_mask(args) and caller_is_user_code():
+            line = user_line()
             if line not in self.losses.slice_lines:
                 self.losses.slice_lines.add(line)
                 self.recorder.write(EvalSlice())
@@ -182,7 +182,7 @@ class FunctionMode(TorchFunctionMode):
         if not (_is_scalar(out) and out.requires_grad):
             return
         if func in _SCALINGS and is_derived and losses.depth == 0 and _is_scalar(args[0]):
-            losses.scaling_lines.append(where())
+            losses.scaling_lines.append(user_line())
         elif func in LOSSES:
             reduction = kwargs.get("reduction", "mean")
             with self.recorder.muted():
@@ -218,7 +218,7 @@ class FunctionMode(TorchFunctionMode):
 
     def _add_loss(self, func: Any, out: Any, count: float, reduction: str, nonzero: int | None = None) -> None:
         recorder, losses = self.recorder, self.losses
-        term = LossTerm(func.__name__, where(), count, reduction, nonzero)
+        term = LossTerm(func.__name__, user_line(), count, reduction, nonzero)
         with recorder.muted():
             term.value = float(out.detach()) if type(out) is torch.Tensor else math.nan
         losses.hooked_tensors[id(term)] = id(out)

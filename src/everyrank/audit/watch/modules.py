@@ -26,8 +26,8 @@ from everyrank.audit.events import (
 )
 from everyrank.audit.watch.gradients import Gradients, sample
 from everyrank.audit.watch.losses import Losses
-from everyrank.audit.watch.place import is_called_by, where
 from everyrank.audit.watch.recorder import Recorder, checksum, harmless, local, tensors
+from everyrank.audit.watch.source_location import is_called_by, user_line
 
 __all__ = ["install_modules"]
 
@@ -59,7 +59,7 @@ class Modules:
         root = _unwrapped(module)
         kind = type(module).__name__
         with recorder.muted():
-            line, first_tensor = where(), _first_with_samples((args, kwargs))
+            line, first_tensor = user_line(), _first_with_samples((args, kwargs))
             kinds = (
                 {type(inner).__name__ for inner in module.modules()} - self.reported_kinds if is_grad else set[str]()
             )
@@ -124,7 +124,7 @@ class Modules:
                 for parameter in module.parameters()
             )
             forward = EvalForward(
-                line=where(),
+                line=user_line(),
                 is_training=_unwrapped(module).training,
                 num_dropouts=self.losses.num_dropouts - num_dropouts,
                 is_prediction=any(is_called_by("_predict_step", package) for package in _LIGHTNING),
@@ -158,7 +158,7 @@ class Modules:
                 and name.removesuffix(name.rpartition(".")[2]) not in norm_prefixes
             }
         if buffers:
-            recorder.write(BufferModule(line=where(), name=type(module).__name__, buffers=buffers))
+            recorder.write(BufferModule(line=user_line(), name=type(module).__name__, buffers=buffers))
 
     @harmless("the model given to DistributedDataParallel")
     def record_wrap(self, module: Any, kwargs: Any) -> None:
@@ -167,7 +167,7 @@ class Modules:
         local_norms = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
         with self.recorder.muted():
             wrap = Wrap(
-                line=where(),
+                line=user_line(),
                 num_batch_norms=sum(type(inner) in local_norms for inner in module.modules()),
                 finds_unused=bool(kwargs.get("find_unused_parameters")),
                 bucket_mb=kwargs.get("bucket_cap_mb"),
@@ -182,7 +182,7 @@ class Modules:
             for tensor in [*module.parameters(), *module.buffers()]:
                 if local(tensor).is_floating_point():
                     local(tensor).fill_(float("nan"))
-        self.to_empty_line = where()
+        self.to_empty_line = user_line()
 
     def _uninitialised(self, root: Any) -> list[str]:
         """The names of parameters that are still NaN. Sets them to small values, so that training can continue."""
@@ -238,7 +238,7 @@ def _watch_eval(modules: Modules) -> None:
     @functools.wraps(to_eval)
     def evaluating(self: Any) -> Any:
         if not modules.recorder.is_muted:
-            modules.mode_at = where()
+            modules.mode_at = user_line()
         return to_eval(self)
 
     torch.nn.Module.eval = evaluating
@@ -263,7 +263,7 @@ def _watch_calls(modules: Modules) -> None:
         num_dropouts = losses.num_dropouts
         losses.depth += 1
         try:
-            with recorder.during(f"forward at {where()}"):
+            with recorder.during(f"forward at {user_line()}"):
                 output = module_call(self, *args, **kwargs)
         finally:
             losses.depth -= 1
@@ -279,7 +279,7 @@ def _watch_wrapping(modules: Modules) -> None:
     @functools.wraps(init)
     def wrap(self: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kwargs: Any):
         modules.record_wrap(module, kwargs)
-        with recorder.during(f"DistributedDataParallel() at {where()}"):
+        with recorder.during(f"DistributedDataParallel() at {user_line()}"):
             init(self, module, device_ids, output_device, *args, **kwargs)
         modules.wrapped[id(module)] = self
 
@@ -296,7 +296,7 @@ def _watch_wrapping(modules: Modules) -> None:
     @functools.wraps(no_sync)
     def unsynced(self: Any) -> Any:
         if recorder.update < recorder.settings.updates:
-            recorder.write(NoSync(line=where()))
+            recorder.write(NoSync(line=user_line()))
         return no_sync(self)
 
     DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook = wrap, registered

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from everyrank.audit.watch.place import caller_is_own
+from everyrank.audit.watch.source_location import caller_is_user_code
 from everyrank.audit.watch.sync_batch_norm import install_sync_batch_norm
 
 __all__ = ["PretendCuda"]
@@ -240,7 +240,7 @@ def _for_user(answer_for_user: Any, function: Any) -> Any:
 
     @functools.wraps(function)
     def answer(*args: Any, **kwargs: Any) -> Any:
-        return answer_for_user if caller_is_own() else function(*args, **kwargs)
+        return answer_for_user if caller_is_user_code() else function(*args, **kwargs)
 
     return answer
 

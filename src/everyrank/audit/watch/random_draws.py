@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from everyrank.audit.events import RandomDraw
-from everyrank.audit.watch.place import where
 from everyrank.audit.watch.recorder import Recorder, checksum, tensors
+from everyrank.audit.watch.source_location import user_line
 
 __all__ = ["DrawTracker"]
 
@@ -58,7 +58,7 @@ class DrawTracker:
         if not isinstance(out, torch.Tensor) or not out.dim() or not (is_drawn or self.tracked):
             return
         if is_drawn and 0 < recorder.update < recorder.settings.updates:
-            draw = where(), _checksum(recorder, out), _seed(kwargs.get("generator"))
+            draw = user_line(), _checksum(recorder, out), _seed(kwargs.get("generator"))
             is_of_samples = out.shape[0] == self.num_samples > 1 and tuple(out.shape) not in self.shapes
             if is_inside:
                 self.forward_lines.add(draw[0])

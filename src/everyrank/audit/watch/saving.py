@@ -16,8 +16,8 @@ import torch
 from everyrank.audit.events import Save
 from everyrank.audit.watch.imports import after_import
 from everyrank.audit.watch.overlay import Overlay
-from everyrank.audit.watch.place import where
 from everyrank.audit.watch.recorder import Recorder
+from everyrank.audit.watch.source_location import user_line
 
 __all__ = ["install_saving"]
 
@@ -60,7 +60,7 @@ def _redirect_torch(recorder: Recorder, overlay: Overlay) -> None:
         if isinstance(name, str | os.PathLike):
             keys = sorted(map(str, obj)) if isinstance(obj, dict) else []
             path = overlay.as_script_sees(os.path.abspath(os.fspath(name)))
-            recorder.write(Save(path=path, line=where(), keys=keys[:100]))
+            recorder.write(Save(path=path, line=user_line(), keys=keys[:100]))
             f = overlay.path_to_write(f) if name is f else f
         with recorder.muted():
             save(obj, f, *args, **kwargs)
@@ -77,7 +77,7 @@ def _redirect_safetensors(recorder: Recorder, overlay: Overlay, module: Any) -> 
 
     @functools.wraps(serialize_file)
     def saved(tensors: Any, filename: Any, *args: Any, **kwargs: Any) -> None:
-        recorder.write(Save(path=os.path.abspath(os.fspath(filename)), line=where(), keys=[]))
+        recorder.write(Save(path=os.path.abspath(os.fspath(filename)), line=user_line(), keys=[]))
         serialize_file(tensors, overlay.path_to_write(filename), *args, **kwargs)
 
     @functools.wraps(safe_open)

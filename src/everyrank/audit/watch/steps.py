@@ -23,8 +23,8 @@ from everyrank.audit.events import (
 from everyrank.audit.watch.gradients import Gradients
 from everyrank.audit.watch.imports import after_import
 from everyrank.audit.watch.losses import Losses
-from everyrank.audit.watch.place import where
 from everyrank.audit.watch.recorder import Recorder, harmless, tensors
+from everyrank.audit.watch.source_location import user_line
 
 __all__ = ["install_sharding", "install_steps"]
 
@@ -72,7 +72,7 @@ class _StepHooks:
             gathered_norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
             value = float(gathered_norm) if gathered_norm is not None else None
         scale = 1.0 if gradients.is_unscaled else gradients.loss_scale
-        recorder.write(Clip(line=where(), norm=value, scale=scale))
+        recorder.write(Clip(line=user_line(), norm=value, scale=scale))
         gradients.unclipped_grads = {**before, **(gradients.unclipped_grads or {})}
 
     @harmless("the scale of a gradient scaler")
@@ -86,13 +86,13 @@ class _StepHooks:
         """Record gradients that zero_grad clears before a step has used them."""
         recorder, gradients = self.recorder, self.gradients
         if not recorder.is_muted and gradients.is_wanted:
-            gradients.zeroed_at = where()
+            gradients.zeroed_at = user_line()
         if not gradients.backward_grads or recorder.is_muted:
             return
         names = {gradients.names.get(id(p)) for group in optimizer.param_groups for p in group["params"]}
         discarded = {micro for micro, name in gradients.backward_grads if name in names}
         if discarded and not gradients.is_in_closure:  # a line search evaluates the loss more often than it steps
-            recorder.write(DiscardedGradients(line=where(), num_backwards=len(discarded)))
+            recorder.write(DiscardedGradients(line=user_line(), num_backwards=len(discarded)))
         gradients.backward_grads = {
             key: value for key, value in gradients.backward_grads.items() if key[1] not in names
         }
@@ -103,7 +103,7 @@ class _StepHooks:
         with self.recorder.muted():
             values = [float(number) for number in numbers]
         for value in values:
-            self.recorder.write(PlateauStep(line=where(), value=value))
+            self.recorder.write(PlateauStep(line=user_line(), value=value))
 
 
 def _watch_backward(hooks: _StepHooks, on_backward: Callable[[], None]) -> None:
@@ -115,7 +115,7 @@ def _watch_backward(hooks: _StepHooks, on_backward: Callable[[], None]) -> None:
         if recorder.is_muted:
             return autograd_backward(roots, *args, **kwargs)
         on_backward()
-        line = where()
+        line = user_line()
         gradients.begin_backward()
         recorder.write(hooks.gathered(roots, line) or Backward(line=line))
         try:
@@ -265,7 +265,7 @@ def _watch_schedules(hooks: _StepHooks) -> None:
                 caller = sys._getframe(1).f_globals.get("__name__", "")
                 is_prepared = caller.startswith("accelerate.")
                 name = type(self).__name__
-                recorder.write(ScheduleStep(line=where(), schedule=id(self), name=name, is_prepared=is_prepared))
+                recorder.write(ScheduleStep(line=user_line(), schedule=id(self), name=name, is_prepared=is_prepared))
             elif not depth and isinstance(self, ReduceLROnPlateau):
                 hooks.record_plateau([*args[:1], *kwargs.values()][:1])
             depth.append(id(self))
@@ -307,7 +307,7 @@ def _watch_zero_grad(hooks: _StepHooks) -> None:
 
     def made(self: Any, params: Any, defaults: Any) -> None:
         init(self, params, defaults)
-        hooks.recorder.write(OptimizerMade(line=where()))
+        hooks.recorder.write(OptimizerMade(line=user_line()))
 
     optimizer.zero_grad, optimizer.__init__ = zeroing, made
 

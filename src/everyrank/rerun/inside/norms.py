@@ -1,4 +1,4 @@
-"""On one rank, batch norm over the samples of each of the recorded ranks, as each of them does."""
+"""Batch norm on one rank that normalises the samples of each recorded rank separately, as on these ranks."""
 
 # torch names its base class _BatchNorm.
 # pyright: reportPrivateUsage=false
@@ -17,7 +17,7 @@ __all__ = ["install_norms"]
 
 
 def install_norms(session: Session) -> None:
-    """Let BatchNorm normalise the parts of a batch that was put together one by one. SyncBatchNorm takes it whole."""
+    """Let BatchNorm normalise each rank's part of a merged batch separately. SyncBatchNorm uses the whole batch."""
     if session.settings["norms_over_ranks"] and session.ranks > 1:
         _install_norms_over_ranks()
     if not session.imposed or len(session.imposed) < 2:
