@@ -54,7 +54,10 @@ NO_SCRIPT = [
     (("absent.py",), "absent.py: no such file; give a Python script"),
     (("-m",), "audit -m: give the name of a module"),
     (("--updates", "0", "good.py"), "--updates 0: give more than 0"),
-    (("--replay", "--watch", "good.py"), "--replay with --watch: --replay needs torch functions that --watch does not record"),
+    (
+        ("--replay", "--watch", "good.py"),
+        "--replay with --watch: --replay needs torch functions that --watch does not record",
+    ),
     (("--processes", "-2", "good.py"), "--processes -2: give more than 0"),
     ((".",), ".: it is a folder"),
 ]

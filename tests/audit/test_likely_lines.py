@@ -134,6 +134,96 @@ for x, y in loader:
     optimizer.step()
 """,
     ),
+    "the loss, between sums that are sent": (
+        "ranks.gradient",
+        """
+loader = DataLoader(data, batch_size=32 // world_size)
+for x, y in loader:
+    total = f(model(x), y).sum()
+    stats = torch.stack([total.detach(), y.numel()])
+    dist.all_reduce(stats)
+    loss = total / stats[1]  # <change>
+    loss.backward()
+    optimizer.step()  # <seen>
+""",
+    ),
+    "what is computed of the rank's part, below the loop": (
+        "eval.shard",
+        """
+def score(logits, labels):
+    hits = (logits.argmax(1) == labels).sum()
+    return hits / len(labels)
+
+
+def evaluate(model, loader):
+    logits, labels = [], []
+    for x, y in loader:
+        logits.append(model(x))  # <seen>
+        labels.append(y)
+    result = score(torch.cat(logits), torch.cat(labels))  # <change>
+    model.train()
+    return result.item()
+
+
+for epoch in range(3):
+    accuracy = evaluate(model, loader)
+""",
+    ),
+    "an order without a seed": (
+        "data.shared-samples",
+        """
+class Shards(IterableDataset):
+    def pick(self):
+        order = list(range(len(self.files)))
+        random.Random().shuffle(order)  # <change>
+        return order[self.rank :: self.world]
+
+    def __iter__(self):
+        for number in self.pick():
+            yield from self.files[number]
+
+
+stream = Shards(files, rank, world)
+loader = DataLoader(stream, batch_size=4)  # <seen>
+""",
+    ),
+    "a method that writes the weights of one rank": (
+        "replicas.drift",
+        """
+class Average:
+    def swap(self):
+        for p, q in zip(self.model.parameters(), self.kept):
+            p.data.copy_(q)
+
+
+average = Average(model)
+for x, y in loader:
+    loss = f(model(x), y)
+    loss.backward()
+    optimizer.step()  # <seen>
+    if rank == 0:
+        average.swap()  # <change>
+""",
+    ),
+    "parameters without a gradient are left out": (
+        "replicas.drift",
+        """
+def average(params):
+    live = [p for p in params if p.grad is not None]  # <change>
+    flat = torch.cat([p.grad.flatten() for p in live])
+    dist.all_reduce(flat)
+    for p, part in zip(live, flat.split([p.numel() for p in live])):
+        p.grad.copy_(part.view_as(p))
+
+
+model = Net()
+for x, y in loader:
+    loss = f(model(x), y)
+    loss.backward()
+    average(list(model.parameters()))
+    optimizer.step()  # <seen>
+""",
+    ),
 }
 
 
@@ -151,6 +241,13 @@ def test_the_line_to_change_is_among_the_lines(tmp_path: Path, rule: str, text: 
     assert seen in lines
     assert len(lines) <= 4
     assert len(set(lines)) == len(lines)
+
+
+def test_only_the_variables_that_matter_lead_back(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("loss = total / batches\ndist.all_reduce(loss)\nscore = hits / rows\nprint(loss, score)\n")
+    assert likely_lines("ranks.printed", f"{script}:4", (), ("score",))[0] == f"{script}:3"
+    assert likely_lines("ranks.printed", f"{script}:4", (), ("loss",))[0] != f"{script}:3"
 
 
 def test_recorded_lines_count_for_more_than_others(tmp_path: Path) -> None:

@@ -521,6 +521,18 @@ ELSEWHERE = {
 }
 
 
+@pytest.mark.parametrize(
+    ("name", "right", "wrong", "is_about_ranks"),
+    [("language", "if is_last else", "if index == 0 else", True), ("sharded", "index == 1", "index == 0", False)],
+)
+def test_weights_that_all_ranks_share_are_not_about_ranks(
+    recorded: Any, name: str, right: str, wrong: str, is_about_ranks: bool
+) -> None:
+    """One rank would weigh its backwards in the same way, so that a comparison with it refutes nothing."""
+    findings = recorded(name, right, wrong, "gradient.weights")[1].judge().findings
+    assert [each.about_ranks for each in findings if each.rule == "gradient.weights"] == [is_about_ranks]
+
+
 def test_each_finding_is_shown_by_a_script(recorded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every place in the rules that adds a finding, or says what is not checked, is reached by a script above.
 

@@ -13,10 +13,18 @@ from everyrank.relations.samples import judge_uneven_passes
 from everyrank.rerun import Imposed, Printed, RankRecording, ScriptRecording
 
 
+def _line(numbers: list[float]) -> str:
+    return " ".join(f"{each:.6f}" for each in numbers)
+
+
+def _positions(numbers: list[float]) -> list[int]:
+    return [len(_line([*numbers[:index], 0.0])) - len("0.000000") for index in range(len(numbers))]
+
+
 def rank_with(shown: list[list[float]], **facts: Any) -> RankRecording:
     """A rank that shows a line after each update."""
     printed = [
-        Printed("train.py:9", number, " ".join(f"{each:.6f}" for each in numbers), numbers, "stdout", number + 1)
+        Printed("train.py:9", number, _line(numbers), numbers, _positions(numbers), "stdout", number + 1)
         for number, numbers in enumerate(shown)
     ]
     return RankRecording([], printed, "", {}, {}, [], [], facts)

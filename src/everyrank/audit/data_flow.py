@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import heapq
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 __all__ = ["SourceFile", "Statement", "called_name", "read_source"]
@@ -120,8 +120,11 @@ class SourceFile:
         around = [each for each in self.statements if each.line <= line <= each.end]
         return max(around, key=lambda each: each.line, default=None)
 
-    def leading_to(self, line: int) -> dict[Statement, float]:
-        """Return the statements that a line depends on, with their distance; the statement itself has 0."""
+    def leading_to(self, line: int, variables: Collection[str] = ()) -> dict[Statement, float]:
+        """Return the statements that a line depends on, with their distance; the statement itself has 0.
+
+        variables  variables of the line to follow; () for all
+        """
         first = self.at(line)
         if first is None:
             return {}
@@ -132,7 +135,7 @@ class SourceFile:
             distance, _, statement = heapq.heappop(queue)
             if distance > distances[statement]:
                 continue
-            for other, edge in self._dependencies(statement):
+            for other, edge in self._dependencies(statement, variables if statement is first else ()):
                 total = distance + edge
                 if total <= _MAX_DISTANCE and total < distances.get(other, _MAX_DISTANCE + 1):
                     distances[other] = total
@@ -145,8 +148,33 @@ class SourceFile:
         changes = self._attributes.get(attribute, [])
         return [each for each in changes if getattr(each.function, "name", "__init__") != "__init__"]
 
-    def body_of(self, function: ast.AST) -> list[Statement]:
-        """The statements of a function, without those of functions inside it."""
+    def is_loss(self, statement: Statement) -> bool:
+        """Whether a statement assigns a variable on which the same function calls `backward`."""
+        names = {name for target in _targets(statement) for name in _base_names(target)}
+        return any(
+            _base_names(call.func.value) & names
+            for each in self._callers.get("backward", [])
+            if each.function is statement.function
+            for call in each.calls
+            if called_name(call) == "backward" and isinstance(call.func, ast.Attribute)
+        )
+
+    def uses_results_of_loop(self, statement: Statement) -> bool:
+        """Whether a statement reads a variable that an earlier loop has collected or summed."""
+        loops = [
+            each
+            for each in self.body_of(statement.function)
+            if isinstance(each.node, ast.For) and each.line < statement.line and each not in statement.blocks
+        ]
+        read = _read_names(statement)
+        return any(
+            _defined_names(inner) & read
+            for inner in (self.body_of(statement.function) if loops else ())
+            if inner is not statement and any(loop in inner.blocks for loop in loops)
+        )
+
+    def body_of(self, function: ast.AST | None) -> list[Statement]:
+        """The statements of a function, or at the top level for None, without those of functions inside it."""
         return self._by_function[function]
 
     def is_called(self, function: ast.AST | None) -> bool:
@@ -165,12 +193,12 @@ class SourceFile:
                 ]
         return functions
 
-    def _dependencies(self, statement: Statement) -> Iterator[tuple[Statement, float]]:
-        """Yield the direct dependencies of a statement, with the distance of each."""
+    def _dependencies(self, statement: Statement, variables: Collection[str]) -> Iterator[tuple[Statement, float]]:
+        """Yield the direct dependencies of a statement, or only of these variables, with the distance of each."""
         for block in statement.blocks:
             yield block, _LOOP if isinstance(block.node, ast.For | ast.While) else _CONDITION
         is_condition = isinstance(statement.node, ast.If | ast.With | ast.While)
-        for name in _read_names(statement):
+        for name in variables or _read_names(statement):
             for each, steps in self._definitions(statement, name):
                 yield each, steps * _CONDITION_FACTOR if is_condition else steps
         for attribute in _read_attributes(statement):

@@ -27,6 +27,7 @@ class Finding:
     also    other lines that contribute to the mistake
     about_ranks  whether one rank with all samples would train differently from the first update on, so that a
                  comparison with one rank can refute the finding
+    variables    variables of the line that the finding is about; () for all
     """
 
     level: str
@@ -36,11 +37,12 @@ class Finding:
     fix: str = ""
     also: tuple[str, ...] = ()
     about_ranks: bool = False
+    variables: tuple[str, ...] = ()
 
     @functools.cached_property
     def lines(self) -> tuple[str, ...]:
         """At most four lines to look at, with the one to change most likely first."""
-        return likely_lines(self.rule, self.place, self.also)
+        return likely_lines(self.rule, self.place, self.also, self.variables)
 
     @property
     def shown_lines(self) -> tuple[str, ...]:
@@ -50,7 +52,7 @@ class Finding:
     def as_json(self) -> dict[str, Any]:
         """The finding as --json writes it."""
         values = dataclasses.asdict(self)
-        del values["about_ranks"]
+        del values["about_ranks"], values["variables"]
         return {**values, "also": list(self.also), "lines": list(self.lines)}
 
 
@@ -80,12 +82,13 @@ class Findings(list[Finding]):
         also: tuple[str, ...] = (),
         *,
         about_ranks: bool = False,
+        variables: tuple[str, ...] = (),
     ) -> None:
         """Add a finding, unless the same rule has reported this line already."""
         assert level in LEVELS, level
         if not any(known.rule == rule and known.place == place for known in self):
             other_lines = tuple(line for line in also if line and line != place)
-            self.append(Finding(level, rule, place, text, fix, other_lines, about_ranks))
+            self.append(Finding(level, rule, place, text, fix, other_lines, about_ranks, variables))
 
     def not_checked(self, message: str) -> None:
         """Report something that could not be checked, for example because the script does not do it."""

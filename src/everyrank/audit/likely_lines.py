@@ -22,6 +22,7 @@ _BASE_WEIGHT = 0.2  # of each line
 _RECORDED_WEIGHT = 0.35  # of a line that was recorded with the finding
 _DECAY = 0.9  # factor of a line's weight for each step between it and a finding
 _UNREACHED_DISTANCE = 4.0  # in steps, of a line that the data flow does not reach
+_AFTER_LOOP_DISTANCE = 1.0  # in steps, of a line that uses the results of the loop around the finding
 _RECORDED_DISTANCE = 0.5  # in steps, of a line that was recorded with the finding
 _MAX_STATEMENTS = 12  # of a function whose actions count for the lines that call it
 _CALLEE_FACTOR = 0.85  # of the weight of actions in a called function
@@ -65,7 +66,7 @@ _ACTION_NAMES: Mapping[str, re.Pattern[str]] = {
     "epoch": re.compile(r"^set_epoch$"),
     "workers": re.compile(r"^(?:persistent_workers|num_workers|worker_init_fn|get_worker_info|worker_id|worker\w*)$"),
     "seed": re.compile(
-        r"^(?:\w*[sS]eed\w*|SEED\w*|Generator|RandomState|default_rng|\w*rng_state\w*|set_state|setstate)$"
+        r"^(?:\w*[sS]eed\w*|SEED\w*|Generator|Random|RandomState|default_rng|\w*rng_state\w*|set_state|setstate)$"
     ),
     "clip": re.compile(r"^(?:clip\w*|unscale_|norm|max_norm|vector_norm|sqrt)$"),
     "mode": re.compile(r"^(?:eval|train)$"),
@@ -90,6 +91,9 @@ _GRADIENT = {
     "sync": 0.5,
     "clip": 0.4,
     "backward": 0.2,
+    "loss": 0.5,
+    "no-gradient-yet": 0.4,
+    "remainder": 0.3,
 }
 _REPLICAS = {
     "wrap": 0.8,
@@ -104,6 +108,9 @@ _REPLICAS = {
     "gradients": 0.5,
     "some-ranks": 1.2,
     "load": 0.8,
+    "skip": 0.6,
+    "no-gradient-yet": 0.6,
+    "loss": 0.2,
 }
 _DATA = {
     "sampler": 0.8,
@@ -116,8 +123,9 @@ _DATA = {
     "workers": 0.5,
     "dataset": 0.4,
     "epoch": 0.3,
+    "unseeded": 0.8,
 }
-_RESULT = {"return": 0.5, "divide": 0.6, "collective": 0.5, "mean": 0.3, "ranks": 0.2}
+_RESULT = {"return": 0.5, "divide": 0.6, "collective": 0.5, "mean": 0.3, "ranks": 0.2, "after-loop": 0.6}
 
 _WEIGHTS_BY_RULE: Sequence[tuple[tuple[str, ...], float, Mapping[str, float]]] = (
     (("clip.",), 1.0, {"clip": 0.6, "collective": 0.4, "backward": 0.2, "ranks": 0.4}),
@@ -151,7 +159,7 @@ _WEIGHTS_BY_RULE: Sequence[tuple[tuple[str, ...], float, Mapping[str, float]]] =
     (("data.frozen-workers",), 0.3, {"workers": 1.0, "loader": 0.2, "seed": 0.3}),
     (("data.untrained",), 0.3, {"skip": 1.0}),
     (("data.content", "data.split"), 0.3, {"order": 1.2, "split": 1.4, "seed": 0.6}),
-    (("data.rows",), 0.3, {**_DATA, "seed": 0.9}),
+    (("data.rows",), 0.3, {**_DATA, "seed": 1.2}),
     (("data.",), 0.4, _DATA),
     (("save.", "resume."), 0.6, {"save": 0.8, "load": 0.8, "return": 0.2}),
     (("recompute.",), 0.4, {"recompute": 1.0}),
@@ -163,10 +171,11 @@ _WEIGHTS_BY_RULE: Sequence[tuple[tuple[str, ...], float, Mapping[str, float]]] =
 _DEFAULT_WEIGHTS = {"setting": 1.0}
 
 
-def likely_lines(rule: str, place: str, recorded: Sequence[str] = ()) -> tuple[str, ...]:
+def likely_lines(rule: str, place: str, recorded: Sequence[str] = (), variables: Sequence[str] = ()) -> tuple[str, ...]:
     """Return at most four lines, most likely first. The line of the finding is one of them.
 
-    recorded  other lines that the audit has recorded with the finding
+    recorded   other lines that the audit has recorded with the finding
+    variables  variables of the line to follow; () for all
 
     Example:
         likely_lines("ranks.rate", "train.py:50")  # ("train.py:42", "train.py:50")
@@ -186,7 +195,9 @@ def likely_lines(rule: str, place: str, recorded: Sequence[str] = ()) -> tuple[s
         if source is None or not digits.isdigit():
             continue
         extra_distance = 0.0 if line == place else _RECORDED_DISTANCE + 0.1 * number
-        for candidate, score in _scores(source, int(digits), extra_distance, *rule_weights).items():
+        for candidate, score in _scores(
+            source, int(digits), extra_distance, *rule_weights, variables if line == place else ()
+        ).items():
             candidate_line = f"{path}:{candidate}"
             scores[candidate_line] = max(scores[candidate_line], score)
     ranked = sorted(scores, key=lambda line: -scores[line])
@@ -197,10 +208,16 @@ def likely_lines(rule: str, place: str, recorded: Sequence[str] = ()) -> tuple[s
 
 
 def _scores(
-    source: SourceFile, line: int, extra_distance: float, line_weight: float, weights: Mapping[str, float]
+    source: SourceFile,
+    line: int,
+    extra_distance: float,
+    line_weight: float,
+    weights: Mapping[str, float],
+    variables: Sequence[str],
 ) -> dict[int, float]:
     """Return the weight of each line of a file."""
-    distances = source.leading_to(line)
+    distances = source.leading_to(line, variables)
+    function = next((each.function for each in distances if distances[each] == 0), None)
     scores: dict[int, float] = {}
     for statement in source.statements:
         if isinstance(
@@ -210,7 +227,12 @@ def _scores(
         if _is_routine(statement.node):
             continue
         actions = _actions(source, statement)
-        distance = distances.get(statement, _UNREACHED_DISTANCE) + extra_distance
+        is_after_loop = (
+            "after-loop" in weights and statement.function is function and source.uses_results_of_loop(statement)
+        )
+        distance = (
+            distances.get(statement, _AFTER_LOOP_DISTANCE if is_after_loop else _UNREACHED_DISTANCE) + extra_distance
+        )
         for number in {statement.line, *actions}:
             line_actions = actions.get(number, {})
             weights_of_actions = [
@@ -248,6 +270,15 @@ def _actions(source: SourceFile, statement: Statement) -> dict[int, dict[str, fl
     actions: dict[int, dict[str, float]] = defaultdict(dict)
     for line, action in _direct_actions(statement):
         actions[line][action] = 1.0
+    if source.is_loss(statement):
+        actions[statement.line]["loss"] = 1.0
+    if isinstance(statement.node, ast.If) and _is_for_some_ranks(source, statement.node):
+        actions[statement.line]["some-ranks"] = 1.0
+        for inner in statement.node.body:
+            if _changes_training(source, inner):
+                actions[inner.lineno]["some-ranks"] = 1.0
+    if source.uses_results_of_loop(statement) and "collective" not in actions[statement.line]:
+        actions[statement.line]["after-loop"] = 1.0
     for function in source.called_by(statement):
         for inner in source.body_of(function) if len(source.body_of(function)) <= _MAX_STATEMENTS else ():
             for _, action in _direct_actions(inner):
@@ -269,6 +300,10 @@ def _direct_actions(statement: Statement) -> Iterator[tuple[int, str]]:
             yield line, _OPERATORS[type(node.op)]
         if isinstance(node, ast.Slice) and node.step is not None:
             yield line, "stride"
+        if isinstance(node, ast.Compare) and _checks_gradient(node):
+            yield line, "no-gradient-yet"
+        if isinstance(node, ast.Call) and _is_unseeded(node):
+            yield line, "unseeded"
     for action in _statement_actions(statement):
         yield statement.line, action
 
@@ -285,9 +320,9 @@ def _statement_actions(statement: Statement) -> Iterator[str]:
         yield "return"
     if isinstance(node, ast.For):
         yield "loop"
-    if isinstance(node, ast.If) and _is_for_some_ranks(node):
-        yield "some-ranks"
-    if isinstance(node, ast.If) and any(isinstance(each, ast.Continue) for each in node.body):
+    if isinstance(node, ast.Continue) or (
+        isinstance(node, ast.If) and any(isinstance(each, ast.Continue) for each in node.body)
+    ):
         yield "skip"
     if getattr(statement.function, "name", "") in ("__iter__", "__next__", "__getitem__"):
         yield "dataset"
@@ -297,21 +332,60 @@ def _statement_actions(statement: Statement) -> Iterator[str]:
         yield "setting"
 
 
+def _checks_gradient(node: ast.Compare) -> bool:
+    """Whether a comparison is `p.grad is None` or `p.grad is not None`."""
+    return (
+        isinstance(node.left, ast.Attribute)
+        and node.left.attr == "grad"
+        and any(isinstance(each, ast.Constant) and each.value is None for each in node.comparators)
+    )
+
+
+_GENERATORS = {"Random", "default_rng", "RandomState"}
+_GLOBAL_DRAWS = {"shuffle", "permutation", "choice", "choices", "sample", "randint"}
+
+
+def _is_unseeded(call: ast.Call) -> bool:
+    """Whether a call constructs a generator without a seed, or uses the global generator of `random` or `numpy`."""
+    name = called_name(call)
+    if name in _GENERATORS:
+        return not call.args and not call.keywords
+    module = call.func.value if isinstance(call.func, ast.Attribute) else None
+    is_module = isinstance(module, ast.Name | ast.Attribute) and ast.unparse(module) in ("random", "np.random")
+    return name in _GLOBAL_DRAWS and is_module
+
+
 def _is_setting(statement: Statement) -> bool:
     """Whether a statement defines an option or a field of a configuration whose name is about ranks."""
     is_option = any(isinstance(c.func, ast.Attribute) and c.func.attr == "add_argument" for c in statement.calls)
     is_field = statement.function is None and bool(statement.class_name) and isinstance(statement.node, ast.AnnAssign)
     names = (name for each in statement.nodes for name in _names_in(each))
-    return (is_option or is_field) and any(_ABOUT_RANKS.search(name) for name in names)
+    # a rank is not a setting: the launcher sets it, or the name means something else
+    return (is_option or is_field) and any(
+        _ABOUT_RANKS.search(name) and not name.lower().endswith("rank") for name in names
+    )
 
 
-def _is_for_some_ranks(node: ast.If) -> bool:
+def _is_for_some_ranks(source: SourceFile, node: ast.If) -> bool:
     """Whether only some ranks load, step, clip or freeze something. Printing and saving do not count."""
-    if not any(_ABOUT_RANKS.search(name) for inner in ast.walk(node.test) for name in _names_in(inner)):
-        return False
-    called = {called_name(each) for inner in node.body for each in ast.walk(inner) if isinstance(each, ast.Call)}
-    return any(
-        _ACTION_NAMES[action].search(name) for name in called for action in ("load", "step", "clip", "trainable")
+    is_about_ranks = any(_ABOUT_RANKS.search(name) for inner in ast.walk(node.test) for name in _names_in(inner))
+    return is_about_ranks and any(_changes_training(source, inner) for inner in node.body)
+
+
+def _changes_training(source: SourceFile, node: ast.stmt) -> bool:
+    """Whether a statement loads, steps, clips or freezes something, or calls a function that writes tensors."""
+    called = {called_name(each) for each in ast.walk(node) if isinstance(each, ast.Call)}
+    if any(_ACTION_NAMES[action].search(name) for name in called for action in ("load", "step", "clip", "trainable")):
+        return True
+    functions = [function for name in called for function in source.functions.get(name, [])]
+    return any(_writes_tensors(inner) for function in functions for inner in source.body_of(function))
+
+
+def _writes_tensors(statement: Statement) -> bool:
+    """Whether a statement copies values into tensors, or sets their `data`."""
+    return any(called_name(call) in ("copy_", "swap_tensors", "load_state_dict") for call in statement.calls) or any(
+        isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store) and each.attr == "data"
+        for each in statement.nodes
     )
 
 

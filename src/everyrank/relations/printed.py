@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 
 from everyrank.audit.finding import Findings, short_place
+from everyrank.relations.shown_variables import shown_variables
 from everyrank.rerun import Imposed, Printed, RankRecording, ScriptRecording
 
 __all__ = ["evaluates", "judge_printed"]
@@ -57,6 +58,7 @@ def judge_printed(
                     f"with the same samples and weights: {reason}",
                     "sum numerators and denominators over the ranks separately, then divide",
                     also=(item,),
+                    variables=shown_variables(line.place, shown.text, shown.positions[index]),
                 )
                 break
 

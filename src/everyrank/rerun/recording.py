@@ -35,6 +35,7 @@ class Printed:
     place       the line of the script, "/path/train.py:12"
     occurrence  how often that line had printed before
     numbers     the numbers in the text, in order
+    positions   start of each number in the text
     stream      "stdout", "logging" or "tensorboard"
     update      optimizer steps before it
     """
@@ -43,6 +44,7 @@ class Printed:
     occurrence: int
     text: str
     numbers: list[float]
+    positions: list[int]
     stream: str
     update: int
 

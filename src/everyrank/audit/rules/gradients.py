@@ -255,6 +255,7 @@ def _explain_mismatch(
     }
     single_fits = {rank: update.fit(names, rank, [[key] for key in all_backwards]) for rank in ranks}
     residual = max(fit.residual for fit in single_fits.values())
+    about_ranks = len(ranks) > 1 and update.number == 0
     if len(ranks) > 1 and all(update.fit(names, rank, local[rank]).residual < tolerance for rank in ranks):
         rule, text = "local", "each rank steps with its local gradient: no gradient is averaged over the ranks"
         fix = "wrap the model in DistributedDataParallel, and call the last backward outside no_sync()"
@@ -266,12 +267,16 @@ def _explain_mismatch(
         )
         fix = "wrap the model after all its parameters are there, and ignore none that is trained"
     elif residual < tolerance:
+        factors = [0.0 if abs(factor) < tolerance else factor for factor in single_fits[ranks[0]].factors]
         weights = ", ".join(
             f"{factor:.3g} x (rank {rank}, backward {micro})"
-            for factor, (rank, micro) in zip(single_fits[ranks[0]].factors, all_backwards, strict=False)
+            for factor, (rank, micro) in zip(factors, all_backwards, strict=False)
         )
         rule, text = "weights", f"the gradient is not the mean of the ranks' gradients; on rank 0 it is {weights}"
         fix = "all-reduce only in the last backward of an update, and use no_sync() for the others"
+        if _is_same_on_ranks(factors, all_backwards, tolerance):
+            about_ranks = False
+            fix = "add up the gradients of all backwards of an update, with the same weight"
     elif not mismatched and residual > _HALF_PRECISION_RESIDUAL:
         text = "each tensor's gradient has a different factor: the tensors are clipped one by one, or set to zero"
         rule = "scaled"
@@ -290,8 +295,17 @@ def _explain_mismatch(
     is_averaged = evidence.averages_parameters or (rule == "local" and evidence.averages_each_update)
     level = "NOTE" if is_averaged or is_rounded or rule == "scaled" else "WARN" if rule == "unexplained" else "FAIL"
     no_sync_lines = tuple(dict.fromkeys(event.line for event in evidence.of(ranks[0], NoSync)))
-    text, about_ranks = f"update {update.number}: {text}", len(ranks) > 1 and update.number == 0
+    text = f"update {update.number}: {text}"
     findings.add(level, f"gradient.{rule}", update.line, text, fix, no_sync_lines, about_ranks=about_ranks)
+
+
+def _is_same_on_ranks(factors: list[float], all_backwards: list[BackwardKey], tolerance: float) -> bool:
+    """Whether factors differ between backwards, but not between ranks, so that one rank has the same factors."""
+    by_backward: dict[int, list[float]] = {}
+    for factor, (_, micro) in zip(factors, all_backwards, strict=False):
+        by_backward.setdefault(micro, []).append(factor)
+    spread = max(max(factors_of_ranks) - min(factors_of_ranks) for factors_of_ranks in by_backward.values())
+    return len(by_backward) > 1 and spread < tolerance * max(map(abs, factors))
 
 
 def _is_compressed(update: _Update) -> bool:

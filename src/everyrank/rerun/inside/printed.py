@@ -45,14 +45,15 @@ def record_line(session: Session, location: str, text: str, stream: str) -> None
     if not text.strip() or not location or len(session.printed) >= _MAX_LINES or not session.is_active:
         return
     _, _, occurrence = session.key(f"printed {stream}", location)
-    plain = _NOT_COMPARED.sub(" ", text)
-    numbers = [float(number) for number in _NUMBER.findall(plain)]
+    plain = _NOT_COMPARED.sub(lambda found: " " * len(found[0]), text)
+    numbers = list(_NUMBER.finditer(plain))
     session.printed.append(
         {
             "place": location,
             "occurrence": occurrence,
             "text": text[:400],
-            "numbers": numbers,
+            "numbers": [float(number[0]) for number in numbers],
+            "positions": [number.start() for number in numbers],
             "stream": stream,
             "update": session.update,
         }
