@@ -19,7 +19,7 @@ _Segment = str | ast.expr
 def shown_variables(location: str, text: str, position: int) -> tuple[str, ...]:
     """Return the variables of the expression whose value is at `position` in `text`.
 
-    place  the line of the call, "/path/train.py:12"
+    location  the line of the call, "/path/train.py:12"
 
     Returns () if the text does not match the source of the line, for example for a table that other code formats.
 
@@ -55,7 +55,7 @@ def _segments_of_call(call: ast.Call) -> list[_Segment]:
 
 
 def _segments_of_argument(node: ast.expr) -> Iterator[_Segment]:
-    """The pieces of one argument."""
+    """Yield the texts and expressions of one argument."""
     match node:
         case ast.Constant(value=str(text)):
             yield text
