@@ -208,8 +208,8 @@ def _cpu_seconds(processes: Sequence[_Process]) -> float:
             parent = psutil.Process(process.process.pid)
             for process in (parent, *parent.children(recursive=True)):
                 with contextlib.suppress(psutil.Error):
-                    times = process.cpu_times()
-                    total += times.user + times.system
+                    cpu_times = process.cpu_times()
+                    total += cpu_times.user + cpu_times.system
     return total
 
 

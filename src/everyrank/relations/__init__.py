@@ -4,6 +4,7 @@ compare.py    runs the script again for each relation, and collects the differen
 ranks.py      N ranks compute the same gradients, parameters, learning rates and states as one rank
 numbers.py    joins the shards of ranks, and compares tensors up to rounding
 printed.py    printed numbers of rank 0 equal those of one rank with all samples
+shown_variables.py  finds the variables that a printed number comes from
 lines.py      finds the first line of the script whose result differs from that of one rank
 recompute.py  activation checkpointing changes no gradient
 kept_script.py  saves the results of a script in a file, to compare a later version of the script with it

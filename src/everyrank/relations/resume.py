@@ -162,7 +162,9 @@ def _first_difference(
         )
     name = _differing(expected.after, resumed_update.after)
     if name:
-        return f"the step changes {name} differently although the gradient is equal: the optimizer is not resumed"
+        return (
+            f"the step changes {name} differently although the gradient is equal: the optimizer's state is not resumed"
+        )
     return ""
 
 

@@ -61,9 +61,9 @@ def print_audit(audit: Audit) -> None:
     console.print(Text(printable(summary(audit)), style="bold"))
 
 
-def _code_at(place: str) -> str:
+def _code_at(location: str) -> str:
     """Return the text of a line, shortened; "" if the file cannot be read."""
-    path, _, line = place.rpartition(":")
+    path, _, line = location.rpartition(":")
     try:
         return textwrap.shorten(linecache.getline(path, int(line)).strip(), _CODE_WIDTH, placeholder=" ...")
     except (ValueError, OSError):

@@ -396,10 +396,10 @@ class LayerOverrides(TorchFunctionMode):
         if func is F.batch_norm and _normalises_over_batch(args, kwargs):
             self.num_norms += 1
             if self.segments is not None:
-                times, rest = divmod(len(args[0]), sum(self.segments))
+                rows_per_sample, rest = divmod(len(args[0]), sum(self.segments))
                 if rest:
                     raise ReplayError("batch norm over rows that are not samples")
-                segments = args[0].split([size * times for size in self.segments])
+                segments = args[0].split([size * rows_per_sample for size in self.segments])
                 return torch.cat([func(rows, *args[1:], **kwargs) for rows in segments])
         return func(*args, **kwargs)
 

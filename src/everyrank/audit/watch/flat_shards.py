@@ -29,7 +29,7 @@ WRAPPERS = (
 
 def name_in_model(name: str) -> str:
     """The name of a parameter or module without the names of the wrappers around it."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+    return ".".join(segment for segment in name.split(".") if segment not in WRAPPERS)
 
 
 class FlatShards:

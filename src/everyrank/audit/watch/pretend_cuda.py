@@ -161,14 +161,14 @@ class PretendCuda:
         autocast_init, scaler_init = autocast.__init__, scaler.__init__
 
         @functools.wraps(autocast_init)
-        def begin(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        def init_on_cpu(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
             autocast_init(self, _on_cpu(device_type), *args, **kwargs)
 
         @functools.wraps(scaler_init)
         def scale(self: Any, device: str = "cuda", *args: Any, **kwargs: Any) -> None:
             scaler_init(self, _on_cpu(device), *args, **kwargs)
 
-        autocast.__init__, scaler.__init__ = begin, scale
+        autocast.__init__, scaler.__init__ = init_on_cpu, scale
 
 
 class _GeneratorType(type):

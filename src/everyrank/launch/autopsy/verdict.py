@@ -252,7 +252,7 @@ def _most_time(view: RankView, others: Sequence[RankView]) -> str:
         )
 
     places = [(location_text(frames), _activity_of(frames)) for _, frames in view.places]
-    usual_shares = {place: statistics.median(share(other, place) for other in others) for place, _ in places}
+    usual_shares = {location: statistics.median(share(other, location) for other in others) for location, _ in places}
     location, activity = max(places, key=lambda row: share(view, row[0]) - usual_shares[row[0]], default=("", ""))
     if not location or share(view, location) <= usual_shares[location]:
         return f"rank {view.rank} {_state_text(view)}"

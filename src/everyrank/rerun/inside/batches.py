@@ -85,7 +85,10 @@ def install_batches(session: Session) -> None:
         if session.imposed:
             rank_batches = [each["batches"] for each in session.imposed]
             key = [number, count]
-            batches = [[batch for loader_pass, batch, _ in part if loader_pass == key] for part in rank_batches]
+            batches = [
+                [batch for loader_pass, batch, _ in batches_of_rank if loader_pass == key]
+                for batches_of_rank in rank_batches
+            ]
             is_trained = any(number in each["facts"].get("trained", []) for each in session.imposed)
             if not is_trained and session.settings["evaluation_rank"] is not None:
                 batches = batches[session.settings["evaluation_rank"] :][:1]
@@ -151,7 +154,7 @@ class _Imposed:
         return self
 
     def __len__(self) -> int:
-        return max(len(part) for part in self._parts)
+        return max(len(rank_batches) for rank_batches in self._parts)
 
     def __next__(self) -> Any:
         session, index = self._session, self._next
@@ -160,7 +163,7 @@ class _Imposed:
             raise StopIteration
         self._next += 1
         session.loader = self._number
-        batches = [part[index] if index < len(part) else None for part in self._parts]
+        batches = [rank_batches[index] if index < len(rank_batches) else None for rank_batches in self._parts]
         if None not in batches and all(is_equal(each, batches[0]) for each in batches[1:]):
             batches = batches[:1]  # every rank evaluates all samples, or has a shard of the model
         session.rows = [0 if batch is None else rows_of_batch(batch) for batch in batches]

@@ -29,16 +29,18 @@ def install_norms(session: Session) -> None:
         if isinstance(self, SyncBatchNorm) or not (self.training and rows and len(values) % sum(rows) == 0):
             return plain(self, values)
         scale = len(values) // sum(rows)
-        parts = values.split([count * scale for count in rows])
-        outputs = [plain(self, parts[0])]
+        values_by_rank = values.split([count * scale for count in rows])
+        outputs = [plain(self, values_by_rank[0])]
         # rank 0's running statistics are those that DDP broadcasts and a script saves
-        kept = dict(self._buffers)
+        rank_0_buffers = dict(self._buffers)
         try:
-            for part in parts[1:]:
-                self._buffers.update({name: None if each is None else each.clone() for name, each in kept.items()})
-                outputs.append(plain(self, part))
+            for rank_values in values_by_rank[1:]:
+                self._buffers.update(
+                    {name: None if each is None else each.clone() for name, each in rank_0_buffers.items()}
+                )
+                outputs.append(plain(self, rank_values))
         finally:
-            self._buffers.update(kept)
+            self._buffers.update(rank_0_buffers)
         session.facts["norms"] = session.facts.get("norms", 0) + 1
         return torch.cat(outputs)
 

@@ -60,7 +60,10 @@ def running_statistics(objects: list[Any]) -> Iterator[tuple[str, Any, list[str]
             **(dict(instance.named_buffers(recurse=False)) if isinstance(instance, nn.Module) else {}),
         }
         tensors = {name: tensor for name, value in values.items() if (tensor := _as_tensor(value)) is not None}
-        if not all(any(word in name.lower() for name in tensors for word in words) for words in (_CENTER, _SPREAD)):
+        if not all(
+            any(name_part in name.lower() for name in tensors for name_part in name_parts)
+            for name_parts in (_CENTER, _SPREAD)
+        ):
             continue
         counts[user_class.__name__] += 1
         title = (
@@ -69,7 +72,7 @@ def running_statistics(objects: list[Any]) -> Iterator[tuple[str, Any, list[str]
             else f"{user_class.__name__} ({counts[user_class.__name__]})"
         )
         for name, tensor in tensors.items():
-            if any(word in name.lower() for word in (*_CENTER, *_SPREAD)):
+            if any(name_part in name.lower() for name_part in (*_CENTER, *_SPREAD)):
                 yield f"{title}.{name}", tensor, [_file(user_class), user_class.__name__, name]
 
 

@@ -45,7 +45,7 @@ def record_line(session: Session, location: str, text: str, stream: str) -> None
     if not text.strip() or not location or len(session.printed) >= _MAX_LINES or not session.is_active:
         return
     _, _, occurrence = session.key(f"printed {stream}", location)
-    plain = _NOT_COMPARED.sub(lambda found: " " * len(found[0]), text)
+    plain = _NOT_COMPARED.sub(lambda matched: " " * len(matched[0]), text)
     numbers = list(_NUMBER.finditer(plain))
     session.printed.append(
         {

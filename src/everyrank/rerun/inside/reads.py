@@ -84,17 +84,17 @@ class RowReads(TorchFunctionMode):
         """The rows of all ranks, if the ranks have read different ones."""
         if self.end is not None and self.session.update >= self.end:
             self.session.report_not_imposed("the script takes too many rows out of its tensors to record them")
-        parts = [recorded[key][0] for recorded in self.recorded if key in recorded]
-        if len(parts) < len(self.recorded) or key[:2] not in self.differing:
+        rows_by_rank = [recorded[key][0] for recorded in self.recorded if key in recorded]
+        if len(rows_by_rank) < len(self.recorded) or key[:2] not in self.differing:
             return result
-        if any(part.shape[1:] != result.shape[1:] for part in parts):
+        if any(rank_rows.shape[1:] != result.shape[1:] for rank_rows in rows_by_rank):
             return result
-        is_batch = all(len(part) in self.batch_sizes for part in parts)
+        is_batch = all(len(rank_rows) in self.batch_sizes for rank_rows in rows_by_rank)
         if key[1].startswith("read tensor") and not is_batch:
             return result  # such as the sum and the count of a metric
-        self.session.rows = [len(part) for part in parts]
+        self.session.rows = [len(rank_rows) for rank_rows in rows_by_rank]
         self.session.batch_size = sum(self.session.rows)
-        return torch.cat(parts).to(result.dtype)
+        return torch.cat(rows_by_rank).to(result.dtype)
 
 
 def _differing_lines(recorded: list[dict[tuple[str, str, int], Any]]) -> set[tuple[str, str]]:
