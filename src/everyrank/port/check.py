@@ -258,7 +258,7 @@ def _find_doubts(original: RankRecording, ranks: tuple[RankRecording, ...], is_c
         for line in rank.printed:
             if line.stream == "stdout":
                 doubts.setdefault(
-                    line.location, f"{_short_place(line.location)} prints on each rank: {line.text.strip()[:60]}"
+                    line.place, f"{_short_place(line.place)} prints on each rank: {line.text.strip()[:60]}"
                 )
         unmatched_names = dict(_writes(ranks[0]))
         for path, location in _writes(rank):
