@@ -69,7 +69,7 @@ def median_step(how: str, model: str) -> float:
             records = Path(folder) / "records"
             records.mkdir()
             is_watch = how == "watch"
-            settings = Settings(str(records), batches=0, modes=not is_watch, keep_files=is_watch)
+            settings = Settings(str(records), batches=0, records_functions=not is_watch, keep_files=is_watch)
             output = run_script([str(script), model], settings, ranks, 60, 300, 2, lambda _: None).outputs[0]
     found = re.search(r"median (\S+)", output)
     assert found, output

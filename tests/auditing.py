@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from everyrank.audit.examine import Audit, AuditOptions, judge_run
-from everyrank.audit.start import ScriptRun, _ask_for_stacks, rank_environments
+from everyrank.audit.start import ScriptRun, _request_stacks, rank_environments
 from everyrank.audit.watch.recorder import ENVIRONMENT, Settings
 from forkserver import Forked, ForkServer, run_python
 
@@ -58,7 +58,7 @@ def record_forked(
     outputs = [folder / f"rank{rank}.txt" for rank in range(processes)]
     ranks = []
     for output, variables in zip(outputs, rank_environments(processes), strict=True):
-        environment = {**os.environ, **variables, ENVIRONMENT: chosen.written(), "GLOO_SOCKET_IFNAME": "lo"}
+        environment = {**os.environ, **variables, ENVIRONMENT: chosen.to_json(), "GLOO_SOCKET_IFNAME": "lo"}
         with output.open("wb") as stream:
             streams = (None, stream, stream)
             ranks.append(
@@ -86,7 +86,7 @@ def _wait(ranks: list[Forked], records: Path) -> bool:
         hanging = [path.name for path in (records / "files").rglob("hangs*")]
         sent = {path.read_text().count('"kind": "CollectiveCall"') for path in records.glob("pid*.jsonl")}
         if len(hanging) == len(ranks) or ("hangs" in hanging and len(sent) > 1):
-            _ask_for_stacks(records)
+            _request_stacks(records)
             return True
         time.sleep(0.05)
     return False

@@ -223,14 +223,14 @@ class _HelpAll(argparse.Action):
 def _parse(words: list[str]) -> argparse.Namespace:
     """Parse the arguments; keep them as `words`, too. Raises `UsageError`; exits after printing help."""
     if not words or words == ["help"]:
-        typed = ["--help"]
+        args = ["--help"]
     elif words[0] == "help":
-        typed = [words[1], "--help"]
+        args = [words[1], "--help"]
     else:
-        typed = ["--version"] if words == ["version"] else words
-    if not typed[0].startswith("-") and typed[0] not in COMMANDS:
-        raise UsageError(suggest_command(typed[0], COMMANDS))
-    parsed, unknown = _parser().parse_known_args(typed)
+        args = ["--version"] if words == ["version"] else words
+    if not args[0].startswith("-") and args[0] not in COMMANDS:
+        raise UsageError(suggest_command(args[0], COMMANDS))
+    parsed, unknown = _parser().parse_known_args(args)
     if unknown:
         raise UsageError(suggest_flag(unknown, parsed.parser))
     note = suggest_order(words, getattr(parsed, "script", None) or [], parsed.parser)

@@ -40,7 +40,7 @@ __all__ = [
     "UsageError",
     "WorkloadError",
     "describe",
-    "is_own",
+    "is_user_code",
     "kind_named",
     "printable",
     "shortened",
@@ -164,7 +164,7 @@ def describe(error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{Path(error.filename).name}:{error.lineno}: {type(error).__name__}: {shortened(str(error.msg))}"
     frames = traceback.extract_tb(error.__traceback__)
-    user_frames = [frame for frame in frames if is_own(frame.filename)]
+    user_frames = [frame for frame in frames if is_user_code(frame.filename)]
     if not user_frames and not frames:
         return summary
     frame = user_frames[-1] if user_frames else frames[-1]
@@ -175,12 +175,12 @@ def _describe_text(text: str) -> str:
     """Return the same line for a traceback as text, whose last line is the exception."""
     frames = re.findall(r'File "(.+?)", line (\d+), in (\S+)', text)
     summary = [line for line in text.splitlines() if re.match(r"\w[\w.]*(:|$)", line)][-1]
-    user_frames = [frame for frame in frames if is_own(frame[0])] or frames
+    user_frames = [frame for frame in frames if is_user_code(frame[0])] or frames
     return f"{Path(user_frames[-1][0]).name}:{user_frames[-1][1]} in {user_frames[-1][2]}: {shortened(summary)}"
 
 
 @functools.lru_cache(maxsize=4096)
-def is_own(filename: str) -> bool:
+def is_user_code(filename: str) -> bool:
     """Return whether a file is user code: not in everyrank, Python or an installed package."""
     # by strings: an audit asks this of some thousand modules, and a Path takes ten times as long
     inside = {"site-packages", "dist-packages", f"python{sys.version_info.major}.{sys.version_info.minor}"}

@@ -25,7 +25,7 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from everyrank.errors import EveryrankError, UsageError, is_own
+from everyrank.errors import EveryrankError, UsageError, is_user_code
 from everyrank.launch import Launch, run_ranks
 from everyrank.launch.zygote import Zygote
 
@@ -162,7 +162,7 @@ def _ranks_of(node: pytest.Item) -> Ranks:
 def _pickled(function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bytes:
     """The call, with the functions and classes of the test's file by value: ranks need not import that file."""
     module = inspect.getmodule(function)
-    is_by_value = module is not None and is_own(getattr(module, "__file__", None) or "<unknown>")
+    is_by_value = module is not None and is_user_code(getattr(module, "__file__", None) or "<unknown>")
     with contextlib.ExitStack() as stack:
         if is_by_value and module is not None and module.__name__ != "__main__":
             cloudpickle.register_pickle_by_value(module)

@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 SCHEMA = 1
-_MOST = 2**63  # larger integers cannot be displayed
+_MAX_INTEGER = 2**63  # larger integers cannot be displayed
 
 
 @dataclass(frozen=True)
@@ -334,7 +334,7 @@ def _build(kind: Any, value: Any) -> Any:
         if unknown:
             raise ValueError(f"unknown field {min(unknown)!r}")
         return kind(**{key: _build(hints[key], item) for key, item in value.items()})
-    if kind is int and isinstance(value, int) and abs(value) >= _MOST:
+    if kind is int and isinstance(value, int) and abs(value) >= _MAX_INTEGER:
         raise ValueError(f"a number of {len(str(value))} digits is too large for a Record")
     if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from everyrank import api
-from everyrank.errors import UnsupportedLayoutError, UsageError, is_own
+from everyrank.errors import UnsupportedLayoutError, UsageError, is_user_code
 from everyrank.launch import Launch, run_ranks
 from everyrank.layout import Layout, ParallelContract, parse_layout
 from everyrank.options import VerifyOptions
@@ -249,7 +249,7 @@ def _sent_by_value(*values: Any) -> Generator[None]:
 def _is_hidden(module: ModuleType) -> bool:
     """Whether a rank, with the same `sys.path` but not `sys.modules`, cannot find this module."""
     file = getattr(module, "__file__", None)
-    if file is None or not is_own(file) or module.__name__ == "__main__":
+    if file is None or not is_user_code(file) or module.__name__ == "__main__":
         return False
     folders: list[str] | None = None
     is_hidden = None

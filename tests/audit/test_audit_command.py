@@ -54,7 +54,10 @@ NO_SCRIPT = [
     (("absent.py",), "absent.py: no such file; give a Python script"),
     (("-m",), "audit -m: give the name of a module"),
     (("--updates", "0", "good.py"), "--updates 0: give more than 0"),
-    (("--replay", "--watch", "good.py"), "--replay with --watch: it needs the functions that --watch leaves out"),
+    (
+        ("--replay", "--watch", "good.py"),
+        "--replay with --watch: --replay needs torch functions that --watch does not record",
+    ),
     (("--processes", "-2", "good.py"), "--processes -2: give more than 0"),
     ((".",), ".: it is a folder"),
 ]
@@ -71,7 +74,7 @@ def test_a_call_that_is_wrong_is_refused(cli: Cli, tmp_path: Path, words: tuple[
 ENDS = [
     ("pass", 2, "train.py ended without training"),
     ("for x in range(3:\n    pass\n", 2, "train.py:1: SyntaxError"),
-    ("raise SystemExit(3)", 4, "it ended with status 3"),
+    ("raise SystemExit(3)", 4, "ended with exit status 3"),
     ("def f():\n    return {}['lr']\nf()\n", 4, "rank 0: train.py:2 in f: KeyError: 'lr'"),
     (
         "import torch\nx = torch.ones(2, requires_grad=True)\nfor _ in range(4): (x * x).sum().backward()\n",

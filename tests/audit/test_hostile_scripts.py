@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from auditing import SCRIPTS, lines_with
-from everyrank.audit.outside import rank_from_outside, shared_folder
+from everyrank.audit.external_launch import external_rank, shared_folder
 from everyrank.errors import EveryrankError
 from processes import Cli, Running, free_port, left_of
 
@@ -317,7 +317,7 @@ def shared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], Path
     """The folder of the ranks of one start, asked for by each of them; None where that is refused by its name."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     environment = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "29500"}
-    info = rank_from_outside(environment)
+    info = external_rank(environment)
     assert info is not None
 
     def ask() -> Path | None:

@@ -171,11 +171,11 @@ MUTATIONS = [
      "model.module(inputs)"),
     ("classifier", "    dist.all_reduce(totals)\n",
      "    accuracy = totals[1] / totals[2]\n    dist.all_reduce(accuracy)\n    dist.all_reduce(totals)\n",
-     "eval.averaged by 12 and 11, ", "dist.all_reduce(accuracy)"),
+     "eval.averaged (12 and 11): ", "dist.all_reduce(accuracy)"),
     ("classifier", "    dist.all_reduce(totals)\n",
      "    percent = torch.tensor([(100.0 * (totals[1] / totals[2]).double()).item()], dtype=torch.float64)\n"
      "    dist.all_reduce(percent)\n    dist.all_reduce(totals)\n",
-     "eval.averaged by 12 and 11, ", "dist.all_reduce(percent)"),
+     "eval.averaged (12 and 11): ", "dist.all_reduce(percent)"),
     ("classifier", "    dist.all_reduce(totals)\n",
      "    perplexity = (totals[0] / totals[2]).exp()\n    dist.all_reduce(perplexity)\n    dist.all_reduce(totals)\n",
      "eval.averaged exponential", "dist.all_reduce(perplexity)"),

@@ -199,7 +199,7 @@ def test_nothing_reaches_the_users_files(tmp_path: Path, way: str) -> None:
     before = state(place)
     environment = {
         **os.environ,
-        ENVIRONMENT: Settings(str(tmp_path / "records"), main=str(script)).written(),
+        ENVIRONMENT: Settings(str(tmp_path / "records"), main=str(script)).to_json(),
         "PYTHONPATH": str(INJECT),
         "PYTHONDONTWRITEBYTECODE": "1",
     }
@@ -213,5 +213,5 @@ def test_nothing_reaches_the_users_files(tmp_path: Path, way: str) -> None:
 
 
 def test_the_settings_hold_what_the_first_hook_reads() -> None:
-    settings = json.loads(Settings("folder", main="main.py").written())
+    settings = json.loads(Settings("folder", main="main.py").to_json())
     assert {"folder", "main", "keep_files"} <= settings.keys()

@@ -105,7 +105,7 @@ def right_port_with_dropout(tmp_path_factory: pytest.TempPathFactory) -> Generat
 
 def reported(host: ScriptHost, text: str) -> str:
     """All that `everyrank port --check` tells of a port."""
-    port = Path(host.words[0]).with_name("train_ddp.py")
+    port = Path(host.python_args[0]).with_name("train_ddp.py")
     port.write_text(text)
     result = check_ported(host, port, (3,))
     best = result.best
@@ -113,7 +113,7 @@ def reported(host: ScriptHost, text: str) -> str:
     lines += [f"printed: {other}" for _, other in best.differing_lines]
     if any(lines):
         return "\n".join(lines)
-    return "\n".join(each.text for each in audit_port(host.words, result.files, best, 60.0))
+    return "\n".join(each.text for each in audit_port(host.python_args, result.files, best, 60.0))
 
 
 @pytest.mark.parametrize("fixture", ["right_port", "right_port_with_dropout"])

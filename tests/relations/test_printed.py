@@ -36,7 +36,13 @@ def run_of(*ranks: RankRecording) -> ScriptRecording:
 
 # numbers of two ranks, of one rank with all samples, of rank 0 alone, of rank 1 alone -> the reason
 SHOWN = {
-    "a mean of means": ([0.4, 0.5, 0.7], [0.42, 0.52, 0.71], [0.3, 0.2, 0.5], [0.5, 0.8, 0.9], "neither that"),
+    "a mean of means": (
+        [0.4, 0.5, 0.7],
+        [0.42, 0.52, 0.71],
+        [0.3, 0.2, 0.5],
+        [0.5, 0.8, 0.9],
+        "neither the number of all samples",
+    ),
     "that of all samples": ([0.4, 0.5, 0.7], [0.4, 0.5, 0.7], [0.3, 0.2, 0.5], [0.5, 0.8, 0.9], ""),
     "rank 0's own": ([0.3, 0.2, 0.5], [0.42, 0.52, 0.71], [0.3, 0.2, 0.5], [0.5, 0.8, 0.9], ""),
     "the largest of all ranks": ([0.5, 0.8, 0.9], [0.42, 0.52, 0.71], [0.3, 0.2, 0.5], [0.5, 0.8, 0.9], ""),

@@ -47,18 +47,18 @@ for x, y in DataLoader(data, 8, sampler=DistributedSampler(data)):
 """
 
 HOOKS = (
-    "steps:_Steps.before",
-    "steps:_Steps.after",
-    "steps:_Steps.note_states",
+    "steps:_Steps.before_step",
+    "steps:_Steps.after_step",
+    "steps:_Steps.record_states",
     "steps:shard_of",
-    "draws:_Draws.drawn",
-    "draws:_Draws.computed",
-    "draws:_Draws.sent",
-    "batches:encoded",
-    "batches:merged",
+    "draws:_Draws.record_or_replace",
+    "draws:_Draws.record_values",
+    "draws:_Draws.record_sending_line",
+    "batches:encode_batch",
+    "batches:merge_batches",
     "modules:ModuleNames.parameters",
     "modules:ModuleNames.states",
-    "printed:note",
+    "printed:record_line",
     "session:Session.is_last",
     "session:Session.write",
 )

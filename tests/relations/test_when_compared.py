@@ -45,7 +45,7 @@ def test_by_default_if_the_rules_were_quick_and_found_no_certain_mistake(compare
     assert not compare(dataclasses.replace(AUDIT, findings=(about_ranks, FAIL)))
     assert not compare(dataclasses.replace(AUDIT, seconds=60.0))
     assert not compare(dataclasses.replace(AUDIT, updates=0))
-    assert not compare(dataclasses.replace(AUDIT, words=("-m", "train")))
+    assert not compare(dataclasses.replace(AUDIT, python_args=("-m", "train")))
     assert not compare(AUDIT, options=AuditOptions(watch=True))
     assert not compare(AUDIT, options=AuditOptions(shim=tmp_path))
 

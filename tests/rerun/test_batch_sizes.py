@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-from everyrank.rerun.batch_sizes import sizes_that_divide, with_larger_batches, with_larger_batches_in_words
+from everyrank.rerun.batch_sizes import sizes_that_divide, with_larger_batches, with_larger_batches_in_args
 
 TEXT = """
 BATCH, WIDTH = 4, 16
@@ -54,4 +54,4 @@ def test_another_integer_is_multiplied_by_its_name() -> None:
     ],
 )
 def test_arguments_are_multiplied(words: list[str], expected: list[str]) -> None:
-    assert with_larger_batches_in_words(words, 2) == expected
+    assert with_larger_batches_in_args(words, 2) == expected

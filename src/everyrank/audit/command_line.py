@@ -1,7 +1,7 @@
 """Finds the script in a command line of another tool, such as `torchrun --nproc_per_node=4 train.py`.
 
-Users paste the commands that they type every day. The audit starts the processes itself, so it only takes the script,
-its arguments and the number of processes.
+Users paste the commands that they usually type. The audit starts the processes itself, so it only needs the script, its
+arguments and the number of processes.
 """
 
 from __future__ import annotations
@@ -18,35 +18,39 @@ __all__ = ["ScriptCommand", "script_command"]
 
 
 class ScriptCommand(NamedTuple):
-    """The words after `python` (a script, or -m and a module, with arguments), and the number of processes."""
+    """The arguments of `python` (a script, or -m and a module, with arguments), and the number of processes."""
 
-    words: list[str]
+    python_args: list[str]
     processes: int | None = None
 
 
-def script_command(words: Sequence[str]) -> ScriptCommand:
-    """The script in a command line, without the tools in front of it.
+def script_command(command_line: Sequence[str]) -> ScriptCommand:
+    """The script in a command line, without the launcher in front of it.
 
     >>> script_command(["torchrun", "--nproc_per_node=4", "train.py", "--epochs", "5"])
-    ScriptCommand(words=['train.py', '--epochs', '5'], processes=4)
+    ScriptCommand(python_args=['train.py', '--epochs', '5'], processes=4)
 
-    A file with the name of a tool is that script. Raises `UsageError` for `python -c`, and for a launcher that has to
-    come before `everyrank audit` because the ranks need its environment.
+    A file with the name of a launcher is the script itself. Raises `UsageError` for `python -c`, and for launchers that
+    have to come before `everyrank audit`, because the ranks need their environment.
     """
-    words = list(words)
-    tool = Path(words[0]).name if words and not Path(words[0]).is_file() else ""
-    # an interpreter given by its path is a binary file; a script of this name is text
-    if words and re.fullmatch(r"python[\d.]*", Path(words[0]).name) and (tool or _is_program(Path(words[0]))):
-        return _after_python(words[1:])
-    if tool == "torchrun":
-        return _after_torchrun(words[1:])
-    if tool in ("accelerate", "fabric", "lightning") and words[1:2] in (["launch"], ["run"]):
-        return _after_tool(words[2:], _ACCELERATE_SWITCHES, ("--num_processes", "--devices"))
-    if tool == "deepspeed":
-        return _after_tool(words[1:], _DEEPSPEED_SWITCHES, ("--num_gpus",))
-    if tool in ("srun", "mpirun", "mpiexec", "horovodrun"):
-        _refuse_outer(words)
-    return ScriptCommand(words)
+    command_line = list(command_line)
+    launcher = Path(command_line[0]).name if command_line and not Path(command_line[0]).is_file() else ""
+    # a path may be an interpreter, which is a binary file, or a script with that name
+    if (
+        command_line
+        and re.fullmatch(r"python[\d.]*", Path(command_line[0]).name)
+        and (launcher or _is_binary(Path(command_line[0])))
+    ):
+        return _after_python(command_line[1:])
+    if launcher == "torchrun":
+        return _after_torchrun(command_line[1:])
+    if launcher in ("accelerate", "fabric", "lightning") and command_line[1:2] in (["launch"], ["run"]):
+        return _after_launcher(command_line[2:], _ACCELERATE_SWITCHES, ("--num_processes", "--devices"))
+    if launcher == "deepspeed":
+        return _after_launcher(command_line[1:], _DEEPSPEED_SWITCHES, ("--num_gpus",))
+    if launcher in ("srun", "mpirun", "mpiexec", "horovodrun"):
+        _raise_outer_launcher(command_line)
+    return ScriptCommand(command_line)
 
 
 _TORCHRUN_SWITCHES = {"--standalone", "--no-python", "--run-path", "--use-agent-store", "--use-env", "--use_env"}
@@ -56,11 +60,11 @@ _ACCELERATE_SWITCHES = {
     *("--dynamo_use_dynamic", "--enable_cpu_affinity", "--downcast_bf16", "--tpu_use_cluster", "--use_fp8"),
 }
 _DEEPSPEED_SWITCHES = {"--no_python", "--no_local_rank", "--save_pid", "--force_multi", "--enable_each_rank_log"}
-"""Flags that take no value; all others take one."""
+"""Flags without a value; all other flags have one."""
 
 
-def _is_program(path: Path) -> bool:
-    """Whether a file is a binary, as interpreters are."""
+def _is_binary(path: Path) -> bool:
+    """Whether a file is an executable binary, such as an interpreter."""
     try:
         with path.open("rb") as file:
             return file.read(4) in (b"\x7fELF", b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe")
@@ -68,48 +72,50 @@ def _is_program(path: Path) -> bool:
         return False
 
 
-def _after_python(words: list[str]) -> ScriptCommand:
-    """The words after `python`, without its options."""
-    number = 0
-    while number < len(words) and words[number].startswith("-"):
-        word = words[number]
-        if word == "-c":
+def _after_python(args: list[str]) -> ScriptCommand:
+    """The script or module in the arguments of `python`, without the options before it."""
+    index = 0
+    while index < len(args) and args[index].startswith("-"):
+        arg = args[index]
+        if arg == "-c":
             raise UsageError("python -c: audit needs a file, so that it can name lines; save the code as a script")
-        if word == "-m":
-            module, after = "".join(words[number + 1 : number + 2]), words[number + 2 :]
+        if arg == "-m":
+            module, module_args = "".join(args[index + 1 : index + 2]), args[index + 2 :]
             if module in ("torch.distributed.run", "torch.distributed.launch"):
-                return _after_torchrun(after)
+                return _after_torchrun(module_args)
             if module == "accelerate.commands.launch":
-                return script_command(["accelerate", "launch", *after])
-            return ScriptCommand(words[number:])
-        number += 2 if word in ("-W", "-X") else 1
-    return ScriptCommand(words[number:])
+                return script_command(["accelerate", "launch", *module_args])
+            return ScriptCommand(args[index:])
+        index += 2 if arg in ("-W", "-X") else 1
+    return ScriptCommand(args[index:])
 
 
-def _after_torchrun(words: list[str]) -> ScriptCommand:
-    return _after_tool(words, _TORCHRUN_SWITCHES, ("--nproc-per-node", "--nproc_per_node"))
+def _after_torchrun(args: list[str]) -> ScriptCommand:
+    return _after_launcher(args, _TORCHRUN_SWITCHES, ("--nproc-per-node", "--nproc_per_node"))
 
 
-def _after_tool(words: list[str], switches: set[str], counts: Sequence[str]) -> ScriptCommand:
-    """The words after a launcher's options, which end at the script or at the module after `-m`."""
-    number, is_module, processes = 0, False, None
-    while number < len(words) and words[number].startswith("-"):
-        flag, equals, value = words[number].partition("=")
-        number += 1
+def _after_launcher(args: list[str], switches: set[str], process_flags: Sequence[str]) -> ScriptCommand:
+    """The script or module after the options of a launcher."""
+    index, is_module, processes = 0, False, None
+    while index < len(args) and args[index].startswith("-"):
+        flag, equals, value = args[index].partition("=")
+        index += 1
         if flag in ("-m", "--module"):
             is_module = True
         elif flag == "--":
             break
         elif flag not in switches and not equals:
-            value, number = "".join(words[number : number + 1]), number + 1
-        if flag in counts and value.isdecimal():
+            value, index = "".join(args[index : index + 1]), index + 1
+        if flag in process_flags and value.isdecimal():
             processes = int(value)
-    return ScriptCommand((["-m"] if is_module else []) + words[number:], processes)
+    return ScriptCommand((["-m"] if is_module else []) + args[index:], processes)
 
 
-def _refuse_outer(words: list[str]) -> None:
-    """Raise with the command to type for a launcher whose ranks are audited one by one."""
-    start = next((index for index, word in enumerate(words) if re.fullmatch(r"(.*/)?python[\d.]*", word)), len(words))
-    script = script_command(words[start:]).words if start < len(words) else ["train.py"]
-    line = shlex.join([*words[:start], "everyrank", "audit", *script])
-    raise UsageError(f"{words[0]} starts the ranks itself. Put it in front: {line}")
+def _raise_outer_launcher(command_line: list[str]) -> None:
+    """Raise an error with the command to type for a launcher that has to start the audit of each rank."""
+    start = next(
+        (index for index, arg in enumerate(command_line) if re.fullmatch(r"(.*/)?python[\d.]*", arg)), len(command_line)
+    )
+    script = script_command(command_line[start:]).python_args if start < len(command_line) else ["train.py"]
+    corrected_command = shlex.join([*command_line[:start], "everyrank", "audit", *script])
+    raise UsageError(f"{command_line[0]} starts the ranks itself. Put it in front: {corrected_command}")

@@ -1,7 +1,7 @@
 """Finds the lines that a line depends on: assignments, conditions, returned values, arguments and attributes.
 
-An approximate backward slice of one file, which runs nothing. Any call is assumed to change its arguments, and an
-attribute is known by its name only.
+This is an approximate backward slice of one file. It does not run the code. Any call is assumed to change its
+arguments, and attributes are matched only by their name.
 """
 
 from __future__ import annotations
@@ -17,15 +17,19 @@ from pathlib import Path
 __all__ = ["SourceFile", "Statement", "called_name", "read_source"]
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-_CALLS = ("forward", "__call__")
-_ENTRIES = {"__init__", "__iter__", "__next__", "__getitem__", "__len__", *_CALLS}
-_FARTHEST = 9.0  # steps
-_RARE = 6  # statements that set an attribute; with more, its name is too common to follow
+_CALL_METHODS = ("forward", "__call__")
+_OBJECT_METHODS = {"__init__", "__iter__", "__next__", "__getitem__", "__len__", *_CALL_METHODS}
+_MAX_DISTANCE = 9.0  # in steps
+_MAX_SETTERS = 6  # statements that set an attribute; with more setters, its name is too common to follow
 # distances: to an assignment, for each newer assignment in between, and the factor for a variable of a condition
-_ASSIGNED, _EARLIER, _OF_CONDITION = 1.0, 0.15, 0.4
-_CHANGED_LATER = 1.5  # to a call further down that may change a variable
+_ASSIGNED, _NEWER_ASSIGNMENT, _CONDITION_FACTOR = 1.0, 0.15, 0.4
+_CHANGED_LATER = 1.5  # to a later call that may change a variable
 _CONDITION, _LOOP = 1.0, 1.5  # to the block around a line
-_CALLED, _RETURNED, _IN_METHOD = 1.0, 1.4, 2.0  # to a call, to what it returns, to methods of an object that is made
+_CALLED, _RETURNED, _IN_METHOD = (
+    1.0,
+    1.4,
+    2.0,
+)  # to a caller, a return statement, a method of a new object
 _BY_NAME, _OPTION = 2.0, 0.5  # to an attribute of another class, to an option of the command line
 
 
@@ -33,16 +37,16 @@ _BY_NAME, _OPTION = 2.0, 0.5  # to an attribute of another class, to an option o
 class Statement:
     """A statement; for a block, only its header.
 
-    parts     the expressions of the statement
-    function  the innermost function around it; None at the top of the file
-    owner     the class around it
-    blocks    the statements around it in the same function, the outermost first
+    expressions  the expressions of the statement
+    function     the innermost function around it; None at the top level of the file
+    class_name   the class around it
+    blocks       the statements around it in the same function, the outermost first
     """
 
     node: ast.stmt
-    parts: list[ast.AST]
+    expressions: list[ast.AST]
     function: ast.AST | None
-    owner: str
+    class_name: str
     blocks: tuple[Statement, ...]
 
     @property
@@ -53,21 +57,21 @@ class Statement:
     @property
     def end(self) -> int:
         """The last line; for a block, that of its header."""
-        return max((getattr(each, "end_lineno", None) or self.line for each in self.parts), default=self.line)
+        return max((getattr(each, "end_lineno", None) or self.line for each in self.expressions), default=self.line)
 
     @functools.cached_property
     def nodes(self) -> list[ast.AST]:
-        """All nodes of its expressions."""
-        return [node for part in self.parts for node in ast.walk(part)]
+        """All syntax nodes of the statement's expressions."""
+        return [node for expression in self.expressions for node in ast.walk(expression)]
 
     @functools.cached_property
     def calls(self) -> list[ast.Call]:
-        """The calls in it."""
+        """All calls in the statement."""
         return [node for node in self.nodes if isinstance(node, ast.Call)]
 
 
 class SourceFile:
-    """The statements of a file as a graph of dependencies with distances."""
+    """The statements of a file, as a graph of dependencies with distances."""
 
     def __init__(self, tree: ast.Module) -> None:
         self.statements: list[Statement] = []
@@ -87,27 +91,29 @@ class SourceFile:
                 self._attributes[name].append(statement)
             for call in statement.calls:
                 self._callers[called_name(call)].append(statement)
-        self._kinds: dict[str, set[str]] = defaultdict(set)  # name of a variable or attribute -> classes of its objects
-        for kind in self.classes:
-            for name in self._instances_of(kind):
-                self._kinds[name].add(kind)
+        self._classes_by_name: dict[str, set[str]] = defaultdict(
+            set
+        )  # name of a variable or attribute -> classes of its objects
+        for class_name in self.classes:
+            for name in self._instances_of(class_name):
+                self._classes_by_name[name].add(class_name)
 
     def _add_block(
-        self, body: list[ast.stmt], function: ast.AST | None, owner: str, blocks: tuple[Statement, ...]
+        self, body: list[ast.stmt], function: ast.AST | None, class_name: str, blocks: tuple[Statement, ...]
     ) -> None:
         for node in body:
-            statement = Statement(node, _own_parts(node), function, owner, blocks)
+            statement = Statement(node, _header_expressions(node), function, class_name, blocks)
             self.statements.append(statement)
             if isinstance(node, _FUNCTIONS):
                 self.functions[node.name].append(node)
                 self._outer[node] = function
-                self._add_block(node.body, node, owner, ())
+                self._add_block(node.body, node, class_name, ())
             elif isinstance(node, ast.ClassDef):
                 self.classes[node.name] = node
                 self._add_block(node.body, function, node.name, ())
             else:
                 for inner in _bodies(node):
-                    self._add_block(inner, function, owner, (*blocks, statement))
+                    self._add_block(inner, function, class_name, (*blocks, statement))
 
     def at(self, line: int) -> Statement | None:
         """The innermost statement at a line."""
@@ -117,25 +123,25 @@ class SourceFile:
     def leading_to(self, line: int, variables: Collection[str] = ()) -> dict[Statement, float]:
         """Return the statements that a line depends on, with their distance; the statement itself has 0.
 
-        variables  those of the line that matter; () for all
+        variables  variables of the line to follow; () for all
         """
         first = self.at(line)
         if first is None:
             return {}
-        steps: dict[Statement, float] = {first: 0.0}
-        waiting = [(0.0, 0, first)]
+        distances: dict[Statement, float] = {first: 0.0}
+        queue = [(0.0, 0, first)]
         number = 0
-        while waiting:
-            cost, _, statement = heapq.heappop(waiting)
-            if cost > steps[statement]:
+        while queue:
+            distance, _, statement = heapq.heappop(queue)
+            if distance > distances[statement]:
                 continue
-            for other, more in self._before(statement, variables if statement is first else ()):
-                total = cost + more
-                if total <= _FARTHEST and total < steps.get(other, _FARTHEST + 1):
-                    steps[other] = total
+            for other, edge in self._dependencies(statement, variables if statement is first else ()):
+                total = distance + edge
+                if total <= _MAX_DISTANCE and total < distances.get(other, _MAX_DISTANCE + 1):
+                    distances[other] = total
                     number += 1
-                    heapq.heappush(waiting, (total, number, other))
-        return steps
+                    heapq.heappush(queue, (total, number, other))
+        return distances
 
     def changes_of(self, attribute: str) -> list[Statement]:
         """The statements outside of constructors that set an attribute, or change it in place."""
@@ -143,7 +149,7 @@ class SourceFile:
         return [each for each in changes if getattr(each.function, "name", "__init__") != "__init__"]
 
     def is_loss(self, statement: Statement) -> bool:
-        """Whether a statement gives a variable its value, on which the same function calls `backward`."""
+        """Whether a statement assigns a variable on which the same function calls `backward`."""
         names = {name for target in _targets(statement) for name in _base_names(target)}
         return any(
             _base_names(call.func.value) & names
@@ -154,7 +160,7 @@ class SourceFile:
         )
 
     def uses_results_of_loop(self, statement: Statement) -> bool:
-        """Whether a statement reads what a loop above it, which has ended, has collected or summed."""
+        """Whether a statement reads a variable that an earlier loop has collected or summed."""
         loops = [
             each
             for each in self.body_of(statement.function)
@@ -168,7 +174,7 @@ class SourceFile:
         )
 
     def body_of(self, function: ast.AST | None) -> list[Statement]:
-        """The statements of a function, or outside of all, without those of functions inside it."""
+        """The statements of a function, or at the top level for None, without those of functions inside it."""
         return self._by_function[function]
 
     def is_called(self, function: ast.AST | None) -> bool:
@@ -181,18 +187,20 @@ class SourceFile:
         names += [node.id for node in statement.nodes if isinstance(node, ast.Name) and node.id in self.functions]
         functions = [each for name in dict.fromkeys(names) for each in self.functions.get(name, [])]
         for name in names:
-            for kind in self._kinds.get(name, ()):
-                functions += [each for each in self.classes[kind].body if getattr(each, "name", "") in _CALLS]
+            for class_name in self._classes_by_name.get(name, ()):
+                functions += [
+                    each for each in self.classes[class_name].body if getattr(each, "name", "") in _CALL_METHODS
+                ]
         return functions
 
-    def _before(self, statement: Statement, variables: Collection[str]) -> Iterator[tuple[Statement, float]]:
-        """Yield the direct dependencies of a statement, or of these variables of it, with the distance of each."""
+    def _dependencies(self, statement: Statement, variables: Collection[str]) -> Iterator[tuple[Statement, float]]:
+        """Yield the direct dependencies of a statement, or only of these variables, with the distance of each."""
         for block in statement.blocks:
             yield block, _LOOP if isinstance(block.node, ast.For | ast.While) else _CONDITION
         is_condition = isinstance(statement.node, ast.If | ast.With | ast.While)
         for name in variables or _read_names(statement):
             for each, steps in self._definitions(statement, name):
-                yield each, steps * _OF_CONDITION if is_condition else steps
+                yield each, steps * _CONDITION_FACTOR if is_condition else steps
         for attribute in _read_attributes(statement):
             yield from self._assigned(statement, attribute)
         yield from self._inside_calls(statement)
@@ -201,26 +209,30 @@ class SourceFile:
                 yield each, _CALLED
 
     def _assigned(self, statement: Statement, attribute: str) -> Iterator[tuple[Statement, float]]:
-        """Where an attribute is set: in the same class, else anywhere."""
+        """Yield where an attribute is set: in the same class, or else anywhere."""
         assigned = self._attributes.get(attribute, [])
-        inside = [each for each in assigned if each.owner == statement.owner and each.owner]
-        for each in inside or (assigned if len(assigned) <= _RARE else []):
+        in_class = [each for each in assigned if each.class_name == statement.class_name and each.class_name]
+        for each in in_class or (assigned if len(assigned) <= _MAX_SETTERS else []):
             is_option = any(called_name(call) == "add_argument" for call in each.calls)
-            yield each, _OPTION if is_option else _ASSIGNED if inside else _BY_NAME
+            yield each, _OPTION if is_option else _ASSIGNED if in_class else _BY_NAME
 
     def _inside_calls(self, statement: Statement) -> Iterator[tuple[Statement, float]]:
-        """Yield the statements that return or change something in what a statement calls or instantiates."""
+        """Yield statements that return or change something, in the functions that a statement calls or instantiates."""
         for function in self.called_by(statement):
             for each in self.body_of(function):
                 if _is_result(each):
                     yield each, _RETURNED
         for name in {called_name(call) for call in statement.calls} & self.classes.keys():
             for each in self.statements:
-                if each.owner == name and getattr(each.function, "name", "") in _ENTRIES and _is_result(each):
+                if (
+                    each.class_name == name
+                    and getattr(each.function, "name", "") in _OBJECT_METHODS
+                    and _is_result(each)
+                ):
                     yield each, _IN_METHOD
 
     def _definitions(self, statement: Statement, name: str) -> Iterator[tuple[Statement, float]]:
-        """Where a variable gets its value: in this function, from its callers, or outside it."""
+        """Yield where a variable gets its value: in this function, from its callers, or outside it."""
         function = statement.function
         while True:
             definitions = [each for each in self._defined.get((function, name), []) if each is not statement]
@@ -231,11 +243,11 @@ class SourceFile:
                 definitions = above or (definitions if statement.blocks else [])
             if definitions:
                 for number, each in enumerate(reversed(definitions)):
-                    yield each, _ASSIGNED + _EARLIER * min(number, 6)
+                    yield each, _ASSIGNED + _NEWER_ASSIGNMENT * min(number, 6)
                 if not isinstance(function, _FUNCTIONS) or name not in _parameters(function):
                     return
             if isinstance(function, _FUNCTIONS) and name in _parameters(function):
-                for called in self._names_of(function):
+                for called in self._calling_names(function):
                     for each in self._callers.get(called, []):
                         yield each, _CALLED
                 return
@@ -243,26 +255,28 @@ class SourceFile:
                 return
             function = self._outer.get(function)
 
-    def _names_of(self, function: ast.AST) -> set[str]:
+    def _calling_names(self, function: ast.AST) -> set[str]:
         """Return the names that call a function: its class for `__init__`, its instances for `forward`."""
         name = getattr(function, "name", "")
         if name not in ("__init__", "forward", "__call__"):
             return {name}
-        kind = next((each.name for each in self.classes.values() if function in each.body), "")
+        class_name = next((each.name for each in self.classes.values() if function in each.body), "")
         if name == "__init__":
-            return {kind}
-        return self._instances_of(kind)
+            return {class_name}
+        return self._instances_of(class_name)
 
-    def _instances_of(self, kind: str) -> set[str]:
+    def _instances_of(self, class_name: str) -> set[str]:
         """The variables and attributes that hold an object of a class, perhaps in a wrapper."""
-        made = [each for each in self._callers.get(kind, []) if isinstance(each.node, ast.Assign | ast.AnnAssign)]
-        targets = [target for each in made for target in _targets(each)]
+        constructions = [
+            each for each in self._callers.get(class_name, []) if isinstance(each.node, ast.Assign | ast.AnnAssign)
+        ]
+        targets = [target for each in constructions for target in _targets(each)]
         names = {name for target in targets for name in _base_names(target) - {"self"}}
         return names | {target.attr for target in targets if isinstance(target, ast.Attribute)}
 
 
 def read_source(path: str) -> SourceFile | None:
-    """The statements of a file; None if it cannot be read."""
+    """Return the statements of a file; None if it cannot be read."""
     try:
         return _parsed(Path(path).read_bytes())
     except (OSError, ValueError):
@@ -286,7 +300,7 @@ def _bodies(node: ast.stmt) -> Iterator[list[ast.stmt]]:
         yield case.body
 
 
-def _own_parts(node: ast.stmt) -> list[ast.AST]:
+def _header_expressions(node: ast.stmt) -> list[ast.AST]:
     """The expressions of a statement, without the statements in its body."""
     if isinstance(node, _FUNCTIONS):
         return [node.args, *node.decorator_list]
@@ -295,7 +309,7 @@ def _own_parts(node: ast.stmt) -> list[ast.AST]:
     return [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.stmt | ast.ExceptHandler)]
 
 
-_GRADIENT = "(gradients)"  # what backward defines, and a step uses
+_GRADIENT = "(gradients)"  # stands for a variable that backward defines and optimizer.step uses
 
 
 def _read_names(statement: Statement) -> set[str]:
@@ -308,7 +322,7 @@ def _read_names(statement: Statement) -> set[str]:
 
 
 def _read_attributes(statement: Statement) -> set[str]:
-    """The attributes that are read, and string keys, which name entries of a configuration."""
+    """The attributes that a statement reads, and its string keys, which may be entries of a configuration."""
     attributes = {
         node.attr for node in statement.nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
     }
@@ -348,7 +362,7 @@ def _targets(statement: Statement) -> list[ast.AST]:
 
 
 def _changed(statement: Statement) -> list[ast.AST]:
-    """What a statement changes in place: the object of a method, and the arguments of a call."""
+    """The expressions that a statement changes in place: the object of a method, and the arguments of a call."""
     changed: list[ast.AST] = []
     for call in statement.calls:
         name = called_name(call)
@@ -377,14 +391,14 @@ def _defined_names(statement: Statement) -> set[str]:
 
 
 def _defined_attributes(statement: Statement) -> set[str]:
-    """The attributes that a statement sets: also options of a command line and entries of a configuration."""
+    """The attributes that a statement sets, including command-line options and entries of a configuration."""
     node = statement.node
     attributes: set[str] = set()
     for each in (*_targets(statement), *_changed(statement)):
-        attributes |= {part.attr for part in ast.walk(each) if isinstance(part, ast.Attribute)}
+        attributes |= {inner.attr for inner in ast.walk(each) if isinstance(inner, ast.Attribute)}
         if isinstance(each, ast.Tuple | ast.List):
-            attributes |= {part.attr for part in each.elts if isinstance(part, ast.Attribute)}
-    if statement.function is None and statement.owner and isinstance(node, ast.Assign | ast.AnnAssign):
+            attributes |= {inner.attr for inner in each.elts if isinstance(inner, ast.Attribute)}
+    if statement.function is None and statement.class_name and isinstance(node, ast.Assign | ast.AnnAssign):
         attributes |= {name for each in _targets(statement) for name in _base_names(each)}
     for call in statement.calls:
         if called_name(call) == "add_argument":
@@ -448,6 +462,6 @@ def _is_result(statement: Statement) -> bool:
 def _parameters(function: ast.AST) -> set[str]:
     if not isinstance(function, _FUNCTIONS):
         return set()
-    words = function.args
-    every = [*words.posonlyargs, *words.args, *words.kwonlyargs, words.vararg, words.kwarg]
-    return {each.arg for each in every if each is not None and each.arg not in ("self", "cls")}
+    args = function.args
+    all_args = [*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg]
+    return {each.arg for each in all_args if each is not None and each.arg not in ("self", "cls")}

@@ -1,10 +1,10 @@
-"""The events that the hooks write and the rules read: one class for each kind, with its fields.
+"""The events that the hooks write and the rules read, with one class for each kind.
 
-A hook calls `recorder.write(Clip(line=where(), norm=norm, scale=scale))`. Each event becomes one line of JSON, with the
-name of its class as `kind`. `Evidence.of(rank, Clip)` reads it back. Imports no torch.
+A hook calls `recorder.write(Clip(line=user_line(), norm=norm, scale=scale))`. Each event becomes one line of JSON, with
+the name of its class as `kind`. `Evidence.of(rank, Clip)` reads it back. Does not import torch.
 
-A line of the script is "/path/train.py:12", or "" where no line of the user's own code is on the stack. A checksum is
-a CRC-32, and is only compared with other checksums.
+A line of the script is "/path/train.py:12", or "" if no line of the user's own code is on the stack. A checksum is a
+CRC-32, and is only compared with other checksums.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ RandomDraw = tuple[str, int, int]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Event:
-    """What all events have; the recorder fills it in.
+    """The fields of all events. The recorder sets them.
 
-    rank    -1 before the process group is open
-    update  optimizer steps before this event
-    micro   backwards before it in this update
-    count   number of the event in its process
+    rank    -1 before the process group is initialized
+    update  number of optimizer steps before this event
+    micro   number of backwards before it in this update
+    count   position of the event in its process
     time    seconds since 1970
     """
 
@@ -81,20 +81,20 @@ class Event:
 
     @classmethod
     def read(cls, values: dict[str, Any]) -> Self:
-        """The event with these fields, as JSON has them."""
+        """Return the event with these fields from JSON."""
         return cls(**values)
 
 
 @dataclasses.dataclass
 class LossTerm:
-    """A loss that a backward goes through.
+    """A loss in the graph of a backward.
 
     name       the function, such as "cross_entropy"
-    terms      how many terms it is the mean or the sum of: ignored targets do not count, class weights do
+    terms      number of terms that it averages or sums, without ignored targets and weighted by class weights
     reduction  "mean" or "sum"
-    nonzero    elements that are not zero, where it is a mean or a sum of a tensor
-    value      NaN where it is of a subclass of Tensor
-    scale      derivative of the backward's root by this loss; 0.0 if the backward does not go through it
+    nonzero    number of nonzero elements if it is a mean or a sum of a tensor
+    value      the value of the loss; NaN for a subclass of Tensor
+    scale      derivative of the backward's root with respect to this loss; 0.0 if the backward does not reach it
     """
 
     name: str
@@ -108,10 +108,10 @@ class LossTerm:
 
 @dataclasses.dataclass(frozen=True)
 class ReduceResult:
-    """A number of an evaluation that all ranks send.
+    """A number that all ranks reduce in an evaluation.
 
-    numerator, denominator  where it is known to be a ratio
-    is_exponential          it is an exponential, such as a perplexity
+    numerator, denominator  known if the number is a ratio
+    is_exponential          whether it is an exponential, such as a perplexity
     """
 
     value: float
@@ -125,7 +125,7 @@ class ReduceResult:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProcessStart(Event):
-    """Written when the hooks are in; `devices` counts pretended GPUs, `replay` the updates that are replayed."""
+    """Written when the hooks are installed. `devices` counts pretended GPUs, and `replay` the updates to replay."""
 
     pid: int
     sees_functions: bool
@@ -145,14 +145,14 @@ class Stopped(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SourceFiles(Event):
-    """Written after the first update: the user's files that have been imported by then."""
+    """Written after the first update, with the user's files that have been imported by then."""
 
     files: list[str]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupOpened(Event):
-    """Written when the script has opened the process group, with the name of the backend, such as "gloo"."""
+    """Written when the script has initialized the process group, with the name of the backend, such as "gloo"."""
 
     backend: str
 
@@ -192,21 +192,21 @@ class Shuffle(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Altered(Event):
-    """Written when the script runs differently from how it is written; `message` is a line of the report."""
+    """Written if the run differs from the script as it is written. `message` is a line of the report."""
 
     message: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Unchecked(Event):
-    """Written when something cannot be checked; `message` is a line of the report."""
+    """Written if something cannot be checked. `message` is a line of the report."""
 
     message: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HookFailed(Event):
-    """Written for the first hook that raises in an update: this update and the next are not judged."""
+    """Written for the first hook that raises an error in an update. This update and the next are not judged."""
 
 
 # --- modules
@@ -216,8 +216,8 @@ class HookFailed(Event):
 class Wrap(Event):
     """Written when a model is given to DistributedDataParallel.
 
-    num_batch_norms  BatchNorm1d to BatchNorm3d layers, which use only the local samples
-    bucket_mb        None where the script does not set it
+    num_batch_norms  number of BatchNorm1d to BatchNorm3d layers, which use only local samples
+    bucket_mb        None if the script does not set it
     numel            elements of all parameters
     """
 
@@ -237,7 +237,7 @@ class NoSync(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Opaque(Event):
-    """Written when gradients and parameters cannot be read, as under DeepSpeed; `message` explains it."""
+    """Written if gradients and parameters cannot be read, for example under DeepSpeed. `message` explains why."""
 
     message: str
 
@@ -246,7 +246,7 @@ class Opaque(Event):
 class LocalTensor(Event):
     """Written once for each line with `to_local()` of a replicated DTensor that needs a gradient, without placements.
 
-    The gradient of each rank's part is then taken for that of all.
+    Then each rank takes the gradient of its own samples as the gradient of all samples.
     """
 
     line: str
@@ -254,7 +254,7 @@ class LocalTensor(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Uninitialised(Event):
-    """Written at a forward of a model with parameters that got no value after to_empty; six names of `num`."""
+    """Written at a forward of a model with `num` parameters that got no value after to_empty, with up to six names."""
 
     line: str
     names: list[str]
@@ -266,15 +266,15 @@ class Forward(Event):
     """Written before each forward of a whole model with trainable parameters.
 
     wrapper             the class of the wrapper, such as "DistributedDataParallel", or ""
-    bypasses_wrapper    the model is wrapped, and called without its wrapper
-    broadcasts_buffers  the wrapper broadcasts buffers before this forward
-    row_checksums       a checksum for each of the first 64 samples of the input, in hexadecimal
-    other_inputs        checksum of the other tensors among the arguments
-    num_samples         first dimension of the first tensor
+    bypasses_wrapper    whether the model is wrapped, but called without its wrapper
+    broadcasts_buffers  whether the wrapper broadcasts buffers before this forward
+    row_checksums       checksums of the first 64 samples of the input, in hexadecimal
+    other_inputs        checksum of all other tensors among the arguments
+    num_samples         size of the first dimension of the first tensor
     generator           checksum of the state of torch's generator
-    num_batch_norms     batch-norm layers of any class
-    syncs               this backward is to reduce gradients: not inside no_sync
-    noise               random draws of this step that go into the model
+    num_batch_norms     number of batch-norm layers of any class
+    syncs               whether the backward will reduce gradients, because it is not inside no_sync
+    noise               random draws of this step that are inputs of the model
     """
 
     line: str
@@ -296,10 +296,10 @@ class Forward(Event):
 class ForwardEnd(Event):
     """Written after a forward with gradients.
 
-    num_dropouts  dropout masks drawn inside it
-    noise         random draws inside it with a row for each sample
-    drawn_at      lines of all random draws inside it
-    output        checksum of a part of each tensor that it returns
+    num_dropouts  number of dropout masks drawn in the forward
+    noise         random draws in the forward that have a row for each sample
+    drawn_at      lines of all random draws in the forward
+    output        checksum of some elements of each returned tensor
     """
 
     num_dropouts: int
@@ -312,8 +312,8 @@ class ForwardEnd(Event):
 class EvalForward(Event):
     """Written after a forward without gradients.
 
-    is_prediction, is_lightning  called by predict, or by any loop, of Lightning
-    buffers, parameters          checksums of all of them; `parameters` is 0 where they are sharded
+    is_prediction, is_lightning  whether Lightning's predict loop, or any of its loops, calls it
+    buffers, parameters          checksums of all buffers and parameters; `parameters` is 0 if some are sharded
     mode_at                      the line of the last `model.eval()`
     """
 
@@ -329,9 +329,9 @@ class EvalForward(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BufferModule(Event):
-    """Written after a forward with gradients of a module that has buffers and no trainable parameters, as a loss.
+    """Written after a forward with gradients of a module, such as a loss, with buffers and no trainable parameters.
 
-    buffers  checksums by name of the floating-point buffers, without those of batch norms
+    buffers  checksums of the floating-point buffers by name, without those of batch norms
     """
 
     line: str
@@ -346,9 +346,9 @@ class BufferModule(Event):
 class Backward(Event):
     """Written before each backward.
 
-    gathered_at   the line of an all_gather without a backward whose result is in the loss, or ""
-    is_detached   the features had been detached before they were gathered
-    gathered_loss value of that loss; None where there is no such all_gather
+    gathered_at   the line of an all_gather without a backward whose result goes into the loss, or ""
+    is_detached   whether the features had been detached before they were gathered
+    gathered_loss value of that loss; None without such an all_gather
     """
 
     line: str
@@ -359,7 +359,7 @@ class Backward(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BackwardEnd(Event):
-    """Written after each backward: the losses that it went through, and the lines that scale a loss."""
+    """Written after each backward, with the losses in its graph and the lines that scale a loss."""
 
     losses: list[LossTerm]
     scaling_lines: list[str]
@@ -373,7 +373,7 @@ class BackwardEnd(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Clip(Event):
-    """Written after torch clips gradients: the norm that it returns, and the loss scale of the gradients then."""
+    """Written after torch clips gradients, with the norm that it returns and the loss scale of the gradients."""
 
     line: str
     norm: float | None
@@ -382,7 +382,7 @@ class Clip(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DiscardedGradients(Event):
-    """Written when zero_grad clears the gradients of so many backwards that no step has used."""
+    """Written when zero_grad clears the gradients of `num_backwards` backwards that no step has used."""
 
     line: str
     num_backwards: int
@@ -401,17 +401,17 @@ class OptimizerStep(Event):
 
     rates                learning rates, one for each parameter group
     waits                (function, line, count) of calls such as .item() since the last step
-    backward_update      the update whose backwards gave the gradient
-    checksums            of all parameters, by name; {} where some are sharded
-    replicated           where some are sharded: checksums of those that each rank holds whole, by name; under FSDP1
-                         of those that it ignores
-    is_sharded           some parameters are DTensors
-    is_split             some are sharded in another way than fully_shard does it
+    backward_update      the update whose backwards computed the gradient
+    checksums            checksums of all parameters by name; {} if some are sharded
+    replicated           if some are sharded: checksums of the replicated parameters by name; under FSDP1 those of the
+                         parameters that it ignores
+    is_sharded           whether some parameters are DTensors
+    is_split             whether some are sharded in a different way from fully_shard
     shapes               checksum of all local shapes
     without_gradient     names of trainable parameters whose .grad is None, at most 20
     not_stepped          names of parameters with a gradient that this optimizer does not have, at most 20
-    is_zero              all gradients are zero
-    loss_scale           that of the gradient scaler
+    is_zero              whether all gradients are zero
+    loss_scale           the scale of the gradient scaler
     zeroed_at            the line of the last zero_grad
     """
 
@@ -433,10 +433,10 @@ class OptimizerStep(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScheduleStep(Event):
-    """Written at each step of a learning-rate schedule, but for schedules that another schedule steps.
+    """Written at each step of a learning-rate schedule, except for schedules that another schedule steps.
 
-    schedule     number of the schedule in its process
-    is_prepared  Accelerate steps it
+    schedule     id of the schedule in its process
+    is_prepared  whether Accelerate steps it
     """
 
     line: str
@@ -447,7 +447,7 @@ class ScheduleStep(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlateauStep(Event):
-    """Written when ReduceLROnPlateau is given a metric.
+    """Written when ReduceLROnPlateau gets a metric.
 
     schedule     number of the schedule in its process
     is_prepared  Accelerate steps it
@@ -470,10 +470,10 @@ class EvalLoss(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalShare(Event):
-    """Written for each sum or mean of zeros and ones in an evaluation, such as of the right predictions of a batch.
+    """Written for each sum or mean of zeros and ones in an evaluation, for example of correct predictions.
 
     value  the share of ones
-    terms  how many zeros and ones there are
+    terms  the number of zeros and ones
     """
 
     line: str
@@ -483,7 +483,7 @@ class EvalShare(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalSlice(Event):
-    """Written for the first slice or mask of rows that each line takes in an evaluation."""
+    """Written once for each line that takes a slice or a mask of rows in an evaluation."""
 
 
 # --- data
@@ -491,27 +491,27 @@ class EvalSlice(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoaderEpoch(Event):
-    """Written when an epoch of a DataLoader begins. Of a stream only the first group of fields is known.
+    """Written when an epoch of a DataLoader begins. For a stream only the first group of fields is known.
 
     loader         number of the loader, the same on all ranks
     epoch          number of the epoch of this loader, from 0
-    line           of the loader
-    used_at        line of the loop
-    made_at        lines of the sampler and of the Subset, or ""
+    line           the line that constructs the loader
+    used_at        the line of the loop
+    made_at        lines that construct the sampler and the Subset, or ""
     sampled_length length of the sampler's own dataset
-    sampler_epoch  what set_epoch was last given
+    sampler_epoch  the last argument of set_epoch
     workers        number of worker processes
-    length         of the dataset
-    lost_sampler   class and line of a sampler for the same dataset that was dropped before it was read; [] if none
+    length         length of the dataset
+    lost_sampler   class and line of a sampler for the same dataset that was replaced before it was read; [] if none
 
-    num_batches    of the whole epoch
-    indices        of the samples, in order, at most 200,000; a sampler's keys that are no integers as text
-    num_indices    of the whole epoch
-    sizes          sizes of the batches, sorted, each once
+    num_batches    number of batches of the whole epoch
+    indices        indices of the samples in order, at most 200,000; keys that are not integers as text
+    num_indices    number of indices of the whole epoch
+    sizes          distinct sizes of the batches, sorted
     subset         checksum of the indices of a Subset
-    seeded         hash of the first, the middle and the last sample, drawn under a fixed seed
-    content        the same, where it does not depend on the seed
-    samples        a checksum of each sample of `indices`, drawn under a fixed seed; [] if they are not known
+    seeded         hash of the first, the middle and the last sample, read with a fixed seed
+    content        the same hash if it does not depend on the seed
+    samples        a checksum of each sample of `indices`, read with a fixed seed; [] if they are not known
     """
 
     loader: int
@@ -540,12 +540,12 @@ class LoaderEpoch(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoaderBatch(Event):
-    """Written when a DataLoader has given a batch.
+    """Written when a DataLoader has yielded a batch.
 
-    number         of the batch in its epoch, from 1
-    seconds        that the script waited for it
-    row_checksums  as in Forward
-    is_after_jump  the last batch of an epoch that was shortened
+    number         number of the batch in its epoch, from 1
+    seconds        how long the script waited for the batch
+    row_checksums  checksums of its samples, as in Forward
+    is_after_skip  whether it is the last batch of a shortened epoch, after batches that were skipped
     """
 
     loader: int
@@ -553,14 +553,14 @@ class LoaderBatch(Event):
     number: int
     seconds: float
     row_checksums: list[str]
-    is_after_jump: bool
+    is_after_skip: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fetch(Event):
-    """Written for the first two batches that a worker makes (-1: the rank itself makes them).
+    """Written for the first two batches that a worker makes; worker -1 is the process of the rank.
 
-    before, after  checksums of the states of torch's, Python's and numpy's generator
+    before, after  checksums of the states of torch's, Python's and numpy's generators
     """
 
     number: int
@@ -575,20 +575,20 @@ class Fetch(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CollectiveCall(Event):
-    """Written for each collective, or message, that torch hands to its backend.
+    """Written for each collective or point-to-point operation that torch passes to its backend.
 
-    op             such as "allreduce_" or "send"
+    op             name of the operation, such as "allreduce_" or "send"
     group          name of the process group
     shapes         dtype and shape of the first four tensors, such as "float32[3, 4]"
-    num_bytes      of the first argument
+    num_bytes      size of the first argument
     reduction      number of the ReduceOp as text: "0" for SUM, "1" for AVG
-    strides        of tensors with several dimensions, where they are sent in the order of memory
+    strides        strides of tensors with several dimensions, if the operation sends them in memory order
     lines          the user's lines on the stack, the innermost first
-    phase          "script", or whose collective it is, such as "backward at /path/train.py:12"
+    phase          "script", or the code that calls the collective, such as "backward at /path/train.py:12"
     library_calls  functions between the innermost of these lines and torch's backend
-    value          the number that the script reduces itself, while there are gradients
-    squares        sums of squares of the local gradients by parameter, at that moment
-    result         the number, where it is one of an evaluation
+    value          the number that the script reduces, if there are gradients
+    squares        sums of squares of the local gradients at that moment, by parameter
+    result         the number that the script reduces in an evaluation
     """
 
     op: str
@@ -618,7 +618,7 @@ class CollectiveCall(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Save(Event):
-    """Written when torch or safetensors saves a file; `keys` are those of the saved dict, at most 100."""
+    """Written when torch or safetensors saves a file. `keys` has at most 100 keys of the saved dict."""
 
     path: str
     line: str
@@ -630,14 +630,14 @@ class Save(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReplayedUpdate(Event):
-    """Written on rank 0 for each update that was replayed; the gradients are in a file of their own.
+    """Written on rank 0 for each update that was replayed. Its gradients are in a separate file.
 
-    number           of the update
+    number           number of the update
     weights          weight of each backward, by "rank.micro"
-    is_weighted      the weights are those of the mean over all terms; otherwise these are not known
-    coupling         why the effect of batch norm could not be measured; "sends" where the model calls collectives
-    without_dropout  dropout was left out when the effect of batch norm was measured
-    sizes            samples of each backward
+    is_weighted      whether the weights are those of the mean over all terms; otherwise these are not known
+    coupling         why the effect of batch norm could not be measured; "sends" if the model calls collectives
+    without_dropout  whether dropout was disabled to measure the effect of batch norm
+    sizes            number of samples of each backward
     """
 
     number: int
@@ -652,6 +652,6 @@ _KINDS = {kind.__name__: kind for kind in Event.__subclasses__()}
 
 
 def event_from(values: dict[str, Any]) -> Event:
-    """The event that a line of JSON holds."""
+    """Return the event of a line of JSON."""
     fields = dict(values)
     return _KINDS[fields.pop("kind")].read(fields)

@@ -1,4 +1,4 @@
-"""What the watched processes have written, by rank. Imports no torch."""
+"""The events that the hooked processes have written, by rank. Does not import torch."""
 
 from __future__ import annotations
 
@@ -33,32 +33,32 @@ from everyrank.audit.events import (
     event_from,
 )
 from everyrank.audit.start import ScriptRun
-from everyrank.audit.watch.place import is_own_file
+from everyrank.audit.watch.source_location import is_user_file
 
-_FRAME = re.compile(r'File "([^"]+)", line (\d+) in \S+')  # of faulthandler
-_FEW_BYTES = 256  # a smaller all-reduce sends losses and counts, not parameters
-_NUMBERS = 64  # bytes: a smaller gather sends sizes
-_DIRECT = 3  # library functions between a line and the collective that it calls
+_STACK_FRAME = re.compile(r'File "([^"]+)", line (\d+) in \S+')  # as faulthandler writes it
+_MIN_PARAMETER_BYTES = 256  # a smaller all-reduce sends losses and counts, not parameters
+_MAX_SIZES_BYTES = 64  # a smaller gather only sends sizes
+_MAX_LIBRARY_CALLS = 3  # between a line of the user and the collective, if that line calls it directly
 
-__all__ = ["EpochKey", "Evidence", "Samples", "are_cut_off", "read_evidence"]
+__all__ = ["EpochKey", "Evidence", "GradientSamples", "are_cut_off", "read_evidence"]
 
 EpochKey = tuple[int, int]
-"""The number of a loader, and that of an epoch."""
+"""The number of a loader, and the number of an epoch."""
 
 _E = TypeVar("_E", bound=Event)
 
 
 @dataclasses.dataclass(frozen=True)
-class Samples:
-    """Gradients of one update on one rank, as samples of at most 2,048 elements, by name of the parameter.
+class GradientSamples:
+    """Gradients of one update on one rank: at most 2,048 elements of each parameter, by its name.
 
-    pieces    from each backward, by its number
-    steps     in .grad at the optimizer step
-    clipped   in .grad before clipping; {} where nothing was clipped
-    carried   in .grad before the first backward
+    backwards  of each backward, by its number
+    steps      .grad at the optimizer step
+    clipped    .grad before clipping; {} if nothing was clipped
+    carried    .grad before the first backward, carried over from the previous update
     """
 
-    pieces: dict[int, dict[str, NDArray[np.float64]]]
+    backwards: dict[int, dict[str, NDArray[np.float64]]]
     steps: dict[str, NDArray[np.float64]]
     clipped: dict[str, NDArray[np.float64]]
     carried: dict[str, NDArray[np.float64]]
@@ -66,10 +66,10 @@ class Samples:
 
 @dataclasses.dataclass
 class Evidence:
-    """All events of a run. The rules read it.
+    """All events of a run, for the rules.
 
-    ranks    that have written events
-    events   of each rank, in order
+    ranks    the ranks that have written events
+    events   the events of each rank, in order
     """
 
     run: ScriptRun
@@ -104,26 +104,26 @@ class Evidence:
 
     @functools.cached_property
     def steps(self) -> dict[int, dict[int, OptimizerStep]]:
-        """By update: the step of each rank. Only updates that all ranks have reached."""
+        """The optimizer step of each rank, by update. Contains only updates that all ranks have reached."""
         by_rank = {rank: {step.update: step for step in self.of(rank, OptimizerStep)} for rank in self.ranks}
-        common = sorted(set.intersection(*(set(steps) for steps in by_rank.values()))) if by_rank else []
-        return {update: {rank: by_rank[rank][update] for rank in self.ranks} for update in common}
+        common_updates = sorted(set.intersection(*(set(steps) for steps in by_rank.values()))) if by_rank else []
+        return {update: {rank: by_rank[rank][update] for rank in self.ranks} for update in common_updates}
 
     @functools.cached_property
     def epochs(self) -> dict[int, dict[EpochKey, str]]:
-        """By rank and epoch: "train" where a backward followed its batches, "eval" where only forwards without grad."""
+        """By rank and epoch: "train" if a backward followed its batches, "eval" if only forwards without gradients."""
         kinds_by_rank: dict[int, dict[EpochKey, str]] = {}
         for rank in self.ranks:
             kinds: dict[EpochKey, str] = {}
-            last: EpochKey | None = None
+            last_epoch: EpochKey | None = None
             for event in self.events[rank]:
                 if isinstance(event, LoaderBatch):
-                    last = (event.loader, event.epoch)
-                    kinds.setdefault(last, "")
-                elif isinstance(event, Backward) and last is not None:
-                    kinds[last] = "train"
-                elif isinstance(event, Forward) and last is not None and not event.is_grad:
-                    kinds[last] = kinds[last] or "eval"
+                    last_epoch = (event.loader, event.epoch)
+                    kinds.setdefault(last_epoch, "")
+                elif isinstance(event, Backward) and last_epoch is not None:
+                    kinds[last_epoch] = "train"
+                elif isinstance(event, Forward) and last_epoch is not None and not event.is_grad:
+                    kinds[last_epoch] = kinds[last_epoch] or "eval"
             kinds_by_rank[rank] = kinds
         return kinds_by_rank
 
@@ -133,7 +133,7 @@ class Evidence:
 
     @functools.cached_property
     def training_forwards(self) -> dict[int, dict[tuple[int, int], Forward]]:
-        """By rank: the first forward in train mode of each update and backward."""
+        """The first forward in train mode of each update and backward, by rank."""
         by_rank: dict[int, dict[tuple[int, int], Forward]] = {}
         for rank in self.ranks:
             forwards = by_rank[rank] = {}
@@ -142,25 +142,25 @@ class Evidence:
                     forwards.setdefault((event.update, event.micro), event)
         return by_rank
 
-    def samples(self, rank: int, update: int) -> Samples | None:
-        """The gradients of an update on a rank; None where it has written none."""
+    def samples(self, rank: int, update: int) -> GradientSamples | None:
+        """The gradients of an update on a rank; None if the rank has not written them."""
         path = self.run.folder / f"rank{rank}.update{update}.npz"
         if not path.exists():
             return None
-        samples = Samples({}, {}, {}, {})
+        samples = GradientSamples({}, {}, {}, {})
         by_kind = {"step": samples.steps, "clip": samples.clipped, "carried": samples.carried}
         with np.load(path, allow_pickle=False) as arrays:
             for key in arrays.files:
                 kind, _, name = key.replace("|", "/").partition(" ")
-                if kind == "piece":
+                if kind == "backward":
                     micro, _, name = name.partition(" ")
-                    samples.pieces.setdefault(int(micro), {})[name] = arrays[key]
+                    samples.backwards.setdefault(int(micro), {})[name] = arrays[key]
                 else:
                     by_kind[kind][name] = arrays[key]
         return samples
 
     def replayed(self, update: int) -> dict[str, dict[str, NDArray[np.float64]]]:
-        """Samples of the gradients of a replayed update, by kind (see `replay.run`) and name."""
+        """The gradients of a replayed update, by kind (see `replay.run`) and name."""
         gradients: dict[str, dict[str, NDArray[np.float64]]] = defaultdict(dict)
         with np.load(self.run.folder / f"replay{update}.npz", allow_pickle=False) as arrays:
             for key in arrays.files:
@@ -169,49 +169,49 @@ class Evidence:
         return gradients
 
     def scaling_lines(self, update: int) -> tuple[str, ...]:
-        """Lines of rank 0 in this update that call backward, scale the loss, or send something."""
+        """Lines of rank 0 in this update that call backward, scale the loss, or call a collective."""
         lines: list[str] = []
-        has_begun = update > 0  # before the first one weights are sent, too
+        has_trained = update > 0  # before the first forward the ranks also send weights
         for event in self.events[self.ranks[0]]:
             if event.update != update:
                 continue
-            has_begun |= isinstance(event, Forward) and event.is_grad
+            has_trained |= isinstance(event, Forward) and event.is_grad
             if isinstance(event, Backward):
                 lines.append(event.line)
             elif isinstance(event, BackwardEnd):
                 lines += event.scaling_lines
-            elif isinstance(event, CollectiveCall) and has_begun and event.phase == "script":
+            elif isinstance(event, CollectiveCall) and has_trained and event.phase == "script":
                 lines += event.lines[:1]
         return tuple(dict.fromkeys(lines))
 
     def stopped_at(self, rank: int) -> str:
-        """The user's line that a rank was in when the run was ended; "" where it has written no stack."""
+        """The user's line that a rank was in when the run was ended; "" if the rank has not written its stack."""
         for event in self.of(rank, ProcessStart):
             path = self.run.folder / f"stack{event.pid}"
             if path.exists():
-                for filename, line in _FRAME.findall(path.read_text(errors="replace")):
-                    if is_own_file(filename):
+                for filename, line in _STACK_FRAME.findall(path.read_text(errors="replace")):
+                    if is_user_file(filename):
                         return f"{filename}:{line}"
         return ""
 
     @functools.cached_property
-    def after_jumps(self) -> set[int]:
-        """Updates with the last batch of a shortened epoch: the script may depend on its position in the epoch."""
-        return {event.update for event in self.all_of(LoaderBatch) if event.is_after_jump}
+    def updates_after_skip(self) -> set[int]:
+        """Updates with the last batch of a shortened epoch. The script may depend on its position in the epoch."""
+        return {event.update for event in self.all_of(LoaderBatch) if event.is_after_skip}
 
     @functools.cached_property
     def incomplete_updates(self) -> set[int]:
-        """Updates in which a hook has raised: their gradients are not judged."""
-        return {event.update + later for event in self.all_of(HookFailed) for later in (0, 1)}
+        """Updates in which a hook has raised an exception, so that their gradients are not judged."""
+        return {event.update + offset for event in self.all_of(HookFailed) for offset in (0, 1)}
 
     @functools.cached_property
     def is_opaque(self) -> bool:
-        """Whether gradients and parameters cannot be read: DeepSpeed, communication hooks of DDP."""
+        """Whether gradients and parameters cannot be read, as under DeepSpeed or with communication hooks of DDP."""
         return any(self.all_of(Opaque))
 
     @functools.cached_property
     def groups(self) -> set[str]:
-        """The names of the process groups that are used."""
+        """The names of the process groups that the script uses."""
         return {event.group for event in self.all_of(CollectiveCall)}
 
     @functools.cached_property
@@ -220,12 +220,12 @@ class Evidence:
         return any(_is_in_user_model(event) for event in self.all_of(CollectiveCall))
 
     def equal_seeds(self, libraries: Iterable[str]) -> tuple[str, ...]:
-        """Lines that give the generators of these libraries the same seed on two ranks, the last ones first."""
+        """Lines that set the same seed of these libraries on ranks 0 and 1, the last one for each library."""
         first, second = ([*self.of(rank, SeedSet)] for rank in self.ranks[:2])
-        theirs = {(event.library, event.line, event.seed) for event in second}
-        equal = [event for event in first if (event.library, event.line, event.seed) in theirs]
-        last = {event.library: event for event in equal if event.library in libraries}
-        return tuple(dict.fromkeys(line for event in last.values() for line in event.lines))
+        second_seeds = {(event.library, event.line, event.seed) for event in second}
+        equal_events = [event for event in first if (event.library, event.line, event.seed) in second_seeds]
+        last_events = {event.library: event for event in equal_events if event.library in libraries}
+        return tuple(dict.fromkeys(line for event in last_events.values() for line in event.lines))
 
     @functools.cached_property
     def unequal_shuffles(self) -> tuple[str, ...]:
@@ -240,7 +240,7 @@ class Evidence:
 
     @functools.cached_property
     def has_joint_loss(self) -> bool:
-        """Whether the script sends what a forward gave, before its backward: a loss has the outputs of all ranks."""
+        """Whether the script sends outputs between forward and backward, so that one loss has those of all ranks."""
         has_output = False
         for event in self.events[self.ranks[0]]:
             if isinstance(event, ForwardEnd):
@@ -248,14 +248,16 @@ class Evidence:
             elif isinstance(event, Backward):
                 has_output = False
             elif isinstance(event, CollectiveCall) and has_output and event.phase == "script":
-                gathers = any(kind in event.op for kind in ("gather", "alltoall", "all_to_all"))
-                if event.num_bytes > (_NUMBERS if gathers else _FEW_BYTES) and (gathers or "reduce" in event.op):
+                is_gather = any(kind in event.op for kind in ("gather", "alltoall", "all_to_all"))
+                if event.num_bytes > (_MAX_SIZES_BYTES if is_gather else _MIN_PARAMETER_BYTES) and (
+                    is_gather or "reduce" in event.op
+                ):
                     return True
         return False
 
     @functools.cached_property
     def is_split(self) -> bool:
-        """Whether layers are split over the ranks: tensor, pipeline or expert parallelism, also written by hand."""
+        """Whether layers are split over the ranks by tensor, pipeline or expert parallelism, also by hand."""
         if self.is_opaque:
             return False
         steps = self.all_of(OptimizerStep)
@@ -263,40 +265,48 @@ class Evidence:
             return True
         if any(event.op.startswith(("send", "recv")) and event.update for event in self.all_of(CollectiveCall)):
             return True
-        if (not self.sees_functions or self.sends_activations) and self._differs_from_the_start:
+        if (not self.sees_functions or self.sends_activations) and self._starts_unequal:
             return True
         shapes = [{step.shapes for step in self.of(rank, OptimizerStep)} for rank in self.ranks]
-        return not any(step.is_sharded for step in steps) and any(other != shapes[0] for other in shapes)
+        return not any(step.is_sharded for step in steps) and any(rank_shapes != shapes[0] for rank_shapes in shapes)
 
     @functools.cached_property
     def averages_parameters(self) -> bool:
-        """Whether ranks that differ are equal again later, as in local SGD."""
+        """Whether parameters differ between ranks in some update and are equal again later, as in local SGD."""
         return False in self._are_equal and any(self._are_equal[self._are_equal.index(False) :])
 
     @functools.cached_property
     def has_separate_models(self) -> bool:
-        """Whether each rank seems to train a model of its own, as in an ensemble: they send nothing between updates.
+        """Whether each rank seems to train a separate model, as in an ensemble, and sends nothing between updates.
 
-        Each rank has a seed of its own, or the ranks exchange something after the training. Without these, a script
-        that forgets to average looks the same.
+        Also, the ranks have different seeds, or exchange something after the training. Otherwise it could be a script
+        that forgets to average gradients.
         """
-        last = max(self.steps, default=0)
-        sent = [event.update for event in self.of(self.ranks[0], CollectiveCall) if event.update]
-        by_rank = [[event.seed for event in self.of(rank, SeedSet) if event.library == "torch"] for rank in self.ranks]
-        is_seeded = any(len(set(seeds)) > 1 for seeds in zip(*by_rank, strict=False))
-        return min(sent, default=last) >= last and (is_seeded or bool(sent)) and not any(self._are_equal[1:])
+        last_update = max(self.steps, default=0)
+        sent_in = [event.update for event in self.of(self.ranks[0], CollectiveCall) if event.update]
+        seeds_by_rank = [
+            [event.seed for event in self.of(rank, SeedSet) if event.library == "torch"] for rank in self.ranks
+        ]
+        is_seeded = any(len(set(seeds)) > 1 for seeds in zip(*seeds_by_rank, strict=False))
+        return (
+            min(sent_in, default=last_update) >= last_update
+            and (is_seeded or bool(sent_in))
+            and not any(self._are_equal[1:])
+        )
 
     @functools.cached_property
     def averages_each_update(self) -> bool:
         """Whether all ranks begin each update with equal parameters because the script averages them."""
-        reduced = {
+        all_reduces = {
             (event.update, event.num_bytes)
             for event in self.of(self.ranks[0], CollectiveCall)
             if event.op == "allreduce_" and event.phase == "script"
         }
-        sizes = [size for _, size in reduced]
-        is_each = any(sizes.count(size) >= len(self.steps) - 1 for size in set(sizes) if size > _FEW_BYTES)
-        return len(self.steps) > 1 and all(self._are_equal) and is_each
+        sizes = [size for _, size in all_reduces]
+        is_in_each_update = any(
+            sizes.count(size) >= len(self.steps) - 1 for size in set(sizes) if size > _MIN_PARAMETER_BYTES
+        )
+        return len(self.steps) > 1 and all(self._are_equal) and is_in_each_update
 
     @functools.cached_property
     def _are_equal(self) -> list[bool]:
@@ -307,34 +317,34 @@ class Evidence:
         ]
 
     @property
-    def _differs_from_the_start(self) -> bool:
-        """Whether the ranks hold different weights under the same names before their first update."""
-        first = next(iter(self.steps.values()), {})
-        return any(step.checksums != first[self.ranks[0]].checksums for step in first.values())
+    def _starts_unequal(self) -> bool:
+        """Whether the ranks have different weights under the same names before their first update."""
+        first_steps = next(iter(self.steps.values()), {})
+        return any(step.checksums != first_steps[self.ranks[0]].checksums for step in first_steps.values())
 
     @functools.cached_property
     def calls_by_rpc(self) -> bool:
-        """Whether the script uses RPC, which is not recorded: then it is unknown which updates belong together."""
+        """Whether the script uses RPC. Its calls are not recorded, so it is unknown which updates belong together."""
         return any(self.all_of(RpcStarted))
 
 
 def are_cut_off(loaders: Iterable[LoaderEpoch]) -> bool:
-    """Whether only the first indices of one of these epochs were written."""
+    """Whether one of these epochs has more indices than were written."""
     return any(len(loader.indices) < loader.num_indices for loader in loaders)
 
 
 def _is_in_user_model(event: CollectiveCall) -> bool:
-    """Whether the user's own model calls this collective in its forward: activations of layers split by hand.
+    """Whether the user's own model calls this collective in its forward, to send activations of split layers.
 
-    DistributedDataParallel, fully_shard and SyncBatchNorm send through functions of their own.
+    DistributedDataParallel, fully_shard and SyncBatchNorm call collectives through several library functions.
     """
     if not event.phase.startswith("forward at ") or not event.lines:
         return False
-    return event.line != event.phase.removeprefix("forward at ") and len(event.library_calls) <= _DIRECT
+    return event.line != event.phase.removeprefix("forward at ") and len(event.library_calls) <= _MAX_LIBRARY_CALLS
 
 
 def read_evidence(run: ScriptRun) -> Evidence:
-    """Read the files that the watched processes have written. Incomplete lines are skipped."""
+    """Read the events that the hooked processes have written. Incomplete lines are skipped."""
     rows: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for path in sorted(run.folder.glob("pid*.jsonl")):
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -343,22 +353,23 @@ def read_evidence(run: ScriptRun) -> Evidence:
             except ValueError:
                 continue
             rows[row["rank"]].append({**row, "file": path.name})
-    for of_rank in rows.values():
-        of_rank.sort(key=lambda row: (row["time"], row["count"]))
+    for rank_rows in rows.values():
+        rank_rows.sort(key=lambda row: (row["time"], row["count"]))
     unranked = rows.pop(-1, [])
-    if not rows:  # no process group: a single process
+    if not rows:  # a single process without a process group
         rows[0] = unranked
     else:  # events from before the process group was open
-        owners = {row["file"]: rank for rank, of_rank in rows.items() for row in of_rank}
+        file_ranks = {row["file"]: rank for rank, rank_rows in rows.items() for row in rank_rows}
         for row in unranked:
-            if row["file"] in owners:
-                rows[owners[row["file"]]].insert(0, row)
-            elif row["kind"] == Stopped.__name__:  # a server, called by RPC, that has ended these ranks
-                rows[min(owners.values())].append(row)
+            if row["file"] in file_ranks:
+                rows[file_ranks[row["file"]]].insert(0, row)
+            elif row["kind"] == Stopped.__name__:  # written by an RPC server that has ended these ranks
+                rows[min(file_ranks.values())].append(row)
     events = {
         rank: [
-            event_from({**{key: value for key, value in row.items() if key != "file"}, "rank": rank}) for row in some
+            event_from({**{key: value for key, value in row.items() if key != "file"}, "rank": rank})
+            for row in rank_rows
         ]
-        for rank, some in rows.items()
+        for rank, rank_rows in rows.items()
     }
     return Evidence(run, sorted(rank for rank in events if events[rank]), events)

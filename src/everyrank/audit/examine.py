@@ -26,8 +26,8 @@ from everyrank.audit.events import (
     Wrap,
 )
 from everyrank.audit.evidence import Evidence, read_evidence
+from everyrank.audit.external_launch import external_rank, gather_runs, remove_shared_folder, shared_folder
 from everyrank.audit.finding import Finding, Findings, short_place
-from everyrank.audit.outside import rank_from_outside, remove_shared_folder, shared_folder, together
 from everyrank.audit.rules import RULES
 from everyrank.audit.script import (
     are_distributed,
@@ -35,37 +35,41 @@ from everyrank.audit.script import (
     enough_gpus,
     find_script,
     is_distributed,
-    names_cuda,
-    own_text,
+    mentions_cuda,
     starts_ranks_itself,
+    user_source,
     without_gpus,
 )
 from everyrank.audit.start import ScriptRun, rank_environments, run_script
-from everyrank.audit.watch.place import is_own_file
 from everyrank.audit.watch.recorder import Settings
+from everyrank.audit.watch.source_location import is_user_file
 from everyrank.errors import CannotRunError, EveryrankError, RankFailedError, UsageError, shortened
 from everyrank.launch.rank_info import RankInfo
 from everyrank.workload.scan import names_of_workloads
 
 __all__ = ["Audit", "AuditOptions", "ScriptFailedError", "audit_script", "judge_run"]
 
-_SEPARATE = "ignore this if each rank is to train a model of its own, as in an ensemble or a cross-validation"
-_BATCHES = 4  # batches of an epoch before its last one
-_REPLAYED = 3  # updates that are replayed
-_WANTS_RANK = re.compile(r"KeyError: '((LOCAL_)?RANK|WORLD_SIZE|MASTER_ADDR)'|environment variable \w+ expected")
-_WANTS_CUDA = re.compile(
+_SEPARATE_MODELS_HINT = (
+    "ignore this if each rank is to train a model of its own, as in an ensemble or a cross-validation"
+)
+_FIRST_BATCHES = 4  # batches of a shortened epoch before its last one
+_REPLAYED_UPDATES = 3
+_NEEDS_RANK_VARIABLES = re.compile(
+    r"KeyError: '((LOCAL_)?RANK|WORLD_SIZE|MASTER_ADDR)'|environment variable \w+ expected"
+)
+_NEEDS_CUDA = re.compile(
     r"not compiled with CUDA|no NVIDIA driver|CUDA is not available|CUDA-capable|_cuda_\w+|ATen_cuda", re.IGNORECASE
 )
 _TAIL_LINES = 14  # of a traceback
 _LOST_PEER = re.compile(r"connection (closed|reset|refused)|broken pipe|recvValue failed", re.IGNORECASE)
-_FRAME = re.compile(r'File "([^"]+)", line (\d+)(?:, in (\S+))?')
+_TRACEBACK_FRAME = re.compile(r'File "([^"]+)", line (\d+)(?:, in (\S+))?')
 
 
 class ScriptFailedError(RankFailedError):
-    """The script ended with an error of its own.
+    """The script failed with an error of its own.
 
     tail   the last lines of its traceback
-    audit  the findings until then; None where it had not trained yet
+    audit  the findings until then; None if the script had not trained yet
     """
 
     def __init__(self, message: str, log: Path | None, tail: list[str]) -> None:
@@ -74,7 +78,7 @@ class ScriptFailedError(RankFailedError):
         self.audit: Audit | None = None
 
     def with_advice(self, advice: str) -> ScriptFailedError:
-        """The same error, whose message ends with what to try."""
+        """The same error with advice at the end of its message."""
         error = ScriptFailedError(f"{self}; {advice}", self.log, self.tail)
         error.audit = self.audit
         return error
@@ -84,14 +88,14 @@ class ScriptFailedError(RankFailedError):
 class AuditOptions:
     """How a script is audited.
 
-    processes        number of ranks to start, as torchrun does; None: 2, or those that the script starts itself
+    processes        number of ranks to start, as torchrun does; None: 2, or as many as the script starts itself
     updates          number of updates whose gradients are recorded
-    watch            run the whole script at little cost: record no collectives, losses or waits, and shorten nothing
-    timeout_seconds  without progress, after which a script counts as hanging
-    limit_seconds    for the whole run
+    watch            run the whole script at low cost: record no collectives, losses or waits, and shorten no epochs
+    timeout_seconds  time without progress after which a script counts as hanging
+    limit_seconds    time limit of the whole run
     replay           run the first updates again, in one process and float64
     pretend_cuda     run CUDA calls on the CPU, even if the script does not seem to use CUDA
-    shim             a folder of modules to import first, for old names that today's packages lack
+    shim             a folder of modules to import first, to replace names that today's packages lack
     """
 
     processes: int | None = None
@@ -110,24 +114,24 @@ class AuditOptions:
                 raise UsageError(f"--{name.removesuffix('_seconds')} {value}: give more than 0")
         if self.replay and self.watch:
             raise UsageError(
-                "--replay with --watch: it needs the functions that --watch leaves out; leave out one of them"
+                "--replay with --watch: --replay needs torch functions that --watch does not record; give one of them"
             )
         if self.shim is not None and not self.shim.is_dir():
-            raise UsageError(f"--shim {self.shim}: no folder is there; give one of modules to import first")
+            raise UsageError(f"--shim {self.shim}: not a folder; give a folder of modules to import first")
 
 
 @dataclasses.dataclass(frozen=True)
 class Audit:
     """The result of an audit.
 
-    words      the script and its arguments
-    altered    where the run differed from the script as it is written
-    unchecked  what could not be checked, or did not occur
-    replayed   results of --replay
-    doubt      why an audit without findings does not mean that the script is right; "" if it does
+    python_args  the script and its arguments
+    altered      how the run differed from the script as it is written
+    unchecked    what could not be checked, or did not occur
+    replayed     results of --replay
+    doubt        why an audit without findings does not mean that the script is correct; "" if it does
     """
 
-    words: tuple[str, ...]
+    python_args: tuple[str, ...]
     world_size: int
     updates: int
     seconds: float
@@ -139,14 +143,14 @@ class Audit:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a number of the script is wrong."""
+        """Whether there is a finding of level FAIL."""
         return any(finding.level == "FAIL" for finding in self.findings)
 
     def as_json(self) -> dict[str, Any]:
-        """As written by --json."""
+        """The audit as --json writes it."""
         return {
             "schema": 1,
-            "words": list(self.words),
+            "words": list(self.python_args),
             "world_size": self.world_size,
             "updates": self.updates,
             "seconds": round(self.seconds, 1),
@@ -159,114 +163,123 @@ class Audit:
 
 
 def audit_script(
-    words: Sequence[str],
+    python_args: Sequence[str],
     options: AuditOptions = AuditOptions(),
-    moved: Callable[[int], None] = lambda _: None,
-    is_open: bool | None = None,
+    on_update: Callable[[int], None] = lambda _: None,
+    may_change_ranks: bool | None = None,
 ) -> Audit | None:
-    """Run `python *words` with hooks, and judge what they record. The user's files are not changed.
+    """Run `python *python_args` with hooks, and judge the events that they record. Does not change the user's files.
 
-    words    a script and its arguments, or -m, a module, and its arguments
-    moved    called with the number of updates so far, as it grows
-    is_open  whether to try a different number of ranks if the script needs one; None: unless `options` gives one
+    python_args       a script and its arguments, or -m, a module, and its arguments
+    on_update         called with the number of updates so far when it grows
+    may_change_ranks  whether to try a different number of ranks if the script needs it; None: if `options` has none
 
-    In a rank that torchrun has started, this runs only that rank's script, and returns None on all ranks but 0.
+    In a rank that torchrun has started, this runs only that rank's script, and returns None on all ranks except 0.
 
-    Raises `UsageError` if there is no such script or it never trains, and `RankFailedError` if it fails by itself.
+    Raises `UsageError` if there is no such script or it never trains, and `RankFailedError` if the script fails.
     """
-    script = find_script(words)
-    text = own_text(script) if script else ""
-    num_ranks = options.processes or (2 if script is None or is_distributed(text) else 1)
-    names_gpu = options.pretend_cuda or names_cuda(f"{text} {' '.join(words)}")
-    info = rank_from_outside(os.environ)
-    on_host = num_ranks if info is None else info.local_size
-    devices = 0 if enough_gpus(on_host) or not names_gpu else num_ranks
+    script = find_script(python_args)
+    source = user_source(script) if script else ""
+    num_ranks = options.processes or (2 if script is None or is_distributed(source) else 1)
+    uses_gpu = options.pretend_cuda or mentions_cuda(f"{source} {' '.join(python_args)}")
+    info = external_rank(os.environ)
+    ranks_on_host = num_ranks if info is None else info.local_size
+    devices = 0 if enough_gpus(ranks_on_host) or not uses_gpu else num_ranks
     if info is not None:
-        return _audit_from_outside(words, script, options, info, info.size if devices else 0, moved)
-    starts_ranks = options.processes is None and starts_ranks_itself(text)
+        return _audit_external_rank(python_args, script, options, info, info.size if devices else 0, on_update)
+    starts_ranks = options.processes is None and starts_ranks_itself(source)
     if num_ranks > 1 and not starts_ranks:
-        check_arguments(words)
+        check_arguments(python_args)
     ranks = [without_gpus(num_ranks)] if starts_ranks else rank_environments(num_ranks)
-    first: RankFailedError | None = None
+    first_error: RankFailedError | None = None
     attempts = list(_attempts(options, devices))
     while attempts:
         folder = _new_folder()
         settings = _settings(folder, script, options, *attempts.pop(0))
         try:
-            run = run_script(words, settings, ranks, options.timeout_seconds, options.limit_seconds, num_ranks, moved)
+            run = run_script(
+                python_args, settings, ranks, options.timeout_seconds, options.limit_seconds, num_ranks, on_update
+            )
             evidence = read_evidence(run)
-            may_change = (options.processes is None if is_open is None else is_open) and not starts_ranks
-            other = _other_number(run, evidence, script, num_ranks) if may_change else None
-            if other is not None:
-                return audit_script(words, dataclasses.replace(options, processes=other), moved, is_open=other > 1)
-            audit = _judge(words, run, evidence, options, settings)
-            # on two ranks the script did not communicate
-            return dataclasses.replace(audit, doubt="") if is_open is False and audit.doubt == _ONE_RANK else audit
+            may_restart = options.processes is None if may_change_ranks is None else may_change_ranks
+            better_num_ranks = None
+            if may_restart and not starts_ranks:
+                better_num_ranks = _better_num_ranks(run, evidence, script, num_ranks)
+            if better_num_ranks is not None:
+                options = dataclasses.replace(options, processes=better_num_ranks)
+                return audit_script(python_args, options, on_update, may_change_ranks=better_num_ranks > 1)
+            audit = _judge(python_args, run, evidence, options, settings)
+            if may_change_ranks is False and audit.doubt == _SINGLE_RANK_DOUBT:
+                audit = dataclasses.replace(audit, doubt="")  # two ranks were tried, and did not communicate
+            return audit
         except RankFailedError as error:
-            first = first or error
-            if (starts_ranks or num_ranks == 1) and options.processes is None and _WANTS_RANK.search(str(error)):
-                # the script can spawn ranks and did not, or it was started as a single process
-                return audit_script(words, dataclasses.replace(options, processes=max(2, num_ranks)), moved)
-            if not devices and not enough_gpus(num_ranks) and _WANTS_CUDA.search(str(error)):
+            first_error = first_error or error
+            needs_ranks = _NEEDS_RANK_VARIABLES.search(str(error)) is not None
+            if needs_ranks and (starts_ranks or num_ranks == 1) and options.processes is None:
+                # the script can spawn ranks but did not, or it was started as a single process
+                return audit_script(python_args, dataclasses.replace(options, processes=max(2, num_ranks)), on_update)
+            if not devices and not enough_gpus(num_ranks) and _NEEDS_CUDA.search(str(error)):
                 devices = num_ranks
                 attempts = list(_attempts(options, devices))
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-    assert first is not None
-    raise first
+    assert first_error is not None
+    raise first_error
 
 
-def _other_number(run: ScriptRun, evidence: Evidence, script: Path | None, num_ranks: int) -> int | None:
-    """A better number of ranks for this script, by the files that it has imported; None if this one was right.
+def _better_num_ranks(run: ScriptRun, evidence: Evidence, script: Path | None, num_ranks: int) -> int | None:
+    """A better number of ranks for this script, based on the files that it has imported; None if there is none.
 
-    Two if it has imported user files that use torch.distributed. One if only files other than the script use it, and
-    the ranks did not communicate.
+    It is 2 if the script has imported user files that use torch.distributed, and 1 if only files other than the script
+    use it and the ranks did not communicate.
     """
     if num_ranks == 1:
-        return 2 if _imports_ranks(evidence) else None
-    is_used = any(evidence.all_of(GroupOpened)) or any(evidence.all_of(CollectiveCall)) or any(evidence.all_of(Wrap))
-    is_certain = script is None or are_distributed([str(script)]) or is_used or run.status != "finished"
-    return None if is_certain else 1
+        return 2 if _imports_distributed(evidence) else None
+    communicates = (
+        any(evidence.all_of(GroupOpened)) or any(evidence.all_of(CollectiveCall)) or any(evidence.all_of(Wrap))
+    )
+    is_distributed_run = script is None or are_distributed([str(script)]) or communicates or run.status != "finished"
+    return None if is_distributed_run else 1
 
 
-def _imports_ranks(evidence: Evidence) -> bool:
-    """Whether the script has imported files of the user that use torch.distributed."""
+def _imports_distributed(evidence: Evidence) -> bool:
+    """Whether the script has imported user files that use torch.distributed."""
     return any(are_distributed(event.files) for event in evidence.all_of(SourceFiles))
 
 
-def _audit_from_outside(
-    words: Sequence[str],
+def _audit_external_rank(
+    python_args: Sequence[str],
     script: Path | None,
     options: AuditOptions,
     info: RankInfo,
     devices: int,
-    moved: Callable[[int], None],
+    on_update: Callable[[int], None],
 ) -> Audit | None:
-    """Run the script of a rank that an external launcher has started; on rank 0 also judge all ranks.
+    """Run the script of a rank that an external launcher has started. Rank 0 also judges all ranks.
 
     If torchrun has restarted the ranks after a failure, epochs are not shortened.
     """
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    is_again, is_last = restarts > 0, restarts >= int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
-    folder = shared_folder(info, os.environ, words)
-    settings = _settings(folder, script, options, devices, 0 if options.watch or is_again else _BATCHES)
+    is_restart, is_last_restart = restarts > 0, restarts >= int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    folder = shared_folder(info, os.environ, python_args)
+    settings = _settings(folder, script, options, devices, 0 if options.watch or is_restart else _FIRST_BATCHES)
     try:
         run = run_script(
-            words,
+            python_args,
             settings,
             [without_gpus(info.local_size)],
             options.timeout_seconds,
             options.limit_seconds,
             info.size,
-            moved,
-            ends_all=False,
+            on_update,
+            ends_all_processes=False,
         )
-        whole = together(run, info)
-        return None if whole is None else judge_run(words, whole, options, settings)
+        all_ranks_run = gather_runs(run, info)
+        return None if all_ranks_run is None else judge_run(python_args, all_ranks_run, options, settings)
     except ScriptFailedError as error:
-        if settings.batches and not is_last:
-            error.audit = None  # shortened epochs may have caused it, so the next start is judged
-        if settings.batches and is_last:
+        if settings.batches and not is_last_restart:
+            error.audit = None  # shortened epochs may be the cause, so the next start is judged
+        if settings.batches and is_last_restart:
             by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
             advice = "give torchrun --max-restarts 1" if by_torchrun else "let everyrank audit start the ranks"
             raise error.with_advice(f"the audit shortens epochs: if that is the cause, {advice}") from None
@@ -280,12 +293,12 @@ def _new_folder() -> Path:
     try:
         return Path(tempfile.mkdtemp(prefix="everyrank-audit-"))
     except OSError as error:
-        raise CannotRunError(f"no folder for temporary files: {error}; set TMPDIR to one") from error
+        raise CannotRunError(f"cannot create a temporary folder: {error}; set TMPDIR to a writable folder") from error
 
 
 def _attempts(options: AuditOptions, devices: int) -> Iterable[tuple[int, int]]:
-    """(pretended devices, batches of an epoch; 0: all) to try in turn: the alterations may make a script fail."""
-    batches = 0 if options.watch else _BATCHES
+    """(pretended devices, batches of an epoch; 0: all) to try in turn, because either may make a script fail."""
+    batches = 0 if options.watch else _FIRST_BATCHES
     return dict.fromkeys(((devices, batches), (devices, 0), (0, 0)))
 
 
@@ -296,48 +309,48 @@ def _settings(folder: Path, script: Path | None, options: AuditOptions, devices:
         batches=batches,
         epochs=0 if options.watch else 2,
         devices=devices,
-        modes=not options.watch,
-        replay=min(_REPLAYED, options.updates) if options.replay else 0,
+        records_functions=not options.watch,
+        replay=min(_REPLAYED_UPDATES, options.updates) if options.replay else 0,
         keep_files=options.watch,
         shim=str(options.shim.absolute()) if options.shim is not None else "",
         main=str(script.absolute()) if script else "",
     )
 
 
-def judge_run(words: Sequence[str], run: ScriptRun, options: AuditOptions, settings: Settings) -> Audit:
+def judge_run(python_args: Sequence[str], run: ScriptRun, options: AuditOptions, settings: Settings) -> Audit:
     """Judge a recorded run. Raises as `audit_script` does."""
-    return _judge(words, run, read_evidence(run), options, settings)
+    return _judge(python_args, run, read_evidence(run), options, settings)
 
 
 def _judge(
-    words: Sequence[str], run: ScriptRun, evidence: Evidence, options: AuditOptions, settings: Settings
+    python_args: Sequence[str], run: ScriptRun, evidence: Evidence, options: AuditOptions, settings: Settings
 ) -> Audit:
     if run.status == "failed" and not _has_seen_enough(run, evidence) and not _is_explained(evidence):
-        error = _own_error(run)
+        error = _script_error(run)
         if evidence.steps:
-            with contextlib.suppress(Exception):  # rules expect complete events
-                error.audit = _judged(words, run, evidence, options, settings)
+            with contextlib.suppress(Exception):  # rules may fail, because they expect complete events
+                error.audit = _make_audit(python_args, run, evidence, options, settings)
         raise error
     if not evidence.ranks or not evidence.all_of(OptimizerStep):
-        _raise_never_trained(words, run, evidence, options)
-    return _judged(words, run, evidence, options, settings)
+        _raise_never_trained(python_args, run, evidence, options)
+    return _make_audit(python_args, run, evidence, options, settings)
 
 
-def _by_rules(evidence: Evidence) -> Findings:
+def _apply_rules(evidence: Evidence) -> Findings:
     findings = Findings()
     for rule in RULES:
         rule.check(evidence, findings)
     if evidence.has_separate_models:
-        findings.doubt(("gradient.local", "replicas.", "data.rows", "data.overlap"), _SEPARATE)
+        findings.downgrade_failures(("gradient.local", "replicas.", "data.rows", "data.overlap"), _SEPARATE_MODELS_HINT)
     return findings
 
 
-def _judged(
-    words: Sequence[str], run: ScriptRun, evidence: Evidence, options: AuditOptions, settings: Settings
+def _make_audit(
+    python_args: Sequence[str], run: ScriptRun, evidence: Evidence, options: AuditOptions, settings: Settings
 ) -> Audit:
-    findings = _by_rules(evidence)
+    findings = _apply_rules(evidence)
     if run.world_size > evidence.world_size == 1 and not evidence.calls_by_rpc:
-        findings.not_checked("communication between ranks: it is not recorded, and the processes look like one rank")
+        findings.not_checked("communication between ranks: it was not recorded, and the processes look like one rank")
     elif evidence.world_size == 1 and not evidence.calls_by_rpc:
         findings.not_checked("communication between ranks: this is a single process; see `everyrank new ddp_torchrun`")
     if evidence.calls_by_rpc:
@@ -348,22 +361,23 @@ def _judged(
         findings.not_checked(f"later updates: the script was ended after --limit {options.limit_seconds:g} s")
     if options.watch:
         findings.not_checked("collectives, losses, dropout, sharded evaluations, waits: --watch does not record them")
-    if any(event.is_after_jump for event in evidence.all_of(LoaderBatch)):
+    if any(event.is_after_skip for event in evidence.all_of(LoaderBatch)):
         findings.not_checked(
-            f"batches in the middle of an epoch: only the first {_BATCHES} to {_BATCHES + 3} and the last one were run"
+            f"batches in the middle of an epoch: only the first {_FIRST_BATCHES} to {_FIRST_BATCHES + 3} and the last "
+            "one were run"
         )
     altered = [event.message for event in evidence.all_of(Altered)]
     if not settings.batches and not options.watch:
         altered.append("epochs were not shortened, because the script failed with shortened epochs")
-    elif len(evidence.steps) < options.updates and run.status == "finished" and evidence.after_jumps:
+    elif len(evidence.steps) < options.updates and run.status == "finished" and evidence.updates_after_skip:
         findings.not_checked(
             f"updates after the first {len(evidence.steps)}: only two epochs were run, and they were shortened"
         )
     if settings.devices:
-        why = "fewer GPUs than ranks" if enough_gpus(1) else "no GPU found"
-        altered.insert(0, f"{why}; CUDA calls ran on the CPU and NCCL was replaced by gloo")
+        reason = "fewer GPUs than ranks" if enough_gpus(1) else "no GPU found"
+        altered.insert(0, f"{reason}; CUDA calls ran on the CPU and NCCL was replaced by gloo")
     return Audit(
-        tuple(words),
+        tuple(python_args),
         evidence.world_size,
         len(evidence.steps),
         run.seconds,
@@ -375,36 +389,36 @@ def _judged(
     )
 
 
-_ONE_RANK = "only one rank of a distributed script was checked (use --processes 2)"
+_SINGLE_RANK_DOUBT = "only one rank of a distributed script was checked (use --processes 2)"
 
 
 def _doubt(run: ScriptRun, evidence: Evidence) -> str:
-    """Why an audit without findings does not mean that the script is right; "" if it does."""
+    """Why an audit without findings does not mean that the script is correct; "" if it does."""
     if run.status == "long":
         return "ended by --limit before all checks were possible"
-    if run.world_size == 1 and _imports_ranks(evidence):
-        return _ONE_RANK
+    if run.world_size == 1 and _imports_distributed(evidence):
+        return _SINGLE_RANK_DOUBT
     if not evidence.all_of(Backward):
         return "no backward was recorded, so gradients were not checked"
     return ""
 
 
 def _has_seen_enough(run: ScriptRun, evidence: Evidence) -> bool:
-    """Whether the audit has ended all ranks, or some of them, and the others failed because they waited for these."""
-    ended = [rank for rank in evidence.ranks if evidence.of(rank, Stopped)]
-    if len(ended) == len(evidence.ranks) or evidence.calls_by_rpc:  # with RPC the first rank ends all
-        return bool(ended)
-    failed = _failed_by_themselves(run)
-    return bool(ended and failed) and all(_LOST_PEER.search(run.outputs[rank]) for rank in failed)
+    """Whether the audit has ended all ranks, or some ranks, so that the others failed while they waited for them."""
+    ended_ranks = [rank for rank in evidence.ranks if evidence.of(rank, Stopped)]
+    if len(ended_ranks) == len(evidence.ranks) or evidence.calls_by_rpc:  # with RPC the first rank ends all
+        return bool(ended_ranks)
+    failed_ranks = _failed_by_themselves(run)
+    return bool(ended_ranks and failed_ranks) and all(_LOST_PEER.search(run.outputs[rank]) for rank in failed_ranks)
 
 
 def _failed_by_themselves(run: ScriptRun) -> list[int]:
-    """The ranks that exited with an error. A signal may come from the audit."""
+    """The ranks that exited with an error. Ranks that a signal ended may have been ended by the audit."""
     return [rank for rank, code in enumerate(run.codes) if code not in (0, None, -9, -15)]
 
 
 def _is_explained(evidence: Evidence) -> bool:
-    """Whether a rule finds why the script has failed."""
+    """Whether a rule explains why the script has failed."""
     for rule in RULES:
         findings = Findings()
         if rule.explains_failure:
@@ -414,29 +428,32 @@ def _is_explained(evidence: Evidence) -> bool:
     return False
 
 
-def _own_error(run: ScriptRun) -> ScriptFailedError:
-    """The error of the script: its line and message. The output of each rank is kept in a folder."""
-    failed = _failed_by_themselves(run)
-    causes = [rank for rank in failed if not _LOST_PEER.search(_last_error(run.outputs[rank].splitlines()))]
-    rank = next(iter([*causes, *failed]), 0)  # a rank that has lost its peer is not the cause
+def _script_error(run: ScriptRun) -> ScriptFailedError:
+    """The error of the script with its line and message. Writes the output of each rank to a folder."""
+    failed_ranks = _failed_by_themselves(run)
+    # a rank that failed because it lost its connection to another rank is not the cause
+    causing_ranks = [
+        rank for rank in failed_ranks if not _LOST_PEER.search(_last_error(run.outputs[rank].splitlines()))
+    ]
+    rank = next(iter([*causing_ranks, *failed_ranks]), 0)
     lines = [line for line in run.outputs[rank].splitlines() if line.strip()]
-    frames = [frame for frame in _FRAME.findall(run.outputs[rank]) if is_own_file(frame[0])]
-    where = ""
+    frames = [frame for frame in _TRACEBACK_FRAME.findall(run.outputs[rank]) if is_user_file(frame[0])]
+    prefix = ""
     if frames:
-        name, line, function = frames[-1]
-        where = f"{short_place(name)}:{line}{f' in {function}' if function else ''}: "
-    message = _last_error(lines) or f"it ended with status {run.codes[rank]} and printed nothing"
-    return ScriptFailedError(f"rank {rank}: {where}{shortened(message)}", _saved_outputs(run, rank), _tail(lines))
+        file, line, function = frames[-1]
+        prefix = f"{short_place(file)}:{line}{f' in {function}' if function else ''}: "
+    message = _last_error(lines) or f"the script ended with exit status {run.codes[rank]} and printed nothing"
+    return ScriptFailedError(f"rank {rank}: {prefix}{shortened(message)}", _saved_outputs(run, rank), _tail(lines))
 
 
 def _tail(lines: Sequence[str]) -> list[str]:
-    """The last lines of a rank's output, from its last traceback on."""
-    start = max((number for number, line in enumerate(lines) if "Traceback (most" in line), default=-1)
+    """The last lines of a rank's output, starting at its last traceback."""
+    start = max((index for index, line in enumerate(lines) if "Traceback (most" in line), default=-1)
     return list(lines[start + 1 :][-_TAIL_LINES:])
 
 
 def _saved_outputs(run: ScriptRun, failed_rank: int) -> Path | None:
-    """The file with the output of this rank, next to those of the others; None if it cannot be written."""
+    """Write the output of each rank to a file. Returns the file of the failed rank; None if it cannot be written."""
     with contextlib.suppress(OSError):
         folder = Path(tempfile.mkdtemp(prefix="everyrank-logs-"))
         for rank, output in enumerate(run.outputs):
@@ -446,28 +463,26 @@ def _saved_outputs(run: ScriptRun, failed_rank: int) -> Path | None:
 
 
 def _last_error(lines: Sequence[str]) -> str:
-    """The last line that looks like an exception; otherwise the last line."""
+    """The last line that looks like an exception; if there is none, the last line."""
     errors = [
         line for line in lines if re.match(r"(\[rank\d+\]: ?)?[A-Za-z_][\w.]*(Error|Exception|Exit|Warning)\b", line)
     ]
     return (errors or list(lines[-1:]) or [""])[-1].strip()
 
 
-def _raise_never_trained(words: Sequence[str], run: ScriptRun, evidence: Evidence, options: AuditOptions) -> None:
-    name = " ".join(words[:2]) if words[0] == "-m" else words[0]
+def _raise_never_trained(python_args: Sequence[str], run: ScriptRun, evidence: Evidence, options: AuditOptions) -> None:
+    name = " ".join(python_args[:2]) if python_args[0] == "-m" else python_args[0]
     if run.status == "hangs":
         lines = {rank: evidence.stopped_at(rank) for rank in evidence.ranks}
-        stopped = "; ".join(f"rank {rank} was at {short_place(line)}" for rank, line in lines.items() if line)
+        stopped_at = "; ".join(f"rank {rank} was at {short_place(line)}" for rank, line in lines.items() if line)
         message = f"{name}: no progress for {options.timeout_seconds:g} s before its first update"
-        raise EveryrankError(message + (f": {stopped}" if stopped else ""))
+        raise EveryrankError(message + (f": {stopped_at}" if stopped_at else ""))
     if run.status == "long":
-        raise EveryrankError(f"{name}: no update within {options.limit_seconds:g} s; --limit gives it longer")
+        raise EveryrankError(f"{name}: no update within {options.limit_seconds:g} s; give a longer --limit")
     if evidence.ranks and evidence.all_of(Backward):
         raise UsageError(
             f"{name}: backward is called, but no optimizer of torch.optim steps, so there is nothing to audit"
         )
-    if words[0] != "-m" and names_of_workloads(Path(words[0])):
-        raise UsageError(
-            f"{name} defines a workload and does not train by itself. Run: everyrank verify {shlex.quote(name)}"
-        )
+    if python_args[0] != "-m" and names_of_workloads(Path(python_args[0])):
+        raise UsageError(f"{name} defines a workload and does not train it. Run: everyrank verify {shlex.quote(name)}")
     raise UsageError(f"{name} ended without training: no backward and no optimizer step was recorded")

@@ -24,10 +24,10 @@ class Finding:
     place   "/path/train.py:12", the innermost line of the user's own code; "" if there is none
     text    what is wrong, with numbers
     fix     what to write instead, in one line
-    also    further lines that the audit saw to take part in it
-    about_ranks  whether one rank with the samples of all would do something else from the first update on, so that a
-                 comparison can refute it
-    variables    those of the line that the finding is about; () if all may be
+    also    other lines that contribute to the mistake
+    about_ranks  whether one rank with all samples would train differently from the first update on, so that a
+                 comparison with one rank can refute the finding
+    variables    variables of the line that the finding is about; () for all
     """
 
     level: str
@@ -46,20 +46,22 @@ class Finding:
 
     @property
     def shown_lines(self) -> tuple[str, ...]:
-        """The lines to look at, if there are others than that of the finding."""
+        """The lines to look at, if there are others besides the line of the finding."""
         return self.lines if set(self.lines) - {self.place} else ()
 
     def as_json(self) -> dict[str, Any]:
-        """As written by --json."""
+        """The finding as --json writes it."""
         values = dataclasses.asdict(self)
         del values["about_ranks"], values["variables"]
         return {**values, "also": list(self.also), "lines": list(self.lines)}
 
 
 class Findings(list[Finding]):
-    """The findings in the order in which they were added, one for each rule and line.
+    """The findings in the order in which rules add them, at most one for each rule and line.
 
-    refuted  rules whose findings a comparison has shown to be no mistake
+    unchecked  sentences about what could not be checked
+    replayed   results of --replay
+    refuted    rules whose findings are no mistakes, as a comparison has shown
     """
 
     unchecked: list[str]
@@ -82,25 +84,25 @@ class Findings(list[Finding]):
         about_ranks: bool = False,
         variables: tuple[str, ...] = (),
     ) -> None:
-        """Add a finding, unless the same rule has named that line already."""
+        """Add a finding, unless the same rule has reported this line already."""
         assert level in LEVELS, level
         if not any(known.rule == rule and known.place == place for known in self):
-            others = tuple(line for line in also if line and line != place)
-            self.append(Finding(level, rule, place, text, fix, others, about_ranks, variables))
+            other_lines = tuple(line for line in also if line and line != place)
+            self.append(Finding(level, rule, place, text, fix, other_lines, about_ranks, variables))
 
     def not_checked(self, message: str) -> None:
-        """Report something that cannot be checked, or did not occur."""
+        """Report something that could not be checked, for example because the script does not do it."""
         if message not in self.unchecked:
             self.unchecked.append(message)
 
-    def doubt(self, rules: tuple[str, ...], reason: str) -> None:
-        """Make failures of these rules, or kinds of rules, warnings, and add the reason to their text."""
+    def downgrade_failures(self, rules: tuple[str, ...], reason: str) -> None:
+        """Turn failures of these rules, or kinds of rules, into warnings, and add the reason to their text."""
         for index, finding in enumerate(self):
             if finding.level == "FAIL" and finding.rule.startswith(rules):
                 self[index] = dataclasses.replace(finding, level="WARN", text=f"{finding.text}; {reason}")
 
     def refute(self, *rules: str) -> None:
-        """Remove findings of these rules, and remember that those of the audit are no mistake either."""
+        """Remove findings of these rules, and remember that the audit's findings of these rules are no mistakes."""
         self[:] = [finding for finding in self if finding.rule not in rules]
         self.refuted.update(rules)
 

@@ -1,7 +1,7 @@
-"""A process that cleans up if the audit is killed: it ends the script's processes and removes the audit's folder.
+"""Cleans up if the audit is killed: a separate process ends the script's processes and removes the audit's folder.
 
-It runs as a script, with the folder as its only argument, and waits until its standard input closes, which the audit
-holds open.
+This file runs as that process, with the folder as its only argument. It waits until its standard input closes, which
+the audit holds open.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["end_all_of", "guarded"]
+__all__ = ["end_script_processes", "guarded"]
 
 _ENVIRONMENT = "EVERYRANK_AUDIT"  # as in watch/recorder.py, without importing numpy
 
@@ -39,8 +39,8 @@ def guarded(folder: Path) -> Generator[None]:
         process.communicate()
 
 
-def end_all_of(folder: Path) -> None:
-    """End every process that the script has started, in any session: all inherit the audit's environment variable."""
+def end_script_processes(folder: Path) -> None:
+    """End every process that the script has started, in any session. All inherit the audit's environment variable."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, ValueError, OSError):
             settings = process.environ().get(_ENVIRONMENT)
@@ -49,12 +49,12 @@ def end_all_of(folder: Path) -> None:
                 process.kill()
 
 
-def _wait_for_the_audit(folder: Path) -> None:
+def _clean_up_after_audit(folder: Path) -> None:
     sys.stdin.buffer.read()
-    for _ in range(3):  # again, for processes that were just being started
-        end_all_of(folder)
+    for _ in range(3):  # several times, for processes that were just being started
+        end_script_processes(folder)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":
-    _wait_for_the_audit(Path(sys.argv[1]))
+    _clean_up_after_audit(Path(sys.argv[1]))

@@ -1,8 +1,8 @@
-"""The lines of a script to look at for a finding, most likely first.
+"""Ranks the lines of a script to look at for a finding, most likely first.
 
-A finding has the line where a mistake shows, for example that of `optimizer.step()`. The line to change often comes
-earlier: it made the wrapper, the sampler or the schedule, or divided by the number of ranks. Walks back from the line
-of a finding, and prefers lines that do what findings of its kind are about.
+A finding has the line where a mistake has an effect, for example `optimizer.step()`. The line to change is often an
+earlier one, which constructs the wrapper, the sampler or the schedule, or divides by the number of ranks. This module
+follows the data flow back from the line of a finding, and prefers lines whose actions fit the kind of finding.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from everyrank.audit.data_flow import SourceFile, Statement, called_name, read_s
 
 __all__ = ["likely_lines"]
 
-_MOST = 4  # lines; more would hide the one that matters
-_PLAIN = 0.2  # weight of a line that does nothing in particular
-_SEEN = 0.35  # weight of a line that was recorded with the finding
-_NEARER = 0.9  # the weight of a line for each step between it and a finding
-_ANYWHERE = 4.0  # steps to a line that no step leads to
-_BELOW = 1.0  # steps to a line of the same function that uses what the loop around the finding has collected
-_RECORDED = 0.5  # steps to a line that was recorded with the finding
-_SHORT = 12  # statements of a function with one purpose
-_INHERITED = 0.85  # of the weight of what a called function does
-_ELSEWHERE = 0.7  # of the weight of a line that no step leads to, inside a function that other lines call
-_CLEAR = 0.25  # of the best weight: lines below are left out
+_MAX_LINES = 4  # more lines would hide the one that matters
+_BASE_WEIGHT = 0.2  # of each line
+_RECORDED_WEIGHT = 0.35  # of a line that was recorded with the finding
+_DECAY = 0.9  # factor of a line's weight for each step between it and a finding
+_UNREACHED_DISTANCE = 4.0  # in steps, of a line that the data flow does not reach
+_AFTER_LOOP_DISTANCE = 1.0  # in steps, of a line that uses the results of the loop around the finding
+_RECORDED_DISTANCE = 0.5  # in steps, of a line that was recorded with the finding
+_MAX_STATEMENTS = 12  # of a function whose actions count for the lines that call it
+_CALLEE_FACTOR = 0.85  # of the weight of actions in a called function
+_UNREACHED_FACTOR = 0.7  # of the weight of a line that the data flow does not reach, in a function that is called
+_MIN_SHARE = 0.25  # of the best weight; lines below are left out
 
 _ABOUT_RANKS = re.compile(
     r"(?:^|_)(?:world|ranks?|replicas?|nprocs?|processes|ngpus?|gpus|mesh|group|fsdp|tp|dp|cp|shards?)(?:$|_)|world_?size|get_rank|local_rank",
     re.IGNORECASE,
 )
-_WORDS: Mapping[str, re.Pattern[str]] = {
+_ACTION_NAMES: Mapping[str, re.Pattern[str]] = {
     "ranks": _ABOUT_RANKS,
     "collective": re.compile(
         r"^(?:all_?reduce|reduce|all_?gather\w*|gather\w*|reduce_scatter\w*|broadcast\w*|all_to_all\w*|scatter)_?$"
@@ -79,8 +79,8 @@ _WORDS: Mapping[str, re.Pattern[str]] = {
     "step": re.compile(r"^step$"),
     "recompute": re.compile(r"^(?:checkpoint\w*|use_reentrant)$"),
 }
-"""What a line does, by the names in it."""
-_OF_CALLS = {"collective", "order", "mode", "zero", "backward", "step"}  # if a function of that name is called
+"""The actions of a line, and the names that indicate them."""
+_CALL_ACTIONS = {"collective", "order", "mode", "zero", "backward", "step"}  # only count if the name is called
 
 _GRADIENT = {
     "collective": 0.8,
@@ -127,7 +127,7 @@ _DATA = {
 }
 _RESULT = {"return": 0.5, "divide": 0.6, "collective": 0.5, "mean": 0.3, "ranks": 0.2, "after-loop": 0.6}
 
-_KINDS: Sequence[tuple[tuple[str, ...], float, Mapping[str, float]]] = (
+_WEIGHTS_BY_RULE: Sequence[tuple[tuple[str, ...], float, Mapping[str, float]]] = (
     (("clip.",), 1.0, {"clip": 0.6, "collective": 0.4, "backward": 0.2, "ranks": 0.4}),
     (("gradient.local", "gradient.unsynced", "ranks.own-gradient"), 0.1, _REPLICAS),
     (("gradient.weights",), 0.1, {**_REPLICAS, "wrap": 0.6, "remainder": 0.9}),
@@ -166,55 +166,59 @@ _KINDS: Sequence[tuple[tuple[str, ...], float, Mapping[str, float]]] = (
     (("recompute.",), 0.4, {"recompute": 1.0}),
     (("collective.", "run.hangs"), 1.0, {"collective": 0.4, "ranks": 0.4, "remainder": 0.2}),
 )
-"""For each kind of finding: the weight of its own line, and of other lines by what they do."""
+"""For each kind of finding: the weight of its own line, and the weights of other lines by their actions."""
 
 
-_ALWAYS = {"setting": 1.0}
+_DEFAULT_WEIGHTS = {"setting": 1.0}
 
 
 def likely_lines(rule: str, place: str, recorded: Sequence[str] = (), variables: Sequence[str] = ()) -> tuple[str, ...]:
-    """At most four lines, most likely first; the line where the mistake shows is one of them.
+    """Return at most four lines, most likely first. The line of the finding is one of them.
 
-    recorded   further lines that the audit saw to take part in it
-    variables  those of the line that matter; () for all
+    recorded   other lines that the audit has recorded with the finding
+    variables  variables of the line to follow; () for all
 
     Example:
         likely_lines("ranks.rate", "train.py:50")  # ("train.py:42", "train.py:50")
 
     """
     lines = [line for line in dict.fromkeys((place, *recorded)) if line]
-    kind = next(((own_weight, weights) for rules, own_weight, weights in _KINDS if rule.startswith(rules)), None)
-    if not lines or kind is None:
-        return tuple(lines[:_MOST])
+    rule_weights = next(
+        ((line_weight, weights) for rules, line_weight, weights in _WEIGHTS_BY_RULE if rule.startswith(rules)), None
+    )
+    if not lines or rule_weights is None:
+        return tuple(lines[:_MAX_LINES])
     scores: dict[str, float] = defaultdict(float)
     for number, line in enumerate(lines):
         path, _, digits = line.rpartition(":")
         source = read_source(path)
-        scores[line] = max(scores[line], _SEEN * _NEARER ** max(0, number - 1))
+        scores[line] = max(scores[line], _RECORDED_WEIGHT * _DECAY ** max(0, number - 1))
         if source is None or not digits.isdigit():
             continue
-        offset = 0.0 if line == place else _RECORDED + 0.1 * number
-        for other, score in _scores(source, int(digits), offset, kind, variables if line == place else ()).items():
-            each = f"{path}:{other}"
-            scores[each] = max(scores[each], score)
-    best = sorted(scores, key=lambda line: -scores[line])
-    clear = [line for line in best if scores[line] >= _CLEAR * scores[best[0]]][:_MOST]
-    if place and place not in clear:
-        clear = [*clear[: _MOST - 1], place]
-    return tuple(clear)
+        extra_distance = 0.0 if line == place else _RECORDED_DISTANCE + 0.1 * number
+        for candidate, score in _scores(
+            source, int(digits), extra_distance, *rule_weights, variables if line == place else ()
+        ).items():
+            candidate_line = f"{path}:{candidate}"
+            scores[candidate_line] = max(scores[candidate_line], score)
+    ranked = sorted(scores, key=lambda line: -scores[line])
+    shown = [line for line in ranked if scores[line] >= _MIN_SHARE * scores[ranked[0]]][:_MAX_LINES]
+    if place and place not in shown:
+        shown = [*shown[: _MAX_LINES - 1], place]
+    return tuple(shown)
 
 
 def _scores(
     source: SourceFile,
     line: int,
-    offset: float,
-    kind: tuple[float, Mapping[str, float]],
+    extra_distance: float,
+    line_weight: float,
+    weights: Mapping[str, float],
     variables: Sequence[str],
 ) -> dict[int, float]:
-    """The weight of each line of a file."""
-    own_weight, weights = kind
-    steps = source.leading_to(line, variables)
-    function = next((each.function for each in steps if steps[each] == 0), None)
+    """Return the weight of each line of a file."""
+    distances = source.leading_to(line, variables)
+    function = next((each.function for each in distances if distances[each] == 0), None)
     scores: dict[int, float] = {}
     for statement in source.statements:
         if isinstance(
@@ -224,20 +228,26 @@ def _scores(
         if _is_routine(statement.node):
             continue
         actions = _actions(source, statement)
-        is_below = "after-loop" in weights and statement.function is function and source.uses_results_of_loop(statement)
-        cost = steps.get(statement, _BELOW if is_below else _ANYWHERE) + offset
+        is_after_loop = (
+            "after-loop" in weights and statement.function is function and source.uses_results_of_loop(statement)
+        )
+        distance = (
+            distances.get(statement, _AFTER_LOOP_DISTANCE if is_after_loop else _UNREACHED_DISTANCE) + extra_distance
+        )
         for number in {statement.line, *actions}:
-            of_line = actions.get(number, {})
-            given = [weights.get(name, _ALWAYS.get(name, 0.0)) * share for name, share in of_line.items()]
-            weight = sum(sorted(given, reverse=True)[:3]) + min([0.0, *given])
-            if number != line and statement not in steps:
+            line_actions = actions.get(number, {})
+            weights_of_actions = [
+                weights.get(name, _DEFAULT_WEIGHTS.get(name, 0.0)) * share for name, share in line_actions.items()
+            ]
+            weight = sum(sorted(weights_of_actions, reverse=True)[:3]) + min([0.0, *weights_of_actions])
+            if number != line and statement not in distances:
                 if weight < 0.5:
                     continue
-                weight *= _ELSEWHERE if source.is_called(statement.function) else 1.0
+                weight *= _UNREACHED_FACTOR if source.is_called(statement.function) else 1.0
             if number == line:
-                weight += _SEEN if offset else own_weight
-            weight += _PLAIN * (number == statement.line)
-            scores[number] = max(scores.get(number, 0.0), weight * _NEARER**cost)
+                weight += _RECORDED_WEIGHT if extra_distance else line_weight
+            weight += _BASE_WEIGHT * (number == statement.line)
+            scores[number] = max(scores.get(number, 0.0), weight * _DECAY**distance)
     return scores
 
 
@@ -245,10 +255,10 @@ _ROUTINE = {"print", "init_process_group", "destroy_process_group", "init_distri
 
 
 def _is_routine(node: ast.stmt) -> bool:
-    """Whether a statement only prints, asks for the rank, or opens and closes process groups."""
+    """Whether a statement only prints, reads the rank, or opens and closes process groups."""
     if isinstance(node, ast.If) and not node.orelse:
-        return all(_is_routine(each) for each in node.body)
-    names = {called_name(each) for each in ast.walk(node) if isinstance(each, ast.Call)}
+        return all(_is_routine(inner) for inner in node.body)
+    names = {called_name(inner) for inner in ast.walk(node) if isinstance(inner, ast.Call)}
     if isinstance(node, ast.Assign):
         is_plain = isinstance(node.value, ast.Call | ast.Tuple)
         return is_plain and bool(names) and names <= {"get_rank", "get_world_size", "len"}
@@ -257,9 +267,9 @@ def _is_routine(node: ast.stmt) -> bool:
 
 @functools.cache
 def _actions(source: SourceFile, statement: Statement) -> dict[int, dict[str, float]]:
-    """What each line of a statement does, with 1, and what the functions that it calls do, with less."""
+    """The actions of each line of a statement with weight 1, and those of functions that it calls with less."""
     actions: dict[int, dict[str, float]] = defaultdict(dict)
-    for line, action in _own_actions(statement):
+    for line, action in _direct_actions(statement):
         actions[line][action] = 1.0
     if source.is_loss(statement):
         actions[statement.line]["loss"] = 1.0
@@ -271,39 +281,39 @@ def _actions(source: SourceFile, statement: Statement) -> dict[int, dict[str, fl
     if source.uses_results_of_loop(statement) and "collective" not in actions[statement.line]:
         actions[statement.line]["after-loop"] = 1.0
     for function in source.called_by(statement):
-        for inner in source.body_of(function) if len(source.body_of(function)) <= _SHORT else ():
-            for _, action in _own_actions(inner):
+        for inner in source.body_of(function) if len(source.body_of(function)) <= _MAX_STATEMENTS else ():
+            for _, action in _direct_actions(inner):
                 if action in ("collective", "trainable", "seed", "mode", "no-gradient", "epoch", "clip"):
-                    actions[statement.line].setdefault(action, _INHERITED)
+                    actions[statement.line].setdefault(action, _CALLEE_FACTOR)
     return actions
 
 
-def _own_actions(statement: Statement) -> Iterator[tuple[int, str]]:
-    """(line, action) for each action of a statement."""
+def _direct_actions(statement: Statement) -> Iterator[tuple[int, str]]:
+    """Yield (line, action) for each action of a statement."""
     called = {call.func for call in statement.calls}
-    for each in statement.nodes:
-        line = getattr(each, "lineno", statement.line)
-        for name in _names_in(each):
-            for action, pattern in _WORDS.items():
-                if pattern.search(name) and (action not in _OF_CALLS or each in called):
+    for node in statement.nodes:
+        line = getattr(node, "lineno", statement.line)
+        for name in _names_in(node):
+            for action, pattern in _ACTION_NAMES.items():
+                if pattern.search(name) and (action not in _CALL_ACTIONS or node in called):
                     yield line, action
-        if isinstance(each, ast.BinOp) and type(each.op) in _OPERATORS:
-            yield line, _OPERATORS[type(each.op)]
-        if isinstance(each, ast.Slice) and each.step is not None:
+        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+            yield line, _OPERATORS[type(node.op)]
+        if isinstance(node, ast.Slice) and node.step is not None:
             yield line, "stride"
-        if isinstance(each, ast.Compare) and _asks_for_gradient(each):
+        if isinstance(node, ast.Compare) and _checks_gradient(node):
             yield line, "no-gradient-yet"
-        if isinstance(each, ast.Call) and _is_unseeded(each):
+        if isinstance(node, ast.Call) and _is_unseeded(node):
             yield line, "unseeded"
-    for action in _actions_of_kind(statement):
+    for action in _statement_actions(statement):
         yield statement.line, action
 
 
 _OPERATORS: Mapping[type, str] = {ast.Div: "divide", ast.FloorDiv: "divide", ast.Mod: "remainder"}
 
 
-def _actions_of_kind(statement: Statement) -> Iterator[str]:
-    """What the kind of statement tells."""
+def _statement_actions(statement: Statement) -> Iterator[str]:
+    """Yield the actions that follow from the kind of statement, such as "return"."""
     node = statement.node
     if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div):
         yield "divide"
@@ -323,8 +333,8 @@ def _actions_of_kind(statement: Statement) -> Iterator[str]:
         yield "setting"
 
 
-def _asks_for_gradient(node: ast.Compare) -> bool:
-    """Whether it is `p.grad is None`, or that it is not."""
+def _checks_gradient(node: ast.Compare) -> bool:
+    """Whether a comparison is `p.grad is None` or `p.grad is not None`."""
     return (
         isinstance(node.left, ast.Attribute)
         and node.left.attr == "grad"
@@ -337,43 +347,43 @@ _GLOBAL_DRAWS = {"shuffle", "permutation", "choice", "choices", "sample", "randi
 
 
 def _is_unseeded(call: ast.Call) -> bool:
-    """Whether a call makes a random generator without a seed, or draws from the one of `random` or `numpy`."""
+    """Whether a call constructs a generator without a seed, or uses the global generator of `random` or `numpy`."""
     name = called_name(call)
     if name in _GENERATORS:
         return not call.args and not call.keywords
-    owner = call.func.value if isinstance(call.func, ast.Attribute) else None
-    is_module = isinstance(owner, ast.Name | ast.Attribute) and ast.unparse(owner) in ("random", "np.random")
+    module = call.func.value if isinstance(call.func, ast.Attribute) else None
+    is_module = isinstance(module, ast.Name | ast.Attribute) and ast.unparse(module) in ("random", "np.random")
     return name in _GLOBAL_DRAWS and is_module
 
 
 def _is_setting(statement: Statement) -> bool:
-    """Whether a statement gives an option, or a field of a configuration, about ranks its value."""
+    """Whether a statement defines an option or a field of a configuration whose name is about ranks."""
     is_option = any(isinstance(c.func, ast.Attribute) and c.func.attr == "add_argument" for c in statement.calls)
-    is_field = statement.function is None and bool(statement.owner) and isinstance(statement.node, ast.AnnAssign)
+    is_field = statement.function is None and bool(statement.class_name) and isinstance(statement.node, ast.AnnAssign)
     names = (name for each in statement.nodes for name in _names_in(each))
-    # a rank is never a setting that is wrong: it is given by the launcher, or means something else
+    # a rank is not a setting: the launcher sets it, or the name means something else
     return (is_option or is_field) and any(
         _ABOUT_RANKS.search(name) and not name.lower().endswith("rank") for name in names
     )
 
 
 def _is_for_some_ranks(source: SourceFile, node: ast.If) -> bool:
-    """Whether some ranks load or change something that others do not; printing and saving are not meant."""
-    is_about_ranks = any(_ABOUT_RANKS.search(name) for part in ast.walk(node.test) for name in _names_in(part))
+    """Whether only some ranks load, step, clip or freeze something. Printing and saving do not count."""
+    is_about_ranks = any(_ABOUT_RANKS.search(name) for inner in ast.walk(node.test) for name in _names_in(inner))
     return is_about_ranks and any(_changes_training(source, inner) for inner in node.body)
 
 
 def _changes_training(source: SourceFile, node: ast.stmt) -> bool:
     """Whether a statement loads, steps, clips or freezes something, or calls a function that writes tensors."""
     called = {called_name(each) for each in ast.walk(node) if isinstance(each, ast.Call)}
-    if any(_WORDS[action].search(name) for name in called for action in ("load", "step", "clip", "trainable")):
+    if any(_ACTION_NAMES[action].search(name) for name in called for action in ("load", "step", "clip", "trainable")):
         return True
     functions = [function for name in called for function in source.functions.get(name, [])]
     return any(_writes_tensors(inner) for function in functions for inner in source.body_of(function))
 
 
 def _writes_tensors(statement: Statement) -> bool:
-    """Whether a statement copies into tensors, or sets their data."""
+    """Whether a statement copies values into tensors, or sets their `data`."""
     return any(called_name(call) in ("copy_", "swap_tensors", "load_state_dict") for call in statement.calls) or any(
         isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store) and each.attr == "data"
         for each in statement.nodes
@@ -388,7 +398,7 @@ def _names_in(node: ast.AST) -> Iterator[str]:
     elif isinstance(node, ast.keyword) and node.arg:
         yield node.arg
     elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-        name = node.value.lstrip("-").replace("-", "_")  # also of an option
+        name = node.value.lstrip("-").replace("-", "_")  # also the name of an option
         if name.isidentifier():
             yield name
 

@@ -1,4 +1,4 @@
-"""Starts a user's script with hooks, and always ends its processes and those that they have started."""
+"""Starts a user's script with hooks, and always ends its processes and their children."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from typing import IO
 
 import psutil
 
-from everyrank.audit.guardian import end_all_of, guarded
+from everyrank.audit.guardian import end_script_processes, guarded
 from everyrank.audit.script import without_gpus
 from everyrank.audit.watch.recorder import ACCELERATE_ON_CPU, ENVIRONMENT, Settings
 
 __all__ = ["ScriptRun", "run_script"]
 
 _INJECT = str(Path(__file__).parent / "watch" / "inject")
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 _AFTER_FAILURE_SECONDS = 3.0  # for the other ranks to print their errors
-_MOST_OUTPUT = 4 * 2**20  # bytes of output to keep for each process, besides the last lines
+_MAX_OUTPUT_BYTES = 4 * 2**20  # to keep for each process, in addition to the last lines
 _LAST_LINES = 200
-_IDLE_SHARE = 0.05  # of a core: computing processes use more
+_IDLE_SHARE = 0.05  # of a core; processes that compute use more
 
 
 @dataclasses.dataclass(frozen=True)
 class ScriptRun:
     """How the processes of a script ended.
 
-    status   "finished": all exited with 0; "failed": one did not; "hangs": none made progress for too long; "long": the
-             time limit ended them
-    codes    exit status of each process, -N after signal N; None: the audit ended it
-    outputs  stdout and stderr of each, as they came
+    status   "finished": all processes exited with 0; "failed": one did not; "hangs": no process made progress for too
+             long; "long": the time limit ended them
+    codes    exit status of each process, -N after signal N; None if the audit ended it
+    outputs  stdout and stderr of each process, in the order in which it wrote them
     """
 
     folder: Path
@@ -51,77 +51,84 @@ class ScriptRun:
 
 
 def run_script(
-    words: Sequence[str],
+    python_args: Sequence[str],
     settings: Settings,
     ranks: Sequence[dict[str, str]],
     timeout_seconds: float,
     limit_seconds: float,
     world_size: int,
-    moved: Callable[[int], None],
-    ends_all: bool = True,
+    on_update: Callable[[int], None],
+    ends_all_processes: bool = True,
 ) -> ScriptRun:
-    """Run `python *words` once for each environment of `ranks`, until it ends, hangs, or runs for too long.
+    """Run `python *python_args` once for each environment of `ranks`, until all end, hang, or run for too long.
 
-    words            what Python is given: a script and its arguments, or -m and a module
-    timeout_seconds  without an event or a computation, after which the script hangs
-    limit_seconds    for the whole run
-    moved            called with the number of updates of rank 0, as it grows
-    ends_all         end every process that has written into the folder, also those of other ranks
+    python_args         the arguments of Python: a script and its arguments, or -m and a module
+    timeout_seconds     time without an event or a computation, after which the script hangs
+    limit_seconds       time limit of the whole run
+    on_update           called with the number of updates of rank 0 when it grows
+    ends_all_processes  end every process that has written into the folder, also those of other ranks
     """
     folder, started = Path(settings.folder), time.monotonic()
     processes: list[_Process] = []
     with contextlib.ExitStack() as stack:
-        if ends_all:
+        if ends_all_processes:
             stack.enter_context(guarded(folder))
-        stack.callback(_end, processes, folder, ends_all)
-        for variables in ranks:  # one by one, so that an error ends those that have started
-            process = _Process([sys.executable, *words], {**os.environ, **variables, **_injected(settings)})
+        stack.callback(_end, processes, folder, ends_all_processes)
+        for variables in ranks:  # append one by one, so that an error ends the processes that have started
+            process = _Process(
+                [sys.executable, *python_args], {**os.environ, **variables, **_hook_environment(settings)}
+            )
             processes.append(process)
-        status = _wait(processes, folder, started, timeout_seconds, limit_seconds, moved)
+        status = _wait(processes, folder, started, timeout_seconds, limit_seconds, on_update)
         if status not in ("finished", "failed"):
-            _ask_for_stacks(folder)
+            _request_stacks(folder)
         codes = tuple(process.process.poll() for process in processes)
     outputs = tuple(process.output() for process in processes)
     return ScriptRun(folder, world_size, status, codes, outputs, time.monotonic() - started)
 
 
-def _end(processes: Sequence[_Process], folder: Path, ends_all: bool) -> None:
+def _end(processes: Sequence[_Process], folder: Path, ends_all_processes: bool) -> None:
     for process in processes:
         process.end()
-    if ends_all:
-        end_all_of(folder)
+    if ends_all_processes:
+        end_script_processes(folder)
 
 
-def rank_environments(processes: int) -> list[dict[str, str]]:
-    """The environment variables that torchrun would give each of so many ranks."""
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port = str(listening.getsockname()[1])
-    count = str(processes)
-    shared = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    shared |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "ROLE_WORLD_SIZE": count, "TORCHELASTIC_RUN_ID": "audit"}
+def rank_environments(num_ranks: int) -> list[dict[str, str]]:
+    """The environment variables that torchrun sets on each rank."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = str(listener.getsockname()[1])
+    world_size = str(num_ranks)
+    shared = {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared |= {
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_WORLD_SIZE": world_size,
+        "TORCHELASTIC_RUN_ID": "audit",
+    }
     shared |= {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
     shared |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    if hidden := without_gpus(processes):
-        shared |= {**hidden, ACCELERATE_ON_CPU: "1"}  # otherwise Accelerate ignores the other ranks
-    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)} for rank in range(processes)]
+    if hidden_gpus := without_gpus(num_ranks):
+        shared |= {**hidden_gpus, ACCELERATE_ON_CPU: "1"}  # otherwise Accelerate ignores the other ranks
+    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)} for rank in range(num_ranks)]
 
 
 _NO_TRACKERS = {"WANDB_MODE": "disabled", "NEPTUNE_MODE": "debug"}
-"""Trackers write into the user's folders and projects, which an audit must not do."""
+"""Disables experiment trackers, because an audit must not write into the user's folders and projects."""
 
 
-def _injected(settings: Settings) -> dict[str, str]:
-    """The environment that puts the hooks into every Python process of the script."""
+def _hook_environment(settings: Settings) -> dict[str, str]:
+    """The environment variables that install the hooks in every Python process of the script."""
     package = str(Path(__file__).parents[2])  # everyrank may not be installed where the script runs
-    before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    path = os.pathsep.join(filter(None, [_INJECT, settings.shim, *before, package]))
-    kept = {} if settings.keep_files else {"PYTHONDONTWRITEBYTECODE": "1", **_NO_TRACKERS}
-    return {ENVIRONMENT: settings.written(), "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **kept}
+    old_path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    path = os.pathsep.join(filter(None, [_INJECT, settings.shim, *old_path, package]))
+    extra = {} if settings.keep_files else {"PYTHONDONTWRITEBYTECODE": "1", **_NO_TRACKERS}
+    return {ENVIRONMENT: settings.to_json(), "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **extra}
 
 
 class _Process:
-    """A process in its own session. The beginning and the end of its output are kept."""
+    """A process in its own session. Keeps the beginning and the end of its output."""
 
     def __init__(self, command: list[str], environment: dict[str, str]) -> None:
         self.process = subprocess.Popen(  # noqa: S603  (the user's script)
@@ -139,11 +146,11 @@ class _Process:
         self.reader.start()
 
     def _read(self, stream: IO[bytes]) -> None:
-        kept = 0
+        num_kept = 0
         while line := stream.readline(65536):
-            if kept < _MOST_OUTPUT:
+            if num_kept < _MAX_OUTPUT_BYTES:
                 self.first.append(line)
-                kept += len(line)
+                num_kept += len(line)
             else:
                 self.last.append(line)
 
@@ -164,32 +171,32 @@ def _wait(
     started: float,
     timeout_seconds: float,
     limit_seconds: float,
-    moved: Callable[[int], None],
+    on_update: Callable[[int], None],
 ) -> str:
-    """Wait until all have ended, and return the status."""
-    size, changed, busy = 0, time.monotonic(), 0.0
+    """Wait until all processes have ended, and return the status."""
+    num_bytes, progress_time, cpu_seconds = 0, time.monotonic(), 0.0
     while True:
         codes = [process.process.poll() for process in processes]
-        now, size_now, busy_now = time.monotonic(), _written(folder), _cpu_seconds(processes)
-        if size_now != size or busy_now > busy + _IDLE_SHARE * max(1.0, now - changed):
-            size, changed, busy = size_now, now, busy_now
-            moved(_updates(folder))
+        now, num_bytes_now, cpu_seconds_now = time.monotonic(), _event_bytes(folder), _cpu_seconds(processes)
+        if num_bytes_now != num_bytes or cpu_seconds_now > cpu_seconds + _IDLE_SHARE * max(1.0, now - progress_time):
+            num_bytes, progress_time, cpu_seconds = num_bytes_now, now, cpu_seconds_now
+            on_update(_num_updates(folder))
         if all(code is not None for code in codes):
             return "failed" if any(codes) else "finished"
-        if any(codes) and now > changed + _AFTER_FAILURE_SECONDS:
+        if any(codes) and now > progress_time + _AFTER_FAILURE_SECONDS:
             return "failed"
-        if now > changed + timeout_seconds:
+        if now > progress_time + timeout_seconds:
             return "hangs"
         if now > started + limit_seconds:
             return "long"
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
 
 
-def _written(folder: Path) -> int:
+def _event_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("pid*.jsonl"))
 
 
-def _updates(folder: Path) -> int:
+def _num_updates(folder: Path) -> int:
     """The number of updates whose gradients rank 0 has written."""
     return len(list(folder.glob("rank0.update*.npz")))
 
@@ -199,15 +206,15 @@ def _cpu_seconds(processes: Sequence[_Process]) -> float:
     for process in processes:
         with contextlib.suppress(psutil.Error):
             parent = psutil.Process(process.process.pid)
-            for each in (parent, *parent.children(recursive=True)):
+            for process in (parent, *parent.children(recursive=True)):
                 with contextlib.suppress(psutil.Error):
-                    times = each.cpu_times()
-                    total += times.user + times.system
+                    cpu_times = process.cpu_times()
+                    total += cpu_times.user + cpu_times.system
     return total
 
 
-def _ask_for_stacks(folder: Path) -> None:
-    """Send SIGUSR1, upon which each watched process writes its stack."""
+def _request_stacks(folder: Path) -> None:
+    """Send SIGUSR1 to the hooked processes, so that each writes its stack."""
     for path in folder.glob("stack*"):
         with contextlib.suppress(ProcessLookupError, PermissionError, ValueError):
             os.kill(int(path.name.removeprefix("stack")), signal.SIGUSR1)

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import Work
 
-from everyrank.errors import is_own
+from everyrank.errors import is_user_code
 
 __all__ = ["AsyncCalls", "DelayedWork", "active_async_calls", "nan_until_wait"]
 
@@ -263,7 +263,7 @@ def _caller() -> str | None:
     if frame is None or str(frame.f_globals.get("__name__", "")).partition(".")[0] in _LIBRARIES:
         return None
     first = frame
-    while frame is not None and not is_own(frame.f_code.co_filename):
+    while frame is not None and not is_user_code(frame.f_code.co_filename):
         frame = frame.f_back
     frame = frame or first
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from everyrank.backends.engine import PendingWork
-from everyrank.errors import is_own
+from everyrank.errors import is_user_code
 
 __all__ = ["RECENT_CALLS", "RecentCall", "RecentCalls"]
 
@@ -99,7 +99,7 @@ class RecentCalls:
         return [call.row() for call in self.ring.copy()]
 
 
-_is_own = functools.lru_cache(maxsize=4096)(is_own)
+_is_own = functools.lru_cache(maxsize=4096)(is_user_code)
 
 
 def _caller(frame: FrameType | None) -> tuple[CodeType | None, int]:

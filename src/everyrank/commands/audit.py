@@ -124,10 +124,10 @@ def _command(args: argparse.Namespace) -> tuple[list[str], int | None]:
         command = ScriptCommand(["-m", *args.module])
     else:
         command = script_command(args.script[1:] if args.script[:1] == ["--"] else args.script)
-    words, start = command.words, 2 if command.words[:1] == ["-m"] else 1
-    if words[start : start + 1] == ["--"]:
-        del words[start]
-    return words, command.processes if args.processes is None else args.processes
+    python_args, start = command.python_args, 2 if command.python_args[:1] == ["-m"] else 1
+    if python_args[start : start + 1] == ["--"]:
+        del python_args[start]
+    return python_args, command.processes if args.processes is None else args.processes
 
 
 def _resume_command(args: argparse.Namespace) -> ResumeCommand | None:
@@ -148,7 +148,7 @@ def _other_settings(args: argparse.Namespace) -> list[list[str]]:
         raise UsageError(f"--same {args.same[-1]!r}: {error}; close the quote") from error
 
 
-def _check_outputs(args: argparse.Namespace, words: list[str]) -> None:
+def _check_outputs(args: argparse.Namespace, python_args: list[str]) -> None:
     """Raise `UsageError` for a file that cannot be written, or that is the script itself."""
     check_html(args)
     for path in (args.json, args.sarif, args.patch):
@@ -156,7 +156,7 @@ def _check_outputs(args: argparse.Namespace, words: list[str]) -> None:
     if args.patch is not None and not args.fix:
         raise UsageError("--patch: give --fix, too")
     for path in (args.json, args.html, args.sarif, args.patch):
-        if path is not None and words and path.absolute() == Path(words[0]).absolute():
+        if path is not None and python_args and path.absolute() == Path(python_args[0]).absolute():
             raise UsageError(f"{path}: this is the script; give another path")
 
 
@@ -168,15 +168,15 @@ def run(args: argparse.Namespace) -> int:
 
     _end_with_the_terminal()
     resume, same = _resume_command(args), _other_settings(args)
-    words, processes = _command(args)
+    python_args, processes = _command(args)
     options = AuditOptions(
         processes, args.updates, args.watch, args.timeout, args.limit, args.replay, args.pretend_cuda, args.shim
     )
     if args.save is not None or args.against is not None:
         from everyrank.commands.evidence import compare_script_versions
 
-        return compare_script_versions(args, words, options)
-    _check_outputs(args, words)
+        return compare_script_versions(args, python_args, options)
+    _check_outputs(args, python_args)
     last_shown = -1
     with progress(options.updates, show=is_rank_0_of_all(os.environ)) as advance:
 
@@ -188,12 +188,12 @@ def run(args: argparse.Namespace) -> int:
 
         on_update(0)
         try:
-            audit, failure = None if args.only_compare else audit_script(words, options, on_update), None
+            audit, failure = None if args.only_compare else audit_script(python_args, options, on_update), None
         except ScriptFailedError as error:
             audit, failure = error.audit, error
     unpatched = audit
     if failure is None:
-        audit = _compared(audit, words, options, args)
+        audit = _compared(audit, python_args, options, args)
     audit = _with_other_arguments(audit, options, resume, same)
     if audit is not None:
         _show(audit, args)
@@ -210,12 +210,14 @@ def run(args: argparse.Namespace) -> int:
     return CHECK_FAILED if audit.has_failed or is_warned else 0
 
 
-def _compared(audit: Audit | None, words: list[str], options: AuditOptions, args: argparse.Namespace) -> Audit | None:
+def _compared(
+    audit: Audit | None, python_args: list[str], options: AuditOptions, args: argparse.Namespace
+) -> Audit | None:
     """Return the audit with the findings of a comparison of the ranks with one rank."""
     if args.only_compare:
         from everyrank.relations import audit_by_relations
 
-        return audit_by_relations(words, options)
+        return audit_by_relations(python_args, options)
     if audit is None:
         return None
     is_wanted = _is_worth_comparing(audit, options) if args.compare is None else args.compare
@@ -223,7 +225,7 @@ def _compared(audit: Audit | None, words: list[str], options: AuditOptions, args
         return audit
     from everyrank.relations import why_not_compared, with_comparison
 
-    why_not = why_not_compared(audit.words, options, os.environ)
+    why_not = why_not_compared(audit.python_args, options, os.environ)
     if why_not:
         reasons = () if args.compare is None else (f"comparison with one rank: {why_not}",)
         return dataclasses.replace(audit, unchecked=(*audit.unchecked, *reasons))
@@ -251,7 +253,7 @@ def _with_other_arguments(
 
 def _is_worth_comparing(audit: Audit, options: AuditOptions) -> bool:
     """Whether to compare by default: a quick script that trains, without a FAIL that the comparison cannot refute."""
-    is_script = options.shim is None and audit.words[0] != "-m"
+    is_script = options.shim is None and audit.python_args[0] != "-m"
     is_quick = audit.seconds <= _SHORT_SECONDS and not options.watch
     is_certain = any(finding.level == "FAIL" and not finding.about_ranks for finding in audit.findings)
     return is_script and is_quick and audit.updates > 0 and not is_certain
@@ -261,7 +263,7 @@ def _has_edits(audit: Audit) -> bool:
     """Whether --fix has an edit for one of the findings."""
     from everyrank.repair import is_editable
 
-    return any(is_editable(finding, Path(audit.words[0])) for finding in audit.findings)
+    return any(is_editable(finding, Path(audit.python_args[0])) for finding in audit.findings)
 
 
 def _show_patch(audit: Audit, options: AuditOptions, target: Path | None) -> dict[str, Any]:
@@ -270,7 +272,7 @@ def _show_patch(audit: Audit, options: AuditOptions, target: Path | None) -> dic
     from everyrank.repair import patch_script
 
     patch = patch_script(audit, options, lambda text: print(f"{text} ...", file=sys.stderr))
-    name = os.path.relpath(audit.words[0])
+    name = os.path.relpath(audit.python_args[0])
     diff = "".join(difflib.unified_diff(patch.original.splitlines(True), patch.text.splitlines(True), name, name))
     print()
     if diff:

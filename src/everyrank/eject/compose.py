@@ -19,7 +19,7 @@ from everyrank.eject.request import EjectRequest
 from everyrank.eject.sources import OwnSources
 from everyrank.workload import Workload
 
-__all__ = ["compose", "conditions_of", "part"]
+__all__ = ["compose", "conditions_of", "render_template"]
 
 _MARK = re.compile(r"\s*#\?\s*(?P<conditions>[!\w ]+)$")
 _LAYOUT_PARTS = {
@@ -141,7 +141,7 @@ def compose(workload: Workload, facts: Facts, request: EjectRequest, sources: Ow
         imports.add(ImportLine(sources.names.batch_norm, "synchronise_batch_norm", "synchronise_batch_norm"))
     bodies: list[str] = []
     for name in [*names, "main"]:
-        text = part(name, holds, values)
+        text = render_template(name, holds, values)
         imports |= import_lines(text)
         bodies.append(_without_imports(text))
     body = "\n\n\n".join(bodies) + "\n"
@@ -151,7 +151,7 @@ def compose(workload: Workload, facts: Facts, request: EjectRequest, sources: Ow
     return "\n\n".join([header, render_imports(imports, {sources.module, sources.names.batch_norm}), body])
 
 
-def part(name: str, holds: Set[str], values: Mapping[str, str]) -> str:
+def render_template(name: str, holds: Set[str], values: Mapping[str, str]) -> str:
     """Render a template: keep the lines whose conditions hold, and fill in the values."""
     text = (importlib.resources.files("everyrank.eject.parts") / f"{name}.py.txt").read_text(encoding="utf-8")
     lines: list[str] = []

@@ -6,7 +6,7 @@ import shutil
 from importlib.resources import files
 from pathlib import Path
 
-from everyrank.eject.compose import compose, conditions_of, part
+from everyrank.eject.compose import compose, conditions_of, render_template
 from everyrank.eject.facts import look_at
 from everyrank.eject.readme import readme, requirements, start_command
 from everyrank.eject.request import EjectRequest, refuse_layout, refuse_workload
@@ -39,7 +39,7 @@ def write_project(request: EjectRequest, folder: Path) -> list[Path]:
     script = compose(workload, facts, request, sources, command)
     texts = {f"{names.script}.py": script, **sources.files, "requirements.txt": requirements(sources)}
     if "batch_norm" in holds:
-        texts[f"{names.batch_norm}.py"] = part("batch_norm", holds, {})
+        texts[f"{names.batch_norm}.py"] = render_template("batch_norm", holds, {})
     if request.launcher == "slurm":
         texts[f"{names.script}.sbatch"] = _sbatch(request, names.script)
     texts["README.md"] = readme(workload, facts, request, sources, "batch_norm" in holds)

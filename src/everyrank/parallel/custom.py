@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from everyrank.errors import UnsupportedLayoutError, WorkloadError, describe, is_own
+from everyrank.errors import UnsupportedLayoutError, WorkloadError, describe, is_user_code
 from everyrank.layout import CustomParallelize
 from everyrank.parallel.custom_precision import without_mixed_precision
 from everyrank.parallel.full_state import quiet_logger, without_advice
@@ -87,7 +87,7 @@ def _time_limit(code: CustomParallelize, seconds: float, timeout: float) -> Gene
 
     def stop(_: int, frame: Any) -> None:
         user_frames = [
-            frame_summary for frame_summary in traceback.extract_stack(frame) if is_own(frame_summary.filename)
+            frame_summary for frame_summary in traceback.extract_stack(frame) if is_user_code(frame_summary.filename)
         ]
         line = f" at line {user_frames[-1].lineno}" if user_frames else ""
         raise WorkloadError(f"{code.path} has not returned after {seconds:g} s (--timeout {timeout:g}){line}")
@@ -233,7 +233,7 @@ def forward_error(error: Exception, model: nn.Module, code: CustomParallelize) -
 
 def _text(error: Exception) -> str:
     """Describe the error, with its line if it is in a user's file."""
-    if any(is_own(frame.filename) for frame in traceback.extract_tb(error.__traceback__)):
+    if any(is_user_code(frame.filename) for frame in traceback.extract_tb(error.__traceback__)):
         return describe(error)
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '').rstrip('.')}"
 

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from everyrank.data import Slice, Update, batches_for_evaluation, batches_for_updates
-from everyrank.errors import is_own
+from everyrank.errors import is_user_code
 from everyrank.layout import Layout
 from everyrank.loop import wrap_user_errors
 from everyrank.parallel.init_model import on_cpu, seed_everything
@@ -126,7 +126,7 @@ def _packages() -> list[tuple[str, str]]:
 def _user_files() -> set[str]:
     """Return the files of imported modules that belong to the user, not to everyrank, Python or a package."""
     paths = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
-    return {file for file in paths if file and file.endswith(".py") and is_own(file) and Path(file).is_file()}
+    return {file for file in paths if file and file.endswith(".py") and is_user_code(file) and Path(file).is_file()}
 
 
 def _device_name(device: torch.device) -> str:

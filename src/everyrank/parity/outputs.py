@@ -222,14 +222,14 @@ def _describe_scalar(local: float, expected: float, code: CustomParallelize) -> 
 def _multiple(local: Tensor, unit: Tensor, whole: Tensor) -> float | None:
     """Return c if `local` is c times `unit`, else None."""
     square = float((unit * unit).sum())
-    times = float((local * unit).sum()) / square if square else 0.0
-    return times if times and _is_near(local, times * unit, whole) else None
+    factor = float((local * unit).sum()) / square if square else 0.0
+    return factor if factor and _is_near(local, factor * unit, whole) else None
 
 
-def _matching_axes(code: CustomParallelize, times: float) -> str:
+def _matching_axes(code: CustomParallelize, factor: float) -> str:
     for axes in axis_sets(code):
         size = math.prod(code.axes[axis] for axis in axes)
-        if min(abs(times / size - 1), abs(times * size - 1)) < 1e-6:
+        if min(abs(factor / size - 1), abs(factor * size - 1)) < 1e-6:
             return f", the number of ranks along {' x '.join(axes)}"
     return ""
 

@@ -59,7 +59,7 @@ class Estimate:
     @property
     def bound(self) -> str:
         """The part that takes longest."""
-        return max(self.time.parts, key=lambda part: float(np.max(self.time.parts[part])))
+        return max(self.time.parts, key=lambda phase: float(np.max(self.time.parts[phase])))
 
 
 def default_batch(sizes: DecoderSizes, gpus: int) -> int:

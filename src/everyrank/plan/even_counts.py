@@ -63,8 +63,8 @@ class EvenCounts:
             self._keep(result, total * (index + 1) // size - total * index // size)
         elif name == "unbind":
             size = len(result)
-            for index, part in enumerate(result):
-                self._keep(part, total * (index + 1) // size - total * index // size)
+            for index, count in enumerate(result):
+                self._keep(count, total * (index + 1) // size - total * index // size)
 
     def _keep(self, tensor: Any, total: int) -> None:
         if isinstance(tensor, Tensor) and tensor.dtype in _COUNTED:

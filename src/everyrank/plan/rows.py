@@ -115,7 +115,7 @@ _BYTES = {"gib": 2.0**30, "mib": 2.0**20, "gb": 1e9, "mb": 1e6, "bytes": 1.0, "b
 
 def _read_row(name: str, row: dict[str, Any]) -> Row:
     model, hardware, parallel, batch, measured, extra = (
-        _group(row, part) for part in ("model", "hardware", "parallel", "batch", "measured", "extra")
+        _group(row, group) for group in ("model", "hardware", "parallel", "batch", "measured", "extra")
     )
     _refuse_unknown(row, model, parallel, extra)
     ran_out = bool(extra.get("oom") or measured.get("oom")) or any("oom" in str(v).lower() for v in measured.values())
@@ -161,11 +161,11 @@ def _read_row(name: str, row: dict[str, Any]) -> Row:
     )
 
 
-def _group(row: Mapping[str, Any], part: str) -> dict[str, Any]:
+def _group(row: Mapping[str, Any], group: str) -> dict[str, Any]:
     """Return a group of fields of a row; {} if it is missing."""
-    value = row.get(part)
+    value = row.get(group)
     if value is not None and not isinstance(value, dict):
-        raise _UnreadableError(f"{part} is not a JSON object")
+        raise _UnreadableError(f"{group} is not a JSON object")
     return value or {}
 
 
@@ -433,11 +433,11 @@ def _stack_of(
 def _memory_kind(row: Mapping[str, Any], measured: Mapping[str, Any]) -> str:
     kind = str(measured.get("memory_kind") or row.get("memory_kind") or "").lower()
     text = f"{kind} {row.get('notes') or ''} {_source(row)}".lower()
-    for part in (kind, text):
+    for field in (kind, text):
         for word in ("allocated", "reserved", "device"):
-            if word in part:
+            if word in field:
                 return word
-        if re.search(r"nvidia-smi|rocm-smi|total", part):
+        if re.search(r"nvidia-smi|rocm-smi|total", field):
             return "device"
     if "simumax" in text:
         return "allocated"

@@ -220,14 +220,14 @@ def predict_step(c: Configurations, gpu: Gpu, inside: Link, across: Link, fitted
     # each micro-batch reads its gradients, and reads and writes their sum
     adding = (c.size + 2 * c.gradients) * local_parameters / np.where(sharded, units, 1) / stream
 
-    times = c.accumulate * blocks
+    num_blocks = c.accumulate * blocks
     parts = {
-        "products": times * matrix_seconds + c.accumulate * head,
-        "bandwidth": times * (compute - matrix_seconds) + c.accumulate * (loss + adding),
-        "launches": times * launches,
-        "tensor link": times * tensor_link,
-        "context link": times * context_link,
-        "data link": times * gather_link + replicas + ends_link,
+        "products": num_blocks * matrix_seconds + c.accumulate * head,
+        "bandwidth": num_blocks * (compute - matrix_seconds) + c.accumulate * (loss + adding),
+        "launches": num_blocks * launches,
+        "tensor link": num_blocks * tensor_link,
+        "context link": num_blocks * context_link,
+        "data link": num_blocks * gather_link + replicas + ends_link,
         "bubble": bubble,
         "optimizer": optimizer,
     }

@@ -143,8 +143,8 @@ def _idle_share(layout: Layout, size: int) -> float:
 def _trace_rank(
     workload: Workload, layout: Layout, size: int, rank: int, samples: Any, on_gpu: bool, timing: _Timing | None
 ) -> LayoutMemory:
-    def traced(part: Workload, note: str) -> LayoutMemory:
-        step = trace_step(part, layout, size, rank, samples, on_gpu)
+    def traced(stage: Workload, note: str) -> LayoutMemory:
+        step = trace_step(stage, layout, size, rank, samples, on_gpu)
         memory = _memory_of(step, on_gpu, note)
         return dataclasses.replace(memory, parts=timing(step)) if timing is not None else memory
 

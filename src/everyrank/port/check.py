@@ -80,15 +80,15 @@ def compare_port(original: ScriptRecording, port: ScriptRecording, tolerance: fl
     return PortComparison(ranks, min(len(expected_updates), len(port_updates)), largest, "", printed, doubts)
 
 
-def _gather_shards(expected: RecordedUpdate, parts: list[RecordedUpdate]) -> tuple[RecordedUpdate, bool]:
+def _gather_shards(expected: RecordedUpdate, rank_recordings: list[RecordedUpdate]) -> tuple[RecordedUpdate, bool]:
     """Return the update of rank 0, with whole tensors in place of FSDP's shards, and whether any was sharded."""
     import torch
 
-    gathered, is_sharded = parts[0], False
+    gathered, is_sharded = rank_recordings[0], False
     for kind in ("gradients", "after"):
         tensors = dict(getattr(gathered, kind))
         for name, reference in getattr(expected, kind).items():
-            shards = [getattr(part, kind).get(name) for part in parts]
+            shards = [getattr(rank_recording, kind).get(name) for rank_recording in rank_recordings]
             nonempty = [shard for shard in shards if shard is not None and shard.numel()]
             if reference is None or not nonempty or all(shard.shape == reference.shape for shard in nonempty):
                 continue
@@ -261,9 +261,9 @@ def _find_doubts(original: RankRecording, ranks: tuple[RankRecording, ...], is_c
                     line.place, f"{_short_place(line.place)} prints on each rank: {line.text.strip()[:60]}"
                 )
         unmatched_names = dict(_writes(ranks[0]))
-        for path, place in _writes(rank):
+        for path, location in _writes(rank):
             if path in unmatched_names:
-                doubts.setdefault(path, f"{_short_place(place)} writes {Path(path).name} on each rank")
+                doubts.setdefault(path, f"{_short_place(location)} writes {Path(path).name} on each rank")
     expected, actual = _saved(original), _saved(ranks[0])
     unmatched_names = [name for name in actual if name not in expected]
     for name, keys in expected.items():
@@ -286,8 +286,8 @@ def _find_doubts(original: RankRecording, ranks: tuple[RankRecording, ...], is_c
 
 
 def _writes(recording: RankRecording) -> list[tuple[str, str]]:
-    saved = [(path, place) for path, place, _ in recording.facts.get("saved", [])]
-    return saved + [(path, place) for path, place in recording.facts.get("written", [])]
+    saved = [(path, location) for path, location, _ in recording.facts.get("saved", [])]
+    return saved + [(path, location) for path, location in recording.facts.get("written", [])]
 
 
 def _saved(recording: RankRecording) -> dict[str, list[str]]:
@@ -295,5 +295,5 @@ def _saved(recording: RankRecording) -> dict[str, list[str]]:
     return {Path(path).name: keys for path, _, keys in recording.facts.get("saved", [])}
 
 
-def _short_place(place: str) -> str:
-    return place.rpartition("/")[2]
+def _short_place(location: str) -> str:
+    return location.rpartition("/")[2]

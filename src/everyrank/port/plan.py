@@ -68,9 +68,9 @@ class Plan:
         """Return the facts of a kind, in the order of the run."""
         return [fact for fact in self.facts if fact.kind == kind]
 
-    def once(self, node: ast.AST, what: str = "") -> bool:
+    def once(self, node: ast.AST, purpose: str = "") -> bool:
         """Whether this is the first call with this node and purpose."""
-        key = (node, what)
+        key = (node, purpose)
         is_first = key not in self._seen
         self._seen.add(key)
         return is_first

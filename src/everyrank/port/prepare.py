@@ -10,7 +10,7 @@ import ast
 import dataclasses
 import re
 
-from everyrank.audit.script import names_cuda
+from everyrank.audit.script import mentions_cuda
 from everyrank.port.helpers import silencing_lines
 from everyrank.port.idioms import installed_module
 from everyrank.port.plan import Plan
@@ -62,7 +62,7 @@ def start_lines(plan: Plan, has_logging: bool) -> list[str]:
     """Return the lines that create the object and silence the other ranks."""
     idiom, name = plan.idiom, plan.object_name
     assert idiom is not None
-    uses_gpu = names_cuda(plan.source.text)
+    uses_gpu = mentions_cuda(plan.source.text)
     if idiom.object == "fabric":
         options = [
             *([] if uses_gpu else ['    accelerator="cpu",']),
@@ -315,7 +315,7 @@ def _edit_devices(plan: Plan, starts_in_main: bool) -> None:
     """Replace `device = torch.device(...)` by the device of the object, if the object exists before it."""
     source = plan.source
     for node in ast.walk(source.tree):
-        if not isinstance(node, ast.Assign) or len(node.targets) != 1 or not names_cuda(source.code(node)):
+        if not isinstance(node, ast.Assign) or len(node.targets) != 1 or not mentions_cuda(source.code(node)):
             continue
         target, value = source.code(node.targets[0]), source.code(node.value)
         is_device = target.rpartition(".")[2].endswith("device") and value.startswith(

@@ -114,7 +114,7 @@ def port_script(
         script, read_script(script), other, read_script(other) if other is not None else "", target=target
     )
     modules = [installed_module(IDIOMS[target])] if target in IDIOMS else []
-    with ScriptHost(words, timeout_seconds, most_ranks=max(ranks), modules=modules) as host:
+    with ScriptHost(words, timeout_seconds, max_ranks=max(ranks), modules=modules) as host:
         say("running the script")
         facts = _observe(host, files)
         # fails here if the script cannot be edited, before anything is compared
@@ -182,7 +182,7 @@ def check_ported(
 
     Raises `CannotRunError` if the original does not run here.
     """
-    files = ScriptFiles(Path(host.words[0]), read_script(Path(host.words[0])), port_name=port.name)
+    files = ScriptFiles(Path(host.python_args[0]), read_script(Path(host.python_args[0])), port_name=port.name)
     say("running the script in float64")
     imposed = _IMPOSED
     original, float64 = _original(host, imposed)
@@ -230,7 +230,7 @@ def _audit(words: Sequence[str], files: dict[str, str], ranks: int, timeout_seco
     options = AuditOptions(processes=ranks, timeout_seconds=timeout_seconds, limit_seconds=timeout_seconds)
     with with_siblings(Path(words[0]), files) as candidate:
         try:
-            audit = audit_script([str(candidate), *words[1:]], options, is_open=False)
+            audit = audit_script([str(candidate), *words[1:]], options, may_change_ranks=False)
         except ScriptFailedError as error:
             audit = error.audit
         except EveryrankError:
@@ -357,13 +357,13 @@ def _check(
         for count in ranks:
             recording = host.run(
                 count,
-                words=[str(candidate), *host.words[1:]],
+                python_args=[str(candidate), *host.python_args[1:]],
                 updates=UPDATES,
                 detailed=UPDATES,
                 float64=float64,
                 imposed=imposed,
                 # Accelerate and Fabric search for GPUs themselves
-                environment={} if enough_gpus(host.most_ranks) else _ON_CPU,
+                environment={} if enough_gpus(host.max_ranks) else _ON_CPU,
             )
             comparisons.append(compare_port(original, recording, tolerance))
             if not comparisons[-1].is_equal:

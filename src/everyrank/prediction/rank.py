@@ -70,7 +70,7 @@ def _predict(prepared: Prepared, data: Any, write: Callable[[int, Any], None], t
             local_rows = _rows_or_empty(local_rows, world)
             gathered = all_gather(local_rows, world)
             # parts of a batch are contiguous and in the order of the ranks
-            rows = torch.cat([part.reshape(-1, *local_rows.shape[1:]) for part in gathered])
+            rows = torch.cat([rows_of_rank.reshape(-1, *local_rows.shape[1:]) for rows_of_rank in gathered])
             if world.rank == 0:
                 write(first, rows.cpu().numpy())
             first += batch.total

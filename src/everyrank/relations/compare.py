@@ -1,4 +1,4 @@
-"""Runs the script again for each relation, and collects what differs."""
+"""Runs the script again for each relation, and collects the differences."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from everyrank.audit import Audit, AuditOptions
+from everyrank.audit.external_launch import external_rank
 from everyrank.audit.finding import LEVELS, Finding, Findings, short_place
-from everyrank.audit.outside import rank_from_outside
-from everyrank.audit.script import find_script, own_text, starts_ranks_itself
+from everyrank.audit.script import find_script, starts_ranks_itself, user_source
 from everyrank.errors import EveryrankError
 from everyrank.relations.objects import judge_counters, judge_statistics
 from everyrank.relations.precision import judge_rounded_updates
@@ -43,11 +43,11 @@ __all__ = [
     "with_settings",
 ]
 
-_OF_GRADIENTS = ("gradient.", "loss.", "clip.", "replicas.", "random.", "weights.", "ddp.", "collective.", "data.")
+_GRADIENT_RULES = ("gradient.", "loss.", "clip.", "replicas.", "random.", "weights.", "ddp.", "collective.", "data.")
 _EXPLAINED_BY = {
-    "ranks.gradient": _OF_GRADIENTS,
-    "ranks.parameters": _OF_GRADIENTS,
-    "ranks.own-gradient": _OF_GRADIENTS,
+    "ranks.gradient": _GRADIENT_RULES,
+    "ranks.parameters": _GRADIENT_RULES,
+    "ranks.own-gradient": _GRADIENT_RULES,
     "ranks.input": ("data.", "random."),
     "ranks.rate": ("schedule.", "replicas.rate"),
     "ranks.state": ("replicas.", "norm."),
@@ -62,24 +62,24 @@ _EXPLAINED_BY = {
     "recompute.state": ("replicas.buffers",),
     "schedule.horizon": ("schedule.",),
 }
-"""Kinds of rules that can be the cause of each difference."""
+"""Rules, or kinds of rules, whose mistakes can cause each difference."""
 
-_COMPLETE_SECONDS = 15.0  # for a complete run, which only the end of a schedule needs
-_PASS_BATCHES = 4  # of shortened epochs, where the whole ones are too long to reach an evaluation
+_COMPLETE_RUN_SECONDS = 15.0  # only the end of a schedule needs a complete run
+_PASS_BATCHES = 4  # batches of shortened epochs, if whole epochs are too long to reach an evaluation
 _SHORT_UPDATES, _SHORT_SECONDS = 12, 6.0
-_MOST_UPDATES = 20_000
-_MOST_SIZES = 4  # names of integers that may be the batch size
+_MAX_UPDATES = 20_000
+_MAX_SIZES = 4  # names of integers to try as the batch size
 
 
 @dataclasses.dataclass(frozen=True)
 class RelationResults:
-    """What the relations found.
+    """The results of all relations.
 
-    findings   differences
-    unchecked  relations that could not be tested, with the reason
-    seconds    of all runs
-    num_equal  updates in which the ranks compute the same as one rank, up to rounding
-    refuted    rules of audit whose findings are no mistake, as the comparison has shown
+    findings   the differences
+    unchecked  relations that could not be checked, with the reason
+    seconds    total time of all runs
+    num_equal  number of updates in which the ranks compute the same as one rank, up to rounding
+    refuted    rules of the audit whose findings are no mistakes, as the comparison has shown
     """
 
     findings: tuple[Finding, ...]
@@ -90,7 +90,7 @@ class RelationResults:
 
 
 def compare_script(
-    words: Sequence[str],
+    python_args: Sequence[str],
     processes: int,
     *,
     updates: int = 48,
@@ -98,12 +98,12 @@ def compare_script(
     timeout_seconds: float = 120.0,
     pretend_cuda: bool = False,
 ) -> RelationResults:
-    """Run a script on `processes` ranks and on one, with the same batches, and compare.
+    """Run a script on `processes` ranks and on one rank with the same batches, and compare.
 
-    updates   optimizer steps to compare
-    seconds   after which the run on several ranks is ended
+    updates   number of updates to compare
+    seconds   time after which the run on several ranks is ended
 
-    Never raises for what the script does: a relation that cannot be tested is in `unchecked`.
+    Errors of the script are not raised: a relation that cannot be checked is in `unchecked`.
 
     Example:
         comparison = compare_script(["train.py", "--epochs", "2"], processes=2)
@@ -111,32 +111,32 @@ def compare_script(
     """
     start, findings, num_equal = time.monotonic(), Findings(), 0
     try:
-        with ScriptHost(words, timeout_seconds, pretend_cuda, processes) as host:
-            num_equal = judge_script(host, words, processes, findings, updates, seconds)
+        with ScriptHost(python_args, timeout_seconds, pretend_cuda, processes) as host:
+            num_equal = judge_script(host, python_args, processes, findings, updates, seconds)
     except EveryrankError as error:
         findings.not_checked(f"comparison with one rank: not compared, because {error}")
     except Exception as error:  # the audit never ends by it
         findings.not_checked(
             f"comparison with one rank: not compared, because it failed ({type(error).__name__}: {error})"
         )
-    spent = time.monotonic() - start
-    results = tuple(findings.worst_first()), tuple(findings.unchecked), spent, num_equal
+    elapsed_seconds = time.monotonic() - start
+    results = tuple(findings.worst_first()), tuple(findings.unchecked), elapsed_seconds, num_equal
     return RelationResults(*results, refuted=frozenset(findings.refuted))
 
 
 def judge_script(
     host: ScriptHost,
-    words: Sequence[str],
+    python_args: Sequence[str],
     processes: int,
     findings: Findings,
     updates: int = 48,
     seconds: float = 8.0,
 ) -> int:
-    """Test all relations of a script, in a host that may run others, too.
+    """Check all relations of a script in a host that may run other scripts, too.
 
     Returns the number of updates in which the ranks compute the same as one rank.
     """
-    many = host.run_in_float64(processes, words=words, updates=updates, seconds=seconds)
+    many = host.run_in_float64(processes, python_args=python_args, updates=updates, seconds=seconds)
     if many.trouble:
         findings.not_checked(f"{processes} ranks against one: not compared, because {many.trouble}")
         return 0
@@ -148,98 +148,105 @@ def judge_script(
     judge_uneven_passes(many, findings)
     judge_counters(many.ranks[0], findings)
     if many.ranks[0].facts.get("with_workers") and is_suspicious(many):
-        without = host.run(
+        without_workers = host.run(
             processes,
-            words=words,
+            python_args=python_args,
             imposed=Imposed(no_workers=True),
             float64=many.float64,
             updates=updates,
             seconds=seconds,
         )
-        judge_workers(many, without, findings)
+        judge_workers(many, without_workers, findings)
 
-    def alone(imposed: Imposed) -> ScriptRecording:
-        return host.run(1, words=words, imposed=imposed, float64=many.float64, updates=updates, detailed=updates)
+    def run_alone(imposed: Imposed) -> ScriptRecording:
+        return host.run(
+            1, python_args=python_args, imposed=imposed, float64=many.float64, updates=updates, detailed=updates
+        )
 
-    one, num_equal = alone(Imposed(recording=many)), 0
+    single, num_equal = run_alone(Imposed(recording=many)), 0
     if processes > 1:
-        script = find_script(words)
-        text = own_text(script) if script else ""
-        rank_0, is_cut = None, False
-        if script is not None and not num_comparable(many, one)[1]:
-            one, is_cut = _as_script_cuts_batches(many, one, script.read_text(), alone)
-        if is_cut and many.ranks[0].printed:
-            findings.not_checked("printed numbers: the script cuts its batches itself, and may print those of others")
-        elif not one.trouble and many.ranks[0].printed:
-            rank_0 = alone(Imposed(recording=many, only_rank=0, parameters=True))
-        num_equal = judge_ranks(many, one, rank_0, alone, findings)
+        script = find_script(python_args)
+        source = user_source(script) if script else ""
+        rank_0, cuts_batches = None, False
+        if script is not None and not num_comparable(many, single)[1]:
+            single, cuts_batches = _run_with_cut_batches(many, single, script.read_text(), run_alone)
+        if cuts_batches and many.ranks[0].printed:
+            findings.not_checked(
+                "printed numbers: the script cuts its batches itself, so it may print numbers of other batches"
+            )
+        elif not single.trouble and many.ranks[0].printed:
+            rank_0 = run_alone(Imposed(recording=many, only_rank=0, parameters=True))
+        num_equal = judge_ranks(many, single, rank_0, run_alone, findings)
         judge_statistics(many, findings)
-        if num_equal and not findings.has("ranks.") and misses_evaluation(many, text):
-            _judge_short_epochs(host, words, processes, many.float64, findings)
-        if has_schedule(many.ranks[0]) or "lr_scheduler" in text:  # another optimizer may train something first
-            _judge_complete_runs(host, words, processes, findings)
-    lines = one.ranks[0].facts.get("checkpointing", [])
-    if lines and not one.trouble:
-        kept = host.run(
+        if num_equal and not findings.has("ranks.") and misses_evaluation(many, source):
+            _judge_short_epochs(host, python_args, processes, many.float64, findings)
+        # the recorded updates may be those of a different optimizer, so the source is searched, too
+        if has_schedule(many.ranks[0]) or "lr_scheduler" in source:
+            _judge_complete_runs(host, python_args, processes, findings)
+    lines = single.ranks[0].facts.get("checkpointing", [])
+    if lines and not single.trouble:
+        without_checkpointing = host.run(
             1,
-            words=words,
+            python_args=python_args,
             imposed=Imposed(recording=many, without_checkpointing=True),
             float64=many.float64,
-            updates=2,  # states are known when the second begins
+            updates=2,  # the states of the first update are recorded when the second one begins
             detailed=2,
         )
-        if kept.trouble:
-            findings.not_checked(f"activation checkpointing at {short_place(lines[0])}: {kept.trouble}")
+        if without_checkpointing.trouble:
+            findings.not_checked(
+                f"activation checkpointing at {short_place(lines[0])}: {without_checkpointing.trouble}"
+            )
         else:
-            judge_recomputation(one.ranks[0], kept.ranks[0], findings)
+            judge_recomputation(single.ranks[0], without_checkpointing.ranks[0], findings)
     return num_equal
 
 
-def _as_script_cuts_batches(
-    many: ScriptRecording, one: ScriptRecording, text: str, alone: Callable[[Imposed], ScriptRecording]
+def _run_with_cut_batches(
+    many: ScriptRecording, single: ScriptRecording, source: str, run_alone: Callable[[Imposed], ScriptRecording]
 ) -> tuple[ScriptRecording, bool]:
-    """(run on one rank that can be compared, whether one was found) of a script that cuts its batches itself.
+    """Return (run on one rank that can be compared, whether there is one) for a script that cuts its own batches.
 
-    Sizes of batches may stand in the script, and it may choose rows by its rank: each of both is tried. The given run
-    is returned if none can be compared.
+    The script may contain batch sizes, and may select rows by its rank. Both are tried. If no run can be compared, the
+    given run is returned.
     """
-    best, most = one, num_comparable(many, one)[0]
-    if one.trouble.startswith("no end"):
-        return one, False  # each attempt would wait as long
+    best_run, max_comparable = single, num_comparable(many, single)[0]
+    if single.trouble.startswith("no end"):
+        return single, False  # each attempt would wait until the time limit, too
     inputs = many.ranks[0].inputs
-    rows = len(inputs[0][0]) if inputs and inputs[0] and inputs[0][0].dim() else 1
-    sizes = sizes_that_divide(text, rows)[:_MOST_SIZES]
+    num_rows = len(inputs[0][0]) if inputs and inputs[0] and inputs[0][0].dim() else 1
+    sizes = sizes_that_divide(source, num_rows)[:_MAX_SIZES]
     for larger, reads in ((BATCH_SIZES, False), (BATCH_SIZES, True), ("", True), *((size, False) for size in sizes)):
-        attempt = alone(Imposed(recording=many, larger=larger, reads=reads))
+        attempt = run_alone(Imposed(recording=many, larger=larger, reads=reads))
         attempt = _with_same_inputs(many, attempt)
         count, is_complete = num_comparable(many, attempt)
-        if count > most:
-            best, most = attempt, count
+        if count > max_comparable:
+            best_run, max_comparable = attempt, count
         if is_complete:
             break
-    return best, best is not one
+    return best_run, best_run is not single
 
 
-def _with_same_inputs(many: ScriptRecording, one: ScriptRecording) -> ScriptRecording:
-    """The run up to the first update in which its model gets other samples than those of the ranks."""
-    count = num_with_same_inputs(many, one)
-    if count >= min(len(rank.updates) for rank in (*many.ranks, one.ranks[0])):
-        return one
-    reason = "the batches that the script cuts could be put together for these only"
-    facts = one.ranks[0].facts
+def _with_same_inputs(many: ScriptRecording, single: ScriptRecording) -> ScriptRecording:
+    """The run, not comparable from the first update on in which its model gets different samples from the ranks."""
+    count = num_with_same_inputs(many, single)
+    if count >= min(len(rank.updates) for rank in (*many.ranks, single.ranks[0])):
+        return single
+    reason = "the batches that the script cuts could not be merged for later updates"
+    facts = single.ranks[0].facts
     facts = {**facts, "refused": [*facts.get("refused", []), [reason, count]]}
-    return dataclasses.replace(one, ranks=(dataclasses.replace(one.ranks[0], facts=facts),))
+    return dataclasses.replace(single, ranks=(dataclasses.replace(single.ranks[0], facts=facts),))
 
 
 def _judge_short_epochs(
-    host: ScriptHost, words: Sequence[str], processes: int, float64: bool, findings: Findings
+    host: ScriptHost, python_args: Sequence[str], processes: int, float64: bool, findings: Findings
 ) -> None:
-    """Compare the numbers that an evaluation prints, in a second run whose epochs are shortened to reach one."""
+    """Compare printed numbers of evaluations in a second run, whose epochs are shortened to reach an evaluation."""
 
-    def run(ranks: int, imposed: Imposed) -> ScriptRecording:
+    def run_short(ranks: int, imposed: Imposed) -> ScriptRecording:
         return host.run(
             ranks,
-            words=words,
+            python_args=python_args,
             imposed=dataclasses.replace(imposed, pass_batches=_PASS_BATCHES),
             float64=float64,
             updates=_SHORT_UPDATES,
@@ -247,46 +254,50 @@ def _judge_short_epochs(
             seconds=_SHORT_SECONDS,
         )
 
-    many = run(processes, Imposed())
+    many = run_short(processes, Imposed())
     if many.trouble or misses_evaluation(many, ".eval()"):
-        why = f"the script fails with shortened epochs ({many.trouble})" if many.trouble else "none was reached"
-        findings.not_checked(f"numbers of evaluations against one rank: {why}")
+        reason = f"the script fails with shortened epochs ({many.trouble})" if many.trouble else "none was reached"
+        findings.not_checked(f"numbers of evaluations against one rank: {reason}")
         return
-    one, rank_0 = (run(1, Imposed(recording=many, only_rank=rank, parameters=rank == 0)) for rank in (None, 0))
-    judge_evaluations(many, one, rank_0, lambda imposed: run(1, imposed), findings)
+    single, rank_0 = (run_short(1, Imposed(recording=many, only_rank=rank, parameters=rank == 0)) for rank in (None, 0))
+    judge_evaluations(many, single, rank_0, lambda imposed: run_short(1, imposed), findings)
 
 
-def _judge_complete_runs(host: ScriptHost, words: Sequence[str], processes: int, findings: Findings) -> None:
-    """Compare the learning rates up to the end of the script, if it comes to its end soon."""
+def _judge_complete_runs(host: ScriptHost, python_args: Sequence[str], processes: int, findings: Findings) -> None:
+    """Compare the learning rates up to the end of the script, if it ends soon enough."""
     runs: list[ScriptRecording] = []
-    seconds = _COMPLETE_SECONDS * _crowding()
+    seconds = _COMPLETE_RUN_SECONDS * _slowdown()
     for ranks in (processes, 1):
-        run = host.run(ranks, words=words, updates=_MOST_UPDATES, seconds=seconds, detailed=0, only_rates=True)
+        run = host.run(
+            ranks, python_args=python_args, updates=_MAX_UPDATES, seconds=seconds, detailed=0, only_rates=True
+        )
         if run.trouble or not run.ranks[0].facts.get("came_to_end"):
-            why = run.trouble or f"the script does not end within {seconds:.0f} s"
-            findings.not_checked(f"whether the schedule ends with the training: {why}")
+            reason = run.trouble or f"the script does not end within {seconds:.0f} s"
+            findings.not_checked(f"whether the schedule ends with the training: {reason}")
             return
         runs.append(run)
     judge_horizon(runs[0], runs[1], findings)
 
 
-def _crowding() -> float:
-    """How many times longer a run takes than on an idle machine, by the processes that wait for a core; at most 3."""
+def _slowdown() -> float:
+    """How many times longer a run takes than on an idle machine, estimated from the load; at most 3."""
     return min(3.0, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
 
 
 def joined_findings(by_rules: Sequence[Finding], by_relations: Sequence[Finding]) -> list[Finding]:
-    """One finding for one mistake: a rule that explains a difference gets it as a consequence.
+    """Join findings of the same mistake: a difference becomes a consequence of a rule's finding that explains it.
 
-    A rule that only sees that something is wrong (`gradient.unexplained`) becomes the consequence of a difference whose
-    line is known. A difference that no rule explains stays a finding of its own.
+    A finding without a cause (`gradient.unexplained`) becomes the consequence of a difference whose line is known. A
+    difference that no rule explains stays a separate finding.
     """
-    joined, kept = list(by_rules), list[Finding]()
+    joined, unexplained = list(by_rules), list[Finding]()
     for finding in by_relations:
-        kinds = _EXPLAINED_BY.get(finding.rule, ())
-        causes = [each for each in joined if each.level in ("FAIL", "WARN") and each.rule.startswith(kinds or ("-",))]
+        causing_rules = _EXPLAINED_BY.get(finding.rule, ())
+        causes = [
+            each for each in joined if each.level in ("FAIL", "WARN") and each.rule.startswith(causing_rules or ("-",))
+        ]
         if not causes:
-            kept.append(finding)
+            unexplained.append(finding)
             continue
         cause = next((each for each in causes if each.place == finding.place), causes[0])
         index = joined.index(cause)
@@ -298,36 +309,36 @@ def joined_findings(by_rules: Sequence[Finding], by_relations: Sequence[Finding]
             also = tuple(dict.fromkeys((*cause.also, finding.place, *finding.also)))
             text = f"{cause.text}. Comparison with one rank: {finding.text}"
             joined[index] = dataclasses.replace(cause, text=text, also=also)
-    return sorted([*joined, *kept], key=lambda finding: LEVELS.index(finding.level))
+    return sorted([*joined, *unexplained], key=lambda finding: LEVELS.index(finding.level))
 
 
-def why_not_compared(words: Sequence[str], options: AuditOptions, environment: Mapping[str, str]) -> str:
-    """Why a script cannot run again on ranks that everyrank starts; "" if it can."""
-    script = find_script(words)
-    if rank_from_outside(environment) is not None:
+def why_not_compared(python_args: Sequence[str], options: AuditOptions, environment: Mapping[str, str]) -> str:
+    """Why everyrank cannot start a script again to compare it; "" if it can."""
+    script = find_script(python_args)
+    if external_rank(environment) is not None:
         return "an external launcher has started the ranks; run `everyrank audit` without it"
-    if options.processes is None and script is not None and starts_ranks_itself(own_text(script)):
+    if options.processes is None and script is not None and starts_ranks_itself(user_source(script)):
         return "the script starts its ranks itself; if a launcher can start them, add --processes N"
     return ""
 
 
 def with_comparison(audit: Audit, options: AuditOptions) -> Audit:
-    """The audit, with the findings of the relations and the seconds that they took."""
+    """The audit with the findings and the time of the comparison with one rank."""
     comparison = compare_script(
-        audit.words, audit.world_size, timeout_seconds=options.timeout_seconds, pretend_cuda=options.pretend_cuda
+        audit.python_args, audit.world_size, timeout_seconds=options.timeout_seconds, pretend_cuda=options.pretend_cuda
     )
     are_equal = comparison.num_equal > 0 and not any(each.rule.startswith("ranks.") for each in comparison.findings)
-    kept = [
+    remaining = [
         finding
         for finding in audit.findings
         if finding.rule not in comparison.refuted and not (are_equal and finding.about_ranks)
     ]
-    result = "the script ran again, to be compared with one rank"
+    result = "the script ran again for the comparison with one rank"
     if are_equal:
         result = f"{audit.world_size} ranks compute the same as one in {comparison.num_equal} updates, up to rounding"
     return dataclasses.replace(
         audit,
-        findings=tuple(joined_findings(kept, comparison.findings)),
+        findings=tuple(joined_findings(remaining, comparison.findings)),
         unchecked=tuple(dict.fromkeys((*audit.unchecked, *comparison.unchecked))),
         altered=(*audit.altered, f"{result} ({comparison.seconds:.0f} s)"),
         seconds=audit.seconds + comparison.seconds,
@@ -335,19 +346,19 @@ def with_comparison(audit: Audit, options: AuditOptions) -> Audit:
 
 
 def with_resume(audit: Audit, options: AuditOptions, command: ResumeCommand) -> Audit:
-    """The audit, with what a resumed training does differently from one in one go."""
+    """The audit with the differences between a resumed and an uninterrupted training."""
 
     def judge(host: ScriptHost, findings: Findings) -> None:
-        judge_resume(host, audit.words, audit.world_size, command, findings)
+        judge_resume(host, audit.python_args, audit.world_size, command, findings)
 
     return _with_more_runs(audit, options, "resume", "three times more, to be resumed", judge)
 
 
-def with_settings(audit: Audit, options: AuditOptions, more: Sequence[str]) -> Audit:
-    """The audit, with what these other arguments change of a training that should stay the same."""
+def with_settings(audit: Audit, options: AuditOptions, more_args: Sequence[str]) -> Audit:
+    """The audit with the differences that these arguments cause, although the training should stay the same."""
 
     def judge(host: ScriptHost, findings: Findings) -> None:
-        judge_settings(host, audit.words, audit.world_size, more, findings)
+        judge_settings(host, audit.python_args, audit.world_size, more_args, findings)
 
     return _with_more_runs(audit, options, "--same", "twice more, to compare settings", judge)
 
@@ -356,11 +367,11 @@ def _with_more_runs(
     audit: Audit, options: AuditOptions, name: str, runs: str, judge: Callable[[ScriptHost, Findings], None]
 ) -> Audit:
     start, findings = time.monotonic(), Findings()
-    why_not = why_not_compared(audit.words, options, os.environ)
+    why_not = why_not_compared(audit.python_args, options, os.environ)
     if why_not:
         return dataclasses.replace(audit, unchecked=(*audit.unchecked, f"{name}: {why_not}"))
     try:
-        with ScriptHost(audit.words, options.timeout_seconds, options.pretend_cuda, audit.world_size) as host:
+        with ScriptHost(audit.python_args, options.timeout_seconds, options.pretend_cuda, audit.world_size) as host:
             judge(host, findings)
     except EveryrankError as error:
         findings.not_checked(f"{name}: {error}")
@@ -376,10 +387,16 @@ def _with_more_runs(
     )
 
 
-def audit_by_relations(words: Sequence[str], options: AuditOptions) -> Audit:
-    """An audit without any rule, which shows what the relations find by themselves."""
+def audit_by_relations(python_args: Sequence[str], options: AuditOptions) -> Audit:
+    """An audit by relations only, without the rules."""
     processes = options.processes or 2
-    comparison = compare_script(words, processes, timeout_seconds=options.timeout_seconds)
+    comparison = compare_script(python_args, processes, timeout_seconds=options.timeout_seconds)
     return Audit(
-        tuple(words), processes, options.updates, comparison.seconds, comparison.findings, (), comparison.unchecked
+        tuple(python_args),
+        processes,
+        options.updates,
+        comparison.seconds,
+        comparison.findings,
+        (),
+        comparison.unchecked,
     )

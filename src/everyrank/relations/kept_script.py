@@ -1,7 +1,7 @@
-"""What a script computes, as a trace that can be kept in a file and compared with a later version of the script.
+"""Saves the results of a script as a trace in a file, to compare a later version of the script with it.
 
-The trace has the form of `parity.kept`, so `compare_kept` compares it. The script runs twice: what differs between the
-two runs is not reproducible, and is left out or refused.
+The trace has the format of `parity.kept`, so `compare_kept` compares it. The script runs twice. Results that differ
+between the two runs are not reproducible: such printed numbers are left out, and such losses are an error.
 """
 
 from __future__ import annotations
@@ -25,48 +25,48 @@ from everyrank.rerun import Imposed, RankRecording, ScriptHost, ScriptRecording
 
 __all__ = ["script_trace", "trace_in_host"]
 
-_SEED = 0  # of torch, numpy and random before the script starts, for a script that sets none
-_NO_LIMIT_SECONDS = 1e6  # the number of updates ends a run, not its time: both runs have the same updates
-_BATCHES = 8  # whose samples are in the checksum
+_SEED = 0  # of torch, numpy and random before the script starts, for a script that sets no seed
+_NO_LIMIT_SECONDS = 1e6  # only the number of updates ends a run, so that both runs have the same updates
+_BATCHES = 8  # number of batches in the checksum
 
 
 def script_trace(
-    words: Sequence[str], processes: int, updates: int, timeout_seconds: float = 120.0, pretend_cuda: bool = False
+    python_args: Sequence[str], processes: int, updates: int, timeout_seconds: float = 120.0, pretend_cuda: bool = False
 ) -> dict[str, Any]:
-    """Run a script on `processes` ranks in float64, else in its own precision, and return what the file keeps.
+    """Run a script on `processes` ranks, in float64 if possible, and return the trace.
 
-    Raises `CannotRunError` if it does not run, `UsageError` if two runs of it give different losses.
+    Raises `CannotRunError` if the script fails, and `UsageError` if two runs give different losses.
     """
-    with ScriptHost(words, timeout_seconds, pretend_cuda, processes) as host:
-        return trace_in_host(host, words, processes, updates)
+    with ScriptHost(python_args, timeout_seconds, pretend_cuda, processes) as host:
+        return trace_in_host(host, python_args, processes, updates)
 
 
-def trace_in_host(host: ScriptHost, words: Sequence[str], processes: int, updates: int) -> dict[str, Any]:
-    """The same in a host that may run other scripts, too."""
+def trace_in_host(host: ScriptHost, python_args: Sequence[str], processes: int, updates: int) -> dict[str, Any]:
+    """Return the trace of a script in a host that may run other scripts, too."""
     runs: list[ScriptRecording] = []
     for _ in range(2):
         run = host.run_in_float64(
-            processes, words=words, imposed=Imposed(seed=_SEED), updates=updates, seconds=_NO_LIMIT_SECONDS
+            processes, python_args=python_args, imposed=Imposed(seed=_SEED), updates=updates, seconds=_NO_LIMIT_SECONDS
         )
         if run.trouble:
             raise CannotRunError(f"the script does not run to its end: {run.trouble}")
         runs.append(run)
     if not all(rank.updates for rank in runs[0].ranks):
-        raise CannotRunError("no rank has made an optimizer step, so there is nothing to keep")
-    trace, again = (_trace(run, words) for run in runs)
-    for update, (one, other) in enumerate(zip(trace["losses"], again["losses"], strict=False)):
-        if one != other:
+        raise CannotRunError("no rank has made an optimizer step, so there is nothing to save")
+    trace, second_trace = (_trace(run, python_args) for run in runs)
+    for update, (first_loss, second_loss) in enumerate(zip(trace["losses"], second_trace["losses"], strict=False)):
+        if first_loss != second_loss:
             raise UsageError(
-                f"two runs of this script differ: the loss of update {update} is {one:.9g}, then {other:.9g}; seed its "
-                "random numbers, for example torch.manual_seed(0)"
+                f"two runs of this script differ: the loss of update {update} is {first_loss:.9g}, then "
+                f"{second_loss:.9g}; seed its random numbers, for example torch.manual_seed(0)"
             )
     trace["evaluation"] = {
-        name: value for name, value in trace["evaluation"].items() if again["evaluation"].get(name) == value
+        name: value for name, value in trace["evaluation"].items() if second_trace["evaluation"].get(name) == value
     }
     return trace
 
 
-def _trace(run: ScriptRecording, words: Sequence[str]) -> dict[str, Any]:
+def _trace(run: ScriptRecording, python_args: Sequence[str]) -> dict[str, Any]:
     ranks = run.ranks
     count = min(len(rank.updates) for rank in ranks)
     losses = [[sum(rank.updates[update].losses) for rank in ranks] for update in range(count)]
@@ -77,8 +77,8 @@ def _trace(run: ScriptRecording, words: Sequence[str]) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "experiment": {
-            "script": Path(words[0]).name if words[0] != "-m" else words[1],
-            "arguments": " ".join(words[2:] if words[0] == "-m" else words[1:]),
+            "script": Path(python_args[0]).name if python_args[0] != "-m" else python_args[1],
+            "arguments": " ".join(python_args[2:] if python_args[0] == "-m" else python_args[1:]),
             "ranks": len(ranks),
             "updates": count,
             "tensors": {name: list(tensor.shape) for name, tensor in final.items()},
@@ -95,13 +95,13 @@ def _trace(run: ScriptRecording, words: Sequence[str]) -> dict[str, Any]:
             name: tolerance * max(1.0, float(tensor.abs().max())) if tensor.numel() else tolerance
             for name, tensor in final.items()
         },
-        "versions": _versions(words),
+        "versions": _versions(python_args),
         "notes": [],
     }
 
 
 def _tensors(ranks: Sequence[RankRecording], update: int, kind: str) -> Iterator[tuple[str, Any]]:
-    """(name, tensor) of all ranks: copies only once, and shards with their rank."""
+    """Yield (name, tensor) of all ranks: equal copies once, and different tensors with their rank."""
     first = {name: tensor for name, tensor in getattr(ranks[0].updates[update], kind).items() if tensor is not None}
     yield from first.items()
     for number, rank in enumerate(ranks[1:], 1):
@@ -114,7 +114,7 @@ def _tensors(ranks: Sequence[RankRecording], update: int, kind: str) -> Iterator
 
 
 def _printed_numbers(ranks: Sequence[RankRecording]) -> dict[str, list[float]]:
-    """{"number 1 of 'epoch # loss #' (2)": [value, 1]} for what rank 0 printed, whichever line of the script did."""
+    """{"number 1 of 'epoch # loss #' (2)": [value, 1]} for the numbers that rank 0 printed, by their text."""
     numbers: dict[str, list[float]] = {}
     seen = Counter[str]()
     for line in ranks[0].printed:
@@ -127,7 +127,7 @@ def _printed_numbers(ranks: Sequence[RankRecording]) -> dict[str, list[float]]:
 
 
 def _data_checksum(ranks: Sequence[RankRecording]) -> str:
-    """Of the samples of the first batches of each rank, in any order within a batch."""
+    """A checksum of the samples of each rank's first batches, independent of the order within a batch."""
     content = hashlib.blake2b(digest_size=16)
     for rank in ranks:
         for _, batch, _ in rank.batches[:_BATCHES]:
@@ -137,24 +137,26 @@ def _data_checksum(ranks: Sequence[RankRecording]) -> str:
                         tensor.detach().double().flatten(1) if tensor.dim() > 1 else tensor.detach().double()[:, None]
                     )
                     sums = zip(rows.sum(1).tolist(), rows.abs().sum(1).tolist(), strict=True)
-                    content.update(" ".join(sorted(f"{one:.4e} {other:.4e}" for one, other in sums)).encode())
+                    content.update(
+                        " ".join(sorted(f"{row_sum:.4e} {absolute_sum:.4e}" for row_sum, absolute_sum in sums)).encode()
+                    )
     return content.hexdigest()
 
 
-def _versions(words: Sequence[str]) -> dict[str, Any]:
+def _versions(python_args: Sequence[str]) -> dict[str, Any]:
     import torch
 
-    script = find_script(list(words))
+    script = find_script(list(python_args))
     folder = script.absolute().parent if script else Path.cwd()
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"],  # noqa: S607
             cwd=folder,
             capture_output=True,
             text=True,
             check=False,
         )
-        commit = done.stdout.strip() or None
+        commit = completed.stdout.strip() or None
     except OSError:
         commit = None
     return {

@@ -1,4 +1,4 @@
-"""Finds the first line of the script whose result on N ranks is not that of one rank."""
+"""Finds the first line of the script whose result on N ranks differs from that on one rank."""
 
 from __future__ import annotations
 
@@ -9,110 +9,110 @@ from typing import Any
 from everyrank.relations.numbers import relative_difference
 from everyrank.rerun import RankRecording, ScriptRecording
 
-__all__ = ["Differing", "Scaled", "first_differing", "first_scaled"]
+__all__ = ["DifferingLine", "ScaledLine", "first_differing", "first_scaled"]
 
-_ROUNDED = 1e-6  # relative
-_FITTED = 1e-5  # relative: no random numbers look like a factor and a shift
-_ENOUGH_TO_FIT = 8  # numbers for a factor and a shift
+_MIN_TOLERANCE = 1e-6  # relative
+_FIT_TOLERANCE = 1e-5  # relative; random numbers do not fit a factor and a shift
+_MIN_NUMBERS = 8  # to fit a factor and a shift
 
 
 @dataclasses.dataclass(frozen=True)
-class Differing:
-    """A line and operation whose results do not go together.
+class DifferingLine:
+    """A line and operation whose results on N ranks and on one rank do not match.
 
     is_of_forward  whether the line runs before the first backward
-    sums  earlier lines whose scalar results are sums over the ranks, which a mean of gradients divides
+    sums  earlier lines whose results are numbers that the ranks sum; averaging gradients divides these
     """
 
-    place: str
+    location: str
     operation: str
     ranks: list[float]
-    one: float
+    single: float
     is_of_forward: bool
     sums: tuple[str, ...]
 
 
-def first_differing(many: ScriptRecording, one: RankRecording, tolerance: float) -> Differing | None:
-    """Go through the results of the first update in their order.
+def first_differing(many: ScriptRecording, single: RankRecording, tolerance: float) -> DifferingLine | None:
+    """Compare the results of the first update in their order, and return the first difference.
 
-    The results of ranks may be rows of one rank's, equal to it, or have it as their mean or sum. The first result that
-    is none of these is where the ranks begin to compute something else.
+    The results of the ranks may be equal to that of one rank, be rows of it, or have it as their mean or sum. The first
+    result for which none of this holds is the difference.
     """
-    counts = [_counts(rank) for rank in (*many.ranks, one)]
+    counts = [_counts(rank) for rank in (*many.ranks, single)]
     sums: list[str] = []
-    for key, value in one.values.items():
-        place, operation, _ = key
-        if any(count[place, operation] != counts[-1][place, operation] for count in counts):
+    for key, value in single.values.items():
+        location, operation, _ = key
+        if any(count[location, operation] != counts[-1][location, operation] for count in counts):
             continue
-        parts = [rank.values[key].tensor for rank in many.ranks]
+        rank_values = [rank.values[key].tensor for rank in many.ranks]
         is_float = value.tensor.is_floating_point()
-        if not is_float and any(part.shape != value.tensor.shape for part in parts):
-            continue  # whole numbers of each rank's samples may count within the rank
-        kind = _kind(parts, value.tensor, max(tolerance, _ROUNDED))
-        if kind == "sum" and not value.tensor.dim() and "." not in operation and place not in sums:
-            sums.append(place)
-        if kind == "":
-            numbers = [_number(part) for part in parts]
-            before = tuple(each for each in sums if each != place)
-            return Differing(place, operation, numbers, _number(value.tensor), value.is_of_forward, before)
+        if not is_float and any(rank_value.shape != value.tensor.shape for rank_value in rank_values):
+            continue  # integers may be indices of samples within a rank
+        relation = _relation(rank_values, value.tensor, max(tolerance, _MIN_TOLERANCE))
+        if relation == "sum" and not value.tensor.dim() and "." not in operation and location not in sums:
+            sums.append(location)
+        if relation == "":
+            numbers = [_number(rank_value) for rank_value in rank_values]
+            earlier_sums = tuple(each for each in sums if each != location)
+            return DifferingLine(location, operation, numbers, _number(value.tensor), value.is_of_forward, earlier_sums)
     return None
 
 
 @dataclasses.dataclass(frozen=True)
-class Scaled:
-    """A line whose result has the right rows on each rank, but multiplied by a number, or shifted by one.
+class ScaledLine:
+    """A line whose result on each rank is the rank's rows of the single result, multiplied by a factor and shifted.
 
-    numbers  the line of the first single number before it that is another one on one rank; "" if there is none
-    factors, shifts  one of each rank: its rows are factor * (rows of one rank) + shift
+    scalar_location  the first earlier line that computes a different number on one rank; "" if there is none
+    factors, shifts  one of each rank: its rows are factor * rows + shift
     """
 
-    place: str
-    numbers: str
+    location: str
+    scalar_location: str
     factors: list[float]
     shifts: list[float]
 
 
-def first_scaled(many: ScriptRecording, one: RankRecording) -> Scaled | None:
-    """The first line of the first update whose rows do not go together, if they are only scaled or shifted."""
-    numbers = ""
-    counts = [_counts(rank) for rank in (*many.ranks, one)]
-    for key, value in one.values.items():
-        place, operation, _ = key
-        if any(count[place, operation] != counts[-1][place, operation] for count in counts):
+def first_scaled(many: ScriptRecording, single: RankRecording) -> ScaledLine | None:
+    """Return the first line of the first update with different rows, if these are only scaled or shifted."""
+    scalar_location = ""
+    counts = [_counts(rank) for rank in (*many.ranks, single)]
+    for key, value in single.values.items():
+        location, operation, _ = key
+        if any(count[location, operation] != counts[-1][location, operation] for count in counts):
             continue
-        parts = [rank.values[key].tensor for rank in many.ranks]
-        if not value.tensor.is_floating_point() or _kind(parts, value.tensor, _ROUNDED):
+        rank_values = [rank.values[key].tensor for rank in many.ranks]
+        if not value.tensor.is_floating_point() or _relation(rank_values, value.tensor, _MIN_TOLERANCE):
             continue
         if value.tensor.numel() == 1:
-            numbers = numbers or place
+            scalar_location = scalar_location or location
             continue
-        fits = _fits(parts, value.tensor)
-        return Scaled(place, numbers, [a for a, _ in fits], [b for _, b in fits]) if fits else None
+        fits = _fits(rank_values, value.tensor)
+        factors, shifts = [factor for factor, _ in fits], [shift for _, shift in fits]
+        return ScaledLine(location, scalar_location, factors, shifts) if fits else None
     return None
 
 
-def _fits(parts: list[Any], one: Any) -> list[tuple[float, float]]:
-    """(factor, shift) of each rank's rows; [] if they are not made so."""
+def _fits(rank_values: list[Any], single: Any) -> list[tuple[float, float]]:
+    """Return (factor, shift) of each rank's rows; [] if they do not fit."""
     import torch
 
-    sizes = [len(part) for part in parts if part.dim()]
-    if len(sizes) < len(parts) or not one.dim() or sum(sizes) != len(one):
+    sizes = [len(rank_value) for rank_value in rank_values if rank_value.dim()]
+    if len(sizes) < len(rank_values) or not single.dim() or sum(sizes) != len(single):
         return []
     fits: list[tuple[float, float]] = []
-    for part, rows in zip(parts, one.split(sizes), strict=True):
-        if part.shape != rows.shape or rows.numel() < _ENOUGH_TO_FIT:
+    for rank_value, rows in zip(rank_values, single.split(sizes), strict=True):
+        if rank_value.shape != rows.shape or rows.numel() < _MIN_NUMBERS:
             return []
-        known = torch.stack([rows.double().flatten(), torch.ones(rows.numel(), dtype=torch.float64)], 1)
-        target = part.double().flatten()
-        factor, shift = torch.linalg.lstsq(known, target).solution.tolist()
-        if relative_difference(factor * rows.double() + shift, part) > _FITTED:
+        columns = torch.stack([rows.double().flatten(), torch.ones(rows.numel(), dtype=torch.float64)], 1)
+        factor, shift = torch.linalg.lstsq(columns, rank_value.double().flatten()).solution.tolist()
+        if relative_difference(factor * rows.double() + shift, rank_value) > _FIT_TOLERANCE:
             return []
         fits.append((factor, shift))
     return fits
 
 
 def _counts(rank: RankRecording) -> collections.Counter[tuple[str, str]]:
-    return collections.Counter((place, operation) for place, operation, _ in rank.values)
+    return collections.Counter((location, operation) for location, operation, _ in rank.values)
 
 
 def _number(tensor: Any) -> float:
@@ -121,32 +121,35 @@ def _number(tensor: Any) -> float:
     return float(tensor.double()) if not tensor.dim() else float(torch.linalg.vector_norm(tensor.double()))
 
 
-def _kind(parts: list[Any], one: Any, tolerance: float) -> str:
-    """How the results of the ranks go together: "same", "rows", "mean", "sum"; "" if they do not."""
+def _relation(rank_values: list[Any], single: Any, tolerance: float) -> str:
+    """How the results of the ranks relate to that of one rank: "same", "rows", "mean", "sum", or "" if they differ."""
     import torch
 
-    if all(part.shape == one.shape for part in parts):
-        if all(relative_difference(part, one) < tolerance for part in parts):
+    if all(rank_value.shape == single.shape for rank_value in rank_values):
+        if all(relative_difference(rank_value, single) < tolerance for rank_value in rank_values):
             return "same"
-        total = sum(part.double() for part in parts)
-        scale = float(max(torch.linalg.vector_norm(part.double()) for part in parts))
-        if relative_difference(total / len(parts), one, scale) < tolerance:
+        total = sum(rank_value.double() for rank_value in rank_values)
+        scale = float(max(torch.linalg.vector_norm(rank_value.double()) for rank_value in rank_values))
+        if relative_difference(total / len(rank_values), single, scale) < tolerance:
             return "mean"
-        if relative_difference(total, one, scale) < tolerance:
+        if relative_difference(total, single, scale) < tolerance:
             return "sum"
         return ""
-    if len(parts[0].shape) == len(one.shape):
-        for dim in range(one.dim()):
-            shapes = [part.shape[:dim] + part.shape[dim + 1 :] for part in parts]
-            if any(shape != one.shape[:dim] + one.shape[dim + 1 :] for shape in shapes):
+    if len(rank_values[0].shape) == len(single.shape):
+        for dim in range(single.dim()):
+            shapes = [rank_value.shape[:dim] + rank_value.shape[dim + 1 :] for rank_value in rank_values]
+            if any(shape != single.shape[:dim] + single.shape[dim + 1 :] for shape in shapes):
                 continue
-            if sum(part.shape[dim] for part in parts) == one.shape[dim]:
-                return "rows" if relative_difference(torch.cat(parts, dim), one) < tolerance else ""
-    if sum(part.numel() for part in parts) == one.numel() and parts[0].dim() == one.dim() == 1:
+            if sum(rank_value.shape[dim] for rank_value in rank_values) == single.shape[dim]:
+                return "rows" if relative_difference(torch.cat(rank_values, dim), single) < tolerance else ""
+    if (
+        sum(rank_value.numel() for rank_value in rank_values) == single.numel()
+        and rank_values[0].dim() == single.dim() == 1
+    ):
         return "rows"
-    return "rows" if not _is_comparable(parts, one) else ""
+    return "rows" if not _is_comparable(rank_values, single) else ""
 
 
-def _is_comparable(parts: list[Any], one: Any) -> bool:
-    """Whether shapes allow a comparison; flattened batches of more dimensions do not."""
-    return all(part.shape == one.shape for part in parts)
+def _is_comparable(rank_values: list[Any], single: Any) -> bool:
+    """Whether the shapes allow a comparison, which is not the case for flattened batches of several dimensions."""
+    return all(rank_value.shape == single.shape for rank_value in rank_values)

@@ -1,4 +1,4 @@
-"""Puts the shards of ranks together, and compares tensors up to rounding."""
+"""Joins the shards of ranks, and compares tensors up to rounding."""
 
 from __future__ import annotations
 
@@ -6,47 +6,49 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from everyrank.rerun.shards import put_together
+from everyrank.rerun.shards import join_shards
 
-__all__ = ["Whole", "constant_factor", "relative_difference", "tolerance_of", "whole"]
+__all__ = ["JoinedTensor", "constant_factor", "join_ranks", "relative_difference", "tolerance_of"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Whole:
-    """The tensor of all ranks.
+class JoinedTensor:
+    """The joined tensor of all ranks.
 
-    tensor   in the shape of one rank's; None if the parts do not make one
-    is_same  whether all ranks that hold all of it hold the same
+    tensor   in the shape that it has on one rank; None if the shards do not fit
+    is_same  whether the copies of the ranks are equal; True for shards
     """
 
     tensor: Any
     is_same: bool = True
 
 
-def whole(parts: Sequence[Any], like: Any) -> Whole:
-    """The parts of all ranks in the shape of the tensor of one rank: equal copies, or shards."""
-    if any(part is None for part in parts):
-        return Whole(None)
-    if all(part.shape == like.shape for part in parts):
-        first = parts[0]
-        return Whole(first, all(relative_difference(part, first) < 1e-6 for part in parts[1:]))
-    return Whole(put_together(parts, like.shape))
+def join_ranks(rank_tensors: Sequence[Any], single: Any) -> JoinedTensor:
+    """Join the tensors of all ranks, which are copies or shards, in the shape of the tensor of one rank."""
+    if any(rank_tensor is None for rank_tensor in rank_tensors):
+        return JoinedTensor(None)
+    if all(rank_tensor.shape == single.shape for rank_tensor in rank_tensors):
+        first = rank_tensors[0]
+        return JoinedTensor(
+            first, all(relative_difference(rank_tensor, first) < 1e-6 for rank_tensor in rank_tensors[1:])
+        )
+    return JoinedTensor(join_shards(rank_tensors, single.shape))
 
 
-def relative_difference(one: Any, other: Any, scale: float = 0.0) -> float:
+def relative_difference(first: Any, second: Any, scale: float = 0.0) -> float:
     """The norm of the difference relative to that of `other`, or to `scale` if that is larger."""
     import torch
 
-    one, other = one.double(), other.double()
-    size = max(float(torch.linalg.vector_norm(other)), scale)
-    difference = float(torch.linalg.vector_norm(one - other))
-    if difference != difference:  # NaN in both is the same training
-        return 0.0 if torch.equal(one.isnan(), other.isnan()) else float("inf")
-    return difference / size if size else float(difference > 0.0)
+    first, second = first.double(), second.double()
+    norm = max(float(torch.linalg.vector_norm(second)), scale)
+    difference = float(torch.linalg.vector_norm(first - second))
+    if difference != difference:  # NaN in the same positions counts as equal
+        return 0.0 if torch.equal(first.isnan(), second.isnan()) else float("inf")
+    return difference / norm if norm else float(difference > 0.0)
 
 
 def constant_factor(pairs: Sequence[tuple[Any, Any]], tolerance: float = 1e-3) -> float | None:
-    """The number c for which the first of each pair is c times the second; None if there is no such number."""
+    """The number c if the first tensor of each pair is c times the second; None if there is no such number."""
     import torch
 
     firsts = torch.cat([first.double().flatten() for first, _ in pairs])
@@ -59,7 +61,7 @@ def constant_factor(pairs: Sequence[tuple[Any, Any]], tolerance: float = 1e-3) -
 
 
 def tolerance_of(tensors: Sequence[Any]) -> float | None:
-    """The relative difference that rounding explains, by the lowest precision; None for 16 bits and less."""
+    """The relative difference that rounding explains in the lowest precision; None for 16 bits or less."""
     import torch
 
     kinds = {tensor.dtype for tensor in tensors if tensor is not None and tensor.is_floating_point()}

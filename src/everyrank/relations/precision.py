@@ -1,4 +1,4 @@
-"""Updates that parameters of 16 bits round away: steps that should move an element and do not."""
+"""Finds updates that 16-bit parameters round away: steps that do not change an element although they should."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from everyrank.rerun import RankRecording
 
 __all__ = ["judge_rounded_updates"]
 
-_MOST_LOST = 0.5
+_MAX_LOST_SHARE = 0.5
 
 
 def judge_rounded_updates(rank: RankRecording, findings: Findings) -> None:
-    """Count the elements of 16-bit parameters that have a gradient and that no recorded step has moved."""
+    """Count the elements of 16-bit parameters that have a gradient and do not change in any recorded step."""
     import torch
 
     updates = [update for update in rank.updates if update.before and update.after]
@@ -29,14 +29,15 @@ def judge_rounded_updates(rank: RankRecording, findings: Findings) -> None:
         has_gradient = torch.stack([gradient != 0 for gradient in gradients]).all(0)
         total += int(has_gradient.sum())
         moved += int((has_gradient & (after != before)).sum())
-    if total < 100 or moved > (1 - _MOST_LOST) * total or not any(first.rates):
+    if total < 100 or moved > (1 - _MAX_LOST_SHARE) * total or not any(first.rates):
         return
     findings.add(
         "WARN",
         "precision.rounded-away",
         first.step,
-        f"{total - moved:,} of {total:,} elements of 16-bit parameters did not move in {len(updates)} updates although "
-        f"each had a gradient: the steps (learning rate {first.rates[0]:g}) are smaller than the parameters' precision",
+        f"{total - moved:,} of {total:,} elements of 16-bit parameters did not change in {len(updates)} updates, "
+        f"although each had a gradient: the steps (learning rate {first.rates[0]:g}) are smaller than the parameters' "
+        "precision",
         "keep the parameters in float32 and compute in bfloat16 (autocast, MixedPrecisionPolicy), or "
         "round stochastically",
         also=tuple(line for lines in rank.facts.get("made_at", {}).values() for line in lines),

@@ -1,4 +1,4 @@
-"""Numbers that rank 0 shows: they are those of one rank with all samples, or rank 0's own, but nothing between."""
+"""Checks that numbers that rank 0 prints are those of one rank with all samples, or of rank 0's local training."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from everyrank.rerun import Imposed, Printed, RankRecording, ScriptRecording
 __all__ = ["evaluates", "judge_printed"]
 
 _DIGITS = re.compile(r"\d*\.(\d+)")
-_OF_EVALUATION = "it is that of rank 0's part of the evaluation data only"
-_BETWEEN = "neither that of all samples nor rank 0's own, as a mean of the ranks' means is"
+_OF_EVALUATION = "it is the number of rank 0's part of the evaluation data only"
+_BETWEEN = "it is neither the number of all samples nor that of rank 0, for example because it is a mean of means"
 
 _Line = tuple[str, int, str]
 _Margin = tuple[float, float]
@@ -24,26 +24,26 @@ _Margin = tuple[float, float]
 
 def judge_printed(
     many: ScriptRecording,
-    one: RankRecording,
-    alone: RankRecording,
+    single: RankRecording,
+    rank_0_alone: RankRecording,
     run_alone: Callable[[Imposed], ScriptRecording],
     num_updates: int,
     tolerance: float,
     findings: Findings,
 ) -> None:
-    """Compare the numbers of each line that was shown in the first `num_updates` updates.
+    """Compare the numbers of each line that was printed in the first `num_updates` updates.
 
-    alone      one rank with the batches of rank 0 and the parameters of all
-    run_alone  runs one rank again: with rank 0's batches of evaluation only, or with those of another rank
+    rank_0_alone  one rank with the batches of rank 0 and the parameters of all ranks
+    run_alone     runs one rank again, with only rank 0's evaluation batches, or with the batches of another rank
     """
-    numbers = _Numbers(many, one, alone, run_alone, tolerance)
-    for line in one.printed:
-        shown, local = numbers.of_ranks[0].get(_key(line)), numbers.alone.get(_key(line))
+    numbers = _Numbers(many, single, rank_0_alone, run_alone, tolerance)
+    for line in single.printed:
+        shown, local = numbers.lines_by_rank[0].get(_key(line)), numbers.rank_0_alone.get(_key(line))
         if shown is None or local is None or shown.update > num_updates:
             continue
         if not len(line.numbers) == len(shown.numbers) == len(local.numbers):
             continue
-        if line.update in one.facts.get("drawn_without_grad", []):
+        if line.update in single.facts.get("drawn_without_grad", []):
             findings.not_checked(f"numbers of {short_place(line.place)}: its evaluation draws random numbers")
             continue
         for index, number in enumerate(shown.numbers):
@@ -65,11 +65,11 @@ def judge_printed(
 
 @dataclasses.dataclass(eq=False)
 class _Numbers:
-    """The lines that each run has shown."""
+    """The lines that each run has printed."""
 
     many: ScriptRecording
-    one: RankRecording
-    alone_run: RankRecording
+    single: RankRecording
+    rank_0_run: RankRecording
     run_alone: Callable[[Imposed], ScriptRecording]
     tolerance: float
 
@@ -78,21 +78,21 @@ class _Numbers:
         return len(self.many.ranks)
 
     @functools.cached_property
-    def of_ranks(self) -> list[dict[_Line, Printed]]:
+    def lines_by_rank(self) -> list[dict[_Line, Printed]]:
         return [{_key(line): line for line in rank.printed} for rank in self.many.ranks]
 
     @functools.cached_property
-    def alone(self) -> dict[_Line, Printed]:
-        return {_key(line): line for line in self.alone_run.printed}
+    def rank_0_alone(self) -> dict[_Line, Printed]:
+        return {_key(line): line for line in self.rank_0_run.printed}
 
     @functools.cached_property
-    def of_evaluation(self) -> dict[_Line, Printed]:
-        """With rank 0's batches of evaluation only."""
+    def lines_of_rank_0_evaluation(self) -> dict[_Line, Printed]:
+        """The lines of one rank with only rank 0's evaluation batches."""
         return self._run(Imposed(recording=self.many, parameters=True, evaluation_rank=0))
 
     @functools.cached_property
-    def alone_elsewhere(self) -> list[dict[_Line, Printed]]:
-        """With the batches of each other rank."""
+    def lines_of_other_ranks(self) -> list[dict[_Line, Printed]]:
+        """The lines of one rank with the batches of each other rank."""
         return [
             self._run(Imposed(recording=self.many, parameters=True, only_rank=rank))
             for rank in range(1, self.num_ranks)
@@ -102,30 +102,30 @@ class _Numbers:
         return {_key(line): line for line in self.run_alone(imposed).ranks[0].printed}
 
     def why_wrong(self, line: Printed, shown: Printed, local: Printed, index: int) -> str:
-        """Why a number is neither that of all samples nor one that rank 0 may show; "" if it is."""
-        number, right, of_rank_0 = shown.numbers[index], line.numbers[index], local.numbers[index]
+        """Why a number is wrong: not that of all samples, and not a local number of rank 0; "" if it is correct."""
+        number, expected, rank_0_number = shown.numbers[index], line.numbers[index], local.numbers[index]
         margin = _margin(shown.text, number, self.tolerance)
-        if _is_near(number, right, margin) or self.is_of_training(shown, number, margin):
+        if _is_near(number, expected, margin) or self.is_of_training(shown, number, margin):
             return ""
-        if self.is_of_each_rank(shown, index, margin) or self.is_setting(shown, number, right):
+        if self.is_of_each_rank(shown, index, margin) or self.is_setting(shown, number, expected):
             return ""
         if self.is_progress(line, index):
             return ""
-        if _is_near(number, of_rank_0, margin):
-            is_shown_once = not any(_key(line) in of_rank for of_rank in self.of_ranks[1:])
+        if _is_near(number, rank_0_number, margin):
+            is_shown_once = not any(_key(line) in of_rank for of_rank in self.lines_by_rank[1:])
             is_asked = is_shown_once and evaluates(self.many.ranks[0])
-            return _OF_EVALUATION if is_asked and _has(self.of_evaluation, shown, index, margin) else ""
-        times = number / right if number and right else 0.0
-        if times in (self.num_ranks, 1 / self.num_ranks) and number.is_integer() and right.is_integer():
-            return ""  # such as the samples of an update
-        if any(_is_near(number, right * factor, margin) for factor in (self.num_ranks, 1 / self.num_ranks) if times):
-            return f"{times:.3g} times that of one rank"
-        if any(_has(lines, shown, index, margin) for lines in self.alone_elsewhere):
-            return ""  # the largest or the smallest number of all ranks
+            return _OF_EVALUATION if is_asked and _has(self.lines_of_rank_0_evaluation, shown, index, margin) else ""
+        ratio = number / expected if number and expected else 0.0
+        if ratio in (self.num_ranks, 1 / self.num_ranks) and number.is_integer() and expected.is_integer():
+            return ""  # for example the number of samples of an update
+        if any(_is_near(number, expected * factor, margin) for factor in (self.num_ranks, 1 / self.num_ranks) if ratio):
+            return f"{ratio:.3g} times that of one rank"
+        if any(_has(lines, shown, index, margin) for lines in self.lines_of_other_ranks):
+            return ""  # for example the largest or the smallest number of all ranks
         return _BETWEEN
 
     def is_of_training(self, shown: Printed, number: float, margin: _Margin) -> bool:
-        """Whether a number is a loss, a learning rate or a gradient of rank 0: these are compared by themselves."""
+        """Whether a number is a loss, a learning rate or a gradient of rank 0, which are compared separately."""
         return (
             self.is_own_loss(shown, number, margin)
             or self.is_rate(shown, number, margin)
@@ -138,7 +138,7 @@ class _Numbers:
         if not 0 < shown.update <= len(updates) or not updates[shown.update - 1].losses:
             return False
         losses = updates[shown.update - 1].losses
-        return any(_is_near(number, losses[-1] * times, margin) for times in {1, len(losses)})
+        return any(_is_near(number, losses[-1] * ratio, margin) for ratio in {1, len(losses)})
 
     def is_rate(self, shown: Printed, number: float, margin: _Margin) -> bool:
         """Whether a number is a learning rate of rank 0, before or after its last step."""
@@ -146,7 +146,7 @@ class _Numbers:
         return any(rate and _is_near(number, rate, (margin[0], 1e-4)) for update in updates for rate in update.rates)
 
     def item(self, shown: Printed, number: float, margin: _Margin) -> tuple[str, bool]:
-        """The line that made a printed number of a tensor, and whether it was a term of the rank's own loss."""
+        """The line that converted a tensor to a printed number, and whether it is a term of the rank's local loss."""
         items = [each for each in self.many.ranks[0].facts.get("items", []) if each[2] <= shown.update and each[1]]
         return next(
             ((line, is_own) for value, line, _, is_own in reversed(items) if _is_near(value, number, margin)),
@@ -154,19 +154,19 @@ class _Numbers:
         )
 
     def is_of_each_rank(self, shown: Printed, index: int, margin: _Margin) -> bool:
-        """Whether all ranks show this number of a line, and not the same one: each shows its own."""
-        lines = [of_rank.get(_key(shown)) for of_rank in self.of_ranks[1:]]
+        """Whether all ranks print this number and it differs between them, so that each prints its local number."""
+        lines = [of_rank.get(_key(shown)) for of_rank in self.lines_by_rank[1:]]
         known = [line for line in lines if line is not None and len(line.numbers) == len(shown.numbers)]
         number = shown.numbers[index]
         return len(known) == len(lines) and not all(_is_near(line.numbers[index], number, margin) for line in known)
 
-    def is_setting(self, shown: Printed, number: float, right: float) -> bool:
-        """Whether it is the number of ranks, or a process ID or a number of samples shown before training."""
-        return (number, right) == (self.num_ranks, 1) or (not shown.update and number.is_integer())
+    def is_setting(self, shown: Printed, number: float, expected: float) -> bool:
+        """Whether a number is the number of ranks, or an integer that is printed before training."""
+        return (number, expected) == (self.num_ranks, 1) or (not shown.update and number.is_integer())
 
     def is_progress(self, line: Printed, index: int) -> bool:
-        """Whether a number grows evenly with the updates on N ranks and on one: samples or tokens so far."""
-        return all(_grows_evenly(rank, line, index) for rank in (self.many.ranks[0], self.one))
+        """Whether a number grows evenly with the updates on N ranks and on one rank, such as the samples so far."""
+        return all(_grows_evenly(rank, line, index) for rank in (self.many.ranks[0], self.single))
 
 
 def _grows_evenly(rank: RankRecording, line: Printed, index: int) -> bool:
@@ -183,7 +183,7 @@ def _grows_evenly(rank: RankRecording, line: Printed, index: int) -> bool:
 
 
 def _has(lines: dict[_Line, Printed], shown: Printed, index: int, margin: _Margin) -> bool:
-    """Whether another run shows the same number there."""
+    """Whether another run prints the same number in the same line."""
     line = lines.get(_key(shown))
     return (
         line is not None
@@ -202,11 +202,11 @@ def _key(line: Printed) -> _Line:
 
 
 def _margin(text: str, number: float, tolerance: float) -> _Margin:
-    """(absolute, relative): half of the last digit with which a number is shown, and rounding."""
+    """(absolute, relative) tolerance of a printed number: its last digit, and rounding."""
     digits = max((len(match[1]) for match in _DIGITS.finditer(text) if float(match[0]) == abs(number)), default=0)
     return 1.01 * 10.0**-digits if digits else 0.5, max(tolerance, 1e-6)
 
 
-def _is_near(one: float, other: float, margin: _Margin) -> bool:
+def _is_near(first: float, second: float, margin: _Margin) -> bool:
     absolute, relative = margin
-    return abs(one - other) <= absolute + relative * max(abs(one), abs(other))
+    return abs(first - second) <= absolute + relative * max(abs(first), abs(second))

@@ -1,6 +1,6 @@
-"""N ranks are one: the same batches, draws and weights give the same updates on N ranks and on one.
+"""Checks that the same batches, random numbers and weights give the same updates on N ranks and on one rank.
 
-The first thing that differs is reported, with the line where the difference begins.
+The first difference is reported, with the line where it begins.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from everyrank.audit.finding import Findings, short_place
-from everyrank.relations.lines import Differing, first_differing, first_scaled
-from everyrank.relations.numbers import constant_factor, relative_difference, tolerance_of, whole
+from everyrank.relations.lines import DifferingLine, first_differing, first_scaled
+from everyrank.relations.numbers import constant_factor, join_ranks, relative_difference, tolerance_of
 from everyrank.relations.objects import lines_of_state
 from everyrank.relations.printed import evaluates, judge_printed
 from everyrank.relations.samples import samples_of_batch
@@ -29,18 +29,22 @@ __all__ = [
     "num_with_same_inputs",
 ]
 
-_BATCHES = 8  # whose samples tell whether all ranks read the same
+_MAX_BATCHES = 8  # to compare, to find whether all ranks read the same samples
 _EVALUATES = (".eval()", "inference_mode", "validat", "evaluat")  # in the text of a script
-_SAME_ROWS = 1e-5
-_ROUNDED_BY_HOOK = 0.03  # by a communication hook that compresses gradients
-_SMALL = 0.02  # of the norm: as rounding to 8 bits changes gradients
-_SPARSE, _MANY, _ROUNDED_SHARE = 0.05, 32, 0.5  # of compressed gradients: zeros, numbers that tell, rounded ones
-_MANY_UPDATES = 10**9
-_ANY_FACTOR = 1e-6  # a learning rate that is scaled by the ranks has one factor in all updates
+_ROW_TOLERANCE = 1e-5
+_HOOK_TOLERANCE = 0.03  # relative, for a communication hook that compresses gradients
+_SMALL_DIFFERENCE = 0.02  # of the norm, as for gradients that are rounded to 8 bits
+_EXTRA_ZERO_SHARE, _MIN_NONZERO, _ROUNDED_SHARE = (
+    0.05,
+    32,
+    0.5,
+)  # of compressed gradients: zeros, numbers that tell, rounded ones
+_NO_LIMIT = 10**9
+_FACTOR_TOLERANCE = 1e-6  # of the factor by which a learning rate is scaled
 
 
 class _NotComparedError(Exception):
-    """Why two runs cannot be compared."""
+    """Two runs cannot be compared, for this reason."""
 
 
 class _OtherInputsError(_NotComparedError):
@@ -50,7 +54,7 @@ class _OtherInputsError(_NotComparedError):
 @dataclasses.dataclass(frozen=True)
 class _Case:
     many: ScriptRecording
-    one: RankRecording
+    single: RankRecording
     num_updates: int
     tolerance: float
     limit: str  # why later updates cannot be compared
@@ -61,26 +65,27 @@ class _Case:
 
     @functools.cached_property
     def local(self) -> frozenset[str]:
-        """Parameters that begin differently on each rank, beside others that begin alike: experts of each rank."""
-        held = [rank.updates[0].before for rank in self.many.ranks]
-        common = [name for name in held[0] if all(name in each for each in held)]
-        apart = {
+        """Parameters that differ between ranks at the start while others are equal, such as local experts."""
+        first_values = [rank.updates[0].before for rank in self.many.ranks]
+        common = [name for name in first_values[0] if all(name in each for each in first_values)]
+        drifting = {
             name
             for name in common
             if any(
-                each[name].shape == held[0][name].shape and relative_difference(each[name], held[0][name]) > _SAME_ROWS
-                for each in held[1:]
+                each[name].shape == first_values[0][name].shape
+                and relative_difference(each[name], first_values[0][name]) > _ROW_TOLERANCE
+                for each in first_values[1:]
             )
         }
-        return frozenset(apart) if len(apart) < len(common) else frozenset()
+        return frozenset(drifting) if len(drifting) < len(common) else frozenset()
 
     def pairs(self, update: int) -> tuple[list[RecordedUpdate], RecordedUpdate]:
-        return [rank.updates[update] for rank in self.many.ranks], self.one.updates[update]
+        return [rank.updates[update] for rank in self.many.ranks], self.single.updates[update]
 
 
-def comparable_updates(many: ScriptRecording, one: RankRecording) -> int:
-    """Updates that all ranks and the one rank began after the same number of batches."""
-    runs = [rank.updates for rank in (*many.ranks, one)]
+def comparable_updates(many: ScriptRecording, single: RankRecording) -> int:
+    """The number of first updates with the same numbers of batches and backwards in all runs."""
+    runs = [rank.updates for rank in (*many.ranks, single)]
     count = 0
     for updates in zip(*runs, strict=False):
         if len({(update.batches, len(update.losses)) for update in updates}) > 1:
@@ -89,72 +94,72 @@ def comparable_updates(many: ScriptRecording, one: RankRecording) -> int:
     return count
 
 
-def num_comparable(many: ScriptRecording, one: ScriptRecording) -> tuple[int, bool]:
-    """(number of first updates in which the runs can be compared, whether the later ones can, too)."""
+def num_comparable(many: ScriptRecording, single: ScriptRecording) -> tuple[int, bool]:
+    """(number of first updates that can be compared, whether all later updates can be compared, too)."""
     try:
-        case = _case(many, one)
+        case = _make_case(many, single)
     except _NotComparedError:
         return 0, False
     return case.num_updates, not case.limit
 
 
-def num_with_same_inputs(many: ScriptRecording, one: ScriptRecording) -> int:
-    """The number of first updates in which the model gets the samples of all ranks, by the sums of its inputs."""
-    of_ranks, of_one = ([rank.facts.get("input_sums", {}) for rank in run.ranks] for run in (many, one))
+def num_with_same_inputs(many: ScriptRecording, single: ScriptRecording) -> int:
+    """The number of first updates in which one rank's model gets the samples of all ranks, by sums of the inputs."""
+    of_ranks, of_one = ([rank.facts.get("input_sums", {}) for rank in run.ranks] for run in (many, single))
     for update, sums in of_one[0].items():
-        parts = [sums_of_rank.get(update, []) for sums_of_rank in of_ranks]
-        if any(len(each) != len(sums) for each in parts):
+        rank_sums = [sums_of_rank.get(update, []) for sums_of_rank in of_ranks]
+        if any(len(each) != len(sums) for each in rank_sums):
             return update
         for index, number in enumerate(sums):
-            numbers = [each[index] for each in parts]
+            numbers = [each[index] for each in rank_sums]
             margin = 1e-4 * max(1.0, *map(abs, numbers))
             is_same = all(abs(each - number) <= margin for each in numbers)
             if not is_same and abs(sum(numbers) - number) > margin:
                 return update
-    return len(one.ranks[0].updates)
+    return len(single.ranks[0].updates)
 
 
 def judge_ranks(
     many: ScriptRecording,
-    one: ScriptRecording,
-    alone: ScriptRecording | None,
+    single: ScriptRecording,
+    rank_0_alone: ScriptRecording | None,
     run_alone: Callable[[Imposed], ScriptRecording],
     findings: Findings,
 ) -> int:
-    """Add what differs to `findings`, or why the runs cannot be compared. Returns the number of equal updates.
+    """Add the differences to `findings`, or why the runs cannot be compared. Returns the number of equal updates.
 
-    many   the script on N ranks
-    one    the script on one rank, with the batches, draws and rates of `many`
-    alone  on one rank, with those of rank 0 only and the parameters of `many`: tells rank 0's own numbers
-    run_alone  runs it on one rank again: tells numbers of rank 0's own evaluation, and of other ranks
+    many          the script on N ranks
+    single        the script on one rank, with the batches, random numbers and learning rates of `many`
+    rank_0_alone  the script on one rank, with only rank 0's batches and the parameters of `many`, for local numbers
+    run_alone     runs the script on one rank again, for numbers of rank 0's evaluation and of other ranks
     """
     try:
-        case = _case(many, one)
+        case = _make_case(many, single)
     except _NotComparedError as error:
-        if isinstance(error, _OtherInputsError) and _scaled_inputs(many, one.ranks[0], findings):
+        if isinstance(error, _OtherInputsError) and _scaled_inputs(many, single.ranks[0], findings):
             return 0
         findings.not_checked(f"{len(many.ranks)} ranks against one: not compared, because {error}")
         return 0
     if case.limit:
         findings.not_checked(f"updates after the first {case.num_updates} against one rank: {case.limit}")
-    _repeated_draws(case, findings)
+    _judge_draws(case, findings)
     by_gradient, by_rate = Findings(), Findings()
-    differs = _gradients(case, by_gradient)
-    changed = _rates(case, by_rate, case.num_updates if differs is None else differs + 1)
+    differs = _judge_gradients(case, by_gradient)
+    changed = _judge_rates(case, by_rate, case.num_updates if differs is None else differs + 1)
     findings.extend(by_gradient if changed is None else by_rate)  # the rate comes first: it moves the parameters
-    for why in by_gradient.unchecked:
-        findings.not_checked(why)
+    for reason in by_gradient.unchecked:
+        findings.not_checked(reason)
     differs = differs if changed is None else changed
-    _states(case, findings, differs if differs is not None else case.num_updates)
-    if differs is None and alone is not None and not alone.trouble:
-        judge_printed(many, case.one, alone.ranks[0], run_alone, case.num_updates, case.tolerance, findings)
+    _judge_states(case, findings, differs if differs is not None else case.num_updates)
+    if differs is None and rank_0_alone is not None and not rank_0_alone.trouble:
+        judge_printed(many, case.single, rank_0_alone.ranks[0], run_alone, case.num_updates, case.tolerance, findings)
     return case.num_updates if differs is None else differs
 
 
 def judge_evaluations(
     many: ScriptRecording,
-    one: ScriptRecording,
-    alone: ScriptRecording,
+    single: ScriptRecording,
+    rank_0_alone: ScriptRecording,
     run_alone: Callable[[Imposed], ScriptRecording],
     findings: Findings,
 ) -> None:
@@ -162,16 +167,16 @@ def judge_evaluations(
 
     The arguments are those of `judge_ranks`.
     """
-    others = Findings()
-    if judge_ranks(many, one, alone, run_alone, others):
-        findings.extend(finding for finding in others if finding.rule == "ranks.printed")
+    all_findings = Findings()
+    if judge_ranks(many, single, rank_0_alone, run_alone, all_findings):
+        findings.extend(finding for finding in all_findings if finding.rule == "ranks.printed")
     else:
-        for why in others.unchecked:
-            findings.not_checked(f"numbers of evaluations: {why}")
+        for reason in all_findings.unchecked:
+            findings.not_checked(f"numbers of evaluations: {reason}")
 
 
 def misses_evaluation(many: ScriptRecording, text: str) -> bool:
-    """Whether a run of a script with this text was ended before it came to an evaluation."""
+    """Whether a run of a script with this source was ended before it reached an evaluation."""
     rank = many.ranks[0]
     if rank.facts.get("came_to_end") or evaluates(rank) or not rank.batches:
         return False
@@ -179,19 +184,19 @@ def misses_evaluation(many: ScriptRecording, text: str) -> bool:
     return is_unread or any(word in text for word in _EVALUATES)
 
 
-def _case(many: ScriptRecording, one: ScriptRecording) -> _Case:
+def _make_case(many: ScriptRecording, single: ScriptRecording) -> _Case:
     """Check that the two runs can be compared. Raises `_NotComparedError`."""
     if many.trouble:
         raise _NotComparedError(f"the script failed in the comparison on {len(many.ranks)} ranks ({many.trouble})")
-    recorded = one.ranks[0]
+    recorded = single.ranks[0]
     limit, end = _first_refused(many, recorded)
-    if one.trouble and len(recorded.updates) < end:
-        limit = f"the script does not run on one rank with the batches of all ({one.trouble})"
+    if single.trouble and len(recorded.updates) < end:
+        limit = f"the script does not run on one rank with the batches of all ({single.trouble})"
         end = len(recorded.updates)
     if limit and not end:
         raise _NotComparedError(limit)
     if not all(rank.updates for rank in (*many.ranks, recorded)):
-        raise _NotComparedError("no optimizer step was seen")
+        raise _NotComparedError("no optimizer step was recorded")
     if _reads_same(many) and not _has_parts_of_model(many, recorded):
         raise _NotComparedError("all ranks read the same samples")
     num_updates = min(comparable_updates(many, recorded), end)
@@ -199,7 +204,7 @@ def _case(many: ScriptRecording, one: ScriptRecording) -> _Case:
         firsts = [rank.updates[0] for rank in (*many.ranks, recorded)]
         if firsts[0].batches != firsts[-1].batches or len(firsts[0].losses) != len(firsts[-1].losses):
             numbers = f"{len(firsts[0].losses)} backwards on each rank, {len(firsts[-1].losses)} on one"
-            raise _NotComparedError(f"an update is made of different numbers of batches ({numbers})")
+            raise _NotComparedError(f"an update has different numbers of batches ({numbers})")
         raise _NotComparedError("ranks read different numbers of batches before their first update")
     _check_inputs(many, recorded)
     first = recorded.updates[0]
@@ -210,78 +215,80 @@ def _case(many: ScriptRecording, one: ScriptRecording) -> _Case:
     return _Case(many, recorded, num_updates, tolerance, limit)
 
 
-def _first_refused(many: ScriptRecording, one: RankRecording) -> tuple[str, int]:
-    """(what could not be imposed first, number of updates before it); ("", a large number) if all was imposed."""
-    refused = [(update, why) for rank in (*many.ranks, one) for why, update in rank.facts.get("refused", [])]
-    update, why = min(refused, default=(_MANY_UPDATES, ""))
-    return why, update
+def _first_refused(many: ScriptRecording, single: RankRecording) -> tuple[str, int]:
+    """(reason, number of updates before it) of the first input that could not be imposed; ("", _NO_LIMIT) if none."""
+    refused = [(update, reason) for rank in (*many.ranks, single) for reason, update in rank.facts.get("refused", [])]
+    update, reason = min(refused, default=(_NO_LIMIT, ""))
+    return reason, update
 
 
 def _reads_same(many: ScriptRecording) -> bool:
-    """Whether all ranks train on the same batches, as the members of an ensemble do."""
+    """Whether all ranks train on the same batches, like the members of an ensemble."""
     read: list[list[list[int]]] = []
     for rank in many.ranks:
         trained = rank.facts.get("trained", [])
-        read.append([samples_of_batch(batch) for key, batch, _ in rank.batches if key[0] in trained][:_BATCHES])
+        read.append([samples_of_batch(batch) for key, batch, _ in rank.batches if key[0] in trained][:_MAX_BATCHES])
     return any(read[0]) and len(read) > 1 and all(of_rank == read[0] for of_rank in read[1:])
 
 
-def _has_parts_of_model(many: ScriptRecording, one: RankRecording) -> bool:
-    """Whether ranks hold parts of the parameters of one rank, as in tensor parallelism."""
-    held = many.ranks[0].updates[0].before
-    return any(name in held and held[name].numel() < whole.numel() for name, whole in one.updates[0].before.items())
+def _has_parts_of_model(many: ScriptRecording, single: RankRecording) -> bool:
+    """Whether ranks have shards of the parameters of one rank, as in tensor parallelism."""
+    first_values = many.ranks[0].updates[0].before
+    return any(
+        name in first_values and first_values[name].numel() < join_ranks.numel()
+        for name, join_ranks in single.updates[0].before.items()
+    )
 
 
-def _check_inputs(many: ScriptRecording, one: RankRecording) -> None:
-    """Check that the model is given the same samples and begins with the same weights."""
+def _check_inputs(many: ScriptRecording, single: RankRecording) -> None:
+    """Check that the model gets the same samples and starts with the same weights. Raises `_NotComparedError`."""
     texts = [rank.facts.get("texts_given", []) for rank in many.ranks]
     if any(given != texts[0] for given in texts):
         raise _NotComparedError("each rank calls the model with a different text, such as the name of a task")
     inputs = [rank.inputs for rank in many.ranks]
-    if any(len(given) != len(one.inputs) for given in inputs):
+    if any(len(given) != len(single.inputs) for given in inputs):
         raise _NotComparedError("the model runs a different number of times on one rank")
-    for index, together in enumerate(one.inputs):
-        parts = [given[index] for given in inputs]
-        if any(len(part) != len(together) for part in parts):
-            raise _NotComparedError("the model is given different arguments on one rank")
-        for column, value in enumerate(together):
-            values = [part[column] for part in parts]
+    for index, single_inputs in enumerate(single.inputs):
+        rank_inputs = [given[index] for given in inputs]
+        if any(len(rank_input) != len(single_inputs) for rank_input in rank_inputs):
+            raise _NotComparedError("the model gets different arguments on one rank")
+        for column, value in enumerate(single_inputs):
+            values = [rank_input[column] for rank_input in rank_inputs]
             is_same = all(each.shape == value.shape and relative_difference(each, value) < 1e-6 for each in values)
-            has_order = bool(one.facts.get("batch_norms"))  # batch norm takes the rows of each rank by their order
+            has_order = bool(single.facts.get("batch_norms"))  # batch norm takes the rows of each rank by their order
             if not is_same and not _are_parts(values, value, has_order):
                 raise _OtherInputsError(
-                    "the batches of the ranks do not come from a DataLoader, and could not be put together"
+                    "the batches of the ranks do not come from a DataLoader, and could not be merged"
                 )
-    first = one.updates[0]
+    first = single.updates[0]
     for name, weight in first.before.items():
-        parts = [rank.updates[0].before.get(name) for rank in many.ranks]
-        joined = whole(parts, weight)
+        rank_inputs = [rank.updates[0].before.get(name) for rank in many.ranks]
+        joined = join_ranks(rank_inputs, weight)
         if joined.tensor is not None and relative_difference(joined.tensor, weight) > 1e-6:
-            raise _NotComparedError(f"{name} begins with different weights on one rank")
+            raise _NotComparedError(f"{name} starts with different weights on one rank")
 
 
-def _scaled_inputs(many: ScriptRecording, one: RankRecording, findings: Findings) -> bool:
-    """Name the line before the model at which each rank scales or shifts its samples in its own way."""
-    line = first_scaled(many, one)
+def _scaled_inputs(many: ScriptRecording, single: RankRecording, findings: Findings) -> bool:
+    """Find the line before the model in which each rank multiplies or shifts its samples by a different number."""
+    line = first_scaled(many, single)
     if line is None:
         return False
-    is_factor = any(abs(factor - 1) > _SAME_ROWS for factor in line.factors)
-    numbers = ", ".join(f"{number:.6g}" for number in (line.factors if is_factor else line.shifts))
+    has_factors = any(abs(factor - 1) > _ROW_TOLERANCE for factor in line.factors)
+    numbers = ", ".join(f"{number:.6g}" for number in (line.factors if has_factors else line.shifts))
     findings.add(
         "WARN",
         "ranks.input",
-        line.place,
-        f"with the same batches, the samples that the model is given are {numbers} times those of one rank"
-        if is_factor
-        else f"with the same batches, the samples that the model is given are those of one rank plus {numbers}",
-        "compute what scales or shifts the samples from all ranks' data, or on rank 0, and broadcast it",
-        also=(line.numbers,),
+        line.location,
+        "with the same batches, the inputs of the model on the ranks are those on one rank "
+        f"{'multiplied by' if has_factors else 'plus'} {numbers}",
+        "compute this number from the data of all ranks, or on rank 0, and broadcast it",
+        also=(line.scalar_location,),
     )
     return True
 
 
 def _are_parts(values: list[Any], value: Any, has_order: bool) -> bool:
-    """Whether the inputs of ranks are parts of that of one rank: its samples, or pieces of each sequence."""
+    """Whether the inputs of ranks together are the input of one rank: by samples, or by parts of each sequence."""
     import torch
 
     for dim in range(value.dim()):
@@ -292,29 +299,29 @@ def _are_parts(values: list[Any], value: Any, has_order: bool) -> bool:
 
 
 def _are_rows_equal(rows: Any, others: Any, has_order: bool) -> bool:
-    """Whether two batches hold the same samples: in any order, as two views of each have, unless the order matters."""
+    """Whether two batches have the same samples, in any order unless `has_order`, as for two views of each sample."""
     import torch
 
-    if relative_difference(rows, others) <= _SAME_ROWS or has_order or rows.dim() < 2:
-        return relative_difference(rows, others) <= _SAME_ROWS
+    if relative_difference(rows, others) <= _ROW_TOLERANCE or has_order or rows.dim() < 2:
+        return relative_difference(rows, others) <= _ROW_TOLERANCE
     flat = [each.double().flatten(1) for each in (rows, others)]
     weights = torch.linspace(1.0, 2.0, flat[0].shape[1], dtype=torch.float64).sqrt()  # one number for each sample
     in_order = [each[(each @ weights).argsort()] for each in flat]
-    return relative_difference(*in_order) <= _SAME_ROWS
+    return relative_difference(*in_order) <= _ROW_TOLERANCE
 
 
 # --- gradients and parameters
 
 
-def _gradients(case: _Case, findings: Findings) -> int | None:
-    """The first update whose gradients or parameters differ."""
+def _judge_gradients(case: _Case, findings: Findings) -> int | None:
+    """Return the first update whose gradients or parameters differ, and add a finding; None if all are equal."""
     for update in range(case.num_updates):
-        ranks, one = case.pairs(update)
-        if not one.gradients:
+        ranks, single = case.pairs(update)
+        if not single.gradients:
             return None
         for kind, rule in (("gradients", "ranks.gradient"), ("after", "ranks.parameters")):
-            names = _differing(case, ranks, one, kind)
-            if names and _is_by_hook(case, findings, update):
+            names = _differing(case, ranks, single, kind)
+            if names and _explains_hook(case, findings, update):
                 return update
             if names:
                 _report_difference(case, findings, update, kind, rule, names)
@@ -326,38 +333,44 @@ def _values(update: RecordedUpdate, kind: str) -> dict[str, Any]:
     return update.gradients if kind == "gradients" else update.after
 
 
-def _differing(case: _Case, ranks: list[RecordedUpdate], one: RecordedUpdate, kind: str) -> dict[str, float]:
-    """How far each tensor is from that of one rank, by name; -1 where ranks should hold the same one and do not."""
+def _differing(case: _Case, ranks: list[RecordedUpdate], single: RecordedUpdate, kind: str) -> dict[str, float]:
+    """The relative difference of each tensor that differs from one rank, by name; -1 if the ranks differ, too."""
     import torch
 
     tolerance = case.tolerance * (1 if kind == "gradients" else 10)
-    ours = {name: tensor for name, tensor in _values(one, kind).items() if tensor is not None and tensor.numel()}
-    if not ours:
+    single_values = {
+        name: tensor for name, tensor in _values(single, kind).items() if tensor is not None and tensor.numel()
+    }
+    if not single_values:
         return {}
-    scale = max(float(torch.linalg.vector_norm(tensor.double())) for tensor in ours.values()) * 1e-4
+    scale = max(float(torch.linalg.vector_norm(tensor.double())) for tensor in single_values.values()) * 1e-4
     names: dict[str, float] = {}
-    for name, tensor in ours.items():
+    for name, tensor in single_values.items():
         parts = [_values(rank, kind).get(name) for rank in ranks]
-        joined = whole(parts, tensor)
+        joined = join_ranks(parts, tensor)
         if joined.tensor is None:
             continue
-        apart = relative_difference(joined.tensor, tensor, scale)
-        if apart > tolerance:
-            names[name] = apart if joined.is_same or name in case.local else -1.0
+        difference = relative_difference(joined.tensor, tensor, scale)
+        if difference > tolerance:
+            names[name] = difference if joined.is_same or name in case.local else -1.0
     return names
 
 
-def _is_by_hook(case: _Case, findings: Findings, update: int) -> bool:
-    """Whether a communication hook explains a difference: any but a factor of the number of ranks."""
+def _explains_hook(case: _Case, findings: Findings, update: int) -> bool:
+    """Whether a communication hook explains a difference, which must not be a factor of the number of ranks."""
     hook = case.many.ranks[0].facts.get("comm_hook", "")
     if not hook:
         return False
-    ranks, one = case.pairs(update)
-    pairs = [(ranks[0].gradients.get(name), value) for name, value in one.gradients.items()]
-    held = [(ours, theirs) for ours, theirs in pairs if ours is not None and theirs is not None]
-    factor = constant_factor(held, _ROUNDED_BY_HOOK) if held else None
+    ranks, single = case.pairs(update)
+    pairs = [(ranks[0].gradients.get(name), value) for name, value in single.gradients.items()]
+    held = [
+        (single_value, rank_value)
+        for single_value, rank_value in pairs
+        if single_value is not None and rank_value is not None
+    ]
+    factor = constant_factor(held, _HOOK_TOLERANCE) if held else None
     if factor is not None and any(
-        math.isclose(factor, times, rel_tol=_ROUNDED_BY_HOOK) for times in (case.num_ranks, 1 / case.num_ranks)
+        math.isclose(factor, expected, rel_tol=_HOOK_TOLERANCE) for expected in (case.num_ranks, 1 / case.num_ranks)
     ):
         return False
     findings.not_checked(
@@ -369,89 +382,100 @@ def _is_by_hook(case: _Case, findings: Findings, update: int) -> bool:
 def _report_difference(
     case: _Case, findings: Findings, update: int, kind: str, rule: str, names: dict[str, float]
 ) -> None:
-    ranks, one = case.pairs(update)
-    word = "gradient" if kind == "gradients" else "value after the step"
-    if any(apart < 0 for apart in names.values()):
-        _report_own(case, findings, update, names, one)
+    ranks, single = case.pairs(update)
+    quantity = "gradient" if kind == "gradients" else "value after the step"
+    if any(difference < 0 for difference in names.values()):
+        _report_unaveraged(case, findings, update, names, single)
         return
     worst = max(names, key=lambda name: names[name])
     text = (
-        f"update {update}: with the same batches, {case.num_ranks} ranks and one rank differ in the {word} of {worst} "
-        f"by {names[worst]:.2g} of its norm ({len(names)} of {len(one.gradients)} parameters differ)"
+        f"update {update}: with the same batches, {case.num_ranks} ranks and one rank differ in the {quantity} of "
+        f"{worst} by {names[worst]:.2g} of its norm ({len(names)} of {len(single.gradients)} parameters differ)"
     )
-    values = {name: value for name, value in _values(one, kind).items() if value is not None}
-    wholes = {name: whole([_values(rank, kind).get(name) for rank in ranks], value) for name, value in values.items()}
+    values = {name: value for name, value in _values(single, kind).items() if value is not None}
+    wholes = {
+        name: join_ranks([_values(rank, kind).get(name) for rank in ranks], value) for name, value in values.items()
+    }
     pairs = [(wholes[name].tensor, value) for name, value in values.items() if wholes[name].tensor is not None]
     is_rounded = bool(case.many.ranks[0].facts.get("comm_hook"))
     differing = [(wholes[name].tensor, values[name]) for name in names if name in wholes]
-    factor = constant_factor(differing, _ROUNDED_BY_HOOK if is_rounded else 1e-3) if kind == "gradients" else None
-    reason, place, also = _explained(case, update, kind, factor)
+    factor = constant_factor(differing, _HOOK_TOLERANCE if is_rounded else 1e-3) if kind == "gradients" else None
+    reason, location, also = _explained(case, update, kind, factor)
     changes = _rounded_or_small(pairs, names[worst]) if kind == "gradients" else ""
     if changes and not reason:
         findings.not_checked(f"gradients of {case.num_ranks} ranks against one: in update {update} {changes}")
         return
     if kind == "gradients" and not reason:
-        line = first_differing(case.many, case.one, case.tolerance) if update == 0 else None
-        reason, place, also = _begun_at(case, line) if line is not None else ("", one.step, list(one.backwards))
+        line = first_differing(case.many, case.single, case.tolerance) if update == 0 else None
+        reason, location, also = (
+            _begun_at(case, line) if line is not None else ("", single.step, list(single.backwards))
+        )
     findings.add(
         "WARN",
         rule,
-        place,
+        location,
         f"{text}: {reason or 'no rule explains it'}",
-        "make the computation the same on any number of ranks, or ignore this if ranks are meant to differ",
+        "make the computation the same on any number of ranks, or ignore this if ranks are intended to differ",
         also=tuple(also),
     )
 
 
 def _explained(case: _Case, update: int, kind: str, factor: float | None) -> tuple[str, str, list[str]]:
     """(reason, line, further lines) of a difference; ("", the line of the step, []) if there is no reason."""
-    one = case.one.updates[update]
+    single = case.single.updates[update]
     if factor is not None:
         reason = f"they are {factor:.4g} times those of one rank{_factor_reason(factor, case.num_ranks)}"
-        place = one.backwards[-1] if one.backwards else one.step
-        return reason, place, [*case.many.ranks[0].facts.get("sent_at", []), one.step]
-    if update == 0 and kind == "after" and one.optimizer:
-        reason = "the gradients are equal, so the optimizer steps them differently: look at its parameter groups"
-        return reason, one.optimizer, [one.step]
-    line = first_differing(case.many, case.one, case.tolerance) if update == 0 and kind == "gradients" else None
-    # what is sent after the backward may be compressed on purpose
-    return _begun_at(case, line) if line is not None and line.is_of_forward else ("", one.step, [])
+        location = single.backwards[-1] if single.backwards else single.step
+        return reason, location, [*case.many.ranks[0].facts.get("sent_at", []), single.step]
+    if update == 0 and kind == "after" and single.optimizer:
+        reason = "the gradients are equal, so the optimizer updates them differently: check its parameter groups"
+        return reason, single.optimizer, [single.step]
+    line = first_differing(case.many, case.single, case.tolerance) if update == 0 and kind == "gradients" else None
+    # gradients that are sent after the backward may be compressed intentionally
+    return _begun_at(case, line) if line is not None and line.is_of_forward else ("", single.step, [])
 
 
-def _begun_at(case: _Case, line: Differing) -> tuple[str, str, list[str]]:
+def _begun_at(case: _Case, line: DifferingLine) -> tuple[str, str, list[str]]:
     """(reason, line, further lines) of a difference that begins at a line."""
     numbers = ", ".join(f"{number:.5g}" for number in line.ranks)
     reason = (
-        f"the difference begins at {short_place(line.place)} ({line.operation}): {numbers} on the ranks, "
-        f"{line.one:.5g} on one"
+        f"the difference begins at {short_place(line.location)} ({line.operation}): {numbers} on the ranks, "
+        f"{line.single:.5g} on one"
     )
     if line.sums:
         reason += (
             f"; {short_place(line.sums[-1])} is a sum over the ranks, which averaged gradients divide by "
             f"{case.num_ranks}"
         )
-    return reason, line.place, [*line.sums[-2:], case.one.updates[0].step]
+    return reason, line.location, [*line.sums[-2:], case.single.updates[0].step]
 
 
 def _rounded_or_small(pairs: list[tuple[Any, Any]], apart: float) -> str:
-    """Why a difference that begins at no line may be meant: ranks send gradients that are compressed; "" if not.
+    """Why a difference that begins at no line may be intended, because ranks send compressed gradients; "" if not.
 
     Compressed gradients have few different values, few significant bits, or zeros where one rank has none.
     """
     import torch
 
-    ranks, one = (torch.cat([pair[index].double().flatten() for pair in pairs]) for index in (0, 1))
-    if apart < _SMALL:
+    ranks, single = (torch.cat([pair[index].double().flatten() for pair in pairs]) for index in (0, 1))
+    if apart < _SMALL_DIFFERENCE:
         return f"they differ by {apart:.2g} of their norm, and no line was found where this begins"
-    if float(((ranks == 0) != (one == 0)).double().mean()) > _SPARSE:
+    if float(((ranks == 0) != (single == 0)).double().mean()) > _EXTRA_ZERO_SHARE:
         share = float((ranks == 0).double().mean())
-        return f"{share:.0%} of their elements are 0, and other ones than on one rank: they are sent in part"
-    kept = ranks[ranks != 0]
-    if len(kept) >= _MANY and len(kept.abs().unique()) < len(kept) / 4 and len(one.abs().unique()) > len(one) / 2:
+        return f"{share:.0%} of their elements are 0, and different ones from one rank: only some elements are sent"
+    nonzero = ranks[ranks != 0]
+    if (
+        len(nonzero) >= _MIN_NONZERO
+        and len(nonzero.abs().unique()) < len(nonzero) / 4
+        and len(single.abs().unique()) > len(single) / 2
+    ):
         return "they have few different values: they are rounded before they are sent"
     for dtype, name in ((torch.bfloat16, "bfloat16"), (torch.float16, "float16")):
-        # the sum of two numbers of 16 bits, and half of it, may need a few more
-        if len(kept) >= _MANY and float((kept.to(dtype).double() == kept).double().mean()) > _ROUNDED_SHARE:
+        # the sum of two 16-bit numbers, and half of it, may need a few more bits
+        if (
+            len(nonzero) >= _MIN_NONZERO
+            and float((nonzero.to(dtype).double() == nonzero).double().mean()) > _ROUNDED_SHARE
+        ):
             return f"they are rounded to {name}"
     return ""
 
@@ -464,79 +488,94 @@ def _factor_reason(factor: float, num_ranks: int) -> str:
     return ""
 
 
-def _report_own(case: _Case, findings: Findings, update: int, names: dict[str, float], one: RecordedUpdate) -> None:
-    """Report parameters that each rank steps with a gradient of its own, unless ranks are averaged later."""
-    own = [name for name, apart in names.items() if apart < 0]
-    stepped = [[rank.after.get(name) for rank in case.pairs(update)[0]] for name in own]
-    # Adam's first step hides different gradients: ranks that have not drifted apart have not been averaged, either
-    are_apart = not all(part[0] is not None and whole(part, part[0]).is_same for part in stepped)
+def _report_unaveraged(
+    case: _Case, findings: Findings, update: int, names: dict[str, float], single: RecordedUpdate
+) -> None:
+    """Report parameters that each rank updates with its local gradient, unless ranks are averaged later."""
+    own_gradient_names = [name for name, difference in names.items() if difference < 0]
+    stepped = [[rank.after.get(name) for rank in case.pairs(update)[0]] for name in own_gradient_names]
+    # Adam's first step may hide different gradients; ranks that are still equal have not been averaged, either
+    are_apart = not all(
+        rank_values[0] is not None and join_ranks(rank_values, rank_values[0]).is_same for rank_values in stepped
+    )
     for later in range(update, case.num_updates if are_apart else update):
         ranks, whole_update = case.pairs(later)
-        held = [[rank.before.get(name) for rank in ranks] for name in own]
+        held = [[rank.before.get(name) for rank in ranks] for name in own_gradient_names]
         if (
             later > update
             and whole_update.before
-            and all(part[0] is not None and whole(part, part[0]).is_same for part in held)
+            and all(
+                rank_values[0] is not None and join_ranks(rank_values, rank_values[0]).is_same for rank_values in held
+            )
         ):
             findings.not_checked(
-                f"{case.num_ranks} ranks against one: not compared, because ranks step by themselves and are averaged "
+                f"{case.num_ranks} ranks against one: not compared, because ranks train separately and are averaged "
                 f"later (local SGD)"
             )
             return
-    if len(case.one.updates[update].gradients) == len(own) and case.num_updates < 3:
+    if len(case.single.updates[update].gradients) == len(own_gradient_names) and case.num_updates < 3:
         findings.not_checked(f"{case.num_ranks} ranks against one: not compared, because there were too few updates")
         return
-    made_at = case.one.facts.get("made_at", {})
+    made_at = case.single.facts.get("made_at", {})
     findings.add(
         "WARN",
         "ranks.own-gradient",
-        one.step,
-        f"update {update}: {len(own)} of {len(one.gradients)} parameters are stepped with a different gradient on each "
-        f"rank, for example {own[0]}: it is averaged on no update, and the ranks drift apart",
+        single.step,
+        f"update {update}: {len(own_gradient_names)} of {len(single.gradients)} parameters are updated with a "
+        f"different gradient on each rank, for example {own_gradient_names[0]}: it is never averaged, so the ranks "
+        "drift apart",
         "average the gradients of these parameters over the ranks before the step",
-        also=tuple(dict.fromkeys(line for name in own for line in made_at.get(name.partition(": ")[0], []))),
+        also=tuple(
+            dict.fromkeys(line for name in own_gradient_names for line in made_at.get(name.partition(": ")[0], []))
+        ),
     )
 
 
 # --- draws, rates, states
 
 
-def _repeated_draws(case: _Case, findings: Findings) -> None:
+def _judge_draws(case: _Case, findings: Findings) -> None:
     by_line: dict[str, list[Any]] = {}
-    for place, operation, shape in case.one.facts.get("repeated", []):
-        by_line.setdefault(place, [operation, shape])
-    for place, (operation, shape) in by_line.items():
+    for location, operation, shape in case.single.facts.get("repeated", []):
+        by_line.setdefault(location, [operation, shape])
+    for location, (operation, shape) in by_line.items():
         is_mask = operation in ("bernoulli_", "native_dropout")
         findings.add(
             "NOTE" if is_mask else "WARN",
             "ranks.draws",
-            place,
+            location,
             f"all {case.num_ranks} ranks draw the same {'dropout masks' if is_mask else 'random numbers'} "
-            f"{tuple(shape)} for samples of their own ({operation}); one rank draws different ones for each sample",
-            "seed each rank differently after the model is made: torch.manual_seed(seed + rank)",
+            f"{tuple(shape)} for different samples ({operation}); one rank draws different ones for each sample",
+            "seed each rank differently after the model is constructed: torch.manual_seed(seed + rank)",
         )
 
 
-def _rates(case: _Case, findings: Findings, end: int) -> int | None:
-    """The first update whose learning rate is neither that of one rank nor a constant factor of it."""
+def _judge_rates(case: _Case, findings: Findings, end: int) -> int | None:
+    """Return the first update whose learning rate is not a constant multiple of that of one rank, and add a finding."""
     factors: list[float] = []
     for update in range(end):
-        ranks, one = case.pairs(update)
+        ranks, single = case.pairs(update)
         for rank in ranks[1:]:
-            if any(not math.isclose(a, b, rel_tol=1e-6) for a, b in zip(rank.rates, ranks[0].rates, strict=False)):
+            if any(
+                not math.isclose(first_rate, second_rate, rel_tol=1e-6)
+                for first_rate, second_rate in zip(rank.rates, ranks[0].rates, strict=False)
+            ):
                 findings.add(
                     "WARN",
                     "ranks.rate",
-                    one.step,
+                    single.step,
                     f"update {update}: ranks step with different learning rates: {_list([r.rates for r in ranks])}",
-                    "let all ranks step the scheduler with the same number, such as the loss averaged over the ranks",
+                    "step the scheduler with the same number on all ranks, such as the loss averaged over the ranks",
                 )
                 return update
-        for ours, theirs in zip(one.rates, ranks[0].rates, strict=False):
-            if ours and theirs:
-                factors.append(theirs / ours)
-        if factors and not math.isclose(factors[-1], factors[0], rel_tol=_ANY_FACTOR):
-            curves = [[u.rates[0] for u in run.updates if u.rates] for run in (case.many.ranks[0], case.one)]
+        for single_rate, rank_rate in zip(single.rates, ranks[0].rates, strict=False):
+            if single_rate and rank_rate:
+                factors.append(rank_rate / single_rate)
+        if factors and not math.isclose(factors[-1], factors[0], rel_tol=_FACTOR_TOLERANCE):
+            curves = [
+                [update_record.rates[0] for update_record in run.updates if update_record.rates]
+                for run in (case.many.ranks[0], case.single)
+            ]
             stretched = is_scaled_by_ranks(curves[0], curves[1], case.num_ranks)
             if stretched is None:
                 findings.not_checked("learning rates against one rank: there were too few updates")
@@ -545,11 +584,11 @@ def _rates(case: _Case, findings: Findings, end: int) -> int | None:
             findings.add(
                 "WARN",
                 "ranks.rate",
-                one.step,
+                single.step,
                 f"update {update}: the learning rate is {ranks[0].rates[0]:.6g} on {case.num_ranks} ranks, and "
-                f"{one.rates[0]:.6g} on one rank with the same batches",
-                "compute the schedule, and the number that a plateau is judged by, from all ranks",
-                also=tuple(case.one.facts.get("schedules", [])),
+                f"{single.rates[0]:.6g} on one rank with the same batches",
+                "compute the schedule, and the metric of ReduceLROnPlateau, from all ranks",
+                also=tuple(case.single.facts.get("schedules", [])),
             )
             return update
     return None
@@ -559,50 +598,55 @@ def _list(rates: list[list[float]]) -> str:
     return ", ".join(f"{rate[0]:.6g}" for rate in rates if rate)
 
 
-def _states(case: _Case, findings: Findings, end: int) -> None:
-    """Buffers and modules that no optimizer steps, such as averaged copies."""
+def _judge_states(case: _Case, findings: Findings, end: int) -> None:
+    """Compare buffers, and parameters that no optimizer updates, such as averaged copies."""
     for update in range(min(end, case.num_updates)):
-        ranks, one = case.pairs(update)
-        for name, state in one.states.items():
-            parts: list[Any] = [rank.states.get(name) for rank in ranks]
-            if state.numel() == 0 or any(part is None for part in parts):
+        ranks, single = case.pairs(update)
+        for name, state in single.states.items():
+            rank_tensors: list[Any] = [rank.states.get(name) for rank in ranks]
+            if state.numel() == 0 or any(rank_tensor is None for rank_tensor in rank_tensors):
                 continue
-            joined = whole(parts, state)
-            if relative_difference(sum(parts), state) < max(case.tolerance, _ANY_FACTOR):
-                continue  # sums of each rank, which are added up later
+            joined = join_ranks(rank_tensors, state)
+            if relative_difference(sum(rank_tensors), state) < max(case.tolerance, _FACTOR_TOLERANCE):
+                continue  # sums over the samples of each rank, which are added up later
             if joined.tensor is None or relative_difference(joined.tensor, state) <= max(case.tolerance * 100, 1e-6):
-                continue  # rank 0's is that of one rank
-            if not joined.is_same and (_are_shared_later(case, name, update) or _are_samples(parts, state)):
+                continue  # rank 0 has the state of one rank
+            if not joined.is_same and (_are_shared_later(case, name, update) or _are_samples(rank_tensors, state)):
                 continue
-            whose = "is the same on all ranks, and" if joined.is_same else "is of each rank's own samples:"
-            lines = (*lines_of_state(case.one, name), one.step)
+            description = "is the same on all ranks, and" if joined.is_same else "is of each rank's own samples:"
+            lines = (*lines_of_state(case.single, name), single.step)
             findings.add(
                 "WARN",
                 "ranks.state",
                 lines[0],
-                f"after update {update}, the state {name} {whose} differs from that of one rank by "
+                f"after update {update}, the state {name} {description} differs from that of one rank by "
                 f"{relative_difference(joined.tensor, state):.2g} of its norm",
-                "reduce what it is computed from over the ranks, or keep it on one and broadcast it",
+                "reduce its inputs over the ranks, or compute it on one rank and broadcast it",
                 also=lines[1:],
             )
             return
 
 
 def _are_shared_later(case: _Case, name: str, update: int) -> bool:
-    """Whether ranks hold the same state after a later update: it is reduced only now and then."""
+    """Whether ranks have the same state after a later update, because it is reduced only sometimes."""
     for later in range(update + 1, case.num_updates):
-        parts: list[Any] = [rank.updates[later].states.get(name) for rank in case.many.ranks]
-        if all(part is not None and part.shape == parts[0].shape for part in parts) and whole(parts, parts[0]).is_same:
+        rank_tensors: list[Any] = [rank.updates[later].states.get(name) for rank in case.many.ranks]
+        if (
+            all(rank_tensor is not None and rank_tensor.shape == rank_tensors[0].shape for rank_tensor in rank_tensors)
+            and join_ranks(rank_tensors, rank_tensors[0]).is_same
+        ):
             return True
     return False
 
 
-def _are_samples(parts: list[Any], state: Any) -> bool:
-    """Whether a state keeps samples, as a replay buffer does: the rows of ranks are those of one rank, elsewhere."""
-    rows = [{_row(row) for row in part if bool(row.any())} for part in parts if part.dim() > 1]
-    ours = {_row(row) for row in state if bool(row.any())} if state.dim() > 1 else set[tuple[float, ...]]()
-    theirs = set[tuple[float, ...]]().union(*rows)
-    return len(ours) > 1 and 2 * len(ours & theirs) > min(len(ours), len(theirs))
+def _are_samples(rank_tensors: list[Any], state: Any) -> bool:
+    """Whether a state stores samples, like a replay buffer: ranks have the rows of one rank at different positions."""
+    rows = [
+        {_row(row) for row in rank_tensor if bool(row.any())} for rank_tensor in rank_tensors if rank_tensor.dim() > 1
+    ]
+    single_rows = {_row(row) for row in state if bool(row.any())} if state.dim() > 1 else set[tuple[float, ...]]()
+    all_rows = set[tuple[float, ...]]().union(*rows)
+    return len(single_rows) > 1 and 2 * len(single_rows & all_rows) > min(len(single_rows), len(all_rows))
 
 
 def _row(row: Any) -> tuple[float, ...]:

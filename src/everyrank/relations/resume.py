@@ -1,4 +1,4 @@
-"""Stopping changes nothing: a training in one go, and one that is ended, started again and resumed, are the same."""
+"""Checks that a training that is stopped and resumed equals an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from everyrank.rerun import Imposed, RankRecording, RecordedUpdate, ScriptHost, 
 
 __all__ = ["ResumeCommand", "judge_resume", "judge_resumed", "resume_command"]
 
-_SEED = Imposed(seed=0)  # a script that sets no seed would differ anyway
+_SEED = Imposed(seed=0)  # otherwise two runs of a script that sets no seed would differ
 
 
 @dataclasses.dataclass(frozen=True)
 class ResumeCommand:
-    """Arguments that are added to those of the script.
+    """Arguments to add to those of the script.
 
-    resume  they continue a training, such as ["--resume", "out/last.pt"]
-    stop    they save and end it, where it does not save by itself in the first updates
+    resume  resume a training, for example ["--resume", "out/last.pt"]
+    stop    save and end a training, if it does not save in its first updates
     """
 
     resume: list[str]
@@ -47,18 +47,18 @@ def resume_command(resume: str, stop: str = "") -> ResumeCommand:
 
 def judge_resume(
     host: ScriptHost,
-    words: Sequence[str],
+    python_args: Sequence[str],
     processes: int,
     command: ResumeCommand,
     findings: Findings,
     updates: int = 48,
 ) -> None:
-    """Run the script in one go; until it has saved; then again with the arguments that resume. Compare what follows."""
+    """Run the script uninterrupted, then until it saves, then resumed from there. Compare the updates that follow."""
 
-    def run(more: Sequence[str], last: int, files: ScriptRecording | None = None) -> ScriptRecording:
+    def run(more_args: Sequence[str], last: int, files: ScriptRecording | None = None) -> ScriptRecording:
         return host.run(
             processes,
-            words=[*words, *more],
+            python_args=[*python_args, *more_args],
             imposed=_SEED,
             float64=False,
             updates=last,
@@ -67,56 +67,58 @@ def judge_resume(
             files=files,
         )
 
-    whole = run([], updates)
-    saves = whole.ranks[0].facts.get("saved_after", [])
-    early = next((update for _, update, _ in saves if 0 < update < len(whole.ranks[0].updates) - 1), 0)
-    stopped = whole
+    uninterrupted = run([], updates)
+    saves = uninterrupted.ranks[0].facts.get("saved_after", [])
+    first_save = next((update for _, update, _ in saves if 0 < update < len(uninterrupted.ranks[0].updates) - 1), 0)
+    stopped = uninterrupted
     if command.stop:
         stopped = run(command.stop, updates)
-    elif early:
-        stopped = run([], early + 1)
+    elif first_save:
+        stopped = run([], first_save + 1)
     saved = [save for save in stopped.ranks[0].facts.get("saved_after", []) if save[1]]
-    for recording in (whole, stopped):
+    for recording in (uninterrupted, stopped):
         if recording.trouble:
             findings.not_checked(f"resume: the script fails ({recording.trouble})")
             return
-    if not saved or saved[-1][1] >= len(whole.ranks[0].updates):
+    if not saved or saved[-1][1] >= len(uninterrupted.ranks[0].updates):
         findings.not_checked(
-            f"resume: no checkpoint was saved within {len(whole.ranks[0].updates)} updates; add arguments that save "
-            f"and end earlier with --stop-with"
+            f"resume: no checkpoint was saved within {len(uninterrupted.ranks[0].updates)} updates; use --stop-with to "
+            "add arguments that save and end earlier"
         )
         return
     start = saved[-1][1]
-    resumed = run(command.resume, min(6, len(whole.ranks[0].updates) - start), files=stopped)
+    resumed = run(command.resume, min(6, len(uninterrupted.ranks[0].updates) - start), files=stopped)
     if resumed.trouble:
         findings.not_checked(f"resume: the script does not start with these arguments ({resumed.trouble})")
         return
-    judge_resumed(whole.ranks[0], resumed.ranks[0], start, saved[-1][2], findings)
+    judge_resumed(uninterrupted.ranks[0], resumed.ranks[0], start, saved[-1][2], findings)
 
 
-def judge_resumed(whole: RankRecording, resumed: RankRecording, start: int, save: str, findings: Findings) -> None:
-    """Compare the updates after a resume with those of a training in one go.
+def judge_resumed(
+    uninterrupted: RankRecording, resumed: RankRecording, start: int, save_line: str, findings: Findings
+) -> None:
+    """Compare the updates after a resume with those of an uninterrupted training.
 
-    start  updates before the checkpoint that was loaded
-    save   the line that wrote it
+    start      number of updates before the loaded checkpoint
+    save_line  the line that wrote the checkpoint
     """
     if not resumed.updates:
-        findings.not_checked("resume: no update followed")
+        findings.not_checked("resume: the resumed run made no update")
         return
     for number, update in enumerate(resumed.updates):
-        if start + number >= len(whole.updates):
+        if start + number >= len(uninterrupted.updates):
             return
-        other = whole.updates[start + number]
-        difference = _first_difference(whole, resumed, start + number, number, other, update)
+        other = uninterrupted.updates[start + number]
+        difference = _first_difference(uninterrupted, resumed, start + number, number, other, update)
         if difference:
             findings.add(
                 "WARN",
                 "resume.differs",
-                resumed.facts.get("loads", [save])[0],
+                resumed.facts.get("loads", [save_line])[0],
                 f"update {start + number}, {_ordinal(number)} after a resume from the checkpoint of "
-                f"{short_place(save)}: {difference}",
-                "save everything that the training goes on from, and load it before the first batch is read",
-                also=(save,),
+                f"{short_place(save_line)}: {difference}",
+                "save all state that the training needs, and load it before the first batch is read",
+                also=(save_line,),
             )
             return
 
@@ -126,39 +128,47 @@ def _ordinal(number: int) -> str:
 
 
 def _first_difference(
-    whole: RankRecording, resumed: RankRecording, index: int, number: int, one: RecordedUpdate, other: RecordedUpdate
+    uninterrupted: RankRecording,
+    resumed: RankRecording,
+    index: int,
+    number: int,
+    expected: RecordedUpdate,
+    resumed_update: RecordedUpdate,
 ) -> str:
-    """What differs first, in the order in which one difference leads to the next; "" if all is equal."""
+    """The first difference, in the order in which one difference causes the next; "" if all is equal."""
     for kind, values, others in (
-        ("weights", one.before, other.before),
-        ("states", _before(whole, index), _before(resumed, number) if number else {}),
+        ("weights", expected.before, resumed_update.before),
+        ("states", _states_before(uninterrupted, index), _states_before(resumed, number) if number else {}),
     ):
         name = _differing(values, others)
         if name:
-            return f"the {kind} differ from those of a training in one go, for example {name}"
-    if len(one.rates) == len(other.rates) and any(
-        abs(a - b) > 1e-6 * max(abs(a), abs(b)) for a, b in zip(one.rates, other.rates, strict=True)
+            return f"the {kind} differ from those of an uninterrupted training, for example {name}"
+    if len(expected.rates) == len(resumed_update.rates) and any(
+        abs(a - b) > 1e-6 * max(abs(a), abs(b)) for a, b in zip(expected.rates, resumed_update.rates, strict=True)
     ):
         return (
-            f"the learning rate is {other.rates[0]:.6g}, and {one.rates[0]:.6g} in one go: the schedule is not resumed"
+            f"the learning rate is {resumed_update.rates[0]:.6g} instead of {expected.rates[0]:.6g}: the schedule is "
+            "not resumed"
         )
-    read = _batches(whole, index)
-    again = _batches(resumed, number)[-len(read) :] if read else []
-    if read and read != again:
-        return "other samples are read than in one go: the position or the order of the data is not resumed"
-    name = _differing(one.gradients, other.gradients)
+    expected_batches = _batches(uninterrupted, index)
+    resumed_batches = _batches(resumed, number)[-len(expected_batches) :] if expected_batches else []
+    if expected_batches and expected_batches != resumed_batches:
+        return "different samples are read: the position or the order of the data is not resumed"
+    name = _differing(expected.gradients, resumed_update.gradients)
     if name:
         return (
             f"the gradient of {name} differs although weights and samples are equal: random numbers, such as dropout "
             f"masks, or a state of the model are not resumed"
         )
-    name = _differing(one.after, other.after)
+    name = _differing(expected.after, resumed_update.after)
     if name:
-        return f"the step moves {name} differently although the gradient is equal: the optimizer's state is not resumed"
+        return (
+            f"the step changes {name} differently although the gradient is equal: the optimizer's state is not resumed"
+        )
     return ""
 
 
-def _before(rank: RankRecording, update: int) -> dict[str, Any]:
+def _states_before(rank: RankRecording, update: int) -> dict[str, Any]:
     return rank.updates[update - 1].states if update else {}
 
 

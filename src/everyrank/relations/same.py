@@ -1,4 +1,4 @@
-"""Other settings that should be the same training, such as larger batches and fewer of them per update."""
+"""Checks that different settings give the same training, for example larger batches and fewer of them per update."""
 
 from __future__ import annotations
 
@@ -13,24 +13,29 @@ __all__ = ["judge_same", "judge_settings"]
 
 
 def judge_settings(
-    host: ScriptHost, words: Sequence[str], processes: int, more: Sequence[str], findings: Findings, updates: int = 12
+    host: ScriptHost,
+    python_args: Sequence[str],
+    processes: int,
+    more_args: Sequence[str],
+    findings: Findings,
+    updates: int = 12,
 ) -> None:
-    """Run the script, then with `more` arguments on the same samples, and compare."""
-    first = host.run_in_float64(processes, words=words, updates=updates, seconds=20.0)
-    label = f"--same {' '.join(more)!r}"
+    """Run the script without and with `more_args` on the same samples, and compare."""
+    first = host.run_in_float64(processes, python_args=python_args, updates=updates, seconds=20.0)
+    label = f"--same {' '.join(more_args)!r}"
     if first.trouble:
         findings.not_checked(f"{label}: the script fails in the comparison ({first.trouble})")
         return
     other = host.run(
         processes,
-        words=[*words, *more],
+        python_args=[*python_args, *more_args],
         imposed=Imposed(recording=first, by_rows=True),
         float64=first.float64,
         updates=updates,
         detailed=updates,
         seconds=20.0,
     )
-    refused = [why for rank in (*first.ranks, *other.ranks) for why, _ in rank.facts.get("refused", [])]
+    refused = [reason for rank in (*first.ranks, *other.ranks) for reason, _ in rank.facts.get("refused", [])]
     if other.trouble or refused:
         findings.not_checked(f"{label}: not compared, because {(other.trouble or refused[0])}")
         return
@@ -38,7 +43,7 @@ def judge_settings(
 
 
 def judge_same(first: RankRecording, other: RankRecording, label: str, findings: Findings) -> None:
-    """Compare the updates of a rank under both settings. They have to read the same number of samples."""
+    """Compare the updates of a rank under both settings, which have to read the same number of samples."""
     sizes = [_rows_of_updates(rank) for rank in (first, other)]
     count = min(len(first.updates), len(other.updates))
     if not count:
@@ -48,7 +53,7 @@ def judge_same(first: RankRecording, other: RankRecording, label: str, findings:
         findings.not_checked(f"{label}: the batches do not come from a DataLoader")
         return
     if first.facts.get("batch_norms") and len(first.updates[0].losses) != len(other.updates[0].losses):
-        findings.not_checked(f"{label}: batch norm takes the statistics of other batches")
+        findings.not_checked(f"{label}: batch norm uses the statistics of different batches")
         return
     tolerance = tolerance_of(list(first.updates[0].before.values()))
     if tolerance is None:
@@ -68,45 +73,59 @@ def judge_same(first: RankRecording, other: RankRecording, label: str, findings:
 def _differs(
     first: RankRecording, other: RankRecording, update: int, tolerance: float, label: str, findings: Findings
 ) -> bool:
-    one, two = first.updates[update], other.updates[update]
-    if any(abs(a - b) > 1e-6 * max(abs(a), abs(b)) for a, b in zip(one.rates, two.rates, strict=False)):
+    first_update, other_update = first.updates[update], other.updates[update]
+    if any(
+        abs(first_rate - other_rate) > 1e-6 * max(abs(first_rate), abs(other_rate))
+        for first_rate, other_rate in zip(first_update.rates, other_update.rates, strict=False)
+    ):
         findings.add(
             "FAIL",
             "same.rate",
-            one.step,
-            f"update {update}: the learning rate is {one.rates[0]:.6g}, and {two.rates[0]:.6g} with {label}",
+            first_update.step,
+            f"update {update}: the learning rate is {first_update.rates[0]:.6g}, and {other_update.rates[0]:.6g} with "
+            f"{label}",
             "compute the schedule from the number of updates",
         )
         return True
-    for kind, word in (("gradients", "gradient"), ("after", "value after the step")):
-        values, others = getattr(one, kind), getattr(two, kind)
+    for kind, quantity in (("gradients", "gradient"), ("after", "value after the step")):
+        values, others = getattr(first_update, kind), getattr(other_update, kind)
         pairs = {
             name: (value, others[name])
             for name, value in values.items()
             if value is not None and others.get(name) is not None and others[name].shape == value.shape
         }
-        apart = {name: relative_difference(theirs, ours) for name, (ours, theirs) in pairs.items() if ours.numel()}
-        worst = max(apart, key=lambda name: apart[name], default="")
-        if not worst or apart[worst] <= 10 * tolerance:
+        differences = {
+            name: relative_difference(other_value, first_value)
+            for name, (first_value, other_value) in pairs.items()
+            if first_value.numel()
+        }
+        worst = max(differences, key=lambda name: differences[name], default="")
+        if not worst or differences[worst] <= 10 * tolerance:
             continue
-        factor = constant_factor([(theirs, ours) for ours, theirs in pairs.values()]) if word == "gradient" else None
+        factor = (
+            constant_factor([(other_value, first_value) for first_value, other_value in pairs.values()])
+            if quantity == "gradient"
+            else None
+        )
         reason = f": all are {factor:.4g} times as large" if factor is not None else ""
-        place = one.backwards[-1] if word == "gradient" and one.backwards else one.step
+        location = (
+            first_update.backwards[-1] if quantity == "gradient" and first_update.backwards else first_update.step
+        )
         findings.add(
             "FAIL",
-            f"same.{'gradient' if word == 'gradient' else 'parameters'}",
-            place,
-            f"update {update}: with {label} and the same samples, the {word} of {worst} differs by {apart[worst]:.2g} "
-            f"of its norm{reason}",
-            "let each sample weigh the same, whatever the number of batches of an update",
-            also=(one.step,),
+            f"same.{'gradient' if quantity == 'gradient' else 'parameters'}",
+            location,
+            f"update {update}: with {label} and the same samples, the {quantity} of {worst} differs by "
+            f"{differences[worst]:.2g} of its norm{reason}",
+            "give each sample the same weight, for any number of batches of an update",
+            also=(first_update.step,),
         )
         return True
     return False
 
 
 def _rows_of_updates(rank: RankRecording) -> list[int]:
-    """Samples that each update has read."""
+    """The number of samples that each update has read."""
     trained = rank.facts.get("trained", [])
     sizes = [0] * len(rank.updates)
     for (loader, _), batch, update in rank.batches:

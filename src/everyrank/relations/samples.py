@@ -1,4 +1,4 @@
-"""Ranks read different samples in an epoch, told by the content of the samples: also for streams and own samplers."""
+"""Checks that ranks read different samples in an epoch, by their content: also for streams and custom samplers."""
 
 from __future__ import annotations
 
@@ -25,155 +25,157 @@ __all__ = [
     "tensors_of_batch",
 ]
 
-_FEW = 16  # samples of a rank: too few to judge
-_SEVERAL = 4  # samples that ranks have in common
-_BATCHES, _NUMBERS = 3, 4  # batches, and numbers of a sample, that tell that ranks draw alike
-_ORDERS = 2  # whole ones that tell
-_READ_AFTER = 2  # batches that show one backward for each
-_ALL = 0.9  # of the samples: the ranks read the same data, which rules of audit judge
+_MIN_SAMPLES = 16  # of a rank, to judge it
+_MAX_COMMON = 4  # samples that two ranks may have in common
+_MIN_BATCHES, _MIN_NUMBERS = 3, 4  # batches, and numbers of a sample, to judge whether ranks draw the same numbers
+_MIN_ORDERS = 2  # complete orders of a rank, to judge it
+_BATCHES_AFTER = 2  # batches with one backward each, to judge the batches before them
+_SAME_DATA_SHARE = 0.9  # with a larger share of common samples, ranks read the same data, and audit's rules judge it
 
 
 def judge_samples(many: ScriptRecording, findings: Findings) -> None:
     """Compare the samples of ranks in each pass over a training loader.
 
-    A dataset with equal samples, draws with replacement and augmented samples cannot be judged: then a rank itself
-    reads a sample twice, or no sample comes back in a later pass.
+    Datasets with equal samples, draws with replacement and augmented samples cannot be judged: there a single rank
+    reads a sample twice, or no sample is read again in a later pass.
     """
     if len(many.ranks) < 2:
         return
     batch = max(_largest_batch(rank) for rank in many.ranks)
-    is_found = _judge_passes([samples_of_passes(rank) for rank in many.ranks], batch, findings)
-    if not is_found:
-        _judge_passes([_samples_of_reads(rank) for rank in many.ranks], _SEVERAL, findings)
+    has_finding = _judge_passes([samples_of_passes(rank) for rank in many.ranks], batch, findings)
+    if not has_finding:
+        _judge_passes([_samples_of_reads(rank) for rank in many.ranks], _MAX_COMMON, findings)
 
 
 def _judge_passes(
     passes: list[dict[tuple[Any, int], tuple[str, list[int]]]], most_common: int, findings: Findings
 ) -> bool:
     """Report the first pass in which ranks read more than `most_common` of the same samples, but not all of them."""
-    for key, (place, first) in passes[0].items():
+    for key, (location, first) in passes[0].items():
         others = [samples[key][1] for samples in passes[1:] if key in samples]
         if len(others) + 1 < len(passes) or any(len(set(rows)) < len(rows) for rows in (first, *others)):
             continue
         second = others[0]
-        if any(len(rows) < _FEW for rows in (first, second)):
+        if any(len(rows) < _MIN_SAMPLES for rows in (first, second)):
             continue
         common = set(first) & set(second)
         smaller = min(len(first), len(second))
-        if len(common) > most_common and len(common) < _ALL * smaller:
+        if len(common) > most_common and len(common) < _SAME_DATA_SHARE * smaller:
             findings.add(
                 "WARN",
                 "data.shared-samples",
-                place,
+                location,
                 f"pass {key[1]} over the training data: ranks 0 and 1 both read {len(common)} of {smaller} samples, by "
-                f"their content: the parts of the ranks overlap, and other samples are read by no rank",
-                "shuffle with a seed that all ranks share before the data is divided by rank",
+                f"their content, so the shards of the ranks overlap, and no rank reads some other samples",
+                "shuffle with the same seed on all ranks before the data is divided by rank",
             )
             return True
     return False
 
 
 def judge_equal_columns(many: ScriptRecording, findings: Findings) -> None:
-    """Find a part of each batch that is the same on two ranks, although their samples differ: it is drawn alike.
+    """Find a tensor in each batch that is equal on two ranks although their samples differ: it has the same draws.
 
-    Such as a random mask of each sample, seeded by the worker alone. Parts that are the same in all batches, and
-    single numbers of a sample, such as classes in a fixed order, do not count.
+    For example a random mask of each sample, with a seed that only depends on the worker. Tensors that are equal in all
+    batches, and single numbers of a sample, such as classes in a fixed order, do not count.
     """
     if len(many.ranks) < 2:
         return
     places = many.ranks[0].facts.get("loader_places", {})
     for key, pairs in _batches_at_once(many).items():
         columns = [[list(tensors_of_batch(batch)) for batch in pair] for pair in pairs]
-        if len(columns) < _BATCHES or len({len(each) for pair in columns for each in pair}) > 1:
+        if len(columns) < _MIN_BATCHES or len({len(each) for pair in columns for each in pair}) > 1:
             continue
         equal = [[_is_equal(a, b) for a, b in zip(*pair, strict=True)] for pair in columns]
         for number, column in enumerate(columns[0][0]):
-            is_drawn = column.dim() > 1 and column[0].numel() >= _NUMBERS and column.is_floating_point()
+            is_drawn = column.dim() > 1 and column[0].numel() >= _MIN_NUMBERS and column.is_floating_point()
             changes = not _is_equal(column, columns[1][0][number]) and not _is_equal(column[0], column[-1])
-            is_alone = all(row[number] and not all(row) for row in equal)
-            if is_drawn and changes and is_alone:
+            is_only_equal_column = all(row[number] and not all(row) for row in equal)
+            if is_drawn and changes and is_only_equal_column:
                 findings.add(
                     "WARN",
                     "random.equal-draws",
                     places.get(key[0], ""),
                     f"tensor {number} of each batch is the same on ranks 0 and 1, although their samples differ: "
                     "the ranks draw it with the same random numbers",
-                    "seed what draws it by rank, too: seed + rank * num_workers + worker_id",
+                    "use a seed that depends on the rank, too: seed + rank * num_workers + worker_id",
                 )
                 return
 
 
 def _batches_at_once(many: ScriptRecording) -> dict[tuple[int, int], list[tuple[Any, Any]]]:
-    """The pairs of batches that ranks 0 and 1 read at the same place of each pass over a training loader."""
+    """The pairs of batches that ranks 0 and 1 read at the same position of each pass over a training loader."""
     passes: list[dict[tuple[int, int], list[Any]]] = []
     for rank in many.ranks[:2]:
-        trained, of_rank = rank.facts.get("trained", []), dict[tuple[int, int], list[Any]]()
+        trained, batches_of_rank = rank.facts.get("trained", []), dict[tuple[int, int], list[Any]]()
         for (loader, number), batch, _ in rank.batches:
             if loader in trained:
-                of_rank.setdefault((loader, number), []).append(batch)
-        passes.append(of_rank)
+                batches_of_rank.setdefault((loader, number), []).append(batch)
+        passes.append(batches_of_rank)
     return {key: list(zip(first, passes[1].get(key, []), strict=False)) for key, first in passes[0].items()}
 
 
-def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and bool((one == other).all())
+def _is_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return first.shape == second.shape and bool((first == second).all())
 
 
 def judge_skipped_batches(rank: RankRecording, findings: Findings) -> None:
-    """Find batches at the beginning of several passes of a loader that are read, but not trained on."""
+    """Find batches at the beginning of several passes of a loader that are read but not used for training."""
     passes: dict[tuple[int, int], list[tuple[int, str]]] = {}
-    for loader, number, backwards, place, _ in rank.facts.get("read", []):
-        passes.setdefault((loader, number), []).append((backwards, place))
+    for loader, number, backwards, location, _ in rank.facts.get("read", []):
+        passes.setdefault((loader, number), []).append((backwards, location))
     skipped: dict[int, list[tuple[int, int, str]]] = {}
     for (loader, number), read in passes.items():
         counts = [backwards for backwards, _ in read]
         first = next((index for index, count in enumerate(counts) if count > counts[0]), 0)
-        after = counts[first : first + _READ_AFTER]
-        # the batch before the first backward was trained on; several are read ahead where backwards come in groups
-        is_one_by_one = len(after) == _READ_AFTER and all(b == a + 1 for a, b in itertools.pairwise(after))
+        after = counts[first : first + _BATCHES_AFTER]
+        # the batch before the first backward was used; if backwards come in groups, several batches are read ahead
+        is_one_by_one = len(after) == _BATCHES_AFTER and all(b == a + 1 for a, b in itertools.pairwise(after))
         if first > 1 and is_one_by_one and counts[first] == counts[0] + 1:
             skipped.setdefault(loader, []).append((number, first - 1, read[0][1]))
-    for of_loader in skipped.values():
-        numbers = {batches for _, batches, _ in of_loader}
-        if len(of_loader) < 2 or len(numbers) > 1:
+    for skipped_of_loader in skipped.values():
+        numbers = {batches for _, batches, _ in skipped_of_loader}
+        if len(skipped_of_loader) < 2 or len(numbers) > 1:
             continue
-        number, batches, place = of_loader[-1]
+        number, batches, location = skipped_of_loader[-1]
         findings.add(
             "WARN",
             "data.untrained",
-            place,
-            f"passes {of_loader[0][0]} and {number} over the training data: the first {batches} batches are read, but "
-            f"not trained on, in each of them",
-            "after a resume, skip the batches before the stop in the first epoch only",
+            location,
+            f"passes {skipped_of_loader[0][0]} and {number} over the training data: the first {batches} batches of "
+            f"each are read, but not trained on",
+            "after a resume, skip batches only in the first epoch",
         )
         return
 
 
 def judge_uneven_passes(many: ScriptRecording, findings: Findings) -> None:
-    """Find ranks that draw a new order after different numbers of batches, in a pass over the data that does not end.
+    """Find ranks that draw a new order after different numbers of batches, in an endless pass over the data.
 
-    They are then in different passes at the same update, and read each other's samples again.
+    Then the ranks are in different passes at the same update, and read each other's samples.
     """
     counts = [_batches_of_orders(rank) for rank in many.ranks]
-    for key, (place, first) in counts[0].items():
-        others = [of_rank[key][1] for of_rank in counts[1:] if key in of_rank]
-        if len(others) + 1 < len(counts) or any(len(set(each)) > 1 or len(each) < _ORDERS for each in (first, *others)):
+    for key, (location, first) in counts[0].items():
+        others = [rank_counts[key][1] for rank_counts in counts[1:] if key in rank_counts]
+        if len(others) + 1 < len(counts) or any(
+            len(set(each)) > 1 or len(each) < _MIN_ORDERS for each in (first, *others)
+        ):
             continue
         numbers = [each[0] for each in (first, *others)]
         if len(set(numbers)) > 1:
             findings.add(
                 "WARN",
                 "data.uneven-passes",
-                place,
+                location,
                 f"the ranks draw a new order after {', '.join(map(str, numbers))} batches: they are in different "
                 f"passes over the data at the same update, and overlap",
-                "drop the remainder before the data is divided by rank, so that each rank has as many batches",
+                "drop the remainder before the data is divided by rank, so that all ranks have equally many batches",
             )
             return
 
 
 def _batches_of_orders(rank: RankRecording) -> dict[tuple[int, int], tuple[str, list[int]]]:
-    """(line, batches of each order but the last) of each pass over a loader of which the rank trained on."""
+    """(line, number of batches of each order except the last) of each pass over a training loader of a rank."""
     passes: dict[tuple[int, int], Counter[int]] = {}
     for loader, number, _, _, orders in rank.facts.get("read", []):
         if loader in rank.facts.get("trained", []):
@@ -196,14 +198,14 @@ def samples_of_passes(rank: RankRecording) -> dict[tuple[int, int], tuple[str, l
 
 
 def _samples_of_reads(rank: RankRecording) -> dict[tuple[Any, int], tuple[str, list[int]]]:
-    """(line, checksums of samples) that each line took out of a tensor in each pass of the training loop."""
+    """(line, checksums of samples) of the rows that each line takes from a tensor, for each training pass."""
     loops = rank.facts.get("loops", [])
-    starts = [update for place, _, update in loops if place == loops[0][0]]
+    starts = [update for location, _, update in loops if location == loops[0][0]]
     samples: dict[tuple[Any, int], tuple[str, list[int]]] = {}
-    for (place, _, _), (rows, update) in rank.reads.items():
+    for (location, _, _), (rows, update) in rank.reads.items():
         number = sum(start <= update for start in starts) - 1
         if number >= 0 and rows.dim() > 1:
-            samples.setdefault((place, number), (place, []))[1].extend(samples_of_batch(rows))
+            samples.setdefault((location, number), (location, []))[1].extend(samples_of_batch(rows))
     return samples
 
 
@@ -212,22 +214,22 @@ def _largest_batch(rank: RankRecording) -> int:
 
 
 def num_samples(batch: Any) -> int:
-    """The number of samples in a batch: the first dimension of its first tensor that has one."""
+    """The number of samples in a batch: the first dimension of its first tensor with dimensions."""
     return next((len(each) for each in tensors_of_batch(batch) if each.dim()), 0)
 
 
 def samples_of_batch(batch: Any) -> list[int]:
-    """A checksum of each sample of a batch: of the first tensor with more than a number for each."""
+    """A checksum of each sample of a batch, from the first tensor with several numbers for each sample."""
     return [zlib.crc32(row.contiguous().numpy().tobytes()) for row in _rows(batch)]
 
 
 def _rows(batch: Any) -> Any:
-    """The first tensor of a batch with more than a number for each sample; () if there is none."""
+    """The first tensor of a batch with several numbers for each sample; () if there is none."""
     return next((each for each in tensors_of_batch(batch) if each.dim() > 1), ())
 
 
 def tensors_of_batch(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in a batch, in order, also in lists, tuples and the values of dicts."""
+    """Yield the tensors in a batch in order, also from lists, tuples and the values of dicts."""
     import torch
 
     if isinstance(value, dict):

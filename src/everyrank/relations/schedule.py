@@ -22,37 +22,37 @@ def has_schedule(rank: RankRecording) -> bool:
     return len({tuple(update.rates) for update in rank.updates}) > 1
 
 
-def is_scaled_by_ranks(many: Sequence[float], one: Sequence[float], ranks: int) -> bool | None:
+def is_scaled_by_ranks(many: Sequence[float], single: Sequence[float], ranks: int) -> bool | None:
     """Whether update u on N ranks has the learning rate of update N * u on one rank, up to a constant factor.
 
     Such a schedule is correct, because an update on N ranks reads N times the samples. None if there are too few
     updates to tell.
     """
-    known = [update for update in range(len(many)) if ranks * (update + 1) < len(one)]
-    if len(known) < _MIN_UPDATES:
+    comparable = [update for update in range(len(many)) if ranks * (update + 1) < len(single)]
+    if len(comparable) < _MIN_UPDATES:
         return None
-    largest = max(one[: ranks * (known[-1] + 1) + 1])
-    factor = max(many[: known[-1] + 1]) / largest if largest else 0.0
+    largest = max(single[: ranks * (comparable[-1] + 1) + 1])
+    factor = max(many[: comparable[-1] + 1]) / largest if largest else 0.0
     margin = _MARGIN * largest * factor
-    for update in known:
-        nearby = [rate * factor for rate in one[ranks * update : ranks * (update + 1) + 1]]
+    for update in comparable:
+        nearby = [rate * factor for rate in single[ranks * update : ranks * (update + 1) + 1]]
         if not min(nearby) - margin <= many[update] <= max(nearby) + margin:
             return False
     return True
 
 
 def _has_same_progress(shared: Sequence[float], single: Sequence[float]) -> bool:
-    """Whether the rates of N ranks are those of one rank after the same part of the training.
+    """Whether the rates of N ranks are those of one rank after the same fraction of the training.
 
-    The warm-up may take the same part of the training, or the same number of updates.
+    The warm-up may take the same fraction of the training, or the same number of updates.
     """
-    times = len(single) / len(shared)
+    update_ratio = len(single) / len(shared)
     peaks = [rates.index(max(rates)) for rates in (shared, single)]
-    if min(abs(peaks[0] - peaks[1]), abs(peaks[0] - peaks[1] / times)) > 1:
+    if min(abs(peaks[0] - peaks[1]), abs(peaks[0] - peaks[1] / update_ratio)) > 1:
         return False
     shared, single = shared[peaks[0] :], single[peaks[1] :]
     for update, rate in enumerate(shared):
-        first, last = (round(part * len(single) / len(shared)) for part in (update, update + 1))
+        first, last = (round(position * len(single) / len(shared)) for position in (update, update + 1))
         nearby = single[max(0, first - 1) : last + 1]
         if not min(nearby) - _MARGIN <= rate <= max(nearby) + _MARGIN:
             return False
@@ -60,66 +60,78 @@ def _has_same_progress(shared: Sequence[float], single: Sequence[float]) -> bool
 
 
 def _is_faster(shared: Sequence[float], single: Sequence[float], ranks: int) -> bool:
-    """Whether the schedule of N ranks takes N of its steps in each update, and that makes a difference."""
+    """Whether the schedule of N ranks takes N steps in each update, and the rates differ because of that."""
     last = len(single) - 1
-    is_that = all(abs(rate - single[min(ranks * update, last)]) <= _MARGIN for update, rate in enumerate(shared))
-    return is_that and any(abs(a - b) > 3 * _MARGIN for a, b in zip(shared, single, strict=True))
+    takes_every_step = all(
+        abs(rate - single[min(ranks * update, last)]) <= _MARGIN for update, rate in enumerate(shared)
+    )
+    return takes_every_step and any(
+        abs(shared_rate - single_rate) > 3 * _MARGIN for shared_rate, single_rate in zip(shared, single, strict=True)
+    )
 
 
 def _rates_of_last(rank: RankRecording) -> list[float]:
-    """The learning rates of the optimizer that steps last; another may have trained something before."""
+    """The learning rates of the optimizer of the last update. Another optimizer may have trained something before."""
     last = rank.updates[-1].optimizer if rank.updates else ""
     return [update.rates[0] for update in rank.updates if update.rates and update.optimizer == last]
 
 
-def judge_horizon(many: ScriptRecording, one: ScriptRecording, findings: Findings) -> None:
+def judge_horizon(many: ScriptRecording, single: ScriptRecording, findings: Findings) -> None:
     """Compare where the schedule ends on N ranks and on one, in complete runs of the script."""
-    ranks, alone = many.ranks[0], one.ranks[0]
-    if many.trouble or one.trouble or not (ranks.facts.get("came_to_end") and alone.facts.get("came_to_end")):
+    first_rank, single_rank = many.ranks[0], single.ranks[0]
+    if (
+        many.trouble
+        or single.trouble
+        or not (first_rank.facts.get("came_to_end") and single_rank.facts.get("came_to_end"))
+    ):
         return
-    shared, single = (_rates_of_last(rank) for rank in (ranks, alone))
-    times = len(single) / max(len(shared), 1)
-    if len(shared) < 4 or not max(shared) or not max(single):
+    shared_rates, single_rates = (_rates_of_last(rank) for rank in (first_rank, single_rank))
+    update_ratio = len(single_rates) / max(len(shared_rates), 1)
+    if len(shared_rates) < 4 or not max(shared_rates) or not max(single_rates):
         return
-    shared, single = ([rate / max(rates) for rate in rates] for rates in (shared, single))
-    place = ranks.facts.get("schedules", [ranks.updates[-1].step])
-    if len(shared) == len(single) and _is_faster(shared, single, len(many.ranks)):
+    shared_rates, single_rates = ([rate / max(rates) for rate in rates] for rates in (shared_rates, single_rates))
+    locations = first_rank.facts.get("schedules", [first_rank.updates[-1].step])
+    if len(shared_rates) == len(single_rates) and _is_faster(shared_rates, single_rates, len(many.ranks)):
         findings.add(
             "WARN",
             "schedule.horizon",
-            place[0],
+            locations[0],
             f"the learning rate of update u on {len(many.ranks)} ranks is that of update {len(many.ranks)}u on one "
-            f"rank, and the script makes {len(shared)} updates on both: the schedule ends before training does",
+            f"rank, and the script makes {len(shared_rates)} updates on both: the schedule ends before training does",
             "step the scheduler once per update, or multiply its length by the number of ranks",
-            also=tuple(place[1:]),
+            also=tuple(locations[1:]),
         )
-    if abs(times - len(many.ranks)) > _RATIO_TOLERANCE * len(many.ranks):
+    if abs(update_ratio - len(many.ranks)) > _RATIO_TOLERANCE * len(many.ranks):
         return  # the number of updates is a setting, or the script stopped early
-    if _has_same_progress(shared, single):
+    if _has_same_progress(shared_rates, single_rates):
         findings.refute("schedule.often", "ranks.rate")  # the schedule already counts the ranks
         return
-    idle = [sum(rate < _FINISHED_BELOW for rate in reversed(rates)) / len(rates) for rates in (shared, single)]
-    if idle[0] <= idle[1] + _MARGIN and abs(shared[-1] - single[-1]) <= 2 * _MARGIN:
+    idle = [
+        sum(rate < _FINISHED_BELOW for rate in reversed(rates)) / len(rates) for rates in (shared_rates, single_rates)
+    ]
+    if idle[0] <= idle[1] + _MARGIN and abs(shared_rates[-1] - single_rates[-1]) <= 2 * _MARGIN:
         findings.refute("schedule.often")  # it does not end early
-    next_rates = [2 * rates[-1] - rates[-2] for rates in (shared, single)]  # linear schedules end one step later
-    if next_rates[1] < _FINISHED_BELOW and shared[-1] > _UNFINISHED_ABOVE and next_rates[0] > _FINISHED_BELOW:
+    next_rates = [
+        2 * rates[-1] - rates[-2] for rates in (shared_rates, single_rates)
+    ]  # linear schedules end one step later
+    if next_rates[1] < _FINISHED_BELOW and shared_rates[-1] > _UNFINISHED_ABOVE and next_rates[0] > _FINISHED_BELOW:
         findings.add(
             "WARN",
             "schedule.horizon",
-            place[0],
-            f"the learning rate ends at {shared[-1]:.0%} of its maximum on {len(many.ranks)} ranks "
-            f"({len(shared)} updates), and at {single[-1]:.0%} on one rank ({len(single)} updates): the length of the "
-            f"schedule ignores the number of ranks",
+            locations[0],
+            f"the learning rate ends at {shared_rates[-1]:.0%} of its maximum on {len(many.ranks)} ranks "
+            f"({len(shared_rates)} updates), and at {single_rates[-1]:.0%} on one rank ({len(single_rates)} updates): "
+            f"the length of the schedule ignores the number of ranks",
             "compute the number of updates from len(loader), which the sampler has divided by the ranks",
-            also=tuple(place[1:]),
+            also=tuple(locations[1:]),
         )
     elif idle[0] > _MAX_IDLE_SHARE and idle[1] < _MAX_IDLE_SHARE / 4:
         findings.add(
             "WARN",
             "schedule.horizon",
-            place[0],
+            locations[0],
             f"the learning rate is zero in {idle[0]:.0%} of the updates on {len(many.ranks)} ranks, and in "
             f"{idle[1]:.0%} on one rank: the schedule ends before training does",
             "step the scheduler once per update, and compute its length from the number of updates",
-            also=tuple(place[1:]),
+            also=tuple(locations[1:]),
         )

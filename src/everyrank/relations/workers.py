@@ -1,4 +1,4 @@
-"""Workers of a loader change no samples: the same script reads with num_workers=0 what it reads with workers."""
+"""Checks that workers of a loader change no samples, by comparison with num_workers=0."""
 
 from __future__ import annotations
 
@@ -10,45 +10,45 @@ from everyrank.rerun import ScriptRecording
 
 __all__ = ["is_suspicious", "judge_workers"]
 
-_FEW = 16  # samples: too few to judge
-_REPEATED = 0.9  # of the samples of a pass: nothing is new
-_NEW = 0.5
-_COPIES = 0.4  # of the samples are read twice in a pass
+_MIN_SAMPLES = 16
+_MIN_REPEATED_SHARE = 0.9  # of the samples of a pass, if workers repeat them
+_MAX_USUAL_SHARE = 0.5  # of the samples of a pass that repeat without workers
+_MIN_TWICE_SHARE = 0.4  # of the samples of a pass, if workers read them twice
 
 
 def is_suspicious(many: ScriptRecording) -> bool:
     """Whether a loader with workers repeats samples within a pass or in the next pass."""
     shares = _shares(many)
-    return any(share.again >= _REPEATED or share.twice >= _COPIES for share in shares.values())
+    return any(share.again >= _MIN_REPEATED_SHARE or share.twice >= _MIN_TWICE_SHARE for share in shares.values())
 
 
 def judge_workers(many: ScriptRecording, without: ScriptRecording, findings: Findings) -> None:
-    """Compare a run with workers and one without."""
-    with_workers, alone = _shares(many), _shares(without)
+    """Compare a run with workers with a run without workers."""
+    with_workers, shares_without_workers = _shares(many), _shares(without)
     places = many.ranks[0].facts.get("loader_places", {})
     for loader, shares in with_workers.items():
-        if loader not in alone:
+        if loader not in shares_without_workers:
             continue
-        own = alone[loader]
-        is_again = shares.again >= _REPEATED and own.again < _NEW
-        if is_again or (shares.in_order >= _REPEATED and own.in_order < _NEW):
-            what = "samples" if is_again else "order"
-            share, own_share = (shares.again, own.again) if is_again else (shares.in_order, own.in_order)
+        usual = shares_without_workers[loader]
+        repeats_samples = shares.again >= _MIN_REPEATED_SHARE and usual.again < _MAX_USUAL_SHARE
+        if repeats_samples or (shares.in_order >= _MIN_REPEATED_SHARE and usual.in_order < _MAX_USUAL_SHARE):
+            repeated = "samples" if repeats_samples else "order"
+            share, usual_share = (shares.again, usual.again) if repeats_samples else (shares.in_order, usual.in_order)
             findings.add(
                 "WARN",
                 "data.frozen-workers",
                 places.get(loader, ""),
-                f"the second pass repeats {share:.0%} of the {what} of the first, and {own_share:.0%} with "
+                f"the second pass repeats {share:.0%} of the {repeated} of the first, and {usual_share:.0%} with "
                 f"num_workers=0: workers have a copy of the dataset or of its random state, which does not change "
                 f"between epochs",
-                "leave persistent_workers out, or pass the epoch through the sampler; seed random numbers by epoch",
+                "remove persistent_workers, or pass the epoch through the sampler, and seed random numbers by epoch",
             )
-        elif shares.twice >= _COPIES and own.twice < _COPIES / 4:
+        elif shares.twice >= _MIN_TWICE_SHARE and usual.twice < _MIN_TWICE_SHARE / 4:
             findings.add(
                 "WARN",
                 "data.repeat",
                 places.get(loader, ""),
-                f"{shares.twice:.0%} of the samples of a pass are read more than once, and {own.twice:.0%} with "
+                f"{shares.twice:.0%} of the samples of a pass are read more than once, and {usual.twice:.0%} with "
                 f"num_workers=0: all workers read the same stream",
                 "divide the stream by get_worker_info().id and num_workers",
             )
@@ -56,11 +56,11 @@ def judge_workers(many: ScriptRecording, without: ScriptRecording, findings: Fin
 
 @dataclasses.dataclass(frozen=True)
 class _Shares:
-    """What repeats.
+    """Shares of repeated samples.
 
-    again     samples of pass 1 that pass 0 had
-    twice     samples of pass 0 that were read before in it
-    in_order  samples of pass 1 that pass 0 had at the same position on the same rank
+    again     samples of pass 1 that pass 0 has read, too
+    twice     samples of pass 0 that were read before in pass 0
+    in_order  samples of pass 1 that pass 0 has read at the same position on the same rank
     """
 
     again: float
@@ -76,16 +76,20 @@ def _shares(recording: ScriptRecording) -> dict[int, _Shares]:
             passes.setdefault(loader, {}).setdefault(number, []).append(samples)
     used = {loader for rank in recording.ranks for loader in rank.facts.get("with_workers", [])}
     shares: dict[int, _Shares] = {}
-    for loader, by_number in passes.items():
-        by_rank = [by_number.get(number, []) for number in (0, 1)]
-        first, second = ([sample for samples in of_ranks for sample in samples] for of_ranks in by_rank)
-        if (used and loader not in used) or len(first) < _FEW:
+    for loader, rank_samples_by_pass in passes.items():
+        by_rank = [rank_samples_by_pass.get(number, []) for number in (0, 1)]
+        first, second = ([sample for samples in rank_samples for sample in samples] for rank_samples in by_rank)
+        if (used and loader not in used) or len(first) < _MIN_SAMPLES:
             continue
-        known = set(first)
+        first_samples = set(first)
         pairs = [pair for ranks in zip(*by_rank, strict=False) for pair in zip(*ranks, strict=False)]
-        # a pass that was cut off has a part of the samples
-        is_known = len(second) >= _FEW
-        again = sum(sample in known for sample in second) / len(second) if is_known else 0.0
-        in_order = sum(one == other for one, other in pairs) / len(pairs) if is_known and pairs else 0.0
-        shares[loader] = _Shares(again, 1 - len(known) / len(first), in_order)
+        # a pass that was ended early has few samples
+        has_enough = len(second) >= _MIN_SAMPLES
+        again = sum(sample in first_samples for sample in second) / len(second) if has_enough else 0.0
+        in_order = (
+            sum(first_sample == second_sample for first_sample, second_sample in pairs) / len(pairs)
+            if has_enough and pairs
+            else 0.0
+        )
+        shares[loader] = _Shares(again, 1 - len(first_samples) / len(first), in_order)
     return shares

@@ -153,9 +153,9 @@ class EditedScript:
         self.source.edit((statement.lineno, 0), (end, 0), "", reason)
 
 
-def line_of(place: str, script: Path) -> int:
+def line_of(location: str, script: Path) -> int:
     """Return the line of a place, FILE:LINE; 0 if it is not in the script."""
-    file, _, line = place.rpartition(":")
+    file, _, line = location.rpartition(":")
     return int(line) if line.isdigit() and Path(file).resolve() == script.resolve() else 0
 
 

@@ -55,8 +55,8 @@ def patch_script(audit: Audit, options: AuditOptions, say: Callable[[str], None]
 
     Raises `CannotRunError` for a module (-m), `UsageError` for a script that cannot be read.
     """
-    script = Path(audit.words[0])
-    if audit.words[0].startswith("-"):
+    script = Path(audit.python_args[0])
+    if audit.python_args[0].startswith("-"):
         raise CannotRunError("a module (-m) is not patched: give the path of a script")
     text = read_script(script)
     left: list[tuple[Finding, str]] = []
@@ -143,12 +143,12 @@ class _Trials:
     def _audit_again(self, chosen: Sequence[tuple[Finding, Remedy]]) -> str:
         """Audit the edited script. Returns "" if the findings are gone without new ones, else the reason."""
         text, _ = edited_by(self.text, chosen)
-        script = Path(self.before.words[0])
+        script = Path(self.before.python_args[0])
         self.audits += 1
         self.say(f"auditing patch {self.audits}")
         with with_siblings(script, {script.name: text}) as path:
             try:
-                after = audit_script([str(path), *self.before.words[1:]], self.options, lambda _: None)
+                after = audit_script([str(path), *self.before.python_args[1:]], self.options, lambda _: None)
             except ScriptFailedError as error:
                 return f"with the edit the script fails: {error}"
             except EveryrankError as error:

@@ -40,7 +40,7 @@ def print_audit(audit: Audit) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=200)
-    console.print(Text(printable(f"audit of {' '.join(audit.words)}"), style="bold"))
+    console.print(Text(printable(f"audit of {' '.join(audit.python_args)}"), style="bold"))
     for finding in audit.findings:
         head = Text.assemble(
             (finding.level, _STYLES[finding.level]),
@@ -61,9 +61,9 @@ def print_audit(audit: Audit) -> None:
     console.print(Text(printable(summary(audit)), style="bold"))
 
 
-def _code_at(place: str) -> str:
+def _code_at(location: str) -> str:
     """Return the text of a line, shortened; "" if the file cannot be read."""
-    path, _, line = place.rpartition(":")
+    path, _, line = location.rpartition(":")
     try:
         return textwrap.shorten(linecache.getline(path, int(line)).strip(), _CODE_WIDTH, placeholder=" ...")
     except (ValueError, OSError):
@@ -83,7 +83,7 @@ def audit_page(audit: Audit) -> str:
         {"name": _relative(name) or "the run as a whole", "parts": _excerpts(name, findings)}
         for name, findings in files.items()
     ]
-    command = " ".join(audit.words)
+    command = " ".join(audit.python_args)
     page = environment().from_string(template)
     return page.render(audit=audit, files=shown_files, words=command, summary=summary(audit), relative=_relative)
 

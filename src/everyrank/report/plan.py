@@ -166,7 +166,7 @@ def _shortlist(answer: _Answer) -> Iterator[str]:
 
 def _bound(choice: _Answer) -> str:
     total = choice["step_seconds"]
-    largest = sorted(choice["parts"].items(), key=lambda part: -part[1])[:3]
+    largest = sorted(choice["parts"].items(), key=lambda phase: -phase[1])[:3]
     return ", ".join(f"{name} {_share(seconds / total)}" for name, seconds in largest if seconds > 0.02 * total)
 
 

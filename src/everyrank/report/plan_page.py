@@ -26,9 +26,9 @@ def plan_page(answer: Mapping[str, Any], words: Sequence[str]) -> str:
     room = answer["cluster"]["memory_bytes"] / _GIB
     charts = [("memory", "Allocated memory of the fullest rank", _stacked(names, memory, "GiB", room))] if names else []
     if shortlist:
-        parts = [choice["parts"] for choice in shortlist]
+        phases = [choice["parts"] for choice in shortlist]
         charts.append(
-            ("time", "Time of a step", _stacked([choice["layout"] for choice in shortlist], parts, "seconds"))
+            ("time", "Time of a step", _stacked([choice["layout"] for choice in shortlist], phases, "seconds"))
         )
     section = {
         "title": plan_title(answer),
@@ -45,15 +45,15 @@ def plan_page(answer: Mapping[str, Any], words: Sequence[str]) -> str:
 
 def _stacked(names: Sequence[str], rows: Sequence[Mapping[str, float]], unit: str, line: float | None = None) -> str:
     """Draw a horizontal bar for each row, stacked by part; with `line`, a vertical line at the memory of a GPU."""
-    parts = list(dict.fromkeys(part for row in rows for part, size in row.items() if size))
-    height = 0.5 * len(names) + 0.7 + legend_height(parts)
+    phases = list(dict.fromkeys(phase for row in rows for phase, size in row.items() if size))
+    height = 0.5 * len(names) + 0.7 + legend_height(phases)
 
     def paint(figure: Any) -> None:
         axes = figure.add_subplot()
         left = [0.0] * len(rows)
-        for index, part in enumerate(parts):
-            sizes = [row.get(part, 0.0) for row in rows]
-            axes.barh(range(len(rows)), sizes, left=left, color=COLOURS[index % len(COLOURS)], label=part)
+        for index, phase in enumerate(phases):
+            sizes = [row.get(phase, 0.0) for row in rows]
+            axes.barh(range(len(rows)), sizes, left=left, color=COLOURS[index % len(COLOURS)], label=phase)
             left = [start + size for start, size in zip(left, sizes, strict=True)]
         if line is not None:
             axes.axvline(line, linestyle="--", color="#7a7a7a")
@@ -61,6 +61,6 @@ def _stacked(names: Sequence[str], rows: Sequence[Mapping[str, float]], unit: st
         axes.set_yticks(range(len(rows)), short)
         axes.invert_yaxis()
         axes.set_xlabel(unit)
-        legend_above(axes, parts)
+        legend_above(axes, phases)
 
     return draw(height, paint)

@@ -72,20 +72,20 @@ def _result(finding: Finding, index: int) -> dict[str, Any]:
     return result
 
 
-def _physical_location(place: str) -> dict[str, Any]:
-    path, line = _location(place)
+def _physical_location(location: str) -> dict[str, Any]:
+    path, line = _location(location)
     uri = Path(path).as_posix() if not Path(path).is_absolute() else Path(path).as_uri()
     return {"artifactLocation": {"uri": uri}, "region": {"startLine": line}}
 
 
-def _relative(place: str) -> str:
-    path, line = _location(place)
-    return f"{path}:{line}" if path else place
+def _relative(location: str) -> str:
+    path, line = _location(location)
+    return f"{path}:{line}" if path else location
 
 
-def _location(place: str) -> tuple[str, int]:
+def _location(location: str) -> tuple[str, int]:
     """Return (path relative to the working folder, line); ("", 0) if there is no line."""
-    path, _, line = place.rpartition(":")
+    path, _, line = location.rpartition(":")
     if not path or not line.isdecimal():
         return "", 0
     relative = os.path.relpath(path)

@@ -248,21 +248,21 @@ def _compare_seeds(before: Sequence[Curve], now: Sequence[Curve], steps: Sequenc
         "the runs of one side differ only in their seeds, and are independent of each other",
         "the mean losses of runs are normally distributed, and spread as far in A as in B",
     ]
-    parts = [part for part in _parts(steps) if part]
-    critical = _t_quantile(1 - _LEVEL / len(parts) / 2, freedom)
+    segments = [segment for segment in _parts(steps) if segment]
+    critical = _t_quantile(1 - _LEVEL / len(segments) / 2, freedom)
     rows: list[tuple[list[int], float, float, float]] = []
-    for part in parts:
-        sides = [[statistics.fmean(run.losses[step] for step in part) for run in runs] for runs in (before, now)]
+    for segment in segments:
+        sides = [[statistics.fmean(run.losses[step] for step in segment) for run in runs] for runs in (before, now)]
         means = [statistics.fmean(side) for side in sides]
         squares = sum((value - mean) ** 2 for side, mean in zip(sides, means, strict=True) for value in side)
         width = critical * math.sqrt(squares / freedom * (1 / len(before) + 1 / len(now)))
-        rows.append((part, means[0], means[1] - means[0], width))
+        rows.append((segment, means[0], means[1] - means[0], width))
     differing = [row for row in rows if abs(row[2]) > row[3]]
-    part, mean, difference, width = (differing or rows)[-1]
+    segment, mean, difference, width = (differing or rows)[-1]
     scale = 100 / (abs(mean) or 1.0)
     low, high = (difference - width) * scale, (difference + width) * scale
-    difference_text = f"in steps {part[0]} to {part[-1]} B's mean loss is {low:+.2g}% to {high:+.2g}% from A's"
-    confidence = f"{100 * (1 - _LEVEL):g}% intervals over {len(parts)} parts of the curve"
+    difference_text = f"in steps {segment[0]} to {segment[-1]} B's mean loss is {low:+.2g}% to {high:+.2g}% from A's"
+    confidence = f"{100 * (1 - _LEVEL):g}% intervals over {len(segments)} parts of the curve"
     if differing:
         return CurveComparison(
             "different",

@@ -1,4 +1,4 @@
-"""Batch sizes that stand in the script: one rank that takes the batches of N ranks has N times as large ones."""
+"""Changes the batch sizes in a script, because one rank with the batches of N ranks needs N times larger ones."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["BATCH_SIZES", "sizes_that_divide", "with_larger_batches", "with_larger_batches_in_words"]
+__all__ = ["BATCH_SIZES", "sizes_that_divide", "with_larger_batches", "with_larger_batches_in_args"]
 
-BATCH_SIZES = "batch sizes"  # all names that look like one
+BATCH_SIZES = "batch sizes"  # stands for all names that look like a batch size
 
-_IS_SIZE = re.compile(
+_BATCH_SIZE_NAME = re.compile(
     r"(^|_)(batch|batch_?size|bs|bsz|mbs|(num_|n_)?envs|per_(rank|device|gpu|process|proc)(_train)?(_batch_?size)?)$",
     re.IGNORECASE,
 )
-_IS_OF_ALL_RANKS = re.compile(r"global|total|world|all_", re.IGNORECASE)
+_GLOBAL_SIZE_NAME = re.compile(r"global|total|world|all_", re.IGNORECASE)
 
 
 def with_larger_batches(tree: ast.Module, factor: int, name: str = BATCH_SIZES) -> None:
-    """Multiply the integers of this name in a script, in place; by default those of every batch size."""
+    """Multiply the integers of this name in a script, in place. By default, multiply all batch sizes."""
     for value, of_name in _named_integers(tree):
         if of_name == name or (name == BATCH_SIZES and _is_batch_size(of_name)):
             value.value *= factor
@@ -36,17 +36,17 @@ def sizes_that_divide(text: str, rows: int) -> list[str]:
 
 
 def _named_integers(tree: ast.Module) -> Iterator[tuple[Any, str]]:
-    """(constant, name) of the positive integers that a script assigns to names, or gives as arguments and defaults."""
+    """Yield (constant, name) of the positive integers that a script assigns to names, arguments and defaults."""
     pairs: list[tuple[ast.expr | None, str]] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign):
             for target in node.targets:
                 if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
-                    pairs += zip(node.value.elts, map(_name, target.elts), strict=False)
+                    pairs += zip(node.value.elts, map(_target_name, target.elts), strict=False)
                 else:
-                    pairs.append((node.value, _name(target)))
+                    pairs.append((node.value, _target_name(target)))
         elif isinstance(node, ast.AnnAssign):
-            pairs.append((node.value, _name(node.target)))
+            pairs.append((node.value, _target_name(node.target)))
         elif isinstance(node, ast.arguments):
             names = [each.arg for each in (*node.posonlyargs, *node.args)]
             pairs += zip(node.defaults, names[len(names) - len(node.defaults) :], strict=True)
@@ -64,30 +64,30 @@ def _named_integers(tree: ast.Module) -> Iterator[tuple[Any, str]]:
             yield value, name
 
 
-def with_larger_batches_in_words(words: list[str], factor: int) -> list[str]:
-    """The arguments of a script with larger batch sizes: `--batch-size 4` and `--batch-size=4`."""
+def with_larger_batches_in_args(args: list[str], factor: int) -> list[str]:
+    """The arguments of a script with larger batch sizes, from `--batch-size 4` or `--batch-size=4`."""
     result, option = list[str](), ""
-    for word in words:
-        name, equals, value = word.partition("=")
-        if option and word.isdecimal() and _is_batch_size(option):
-            result.append(str(int(word) * factor))
-        elif word.startswith("-") and equals and value.isdecimal() and _is_batch_size(_as_name(name)):
+    for arg in args:
+        name, equals, value = arg.partition("=")
+        if option and arg.isdecimal() and _is_batch_size(option):
+            result.append(str(int(arg) * factor))
+        elif arg.startswith("-") and equals and value.isdecimal() and _is_batch_size(_option_name(name)):
             result.append(f"{name}={int(value) * factor}")
         else:
-            result.append(word)
-        option = _as_name(word) if word.startswith("-") and not equals else ""
+            result.append(arg)
+        option = _option_name(arg) if arg.startswith("-") and not equals else ""
     return result
 
 
 def _is_batch_size(name: str) -> bool:
-    return bool(_IS_SIZE.search(name)) and not _IS_OF_ALL_RANKS.search(name)
+    return bool(_BATCH_SIZE_NAME.search(name)) and not _GLOBAL_SIZE_NAME.search(name)
 
 
-def _name(target: ast.expr) -> str:
+def _target_name(target: ast.expr) -> str:
     return getattr(target, "id", getattr(target, "attr", ""))
 
 
-def _as_name(option: str) -> str:
+def _option_name(option: str) -> str:
     return option.lstrip("-").replace("-", "_")
 
 
@@ -96,4 +96,4 @@ def _option(call: ast.Call) -> str:
     if getattr(call.func, "attr", "") != "add_argument":
         return ""
     names = [each.value for each in call.args if isinstance(each, ast.Constant) and isinstance(each.value, str)]
-    return next((_as_name(name) for name in names if name.startswith("--")), "")
+    return next((_option_name(name) for name in names if name.startswith("--")), "")

@@ -1,4 +1,4 @@
-"""Starts the process that imports torch once, and asks it for runs."""
+"""Starts the process that imports torch once, and sends it the runs to make."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from everyrank.audit.guardian import guarded
-from everyrank.audit.script import enough_gpus, find_script, names_cuda, own_text, without_gpus
+from everyrank.audit.script import enough_gpus, find_script, mentions_cuda, user_source, without_gpus
 from everyrank.audit.watch.recorder import ENVIRONMENT
 from everyrank.errors import CannotRunError
 from everyrank.rerun.recording import Imposed, ScriptRecording, read_recording
@@ -25,33 +25,33 @@ __all__ = ["ScriptHost"]
 
 
 class ScriptHost:
-    """Runs a script on one or several ranks, any number of times, without touching the user's files.
+    """Runs a script on one or several ranks, any number of times, without changing the user's files.
 
-    words            a script and its arguments, or -m, a module and its arguments
-    timeout_seconds  for each run
-    pretend_cuda     run CUDA calls on the CPU even if the script does not name CUDA
-    most_ranks       of a run; with fewer GPUs than that, all runs compute on the CPU, so that they compute alike
-    modules          what the script imports and takes long: all runs share one import
+    python_args      a script and its arguments, or -m, a module and its arguments
+    timeout_seconds  time limit of each run
+    pretend_cuda     run CUDA calls on the CPU even if the script does not mention CUDA
+    max_ranks        largest number of ranks of a run; with fewer GPUs, all runs use the CPU, to compute equally
+    modules          slow imports of the script, which all runs share
 
     Example:
         with ScriptHost(["train.py", "--epochs", "2"]) as host:
             two = host.run(ranks=2, float64=True)
             one = host.run(ranks=1, float64=True, imposed=Imposed(recording=two))
 
-    Raises `CannotRunError` if the process does not start. What the script does wrong is in `ScriptRecording.trouble`.
+    Raises `CannotRunError` if the process does not start. Errors of the script are in `ScriptRecording.trouble`.
 
     """
 
     def __init__(
         self,
-        words: Sequence[str],
+        python_args: Sequence[str],
         timeout_seconds: float = 120.0,
         pretend_cuda: bool = False,
-        most_ranks: int = 3,
+        max_ranks: int = 3,
         modules: Sequence[str] = (),
     ) -> None:
-        self.words, self.timeout_seconds, self.pretend_cuda = list(words), timeout_seconds, pretend_cuda
-        self.most_ranks, self.modules = most_ranks, list(modules)
+        self.python_args, self.timeout_seconds, self.pretend_cuda = list(python_args), timeout_seconds, pretend_cuda
+        self.max_ranks, self.modules = max_ranks, list(modules)
         self._process: Any = None
         self._runs = 0
 
@@ -59,16 +59,18 @@ class ScriptHost:
         try:
             self.folder = Path(tempfile.mkdtemp(prefix="everyrank-rerun-"))
         except OSError as error:
-            raise CannotRunError(f"no folder for temporary files: {error}; set TMPDIR to one") from error
+            raise CannotRunError(
+                f"cannot create a temporary folder: {error}; set TMPDIR to a writable folder"
+            ) from error
         self._cleanup = contextlib.ExitStack()
         self._cleanup.callback(shutil.rmtree, self.folder, ignore_errors=True)
         self._cleanup.enter_context(guarded(self.folder))
-        script = find_script(self.words)
+        script = find_script(self.python_args)
         main = str(script.absolute()) if script else ""
         environment = {
             **os.environ,
-            **without_gpus(self.most_ranks),
-            # the guardian finds every process of the script by it, and the inject folder is not on the path
+            **without_gpus(self.max_ranks),
+            # only for the guardian, to find all processes of the script; without the inject folder it installs no hooks
             ENVIRONMENT: json.dumps({"folder": str(self.folder)}),
             "OMP_NUM_THREADS": "1",
             "WANDB_MODE": "disabled",
@@ -95,7 +97,7 @@ class ScriptHost:
         self,
         ranks: int = 1,
         *,
-        words: Sequence[str] | None = None,
+        python_args: Sequence[str] | None = None,
         imposed: Imposed | None = None,
         float64: bool = False,
         updates: int = 12,
@@ -109,18 +111,20 @@ class ScriptHost:
     ) -> ScriptRecording:
         """Run the script on `ranks` ranks.
 
-        updates   optimizer steps after which the script is ended
-        detailed  first updates whose gradients, parameters and states are recorded
-        expressions  also record which expressions of the script make loaders, call the model, save, ... (facts)
-        values    with expressions: also record the values that names have there, schedules and clipping
-        only_rates  record learning rates, and no batches, draws or values
-        files     begin with the files that this earlier run has written
-        seconds   after which the ranks agree on a last update, unless a recording is imposed
+        updates      number of updates after which the script is ended
+        detailed     number of first updates whose gradients, parameters and states are recorded
+        expressions  also record which expressions of the script construct loaders, call the model, save, ... (facts)
+        values       with expressions: also record the values of variables, schedules and clipping
+        only_rates   record learning rates, and no batches, random numbers or values
+        files        start with the files that this earlier run has written
+        seconds      time after which the ranks agree on a last update, unless a recording is imposed
         """
         imposed = imposed or Imposed()
-        words = self.words if words is None else list(words)
-        script = find_script(words)
-        names_gpu = self.pretend_cuda or names_cuda(f"{own_text(script) if script else ''} {' '.join(words)}")
+        python_args = self.python_args if python_args is None else list(python_args)
+        script = find_script(python_args)
+        uses_gpu = self.pretend_cuda or mentions_cuda(
+            f"{user_source(script) if script else ''} {' '.join(python_args)}"
+        )
         self._runs += 1
         folder = self.folder / f"run{self._runs}"
         folder.mkdir()
@@ -129,10 +133,10 @@ class ScriptHost:
         recording = imposed.recording
         settings = {
             "folder": str(folder),
-            "words": words,
+            "python_args": python_args,
             "main": str(script.absolute()) if script else "",
             "ranks": ranks,
-            "devices": 0 if enough_gpus(self.most_ranks) or not names_gpu else ranks,
+            "devices": 0 if enough_gpus(self.max_ranks) or not uses_gpu else ranks,
             "float64": float64,
             "updates": updates,
             "detailed": detailed,
@@ -162,26 +166,26 @@ class ScriptHost:
             "only_rates": only_rates,
         }
         start = time.monotonic()
-        answer = self._ask(settings)
-        return read_recording(folder, ranks, answer["trouble"], answer["traceback"], time.monotonic() - start, float64)
+        reply = self._request_run(settings)
+        return read_recording(folder, ranks, reply["trouble"], reply["traceback"], time.monotonic() - start, float64)
 
     def run_in_float64(
         self,
         ranks: int,
         *,
-        words: Sequence[str],
+        python_args: Sequence[str],
         updates: int,
         seconds: float,
         imposed: Imposed | None = None,
     ) -> ScriptRecording:
-        """Run the script in float64, and in its own precision if it fails in float64; all updates are detailed.
+        """Run the script in float64, or in its own precision if it fails in float64. All updates are detailed.
 
-        A script that does not end within the timeout is not run again.
+        A script that does not end within the time limit is not run again.
         """
         for float64 in (True, False):
             recording = self.run(
                 ranks,
-                words=words,
+                python_args=python_args,
                 imposed=imposed,
                 float64=float64,
                 updates=updates,
@@ -192,7 +196,7 @@ class ScriptHost:
                 break
         return recording
 
-    def _ask(self, settings: dict[str, Any]) -> dict[str, str]:
+    def _request_run(self, settings: dict[str, Any]) -> dict[str, str]:
         try:
             self._process.stdin.write(json.dumps(settings) + "\n")
             self._process.stdin.flush()
@@ -208,7 +212,7 @@ class ScriptHost:
 
 
 def _imposed_ranks(imposed: Imposed) -> list[int]:
-    """The ranks whose batches and draws are put together."""
+    """The ranks whose batches and random numbers are merged."""
     if imposed.recording is None:
         return []
     return list(range(len(imposed.recording.ranks))) if imposed.only_rank is None else [imposed.only_rank]

@@ -1,4 +1,4 @@
-"""What a run of a script gives, and what a run can be made to use."""
+"""The recording of a script's run, and the values that can be imposed on a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Value:
 
 @dataclasses.dataclass(frozen=True)
 class Draw:
-    """Random numbers that a line drew. `loop` is whether the script had begun to train."""
+    """Random numbers that a line drew. `is_training` is whether the script had started to train."""
 
     tensor: Any
     is_training: bool
@@ -35,7 +35,7 @@ class Printed:
     place       the line of the script, "/path/train.py:12"
     occurrence  how often that line had printed before
     numbers     the numbers in the text, in order
-    positions   where each of them begins in the text
+    positions   start of each number in the text
     stream      "stdout", "logging" or "tensorboard"
     update      optimizer steps before it
     """
@@ -53,16 +53,16 @@ class Printed:
 class RecordedUpdate:
     """One optimizer step of one rank. Tensors are local shards, by parameter name.
 
-    losses     value of each backward before the step
-    backwards  their lines
-    step       the line of the step
-    gradients  at the step; None for a parameter without one
+    losses     loss of each backward of the update
+    backwards  lines of the backwards
+    step       line of the optimizer step
+    gradients  gradients at the step; None for a parameter without a gradient
     before     parameters before the step
-    after      parameters after it
+    after      parameters after the step
     rates      learning rate of each parameter group, as the script has set it
     batches    number of batches that were read before the step
-    states     buffers, and parameters of modules that no optimizer steps, when the next step begins
-    optimizer  the line that made the optimizer
+    states     buffers, and parameters that no optimizer updates, when the next step begins
+    optimizer  line that constructs the optimizer
     momenta    momentum or betas of each parameter group
     """
 
@@ -81,14 +81,14 @@ class RecordedUpdate:
 
 @dataclasses.dataclass(frozen=True)
 class RankRecording:
-    """What one rank did.
+    """The recording of one rank.
 
     values   tensors of the first update, by (line, operation, occurrence)
     draws    random numbers, by (line, operation, occurrence)
-    inputs   tensors given to the outermost model while training, in order, up to the first update
-    batches  ([loader, pass], content, optimizer steps before it) of each batch that a loader gave
-    facts    whatever else the hooks noted: "sizes" of batches, "refused" imposed content and the updates before it, ...
-    reads    (rows, optimizer steps before) that the script took out of its tensors, by (line, operation, occurrence)
+    inputs   tensor arguments of the model while training, in order, up to the first update
+    batches  ([loader, pass], content, optimizer steps before it) of each batch that a loader yielded
+    facts    other records of the hooks, such as "refused": (reason, update) of values that could not be imposed
+    reads    (rows, optimizer steps before) that the script took from its tensors, by (line, operation, occurrence)
     """
 
     updates: list[RecordedUpdate]
@@ -104,12 +104,12 @@ class RankRecording:
 
 @dataclasses.dataclass(frozen=True)
 class ScriptRecording:
-    """What all ranks of a run did.
+    """The recordings of all ranks of a run.
 
-    trouble    "" or one line: why the run did not end as it should
-    traceback  of the first rank that failed
-    float64    whether the script ran in float64, not in its own precision
-    folder     where the recorded batches lie, for a run that they are imposed on
+    trouble    why the run failed, in one line; "" if it did not
+    traceback  traceback of the first rank that failed
+    float64    whether the script ran in float64 instead of its own precision
+    folder     folder of the recorded batches, for a run on which they are imposed
     """
 
     ranks: tuple[RankRecording, ...]
@@ -122,26 +122,26 @@ class ScriptRecording:
 
 @dataclasses.dataclass(frozen=True)
 class Imposed:
-    """What a run uses in place of its own.
+    """Values and settings that are imposed on a run.
 
-    recording              read the batches and draws of these ranks, put together, and step with their learning rates
-    by_rows                each rank reads its own recorded samples in order, in batches of the size that it asks for
-    only_rank              take the batches and draws of this rank only, not of all
-    evaluation_rank        take the batches of this rank only from loaders that no backward follows
-    no_workers             loaders read in the process itself, not in workers
-    parameters             after each step, take the recorded parameters
-    order                  shuffle in one order on any number of ranks, and seed what a dataset draws by sample and pass
-    rows                   draws of one row for each sample are the same for a sample, whichever rank has it
+    recording              use the merged batches and random numbers of these ranks, and their learning rates
+    by_rows                each rank reads its recorded samples in order, in batches of the size that it requests
+    only_rank              use only the batches and random numbers of this rank
+    evaluation_rank        use only the batches of this rank for loaders that no backward follows
+    no_workers             loaders read in the main process, without workers
+    parameters             use the recorded parameters after each step
+    order                  shuffle equally on any number of ranks, and seed a dataset's draws by sample and pass
+    rows                   draws with one row for each sample depend only on the sample, not on its rank
     seed                   seed of torch, numpy and random before the script starts
-    without_checkpointing  keep activations instead of computing them again
-    without_dropout        every kind of dropout returns its input
+    without_checkpointing  disable activation checkpointing
+    without_dropout        disable dropout of all kinds
     backward_is_update     record each backward as an update, for a script that changes its weights by hand
-    norms_over_ranks       batch norm takes the samples of all ranks, as SyncBatchNorm does on GPUs
-    reads                  rows that the script itself takes out of its tensors are those of all ranks, put together
-    larger                 name of an integer in the script to multiply by the ranks; `BATCH_SIZES` for all batch sizes.
-                           Draws that keep their shape are then those of rank 0
-    most_elements          of a larger tensor so many elements are kept, evenly spread, and its norm; 0 for all
-    pass_batches           a pass over a loader has so many batches, the last one among them; 0 for all
+    norms_over_ranks       batch norm uses the samples of all ranks, as SyncBatchNorm does on GPUs
+    reads                  rows that the script takes from its tensors are replaced by the merged rows of all ranks
+    larger                 name of an integer in the script to multiply by the number of ranks; `BATCH_SIZES` for all
+                           batch sizes. Random numbers that keep their shape are then those of rank 0
+    most_elements          number of evenly spread elements to store of larger tensors, with their norm; 0 for all
+    pass_batches           number of batches of each pass over a loader, including the last one; 0 for all
     """
 
     recording: ScriptRecording | None = None
@@ -166,7 +166,7 @@ class Imposed:
 def read_recording(
     folder: Path, ranks: int, trouble: str, traceback: str, seconds: float, float64: bool
 ) -> ScriptRecording:
-    """Read what the ranks wrote. A rank that wrote nothing has an empty recording."""
+    """Read the recordings of the ranks. A rank that has written nothing gets an empty one."""
     import torch
 
     read: list[RankRecording] = []

@@ -1,21 +1,21 @@
-"""Puts the parts of a tensor that ranks hold together: shards of one dimension, or of the flattened tensor."""
+"""Joins the shards of a tensor, which are split along one dimension or by the flattened tensor."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["put_together"]
+__all__ = ["join_shards"]
 
 
-def put_together(parts: Sequence[Any], shape: Any) -> Any:
-    """The tensor of this shape that the parts make, in the order of the ranks; None if they make none."""
+def join_shards(shards: Sequence[Any], shape: Any) -> Any:
+    """Join shards, in the order of the ranks, to a tensor of this shape; None if they do not fit."""
     import torch
 
-    if sum(part.numel() for part in parts) != shape.numel():
+    if sum(shard.numel() for shard in shards) != shape.numel():
         return None
     for dim in range(len(shape)):
-        others = {(*part.shape[:dim], *part.shape[dim + 1 :]) for part in parts if part.dim() == len(shape)}
-        if others == {(*shape[:dim], *shape[dim + 1 :])}:
-            return torch.cat(list(parts), dim)
-    return torch.cat([part.flatten() for part in parts]).view(shape)
+        other_dims = {(*shard.shape[:dim], *shard.shape[dim + 1 :]) for shard in shards if shard.dim() == len(shape)}
+        if other_dims == {(*shape[:dim], *shape[dim + 1 :])}:
+            return torch.cat(list(shards), dim)
+    return torch.cat([shard.flatten() for shard in shards]).view(shape)

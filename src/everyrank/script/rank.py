@@ -9,7 +9,7 @@ import sys
 import threading
 import traceback
 
-from everyrank.errors import RankFailedError, is_own
+from everyrank.errors import RankFailedError, is_user_code
 from everyrank.launch import RankInfo
 from everyrank.script.command import UserScript
 from everyrank.script.variables import rank_variables
@@ -57,7 +57,7 @@ def _check_status(error: SystemExit) -> None:
         return
     if not isinstance(error.code, int):
         print(error.code, file=sys.stderr)
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_own(frame.filename)]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_user_code(frame.filename)]
     location = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno} in {frames[-1].name}: " if frames else ""  # noqa: PTH119
     status = error.code if isinstance(error.code, int) else 1
     detail = "" if isinstance(error.code, int) else f": {error.code}"

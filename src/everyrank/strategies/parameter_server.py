@@ -72,7 +72,7 @@ def prepare(workload: Workload, layout: Layout, world: World) -> Prepared:
         refuse_batch_norm(layout, model)
     trainable = make_trainable(workload, layout, model)
     link = ServerLink(mesh, divide(trainable.parameters, layout))
-    keep_owned_parameters(trainable.optimizer, set(link.own) if mesh.is_server else set())
+    keep_owned_parameters(trainable.optimizer, set(link.server_parameters) if mesh.is_server else set())
     deferred_errors: list[UnsupportedLayoutError] = []  # only on trainers
     compute = functools.partial(forward_backward, parallel, trainable, deferred_errors=deferred_errors)
     if options.updates == "sync":

@@ -92,10 +92,10 @@ class StragglerWatch:
         if len(self.in_a_row) < self.windows or self.named == latest.rank:
             return None
         self.named = latest.rank
-        share, part, seconds = (
+        share, late_share, seconds = (
             median(getattr(lateness, name) for lateness in self.in_a_row) for name in ("share", "part", "seconds")
         )
-        return Lateness(latest.rank, share, part, seconds, why_late(latest.rank, share, usage))
+        return Lateness(latest.rank, share, late_share, seconds, why_late(latest.rank, share, usage))
 
     def _base(self) -> int:
         """Return the zero of this rank's arrival times, ns. Ranks of one host share a clock.

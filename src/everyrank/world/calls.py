@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from everyrank.backends import RECENT_CALLS
-from everyrank.errors import is_own
+from everyrank.errors import is_user_code
 
 __all__ = ["KEPT_CALLS", "recorded_calls"]
 
@@ -121,7 +121,7 @@ def _row(entry: dict[str, Any]) -> list[Any]:
         bool(entry["retired"]) or entry["state"] == "completed",
         is_message,
         entry["time_created_ns"],
-        next((location for location in locations if is_own(location[0])), None),
+        next((location for location in locations if is_user_code(location[0])), None),
     ]
 
 

@@ -1,8 +1,8 @@
 """`audit --replay`: runs the first updates again, in one process and float64, to get their exact gradient.
 
-state.py      the files that each rank writes for a backward, and the model before an update
+state.py      the recorded backwards, and the model before an update, as they are saved
 recording.py  records the inputs of each forward, and the torch functions from its output to the loss
-run.py        runs them again on rank 0 when the script has ended
+run.py        runs the recorded updates again on rank 0 when the script has ended
 
 The rule that compares the gradients is `rules/replay.py`.
 """

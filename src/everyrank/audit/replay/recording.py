@@ -1,8 +1,8 @@
 """Records the first updates for `audit --replay`: inputs, random state, and the functions from output to loss.
 
-Each rank writes a file for each backward. Rank 0 also copies the parameters and buffers. The script's own code cannot
-be called again, so the torch functions that it calls on the model's output are recorded with their arguments. If
-something cannot be recorded, the report names it, and this update and later ones are not replayed.
+Each rank writes a file for each backward. Rank 0 also copies the parameters and buffers. The script's code cannot be
+called again, so the torch functions that it calls on the model's output are recorded with their arguments. If something
+cannot be recorded, the report names it, and this update and later ones are not replayed.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from everyrank.audit.watch.recorder import Recorder, harmless, tensors
 
 __all__ = ["ReplayRecorder", "generator_states", "install_replay_recording"]
 
-_MOST_PARAMETERS = 20_000_000
-_MOST_BYTES = 64 * 2**20  # of the inputs and targets of a rank's update
-_MOST_CALLS = 500  # functions from the output to the loss
-_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size, slice, type(...))
+_MAX_PARAMETERS = 20_000_000
+_MAX_BYTES = 64 * 2**20  # of the inputs and targets of a rank's update
+_MAX_CALLS = 500  # functions from the output to the loss
+_PLAIN_TYPES = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size, slice, type(...))
 
 
 class ReplayRecorder:
-    """Records the first updates."""
+    """Records the first updates for the replay."""
 
     def __init__(self, recorder: Recorder, losses: Losses, gradients: Gradients) -> None:
         self.recorder, self.losses, self.gradients = recorder, losses, gradients
@@ -53,47 +53,47 @@ class ReplayRecorder:
 
     @property
     def rank(self) -> int:
-        """A process without a process group is rank 0."""
+        """The rank of this process, which is 0 without a process group."""
         return max(self.recorder.rank, 0)
 
     @property
     def is_wanted(self) -> bool:
-        """Whether this update is to be replayed, and the script itself is running."""
+        """Whether calls are recorded now: this update will be replayed, and no hook or backward is running."""
         recorder = self.recorder
         # activation checkpointing calls forward inside a backward
         is_ignored = self.is_over or recorder.is_muted or recorder.phase.startswith("backward")
         return not is_ignored and recorder.update < recorder.settings.replay
 
-    def disable(self, why: Any) -> None:
-        """Stop recording, and report why. Updates that have been recorded are replayed."""
+    def disable(self, reason: Any) -> None:
+        """Stop recording, and report why. Updates that are already recorded will be replayed."""
         self.is_over, self.current, self.known = True, None, {}
         self.states.pop(self.recorder.update, None)
-        self.recorder.write(Unchecked(message=f"replay: {why}"))
+        self.recorder.write(Unchecked(message=f"replay: {reason}"))
 
     @harmless("replay: the inputs of a forward")
-    def before(self, module: Any, args: Any, kwargs: Any) -> None:
-        """Record the inputs of a forward; on rank 0 also the model, at the first forward of an update."""
+    def start_forward(self, module: Any, args: Any, kwargs: Any) -> None:
+        """Record the inputs of a forward. On rank 0, also record the model at the first forward of an update."""
         root = module.module if isinstance(module, DistributedDataParallel) else module
         try:
             with self.recorder.muted():
-                self._refuse(root)
+                self._check_replayable(root)
                 self.root = root
                 self.world_size = dist.get_world_size() if dist.is_initialized() else 1
                 self.current = RecordedBackward(tree_map(self._input, (args, kwargs)), generator_states(root))
                 if self.rank == 0 and self.recorder.update not in self.states:
                     self.states[self.recorder.update] = _state_of(root)
-        except ReplayError as why:
-            self.disable(why)
+        except ReplayError as error:
+            self.disable(error)
 
-    def after(self, output: Any) -> None:
-        """Record from now on the functions that are called on this output."""
+    def end_forward(self, output: Any) -> None:
+        """Start to record the functions that are called on this output."""
         if self.current is not None:
             self.known = {id(tensor): tensor for tensor in tensors(output)}
             self.current.outputs = [id(tensor) for tensor in tensors(output)]
 
     @harmless("replay: the functions from the model's output to the loss")
-    def called(self, function: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Record a torch function that was called on a known tensor; its results become known, too."""
+    def record_call(self, function: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Record a torch function that was called on a known tensor. Its results become known, too."""
         inputs = list(tensors((args, kwargs)))
         if function is torch.Tensor.__setitem__ and id(args[0]) in self.known:
             self.disable("the model's output, or a tensor computed from it, is changed in place")
@@ -104,31 +104,31 @@ class ReplayRecorder:
         if any(id(result) not in self.known and any(result is tensor for tensor in inputs) for result in results):
             if any(result.requires_grad for result in results):
                 self.disable(f"the loss is added up in place ({function.__name__}) in a tensor of the script's own")
-            return  # a running sum, for the script's log
+            return  # a running sum for the script's log
         try:
             with self.recorder.muted():
                 args, kwargs = tree_map(self._argument, (tuple(args), dict(kwargs)))
-        except ReplayError as why:
-            self.disable(why)
+        except ReplayError as error:
+            self.disable(error)
             return
         numbers = [id(tensor) for tensor in results]
         self.current.calls.append(RecordedCall(picklable(function), args, kwargs, numbers, torch.is_grad_enabled()))
         self.known |= {id(tensor): tensor for tensor in results}
-        if len(self.current.calls) > _MOST_CALLS:
-            self.disable(f"more than {_MOST_CALLS} functions between the model's output and the loss")
+        if len(self.current.calls) > _MAX_CALLS:
+            self.disable(f"more than {_MAX_CALLS} functions between the model's output and the loss")
 
     @harmless("replay: a backward")
-    def backward(self, roots: Any, has_gradient: bool) -> RecordedBackward | None:
-        """What was recorded for this backward, with only the calls that its root depends on."""
+    def end_backward(self, roots: Any, has_gradient: bool) -> RecordedBackward | None:
+        """The record of this backward, with only the calls that its root depends on."""
         current, known = self.current, self.known
         self.current, self.known = None, {}
         roots = [roots] if isinstance(roots, torch.Tensor) else list(roots)
         if current is None:
-            self.disable("a backward without a forward of its own")
+            self.disable("a backward without a new forward")
         elif len(roots) != 1 or roots[0].numel() != 1 or has_gradient:
-            self.disable("a backward of something that is not one number")
+            self.disable("a backward of a tensor that is not a single number")
         elif id(roots[0]) not in known:
-            self.disable("the loss is computed from the model's output by functions that torch does not show")
+            self.disable("the loss is computed from the model's output by functions that cannot be recorded")
         else:
             current.root = id(roots[0])
             current.calls = _needed_calls(current)
@@ -136,7 +136,7 @@ class ReplayRecorder:
         return None
 
     def write(self, backward: RecordedBackward, update: int, micro: int) -> None:
-        """Write a backward to its file, completely or not at all."""
+        """Write a backward to its file, atomically."""
         path = backward_path(self.recorder.folder, self.rank, update, micro)
         try:
             with self.recorder.muted():
@@ -145,34 +145,34 @@ class ReplayRecorder:
         except Exception as error:
             self.disable(f"the functions before the loss cannot be pickled ({type(error).__name__}: {error})"[:200])
 
-    def _refuse(self, root: Any) -> None:
+    def _check_replayable(self, root: Any) -> None:
         parameters = list(root.parameters())
-        kinds = {type(module).__name__ for module in root.modules()}
+        class_names = {type(module).__name__ for module in root.modules()}
         device = parameters[0].device.type
         number = sum(parameter.numel() for parameter in parameters)
         if self.current is not None:
             raise ReplayError("two forwards of the model, then a backward")
         if self.root is not None and root is not self.root:
             raise ReplayError("several models are trained, or parts of one model are called one by one")
-        if "FullyShardedDataParallel" in kinds or any(hasattr(parameter, "to_local") for parameter in parameters):
+        if "FullyShardedDataParallel" in class_names or any(hasattr(parameter, "to_local") for parameter in parameters):
             raise ReplayError("the parameters are sharded (fully_shard, FSDP or DTensor)")
         if torch.is_autocast_enabled(device):
             raise ReplayError("forward runs under autocast, whose rounding hides the differences")
         if any(parameter.dtype not in (torch.float32, torch.float64) for parameter in parameters):
             raise ReplayError("parameters in a lower precision than float32")
-        if number > _MOST_PARAMETERS:
-            raise ReplayError(f"{number:,} parameters, more than {_MOST_PARAMETERS:,}")
+        if number > _MAX_PARAMETERS:
+            raise ReplayError(f"{number:,} parameters, more than {_MAX_PARAMETERS:,}")
 
     def _copied(self, tensor: Any) -> Any:
         update = self.recorder.update
         self.num_bytes[update] = self.num_bytes.get(update, 0) + tensor.numel() * tensor.element_size()
-        if self.num_bytes[update] > _MOST_BYTES:
-            raise ReplayError(f"more than {_MOST_BYTES >> 20} MiB of inputs and targets on a rank for an update")
+        if self.num_bytes[update] > _MAX_BYTES:
+            raise ReplayError(f"more than {_MAX_BYTES >> 20} MiB of inputs and targets on a rank for an update")
         return tensor.detach().clone()
 
     def _input(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
-            if not isinstance(value, _PLAIN):
+            if not isinstance(value, _PLAIN_TYPES):
                 raise ReplayError(f"an input of the model is a {type(value).__name__}")
             return value
         if value.requires_grad:
@@ -190,7 +190,7 @@ class ReplayRecorder:
 
 
 def _needed_calls(backward: RecordedBackward) -> list[RecordedCall]:
-    """The calls that the root depends on, in order. Others were made for a log."""
+    """The calls that the root depends on, in order. Other calls may compute values for a log."""
     needed, calls = {backward.root}, list[RecordedCall]()
 
     def need(value: Any) -> None:
@@ -205,7 +205,7 @@ def _needed_calls(backward: RecordedBackward) -> list[RecordedCall]:
 
 
 def generator_states(root: Any) -> list[Any]:
-    """States of the CPU's generator, and of that of the CUDA device that the model is on."""
+    """States of the CPU's generator, and of the generator of the model's CUDA device."""
     device = next(root.parameters()).device
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
@@ -227,28 +227,28 @@ class _CallMode(TorchFunctionMode):
         recording = self.recording
         out = func(*args, **(kwargs or {}))
         if recording.known and recording.losses.depth == 0 and recording.is_wanted:
-            recording.called(func, args, kwargs or {}, out)
+            recording.record_call(func, args, kwargs or {}, out)
         return out
 
 
 def install_replay_recording(recording: ReplayRecorder) -> None:
-    """Record the updates that are to be replayed. Install it after the other hooks, so that it wraps them."""
+    """Install the hooks that record updates for the replay. Call it after the other hooks, so that it wraps them."""
     module_call, autograd_backward = torch.nn.Module.__call__, torch.autograd.backward
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         is_recorded = recording.is_wanted and recording.losses.depth == 0 and torch.is_grad_enabled()
         if not is_recorded or not any(parameter.requires_grad for parameter in self.parameters()):
             return module_call(self, *args, **kwargs)
-        recording.before(self, args, kwargs)
+        recording.start_forward(self, args, kwargs)
         output = module_call(self, *args, **kwargs)
-        recording.after(output)
+        recording.end_forward(output)
         return output
 
     def backward(roots: Any, *args: Any, **kwargs: Any) -> Any:
         if not recording.is_wanted:
             return autograd_backward(roots, *args, **kwargs)
         gradients = list(tensors((args[:1], kwargs.get("grad_tensors"))))
-        recorded = recording.backward(roots, bool(gradients))
+        recorded = recording.end_backward(roots, bool(gradients))
         update, micro, terms = recording.recorder.update, recording.recorder.micro, recording.losses.terms
         out = autograd_backward(roots, *args, **kwargs)
         if recorded is not None:

@@ -1,7 +1,7 @@
 """Runs recorded updates again on rank 0, in float64, to get the gradient of all samples of an update.
 
-It runs when the script has ended, on the script's own model. `torch.func.functional_call` puts in the parameters and
-buffers from before the update, so the model is not copied and no hook of DistributedDataParallel runs. It calls no
+It runs when the script has ended, on the script's model. `torch.func.functional_call` uses the parameters and buffers
+from before the update, so the model is not copied and no hook of DistributedDataParallel runs. The replay calls no
 collectives, because other ranks may have exited.
 """
 
@@ -32,12 +32,12 @@ __all__ = ["run_replay", "term_weights"]
 
 _TIMEOUT_SECONDS = 60.0  # for the replay of all updates
 _WAIT_SECONDS = 15.0  # how long rank 0 waits for the other ranks to exit
-_WEIGHT_TOLERANCE = 1e-6  # relative, of equal weights
+_WEIGHT_TOLERANCE = 1e-6  # relative
 
 
 def run_replay(recording: ReplayRecorder) -> None:
     """Replay the recorded updates and write their gradients, if this process is rank 0."""
-    recorder, end = recording.recorder, time.monotonic() + _TIMEOUT_SECONDS
+    recorder, deadline = recording.recorder, time.monotonic() + _TIMEOUT_SECONDS
     recording.is_over = True
     if recording.states:
         _wait_for_all(recording)
@@ -47,11 +47,11 @@ def run_replay(recording: ReplayRecorder) -> None:
         try:
             with recorder.muted(), _settings_restored(recording.root, state):
                 backwards = _read_backwards(recording, update)
-                replay = _Replay(recording, state, backwards, end)
+                replay = _Replay(recording, state, backwards, deadline)
                 recorder.arrays(f"replay{update}", replay.content())
         except Exception as error:
-            recorder.write(Unchecked(message=f"replay of update {update}: {_why(error)}"))
-            return  # later updates would fail likewise
+            recorder.write(Unchecked(message=f"replay of update {update}: {_reason(error)}"))
+            return  # later updates would fail for the same reason
         weights = {f"{rank}.{micro}": weight for (rank, micro), weight in zip(backwards, replay.weights, strict=True)}
         recorder.write(
             ReplayedUpdate(
@@ -67,14 +67,14 @@ def run_replay(recording: ReplayRecorder) -> None:
 
 def _wait_for_all(recording: ReplayRecorder) -> None:
     """Wait until the other ranks have ended, so that their files are complete, or until it takes too long."""
-    end = time.monotonic() + _WAIT_SECONDS
+    deadline = time.monotonic() + _WAIT_SECONDS
     paths = [recording.recorder.folder / f"done{rank}" for rank in range(recording.world_size)]
-    while not all(path.exists() for path in paths) and time.monotonic() < end:
+    while not all(path.exists() for path in paths) and time.monotonic() < deadline:
         time.sleep(0.05)
 
 
-def _why(error: Exception) -> str:
-    """Why an update cannot be replayed, in a line."""
+def _reason(error: Exception) -> str:
+    """Why an update cannot be replayed, in one line."""
     if isinstance(error, CollectiveCalledError):
         return "the model or the loss calls a collective"
     if isinstance(error, ReplayError):
@@ -84,9 +84,9 @@ def _why(error: Exception) -> str:
 
 
 def term_weights(backwards: Sequence[RecordedBackward]) -> list[float] | None:
-    """The factor for the root of each backward that gives each of all N loss terms the weight 1/N.
+    """The factors for the roots of the backwards that give each of all N loss terms the weight 1/N.
 
-    None where there is none: no loss was recorded, or several that would need different factors.
+    None if no loss was recorded, or if several losses need different factors.
     """
     if len({tuple((loss.name, loss.line) for loss in backward.losses) for backward in backwards}) != 1:
         return None
@@ -128,16 +128,16 @@ def _micro(path: Path) -> int:
 
 
 class _Replay:
-    """Computes the gradient of an update: from each backward, and from all samples as one batch."""
+    """Computes the gradient of an update from each backward, and from all samples as one batch."""
 
     def __init__(
         self,
         recording: ReplayRecorder,
         state: ReplayState,
         backwards: dict[tuple[int, int], RecordedBackward],
-        end: float,
+        deadline: float,
     ) -> None:
-        self.root, self.state, self.end = recording.root, state, end
+        self.root, self.state, self.deadline = recording.root, state, deadline
         self.names = {
             name: recording.gradients.names[id(p)] for name, p in self.root.named_parameters() if p.requires_grad
         }
@@ -145,7 +145,7 @@ class _Replay:
         self.world_size = recording.world_size
         weights = term_weights(self.backwards)
         self.weights = weights or [1 / len(self.backwards)] * len(self.backwards)
-        # several losses may have any weights that the script gives them
+        # the script may give several losses any weights
         self.is_weighted = weights is not None and len(self.backwards[0].losses) == 1
         self.coupling = ""  # why the effect of batch norm could not be measured
         self.sizes = [num_rows(backward) for backward in self.backwards]
@@ -154,11 +154,11 @@ class _Replay:
     def content(self) -> dict[str, np.ndarray]:
         """Samples of the gradients, by "kind name".
 
-        backward.R.M       gradient of backward M of rank R, from its root as it was
-        whole              their sum by weight: the gradient that the optimizer should get
+        backward.R.M       gradient of backward M of rank R, from its recorded root
+        whole              the weighted sum of these gradients, which the optimizer should get
         merged             gradient of all samples as one batch, without dropout
-        merged_local_norm  the same, with batch norm over the samples of one backward at a time
-        without_dropout    as whole, without dropout
+        merged_local_norm  the same with batch norm over the samples of one backward at a time
+        without_dropout    the same as whole, without dropout
         """
         arrays: dict[str, np.ndarray] = {}
         try:
@@ -169,27 +169,27 @@ class _Replay:
                 return self._named("merged", self.merged(None))
             except Exception as error:
                 raise ReplayError(
-                    f"the model calls a collective in its forward; as one batch: {_why(error)}"
+                    f"the model calls a collective in its forward; as one batch: {_reason(error)}"
                 ) from error
         for (rank, micro), gradient in zip(self.keys, each, strict=True):
             arrays |= self._named(f"backward.{rank}.{micro}", gradient)
-        whole = self.weighted(each)
-        arrays |= self._named("whole", whole)
+        total_gradient = self.weighted(each)
+        arrays |= self._named("whole", total_gradient)
         if self.overrides.num_norms and len(self.backwards) > 1:
             try:
-                arrays |= self._coupling(whole)
+                arrays |= self._coupling(total_gradient)
             except Exception as error:
-                self.coupling = _why(error)
+                self.coupling = _reason(error)
         return arrays
 
-    def _coupling(self, whole: dict[str, Any]) -> dict[str, np.ndarray]:
+    def _coupling(self, total_gradient: dict[str, Any]) -> dict[str, np.ndarray]:
         if self.overrides.has_drawn:
             self.overrides.skips_dropout = True
-            whole = self.weighted(self.each())
+            total_gradient = self.weighted(self.each())
         return {
             **self._named("merged", self.merged(None)),
             **self._named("merged_local_norm", self.merged(self.sizes)),
-            **self._named("without_dropout", whole),
+            **self._named("without_dropout", total_gradient),
         }
 
     def each(self) -> list[dict[str, Any]]:
@@ -199,13 +199,16 @@ class _Replay:
             for backward in self.backwards
         ]
 
-    def weighted(self, each: list[dict[str, Any]]) -> dict[str, Any]:
-        names = {name: None for gradient in each for name in gradient}
-        pairs = list(zip(self.weights, each, strict=True))
-        return {name: sum(weight * gradient[name] for weight, gradient in pairs if name in gradient) for name in names}
+    def weighted(self, each_backward: list[dict[str, Any]]) -> dict[str, Any]:
+        names = {name: None for gradient in each_backward for name in gradient}
+        weighted_pairs = list(zip(self.weights, each_backward, strict=True))
+        return {
+            name: sum(weight * gradient[name] for weight, gradient in weighted_pairs if name in gradient)
+            for name in names
+        }
 
     def merged(self, segments: list[int] | None) -> dict[str, Any]:
-        """The gradient of all samples as one batch. With `segments`, batch norm uses so many samples at a time."""
+        """The gradient of all samples as one batch. With `segments`, batch norm splits the batch into these sizes."""
         sizes = self.sizes
         inputs = merged_batch([backward.inputs for backward in self.backwards], sizes)
 
@@ -232,21 +235,21 @@ class _Replay:
 
         Backward runs inside functional_call, so that activation checkpointing recomputes with the same tensors.
         """
-        if time.monotonic() > self.end:
+        if time.monotonic() > self.deadline:
             raise ReplayError(f"the replay took more than {_TIMEOUT_SECONDS:g} s")
         copies = {name: to_float64(value) for name, value in self.state.tensors.items()}
-        trained = {name: copies[name].requires_grad_() for name in self.names}
+        trained_tensors = {name: copies[name].requires_grad_() for name in self.names}
         holder = _Holder(self.root)
         self.overrides.num_norms, self.overrides.has_drawn = 0, False
 
-        def work(root: Any) -> None:
+        def function(root: Any) -> None:
             torch.autograd.backward(root_of(root))
 
         size = 1 if is_whole else self.world_size
         with fake_process_group(size), self.overrides:
-            inside = {f"root.{name}": value for name, value in copies.items()}
-            torch.func.functional_call(holder, inside, (work,))
-        return {name: value.grad for name, value in trained.items() if value.grad is not None}
+            root_tensors = {f"root.{name}": value for name, value in copies.items()}
+            torch.func.functional_call(holder, root_tensors, (function,))
+        return {name: value.grad for name, value in trained_tensors.items() if value.grad is not None}
 
     def _root_of(self, root: Any, backward: RecordedBackward) -> Any:
         args, kwargs = to_float64(backward.inputs)
@@ -265,33 +268,33 @@ class _Replay:
 
 
 class _Holder(torch.nn.Module):
-    """Lets functional_call run any function of a model with other parameters, not only its forward."""
+    """Lets functional_call run any function of a model with other parameters, not only the forward."""
 
     def __init__(self, root: Any) -> None:
         super().__init__()
         self.root = root
 
-    def forward(self, work: Callable[[Any], Any]) -> Any:
-        return work(self.root)
+    def forward(self, function: Callable[[Any], Any]) -> Any:
+        return function(self.root)
 
 
 def _follow(backward: RecordedBackward, outputs: Sequence[Any]) -> Any:
     """The root of a backward, computed from the model's outputs by the recorded functions."""
-    known = dict(zip(backward.outputs, outputs, strict=True))
+    known_tensors = dict(zip(backward.outputs, outputs, strict=True))
 
     def value_of(value: Any) -> Any:
         if not isinstance(value, TensorReference):
             return to_float64(value)
-        if value.number not in known:
+        if value.number not in known_tensors:
             raise ReplayError("the loss depends on a tensor that was not recorded as computed from the model's output")
-        if known[value.number] is None:
+        if known_tensors[value.number] is None:
             raise ReplayError("the model returns no row for each sample (its loss is computed inside)")
-        return known[value.number]
+        return known_tensors[value.number]
 
     for call in backward.calls:
         args, kwargs = tree_map(value_of, (call.args, call.kwargs))
         with torch.set_grad_enabled(call.is_grad):
-            known |= dict(zip(call.results, tensors(call.function(*args, **kwargs)), strict=True))
+            known_tensors |= dict(zip(call.results, tensors(call.function(*args, **kwargs)), strict=True))
     root = value_of(TensorReference(backward.root))
     if not root.requires_grad:
         raise ReplayError("the loss is computed by an autograd.Function of the script's own")
@@ -299,7 +302,7 @@ def _follow(backward: RecordedBackward, outputs: Sequence[Any]) -> Any:
 
 
 def to_float64(value: Any) -> Any:
-    """A copy of nested values, with floating-point tensors as float64."""
+    """A copy of nested values with floating-point tensors in float64."""
 
     def copied(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -313,40 +316,40 @@ def to_float64(value: Any) -> Any:
 
 
 def output_rows(out: Any, start: int, end: int, total: int) -> Any:
-    """The samples from `start` to `end` of an output; None where its first dim is not the samples."""
+    """The samples from `start` to `end` of an output; None if its first dim is not the samples."""
     return out[start:end] if out.dim() and out.shape[0] == total else None
 
 
 def num_rows(backward: RecordedBackward) -> int:
-    """The samples of a forward: the first dim of its first tensor that has dims."""
+    """The number of samples of a forward: the first dim of its first tensor with dims."""
     return next((len(tensor) for tensor in tensors(backward.inputs) if tensor.dim()), 1)
 
 
 def merged_batch(inputs: Sequence[Any], sizes: list[int]) -> Any:
-    """The inputs of several forwards as one batch: tensors that have a row for each sample are concatenated."""
-    flat = [tree_flatten(value) for value in inputs]
-    if any(spec != flat[0][1] for _, spec in flat):
+    """The inputs of several forwards as one batch. Tensors with a row for each sample are concatenated."""
+    flattened = [tree_flatten(value) for value in inputs]
+    if any(spec != flattened[0][1] for _, spec in flattened):
         raise ReplayError("its forwards have different inputs")
     merged: list[Any] = []
-    for leaves in zip(*(values for values, _ in flat), strict=True):
+    for leaves in zip(*(values for values, _ in flattened), strict=True):
         if not isinstance(leaves[0], torch.Tensor):
-            is_same = all(leaf == leaves[0] for leaf in leaves)
+            is_equal = all(leaf == leaves[0] for leaf in leaves)
         elif all(leaf.dim() and len(leaf) == size for leaf, size in zip(leaves, sizes, strict=True)):
             if len({leaf.shape[1:] for leaf in leaves}) > 1:
                 raise ReplayError("the inputs of its forwards have different shapes")
             merged.append(torch.cat(list(leaves)))
             continue
         else:
-            is_same = all(leaf.shape == leaves[0].shape and torch.equal(leaf, leaves[0]) for leaf in leaves)
-        if not is_same:
+            is_equal = all(leaf.shape == leaves[0].shape and torch.equal(leaf, leaves[0]) for leaf in leaves)
+        if not is_equal:
             raise ReplayError("inputs without a row for each sample are different in its forwards")
         merged.append(leaves[0])
-    return tree_unflatten(merged, flat[0][1])
+    return tree_unflatten(merged, flattened[0][1])
 
 
 # --- replacements for collectives, dropout and batch norm
 
-_SENDING = (
+_COLLECTIVES = (
     *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "reduce_scatter", "broadcast"),
     *("reduce_scatter_tensor", "all_to_all", "all_to_all_single", "reduce", "gather", "scatter", "barrier"),
     *("send", "recv", "isend", "irecv", "broadcast_object_list", "_all_gather_base"),
@@ -362,7 +365,7 @@ class CollectiveCalledError(Exception):
 def _settings_restored(root: Any, state: ReplayState) -> Generator[None]:
     """Set modes, dtype and random state for the replay, and restore them afterwards."""
     modules = list(root.modules())
-    before = [module.training for module in modules], torch.get_default_dtype(), torch.is_grad_enabled()
+    settings_before = [module.training for module in modules], torch.get_default_dtype(), torch.is_grad_enabled()
     devices = [parameter.device for parameter in root.parameters() if parameter.device.type == "cuda"][:1]
     try:
         with torch.random.fork_rng(devices):
@@ -372,14 +375,14 @@ def _settings_restored(root: Any, state: ReplayState) -> Generator[None]:
             torch.set_grad_enabled(True)
             yield
     finally:
-        for module, is_training in zip(modules, before[0], strict=True):
+        for module, is_training in zip(modules, settings_before[0], strict=True):
             module.training = is_training
-        torch.set_default_dtype(before[1])
-        torch.set_grad_enabled(before[2])
+        torch.set_default_dtype(settings_before[1])
+        torch.set_grad_enabled(settings_before[2])
 
 
 class LayerOverrides(TorchFunctionMode):
-    """Counts batch norms; can disable dropout, and can let batch norm use segments of the batch."""
+    """Counts batch norms. Can disable dropout, and can let batch norm use segments of the batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -393,11 +396,11 @@ class LayerOverrides(TorchFunctionMode):
         if func is F.batch_norm and _normalises_over_batch(args, kwargs):
             self.num_norms += 1
             if self.segments is not None:
-                times, rest = divmod(len(args[0]), sum(self.segments))
+                rows_per_sample, rest = divmod(len(args[0]), sum(self.segments))
                 if rest:
                     raise ReplayError("batch norm over rows that are not samples")
-                segments = args[0].split([size * times for size in self.segments])
-                return torch.cat([func(segment, *args[1:], **kwargs) for segment in segments])
+                segments = args[0].split([size * rows_per_sample for size in self.segments])
+                return torch.cat([func(rows, *args[1:], **kwargs) for rows in segments])
         return func(*args, **kwargs)
 
 
@@ -405,7 +408,7 @@ def _normalises_over_batch(args: Any, kwargs: Any) -> bool:
     return bool(kwargs.get("training", args[5] if len(args) > 5 else False))
 
 
-class _NothingSent(TorchDispatchMode):
+class _RaiseOnCollectives(TorchDispatchMode):
     """Raises for collectives that `fake_process_group` does not replace."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -416,32 +419,32 @@ class _NothingSent(TorchDispatchMode):
 
 @contextlib.contextmanager
 def fake_process_group(size: int) -> Generator[None]:
-    """Within the block, torch.distributed reports so many ranks, and a collective raises.
+    """Within the block, torch.distributed reports `size` ranks, and a collective raises an error.
 
     With one rank, all_reduce does nothing.
     """
 
-    def sent(*_args: Any, **_kwargs: Any) -> Any:
+    def raise_called(*_args: Any, **_kwargs: Any) -> Any:
         raise CollectiveCalledError
 
-    def stays(_tensor: Any, _op: Any = None, _group: Any = None, async_op: bool = False, **_kwargs: Any) -> None:
+    def unchanged(_tensor: Any, _op: Any = None, _group: Any = None, async_op: bool = False, **_kwargs: Any) -> None:
         if async_op:
             raise CollectiveCalledError
 
-    answers = {name: stays if size == 1 and name == "all_reduce" else sent for name in _SENDING}
-    answers |= {"get_world_size": lambda *_, **__: size, "get_rank": lambda *_, **__: 0}
-    with _replaced(dist, answers), _replaced(dist.distributed_c10d, answers), _NothingSent():
+    replacements = {name: unchanged if size == 1 and name == "all_reduce" else raise_called for name in _COLLECTIVES}
+    replacements |= {"get_world_size": lambda *_, **__: size, "get_rank": lambda *_, **__: 0}
+    with _replaced(dist, replacements), _replaced(dist.distributed_c10d, replacements), _RaiseOnCollectives():
         yield
 
 
 @contextlib.contextmanager
-def _replaced(module: Any, answers: dict[str, Any]) -> Generator[None]:
+def _replaced(module: Any, replacements: dict[str, Any]) -> Generator[None]:
     """Replace functions of a module, by name, within the block."""
-    before = {name: getattr(module, name) for name in answers if hasattr(module, name)}
+    originals = {name: getattr(module, name) for name in replacements if hasattr(module, name)}
     try:
-        for name in before:
-            setattr(module, name, answers[name])
+        for name in originals:
+            setattr(module, name, replacements[name])
         yield
     finally:
-        for name, function in before.items():
+        for name, function in originals.items():
             setattr(module, name, function)

@@ -1,4 +1,4 @@
-"""What is recorded of the first updates for `audit --replay`, as it is written to files."""
+"""The recorded backwards and models of the first updates for `audit --replay`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ __all__ = [
 
 
 class ReplayError(Exception):
-    """Why an update cannot be replayed, in words that follow `not checked: replay: `."""
+    """The reason why an update cannot be replayed, as a text that follows `not checked: replay: `."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorReference:
-    """In place of a tensor that the replay computes again: its number."""
+    """Stands for a tensor that the replay computes again, by its number."""
 
     number: int
 
@@ -56,11 +56,11 @@ class RecordedBackward:
     """A forward with its backward.
 
     inputs      (args, kwargs) of the module
-    generator   states of torch's generators before it: the CPU's, and the CUDA device's if there is one
-    outputs     numbers of the tensors that it returned
-    calls       functions that lead from there to `root`
+    generator   states of torch's generators before the forward: of the CPU, and of the CUDA device if there is one
+    outputs     numbers of the tensors that the forward returned
+    calls       functions from the outputs to `root`
     root        number of the tensor that backward was called on
-    losses      that the backward went through
+    losses      losses in the graph of the backward
     """
 
     inputs: Any
@@ -73,7 +73,7 @@ class RecordedBackward:
 
 @dataclasses.dataclass
 class ReplayState:
-    """The model before an update: its parameters and buffers by name, and which of its modules were in train mode."""
+    """The model before an update: parameters and buffers by name, and whether each module was in train mode."""
 
     tensors: dict[str, Any]
     are_training: list[bool]
@@ -85,6 +85,6 @@ def backward_path(folder: Path, rank: int, update: int, micro: int | str) -> Pat
 
 
 def picklable(function: Any) -> Any:
-    """The function itself, or an equivalent one where it reads a property and cannot be pickled."""
+    """The function, or an equivalent `PropertyGetter` if it reads a property, because that cannot be pickled."""
     descriptor: Any = getattr(function, "__self__", None)
     return PropertyGetter(descriptor.__name__) if type(descriptor).__name__ == "getset_descriptor" else function

@@ -1,20 +1,20 @@
-"""The rules: one kind of mistake a file. Each is a function that reads the evidence and adds findings.
+"""The rules: each file finds one kind of mistake. A rule is a function that reads the evidence and adds findings.
 
-data.py          which samples the ranks read
+data.py          samples that ranks repeat, skip or read in the same order
 batches.py       batches that are divided twice
-gradients.py     the gradient of the optimizer step, as a sum over backwards and ranks
-loss_terms.py    the weight of each loss term in it
+gradients.py     whether the gradient of an optimizer step is the sum over backwards and ranks
+loss_terms.py    the weight of each loss term in that gradient
 split_layers.py  scale and drift of layers that are split over ranks
-clipping.py      clipping of gradients that are not averaged, or still multiplied by the loss scale
+clipping.py      clipping of gradients that are not averaged yet, or still multiplied by the loss scale
 replay.py        the gradient compared with its replay in one process; the effect of batch norm
 replicas.py      parameters and buffers that differ between ranks
 evaluation.py    samples that an evaluation counts twice, leaves out, or weights wrongly
-averages.py      results averaged over ranks that are not means
-collectives.py   collectives that differ between ranks; where a hanging run stands
+averages.py      averages over ranks of results that are not means
+collectives.py   collectives that differ between ranks, and the line where each rank of a hanging run is blocked
 randomness.py    random numbers that are equal on ranks or workers
 schedule.py      learning-rate schedules that step too often, or by different metrics
-saving.py        files that several ranks write; what a checkpoint lacks
-speed.py         needless communication and waiting
+saving.py        files that several ranks write, and incomplete checkpoints
+speed.py         unnecessary communication and waiting
 
 CONTRIBUTING has a section on how to add one.
 """
@@ -47,8 +47,8 @@ __all__ = ["RULES", "Rule"]
 class Rule(NamedTuple):
     """A row of the table of rules.
 
-    check             adds findings
-    explains_failure  findings, by name, after which a script may well have failed: it is judged all the same
+    check             the function that adds findings
+    explains_failure  names of findings that explain why a script failed, so that a failed script is judged, too
     """
 
     check: Callable[[Evidence, Findings], None]
@@ -71,4 +71,4 @@ RULES = (
     Rule(check_saving),
     Rule(check_speed),
 )
-"""In the order in which they run: a rule may ask what the rules before it have found."""
+"""In the order in which they run: a rule may read the findings of the rules before it."""

@@ -1,4 +1,4 @@
-"""Check that all ranks call the same collectives in the same order, and report where a hanging run is blocked."""
+"""Checks that all ranks call the same collectives in the same order, and reports where a hanging run is blocked."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from everyrank.audit.finding import Findings, short_place
 __all__ = ["check_collectives"]
 
 _POINT_TO_POINT = ("send", "recv")
-# shapes may differ between ranks: only the root passes a list, or each rank sends a different number of rows
-_UNEVEN = ("gather_", "scatter_", "alltoall_", "alltoall_base_", "all_to_all_single")
+# collectives whose shapes may differ between ranks: the root passes a list, or ranks send different numbers of rows
+_UNEVEN_SHAPES = ("gather_", "scatter_", "alltoall_", "alltoall_base_", "all_to_all_single")
 
 
 def check_collectives(evidence: Evidence, findings: Findings) -> None:
@@ -37,62 +37,63 @@ def check_collectives(evidence: Evidence, findings: Findings) -> None:
         _explain_hang(evidence, findings)
 
 
-def _call(rank: int, event: CollectiveCall) -> str:
+def _describe_call(rank: int, event: CollectiveCall) -> str:
     shape = f" {event.shapes[0]}" if event.shapes else ""
     phase = "" if event.phase == "script" else f" ({event.phase.partition(' at ')[0]})"
     return f"rank {rank} calls {event.op}{shape}{phase} at {short_place(event.line)}"
 
 
-def _are_same(first: CollectiveCall, second: CollectiveCall) -> bool:
+def _match(first: CollectiveCall, second: CollectiveCall) -> bool:
     are_equal = first.shapes == second.shapes and first.reduction == second.reduction
-    return first.op == second.op and (are_equal or first.op in _UNEVEN)
+    return first.op == second.op and (are_equal or first.op in _UNEVEN_SHAPES)
 
 
 def _compare(evidence: Evidence, calls: dict[int, list[CollectiveCall]], findings: Findings) -> None:
-    first, *others = calls
+    first_rank, *other_ranks = calls
     for number in range(min(map(len, calls.values()))):
-        for rank in others:
-            call, other = calls[first][number], calls[rank][number]
-            if not _are_same(call, other):
+        for rank in other_ranks:
+            call, other_call = calls[first_rank][number], calls[rank][number]
+            if not _match(call, other_call):
                 findings.add(
                     "FAIL",
                     "collective.order",
                     call.line,
-                    f"collective {number} of a group differs: {_call(first, call)}; {_call(rank, other)}",
-                    "all ranks of a group call the same collectives, with the same shapes, in the same order",
-                    (other.line,),
+                    f"collective {number} of a group differs: {_describe_call(first_rank, call)}; "
+                    f"{_describe_call(rank, other_call)}",
+                    "call the same collectives, with the same shapes and in the same order, on all ranks of a group",
+                    (other_call.line,),
                 )
                 return
-        _compare_layouts([events[number] for events in calls.values()], findings)
-    shortest = min(map(len, calls.values()))
-    longer = {rank: events for rank, events in calls.items() if len(events) > shortest}
-    if longer and evidence.run.status == "hangs":
-        rank, events = next(iter(longer.items()))
-        missing = [other for other in calls if other not in longer]
+        _compare_strides([events[number] for events in calls.values()], findings)
+    num_common = min(map(len, calls.values()))
+    waiting_ranks = {rank: events for rank, events in calls.items() if len(events) > num_common}
+    if waiting_ranks and evidence.run.status == "hangs":
+        rank, events = next(iter(waiting_ranks.items()))
+        missing_ranks = [other for other in calls if other not in waiting_ranks]
         findings.add(
             "FAIL",
             "collective.missing",
-            events[shortest].line,
-            f"{_call(rank, events[shortest])}, but rank {', '.join(map(str, missing))} never does: "
-            + "; ".join(f"rank {other} was at {evidence.stopped_at(other) or '?'}" for other in missing),
-            "call it equally often on all ranks: uneven loaders need Join, drop_last, or a common length",
-            tuple(calls[other][-1].line for other in missing),
+            events[num_common].line,
+            f"{_describe_call(rank, events[num_common])}, but rank {', '.join(map(str, missing_ranks))} never does: "
+            + "; ".join(f"rank {other} was at {evidence.stopped_at(other) or '?'}" for other in missing_ranks),
+            "call it equally often on all ranks: loaders of different lengths need Join, drop_last, or a common length",
+            tuple(calls[other][-1].line for other in missing_ranks),
         )
 
 
-def _compare_layouts(events: Sequence[CollectiveCall], findings: Findings) -> None:
-    """Find a collective whose tensors have the same shape, and different strides, on the ranks."""
+def _compare_strides(events: Sequence[CollectiveCall], findings: Findings) -> None:
+    """Find a collective whose tensors have the same shape but different strides on the ranks."""
     strides = list(dict.fromkeys(text for event in events for text in event.strides))
     if len(strides) > 1 and len({shape for event in events for shape in event.shapes}) == 1:
         in_backward = events[0].phase.startswith("backward")
-        of_gather = " (a gradient that is a view, in the backward of a gather)" if in_backward else ""
+        cause = " (a gradient that is a view, in the backward of a gather)" if in_backward else ""
         findings.add(
             "FAIL",
             "collective.strides",
             events[0].line,
-            f"{events[0].op} of {events[0].shapes[0]}{of_gather} between tensors with strides {' and '.join(strides)}: "
-            "elements are sent in memory order, so they arrive at other positions",
-            "call .contiguous() on the tensor before the collective, or on the result that is computed after a gather",
+            f"{events[0].op} of {events[0].shapes[0]}{cause} between tensors with strides {' and '.join(strides)}: "
+            "elements are sent in memory order, so they arrive at wrong positions",
+            "call .contiguous() on the tensor before the collective, or on the result that is computed from a gather",
             tuple(event.line for event in events[1:]),
         )
 
@@ -102,5 +103,6 @@ def _explain_hang(evidence: Evidence, findings: Findings) -> None:
         return
     lines = {rank: evidence.stopped_at(rank) for rank in evidence.ranks}
     text = "; ".join(f"rank {rank} was at {short_place(line) if line else '?'}" for rank, line in lines.items())
-    first = next((line for line in lines.values() if line), "")
-    findings.add("FAIL", "run.hangs", first, f"the run hangs: {text}", "find the rank that does not reach the others")
+    first_line = next((line for line in lines.values() if line), "")
+    fix = "find out why one rank does not reach the line where the other ranks wait"
+    findings.add("FAIL", "run.hangs", first_line, f"the run hangs: {text}", fix)

@@ -1,8 +1,8 @@
-"""The gradient that steps, as a sum over the gradients of all backwards and ranks: with which factors?
+"""Checks that the gradient of an optimizer step is a multiple of the sum over all backwards and ranks.
 
-g = c * sum of g(rank, backward) must hold, with the same c for all. The factors come from least squares over samples
-of the tensors (`watch/gradients.py`), so nothing need be known of the script, and dropout, batch norm and low precision
-do not matter.
+g = c * sum of g(rank, backward) must hold, with the same c for all. Least squares over samples of the tensors
+(`watch/gradients.py`) gives the factors. This needs no knowledge of the script, and dropout, batch norm and low
+precision do not matter.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from numpy.typing import NDArray
 from everyrank.audit.events import Backward, DiscardedGradients, NoSync, OptimizerStep
 from everyrank.audit.evidence import Evidence
 from everyrank.audit.finding import Findings, short_place
-from everyrank.audit.rules.loss_terms import Piece, check_loss_terms
+from everyrank.audit.rules.loss_terms import BackwardKey, check_loss_terms
 
 __all__ = ["check_gradients"]
 
-_ROUNDED = 1e-2  # relative residual of a gradient that the script rounds to half precision
-_SPARSE, _MANY = 0.3, 32  # of compressed gradients: share of zeros, and elements that tell
+_HALF_PRECISION_RESIDUAL = 1e-2  # relative residual of a gradient that the script rounds to half precision
+_EXTRA_ZERO_SHARE, _MIN_NONZERO = 0.3, 32  # of compressed gradients: share of zeros, and elements that tell
 _TOLERANCE, _SCALED_TOLERANCE = 1e-4, 2e-3  # relative residual; the second with a loss scale (float16)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Fit:
-    """A factor for each column, and the residual relative to the gradient."""
+    """The factors of a least-squares fit, one for each column, and the residual relative to the gradient."""
 
     factors: list[float]
     residual: float
@@ -36,13 +36,13 @@ class _Fit:
 
 @dataclasses.dataclass
 class _Update:
-    """The gradients of one update, and the names of the parameters that all ranks step."""
+    """The gradients of one update, and the names of the parameters that all ranks update."""
 
     number: int
     line: str
     names: list[str]
-    pieces: dict[Piece, dict[str, NDArray[np.float64]]]
-    stepping: dict[int, dict[str, NDArray[np.float64]]]  # before clipping
+    backwards: dict[BackwardKey, dict[str, NDArray[np.float64]]]
+    step_gradients: dict[int, dict[str, NDArray[np.float64]]]  # before clipping
     carried: dict[int, dict[str, NDArray[np.float64]]]
     tolerance: float
 
@@ -52,15 +52,17 @@ class _Update:
             float(np.abs(value).sum()) > 0 for gradients in self.carried.values() for value in gradients.values()
         )
 
-    def fit(self, names: Sequence[str], rank: int, columns: Sequence[Sequence[Piece]]) -> _Fit:
-        """Fit the gradient of a rank by sums of pieces (a column each) and by the gradient from the update before."""
-        target = np.concatenate([self.stepping[rank][name] for name in names])
+    def fit(self, names: Sequence[str], rank: int, columns: Sequence[Sequence[BackwardKey]]) -> _Fit:
+        """Fit the gradient of a rank by sums of backwards (one for each column) and the previous update's gradient."""
+        target = np.concatenate([self.step_gradients[rank][name] for name in names])
         sums = [
-            np.concatenate([sum((self._piece(piece, name) for piece in column), 0.0 * target[:1]) for name in names])
+            np.concatenate(
+                [sum((self._backward_gradient(key, name) for key in column), 0.0 * target[:1]) for name in names]
+            )
             for column in columns
         ]
         if self.has_carried and self.carried[rank]:
-            zeros = {name: np.zeros_like(self.stepping[rank][name]) for name in names}
+            zeros = {name: np.zeros_like(self.step_gradients[rank][name]) for name in names}
             sums.append(np.concatenate([self.carried[rank].get(name, zeros[name]) for name in names]))
         matrix = np.stack(sums, 1)
         if not np.linalg.norm(target) or not np.linalg.norm(matrix):
@@ -70,56 +72,57 @@ class _Update:
         residual = float(np.linalg.norm(matrix @ factors - target) / np.linalg.norm(target))
         return _Fit([float(factor) for factor in factors], residual)
 
-    def _piece(self, piece: Piece, name: str) -> NDArray[np.float64]:
-        gradient = self.pieces[piece].get(name)
-        return np.zeros_like(self.stepping[piece[0]][name]) if gradient is None else gradient
+    def _backward_gradient(self, key: BackwardKey, name: str) -> NDArray[np.float64]:
+        gradient = self.backwards[key].get(name)
+        return np.zeros_like(self.step_gradients[key[0]][name]) if gradient is None else gradient
 
 
 def check_gradients(evidence: Evidence, findings: Findings) -> None:
-    """Judge each recorded update, and report what cannot be judged."""
+    """Check the gradient of each recorded update, and report what cannot be checked."""
     judged = 0
-    zeros = [steps[evidence.ranks[0]].is_zero for steps in evidence.steps.values()]
-    if zeros and all(zeros):
+    are_zero = [steps[evidence.ranks[0]].is_zero for steps in evidence.steps.values()]
+    if are_zero and all(are_zero):
         line = next(iter(evidence.steps.values()))[evidence.ranks[0]].line
-        text = f"all gradients are exactly zero in all {len(zeros)} updates: nothing is trained"
-        findings.add("FAIL", "gradient.zero", line, text, "check the loss: is it constant, or over one class only?")
+        text = f"all gradients are exactly zero in all {len(are_zero)} updates: nothing is trained"
+        fix = "check whether the loss is constant, or has a single class"
+        findings.add("FAIL", "gradient.zero", line, text, fix)
         return
     if evidence.is_opaque:
         return  # `check_replicas` reports it
-    _check_lost(evidence, findings)
+    _check_gathered_features(evidence, findings)
     if evidence.is_split:
         findings.not_checked("gradients: layers are split over ranks (tensor or pipeline parallelism)")
         return
     for number in sorted(evidence.steps.keys() - evidence.incomplete_updates):
-        update = _read(evidence, number)
+        update = _read_update(evidence, number)
         if update is not None:
             judged += 1
-            _judge(evidence, update, findings)
+            _judge_update(evidence, update, findings)
     if not judged:
-        findings.not_checked("gradients: no update was recorded in which all ranks step the same tensors")
-    lost = evidence.all_of(DiscardedGradients)
+        findings.not_checked("gradients: no update was recorded in which all ranks update the same tensors")
+    discarded = evidence.all_of(DiscardedGradients)
     num_backwards = Counter((event.rank, event.update) for event in evidence.all_of(Backward))
-    usual = Counter(num_backwards.values()).most_common(1)[0][0] if num_backwards else 0
-    for event in lost[:1]:
+    usual_count = Counter(num_backwards.values()).most_common(1)[0][0] if num_backwards else 0
+    for event in discarded[:1]:
         # a custom loss scaler may skip a step: at most half of the events, on two ranks
-        is_skipped = usual == event.num_backwards == 1 and len(lost) <= len(evidence.steps)
+        is_skipped = usual_count == event.num_backwards == 1 and len(discarded) <= len(evidence.steps)
         findings.add(
-            "NOTE" if is_skipped else "WARN",  # a custom loss scaler skips steps
+            "NOTE" if is_skipped else "WARN",
             "gradient.thrown-away",
             event.line,
             f"zero_grad clears the gradient of {event.num_backwards} backwards before any optimizer step",
             "call zero_grad after the step, or before the first backward of an update",
-            _stepped_at(evidence),
+            _step_lines(evidence),
         )
 
 
-def _stepped_at(evidence: Evidence) -> tuple[str, ...]:
+def _step_lines(evidence: Evidence) -> tuple[str, ...]:
     """The lines of the optimizer steps."""
     return tuple(dict.fromkeys(step.line for step in evidence.of(evidence.ranks[0], OptimizerStep)))
 
 
-def _check_lost(evidence: Evidence, findings: Findings) -> None:
-    """Find losses of features from all_gather, through which no gradient flows.
+def _check_gathered_features(evidence: Evidence, findings: Findings) -> None:
+    """Find losses of features from all_gather, through which no gradient flows back.
 
     If all ranks compute the same loss from all features, each rank still gets the whole gradient of its own features.
     """
@@ -130,7 +133,7 @@ def _check_lost(evidence: Evidence, findings: Findings) -> None:
         if events[0].is_detached:
             findings.not_checked(
                 f"the gradient of the features gathered at {short_place(events[0].gathered_at)}: they are detached "
-                "before (detach, no_grad), which may be intended"
+                "first (detach, no_grad), which may be intended"
             )
         else:
             findings.add(
@@ -138,46 +141,56 @@ def _check_lost(evidence: Evidence, findings: Findings) -> None:
                 "gradient.lost",
                 events[0].gathered_at,
                 "features go into the loss through all_gather, which has no backward: the gradient of the other ranks' "
-                "losses by this rank's features is lost",
+                "losses with respect to this rank's features is lost",
                 "use torch.distributed.nn.functional.all_gather, whose backward sums the gradients of all ranks",
                 (events[0].line,),
             )  # not refuted by a comparison: one rank loses the gradient of its own features, too
             return
 
 
-def _read(evidence: Evidence, number: int) -> _Update | None:
+def _read_update(evidence: Evidence, number: int) -> _Update | None:
     """The gradients of an update, with shards combined; None unless all ranks have recorded the same tensors."""
-    recorded = {rank: evidence.samples(rank, number) for rank in evidence.ranks}
-    by_rank = {rank: samples for rank, samples in recorded.items() if samples is not None}
-    if len(by_rank) < len(recorded) or not any(samples.pieces for samples in by_rank.values()):
+    samples_by_rank = {rank: evidence.samples(rank, number) for rank in evidence.ranks}
+    known_samples = {rank: samples for rank, samples in samples_by_rank.items() if samples is not None}
+    if len(known_samples) < len(samples_by_rank) or not any(samples.backwards for samples in known_samples.values()):
         return None
     steps = evidence.steps[number]
-    stepping = {rank: {**samples.steps, **samples.clipped} for rank, samples in by_rank.items()}
-    carried = {rank: samples.carried for rank, samples in by_rank.items()}
+    step_gradients = {rank: {**samples.steps, **samples.clipped} for rank, samples in known_samples.items()}
+    carried = {rank: samples.carried for rank, samples in known_samples.items()}
     if any(step.is_sharded for step in steps.values()):
-        stepping = dict.fromkeys(stepping, _put_together(list(stepping.values())))
-        carried = dict.fromkeys(carried, _put_together(list(carried.values())))
-    names = [name for name in stepping[evidence.ranks[0]] if all(name in each for each in stepping.values())]
-    pieces = {(rank, micro): piece for rank, samples in by_rank.items() for micro, piece in samples.pieces.items()}
-    every = [*stepping.values(), *pieces.values()]
-    if not names or any(len({each[name].shape for each in every if name in each}) > 1 for name in names):
+        step_gradients = dict.fromkeys(step_gradients, _combine_shards(list(step_gradients.values())))
+        carried = dict.fromkeys(carried, _combine_shards(list(carried.values())))
+    names = [
+        name
+        for name in step_gradients[evidence.ranks[0]]
+        if all(name in gradients for gradients in step_gradients.values())
+    ]
+    backwards = {
+        (rank, micro): gradients
+        for rank, samples in known_samples.items()
+        for micro, gradients in samples.backwards.items()
+    }
+    all_gradients = [*step_gradients.values(), *backwards.values()]
+    if not names or any(
+        len({gradients[name].shape for gradients in all_gradients if name in gradients}) > 1 for name in names
+    ):
         return None
     first = steps[evidence.ranks[0]]
     return _Update(
         first.backward_update,
         first.line,
         names,
-        pieces,
-        stepping,
+        backwards,
+        step_gradients,
         {rank: {name: value for name, value in of_rank.items() if name in names} for rank, of_rank in carried.items()},
         _TOLERANCE if first.loss_scale == 1.0 else _SCALED_TOLERANCE,
     )
 
 
-def _put_together(shards: list[dict[str, NDArray[np.float64]]]) -> dict[str, NDArray[np.float64]]:
-    """Samples of whole tensors from those of shards, which are NaN where another rank has the elements.
+def _combine_shards(shards: list[dict[str, NDArray[np.float64]]]) -> dict[str, NDArray[np.float64]]:
+    """Combine samples of shards, which are NaN for elements of other ranks, into samples of whole tensors.
 
-    A tensor that some rank does not have has no gradient there.
+    Leaves out tensors that have no gradient on some rank.
     """
     whole: dict[str, NDArray[np.float64]] = {}
     for shard in shards:
@@ -188,9 +201,11 @@ def _put_together(shards: list[dict[str, NDArray[np.float64]]]) -> dict[str, NDA
     return whole
 
 
-def _judge(evidence: Evidence, update: _Update, findings: Findings) -> None:
+def _judge_update(evidence: Evidence, update: _Update, findings: Findings) -> None:
     ranks, names = evidence.ranks, update.names
-    if any(not np.isfinite(value).all() for gradients in update.stepping.values() for value in gradients.values()):
+    if any(
+        not np.isfinite(value).all() for gradients in update.step_gradients.values() for value in gradients.values()
+    ):
         text = f"update {update.number}: the gradient is not finite"
         findings.add(
             "FAIL",
@@ -200,102 +215,114 @@ def _judge(evidence: Evidence, update: _Update, findings: Findings) -> None:
             "check for a division by zero, or for a loss scale that is too large",
         )
         return
-    if not any(float(np.abs(value).sum()) for gradients in update.stepping.values() for value in gradients.values()):
+    if not any(
+        float(np.abs(value).sum()) for gradients in update.step_gradients.values() for value in gradients.values()
+    ):
         return
-    every = sorted(update.pieces)
-    fits = {rank: update.fit(names, rank, [every]) for rank in ranks}
-    if update.has_carried and all(abs(fit.factors[-1]) > 0.5 for fit in fits.values() if len(fit.factors) > 1):
+    all_backwards = sorted(update.backwards)
+    rank_fits = {rank: update.fit(names, rank, [all_backwards]) for rank in ranks}
+    if update.has_carried and all(abs(fit.factors[-1]) > 0.5 for fit in rank_fits.values() if len(fit.factors) > 1):
         findings.add(
             "FAIL",
             "gradient.carried",
             update.line,
             f"update {update.number} still contains the gradient of the previous update",
-            "optimizer.zero_grad() before the first backward of each update",
-            (*_zeroed_at(evidence, update), *evidence.scaling_lines(update.number)[:1]),
+            "call optimizer.zero_grad() before the first backward of each update",
+            (*_zero_grad_line(evidence, update), *evidence.scaling_lines(update.number)[:1]),
         )
-    if all(fit.residual < update.tolerance for fit in fits.values()):
-        check_loss_terms(evidence, update.number, fits[ranks[0]].factors[0], every, findings)
+    if all(fit.residual < update.tolerance for fit in rank_fits.values()):
+        check_loss_terms(evidence, update.number, rank_fits[ranks[0]].factors[0], all_backwards, findings)
         return
-    _explain(evidence, update, every, findings)
+    _explain_mismatch(evidence, update, all_backwards, findings)
 
 
-def _zeroed_at(evidence: Evidence, update: _Update) -> tuple[str, ...]:
-    """The line of the zero_grad that came last before an update."""
+def _zero_grad_line(evidence: Evidence, update: _Update) -> tuple[str, ...]:
+    """The line of the last zero_grad before an update."""
     step = next((step for step in evidence.of(evidence.ranks[0], OptimizerStep) if step.update == update.number), None)
     return (step.zeroed_at,) if step is not None and step.zeroed_at else ()
 
 
-def _explain(evidence: Evidence, update: _Update, every: list[Piece], findings: Findings) -> None:
-    """Name what a gradient is that is not a multiple of the sum over all ranks and backwards."""
+def _explain_mismatch(
+    evidence: Evidence, update: _Update, all_backwards: list[BackwardKey], findings: Findings
+) -> None:
+    """Report what a gradient is if it is not a multiple of the sum over all ranks and backwards."""
     ranks, names, tolerance = evidence.ranks, update.names, update.tolerance
-    local = {rank: [[piece for piece in every if piece[0] == rank]] for rank in ranks}
-    bad = {name for name in names if any(_is_off(update, name, rank, [every]) for rank in ranks)}
-    unsynced = {name for name in bad if not any(_is_off(update, name, rank, local[rank]) for rank in ranks)}
-    each = {rank: update.fit(names, rank, [[piece] for piece in every]) for rank in ranks}
-    residual = max(fit.residual for fit in each.values())
+    local = {rank: [[key for key in all_backwards if key[0] == rank]] for rank in ranks}
+    mismatched = {name for name in names if any(_does_not_fit(update, name, rank, [all_backwards]) for rank in ranks)}
+    unsynced = {
+        name for name in mismatched if not any(_does_not_fit(update, name, rank, local[rank]) for rank in ranks)
+    }
+    single_fits = {rank: update.fit(names, rank, [[key] for key in all_backwards]) for rank in ranks}
+    residual = max(fit.residual for fit in single_fits.values())
     about_ranks = len(ranks) > 1 and update.number == 0
     if len(ranks) > 1 and all(update.fit(names, rank, local[rank]).residual < tolerance for rank in ranks):
         rule, text = "local", "each rank steps with its local gradient: no gradient is averaged over the ranks"
         fix = "wrap the model in DistributedDataParallel, and call the last backward outside no_sync()"
-    elif len(ranks) > 1 and unsynced and unsynced == bad and len(unsynced) < len(names):
-        shown = ", ".join(sorted(unsynced)[:4])
-        rule, text = "unsynced", f"{len(unsynced)} of {len(names)} parameters are not averaged over the ranks: {shown}"
+    elif len(ranks) > 1 and unsynced and unsynced == mismatched and len(unsynced) < len(names):
+        shown_names = ", ".join(sorted(unsynced)[:4])
+        rule, text = (
+            "unsynced",
+            f"{len(unsynced)} of {len(names)} parameters are not averaged over the ranks: {shown_names}",
+        )
         fix = "wrap the model after all its parameters are there, and ignore none that is trained"
     elif residual < tolerance:
-        factors = [0.0 if abs(factor) < tolerance else factor for factor in each[ranks[0]].factors]
+        factors = [0.0 if abs(factor) < tolerance else factor for factor in single_fits[ranks[0]].factors]
         weights = ", ".join(
             f"{factor:.3g} x (rank {rank}, backward {micro})"
-            for factor, (rank, micro) in zip(factors, every, strict=False)
+            for factor, (rank, micro) in zip(factors, all_backwards, strict=False)
         )
-        rule, text = "weights", f"it is not the mean of the ranks' gradients; on rank 0 it is {weights}"
-        fix = "all-reduce only in the last backward of an update: no_sync() around the others"
-        if _is_same_on_ranks(factors, every, tolerance):
+        rule, text = "weights", f"the gradient is not the mean of the ranks' gradients; on rank 0 it is {weights}"
+        fix = "all-reduce only in the last backward of an update, and use no_sync() for the others"
+        if _is_same_on_ranks(factors, all_backwards, tolerance):
             about_ranks = False
             fix = "add up the gradients of all backwards of an update, with the same weight"
-    elif not bad and residual > _ROUNDED:
-        rule, text = "scaled", "each tensor's gradient has a different factor: clipped one by one, or set to zero"
+    elif not mismatched and residual > _HALF_PRECISION_RESIDUAL:
+        text = "each tensor's gradient has a different factor: the tensors are clipped one by one, or set to zero"
+        rule = "scaled"
         fix = ""
     else:
-        shown = ", ".join(sorted(bad)[:3])
+        shown_names = ", ".join(sorted(mismatched)[:3])
         rule, text = (
             "unexplained",
             (
-                f"the gradient that steps is not a combination of those of the backwards: it is changed in between, "
-                f"e.g. {shown} (residual {residual:.2g})"
+                f"the gradient of the step is not a combination of the backwards' gradients: it is changed in between, "
+                f"e.g. {shown_names} (residual {residual:.2g})"
             ),
         )
         fix = "find the code that changes .grad between backward and step"
-    is_rounded = rule == "unexplained" and (residual < _ROUNDED or _is_compressed(update))
+    is_rounded = rule == "unexplained" and (residual < _HALF_PRECISION_RESIDUAL or _is_compressed(update))
     is_averaged = evidence.averages_parameters or (rule == "local" and evidence.averages_each_update)
     level = "NOTE" if is_averaged or is_rounded or rule == "scaled" else "WARN" if rule == "unexplained" else "FAIL"
-    also = tuple(dict.fromkeys(event.line for event in evidence.of(ranks[0], NoSync)))
+    no_sync_lines = tuple(dict.fromkeys(event.line for event in evidence.of(ranks[0], NoSync)))
     text = f"update {update.number}: {text}"
-    findings.add(level, f"gradient.{rule}", update.line, text, fix, also, about_ranks=about_ranks)
+    findings.add(level, f"gradient.{rule}", update.line, text, fix, no_sync_lines, about_ranks=about_ranks)
 
 
-def _is_same_on_ranks(factors: list[float], every: list[Piece], tolerance: float) -> bool:
-    """Whether a backward has the same factor on every rank, and not every backward the same: one rank does so, too."""
+def _is_same_on_ranks(factors: list[float], all_backwards: list[BackwardKey], tolerance: float) -> bool:
+    """Whether factors differ between backwards, but not between ranks, so that one rank has the same factors."""
     by_backward: dict[int, list[float]] = {}
-    for factor, (_, micro) in zip(factors, every, strict=False):
+    for factor, (_, micro) in zip(factors, all_backwards, strict=False):
         by_backward.setdefault(micro, []).append(factor)
-    spread = max(max(of_ranks) - min(of_ranks) for of_ranks in by_backward.values())
+    spread = max(max(factors_of_ranks) - min(factors_of_ranks) for factors_of_ranks in by_backward.values())
     return len(by_backward) > 1 and spread < tolerance * max(map(abs, factors))
 
 
 def _is_compressed(update: _Update) -> bool:
-    """Whether what steps has few different values, or zeros where the backwards have none: it is sent in part."""
-    stepping = next(iter(update.stepping.values()))
-    names = [name for name in update.names if all(name in piece for piece in update.pieces.values())]
-    if not names or not update.pieces:
+    """Whether the ranks send a compressed gradient: it has few values, or zeros that the backwards do not have."""
+    step_gradients = next(iter(update.step_gradients.values()))
+    names = [name for name in update.names if all(name in gradients for gradients in update.backwards.values())]
+    if not names or not update.backwards:
         return False
-    steps = np.concatenate([stepping[name] for name in names])
-    sums = np.concatenate([np.sum([piece[name] for piece in update.pieces.values()], axis=0) for name in names])
-    kept = steps[steps != 0]
-    has_few = len(kept) >= _MANY and 4 * len(np.unique(np.abs(kept))) < len(kept)
-    return bool(np.mean(steps == 0) > _SPARSE + np.mean(sums == 0) or has_few)
+    steps = np.concatenate([step_gradients[name] for name in names])
+    sums = np.concatenate(
+        [np.sum([gradients[name] for gradients in update.backwards.values()], axis=0) for name in names]
+    )
+    nonzero = steps[steps != 0]
+    has_few_values = len(nonzero) >= _MIN_NONZERO and 4 * len(np.unique(np.abs(nonzero))) < len(nonzero)
+    return bool(np.mean(steps == 0) > _EXTRA_ZERO_SHARE + np.mean(sums == 0) or has_few_values)
 
 
-def _is_off(update: _Update, name: str, rank: int, columns: Sequence[Sequence[Piece]]) -> bool:
-    """Whether the gradient of this tensor is not a combination of these sums."""
-    has_gradient = float(np.linalg.norm(update.stepping[rank][name])) > 0
+def _does_not_fit(update: _Update, name: str, rank: int, columns: Sequence[Sequence[BackwardKey]]) -> bool:
+    """Whether the gradient of a tensor is not a combination of the sums in `columns`."""
+    has_gradient = float(np.linalg.norm(update.step_gradients[rank][name])) > 0
     return has_gradient and update.fit([name], rank, columns).residual > 10 * update.tolerance

@@ -1,4 +1,4 @@
-"""Random numbers that are equal on all ranks or in all workers: dropout, noise, augmentation."""
+"""Finds random numbers that are equal on all ranks or in all workers: dropout, noise, augmentation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from everyrank.audit.finding import Findings
 __all__ = ["check_randomness"]
 
 _GENERATORS = ("torch", "random", "numpy")
-_FEW, _GROUPS = 4, 2  # steps; groups, of which one may be that of a barrier
+_MIN_STEPS, _MAX_GROUPS = 4, 2  # steps; groups, of which one may be that of a barrier
 
 
 def check_randomness(evidence: Evidence, findings: Findings) -> None:
@@ -26,15 +26,15 @@ def check_randomness(evidence: Evidence, findings: Findings) -> None:
 def _check_dropout(evidence: Evidence, findings: Findings) -> None:
     first, second = evidence.ranks[:2]
     forwards = evidence.training_forwards
-    drawn = {(event.update, event.micro): event.num_dropouts for event in evidence.of(first, ForwardEnd)}
-    common = [key for key in forwards[first] if key in forwards[second] and drawn.get(key)]
-    same = [key for key in common if forwards[first][key].generator == forwards[second][key].generator]
-    if common and 2 * len(same) >= len(common) and not evidence.is_split:
+    num_dropouts = {(event.update, event.micro): event.num_dropouts for event in evidence.of(first, ForwardEnd)}
+    common_steps = [key for key in forwards[first] if key in forwards[second] and num_dropouts.get(key)]
+    equal_steps = [key for key in common_steps if forwards[first][key].generator == forwards[second][key].generator]
+    if common_steps and 2 * len(equal_steps) >= len(common_steps) and not evidence.is_split:
         findings.add(
             "WARN",
             "random.dropout",
-            forwards[first][same[0]].line,
-            f"dropout masks are equal on all ranks: {len(same)} of {len(common)} "
+            forwards[first][equal_steps[0]].line,
+            f"dropout masks are equal on all ranks: {len(equal_steps)} of {len(common_steps)} "
             "forwards begin with the same generator state",
             "call torch.manual_seed(seed + rank) after the model has been built",
             evidence.equal_seeds(("torch",)),
@@ -46,55 +46,63 @@ def _check_noise(evidence: Evidence, findings: Findings) -> None:
 
     With several process groups some ranks may share samples, and have to draw the same noise.
     """
-    if evidence.is_split or len(evidence.groups) > _GROUPS or findings.has("data.rows", "data.same", "random.dropout"):
+    if (
+        evidence.is_split
+        or len(evidence.groups) > _MAX_GROUPS
+        or findings.has("data.rows", "data.same", "random.dropout")
+    ):
         return
-    first, second = (_noise(evidence, rank) for rank in evidence.ranks[:2])
-    lines = sorted({line for drawn in first.values() for line in drawn})
-    steps = {line: _same_noise(evidence, line, first, second) for line in lines}
-    same = [line for line in lines if steps[line]]
-    if same:
-        keys = steps[same[0]]
-        seeds = {seed for key in keys for _, seed in first[key][same[0]]}
+    first, second = (_draws_by_step(evidence, rank) for rank in evidence.ranks[:2])
+    lines = sorted({line for step_draws in first.values() for line in step_draws})
+    equal_steps = {line: _steps_with_equal_draws(evidence, line, first, second) for line in lines}
+    equal_lines = [line for line in lines if equal_steps[line]]
+    if equal_lines:
+        step_keys = equal_steps[equal_lines[0]]
+        seeds = {seed for key in step_keys for _, seed in first[key][equal_lines[0]]}
         findings.add(
             "WARN",
             "random.noise",
-            same[0],
-            f"the random numbers that a step draws for its samples are equal on all ranks, in {len(keys)} of "
-            f"{sum(same[0] in drawn for drawn in first.values())} steps, but the samples differ"
+            equal_lines[0],
+            f"the random numbers that a step draws for its samples are equal on all ranks in {len(step_keys)} of "
+            f"{sum(equal_lines[0] in step_draws for step_draws in first.values())} steps, but the samples differ"
             + (f"; seed {next(iter(seeds))} on each rank" if len(seeds) == 1 else ""),
             "use a seed that depends on the rank: torch.Generator().manual_seed(seed + rank)",
             (
-                *same[1:],
-                evidence.training_forwards[evidence.ranks[0]][keys[0]].line,
+                *equal_lines[1:],
+                evidence.training_forwards[evidence.ranks[0]][step_keys[0]].line,
                 *evidence.equal_seeds(("torch",)),
             ),
         )
 
 
-_Noise = dict[tuple[int, int], dict[str, list[tuple[int, int]]]]
-"""The draws of each step, by line: checksums and seeds."""
+_DrawsByStep = dict[tuple[int, int], dict[str, list[tuple[int, int]]]]
+"""The random draws of each step, by line: (checksum, seed)."""
 
 
-def _noise(evidence: Evidence, rank: int) -> _Noise:
-    """Random draws before and inside the first forward of each backward."""
-    noise: _Noise = defaultdict(lambda: defaultdict(list))
+def _draws_by_step(evidence: Evidence, rank: int) -> _DrawsByStep:
+    """The random draws before and inside the first forward of each backward."""
+    draws: _DrawsByStep = defaultdict(lambda: defaultdict(list))
     forwards = evidence.training_forwards[rank]
     for event in [*forwards.values(), *evidence.of(rank, ForwardEnd)]:
-        for line, drawn, seed in event.noise if (event.update, event.micro) in forwards else ():
-            noise[event.update, event.micro][line].append((drawn, seed))
-    return noise
+        for line, checksum, seed in event.noise if (event.update, event.micro) in forwards else ():
+            draws[event.update, event.micro][line].append((checksum, seed))
+    return draws
 
 
-def _same_noise(evidence: Evidence, line: str, first: _Noise, second: _Noise) -> list[tuple[int, int]]:
-    """The steps in which this line draws equal noise on both ranks; [] if they are few, or may be intended."""
+def _steps_with_equal_draws(
+    evidence: Evidence, line: str, first: _DrawsByStep, second: _DrawsByStep
+) -> list[tuple[int, int]]:
+    """The steps in which a line draws equal noise on both ranks; [] if they are few, or may be intended."""
     keys = [key for key in first if line in first[key]]
-    same = [key for key in keys if first[key][line] == second.get(key, {}).get(line)]
-    is_new_each_time = len({tuple(first[key][line]) for key in same}) == len(same)
-    is_usual = len(same) >= _FEW and 2 * len(same) >= len(keys)
-    return same if is_usual and is_new_each_time and all(_are_disjoint(evidence, key) for key in same) else []
+    equal_keys = [key for key in keys if first[key][line] == second.get(key, {}).get(line)]
+    is_new_each_time = len({tuple(first[key][line]) for key in equal_keys}) == len(equal_keys)
+    is_usual = len(equal_keys) >= _MIN_STEPS and 2 * len(equal_keys) >= len(keys)
+    return (
+        equal_keys if is_usual and is_new_each_time and all(_inputs_differ(evidence, key) for key in equal_keys) else []
+    )
 
 
-def _are_disjoint(evidence: Evidence, key: tuple[int, int]) -> bool:
+def _inputs_differ(evidence: Evidence, key: tuple[int, int]) -> bool:
     """Whether two ranks feed the model different rows in this step, or different inputs that have no rows."""
     first, second = (evidence.training_forwards[rank][key] for rank in evidence.ranks[:2])
     if not first.row_checksums or not second.row_checksums:
@@ -102,33 +110,37 @@ def _are_disjoint(evidence: Evidence, key: tuple[int, int]) -> bool:
     return not set(first.row_checksums) & set(second.row_checksums)
 
 
-def _equal_generators(first: Fetch, second: Fetch) -> str:
-    """The generators from which both have drawn, and that have the same state afterwards.
+def _equally_drawn(first: Fetch, second: Fetch) -> str:
+    """The names of the generators from which both have drawn, and whose states are equal afterwards.
 
-    States before a draw do not count: a stream may seed its generators after they were recorded.
+    States before a draw do not count, because a stream may seed its generators after these were recorded.
     """
     states = zip(_GENERATORS, first.before, first.after, second.before, second.after, strict=True)
-    return ", ".join(name for name, a, after, b, others in states if after == others and after not in (a, b))
+    return ", ".join(
+        name
+        for name, first_before, first_after, second_before, second_after in states
+        if first_after == second_after and first_after not in (first_before, second_before)
+    )
 
 
 def _check_augmentation(evidence: Evidence, findings: Findings) -> None:
-    first, second = (_fetches(evidence, rank) for rank in evidence.ranks[:2])
+    first, second = (_fetches_by_worker(evidence, rank) for rank in evidence.ranks[:2])
     for key in first:
-        equal = [_equal_generators(*pair) for pair in zip(first[key], second.get(key, ()), strict=False)]
+        equal = [_equally_drawn(*pair) for pair in zip(first[key], second.get(key, ()), strict=False)]
         names = next(filter(None, equal), "")
         if names:
             findings.add(
                 "WARN",
                 "random.augment",
                 _line_of(evidence, key[2]),
-                f"the dataset draws equal random numbers ({names}) on all ranks, so they augment equally",
+                f"the dataset draws equal random numbers ({names}) on all ranks, so all ranks augment equally",
                 "seed by rank: torch.manual_seed(seed + rank), a generator=, or a worker_init_fn",
                 evidence.equal_seeds(names.split(", ")),
             )
 
 
-def _fetches(evidence: Evidence, rank: int) -> dict[tuple[int, int, str], list[Fetch]]:
-    """The fetches by (worker, number, dataset), one for each epoch of a loader."""
+def _fetches_by_worker(evidence: Evidence, rank: int) -> dict[tuple[int, int, str], list[Fetch]]:
+    """The fetches by (worker, number, dataset), with one fetch for each epoch of a loader."""
     fetches: dict[tuple[int, int, str], list[Fetch]] = defaultdict(list)
     for event in evidence.of(rank, Fetch):
         fetches[event.worker, event.number, event.dataset].append(event)
@@ -136,12 +148,12 @@ def _fetches(evidence: Evidence, rank: int) -> dict[tuple[int, int, str], list[F
 
 
 def _check_workers(evidence: Evidence, findings: Findings) -> None:
-    """Find workers of a loader that draw equal numbers, as numpy's generator did in old versions of torch."""
+    """Find workers of a loader that draw equal numbers; for example, numpy's generator did in old versions of torch."""
     fetches = {(event.worker, event.dataset): event for event in evidence.of(evidence.ranks[0], Fetch)[::-1]}
     for (worker, dataset), event in fetches.items():
         first = fetches.get((0, dataset))
         if worker > 0 and first is not None and event.number == first.number:
-            names = _equal_generators(first, event)
+            names = _equally_drawn(first, event)
             if names:
                 findings.add(
                     "FAIL",

@@ -1,4 +1,4 @@
-"""Whether all ranks hold the same parameters and buffers, and whether all parameters are trained."""
+"""Checks that all ranks have the same parameters and buffers, and that all parameters are trained."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def check_replicas(evidence: Evidence, findings: Findings) -> None:
         if not evidence.is_opaque:
             _check_parameters(evidence, findings)
         _check_rates(evidence, findings)
-        _check_evaluated(evidence, findings)
-        _check_untrained(evidence, findings)
+        _check_evaluations(evidence, findings)
+        _check_outside_buffers(evidence, findings)
     for event in evidence.of(evidence.ranks[0], Uninitialised):
         findings.add(
             "FAIL",
@@ -39,7 +39,7 @@ def check_replicas(evidence: Evidence, findings: Findings) -> None:
             f"{event.num} parameters get no value after to_empty: {', '.join(event.names[:3])}",
             "call reset_parameters() on each module, or load a checkpoint, before the first forward",
         )
-    _check_left_out(evidence, findings)
+    _check_not_stepped(evidence, findings)
 
 
 def _check_wrapper(evidence: Evidence, findings: Findings) -> None:
@@ -52,12 +52,12 @@ def _check_wrapper(evidence: Evidence, findings: Findings) -> None:
                 "a forward with gradients bypasses the DistributedDataParallel wrapper, so no gradient is averaged",
                 "call the wrapper, not the wrapped model (model.module)",
             )
-    wraps = any(evidence.all_of(Wrap)) or any(step.is_sharded for step in evidence.all_of(OptimizerStep))
-    is_silent = evidence.sees_functions and not evidence.all_of(CollectiveCall) and not evidence.calls_by_rpc
-    # replicas that are equal at the end are reduced by code that is not recorded (Horovod, MPI), or have equal data
-    last = list(evidence.steps.values())[-1:]
-    differ = any(len({tuple(step.checksums.values()) for step in steps.values()}) > 1 for steps in last)
-    if evidence.world_size > 1 and not wraps and is_silent and differ:
+    is_parallel = any(evidence.all_of(Wrap)) or any(step.is_sharded for step in evidence.all_of(OptimizerStep))
+    never_communicates = evidence.sees_functions and not evidence.all_of(CollectiveCall) and not evidence.calls_by_rpc
+    # replicas that are equal at the end use communication that is not recorded (Horovod, MPI), or equal data
+    last_steps = list(evidence.steps.values())[-1:]
+    differ = any(len({tuple(step.checksums.values()) for step in steps.values()}) > 1 for steps in last_steps)
+    if evidence.world_size > 1 and not is_parallel and never_communicates and differ:
         steps = evidence.all_of(OptimizerStep)
         findings.add(
             "FAIL",
@@ -71,69 +71,71 @@ def _check_wrapper(evidence: Evidence, findings: Findings) -> None:
 def _check_parameters(evidence: Evidence, findings: Findings) -> None:
     for update, steps in evidence.steps.items():
         first = steps[evidence.ranks[0]]
-        # with different shapes the ranks hold different shards of the model
+        # if the shapes differ, the ranks have different shards of the model
         if not first.checksums or len({step.shapes for step in steps.values()}) > 1:
             continue
-        names = [name for name in first.checksums if len(_values(steps, name)) > 1]
+        names = [name for name in first.checksums if len(_checksums_of(steps, name)) > 1]
         if names and not findings.has("replicas.alone"):
-            since = f"after update {update - 1}" if update > min(evidence.steps) else "before the first update"
-            others = [rank for rank, step in steps.items() if step.checksums != first.checksums]
-            seed, why = _seeds(evidence) if update == min(evidence.steps) else ("", "")
+            start = f"after update {update - 1}" if update > min(evidence.steps) else "before the first update"
+            differing_ranks = [rank for rank, step in steps.items() if step.checksums != first.checksums]
+            seed, reason = _differing_seeds(evidence) if update == min(evidence.steps) else ("", "")
             findings.add(
                 "NOTE" if evidence.is_split or evidence.averages_parameters else "FAIL",
                 "replicas.drift",
                 seed or first.line,
-                f"{len(names)} of {len(first.checksums)} parameters differ between the ranks {since}: "
-                f"{', '.join(names[:4])} (rank 0 and rank {', '.join(map(str, others))}){why}",
+                f"{len(names)} of {len(first.checksums)} parameters differ between the ranks {start}: "
+                f"{', '.join(names[:4])} (rank 0 and rank {', '.join(map(str, differing_ranks))}){reason}",
                 "start with the weights of rank 0 on all ranks, and average every gradient",
                 (first.line, *(_broadcasts(evidence) if update == min(evidence.steps) else ())),
             )
             return
 
 
-def _seeds(evidence: Evidence) -> tuple[str, str]:
-    """The line that gives each rank a different seed before its optimizer is made, and a note; "" if there is none."""
-    by_rank: list[list[SeedSet]] = []
+def _differing_seeds(evidence: Evidence) -> tuple[str, str]:
+    """The line that gives each rank a different seed before the optimizer is constructed, and a note; "" if none."""
+    seeds_by_rank: list[list[SeedSet]] = []
     for rank in evidence.ranks:
-        made = next((event.time for event in evidence.of(rank, OptimizerMade)), 0.0)
+        made_time = next((event.time for event in evidence.of(rank, OptimizerMade)), 0.0)
         seeds = [event for event in evidence.of(rank, SeedSet) if event.library == "torch"]
-        by_rank.append([event for event in seeds if event.time < made])
-    for events in zip(*by_rank, strict=False):
+        seeds_by_rank.append([event for event in seeds if event.time < made_time])
+    for events in zip(*seeds_by_rank, strict=False):
         if len({event.seed for event in events}) > 1:
             return events[0].line, f"; seeds here: {', '.join(str(event.seed) for event in events)}"
-    return "", "" if any(by_rank) else "; no torch.manual_seed before the optimizer was made"
+    return "", "" if any(seeds_by_rank) else "; no torch.manual_seed before the optimizer was made"
 
 
 def _broadcasts(evidence: Evidence) -> tuple[str, ...]:
-    """Lines that broadcast before the first update: gloo sends a view in memory order."""
+    """Lines that broadcast before the first update, which may be wrong: gloo sends a view in memory order."""
     events = [event for event in evidence.of(evidence.ranks[0], CollectiveCall) if event.op == "broadcast_"]
     return tuple(dict.fromkeys(line for event in events if not event.update for line in event.lines[:1]))
 
 
-def _values(steps: dict[int, OptimizerStep], name: str) -> set[int | None]:
+def _checksums_of(steps: dict[int, OptimizerStep], name: str) -> set[int | None]:
     return {step.checksums.get(name) for step in steps.values()}
 
 
 def _check_rates(evidence: Evidence, findings: Findings) -> None:
-    """Whether all ranks step with the same learning rates."""
+    """Find ranks that use different learning rates in the same update."""
     for update, steps in evidence.steps.items():
         rates = {rank: tuple(step.rates) for rank, step in steps.items()}
         if len(set(rates.values())) > 1 and not evidence.is_split:
-            shown = ", ".join(f"{of_rank[0]:.3g} on rank {rank}" for rank, of_rank in rates.items() if of_rank)
+            shown_rates = ", ".join(
+                f"{rank_rates[0]:.3g} on rank {rank}" for rank, rank_rates in rates.items() if rank_rates
+            )
             findings.add(
                 "FAIL",
                 "replicas.rate",
                 steps[evidence.ranks[0]].line,
-                f"the ranks step with different learning rates since update {update}: {shown}",
+                f"the ranks step with different learning rates since update {update}: {shown_rates}",
                 "compute the learning rate from the same number on all ranks: all-reduce it, or broadcast rank 0's",
             )
             return
 
 
-def _check_evaluated(evidence: Evidence, findings: Findings) -> None:
+def _check_evaluations(evidence: Evidence, findings: Findings) -> None:
     if evidence.is_split:
         return
-    for events in _first_evaluated(evidence):
+    for events in _first_eval_forwards(evidence):
         line = events[0].line
         if len({event.parameters for event in events}) > 1 and not evidence.is_opaque:
             text = "parameters differ between the ranks when they evaluate"
@@ -145,24 +147,27 @@ def _check_evaluated(evidence: Evidence, findings: Findings) -> None:
                 "replicas.buffers",
                 line,
                 "buffers (the statistics of batch norm) differ between the ranks when they evaluate",
-                "SyncBatchNorm, or broadcast rank 0's buffers before evaluating",
+                "use SyncBatchNorm, or broadcast rank 0's buffers before the evaluation",
                 (events[0].mode_at, *(event.line for event in evidence.of(evidence.ranks[0], Wrap)[:1])),
             )
             return
 
 
-def _check_untrained(evidence: Evidence, findings: Findings) -> None:
+def _check_outside_buffers(evidence: Evidence, findings: Findings) -> None:
     """Find drifting buffers of modules outside the wrapped model, which DistributedDataParallel does not broadcast."""
-    calls = {rank: _calls_of_untrained(evidence, rank) for rank in evidence.ranks}
+    calls = {rank: _buffer_calls(evidence, rank) for rank in evidence.ranks}
     first = calls[evidence.ranks[0]]
     reported: set[str] = set()
     for key in sorted(set(first).intersection(*calls.values())):
         event = first[key]
         for name in event.buffers:
-            values = {of_rank[key].buffers.get(name) for of_rank in calls.values()}
-            changes = len({other.buffers.get(name) for other in first.values() if other.line == event.line}) > 1
+            checksums = {rank_calls[key].buffers.get(name) for rank_calls in calls.values()}
+            changes = (
+                len({other_call.buffers.get(name) for other_call in first.values() if other_call.line == event.line})
+                > 1
+            )
             label = f"{event.name}.{name}"
-            if len(values) > 1 and None not in values and changes and label not in reported:
+            if len(checksums) > 1 and None not in checksums and changes and label not in reported:
                 reported.add(label)
                 findings.add(
                     "WARN",
@@ -174,8 +179,8 @@ def _check_untrained(evidence: Evidence, findings: Findings) -> None:
                 )
 
 
-def _calls_of_untrained(evidence: Evidence, rank: int) -> dict[tuple[int, str, int], BufferModule]:
-    """The calls by update, line, and number of the call from that line in the update."""
+def _buffer_calls(evidence: Evidence, rank: int) -> dict[tuple[int, str, int], BufferModule]:
+    """The calls by (update, line, number of the call from that line in the update)."""
     calls: dict[tuple[int, str, int], BufferModule] = {}
     for event in evidence.of(rank, BufferModule):
         number = sum(update == event.update and line == event.line for update, line, _ in calls)
@@ -183,23 +188,24 @@ def _calls_of_untrained(evidence: Evidence, rank: int) -> dict[tuple[int, str, i
     return calls
 
 
-def _first_evaluated(evidence: Evidence) -> list[list[EvalForward]]:
-    """The first forward of each evaluation on each rank: ranks may have different numbers of batches."""
+def _first_eval_forwards(evidence: Evidence) -> list[list[EvalForward]]:
+    """The first forward of each evaluation on each rank. Later ones may differ: ranks have different batch counts."""
     by_rank = [{event.update: event for event in reversed(evidence.of(rank, EvalForward))} for rank in evidence.ranks]
     return [[events[update] for events in by_rank] for update in sorted(set[int](by_rank[0]).intersection(*by_rank))]
 
 
-def _check_left_out(evidence: Evidence, findings: Findings) -> None:
-    """Find parameters with a gradient that no optimizer steps."""
+def _check_not_stepped(evidence: Evidence, findings: Findings) -> None:
+    """Find parameters that have a gradient and belong to no optimizer."""
     steps = evidence.of(evidence.ranks[0], OptimizerStep)
     if not steps:
         return
-    never = set(steps[0].not_stepped).intersection(*(step.not_stepped for step in steps))
-    if never:
+    never_stepped = set(steps[0].not_stepped).intersection(*(step.not_stepped for step in steps))
+    if never_stepped:
         findings.add(
             "FAIL",
             "weights.not-stepped",
             next((event.line for event in evidence.of(evidence.ranks[0], OptimizerMade)), steps[0].line),
-            f"{len(never)} parameters get gradients, but no optimizer has them: {', '.join(sorted(never)[:3])}",
-            "construct the optimizer after fully_shard, or after any other change of the parameters",
+            f"{len(never_stepped)} parameters get gradients, but no optimizer has them: "
+            f"{', '.join(sorted(never_stepped)[:3])}",
+            "construct the optimizer after fully_shard, and after any other code that replaces parameters",
         )

@@ -1,4 +1,4 @@
-"""Files that several ranks write, and what a checkpoint lacks."""
+"""Finds files that several ranks write, and checkpoints that lack the gradient scaler or the schedule."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["check_saving"]
 
 
 def check_saving(evidence: Evidence, findings: Findings) -> None:
-    """Find files that several ranks save, and checkpoints from which training cannot be resumed."""
+    """Find files that several ranks save, and incomplete checkpoints."""
     writers: dict[str, dict[int, str]] = defaultdict(dict)
     for rank in evidence.ranks:
         for event in evidence.of(rank, Save):

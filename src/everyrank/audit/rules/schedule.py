@@ -1,4 +1,4 @@
-"""Learning-rate schedules: stepped once an update or once an epoch, and by the same metric on all ranks."""
+"""Checks that a learning-rate schedule steps once an update or epoch, and with the same metric on all ranks."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from everyrank.audit.finding import Findings
 
 __all__ = ["check_schedule"]
 
-_FEW = 4  # updates: too few to say how often
-_ROUNDED = 1e-4  # relative: the rounding of sums in a different order
+_MIN_UPDATES = 4  # with repeated steps of a schedule, to report them
+_METRIC_TOLERANCE = 1e-4  # relative: the rounding of sums in a different order
 
 
 def check_schedule(evidence: Evidence, findings: Findings) -> None:
-    """Check how often each schedule steps between two optimizer steps, and by which metric."""
-    _check_often(evidence, findings)
-    _check_plateau_often(evidence, findings)
+    """Check how often each schedule steps between two optimizer steps, and with which metric."""
+    _check_frequency(evidence, findings)
+    _check_plateau_frequency(evidence, findings)
     if evidence.world_size > 1 and not evidence.is_split:
         _check_plateau(evidence, findings)
 
@@ -27,36 +27,38 @@ def _check_plateau(evidence: Evidence, findings: Findings) -> None:
     """Find ranks that are given different metrics, so they lower their learning rates at different times."""
     for events in zip(*(evidence.of(rank, PlateauStep) for rank in evidence.ranks), strict=False):
         values = [event.value for event in events]
-        is_common = all(math.isclose(value, values[0], rel_tol=_ROUNDED) for value in values)
-        if len({event.line for event in events}) == 1 and all(map(math.isfinite, values)) and not is_common:
-            shown = ", ".join(f"{value:.6g} on rank {rank}" for rank, value in zip(evidence.ranks, values, strict=True))
+        is_equal = all(math.isclose(value, values[0], rel_tol=_METRIC_TOLERANCE) for value in values)
+        if len({event.line for event in events}) == 1 and all(map(math.isfinite, values)) and not is_equal:
+            shown_values = ", ".join(
+                f"{value:.6g} on rank {rank}" for rank, value in zip(evidence.ranks, values, strict=True)
+            )
             findings.add(
                 "WARN",
                 "schedule.differs",
                 events[0].line,
-                f"ReduceLROnPlateau is given a different metric on each rank ({shown} after update "
+                f"ReduceLROnPlateau is given a different metric on each rank ({shown_values} after update "
                 f"{events[0].update - 1}), so the ranks lower their learning rates at different times",
                 "all-reduce the metric first",
             )
             return
 
 
-def _check_often(evidence: Evidence, findings: Findings) -> None:
-    """Find schedules that step several times where one step is due: after an update, or after an epoch."""
+def _check_frequency(evidence: Evidence, findings: Findings) -> None:
+    """Find schedules that step several times instead of once, after each update or after each epoch."""
     events = evidence.of(evidence.ranks[0], ScheduleStep)
     for schedule in {event.schedule for event in events}:
         steps = [event for event in events if event.schedule == schedule]
         counts = Counter(event.update for event in steps)
-        # Accelerate steps a schedule that was made for all batches of an epoch once for each rank
+        # Accelerate steps a schedule once for each rank, because it was constructed for the batches of all ranks
         if steps[0].is_prepared and all(count % evidence.world_size == 0 for count in counts.values()):
             counts = Counter({update: count // evidence.world_size for update, count in counts.items()})
-        often = [count for count in counts.values() if count > 1]
+        repeated_counts = [count for count in counts.values() if count > 1]
         num_ranks = evidence.world_size
-        is_each_update = len(often) >= _FEW and 2 * len(often) >= len(evidence.steps)
-        is_each_time = len(counts) > 1 and set(counts.values()) == {num_ranks} != {1}
-        if not (is_each_update or is_each_time):
+        is_each_update = len(repeated_counts) >= _MIN_UPDATES and 2 * len(repeated_counts) >= len(evidence.steps)
+        is_each_epoch = len(counts) > 1 and set(counts.values()) == {num_ranks} != {1}
+        if not (is_each_update or is_each_epoch):
             continue
-        count = Counter(often).most_common(1)[0][0]
+        count = Counter(repeated_counts).most_common(1)[0][0]
         once_per_rank = f", once for each of the {num_ranks} ranks" if count == num_ranks > 1 else ""
         findings.add(
             "FAIL" if once_per_rank and is_each_update else "WARN",
@@ -68,8 +70,8 @@ def _check_often(evidence: Evidence, findings: Findings) -> None:
         )
 
 
-def _check_plateau_often(evidence: Evidence, findings: Findings) -> None:
-    """Find a ReduceLROnPlateau that is given each metric several times: its patience counts the calls."""
+def _check_plateau_frequency(evidence: Evidence, findings: Findings) -> None:
+    """Find a ReduceLROnPlateau that gets each metric several times, although its patience counts the calls."""
     events = [event for event in evidence.of(evidence.ranks[0], PlateauStep) if not event.is_prepared]
     counts = Counter((event.schedule, event.update, event.value) for event in events)
     if not events or min(counts.values()) < 2:
@@ -80,7 +82,7 @@ def _check_plateau_often(evidence: Evidence, findings: Findings) -> None:
         "WARN",
         "schedule.often",
         events[0].line,
-        f"ReduceLROnPlateau is given each metric {count} times{once_per_rank}, so its patience ends {count} times too "
+        f"ReduceLROnPlateau gets each metric {count} times{once_per_rank}, so its patience ends {count} times too "
         "early",
         "step it once after each evaluation",
     )

@@ -1,7 +1,7 @@
-"""Reads the gradients of DeepSpeed, which keeps the gradient that steps in flat partitions of its own.
+"""Reads the gradients of DeepSpeed, which stores the gradient of the step in its own flat partitions.
 
-A hook on a parameter gets the gradient of one backward, under ZeRO 1 to 3 as without. The gradient that steps is asked
-of DeepSpeed just before its step: averaged over the ranks, and not clipped yet.
+A hook on each parameter gets the gradient of one backward, with and without ZeRO 1 to 3. Just before the step,
+DeepSpeed returns the gradient of the step, averaged over the ranks and not clipped yet.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ __all__ = ["install_deepspeed"]
 
 def install_deepspeed(recorder: Recorder, gradients: Gradients) -> None:
     """Patch DeepSpeed's engine when the script imports it."""
-    after_import("deepspeed.runtime.engine", functools.partial(_watch_engine, _Reader(recorder, gradients)))
+    after_import("deepspeed.runtime.engine", functools.partial(_watch_engine, _EngineReader(recorder, gradients)))
 
 
-class _Reader:
-    """Asks DeepSpeed for gradients."""
+class _EngineReader:
+    """Reads gradients from a DeepSpeed engine."""
 
     def __init__(self, recorder: Recorder, gradients: Gradients) -> None:
         self.recorder, self.gradients = recorder, gradients
 
     @harmless("gradients under DeepSpeed")
     def read(self, engine: Any) -> None:
-        """Keep samples of the gradients that step. A collective: all ranks step together."""
+        """Record samples of the gradients of the step. A collective, because all ranks step together."""
         from deepspeed.utils import safe_get_full_grad  # pyright: ignore[reportMissingImports]
 
-        gradients, values = self.gradients, dict[str, np.ndarray]()
+        gradients, samples = self.gradients, dict[str, np.ndarray]()
         with self.recorder.muted():
             for parameter in engine.module.parameters():
                 grad = safe_get_full_grad(parameter) if parameter.requires_grad else None
                 if grad is not None and id(parameter) in gradients.names:
-                    values[gradients.names[id(parameter)]] = sample(grad)
-        gradients.of_engine = values
+                    samples[gradients.names[id(parameter)]] = sample(grad)
+        gradients.engine_grads = samples
 
 
-def _watch_engine(reader: _Reader, module: Any) -> None:
+def _watch_engine(reader: _EngineReader, module: Any) -> None:
     engine = module.DeepSpeedEngine
     step = engine.step
     reader.gradients.reads_deepspeed = True
@@ -59,6 +59,6 @@ def _watch_engine(reader: _Reader, module: Any) -> None:
             return step(self, *args, **kwargs)
         finally:
             reader.gradients.is_in_engine = False
-            reader.gradients.of_engine = {}
+            reader.gradients.engine_grads = {}
 
     engine.step = stepping

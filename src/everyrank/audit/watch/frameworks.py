@@ -1,6 +1,6 @@
-"""Lets Lightning train on several ranks without a GPU: it is told that there are as many CPUs as ranks.
+"""Lets Lightning train on several ranks without a GPU, by reporting as many CPUs as ranks.
 
-Otherwise `Trainer()` would see one CPU in each process, and train a separate model there.
+Otherwise `Trainer()` would find one CPU in each process, and train a separate model on it.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ __all__ = ["after_import"]
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Finds modules like the other finders, and runs the actions when the code of a module has run."""
+    """Finds modules as the other finders do, and runs the actions after the code of a module has run."""
 
     def __init__(self) -> None:
         self.actions: dict[str, list[Callable[[Any], None]]] = {}
@@ -42,7 +42,7 @@ _finder = _AfterImport()
 
 
 def after_import(name: str, action: Callable[[Any], None]) -> None:
-    """Call `action(module)` once the module of this name has been imported; now, if it has been already."""
+    """Call `action(module)` when the module of this name has been imported, or now if it already is."""
     if name in sys.modules and getattr(sys.modules[name], "__spec__", None) is not None:
         action(sys.modules[name])
         return

@@ -34,36 +34,36 @@ from everyrank.audit.events import (
 )
 from everyrank.audit.replay.recording import ReplayRecorder, install_replay_recording
 from everyrank.audit.replay.run import run_replay
-from everyrank.audit.watch.collectives import Collectives, install_process_group
+from everyrank.audit.watch.collectives import CollectiveMode, install_process_group
 from everyrank.audit.watch.deepspeed import install_deepspeed
 from everyrank.audit.watch.frameworks import install_frameworks
 from everyrank.audit.watch.gradients import Gradients
 from everyrank.audit.watch.loaders import Loaders, install_loaders, random_states
 from everyrank.audit.watch.local_tensors import install_local_tensors
-from everyrank.audit.watch.losses import Functions, Losses
+from everyrank.audit.watch.losses import FunctionMode, Losses
 from everyrank.audit.watch.modules import install_modules
 from everyrank.audit.watch.overlay import Overlay, install_overlay
-from everyrank.audit.watch.place import caller_is_own, chain, is_own_file, where
 from everyrank.audit.watch.pretend_cuda import PretendCuda
 from everyrank.audit.watch.recorder import ENVIRONMENT, Recorder, Settings
 from everyrank.audit.watch.saving import install_saving
+from everyrank.audit.watch.source_location import caller_is_user_code, is_user_file, user_line, user_lines
 from everyrank.audit.watch.steps import install_sharding, install_steps
 
 __all__ = ["install"]
 
-_ALONE = 20  # times the updates, without communication
-_SHUFFLES = 64  # to record
-_CALLERS = 3  # lines that lead to a seed
-_WAIT_SECONDS = 15.0  # for the other ranks to get as far
+_UPDATES_WITHOUT_COMMUNICATION = 20  # multiple of --updates after which a rank that never communicated stops
+_MAX_SHUFFLES = 64
+_MAX_CALLERS = 3  # user lines to record for a seed
+_WAIT_SECONDS = 15.0  # for the other ranks to reach the end, too
 
 
 def install() -> None:
-    """Called by inject/sitecustomize.py right after torch has been imported."""
+    """Install all hooks. inject/sitecustomize.py calls this right after torch has been imported."""
     settings = Settings.read(os.environ[ENVIRONMENT])
     recorder = Recorder(settings)
-    stacks = recorder.folder / f"stack{os.getpid()}"
-    faulthandler.register(signal.SIGUSR1, file=stacks.open("w"), all_threads=False, chain=False)
-    end = End(recorder)
+    stack_path = recorder.folder / f"stack{os.getpid()}"
+    faulthandler.register(signal.SIGUSR1, file=stack_path.open("w"), all_threads=False, chain=False)
+    end = RunEnd(recorder)
     losses = Losses()
     gradients = Gradients(recorder, losses)
     loaders = Loaders(recorder, end.finish)
@@ -73,15 +73,15 @@ def install() -> None:
         pretend.install()
     install_process_group(recorder, losses, pretend is not None)
     if not install_sharding(gradients):
-        message = "gradients under fully_shard: this version of torch keeps them elsewhere"
+        message = "gradients under fully_shard: this version of torch stores them in a different way"
         recorder.write(Unchecked(message=message))
     install_modules(recorder, losses, gradients)
     install_steps(recorder, losses, gradients, loaders.backward, end.after_step)
     install_deepspeed(recorder, gradients)
     install_local_tensors(recorder)
     install_loaders(recorder, loaders)
-    _leave_uncompiled(recorder)
-    _leave_traces_alone(recorder)
+    _skip_compile(recorder)
+    _disable_hooks_in_traces(recorder)
     _watch_seeds(recorder)
     _watch_shuffles(recorder)
     _watch_rpc(recorder)
@@ -89,20 +89,20 @@ def install() -> None:
         overlay = install_overlay(settings.folder, settings.main)
         install_saving(recorder, overlay)
         end.overlay = overlay
-    if settings.modes:
-        Functions(recorder, losses, pretend).__enter__()
-        Collectives(recorder, gradients).__enter__()
+    if settings.records_functions:
+        FunctionMode(recorder, losses, pretend).__enter__()
+        CollectiveMode(recorder, gradients).__enter__()
     if settings.replay:
         recording = ReplayRecorder(recorder, losses, gradients)
         install_replay_recording(recording)
         end.replay = functools.partial(run_replay, recording)
-    numbers = {"devices": settings.devices, "replay": settings.replay}
-    recorder.write(ProcessStart(pid=os.getpid(), sees_functions=settings.modes, **numbers))
+    counts = {"devices": settings.devices, "replay": settings.replay}
+    recorder.write(ProcessStart(pid=os.getpid(), sees_functions=settings.records_functions, **counts))
     end.at_exit()
 
 
-class End:
-    """Stops the script on all ranks after enough updates or epochs. With --watch it does not."""
+class RunEnd:
+    """Stops the script on all ranks after enough updates or epochs, except with --watch."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
@@ -110,27 +110,27 @@ class End:
         self.overlay: Overlay | None = None
 
     def after_step(self) -> None:
-        """Stop after twice the updates that are recorded, so that a second epoch begins if epochs are short.
+        """Stop after twice the number of recorded updates, so that a second epoch begins if epochs are short.
 
-        Ranks that have not communicated yet may each prepare something first, and get more updates.
+        Ranks that have not communicated yet get more updates, because each rank may train something separately first.
         """
         recorder = self.recorder
         if recorder.update == 1:
             files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
-            recorder.write(SourceFiles(files=[file for file in files if file is not None and is_own_file(file)]))
-        if not recorder.settings.modes:
+            recorder.write(SourceFiles(files=[file for file in files if file is not None and is_user_file(file)]))
+        if not recorder.settings.records_functions:
             return
-        is_alone = recorder.num_sent == 0 and recorder.world_size > 1
-        if recorder.update >= (_ALONE if is_alone else 2) * recorder.settings.updates:
+        never_communicated = recorder.num_collectives == 0 and recorder.world_size > 1
+        if recorder.update >= (_UPDATES_WITHOUT_COMMUNICATION if never_communicated else 2) * recorder.settings.updates:
             self.finish()
 
     def finish(self) -> None:
-        """End this process when the other ranks get here too, because they may wait for it in a collective."""
+        """End this process when the other ranks get here too, because they may need it in a collective."""
         recorder = self.recorder
         if recorder.is_done:
             return
         recorder.is_done = True
-        self._note_commands()
+        self._report_commands()
         recorder.write(Stopped())
         (recorder.folder / f"done{recorder.rank}").touch()
         start = time.monotonic()
@@ -140,11 +140,11 @@ class End:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
-        # the other RPC workers would wait in rpc.shutdown(): after a status other than 0 their parent ends them
+        # otherwise other RPC workers wait in rpc.shutdown(); after an exit status other than 0 their parent ends them
         os._exit(int(recorder.calls_by_rpc))
 
-    def _note_commands(self) -> None:
-        """Report programs that write files past the overlay."""
+    def _report_commands(self) -> None:
+        """Report programs that the script starts, because their files are not redirected."""
         if self.overlay is not None and "wandb" in sys.modules:
             self.recorder.write(Altered(message="Weights & Biases records nothing (WANDB_MODE=disabled)"))
         if self.overlay is not None and self.overlay.commands:
@@ -161,7 +161,7 @@ class End:
         def ended() -> None:
             if os.getpid() == pid and not self.recorder.is_done:
                 self.recorder.is_done = True
-                self._note_commands()
+                self._report_commands()
                 self.recorder.write(ProcessEnd())
                 (self.recorder.folder / f"done{self.recorder.rank}").touch()
                 if not hasattr(sys, "last_type"):  # the script has not raised
@@ -171,53 +171,53 @@ class End:
 
 
 def _watch_seeds(recorder: Recorder) -> None:
-    """Record the seeds that the script gives the generators of torch, numpy and Python."""
+    """Record the seeds that the script sets for torch, numpy and Python."""
 
-    def watched(library: str, set_seed: Any) -> Any:
+    def with_record(library: str, set_seed: Any) -> Any:
         @functools.wraps(set_seed)
-        def seeded(seed: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if caller_is_own():
+        def seed_and_record(seed: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if caller_is_user_code():
                 with contextlib.suppress(Exception):  # a seed may be an array, or text
-                    recorder.write(SeedSet(library=library, lines=chain()[:_CALLERS], seed=int(seed)))
+                    recorder.write(SeedSet(library=library, lines=user_lines()[:_MAX_CALLERS], seed=int(seed)))
             return set_seed(seed, *args, **kwargs)
 
-        return seeded
+        return seed_and_record
 
-    for library, owner, name in (
+    for library, module, name in (
         ("torch", torch, "manual_seed"),
         ("numpy", np.random, "seed"),
         ("random", random, "seed"),
     ):
-        setattr(owner, name, watched(library, getattr(owner, name)))
+        setattr(module, name, with_record(library, getattr(module, name)))
 
 
 def _watch_shuffles(recorder: Recorder) -> None:
-    """Record where the script shuffles or chooses from generators that all its code shares, before the first update."""
+    """Record where the script shuffles or chooses with global generators before the first update."""
     count = 0
 
-    def watched(number: int, choose: Any) -> Any:
+    def with_record(number: int, choose: Any) -> Any:
         @functools.wraps(choose)
-        def chosen(*args: Any, **kwargs: Any) -> Any:
+        def choose_and_record(*args: Any, **kwargs: Any) -> Any:
             nonlocal count
-            if recorder.update == 0 and count < _SHUFFLES and not recorder.is_muted and caller_is_own():
+            if recorder.update == 0 and count < _MAX_SHUFFLES and not recorder.is_muted and caller_is_user_code():
                 count += 1
                 with contextlib.suppress(Exception):
-                    recorder.write(Shuffle(line=where(), state=random_states()[number]))
+                    recorder.write(Shuffle(line=user_line(), state=random_states()[number]))
             return choose(*args, **kwargs)
 
-        return chosen
+        return choose_and_record
 
-    for number, owner, names in (  # as in random_states
+    for number, module, function_names in (  # as in random_states
         (0, torch, ("randperm",)),
         (1, random, ("shuffle", "sample", "choices")),
         (2, np.random, ("shuffle", "permutation", "choice")),
     ):
-        for name in names:
-            setattr(owner, name, watched(number, getattr(owner, name)))
+        for name in function_names:
+            setattr(module, name, with_record(number, getattr(module, name)))
 
 
 def _watch_rpc(recorder: Recorder) -> None:
-    """Record that RPC is used, whose calls are not recorded. The training of each worker is."""
+    """Record that the script uses RPC. Its calls are not recorded, but the training of each worker is."""
     if not rpc.is_available():
         return
     init_rpc = rpc.init_rpc
@@ -231,8 +231,8 @@ def _watch_rpc(recorder: Recorder) -> None:
     rpc.init_rpc = init
 
 
-def _leave_traces_alone(recorder: Recorder) -> None:
-    """Run torch.jit.trace without hooks, which it would record as a part of the model."""
+def _disable_hooks_in_traces(recorder: Recorder) -> None:
+    """Run torch.jit.trace without hooks, because it would record them as a part of the model."""
     for name in ("trace", "trace_module"):
         trace = getattr(torch.jit, name)
 
@@ -244,18 +244,18 @@ def _leave_traces_alone(recorder: Recorder) -> None:
         setattr(torch.jit, name, traced)
 
 
-def _stays_uncompiled(self: Any, *_args: Any, **_kwargs: Any) -> None:
+def _compile_nothing(self: Any, *_args: Any, **_kwargs: Any) -> None:
     pass
 
 
-def _leave_uncompiled(recorder: Recorder) -> None:
-    """Replace torch.compile, because the functions of a compiled model cannot be recorded."""
+def _skip_compile(recorder: Recorder) -> None:
+    """Replace torch.compile by a function that compiles nothing, because compiled functions cannot be recorded."""
     compile_model: Any = torch.compile
 
     @functools.wraps(compile_model)
     def uncompiled(model: Any = None, *_args: Any, **_kwargs: Any) -> Any:
-        recorder.write(Altered(message=f"torch.compile at {where()} was skipped"))
+        recorder.write(Altered(message=f"torch.compile at {user_line()} was skipped"))
         return model if model is not None else (lambda function: function)
 
     torch.compile = uncompiled
-    torch.nn.Module.compile = _stays_uncompiled
+    torch.nn.Module.compile = _compile_nothing

@@ -1,8 +1,8 @@
 """Records the indices that each DataLoader reads, on each rank and in each epoch, and random numbers in its workers.
 
-The indices of an epoch are drawn and recorded as a whole when it begins. Then the epoch is shortened to its first
-batches and the last one, which may be smaller. `len(loader)` keeps its remainder modulo 4, which gradient accumulation
-may depend on.
+All indices of an epoch are drawn and recorded when it begins. Then the epoch is shortened to its first batches and the
+last one, which may be smaller. `len(loader)` keeps its remainder modulo 4, because gradient accumulation may depend on
+it.
 """
 
 # The hooks replace parts of torch that are private.
@@ -35,27 +35,27 @@ from torch.utils.data import (
 
 from everyrank.audit.events import Fetch, LoaderBatch, LoaderEpoch
 from everyrank.audit.watch.modules import rows
-from everyrank.audit.watch.place import where
 from everyrank.audit.watch.recorder import Recorder, all_leaves, harmless
+from everyrank.audit.watch.source_location import user_line
 
 __all__ = ["Loaders", "install_loaders", "random_states"]
 
-_MOST_SAMPLES, _MOST_INDICES, _EXTRA, _REMAINDER = 2_000_000, 200_000, 8, 4
-_READ_SECONDS = 0.3  # to read the samples of an epoch once more
+_MAX_SAMPLES, _MAX_INDICES, _EXTRA_BATCHES, _REMAINDER = 2_000_000, 200_000, 8, 4
+_READ_SECONDS = 0.3  # to read the samples of an epoch again
 _SEED, _OTHER_SEED = 1234567, 7654321
 _PLAIN_SAMPLERS = (SequentialSampler, RandomSampler, DistributedSampler)
 
 
-class _Content(TypedDict, total=False):
-    """Fields of LoaderEpoch that tell which data a dataset holds."""
+class _DatasetChecksums(TypedDict, total=False):
+    """Fields of LoaderEpoch that identify the data of a dataset."""
 
     subset: int
     seeded: str
     content: str
 
 
-class _Indices(_Content, total=False):
-    """Fields of LoaderEpoch that only a map-style dataset has."""
+class _MapDatasetFields(_DatasetChecksums, total=False):
+    """Fields of LoaderEpoch for a map-style dataset."""
 
     num_batches: int
     indices: list[int | str]
@@ -66,7 +66,7 @@ class _Indices(_Content, total=False):
 
 @dataclasses.dataclass
 class _Sampler:
-    """A sampler that was given to a loader at this line, and whether it was read."""
+    """The sampler of a loader that was constructed at this line, and whether it was read."""
 
     sampler: weakref.ref[Any]
     dataset: weakref.ref[Any]
@@ -76,43 +76,51 @@ class _Sampler:
 
 
 class Loaders:
-    """The loader of the last batch, and the training epochs of each loader."""
+    """Records the loaders of this process: the epoch of the last batch, and the training epochs of each loader."""
 
     def __init__(self, recorder: Recorder, finish: Callable[[], None]) -> None:
         self.recorder, self.finish = recorder, finish
         self.made: Counter[str] = Counter()  # by line
-        self.last: tuple[int, int] | None = None  # loader, epoch
-        self.trained: dict[int, set[int]] = {}
+        self.last_epoch: tuple[int, int] | None = None  # loader, epoch
+        self.trained_epochs: dict[int, set[int]] = {}
         self.samplers: list[_Sampler] = []
-        self.watched: set[Any] = set()  # their classes
+        self.hooked_classes: set[Any] = set()  # their classes
 
     @harmless("the samplers of loaders")
-    def made_loader(self, loader: Any) -> None:
-        """Remember a sampler that is not one of torch's own for whole datasets."""
+    def add_sampler(self, loader: Any) -> None:
+        """Remember a custom sampler of a loader."""
         sampler, dataset = loader.sampler, loader.dataset
-        kind: Any = type(sampler)
-        is_own = kind not in _PLAIN_SAMPLERS and kind.__module__ != "builtins" and hasattr(kind, "__iter__")
-        if not loader._auto_collation or not is_own or not type(dataset).__weakrefoffset__:
+        sampler_class: Any = type(sampler)
+        is_custom = (
+            sampler_class not in _PLAIN_SAMPLERS
+            and sampler_class.__module__ != "builtins"
+            and hasattr(sampler_class, "__iter__")
+        )
+        if not loader._auto_collation or not is_custom or not type(dataset).__weakrefoffset__:
             return
         line = getattr(loader, "_audit_line", "")
-        self.samplers.append(_Sampler(weakref.ref(sampler), weakref.ref(dataset), kind.__name__, line))
-        if kind not in self.watched:
-            self.watched.add(kind)
-            iterate: Any = kind.__iter__
+        self.samplers.append(_Sampler(weakref.ref(sampler), weakref.ref(dataset), sampler_class.__name__, line))
+        if sampler_class not in self.hooked_classes:
+            self.hooked_classes.add(sampler_class)
+            iterate: Any = sampler_class.__iter__
 
             @functools.wraps(iterate)
             def iterating(sampler: Any) -> Any:
-                for known in self.samplers:
-                    known.was_read |= known.sampler() is sampler
+                for sampler_record in self.samplers:
+                    sampler_record.was_read |= sampler_record.sampler() is sampler
                 return iterate(sampler)
 
-            kind.__iter__ = iterating  # pyright: ignore[reportAttributeAccessIssue]
+            sampler_class.__iter__ = iterating  # pyright: ignore[reportAttributeAccessIssue]
 
     def lost_sampler(self, loader: Any) -> list[str]:
-        """The sampler of an earlier loader of this dataset that nothing holds any more, and that was never read."""
-        for known in self.samplers:
-            if known.sampler() is None and not known.was_read and known.dataset() is loader.dataset:
-                return [known.kind, known.line]
+        """The sampler of an earlier loader of this dataset that was deleted before it was read."""
+        for sampler_record in self.samplers:
+            if (
+                sampler_record.sampler() is None
+                and not sampler_record.was_read
+                and sampler_record.dataset() is loader.dataset
+            ):
+                return [sampler_record.kind, sampler_record.line]
         return []
 
     def _number(self, loader: Any) -> int:
@@ -124,14 +132,14 @@ class Loaders:
         return loader.__dict__["_audit_number"]
 
     def backward(self) -> None:
-        """Remember that the loader of the last batch is used for training."""
-        if self.last is not None:
-            self.trained.setdefault(self.last[0], set()).add(self.last[1])
+        """Remember that the last epoch is used for training."""
+        if self.last_epoch is not None:
+            self.trained_epochs.setdefault(self.last_epoch[0], set()).add(self.last_epoch[1])
 
     def shortened(self, length: int) -> int:
-        """The number of batches to run of an epoch of this length."""
+        """The number of batches to run in an epoch of this length."""
         batches = self.recorder.settings.batches
-        if not batches or length <= batches + _EXTRA:
+        if not batches or length <= batches + _EXTRA_BATCHES:
             return length
         return batches + (length - batches) % _REMAINDER
 
@@ -142,8 +150,8 @@ class Loaders:
             return
         number = self._number(loader)
         epoch = loader.__dict__["_audit_epoch"] = loader.__dict__.get("_audit_epoch", -1) + 1
-        iterator._audit = {"loader": number, "epoch": epoch, "given": 0, "limit": None, "jump": None}
-        indices: _Indices = {}
+        iterator._audit = {"loader": number, "epoch": epoch, "yielded": 0, "limit": None, "after_skip": None}
+        indices: _MapDatasetFields = {}
         if iterator._dataset_kind == torch_loader._DatasetKind.Map and iterator._auto_collation:
             indices = self._indices(iterator, loader, epoch)
         elif self.recorder.settings.batches:
@@ -155,7 +163,7 @@ class Loaders:
                 loader=number,
                 epoch=epoch,
                 line=getattr(loader, "_audit_line", ""),
-                used_at=where(),
+                used_at=user_line(),
                 made_at=[getattr(source, "_audit_line", "") for source in (sampler, loader.dataset)],
                 dataset=type(loader.dataset).__name__,
                 sampler=type(sampler).__name__,
@@ -169,33 +177,33 @@ class Loaders:
                 **indices,
             )
         )
-        if len(self.trained.get(number, ())) >= self.recorder.settings.epochs > 0:
+        if len(self.trained_epochs.get(number, ())) >= self.recorder.settings.epochs > 0:
             self.finish()
 
-    def _indices(self, iterator: Any, loader: Any, epoch: int) -> _Indices:
+    def _indices(self, iterator: Any, loader: Any, epoch: int) -> _MapDatasetFields:
         try:
-            with self.recorder.muted():  # an endless sampler makes many draws
-                batches = _first_samples(iterator._sampler_iter)
-        except Exception as error:  # of the sampler: raise it where the script expects it
-            iterator._sampler_iter = _raising(error)
+            with self.recorder.muted():  # an endless sampler draws many random numbers
+                batches = _read_batches(iterator._sampler_iter)
+        except Exception as error:  # an error of the sampler: raise it where the script expects it
+            iterator._sampler_iter = _raise_when_read(error)
             raise
         are_lists = bool(batches) and isinstance(batches[0], list | tuple)
         indices = [_key(index) for batch in batches for index in batch] if are_lists else []
         if epoch == 0:
             with self.recorder.muted():
                 loader.__dict__["_audit_content"] = dataset_checksums(loader.dataset)
-        content: _Content = loader.__dict__["_audit_content"]
+        content: _DatasetChecksums = loader.__dict__["_audit_content"]
         samples: list[int] = []
         if epoch == 0 and "seeded" in content and are_lists and self.recorder.world_size > 1:
             with self.recorder.muted():
                 samples = sample_checksums(loader.dataset, [index for batch in batches for index in batch])
         count = min(self.shortened(self._length(loader, batches)), len(batches))
         shortened = batches[: count - 1] + batches[-1:] if len(batches) > count else batches
-        iterator._audit["jump"] = count if len(batches) > count else None
+        iterator._audit["after_skip"] = count if len(batches) > count else None
         iterator._sampler_iter = iter(shortened)
         return {
             "num_batches": len(batches),
-            "indices": resolved(loader.dataset, indices)[:_MOST_INDICES],
+            "indices": dataset_indices(loader.dataset, indices)[:_MAX_INDICES],
             "num_indices": len(indices),
             "sizes": sorted({len(batch) for batch in batches}) if are_lists else [],
             "samples": samples,
@@ -203,45 +211,45 @@ class Loaders:
         }
 
     def _length(self, loader: Any, batches: list[Any]) -> int:
-        """The number of batches of an epoch that begins with these."""
-        if sum(map(_size, batches)) < _MOST_SAMPLES:
+        """The number of batches of an epoch whose first batches are `batches`."""
+        if sum(map(_size, batches)) < _MAX_SAMPLES:
             return len(batches)
         with self.recorder.muted():
             return _length(loader) or len(batches)
 
     @harmless("batches of a loader")
-    def given(self, iterator: Any, batch: Any, seconds: float) -> None:
-        """Record a batch: checksums of its samples, and how long the script waited for it."""
-        state, modes = iterator._audit, self.recorder.settings.modes
-        state["given"] += 1
-        self.last = state["loader"], state["epoch"]
+    def record_batch(self, iterator: Any, batch: Any, seconds: float) -> None:
+        """Record the checksums of a batch, and how long the script waited for it."""
+        state, records_functions = iterator._audit, self.recorder.settings.records_functions
+        state["yielded"] += 1
+        self.last_epoch = state["loader"], state["epoch"]
         with self.recorder.muted():
-            samples = rows(batch) if modes else []
+            samples = rows(batch) if records_functions else []
         self.recorder.write(
             LoaderBatch(
                 loader=state["loader"],
                 epoch=state["epoch"],
-                number=state["given"],
+                number=state["yielded"],
                 seconds=seconds,
                 row_checksums=samples,
-                is_after_jump=state["given"] == state["jump"],
+                is_after_skip=state["yielded"] == state["after_skip"],
             )
         )
 
 
-def _first_samples(batches: Any) -> list[Any]:
-    """All batches of an epoch, up to a limit: a sampler may draw 10^10 samples with replacement."""
-    first: list[Any] = []
-    num = 0
+def _read_batches(batches: Any) -> list[Any]:
+    """All batches of an epoch, up to a limit, because a sampler may draw 10^10 samples with replacement."""
+    first_batches: list[Any] = []
+    num_samples = 0
     for batch in batches:
-        first.append(batch)
-        num += _size(batch)
-        if num >= _MOST_SAMPLES:
+        first_batches.append(batch)
+        num_samples += _size(batch)
+        if num_samples >= _MAX_SAMPLES:
             break
-    return first
+    return first_batches
 
 
-def _raising(error: Exception) -> Iterator[Any]:
+def _raise_when_read(error: Exception) -> Iterator[Any]:
     raise error
     yield
 
@@ -258,38 +266,38 @@ def _length(dataset: Any) -> int | None:
 
 
 def _key(index: Any) -> Any:
-    """An index of a sampler as a number; other keys as text."""
+    """An index of a sampler as a number, or any other key as text."""
     try:
         return int(index)
     except (TypeError, ValueError):
         return repr(index)
 
 
-def resolved(dataset: Any, indices: list[Any]) -> list[Any]:
+def dataset_indices(dataset: Any, indices: list[Any]) -> list[Any]:
     """The indices into the dataset that a `Subset` refers to."""
     while isinstance(dataset, Subset) and all(isinstance(index, int) for index in indices[:1]):
         indices, dataset = [int(dataset.indices[index]) for index in indices], dataset.dataset
     return indices
 
 
-def dataset_checksums(dataset: Any) -> _Content:
-    """Checksums of a Subset's indices, and of the first, the middle and the last sample.
+def dataset_checksums(dataset: Any) -> _DatasetChecksums:
+    """Checksums of a Subset's indices, and of the first, the middle and the last sample of its dataset.
 
-    seeded   of these samples under a fixed seed: equal on ranks with the same data, even if it is augmented
-    content  the same, if it does not depend on the seed
+    seeded   hash of these samples with a fixed seed, which is equal on ranks with the same data, even if augmented
+    content  the same hash if it does not depend on the seed
     """
-    checksums: _Content = {}
+    checksums: _DatasetChecksums = {}
     while isinstance(dataset, Subset):
         checksums["subset"] = zlib.crc32(repr([int(index) for index in list(dataset.indices)[:5000]]).encode())
         dataset = dataset.dataset
     length = _length(dataset) or 1
     positions = list(dict.fromkeys((0, length // 2, length - 1)))
-    with contextlib.suppress(Exception), _kept_random_states():  # a dataset may refuse to give a sample twice
+    with contextlib.suppress(Exception), _restored_random_states():  # a dataset may refuse to give a sample twice
         contents = [
             "".join(_content(_seeded_sample(dataset, position, seed)).hexdigest() for position in positions)
             for seed in (_SEED, _SEED, _OTHER_SEED)
         ]
-        if contents[0] == contents[1]:  # the dataset has no own generator and no counter
+        if contents[0] == contents[1]:  # otherwise the dataset has its own generator, or a counter
             checksums["seeded"] = contents[0]
             if contents[0] == contents[2]:
                 checksums["content"] = contents[0]
@@ -297,22 +305,22 @@ def dataset_checksums(dataset: Any) -> _Content:
 
 
 def sample_checksums(dataset: Any, indices: list[Any]) -> list[int]:
-    """A checksum of each of these samples, drawn under a fixed seed; [] if reading them takes too long."""
+    """A checksum of each of these samples, read with a fixed seed; [] if reading them takes too long."""
     checksums: dict[Any, int] = {}
     end = time.monotonic() + _READ_SECONDS
-    with contextlib.suppress(Exception), _kept_random_states():
-        for index in indices[:_MOST_INDICES]:
+    with contextlib.suppress(Exception), _restored_random_states():
+        for index in indices[:_MAX_INDICES]:
             if index not in checksums:
                 digest = _content(_seeded_sample(dataset, index, _SEED)).digest()
                 checksums[index] = int.from_bytes(digest[:6], "big")
             if time.monotonic() > end:
                 return []
-        return [checksums[index] for index in indices[:_MOST_INDICES]]
+        return [checksums[index] for index in indices[:_MAX_INDICES]]
     return []
 
 
 @contextlib.contextmanager
-def _kept_random_states() -> Generator[None]:
+def _restored_random_states() -> Generator[None]:
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
     try:
         yield
@@ -329,7 +337,7 @@ def _seeded_sample(dataset: Any, index: Any, seed: int) -> Any:
 
 
 def _content(value: Any) -> Any:
-    """A hash of all that a sample has."""
+    """A hash of all tensors and other values in a sample."""
     digest = hashlib.sha256()
     for leaf in all_leaves(value):
         is_tensor = isinstance(leaf, torch.Tensor)
@@ -347,17 +355,17 @@ def install_loaders(recorder: Recorder, loaders: Loaders) -> None:
 
 
 def _record_lines() -> None:
-    """Record the lines that make samplers and Subsets."""
+    """Record the lines that construct samplers and Subsets."""
     kinds: tuple[Any, ...] = (DistributedSampler, Subset)
     for kind in kinds:
         init = kind.__init__
 
         @functools.wraps(init)
-        def made(self: Any, *args: Any, init: Any = init, **kwargs: Any) -> None:
-            self.__dict__["_audit_line"] = where()
+        def init_and_record(self: Any, *args: Any, init: Any = init, **kwargs: Any) -> None:
+            self.__dict__["_audit_line"] = user_line()
             init(self, *args, **kwargs)
 
-        kind.__init__ = made
+        kind.__init__ = init_and_record
 
 
 def _watch_loader(recorder: Recorder, loaders: Loaders) -> None:
@@ -365,59 +373,59 @@ def _watch_loader(recorder: Recorder, loaders: Loaders) -> None:
     init, length = loader.__init__, loader.__len__
 
     @functools.wraps(init)
-    def made(self: Any, *args: Any, **kwargs: Any) -> None:
-        self.__dict__["_audit_line"] = where()
+    def init_and_record(self: Any, *args: Any, **kwargs: Any) -> None:
+        self.__dict__["_audit_line"] = user_line()
         if recorder.settings.devices and "pin_memory" in kwargs:
             kwargs["pin_memory"] = False
         init(self, *args, **kwargs)
-        loaders.made_loader(self)
+        loaders.add_sampler(self)
 
     @functools.wraps(length)
     def shortened(self: Any) -> int:
         return length(self) if recorder.is_muted else loaders.shortened(length(self))
 
-    loader.__init__, loader.__len__ = made, shortened
+    loader.__init__, loader.__len__ = init_and_record, shortened
 
 
 def _watch_iterators(recorder: Recorder, loaders: Loaders) -> None:
     iterator: Any = torch_loader._BaseDataLoaderIter
-    init, reset, following = iterator.__init__, iterator._reset, iterator.__next__
+    init, reset, next_item = iterator.__init__, iterator._reset, iterator.__next__
 
     @functools.wraps(init)
-    def made(self: Any, loader: Any) -> None:
+    def init_and_record(self: Any, loader: Any) -> None:
         init(self, loader)
         loaders.begin_epoch(self, loader)
 
     @functools.wraps(reset)
-    def begun(self: Any, loader: Any, first_iter: bool = False) -> None:
+    def reset_and_begin(self: Any, loader: Any, first_iter: bool = False) -> None:
         reset(self, loader, first_iter)
         if first_iter and hasattr(self, "_audited"):
-            self._sampler_iter = self._audited  # reset has made a new one: continue with the recorded one
+            self._sampler_iter = self._audited  # replace the iterator that reset has created by the recorded one
         else:
             loaders.begin_epoch(self, loader)
 
-    @functools.wraps(following)
+    @functools.wraps(next_item)
     def next_batch(self: Any) -> Any:
         state = getattr(self, "_audit", None)
         if state is None or recorder.is_muted:
-            return following(self)
-        if state["limit"] is not None and state["given"] >= state["limit"]:
+            return next_item(self)
+        if state["limit"] is not None and state["yielded"] >= state["limit"]:
             raise StopIteration
         start = time.perf_counter()
-        batch = following(self)
-        loaders.given(self, batch, time.perf_counter() - start)
+        batch = next_item(self)
+        loaders.record_batch(self, batch, time.perf_counter() - start)
         return batch
 
-    iterator.__init__, iterator._reset, iterator.__next__ = made, begun, next_batch
+    iterator.__init__, iterator._reset, iterator.__next__ = init_and_record, reset_and_begin, next_batch
 
 
 def _watch_random_numbers(fetcher: Any, recorder: Recorder) -> None:
-    """Record the generator states before and after the first two batches of each worker."""
+    """Record generator states before and after the first two batches of each worker."""
     fetch = fetcher.fetch
-    seen: dict[int, int] = {}
+    num_fetched: dict[int, int] = {}
 
     def fetched(self: Any, index: Any) -> Any:
-        number = seen[id(self)] = seen.get(id(self), 0) + 1
+        number = num_fetched[id(self)] = num_fetched.get(id(self), 0) + 1
         if number > 2 or recorder.is_muted:
             return fetch(self, index)
         before = random_states()
@@ -438,7 +446,7 @@ def _watch_random_numbers(fetcher: Any, recorder: Recorder) -> None:
 
 
 def random_states() -> list[int]:
-    """Checksums of the states of torch's, Python's and numpy's generator."""
+    """Checksums of the states of torch's, Python's and numpy's generators."""
     _, keys, position, *_ = np.random.get_state()
     python = zlib.crc32(repr(random.getstate()).encode())
     return [

@@ -1,4 +1,4 @@
-"""Lines at which a script takes the local part of a replicated DTensor, and gives no placements of its gradient."""
+"""Records lines that call `to_local()` of a replicated DTensor without the placements of its gradient."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from everyrank.audit.events import LocalTensor
 from everyrank.audit.watch.imports import after_import
-from everyrank.audit.watch.place import caller_is_own, where
 from everyrank.audit.watch.recorder import Recorder
+from everyrank.audit.watch.source_location import caller_is_user_code, user_line
 
 __all__ = ["install_local_tensors"]
 
@@ -25,8 +25,8 @@ def _watch(recorder: Recorder, module: Any) -> None:
     @functools.wraps(to_local)
     def local(self: Any, *args: Any, **kwargs: Any) -> Any:
         has_placements = bool(args) or kwargs.get("grad_placements") is not None
-        if self.requires_grad and not has_placements and not recorder.is_muted and caller_is_own():
-            line = where()
+        if self.requires_grad and not has_placements and not recorder.is_muted and caller_is_user_code():
+            line = user_line()
             if line not in lines and all(placement.is_replicate() for placement in self.placements):
                 lines.add(line)
                 recorder.write(LocalTensor(line=line))

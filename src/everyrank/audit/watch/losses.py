@@ -1,10 +1,11 @@
-"""Finds losses, the number of terms of each, and the factor of each in the gradient.
+"""Finds losses, the number of terms of each loss, and its factor in the gradient.
 
-A mode sees every torch function. A loss is the result of a function such as `F.cross_entropy`, or a mean or a sum over
-something computed from the model's outputs. Inside a model's forward it is a mean or a sum that the model returns. A
-sum divided by the number of its elements that are not masked is a mean over these.
+A TorchFunctionMode gets every torch function. A loss is the result of a function such as `F.cross_entropy`, or a mean
+or sum of tensors that are computed from the model's outputs. In a model's forward, it is a mean or sum that the model
+returns. A sum that is divided by the number of its unmasked elements is a mean over these.
 
-A hook on the loss gets the derivative of the backward's root by it, which is the script's own scale.
+A hook on the loss gets the derivative of the backward's root with respect to it, which is the scale that the script
+applies.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from everyrank.audit.events import EvalLoss, EvalShare, EvalSlice, LossTerm
-from everyrank.audit.watch.gathers import Gathers
-from everyrank.audit.watch.noise import Noise
-from everyrank.audit.watch.place import caller_is_own, where
+from everyrank.audit.watch.gathered_tensors import GatherTracker
 from everyrank.audit.watch.pretend_cuda import PretendCuda
-from everyrank.audit.watch.ratios import Ratios
+from everyrank.audit.watch.random_draws import DrawTracker
+from everyrank.audit.watch.ratio_metrics import RatioTracker
 from everyrank.audit.watch.recorder import Recorder, harmless, local, tensors
+from everyrank.audit.watch.source_location import caller_is_user_code, user_line
 
-__all__ = ["Functions", "Losses"]
+__all__ = ["FunctionMode", "Losses"]
 
 LOSSES = {
     F.cross_entropy,
@@ -38,7 +39,7 @@ LOSSES = {
     F.binary_cross_entropy_with_logits,
     F.kl_div,
 }
-_MOST_SHARED = 100_000  # values of a batch, such as one for each pixel, beyond which they are not looked at
+_MAX_SHARE_VALUES = 100_000  # larger tensors of zeros and ones, for example one value for each pixel, are ignored
 REDUCTIONS = {torch.Tensor.mean: "mean", torch.mean: "mean", torch.Tensor.sum: "sum", torch.sum: "sum"}
 WAITS = {
     torch.Tensor.item: "item",
@@ -51,60 +52,60 @@ WAITS = {
 }
 _DIVISIONS = {torch.Tensor.div, torch.Tensor.true_divide, torch.div, torch.true_divide, torch.Tensor.__truediv__}
 _SCALINGS = {torch.Tensor.mul, torch.Tensor.div, torch.Tensor.__rmul__, torch.mul, torch.div, torch.Tensor.__rdiv__}
-_CUTS = {torch.Tensor.__getitem__, torch.Tensor.narrow, torch.Tensor.masked_select, torch.where, torch.narrow}
+_SLICES = {torch.Tensor.__getitem__, torch.Tensor.narrow, torch.Tensor.masked_select, torch.where, torch.narrow}
 DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
 
 
 class Losses:
-    """The losses between a forward and its backward, and counters."""
+    """The losses between a forward and its backward, and counters of other calls."""
 
     def __init__(self) -> None:
         self.terms: list[LossTerm] = []
         self.derived: dict[
             int, Any
         ] = {}  # tensors computed from the model's outputs, by id; held, so that no id is reused
-        self.kept: list[Any] = []
+        self.held_tensors: list[Any] = []
         self.sums: dict[int, LossTerm] = {}  # by the id of the sum
-        self.inside: dict[int, list[LossTerm]] = {}  # by the id of a number that a forward computes: its losses
-        self.returned: list[LossTerm] = []  # those that the module that ended last has returned
-        self.hooked: dict[int, int] = {}  # by the id of a term: that of the tensor whose gradient is its scale
-        self.gathers, self.noise, self.ratios = Gathers(), Noise(), Ratios()
+        self.inner_terms: dict[int, list[LossTerm]] = {}  # by the id of a number that a forward computes: its losses
+        self.returned_terms: list[LossTerm] = []  # those that the module that ended last has returned
+        self.hooked_tensors: dict[int, int] = {}  # by the id of a term: that of the tensor whose gradient is its scale
+        self.gathers, self.noise, self.ratios = GatherTracker(), DrawTracker(), RatioTracker()
         self.depth = 0  # of module calls
         self.num_dropouts = 0
         self.is_evaluating = False  # the last forward had no gradients
-        self.cuts: set[str] = set()  # lines that slice or mask a tensor in an evaluation
-        self.scalings: list[str] = []  # lines that multiply or divide a number computed from the model's outputs
+        self.slice_lines: set[str] = set()  # lines that slice or mask a tensor in an evaluation
+        self.scaling_lines: list[str] = []  # lines that multiply or divide a number computed from the model's outputs
         self.waits: Counter[tuple[str, str]] = Counter()
 
     def forward_done(self, output: Any) -> None:
-        """Track what is computed from this output; a number in it may be a loss already."""
+        """Track tensors that are computed from this output. A number in it may already be a loss."""
         self.derived = {id(tensor): tensor for tensor in tensors(output)}
         if any(_is_scalar(tensor) and tensor.requires_grad for tensor in self.derived.values()):
             self.module_done(output)
-            for term in self.returned:
-                if not any(term is known for known in self.terms):
+            for term in self.returned_terms:
+                if not any(term is other for other in self.terms):
                     self.terms.append(term)
-        self.inside, self.returned = {}, []
+        self.inner_terms, self.returned_terms = {}, []
 
     def module_done(self, output: Any) -> None:
-        """Track the losses that a module returns. A wrapper may return a copy with the same losses."""
-        if self.inside:
-            terms = [term for tensor in tensors(output) for term in self.inside.get(id(tensor), ())]
-            self.returned = terms or self.returned
+        """Remember the losses that a module returns. A wrapper may return a copy with the same losses."""
+        if self.inner_terms:
+            terms = [term for tensor in tensors(output) for term in self.inner_terms.get(id(tensor), ())]
+            self.returned_terms = terms or self.returned_terms
 
     def backward_done(self) -> list[LossTerm]:
-        """The losses that a backward has been through; all others are forgotten."""
-        done = [term for term in self.terms if term.scale]
-        self.terms, self.kept, self.derived, self.scalings = [], [], {}, []
-        self.sums, self.inside, self.returned, self.hooked = {}, {}, [], {}
+        """Return the losses in the graph of a backward, and forget all losses."""
+        finished = [term for term in self.terms if term.scale]
+        self.terms, self.held_tensors, self.derived, self.scaling_lines = [], [], {}, []
+        self.sums, self.inner_terms, self.returned_terms, self.hooked_tensors = {}, {}, [], {}
         self.gathers.forget()
         self.noise.forget()
         self.ratios.forget()
-        return done
+        return finished
 
 
-class Functions(TorchFunctionMode):
-    """Sees each torch function that the script calls, as `torch.overrides` defines them."""
+class FunctionMode(TorchFunctionMode):
+    """Gets each torch function that the script calls, as `torch.overrides` defines them."""
 
     def __init__(self, recorder: Recorder, losses: Losses, pretend: PretendCuda | None) -> None:
         super().__init__()
@@ -118,61 +119,61 @@ class Functions(TorchFunctionMode):
                 return replaced
         out = func(*args, **kwargs)
         if not self.recorder.is_muted:
-            self._look(func, args, kwargs, out)
+            self._record(func, args, kwargs, out)
         return out
 
     @harmless("losses and other torch functions")
-    def _look(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        self.losses.gathers.called(func, args, kwargs, out)
+    def _record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        self.losses.gathers.track_function(func, args, kwargs, out)
         if not self.losses.is_evaluating:
-            self.losses.noise.called(self.recorder, func, args, kwargs, out, self.losses.depth > 0)
+            self.losses.noise.track_function(self.recorder, func, args, kwargs, out, self.losses.depth > 0)
         elif self.losses.depth == 0:
-            self.losses.ratios.called(self.recorder, func, args, out)
+            self.losses.ratios.track_function(self.recorder, func, args, out)
         if func in WAITS:
-            self._wait(func)
+            self._record_wait(func)
         elif not torch.is_grad_enabled():
-            self._evaluated(func, args, kwargs, out)
+            self._record_evaluation(func, args, kwargs, out)
         else:
-            self._computed(func, args, kwargs, out)
+            self._record_computation(func, args, kwargs, out)
 
-    def _wait(self, func: Any) -> None:
-        if caller_is_own():
-            self.losses.waits[WAITS[func], where()] += 1
+    def _record_wait(self, func: Any) -> None:
+        if caller_is_user_code():
+            self.losses.waits[WAITS[func], user_line()] += 1
 
-    def _evaluated(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def _record_evaluation(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Record mean losses and slices of an evaluation."""
-        self.losses.num_dropouts += _drops(func, kwargs)
-        self._cut(func, args)
+        self.losses.num_dropouts += _draws_dropout(func, kwargs)
+        self._record_slice(func, args)
         if func in LOSSES and _is_scalar(out) and kwargs.get("reduction", "mean") == "mean":
             with self.recorder.muted():
                 value, count = float(out), num_terms(func, args, kwargs)
-            self.recorder.write(EvalLoss(line=where(), value=value, terms=count))
+            self.recorder.write(EvalLoss(line=user_line(), value=value, terms=count))
         elif func in REDUCTIONS and self.losses.is_evaluating and self.losses.depth == 0 and _is_scalar(out):
-            self._share(args[0])
+            self._record_share(args[0])
 
-    def _share(self, values: Any) -> None:
+    def _record_share(self, values: Any) -> None:
         """Record the share of ones, if all values are zeros and ones."""
         count = values.numel()
-        if not (values.dim() and 0 < count <= _MOST_SHARED and caller_is_own()):
+        if not (values.dim() and 0 < count <= _MAX_SHARE_VALUES and caller_is_user_code()):
             return
         with self.recorder.muted():
             ones = int(torch.count_nonzero(local(values)))
             is_binary = values.dtype == torch.bool or ones == int((local(values) == 1).sum())
         if is_binary:
-            self.recorder.write(EvalShare(line=where(), value=ones / count, terms=count))
+            self.recorder.write(EvalShare(line=user_line(), value=ones / count, terms=count))
 
-    def _cut(self, func: Any, args: Any) -> None:
-        if func in _CUTS and _may_drop_samples(func, args) and caller_is_own():
-            line = where()
-            if line not in self.losses.cuts:
-                self.losses.cuts.add(line)
+    def _record_slice(self, func: Any, args: Any) -> None:
+        if func in _SLICES and _may_drop_samples(func, args) and caller_is_user_code():
+            line = user_line()
+            if line not in self.losses.slice_lines:
+                self.losses.slice_lines.add(line)
                 self.recorder.write(EvalSlice())
 
-    def _computed(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def _record_computation(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         losses = self.losses
-        losses.num_dropouts += _drops(func, kwargs)
+        losses.num_dropouts += _draws_dropout(func, kwargs)
         if losses.is_evaluating:
-            self._cut(func, args)
+            self._record_slice(func, args)
         is_derived = bool(losses.derived) and any(id(tensor) in losses.derived for tensor in tensors((args, kwargs)))
         if is_derived and losses.depth == 0:
             for tensor in tensors(out):
@@ -181,21 +182,21 @@ class Functions(TorchFunctionMode):
         if not (_is_scalar(out) and out.requires_grad):
             return
         if func in _SCALINGS and is_derived and losses.depth == 0 and _is_scalar(args[0]):
-            losses.scalings.append(where())
+            losses.scaling_lines.append(user_line())
         elif func in LOSSES:
             reduction = kwargs.get("reduction", "mean")
             with self.recorder.muted():
                 count = num_terms(func, args, kwargs)
-            self._loss(func, out, count, "mean" if reduction == "batchmean" else reduction)
+            self._add_loss(func, out, count, "mean" if reduction == "batchmean" else reduction)
         elif func in REDUCTIONS and (is_derived or losses.depth) and args[0].dim():
             with self.recorder.muted():
                 nonzero = int(torch.count_nonzero(local(args[0])))
-            self._loss(func, out, args[0].numel(), REDUCTIONS[func], nonzero)
-        elif losses.sums or losses.inside:
-            self._combined(func, args, kwargs, out)
+            self._add_loss(func, out, args[0].numel(), REDUCTIONS[func], nonzero)
+        elif losses.sums or losses.inner_terms:
+            self._track_combination(func, args, kwargs, out)
 
-    def _combined(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Track a number that is computed from losses: a sum over its count is a mean, others keep their losses."""
+    def _track_combination(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Track a number that is computed from losses. A sum divided by its count becomes a mean."""
         losses = self.losses
         term = losses.sums.get(id(args[0])) if func in _DIVISIONS and len(args) > 1 else None
         if term is not None:
@@ -206,49 +207,51 @@ class Functions(TorchFunctionMode):
             counts = (term.terms, term.nonzero)
             if divisor in counts and divisor and not getattr(args[1], "requires_grad", False):
                 term.terms, term.reduction, term.scale = divisor, "mean", 0.0
-                out.register_hook(lambda grad: self._scaled(term, grad))
-                losses.hooked[id(term)] = id(out)
-                losses.kept.append(out)
+                out.register_hook(lambda grad: self._add_scale(term, grad))
+                losses.hooked_tensors[id(term)] = id(out)
+                losses.held_tensors.append(out)
         if losses.depth:
-            terms = [term for tensor in tensors((args, kwargs)) for term in losses.inside.get(id(tensor), ())]
+            terms = [term for tensor in tensors((args, kwargs)) for term in losses.inner_terms.get(id(tensor), ())]
             if terms:
-                losses.inside[id(out)] = terms
-                losses.kept.append(out)
+                losses.inner_terms[id(out)] = terms
+                losses.held_tensors.append(out)
 
-    def _loss(self, func: Any, out: Any, count: float, reduction: str, nonzero: int | None = None) -> None:
+    def _add_loss(self, func: Any, out: Any, count: float, reduction: str, nonzero: int | None = None) -> None:
         recorder, losses = self.recorder, self.losses
-        term = LossTerm(func.__name__, where(), count, reduction, nonzero)
+        term = LossTerm(func.__name__, user_line(), count, reduction, nonzero)
         with recorder.muted():
             term.value = float(out.detach()) if type(out) is torch.Tensor else math.nan
-        losses.hooked[id(term)] = id(out)
+        losses.hooked_tensors[id(term)] = id(out)
         if reduction == "sum":
             losses.sums[id(out)] = term
         if losses.depth and func in REDUCTIONS:
-            losses.inside[id(out)] = [term]  # it is a loss only if the model returns it
+            losses.inner_terms[id(out)] = [term]  # it is a loss only if the model returns it
         else:
             losses.terms.append(term)
-        number = id(out)
-        # a sum that is divided by its count is hooked where it has been divided
-        out.register_hook(lambda grad: self._scaled(term, grad) if losses.hooked.get(id(term)) == number else None)
-        losses.kept.append(out)
+        out_id = id(out)
+        # a sum that is divided by its count later gets its hook after the division
+        out.register_hook(
+            lambda grad: self._add_scale(term, grad) if losses.hooked_tensors.get(id(term)) == out_id else None
+        )
+        losses.held_tensors.append(out)
 
     @harmless("the scale of a loss")
-    def _scaled(self, term: LossTerm, grad: Any) -> None:
+    def _add_scale(self, term: LossTerm, grad: Any) -> None:
         with self.recorder.muted():
             term.scale += float(grad)
 
 
-def _drops(func: Any, kwargs: Any) -> bool:
-    """Whether this call draws a dropout mask."""
+def _draws_dropout(func: Any, kwargs: Any) -> bool:
+    """Whether a call draws a dropout mask."""
     if func is F.scaled_dot_product_attention:
         return kwargs.get("dropout_p", 0) > 0
     return func in DROPOUTS and kwargs.get("training", True) and kwargs.get("p", 0.5) > 0
 
 
 def _may_drop_samples(func: Any, args: Any) -> bool:
-    """Whether an operation may drop rows that an evaluation has too many of: along the first dimension.
+    """Whether an indexing operation may drop surplus samples of an evaluation, which are rows.
 
-    A list of rows that leaves out most of them is a lookup in a table.
+    An index with less than half of the rows is taken for a lookup in a table.
     """
     if func is not torch.Tensor.__getitem__:
         return True
@@ -266,7 +269,7 @@ def _is_scalar(out: Any) -> bool:
 
 
 def num_terms(func: Any, args: Any, kwargs: Any) -> float:
-    """The number of terms of a loss: ignored targets do not count, and class weights do."""
+    """The number of terms of a loss, without ignored targets and weighted by class weights."""
     output = args[0] if args else kwargs["input"]
     target = kwargs.get("target", args[1] if len(args) > 1 else None)
     if func in (F.cross_entropy, F.nll_loss):

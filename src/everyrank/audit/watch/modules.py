@@ -1,4 +1,4 @@
-"""Records each forward of a model with parameters: its line, its rows, and its random state."""
+"""Records each forward of a model with parameters: its line, input rows and random state."""
 
 # The hooks replace parts of torch that are private.
 # pyright: reportPrivateUsage=false
@@ -26,41 +26,43 @@ from everyrank.audit.events import (
 )
 from everyrank.audit.watch.gradients import Gradients, sample
 from everyrank.audit.watch.losses import Losses
-from everyrank.audit.watch.place import is_called_by, where
 from everyrank.audit.watch.recorder import Recorder, checksum, harmless, local, tensors
+from everyrank.audit.watch.source_location import is_called_by, user_line
 
 __all__ = ["install_modules"]
 
 _BATCH_NORMS = (torch.nn.modules.batchnorm._BatchNorm,)
 _LIGHTNING = ("lightning", "pytorch_lightning")
-_ROWS, _LONGEST_BATCH = 64, 4096
-_LARGEST_BUFFER = 1_000_000  # elements
-_OUTPUTS = 8  # tensors that a model returns
-OPAQUE = {  # classes whose gradients and parameters are not those of the script's tensors
-    "DeepSpeedEngine": "DeepSpeed, which keeps them elsewhere",
+_MAX_ROWS, _MAX_BATCH = 64, 4096
+_MAX_BUFFER_ELEMENTS = 1_000_000  # elements
+_MAX_OUTPUTS = 8  # returned tensors of a model
+OPAQUE = {  # classes that keep gradients and parameters outside of the script's tensors
+    "DeepSpeedEngine": "DeepSpeed, which stores them in its own tensors",
 }
 
 
 class Modules:
-    """Records forwards, wrappers, and parameters without a value."""
+    """Records forwards, wrappers, and uninitialised parameters."""
 
     def __init__(self, recorder: Recorder, losses: Losses, gradients: Gradients) -> None:
         self.recorder, self.losses, self.gradients = recorder, losses, gradients
-        self.wrapped: dict[int, Any] = {}  # DistributedDataParallel, by the id of the wrapped model
+        self.wrapped: dict[int, Any] = {}  # id of a wrapped model -> its DistributedDataParallel
         self.mode_at = ""  # the line of the last model.eval()
-        self.emptied = ""  # the line of the last to_empty, until the next training forward
-        self.reported = set[str]()  # classes of modules that have been reported, or need not be
+        self.to_empty_line = ""  # the line of the last to_empty, until the next training forward
+        self.reported_kinds = set[str]()  # classes of modules that have been reported, or need not be
 
     @harmless("forwards of a model")
-    def before(self, module: Any, args: Any, kwargs: Any) -> None:
+    def start_forward(self, module: Any, args: Any, kwargs: Any) -> None:
         """Record the start of a forward of a whole model."""
         recorder, is_grad = self.recorder, torch.is_grad_enabled()
         self.losses.is_evaluating = not is_grad
         root = _unwrapped(module)
         kind = type(module).__name__
         with recorder.muted():
-            line, sampled = where(), _of_samples((args, kwargs))
-            kinds = {type(inner).__name__ for inner in module.modules()} - self.reported if is_grad else set[str]()
+            line, first_tensor = user_line(), _first_with_samples((args, kwargs))
+            kinds = (
+                {type(inner).__name__ for inner in module.modules()} - self.reported_kinds if is_grad else set[str]()
+            )
             if is_grad:
                 self.gradients.watch(root)
             num_samples = next((t.shape[0] for t in tensors((args, kwargs)) if t.dim()), 0)
@@ -73,24 +75,24 @@ class Modules:
                 is_grad=is_grad,
                 is_training=root.training,
                 row_checksums=rows((args, kwargs)),
-                other_inputs=_checksums(t for t in tensors((args, kwargs)) if t is not sampled),
+                other_inputs=_checksums(t for t in tensors((args, kwargs)) if t is not first_tensor),
                 num_samples=num_samples,
                 generator=zlib.crc32(torch.get_rng_state().numpy().tobytes()),
                 num_batch_norms=sum(isinstance(m, _BATCH_NORMS) for m in root.modules()),
                 syncs=bool(getattr(module, "require_backward_grad_sync", True)),
-                noise=self.losses.noise.entering((args, kwargs), num_samples, shapes) if is_grad else [],
+                noise=self.losses.noise.enter_forward((args, kwargs), num_samples, shapes) if is_grad else [],
             )
-            empty = self._uninitialised(root) if is_grad and self.emptied else []
+            uninitialised = self._uninitialised(root) if is_grad and self.to_empty_line else []
         if is_grad:
             self._report_opaque(kinds)
-        if empty:
-            recorder.write(Uninitialised(line=self.emptied, names=empty[:6], num=len(empty)))
-        self.emptied = "" if is_grad else self.emptied
+        if uninitialised:
+            recorder.write(Uninitialised(line=self.to_empty_line, names=uninitialised[:6], num=len(uninitialised)))
+        self.to_empty_line = "" if is_grad else self.to_empty_line
         recorder.write(forward)
 
     def _report_opaque(self, kinds: set[str]) -> None:
         """Report each class of module whose gradients cannot be read, once."""
-        self.reported |= kinds
+        self.reported_kinds |= kinds
         if self.gradients.reads_deepspeed:
             kinds = kinds - {"DeepSpeedEngine"}
         for kind in sorted(kinds & OPAQUE.keys()):
@@ -100,29 +102,29 @@ class Modules:
             self.recorder.write(Unchecked(message=message))
 
     @harmless("the end of a forward")
-    def after(self, module: Any, output: Any, num_dropouts: int) -> None:
-        """Record the end of a forward, before which `num_dropouts` masks had been drawn."""
+    def end_forward(self, module: Any, output: Any, num_dropouts: int) -> None:
+        """Record the end of a forward. `num_dropouts` masks had been drawn before it."""
         recorder = self.recorder
         if torch.is_grad_enabled():
             self.losses.forward_done(output)
             noise = self.losses.noise
             with recorder.muted():
-                given = [t for t in itertools.islice(tensors(output), _OUTPUTS) if t.is_floating_point()]
+                outputs = [t for t in itertools.islice(tensors(output), _MAX_OUTPUTS) if t.is_floating_point()]
                 end = ForwardEnd(
                     num_dropouts=self.losses.num_dropouts - num_dropouts,
-                    noise=noise.inside,
-                    drawn_at=sorted(noise.inside_at),
-                    output=zlib.crc32(b"".join(sample(tensor).tobytes() for tensor in given)),
+                    noise=noise.forward_draws,
+                    drawn_at=sorted(noise.forward_lines),
+                    output=zlib.crc32(b"".join(sample(tensor).tobytes() for tensor in outputs)),
                 )
             recorder.write(end)
             return
         with recorder.muted():
             is_sharded = any(
-                hasattr(parameter, "to_local") or self.gradients.flat.holds(parameter)
+                hasattr(parameter, "to_local") or self.gradients.flat.has_parameter(parameter)
                 for parameter in module.parameters()
             )
             forward = EvalForward(
-                line=where(),
+                line=user_line(),
                 is_training=_unwrapped(module).training,
                 num_dropouts=self.losses.num_dropouts - num_dropouts,
                 is_prediction=any(is_called_by("_predict_step", package) for package in _LIGHTNING),
@@ -134,39 +136,39 @@ class Modules:
         recorder.write(forward)
 
     @harmless("losses that a model returns")
-    def inner_done(self, output: Any) -> None:
+    def end_inner_module(self, output: Any) -> None:
         """Track the losses that a module inside a model returns."""
         self.losses.module_done(output)
 
     @harmless("buffers of modules outside of the wrapped model")
-    def untrained_called(self, module: Any) -> None:
-        """Record buffers of a module without trainable parameters, such as a loss: DDP does not synchronise it."""
+    def record_buffers(self, module: Any) -> None:
+        """Record buffers of a module without trainable parameters, such as a loss. DDP does not synchronise them."""
         recorder = self.recorder
         if not torch.is_grad_enabled() or recorder.is_muted or recorder.update >= recorder.settings.updates:
             return
         with recorder.muted():
-            statistics = {
+            norm_prefixes = {
                 f"{name}." if name else "" for name, inner in module.named_modules() if isinstance(inner, _BATCH_NORMS)
             }
             buffers = {
                 name: checksum(buffer)
                 for name, buffer in module.named_buffers()
                 if buffer.is_floating_point()
-                and buffer.numel() <= _LARGEST_BUFFER
-                and name.removesuffix(name.rpartition(".")[2]) not in statistics
+                and buffer.numel() <= _MAX_BUFFER_ELEMENTS
+                and name.removesuffix(name.rpartition(".")[2]) not in norm_prefixes
             }
         if buffers:
-            recorder.write(BufferModule(line=where(), name=type(module).__name__, buffers=buffers))
+            recorder.write(BufferModule(line=user_line(), name=type(module).__name__, buffers=buffers))
 
     @harmless("the model given to DistributedDataParallel")
-    def wrapping(self, module: Any, kwargs: Any) -> None:
+    def record_wrap(self, module: Any, kwargs: Any) -> None:
         """Record a model that is given to DistributedDataParallel."""
-        # subclasses may use the samples of all ranks
-        is_local = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
+        # only these classes, because subclasses may use the samples of all ranks
+        local_norms = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
         with self.recorder.muted():
             wrap = Wrap(
-                line=where(),
-                num_batch_norms=sum(type(inner) in is_local for inner in module.modules()),
+                line=user_line(),
+                num_batch_norms=sum(type(inner) in local_norms for inner in module.modules()),
                 finds_unused=bool(kwargs.get("find_unused_parameters")),
                 bucket_mb=kwargs.get("bucket_cap_mb"),
                 numel=sum(parameter.numel() for parameter in module.parameters()),
@@ -174,16 +176,16 @@ class Modules:
         self.recorder.write(wrap)
 
     @harmless("parameters without a value after to_empty")
-    def emptying(self, module: Any) -> None:
-        """Fill with NaN, to find parameters that never get a value."""
+    def fill_with_nan(self, module: Any) -> None:
+        """Fill the tensors of a module with NaN, to find parameters that never get a value."""
         with torch.no_grad(), self.recorder.muted():
             for tensor in [*module.parameters(), *module.buffers()]:
                 if local(tensor).is_floating_point():
                     local(tensor).fill_(float("nan"))
-        self.emptied = where()
+        self.to_empty_line = user_line()
 
     def _uninitialised(self, root: Any) -> list[str]:
-        """The names of parameters that are still NaN. They get small values, so that training can continue."""
+        """The names of parameters that are still NaN. Sets them to small values, so that training can continue."""
         names = list[str]()
         for name, parameter in root.named_parameters():
             values = local(parameter)
@@ -194,7 +196,7 @@ class Modules:
 
 
 def _unwrapped(module: Any) -> Any:
-    """The module whose train mode counts: Lightning only sets that of the wrapped module."""
+    """The module inside DistributedDataParallel, because Lightning sets the train mode only there."""
     return module.module if isinstance(module, DistributedDataParallel) else module
 
 
@@ -203,18 +205,18 @@ def _checksums(values: Any) -> int:
 
 
 def rows(arguments: Any) -> list[str]:
-    """A checksum for each sample of the first tensor that has samples, of shape (N, ...)."""
-    tensor = _of_samples(arguments)
+    """A checksum for each sample of the first tensor of shape (N, ...) with several elements for each sample."""
+    tensor = _first_with_samples(arguments)
     if tensor is None:
         return []
     samples = local(tensor).cpu().contiguous()
-    first = samples[:_ROWS].reshape(min(_ROWS, len(samples)), -1).view(torch.uint8).numpy()
-    return [f"{zlib.crc32(row):08x}" for row in first]
+    first_rows = samples[:_MAX_ROWS].reshape(min(_MAX_ROWS, len(samples)), -1).view(torch.uint8).numpy()
+    return [f"{zlib.crc32(row):08x}" for row in first_rows]
 
 
-def _of_samples(arguments: Any) -> Any:
+def _first_with_samples(arguments: Any) -> Any:
     for tensor in tensors(arguments):
-        if tensor.dim() >= 1 and tensor.shape[0] <= _LONGEST_BATCH and tensor.numel() > 2 * tensor.shape[0]:
+        if tensor.dim() >= 1 and tensor.shape[0] <= _MAX_BATCH and tensor.numel() > 2 * tensor.shape[0]:
             return tensor
     return None
 
@@ -230,13 +232,13 @@ def install_modules(recorder: Recorder, losses: Losses, gradients: Gradients) ->
 
 
 def _watch_eval(modules: Modules) -> None:
-    """Note the line of each `model.eval()`."""
+    """Record the line of each `model.eval()`."""
     to_eval = torch.nn.Module.eval
 
     @functools.wraps(to_eval)
     def evaluating(self: Any) -> Any:
         if not modules.recorder.is_muted:
-            modules.mode_at = where()
+            modules.mode_at = user_line()
         return to_eval(self)
 
     torch.nn.Module.eval = evaluating
@@ -247,25 +249,25 @@ def _watch_calls(modules: Modules) -> None:
     recorder, losses = modules.recorder, modules.losses
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        is_inner = losses.depth or recorder.is_muted
-        if losses.depth and losses.inside:
+        is_inside_model = losses.depth or recorder.is_muted
+        if losses.depth and losses.inner_terms:
             output = module_call(self, *args, **kwargs)
-            modules.inner_done(output)
+            modules.end_inner_module(output)
             return output
-        if is_inner or not any(parameter.requires_grad for parameter in self.parameters()):
+        if is_inside_model or not any(parameter.requires_grad for parameter in self.parameters()):
             output = module_call(self, *args, **kwargs)
-            if not is_inner:
-                modules.untrained_called(self)
+            if not is_inside_model:
+                modules.record_buffers(self)
             return output
-        modules.before(self, args, kwargs)
+        modules.start_forward(self, args, kwargs)
         num_dropouts = losses.num_dropouts
         losses.depth += 1
         try:
-            with recorder.during(f"forward at {where()}"):
+            with recorder.during(f"forward at {user_line()}"):
                 output = module_call(self, *args, **kwargs)
         finally:
             losses.depth -= 1
-        modules.after(self, output, num_dropouts)
+        modules.end_forward(self, output, num_dropouts)
         return output
 
     torch.nn.Module.__call__ = call
@@ -276,8 +278,8 @@ def _watch_wrapping(modules: Modules) -> None:
 
     @functools.wraps(init)
     def wrap(self: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kwargs: Any):
-        modules.wrapping(module, kwargs)
-        with recorder.during(f"DistributedDataParallel() at {where()}"):
+        modules.record_wrap(module, kwargs)
+        with recorder.during(f"DistributedDataParallel() at {user_line()}"):
             init(self, module, device_ids, output_device, *args, **kwargs)
         modules.wrapped[id(module)] = self
 
@@ -294,7 +296,7 @@ def _watch_wrapping(modules: Modules) -> None:
     @functools.wraps(no_sync)
     def unsynced(self: Any) -> Any:
         if recorder.update < recorder.settings.updates:
-            recorder.write(NoSync(line=where()))
+            recorder.write(NoSync(line=user_line()))
         return no_sync(self)
 
     DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook = wrap, registered
@@ -306,7 +308,7 @@ def _watch_join(recorder: Recorder) -> None:
 
     @functools.wraps(enter)
     def joined(self: Any) -> Any:
-        message = "gradients and replicas under torch's Join: a rank that has ended makes fewer updates than others"
+        message = "gradients and replicas under torch's Join: a rank with less data makes fewer updates than others"
         recorder.write(Opaque(message=message))
         return enter(self)
 
@@ -314,13 +316,13 @@ def _watch_join(recorder: Recorder) -> None:
 
 
 def _watch_to_empty(modules: Modules) -> None:
-    """Hook `to_empty`, which makes parameters without values."""
+    """Hook `to_empty`, which creates uninitialised parameters."""
     to_empty = torch.nn.Module.to_empty
 
     @functools.wraps(to_empty)
     def empty(self: Any, *args: Any, **kwargs: Any) -> Any:
         out = to_empty(self, *args, **kwargs)
-        modules.emptying(self)
+        modules.fill_with_nan(self)
         return out
 
     torch.nn.Module.to_empty = empty

@@ -1,13 +1,13 @@
-"""Redirect the files that an audited script writes into a folder of the audit, away from the user's files.
+"""Redirects the files that an audited script writes into the audit's folder, so that the user's files do not change.
 
 The folder holds two trees. `written/home/user/out/log.txt` is the script's version of /home/user/out/log.txt, and
-`removed/home/user/out/old.pt` marks a file that the script has removed. A script sees both trees laid over the real
-files: it finds what it wrote under the name that it gave, does not find what it removed, and lists both together.
+`removed/home/user/out/old.pt` marks a file that the script has removed. The script sees both trees on top of the real
+files: it can read its own files under their original names, and cannot see files that it has removed.
 
 Python's own functions for files are replaced when the interpreter starts, before the script can import any of them
-under another name: open, os.open, mkdir, remove, rename, link, symlink, truncate, and so on. Imports nothing but the
-standard library, because every Python process of the script loads this file first. Libraries that write in C, C++
-or Rust are in `saving.py`. Temporary folders, caches and devices are left alone.
+under another name: open, os.open, mkdir, remove, rename, link, symlink, truncate, and so on. This file imports only the
+standard library, because every Python process of the script loads it first. `saving.py` redirects libraries that write
+in C, C++ or Rust. Temporary folders, caches and devices are not redirected.
 """
 
 # sys._getframe is private.
@@ -36,8 +36,8 @@ _installed: list[Overlay] = []
 class Overlay:
     """The script's view of the file system: the real files, plus its writes, minus its removals.
 
-    folder        folder of the audit; all ranks of a script share it
-    main          the script: a project in a temporary folder is redirected, too
+    folder  the audit's folder, which all ranks of a script share
+    main    the script, whose folder is redirected even if it is inside a temporary folder
     """
 
     def __init__(self, folder: str, main: str) -> None:
@@ -50,16 +50,18 @@ class Overlay:
         main_folder = os.path.dirname(main)
         self.main_folder = os.path.realpath(main_folder) if main_folder else ""
         self.inside = threading.local()  # the overlay's own calls are not redirected
-        untouched = [*temporary, "/tmp", "/var/tmp", "/dev", "/proc", "/sys", os.path.expanduser("~/.cache")]
-        untouched += [os.environ[name] for name in ("TORCH_HOME", "HF_HOME", "XDG_CACHE_HOME") if os.environ.get(name)]
-        self.untouched = tuple(os.path.realpath(path) + os.sep for path in untouched)
-        self.num_untouched = len(self.untouched)  # later ones are folders that `tempfile` has made
+        direct_folders = [*temporary, "/tmp", "/var/tmp", "/dev", "/proc", "/sys", os.path.expanduser("~/.cache")]
+        direct_folders += [
+            os.environ[name] for name in ("TORCH_HOME", "HF_HOME", "XDG_CACHE_HOME") if os.environ.get(name)
+        ]
+        self.direct_folders = tuple(os.path.realpath(path) + os.sep for path in direct_folders)
+        self.num_initial_direct = len(self.direct_folders)  # later ones are folders that `tempfile` has created
         self.commands: set[str] = set()  # programs other than Python that the script has started
 
     # --- paths
 
-    def logical(self, path: Any, dir_fd: int | None = None) -> str | None:
-        """The absolute path that the script means; None for a descriptor and for paths that are not redirected."""
+    def script_path(self, path: Any, dir_fd: int | None = None) -> str | None:
+        """The absolute path from the script's point of view; None for descriptors and paths that are not redirected."""
         if getattr(self.inside, "is_busy", False) or not isinstance(path, str | bytes | os.PathLike):
             return None
         self.inside.is_busy = True
@@ -67,54 +69,56 @@ class Overlay:
             name = os.fsdecode(path)
             if dir_fd is not None and not os.path.isabs(name):
                 name = os.path.join(self._path_of(dir_fd), name)
-            whole = self.outside(os.path.normpath(os.path.join(self.working_folder(), name)))
-            head, tail = os.path.split(whole)
-            whole = os.path.join(self.outside(os.path.realpath(head)), tail)  # a link to a folder is that folder
-            return None if "\0" in whole or self._is_untouched(whole) else whole
+            absolute = self.as_script_sees(os.path.normpath(os.path.join(self.working_folder(), name)))
+            head, tail = os.path.split(absolute)
+            absolute = os.path.join(
+                self.as_script_sees(os.path.realpath(head)), tail
+            )  # a link to a folder is that folder
+            return None if "\0" in absolute or self._is_direct(absolute) else absolute
         except (OSError, ValueError):
             return None
         finally:
             self.inside.is_busy = False
 
-    def outside(self, path: str) -> str:
-        """Return the path that the script uses for a path in the tree."""
+    def as_script_sees(self, path: str) -> str:
+        """The path by which the script knows a path in the tree."""
         return (path[len(self.tree) :] or "/") if path.startswith(self.tree) else path
 
     def working_folder(self) -> str:
         """The working folder as the script sees it."""
-        return self.outside(_REAL["getcwd"]())
+        return self.as_script_sees(_REAL["getcwd"]())
 
     def _is_inside_tree(self) -> bool:
-        """Whether the script has changed into a folder that it has made: relative paths then begin elsewhere."""
+        """Whether the working folder is one that the script has created, so that relative paths begin in the tree."""
         return _REAL["getcwd"]().startswith(self.tree)
 
     def _path_of(self, descriptor: int) -> str:
         if sys.platform == "darwin":
             import fcntl
 
-            return self.outside(fcntl.fcntl(descriptor, 50, b"\0" * 1024).rstrip(b"\0").decode())  # F_GETPATH
-        return self.outside(_REAL["readlink"](f"/proc/self/fd/{descriptor}"))
+            return self.as_script_sees(fcntl.fcntl(descriptor, 50, b"\0" * 1024).rstrip(b"\0").decode())  # F_GETPATH
+        return self.as_script_sees(_REAL["readlink"](f"/proc/self/fd/{descriptor}"))
 
-    def _is_untouched(self, path: str) -> bool:
-        """Whether the script reads and writes there directly: temporary folders, caches, devices.
+    def _is_direct(self, path: str) -> bool:
+        """Whether the script reads and writes a path directly, as in temporary folders, caches and devices.
 
-        A project may lie in a temporary folder itself: where the script is, and where it was started, are redirected.
+        The folder of the script and the folder where it was started are redirected even inside temporary folders.
         """
         if "__pycache__" in path:
             return True
         if (path + os.sep).startswith(self.audit_folder + os.sep):
             return True
-        if not (path + os.sep).startswith(self.untouched):
+        if not (path + os.sep).startswith(self.direct_folders):
             return False
-        if any((path + os.sep).startswith(folder) for folder in self.untouched[self.num_untouched :]):
+        if any((path + os.sep).startswith(folder) for folder in self.direct_folders[self.num_initial_direct :]):
             return True
         if os.path.dirname(path) == self.start_folder:
             return False
-        projects = [f for f in (self.start_folder, self.main_folder) if f and f + os.sep not in self.untouched]
+        projects = [f for f in (self.start_folder, self.main_folder) if f and f + os.sep not in self.direct_folders]
         return not any((path + os.sep).startswith(folder + os.sep) for folder in projects)
 
-    def is_hidden(self, path: str) -> bool:
-        """Whether the script has removed this file, or a folder that it was in."""
+    def is_removed(self, path: str) -> bool:
+        """Whether the script has removed this file, or a folder around it."""
         if not _exists(self.removed):
             return False
         while len(path) > 1:
@@ -123,59 +127,61 @@ class Overlay:
             path = os.path.dirname(path)
         return False
 
-    def hide(self, path: str) -> None:
+    def mark_removed(self, path: str) -> None:
         """Mark the real file or folder as removed."""
         folder = f"{self.removed}{path}"
         _make_folders(folder)
         _REAL["close"](_REAL["open"](f"{folder}/.removed", os.O_CREAT | os.O_WRONLY))
 
-    def found(self, path: Any, dir_fd: int | None = None) -> Any:
-        """The path to read: in the tree if the script has written or removed the file, else the real one."""
-        whole = self.logical(path, dir_fd)
-        if whole is None:
+    def path_to_read(self, path: Any, dir_fd: int | None = None) -> Any:
+        """The path to read: in the tree if the script has written or removed the file, else the real path."""
+        absolute = self.script_path(path, dir_fd)
+        if absolute is None:
             return path
         self.inside.is_busy = True
         try:
-            copied, is_hidden = self.tree + whole, self.is_hidden(whole)
-            if not is_hidden and (not _exists(copied) or (stat.S_ISDIR(_mode(whole)) and stat.S_ISDIR(_mode(copied)))):
+            written_path, is_removed = self.tree + absolute, self.is_removed(absolute)
+            if not is_removed and (
+                not _exists(written_path) or (stat.S_ISDIR(_mode(absolute)) and stat.S_ISDIR(_mode(written_path)))
+            ):
                 # the real path; listing merges folders that are in both places
-                return whole if self._is_inside_tree() else path
-            return os.fsencode(copied) if isinstance(path, bytes) else copied
+                return absolute if self._is_inside_tree() else path
+            return os.fsencode(written_path) if isinstance(path, bytes) else written_path
         finally:
             self.inside.is_busy = False
 
-    def is_there(self, whole: str) -> bool:
-        """Whether the script sees something under this absolute path."""
-        return _exists(self.tree + whole) or (_exists(whole) and not self.is_hidden(whole))
+    def exists_for_script(self, absolute: str) -> bool:
+        """Whether this absolute path exists from the script's point of view."""
+        return _exists(self.tree + absolute) or (_exists(absolute) and not self.is_removed(absolute))
 
-    def target(self, path: Any, dir_fd: int | None = None, *, keeps_content: bool = False) -> Any:
-        """The path to write, in the tree; with the old content if `keeps_content`."""
-        whole = self.logical(path, dir_fd)
-        if whole is None:
+    def path_to_write(self, path: Any, dir_fd: int | None = None, *, keeps_content: bool = False) -> Any:
+        """The path to write, in the tree. With `keeps_content`, the old content is copied there first."""
+        absolute = self.script_path(path, dir_fd)
+        if absolute is None:
             return path
         self.inside.is_busy = True
         try:
-            copied, parent = self.tree + whole, os.path.dirname(whole)
-            if not self.is_there(parent):
-                return copied if self.is_hidden(parent) else path  # the error that the script expects
-            if stat.S_ISDIR(_mode(whole)) and not self.is_hidden(whole):
+            written_path, parent = self.tree + absolute, os.path.dirname(absolute)
+            if not self.exists_for_script(parent):
+                return written_path if self.is_removed(parent) else path  # the error that the script expects
+            if stat.S_ISDIR(_mode(absolute)) and not self.is_removed(absolute):
                 return path  # the error that the script expects
-            _make_folders(os.path.dirname(copied))
-            if keeps_content and not _exists(copied) and _exists(whole) and not self.is_hidden(whole):
-                _copy(whole, copied)
-            return os.fsencode(copied) if isinstance(path, bytes) else copied
+            _make_folders(os.path.dirname(written_path))
+            if keeps_content and not _exists(written_path) and _exists(absolute) and not self.is_removed(absolute):
+                _copy(absolute, written_path)
+            return os.fsencode(written_path) if isinstance(path, bytes) else written_path
         finally:
             self.inside.is_busy = False
 
-    def names_in(self, whole: str) -> list[tuple[str, str]]:
-        """(name, path) of everything that the script sees in a folder. Raises OSError if there is none."""
-        copied, names = self.tree + whole, dict[str, str]()
-        is_real = _exists(whole) and not self.is_hidden(whole)
-        if not is_real and not _exists(copied):
-            _REAL["listdir"](copied)  # raises
-        for folder in ([whole] if is_real else []) + ([copied] if _exists(copied) else []):
+    def entries_of(self, absolute: str) -> list[tuple[str, str]]:
+        """(name, path) of each entry that the script sees in a folder. Raises OSError if the folder does not exist."""
+        written_path, names = self.tree + absolute, dict[str, str]()
+        is_real = _exists(absolute) and not self.is_removed(absolute)
+        if not is_real and not _exists(written_path):
+            _REAL["listdir"](written_path)  # raises
+        for folder in ([absolute] if is_real else []) + ([written_path] if _exists(written_path) else []):
             for name in _REAL["listdir"](folder):
-                if folder == copied or not self.is_hidden(f"{whole}/{name}"):
+                if folder == written_path or not self.is_removed(f"{absolute}/{name}"):
                     names[name] = f"{folder}/{name}"
         return list(names.items())
 
@@ -221,7 +227,7 @@ def _copy(source: str, target: str) -> None:
 
 
 def install_overlay(folder: str, main: str) -> Overlay:
-    """Replace Python's functions for files, once in a process."""
+    """Replace Python's functions for files, once in each process."""
     if _installed:
         return _installed[0]
     overlay = Overlay(folder, main)
@@ -237,13 +243,13 @@ def install_overlay(folder: str, main: str) -> Overlay:
 
 
 def _replace(name: str, function: Callable[..., Any]) -> None:
-    """Replace `os.<name>`, also in the sets of functions that support an argument."""
+    """Replace `os.<name>`, also in sets such as `os.supports_dir_fd`."""
     real = _REAL[name]
     functools.update_wrapper(function, real)
     setattr(os, name, function)
-    for kinds in (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks, os.supports_effective_ids):
-        if real in kinds:
-            kinds.add(function)
+    for functions in (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks, os.supports_effective_ids):
+        if real in functions:
+            functions.add(function)
 
 
 def _redirect_open(overlay: Overlay) -> None:
@@ -253,16 +259,16 @@ def _redirect_open(overlay: Overlay) -> None:
         if "x" in mode:
             _refuse_existing(overlay, file, None)
         if _WRITES.intersection(mode):
-            path = overlay.target(file, keeps_content="a" in mode or "r" in mode)
+            path = overlay.path_to_write(file, keeps_content="a" in mode or "r" in mode)
             return _REAL_OPEN(path, mode, *args, **kwargs)
-        return _REAL_OPEN(overlay.found(file), mode, *args, **kwargs)
+        return _REAL_OPEN(overlay.path_to_read(file), mode, *args, **kwargs)
 
-    def opened_low(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-        real_path = overlay.found(path, dir_fd)
+    def os_open(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        real_path = overlay.path_to_read(path, dir_fd)
         if flags & os.O_CREAT and flags & os.O_EXCL:
             _refuse_existing(overlay, path, dir_fd)
         if flags & _WRITE_FLAGS and not (getattr(os, "O_TMPFILE", 0) & ~os.O_DIRECTORY) & flags:
-            real_path = overlay.target(path, dir_fd, keeps_content=not flags & os.O_TRUNC)
+            real_path = overlay.path_to_write(path, dir_fd, keeps_content=not flags & os.O_TRUNC)
         return _REAL["open"](real_path, flags, mode, dir_fd=dir_fd if real_path is path else None)
 
     class OpenedFile(io.FileIO, metaclass=_AnyFile):
@@ -271,19 +277,23 @@ def _redirect_open(overlay: Overlay) -> None:
         def __init__(self, file: Any, mode: str = "r", closefd: bool = True, opener: Any = None) -> None:
             if not isinstance(file, int):
                 is_written = bool(_WRITES.intersection(mode))
-                keeps = "a" in mode or "r" in mode
-                file = overlay.target(file, keeps_content=keeps) if is_written else overlay.found(file)
+                keeps_content = "a" in mode or "r" in mode
+                file = (
+                    overlay.path_to_write(file, keeps_content=keeps_content)
+                    if is_written
+                    else overlay.path_to_read(file)
+                )
             super().__init__(file, mode, closefd, opener)
 
     functools.update_wrapper(opened, _REAL_OPEN)
     builtins.open = io.open = opened
     io.FileIO = OpenedFile  # type: ignore[misc]
-    _replace("open", opened_low)
+    _replace("open", os_open)
 
 
 def _refuse_existing(overlay: Overlay, path: Any, dir_fd: int | None) -> None:
-    whole = overlay.logical(path, dir_fd)
-    if whole is not None and overlay.is_there(whole):
+    absolute = overlay.script_path(path, dir_fd)
+    if absolute is not None and overlay.exists_for_script(absolute):
         raise FileExistsError(17, "File exists", os.fsdecode(path))
 
 
@@ -291,7 +301,7 @@ _RealFileIO = io.FileIO
 
 
 class _AnyFile(type(io.FileIO)):
-    """Counts real FileIO objects, which open() returns, as instances."""
+    """Makes isinstance accept real FileIO objects, which open() returns."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, _RealFileIO)
@@ -300,27 +310,27 @@ class _AnyFile(type(io.FileIO)):
 def _redirect_stat(overlay: Overlay) -> None:
     """Redirect stat and similar functions to the script's version of a file."""
 
-    def asking(name: str) -> Callable[..., Any]:
+    def redirected(name: str) -> Callable[..., Any]:
         function = _REAL[name]
 
-        def asked(path: Any, *args: Any, **kwargs: Any) -> Any:
-            real_path = overlay.found(path, kwargs.get("dir_fd"))
+        def redirected_call(path: Any, *args: Any, **kwargs: Any) -> Any:
+            real_path = overlay.path_to_read(path, kwargs.get("dir_fd"))
             if real_path is not path and "dir_fd" in kwargs:
                 kwargs["dir_fd"] = None
             return function(real_path, *args, **kwargs)
 
-        return asked
+        return redirected_call
 
     for name in ("stat", "lstat", "access", "chdir", "statvfs", "getxattr", "listxattr", "pathconf"):
         if name in _REAL:
-            _replace(name, asking(name))
-    for name in ("exists", "lexists", "isfile", "isdir", "islink"):  # some of them are written in C
+            _replace(name, redirected(name))
+    for name in ("exists", "lexists", "isfile", "isdir", "islink"):
         _redirect_path_function(overlay, name)
 
     def readlink(path: Any, *, dir_fd: int | None = None) -> Any:
-        real_path = overlay.found(path, dir_fd)
+        real_path = overlay.path_to_read(path, dir_fd)
         target = _REAL["readlink"](real_path, dir_fd=dir_fd if real_path is path else None)
-        return overlay.outside(target) if isinstance(target, str) else target
+        return overlay.as_script_sees(target) if isinstance(target, str) else target
 
     def getcwd() -> str:
         return overlay.working_folder()
@@ -333,13 +343,13 @@ def _redirect_stat(overlay: Overlay) -> None:
 def _redirect_path_function(overlay: Overlay, name: str) -> None:
     function = getattr(os.path, name)
     if getattr(function, "__module__", "") in ("genericpath", "posixpath"):
-        return  # written in Python: it calls os.stat
+        return  # a function in Python calls os.stat, which is redirected
 
     @functools.wraps(function)
-    def asked(path: Any) -> bool:
-        return function(overlay.found(path))
+    def redirected_call(path: Any) -> bool:
+        return function(overlay.path_to_read(path))
 
-    setattr(os.path, name, asked)
+    setattr(os.path, name, redirected_call)
 
 
 class _Entry:
@@ -384,35 +394,37 @@ def _redirect_listing(overlay: Overlay) -> None:
     def folder_of(path: Any) -> str | None:
         """The absolute path of a folder in which something was written or removed."""
         if isinstance(path, int):
-            whole = None if getattr(overlay.inside, "is_busy", False) else overlay.logical(overlay._path_of(path))
+            absolute = (
+                None if getattr(overlay.inside, "is_busy", False) else overlay.script_path(overlay._path_of(path))
+            )
         else:
-            whole = overlay.logical(os.curdir if path is None else path)
-        if whole is None or not (_exists(overlay.tree + whole) or _exists(overlay.removed)):
+            absolute = overlay.script_path(os.curdir if path is None else path)
+        if absolute is None or not (_exists(overlay.tree + absolute) or _exists(overlay.removed)):
             return None
-        return whole
+        return absolute
 
     def listdir(path: Any = None) -> list[Any]:
-        whole = folder_of(path)
-        if whole is None:
+        absolute = folder_of(path)
+        if absolute is None:
             return _REAL["listdir"](path)
-        names = [name for name, _ in overlay.names_in(whole)]
+        names = [name for name, _ in overlay.entries_of(absolute)]
         return [os.fsencode(name) for name in names] if isinstance(path, bytes) else names
 
     def scandir(path: Any = None) -> Any:
-        whole = folder_of(path)
-        if whole is None:
+        absolute = folder_of(path)
+        if absolute is None:
             return _REAL["scandir"](path)
-        lying = dict(overlay.names_in(whole))
-        given = os.curdir if path is None else path
+        visible_paths = dict(overlay.entries_of(absolute))
+        folder = os.curdir if path is None else path
         entries: list[Any] = []
-        for folder in (whole, overlay.tree + whole):
+        for folder in (absolute, overlay.tree + absolute):
             if not _exists(folder):
                 continue
             with _REAL["scandir"](folder) as real_entries:
                 for entry in real_entries:
-                    if lying.get(entry.name) == entry.path:
-                        name = entry.name if isinstance(given, int) else os.path.join(os.fsdecode(given), entry.name)
-                        entries.append(_Entry(entry, os.fsencode(name) if isinstance(given, bytes) else name))
+                    if visible_paths.get(entry.name) == entry.path:
+                        name = entry.name if isinstance(folder, int) else os.path.join(os.fsdecode(folder), entry.name)
+                        entries.append(_Entry(entry, os.fsencode(name) if isinstance(folder, bytes) else name))
         return _Entries(iter(entries))
 
     _replace("listdir", listdir)
@@ -420,7 +432,7 @@ def _redirect_listing(overlay: Overlay) -> None:
 
 
 def _redirect_folders(overlay: Overlay) -> None:
-    """Making, removing and renaming only change the script's view."""
+    """Create, remove and rename files and folders only in the script's view."""
     for name in ("mkdir", "mkfifo", "mknod"):
         if name in _REAL:
             _replace(name, _making(overlay, name))
@@ -434,13 +446,14 @@ def _making(overlay: Overlay, name: str) -> Callable[..., Any]:
     function = _REAL[name]
 
     def made(path: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any) -> Any:
-        if overlay.logical(path, dir_fd) is None:
+        if overlay.script_path(path, dir_fd) is None:
             return function(path, *args, dir_fd=dir_fd, **kwargs)
         _refuse_existing(overlay, path, dir_fd)
-        if overlay.start_folder + os.sep in overlay.untouched and _is_called_by_tempfile():
-            overlay.untouched += (f"{os.fsdecode(path)}{os.sep}",)  # a script that is started in /tmp itself
+        if overlay.start_folder + os.sep in overlay.direct_folders and _is_called_by_tempfile():
+            # the script was started in /tmp itself, and this is a temporary folder
+            overlay.direct_folders += (f"{os.fsdecode(path)}{os.sep}",)
             return function(path, *args, **kwargs)
-        return function(overlay.target(path, dir_fd), *args, **kwargs)
+        return function(overlay.path_to_write(path, dir_fd), *args, **kwargs)
 
     return made
 
@@ -449,23 +462,23 @@ def _removing(overlay: Overlay, name: str) -> Callable[..., Any]:
     function = _REAL[name]
 
     def removed(path: Any, *, dir_fd: int | None = None) -> None:
-        whole = overlay.logical(path, dir_fd)
-        if whole is None:
+        absolute = overlay.script_path(path, dir_fd)
+        if absolute is None:
             function(path, dir_fd=dir_fd)
             return
-        copied, is_real = overlay.tree + whole, _exists(whole) and not overlay.is_hidden(whole)
-        is_folder = stat.S_ISDIR(_mode(whole)) and not stat.S_ISLNK(_REAL["lstat"](whole).st_mode)
-        if name == "rmdir" and overlay.is_there(whole) and os.listdir(whole):
+        written_path, is_real = overlay.tree + absolute, _exists(absolute) and not overlay.is_removed(absolute)
+        is_folder = stat.S_ISDIR(_mode(absolute)) and not stat.S_ISLNK(_REAL["lstat"](absolute).st_mode)
+        if name == "rmdir" and overlay.exists_for_script(absolute) and os.listdir(absolute):
             raise OSError(39, "Directory not empty", os.fsdecode(path))
-        if is_real and not _exists(copied) and is_folder is not (name == "rmdir"):
+        if is_real and not _exists(written_path) and is_folder is not (name == "rmdir"):
             error = (20, "Not a directory") if name == "rmdir" else (21, "Is a directory")
             raise OSError(*error, os.fsdecode(path))
-        if _exists(copied):
-            function(copied)
+        if _exists(written_path):
+            function(written_path)
         elif not is_real:
             raise FileNotFoundError(2, "No such file or directory", os.fsdecode(path))
         if is_real:
-            overlay.hide(whole)
+            overlay.mark_removed(absolute)
 
     return removed
 
@@ -474,27 +487,32 @@ def _renaming(overlay: Overlay, name: str) -> Callable[..., Any]:
     function = _REAL[name]
 
     def renamed(src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
-        source, whole = overlay.logical(src, src_dir_fd), overlay.logical(dst, dst_dir_fd)
-        if source is None and whole is None:
+        source, absolute = overlay.script_path(src, src_dir_fd), overlay.script_path(dst, dst_dir_fd)
+        if source is None and absolute is None:
             function(src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
             return
-        if source is not None and not overlay.is_there(source):
+        if source is not None and not overlay.exists_for_script(source):
             raise FileNotFoundError(2, "No such file or directory", os.fsdecode(src), None, os.fsdecode(dst))
-        if whole is not None and source != whole and overlay.is_there(whole) and os.path.isdir(whole):
-            os.rmdir(whole)  # raises unless it is empty
+        if (
+            absolute is not None
+            and source != absolute
+            and overlay.exists_for_script(absolute)
+            and os.path.isdir(absolute)
+        ):
+            os.rmdir(absolute)  # raises unless it is empty
         if source is None:  # from a temporary folder into the project, perhaps on another disk
-            _move(os.fsdecode(src), overlay.target(dst, dst_dir_fd))
+            _move(os.fsdecode(src), overlay.path_to_write(dst, dst_dir_fd))
             return
-        copied = overlay.tree + source
-        if not _exists(copied) or stat.S_ISDIR(_mode(copied)):
+        written_path = overlay.tree + source
+        if not _exists(written_path) or stat.S_ISDIR(_mode(written_path)):
             _complete(overlay, source)
-        if _exists(source) and not overlay.is_hidden(source):
-            overlay.hide(source)
-        new_path = overlay.target(dst, dst_dir_fd) if whole is not None else dst
-        if whole is not None and not _exists(new_path):
-            function(copied, new_path)
+        if _exists(source) and not overlay.is_removed(source):
+            overlay.mark_removed(source)
+        new_path = overlay.path_to_write(dst, dst_dir_fd) if absolute is not None else dst
+        if absolute is not None and not _exists(new_path):
+            function(written_path, new_path)
         else:
-            _move(copied, os.fsdecode(new_path))
+            _move(written_path, os.fsdecode(new_path))
 
     return renamed
 
@@ -503,18 +521,18 @@ def _is_called_by_tempfile() -> bool:
     return sys._getframe(2).f_globals.get("__name__") == "tempfile"
 
 
-def _complete(overlay: Overlay, whole: str) -> None:
-    """Copy the parts of a file or folder that are not in the tree yet."""
-    copied = overlay.tree + whole
-    _make_folders(os.path.dirname(copied))
-    if not _exists(copied):
-        _copy(whole, copied)
-    elif stat.S_ISDIR(_mode(whole)):
-        for name, lying in overlay.names_in(whole):
-            if lying == f"{whole}/{name}":
-                _copy(lying, f"{copied}/{name}")
+def _complete(overlay: Overlay, absolute: str) -> None:
+    """Copy a file, or the files of a folder, that are not in the tree yet."""
+    written_path = overlay.tree + absolute
+    _make_folders(os.path.dirname(written_path))
+    if not _exists(written_path):
+        _copy(absolute, written_path)
+    elif stat.S_ISDIR(_mode(absolute)):
+        for name, real_path in overlay.entries_of(absolute):
+            if real_path == f"{absolute}/{name}":
+                _copy(real_path, f"{written_path}/{name}")
             else:
-                _complete(overlay, f"{whole}/{name}")
+                _complete(overlay, f"{absolute}/{name}")
 
 
 def _move(source: str, target: Any) -> None:
@@ -522,7 +540,7 @@ def _move(source: str, target: Any) -> None:
     try:
         _REAL["replace"](source, target)
     except OSError as error:
-        if error.errno != 18:  # another disk
+        if error.errno != 18:  # EXDEV: a different disk
             raise
         _copy(source, os.fsdecode(target))
         _REAL["remove"](source)
@@ -537,14 +555,14 @@ def _redirect_links(overlay: Overlay) -> None:
         dst_dir_fd: int | None = None,
         follow_symlinks: bool = True,
     ) -> None:
-        whole = overlay.logical(dst, dst_dir_fd)
-        if whole is None and overlay.logical(src, src_dir_fd) is None:
-            numbers = {"src_dir_fd": src_dir_fd, "dst_dir_fd": dst_dir_fd}
-            _REAL["link"](src, dst, **numbers, follow_symlinks=follow_symlinks)
+        absolute = overlay.script_path(dst, dst_dir_fd)
+        if absolute is None and overlay.script_path(src, src_dir_fd) is None:
+            dir_fds = {"src_dir_fd": src_dir_fd, "dst_dir_fd": dst_dir_fd}
+            _REAL["link"](src, dst, **dir_fds, follow_symlinks=follow_symlinks)
             return
         _refuse_existing(overlay, dst, dst_dir_fd)
-        real_path = os.fsdecode(overlay.found(src, src_dir_fd))
-        new_path = os.fsdecode(overlay.target(dst, dst_dir_fd))
+        real_path = os.fsdecode(overlay.path_to_read(src, src_dir_fd))
+        new_path = os.fsdecode(overlay.path_to_write(dst, dst_dir_fd))
         if not real_path.startswith(overlay.tree) or not new_path.startswith(overlay.tree):
             _REAL["lstat"](real_path)  # raises where there is none
             _copy(
@@ -554,29 +572,35 @@ def _redirect_links(overlay: Overlay) -> None:
             _REAL["link"](real_path, new_path)
 
     def symlink(src: Any, dst: Any, target_is_directory: bool = False, *, dir_fd: int | None = None) -> None:
-        whole = overlay.logical(dst, dir_fd)
-        if whole is None:
+        absolute = overlay.script_path(dst, dir_fd)
+        if absolute is None:
             _REAL["symlink"](src, dst, target_is_directory, dir_fd=dir_fd)
             return
         _refuse_existing(overlay, dst, dir_fd)
-        meant = os.path.normpath(os.path.join(os.path.dirname(whole), os.fsdecode(src)))
-        is_beside = not os.path.isabs(os.fsdecode(src)) and not _exists(meant)  # written by the script, or to come
-        _REAL["symlink"](src if is_beside else overlay.found(meant), overlay.target(dst, dir_fd), target_is_directory)
+        target_path = os.path.normpath(os.path.join(os.path.dirname(absolute), os.fsdecode(src)))
+        is_relative = not os.path.isabs(os.fsdecode(src)) and not _exists(
+            target_path
+        )  # written by the script, or to come
+        _REAL["symlink"](
+            src if is_relative else overlay.path_to_read(target_path),
+            overlay.path_to_write(dst, dir_fd),
+            target_is_directory,
+        )
 
     _replace("link", link)
     _replace("symlink", symlink)
 
 
 def _redirect_attributes(overlay: Overlay) -> None:
-    """Change permissions, times and lengths of the script's version only."""
+    """Change permissions, times and lengths only of the script's version of a file."""
 
-    def changing(name: str) -> Callable[..., Any]:
+    def redirected_change(name: str) -> Callable[..., Any]:
         function = _REAL[name]
 
         def changed(path: Any, *args: Any, **kwargs: Any) -> Any:
-            if overlay.logical(path, kwargs.get("dir_fd")) is None:
+            if overlay.script_path(path, kwargs.get("dir_fd")) is None:
                 return function(path, *args, **kwargs)
-            real_path = overlay.found(path, kwargs.pop("dir_fd", None))
+            real_path = overlay.path_to_read(path, kwargs.pop("dir_fd", None))
             if real_path is path and not _exists(os.path.join(overlay.working_folder(), os.fsdecode(path))):
                 return function(path, *args, **kwargs)  # raises as the script expects
             return function(real_path, *args, **kwargs) if real_path is not path else None
@@ -585,25 +609,25 @@ def _redirect_attributes(overlay: Overlay) -> None:
 
     for name in ("chmod", "lchmod", "chown", "lchown", "utime", "setxattr", "removexattr", "chflags"):
         if name in _REAL:
-            _replace(name, changing(name))
+            _replace(name, redirected_change(name))
 
     def truncate(path: Any, length: int) -> None:
-        _REAL["truncate"](path if isinstance(path, int) else overlay.target(path, keeps_content=True), length)
+        _REAL["truncate"](path if isinstance(path, int) else overlay.path_to_write(path, keeps_content=True), length)
 
     _replace("truncate", truncate)
 
 
 def _record_commands(overlay: Overlay) -> None:
-    """Record programs other than Python that the script starts, because they write past the overlay."""
+    """Record programs other than Python that the script starts, because their files are not redirected."""
 
     def record(event: str, arguments: tuple[Any, ...]) -> None:
         try:
             if event == "os.system":
                 command = os.fsdecode(arguments[0]).split()
             elif event == "subprocess.Popen":
-                given = arguments[1]
-                is_list = isinstance(given, list | tuple)
-                command = [os.fsdecode(argument) for argument in given] if is_list else str(given).split()
+                popen_args = arguments[1]
+                is_list = isinstance(popen_args, list | tuple)
+                command = [os.fsdecode(argument) for argument in popen_args] if is_list else str(popen_args).split()
                 command = command[2].split() if command[:2] == ["/bin/sh", "-c"] and len(command) > 2 else command
             else:
                 return

@@ -1,7 +1,8 @@
-"""Runs a script that uses CUDA on the CPU and gloo if there is no GPU, without changing the script.
+"""Runs a script that uses CUDA on the CPU with gloo if there is no GPU, without changing the script.
 
-`torch.cuda.is_available()` is only true in the user's own code: libraries use the CPU. Only devices, the backend, the
-AVG reduction (which gloo lacks), and the device of autocast and of the gradient scaler change. The report mentions it.
+`torch.cuda.is_available()` is true only in the user's own code, so that libraries use the CPU. Only devices, the
+backend, the AVG reduction (which gloo lacks), and the devices of autocast and the gradient scaler change. The report
+mentions it.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from everyrank.audit.watch.place import caller_is_own
+from everyrank.audit.watch.source_location import caller_is_user_code
 from everyrank.audit.watch.sync_batch_norm import install_sync_batch_norm
 
 __all__ = ["PretendCuda"]
 
 
 def _on_cpu(device: Any, numbers: bool = False) -> Any:
-    """The CPU for a CUDA device, other devices unchanged. With `numbers`, a bare number is a CUDA device."""
+    """The CPU for a CUDA device; other devices unchanged. With `numbers`, an int is a CUDA device."""
     if isinstance(device, torch.device) and device.type == "cuda":
         return torch.device("cpu")
     if isinstance(device, str) and device.startswith("cuda"):
@@ -36,13 +37,13 @@ def _on_cpu(device: Any, numbers: bool = False) -> Any:
 
 
 class PretendCuda:
-    """`num_devices` CUDA devices that are the CPU."""
+    """Pretends that the CPU is `num_devices` CUDA devices."""
 
     def __init__(self, num_devices: int) -> None:
         self.num_devices = num_devices
 
     def rewrite(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-        """A result that replaces the call of a torch function, or None; and its new arguments."""
+        """(result, args, kwargs) of a torch function: a result that replaces the call, or None with new arguments."""
         if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
             return args[0], args, kwargs
         if kwargs.get("device") is not None:
@@ -97,12 +98,12 @@ class PretendCuda:
         torch.Generator = _Generator
 
     def _tensor_types(self) -> None:
-        """Old scripts use `torch.cuda.FloatTensor` and similar names."""
+        """Define `torch.cuda.FloatTensor` and similar names, which old scripts use."""
         for name in ("Float", "Double", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool"):
             setattr(torch.cuda, f"{name}Tensor", getattr(torch, f"{name}Tensor"))
 
     def _meshes(self) -> None:
-        """Meshes that a script or fully_shard constructs."""
+        """Put device meshes of the script and of fully_shard on the CPU."""
         from torch.distributed.device_mesh import DeviceMesh
 
         init = DeviceMesh.__init__
@@ -114,7 +115,7 @@ class PretendCuda:
         DeviceMesh.__init__ = on_cpu
 
     def _groups(self) -> None:
-        """Process groups and DistributedDataParallel: gloo in place of nccl, and no devices."""
+        """Use gloo instead of nccl in process groups, and no devices in DistributedDataParallel."""
         c10d: Any = dist.distributed_c10d
         init, wrap = c10d.init_process_group, DistributedDataParallel.__init__
 
@@ -160,14 +161,14 @@ class PretendCuda:
         autocast_init, scaler_init = autocast.__init__, scaler.__init__
 
         @functools.wraps(autocast_init)
-        def begin(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        def init_on_cpu(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
             autocast_init(self, _on_cpu(device_type), *args, **kwargs)
 
         @functools.wraps(scaler_init)
         def scale(self: Any, device: str = "cuda", *args: Any, **kwargs: Any) -> None:
             scaler_init(self, _on_cpu(device), *args, **kwargs)
 
-        autocast.__init__, scaler.__init__ = begin, scale
+        autocast.__init__, scaler.__init__ = init_on_cpu, scale
 
 
 class _GeneratorType(type):
@@ -179,14 +180,14 @@ _REAL_GENERATOR = torch.Generator
 
 
 class _Generator(metaclass=_GeneratorType):
-    """`torch.Generator(device="cuda")` makes a generator of the CPU."""
+    """Returns a CPU generator for `torch.Generator(device="cuda")`."""
 
     def __new__(cls, device: Any = "cpu") -> Any:
         return _REAL_GENERATOR(_on_cpu(device, numbers=True))
 
 
 class _Stream:
-    """A stream whose work is always done."""
+    """A CUDA stream whose work is always finished."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         self.cuda_stream = self.stream_id = self.device_index = 0
@@ -204,7 +205,7 @@ class _Stream:
 
 
 class _Event(_Stream):
-    """An event with the time of the CPU."""
+    """A CUDA event that records the time of the CPU."""
 
     seconds = 0.0
 
@@ -216,7 +217,7 @@ class _Event(_Stream):
 
 
 class _Block(contextlib.nullcontext[None]):
-    """`with torch.cuda.stream(...)`, `with torch.cuda.device(...)`."""
+    """Context manager without effect, for `torch.cuda.stream(...)` and `torch.cuda.device(...)`."""
 
 
 _PROPERTIES = types.SimpleNamespace(name="the CPU", total_memory=2**36, major=8, minor=0, multi_processor_count=1)
@@ -235,17 +236,17 @@ def _stays(self: Any, device: Any = None) -> Any:  # noqa: ARG001  (as it is cal
 
 
 def _for_user(answer_for_user: Any, function: Any) -> Any:
-    """A function that only answers the user's own code as a machine with GPUs would."""
+    """A function that returns `answer_for_user` only to the user's own code, and is unchanged for other callers."""
 
     @functools.wraps(function)
     def answer(*args: Any, **kwargs: Any) -> Any:
-        return answer_for_user if caller_is_own() else function(*args, **kwargs)
+        return answer_for_user if caller_is_user_code() else function(*args, **kwargs)
 
     return answer
 
 
 def _constant(value: Any) -> Any:
-    """A function that returns this value: a new one each time, because dynamo allows one torch name for a function."""
+    """A new function that returns this value. Dynamo allows only one torch name for each function."""
 
     def answer(*_args: Any, **_kwargs: Any) -> Any:
         return value
@@ -254,7 +255,7 @@ def _constant(value: Any) -> Any:
 
 
 def _groups_of_gloo(c10d: Any) -> None:
-    """Groups that the script opens with nccl use gloo, without a device."""
+    """Use gloo, without a device, for process groups that the script creates with nccl."""
     new_group = c10d.new_group
     signature = inspect.signature(new_group)
 
@@ -270,7 +271,7 @@ def _groups_of_gloo(c10d: Any) -> None:
 
 
 def _average_on_gloo(c10d: Any) -> None:
-    """Replace AVG, which gloo lacks, by the sum divided by the number of ranks."""
+    """Replace AVG, which gloo lacks, by a sum that is divided by the number of ranks."""
     for name, output in _AVERAGED.items():
         function = getattr(c10d, name)
         setattr(c10d, name, _as_sum(function, output))

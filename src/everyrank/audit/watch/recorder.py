@@ -1,4 +1,4 @@
-"""Writes the events of a process: one line of JSON each, and gradients as small samples in files of arrays.
+"""Writes the events of a process as lines of JSON, and samples of gradients as files of arrays.
 
 `everyrank.audit.evidence` reads the files when the processes have ended.
 """
@@ -23,7 +23,7 @@ from everyrank.audit.events import Event, HookFailed, Stopped, Unchecked
 
 __all__ = ["HOOKS", "Recorder", "Settings", "all_leaves", "checksum", "harmless", "local", "tensors"]
 
-_SOMETIMES = 50
+_WATCH_INTERVAL = 50
 ENVIRONMENT = "EVERYRANK_AUDIT"
 ACCELERATE_ON_CPU = "ACCELERATE_USE_CPU"  # Accelerate's own variable, which its launcher sets, too
 
@@ -32,16 +32,16 @@ ACCELERATE_ON_CPU = "ACCELERATE_USE_CPU"  # Accelerate's own variable, which its
 class Settings:
     """Settings of the hooks, passed as JSON in an environment variable.
 
-    folder         where to write
-    updates        number of updates to record; the script is stopped after twice as many
-    batches        batches of each epoch before its last one; 0: all
-    epochs         epochs of a training loader; 0: all
-    devices        pretended CUDA devices; 0: none
-    modes          record every torch function and collective (not with --watch)
-    replay         number of updates to replay in one process
-    keep_files     do not redirect the files that the script writes
-    main           the script
-    shim           a folder of modules to import first
+    folder             folder of the event files
+    updates            number of updates to record; the script is stopped after twice as many
+    batches            number of batches of each epoch to run before its last one; 0: all
+    epochs             number of epochs of a training loader to run; 0: all
+    devices            number of pretended CUDA devices
+    records_functions  record every torch function and collective (not with --watch)
+    replay             number of updates to replay in one process
+    keep_files         do not redirect the files that the script writes
+    main               the script
+    shim               a folder of modules to import first
     """
 
     folder: str
@@ -49,7 +49,7 @@ class Settings:
     batches: int = 4
     epochs: int = 2
     devices: int = 0
-    modes: bool = True
+    records_functions: bool = True
     replay: int = 0
     keep_files: bool = False
     shim: str = ""
@@ -57,10 +57,10 @@ class Settings:
 
     @classmethod
     def read(cls, text: str) -> Settings:
-        """The settings from the JSON of `written`."""
+        """The settings from the JSON of `to_json`."""
         return cls(**json.loads(text))
 
-    def written(self) -> str:
+    def to_json(self) -> str:
         """The settings as JSON, for the environment."""
         return json.dumps(dataclasses.asdict(self))
 
@@ -77,29 +77,29 @@ class Recorder:
         self.micro = 0  # backwards since the last of them
         self.phase = "script"  # the code that calls collectives: the script, a forward, a backward...
         self.is_done = False
-        self.num_sent = 0  # collectives since the first update began
+        self.num_collectives = 0  # collectives since the first update began
         self.calls_by_rpc = False
         self._muted = threading.local()
-        self._failed: set[str] = set()  # hooks that have raised
-        self._failed_in = -1  # the last update in which one has
+        self._failed_tasks: set[str] = set()  # hooks that have raised
+        self._last_failed_update = -1  # the last update in which one has
         self._count = 0
         self._pid = 0
         self._file: Any = None
 
     @property
     def is_muted(self) -> bool:
-        """Whether nothing is recorded now, because a hook is running or the update is skipped."""
+        """Whether events are ignored now, because a hook is running or the update is skipped."""
         return getattr(self._muted, "depth", 0) > 0 or self.is_skipped
 
     @property
     def is_skipped(self) -> bool:
-        """Whether --watch skips this update: after the first ones it records every 50th."""
+        """Whether --watch skips this update: after the first updates it records only every 50th."""
         is_late = self.update >= 2 * self.settings.updates
-        return is_late and not self.settings.modes and self.update % _SOMETIMES != 0
+        return is_late and not self.settings.records_functions and self.update % _WATCH_INTERVAL != 0
 
     @contextlib.contextmanager
     def muted(self) -> Generator[None]:
-        """Record nothing of this thread within the block. Other threads of the script are recorded."""
+        """Ignore events of this thread within the block. Other threads of the script are recorded."""
         self._muted.depth = getattr(self._muted, "depth", 0) + 1
         try:
             yield
@@ -108,7 +108,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Generator[None]:
-        """Collectives within the block belong to `phase`."""
+        """Set the phase of collectives within the block."""
         before, self.phase = self.phase, phase
         try:
             yield
@@ -123,25 +123,31 @@ class Recorder:
             self._pid = os.getpid()
             self._file = _real_open(self.folder / f"pid{self._pid}.jsonl", "a", buffering=1, encoding="utf-8")
         self._count += 1
-        now = {"update": self.update, "micro": self.micro, "rank": self.rank, "count": self._count, "time": time.time()}
-        row = {"kind": type(event).__name__, **vars(event), **now}
+        position = {
+            "update": self.update,
+            "micro": self.micro,
+            "rank": self.rank,
+            "count": self._count,
+            "time": time.time(),
+        }
+        row = {"kind": type(event).__name__, **vars(event), **position}
         with contextlib.suppress(OSError):  # a full disk
             self._file.write(json.dumps(row, default=vars) + "\n")  # default: LossTerm, ReduceResult
 
     def hook_failed(self, task: str, error: Exception) -> None:
         """Report that a hook has raised. The script continues."""
         with contextlib.suppress(Exception):
-            if self.update != self._failed_in:
-                self._failed_in = self.update
+            if self.update != self._last_failed_update:
+                self._last_failed_update = self.update
                 self.write(HookFailed())
-            if task in self._failed:
+            if task in self._failed_tasks:
                 return
-            self._failed.add(task)
-            why = f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
-            self.write(Unchecked(message=f"{task}: a hook of everyrank failed ({why}); the script went on"))
+            self._failed_tasks.add(task)
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+            self.write(Unchecked(message=f"{task}: a hook of everyrank failed ({reason}); the script continued"))
 
     def arrays(self, name: str, content: dict[str, np.ndarray]) -> None:
-        """Write arrays by name, completely or not at all."""
+        """Write arrays by name to a file, atomically."""
         partial = self.folder / f".{name}.{os.getpid()}.npz"
         with _real_open(partial, "wb") as file:
             renamed: Any = {key.replace("/", "|"): value for key, value in content.items()}
@@ -158,10 +164,11 @@ HOOKS: list[Any] = []
 def harmless(task: str, default: Callable[[], Any] = lambda: None) -> Callable[[Any], Any]:
     """Decorate a method of a hook so that its errors never reach the script.
 
-    task     what is not checked if the method fails, for the report
-    default  makes the value that it returns then
+    task     what cannot be checked if the method fails, for the report
+    default  returns the method's result in that case
 
-    Its object has a `recorder`. Torch calls these methods inside the script, so an error would end the training.
+    The object of the method needs a `recorder`. Torch calls these methods inside the script, so an error in one of them
+    would end the training.
     """
 
     def decorate(method: Any) -> Any:

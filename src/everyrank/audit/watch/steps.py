@@ -1,4 +1,4 @@
-"""Records the events of an update: backwards, clipping, the gradient scaler, optimizer steps, zero_grad, schedules."""
+"""Records the events of an update: backward, clipping, gradient scaler, optimizer step, zero_grad, schedule."""
 
 # The hooks replace parts of torch that are private.
 # pyright: reportPrivateUsage=false
@@ -23,8 +23,8 @@ from everyrank.audit.events import (
 from everyrank.audit.watch.gradients import Gradients
 from everyrank.audit.watch.imports import after_import
 from everyrank.audit.watch.losses import Losses
-from everyrank.audit.watch.place import where
 from everyrank.audit.watch.recorder import Recorder, harmless, tensors
+from everyrank.audit.watch.source_location import user_line
 
 __all__ = ["install_sharding", "install_steps"]
 
@@ -36,25 +36,25 @@ def install_steps(
     on_backward: Callable[[], None],
     on_step: Callable[[], None],
 ) -> None:
-    """Hook each update. `on_backward` is called at each backward, `on_step` after each optimizer step was recorded."""
-    looks = _Looks(recorder, losses, gradients)
-    _watch_backward(looks, on_backward)
-    _watch_clipping(looks)
-    _watch_scaler(looks)
+    """Hook each update. Calls `on_backward` at each backward, and `on_step` after each recorded optimizer step."""
+    hooks = _StepHooks(recorder, losses, gradients)
+    _watch_backward(hooks, on_backward)
+    _watch_clipping(hooks)
+    _watch_scaler(hooks)
     _watch_optimizers(recorder, gradients, on_step)
-    _watch_zero_grad(looks)
-    _watch_schedules(looks)
+    _watch_zero_grad(hooks)
+    _watch_schedules(hooks)
 
 
-class _Looks:
-    """Records the calls of the functions that this file replaces."""
+class _StepHooks:
+    """Records calls of the functions that this file replaces."""
 
     def __init__(self, recorder: Recorder, losses: Losses, gradients: Gradients) -> None:
         self.recorder, self.losses, self.gradients = recorder, losses, gradients
 
     @harmless("losses of what all_gather gave")
     def gathered(self, roots: Any, line: str) -> Backward | None:
-        """The event of a backward whose loss contains the result of an all_gather; None for any other backward."""
+        """The event of a backward whose loss depends on the result of an all_gather; None for any other backward."""
         with self.recorder.muted():
             for root in tensors(roots):
                 gather = self.losses.gathers.gathered.get(id(root))
@@ -65,47 +65,51 @@ class _Looks:
         return None
 
     @harmless("clipping")
-    def clipped(self, norm: Any, before: dict[str, Any]) -> None:
-        """Record the norm that a function for clipping returns, and the gradients before it."""
+    def record_clip(self, norm: Any, before: dict[str, Any]) -> None:
+        """Record the norm that a clipping function returns, and the gradients before clipping."""
         recorder, gradients = self.recorder, self.gradients
         with recorder.muted():
-            whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-            value = float(whole) if whole is not None else None
+            gathered_norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+            value = float(gathered_norm) if gathered_norm is not None else None
         scale = 1.0 if gradients.is_unscaled else gradients.loss_scale
-        recorder.write(Clip(line=where(), norm=value, scale=scale))
-        gradients.before_clip = {**before, **(gradients.before_clip or {})}
+        recorder.write(Clip(line=user_line(), norm=value, scale=scale))
+        gradients.unclipped_grads = {**before, **(gradients.unclipped_grads or {})}
 
     @harmless("the scale of a gradient scaler")
-    def scaled(self, scaler: Any) -> None:
+    def record_scale(self, scaler: Any) -> None:
         """Read the scale of a gradient scaler."""
         with self.recorder.muted():
             self.gradients.loss_scale = float(scaler._scale)
 
     @harmless("gradients that zero_grad discards")
-    def zeroed(self, optimizer: Any) -> None:
+    def record_zero_grad(self, optimizer: Any) -> None:
         """Record gradients that zero_grad clears before a step has used them."""
         recorder, gradients = self.recorder, self.gradients
         if not recorder.is_muted and gradients.is_wanted:
-            gradients.zeroed_at = where()
-        if not gradients.pieces or recorder.is_muted:
+            gradients.zeroed_at = user_line()
+        if not gradients.backward_grads or recorder.is_muted:
             return
         names = {gradients.names.get(id(p)) for group in optimizer.param_groups for p in group["params"]}
-        lost = {micro for micro, name in gradients.pieces if name in names}
-        if lost and not gradients.is_in_closure:  # a line search evaluates the loss more often than it steps
-            recorder.write(DiscardedGradients(line=where(), num_backwards=len(lost)))
-        gradients.pieces = {key: value for key, value in gradients.pieces.items() if key[1] not in names}
+        discarded = {micro for micro, name in gradients.backward_grads if name in names}
+        if discarded and not gradients.is_in_closure:  # a line search evaluates the loss more often than it steps
+            recorder.write(DiscardedGradients(line=user_line(), num_backwards=len(discarded)))
+        gradients.backward_grads = {
+            key: value for key, value in gradients.backward_grads.items() if key[1] not in names
+        }
 
     @harmless("the metric of ReduceLROnPlateau")
-    def plateau_step(self, schedule: Any, numbers: list[Any], *, is_prepared: bool) -> None:
-        """Record the metric that ReduceLROnPlateau is given."""
+    def record_plateau(self, schedule: Any, numbers: list[Any], *, is_prepared: bool) -> None:
+        """Record the metric that ReduceLROnPlateau gets."""
         with self.recorder.muted():
             values = [float(number) for number in numbers]
         for value in values:
-            self.recorder.write(PlateauStep(line=where(), value=value, schedule=id(schedule), is_prepared=is_prepared))
+            self.recorder.write(
+                PlateauStep(line=user_line(), value=value, schedule=id(schedule), is_prepared=is_prepared)
+            )
 
 
-def _watch_backward(looks: _Looks, on_backward: Callable[[], None]) -> None:
-    recorder, losses, gradients = looks.recorder, looks.losses, looks.gradients
+def _watch_backward(hooks: _StepHooks, on_backward: Callable[[], None]) -> None:
+    recorder, losses, gradients = hooks.recorder, hooks.losses, hooks.gradients
     autograd_backward = torch.autograd.backward
 
     @functools.wraps(autograd_backward)
@@ -113,66 +117,66 @@ def _watch_backward(looks: _Looks, on_backward: Callable[[], None]) -> None:
         if recorder.is_muted:
             return autograd_backward(roots, *args, **kwargs)
         on_backward()
-        line = where()
+        line = user_line()
         gradients.begin_backward()
-        recorder.write(looks.gathered(roots, line) or Backward(line=line))
+        recorder.write(hooks.gathered(roots, line) or Backward(line=line))
         try:
             with recorder.during(f"backward at {line}"):
                 return autograd_backward(roots, *args, **kwargs)
         finally:
-            scaling_lines = list(dict.fromkeys(losses.scalings))
+            scaling_lines = list(dict.fromkeys(losses.scaling_lines))
             recorder.write(BackwardEnd(losses=losses.backward_done(), scaling_lines=scaling_lines))
             recorder.micro += 1
 
     torch.autograd.backward = backward
 
 
-def _watch_clipping(looks: _Looks) -> None:
+def _watch_clipping(hooks: _StepHooks) -> None:
     for name in ("clip_grad_norm_", "clip_grad_value_"):
-        setattr(torch.nn.utils, name, _clipping(getattr(torch.nn.utils, name), looks))
+        setattr(torch.nn.utils, name, _clipping(getattr(torch.nn.utils, name), hooks))
         setattr(torch.nn.utils.clip_grad, name, getattr(torch.nn.utils, name))
-    after_import("torch.distributed.fsdp.fully_sharded_data_parallel", functools.partial(_watch_fsdp_clipping, looks))
+    after_import("torch.distributed.fsdp.fully_sharded_data_parallel", functools.partial(_watch_fsdp_clipping, hooks))
 
 
-def _watch_fsdp_clipping(looks: _Looks, module: Any) -> None:
+def _watch_fsdp_clipping(hooks: _StepHooks, module: Any) -> None:
     fsdp = module.FullyShardedDataParallel
     clip_grad_norm = fsdp.clip_grad_norm_
 
     @functools.wraps(clip_grad_norm)
     def clip(self: Any, *args: Any, **kwargs: Any) -> Any:
-        is_wanted = looks.gradients.is_wanted
-        with looks.recorder.muted():
-            before = looks.gradients.stepping(self.parameters()) if is_wanted else {}
+        is_wanted = hooks.gradients.is_wanted
+        with hooks.recorder.muted():
+            before = hooks.gradients.step_samples(self.parameters()) if is_wanted else {}
         out = clip_grad_norm(self, *args, **kwargs)
-        looks.clipped(out, before)
+        hooks.record_clip(out, before)
         return out
 
     fsdp.clip_grad_norm_ = clip
 
 
-def _clipping(function: Any, looks: _Looks) -> Any:
+def _clipping(function: Any, hooks: _StepHooks) -> Any:
     @functools.wraps(function)
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        is_wanted = looks.gradients.is_wanted
-        with looks.recorder.muted():
-            before = looks.gradients.stepping(chosen) if is_wanted else {}
-        out = function(chosen, *args, **kwargs)
-        looks.clipped(out, before)
+        parameter_list = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        is_wanted = hooks.gradients.is_wanted
+        with hooks.recorder.muted():
+            before = hooks.gradients.step_samples(parameter_list) if is_wanted else {}
+        out = function(parameter_list, *args, **kwargs)
+        hooks.record_clip(out, before)
         return out
 
     return clip
 
 
-def _watch_scaler(looks: _Looks) -> None:
-    recorder, gradients = looks.recorder, looks.gradients
+def _watch_scaler(hooks: _StepHooks) -> None:
+    recorder, gradients = hooks.recorder, hooks.gradients
     scaler: Any = torch.amp.GradScaler
     scale, unscale, update, step = scaler.scale, scaler.unscale_, scaler.update, scaler.step
 
     def scaling(self: Any, outputs: Any) -> Any:
         out = scale(self, outputs)
         if self.is_enabled():
-            looks.scaled(self)
+            hooks.record_scale(self)
         return out
 
     def unscaling(self: Any, optimizer: Any) -> Any:
@@ -188,7 +192,7 @@ def _watch_scaler(looks: _Looks) -> None:
         before = recorder.update
         out = step(self, optimizer, *args, **kwargs)
         if recorder.update == before and self.is_enabled():
-            gradients.forget()
+            gradients.start_update()
         return out
 
     scaler.scale, scaler.unscale_, scaler.update, scaler.step = scaling, unscaling, updating, stepping
@@ -217,7 +221,7 @@ def _watch_optimizers(recorder: Recorder, gradients: Gradients, on_step: Callabl
             record(optimizer)
             return None
         gradients.is_in_closure = True
-        watched = _recording(closure, functools.partial(record, optimizer))
+        watched = _recording_closure(closure, functools.partial(record, optimizer))
         replaced = tuple(watched if arg is closure else arg for arg in args)
         return replaced, {name: watched if arg is closure else arg for name, arg in kwargs.items()}
 
@@ -230,30 +234,30 @@ def _watch_optimizers(recorder: Recorder, gradients: Gradients, on_step: Callabl
     register_optimizer_step_post_hook(after)
 
 
-def _recording(closure: Any, record: Callable[[], None]) -> Any:
-    """A closure that also records the gradients when it has run forward and backward for the first time."""
-    done: list[bool] = []
+def _recording_closure(closure: Any, record: Callable[[], None]) -> Any:
+    """Wrap a closure so that it records the gradients after its first forward and backward."""
+    was_recorded: list[bool] = []
 
     @functools.wraps(closure)
     def watched(*args: Any, **kwargs: Any) -> Any:
         out = closure(*args, **kwargs)
-        if not done:
-            done.append(True)
+        if not was_recorded:
+            was_recorded.append(True)
             record()
         return out
 
     return watched
 
 
-def _watch_schedules(looks: _Looks) -> None:
-    """Record each step of a schedule, but not the steps of schedules that another schedule calls."""
-    recorder = looks.recorder
+def _watch_schedules(hooks: _StepHooks) -> None:
+    """Record each step of a schedule, except for schedules that another schedule steps."""
+    recorder = hooks.recorder
     from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
     depth: list[int] = []
 
-    def watched(kind: Any) -> None:
-        step = kind.__dict__.get("step")
+    def watched(schedule_class: Any) -> None:
+        step = schedule_class.__dict__.get("step")
         if step is None:
             return
 
@@ -263,57 +267,58 @@ def _watch_schedules(looks: _Looks) -> None:
             is_prepared = caller.startswith("accelerate.")
             if not depth and getattr(self, "_audit_made", False):
                 name = type(self).__name__
-                recorder.write(ScheduleStep(line=where(), schedule=id(self), name=name, is_prepared=is_prepared))
+                recorder.write(ScheduleStep(line=user_line(), schedule=id(self), name=name, is_prepared=is_prepared))
             elif not depth and isinstance(self, ReduceLROnPlateau):
-                looks.plateau_step(self, [*args[:1], *kwargs.values()][:1], is_prepared=is_prepared)
+                hooks.record_plateau(self, [*args[:1], *kwargs.values()][:1], is_prepared=is_prepared)
             depth.append(id(self))
             try:
                 return step(self, *args, **kwargs)
             finally:
                 depth.pop()
 
-        kind.step = stepping
+        schedule_class.step = stepping
 
-    for kind in [LRScheduler, *_all_below(LRScheduler)]:
-        watched(kind)
-    _mark_made(LRScheduler)
-
-
-def _all_below(kind: Any) -> list[Any]:
-    return [cls for below in kind.__subclasses__() for cls in (below, *_all_below(below))]
+    for schedule_class in [LRScheduler, *_all_subclasses(LRScheduler)]:
+        watched(schedule_class)
+    _mark_constructed(LRScheduler)
 
 
-def _mark_made(kind: Any) -> None:
+def _all_subclasses(base_class: Any) -> list[Any]:
+    return [cls for subclass in base_class.__subclasses__() for cls in (subclass, *_all_subclasses(subclass))]
+
+
+def _mark_constructed(schedule_class: Any) -> None:
     """Mark schedules that are constructed, because a schedule steps once in its constructor."""
-    initial = kind._initial_step
+    initial_step = schedule_class._initial_step
 
-    @functools.wraps(initial)
+    @functools.wraps(initial_step)
     def made(self: Any) -> None:
-        initial(self)
+        initial_step(self)
         self._audit_made = True
 
-    kind._initial_step = made
+    schedule_class._initial_step = made
 
 
-def _watch_zero_grad(looks: _Looks) -> None:
+def _watch_zero_grad(hooks: _StepHooks) -> None:
     optimizer: Any = torch.optim.Optimizer
     zero_grad, init = optimizer.zero_grad, optimizer.__init__
 
     def zeroing(self: Any, *args: Any, **kwargs: Any) -> Any:
-        looks.zeroed(self)
+        hooks.record_zero_grad(self)
         return zero_grad(self, *args, **kwargs)
 
     def made(self: Any, params: Any, defaults: Any) -> None:
         init(self, params, defaults)
-        looks.recorder.write(OptimizerMade(line=where()))
+        hooks.recorder.write(OptimizerMade(line=user_line()))
 
     optimizer.zero_grad, optimizer.__init__ = zeroing, made
 
 
 def install_sharding(gradients: Gradients) -> bool:
-    """Hook the parameters that fully_shard gathers, before it reduces their gradients; whether this torch allows it.
+    """Hook the parameters that fully_shard gathers, before it reduces their gradients.
 
-    There is no public hook for them. Without it the gradients of fully_shard are not checked.
+    Returns whether this version of torch allows it, because there is no public hook. Without it the gradients under
+    fully_shard are not checked.
     """
     try:
         from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam

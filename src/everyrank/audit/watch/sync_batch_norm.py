@@ -21,7 +21,7 @@ def install_sync_batch_norm() -> None:
 
 
 def _forward(self: Any, values: Any) -> Any:
-    """Normalise by mean and variance over the samples of all ranks, with gradients through both."""
+    """Normalise with mean and variance over the samples of all ranks, with gradients through both."""
     over_ranks = dist.is_initialized() and dist.get_world_size(self.process_group) > 1
     if not (over_ranks and self.training):
         is_batch = self.training or self.running_mean is None
@@ -47,7 +47,7 @@ def _forward(self: Any, values: Any) -> Any:
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over the ranks, in forward and in backward."""
+    """An all-reduce (sum) in forward and in backward."""
 
     @staticmethod
     def forward(ctx: Any, local: Any, group: Any) -> Any:

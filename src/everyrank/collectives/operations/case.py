@@ -44,7 +44,7 @@ class Case:
         """Return an output tensor, filled with a value that no result has."""
         return self._repeated(torch.full((1,), -1, dtype=self.dtype, device=self.device), length)
 
-    def part(self, rank: int) -> slice:
+    def rank_slice(self, rank: int) -> slice:
         """Return the slice of `length` that belongs to a rank, if all parts are equal."""
         part_length = self.length // self.size
         return slice(rank * part_length, (rank + 1) * part_length)

@@ -96,7 +96,7 @@ def make_scatter(case: Case) -> Call:
         lambda is_async: dist.scatter(local, parts, group=case.group, group_src=0, async_op=is_async),
         local,
         case.empty(len(local)),
-        whole[case.part(case.rank)],
+        whole[case.rank_slice(case.rank)],
     )
 
 
@@ -133,14 +133,14 @@ def make_reduce_scatter(case: Case) -> Call:
         lambda is_async: _REDUCE_SCATTER_SINGLE(local, whole, op=case.op, group=case.group, async_op=is_async),
         local,
         case.empty(len(local)),
-        case.reduced()[case.part(case.rank)],
+        case.reduced()[case.rank_slice(case.rank)],
     )
 
 
 def make_all_to_all(case: Case) -> Call:
     """Send part s of rank r to rank s, where it becomes part r."""
     received = case.empty()
-    expected = torch.cat([case.values(rank)[case.part(case.rank)] for rank in range(case.size)])
+    expected = torch.cat([case.values(rank)[case.rank_slice(case.rank)] for rank in range(case.size)])
     sent = case.values(case.rank)
     return writing_call(
         case,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from everyrank.errors import describe, is_own
+from everyrank.errors import describe, is_user_code
 from everyrank.launch.autopsy.rank_state import FOLDER, RankState, current_state, forget_hang, hang_report, keep_state
 from everyrank.launch.autopsy.rank_views import last_frames, read_rank_views
 from everyrank.launch.autopsy.verdict import location_text, verdict
@@ -41,7 +41,7 @@ def hang_autopsy(folder: Path, timeout_seconds: float = 5.0) -> str | None:
 def last_place(folder: Path, rank: int, ended_at: float) -> str:
     """`it was last seen at train.py:31 in main, 0.3 s earlier` for a rank that died without an error; "" if unknown."""
     frames, seen_at = last_frames(folder, rank)
-    frames = [frame for frame in frames if is_own(frame[0])]
+    frames = [frame for frame in frames if is_user_code(frame[0])]
     if not frames:
         return ""
     seconds = ended_at - seen_at

@@ -27,7 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from everyrank.errors import is_own
+from everyrank.errors import is_user_code
 from everyrank.launch.host_info import host_name, pid_namespace, start_time
 
 __all__ = [
@@ -224,7 +224,7 @@ def _places(looks: list[list[tuple[str, int, str]]]) -> list[list[Any]]:
     """
     by_place: dict[tuple[str, int, str], list[Any]] = {}
     for frames in looks:
-        depth = next((index for index, frame in enumerate(frames) if is_own(frame[0])), None)
+        depth = next((index for index, frame in enumerate(frames) if is_user_code(frame[0])), None)
         if depth is not None:
             row = by_place.setdefault(frames[depth], [0, []])
             row[0], row[1] = row[0] + 1, frames[: depth + 1]

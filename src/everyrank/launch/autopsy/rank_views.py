@@ -133,7 +133,7 @@ def _is_valid(row: dict[str, Any]) -> bool:
         and all(name in _KINDS and _has_type(value, _KINDS[name]) for name, value in row.items())
         and all(0 <= row.get(name, 0) < _MAX_BYTES for name in ("rank", "size"))
         and all(_is_frame(frame) for frame in row.get("frames", []))
-        and all(_is_place(place) for place in row.get("places", []))
+        and all(_is_stack_count(entry) for entry in row.get("places", []))
         and _are_calls(row.get("calls", {}))
     )
 
@@ -150,11 +150,11 @@ def _is_frame(frame: object) -> bool:
     return isinstance(frame, list) and [type(value) for value in frame] == [str, int, str]  # pyright: ignore
 
 
-def _is_place(place: object) -> bool:
+def _is_stack_count(entry: object) -> bool:
     """[how often, frames]."""
-    if not isinstance(place, list) or len(place) != 2:  # pyright: ignore
+    if not isinstance(entry, list) or len(entry) != 2:  # pyright: ignore
         return False
-    count, frames = place  # pyright: ignore
+    count, frames = entry  # pyright: ignore
     return type(count) is int and isinstance(frames, list) and all(_is_frame(frame) for frame in frames)  # pyright: ignore
 
 

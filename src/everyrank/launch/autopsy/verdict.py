@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from everyrank.errors import is_own, printable
+from everyrank.errors import is_user_code, printable
 from everyrank.launch.autopsy.lateness import arrival_times, find_latest
 from everyrank.launch.autopsy.rank_views import Frame, RankView
 from everyrank.launch.stalled_ranks import concerns_others
@@ -149,7 +149,7 @@ def _calls(view: RankView) -> dict[str, list[_Call]]:
 
 def _is_at_barrier(view: RankView) -> bool:
     """Whether a rank waits, or has raised, at a barrier of everyrank, not in a collective."""
-    inner = itertools.takewhile(lambda frame: not is_own(frame[0]), view.frames)
+    inner = itertools.takewhile(lambda frame: not is_user_code(frame[0]), view.frames)
     return any("everyrank/world/barrier.py" in Path(file).as_posix() for file, _, _ in inner)
 
 
@@ -252,7 +252,7 @@ def _most_time(view: RankView, others: Sequence[RankView]) -> str:
         )
 
     places = [(location_text(frames), _activity_of(frames)) for _, frames in view.places]
-    usual_shares = {place: statistics.median(share(other, place) for other in others) for place, _ in places}
+    usual_shares = {location: statistics.median(share(other, location) for other in others) for location, _ in places}
     location, activity = max(places, key=lambda row: share(view, row[0]) - usual_shares[row[0]], default=("", ""))
     if not location or share(view, location) <= usual_shares[location]:
         return f"rank {view.rank} {_state_text(view)}"
@@ -412,7 +412,7 @@ def _activity(view: RankView) -> str:
 
 def _activity_of(frames: Sequence[Frame]) -> str:
     """`waits for its data loader`, by the frames inside the innermost one of user code; "" if unknown."""
-    inner = list(itertools.takewhile(lambda frame: not is_own(frame[0]), frames))
+    inner = list(itertools.takewhile(lambda frame: not is_user_code(frame[0]), frames))
     for file_part, functions, text in _WAITS:
         if any(file_part in Path(file).as_posix() and function in functions for file, _, function in inner):
             return text
@@ -421,7 +421,7 @@ def _activity_of(frames: Sequence[Frame]) -> str:
 
 def location_text(frames: Sequence[Frame]) -> str:
     """`train.py:31 in main`: the innermost frame in user code, else in everyrank, else of all."""
-    user_frames = [frame for frame in frames if is_own(frame[0])]
+    user_frames = [frame for frame in frames if is_user_code(frame[0])]
     everyrank_frames = [frame for frame in frames if "everyrank" in Path(frame[0]).parts]
     if not frames:
         return ""

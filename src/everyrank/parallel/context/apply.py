@@ -83,7 +83,7 @@ class ContextParallel:
         self.length = lengths[0] // self.ring.count
         cut: list[bool] = []
 
-        def part(tensor: Tensor) -> Tensor:
+        def local_part(tensor: Tensor) -> Tensor:
             if tensor.dim() <= self.dim or tensor.shape[self.dim] != lengths[0]:
                 return tensor
             cut.append(True)
@@ -91,9 +91,9 @@ class ContextParallel:
             own_chunks = chunk_order(self.ring.count)[2 * self.ring.index : 2 * self.ring.index + 2]
             return torch.cat([chunks[chunk] for chunk in own_chunks], dim=self.dim)
 
-        inputs = map_tensors(batch.input, part)
+        inputs = map_tensors(batch.input, local_part)
         cut.clear()
-        target = map_tensors(batch.target, part)
+        target = map_tensors(batch.target, local_part)
         if not cut:
             raise UnsupportedLayoutError(
                 "context: no tensor of the target has the length of the sequence; it needs a loss of each position"

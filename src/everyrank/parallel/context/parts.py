@@ -75,14 +75,16 @@ class SequenceParts:
         start = self.index * self.length
         own_positions = None if self.order is None else torch.tensor(positions[start : start + self.length])
 
-        def part(tensor: Tensor) -> Tensor:
+        def local_part(tensor: Tensor) -> Tensor:
             if tensor.dim() <= self.dim or tensor.shape[self.dim] != lengths[0]:
                 return tensor
             if own_positions is not None:
                 return tensor.index_select(self.dim, own_positions.to(tensor.device))
             return tensor.narrow(self.dim, start, self.length)
 
-        return dataclasses.replace(batch, input=map_tensors(batch.input, part), target=map_tensors(batch.target, part))
+        return dataclasses.replace(
+            batch, input=map_tensors(batch.input, local_part), target=map_tensors(batch.target, local_part)
+        )
 
     def gather_output(self, output: Any) -> Any:
         """Gather an output along the sequence from all ranks. A collective."""

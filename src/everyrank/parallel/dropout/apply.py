@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from everyrank.errors import UnsupportedLayoutError, WorkloadError, is_own
+from everyrank.errors import UnsupportedLayoutError, WorkloadError, is_user_code
 from everyrank.layout import Layout
 from everyrank.layout.options import TensorOptions
 from everyrank.parallel.dropout.attention import attention_with_dropout, multi_head_attention_with
@@ -220,7 +220,7 @@ def _calls_functions(module: nn.Module) -> bool:
 
 def _names_in(function: Any, seen: set[Any]) -> set[str]:
     """Return the names used by a user's function, by functions inside it, and by those of its file that it calls."""
-    if function in seen or not is_own(function.__code__.co_filename):
+    if function in seen or not is_user_code(function.__code__.co_filename):
         return set()
     seen.add(function)
     codes, names = [function.__code__], set[str]()

@@ -60,7 +60,7 @@ class ServerLink:
     parts: Sequence[Sequence[nn.Parameter]]
 
     @property
-    def own(self) -> Sequence[nn.Parameter]:
+    def server_parameters(self) -> Sequence[nn.Parameter]:
         """The parameters of this server."""
         return self.parts[self.mesh.world.rank]
 
@@ -105,12 +105,12 @@ class ServerLink:
 
     def give(self, *trainers: int) -> None:
         """Send this server's parameters to trainers."""
-        flat = flatten([parameter.detach() for parameter in self.own])
+        flat = flatten([parameter.detach() for parameter in self.server_parameters])
         _wait(*(dist.isend(flat, dst=trainer, group=self.mesh.world.group) for trainer in trainers))
 
     def receive_head(self, trainer: int | None) -> tuple[int, Tensor | None]:
         """Receive (trainer, its (sum, count) and flags, or None for a request), from one trainer or the first one."""
-        head = self._head(self.own, _ASK)
+        head = self._head(self.server_parameters, _ASK)
         sender = dist.recv(head, src=trainer, group=self.mesh.world.group, tag=_HEAD)
         return sender, (head[1:] if float(head[0]) == _PUSH else None)
 
@@ -119,10 +119,12 @@ class ServerLink:
         """Receive a trainer's gradients and add them to the sum."""
         if not float(head[1]):
             return
-        flat = _flat(self.own)
+        flat = _flat(self.server_parameters)
         dist.recv(flat, src=trainer, group=self.mesh.world.group)
         flags = head[2:].tolist()
-        for parameter, values, has_gradient in zip(self.own, pieces(flat, self.own), flags, strict=True):
+        for parameter, values, has_gradient in zip(
+            self.server_parameters, pieces(flat, self.server_parameters), flags, strict=True
+        ):
             if has_gradient:
                 parameter.grad = values if parameter.grad is None else parameter.grad.add_(values)
 
@@ -135,7 +137,7 @@ class ServerLink:
         """Return the sum of squares of all gradients over all servers: float64, shape ()."""
         rank, group = self.mesh.world.rank, self.mesh.world.group
         rows = torch.zeros(self.mesh.servers, dtype=torch.float64, device=self.mesh.world.device)
-        for parameter in self.own:
+        for parameter in self.server_parameters:
             if parameter.grad is not None:
                 rows[rank] += torch.linalg.vector_norm(parameter.grad).double().square()
         others = [server for server in range(self.mesh.servers) if server != rank]

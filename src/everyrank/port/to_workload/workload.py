@@ -35,7 +35,7 @@ train_single(sys.argv[1])
 _TENSOR_FUNCTIONS = {
     f"torch.{name}" for name in ("zeros", "ones", "full", "eye", "linspace", "tensor", "rand", "randn")
 }
-_PROBE = '__import__("everyrank.rerun.inside.setup", fromlist=["keep_rng"]).keep_rng()'
+_PROBE = '__import__("everyrank.rerun.inside.setup", fromlist=["save_rng"]).save_rng()'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +85,7 @@ def port_to_workload(
     script = Path(words[0])
     source = ScriptSource(read_script(script))
     refuse_distributed(Plan(ScriptFiles(script, source.text), [], Choice("mean", "whole")))
-    with ScriptHost(words, timeout_seconds, most_ranks=1) as host:
+    with ScriptHost(words, timeout_seconds, max_ranks=1) as host:
         say("running the script")
         events, backwards = _observe(host, script)
         training = find_training(source, events, backwards)
@@ -171,7 +171,7 @@ class _Check:
         )
 
     def _run(self, words: Sequence[str], float64: bool, imposed: Imposed, updates: int = UPDATES) -> ScriptRecording:
-        return self.host.run(1, words=words, updates=updates, detailed=updates, float64=float64, imposed=imposed)
+        return self.host.run(1, python_args=words, updates=updates, detailed=updates, float64=float64, imposed=imposed)
 
     def _with_likely_cause(self, difference: str) -> str:
         """Return the difference with the line of the script that is its likely cause."""

@@ -352,7 +352,7 @@ def _add_loss(file: _File, choice: WorkloadChoice) -> str:
             value = after.pop().partition(" = ")[2]
     if not isinstance(ast.parse(value, mode="eval").body, ast.Call | ast.Name | ast.Attribute):
         value = f"({value})"
-    times = f" * {factor}" if factor > 1 else ""
+    multiplier = f" * {factor}" if factor > 1 else ""
     count = f"len({rows})"
     if choice.reduction == "masked":
         after = [*after, f"count = ({rows} != {training.ignored}).sum()"]
@@ -360,9 +360,9 @@ def _add_loss(file: _File, choice: WorkloadChoice) -> str:
     if choice.reduction == "sum":
         file.needs_everyrank = True
         # the sum over the whole batch counts as one term
-        result = f"return {value}{times}, float(everyrank.first_row() == 0)"
+        result = f"return {value}{multiplier}, float(everyrank.first_row() == 0)"
     else:
-        result = f"return {value}{times} * {count}, {count}"
+        result = f"return {value}{multiplier} * {count}, {count}"
     name = file.name("loss")
     lines = [*_head(name, loss.output, loss), *(_indented(text) for text in after), f"    {result}"]
     file.functions.append("\n".join(lines) + "\n")

@@ -1,4 +1,4 @@
-"""What loaders yield: recorded, put together from several ranks, or shuffled in one order."""
+"""Records the batches of loaders, merges those of several ranks, or shuffles in one order on all ranks."""
 
 # The fetcher of map-style datasets is private.
 # pyright: reportPrivateUsage=false
@@ -16,57 +16,57 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 from torch.utils.data._utils import fetch
 
-from everyrank.audit.watch.place import where
+from everyrank.audit.watch.source_location import user_line
 from everyrank.rerun.inside.session import Session
 
 __all__ = [
     "NotMergedError",
-    "decoded",
-    "encoded",
+    "decode_batch",
+    "encode_batch",
     "install_batches",
     "is_equal",
-    "merged",
+    "merge_batches",
     "num_bytes",
     "rows_of_batch",
 ]
 
-_MOST_BYTES = 3e8
-_MOST_LISTED = 100_000  # batches of a pass; an endless one has no last batch
+_MAX_BYTES = 3e8
+_MAX_LISTED = 100_000  # batches of a pass; an endless pass has no last batch
 
 
 class NotMergedError(Exception):
-    """Parts of a batch that cannot be put together, with the reason."""
+    """The batches of ranks cannot be merged, for this reason."""
 
 
 def install_batches(session: Session) -> None:
-    """Hook DataLoader: number the loaders, record or impose each batch."""
+    """Hook DataLoader to number the loaders, and to record or impose each batch."""
     if session.settings["order"]:
-        _one_order(session)
+        _shuffle_in_one_order(session)
     if session.settings["pass_batches"]:
-        _short_passes(session.settings["pass_batches"])
+        _shorten_passes(session.settings["pass_batches"])
     init, iterate, length = DataLoader.__init__, DataLoader.__iter__, DataLoader.__len__
-    made = 0
+    num_loaders = 0
     passes: dict[int, int] = {}
     lengths: dict[int, int] = {}
     recorded_lengths = session.imposed[0]["facts"].get("lengths", {}) if session.imposed else {}
 
     @functools.wraps(init)
     def construct(self: Any, *args: Any, **kwargs: Any) -> None:
-        nonlocal made
+        nonlocal num_loaders
         if session.settings["no_workers"] and session.is_active:
             args, kwargs = _without_workers(args, kwargs)
         init(self, *args, **kwargs)
-        object.__setattr__(self, "_everyrank_number", made)
+        object.__setattr__(self, "_everyrank_number", num_loaders)
         if self.num_workers:
-            session.facts.setdefault("with_workers", []).append(made)
+            session.facts.setdefault("with_workers", []).append(num_loaders)
         with contextlib.suppress(Exception), session.quiet():
-            lengths[made] = length(self)
-        session.facts.setdefault("loader_places", {})[made] = where()
-        made += 1
+            lengths[num_loaders] = length(self)
+        session.facts.setdefault("loader_places", {})[num_loaders] = user_line()
+        num_loaders += 1
         session.facts["lengths"] = lengths
 
     @functools.wraps(length)
-    def measured(self: Any) -> int:
+    def imposed_length(self: Any) -> int:
         number = getattr(self, "_everyrank_number", -1)
         is_imposed = number in recorded_lengths and session.is_active and not session.settings["by_rows"]
         return recorded_lengths[number] if is_imposed else length(self)
@@ -79,24 +79,27 @@ def install_batches(session: Session) -> None:
         if session.settings["by_rows"]:
             key = [number, count]
             recorded = [batch for loader_pass, batch, _ in session.imposed[0]["batches"] if loader_pass == key]
-            with session.natural():
+            with session.script_draws():
                 iterator = iterate(self)
             return _ByRows(session, iterator, key, recorded) if recorded else _Recorded(session, iterator, key)
         if session.imposed:
-            parts = [each["batches"] for each in session.imposed]
+            rank_batches = [each["batches"] for each in session.imposed]
             key = [number, count]
-            batches = [[batch for loader_pass, batch, _ in part if loader_pass == key] for part in parts]
+            batches = [
+                [batch for loader_pass, batch, _ in batches_of_rank if loader_pass == key]
+                for batches_of_rank in rank_batches
+            ]
             is_trained = any(number in each["facts"].get("trained", []) for each in session.imposed)
             if not is_trained and session.settings["evaluation_rank"] is not None:
                 batches = batches[session.settings["evaluation_rank"] :][:1]
             if any(batches):
                 return _Imposed(session, batches, number, is_trained)
-            session.refuse(f"the {len(session.imposed)} ranks did not read pass {count} of loader {number}")
-        # a batch sampler of the script's own gives each rank its part; torch's gives every rank the whole batch
+            session.report_not_imposed(f"the {len(session.imposed)} ranks did not read pass {count} of loader {number}")
+        # a custom batch sampler yields each rank's part of a batch; torch's yields the whole batch on every rank
         session.is_split = type(self.batch_sampler) is not BatchSampler
         return _Recorded(session, iterate(self), [number, count])
 
-    DataLoader.__init__, DataLoader.__iter__, DataLoader.__len__ = construct, iterating, measured
+    DataLoader.__init__, DataLoader.__iter__, DataLoader.__len__ = construct, iterating, imposed_length
 
 
 class _Recorded:
@@ -110,7 +113,7 @@ class _Recorded:
 
     def __next__(self) -> Any:
         session = self._session
-        session.has_begun = session.in_loader = True
+        session.has_started = session.in_loader = True
         try:
             batch = next(self._iterator)
         finally:
@@ -119,18 +122,18 @@ class _Recorded:
         session.batch_size = rows_of_batch(batch)
         session.num_batches += 1
         read = session.facts.setdefault("read", [])
-        if session.is_active and len(read) < _MOST_LISTED:
-            read.append([*self._key, session.num_all_backwards, where(), session.num_permutations])
+        if session.is_active and len(read) < _MAX_LISTED:
+            read.append([*self._key, session.num_all_backwards, user_line(), session.num_permutations])
         if session.is_active and not session.settings["order"] and not session.settings["only_rates"]:
             with session.quiet():
                 try:
                     size = session.facts.get("bytes", 0) + num_bytes(batch)
-                    if size > _MOST_BYTES:
-                        raise NotMergedError(f"batches of more than {_MOST_BYTES / 1e6:.0f} MB")
+                    if size > _MAX_BYTES:
+                        raise NotMergedError(f"batches of more than {_MAX_BYTES / 1e6:.0f} MB")
                     session.facts["bytes"] = size
-                    session.batches.append((self._key, encoded(batch), session.update))
+                    session.batches.append((self._key, encode_batch(batch), session.update))
                 except NotMergedError as error:
-                    session.refuse(str(error))
+                    session.report_not_imposed(str(error))
         return batch
 
     def __len__(self) -> int:
@@ -141,42 +144,42 @@ class _Recorded:
 
 
 class _Imposed:
-    """Recorded batches of several ranks, put together one by one."""
+    """The merged batches of several ranks."""
 
-    def __init__(self, session: Session, parts: list[list[Any]], number: int, is_trained: bool) -> None:
-        self._session, self._parts, self._next = session, parts, 0
+    def __init__(self, session: Session, rank_batches: list[list[Any]], number: int, is_trained: bool) -> None:
+        self._session, self._parts, self._next = session, rank_batches, 0
         self._number, self._is_trained = number, is_trained
 
     def __iter__(self) -> Any:
         return self
 
     def __len__(self) -> int:
-        return max(len(part) for part in self._parts)
+        return max(len(rank_batches) for rank_batches in self._parts)
 
     def __next__(self) -> Any:
         session, index = self._session, self._next
-        session.has_begun = True
+        session.has_started = True
         if index >= len(self):
             raise StopIteration
         self._next += 1
         session.loader = self._number
-        batches = [part[index] if index < len(part) else None for part in self._parts]
+        batches = [rank_batches[index] if index < len(rank_batches) else None for rank_batches in self._parts]
         if None not in batches and all(is_equal(each, batches[0]) for each in batches[1:]):
-            batches = batches[:1]  # every rank evaluates all samples, or has a part of the model
+            batches = batches[:1]  # every rank evaluates all samples, or has a shard of the model
         session.rows = [0 if batch is None else rows_of_batch(batch) for batch in batches]
         session.batch_size = sum(session.rows)
         session.num_batches += 1
         present = [batch for batch in batches if batch is not None]
         with session.quiet():
             try:
-                return decoded(merged(present))
+                return decode_batch(merge_batches(present))
             except NotMergedError as error:
-                session.refuse(str(error))
-                return decoded(present[0])
+                session.report_not_imposed(str(error))
+                return decode_batch(present[0])
 
 
 class _ByRows(_Recorded):
-    """The recorded samples of a pass, in batches of the size that the loader itself would give."""
+    """The recorded samples of a pass, in batches of the loader's own sizes."""
 
     def __init__(self, session: Session, iterator: Any, key: list[int], recorded: list[Any]) -> None:
         super().__init__(session, _sliced(session, iterator, recorded), key)
@@ -185,31 +188,31 @@ class _ByRows(_Recorded):
 def _sliced(session: Session, iterator: Any, recorded: list[Any]) -> Any:
     with session.quiet():
         try:
-            whole = merged(recorded)
+            all_samples = merge_batches(recorded)
         except NotMergedError as error:
-            session.refuse(str(error))
-            whole = None
+            session.report_not_imposed(str(error))
+            all_samples = None
     start = 0
     while True:
-        with session.natural():
+        with session.script_draws():
             batch = next(iterator, None)
         if batch is None:
             return
         end = start + rows_of_batch(batch)
-        if whole is not None and end > rows_of_batch(whole):
+        if all_samples is not None and end > rows_of_batch(all_samples):
             return
-        yield batch if whole is None else decoded(rows_between(whole, start, end))
+        yield batch if all_samples is None else decode_batch(rows_between(all_samples, start, end))
         start = end
 
 
 def rows_between(batch: Any, start: int, end: int) -> Any:
-    """Some samples of an encoded batch."""
+    """The samples from `start` to `end` of an encoded batch."""
     if isinstance(batch, torch.Tensor):
         return batch[start:end] if batch.dim() else batch
     if isinstance(batch, dict):
         return {key: rows_between(each, start, end) for key, each in batch.items()}
     if isinstance(batch, list | tuple):
-        if not _holds_columns(batch):
+        if not _has_columns(batch):
             return batch[start:end]
         return type(batch)(rows_between(each, start, end) for each in batch)
     return batch
@@ -220,8 +223,8 @@ def rows_between(batch: Any, start: int, end: int) -> Any:
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def encoded(value: Any) -> Any:
-    """A copy of a batch in containers that torch.load reads back with weights_only. Raises `NotMergedError`."""
+def encode_batch(value: Any) -> Any:
+    """A copy of a batch in containers that torch.load supports with weights_only. Raises `NotMergedError`."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
@@ -231,37 +234,37 @@ def encoded(value: Any) -> Any:
     if isinstance(value, _PLAIN):
         return value
     if type(value) is dict:
-        return {key: encoded(each) for key, each in value.items()}
+        return {key: encode_batch(each) for key, each in value.items()}
     if type(value) in (list, tuple):
         container: Any = type(value)
-        return container(encoded(each) for each in value)
-    raise NotMergedError(f"batches hold {type(value).__name__}, which is not put together")
+        return container(encode_batch(each) for each in value)
+    raise NotMergedError(f"batches contain {type(value).__name__}, which cannot be merged")
 
 
-def decoded(value: Any) -> Any:
-    """A copy of an encoded batch."""
+def decode_batch(value: Any) -> Any:
+    """A copy of an encoded batch in its original types."""
     if isinstance(value, torch.Tensor):
         return value.clone()
     if isinstance(value, dict):
         if set(value) == {"__numpy__"}:
             return value["__numpy__"].numpy().copy()
-        return {key: decoded(each) for key, each in value.items()}
+        return {key: decode_batch(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(decoded(each) for each in value)
+        return type(value)(decode_batch(each) for each in value)
     return value
 
 
-def is_equal(one: Any, other: Any) -> bool:
+def is_equal(first: Any, second: Any) -> bool:
     """Whether two encoded batches have the same content."""
-    if type(one) is not type(other):
+    if type(first) is not type(second):
         return False
-    if isinstance(one, torch.Tensor):
-        return one.shape == other.shape and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(is_equal(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(is_equal, one, other))
-    return one == other
+    if isinstance(first, torch.Tensor):
+        return first.shape == second.shape and torch.equal(first, second)
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(is_equal(first[key], second[key]) for key in first)
+    if isinstance(first, list | tuple):
+        return len(first) == len(second) and all(map(is_equal, first, second))
+    return first == second
 
 
 def rows_of_batch(batch: Any) -> int:
@@ -276,7 +279,7 @@ def rows_of_batch(batch: Any) -> int:
 
 
 def num_bytes(batch: Any) -> int:
-    """The memory of the tensors of a batch."""
+    """The memory of the tensors of a batch, in bytes."""
     if isinstance(batch, torch.Tensor):
         return batch.numel() * batch.element_size()
     if isinstance(batch, dict):
@@ -284,36 +287,36 @@ def num_bytes(batch: Any) -> int:
     return sum(num_bytes(each) for each in batch) if isinstance(batch, list | tuple) else 0
 
 
-def merged(parts: list[Any]) -> Any:
-    """Batches of several ranks as one: tensors along their first dimension, lists of samples one after the other."""
-    first = parts[0]
-    if len(parts) == 1:
+def merge_batches(batches: list[Any]) -> Any:
+    """Merge batches of several ranks: concatenates tensors along the first dimension, and lists of samples."""
+    first = batches[0]
+    if len(batches) == 1:
         return first
-    if any(type(part) is not type(first) for part in parts):
+    if any(type(batch) is not type(first) for batch in batches):
         raise NotMergedError("ranks read batches of different types")
     if isinstance(first, torch.Tensor):
         if not first.dim():
-            if all(torch.equal(part, first) for part in parts):
+            if all(torch.equal(batch, first) for batch in batches):
                 return first
             raise NotMergedError("a batch holds a number without a batch dimension, and ranks differ in it")
-        if any(part.shape[1:] != first.shape[1:] or part.dtype != first.dtype for part in parts):
+        if any(batch.shape[1:] != first.shape[1:] or batch.dtype != first.dtype for batch in batches):
             raise NotMergedError("ranks read samples of different shapes, such as texts padded to each batch's length")
-        return torch.cat(parts)
+        return torch.cat(batches)
     if isinstance(first, dict):
-        if any(part.keys() != first.keys() for part in parts):
+        if any(batch.keys() != first.keys() for batch in batches):
             raise NotMergedError("batches of the ranks have different keys")
-        return {key: merged([part[key] for part in parts]) for key in first}
+        return {key: merge_batches([batch[key] for batch in batches]) for key in first}
     if isinstance(first, list | tuple):
-        if any(len(part) != len(first) for part in parts) or not _holds_columns(first):
-            return type(first)(each for part in parts for each in part)
-        return type(first)(merged([part[index] for part in parts]) for index in range(len(first)))
-    if all(part == first for part in parts):
+        if any(len(batch) != len(first) for batch in batches) or not _has_columns(first):
+            return type(first)(each for batch in batches for each in batch)
+        return type(first)(merge_batches([batch[index] for batch in batches]) for index in range(len(first)))
+    if all(batch == first for batch in batches):
         return first
     raise NotMergedError("a batch holds a number without a batch dimension, and ranks differ in it")
 
 
-def _holds_columns(batch: Any) -> bool:
-    """Whether a list holds one entry for each kind of value, as `[images, labels]`, not one for each sample."""
+def _has_columns(batch: Any) -> bool:
+    """Whether a list has one entry for each kind of value, such as `[images, labels]`, not one for each sample."""
     columns = [each for each in batch if isinstance(each, torch.Tensor) and each.dim()]
     if columns:
         return len({len(column) for column in columns}) == 1
@@ -322,29 +325,31 @@ def _holds_columns(batch: Any) -> bool:
     )
 
 
-def _note_draws(session: Session, seeded: tuple[Any, Any, Any]) -> None:
-    """Record the libraries whose generators are no longer in the state that they were seeded to."""
-    drawn = session.facts.setdefault("data_draws", [])
-    position: Any = np.random.get_state(legacy=False)
+def _record_draws(session: Session, seeded_states: tuple[Any, Any, Any]) -> None:
+    """Record the libraries whose generators have left their seeded state, because the dataset has drawn from them."""
+    drawn_libraries = session.facts.setdefault("data_draws", [])
+    numpy_state: Any = np.random.get_state(legacy=False)
     is_drawn = {
-        "random": random.getstate() != seeded[0],
-        "numpy": not _is_same_state(position, seeded[1]),
-        "torch": not torch.equal(torch.get_rng_state(), seeded[2]),
+        "random": random.getstate() != seeded_states[0],
+        "numpy": not _is_same_state(numpy_state, seeded_states[1]),
+        "torch": not torch.equal(torch.get_rng_state(), seeded_states[2]),
     }
-    drawn += [library for library, drew in is_drawn.items() if drew and library not in drawn]
+    drawn_libraries += [
+        library for library, was_drawn in is_drawn.items() if was_drawn and library not in drawn_libraries
+    ]
 
 
-def _is_same_state(one: Any, other: Any) -> bool:
+def _is_same_state(first: Any, second: Any) -> bool:
     """Whether two states of numpy's Mersenne twister are equal."""
-    one, other = one["state"], other["state"]
-    return one["pos"] == other["pos"] and bool((one["key"] == other["key"]).all())
+    first, second = first["state"], second["state"]
+    return first["pos"] == second["pos"] and bool((first["key"] == second["key"]).all())
 
 
 # --- no workers
 
 
 def _without_workers(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments of a DataLoader that reads in the process itself."""
+    """The arguments of a DataLoader without workers."""
     only_for_workers = {"num_workers", "persistent_workers", "prefetch_factor", "multiprocessing_context", "timeout"}
     kwargs = {name: value for name, value in kwargs.items() if name not in only_for_workers}
     position = list(inspect.signature(DataLoader).parameters).index("num_workers")
@@ -354,11 +359,11 @@ def _without_workers(args: Any, kwargs: Any) -> tuple[Any, Any]:
 # --- one order
 
 
-def _one_order(session: Session) -> None:
-    """Shuffle alike on any number of ranks, and let what a dataset draws depend on the sample and the pass."""
-    for kind in (RandomSampler, SubsetRandomSampler, WeightedRandomSampler):
-        init: Any = kind.__init__
-        iterate: Any = kind.__iter__
+def _shuffle_in_one_order(session: Session) -> None:
+    """Shuffle equally on any number of ranks, and seed the draws of a dataset by the sample and the pass."""
+    for sampler_class in (RandomSampler, SubsetRandomSampler, WeightedRandomSampler):
+        init: Any = sampler_class.__init__
+        iterate: Any = sampler_class.__iter__
 
         @functools.wraps(init)
         def construct(self: Any, *args: Any, _init: Any = init, **kwargs: Any) -> None:
@@ -367,48 +372,54 @@ def _one_order(session: Session) -> None:
 
         @functools.wraps(iterate)
         def iterating(self: Any, _iterate: Any = iterate) -> Any:
-            if self.generator is None:  # a port has given one to the samplers that its ranks share
+            if self.generator is None:  # a port sets one in the samplers that its ranks share
                 self.generator = torch.Generator().manual_seed(self._everyrank_seed)
             return _iterate(self)
 
-        kind.__init__, kind.__iter__ = construct, iterating  # type: ignore[method-assign]
+        sampler_class.__init__, sampler_class.__iter__ = construct, iterating  # type: ignore[method-assign]
 
-    def sample(dataset: Any, index: Any) -> Any:
+    def seeded_sample(dataset: Any, index: Any) -> Any:
         with session.quiet():
             states = random.getstate(), np.random.get_state(), torch.get_rng_state()
             number = int(index) if isinstance(index, int | np.integer) else hash(index)
-            # by pass, not by how often this rank has read it: in another pass another rank may have read it
+            # by pass, and not by how often this rank has read it, because another rank may have read it before
             seed = (number * 7919 + session.passes.get(id(dataset), 0)) % 2**31
             random.seed(seed)
             np.random.seed(seed)
             torch.default_generator.manual_seed(seed)
-            seeded = random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()
+            seeded_states = random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()
             try:
                 return dataset[index]
             finally:
                 if torch.is_grad_enabled():
-                    _note_draws(session, seeded)
+                    _record_draws(session, seeded_states)
                 random.setstate(states[0])
                 np.random.set_state(states[1])
                 torch.set_rng_state(states[2])
 
     def fetched(self: Any, index: Any) -> Any:
-        samples = [sample(self.dataset, each) for each in index] if self.auto_collation else sample(self.dataset, index)
+        samples = (
+            [seeded_sample(self.dataset, each) for each in index]
+            if self.auto_collation
+            else seeded_sample(self.dataset, index)
+        )
         return self.collate_fn(samples)
 
     fetcher: Any = fetch._MapDatasetFetcher
     fetcher.fetch = fetched
 
 
-def _short_passes(count: int) -> None:
-    """A pass over a loader has its first batches and its last one, which may be smaller."""
+def _shorten_passes(count: int) -> None:
+    """Shorten each pass over a loader to its first batches and its last one, which may be smaller."""
     sampler: Any = BatchSampler
-    batches = sampler.__iter__
+    iterate_batches = sampler.__iter__
 
-    @functools.wraps(batches)
+    @functools.wraps(iterate_batches)
     def shortened(self: Any) -> Any:
-        is_listed = hasattr(self.sampler, "__len__") and len(self) <= _MOST_LISTED
-        kept = list(batches(self) if is_listed else itertools.islice(batches(self), count))
-        yield from kept if len(kept) <= count else [*kept[: count - 1], kept[-1]]
+        is_listed = hasattr(self.sampler, "__len__") and len(self) <= _MAX_LISTED
+        batches_to_run = list(iterate_batches(self) if is_listed else itertools.islice(iterate_batches(self), count))
+        yield from (
+            batches_to_run if len(batches_to_run) <= count else [*batches_to_run[: count - 1], batches_to_run[-1]]
+        )
 
     sampler.__iter__ = shortened

@@ -1,4 +1,4 @@
-"""A clock that ticks with each question of the script, so that printed seconds and rates are the same in every run."""
+"""A clock that advances each time the script reads it, so that printed seconds and speeds are equal in all runs."""
 
 # sys._getframe is private.
 # pyright: reportPrivateUsage=false
@@ -8,28 +8,28 @@ import sys
 import time
 from typing import Any
 
-from everyrank.audit.watch.place import is_own_file
+from everyrank.audit.watch.source_location import is_user_file
 
 __all__ = ["install_clock"]
 
-_TICK = 0.001  # seconds
+_TICK_SECONDS = 0.001  # seconds
 
 
 def install_clock() -> None:
-    """Replace the clocks of `time` for the user's own code. Libraries, which wait by them, have the real ones."""
+    """Replace the clocks of `time` for the user's own code. Libraries keep the real clocks, because they wait."""
     for name in ("time", "perf_counter", "monotonic", "process_time"):
         real = getattr(time, name)
-        setattr(time, name, _ticking(real, real() if name == "time" else 0.0))
+        setattr(time, name, _ticking_clock(real, real() if name == "time" else 0.0))
 
 
-def _ticking(real: Any, start: float) -> Any:
-    count = 0
+def _ticking_clock(real: Any, start: float) -> Any:
+    num_reads = 0
 
     def now() -> float:
-        nonlocal count
-        if not is_own_file(sys._getframe(1).f_code.co_filename):
+        nonlocal num_reads
+        if not is_user_file(sys._getframe(1).f_code.co_filename):
             return real()
-        count += 1
-        return start + count * _TICK
+        num_reads += 1
+        return start + num_reads * _TICK_SECONDS
 
     return now

@@ -16,18 +16,18 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from everyrank.audit.watch.place import chain, is_own_file, where
+from everyrank.audit.watch.source_location import is_user_file, user_line, user_lines
 from everyrank.rerun.inside.reads import RowReads
 from everyrank.rerun.inside.session import Session
 
 __all__ = ["install_draws"]
 
-_NEW = {
+_DRAWS = {
     *("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal", "bernoulli", "multinomial"),
     *("poisson", "binomial", "_standard_gamma", "_sample_dirichlet", "randperm", "native_dropout"),
 }
 _IN_PLACE = {"normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_", "geometric_", "cauchy_"}
-_ROWS = {
+_DISTRIBUTIONS = {
     "rand": "uniform",
     "randn": "normal",
     "rand_like": "uniform",
@@ -39,10 +39,10 @@ _ROWS = {
     "randint": "integers",
     "randint_like": "integers",
 }
-_MOST_ELEMENTS = 200_000
-_MOST_VALUES = 4000
-_MADE = {"arange", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "eye", "scalar_tensor"}
-_FEW = 4  # numbers: not one for each sample
+_MAX_ELEMENTS = 200_000
+_MAX_VALUES = 4000
+_CONSTRUCTORS = {"arange", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "eye", "scalar_tensor"}
+_MIN_PER_SAMPLE = 4  # numbers: not one for each sample
 _VIEWS = {
     *("detach", "clone", "alias", "view", "_unsafe_view", "t", "transpose", "lift_fresh", "_to_copy", "expand"),
     *("split", "split_with_sizes", "unbind", "narrow", "slice", "select", "as_strided"),
@@ -50,7 +50,7 @@ _VIEWS = {
 
 
 def install_draws(session: Session, pretend: Any) -> contextlib.ExitStack:
-    """Enter the modes in which the script runs, and return them as one context."""
+    """Enter the torch modes in which the script runs, and return them as one context."""
     stack = contextlib.ExitStack()
     if pretend is not None:
         stack.enter_context(_OnCpu(pretend))
@@ -73,7 +73,7 @@ class _OnCpu(TorchFunctionMode):
 
 
 class _Draws(TorchDispatchMode):
-    """Records or replaces random numbers, and records values, at every operation of torch."""
+    """Records or replaces random numbers, and records computed values, at every operation of torch."""
 
     def __init__(self, session: Session) -> None:
         super().__init__()
@@ -96,24 +96,24 @@ class _Draws(TorchDispatchMode):
         name = func._schema.name.rpartition("::")[2]
         if func.namespace in ("c10d", "_c10d_functional"):
             session.num_calls += 1
-            self.note_sending_line()
+            self.record_sending_line()
             for tensor in _tensors(args):
                 self.sent_tensors[tensor] = True
-        if name == "_local_scalar_dense" and len(session.items) < _MOST_VALUES:
+        if name == "_local_scalar_dense" and len(session.items) < _MAX_VALUES:
             is_local = args[0].requires_grad and args[0] not in self.sent_tensors
-            session.items.append([float(out), where(), session.update, is_local])
+            session.items.append([float(out), user_line(), session.update, is_local])
         if session.copies and name.endswith("_"):
             with session.quiet():
-                self.note_averaged_copy(args[0])
-        if session.in_source and name not in _NEW and name not in _IN_PLACE:
+                self.record_copy_change(args[0])
+        if session.in_source and name not in _DRAWS and name not in _IN_PLACE:
             return out
-        if name in _NEW or name in _IN_PLACE:
+        if name in _DRAWS or name in _IN_PLACE:
             with session.quiet():
                 return self.record_or_replace(name, args, kwargs or {}, out)
         if session.settings["order"]:
             return out
         if (
-            session.has_begun
+            session.has_started
             and session.update == 0
             and not session.in_backward
             and name not in _VIEWS
@@ -123,125 +123,137 @@ class _Draws(TorchDispatchMode):
                 self.record_values(name, out)
         return out
 
-    def note_sending_line(self) -> None:
-        """Note the lines at which the script itself sends something in the first update, before its backward."""
+    def record_sending_line(self) -> None:
+        """Record the lines at which the script calls collectives in the first update, before its backward."""
         session = self.session
-        if session.has_begun and session.update == 0 and not session.num_backwards and not session.in_backward:
-            lines, place = session.facts.setdefault("sent_at", []), _sending_line()
-            if place and place not in lines:
-                lines.append(place)
+        if session.has_started and session.update == 0 and not session.num_backwards and not session.in_backward:
+            lines, location = session.facts.setdefault("sent_at", []), _sending_line()
+            if location and location not in lines:
+                lines.append(location)
 
-    def note_averaged_copy(self, changed: Any) -> None:
-        """Note a change of an averaged copy, with the number of backwards since the last step."""
+    def record_copy_change(self, changed: Any) -> None:
+        """Record a change of an averaged copy, with the number of backwards since the last step."""
         session = self.session
-        first: Any = changed[0] if isinstance(changed, list | tuple) and changed else changed
-        if type(first) in (torch.Tensor, nn.Parameter) and first.data_ptr() in session.copies:
-            noted = session.facts.setdefault("copies_moved", [])
-            place, *callers = [*chain(), ""][:2]
-            entry = [session.update, session.num_backwards, place, session.copies[first.data_ptr()], *callers]
-            if not noted or noted[-1][:3] != entry[:3]:
-                noted.append(entry)
+        changed_tensor: Any = changed[0] if isinstance(changed, list | tuple) and changed else changed
+        if type(changed_tensor) in (torch.Tensor, nn.Parameter) and changed_tensor.data_ptr() in session.copies:
+            changes = session.facts.setdefault("copies_moved", [])
+            location, *callers = [*user_lines(), ""][:2]
+            entry = [
+                session.update,
+                session.num_backwards,
+                location,
+                session.copies[changed_tensor.data_ptr()],
+                *callers,
+            ]
+            if not changes or changes[-1][:3] != entry[:3]:
+                changes.append(entry)
 
     # --- draws
 
     def record_or_replace(self, name: str, args: Any, kwargs: Any, out: Any) -> Any:
         """Record the numbers of a draw, or replace them."""
         session = self.session
-        drawn = out[1] if name == "native_dropout" else out
-        if type(drawn) is not torch.Tensor and not isinstance(drawn, nn.Parameter):
+        draw = out[1] if name == "native_dropout" else out
+        if type(draw) is not torch.Tensor and not isinstance(draw, nn.Parameter):
             return out
-        session.num_permutations += name == "randperm" and drawn.numel() > 1
+        session.num_permutations += name == "randperm" and draw.numel() > 1
         if session.settings["by_rows"]:
-            return out if session.in_source else self.replace_by_recorded_rows(name, args, drawn, out)
+            return out if session.in_source else self.replace_by_recorded_rows(name, args, draw, out)
         if session.settings["rows"]:
             return self.replace_by_global_rows(name, args, kwargs, out)
         key = session.key_of_update(name)
         if session.in_source:
-            return out  # what the function returns is imposed
+            return out  # the result of the function is imposed instead
         if not self.recorded:
-            if drawn.numel() <= 10 * _MOST_ELEMENTS:
-                session.draws.append((key, (drawn.detach().clone(), session.is_training)))
+            if draw.numel() <= 10 * _MAX_ELEMENTS:
+                session.draws.append((key, (draw.detach().clone(), session.is_training)))
             return out
-        recorded = [each[key][0] for each in self.recorded if key in each]
-        if not recorded:
+        rank_draws = [each[key][0] for each in self.recorded if key in each]
+        if not rank_draws:
             if session.is_training:
-                session.refuse(f"the ranks did not draw at {key[0]} ({name})")
+                session.report_not_imposed(f"the ranks did not draw at {key[0]} ({name})")
             return out
-        is_common = (*key[:2], recorded[0].shape) not in self.differing
-        if session.settings["larger"] and recorded[0].shape == drawn.shape:
-            is_common = True  # not a draw for the samples, which would be as large as the batch
-        if session.is_training and len(recorded) > 1 and is_common and _is_repeated(recorded, drawn, name):
-            session.facts["repeated"] = [*session.facts.get("repeated", []), [*key[:2], list(recorded[0].shape)]]
-        return self.imposed(name, args, key, drawn, out, recorded, is_common)
+        is_common = (*key[:2], rank_draws[0].shape) not in self.differing
+        if session.settings["larger"] and rank_draws[0].shape == draw.shape:
+            is_common = True  # not a draw for each sample, which would be as large as the batch
+        if session.is_training and len(rank_draws) > 1 and is_common and _is_repeated(rank_draws, draw, name):
+            session.facts["repeated"] = [*session.facts.get("repeated", []), [*key[:2], list(rank_draws[0].shape)]]
+        return self.merged_draw(name, args, key, draw, out, rank_draws, is_common)
 
-    def imposed(
+    def merged_draw(
         self,
         name: str,
         args: Any,
         key: tuple[str, str, int],
-        drawn: Any,
+        draw: Any,
         out: Any,
-        recorded: list[Any],
+        rank_draws: list[Any],
         is_common: bool,
     ) -> Any:
-        """The draw with the numbers of all ranks."""
+        """The draw with the merged numbers of all ranks."""
         session = self.session
         is_weight = _in_constructor()
-        if session.has_begun and len(recorded) > 1 and not torch.is_grad_enabled():
+        if session.has_started and len(rank_draws) > 1 and not torch.is_grad_enabled():
             session.facts.setdefault("drawn_without_grad", []).append(session.update)
-        new = _merge_draws(recorded, drawn, name, is_weight, is_common)
-        is_of_all = session.settings["larger"] and (drawn.numel() >= _FEW or not drawn.is_floating_point())
+        replacement = _merge_draws(rank_draws, draw, name, is_weight, is_common)
+        is_of_all = session.settings["larger"] and (draw.numel() >= _MIN_PER_SAMPLE or not draw.is_floating_point())
         if (
-            session.has_begun
+            session.has_started
             and not (is_weight or is_of_all)
             and name != "randperm"
-            and self.is_for_batch(recorded, drawn)
+            and self.is_for_batch(rank_draws, draw)
         ):
-            session.refuse(f"the ranks draw different random numbers for a whole batch at {key[0]} ({name})")
-        if new is None:
-            session.refuse(f"random numbers of {key[0]} ({name}) have another shape on one rank")
+            session.report_not_imposed(
+                f"the ranks draw different random numbers for a whole batch at {key[0]} ({name})"
+            )
+        if replacement is None:
+            session.report_not_imposed(f"random numbers of {key[0]} ({name}) have another shape on one rank")
             return out
-        if new.shape == drawn.shape:
-            return _fill(name, args, drawn, out, new)
+        if replacement.shape == draw.shape:
+            return _fill(name, args, draw, out, replacement)
         session.facts["widened"] = [*session.facts.get("widened", []), key[0]]
-        session.rows = [len(part) for part in recorded]
-        return new.to(drawn.dtype)
+        session.rows = [len(rank_draw) for rank_draw in rank_draws]
+        return replacement.to(draw.dtype)
 
-    def is_for_batch(self, recorded: list[Any], drawn: Any) -> bool:
-        """Whether ranks drew different numbers that one rank draws once: for all samples of a batch, or for weights."""
-        first = recorded[0]
-        if first.shape != drawn.shape or all(torch.equal(part, first) for part in recorded[1:]):
+    def is_for_batch(self, rank_draws: list[Any], draw: Any) -> bool:
+        """Whether ranks drew different numbers that one rank draws only once, for a whole batch or for weights."""
+        first = rank_draws[0]
+        if first.shape != draw.shape or all(torch.equal(rank_draw, first) for rank_draw in rank_draws[1:]):
             return False
         rows = self.session.rows[0] if self.session.rows else 0
         is_for_gradient = bool(self.session.num_backwards and rows) and len(first) % rows > 0 if first.dim() else True
-        return is_for_gradient or first.numel() < _FEW < rows
+        return is_for_gradient or first.numel() < _MIN_PER_SAMPLE < rows
 
-    def replace_by_recorded_rows(self, name: str, args: Any, drawn: Any, out: Any) -> Any:
-        """Replace a draw by as many rows of the recorded ones of this line as it has, in their order."""
-        session, place = self.session, where()
-        queue = self.queues.get((place, name))
+    def replace_by_recorded_rows(self, name: str, args: Any, draw: Any, out: Any) -> Any:
+        """Replace the rows of a draw by the next recorded rows of this line."""
+        session, location = self.session, user_line()
+        queue = self.queues.get((location, name))
         if queue is None:
-            parts = [
-                value[0] for key, value in self.recorded[0].items() if key[0] == place and key[1].split()[0] == name
+            line_draws = [
+                value[0] for key, value in self.recorded[0].items() if key[0] == location and key[1].split()[0] == name
             ]
-            fitting = [part for part in parts if part.dim() == drawn.dim() and part.shape[1:] == drawn.shape[1:]]
-            combine = torch.cat if drawn.dim() else torch.stack
-            queue = self.queues[place, name] = [combine(fitting) if fitting else None, 0]
-        (rows, start), count = queue, len(drawn) if drawn.dim() else 1
-        if session.has_begun and (not drawn.dim() or not session.batch_size or count % session.batch_size):
-            session.refuse(f"{place} ({name}) draws random numbers for a whole batch")
-        if rows is None or rows.shape[1:] != drawn.shape[1:] or start + count > len(rows):
-            return out  # as for more updates than were recorded
+            matching_draws = [
+                line_draw
+                for line_draw in line_draws
+                if line_draw.dim() == draw.dim() and line_draw.shape[1:] == draw.shape[1:]
+            ]
+            combine = torch.cat if draw.dim() else torch.stack
+            queue = self.queues[location, name] = [combine(matching_draws) if matching_draws else None, 0]
+        (rows, start), count = queue, len(draw) if draw.dim() else 1
+        if session.has_started and (not draw.dim() or not session.batch_size or count % session.batch_size):
+            session.report_not_imposed(f"{location} ({name}) draws random numbers for a whole batch")
+        if rows is None or rows.shape[1:] != draw.shape[1:] or start + count > len(rows):
+            return out  # for example because fewer updates were recorded
         queue[1] += count
-        return _fill(name, args, drawn, out, rows[start : start + count].view(drawn.shape))
+        return _fill(name, args, draw, out, rows[start : start + count].view(draw.shape))
 
     def replace_by_global_rows(self, name: str, args: Any, kwargs: Any, out: Any) -> Any:
-        """Row g of a draw with a row for each sample: the same numbers whichever rank has the sample."""
+        """Replace a draw with a row for each sample by rows that depend only on the sample, not on its rank."""
         session = self.session
-        kind = _ROWS.get(name)
-        # a generator of its own has one seed on all ranks, as that of a sampler
+        distribution = _DISTRIBUTIONS.get(name)
+        # a separate generator, such as that of a sampler, has the same seed on all ranks
         if (
-            kind is None
+            distribution is None
             or kwargs.get("generator") is not None
             or not session.batch_size
             or not out.dim()
@@ -251,10 +263,12 @@ class _Draws(TorchDispatchMode):
         generator = np.random.Generator(np.random.PCG64(self.num_row_draws))
         self.num_row_draws += 1
         rank, ranks = (session.rank, session.ranks) if session.is_split else (0, 1)
-        numbers = _global_numbers(generator, kind, name, (len(out) * ranks, *out.shape[1:]), args)[rank::ranks]
-        if kind == "bernoulli":
-            given = args[0] if name == "bernoulli" and len(args) == 1 else args[1] if len(args) > 1 else 0.5
-            numbers = numbers < (given.double().cpu().numpy() if isinstance(given, torch.Tensor) else given)
+        numbers = _global_numbers(generator, distribution, name, (len(out) * ranks, *out.shape[1:]), args)[rank::ranks]
+        if distribution == "bernoulli":
+            probability = args[0] if name == "bernoulli" and len(args) == 1 else args[1] if len(args) > 1 else 0.5
+            numbers = numbers < (
+                probability.double().cpu().numpy() if isinstance(probability, torch.Tensor) else probability
+            )
         with torch.no_grad():
             out.copy_(torch.from_numpy(np.ascontiguousarray(numbers)))
         return out
@@ -262,23 +276,23 @@ class _Draws(TorchDispatchMode):
     # --- values
 
     def record_values(self, name: str, out: Any) -> None:
-        """Record what a line of the script computes."""
+        """Record the tensors that a line of the script computes."""
         session = self.session
-        if len(session.values) >= _MOST_VALUES:
+        if len(session.values) >= _MAX_VALUES:
             return
         for index, value in enumerate(out if isinstance(out, tuple | list) else (out,)):
-            if type(value) is not torch.Tensor or not 0 < value.numel() <= _MOST_ELEMENTS or value.is_complex():
+            if type(value) is not torch.Tensor or not 0 < value.numel() <= _MAX_ELEMENTS or value.is_complex():
                 continue
-            if not value.is_floating_point() and (not value.dim() or name in _MADE):
+            if not value.is_floating_point() and (not value.dim() or name in _CONSTRUCTORS):
                 continue
-            place = _direct_line()
-            if place:
-                key = session.key(f"{name}.{index}" if index else name, place)
+            location = _direct_line()
+            if location:
+                key = session.key(f"{name}.{index}" if index else name, location)
                 session.values.append((key, (value.detach().clone(), not session.num_backwards)))
 
 
 def _differing_lines(recorded: list[dict[tuple[str, str, int], Any]]) -> set[tuple[str, str, Any]]:
-    """(line, operation, shape) of the draws that differ between ranks: few integers may be equal by chance."""
+    """(line, operation, shape) of the draws that differ between ranks in some update."""
     lines: set[tuple[str, str, Any]] = set()
     for key, (first, _) in recorded[0].items() if len(recorded) > 1 else ():
         others = [each[key][0] for each in recorded[1:] if key in each]
@@ -287,9 +301,11 @@ def _differing_lines(recorded: list[dict[tuple[str, str, int], Any]]) -> set[tup
     return lines
 
 
-def _global_numbers(generator: np.random.Generator, kind: str, name: str, shape: tuple[int, ...], args: Any) -> Any:
-    """Draw the numbers of the global batch; for "bernoulli" the uniform numbers that a probability is compared with."""
-    if kind == "normal":
+def _global_numbers(
+    generator: np.random.Generator, distribution: str, name: str, shape: tuple[int, ...], args: Any
+) -> Any:
+    """Draw the numbers of the global batch. For "bernoulli", these are uniform, to compare with a probability."""
+    if distribution == "normal":
         numbers = generator.standard_normal(shape)
         if name == "normal_":
             mean, deviation = [*args[1:], *[0.0, 1.0][len(args) - 1 :]][:2]
@@ -299,43 +315,43 @@ def _global_numbers(generator: np.random.Generator, kind: str, name: str, shape:
     if name == "uniform_":
         low, high = [*args[1:], *[0.0, 1.0][len(args) - 1 :]][:2]
         numbers = numbers * (high - low) + low
-    elif kind == "integers":
+    elif distribution == "integers":
         bounds = [each for each in args if isinstance(each, int)]  # high, or low and high
         low, high = [0, *bounds][-2:]
         numbers = low + np.floor(numbers * (high - low))
     return numbers
 
 
-def _fill(name: str, args: Any, drawn: Any, out: Any, new: Any) -> Any:
-    """Write other numbers into the result of a draw, and return it."""
+def _fill(name: str, args: Any, draw: Any, out: Any, replacement: Any) -> Any:
+    """Write `replacement` into the result of a draw, and return the result."""
     with torch.no_grad():
-        drawn.copy_(new)
+        draw.copy_(replacement)
         if name == "native_dropout":
-            out[0].copy_(args[0] * new / (1 - args[1]))
+            out[0].copy_(args[0] * replacement / (1 - args[1]))
     return out
 
 
-def _is_repeated(recorded: list[Any], drawn: Any, name: str) -> bool:
-    """Whether ranks drew the same numbers for samples of their own, where one rank draws different ones."""
-    first = recorded[0]
+def _is_repeated(rank_draws: list[Any], draw: Any, name: str) -> bool:
+    """Whether ranks drew the same numbers for their local samples, for which one rank draws different numbers."""
+    first = rank_draws[0]
     are_of_local_samples = (
         name != "randperm"
         and first.dim() > 0
-        and first.shape[1:] == drawn.shape[1:]
-        and len(first) * len(recorded) == len(drawn)
+        and first.shape[1:] == draw.shape[1:]
+        and len(first) * len(rank_draws) == len(draw)
     )
     return (
         are_of_local_samples
         and first.numel() > 1
         and first.unique().numel() > 1
-        and all(torch.equal(each, first) for each in recorded)
+        and all(torch.equal(each, first) for each in rank_draws)
     )
 
 
 def _direct_line() -> str:
     """Return the user's innermost line, or "" inside optimizers and wrappers of torch.distributed."""
     frame: Any = sys._getframe(1)
-    while frame is not None and not is_own_file(frame.f_code.co_filename):
+    while frame is not None and not is_user_file(frame.f_code.co_filename):
         if "/torch/distributed/" in frame.f_code.co_filename or "/torch/optim/" in frame.f_code.co_filename:
             return ""
         frame = frame.f_back
@@ -351,47 +367,47 @@ def _tensors(value: Any) -> list[Any]:
 def _sending_line() -> str:
     """Return the user's innermost line, or "" inside DistributedDataParallel and FSDP."""
     frame: Any = sys._getframe(1)
-    while frame is not None and not is_own_file(frame.f_code.co_filename):
+    while frame is not None and not is_user_file(frame.f_code.co_filename):
         if "/torch/nn/parallel/" in frame.f_code.co_filename or "/fsdp/" in frame.f_code.co_filename:
             return ""
         frame = frame.f_back
     return f"{os.path.abspath(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else ""  # noqa: PTH100
 
 
-def _merge_draws(recorded: list[Any], drawn: Any, name: str, is_weight: bool, is_common: bool) -> Any:
+def _merge_draws(rank_draws: list[Any], draw: Any, name: str, is_weight: bool, is_common: bool) -> Any:
     """Return the draws of all ranks as one draw, or None if the shapes do not allow it.
 
-    A draw that fills a tensor that exists, such as a weight, keeps its shape: rank 0's numbers are those that
-    DistributedDataParallel broadcasts.
+    A draw that fills an existing tensor, such as a weight, keeps its shape and gets the numbers of rank 0, because
+    DistributedDataParallel broadcasts these.
     """
-    first = recorded[0]
+    first = rank_draws[0]
     keeps_shape = is_weight or name in _IN_PLACE or name == "randperm"
-    if name == "randperm" and sum(len(part) for part in recorded) == len(drawn):
-        starts = [sum(len(part) for part in recorded[:number]) for number in range(len(recorded))]
-        return torch.cat([part + start for part, start in zip(recorded, starts, strict=True)])
+    if name == "randperm" and sum(len(rank_draw) for rank_draw in rank_draws) == len(draw):
+        starts = [sum(len(rank_draw) for rank_draw in rank_draws[:number]) for number in range(len(rank_draws))]
+        return torch.cat([rank_draw + start for rank_draw, start in zip(rank_draws, starts, strict=True)])
     for dim in range(first.dim()):
-        others = [part.shape[:dim] + part.shape[dim + 1 :] for part in recorded]
-        is_sum = all(other == others[0] for other in others) and sum(part.shape[dim] for part in recorded) == (
-            drawn.shape[dim] if drawn.dim() > dim else -1
-        )
-        if is_sum and drawn.shape[:dim] + drawn.shape[dim + 1 :] == others[0]:
-            return torch.cat(recorded, dim)
-    if first.shape != drawn.shape:
+        other_dims = [rank_draw.shape[:dim] + rank_draw.shape[dim + 1 :] for rank_draw in rank_draws]
+        is_sum = all(other == other_dims[0] for other in other_dims) and sum(
+            rank_draw.shape[dim] for rank_draw in rank_draws
+        ) == (draw.shape[dim] if draw.dim() > dim else -1)
+        if is_sum and draw.shape[:dim] + draw.shape[dim + 1 :] == other_dims[0]:
+            return torch.cat(rank_draws, dim)
+    if first.shape != draw.shape:
         return None
     if keeps_shape or not first.dim() or is_common:
         return first
-    return torch.cat(recorded)
+    return torch.cat(rank_draws)
 
 
 def _in_constructor() -> bool:
-    """Whether a module is being made: its weights have one shape on any number of ranks."""
+    """Whether a module is being constructed, whose weights have the same shape on any number of ranks."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name in ("__init__", "reset_parameters") and isinstance(
             frame.f_locals.get("self"), nn.Module
         ):
             return True
-        if frame.f_code.co_name == "<module>" and is_own_file(frame.f_code.co_filename):
+        if frame.f_code.co_name == "<module>" and is_user_file(frame.f_code.co_filename):
             return False
         frame = frame.f_back
     return False

@@ -1,7 +1,7 @@
-"""Records which expression of the script makes a loader, calls the model, runs backward, steps, saves, draws.
+"""Records the expressions of the script that construct a loader, call the model, run backward, step, save, draw.
 
-Each record has the exact span of the expression, which Python gives for a running frame (`co_positions`), and the spans
-of the calls that led there. A tool that edits the script needs both.
+Each record has the exact span of the expression, which Python knows for a running frame (`co_positions`), and the spans
+of the calls that led there. `everyrank port` needs both to edit the script.
 """
 
 # The hooks replace parts of torch that are private.
@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, IterableDataset
 
-from everyrank.audit.watch.place import frames
+from everyrank.audit.watch.source_location import user_frames
 from everyrank.rerun.inside.batches import rows_of_batch
 from everyrank.rerun.inside.session import Session
 from everyrank.rerun.inside.setup import ScriptValues, watch_setup
@@ -45,11 +45,11 @@ _LOSSES = [
     "ctc_loss",
 ]
 _DRAWS = ("randn", "rand", "randn_like", "rand_like", "randint", "randperm", "normal", "bernoulli", "multinomial")
-_MOST = 5000
+_MAX_RECORDS = 5000
 
 
 def install_expressions(session: Session) -> None:
-    """Hook all of them; the records are in `facts["expressions"]`, in the order in which the script came to them."""
+    """Install all hooks. The records are in `facts["expressions"]`, in the order in which the expressions ran."""
     watcher = _Watcher(session)
     session.facts["expressions"] = watcher.records
     watcher.watch_loaders()
@@ -63,30 +63,30 @@ def install_expressions(session: Session) -> None:
 
 
 class _Watcher:
-    """The records, and what connects them: the loader whose batch was read last, the module that is being called.
+    """The records, and the state that connects them: the loader of the last batch, the depth of module calls.
 
-    data_draws  number of libraries whose random numbers a dataset draws, as far as they are recorded
+    data_draws  number of libraries from which datasets draw random numbers, so far
     """
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self.records: list[dict[str, Any]] = []
-        self.kept_alive: list[Any] = []  # so that no two objects have the same id
+        self.kept_alive: list[Any] = []  # so that no id is reused
         self.loader = 0
         self.rows = 0
         self.depth = 0
         self.data_draws = 0
-        self.outputs: list[Any] = []  # of models, that no other model was given, since the last backward
+        self.outputs: list[Any] = []  # of models since the last backward, if they are not inputs of other models
         self.values = ScriptValues()
 
-    def note(self, kind: str, **details: Any) -> dict[str, Any] | None:
-        """Add a record of the running expression; None if no line of the user's is running."""
-        if not self.session.is_active or len(self.records) >= _MOST:
+    def add_record(self, kind: str, **details: Any) -> dict[str, Any] | None:
+        """Add a record of the running expression, and return it; None if no line of the user's code is running."""
+        if not self.session.is_active or len(self.records) >= _MAX_RECORDS:
             return None
         with self.session.quiet():
             chain = [
                 [os.path.abspath(frame.f_code.co_filename), *_span(frame), frame.f_code.co_name]  # noqa: PTH100
-                for frame in frames()
+                for frame in user_frames()
             ]
         if not chain:
             return None
@@ -97,27 +97,27 @@ class _Watcher:
         self.records.append(record)
         return record
 
-    def before(self, owner: Any, name: str, note: Callable[..., Any]) -> None:
-        """Call `note` with the arguments, before each call of a function."""
-        original = getattr(owner, name)
+    def before_call(self, namespace: Any, name: str, add_record: Callable[..., Any]) -> None:
+        """Hook a function: call `note` with the arguments before each call."""
+        original = getattr(namespace, name)
 
         @functools.wraps(original)
         def hooked(*args: Any, **kwargs: Any) -> Any:
-            note(*args, **kwargs)
+            add_record(*args, **kwargs)
             return original(*args, **kwargs)
 
-        setattr(owner, name, hooked)
+        setattr(namespace, name, hooked)
 
     def watch_loaders(self) -> None:
-        """Each loader that is made, and each pass over one."""
-        kind: Any = DataLoader
-        init, iterate = kind.__init__, kind.__iter__
+        """Record each loader that is constructed, and each pass over a loader."""
+        loader_class: Any = DataLoader
+        init, iterate = loader_class.__init__, loader_class.__iter__
 
         @functools.wraps(init)
-        def made(loader: Any, *args: Any, **kwargs: Any) -> None:
+        def init_and_record(loader: Any, *args: Any, **kwargs: Any) -> None:
             init(loader, *args, **kwargs)
             self.kept_alive.append(loader)
-            self.note(
+            self.add_record(
                 "loader",
                 id=id(loader),
                 is_stream=isinstance(loader.dataset, IterableDataset),
@@ -127,23 +127,23 @@ class _Watcher:
             )
 
         @functools.wraps(iterate)
-        def iterating(loader: Any) -> Any:
-            self.note("pass", id=id(loader), trains=torch.is_grad_enabled())
+        def iterate_and_record(loader: Any) -> Any:
+            self.add_record("pass", id=id(loader), trains=torch.is_grad_enabled())
             return _Pass(self, loader, iterate(loader))
 
-        kind.__init__, kind.__iter__ = made, iterating
+        loader_class.__init__, loader_class.__iter__ = init_and_record, iterate_and_record
 
     def watch_modules(self) -> None:
-        """Calls of a module by the script itself, and whether a backward came to their outputs."""
-        kind: Any = torch.nn.Module
-        call = kind.__call__
+        """Record calls of modules by the script, and whether a backward reaches their outputs."""
+        module_class: Any = torch.nn.Module
+        call = module_class.__call__
 
         @functools.wraps(call)
-        def calling(module: Any, *args: Any, **kwargs: Any) -> Any:
+        def call_and_record(module: Any, *args: Any, **kwargs: Any) -> Any:
             record = None
             if not self.depth and any(p.requires_grad for p in module.parameters()):
                 self.kept_alive.append(module)
-                record = self.note(
+                record = self.add_record(
                     "forward",
                     id=id(module),
                     module=type(module).__name__,
@@ -152,7 +152,7 @@ class _Watcher:
                     shapes=[list(next(iter(_tensors(each)), torch.empty(0)).shape) for each in args],
                     blocks=_blocks(module),
                     batch_dim=_batch_dim(module),
-                    sources=_sources(next(frames(), None), _tensors(args)),
+                    sources=_sources(next(user_frames(), None), _tensors(args)),
                     rows=rows_of_batch([*args, *kwargs.values()]),
                     has_batch_norm=any(isinstance(m, _BatchNorm) for m in module.modules()),
                     has_dropout=any("Dropout" in type(m).__name__ and getattr(m, "p", 0) for m in module.modules())
@@ -172,10 +172,10 @@ class _Watcher:
                         tensor.register_hook(lambda _gradient, record=record: record.update(reached=True))
             return output
 
-        kind.__call__ = calling
+        module_class.__call__ = call_and_record
 
     def watch_losses(self) -> None:
-        """Losses of torch.nn.functional with their reduction, and each backward."""
+        """Record losses of torch.nn.functional with their reduction, and each backward."""
         for name in _LOSSES:
             original = getattr(F, name)
 
@@ -186,7 +186,7 @@ class _Watcher:
                 if torch.is_grad_enabled() and isinstance(target, torch.Tensor):
                     ignored = kwargs.get("ignore_index", -100)
                     is_masked = not target.is_floating_point() and bool((target == ignored).any())
-                    self.note(
+                    self.add_record(
                         "loss",
                         name=_name,
                         reduction=kwargs.get("reduction", "mean"),
@@ -196,17 +196,19 @@ class _Watcher:
                 return output
 
             setattr(F, name, loss)
-        kind: Any = torch.Tensor
-        backward = kind.backward
+        tensor_class: Any = torch.Tensor
+        backward = tensor_class.backward
 
         @functools.wraps(backward)
         def run_backward(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             couples = self.couples(tensor)
-            self.note("backward", loader=self.loader, rows=self.rows, is_scalar=tensor.numel() == 1, couples=couples)
+            self.add_record(
+                "backward", loader=self.loader, rows=self.rows, is_scalar=tensor.numel() == 1, couples=couples
+            )
             return backward(tensor, *args, **kwargs)
 
-        kind.backward = run_backward
-        self.before(torch.autograd, "grad", lambda *_args, **_kwargs: self.note("autograd.grad"))
+        tensor_class.backward = run_backward
+        self.before_call(torch.autograd, "grad", lambda *_args, **_kwargs: self.add_record("autograd.grad"))
 
     def couples(self, loss: Any) -> bool:
         """Whether the gradient at one half of the outputs' rows depends on the other half, as in contrastive losses."""
@@ -221,88 +223,100 @@ class _Watcher:
                 return False
             # the weights differ, because a plain sum of the gradients of a softmax is 0
             weights = [(torch.arange(each.numel()) % 7 + 1.0).view_as(each).to(each) for each in halves]
-            whole = torch.stack([(half * weight).sum() for half, weight in zip(halves, weights, strict=True)]).sum()
-            second = torch.autograd.grad(whole, outputs, retain_graph=True, allow_unused=True)
-            largest = [(each.abs().max(), each[len(each) // 2 :].abs().max()) for each in second if each is not None]
-            return any(float(other) > 1e-6 * float(most) for most, other in largest)
+            weighted_sum = torch.stack(
+                [(half * weight).sum() for half, weight in zip(halves, weights, strict=True)]
+            ).sum()
+            second_derivatives = torch.autograd.grad(weighted_sum, outputs, retain_graph=True, allow_unused=True)
+            largest = [
+                (each.abs().max(), each[len(each) // 2 :].abs().max())
+                for each in second_derivatives
+                if each is not None
+            ]
+            return any(float(second_half) > 1e-6 * float(first_half) for first_half, second_half in largest)
         return False
 
     def watch_optimizers(self) -> None:
-        """Optimizers that are made, and each step, with parameters that have no gradient."""
-        kinds: set[Any] = {each for each in vars(torch.optim).values() if isinstance(each, type)}
-        for kind in kinds:
-            if torch.optim.Optimizer in kind.__mro__[1:]:
-                init: Any = kind.__init__
+        """Record optimizers that are constructed, and each step with the number of parameters without a gradient."""
+        optimizer_classes: set[Any] = {each for each in vars(torch.optim).values() if isinstance(each, type)}
+        for optimizer_class in optimizer_classes:
+            if torch.optim.Optimizer in optimizer_class.__mro__[1:]:
+                init: Any = optimizer_class.__init__
 
                 @functools.wraps(init)
-                def made(optimizer: Any, *args: Any, _init: Any = init, **kwargs: Any) -> None:
+                def init_and_record(optimizer: Any, *args: Any, _init: Any = init, **kwargs: Any) -> None:
                     _init(optimizer, *args, **kwargs)
                     self.kept_alive.append(optimizer)
-                    self.note("optimizer", id=id(optimizer), name=type(optimizer).__name__)
+                    self.add_record("optimizer", id=id(optimizer), name=type(optimizer).__name__)
 
-                kind.__init__ = made
+                optimizer_class.__init__ = init_and_record
 
-        def stepped(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        def record_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
             parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-            self.note("step", id=id(optimizer), unused=sum(p.grad is None for p in parameters))
+            self.add_record("step", id=id(optimizer), unused=sum(p.grad is None for p in parameters))
 
-        register_optimizer_step_post_hook(stepped)
+        register_optimizer_step_post_hook(record_step)
 
     def watch_writes(self) -> None:
-        """Files and folders that the script writes."""
+        """Record files and folders that the script writes."""
         saved: set[str] = set()
 
-        def saves(obj: Any = None, f: Any = None, *_args: Any, **_kwargs: Any) -> None:  # noqa: ARG001
-            self.note("write", name="save")
+        def record_save(obj: Any = None, f: Any = None, *_args: Any, **_kwargs: Any) -> None:  # noqa: ARG001
+            self.add_record("write", name="save")
             saved.add(_path(f))
 
-        def loads(f: Any = None, *_args: Any, **_kwargs: Any) -> None:
+        def record_load(f: Any = None, *_args: Any, **_kwargs: Any) -> None:
             if _path(f) in saved:
-                self.note("read")
+                self.add_record("read")
 
-        self.before(torch, "save", saves)
-        self.before(torch, "load", loads)
+        self.before_call(torch, "save", record_save)
+        self.before_call(torch, "load", record_load)
         for name in ("mkdir", "makedirs"):
-            self.before(
-                os, name, lambda path, *_args, _name=name, **_kwargs: _is_kept(path) and self.note("write", name=_name)
+            self.before_call(
+                os,
+                name,
+                lambda path, *_args, _name=name, **_kwargs: (
+                    _is_user_path(path) and self.add_record("write", name=_name)
+                ),
             )
         original = builtins.open
 
         @functools.wraps(original)
         def opened(file: Any, mode: Any = "r", *args: Any, **kwargs: Any) -> Any:
-            if isinstance(mode, str) and set(mode) & set("wax+") and _is_kept(file):
-                self.note("write", name="open")
+            if isinstance(mode, str) and set(mode) & set("wax+") and _is_user_path(file):
+                self.add_record("write", name="open")
             return original(file, mode, *args, **kwargs)
 
         builtins.open = opened
 
     def watch_draws(self) -> None:
-        """Seeds, and random numbers of torch, numpy and random."""
-        self.before(torch, "manual_seed", lambda *_args, **_kwargs: self.note("seed", library="torch"))
-        for library, owner, names in (
+        """Record seeds, and random numbers of torch, numpy and random."""
+        self.before_call(torch, "manual_seed", lambda *_args, **_kwargs: self.add_record("seed", library="torch"))
+        for library, module, names in (
             ("random", random, ("randint", "random", "shuffle", "sample", "choice", "uniform", "gauss")),
             ("numpy", np.random, ("permutation", "rand", "randn", "shuffle", "choice", "randint", "uniform", "normal")),
         ):
-            self.before(owner, "seed", lambda *_args, _of=library, **_kwargs: self.note("seed", library=_of))
+            self.before_call(
+                module, "seed", lambda *_args, _library=library, **_kwargs: self.add_record("seed", library=_library)
+            )
             for name in names:
-                self.before(owner, name, lambda *_args, _of=library, **_kwargs: self.draw(_of))
+                self.before_call(module, name, lambda *_args, _library=library, **_kwargs: self.record_draw(_library))
         for name in _DRAWS:
-            # a generator of its own, such as that of a sampler, has one seed on all ranks
-            self.before(torch, name, lambda *_args, **kwargs: kwargs.get("generator") or self.draw("torch"))
+            # a separate generator, such as that of a sampler, has the same seed on all ranks
+            self.before_call(torch, name, lambda *_args, **kwargs: kwargs.get("generator") or self.record_draw("torch"))
 
-    def draw(self, library: str) -> None:
-        self.note("draw", library=library, in_loop=bool(self.loader), in_data=False)
+    def record_draw(self, library: str) -> None:
+        self.add_record("draw", library=library, in_loop=bool(self.loader), in_data=False)
 
-    def note_data_draws(self) -> None:
-        """Record that the dataset has drawn random numbers, at the line that reads from its loader."""
-        drawn = self.session.facts.get("data_draws", [])
-        for library in drawn[self.data_draws :]:
-            self.note("draw", library=library, in_loop=True, in_data=True)
-        self.data_draws = len(drawn)
+    def record_data_draws(self) -> None:
+        """Record that a dataset has drawn random numbers, at the line that reads from its loader."""
+        libraries = self.session.facts.get("data_draws", [])
+        for library in libraries[self.data_draws :]:
+            self.add_record("draw", library=library, in_loop=True, in_data=True)
+        self.data_draws = len(libraries)
 
 
 class _Pass:
-    """The iterator of a loader; it tells which loader's batch is in use."""
+    """The iterator of a loader, which remembers the loader of the last batch."""
 
     def __init__(self, watcher: _Watcher, loader: Any, iterator: Any) -> None:
         self._watcher, self._loader, self._iterator = watcher, loader, iterator
@@ -312,7 +326,7 @@ class _Pass:
 
     def __next__(self) -> Any:
         batch = next(self._iterator)
-        self._watcher.note_data_draws()
+        self._watcher.record_data_draws()
         self._watcher.loader, self._watcher.rows = id(self._loader), rows_of_batch(batch)
         return batch
 
@@ -321,56 +335,58 @@ class _Pass:
 
 
 def _blocks(module: Any) -> list[str]:
-    """The paths of lists of layers of one kind, such as "transformer.h"; not those inside of such a layer."""
+    """The paths of lists of layers of one class, such as "transformer.h", without lists inside such a layer."""
     paths: list[str] = []
     for path, each in module.named_modules():
-        is_list = isinstance(each, torch.nn.ModuleList) and len(each) > 1 and len({type(one) for one in each}) == 1
-        if is_list and path and not any(path.startswith(f"{other}.") for other in paths):
+        is_list = isinstance(each, torch.nn.ModuleList) and len(each) > 1 and len({type(layer) for layer in each}) == 1
+        if is_list and path and not any(path.startswith(f"{outer}.") for outer in paths):
             paths.append(path)
     return paths
 
 
 def _batch_dim(module: Any) -> int:
-    """The dimension of the samples in what a model is given: 1 for a recurrent network with batch_first=False."""
+    """The dimension of the samples in a model's input: 1 for a recurrent network with batch_first=False, else 0."""
     recurrent = [each for each in module.modules() if isinstance(each, torch.nn.RNNBase)]
     return int(bool(recurrent) and not recurrent[0].batch_first)
 
 
-def _sources(frame: Any, given: list[Any]) -> list[tuple[str, list[int]]]:
-    """(name, shape) of the script's tensors that tensors which a model is given are parts of."""
+def _sources(frame: Any, inputs: list[Any]) -> list[tuple[str, list[int]]]:
+    """(name, shape) of the script's tensors of which a model's inputs are views."""
     if frame is None:
         return []
-    memory = {each.untyped_storage().data_ptr() for each in given if _has_memory(each) and not each.requires_grad}
+    memory = {each.untyped_storage().data_ptr() for each in inputs if _has_memory(each) and not each.requires_grad}
     return [
         (name, list(value.shape))
         for name, value in {**frame.f_globals, **frame.f_locals}.items()
         if type(value) is torch.Tensor
         and _has_memory(value)
-        and not any(value is each for each in given)
+        and not any(value is each for each in inputs)
         and value.untyped_storage().data_ptr() in memory
     ]
 
 
 def _has_memory(tensor: Any) -> bool:
-    """Whether a tensor is one block of memory: a sparse one is not."""
+    """Whether a tensor has a storage, which a sparse one does not."""
     return tensor.layout is torch.strided
 
 
 def _path(file: Any) -> str:
-    """The whole path of a file, which may be open."""
+    """The absolute path of a path or an open file; "" for other objects."""
     return os.path.realpath(getattr(file, "name", file)) if isinstance(getattr(file, "name", file), str) else ""
 
 
-def _is_kept(path: Any) -> bool:
-    """Whether a file is one of the user's: not a temporary one, such as those of torch's compiler."""
+def _is_user_path(path: Any) -> bool:
+    """Whether a path is the user's, and not temporary, like those of torch's compiler."""
     if not isinstance(path, str | os.PathLike) or str(path) == os.devnull:
         return False
-    whole, here = os.path.realpath(path), os.path.realpath(os.getcwd())  # noqa: PTH109
-    return whole.startswith(here + os.sep) or not whole.startswith(os.path.realpath(tempfile.gettempdir()) + os.sep)
+    absolute, working_folder = os.path.realpath(path), os.path.realpath(os.getcwd())  # noqa: PTH109
+    return absolute.startswith(working_folder + os.sep) or not absolute.startswith(
+        os.path.realpath(tempfile.gettempdir()) + os.sep
+    )
 
 
 def _span(frame: Any) -> list[int]:
-    """First line, column in bytes, last line, column of the expression that a frame is running."""
+    """[first line, column in bytes, last line, column] of the expression that a frame is running."""
     line, last_line, column, last_column = list(frame.f_code.co_positions())[frame.f_lasti // 2]
     if None in (line, last_line, column, last_column):
         return [frame.f_lineno, 0, frame.f_lineno, 0]

@@ -1,4 +1,4 @@
-"""Names for parameters and states that are the same in every run: the order in which modules are made."""
+"""Names of parameters and states that are the same in every run, from the order in which modules are constructed."""
 
 # torch names its base class _BatchNorm.
 # pyright: reportPrivateUsage=false
@@ -15,53 +15,53 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from everyrank.audit.watch.flat_shards import WRAPPERS, name_in_model
-from everyrank.audit.watch.place import frames
+from everyrank.audit.watch.source_location import user_frames
 from everyrank.rerun.inside.session import Session
 
 __all__ = ["ModuleNames", "install_module_names"]
 
 
 class ModuleNames:
-    """All modules that live, in the order of their making."""
+    """All existing modules, in the order of their construction."""
 
     def __init__(self) -> None:
-        self.made: list[Any] = []
-        self.made_at: dict[int, list[str]] = {}  # by the identity of a module
+        self.modules: list[Any] = []
+        self.constructed_at: dict[int, list[str]] = {}  # by the identity of a module
 
     def add(self, module: Any) -> None:
-        """Remember a module that is being made, and the line that makes it."""
-        self.made.append(weakref.ref(module))
-        self.made_at[id(module)] = _constructed_at(module)
+        """Remember a module that is being constructed, and the line that constructs it."""
+        self.modules.append(weakref.ref(module))
+        self.constructed_at[id(module)] = _constructed_at(module)
 
     def num_batch_norms(self) -> int:
-        """The batch norms of all modules that live."""
+        """The number of batch norms in all existing modules."""
         alive = {id(inner): inner for _, root in self.roots() for inner in root.modules()}
         return sum(isinstance(module, _BatchNorm) for module in alive.values())
 
     def lines(self) -> dict[str, list[str]]:
-        """The lines that made each module that is in no other, and its wrapper."""
+        """The lines that construct each root module, and its wrapper."""
         return {
-            name: [line for each in (module, _unwrapped(module)) for line in self.made_at.get(id(each), [])]
+            name: [line for each in (module, _unwrapped(module)) for line in self.constructed_at.get(id(each), [])]
             for name, module in self.roots()
         }
 
     def roots(self) -> list[tuple[str, Any]]:
-        """(name, module) of those that are in no other: "Net", "Net (2)". Wrappers are looked through."""
-        alive = [module for module in (ref() for ref in self.made) if module is not None]
+        """(name, module) of the modules that are in no other module, such as "Net", "Net (2)", without wrappers."""
+        alive = [module for module in (ref() for ref in self.modules) if module is not None]
         alive = [module for module in alive if "_modules" in vars(module)]
-        inner = {id(child) for module in alive for child in module.children()}
+        children = {id(child) for module in alive for child in module.children()}
         roots: list[tuple[str, Any]] = []
         counts: dict[str, int] = {}
         for module in alive:
-            if id(module) in inner or any(module is known for _, known in roots):
+            if id(module) in children or any(module is root for _, root in roots):
                 continue
-            kind = type(_unwrapped(module)).__name__.removeprefix("FSDP")  # fully_shard makes FSDPNet of Net
-            counts[kind] = counts.get(kind, 0) + 1
-            roots.append((kind if counts[kind] == 1 else f"{kind} ({counts[kind]})", module))
+            class_name = type(_unwrapped(module)).__name__.removeprefix("FSDP")  # fully_shard makes FSDPNet of Net
+            counts[class_name] = counts.get(class_name, 0) + 1
+            roots.append((class_name if counts[class_name] == 1 else f"{class_name} ({counts[class_name]})", module))
         return roots
 
     def parameters(self) -> dict[int, str]:
-        """The name of each parameter, by its identity."""
+        """The name of each parameter, by its id."""
         names: dict[int, str] = {}
         for root, module in self.roots():
             for name, parameter in module.named_parameters():
@@ -69,19 +69,19 @@ class ModuleNames:
         return names
 
     def copies(self, stepped: set[int]) -> dict[int, str]:
-        """The parameters of modules that are not stepped and have the shapes of one that is, by memory address."""
-        held = [(root, list(module.named_parameters())) for root, module in self.roots()]
-        trained = {_shapes(named) for _, named in held if any(id(p) in stepped for _, p in named)}
+        """Untrained parameters of modules with the same shapes as a trained module, by memory address."""
+        named_parameters = [(root, list(module.named_parameters())) for root, module in self.roots()]
+        trained = {_shapes(named) for _, named in named_parameters if any(id(p) in stepped for _, p in named)}
         return {
             parameter.data_ptr(): f"{root}: {name_in_model(name)}"
-            for root, named in held
+            for root, named in named_parameters
             if named and _shapes(named) in trained and not any(id(p) in stepped or p.grad is not None for _, p in named)
             for name, parameter in named
             if not hasattr(parameter, "to_local")
         }
 
     def unstepped(self, stepped: set[int]) -> list[str]:
-        """The parameters of living modules that have a gradient and that no optimizer steps."""
+        """The names of parameters that have a gradient and that no optimizer updates."""
         return [
             f"{root}: {name_in_model(name)}"
             for root, module in self.roots()
@@ -90,20 +90,24 @@ class ModuleNames:
         ]
 
     def states(self, stepped: set[int]) -> dict[str, Any]:
-        """Buffers of all modules, and parameters that no optimizer steps."""
+        """Buffers of all modules, and parameters of modules that no optimizer updates."""
         named: dict[str, Any] = {}
         for root, module in self.roots():
-            held = list(module.parameters())
-            if not any(id(parameter) in stepped for parameter in held) and all(p.grad is None for p in held):
+            parameters = list(module.parameters())
+            if not any(id(parameter) in stepped for parameter in parameters) and all(
+                p.grad is None for p in parameters
+            ):
                 named |= {f"{root}: {name_in_model(name)}": p for name, p in module.named_parameters()}
             named |= {f"{root}: {name_in_model(name)}": buffer for name, buffer in module.named_buffers()}
         return named
 
 
 def _constructed_at(module: Any) -> list[str]:
-    """The user's line that constructs a module, outside of the constructors of its own classes, and its caller."""
+    """The user's line that constructs a module, outside of the module's constructors, and its caller."""
     outside = (
-        frame for frame in frames() if frame.f_code.co_name != "__init__" or frame.f_locals.get("self") is not module
+        frame
+        for frame in user_frames()
+        if frame.f_code.co_name != "__init__" or frame.f_locals.get("self") is not module
     )
     return [
         f"{os.path.abspath(frame.f_code.co_filename)}:{frame.f_lineno}"  # noqa: PTH100
@@ -124,36 +128,36 @@ def _unwrapped(module: Any) -> Any:
 
 
 def install_module_names(session: Session) -> ModuleNames:
-    """Note each module as it is made or copied, and what the outermost one is given while training."""
+    """Record each module that is constructed or copied, and the inputs of the outermost module while training."""
     modules = ModuleNames()
     init, restore, call = nn.Module.__init__, nn.Module.__setstate__, nn.Module.__call__
     depth = 0
 
     @functools.wraps(init)
-    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+    def init_and_record(self: Any, *args: Any, **kwargs: Any) -> None:
         modules.add(self)
         init(self, *args, **kwargs)
 
     @functools.wraps(restore)
-    def copied(self: Any, state: Any) -> None:
+    def copy_and_record(self: Any, state: Any) -> None:
         modules.add(self)
         restore(self, state)
 
     @functools.wraps(call)
-    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call_and_record(self: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal depth
         if depth == 0 and session.compares and session.is_active and _is_training(session, self):
-            given = [value.detach() for value in [*args, *kwargs.values()] if _is_plain(value)]
+            inputs = [value.detach() for value in [*args, *kwargs.values()] if _is_plain(value)]
             with session.quiet():
                 sums = session.facts.setdefault("input_sums", {}).setdefault(session.update, [])
-                sums += [float(value.double().sum()) for value in given if not value.is_complex()]
+                sums += [float(value.double().sum()) for value in inputs if not value.is_complex()]
         if depth == 0 and session.is_active and session.update == 0 and _is_training(session, self):
-            given = [value.detach().clone() for value in [*args, *kwargs.values()] if _is_plain(value)]
+            inputs = [value.detach().clone() for value in [*args, *kwargs.values()] if _is_plain(value)]
             if len(session.inputs) < 64 and any(parameter.requires_grad for parameter in self.parameters()):
-                session.inputs.append(given)
+                session.inputs.append(inputs)
                 texts = [value for value in [*args, *kwargs.values()] if isinstance(value, str)]
                 session.facts.setdefault("texts_given", []).append(texts)
-        session.has_begun = True
+        session.has_started = True
         session.num_calls += 1
         depth += 1
         session.in_model = True
@@ -163,12 +167,12 @@ def install_module_names(session: Session) -> ModuleNames:
             depth -= 1
             session.in_model = depth > 0
 
-    nn.Module.__init__, nn.Module.__setstate__, nn.Module.__call__ = made, copied, called
+    nn.Module.__init__, nn.Module.__setstate__, nn.Module.__call__ = init_and_record, copy_and_record, call_and_record
     return modules
 
 
 def _is_training(session: Session, module: Any) -> bool:
-    """Whether this forward is one of the training, not a second one for activation checkpointing."""
+    """Whether this is a training forward, and not the second forward of activation checkpointing."""
     return torch.is_grad_enabled() and module.training and not session.in_backward
 
 

@@ -1,4 +1,4 @@
-"""On one rank, batch norm over the samples of each of the recorded ranks, as each of them does."""
+"""Batch norm on one rank that normalises the samples of each recorded rank separately, as on these ranks."""
 
 # torch names its base class _BatchNorm.
 # pyright: reportPrivateUsage=false
@@ -17,7 +17,7 @@ __all__ = ["install_norms"]
 
 
 def install_norms(session: Session) -> None:
-    """Let BatchNorm normalise the parts of a batch that was put together one by one. SyncBatchNorm takes it whole."""
+    """Let BatchNorm normalise each rank's part of a merged batch separately. SyncBatchNorm uses the whole batch."""
     if session.settings["norms_over_ranks"] and session.ranks > 1:
         _install_norms_over_ranks()
     if not session.imposed or len(session.imposed) < 2:
@@ -29,16 +29,18 @@ def install_norms(session: Session) -> None:
         if isinstance(self, SyncBatchNorm) or not (self.training and rows and len(values) % sum(rows) == 0):
             return plain(self, values)
         scale = len(values) // sum(rows)
-        parts = values.split([count * scale for count in rows])
-        outputs = [plain(self, parts[0])]
+        values_by_rank = values.split([count * scale for count in rows])
+        outputs = [plain(self, values_by_rank[0])]
         # rank 0's running statistics are those that DDP broadcasts and a script saves
-        kept = dict(self._buffers)
+        rank_0_buffers = dict(self._buffers)
         try:
-            for part in parts[1:]:
-                self._buffers.update({name: None if each is None else each.clone() for name, each in kept.items()})
-                outputs.append(plain(self, part))
+            for rank_values in values_by_rank[1:]:
+                self._buffers.update(
+                    {name: None if each is None else each.clone() for name, each in rank_0_buffers.items()}
+                )
+                outputs.append(plain(self, rank_values))
         finally:
-            self._buffers.update(kept)
+            self._buffers.update(rank_0_buffers)
         session.facts["norms"] = session.facts.get("norms", 0) + 1
         return torch.cat(outputs)
 

@@ -1,4 +1,4 @@
-"""Records the lines that a script prints, logs or writes to a dashboard, by the line of the script."""
+"""Records the lines of output that a script prints, logs or writes to a dashboard, by the line of the script."""
 
 from __future__ import annotations
 
@@ -9,47 +9,47 @@ import sys
 from typing import Any
 
 from everyrank.audit.watch.imports import after_import
-from everyrank.audit.watch.place import where
+from everyrank.audit.watch.source_location import user_line
 from everyrank.rerun.inside.session import Session
 
 __all__ = ["install_printed"]
 
 _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+\.\d*|\.\d+|\d+)(?:[eE][-+]?\d+)?(?![\w])")
-_NOT_COMPARED = re.compile(  # times, dates, memory and speeds
+_NOT_COMPARED = re.compile(  # times, dates, memory and speeds, which differ between runs
     r"\d+:\d+(:\d+)?([.,]\d+)?|\d{4}-\d\d-\d\d|[\d.]+\s*[KMGT]i?B\b|[\d.]+(?:[eE][-+]?\d+)?\s*\w*/s(?:ec)?\b"
 )
-_MOST_LINES = 2000
+_MAX_LINES = 2000
 
 
 class _Tee:
     """A stream that also records complete lines."""
 
     def __init__(self, session: Session, stream: Any) -> None:
-        self._session, self._stream, self._line, self._place = session, stream, "", ""
+        self._session, self._stream, self._line, self._location = session, stream, "", ""
 
     def write(self, text: str) -> int:
         if self._session.is_active:
-            self._place = where() or self._place
+            self._location = user_line() or self._location
             self._line += text
             *lines, self._line = self._line.split("\n")
             for line in lines:
-                note(self._session, self._place, line.rpartition("\r")[2], "stdout")
+                record_line(self._session, self._location, line.rpartition("\r")[2], "stdout")
         return self._stream.write(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
 
-def note(session: Session, place: str, text: str, stream: str) -> None:
-    """Record a line with its numbers."""
-    if not text.strip() or not place or len(session.printed) >= _MOST_LINES or not session.is_active:
+def record_line(session: Session, location: str, text: str, stream: str) -> None:
+    """Record a line of output with its numbers."""
+    if not text.strip() or not location or len(session.printed) >= _MAX_LINES or not session.is_active:
         return
-    _, _, occurrence = session.key(f"printed {stream}", place)
-    plain = _NOT_COMPARED.sub(lambda found: " " * len(found[0]), text)
+    _, _, occurrence = session.key(f"printed {stream}", location)
+    plain = _NOT_COMPARED.sub(lambda matched: " " * len(matched[0]), text)
     numbers = list(_NUMBER.finditer(plain))
     session.printed.append(
         {
-            "place": place,
+            "place": location,
             "occurrence": occurrence,
             "text": text[:400],
             "numbers": [float(number[0]) for number in numbers],
@@ -66,22 +66,22 @@ def install_printed(session: Session) -> None:
     handle = logging.Logger.handle
 
     @functools.wraps(handle)
-    def logged(self: Any, record: Any) -> None:
+    def record_and_handle(self: Any, record: Any) -> None:
         if session.is_active:
-            note(session, where(), record.getMessage(), "logging")
+            record_line(session, user_line(), record.getMessage(), "logging")
         handle(self, record)
 
-    logging.Logger.handle = logged
+    logging.Logger.handle = record_and_handle
 
     def watch_writer(module: Any) -> None:
-        add = module.SummaryWriter.add_scalar
+        add_scalar = module.SummaryWriter.add_scalar
 
-        @functools.wraps(add)
-        def added(self: Any, tag: Any, value: Any, *args: Any, **kwargs: Any) -> None:
+        @functools.wraps(add_scalar)
+        def record_and_add(self: Any, tag: Any, value: Any, *args: Any, **kwargs: Any) -> None:
             if session.is_active:
-                note(session, where(), f"{tag} {float(value)!r}", "tensorboard")
-            add(self, tag, value, *args, **kwargs)
+                record_line(session, user_line(), f"{tag} {float(value)!r}", "tensorboard")
+            add_scalar(self, tag, value, *args, **kwargs)
 
-        module.SummaryWriter.add_scalar = added
+        module.SummaryWriter.add_scalar = record_and_add
 
     after_import("torch.utils.tensorboard.writer", watch_writer)

@@ -1,7 +1,7 @@
-"""Rows that the script takes out of its tensors, and tensors that it makes of samples: recorded, and put together.
+"""Records rows that the script takes from its tensors, and tensors that it builds from samples, and merges them.
 
-A script without a DataLoader cuts its batches itself: `data[order[start:stop]]`, `data[rank::world]`, `torch.stack`.
-One rank gets the rows of all ranks in place of its own: those of rank 0, then those of rank 1.
+A script without a DataLoader cuts its own batches: `data[order[start:stop]]`, `data[rank::world]`, `torch.stack`. One
+rank gets the rows of all ranks instead: those of rank 0, then those of rank 1.
 """
 
 # sys._getframe is private.
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from everyrank.audit.watch.place import is_own_file
+from everyrank.audit.watch.source_location import is_user_file
 from everyrank.rerun.inside.batches import is_equal
 from everyrank.rerun.inside.session import Session
 
@@ -83,18 +83,18 @@ class RowReads(TorchFunctionMode):
     def replace(self, key: tuple[str, str, int], result: Any) -> Any:
         """The rows of all ranks, if the ranks have read different ones."""
         if self.end is not None and self.session.update >= self.end:
-            self.session.refuse("the script takes too many rows out of its tensors to record them")
-        parts = [recorded[key][0] for recorded in self.recorded if key in recorded]
-        if len(parts) < len(self.recorded) or key[:2] not in self.differing:
+            self.session.report_not_imposed("the script takes too many rows out of its tensors to record them")
+        rows_by_rank = [recorded[key][0] for recorded in self.recorded if key in recorded]
+        if len(rows_by_rank) < len(self.recorded) or key[:2] not in self.differing:
             return result
-        if any(part.shape[1:] != result.shape[1:] for part in parts):
+        if any(rank_rows.shape[1:] != result.shape[1:] for rank_rows in rows_by_rank):
             return result
-        is_batch = all(len(part) in self.batch_sizes for part in parts)
+        is_batch = all(len(rank_rows) in self.batch_sizes for rank_rows in rows_by_rank)
         if key[1].startswith("read tensor") and not is_batch:
             return result  # such as the sum and the count of a metric
-        self.session.rows = [len(part) for part in parts]
+        self.session.rows = [len(rank_rows) for rank_rows in rows_by_rank]
         self.session.batch_size = sum(self.session.rows)
-        return torch.cat(parts).to(result.dtype)
+        return torch.cat(rows_by_rank).to(result.dtype)
 
 
 def _differing_lines(recorded: list[dict[tuple[str, str, int], Any]]) -> set[tuple[str, str]]:
@@ -112,7 +112,7 @@ def _is_called_by_script() -> bool:
     frame = sys._getframe(2)
     while frame.f_code.co_filename.startswith(_HOOKS) and frame.f_back is not None:
         frame = frame.f_back
-    return is_own_file(frame.f_code.co_filename)
+    return is_user_file(frame.f_code.co_filename)
 
 
 def _is_data(result: Any) -> bool:

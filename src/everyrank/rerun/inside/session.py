@@ -13,34 +13,34 @@ from typing import Any, NoReturn
 
 import torch
 
-from everyrank.audit.watch.place import where
+from everyrank.audit.watch.source_location import user_line
 
 __all__ = ["Session"]
 
 _WAIT_SECONDS = 10.0
-_MOST_OF_UPDATE = 10**6  # occurrences of a line
+_MAX_OCCURRENCES = 10**6  # occurrences of a line
 
 
 class Session:
-    """What a rank has recorded so far, and what is imposed on it.
+    """The recordings of a rank so far, and the recordings that are imposed on it.
 
-    imposed   the recordings of the ranks that this one puts together, by rank; empty if none
-    rows      number of samples of the last batch that each of them read
-    passes    passes over each dataset, by its identity
-    copies    parameters of copies of a trained module, such as averaged ones, by the address of their memory
-    items     [value, line, update, whether it is a term of this rank's loss] of each tensor that became a number
-    is_split  whether the loader in use gives each rank its part of every batch
+    imposed   the recordings of the ranks that this rank merges; empty if nothing is imposed
+    rows      number of samples of the last batch on each of these ranks
+    passes    number of passes over each dataset, by its id
+    copies    parameters of copies of a trained module, such as averages, by their memory address
+    items     [value, line, update, whether it is a term of this rank's loss] of each tensor converted to a number
+    is_split  whether the current loader gives each rank its part of every batch
     """
 
     def __init__(self, settings: dict[str, Any], rank: int) -> None:
         self.settings, self.rank, self.ranks = settings, rank, int(settings["ranks"])
         self.folder = Path(settings["folder"])
         self.pid = os.getpid()
-        self.start: float | None = None  # of the second update: the first imports much
+        self.start: float | None = None  # time of the second update, because the first one imports modules
         self.update = 0
         self.in_backward = False
         self.is_training = False
-        self.has_begun = False  # a loader was read, or a model called
+        self.has_started = False  # a loader was read, or a model called
         self.muted = 0
         self.updates: list[dict[str, Any]] = []
         self.printed: list[dict[str, Any]] = []
@@ -54,7 +54,7 @@ class Session:
         self.batch_size = 0
         self.passes: dict[int, int] = {}
         self.is_split = False
-        self.loader = -1  # that gave the last batch
+        self.loader = -1  # of the last batch
         self.num_backwards = 0  # since the last step
         self.num_all_backwards = 0
         self.num_permutations = 0  # drawn by the script, or by its samplers
@@ -83,17 +83,17 @@ class Session:
 
     @property
     def compares(self) -> bool:
-        """Whether the run is for the comparison with one rank, not for a port or for learning rates only."""
+        """Whether this run is for a comparison with one rank, and not for a port or for learning rates."""
         return not self.settings["order"] and not self.settings["only_rates"]
 
     @property
     def is_active(self) -> bool:
-        """Whether hooks act: not inside another hook, nor in a worker of a loader."""
+        """Whether hooks record and impose: not inside another hook, and not in a loader worker."""
         return not self.muted and os.getpid() == self.pid
 
     @contextlib.contextmanager
     def quiet(self) -> Generator[None]:
-        """Hooks do nothing within the block."""
+        """Disable hooks within the block."""
         self.muted += 1
         try:
             yield
@@ -101,38 +101,38 @@ class Session:
             self.muted -= 1
 
     @contextlib.contextmanager
-    def natural(self) -> Generator[None]:
-        """Random numbers drawn within the block are the script's own."""
-        before, self.in_source = self.in_source, True
+    def script_draws(self) -> Generator[None]:
+        """Do not record or impose random numbers within the block."""
+        was_in_source, self.in_source = self.in_source, True
         try:
             yield
         finally:
-            self.in_source = before
+            self.in_source = was_in_source
 
-    def key(self, operation: str, place: str = "") -> tuple[str, str, int]:
-        """(line, operation, how often it was met before)."""
-        place = place or where()
-        count = self.counts.get((place, operation), 0)
-        self.counts[place, operation] = count + 1
-        return place, operation, count
+    def key(self, operation: str, location: str = "") -> tuple[str, str, int]:
+        """(line, operation, number of its earlier occurrences)."""
+        location = location or user_line()
+        count = self.counts.get((location, operation), 0)
+        self.counts[location, operation] = count + 1
+        return location, operation, count
 
     def key_of_update(self, operation: str) -> tuple[str, str, int]:
-        """(line, operation, how often it was met before), counted anew in each update, apart for evaluations.
+        """(line, operation, occurrence), counted from 0 in each update, and separately in evaluations.
 
-        Rank 0 may evaluate alone: the numbers that all ranks draw afterwards have the same keys.
+        So numbers that all ranks draw have the same keys even if only rank 0 has evaluated before.
         """
-        place = where()
+        location = user_line()
         operation = operation if torch.is_grad_enabled() else f"{operation} without grad"
-        _, _, count = self.key(f"{operation} of update {self.update}", place)
-        return place, operation, self.update * _MOST_OF_UPDATE + count
+        _, _, count = self.key(f"{operation} of update {self.update}", location)
+        return location, operation, self.update * _MAX_OCCURRENCES + count
 
-    def refuse(self, why: str) -> None:
-        """Note that something could not be imposed. The run goes on, and is not compared from this update on."""
-        if why not in [known for known, _ in self.facts["refused"]]:
-            self.facts["refused"].append([why, self.update])
+    def report_not_imposed(self, reason: str) -> None:
+        """Record why a value could not be imposed. The run continues, but is not compared from this update on."""
+        if reason not in [reported for reported, _ in self.facts["refused"]]:
+            self.facts["refused"].append([reason, self.update])
 
     def write(self) -> None:
-        """Write the recording, completely or not at all."""
+        """Write the recording, atomically."""
         with self.quiet():
             with contextlib.suppress(Exception):
                 self.before_write()
@@ -148,18 +148,18 @@ class Session:
                 "reads": self.reads,
                 "facts": self.facts,
             }
-            # one file, so that the memory of equal tensors is shared
+            # in one file, so that tensors that share memory are stored once
             partial = self.folder / f".rank{self.rank}.pt"
             torch.save(content, partial)
             os.replace(partial, self.folder / f"rank{self.rank}.pt")  # noqa: PTH105
 
     def is_last(self) -> bool:
-        """Whether the run ends after this update; rank 0 chooses it two updates ahead when time is up."""
+        """Whether the run ends after this update. At the time limit, rank 0 sets the end two updates later."""
         if self.update >= self.settings["updates"]:
             return True
-        if self.imposed:  # as the recorded ranks, unless their script came to its end
-            is_cut = not self.imposed[0]["facts"].get("came_to_end", False)
-            return is_cut and self.update >= max(len(each["updates"]) for each in self.imposed)
+        if self.imposed:  # end with the recorded ranks, unless their script reached its end
+            was_ended = not self.imposed[0]["facts"].get("came_to_end", False)
+            return was_ended and self.update >= max(len(each["updates"]) for each in self.imposed)
         if self.start is None:
             self.start = time.monotonic()
         path = self.folder / "last.json"
@@ -171,11 +171,11 @@ class Session:
         return False
 
     def finish(self) -> NoReturn:
-        """End this process when the other ranks get here too, because they may wait for it in a collective."""
+        """End this process when the other ranks get here too, because they may need it in a collective."""
         self.write()
         (self.folder / f"done{self.rank}").touch()
-        end = time.monotonic() + _WAIT_SECONDS
-        while time.monotonic() < end and len(list(self.folder.glob("done*"))) < self.ranks:
+        deadline = time.monotonic() + _WAIT_SECONDS
+        while time.monotonic() < deadline and len(list(self.folder.glob("done*"))) < self.ranks:
             time.sleep(0.02)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):

@@ -1,6 +1,6 @@
-"""Records what a script sets up: the values that its names have, details of loaders, schedules and clipping.
+"""Records the setup of a script: values of its variables, details of loaders, schedules and clipping.
 
-A tool that writes the training in another form needs them: a name with a plain value needs none of the lines before it.
+`everyrank port` needs these to write a workload. For example, it replaces a variable with a plain value by that value.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import BatchSampler, DataLoader, Dataset, default_collate
 
-from everyrank.audit.watch.place import frames
+from everyrank.audit.watch.source_location import user_frames
 
-__all__ = ["ScriptValues", "keep_rng", "kept_rng", "watch_setup"]
+__all__ = ["ScriptValues", "save_rng", "saved_rng", "watch_setup"]
 
-_KINDS = {"loader", "forward", "backward", "optimizer", "schedule", "clip", "pass"}
-_MOST_LETTERS = 300
-_MOST_NAMES = 2000
+_KINDS_WITH_VALUES = {"loader", "forward", "backward", "optimizer", "schedule", "clip", "pass"}
+_MAX_LETTERS = 300
+_MAX_NAMES = 2000
 
-kept_rng: list[dict[str, Any]] = []
-"""The states of torch, numpy and random where a probe in the script asked for them first."""
+saved_rng: list[dict[str, Any]] = []
+"""The states of torch, numpy and random at the first call of `save_rng`, which a probe in the script makes."""
 
 
-def keep_rng() -> None:
-    """Keep the states of all generators, the first time."""
-    if not kept_rng:
+def save_rng() -> None:
+    """Save the states of all generators at the first call."""
+    if not saved_rng:
         numpy: Any = np.random.get_state(legacy=False)
-        kept_rng.append(
+        saved_rng.append(
             {
                 "torch": torch.get_rng_state(),
                 "numpy": [numpy["state"]["key"].tolist(), int(numpy["state"]["pos"])],
@@ -42,45 +42,50 @@ def keep_rng() -> None:
 
 
 class ScriptValues:
-    """The names of the user's running frames with their values, the first time that an expression runs."""
+    """Records the variables of the user's running frames when an expression runs for the first time."""
 
     def __init__(self) -> None:
         self.seen: set[tuple[Any, ...]] = set()
 
     def add(self, record: dict[str, Any]) -> None:
-        """Add to a record, for each frame of its chain, {name: [kind, text, identity]}.
+        """Add {name: [kind, text, identity]} to a record, for each frame of its chain.
 
-        kind  "literal" (text is its repr), "device", "namespace" (its attributes have entries of their own), or
-              "object" (text is its class)
+        kind  "literal" (text is its repr), "device", "namespace" (its attributes have separate entries), or "object"
+              (text is its class)
         """
         key = (record["kind"], *record["chain"][0])
-        if record["kind"] in _KINDS and key not in self.seen:
+        if record["kind"] in _KINDS_WITH_VALUES and key not in self.seen:
             self.seen.add(key)
-            record["values"] = [_values(frame.f_locals) for frame in frames()]
+            record["values"] = [_values_of(frame.f_locals) for frame in user_frames()]
 
 
-def _values(names: dict[str, Any]) -> dict[str, list[Any]]:
+def _values_of(names: dict[str, Any]) -> dict[str, list[Any]]:
     values: dict[str, list[Any]] = {}
-    for name, value in list(names.items())[:_MOST_NAMES]:
+    for name, value in list(names.items())[:_MAX_NAMES]:
         if name.startswith("__"):
             continue
-        values[name] = _described(value)
+        values[name] = _describe(value)
         if values[name][0] in ("namespace", "object"):
             for attribute, inner in list(_attributes(value).items())[:200]:
-                values[f"{name}.{attribute}"] = _described(inner)
+                values[f"{name}.{attribute}"] = _describe(inner)
     return values
 
 
-def _described(value: Any) -> list[Any]:
+def _describe(value: Any) -> list[Any]:
     if isinstance(value, torch.device):
         return ["device", str(value), 0]
-    if _is_literal(value) and len(text := repr(value)) <= _MOST_LETTERS:
+    if _is_literal(value) and len(text := repr(value)) <= _MAX_LETTERS:
         is_device = isinstance(value, str) and value.partition(":")[0] in ("cuda", "cpu", "mps")
         return ["device" if is_device else "literal", text, 0]
     if isinstance(value, argparse.Namespace):
         return ["namespace", "", id(value)]
-    kind = type(value)
-    return ["object", f"{kind.__module__}.{kind.__qualname__}", id(value), isinstance(value, Dataset | list | dict)]
+    value_class = type(value)
+    return [
+        "object",
+        f"{value_class.__module__}.{value_class.__qualname__}",
+        id(value),
+        isinstance(value, Dataset | list | dict),
+    ]
 
 
 def _is_literal(value: Any) -> bool:
@@ -90,7 +95,7 @@ def _is_literal(value: Any) -> bool:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """The attributes of an object of the user's own; of a module only plain ones."""
+    """The public attributes of an object; {} for classes, modules and functions."""
     if (
         isinstance(value, type)
         or inspect.ismodule(value)
@@ -106,57 +111,63 @@ def watch_setup(watcher: Any) -> None:
     init = LRScheduler.__init__
 
     @functools.wraps(init)
-    def scheduled(schedule: Any, *args: Any, **kwargs: Any) -> None:
+    def record_schedule(schedule: Any, *args: Any, **kwargs: Any) -> None:
         init(schedule, *args, **kwargs)
-        _note_schedule(watcher, schedule)
+        _record_schedule(watcher, schedule)
 
-    LRScheduler.__init__ = scheduled  # type: ignore[method-assign]
+    LRScheduler.__init__ = record_schedule  # type: ignore[method-assign]
     for name in ("clip_grad_norm_", "clip_grad_value_"):
         original: Any = getattr(torch.nn.utils, name)
 
         @functools.wraps(original)
-        def clipped(*args: Any, _original: Any = original, _name: str = name, **kwargs: Any) -> Any:
+        def record_clip(*args: Any, _original: Any = original, _name: str = name, **kwargs: Any) -> Any:
             bound = inspect.signature(_original).bind(*args, **kwargs).arguments
-            most: Any = bound.get("max_norm", bound.get("clip_value"))
-            watcher.note("clip", name=_name, most=float(most), norm_type=float(bound.get("norm_type", 2.0)))
+            limit: Any = bound.get("max_norm", bound.get("clip_value"))
+            watcher.add_record("clip", name=_name, most=float(limit), norm_type=float(bound.get("norm_type", 2.0)))
             return _original(*args, **kwargs)
 
-        setattr(torch.nn.utils, name, clipped)
-        setattr(torch.nn.utils.clip_grad, name, clipped)
+        setattr(torch.nn.utils, name, record_clip)
+        setattr(torch.nn.utils.clip_grad, name, record_clip)
     seed = torch.manual_seed
 
     @functools.wraps(seed)
-    def seeded(value: Any) -> Any:
-        watcher.note("torch_seed", value=int(value))
+    def record_seed(value: Any) -> Any:
+        watcher.add_record("torch_seed", value=int(value))
         return seed(value)
 
-    torch.manual_seed = seeded
+    torch.manual_seed = record_seed
 
 
-def _note_schedule(watcher: Any, schedule: Any) -> None:
-    """Record a schedule that was made, and each of its later steps."""
+def _record_schedule(watcher: Any, schedule: Any) -> None:
+    """Record a schedule that is constructed, and each of its later steps."""
     if any(each is schedule for each in watcher.kept_alive):
         return
     watcher.kept_alive.append(schedule)
-    parts = [id(each) for each in getattr(schedule, "_schedulers", [])]
-    watcher.note("schedule", id=id(schedule), name=type(schedule).__name__, parts=parts, of=id(schedule.optimizer))
+    inner_schedules = [id(each) for each in getattr(schedule, "_schedulers", [])]
+    watcher.add_record(
+        "schedule",
+        id=id(schedule),
+        name=type(schedule).__name__,
+        parts=inner_schedules,
+        of=id(schedule.optimizer),
+    )
     step = schedule.step
 
     @functools.wraps(step)
-    def stepped(*args: Any, **kwargs: Any) -> Any:
-        watcher.note("schedule_step", id=id(schedule), mode=getattr(schedule, "mode", ""))
+    def record_step(*args: Any, **kwargs: Any) -> Any:
+        watcher.add_record("schedule_step", id=id(schedule), mode=getattr(schedule, "mode", ""))
         return step(*args, **kwargs)
 
-    schedule.step = stepped
+    schedule.step = record_step
 
 
 def _watch_loaders(watcher: Any) -> None:
-    """Record what the file of a workload needs of each loader."""
-    kind: Any = DataLoader
-    init = kind.__init__
+    """Record the details of each loader that a workload file needs."""
+    loader_class: Any = DataLoader
+    init = loader_class.__init__
 
     @functools.wraps(init)
-    def made(loader: Any, *args: Any, **kwargs: Any) -> None:
+    def record_loader(loader: Any, *args: Any, **kwargs: Any) -> None:
         seed = torch.initial_seed()
         init(loader, *args, **kwargs)
         sampler = loader.sampler
@@ -166,7 +177,7 @@ def _watch_loaders(watcher: Any) -> None:
                 batches = len(loader)
             except TypeError:
                 batches = -1
-        watcher.note(
+        watcher.add_record(
             "loader_details",
             id=id(loader),
             batch_size=loader.batch_size,
@@ -181,4 +192,4 @@ def _watch_loaders(watcher: Any) -> None:
             seed=seed,
         )
 
-    kind.__init__ = made
+    loader_class.__init__ = record_loader

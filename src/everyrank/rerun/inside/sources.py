@@ -1,7 +1,7 @@
-"""Functions of the script that draw batches: recorded, and put together from several ranks, as the batches of loaders.
+"""Records batches that functions and loops of the script yield, and merges those of several ranks.
 
 A function counts if its source draws random numbers and it returns or yields tensors without a gradient, without
-calling a model. Only the script itself is looked at, not the files that it imports.
+calling a model. Only the script is changed, not the files that it imports.
 """
 
 from __future__ import annotations
@@ -20,7 +20,15 @@ from typing import Any
 import torch
 
 from everyrank.rerun.batch_sizes import with_larger_batches
-from everyrank.rerun.inside.batches import NotMergedError, decoded, encoded, is_equal, merged, num_bytes, rows_of_batch
+from everyrank.rerun.inside.batches import (
+    NotMergedError,
+    decode_batch,
+    encode_batch,
+    is_equal,
+    merge_batches,
+    num_bytes,
+    rows_of_batch,
+)
 from everyrank.rerun.inside.session import Session
 
 __all__ = ["run_with_sources"]
@@ -28,39 +36,39 @@ __all__ = ["run_with_sources"]
 _DECORATOR = "_everyrank_source"
 _LOOP = "_everyrank_batches"
 _DRAWS = ("rand", "Generator", "normal", "multinomial", "bernoulli", "poisson", "choice", "sample")
-_MOST_BYTES = 3e8
+_MAX_BYTES = 3e8
 
 
 def run_with_sources(session: Session, path: str) -> None:
-    """Run a script as `runpy.run_path` does, with its functions that draw under a decorator.
+    """Run a script like `runpy.run_path`, with a decorator on its functions that draw random numbers.
 
-    Raises what the script raises.
+    Raises the errors of the script.
     """
     tree = ast.parse(Path(path).read_bytes(), path)
     if session.settings["larger"]:
         with_larger_batches(tree, len(session.imposed), session.settings["larger"])
     for node in tree.body:
-        if isinstance(node, ast.FunctionDef) and not node.decorator_list and _draws(node):
+        if isinstance(node, ast.FunctionDef) and not node.decorator_list and _draws_random_numbers(node):
             name = ast.Name(_DECORATOR, ast.Load())
-            node.decorator_list = [ast.copy_location(name, node)]  # its line stays that of `def`
+            node.decorator_list = [ast.copy_location(name, node)]  # keep the line of `def`
     for loop in _training_loops(tree):
         name = ast.copy_location(ast.Name(_LOOP, ast.Load()), loop.iter)
         loop.iter = ast.copy_location(ast.Call(name, [loop.iter], []), loop.iter)
-    setattr(builtins, _DECORATOR, functools.partial(_watched, session))
-    setattr(builtins, _LOOP, functools.partial(_watched_loop, session))
+    setattr(builtins, _DECORATOR, functools.partial(_with_recording, session))
+    setattr(builtins, _LOOP, functools.partial(_loop_with_recording, session))
     module = types.ModuleType("__main__")
     module.__file__ = path
     sys.modules["__main__"] = module
     code = compile(tree, path, "exec", dont_inherit=True)
-    exec(code, module.__dict__)  # noqa: S102  (the script that the user gives)
+    exec(code, module.__dict__)  # noqa: S102  (the user's script)
 
 
 def _training_loops(tree: ast.Module) -> list[ast.For]:
-    """The innermost loops that call `backward`, or a function of the script that does."""
+    """The innermost loops that call `backward`, directly or through functions of the script."""
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     names, calls = {"backward"}, {function.name: _calls(function) for function in functions}
-    while more := {name for name, called in calls.items() if called & names} - names:
-        names |= more
+    while new_names := {name for name, called_names in calls.items() if called_names & names} - names:
+        names |= new_names
     loops = [node for node in ast.walk(tree) if isinstance(node, ast.For) and _calls(node) & names]
     return [loop for loop in loops if not any(other in loops for other in ast.walk(loop) if other is not loop)]
 
@@ -70,40 +78,46 @@ def _calls(node: ast.AST) -> set[str]:
     return {getattr(function, "attr", getattr(function, "id", "")) for function in functions}
 
 
-def _draws(function: ast.FunctionDef) -> bool:
-    """Whether a function names something that draws."""
+def _draws_random_numbers(function: ast.FunctionDef) -> bool:
+    """Whether a function mentions a function that draws random numbers."""
     names = [getattr(node, "attr", getattr(node, "id", "")) for node in ast.walk(function)]
     return any(word in name for name in names for word in _DRAWS if isinstance(name, str))
 
 
-def _watched(session: Session, function: Any) -> Any:
-    """The function, whose results are recorded or imposed."""
+def _with_recording(session: Session, function: Any) -> Any:
+    """Wrap a function to record or impose its results."""
     if inspect.isgeneratorfunction(function):
-        return _watched_generator(session, function)
+        return _generator_with_recording(session, function)
 
     @functools.wraps(function)
     def source(*args: Any, **kwargs: Any) -> Any:
         if not session.is_active or session.in_source:
             return function(*args, **kwargs)
         key = session.key_of_update(f"source {function.__code__.co_firstlineno}")
-        parts = [each["sources"][key] for each in session.imposed if key in each.get("sources", {})]
-        is_imposed = len(parts) == len(session.imposed) > 0
-        is_own = is_imposed and not all(is_equal(part, parts[0]) for part in parts[1:])
-        calls = session.num_calls
-        with session.natural() if is_own else contextlib.nullcontext():
+        rank_results = [each["sources"][key] for each in session.imposed if key in each.get("sources", {})]
+        is_imposed = len(rank_results) == len(session.imposed) > 0
+        differs_by_rank = is_imposed and not all(
+            is_equal(rank_result, rank_results[0]) for rank_result in rank_results[1:]
+        )
+        num_calls = session.num_calls
+        with session.script_draws() if differs_by_rank else contextlib.nullcontext():
             result = function(*args, **kwargs)
         with session.quiet():
             if session.imposed:
-                return _together(session, parts, result) if is_own or (is_imposed and len(parts) == 1) else result
-            if session.num_calls == calls and _is_batch(result):
+                return (
+                    _merge_results(session, rank_results, result)
+                    if differs_by_rank or (is_imposed and len(rank_results) == 1)
+                    else result
+                )
+            if session.num_calls == num_calls and _is_batch(result):
                 _record(session, key, result)
         return result
 
     return source
 
 
-def _watched_generator(session: Session, function: Any) -> Any:
-    """The generator function, whose items are recorded or imposed."""
+def _generator_with_recording(session: Session, function: Any) -> Any:
+    """Wrap a generator function to record or impose its items."""
 
     @functools.wraps(function)
     def source(*args: Any, **kwargs: Any) -> Any:
@@ -118,27 +132,27 @@ def _watched_generator(session: Session, function: Any) -> Any:
     return source
 
 
-def _watched_loop(session: Session, items: Any) -> Any:
-    """What a training loop iterates over: batches that do not come from a DataLoader are recorded, or imposed."""
+def _loop_with_recording(session: Session, items: Any) -> Any:
+    """Wrap the iterable of a training loop to record or impose batches that do not come from a DataLoader."""
     if not session.is_active or session.in_source or not hasattr(items, "__iter__"):
         return items
     key = session.key("loop")
     session.facts.setdefault("loops", []).append([key[0], key[2], session.update])
     if not session.imposed:
-        return _recorded_items(session, key, iter(items), _is_chosen)
+        return _recorded_items(session, key, iter(items), _is_batch_or_indices)
     return _imposed_items(session, key, items) if session.settings["reads"] else items
 
 
 def _imposed_items(session: Session, key: tuple[str, str, int], iterator: Any) -> Any:
-    """The recorded items of all ranks, put together; the iterator itself if the ranks have read the same."""
+    """The merged items of all ranks, or the iterator itself if all ranks have the same items."""
     lists = [each["sources"][key]["items"] for each in session.imposed if key in each.get("sources", {})]
     is_imposed = len(lists) == len(session.imposed)
-    is_common = len(lists) > 1 and all(is_equal(items, lists[0]) for items in lists[1:])
-    return _items_together(session, lists) if is_imposed and not is_common else iterator
+    are_equal = len(lists) > 1 and all(is_equal(items, lists[0]) for items in lists[1:])
+    return _merge_items(session, lists) if is_imposed and not are_equal else iterator
 
 
 def _recorded_items(session: Session, key: tuple[str, str, int], iterator: Any, is_batch: Callable[[Any], bool]) -> Any:
-    """The items of a generator, recorded as long as they are batches that no model computes."""
+    """Yield the items of a generator. Record them as long as they are batches that no model computes."""
     items: list[Any] = []
     session.sources.append((key, {"items": items}))
     is_recorded = True
@@ -161,23 +175,23 @@ def _recorded_items(session: Session, key: tuple[str, str, int], iterator: Any, 
 
 
 def _append(session: Session, items: list[Any], item: Any) -> bool:
-    """Record an item, unless it is too large or cannot be put together."""
+    """Record an item, unless it is too large or cannot be merged. Returns whether it was recorded."""
     size = session.facts.get("bytes", 0) + num_bytes(item)
     try:
-        if size <= _MOST_BYTES:
-            items.append(encoded(item))
+        if size <= _MAX_BYTES:
+            items.append(encode_batch(item))
     except NotMergedError:
         return False
     session.facts["bytes"] = size
-    return size <= _MOST_BYTES
+    return size <= _MAX_BYTES
 
 
-def _items_together(session: Session, lists: list[list[Any]]) -> Any:
-    """What the generator has given on the ranks, one by one as one batch."""
+def _merge_items(session: Session, lists: list[list[Any]]) -> Any:
+    """Yield the merged items of the ranks, one by one."""
     for index in range(max(map(len, lists))):
         with session.quiet():
-            parts = [items[index] for items in lists if index < len(items)]
-            item = _together(session, parts, decoded(parts[0]))
+            rank_items = [items[index] for items in lists if index < len(items)]
+            item = _merge_results(session, rank_items, decode_batch(rank_items[0]))
         yield item
 
 
@@ -186,12 +200,12 @@ def _is_batch(result: Any) -> bool:
     return any(each.dim() for each in tensors) and not any(each.requires_grad for each in tensors)
 
 
-def _is_chosen(item: Any) -> bool:
-    """Whether a training loop is given a batch: tensors, arrays, or a list of indices."""
+def _is_batch_or_indices(item: Any) -> bool:
+    """Whether an item of a training loop is a batch: tensors, arrays, or a list of indices."""
     if isinstance(item, tuple | dict):
-        return any(map(_is_chosen, item.values() if isinstance(item, dict) else item))
+        return any(map(_is_batch_or_indices, item.values() if isinstance(item, dict) else item))
     if isinstance(item, list):
-        return all(isinstance(each, int) for each in item) or any(map(_is_chosen, item))
+        return all(isinstance(each, int) for each in item) or any(map(_is_batch_or_indices, item))
     return _is_batch(item) or getattr(item, "ndim", 0) > 0
 
 
@@ -204,20 +218,20 @@ def _leaves(value: Any) -> list[Any]:
 def _record(session: Session, key: tuple[str, str, int], result: Any) -> None:
     try:
         size = session.facts.get("bytes", 0) + num_bytes(result)
-        if size <= _MOST_BYTES:
+        if size <= _MAX_BYTES:
             session.facts["bytes"] = size
-            session.sources.append((key, encoded(result)))
+            session.sources.append((key, encode_batch(result)))
     except NotMergedError:
-        pass  # it returns something else, which this run leaves as it is
+        pass  # the function returns something else, which is not imposed
 
 
-def _together(session: Session, parts: list[Any], result: Any) -> Any:
-    """What the function has given on the ranks, as one batch."""
+def _merge_results(session: Session, rank_results: list[Any], result: Any) -> Any:
+    """The merged results of a function on all ranks; `result` if they cannot be merged."""
     try:
-        whole = decoded(merged(parts))
+        merged_batch = decode_batch(merge_batches(rank_results))
     except NotMergedError as error:
-        session.refuse(str(error))
+        session.report_not_imposed(str(error))
         return result
-    session.rows = [rows_of_batch(part) for part in parts]
+    session.rows = [rows_of_batch(rank_result) for rank_result in rank_results]
     session.batch_size = sum(session.rows)
-    return whole
+    return merged_batch

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from everyrank.audit.watch.overlay import Overlay
-from everyrank.audit.watch.place import where
 from everyrank.audit.watch.pretend_cuda import PretendCuda
 from everyrank.audit.watch.saving import install_saving
-from everyrank.rerun.batch_sizes import with_larger_batches_in_words
+from everyrank.audit.watch.source_location import user_line
+from everyrank.rerun.batch_sizes import with_larger_batches_in_args
 from everyrank.rerun.inside.batches import install_batches
 from everyrank.rerun.inside.clock import install_clock
 from everyrank.rerun.inside.draws import install_draws
@@ -30,21 +30,21 @@ from everyrank.rerun.inside.numbers import install_number_draws
 from everyrank.rerun.inside.precision import install_float64
 from everyrank.rerun.inside.printed import install_printed
 from everyrank.rerun.inside.session import Session
-from everyrank.rerun.inside.setup import kept_rng
+from everyrank.rerun.inside.setup import saved_rng
 from everyrank.rerun.inside.sources import run_with_sources
 from everyrank.rerun.inside.steps import install_step_hooks
 
 __all__ = ["run_as_rank"]
 
-_MOST_WRITES = 1000
+_MAX_WRITES = 1000
 
 
 def run_as_rank(settings: dict[str, Any], rank: int, overlay: Overlay) -> None:
-    """Run the script as `python script.py ...` would, under all hooks, and write the recording at its end."""
+    """Run the script like `python script.py ...`, with all hooks, and write the recording at its end."""
     session = Session(settings, rank)
     if settings["seed"] is not None:
-        for seed in (torch.manual_seed, np.random.seed, random.seed):
-            seed(settings["seed"] + rank)
+        for set_seed in (torch.manual_seed, np.random.seed, random.seed):
+            set_seed(settings["seed"] + rank)
     pretend = PretendCuda(settings["devices"]) if settings["devices"] else None
     if pretend is not None:
         pretend.install()
@@ -53,29 +53,29 @@ def run_as_rank(settings: dict[str, Any], rank: int, overlay: Overlay) -> None:
     if settings["float64"]:
         install_float64()
     if settings["without_checkpointing"]:
-        _keep_activations()
+        _disable_checkpointing()
     else:
-        _note_checkpointing(session)
-    install_saving(_Saves(session), overlay)  # type: ignore[arg-type]
-    _note_loads(session)
-    _note_hooks(session)
-    _keep_groups()
-    _refuse_absent_ranks()
+        _record_checkpointing(session)
+    install_saving(_SaveRecorder(session), overlay)  # type: ignore[arg-type]
+    _record_loads(session)
+    _record_comm_hooks(session)
+    _keep_process_groups()
+    _reject_absent_ranks()
     modules = install_module_names(session)
     install_norms(session)
     install_batches(session)
     install_printed(session)
     install_clock()
-    _note_writes(session)
+    _record_writes(session)
     if settings["expressions"]:
         install_expressions(session)
     if settings["without_dropout"]:
-        _leave_out_dropout()
+        _disable_dropout()
     install_step_hooks(session, modules)
     if session.compares:
         install_number_draws(session)
     modes = install_draws(session, pretend)
-    session.facts["rng"] = kept_rng
+    session.facts["rng"] = saved_rng
     try:
         with modes:
             _run_script(session)
@@ -88,98 +88,105 @@ def run_as_rank(settings: dict[str, Any], rank: int, overlay: Overlay) -> None:
 
 def _run_script(session: Session) -> None:
     settings = session.settings
-    words = list(settings["words"])
+    python_args = list(settings["python_args"])
     if settings["larger"]:
-        words = with_larger_batches_in_words(words, len(session.imposed))
-    if words[0] == "-m":
-        sys.argv = words[1:]
+        python_args = with_larger_batches_in_args(python_args, len(session.imposed))
+    if python_args[0] == "-m":
+        sys.argv = python_args[1:]
         sys.path[0:0] = [str(Path.cwd())]
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        runpy.run_module(python_args[1], run_name="__main__", alter_sys=True)
         return
-    sys.argv = words
-    sys.path[0:0] = [str(Path(words[0]).absolute().parent)]
+    sys.argv = python_args
+    sys.path[0:0] = [str(Path(python_args[0]).absolute().parent)]
     if settings["order"] or settings["expressions"] or settings["only_rates"]:
-        runpy.run_path(words[0], run_name="__main__")
+        runpy.run_path(python_args[0], run_name="__main__")
     else:
-        run_with_sources(session, words[0])
+        run_with_sources(session, python_args[0])
 
 
-def _note_checkpointing(session: Session) -> None:
-    """Note the lines that use activation checkpointing."""
+def _record_checkpointing(session: Session) -> None:
+    """Record the lines that use activation checkpointing."""
     import torch.utils.checkpoint as module
 
     for name in ("checkpoint", "checkpoint_sequential"):
         original = getattr(module, name)
 
-        def noted(*args: Any, _original: Any = original, **kwargs: Any) -> Any:
-            lines, place = session.facts.setdefault("checkpointing", []), where()
-            if place not in lines:
-                lines.append(place)
+        def recorded_call(*args: Any, _original: Any = original, **kwargs: Any) -> Any:
+            lines, line = session.facts.setdefault("checkpointing", []), user_line()
+            if line not in lines:
+                lines.append(line)
             return _original(*args, **kwargs)
 
-        setattr(module, name, functools.wraps(original)(noted))
+        setattr(module, name, functools.wraps(original)(recorded_call))
 
 
-def _keep_groups() -> None:
-    """Keep process groups until the rank ends: freeing one waits for its threads, which may wait for Python's lock."""
-    destroy, kept = dist.destroy_process_group, list[Any]()
+def _keep_process_groups() -> None:
+    """Keep process groups until the rank ends, because freeing one may deadlock: its threads may wait for the GIL."""
+    destroy, kept_groups = dist.destroy_process_group, list[Any]()
 
     @functools.wraps(destroy)
-    def destroyed(*args: Any, **kwargs: Any) -> None:
+    def destroy_and_keep(*args: Any, **kwargs: Any) -> None:
         if dist.is_initialized():
-            kept.append(dist.group.WORLD)
+            kept_groups.append(dist.group.WORLD)
         destroy(*args, **kwargs)
 
-    dist.destroy_process_group = destroyed
+    dist.destroy_process_group = destroy_and_keep
 
 
-def _refuse_absent_ranks() -> None:
-    """Let a message to or from a rank that does not exist fail: gloo would wait for it."""
+def _reject_absent_ranks() -> None:
+    """Raise an error for a message to or from a rank that does not exist, because gloo would wait for it."""
     for name in ("send", "recv", "isend", "irecv"):
         original = getattr(dist, name)
 
         def checked(tensor: Any, peer: Any = None, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
-            number = kwargs.get("dst", kwargs.get("src", peer))
-            if isinstance(number, int) and number >= dist.get_world_size():
-                raise ValueError(f"a message to or from rank {number}, which one rank alone does not have")
+            peer_rank = kwargs.get("dst", kwargs.get("src", peer))
+            if isinstance(peer_rank, int) and peer_rank >= dist.get_world_size():
+                raise ValueError(f"a message to or from rank {peer_rank}, which does not exist in a run on one rank")
             return _original(tensor, *(() if peer is None else (peer,)), *args, **kwargs)
 
         setattr(dist, name, functools.wraps(original)(checked))
 
 
-def _note_loads(session: Session) -> None:
-    """Note the lines that load a file."""
+def _record_loads(session: Session) -> None:
+    """Record the lines that load a file."""
     load = torch.load
 
     @functools.wraps(load)
-    def loaded(*args: Any, **kwargs: Any) -> Any:
-        session.facts.setdefault("loads", []).append(where())
+    def record_and_load(*args: Any, **kwargs: Any) -> Any:
+        session.facts.setdefault("loads", []).append(user_line())
         return load(*args, **kwargs)
 
-    torch.load = loaded
+    torch.load = record_and_load
 
 
-def _note_hooks(session: Session) -> None:
-    """Note the line that registers a communication hook of DistributedDataParallel."""
+def _record_comm_hooks(session: Session) -> None:
+    """Record the line that registers a communication hook of DistributedDataParallel."""
     wrapper: Any = torch.nn.parallel.DistributedDataParallel
     register = wrapper.register_comm_hook
 
     @functools.wraps(register)
-    def registered(*args: Any, **kwargs: Any) -> None:
-        session.facts.setdefault("comm_hook", where())
+    def record_and_register(*args: Any, **kwargs: Any) -> None:
+        session.facts.setdefault("comm_hook", user_line())
         register(*args, **kwargs)
 
-    wrapper.register_comm_hook = registered
+    wrapper.register_comm_hook = record_and_register
 
 
-def _keep_activations() -> None:
-    """Let activation checkpointing call its function directly, which must not change a gradient."""
+def _disable_checkpointing() -> None:
+    """Replace activation checkpointing by a direct call of the function, which must not change a gradient."""
     import torch.utils.checkpoint as module
 
-    own = {"use_reentrant", "context_fn", "determinism_check", "debug", "preserve_rng_state", "early_stop"}
+    checkpoint_options = {
+        "use_reentrant",
+        "context_fn",
+        "determinism_check",
+        "debug",
+        "preserve_rng_state",
+        "early_stop",
+    }
 
     def call(function: Any, *args: Any, **kwargs: Any) -> Any:
-        return function(*args, **{name: value for name, value in kwargs.items() if name not in own})
+        return function(*args, **{name: value for name, value in kwargs.items() if name not in checkpoint_options})
 
     module.checkpoint = call
     module.checkpoint_sequential = lambda functions, _segments, value, **_kwargs: (
@@ -187,55 +194,57 @@ def _keep_activations() -> None:
     )
 
 
-def _leave_out_dropout() -> None:
-    """Let every kind of dropout return its input."""
+def _disable_dropout() -> None:
+    """Replace all kinds of dropout by functions that return their input."""
     functional: Any = torch.nn.functional
     for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
         setattr(functional, name, lambda input, *_args, **_kwargs: input)  # noqa: A006  (torch's name)
     attention = functional.scaled_dot_product_attention
 
     @functools.wraps(attention)
-    def without(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, **kwargs: Any) -> Any:
+    def attention_without_dropout(
+        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, **kwargs: Any
+    ) -> Any:
         del dropout_p
         return attention(query, key, value, attn_mask=attn_mask, dropout_p=0.0, **kwargs)
 
-    functional.scaled_dot_product_attention = without
+    functional.scaled_dot_product_attention = attention_without_dropout
     init = torch.nn.RNNBase.__init__
 
-    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+    def init_without_dropout(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         self.dropout = 0.0
 
-    torch.nn.RNNBase.__init__ = made
+    torch.nn.RNNBase.__init__ = init_without_dropout
 
 
-def _note_writes(session: Session) -> None:
-    """Note which files of the user this rank writes, and where."""
+def _record_writes(session: Session) -> None:
+    """Record the files that this rank writes, and the lines that write them."""
     written: list[list[str]] = session.facts.setdefault("written", [])
     original = builtins.open
 
     @functools.wraps(original)
-    def opened(file: Any, mode: Any = "r", *args: Any, **kwargs: Any) -> Any:
+    def record_and_open(file: Any, mode: Any = "r", *args: Any, **kwargs: Any) -> Any:
         if session.is_active and isinstance(mode, str) and set(mode) & set("wax") and isinstance(file, str | Path):
-            entry = [os.path.abspath(file), where()]  # noqa: PTH100
-            if entry[0] != os.devnull and entry[1] and entry not in written and len(written) < _MOST_WRITES:
+            entry = [os.path.abspath(file), user_line()]  # noqa: PTH100
+            if entry[0] != os.devnull and entry[1] and entry not in written and len(written) < _MAX_WRITES:
                 written.append(entry)
         return original(file, mode, *args, **kwargs)
 
-    builtins.open = opened
+    builtins.open = record_and_open
 
 
-class _Saves:
-    """The part of a recorder that redirected libraries need. It notes what torch saves, with its keys."""
+class _SaveRecorder:
+    """Records what torch saves. Has the methods of the audit's recorder that redirected libraries need."""
 
     def __init__(self, session: Session) -> None:
         self.session, self.muted, self.saved = session, session.quiet, session.facts.setdefault("saved", [])
 
     def write(self, event: Any) -> None:
-        """Note a save, and the updates before it."""
+        """Record a save, and the number of updates before it."""
         if not self.session.is_active:
             return  # the recording itself
         self.session.on_save()
-        if len(self.saved) < _MOST_WRITES:
+        if len(self.saved) < _MAX_WRITES:
             self.saved.append([event.path, event.line, event.keys])
             self.session.facts.setdefault("saved_after", []).append([event.path, self.session.update, event.line])

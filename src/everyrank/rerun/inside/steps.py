@@ -11,11 +11,11 @@ import torch
 from torch.distributed.tensor import Replicate
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from everyrank.audit.watch.place import chain, where
+from everyrank.audit.watch.source_location import user_line, user_lines
 from everyrank.rerun.inside.modules import ModuleNames
-from everyrank.rerun.inside.objects import Counters, own_objects, running_statistics
+from everyrank.rerun.inside.objects import Counters, running_statistics, user_objects
 from everyrank.rerun.inside.session import Session
-from everyrank.rerun.shards import put_together
+from everyrank.rerun.shards import join_shards
 
 __all__ = ["install_step_hooks"]
 
@@ -28,22 +28,22 @@ class _Steps:
         self.pending: dict[str, Any] = {}
         self.stepped: set[int] = set()
         self.names: dict[int, str] = {}
-        self.own_rates: dict[int, list[float]] = {}
-        self.own_momenta: dict[int, list[Any]] = {}
-        self.made: dict[int, str] = {}  # lines of optimizers
+        self.script_rates: dict[int, list[float]] = {}
+        self.script_momenta: dict[int, list[Any]] = {}
+        self.constructed_at: dict[int, str] = {}  # lines of optimizers
         self.counters = Counters()
 
     @property
     def is_detailed(self) -> bool:
         return self.session.update < self.session.settings["detailed"]
 
-    def before(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        """When an optimizer begins a step."""
+    def before_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        """Record an optimizer before its step, and impose the recorded learning rates."""
         session = self.session
         if not session.is_active:
             return
         with session.quiet(), torch.no_grad():
-            self.note_states()
+            self.record_states()
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             unknown = [p for p in parameters if id(p) not in self.names]
             if unknown:
@@ -53,83 +53,83 @@ class _Steps:
             self.stepped |= {id(p) for p in parameters}
             if self.is_detailed:
                 session.copies = self.modules.copies(self.stepped)
-                self.note_dead(optimizer, parameters)
-                self.note_counted(optimizer, parameters)
+                self.record_dead_parameters(optimizer, parameters)
+                self.record_counted_step(optimizer, parameters)
                 if not session.update:
                     session.facts["made_at"] = self.modules.lines()
                     session.facts["batch_norms"] = self.modules.num_batch_norms()
-            own = [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
+            script_rates = [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
             self.pending = {
                 "losses": self.losses,
                 "backwards": self.backwards,
-                "step": where(),
+                "step": user_line(),
                 "gradients": {},
                 "before": {},
                 "after": {},
-                "rates": own,
+                "rates": script_rates,
                 "momenta": _momenta(optimizer),
                 "batches": session.num_batches,
                 "states": {},
-                "optimizer": self.made.get(id(optimizer), ""),
+                "optimizer": self.constructed_at.get(id(optimizer), ""),
             }
             if self.is_detailed:
                 named = {self.names[id(p)]: p for p in parameters}
                 self.pending["gradients"] = {
-                    name: None if p.grad is None else self.kept(_reduced(p.grad)) for name, p in named.items()
+                    name: None if p.grad is None else self.stored_copy(_reduced(p.grad)) for name, p in named.items()
                 }
-                self.pending["before"] = {name: self.kept(p) for name, p in named.items()}
-            self.impose_rates(optimizer, own)
+                self.pending["before"] = {name: self.stored_copy(p) for name, p in named.items()}
+            self.impose_rates(optimizer, script_rates)
             self.losses, self.backwards = [], []
 
-    def note_dead(self, optimizer: Any, parameters: list[Any]) -> None:
-        """Note an optimizer that steps parameters of no module, in place of those that have the gradients."""
+    def record_dead_parameters(self, optimizer: Any, parameters: list[Any]) -> None:
+        """Record an optimizer whose parameters belong to no module, while parameters with gradients have none."""
         facts = self.session.facts
         if "dead" in facts:
             return
-        known = self.modules.parameters()
-        dead = sum(id(parameter) not in known and parameter.grad is None for parameter in parameters)
+        module_parameters = self.modules.parameters()
+        dead = sum(id(parameter) not in module_parameters and parameter.grad is None for parameter in parameters)
         trained = self.modules.unstepped(self.stepped)
         if dead and dead == len(trained):
-            facts["dead"] = [self.made.get(id(optimizer), where()), dead, len(parameters), trained]
+            facts["dead"] = [self.constructed_at.get(id(optimizer), user_line()), dead, len(parameters), trained]
 
-    def note_counted(self, optimizer: Any, parameters: list[Any]) -> None:
-        """Note a step with gradients of zero, before the first backward, which the optimizer counts as an update."""
+    def record_counted_step(self, optimizer: Any, parameters: list[Any]) -> None:
+        """Record a step with zero gradients before the first backward, which the optimizer counts as an update."""
         facts = self.session.facts
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if not self.backwards and not self.session.num_all_backwards:
             if gradients and not any(bool(shard_of(gradient).any()) for gradient in gradients):
-                facts.setdefault("empty_steps", {})[id(optimizer)] = where()
+                facts.setdefault("empty_steps", {})[id(optimizer)] = user_line()
         elif id(optimizer) in facts.get("empty_steps", {}) and "counted" not in facts:
             states = [optimizer.state[parameter] for parameter in parameters if parameter in optimizer.state]
             counts = [float(state["step"]) for state in states if "step" in state]
-            facts["counted"] = [facts["empty_steps"][id(optimizer)], max(counts, default=0.0), where()]
+            facts["counted"] = [facts["empty_steps"][id(optimizer)], max(counts, default=0.0), user_line()]
 
-    def impose_rates(self, optimizer: Any, own: list[float]) -> None:
-        """Step with the learning rates and momenta of the recorded ranks, and put back what the script has set."""
+    def impose_rates(self, optimizer: Any, script_rates: list[float]) -> None:
+        """Set the learning rates and momenta of the recorded ranks, and remember those of the script."""
         is_imposed = self.session.imposed and not self.session.settings["by_rows"]
         recorded = self.session.imposed[0]["updates"] if is_imposed else []
-        self.own_rates, self.own_momenta = {}, {}
+        self.script_rates, self.script_momenta = {}, {}
         if self.session.update < len(recorded):
             rates = recorded[self.session.update]["rates"]
-            if len(rates) == len(own):
-                self.own_rates[id(optimizer)] = own
-                self.own_momenta[id(optimizer)] = _momenta(optimizer)
+            if len(rates) == len(script_rates):
+                self.script_rates[id(optimizer)] = script_rates
+                self.script_momenta[id(optimizer)] = _momenta(optimizer)
                 for group, rate in zip(optimizer.param_groups, rates, strict=True):
                     group["lr"] = torch.full_like(group["lr"], rate) if torch.is_tensor(group["lr"]) else rate
                 _set_momenta(optimizer, recorded[self.session.update]["momenta"])
 
-    def after(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        """When it has ended: the last update of the run ends the process."""
+    def after_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        """Record an optimizer after its step. The last update of the run ends the process."""
         session = self.session
         if not session.is_active or not self.pending:
             return
         with session.quiet(), torch.no_grad():
-            for group, rate in zip(optimizer.param_groups, self.own_rates.get(id(optimizer), []), strict=False):
+            for group, rate in zip(optimizer.param_groups, self.script_rates.get(id(optimizer), []), strict=False):
                 group["lr"] = rate
-            _set_momenta(optimizer, self.own_momenta.get(id(optimizer), []))
+            _set_momenta(optimizer, self.script_momenta.get(id(optimizer), []))
             if self.is_detailed:
                 parameters = [p for group in optimizer.param_groups for p in group["params"]]
-                self.pending["after"] = {self.names[id(p)]: self.kept(p) for p in parameters}
+                self.pending["after"] = {self.names[id(p)]: self.stored_copy(p) for p in parameters}
             self.impose_parameters(optimizer)
             session.updates.append(self.pending)
             self.pending = {}
@@ -140,49 +140,59 @@ class _Steps:
             session.finish()
 
     def impose_parameters(self, optimizer: Any) -> None:
-        """Replace the parameters by the recorded ones, which may be shards of several ranks."""
+        """Replace the parameters by the recorded parameters, which may be shards of several ranks."""
         session = self.session
         if not session.parameters or session.update >= len(session.parameters[0]):
             return
         recorded = [updates[session.update]["after"] for updates in session.parameters if session.update < len(updates)]
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            parts = [after[self.names[id(parameter)]] for after in recorded if self.names[id(parameter)] in after]
-            held = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-            joined = parts[0] if parts and parts[0].shape == held.shape else put_together(parts, held.shape)
+            shards = [
+                after_step[self.names[id(parameter)]]
+                for after_step in recorded
+                if self.names[id(parameter)] in after_step
+            ]
+            local_parameter = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            joined = (
+                shards[0]
+                if shards and shards[0].shape == local_parameter.shape
+                else join_shards(shards, local_parameter.shape)
+            )
             if joined is not None:
-                held.copy_(joined)
+                local_parameter.copy_(joined)
 
-    def kept(self, tensor: Any) -> Any:
-        """A copy of a tensor's local part; of a large one, elements spread evenly over it and the norm of all."""
-        shard, most = shard_of(tensor), self.session.settings["most_elements"]
-        if not most or shard.numel() <= most:
+    def stored_copy(self, tensor: Any) -> Any:
+        """A copy of a tensor's local shard. For a large one, evenly spread elements and the norm of all."""
+        shard, max_elements = shard_of(tensor), self.session.settings["most_elements"]
+        if not max_elements or shard.numel() <= max_elements:
             return shard
         flat = shard.flatten()
         norm = flat.double().norm().to(flat.dtype) if flat.is_floating_point() else flat.sum()
-        return torch.cat([flat[:: -(-len(flat) // most)], norm[None]])
+        return torch.cat([flat[:: -(-len(flat) // max_elements)], norm[None]])
 
-    def note_states(self) -> None:
-        """Record the states that the last update has left, before the next one begins."""
+    def record_states(self) -> None:
+        """Record the states after the last update, before the next update begins."""
         updates = self.session.updates
         if updates and len(updates) <= self.session.settings["detailed"] and not updates[-1]["states"]:
             states = self.modules.states(self.stepped)
-            with contextlib.suppress(Exception):  # of the script's own objects
-                objects = own_objects()
-                self.counters.note(objects)
-                for name, tensor, place in running_statistics(objects):
+            with contextlib.suppress(Exception):  # the script's own objects may raise errors
+                objects = user_objects()
+                self.counters.record(objects)
+                for name, tensor, location in running_statistics(objects):
                     states[name] = tensor
-                    self.session.facts.setdefault("state_lines", {})[name] = place
-            updates[-1]["states"] = {name: self.kept(state) for name, state in states.items()}
+                    self.session.facts.setdefault("state_lines", {})[name] = location
+            updates[-1]["states"] = {name: self.stored_copy(state) for name, state in states.items()}
 
-    def note_save(self) -> None:
-        """Note counters that a checkpoint lacks."""
+    def record_missing_counters(self) -> None:
+        """Record counters that a checkpoint lacks."""
         with self.session.quiet(), contextlib.suppress(Exception):
             left_out = self.session.facts.setdefault("left_out", [])
-            left_out += [[*each, where()] for each in self.counters.left_out(own_objects()) if len(left_out) < 9]
+            left_out += [
+                [*each, user_line()] for each in self.counters.missing_from_state(user_objects()) if len(left_out) < 9
+            ]
 
 
 def _reduced(gradient: Any) -> Any:
-    """A gradient as the optimizer takes it: a DTensor of which each rank has a summand is summed."""
+    """A gradient as the optimizer uses it: a DTensor with partial sums on each rank is summed."""
     placements = getattr(gradient, "placements", ())
     if not any(placement.is_partial() for placement in placements):
         return gradient
@@ -190,7 +200,7 @@ def _reduced(gradient: Any) -> Any:
 
 
 def shard_of(tensor: Any) -> Any:
-    """A copy of a tensor's local part; empty if its memory has been freed."""
+    """A copy of a tensor's local shard; empty if its memory has been freed."""
     tensor = tensor.detach()
     tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     if tensor.is_sparse:
@@ -203,23 +213,23 @@ def shard_of(tensor: Any) -> Any:
 def install_step_hooks(session: Session, modules: ModuleNames) -> None:
     """Hook every optimizer, and every backward."""
     steps = _Steps(session, modules)
-    session.before_write = steps.note_states
-    session.on_save = steps.note_save
-    register_optimizer_step_pre_hook(steps.before)
-    register_optimizer_step_post_hook(steps.after)
+    session.before_write = steps.record_states
+    session.on_save = steps.record_missing_counters
+    register_optimizer_step_pre_hook(steps.before_step)
+    register_optimizer_step_post_hook(steps.after_step)
     init = torch.optim.Optimizer.__init__
 
     @functools.wraps(init)
-    def made(self: Any, *args: Any, **kwargs: Any) -> None:
-        steps.made[id(self)] = where()
+    def constructed_at(self: Any, *args: Any, **kwargs: Any) -> None:
+        steps.constructed_at[id(self)] = user_line()
         init(self, *args, **kwargs)
 
-    torch.optim.Optimizer.__init__ = made
+    torch.optim.Optimizer.__init__ = constructed_at
     schedule = torch.optim.lr_scheduler.LRScheduler.__init__
 
     @functools.wraps(schedule)
     def scheduled(self: Any, *args: Any, **kwargs: Any) -> None:
-        session.facts.setdefault("schedules", chain()[:2])
+        session.facts.setdefault("schedules", user_lines()[:2])
         schedule(self, *args, **kwargs)
 
     torch.optim.lr_scheduler.LRScheduler.__init__ = scheduled
@@ -227,27 +237,27 @@ def install_step_hooks(session: Session, modules: ModuleNames) -> None:
 
     @functools.wraps(backward)
     def run_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        is_outer = session.is_active and not session.in_backward
-        if is_outer:
+        is_outermost = session.is_active and not session.in_backward
+        if is_outermost:
             losses = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
             with session.quiet(), torch.no_grad():
                 steps.losses.append(sum(float(loss.detach().double().sum()) for loss in losses))
-            steps.backwards.append(where())
+            steps.backwards.append(user_line())
             session.is_training = True
             session.num_backwards += 1
             session.num_all_backwards += 1
             if session.loader >= 0 and session.loader not in session.facts.setdefault("trained", []):
                 session.facts["trained"].append(session.loader)
-        was, session.in_backward = session.in_backward, True
+        was_in_backward, session.in_backward = session.in_backward, True
         try:
             backward(tensors, *args, **kwargs)
         finally:
-            session.in_backward = was
-        if is_outer and session.settings["backward_is_update"]:
+            session.in_backward = was_in_backward
+        if is_outermost and session.settings["backward_is_update"]:
             parameters = [p for _, root in modules.roots() for p in root.parameters() if p.requires_grad]
             update = types.SimpleNamespace(param_groups=[{"params": list(dict.fromkeys(parameters))}])
-            steps.before(update, (), {})
-            steps.after(update, (), {})
+            steps.before_step(update, (), {})
+            steps.after_step(update, (), {})
 
     torch.autograd.backward = run_backward
 
@@ -256,7 +266,7 @@ _MOMENTA = ("momentum", "betas")
 
 
 def _momenta(optimizer: Any) -> list[dict[str, Any]]:
-    """What a schedule that cycles the momentum changes, of each parameter group."""
+    """The momenta of each parameter group, which a schedule such as OneCycleLR changes."""
     return [{name: group[name] for name in _MOMENTA if name in group} for group in optimizer.param_groups]
 
 

@@ -1,7 +1,7 @@
-"""Runs at the start of every Python process of an audited script, because its folder is on PYTHONPATH.
+"""Runs when a Python process of an audited script starts, because this folder is on PYTHONPATH.
 
-It redirects files, and installs the hooks right after the first `import torch`. Without the environment variable of the
-audit it does nothing.
+It redirects files, and installs the hooks right after the first `import torch`. It does nothing without the environment
+variable of the audit.
 """
 
 import importlib.util
@@ -15,7 +15,7 @@ _HERE = str(Path(__file__).parent)
 
 
 def _chain() -> None:
-    """Run the `sitecustomize` that this one hides."""
+    """Run the `sitecustomize` of the user's environment, which this one hides."""
     for folder in sys.path:
         path = Path(folder or ".") / "sitecustomize.py"
         if str(path.parent.absolute()) != _HERE and path.is_file():
@@ -24,7 +24,7 @@ def _chain() -> None:
 
 
 def _load(name: str):
-    """Load a module of the audit by its file, because its package imports more than a small process needs."""
+    """Load a module of the audit from its file, without its package, which imports more than a small process needs."""
     full = f"everyrank.audit.watch.{name}"
     spec = importlib.util.spec_from_file_location(full, Path(_HERE).parent / f"{name}.py")
     assert spec is not None

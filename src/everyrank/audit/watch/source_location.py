@@ -1,4 +1,4 @@
-"""Finds the line of the user's own code that is running."""
+"""Finds the line of the user's code that is running."""
 
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FrameType
 
-from everyrank.errors import is_own
+from everyrank.errors import is_user_code
 
-__all__ = ["frames", "is_own_file", "library_calls", "where"]
+__all__ = ["is_user_file", "library_calls", "user_frames", "user_line"]
 
 _WATCH = str(Path(__file__).parent)
 _RECIPES = str(Path(__file__).parents[2] / "recipes") + os.sep
@@ -22,39 +22,39 @@ _WRAPPERS = {"wrapper", "handle_torch_function", "inner", "_fn"}  # functions of
 
 
 @functools.cache
-def is_own_file(filename: str) -> bool:
+def is_user_file(filename: str) -> bool:
     """Whether a file is the user's: not Python, an installed package or everyrank, except for its recipes."""
-    return is_own(filename) or filename.startswith(_RECIPES)
+    return is_user_code(filename) or filename.startswith(_RECIPES)
 
 
-def frames() -> Iterator[FrameType]:
+def user_frames() -> Iterator[FrameType]:
     """The frames of the user's own code, the innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if is_own_file(frame.f_code.co_filename):
+        if is_user_file(frame.f_code.co_filename):
             yield frame
         frame = frame.f_back
 
 
-def _place(frame: FrameType) -> str:
+def _location(frame: FrameType) -> str:
     return f"{os.path.abspath(frame.f_code.co_filename)}:{frame.f_lineno}"  # noqa: PTH100  (called at every forward)
 
 
-def where() -> str:
+def user_line() -> str:
     """`/path/train.py:12`, the innermost line of the user's own code; "" if none is on the stack."""
-    return next((_place(frame) for frame in frames()), "")
+    return next((_location(frame) for frame in user_frames()), "")
 
 
-def chain() -> list[str]:
+def user_lines() -> list[str]:
     """All lines of the user's own code on the stack, the innermost first."""
-    return [_place(frame) for frame in frames()]
+    return [_location(frame) for frame in user_frames()]
 
 
 def library_calls() -> list[str]:
     """The names of the library functions between the user's innermost line and here, the first called first."""
     frame: FrameType | None = sys._getframe(1)
     names: list[str] = []
-    while frame is not None and not is_own_file(frame.f_code.co_filename):
+    while frame is not None and not is_user_file(frame.f_code.co_filename):
         name = frame.f_code.co_name
         if not frame.f_code.co_filename.startswith(_WATCH) and name not in _WRAPPERS and names[-1:] != [name]:
             names.append(name)
@@ -81,14 +81,14 @@ def calling_codes() -> Iterator[CodeType]:
         frame = frame.f_back
 
 
-def caller_is_own() -> bool:
+def caller_is_user_code() -> bool:
     """Whether the user's own code called the caller of this function, perhaps through a wrapper of torch or ours."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and (
         frame.f_code.co_filename.startswith(_WATCH) or frame.f_code.co_filename.endswith(_TORCH_WRAPPERS)
     ):
         frame = frame.f_back
-    return frame is not None and is_own_file(frame.f_code.co_filename)
+    return frame is not None and is_user_file(frame.f_code.co_filename)
 
 
 _TORCH_WRAPPERS = ("torch/_tensor.py", "torch/overrides.py", "torch/utils/_device.py")
