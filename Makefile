@@ -26,8 +26,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 INTEGRATIONS := horovod slurm mpi ray hosts launchers libraries benches package
 AT_LENGTH := recipes models layouts suite
-# a test mostly waits for its ranks: three workers fill two cores. 0: one test after the other, in one process
-WORKERS ?= 3
+# a test mostly waits for its ranks: three workers leave a fifth of two cores idle. 0: one test after the other, in one process
+WORKERS ?= 4
 PIP_OPTIONS := --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 .PHONY: demo test test-integrations test-at-length test-parts test-versions check lint types docs clean
@@ -83,17 +83,18 @@ $(VENV)/installed: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(BIN)/python -m pip install $(PIP_OPTIONS) -c constraints.txt -e '.[html]'
 	@touch $@
 
-$(VENV)/installed-dev: $(VENV)/installed
-	$(BIN)/python -m pip install $(PIP_OPTIONS) -c constraints.txt -e '.[html,dev]'
-	@touch $@
+# in one call of pip, which takes many seconds to look at all that is there already
+$(VENV)/installed-dev: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install $(PIP_OPTIONS) -c constraints.txt -e '.[html,dev,docs]'
+	@touch $(VENV)/installed $(VENV)/installed-docs $@
 
 $(VENV)/installed-integrations: $(VENV)/installed-dev
-	$(BIN)/python -m pip install $(PIP_OPTIONS) -c constraints.txt -e '.[html,dev,mpi,ray,benchmarks]'
+	$(BIN)/python -m pip install $(PIP_OPTIONS) -c constraints.txt -e '.[html,dev,docs,mpi,ray,benchmarks]'
 	@touch $@
 
-$(VENV)/installed-docs: $(VENV)/installed
+$(VENV)/installed-docs: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(BIN)/python -m pip install $(PIP_OPTIONS) -c constraints.txt -e '.[html,docs]'
-	@touch $@
+	@touch $(VENV)/installed $@
 
 clean:
 	rm -rf $(VENV) .versions build dist report.html digits.json text.json runs

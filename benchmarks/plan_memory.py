@@ -46,7 +46,7 @@ LAYOUTS = (
     *("context:method=ulysses", "tensor:sequence=true", "tensor:precision=bf16", "fsdp:replicate=2"),
 )
 PATIENCE = 60.0  # seconds in which another rank comes
-LENGTH, UPDATES, OUT = 128, 7, Path(__file__).parent / "records" / "plan-memory-cpu.json"
+LENGTH, OUT = 128, Path(__file__).parent / "records" / "plan-memory-cpu.json"
 
 
 def workload() -> Workload:
@@ -55,11 +55,11 @@ def workload() -> Workload:
     return decoder_workload(shape, 64, LENGTH, global_batch=8, sequence_dim=1, steps=3)
 
 
-def on_rank(info: Any, text: str, backend: str) -> tuple[list[int], dict[str, Any]]:
+def on_rank(info: Any, text: str, backend: str, num_updates: int) -> tuple[list[int], dict[str, Any]]:
     """Return the peak bytes of each update after the second on this rank, and the machine."""
     launch = Launch(processes=info.size, backend=backend, timeout_seconds=600.0)
     with without_a_thread(), open_world(info, launch) as world:
-        return _peaks(world, text), machine(world)
+        return _peaks(world, text, num_updates), machine(world)
 
 
 @contextlib.contextmanager
@@ -74,13 +74,13 @@ def without_a_thread() -> Generator[None]:
         yield
 
 
-def _peaks(world: Any, text: str) -> list[int]:
+def _peaks(world: Any, text: str, num_updates: int) -> list[int]:
     layout, trained = parse_layout(text), workload()
     sample = first_sample(trained)
     gc.collect()
     with profiler(torch.device("cpu"), memory=True) as finished:
         prepared = prepare(trained, layout, world)
-        for update in range(2 + UPDATES):  # DDP makes its buckets anew in the second update
+        for update in range(2 + num_updates):  # DDP makes its buckets anew in the second update
             gc.collect()
             with torch.profiler.record_function(f"update {update}"):
                 prepared.step(micro_batches_of(prepared, sample, torch.zeros))
@@ -88,7 +88,7 @@ def _peaks(world: Any, text: str) -> list[int]:
     starts = sorted(event["ts"] for event in events if re.fullmatch(r"update \d+", event["name"]))[2:]
     changes = [e for e in events if e["name"] == "[memory]" and e["args"]["Device Type"] == 0]
     alive: dict[int, int] = {}
-    total, peaks = 0, [0] * UPDATES
+    total, peaks = 0, [0] * num_updates
     for event in sorted(changes, key=lambda event: event["ts"]):
         address, change = int(event["args"]["Addr"]), int(event["args"]["Bytes"])
         if change > 0:
@@ -106,6 +106,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layout", nargs="+", default=list(LAYOUTS), help="rows of other layouts in --out are kept")
     parser.add_argument("--backend", help="default: as everyrank chooses")
+    parser.add_argument("--updates", type=int, default=7, help="that are measured, after two; default: %(default)s")
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     kept = json.loads(args.out.read_text())["rows"] if args.out.exists() else []
@@ -116,7 +117,7 @@ def main() -> int:
     for text in args.layout:
         # processes of its own: what an earlier layout has left alive would be counted
         launch = Launch(processes=2, backend=args.backend, timeout_seconds=600.0)
-        measured = run_ranks(launch, on_rank, text, args.backend)
+        measured = run_ranks(launch, on_rank, text, args.backend, args.updates)
         about = {
             "command": "python benchmarks/plan_memory.py",
             "provenance": measured[0][1] | {"date": f"{datetime.now(UTC):%Y-%m-%d}"},

@@ -15,7 +15,7 @@ A FAIL or WARN for a corrected or a correct script, or DIFFERENT for a right fun
 
 --docs writes the tables of docs/silent-bugs.md from the Record. --blind N audits a blind set:
 silent_bugs/blind_set/ and silent_bugs/blind_set_2/ with 15 mistakes each and 10 and 12 correct scripts,
-silent_bugs/blind_set_3/ to blind_set_6/ with 24 and 20, by writers who had seen neither the rules nor the corpus.
+silent_bugs/blind_set_3/ to blind_set_7/ with 24 and 20, by writers who had seen neither the rules nor the corpus.
 Their first results are what counts; since then they have been looked at, like the others. There, NAME.py is the right
 script, and wrong/NAME.patch puts the mistake into it. Sets 3 to 6 run under `everyrank audit --compare`, and their
 Records have all findings; the cause is judged by a reader.

@@ -149,6 +149,10 @@ MUTATIONS = [
     # --- evaluation
     ("classifier", "Subset(held_out, range(rank, len(held_out), world_size)), 5)",
      "held_out, 5, sampler=DistributedSampler(held_out, shuffle=False))", "eval.padded", "DataLoader(held_out"),
+    # a lookup in a table, and columns, drop no samples
+    ("classifier", ("Subset(held_out, range(rank, len(held_out), world_size)), 5)", "model.module(inputs)"),
+     ("held_out, 5, sampler=DistributedSampler(held_out, shuffle=False))",
+      "(model.module(inputs) + torch.zeros(99, 1)[labels])[:, :10]"), "eval.padded", "DataLoader(held_out"),
     ("classifier", "    dist.all_reduce(totals)\n", "", "eval.shard", "DataLoader(Subset"),
     ("classifier", "[loss * len(labels), hits, len(labels)]", "[loss, hits / len(labels), 1]", "eval.mean-of-means",
      "loss = F.cross_entropy(output"),
@@ -186,6 +190,13 @@ MUTATIONS = [
     ("classifier", "            optimizer.step()\n",
      "            optimizer.step()\n            [schedule.step() for _ in range(3)]\n",
      "schedule.often steps 3 times an update, ", "schedule.step() for"),
+    ("classifier", "        schedule.step()\n", "        [schedule.step() for _ in range(world_size)]\n",
+     "schedule.often steps 2 times an epoch, once for each of the 2 ranks", "schedule.step() for"),
+    ("classifier", ("CosineAnnealingLR(optimizer, 2)", "        schedule.step()\n"),
+     ("ReduceLROnPlateau(optimizer, patience=0)",
+      "        score = evaluate(model, held_out, rank, world_size)[0]\n"
+      "        [schedule.step(score) for _ in range(world_size)]\n"),
+     "schedule.often ReduceLROnPlateau is given each metric 2 times", "schedule.step(score)"),
     ("classifier", ("CosineAnnealingLR(optimizer, 2)", "        schedule.step()\n"),
      ("ReduceLROnPlateau(optimizer, patience=9)", "        schedule.step(loss.detach())\n"),
      "schedule.differs on rank 1 after update ", "schedule.step(loss"),

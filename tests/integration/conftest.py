@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -15,9 +16,11 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,6 +43,12 @@ PARTS = {
 }
 ROOMS = {"recipes": "recipes", "parity": "layouts", "checkpoint": "layouts"}  # of tests/, and their parts; else suite
 
+# what was built for them, or ranks that have imported transformers, or keep their reference; those of ROOMS share what
+# was trained
+SHARE = (
+    *("test_site", "test_wheel", "test_causal_lm", "test_port_libraries", "test_port_mistakes"),
+    *("test_mutations_model_parallel", "test_mutations_experts", "test_saving_meshes"),
+)
 ONE_AT_A_TIME = ("slurm", "ray", "hosts", "benches")  # share what was started for them, or measure
 
 
@@ -58,7 +67,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--parts", default="", help="of the integration tests, one or more: " + " ".join(PARTS))
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what stands here as single tests elsewhere are marked: make test leaves both out; keep the part asked."""
     for item in items:
@@ -71,11 +79,52 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [item for item, part in parts.items() if asked and part not in asked]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
-    for item in items:
-        if parts.get(item) in ONE_AT_A_TIME:
-            item.add_marker(pytest.mark.xdist_group(parts[item]))
-        elif item in parts and (item.path.parent.name in ROOMS or item.path.stem in ("test_site", "test_wheel")):
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))  # they share what was trained, or built, for them
+    if hasattr(config, "workerinput"):
+        groups = {item.nodeid: group for item in items if (group := group_of(item, parts.get(item)))}
+        path = groups_file(config.workerinput["testrunuid"])
+        own = path.with_suffix(f".{os.getpid()}")
+        own.write_text(json.dumps(groups))
+        own.rename(path)
+
+
+def group_of(item: pytest.Item, part: str | None) -> str | None:
+    """Which tests run on the same worker, one after the other; None for one that may run anywhere."""
+    if part in ONE_AT_A_TIME:
+        return part
+    if part is not None and "compiled" in item.name:
+        return "compiled"  # the compiler is imported once by each rank of a pool
+    if part is not None and (item.path.parent.name in ROOMS or item.path.stem in SHARE):
+        return item.path.stem
+    return None
+
+
+def groups_file(run: str) -> Path:
+    """Where the workers of this run, which have all collected the same tests, write the groups for the scheduler."""
+    return Path(tempfile.gettempdir()) / f"everyrank-groups-{run}.json"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """`--dist loadgroup`, whose groups pytest-xdist 3.8 writes where pytest 9.2 does not look."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    if config.getoption("dist") != "loadgroup":
+        return None
+
+    class Grouped(LoadScopeScheduling):
+        """Groups in order of their size, then the other tests."""
+
+        groups: dict[str, str] | None = None
+
+        def _split_scope(self, nodeid: str) -> str:
+            groups = self.groups
+            if groups is None:
+                path = groups_file(self.nodes[0].workerinput["testrunuid"])
+                groups = self.groups = json.loads(path.read_text())
+                path.unlink()
+            return groups.get(nodeid, nodeid)
+
+    return Grouped(config, log)
 
 
 SLURM_CONF = """\

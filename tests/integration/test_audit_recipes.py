@@ -1,10 +1,12 @@
 """Recipes by the command in their header, with the audit before the script: no FAIL, no WARN.
 
-The audit and its ranks are forked. One test of torchrun, and those of MPI, Slurm, Ray and Horovod, start a new Python.
+The audit and its ranks are forked. One test of torchrun, and those of MPICH, Slurm, Ray and Horovod, start a new
+Python.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -95,11 +97,17 @@ def test_slurm(tmp_path: Path, slurm: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("program", ["Open MPI", "MPICH"])
-def test_mpi(tmp_path: Path, program: str) -> None:
-    """Over an address: the file that its ranks meet over by themselves is named after their parent, the audit."""
+def test_mpi(python: ForkServer, tmp_path: Path, program: str) -> None:
+    """Over an address: the file that its ranks meet over by themselves is named after their parent, the audit.
+
+    Open MPI's ranks are forked; MPICH's are told of their place by a file that is open when they start.
+    """
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    variables = mpirun(tmp_path, program)
+    if program == "Open MPI":
+        variables["PATH"] = os.pathsep.join([str(tmp_path / "bin"), str(python.programs), variables["PATH"]])
     words = "-x MASTER_ADDR -x MASTER_PORT" if program == "Open MPI" else ""
-    check(audited(tmp_path, "mpi", more=words, **mpirun(tmp_path, program), **meeting))
+    check(audited(tmp_path, "mpi", more=words, **variables, **meeting))
 
 
 def test_horovod(tmp_path: Path) -> None:

@@ -73,7 +73,8 @@ def test_traces_are_the_memory_of_real_ranks(python: ForkServer, repository: Pat
     """Within 0.5% on each rank; the larger table is a Record."""
     out = tmp_path / "memory.json"
     command = [python.programs / "python", repository / "benchmarks" / "plan_memory.py", "--layout", layout]
-    done = subprocess.run([*command, "--out", out], capture_output=True, text=True, timeout=200, check=False)
+    command += ["--updates", "2", "--out", out]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     rows = json.loads(out.read_text())["rows"]
     assert [row["rank"] for row in rows] == [0, 1]

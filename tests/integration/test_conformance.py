@@ -232,7 +232,7 @@ def test_a_job_that_is_out_of_time_goes_on(tmp_path: Path, slurm: dict[str, str]
     "command",
     [
         "FORKED -m torch.distributed.run --standalone --nproc-per-node 2 -m everyrank",
-        "OPENMPI --allow-run-as-root --oversubscribe --bind-to none -n 2 PYTHON -m everyrank",
+        "OPENMPI --allow-run-as-root --oversubscribe --bind-to none -n 2 FORKED -m everyrank",
         "MPICH -n 2 PYTHON -m everyrank",
         "SRUN --nodes=2 --ntasks=2 --cpu-bind=none FORKED -m everyrank",
         "SRUN --nodes=1 --ntasks=2 --cpu-bind=none FORKED -m everyrank",

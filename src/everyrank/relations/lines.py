@@ -9,9 +9,11 @@ from typing import Any
 from everyrank.relations.numbers import relative_difference
 from everyrank.rerun import RankRecording, ScriptRecording
 
-__all__ = ["DifferingLine", "first_differing"]
+__all__ = ["DifferingLine", "Scaled", "first_differing", "first_scaled"]
 
 _MIN_TOLERANCE = 1e-6  # relative
+_FITTED = 1e-5  # relative: no random numbers look like a factor and a shift
+_ENOUGH_TO_FIT = 8  # numbers for a factor and a shift
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +56,59 @@ def first_differing(many: ScriptRecording, single: RankRecording, tolerance: flo
             earlier_sums = tuple(each for each in sums if each != location)
             return DifferingLine(location, operation, numbers, _number(value.tensor), value.is_of_forward, earlier_sums)
     return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    """A line whose result has the right rows on each rank, but multiplied by a number, or shifted by one.
+
+    numbers  the line of the first single number before it that is another one on one rank; "" if there is none
+    factors, shifts  one of each rank: its rows are factor * (rows of one rank) + shift
+    """
+
+    location: str
+    numbers: str
+    factors: list[float]
+    shifts: list[float]
+
+
+def first_scaled(many: ScriptRecording, single: RankRecording) -> Scaled | None:
+    """The first line of the first update whose rows do not go together, if they are only scaled or shifted."""
+    numbers = ""
+    counts = [_counts(rank) for rank in (*many.ranks, single)]
+    for key, value in single.values.items():
+        location, operation, _ = key
+        if any(count[location, operation] != counts[-1][location, operation] for count in counts):
+            continue
+        rank_values = [rank.values[key].tensor for rank in many.ranks]
+        if not value.tensor.is_floating_point() or _relation(rank_values, value.tensor, _MIN_TOLERANCE):
+            continue
+        if value.tensor.numel() == 1:
+            numbers = numbers or location
+            continue
+        fits = _fits(rank_values, value.tensor)
+        return Scaled(location, numbers, [a for a, _ in fits], [b for _, b in fits]) if fits else None
+    return None
+
+
+def _fits(rank_values: list[Any], single: Any) -> list[tuple[float, float]]:
+    """(factor, shift) of each rank's rows; [] if they are not made so."""
+    import torch
+
+    sizes = [len(rank_value) for rank_value in rank_values if rank_value.dim()]
+    if len(sizes) < len(rank_values) or not single.dim() or sum(sizes) != len(single):
+        return []
+    fits: list[tuple[float, float]] = []
+    for rank_value, rows in zip(rank_values, single.split(sizes), strict=True):
+        if rank_value.shape != rows.shape or rows.numel() < _ENOUGH_TO_FIT:
+            return []
+        known = torch.stack([rows.double().flatten(), torch.ones(rows.numel(), dtype=torch.float64)], 1)
+        target = rank_value.double().flatten()
+        factor, shift = torch.linalg.lstsq(known, target).solution.tolist()
+        if relative_difference(factor * rows.double() + shift, rank_value) > _FITTED:
+            return []
+        fits.append((factor, shift))
+    return fits
 
 
 def _counts(rank: RankRecording) -> collections.Counter[tuple[str, str]]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from everyrank.audit.finding import Findings, short_place
-from everyrank.relations.lines import DifferingLine, first_differing
+from everyrank.relations.lines import DifferingLine, first_differing, first_scaled
 from everyrank.relations.numbers import constant_factor, join_ranks, relative_difference, tolerance_of
 from everyrank.relations.objects import lines_of_state
 from everyrank.relations.printed import evaluates, judge_printed
@@ -45,6 +45,10 @@ _FACTOR_TOLERANCE = 1e-6  # of the factor by which a learning rate is scaled
 
 class _NotComparedError(Exception):
     """Two runs cannot be compared, for this reason."""
+
+
+class _OtherInputsError(_NotComparedError):
+    """The model is given other numbers on one rank."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,6 +136,8 @@ def judge_ranks(
     try:
         case = _make_case(many, single)
     except _NotComparedError as error:
+        if isinstance(error, _OtherInputsError) and _scaled_inputs(many, single.ranks[0], findings):
+            return 0
         findings.not_checked(f"{len(many.ranks)} ranks against one: not compared, because {error}")
         return 0
     if case.limit:
@@ -251,7 +257,7 @@ def _check_inputs(many: ScriptRecording, single: RankRecording) -> None:
             is_same = all(each.shape == value.shape and relative_difference(each, value) < 1e-6 for each in values)
             has_order = bool(single.facts.get("batch_norms"))  # batch norm takes the rows of each rank by their order
             if not is_same and not _are_parts(values, value, has_order):
-                raise _NotComparedError(
+                raise _OtherInputsError(
                     "the batches of the ranks do not come from a DataLoader, and could not be merged"
                 )
     first = single.updates[0]
@@ -260,6 +266,26 @@ def _check_inputs(many: ScriptRecording, single: RankRecording) -> None:
         joined = join_ranks(rank_inputs, weight)
         if joined.tensor is not None and relative_difference(joined.tensor, weight) > 1e-6:
             raise _NotComparedError(f"{name} starts with different weights on one rank")
+
+
+def _scaled_inputs(many: ScriptRecording, single: RankRecording, findings: Findings) -> bool:
+    """Name the line before the model at which each rank scales or shifts its samples in its own way."""
+    line = first_scaled(many, single)
+    if line is None:
+        return False
+    is_factor = any(abs(factor - 1) > _ROW_TOLERANCE for factor in line.factors)
+    numbers = ", ".join(f"{number:.6g}" for number in (line.factors if is_factor else line.shifts))
+    findings.add(
+        "WARN",
+        "ranks.input",
+        line.place,
+        f"with the same batches, the samples that the model is given are {numbers} times those of one rank"
+        if is_factor
+        else f"with the same batches, the samples that the model is given are those of one rank plus {numbers}",
+        "compute what scales or shifts the samples from all ranks' data, or on rank 0, and broadcast it",
+        also=(line.numbers,),
+    )
+    return True
 
 
 def _are_parts(values: list[Any], value: Any, has_order: bool) -> bool:

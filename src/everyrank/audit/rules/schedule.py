@@ -18,6 +18,7 @@ _METRIC_TOLERANCE = 1e-4  # relative: the rounding of sums in a different order
 def check_schedule(evidence: Evidence, findings: Findings) -> None:
     """Check how often each schedule steps between two optimizer steps, and with which metric."""
     _check_frequency(evidence, findings)
+    _check_plateau_often(evidence, findings)
     if evidence.world_size > 1 and not evidence.is_split:
         _check_plateau(evidence, findings)
 
@@ -43,6 +44,7 @@ def _check_plateau(evidence: Evidence, findings: Findings) -> None:
 
 
 def _check_frequency(evidence: Evidence, findings: Findings) -> None:
+    """Find schedules that step several times where one step is due: after an update, or after an epoch."""
     events = evidence.of(evidence.ranks[0], ScheduleStep)
     for schedule in {event.schedule for event in events}:
         steps = [event for event in events if event.schedule == schedule]
@@ -51,14 +53,36 @@ def _check_frequency(evidence: Evidence, findings: Findings) -> None:
         if steps[0].is_prepared and all(count % evidence.world_size == 0 for count in counts.values()):
             counts = Counter({update: count // evidence.world_size for update, count in counts.items()})
         repeated_counts = [count for count in counts.values() if count > 1]
-        if len(repeated_counts) < _MIN_UPDATES or 2 * len(repeated_counts) < len(evidence.steps):
+        num_ranks = evidence.world_size
+        is_each_update = len(repeated_counts) >= _MIN_UPDATES and 2 * len(repeated_counts) >= len(evidence.steps)
+        is_each_time = len(counts) > 1 and set(counts.values()) == {num_ranks} != {1}
+        if not (is_each_update or is_each_time):
             continue
-        count, num_ranks = Counter(repeated_counts).most_common(1)[0][0], evidence.world_size
+        count = Counter(repeated_counts).most_common(1)[0][0]
         once_per_rank = f", once for each of the {num_ranks} ranks" if count == num_ranks > 1 else ""
         findings.add(
-            "FAIL" if once_per_rank else "WARN",
+            "FAIL" if once_per_rank and is_each_update else "WARN",
             "schedule.often",
             steps[0].line,
-            f"{steps[0].name} steps {count} times an update{once_per_rank}, so it ends {count} times too early",
+            f"{steps[0].name} steps {count} times an {'update' if is_each_update else 'epoch'}{once_per_rank}, so it "
+            f"ends {count} times too early",
             "step it once after each optimizer.step(), or construct it for that many steps",
         )
+
+
+def _check_plateau_often(evidence: Evidence, findings: Findings) -> None:
+    """Find a ReduceLROnPlateau that is given each metric several times: its patience counts the calls."""
+    events = [event for event in evidence.of(evidence.ranks[0], PlateauStep) if not event.is_prepared]
+    counts = Counter((event.schedule, event.update, event.value) for event in events)
+    if not events or min(counts.values()) < 2:
+        return
+    count, num_ranks = min(counts.values()), evidence.world_size
+    once_per_rank = f", once for each of the {num_ranks} ranks" if count == num_ranks > 1 else ""
+    findings.add(
+        "WARN",
+        "schedule.often",
+        events[0].line,
+        f"ReduceLROnPlateau is given each metric {count} times{once_per_rank}, so its patience ends {count} times too "
+        "early",
+        "step it once after each evaluation",
+    )

@@ -163,7 +163,7 @@ class FunctionMode(TorchFunctionMode):
             self.recorder.write(EvalShare(line=user_line(), value=ones / count, terms=count))
 
     def _record_slice(self, func: Any, args: Any) -> None:
-        if func in _SLICES and _is_slice_or_mask(args) and caller_is_user_code():
+        if func in _SLICES and _may_drop_samples(func, args) and caller_is_user_code():
             line = user_line()
             if line not in self.losses.slice_lines:
                 self.losses.slice_lines.add(line)
@@ -248,11 +248,20 @@ def _draws_dropout(func: Any, kwargs: Any) -> bool:
     return func in DROPOUTS and kwargs.get("training", True) and kwargs.get("p", 0.5) > 0
 
 
-def _is_slice_or_mask(args: Any) -> bool:
-    """Whether an indexing operation takes a slice or a mask instead of a single element."""
-    index = args[1] if len(args) > 1 else slice(None)
-    indices = index if isinstance(index, tuple) else (index,)
-    return any((isinstance(each, slice) and each != slice(None)) or isinstance(each, torch.Tensor) for each in indices)
+def _may_drop_samples(func: Any, args: Any) -> bool:
+    """Whether an operation may drop surplus rows of an evaluation along the first dimension.
+
+    An index that selects only a few of the rows is a lookup in a table.
+    """
+    if func is not torch.Tensor.__getitem__:
+        return True
+    tensor, index = args[0], args[1]
+    first = index[0] if isinstance(index, tuple) and index else index
+    if isinstance(first, slice):
+        return first != slice(None)
+    if not isinstance(first, torch.Tensor) or not tensor.dim():
+        return False
+    return first.dtype == torch.bool or len(tensor) / 2 < first.numel() < len(tensor)
 
 
 def _is_scalar(out: Any) -> bool:

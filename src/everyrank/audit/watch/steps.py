@@ -98,12 +98,14 @@ class _StepHooks:
         }
 
     @harmless("the metric of ReduceLROnPlateau")
-    def record_plateau(self, numbers: list[Any]) -> None:
+    def record_plateau(self, schedule: Any, numbers: list[Any], *, is_prepared: bool) -> None:
         """Record the metric that ReduceLROnPlateau gets."""
         with self.recorder.muted():
             values = [float(number) for number in numbers]
         for value in values:
-            self.recorder.write(PlateauStep(line=user_line(), value=value))
+            self.recorder.write(
+                PlateauStep(line=user_line(), value=value, schedule=id(schedule), is_prepared=is_prepared)
+            )
 
 
 def _watch_backward(hooks: _StepHooks, on_backward: Callable[[], None]) -> None:
@@ -261,13 +263,13 @@ def _watch_schedules(hooks: _StepHooks) -> None:
 
         @functools.wraps(step)
         def stepping(self: Any, *args: Any, **kwargs: Any) -> Any:
+            caller = sys._getframe(1).f_globals.get("__name__", "") if not depth else ""
+            is_prepared = caller.startswith("accelerate.")
             if not depth and getattr(self, "_audit_made", False):
-                caller = sys._getframe(1).f_globals.get("__name__", "")
-                is_prepared = caller.startswith("accelerate.")
                 name = type(self).__name__
                 recorder.write(ScheduleStep(line=user_line(), schedule=id(self), name=name, is_prepared=is_prepared))
             elif not depth and isinstance(self, ReduceLROnPlateau):
-                hooks.record_plateau([*args[:1], *kwargs.values()][:1])
+                hooks.record_plateau(self, [*args[:1], *kwargs.values()][:1], is_prepared=is_prepared)
             depth.append(id(self))
             try:
                 return step(self, *args, **kwargs)
