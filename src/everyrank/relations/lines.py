@@ -60,10 +60,10 @@ def first_differing(many: ScriptRecording, single: RankRecording, tolerance: flo
 
 @dataclasses.dataclass(frozen=True)
 class Scaled:
-    """A line whose result has the right rows on each rank, but multiplied by a number, or shifted by one.
+    """A line whose result on each rank is rows of that on one rank, but multiplied by or plus a number.
 
-    numbers  the line of the first single number before it that is another one on one rank; "" if there is none
-    factors, shifts  one of each rank: its rows are factor * (rows of one rank) + shift
+    numbers  line of the first earlier number that differs on one rank; "" if there is none
+    factors, shifts  of each rank, whose rows are factor * (rows of one rank) + shift
     """
 
     location: str
@@ -73,7 +73,7 @@ class Scaled:
 
 
 def first_scaled(many: ScriptRecording, single: RankRecording) -> Scaled | None:
-    """The first line of the first update whose rows do not go together, if they are only scaled or shifted."""
+    """The first line of the first update whose rows do not match, if they are only scaled or shifted."""
     numbers = ""
     counts = [_counts(rank) for rank in (*many.ranks, single)]
     for key, value in single.values.items():

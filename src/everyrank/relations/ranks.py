@@ -278,11 +278,11 @@ def _scaled_inputs(many: ScriptRecording, single: RankRecording, findings: Findi
     findings.add(
         "WARN",
         "ranks.input",
-        line.place,
-        f"with the same batches, the samples that the model is given are {numbers} times those of one rank"
+        line.location,
+        f"with the same batches, the model's input samples on the ranks are {numbers} times those on one rank"
         if is_factor
-        else f"with the same batches, the samples that the model is given are those of one rank plus {numbers}",
-        "compute what scales or shifts the samples from all ranks' data, or on rank 0, and broadcast it",
+        else f"with the same batches, the model's input samples on the ranks are those on one rank plus {numbers}",
+        "compute the numbers that scale or shift the samples from the data of all ranks, or broadcast those of rank 0",
         also=(line.numbers,),
     )
     return True
