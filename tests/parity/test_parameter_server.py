@@ -105,11 +105,13 @@ def second_push_late(_: str, world: World) -> Patch:
     kept: list[list[Any]] = []
 
     def add_gradients(original: Any, link: ServerLink, trainer: int, head: torch.Tensor) -> None:
-        before = [None if p.grad is None else p.grad.clone() for p in link.own]
+        before = [None if p.grad is None else p.grad.clone() for p in link.server_parameters]
         original(link, trainer, head)
         if trainer == 2:
-            kept.append([p.grad if b is None else p.grad - b for p, b in zip(link.own, before, strict=True)])
-            for index, (parameter, now) in enumerate(zip(link.own, before, strict=True)):
+            kept.append(
+                [p.grad if b is None else p.grad - b for p, b in zip(link.server_parameters, before, strict=True)]
+            )
+            for index, (parameter, now) in enumerate(zip(link.server_parameters, before, strict=True)):
                 late = kept[-2][index] if len(kept) > 1 else torch.zeros_like(parameter)
                 parameter.grad = late.clone() if now is None else now + late
 
@@ -120,10 +122,10 @@ def first_push_alone(_: str, world: World) -> Patch:
     """The server makes its update of the first push, and throws the others away: too few synchronous updates."""
 
     def add_gradients(original: Any, link: ServerLink, trainer: int, head: torch.Tensor) -> None:
-        before = [None if p.grad is None else p.grad.clone() for p in link.own]
+        before = [None if p.grad is None else p.grad.clone() for p in link.server_parameters]
         original(link, trainer, head)
         if trainer > 1:
-            for parameter, now in zip(link.own, before, strict=True):
+            for parameter, now in zip(link.server_parameters, before, strict=True):
                 parameter.grad = now
 
     return _instead("add_gradients", add_gradients)
@@ -232,7 +234,7 @@ def applied_twice(_: str, world: World) -> Patch:
     def add_gradients(original: Any, link: ServerLink, trainer: int, head: torch.Tensor) -> None:
         original(link, trainer, head)
         if trainer == 1:
-            for parameter in link.own:
+            for parameter in link.server_parameters:
                 if parameter.grad is not None:
                     parameter.grad *= 2
 

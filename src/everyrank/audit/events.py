@@ -449,8 +449,8 @@ class ScheduleStep(Event):
 class PlateauStep(Event):
     """Written when ReduceLROnPlateau gets a metric.
 
-    schedule     number of the schedule in its process
-    is_prepared  Accelerate steps it
+    schedule     id of the schedule in its process
+    is_prepared  whether Accelerate steps it
     """
 
     line: str

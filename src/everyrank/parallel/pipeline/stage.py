@@ -67,7 +67,7 @@ class Stages:
             if stage_of[index] not in self.numbers:
                 container.register_module(name, RemoteBlock(block, stage_of[index] % size))
                 release_tensors(block)  # keeps attributes and type of the block, which the model may read
-        self.children = dict(container.named_children())
+        self.direct_children = dict(container.named_children())
 
     def run(self, number: int, received: Tensor | None, forward: Callable[[], Any]) -> tuple[Any, bool]:
         """Run `forward` of the whole model up to the end of a stage; return (output, whether it is the model's output).
@@ -81,7 +81,7 @@ class Stages:
         except _StageDone as done:
             return done.output, False
         finally:
-            self._install(self.children)
+            self._install(self.direct_children)
             self.received = self.handed_on = None
         if number < self.count - 1:
             raise WorkloadError("pipeline: the forward pass does not go through the blocks; check Workload.blocks")
