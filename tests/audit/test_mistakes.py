@@ -196,7 +196,7 @@ MUTATIONS = [
      ("ReduceLROnPlateau(optimizer, patience=0)",
       "        score = evaluate(model, held_out, rank, world_size)[0]\n"
       "        [schedule.step(score) for _ in range(world_size)]\n"),
-     "schedule.often ReduceLROnPlateau is given each metric 2 times", "schedule.step(score)"),
+     "schedule.often ReduceLROnPlateau gets each metric 2 times", "schedule.step(score)"),
     ("classifier", ("CosineAnnealingLR(optimizer, 2)", "        schedule.step()\n"),
      ("ReduceLROnPlateau(optimizer, patience=9)", "        schedule.step(loss.detach())\n"),
      "schedule.differs on rank 1 after update ", "schedule.step(loss"),

@@ -91,7 +91,7 @@ _GRADIENT = {
     "sync": 0.5,
     "clip": 0.4,
     "backward": 0.2,
-    "loss": 0.5,
+    "loss": 0.45,
     "no-gradient-yet": 0.4,
     "remainder": 0.3,
 }

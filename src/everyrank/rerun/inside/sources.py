@@ -100,9 +100,13 @@ def _with_recording(session: Session, function: Any) -> Any:
             is_equal(rank_result, rank_results[0]) for rank_result in rank_results[1:]
         )
         num_calls = session.num_calls
-        with session.script_draws() if differs_by_rank else contextlib.nullcontext():
+        in_evaluation = session.has_started and not torch.is_grad_enabled()
+        of_update = _results_in_update(session, key) if in_evaluation else []
+        with session.script_draws() if differs_by_rank or of_update else contextlib.nullcontext():
             result = function(*args, **kwargs)
         with session.quiet():
+            if of_update and _is_among(result, of_update):
+                return result  # it depends only on the arguments, such as the number of a file
             if session.imposed:
                 return (
                     _merge_results(session, rank_results, result)
@@ -223,6 +227,24 @@ def _record(session: Session, key: tuple[str, str, int], result: Any) -> None:
             session.sources.append((key, encode_batch(result)))
     except NotMergedError:
         pass  # the function returns something else, which is not imposed
+
+
+def _results_in_update(session: Session, key: tuple[str, str, int]) -> list[Any]:
+    """Return the recorded results of a function of all ranks and calls in the update."""
+    return [
+        result
+        for rank_recording in session.imposed
+        for other, result in rank_recording.get("sources", {}).items()
+        if other[:2] == key[:2]
+    ]
+
+
+def _is_among(result: Any, recorded: list[Any]) -> bool:
+    try:
+        encoded = encode_batch(result)
+    except NotMergedError:
+        return False
+    return any(is_equal(each, encoded) for each in recorded)
 
 
 def _merge_results(session: Session, rank_results: list[Any], result: Any) -> Any:
