@@ -212,6 +212,31 @@ def test_nothing_reaches_the_users_files(tmp_path: Path, way: str) -> None:
     assert state(place) == before
 
 
+def test_a_folder_is_made_where_temporary_files_go(tmp_path: Path) -> None:
+    """As in /tmp itself, where the script was started: what it makes there is redirected, with all that is inside."""
+    folder = project(tmp_path / "project")
+    (tmp_path / "records").mkdir()
+    script = tmp_path / "scripts" / "script.py"
+    script.parent.mkdir()
+    script.write_text(
+        "import os, tempfile\nos.makedirs('out/deep')\nopen('out/deep/new.txt', 'w').write('new')\n"
+        "assert open('out/deep/new.txt').read() == 'new' and os.listdir('out') == ['deep']\n"
+        "open(os.path.join(tempfile.mkdtemp(), 'a.txt'), 'w').write('a')\nprint('done')\n"
+    )
+    environment = {
+        **os.environ,
+        ENVIRONMENT: Settings(str(tmp_path / "records"), main=str(script)).to_json(),
+        "PYTHONPATH": str(INJECT),
+        "TMPDIR": str(folder),
+    }
+    before = state(folder)
+    ran = subprocess.run([sys.executable, script], cwd=folder, env=environment, capture_output=True, text=True)
+    assert ran.stdout == "done\n", ran.stderr
+    assert {name for name in state(folder) if not Path(name).relative_to(folder).parts[0].startswith("tmp")} == set(
+        before
+    )
+
+
 def test_the_settings_hold_what_the_first_hook_reads() -> None:
     settings = json.loads(Settings("folder", main="main.py").to_json())
     assert {"folder", "main", "keep_files"} <= settings.keys()

@@ -112,10 +112,17 @@ class Overlay:
             return False
         if any((path + os.sep).startswith(folder) for folder in self.direct_folders[self.num_initial_direct :]):
             return True
-        if os.path.dirname(path) == self.start_folder:
+        if os.path.dirname(path) == self.start_folder or self._is_in_folder_of_script(path):
             return False
         projects = [f for f in (self.start_folder, self.main_folder) if f and f + os.sep not in self.direct_folders]
         return not any((path + os.sep).startswith(folder + os.sep) for folder in projects)
+
+    def _is_in_folder_of_script(self, path: str) -> bool:
+        """Whether a path is in a folder that the script has created where it was started, such as /tmp itself."""
+        if not path.startswith(self.start_folder + os.sep):
+            return False
+        top = path[len(self.start_folder) + 1 :].partition(os.sep)[0]
+        return _exists(f"{self.tree}{self.start_folder}{os.sep}{top}")
 
     def is_removed(self, path: str) -> bool:
         """Whether the script has removed this file, or a folder around it."""
