@@ -524,6 +524,7 @@ ELSEWHERE = {
     "split_layers.py": ("test_corpus.py", "loss_times_tensor_ranks"),
     "data.skipped": ("test_corpus.py", "stream_sharded_twice"),
     "gradient.lost": ("test_corpus.py", "gather_without_gradient"),
+    "replicas.frozen": ("test_state_outside.py", "replicas.frozen"),
     "the gradient of the features gathered": ("test_corpus.py", "gradient of the features gathered"),
     "clip.norm": ("test_corpus.py", "replicated_counted_in_norm"),
     "which samples each rank": ("test_public_idioms.py", "which samples each rank"),

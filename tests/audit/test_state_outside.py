@@ -65,3 +65,13 @@ def test_a_loss_with_a_center(reduce: str, divisor: str, expected: set[str], cli
     assert found == expected, done.out + done.err
     if "replicas.buffers" in expected:
         assert "CenterLoss.center" in done.out
+
+
+def test_a_teacher_with_other_weights_on_each_rank(cli: Cli, tmp_path: Path) -> None:
+    script = CENTER.replace("REDUCE", REDUCED).replace("DIVISOR", "2")
+    made = "teacher = nn.Linear(6, 4)"
+    (tmp_path / "train.py").write_text(script.replace(made, f"torch.manual_seed(dist.get_rank())\n{made}"))
+    done = cli(tmp_path, "audit", "--no-compare", "train.py")
+    found = set(re.findall(r"^(?:FAIL|WARN|NOTE) +\S+ +(\S+)", done.out, re.MULTILINE))
+    assert found == {"replicas.frozen"}, done.out + done.err
+    assert "weight, bias" in done.out

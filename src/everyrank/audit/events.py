@@ -29,6 +29,7 @@ __all__ = [
     "Fetch",
     "Forward",
     "ForwardEnd",
+    "FrozenModule",
     "GroupOpened",
     "HookFailed",
     "LoaderBatch",
@@ -337,6 +338,18 @@ class BufferModule(Event):
     line: str
     name: str
     buffers: dict[str, int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FrozenModule(Event):
+    """Written before the first call of a module without trainable parameters, if it comes before the first update.
+
+    tensors  checksums by name of its floating-point parameters and buffers
+    """
+
+    line: str
+    name: str
+    tensors: dict[str, int]
 
 
 # --- losses, gradients and steps

@@ -143,6 +143,7 @@ _WEIGHTS_BY_RULE: Sequence[tuple[tuple[str, ...], float, Mapping[str, float]]] =
         0.2,
         {"schedule": 0.5, "ranks": 1.0, "divide": 0.4, "collective": 0.4},
     ),
+    (("replicas.frozen",), 0.3, {"seed": 0.6, "constructed": 1.0, "load": 0.6}),
     (("replicas.buffers",), 0.4, {"state": 0.4, "buffers": 0.8, "mode": 0.6, "wrap": 0.6, "collective": 0.3}),
     (("replicas.", "weights.uninitialised"), 0.3, {**_REPLICAS, "seed": 0.5}),
     (("ranks.parameters",), 0.1, {"optimizer": 0.4, "groups": 0.8, "wrap": 0.2, "clip": 0.3}),
@@ -271,6 +272,8 @@ def _actions(source: SourceFile, statement: Statement) -> dict[int, dict[str, fl
     actions: dict[int, dict[str, float]] = defaultdict(dict)
     for line, action in _direct_actions(statement):
         actions[line][action] = 1.0
+    if any(called_name(call) in source.classes for call in statement.calls):
+        actions[statement.line]["constructed"] = 1.0
     if source.is_loss(statement):
         actions[statement.line]["loss"] = 1.0
     if isinstance(statement.node, ast.If) and _is_for_some_ranks(source, statement.node):

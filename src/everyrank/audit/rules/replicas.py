@@ -7,6 +7,7 @@ from everyrank.audit.events import (
     CollectiveCall,
     EvalForward,
     Forward,
+    FrozenModule,
     Opaque,
     OptimizerMade,
     OptimizerStep,
@@ -31,6 +32,8 @@ def check_replicas(evidence: Evidence, findings: Findings) -> None:
         _check_rates(evidence, findings)
         _check_evaluations(evidence, findings)
         _check_outside_buffers(evidence, findings)
+        if not evidence.is_split:
+            _check_frozen(evidence, findings)
     for event in evidence.of(evidence.ranks[0], Uninitialised):
         findings.add(
             "FAIL",
@@ -177,6 +180,25 @@ def _check_outside_buffers(evidence: Evidence, findings: Findings) -> None:
                     "the module is not part of the wrapped model, so its buffers are not synchronised",
                     "all-reduce its inputs, for example dist.all_reduce(mean); mean /= dist.get_world_size()",
                 )
+
+
+def _check_frozen(evidence: Evidence, findings: Findings) -> None:
+    """Find modules that are never trained, such as a random projection, and have other weights on each rank."""
+    by_rank = [evidence.of(rank, FrozenModule) for rank in evidence.ranks]
+    for events in zip(*by_rank, strict=False):
+        first = events[0]
+        if any((event.line, event.name) != (first.line, first.name) for event in events):
+            return  # the ranks call different modules
+        names = [name for name in first.tensors if len({event.tensors.get(name) for event in events}) > 1]
+        if names:
+            findings.add(
+                "WARN",
+                "replicas.frozen",
+                first.line,
+                f"{first.name} is never trained, and {len(names)} of its {len(first.tensors)} tensors differ between "
+                f"the ranks: {', '.join(names[:3])}",
+                "construct it with the same seed on all ranks, or broadcast its tensors from rank 0",
+            )
 
 
 def _buffer_calls(evidence: Evidence, rank: int) -> dict[tuple[int, str, int], BufferModule]:

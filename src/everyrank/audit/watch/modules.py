@@ -18,6 +18,7 @@ from everyrank.audit.events import (
     EvalForward,
     Forward,
     ForwardEnd,
+    FrozenModule,
     NoSync,
     Opaque,
     Unchecked,
@@ -35,6 +36,7 @@ _BATCH_NORMS = (torch.nn.modules.batchnorm._BatchNorm,)
 _LIGHTNING = ("lightning", "pytorch_lightning")
 _MAX_ROWS, _MAX_BATCH = 64, 4096
 _MAX_BUFFER_ELEMENTS = 1_000_000  # elements
+_MAX_FROZEN_ELEMENTS = 20_000_000  # of a module that is never trained
 _MAX_OUTPUTS = 8  # returned tensors of a model
 OPAQUE = {  # classes that keep gradients and parameters outside of the script's tensors
     "DeepSpeedEngine": "DeepSpeed, which stores them in its own tensors",
@@ -49,6 +51,7 @@ class Modules:
         self.wrapped: dict[int, Any] = {}  # id of a wrapped model -> its DistributedDataParallel
         self.mode_at = ""  # the line of the last model.eval()
         self.to_empty_line = ""  # the line of the last to_empty, until the next training forward
+        self.frozen: list[Any] = []  # modules without trainable parameters that have been recorded
         self.reported_kinds = set[str]()  # classes of modules that have been reported, or need not be
 
     @harmless("forwards of a model")
@@ -139,6 +142,21 @@ class Modules:
     def end_inner_module(self, output: Any) -> None:
         """Track the losses that a module inside a model returns."""
         self.losses.module_done(output)
+
+    @harmless("weights of modules that are never trained")
+    def record_frozen(self, module: Any) -> None:
+        """Record the tensors of a module without trainable parameters, such as a teacher, before its first call."""
+        recorder = self.recorder
+        if recorder.is_muted or recorder.update or any(module is known for known in self.frozen):
+            return
+        self.frozen.append(module)
+        with recorder.muted():
+            named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+            floats = {name: tensor for name, tensor in named.items() if tensor.is_floating_point()}
+            if not 0 < sum(tensor.numel() for tensor in floats.values()) <= _MAX_FROZEN_ELEMENTS:
+                return
+            checksums = {name: checksum(tensor) for name, tensor in floats.items()}
+        recorder.write(FrozenModule(line=user_line(), name=type(module).__name__, tensors=checksums))
 
     @harmless("buffers of modules outside of the wrapped model")
     def record_buffers(self, module: Any) -> None:
@@ -255,6 +273,8 @@ def _watch_calls(modules: Modules) -> None:
             modules.end_inner_module(output)
             return output
         if is_inside_model or not any(parameter.requires_grad for parameter in self.parameters()):
+            if not is_inside_model:
+                modules.record_frozen(self)
             output = module_call(self, *args, **kwargs)
             if not is_inside_model:
                 modules.record_buffers(self)
