@@ -81,6 +81,10 @@ dist.destroy_process_group()
 BROKEN = {
     "a sum in place of a mean": ("F.cross_entropy(model(xb), yb)", 'F.cross_entropy(model(xb), yb, reduction="sum")'),
     "statistics of each rank": ("x = x * 2.0", "x = (x - x.mean(0)) / x.std(0)"),
+    "a scale of each rank's batch": (
+        "xb = xb + 0.1 * torch.randn_like(xb)",
+        "xb = xb / xb.abs().max() + 0.1 * torch.randn_like(xb)",
+    ),
     "a mean of means": (
         "shown[0] / shown[1]",
         "of_class / (yb == 0).sum(); dist.all_reduce(shown); shown = shown / world",
@@ -103,6 +107,7 @@ BROKEN = {
 RULES = {
     "a sum in place of a mean": "ranks.gradient",
     "statistics of each rank": "ranks.gradient",
+    "a scale of each rank's batch": "ranks.input",
     "a mean of means": "ranks.printed",
     "a rate by the rank's own loss": "ranks.rate",
     "noise alike on all ranks": "ranks.draws",

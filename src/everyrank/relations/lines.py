@@ -13,6 +13,7 @@ __all__ = ["DifferingLine", "ScaledLine", "first_differing", "first_scaled"]
 
 _MIN_TOLERANCE = 1e-6  # relative
 _FIT_TOLERANCE = 1e-5  # relative; random numbers do not fit a factor and a shift
+_MIN_CHANGE = 1e-3  # of a factor, or of a shift relative to the largest number
 _MIN_NUMBERS = 8  # to fit a factor and a shift
 
 
@@ -88,7 +89,11 @@ def first_scaled(many: ScriptRecording, single: RankRecording) -> ScaledLine | N
             continue
         fits = _fits(rank_values, value.tensor)
         factors, shifts = [factor for factor, _ in fits], [shift for _, shift in fits]
-        return ScaledLine(location, scalar_location, factors, shifts) if fits else None
+        size = float(value.tensor.abs().max())
+        is_more_than_rounding = any(
+            abs(factor - 1) > _MIN_CHANGE or abs(shift) > _MIN_CHANGE * size for factor, shift in fits
+        )
+        return ScaledLine(location, scalar_location, factors, shifts) if is_more_than_rounding else None
     return None
 
 
