@@ -42,7 +42,8 @@ def audited(script: dict[str, Any], way: str, roots: dict[str, Path]) -> dict[st
         home, out = Path(scratch) / "home", Path(scratch) / "audit.json"
         home.mkdir()
         given = script.get("environment", {})
-        paths = [given.get("PYTHONPATH", ""), os.environ.get("PYTHONPATH", "")]
+        shim = str(roots["SHIMS"] / script["shim"]) if "shim" in script else ""
+        paths = [shim, given.get("PYTHONPATH", ""), os.environ.get("PYTHONPATH", "")]
         environment = {
             **os.environ,
             **given,
@@ -58,8 +59,6 @@ def audited(script: dict[str, Any], way: str, roots: dict[str, Path]) -> dict[st
         if "setup" in script:
             subprocess.run(["bash", "-c", script["setup"]], cwd=folder, env=environment, check=True)
         command = [sys.executable, "-m", "everyrank", "audit", "--limit", "240", WAYS[way], "--json", str(out)]
-        if "shim" in script:
-            command += ["--shim", str(roots["SHIMS"] / script["shim"])]
         begin = time.monotonic()
         done = subprocess.run(
             [*command, *script["command"].split()],
