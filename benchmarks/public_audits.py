@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("folders", nargs="*", metavar="SOURCES DATA SHIMS [NAME ...]")
     parser.add_argument("--json", type=Path, default=RECORD)
     parser.add_argument("--docs", action="store_true")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     if args.docs:
         write_docs(json.loads(args.json.read_text()))
         return
