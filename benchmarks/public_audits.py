@@ -81,9 +81,9 @@ def audited(script: dict[str, Any], way: str, roots: dict[str, Path]) -> dict[st
             "status": done.returncode,
             "findings": details(alarms(found)),
             "not_compared": [
-                reason.partition("because ")[2]
+                reason.partition("not compared, because ")[2] or reason.partition(": ")[2]
                 for reason in found.get("not_checked", [])
-                if "not compared, because" in reason
+                if "not compared, because" in reason or reason.startswith("comparison with one rank: ")
             ],
             "compared": next((note for note in found.get("altered", []) if "compute the same as one" in note), ""),
             "error": "" if found else done.stderr.strip()[-300:],
