@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,8 @@ DOCS = Path(__file__).parents[1] / "docs"
 BEGIN, END = "<!-- generated: python benchmarks/public_audits.py --docs -->", "<!-- end of audits -->"
 WAYS = {"rules": "--no-compare", "both": "--compare"}
 HEADS = (
-    "| script | rules find | seconds | the comparison adds | seconds with it | not compared, because |",
-    "| 脚本 | 规则找到 | 秒 | 比较另外找到 | 加上比较后的秒数 | 没有比较的原因 |",
+    "| script | rules find | seconds (CPU) | the comparison adds | seconds with it (CPU) | not compared, because |",
+    "| 脚本 | 规则找到 | 秒（CPU） | 比较另外找到 | 加上比较后的秒数（CPU） | 没有比较的原因（英文原文） |",
 )
 NONE = ("nothing", "没有")
 
@@ -99,8 +100,11 @@ def table(record: dict[str, Any], language: int) -> str:
         by_rules, both = ({each["rule"] for each in row[way]["findings"]} for way in WAYS)
         cells = [f"`{row['name']}`"]
         for rules, way in ((by_rules, "rules"), (both - by_rules, "both")):
-            cells += [", ".join(f"`{rule}`" for rule in sorted(rules)) or NONE[language], f"{row[way]['seconds']:.0f}"]
-        lines.append(f"| {' | '.join(cells)} | {(row['both']['not_compared'] or [''])[0]} |")
+            seconds, cpu = row[way]["seconds"], row[way].get("cpu_seconds")
+            cells += [", ".join(f"`{rule}`" for rule in sorted(rules)) or NONE[language]]
+            cells += [f"{seconds:.0f}" if cpu is None else f"{seconds:.0f} ({cpu:.0f})"]
+        reason = (row["both"]["not_compared"] or [row["both"]["error"]])[0].replace("|", "\\|")
+        lines.append(f"| {' | '.join(cells)} | {textwrap.shorten(reason, 100, placeholder=' ...')} |")
     return "\n".join([*lines, "", END])
 
 
