@@ -694,7 +694,7 @@ def test_the_page_of_an_audit_shows_the_code_without_its_indentation(
     assert '<span class="named">   7          loss = f(x)</span>' in page
     assert "<span>   3          loss = f(x)</span>" in page
     assert "<h2>train.py</h2>" in page
-    assert "look at train.py:7, train.py:8, /elsewhere/b.py:1, train.py:6<" in page
+    assert "look at train.py:7, train.py:8, /elsewhere/b.py:1<" in page
     script.write_text("        if x:\n            loss.backward()\n")
     page = audit_page(Audit(("train.py",), 2, 12, 4.0, (dataclasses.replace(finding, place=f"{script}:2"),), (), ()))
     assert '<span class="named">   2      loss.backward()</span>' in page

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from everyrank.audit.finding import Findings
-from everyrank.relations.samples import judge_equal_columns
+from everyrank.relations.samples import judge_equal_columns, judge_skipped_batches
 
 
 def recording(*ranks: list[list[torch.Tensor]]) -> Any:
@@ -49,3 +49,33 @@ def test_parts_of_batches_that_ranks_draw_alike(first: Any, second: Any, rules: 
     findings = Findings()
     judge_equal_columns(recording(first, second), findings)
     assert [finding.rule for finding in findings] == rules
+
+
+def passes(batches: int, skipped: int = 0, read_ahead: int = 0, ended: int = 2, trained: int | None = None) -> Any:
+    """The recording of two passes over loader 0: each batch with the number of backwards before it was read."""
+    trained = batches - skipped if trained is None else trained
+    read = [
+        [0, number, number * trained + max(0, index - skipped - read_ahead), "train.py:12", 0]
+        for number in range(2)
+        for index in range(batches)
+    ]
+    return SimpleNamespace(
+        facts={"read": read, "read_to_end": [[0, number] for number in range(ended)], "backwards": 2 * trained}
+    )
+
+
+SKIPS = {
+    "two of eight": (passes(8, skipped=2), "the first 2 batches"),
+    "none": (passes(8), None),
+    "one read ahead": (passes(8, read_ahead=1), None),
+    "one of eight, and one read ahead": (passes(8, skipped=1, read_ahead=1), "the first 1 batches"),
+    "one read ahead, and passes that are left early": (passes(8, read_ahead=1, ended=0, trained=7), None),
+}
+
+
+@pytest.mark.parametrize(("rank", "text"), SKIPS.values(), ids=list(SKIPS))
+def test_batches_that_are_read_but_not_trained_on(rank: Any, text: str | None) -> None:
+    findings = Findings()
+    judge_skipped_batches(rank, findings)
+    assert [finding.rule for finding in findings] == (["data.untrained"] if text else [])
+    assert text is None or text in findings[0].text

@@ -124,15 +124,20 @@ def judge_skipped_batches(rank: RankRecording, findings: Findings) -> None:
     passes: dict[tuple[int, int], list[tuple[int, str]]] = {}
     for loader, number, backwards, location, _ in rank.facts.get("read", []):
         passes.setdefault((loader, number), []).append((backwards, location))
+    ended = {tuple(key) for key in rank.facts.get("read_to_end", [])}
     skipped: dict[int, list[tuple[int, int, str]]] = {}
     for (loader, number), read in passes.items():
         counts = [backwards for backwards, _ in read]
+        after_pass = passes.get((loader, number + 1), [(rank.facts.get("backwards", 0), "")])[0][0]
+        # loaders that read ahead, as those of Accelerate and Lightning, also give batches before the first backward
+        num_unused = len(counts) - (after_pass - counts[0])
         first = next((index for index, count in enumerate(counts) if count > counts[0]), 0)
         after = counts[first : first + _BATCHES_AFTER]
         # the batch before the first backward was used; if backwards come in groups, several batches are read ahead
         is_one_by_one = len(after) == _BATCHES_AFTER and all(b == a + 1 for a, b in itertools.pairwise(after))
-        if first > 1 and is_one_by_one and counts[first] == counts[0] + 1:
-            skipped.setdefault(loader, []).append((number, first - 1, read[0][1]))
+        is_at_start = 0 < num_unused < first and counts[first] == counts[0] + 1
+        if (loader, number) in ended and is_one_by_one and is_at_start:
+            skipped.setdefault(loader, []).append((number, num_unused, read[0][1]))
     for skipped_of_loader in skipped.values():
         numbers = {batches for _, batches, _ in skipped_of_loader}
         if len(skipped_of_loader) < 2 or len(numbers) > 1:

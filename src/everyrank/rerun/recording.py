@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -163,12 +165,21 @@ class Imposed:
     most_elements: int = 0
 
 
+def load_rank(path: Path) -> dict[str, Any]:
+    """Load what a rank has recorded."""
+    import torch
+
+    try:
+        return torch.load(path, weights_only=True)
+    except pickle.UnpicklingError:
+        importlib.import_module("torch.distributed.tensor")  # torch.load knows DTensors only after this import
+        return torch.load(path, weights_only=True)
+
+
 def read_recording(
     folder: Path, ranks: int, trouble: str, traceback: str, seconds: float, float64: bool
 ) -> ScriptRecording:
     """Read the recordings of the ranks. A rank that has written nothing gets an empty one."""
-    import torch
-
     read: list[RankRecording] = []
     for rank in range(ranks):
         path, log = folder / f"rank{rank}.pt", folder / f"rank{rank}.log"
@@ -176,7 +187,7 @@ def read_recording(
         if not path.exists():
             read.append(RankRecording([], [], output, {}, {}, [], [], {}))
             continue
-        content = torch.load(path, weights_only=True)
+        content = load_rank(path)
         read.append(
             RankRecording(
                 [RecordedUpdate(**update) for update in content["updates"]],

@@ -4,11 +4,13 @@
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import inspect
 import itertools
 import random
+import sys
 from typing import Any
 
 import numpy as np
@@ -116,6 +118,9 @@ class _Recorded:
         session.has_started = session.in_loader = True
         try:
             batch = next(self._iterator)
+        except StopIteration:
+            session.facts.setdefault("read_to_end", []).append(self._key)
+            raise
         finally:
             session.in_loader = False
         session.loader = self._key[0]
@@ -235,6 +240,9 @@ def encode_batch(value: Any) -> Any:
         return value
     if type(value) is dict:
         return {key: encode_batch(each) for key, each in value.items()}
+    if isinstance(value, collections.UserDict):  # such as BatchEncoding of transformers
+        kind = f"{type(value).__module__}:{type(value).__qualname__}"
+        return {"__mapping__": kind, "items": {key: encode_batch(each) for key, each in value.items()}}
     if type(value) in (list, tuple):
         container: Any = type(value)
         return container(encode_batch(each) for each in value)
@@ -248,6 +256,11 @@ def decode_batch(value: Any) -> Any:
     if isinstance(value, dict):
         if set(value) == {"__numpy__"}:
             return value["__numpy__"].numpy().copy()
+        if set(value) == {"__mapping__", "items"}:
+            module, _, name = value["__mapping__"].partition(":")
+            items = decode_batch(value["items"])
+            kind = getattr(sys.modules.get(module), name, None)  # it is imported: the script reads such batches
+            return kind(items) if isinstance(kind, type) and issubclass(kind, collections.UserDict) else items
         return {key: decode_batch(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(decode_batch(each) for each in value)

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from everyrank.audit.watch.source_location import user_line
+from everyrank.rerun.recording import load_rank
 
 __all__ = ["Session"]
 
@@ -67,7 +68,7 @@ class Session:
         self.items: list[list[Any]] = []
         self.copies: dict[int, str] = {}
         self.imposed = [
-            torch.load(Path(settings["imposed"]) / f"rank{each}.pt", weights_only=True)
+            load_rank(Path(settings["imposed"]) / f"rank{each}.pt")
             for each in ([rank] if settings["by_rows"] else settings["imposed_ranks"])
         ]
         for each in self.imposed:
@@ -75,7 +76,7 @@ class Session:
             each["reads"] = {tuple(key): value for key, value in each["reads"]}
         self.num_batches = 0
         self.parameters = [
-            torch.load(Path(settings["imposed"]) / f"rank{each}.pt", weights_only=True)["updates"]
+            load_rank(Path(settings["imposed"]) / f"rank{each}.pt")["updates"]
             for each in range(settings["num_recorded"] if settings["impose_parameters"] else 0)
         ]
         self.before_write: Any = lambda: None
@@ -137,6 +138,7 @@ class Session:
             with contextlib.suppress(Exception):
                 self.before_write()
             self.facts["items"] = self.items
+            self.facts["backwards"] = self.num_all_backwards
             content = {
                 "updates": self.updates,
                 "printed": self.printed,
