@@ -11,8 +11,10 @@ import pytest
 
 from everyrank.audit.finding import Findings
 from everyrank.relations import judge_script
+from everyrank.relations.compare import _run_with_cut_batches
 from everyrank.relations.ranks import num_with_same_inputs
 from everyrank.rerun import ScriptHost
+from everyrank.rerun.recording import SHAPES_DIFFER
 
 BEGIN = """
 import torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
@@ -129,6 +131,19 @@ def test_inputs_are_compared_in_every_update(
         return SimpleNamespace(ranks=[SimpleNamespace(facts={"input_sums": each}, updates=[0] * 9) for each in sums])
 
     assert num_with_same_inputs(recording(ranks), recording([one])) == expected
+
+
+def test_batches_of_a_loader_with_other_shapes_are_not_tried_again() -> None:
+    """Texts that are padded for each batch: larger batches in the code do not make them fit."""
+
+    def run_alone(_: Any) -> Any:
+        pytest.fail("the script is run again")
+
+    def recording(**facts: Any) -> Any:
+        return SimpleNamespace(ranks=[SimpleNamespace(facts=facts, inputs=[], updates=[])], trouble="")
+
+    single = recording(refused=[[SHAPES_DIFFER, 0]])
+    assert _run_with_cut_batches(recording(), single, "BATCH = 8", run_alone) == (single, False)
 
 
 def test_sums_and_counts_are_not_taken_for_batches(host: tuple[ScriptHost, Path]) -> None:

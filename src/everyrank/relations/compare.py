@@ -30,6 +30,7 @@ from everyrank.relations.updates import judge_updates
 from everyrank.relations.workers import is_suspicious, judge_workers
 from everyrank.rerun import Imposed, ScriptHost, ScriptRecording
 from everyrank.rerun.batch_sizes import BATCH_SIZES, sizes_that_divide
+from everyrank.rerun.recording import SHAPES_DIFFER
 
 __all__ = [
     "RelationResults",
@@ -213,6 +214,9 @@ def _run_with_cut_batches(
     best_run, max_comparable = single, num_comparable(many, single)[0]
     if single.trouble.startswith("no end"):
         return single, False  # each attempt would wait until the time limit, too
+    refused = [reason for reason, update in single.ranks[0].facts.get("refused", []) if not update]
+    if any(SHAPES_DIFFER in reason for reason in refused):
+        return single, False  # as the batches of a loader have other shapes, whatever the script cuts
     inputs = many.ranks[0].inputs
     num_rows = len(inputs[0][0]) if inputs and inputs[0] and inputs[0][0].dim() else 1
     sizes = sizes_that_divide(source, num_rows)[:_MAX_SIZES]

@@ -8,7 +8,20 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Imposed", "Printed", "RankRecording", "RecordedUpdate", "ScriptRecording", "Value", "read_recording"]
+__all__ = [
+    "SHAPES_DIFFER",
+    "Imposed",
+    "Printed",
+    "RankRecording",
+    "RecordedUpdate",
+    "ScriptRecording",
+    "Value",
+    "read_recording",
+]
+
+
+SHAPES_DIFFER = "ranks read samples of different shapes, such as texts padded to each batch's length"
+"""Why batches of loaders are not merged."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,6 +20,7 @@ from torch.utils.data._utils import fetch
 
 from everyrank.audit.watch.source_location import user_line
 from everyrank.rerun.inside.session import Session
+from everyrank.rerun.recording import SHAPES_DIFFER
 
 __all__ = [
     "NotMergedError",
@@ -313,7 +314,7 @@ def merge_batches(batches: list[Any]) -> Any:
                 return first
             raise NotMergedError("a batch holds a number without a batch dimension, and ranks differ in it")
         if any(batch.shape[1:] != first.shape[1:] or batch.dtype != first.dtype for batch in batches):
-            raise NotMergedError("ranks read samples of different shapes, such as texts padded to each batch's length")
+            raise NotMergedError(SHAPES_DIFFER)
         return torch.cat(batches)
     if isinstance(first, dict):
         if any(batch.keys() != first.keys() for batch in batches):

@@ -154,7 +154,7 @@ class _Draws(TorchDispatchMode):
         """Record the numbers of a draw, or replace them."""
         session = self.session
         draw = out[1] if name == "native_dropout" else out
-        if type(draw) is not torch.Tensor and not isinstance(draw, nn.Parameter):
+        if (type(draw) is not torch.Tensor and not isinstance(draw, nn.Parameter)) or draw.is_meta:
             return out
         session.num_permutations += name == "randperm" and draw.numel() > 1
         if session.settings["by_rows"]:
