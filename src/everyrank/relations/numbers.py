@@ -67,4 +67,4 @@ def tolerance_of(tensors: Sequence[Any]) -> float | None:
     kinds = {tensor.dtype for tensor in tensors if tensor is not None and tensor.is_floating_point()}
     if kinds & {torch.float16, torch.bfloat16} or not kinds:
         return None
-    return 5e-4 if torch.float32 in kinds else 1e-7
+    return 5e-4 if torch.float32 in kinds else 1e-6  # parts of a model may compute in float32
