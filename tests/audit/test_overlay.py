@@ -151,6 +151,18 @@ WAYS = {
         assert sorted(p.name for p in Path("folder").rglob("*.txt")) == ["deeper.txt", "inner.txt", "more.txt"]
         assert [sorted(files) for _, _, files in os.walk("folder")] == [["inner.txt"], ["deeper.txt", "more.txt"]]
     """,
+    "entries": """
+        Path("folder/new.txt").write_text("new")
+        names = ["folder/deep", "folder/inner.txt", "folder/new.txt"]
+        assert sorted(e.path for e in os.scandir("folder")) == names
+        assert sorted(e.path for e in os.scandir(b"folder")) == [name.encode() for name in names]
+        assert sorted(e.path for e in os.scandir(Path("folder").absolute())) == [
+            str(Path.cwd() / name) for name in names]
+        folder = os.open("folder", os.O_RDONLY)
+        assert sorted(e.path for e in os.scandir(folder)) == ["deep", "inner.txt", "new.txt"]
+        os.close(folder)
+        assert sorted(top for top, _, _ in os.walk("folder")) == ["folder", "folder/deep"]
+    """,
     "errors": """
         for call in (lambda: open("no/such", "w"), lambda: os.remove("no"), lambda: os.rename("no", "x"),
                      lambda: os.rmdir("no"), lambda: os.listdir("no"), lambda: os.stat("no"),

@@ -422,7 +422,7 @@ def _redirect_listing(overlay: Overlay) -> None:
         if absolute is None:
             return _REAL["scandir"](path)
         visible_paths = dict(overlay.entries_of(absolute))
-        folder = os.curdir if path is None else path
+        given = os.curdir if path is None else path
         entries: list[Any] = []
         for folder in (absolute, overlay.tree + absolute):
             if not _exists(folder):
@@ -430,8 +430,8 @@ def _redirect_listing(overlay: Overlay) -> None:
             with _REAL["scandir"](folder) as real_entries:
                 for entry in real_entries:
                     if visible_paths.get(entry.name) == entry.path:
-                        name = entry.name if isinstance(folder, int) else os.path.join(os.fsdecode(folder), entry.name)
-                        entries.append(_Entry(entry, os.fsencode(name) if isinstance(folder, bytes) else name))
+                        name = entry.name if isinstance(given, int) else os.path.join(os.fsdecode(given), entry.name)
+                        entries.append(_Entry(entry, os.fsencode(name) if isinstance(given, bytes) else name))
         return _Entries(iter(entries))
 
     _replace("listdir", listdir)
