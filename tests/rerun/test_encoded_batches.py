@@ -6,16 +6,9 @@ import collections
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from everyrank.rerun.inside.batches import (  # noqa: E402
-    NotMergedError,
-    decode_batch,
-    encode_batch,
-    merge_batches,
-    rows_of_batch,
-)
+from everyrank.rerun.inside.batches import NotMergedError, decode_batch, encode_batch, merge_batches, rows_of_batch
 
 
 class Encoding(collections.UserDict[str, Any]):

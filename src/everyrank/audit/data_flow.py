@@ -25,11 +25,7 @@ _MAX_SETTERS = 6  # statements that set an attribute; with more setters, its nam
 _ASSIGNED, _NEWER_ASSIGNMENT, _CONDITION_FACTOR = 1.0, 0.15, 0.4
 _CHANGED_LATER = 1.5  # to a later call that may change a variable
 _CONDITION, _LOOP = 1.0, 1.5  # to the block around a line
-_CALLED, _RETURNED, _IN_METHOD = (
-    1.0,
-    1.4,
-    2.0,
-)  # to a caller, a return statement, a method of a new object
+_CALLED, _RETURNED, _IN_METHOD = 1.0, 1.4, 2.0  # to a caller, a return statement, a method of a new object
 _BY_NAME, _OPTION = 2.0, 0.5  # to an attribute of another class, to an option of the command line
 
 
@@ -91,9 +87,8 @@ class SourceFile:
                 self._attributes[name].append(statement)
             for call in statement.calls:
                 self._callers[called_name(call)].append(statement)
-        self._classes_by_name: dict[str, set[str]] = defaultdict(
-            set
-        )  # name of a variable or attribute -> classes of its objects
+        # name of a variable or attribute -> classes of its objects
+        self._classes_by_name: dict[str, set[str]] = defaultdict(set)
         for class_name in self.classes:
             for name in self._instances_of(class_name):
                 self._classes_by_name[name].add(class_name)

@@ -276,11 +276,8 @@ def _actions(source: SourceFile, statement: Statement) -> dict[int, dict[str, fl
         actions[statement.line]["constructed"] = 1.0
     if source.is_loss(statement):
         actions[statement.line]["loss"] = 1.0
-    if isinstance(statement.node, ast.If) and _is_for_some_ranks(source, statement.node):
-        actions[statement.line]["some-ranks"] = 1.0
-        for inner in statement.node.body:
-            if _changes_training(source, inner):
-                actions[inner.lineno]["some-ranks"] = 1.0
+    for line in _lines_for_some_ranks(source, statement.node):
+        actions[line]["some-ranks"] = 1.0
     if source.uses_results_of_loop(statement) and "collective" not in actions[statement.line]:
         actions[statement.line]["after-loop"] = 1.0
     for function in source.called_by(statement):
@@ -370,10 +367,14 @@ def _is_setting(statement: Statement) -> bool:
     )
 
 
-def _is_for_some_ranks(source: SourceFile, node: ast.If) -> bool:
-    """Whether only some ranks load, step, clip or freeze something. Printing and saving do not count."""
-    is_about_ranks = any(_ABOUT_RANKS.search(name) for inner in ast.walk(node.test) for name in _names_in(inner))
-    return is_about_ranks and any(_changes_training(source, inner) for inner in node.body)
+def _lines_for_some_ranks(source: SourceFile, node: ast.stmt) -> list[int]:
+    """The lines of a condition on the rank, and of what only some ranks load or change. Printing and saving are not."""
+    if not isinstance(node, ast.If):
+        return []
+    if not any(_ABOUT_RANKS.search(name) for inner in ast.walk(node.test) for name in _names_in(inner)):
+        return []
+    changes = [inner.lineno for inner in node.body if _changes_training(source, inner)]
+    return [node.lineno, *changes] if changes else []
 
 
 def _changes_training(source: SourceFile, node: ast.stmt) -> bool:

@@ -206,9 +206,9 @@ def _cpu_seconds(processes: Sequence[_Process]) -> float:
     for process in processes:
         with contextlib.suppress(psutil.Error):
             parent = psutil.Process(process.process.pid)
-            for process in (parent, *parent.children(recursive=True)):
+            for descendant in (parent, *parent.children(recursive=True)):
                 with contextlib.suppress(psutil.Error):
-                    cpu_times = process.cpu_times()
+                    cpu_times = descendant.cpu_times()
                     total += cpu_times.user + cpu_times.system
     return total
 

@@ -47,11 +47,8 @@ _BLOCKS = (2, 6)  # blocks of two decoders that are so small that a step is only
 _WARM_UP_STEPS, _STEPS, _REFERENCE_STEPS, _ROUNDS = 4, 10, 4, 3
 _LENGTH = 8
 _COMPUTE_SECONDS = 5e-4  # between two collectives that are measured
-_MAX_ITERATIONS, _EXACT, _SMALL = (
-    6,
-    1e-9,
-    1e-7,
-)  # search for the overhead of an operator: iterations, and tolerances in seconds
+# search for the overhead of an operator: iterations, and tolerances in seconds
+_MAX_ITERATIONS, _EXACT, _SMALL = 6, 1e-9, 1e-7
 _POOL_BYTES = 2**26
 
 

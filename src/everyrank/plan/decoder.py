@@ -117,7 +117,7 @@ def parse_decoder(text: str) -> DecoderSizes:
             values["head_dim"] = 0
     kinds = {field.name: field.type for field in dataclasses.fields(DecoderSizes)}
     for word in parts:
-        key, equals, value = (text.strip() for text in word.partition("="))
+        key, equals, value = (piece.strip() for piece in word.partition("="))
         if not equals or key not in kinds:
             close = difflib.get_close_matches(key, kinds, 1)
             hint = f"did you mean {close[0]}=?" if close else f"keys: {', '.join(kinds)}"

@@ -34,11 +34,8 @@ _EVALUATES = (".eval()", "inference_mode", "validat", "evaluat")  # in the text 
 _ROW_TOLERANCE = 1e-5
 _HOOK_TOLERANCE = 0.03  # relative, for a communication hook that compresses gradients
 _SMALL_DIFFERENCE = 0.02  # of the norm, as for gradients that are rounded to 8 bits
-_EXTRA_ZERO_SHARE, _MIN_NONZERO, _ROUNDED_SHARE = (
-    0.05,
-    32,
-    0.5,
-)  # of compressed gradients: zeros, numbers that tell, rounded ones
+# of compressed gradients: zeros that one rank does not have, numbers that are enough to tell, rounded ones
+_EXTRA_ZERO_SHARE, _MIN_NONZERO, _ROUNDED_SHARE = 0.05, 32, 0.5
 _NO_LIMIT = 10**9
 _FACTOR_TOLERANCE = 1e-6  # of the factor by which a learning rate is scaled
 

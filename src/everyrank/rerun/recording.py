@@ -16,6 +16,7 @@ __all__ = [
     "RecordedUpdate",
     "ScriptRecording",
     "Value",
+    "load_rank",
     "read_recording",
 ]
 

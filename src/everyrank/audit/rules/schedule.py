@@ -59,7 +59,7 @@ def _check_frequency(evidence: Evidence, findings: Findings) -> None:
         if not (is_each_update or is_each_epoch):
             continue
         count = Counter(repeated_counts).most_common(1)[0][0]
-        once_per_rank = f", once for each of the {num_ranks} ranks" if count == num_ranks > 1 else ""
+        once_per_rank = _once_per_rank(count, num_ranks)
         findings.add(
             "FAIL" if once_per_rank and is_each_update else "WARN",
             "schedule.often",
@@ -76,13 +76,16 @@ def _check_plateau_frequency(evidence: Evidence, findings: Findings) -> None:
     counts = Counter((event.schedule, event.update, event.value) for event in events)
     if not events or min(counts.values()) < 2:
         return
-    count, num_ranks = min(counts.values()), evidence.world_size
-    once_per_rank = f", once for each of the {num_ranks} ranks" if count == num_ranks > 1 else ""
+    count = min(counts.values())
     findings.add(
         "WARN",
         "schedule.often",
         events[0].line,
-        f"ReduceLROnPlateau gets each metric {count} times{once_per_rank}, so its patience ends {count} times too "
-        "early",
+        f"ReduceLROnPlateau gets each metric {count} times{_once_per_rank(count, evidence.world_size)}, so its "
+        f"patience ends {count} times too early",
         "step it once after each evaluation",
     )
+
+
+def _once_per_rank(count: int, num_ranks: int) -> str:
+    return f", once for each of the {num_ranks} ranks" if count == num_ranks > 1 else ""

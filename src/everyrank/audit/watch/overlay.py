@@ -585,9 +585,8 @@ def _redirect_links(overlay: Overlay) -> None:
             return
         _refuse_existing(overlay, dst, dir_fd)
         target_path = os.path.normpath(os.path.join(os.path.dirname(absolute), os.fsdecode(src)))
-        is_relative = not os.path.isabs(os.fsdecode(src)) and not _exists(
-            target_path
-        )  # written by the script, or to come
+        # written by the script, or to come
+        is_relative = not os.path.isabs(os.fsdecode(src)) and not _exists(target_path)
         _REAL["symlink"](
             src if is_relative else overlay.path_to_read(target_path),
             overlay.path_to_write(dst, dir_fd),
