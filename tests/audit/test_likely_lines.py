@@ -179,8 +179,14 @@ class Shards(IterableDataset):
         return order[self.rank :: self.world]
 
     def __iter__(self):
+        rng = random.Random(1000 * self.seed + 10 * self.epoch + self.rank)
+        buffer = []
         for number in self.pick():
-            yield from self.files[number]
+            buffer += self.files[number]
+            if len(buffer) >= self.size:
+                yield buffer.pop(rng.randrange(len(buffer)))
+        rng.shuffle(buffer)
+        yield from buffer
 
 
 stream = Shards(files, rank, world)
