@@ -120,7 +120,7 @@ def complaint(line: str, started_here: bool) -> str:
     try:
         parsed = read(everyrank_words(line))
         if started_here and hasattr(parsed, "workload") and hasattr(parsed, "launcher"):
-            parsed.dry_run, parsed.words, parsed.data, parsed.download = True, ["--dry-run"], None, False
+            parsed.dry_run, parsed.argv, parsed.data, parsed.download = True, ["--dry-run"], None, False
             dry_run_or_submit(parsed)
     except CannotRunError:
         return ""  # what this machine lacks

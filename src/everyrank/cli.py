@@ -161,13 +161,13 @@ class _Parser(argparse.ArgumentParser):
         """Parse as argparse does, but the value of an ARGS option may begin with a dash: --resume-with "--resume"."""
         return super().parse_known_args(None if args is None else self._with_dashes(list(args)), namespace)
 
-    def _with_dashes(self, words: list[str]) -> list[str]:
+    def _with_dashes(self, argv: list[str]) -> list[str]:
         """Write each ARGS option as --option=value, up to the first positional argument."""
         known = self._option_string_actions
         joined: list[str] = []
         index = 0
-        while index < len(words) and words[index].startswith("-"):
-            word, following = words[index], words[index + 1 : index + 2]
+        while index < len(argv) and argv[index].startswith("-"):
+            word, following = argv[index], argv[index + 1 : index + 2]
             action = known.get(word)
             takes_value = action is not None and action.nargs is None
             is_of_arguments = action is not None and action.metavar == "ARGS"
@@ -176,7 +176,7 @@ class _Parser(argparse.ArgumentParser):
             else:
                 joined += [word, *(following if takes_value else [])]
             index += 1 + takes_value
-        return [*joined, *words[index:]]
+        return [*joined, *argv[index:]]
 
     def format_help(self) -> str:
         """Return the help text, with rarely used launching options only for --help-all."""
@@ -220,23 +220,23 @@ class _HelpAll(argparse.Action):
         parser.exit()
 
 
-def _parse(words: list[str]) -> argparse.Namespace:
-    """Parse the arguments; keep them as `words`, too. Raises `UsageError`; exits after printing help."""
-    if not words or words == ["help"]:
+def _parse(argv: list[str]) -> argparse.Namespace:
+    """Parse the arguments; keep them as `argv`, too. Raises `UsageError`; exits after printing help."""
+    if not argv or argv == ["help"]:
         args = ["--help"]
-    elif words[0] == "help":
-        args = [words[1], "--help"]
+    elif argv[0] == "help":
+        args = [argv[1], "--help"]
     else:
-        args = ["--version"] if words == ["version"] else words
+        args = ["--version"] if argv == ["version"] else argv
     if not args[0].startswith("-") and args[0] not in COMMANDS:
         raise UsageError(suggest_command(args[0], COMMANDS))
     parsed, unknown = _parser().parse_known_args(args)
     if unknown:
         raise UsageError(suggest_flag(unknown, parsed.parser))
-    note = suggest_order(words, getattr(parsed, "script", None) or [], parsed.parser)
+    note = suggest_order(argv, getattr(parsed, "script", None) or [], parsed.parser)
     if note is not None and is_reporting_rank():
         print(printable(note), file=sys.stderr)
-    parsed.words = words
+    parsed.argv = argv
     return parsed
 
 

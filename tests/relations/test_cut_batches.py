@@ -140,7 +140,7 @@ def test_batches_of_a_loader_with_other_shapes_are_not_tried_again() -> None:
         pytest.fail("the script is run again")
 
     def recording(**facts: Any) -> Any:
-        return SimpleNamespace(ranks=[SimpleNamespace(facts=facts, inputs=[], updates=[])], trouble="")
+        return SimpleNamespace(ranks=[SimpleNamespace(facts=facts, inputs=[], updates=[])], failure="")
 
     single = recording(refused=[[SHAPES_DIFFER, 0]])
     assert _run_with_cut_batches(recording(), single, "BATCH = 8", run_alone) == (single, False)

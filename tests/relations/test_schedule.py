@@ -18,7 +18,7 @@ def complete_run(ranks: int, rates: list[float]) -> Any:
     updates = [SimpleNamespace(rates=[rate], step="train.py:30", optimizer="train.py:11") for rate in rates]
     facts = {"came_to_end": True, "schedules": ["train.py:12"]}
     rank = SimpleNamespace(facts=facts, updates=[*of_another, *updates])
-    return SimpleNamespace(ranks=[rank] * ranks, trouble="", folder=Path())
+    return SimpleNamespace(ranks=[rank] * ranks, failure="", folder=Path())
 
 
 def decay(updates: int, warmup: int, length: int | None = None) -> list[float]:

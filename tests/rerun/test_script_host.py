@@ -54,7 +54,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ScriptRecordin
 def test_one_rank_gets_the_gradients_of_two(runs: tuple[Path, ScriptRecording, ScriptRecording]) -> None:
     """Batches, noise, dropout masks and local batch norm of the ranks are put together; rates are theirs."""
     _, two, one = runs
-    assert (two.trouble, one.trouble) == ("", "")
+    assert (two.failure, one.failure) == ("", "")
     assert one.ranks[0].facts["refused"] == []
     assert [len(rank.updates) for rank in (*two.ranks, *one.ranks)] == [12, 12, 12]
     assert one.ranks[0].facts["norms"] == 12
@@ -112,14 +112,14 @@ for (x,) in loader:
     with ScriptHost([script]) as host:
         imposed = Imposed(order=True, rows=True)
         one, two = host.run(ranks=1, imposed=imposed), host.run(ranks=2, imposed=imposed)
-    assert (one.trouble, two.trouble) == ("", "")
+    assert (one.failure, two.failure) == ("", "")
     for index, update in enumerate(one.ranks[0].updates):
         (whole,) = update.gradients.values()
         parts = [next(iter(rank.updates[index].gradients.values())) for rank in two.ranks]
         torch.testing.assert_close(sum(parts), whole)
 
 
-TROUBLES = {
+FAILURES = {
     "raise ValueError('no data')": "rank 0: ValueError: no data",
     "import os; os._exit(3)": "rank 0 ended with status 3",
     "import time; time.sleep(60)": "no end within 2 s",
@@ -127,9 +127,9 @@ TROUBLES = {
 }
 
 
-def test_trouble_of_the_script_is_one_line(tmp_path: Path) -> None:
+def test_a_failure_of_the_script_is_one_line(tmp_path: Path) -> None:
     """The harness raises nothing for what a script does, and goes on to the next run."""
     with ScriptHost([written(tmp_path, "")], timeout_seconds=2) as host:
-        for text, trouble in TROUBLES.items():
+        for text, failure in FAILURES.items():
             written(tmp_path, text)
-            assert host.run().trouble == trouble
+            assert host.run().failure == failure

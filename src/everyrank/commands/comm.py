@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     )
     if not results.get(0):
         return 0  # under an external launcher only rank 0 has results
-    measured = comm_json(results[0], args.words)
+    measured = comm_json(results[0], args.argv)
     _write(measured, args)
     try:
         print_comm(measured)

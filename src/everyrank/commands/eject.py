@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     source = Source(args.workload_name, settings, batch=args.batch, epochs=args.epochs, steps=args.steps)
     from everyrank import eject
 
-    command = shlex.join(["everyrank", *args.words])
+    command = shlex.join(["everyrank", *args.argv])
     request = eject.EjectRequest(source, layout, args.launcher or eject.launcher_of(layout), args.processes, command)
     written = eject.write_project(request, args.folder)
     names = printable(f"{', '.join(path.name for path in written)} in {args.folder}")

@@ -218,7 +218,7 @@ def _print_commands_of_other_hosts(args: argparse.Namespace, nodes: int, assigns
     if args.node_rank in (None, 0):
         other_hosts = range(nodes) if args.node_rank is None else range(1, nodes)
         for node in other_hosts:
-            print(_command_for_host(args.words, None if assigns_node_ranks else node, node), flush=True)
+            print(_command_for_host(args.argv, None if assigns_node_ranks else node, node), flush=True)
     if args.node_rank is None and not assigns_node_ranks:
         raise UsageError(f"--nodes {args.nodes}: add --node-rank; the lines above show the command for each host")
 
@@ -351,12 +351,11 @@ def _submit(args: argparse.Namespace, launch: Launch, launcher: BatchLauncher, l
     folder = Path.cwd()
     job = args.command.stem if hasattr(args, "command") else Path(args.workload.partition(":")[0]).stem
     name = f"everyrank-{job}"
-    num_script_words = (
-        len(args.command.words) if hasattr(args, "command") else 0
-    )  # a --dry-run among them is the script's
-    words = args.words[: len(args.words) - num_script_words]
-    words = [*(word for word in words if word != "--dry-run"), *args.words[len(words) :]]
-    command = [sys.executable, "-P", "-m", "everyrank", *words]
+    # a --dry-run among the script's arguments belongs to the script
+    num_script_args = len(args.command.python_args) if hasattr(args, "command") else 0
+    own_args = args.argv[: len(args.argv) - num_script_args]
+    arguments = [*(argument for argument in own_args if argument != "--dry-run"), *args.argv[len(own_args) :]]
+    command = [sys.executable, "-P", "-m", "everyrank", *arguments]
     script = launcher.batch_script(launch, options_of(args, launcher.batch_options), command, folder, name)
     if args.dry_run:
         print(f"{script}\n# in the allocation:\n{_commands_text(launch)}")

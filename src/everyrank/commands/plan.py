@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
     if args.html is not None:
         from everyrank.report.plan_page import plan_page
 
-        write_text(args.html, plan_page(answer, args.words))
+        write_text(args.html, plan_page(answer, args.argv))
     if args.write_calibration is not None and calibration is not None:
         write_text(args.write_calibration, write_calibration(calibration))
     try:

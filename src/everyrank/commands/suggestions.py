@@ -103,8 +103,8 @@ def suggest_command(name: str, commands: Collection[str]) -> str:
 def suggest_order(command_line: Sequence[str], script: Sequence[str], parser: argparse.ArgumentParser) -> str | None:
     """Return a note if options of everyrank follow a script that has no such options; None otherwise.
 
-    words   the command line after `everyrank`; it ends with `script`
-    script  the script and its arguments
+    command_line  the command line after `everyrank`; it ends with `script`
+    script        the script and its arguments
 
     The script gets these options, and ends with an error or ignores them. An option whose name appears in the source
     of the script is taken to be the script's.
@@ -124,9 +124,9 @@ def suggest_order(command_line: Sequence[str], script: Sequence[str], parser: ar
         flag, equals, _ = script[index].partition("=")
         action = options.get(flag) if flag.startswith("--") else None
         is_ours = action is not None and not names.issuperset(flag[2:].split("-"))
-        num_words = 2 if is_ours and not equals and action is not None and action.nargs is None else 1
-        (moved if is_ours else kept).extend(script[index : index + num_words])
-        index += num_words
+        num_args = 2 if is_ours and not equals and action is not None and action.nargs is None else 1
+        (moved if is_ours else kept).extend(script[index : index + num_args])
+        index += num_args
     if not moved:
         return None
     line = shlex.join([*command_line[: len(command_line) - len(script)], *moved, script[0], *kept])

@@ -139,7 +139,7 @@ def _trace_of_commit(
     path_in_worktree = worktree / workload_path.resolve().relative_to(repository)
     if not path_in_worktree.is_file():
         raise UsageError(f"--between {name}: {workload_path} does not exist in that commit")
-    arguments = list(args.words)
+    arguments = list(args.argv)
     index = arguments.index("--between")
     del arguments[index : index + 3]
     workload_in_worktree = args.workload.replace(str(workload_path), str(path_in_worktree), 1)

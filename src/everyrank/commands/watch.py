@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         "everyrank.script.watching",
         str(args.timeout),
         folder,
-        *command.words,
+        *command.python_args,
     ]
     sys.stdout.flush()
     os.execv(sys.executable, python_command)  # noqa: S606  (no shell)

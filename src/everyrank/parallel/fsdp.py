@@ -73,8 +73,8 @@ def apply_fsdp_to_blocks(blocks: list[nn.Module], layout: Layout, mesh: Mesh) ->
 
 def _policy(layout: Layout) -> MixedPrecisionPolicy:
     """Return the mixed-precision policy: parameters in low precision, gradients summed in float32."""
-    low = mixed_dtype(layout)
-    return MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32) if low else MixedPrecisionPolicy()
+    dtype = mixed_dtype(layout)
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else MixedPrecisionPolicy()
 
 
 def _device_mesh(mesh: Mesh) -> DeviceMesh:

@@ -35,8 +35,8 @@ def param_dtype(layout: Layout) -> torch.dtype:
 
 def autocast(layout: Layout, world: World) -> contextlib.AbstractContextManager[Any]:
     """The context in which the forward pass and the loss run."""
-    low = mixed_dtype(layout)
-    return torch.autocast(world.device.type, dtype=low) if low else contextlib.nullcontext()
+    dtype = mixed_dtype(layout)
+    return torch.autocast(world.device.type, dtype=dtype) if dtype else contextlib.nullcontext()
 
 
 @dataclass

@@ -57,8 +57,8 @@ def compare_port(original: ScriptRecording, port: ScriptRecording, tolerance: fl
     """
     ranks = len(port.ranks)
     largest = {"losses": 0.0, "gradients": 0.0, "weights": 0.0, "buffers": 0.0}
-    if port.trouble and _error(port) != _error(original):
-        reason = f"on {ranks} ranks the port fails: {port.trouble}{_hint(port.trouble)}"
+    if port.failure and _error(port) != _error(original):
+        reason = f"on {ranks} ranks the port fails: {port.failure}{_hint(port.failure)}"
         return PortComparison(ranks, 0, largest, reason, [], has_failed=True)
     expected_updates, port_updates = original.ranks[0].updates, port.ranks[0].updates
     for number, expected in enumerate(expected_updates[: len(port_updates)]):
@@ -102,17 +102,17 @@ def _ends_early(original: ScriptRecording, port: ScriptRecording) -> bool:
     """Whether the run with fewer updates was stopped by the time limit, so that only these updates are compared."""
     shorter = min(original, port, key=lambda recording: len(recording.ranks[0].updates))
     has_same_number = len(original.ranks[0].updates) == len(port.ranks[0].updates)
-    return not has_same_number and not shorter.trouble and not shorter.ranks[0].facts.get("came_to_end", False)
+    return not has_same_number and not shorter.failure and not shorter.ranks[0].facts.get("came_to_end", False)
 
 
 def _error(recording: ScriptRecording) -> str:
     """Return the error that a run ended with, whichever rank had it."""
-    return re.sub(r"^rank \d+: ", "", recording.trouble)
+    return re.sub(r"^rank \d+: ", "", recording.failure)
 
 
-def _hint(trouble: str) -> str:
+def _hint(failure: str) -> str:
     """Return a likely cause of an error that smaller batches can raise."""
-    if "size" in trouble or "shape" in trouble or "dimension" in trouble or "more than 1 value" in trouble:
+    if "size" in failure or "shape" in failure or "dimension" in failure or "more than 1 value" in failure:
         return "; a rank has fewer samples than the batch: a size that the script writes down itself, or squeeze()?"
     return ""
 

@@ -21,7 +21,7 @@ class Idiom:
     install  the package for pip install
     modules  names of its module; a port imports the first that is installed
     object   the name of its object in a port
-    words    (text with torch.distributed, its replacement)
+    replacements  (text with torch.distributed, its replacement)
     prepare, prepare_optimizer  the calls that wrap a model (perhaps with optimizers), and an optimizer
     unwrapped  the expression for the model in the wrapper
     passed_on  attributes that the wrapper passes on to the model
@@ -33,7 +33,7 @@ class Idiom:
     install: str
     modules: tuple[str, ...]
     object: str
-    words: tuple[tuple[str, str], ...]
+    replacements: tuple[tuple[str, str], ...]
     prepare: str
     prepare_optimizer: str
     unwrapped: str
@@ -47,7 +47,7 @@ _ACCELERATE = Idiom(
     install="accelerate",
     modules=("accelerate",),
     object="accelerator",
-    words=(
+    replacements=(
         ("dist.get_rank() == 0", "{x}.is_main_process"),
         ("dist.get_rank() != 0", "not {x}.is_main_process"),
         ("dist.get_rank()", "{x}.process_index"),
@@ -72,7 +72,7 @@ _FABRIC = Idiom(
     install="lightning",
     modules=("lightning.fabric", "lightning_fabric"),
     object="fabric",
-    words=(
+    replacements=(
         ("dist.get_rank() == 0", "{x}.is_global_zero"),
         ("dist.get_rank() != 0", "not {x}.is_global_zero"),
         ("dist.get_rank()", "{x}.global_rank"),
@@ -102,7 +102,7 @@ def in_idiom(text: str, idiom: Idiom, name: str) -> str:
         in_idiom("if dist.get_rank() == 0:", IDIOMS["fabric"], "fabric")  # "if fabric.is_global_zero:"
 
     """
-    for before, after in idiom.words:
+    for before, after in idiom.replacements:
         text = re.sub(rf"(?<![\w.]){re.escape(before)}", after.replace("{x}", name), text)
     return text
 

@@ -93,7 +93,7 @@ class PortResult:
 
 
 def port_script(
-    words: Sequence[str],
+    python_args: Sequence[str],
     ranks: Sequence[int],
     timeout_seconds: float,
     say: Callable[[str], None] = lambda _: None,
@@ -101,7 +101,7 @@ def port_script(
     other: Path | None = None,
     target: str = "ddp",
 ) -> PortResult:
-    """Port `words`, a script and its arguments, and check it on these numbers of ranks.
+    """Port `python_args`, a script and its arguments, and check it on these numbers of ranks.
 
     other    a file below the folder of the script that is edited with it
     target   "ddp", "fsdp" for fully_shard over the blocks of the model, "accelerate" or "fabric"
@@ -109,12 +109,12 @@ def port_script(
 
     Raises `NotPortedError` for a script that cannot be ported, and `CannotRunError` if it does not run here.
     """
-    script = Path(words[0])
+    script = Path(python_args[0])
     files = ScriptFiles(
         script, read_script(script), other, read_script(other) if other is not None else "", target=target
     )
     modules = [installed_module(IDIOMS[target])] if target in IDIOMS else []
-    with ScriptHost(words, timeout_seconds, max_ranks=max(ranks), modules=modules) as host:
+    with ScriptHost(python_args, timeout_seconds, max_ranks=max(ranks), modules=modules) as host:
         say("running the script")
         facts = _observe(host, files)
         # fails here if the script cannot be edited, before anything is compared
@@ -199,7 +199,9 @@ def check_ported(
     return PortResult(files, tried[0], tried, float64)
 
 
-def audit_port(words: Sequence[str], files: ScriptFiles, attempt: Attempt, timeout_seconds: float) -> list[Finding]:
+def audit_port(
+    python_args: Sequence[str], files: ScriptFiles, attempt: Attempt, timeout_seconds: float
+) -> list[Finding]:
     """Return the FAIL and WARN findings of a port on 2 ranks that the original on one rank does not have."""
     # equal gradients prove that all terms have the same weight, and that each forward goes through the wrapper
     disproved = ("replicas.unwrapped", "gradient.") if attempt.is_equal else ()
@@ -208,7 +210,7 @@ def audit_port(words: Sequence[str], files: ScriptFiles, attempt: Attempt, timeo
         ignored_rules.add("replicas.buffers")
 
     def failures_and_warnings(text: str, other_text: str, ranks: int) -> list[Finding]:
-        findings = _audit(words, files.written(text, other_text), ranks, timeout_seconds)
+        findings = _audit(python_args, files.written(text, other_text), ranks, timeout_seconds)
         return [finding for finding in findings if _counts(finding, ignored_rules, disproved)]
 
     findings = failures_and_warnings(attempt.text, attempt.other_text, 2)
@@ -225,12 +227,12 @@ def _counts(finding: Finding, ignored_rules: set[str], disproved: tuple[str, ...
     )
 
 
-def _audit(words: Sequence[str], files: dict[str, str], ranks: int, timeout_seconds: float) -> Sequence[Finding]:
+def _audit(python_args: Sequence[str], files: dict[str, str], ranks: int, timeout_seconds: float) -> Sequence[Finding]:
     """Return the findings of the audit of a script; none if the audit fails."""
     options = AuditOptions(processes=ranks, timeout_seconds=timeout_seconds, limit_seconds=timeout_seconds)
-    with with_siblings(Path(words[0]), files) as candidate:
+    with with_siblings(Path(python_args[0]), files) as candidate:
         try:
-            audit = audit_script([str(candidate), *words[1:]], options, may_change_ranks=False)
+            audit = audit_script([str(candidate), *python_args[1:]], options, may_change_ranks=False)
         except ScriptFailedError as error:
             audit = error.audit
         except EveryrankError:
@@ -256,11 +258,11 @@ def observe(host: ScriptHost, seed: int | None = None, values: bool = False) -> 
     Raises `CannotRunError` if the script does not run here.
     """
     recording = _observed(host, seed, values, no_workers=True)  # in a worker, the draws of a dataset are not recorded
-    if recording.trouble and not _hangs(recording):
+    if recording.failure and not _hangs(recording):
         recording = _observed(host, seed, values, no_workers=False)
     has_stepped = any(expression["kind"] == "step" for expression in recording.ranks[0].facts.get("expressions", []))
-    if recording.trouble and (not has_stepped or _hangs(recording)):
-        raise CannotRunError(f"the script does not run on one process here: {_reason(recording.trouble)}")
+    if recording.failure and (not has_stepped or _hangs(recording)):
+        raise CannotRunError(f"the script does not run on one process here: {_reason(recording.failure)}")
     return recording
 
 
@@ -284,9 +286,9 @@ def _observed(host: ScriptHost, seed: int | None, values: bool, no_workers: bool
     )
 
 
-def _reason(trouble: str) -> str:
+def _reason(failure: str) -> str:
     """Return why a run on one rank failed, without the rank."""
-    return trouble.removeprefix("rank 0: ")
+    return failure.removeprefix("rank 0: ")
 
 
 def _choices(facts: Sequence[Fact], target: str) -> list[Choice]:
@@ -327,12 +329,12 @@ def _original(host: ScriptHost, imposed: Imposed) -> tuple[ScriptRecording, bool
     runs: list[ScriptRecording] = []
     for float64 in (True, False):
         runs.append(host.run(1, updates=UPDATES, detailed=UPDATES, float64=float64, imposed=imposed))
-        if not runs[-1].trouble:
+        if not runs[-1].failure:
             return runs[-1], float64
     float64_run, float32_run = runs
     # shortened epochs may cause the error: compare the updates before it
     if not float32_run.ranks[0].updates or _hangs(float32_run):
-        raise CannotRunError(f"the script does not run with fixed random numbers: {_reason(float32_run.trouble)}")
+        raise CannotRunError(f"the script does not run with fixed random numbers: {_reason(float32_run.failure)}")
     float64 = len(float64_run.ranks[0].updates) == len(float32_run.ranks[0].updates)
     return (float64_run if float64 else float32_run), float64
 

@@ -252,16 +252,16 @@ class ScriptSource:
             return min(starts[min(position[0] - 1, len(starts) - 1)] + position[1], len(raw))
 
         ordered_edits = sorted(enumerate(dict.fromkeys(self.edits)), key=lambda each: (offset(each[1].start), each[0]))
-        pieces: list[bytes] = []
+        chunks: list[bytes] = []
         end_of_last = 0
         for _, edit in ordered_edits:
             start, end = offset(edit.start), offset(edit.end)
             if start < end_of_last:
                 raise NotPortedError(edit.start[0], "two edits of this line overlap: split it into several statements")
             text = edit.text.replace("\n", self.newline)
-            pieces += [raw[end_of_last:start], text.encode()]
+            chunks += [raw[end_of_last:start], text.encode()]
             end_of_last = end
-        text = b"".join([*pieces, raw[end_of_last:]]).decode()
+        text = b"".join([*chunks, raw[end_of_last:]]).decode()
         try:
             ast.parse(text)
         except SyntaxError as error:

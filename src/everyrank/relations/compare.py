@@ -138,8 +138,8 @@ def judge_script(
     Returns the number of updates in which the ranks compute the same as one rank.
     """
     many = host.run_in_float64(processes, python_args=python_args, updates=updates, seconds=seconds)
-    if many.trouble:
-        findings.not_checked(f"{processes} ranks against one: not compared, because {many.trouble}")
+    if many.failure:
+        findings.not_checked(f"{processes} ranks against one: not compared, because {many.failure}")
         return 0
     judge_rounded_updates(many.ranks[0], findings)
     judge_samples(many, findings)
@@ -175,7 +175,7 @@ def judge_script(
             findings.not_checked(
                 "printed numbers: the script cuts its batches itself, so it may print numbers of other batches"
             )
-        elif not single.trouble and many.ranks[0].printed:
+        elif not single.failure and many.ranks[0].printed:
             rank_0 = run_alone(Imposed(recording=many, only_rank=0, parameters=True))
         num_equal = judge_ranks(many, single, rank_0, run_alone, findings)
         judge_statistics(many, findings)
@@ -185,7 +185,7 @@ def judge_script(
         if has_schedule(many.ranks[0]) or "lr_scheduler" in source:
             _judge_complete_runs(host, python_args, processes, findings)
     lines = single.ranks[0].facts.get("checkpointing", [])
-    if lines and not single.trouble:
+    if lines and not single.failure:
         without_checkpointing = host.run(
             1,
             python_args=python_args,
@@ -194,9 +194,9 @@ def judge_script(
             updates=2,  # the states of the first update are recorded when the second one begins
             detailed=2,
         )
-        if without_checkpointing.trouble:
+        if without_checkpointing.failure:
             findings.not_checked(
-                f"activation checkpointing at {short_place(lines[0])}: {without_checkpointing.trouble}"
+                f"activation checkpointing at {short_place(lines[0])}: {without_checkpointing.failure}"
             )
         else:
             judge_recomputation(single.ranks[0], without_checkpointing.ranks[0], findings)
@@ -212,7 +212,7 @@ def _run_with_cut_batches(
     given run is returned.
     """
     best_run, max_comparable = single, num_comparable(many, single)[0]
-    if single.trouble.startswith("no end"):
+    if single.failure.startswith("no end"):
         return single, False  # each attempt would wait until the time limit, too
     refused = [reason for reason, update in single.ranks[0].facts.get("refused", []) if not update]
     if any(SHAPES_DIFFER in reason for reason in refused):
@@ -259,8 +259,8 @@ def _judge_short_epochs(
         )
 
     many = run_short(processes, Imposed())
-    if many.trouble or misses_evaluation(many, ".eval()"):
-        reason = f"the script fails with shortened epochs ({many.trouble})" if many.trouble else "none was reached"
+    if many.failure or misses_evaluation(many, ".eval()"):
+        reason = f"the script fails with shortened epochs ({many.failure})" if many.failure else "none was reached"
         findings.not_checked(f"numbers of evaluations against one rank: {reason}")
         return
     single, rank_0 = (run_short(1, Imposed(recording=many, only_rank=rank, parameters=rank == 0)) for rank in (None, 0))
@@ -275,8 +275,8 @@ def _judge_complete_runs(host: ScriptHost, python_args: Sequence[str], processes
         run = host.run(
             ranks, python_args=python_args, updates=_MAX_UPDATES, seconds=seconds, detailed=0, only_rates=True
         )
-        if run.trouble or not run.ranks[0].facts.get("came_to_end"):
-            reason = run.trouble or f"the script does not end within {seconds:.0f} s"
+        if run.failure or not run.ranks[0].facts.get("came_to_end"):
+            reason = run.failure or f"the script does not end within {seconds:.0f} s"
             findings.not_checked(f"whether the schedule ends with the training: {reason}")
             return
         runs.append(run)

@@ -48,8 +48,8 @@ def trace_in_host(host: ScriptHost, python_args: Sequence[str], processes: int, 
         run = host.run_in_float64(
             processes, python_args=python_args, imposed=Imposed(seed=_SEED), updates=updates, seconds=_NO_LIMIT_SECONDS
         )
-        if run.trouble:
-            raise CannotRunError(f"the script does not run to its end: {run.trouble}")
+        if run.failure:
+            raise CannotRunError(f"the script does not run to its end: {run.failure}")
         runs.append(run)
     if not all(rank.updates for rank in runs[0].ranks):
         raise CannotRunError("no rank has made an optimizer step, so there is nothing to save")

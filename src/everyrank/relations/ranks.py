@@ -148,7 +148,7 @@ def judge_ranks(
         findings.not_checked(reason)
     differs = differs if changed is None else changed
     _judge_states(case, findings, differs if differs is not None else case.num_updates)
-    if differs is None and rank_0_alone is not None and not rank_0_alone.trouble:
+    if differs is None and rank_0_alone is not None and not rank_0_alone.failure:
         judge_printed(many, case.single, rank_0_alone.ranks[0], run_alone, case.num_updates, case.tolerance, findings)
     return case.num_updates if differs is None else differs
 
@@ -183,12 +183,12 @@ def misses_evaluation(many: ScriptRecording, text: str) -> bool:
 
 def _make_case(many: ScriptRecording, single: ScriptRecording) -> _Case:
     """Check that the two runs can be compared. Raises `_NotComparedError`."""
-    if many.trouble:
-        raise _NotComparedError(f"the script failed in the comparison on {len(many.ranks)} ranks ({many.trouble})")
+    if many.failure:
+        raise _NotComparedError(f"the script failed in the comparison on {len(many.ranks)} ranks ({many.failure})")
     recorded = single.ranks[0]
     limit, end = _first_refused(many, recorded)
-    if single.trouble and len(recorded.updates) < end:
-        limit = f"the script does not run on one rank with the batches of all ({single.trouble})"
+    if single.failure and len(recorded.updates) < end:
+        limit = f"the script does not run on one rank with the batches of all ({single.failure})"
         end = len(recorded.updates)
     if limit and not end:
         raise _NotComparedError(limit)

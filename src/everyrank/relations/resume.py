@@ -77,8 +77,8 @@ def judge_resume(
         stopped = run([], first_save + 1)
     saved = [save for save in stopped.ranks[0].facts.get("saved_after", []) if save[1]]
     for recording in (uninterrupted, stopped):
-        if recording.trouble:
-            findings.not_checked(f"resume: the script fails ({recording.trouble})")
+        if recording.failure:
+            findings.not_checked(f"resume: the script fails ({recording.failure})")
             return
     if not saved or saved[-1][1] >= len(uninterrupted.ranks[0].updates):
         findings.not_checked(
@@ -88,8 +88,8 @@ def judge_resume(
         return
     start = saved[-1][1]
     resumed = run(command.resume, min(6, len(uninterrupted.ranks[0].updates) - start), files=stopped)
-    if resumed.trouble:
-        findings.not_checked(f"resume: the script does not start with these arguments ({resumed.trouble})")
+    if resumed.failure:
+        findings.not_checked(f"resume: the script does not start with these arguments ({resumed.failure})")
         return
     judge_resumed(uninterrupted.ranks[0], resumed.ranks[0], start, saved[-1][2], findings)
 

@@ -23,8 +23,8 @@ def judge_settings(
     """Run the script without and with `more_args` on the same samples, and compare."""
     first = host.run_in_float64(processes, python_args=python_args, updates=updates, seconds=20.0)
     label = f"--same {' '.join(more_args)!r}"
-    if first.trouble:
-        findings.not_checked(f"{label}: the script fails in the comparison ({first.trouble})")
+    if first.failure:
+        findings.not_checked(f"{label}: the script fails in the comparison ({first.failure})")
         return
     other = host.run(
         processes,
@@ -36,8 +36,8 @@ def judge_settings(
         seconds=20.0,
     )
     refused = [reason for rank in (*first.ranks, *other.ranks) for reason, _ in rank.facts.get("refused", [])]
-    if other.trouble or refused:
-        findings.not_checked(f"{label}: not compared, because {(other.trouble or refused[0])}")
+    if other.failure or refused:
+        findings.not_checked(f"{label}: not compared, because {(other.failure or refused[0])}")
         return
     judge_same(first.ranks[0], other.ranks[0], label, findings)
 

@@ -80,8 +80,8 @@ def judge_horizon(many: ScriptRecording, single: ScriptRecording, findings: Find
     """Compare where the schedule ends on N ranks and on one, in complete runs of the script."""
     first_rank, single_rank = many.ranks[0], single.ranks[0]
     if (
-        many.trouble
-        or single.trouble
+        many.failure
+        or single.failure
         or not (first_rank.facts.get("came_to_end") and single_rank.facts.get("came_to_end"))
     ):
         return

@@ -55,7 +55,7 @@ __all__ = ["REMEDIES", "Remedy", "remedies_for"]
 
 Remedy = Callable[[EditedScript, Finding], None]
 
-# (rule, words of the finding's text, remedy): the remedies of a rule are tried in this order
+# (rule, a fragment of the finding's text, remedy): the remedies of a rule are tried in this order
 REMEDIES: tuple[tuple[str, str, Remedy], ...] = (
     ("data.same", "", divide_by_sampler),
     ("data.same", "", all_ranks_read),
@@ -105,4 +105,4 @@ REMEDIES: tuple[tuple[str, str, Remedy], ...] = (
 
 def remedies_for(finding: Finding) -> list[Remedy]:
     """Return the remedies to try for a finding, in order."""
-    return [remedy for rule, words, remedy in REMEDIES if rule == finding.rule and words in finding.text]
+    return [remedy for rule, fragment, remedy in REMEDIES if rule == finding.rule and fragment in finding.text]

@@ -85,7 +85,7 @@ def audit_page(audit: Audit) -> str:
     ]
     command = " ".join(audit.python_args)
     page = environment().from_string(template)
-    return page.render(audit=audit, files=shown_files, words=command, summary=summary(audit), relative=_relative)
+    return page.render(audit=audit, files=shown_files, command=command, summary=summary(audit), relative=_relative)
 
 
 def _relative(path: str) -> str:

@@ -31,7 +31,7 @@ _LINE = ("backend", "operation", "algorithm", "reduction", "dtype", "is_async", 
 _Row = Mapping[str, Any]
 
 
-def comm_json(results: _Row, words: Sequence[str]) -> dict[str, Any]:
+def comm_json(results: _Row, argv: Sequence[str]) -> dict[str, Any]:
     """Return the JSON document with `costs` and the `rows` that they are fitted to; schema: docs/collectives.md.
 
     `results` come from `collectives.rank.comm_rank`.
@@ -47,7 +47,7 @@ def comm_json(results: _Row, words: Sequence[str]) -> dict[str, Any]:
     return {
         "schema": 1,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": ["everyrank", *words],
+        "command": ["everyrank", *argv],
         "everyrank": __version__,
         "world": results["world"],
         "machine": results["machine"],

@@ -16,7 +16,7 @@ _GIB = 2**30
 _MAX_NAME_LENGTH = 28  # letters of a layout below a bar
 
 
-def plan_page(answer: Mapping[str, Any], words: Sequence[str]) -> str:
+def plan_page(answer: Mapping[str, Any], argv: Sequence[str]) -> str:
     """Return the page as text. Raises `CannotRunError` if jinja2 or matplotlib is missing."""
     notes = plan_notes(answer)
     sized = [row for row in answer["layouts"] if row.get("categories")]
@@ -35,7 +35,7 @@ def plan_page(answer: Mapping[str, Any], words: Sequence[str]) -> str:
         "answer": notes[0] if notes else "",
         "tables": plan_tables(answer),
         "notes": notes[1:],
-        "command": shlex.join(["everyrank", *words]),
+        "command": shlex.join(["everyrank", *argv]),
         "charts": charts,
         "checks": [],
         "provenance": {key: value for key, value in answer["cluster"].items() if value not in (None, "")},

@@ -39,7 +39,7 @@ def check_lines(result: PortResult) -> list[str]:
     return lines
 
 
-def port_page(result: PortResult, findings: Sequence[Finding], words: Sequence[str], port_name: str) -> str:
+def port_page(result: PortResult, findings: Sequence[Finding], python_args: Sequence[str], port_name: str) -> str:
     """Return a self-contained HTML page: the lines that change next to those of the script, with their reasons.
 
     Raises `CannotRunError` if jinja2 is missing.
@@ -51,8 +51,8 @@ def port_page(result: PortResult, findings: Sequence[Finding], words: Sequence[s
         environment()
         .from_string(template)
         .render(
-            words=" ".join(words),
-            names=(Path(words[0]).name, port_name),
+            command=" ".join(python_args),
+            names=(Path(python_args[0]).name, port_name),
             is_equal=best.is_equal,
             checks=check_lines(result),
             printed=best.differing_lines,

@@ -38,7 +38,7 @@ class ScriptHost:
             two = host.run(ranks=2, float64=True)
             one = host.run(ranks=1, float64=True, imposed=Imposed(recording=two))
 
-    Raises `CannotRunError` if the process does not start. Errors of the script are in `ScriptRecording.trouble`.
+    Raises `CannotRunError` if the process does not start. Errors of the script are in `ScriptRecording.failure`.
 
     """
 
@@ -167,7 +167,7 @@ class ScriptHost:
         }
         start = time.monotonic()
         reply = self._request_run(settings)
-        return read_recording(folder, ranks, reply["trouble"], reply["traceback"], time.monotonic() - start, float64)
+        return read_recording(folder, ranks, reply["failure"], reply["traceback"], time.monotonic() - start, float64)
 
     def run_in_float64(
         self,
@@ -192,7 +192,7 @@ class ScriptHost:
                 detailed=updates,
                 seconds=seconds,
             )
-            if not recording.trouble or recording.trouble.startswith("no end"):
+            if not recording.failure or recording.failure.startswith("no end"):
                 break
         return recording
 
@@ -202,7 +202,7 @@ class ScriptHost:
             self._process.stdin.flush()
             limit = self.timeout_seconds + 60.0  # torch is imported first
             if not select.select([self._process.stdout], [], [], limit)[0]:
-                return {"trouble": f"no answer within {limit:g} s", "traceback": ""}
+                return {"failure": f"no answer within {limit:g} s", "traceback": ""}
             line = self._process.stdout.readline()
         except OSError as error:
             raise CannotRunError(f"the process that runs the script has ended: {error}") from error

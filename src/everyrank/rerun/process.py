@@ -47,7 +47,7 @@ def _run(settings: dict[str, Any]) -> dict[str, str]:
     """Run the ranks, and run them again if another program has taken their port."""
     result = _run_once(settings)
     for _ in range(2):
-        if "EADDRINUSE" not in result["trouble"]:
+        if "EADDRINUSE" not in result["failure"]:
             break
         for path in Path(settings["folder"]).iterdir():
             if path.is_file():
@@ -74,13 +74,13 @@ def _run_once(settings: dict[str, Any]) -> dict[str, str]:
     errors = sorted(Path(settings["folder"]).glob("error*"), key=lambda path: path.stat().st_mtime)
     first_traceback = errors[0].read_text() if errors else ""
     if errors:
-        trouble = f"rank {errors[0].name.removeprefix('error')}: {first_traceback.strip().splitlines()[-1]}"
+        failure = f"rank {errors[0].name.removeprefix('error')}: {first_traceback.strip().splitlines()[-1]}"
     elif any(codes.values()):
         failed_process = next(process for process in codes if codes[process])
-        trouble = f"rank {processes[failed_process]} ended with status {codes[failed_process]}"
+        failure = f"rank {processes[failed_process]} ended with status {codes[failed_process]}"
     else:
-        trouble = f"no end within {settings['timeout']:g} s" if len(codes) < len(processes) else ""
-    return {"trouble": trouble[:500], "traceback": first_traceback[-8000:]}
+        failure = f"no end within {settings['timeout']:g} s" if len(codes) < len(processes) else ""
+    return {"failure": failure[:500], "traceback": first_traceback[-8000:]}
 
 
 def _wait(processes: dict[int, int], timeout_seconds: float) -> dict[int, int]:

@@ -122,14 +122,14 @@ class RankRecording:
 class ScriptRecording:
     """The recordings of all ranks of a run.
 
-    trouble    why the run failed, in one line; "" if it did not
+    failure    why the run failed, in one line; "" if it did not
     traceback  traceback of the first rank that failed
     float64    whether the script ran in float64 instead of its own precision
     folder     folder of the recorded batches, for a run on which they are imposed
     """
 
     ranks: tuple[RankRecording, ...]
-    trouble: str
+    failure: str
     traceback: str
     seconds: float
     folder: Path
@@ -191,7 +191,7 @@ def load_rank(path: Path) -> dict[str, Any]:
 
 
 def read_recording(
-    folder: Path, ranks: int, trouble: str, traceback: str, seconds: float, float64: bool
+    folder: Path, ranks: int, failure: str, traceback: str, seconds: float, float64: bool
 ) -> ScriptRecording:
     """Read the recordings of the ranks. A rank that has written nothing gets an empty one."""
     read: list[RankRecording] = []
@@ -215,4 +215,4 @@ def read_recording(
                 {tuple(key): (rows, update) for key, (rows, update) in content["reads"]},
             )
         )
-    return ScriptRecording(tuple(read), trouble, traceback, seconds, folder, float64)
+    return ScriptRecording(tuple(read), failure, traceback, seconds, folder, float64)

@@ -35,7 +35,7 @@ class UserScript:
         return self.name if self.is_module else Path(self.name).stem
 
     @property
-    def words(self) -> list[str]:
+    def python_args(self) -> list[str]:
         """The arguments after `python`."""
         return [*(["-m"] if self.is_module else []), self.name, *self.arguments]
 
@@ -59,7 +59,7 @@ class UserScript:
         exec(compile(path.read_bytes(), str(path), "exec"), main.__dict__)  # noqa: S102  (the user's script)
 
 
-def read_command(words: Sequence[str]) -> UserScript:
+def read_command(python_args: Sequence[str]) -> UserScript:
     """Read a command from the arguments of `python`.
 
     >>> read_command(["-m", "json.tool", "--help"])
@@ -67,12 +67,12 @@ def read_command(words: Sequence[str]) -> UserScript:
 
     Raises `UsageError` for a file that does not exist, is not Python, or has a syntax error, and for an unknown module.
     """
-    if not words or words == ["-m"]:
+    if not python_args or python_args == ["-m"]:
         raise UsageError("no script was given; type everyrank launch train.py, with the script's arguments after it")
-    if words[0] == "-m":
-        _check_module(words[1])
-        return UserScript(words[1], tuple(words[2:]), is_module=True)
-    path = Path(words[0])
+    if python_args[0] == "-m":
+        _check_module(python_args[1])
+        return UserScript(python_args[1], tuple(python_args[2:]), is_module=True)
+    path = Path(python_args[0])
     if not path.is_file():
         similar_path = path.parent / f"{path.name}.py"
         hint = f"did you mean {similar_path}?" if similar_path.is_file() else "give a Python script, or -m and a module"
@@ -86,7 +86,7 @@ def read_command(words: Sequence[str]) -> UserScript:
         raise UsageError(f"{path}: {error.strerror}; give a Python script, or -m and a module") from None
     except (ValueError, RecursionError, MemoryError) as error:  # a null byte, or too many parentheses
         raise UsageError(f"{path}: it is not a Python script ({type(error).__name__}: {error})") from None
-    return UserScript(words[0], tuple(words[1:]))
+    return UserScript(python_args[0], tuple(python_args[1:]))
 
 
 def _check_module(name: str) -> None:

@@ -319,9 +319,9 @@ def _delete_old_folders(root: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def main(words: Sequence[str]) -> None:
+def main(argv: Sequence[str]) -> None:
     """Run a script in this process and watch it."""
-    timeout_seconds, folder, *script = words
+    timeout_seconds, folder, *script = argv
     command = read_command(script)
     watch_process(float(timeout_seconds), None if folder == "-" else Path(folder))
     command.run()

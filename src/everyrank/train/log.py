@@ -72,7 +72,7 @@ class Log:
     """The log files of one run, on rank 0 only.
 
     memberships   the starts of this training
-    trouble       why a file cannot be written; the training continues
+    write_error   why a file cannot be written; the training continues
     gone          at the end: files that were removed from the folder during the training
     """
 
@@ -88,7 +88,7 @@ class Log:
         self.memberships = memberships
         self.trackers = list(trackers)
         self.run = run
-        self.trouble = ""
+        self.write_error = ""
         self.gone: list[str] = []
         self.files = [_open_replacement(run / name) for name in _FILES]
         self.lines, self.events, self.updates, self.epochs = self.files
@@ -107,14 +107,14 @@ class Log:
 
     def update(self, row: Mapping[str, Any]) -> None:
         """Write the row of one update."""
-        with self._noting_trouble():
+        with self._keeping_write_errors():
             self._write(row)
         self.memberships.first_update(row["time"])
         self._track(row["step"] + 1, {"loss": row["loss"], "lr": row["lr"]})
 
     def event(self, row: Mapping[str, Any]) -> None:
         """Write an evaluation, the end of an epoch or a checkpoint; `step` is the number of updates done."""
-        with self._noting_trouble():
+        with self._keeping_write_errors():
             self._write(row)
         values = {
             **row.get("evaluation", {}),
@@ -125,7 +125,7 @@ class Log:
 
     def final(self, metrics: Mapping[str, float]) -> None:
         """Write the final metrics."""
-        with self._noting_trouble():
+        with self._keeping_write_errors():
             self.lines.write(json.dumps({"final": dict(metrics)}) + "\n")
 
     def _write(self, row: Mapping[str, Any]) -> None:
@@ -140,7 +140,7 @@ class Log:
     def flush(self) -> None:
         """Flush all files, so that other programs can read the rows."""
         for file in self.files:
-            with self._noting_trouble():
+            with self._keeping_write_errors():
                 file.flush()
 
     def close(self) -> None:
@@ -148,13 +148,13 @@ class Log:
         for file, name in zip(self.files, _FILES, strict=True):
             if not _is_in_folder(file, self.run / name):
                 self.gone.append(name)
-            with self._noting_trouble():
+            with self._keeping_write_errors():
                 file.close()
         for tracker in self.trackers:
             try:
                 tracker.close()
             except Exception as error:  # a tracker's failure must not lose the result of the training
-                self.trouble = f"{type(tracker).__name__.strip('_')}: {error}"
+                self.write_error = f"{type(tracker).__name__.strip('_')}: {error}"
 
     def _track(self, step: int, values: Mapping[str, float]) -> None:
         """Send values to the trackers. A tracker that fails is dropped and the training continues."""
@@ -162,15 +162,15 @@ class Log:
             try:
                 tracker.log(step, values)
             except Exception as error:
-                self.trouble = f"{type(tracker).__name__.strip('_')}: {error}"
+                self.write_error = f"{type(tracker).__name__.strip('_')}: {error}"
                 self.trackers.remove(tracker)
 
     @contextlib.contextmanager
-    def _noting_trouble(self) -> Generator[None]:
+    def _keeping_write_errors(self) -> Generator[None]:
         try:
             yield
         except OSError as error:
-            self.trouble = error.strerror or str(error)
+            self.write_error = error.strerror or str(error)
 
 
 def _open_replacement(path: Path) -> IO[str]:

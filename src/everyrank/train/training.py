@@ -204,9 +204,9 @@ class Training:
             self._record_loss(done_update, total, count)
         if self.log is not None:
             self.log.flush()
-            if self.log.trouble and not self.warned:
+            if self.log.write_error and not self.warned:
                 self.warned = True
-                self.display.line(f"the log cannot be written ({self.log.trouble}); the training continues")
+                self.display.line(f"the log cannot be written ({self.log.write_error}); the training continues")
         return num_stop_requests > 0, updates_until_sync
 
     def _record_loss(self, done_update: DoneUpdate, total: float, count: float) -> None:

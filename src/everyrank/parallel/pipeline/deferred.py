@@ -74,15 +74,14 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, weight: Tensor, bias: Tensor | None, waiting: list[Any]) -> Tensor:
         kind = values.device.type
-        low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-        low_values = values.to(low)
-        ctx.save_for_backward(low_values)
-        ctx.weight = (
-            weight  # not save_for_backward: with recomputation, saved tensors return as copies without gradients
-        )
-        ctx.waiting, ctx.low, ctx.bias = waiting, low, None if bias is None else bias.dtype
-        ctx.into = values.dtype
-        return F.linear(low_values, weight.to(low), None if bias is None else bias.to(low))
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+        cast_values = values.to(dtype)
+        ctx.save_for_backward(cast_values)
+        # not save_for_backward: with recomputation, saved tensors return as copies without gradients
+        ctx.weight = weight
+        ctx.waiting, ctx.dtype, ctx.bias_dtype = waiting, dtype, None if bias is None else bias.dtype
+        ctx.values_dtype = values.dtype
+        return F.linear(cast_values, weight.to(dtype), None if bias is None else bias.to(dtype))
 
     @staticmethod
     @once_differentiable
@@ -97,5 +96,5 @@ class _Linear(torch.autograd.Function):
             weight.grad = gradient if weight.grad is None else weight.grad + gradient
 
         ctx.waiting.append(add)
-        to_values = (grad @ weight.to(ctx.low)).to(ctx.into) if ctx.needs_input_grad[0] else None
-        return to_values, None, rows.sum(0).to(ctx.bias) if ctx.bias is not None else None, None
+        to_values = (grad @ weight.to(ctx.dtype)).to(ctx.values_dtype) if ctx.needs_input_grad[0] else None
+        return to_values, None, rows.sum(0).to(ctx.bias_dtype) if ctx.bias_dtype is not None else None, None

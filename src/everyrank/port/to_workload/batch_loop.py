@@ -12,8 +12,8 @@ from everyrank.port.source import NotPortedError, ScriptSource, end_of, start_of
 from everyrank.port.to_workload.observed_run import ObservedRun
 from everyrank.port.to_workload.slices import (
     Script,
-    ScriptPiece,
     ScriptSlice,
+    ScriptStatement,
     bound_names,
     loaded_names,
     mutated_names,
@@ -33,7 +33,7 @@ class Loss:
     target       the loop variables: "data, target"
     before       statements from the batch to the model's arguments
     inputs       texts of the model's arguments; "**batch" passes all of a dict
-    words        names of the keyword arguments
+    keywords     names of the keyword arguments
     output       the name of the model's output
     after        statements from the output to the loss
     value        the loss, an expression
@@ -45,13 +45,13 @@ class Loss:
     target: str
     before: list[str]
     inputs: list[str]
-    words: list[str]
+    keywords: list[str]
     output: str
     after: list[str]
     value: str
     targets: list[str]
     rows: str
-    setup: list[ScriptPiece]
+    setup: list[ScriptStatement]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Metric:
     after: list[str]
     value: str
     targets: list[str]
-    setup: list[ScriptPiece]
+    setup: list[ScriptStatement]
 
 
 def find_loss(observed: ObservedRun, script: Script, backward: Fact, forward: Fact) -> tuple[Loss, ast.Call]:

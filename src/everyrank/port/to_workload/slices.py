@@ -19,7 +19,7 @@ from everyrank.port.source import NotPortedError, Scope, ScriptSource, end_of, s
 
 __all__ = [
     "Script",
-    "ScriptPiece",
+    "ScriptStatement",
     "ScriptSlice",
     "bound_names",
     "loaded_names",
@@ -38,7 +38,7 @@ _TESTS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class ScriptPiece:
+class ScriptStatement:
     """A statement as text for the generated file.
 
     order     sort key: depth of the call, the outermost first, then line and column
@@ -135,14 +135,14 @@ def _spliced(source: ScriptSource, node: ast.AST, edits: list[tuple[tuple[int, i
     def offset(position: tuple[int, int]) -> int:
         return starts[position[0] - first] + position[1]
 
-    pieces, done_bytes = list[bytes](), offset((first, column))
+    chunks, done_bytes = list[bytes](), offset((first, column))
     for start, stop, text in sorted(edits, key=lambda each: (each[0], each[1])):
         if offset(start) < done_bytes or offset(stop) > offset((last_line, end_column)):
             continue
-        pieces += [raw[done_bytes : offset(start)], text.encode()]
+        chunks += [raw[done_bytes : offset(start)], text.encode()]
         done_bytes = offset(stop)
-    pieces.append(raw[done_bytes : offset((last_line, end_column))])
-    return b"".join(pieces).decode().replace("\r\n", "\n")
+    chunks.append(raw[done_bytes : offset((last_line, end_column))])
+    return b"".join(chunks).decode().replace("\r\n", "\n")
 
 
 def _dedented(text: str, column: int) -> str:
@@ -324,7 +324,7 @@ class ScriptSlice:
 
     def __init__(self, script: Script, given: Iterable[str] = ()) -> None:
         self.script, self.given = script, set(given)
-        self.pieces: dict[tuple[int, int, int], ScriptPiece] = {}
+        self.statements: dict[tuple[int, int, int], ScriptStatement] = {}
         self._done: set[tuple[Any, ...]] = set()
 
     def needs(self, code: ast.AST, event: Fact, depth: int = 0, before: tuple[int, int] | None = None) -> None:
@@ -422,9 +422,11 @@ class ScriptSlice:
         text = self.script.rendered(argument)
         position = start_of(self.script.source.statement(call))
         if text != name:
-            order = (frames.level(depth + 1), call.lineno, 1000 + len(self.pieces))
+            order = (frames.level(depth + 1), call.lineno, 1000 + len(self.statements))
             is_heavy = frames.is_heavy(name, depth)
-            self.pieces[order] = ScriptPiece(order, f"{name} = {text}", frozenset({name}), call.lineno, is_heavy)
+            self.statements[order] = ScriptStatement(
+                order, f"{name} = {text}", frozenset({name}), call.lineno, is_heavy
+            )
         frames_code = ast.parse(text, mode="eval")
         for each in sorted(loaded_names(frames_code)):
             self._need(each, frames, depth + 1, position)
@@ -441,19 +443,19 @@ class ScriptSlice:
         if isinstance(unit, ast.If) and _only_moves(code, name):
             return
         order = (frames.level(depth), unit.lineno, unit.col_offset)
-        if order not in self.pieces and not _binds_to_itself(code):
+        if order not in self.statements and not _binds_to_itself(code):
             names = frozenset(bound_names(unit) | mutated_names(unit))
             is_heavy = any(frames.is_heavy(each, depth) for each in names)
-            self.pieces[order] = ScriptPiece(order, text, names, unit.lineno, is_heavy)
+            self.statements[order] = ScriptStatement(order, text, names, unit.lineno, is_heavy)
         before = start_of(unit)
         for each in sorted(read_names(code.body) | (mutated_names(unit) - bound_names(unit))):
             self._need(each, frames, depth, before)
         self._attributes(code, frames, depth)
 
     @property
-    def ordered(self) -> list[ScriptPiece]:
-        """The pieces in the order in which they ran."""
-        return [self.pieces[key] for key in sorted(self.pieces)]
+    def ordered(self) -> list[ScriptStatement]:
+        """The statements in the order in which they ran."""
+        return [self.statements[key] for key in sorted(self.statements)]
 
 
 class _Frames:

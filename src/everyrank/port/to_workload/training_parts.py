@@ -11,7 +11,7 @@ from everyrank.port.facts import CallSite, Fact
 from everyrank.port.source import NotPortedError, ScriptSource, start_of
 from everyrank.port.to_workload.batch_loop import Loss, Metric, find_loss, find_metrics
 from everyrank.port.to_workload.observed_run import ObservedRun
-from everyrank.port.to_workload.slices import Script, ScriptPiece, ScriptSlice
+from everyrank.port.to_workload.slices import Script, ScriptSlice, ScriptStatement
 
 __all__ = ["Code", "TrainingParts", "find_training"]
 
@@ -23,7 +23,7 @@ _BY_HAND = "write it as the workload's `schedule`"
 class Code:
     """An expression and the statements that it needs."""
 
-    pieces: list[ScriptPiece]
+    statements: list[ScriptStatement]
     text: str
     line: int
 
@@ -307,14 +307,14 @@ def _name_of(site: CallSite, identity: int) -> str:
 def _model(observed: ObservedRun, script: Script, forward: Fact, call: ast.Call) -> Code:
     needed = ScriptSlice(script)
     needed.needs(call.func, forward)
-    pieces = needed.ordered
+    statements = needed.ordered
     name = observed.source.code(call.func)
     if "." in name:
         raise NotPortedError(
             call.lineno, f"the model is an attribute, {name}: a class that holds the training loop is not followed"
         )
-    line = next((piece.line for piece in pieces if name in piece.names), forward.line)
-    return Code(pieces, name, line)
+    line = next((statement.line for statement in statements if name in statement.names), forward.line)
+    return Code(statements, name, line)
 
 
 def _optimizer(observed: ObservedRun, script: Script, optimizer: Fact, forward: Fact) -> tuple[Code, str]:
@@ -506,7 +506,7 @@ def _plain(observed: ObservedRun, script: Script, expression: ast.expr | None, e
         needed.needs(expression, event)
     except NotPortedError:
         return repr(value)
-    return script.rendered(expression) if not needed.pieces else repr(value)
+    return script.rendered(expression) if not needed.statements else repr(value)
 
 
 def _batch(observed: ObservedRun, script: Script, loader: Fact, details: dict[str, Any], backwards: int) -> str:

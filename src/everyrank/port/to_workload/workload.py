@@ -69,33 +69,33 @@ class WorkloadResult:
 
 
 def port_to_workload(
-    words: Sequence[str],
+    python_args: Sequence[str],
     target: Path,
     timeout_seconds: float,
     verify: Callable[[Path], str],
     say: Callable[[str], None] = lambda _: None,
 ) -> WorkloadResult:
-    """Write the training of `words`, a script and its arguments, as a workload, and compare it with the script.
+    """Write the training of `python_args`, a script and its arguments, as a workload, and compare it with the script.
 
     target   path of the file, in the script's folder
     verify   returns "" if the file at a path is equal on two ranks, else the reason
 
     Raises `NotPortedError` for what a workload cannot express, and `CannotRunError` if the script does not run here.
     """
-    script = Path(words[0])
+    script = Path(python_args[0])
     source = ScriptSource(read_script(script))
     refuse_distributed(Plan(ScriptFiles(script, source.text), [], Choice("mean", "whole")))
-    with ScriptHost(words, timeout_seconds, max_ranks=1) as host:
+    with ScriptHost(python_args, timeout_seconds, max_ranks=1) as host:
         say("running the script")
         events, backwards = _observe(host, script)
         training = find_training(source, events, backwards)
         backward = next(event for event in events if event.kind == "backward")
         module = script.stem if is_importable(source, script, events) else ""
-        check = _Check(host, script, words, training, target)
+        check = _Check(host, script, python_args, training, target)
 
         def text_of(choice: WorkloadChoice, pass_batches: int = 0) -> str:
             try:
-                return workload_text(_copy_of(training), choice, source, backward, words, module, pass_batches)
+                return workload_text(_copy_of(training), choice, source, backward, python_args, module, pass_batches)
             except SyntaxError as error:
                 raise NotPortedError(
                     training.lines["loss"], f"its statements cannot be copied ({error.msg})"
@@ -130,7 +130,7 @@ class _Check:
 
     host: ScriptHost
     script: Path
-    words: Sequence[str]
+    python_args: Sequence[str]
     training: TrainingParts
     target: Path
 
@@ -141,13 +141,13 @@ class _Check:
         with with_siblings(self.script, {f"{self.script.stem}_everyrank_probed.py": text}) as candidate:
             runs: list[ScriptRecording] = []
             for float64 in (True, False):
-                words = [str(candidate), *self.words[1:]]
-                runs.append(self._run(words, float64, imposed))
-                if not runs[-1].trouble and runs[-1].ranks[0].updates:
+                python_args = [str(candidate), *self.python_args[1:]]
+                runs.append(self._run(python_args, float64, imposed))
+                if not runs[-1].failure and runs[-1].ranks[0].updates:
                     return runs[-1], float64
         float64_run, float32_run = runs
         if not float32_run.ranks[0].updates:
-            raise CannotRunError(f"the script does not run with fixed random numbers: {float32_run.trouble}")
+            raise CannotRunError(f"the script does not run with fixed random numbers: {float32_run.failure}")
         float64 = len(float64_run.ranks[0].updates) == len(float32_run.ranks[0].updates)
         return (float64_run if float64 else float32_run), float64
 
@@ -163,15 +163,19 @@ class _Check:
             }
             path = self.host.folder / "single_training.json"
             path.write_text(json.dumps(settings))
-            words = [str(file.with_name(_DRIVER)), str(path)]
-            recording = self._run(words, float64, _imposed(without_dropout), len(original.ranks[0].updates))
+            python_args = [str(file.with_name(_DRIVER)), str(path)]
+            recording = self._run(python_args, float64, _imposed(without_dropout), len(original.ranks[0].updates))
         comparison = compare_port(original, recording, FLOAT64_TOLERANCE if float64 else FLOAT32_TOLERANCE)
         return dataclasses.replace(
             comparison, difference=self._with_likely_cause(comparison.difference), printed=[], doubts=[]
         )
 
-    def _run(self, words: Sequence[str], float64: bool, imposed: Imposed, updates: int = UPDATES) -> ScriptRecording:
-        return self.host.run(1, python_args=words, updates=updates, detailed=updates, float64=float64, imposed=imposed)
+    def _run(
+        self, python_args: Sequence[str], float64: bool, imposed: Imposed, updates: int = UPDATES
+    ) -> ScriptRecording:
+        return self.host.run(
+            1, python_args=python_args, updates=updates, detailed=updates, float64=float64, imposed=imposed
+        )
 
     def _with_likely_cause(self, difference: str) -> str:
         """Return the difference with the line of the script that is its likely cause."""
@@ -198,12 +202,14 @@ def _imposed(without_dropout: bool) -> Imposed:
 def _script_with_probe(training: TrainingParts) -> str:
     """Return the script with a line before its first data statement that records the random states."""
     codes = [training.train_data, *([training.eval_data] if training.eval_data else [])]
-    pieces = sorted((piece for code in codes for piece in code.pieces), key=lambda piece: piece.order)
+    statements = sorted(
+        (statement for code in codes for statement in code.statements), key=lambda statement: statement.order
+    )
     source_text = training.script.source.text
-    if not pieces:
+    if not statements:
         return source_text
     probed = ScriptSource(source_text)
-    position = (pieces[0].order[1], pieces[0].order[2])
+    position = (statements[0].order[1], statements[0].order[2])
     statement = next(
         (
             node

@@ -15,7 +15,7 @@ from pathlib import Path
 from everyrank.port.facts import Fact
 from everyrank.port.source import NotPortedError, ScriptSource
 from everyrank.port.to_workload.batch_loop import Loss
-from everyrank.port.to_workload.slices import Script, ScriptPiece, ScriptSlice, bound_names, loaded_names
+from everyrank.port.to_workload.slices import Script, ScriptSlice, ScriptStatement, bound_names, loaded_names
 from everyrank.port.to_workload.training_parts import Code, TrainingParts
 
 __all__ = ["WorkloadChoice", "is_importable", "workload_text"]
@@ -97,7 +97,7 @@ class _File:
         self.training, self.source, self.backward = training, source, backward
         self.script: Script = training.script
         self.imports_from = imports_from
-        self.module_pieces: dict[tuple[int, int, int], ScriptPiece] = {}
+        self.module_statements: dict[tuple[int, int, int], ScriptStatement] = {}
         self.functions: list[str] = []
         self.imports: dict[int, str] = {}
         self.copies: dict[int, str] = {}
@@ -115,7 +115,7 @@ def workload_text(
     choice: WorkloadChoice,
     source: ScriptSource,
     backward: Fact,
-    words: Sequence[str],
+    python_args: Sequence[str],
     imports_from: str,
     pass_batches: int = 0,
 ) -> str:
@@ -129,7 +129,7 @@ def workload_text(
     file = _File(training, source, backward, imports_from)
     file.taken = {*training.script.constants, *training.script.namespaces, *training.script.definitions}
     has_eval = choice.evaluates and training.eval_data is not None
-    fields: dict[str, str] = {"name": repr(_workload_name(Path(words[0])))}
+    fields: dict[str, str] = {"name": repr(_workload_name(Path(python_args[0])))}
     _add_setups(file, has_eval)
     sources: dict[str, Code] = {"train_data": training.train_data}
     if has_eval and training.eval_data is not None:
@@ -154,7 +154,7 @@ def workload_text(
     if has_eval and training.metrics:
         fields["metrics"] = _add_metrics(file)
     _resolve_definitions(file)
-    return _joined(file, fields, words)
+    return _joined(file, fields, python_args)
 
 
 def _workload_name(script: Path) -> str:
@@ -196,17 +196,17 @@ def _may_indent(text: str) -> bool:
 
 def _function(file: _File, name: str, parameter: str, code: Code) -> str:
     """Return a lambda, or the name of a function that is added to the file."""
-    pieces = [piece for piece in code.pieces if piece.order not in file.module_pieces]
-    if not pieces and "\n" not in code.text and len(code.text) < 90:
+    statements = [statement for statement in code.statements if statement.order not in file.module_statements]
+    if not statements and "\n" not in code.text and len(code.text) < 90:
         if code.text.endswith("()") and code.text[:-2].isidentifier() and not parameter:
             return code.text[:-2]
         return f"lambda {parameter}: {code.text}" if parameter else f"lambda: {code.text}"
-    if len(pieces) == 1 and "\n" not in pieces[0].text:
-        target, _, value = pieces[0].text.partition(" = ")
+    if len(statements) == 1 and "\n" not in statements[0].text:
+        target, _, value = statements[0].text.partition(" = ")
         if target == code.text and value:
             return _function(file, name, parameter, Code([], value, code.line))
     name = file.name(f"build_{name}" if name in ("model", "optimizer", "schedule") else name)
-    lines = [_indented(piece.text) for piece in pieces]
+    lines = [_indented(statement.text) for statement in statements]
     file.functions.append(f"def {name}({parameter}):\n" + "\n".join([*lines, _indented(f"return {code.text}")]) + "\n")
     return name
 
@@ -214,78 +214,86 @@ def _function(file: _File, name: str, parameter: str, code: Code) -> str:
 def _add_setups(file: _File, has_eval: bool) -> None:
     """Put the statements of loss, metrics and collate, and those that several functions share, at module level."""
     training = file.training
-    pieces = list(training.loss.setup)
+    statements = list(training.loss.setup)
     if has_eval:
-        pieces += [piece for metric in training.metrics for piece in metric.setup]
+        statements += [statement for metric in training.metrics for statement in metric.setup]
     if training.collate is not None:
-        pieces += training.collate.pieces
-    for piece in pieces:
-        file.module_pieces[piece.order] = piece
+        statements += training.collate.statements
+    for statement in statements:
+        file.module_statements[statement.order] = statement
     codes = [training.train_data, training.model, training.optimizer]
     codes += [each for each in (training.eval_data if has_eval else None, training.schedule, training.weights) if each]
-    counts = Counter(piece.order for code in codes for piece in code.pieces)
+    counts = Counter(statement.order for code in codes for statement in code.statements)
     heavy = set[str]()
-    for piece in sorted(
-        {piece.order: piece for code in codes for piece in code.pieces}.values(), key=lambda p: p.order
+    for statement in sorted(
+        {statement.order: statement for code in codes for statement in code.statements}.values(), key=lambda p: p.order
     ):
-        reads = loaded_names(ast.parse(piece.text))
-        if piece.is_heavy or reads & heavy:
-            heavy |= piece.names
-        elif counts[piece.order] > 1:
-            file.module_pieces[piece.order] = piece
+        reads = loaded_names(ast.parse(statement.text))
+        if statement.is_heavy or reads & heavy:
+            heavy |= statement.names
+        elif counts[statement.order] > 1:
+            file.module_statements[statement.order] = statement
 
 
 def _add_data(file: _File, sources: dict[str, Code], fields: dict[str, str]) -> None:
     """Add the functions of the data sets and the model; one function for the data if they share statements."""
     model = file.training.model
     codes = [*sources.values(), model]
-    counts = Counter(piece.order for code in codes for piece in code.pieces if piece.order not in file.module_pieces)
+    counts = Counter(
+        statement.order
+        for code in codes
+        for statement in code.statements
+        if statement.order not in file.module_statements
+    )
     shared = {order for order, count in counts.items() if count > 1}
-    data_orders = {piece.order for code in sources.values() for piece in code.pieces}
+    data_orders = {statement.order for code in sources.values() for statement in code.statements}
     if not shared:
         fields["model"] = _function(file, "model", "", model)
         for name, code in sources.items():
             fields[name] = _function(file, name, "", code)
         return
-    data_pieces = {
-        piece.order: piece
+    data_statements = {
+        statement.order: statement
         for code in sources.values()
-        for piece in code.pieces
-        if piece.order not in file.module_pieces
+        for statement in code.statements
+        if statement.order not in file.module_statements
     }
-    model_pieces = [
-        piece for piece in model.pieces if piece.order not in data_orders and piece.order not in file.module_pieces
+    model_statements = [
+        statement
+        for statement in model.statements
+        if statement.order not in data_orders and statement.order not in file.module_statements
     ]
-    reads = {name for piece in model_pieces for name in loaded_names(ast.parse(piece.text))} | loaded_names(
+    reads = {name for statement in model_statements for name in loaded_names(ast.parse(statement.text))} | loaded_names(
         ast.parse(model.text, mode="eval")
     )
     passed_names = sorted(
-        {name for piece in data_pieces.values() for name in piece.names} & reads - _bound_first(model_pieces)
+        {name for statement in data_statements.values() for name in statement.names}
+        & reads - _bound_first(model_statements)
     )
     file.imports[-2] = "import functools"
     name = file.name("data")
     texts = [*(code.text for code in sources.values()), *passed_names]
-    body = "\n".join(_indented(data_pieces[order].text) for order in sorted(data_pieces))
+    body = "\n".join(_indented(data_statements[order].text) for order in sorted(data_statements))
     file.functions.append(f"@functools.cache\ndef {name}():\n{body}\n    return {', '.join(texts)}\n")
     index = {} if len(texts) == 1 else {text: f"[{number}]" for number, text in enumerate(texts)}
     if passed_names:
         lines = [f"    {each} = {name}(){index.get(each, '')}" for each in passed_names]
-        lines += [_indented(piece.text) for piece in model_pieces]
+        lines += [_indented(statement.text) for statement in model_statements]
         builder = file.name("build_model")
         file.functions.append(f"def {builder}():\n" + "\n".join([*lines, f"    return {model.text}"]) + "\n")
         fields["model"] = builder
     else:
-        fields["model"] = _function(file, "model", "", Code(model_pieces, model.text, model.line))
+        fields["model"] = _function(file, "model", "", Code(model_statements, model.text, model.line))
     for number, field in enumerate(sources):
         fields[field] = f"lambda: {name}()" + (f"[{number}]" if len(texts) > 1 else "")
 
 
-def _bound_first(pieces: Sequence[ScriptPiece]) -> set[str]:
-    """Return the names that pieces bind before they read them."""
+def _bound_first(statements: Sequence[ScriptStatement]) -> set[str]:
+    """Return the names that statements bind before they read them."""
     bound, read_before = set[str](), set[str]()
-    for piece in pieces:
-        read_before |= loaded_names(ast.parse(piece.text)) - bound
-        bound |= piece.names
+    for statement in statements:
+        read_before |= loaded_names(ast.parse(statement.text)) - bound
+        bound |= statement.names
     return bound - read_before
 
 
@@ -372,7 +380,7 @@ def _add_loss(file: _File, choice: WorkloadChoice) -> str:
 def _add_collate(file: _File) -> str:
     """Add the function from samples to (input, target); returns its name, "" for torch's default_collate."""
     loss, collate = file.training.loss, file.training.collate
-    is_plain = not loss.before and not loss.words and len(loss.inputs) == 1 and len(loss.targets) == 1
+    is_plain = not loss.before and not loss.keywords and len(loss.inputs) == 1 and len(loss.targets) == 1
     if is_plain and loss.target == f"{loss.inputs[0]}, {loss.targets[0]}":
         if collate is None:
             return ""
@@ -388,8 +396,10 @@ def _add_collate(file: _File) -> str:
         inputs = f"dict({batch_name})"
         if not loss.targets and not loss.rows:
             return _add_function(file, "collate", [*lines, f"return {inputs}, next(iter({batch_name}.values()))"])
-    elif loss.words:
-        inputs = "dict(" + ", ".join(f"{name}={text}" for name, text in zip(loss.words, loss.inputs, strict=True)) + ")"
+    elif loss.keywords:
+        inputs = (
+            "dict(" + ", ".join(f"{name}={text}" for name, text in zip(loss.keywords, loss.inputs, strict=True)) + ")"
+        )
     else:
         inputs = loss.inputs[0] if len(loss.inputs) == 1 else f"({', '.join(loss.inputs)})"
     return _add_function(file, "collate", [*lines, f"return {inputs}, {_target_text(loss)}"])
@@ -438,7 +448,7 @@ def _resolve_definitions(file: _File) -> None:
                 file.copies[definition.lineno] = _with_comments(source, definition)
                 needed = ScriptSlice(script)
                 needed.needs(definition, module, before=(10**9, 0))
-                file.module_pieces |= needed.pieces
+                file.module_statements |= needed.statements
     _add_path_and_stars(file, bool(unknown))
 
 
@@ -498,9 +508,9 @@ def _add_import(file: _File, node: ast.Import | ast.ImportFrom, name: str) -> No
 # --- the whole file
 
 
-def _joined(file: _File, fields: dict[str, str], words: Sequence[str]) -> str:
-    script, name = file.script, Path(words[0]).name
-    command = shlex.join(["everyrank", "port", "--to", "workload", name, *words[1:]])
+def _joined(file: _File, fields: dict[str, str], python_args: Sequence[str]) -> str:
+    script, name = file.script, Path(python_args[0]).name
+    command = shlex.join(["everyrank", "port", "--to", "workload", name, *python_args[1:]])
     head = [f'"""The training of {name} as a workload for everyrank.']
     head.append(f"\nMade and compared with the script by: {command}\n" + '"""')
     imports = [file.imports[key] for key in sorted(file.imports)]
@@ -523,7 +533,7 @@ def _joined(file: _File, fields: dict[str, str], words: Sequence[str]) -> str:
                 )
             constants.append(line)
     blocks: list[tuple[tuple[int, int], str, bool]] = [((line, 0), text, True) for line, text in file.copies.items()]
-    blocks += [((piece.line, 1), piece.text, False) for piece in file.module_pieces.values()]
+    blocks += [((statement.line, 1), statement.text, False) for statement in file.module_statements.values()]
     future_imports = [line for line in imports if line.startswith("from __future__")]
     other_imports = [line for line in dict.fromkeys(imports) if line not in future_imports]
     text = "\n".join([*head, "", *future_imports, *other_imports, "", *everyrank_imports, ""])
