@@ -568,6 +568,41 @@ OWN_ORDER = """    def __iter__(self):
 """
 
 
+SHARDED = """
+import torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+x = torch.randn(64, 6)
+data = TensorDataset(x, x[:, :3].argmax(1))
+model, teacher = nn.Linear(6, 3), nn.Linear(6, 15)
+fully_shard(model)
+fully_shard(teacher)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for xb, yb in DataLoader(data, batch_size=8, sampler=DistributedSampler(data)):
+    F.cross_entropy(model(xb), yb).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        mean = xb.mean()
+        dist.all_reduce(mean)
+        teacher.weight.to_local().add_(0.1 * mean / dist.get_world_size())
+"""
+
+
+@pytest.mark.integration
+def test_sharded_states_are_compared_as_a_whole(host: tuple[ScriptHost, Path]) -> None:
+    """15 rows of parameters that no optimizer has: shards of 8 and 7 rows on two ranks."""
+    findings = found_in(host, SHARDED)
+    assert findings == []
+    assert findings.unchecked == []
+    (finding,) = found_in(host, SHARDED.replace("        dist.all_reduce(mean)\n", ""))
+    assert (finding.rule, finding.level) == ("ranks.state", "WARN")
+    assert re.search(r"the state .*weight", finding.text)
+
+
 @pytest.mark.parametrize(("many", "expected"), [([1.0, 0.5, 0.0], True), ([1.0, 0.9, 0.2], False), ([1.0], None)])
 def test_a_schedule_that_is_divided_by_the_ranks_is_correct(many: list[float], expected: bool | None) -> None:
     """The rates of two ranks are those of one rank after twice as many updates."""

@@ -36,9 +36,14 @@ def join_ranks(rank_tensors: Sequence[Any], single: Any) -> JoinedTensor:
 
 
 def relative_difference(first: Any, second: Any, scale: float = 0.0) -> float:
-    """The norm of the difference relative to that of `other`, or to `scale` if that is larger."""
+    """Return the norm of the difference relative to that of `second`, or to `scale` if that is larger.
+
+    Tensors of different shapes differ infinitely.
+    """
     import torch
 
+    if first.shape != second.shape:
+        return float("inf")
     first, second = first.double(), second.double()
     norm = max(float(torch.linalg.vector_norm(second)), scale)
     difference = float(torch.linalg.vector_norm(first - second))

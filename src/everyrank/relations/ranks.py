@@ -604,13 +604,15 @@ def _judge_states(case: _Case, findings: Findings, end: int) -> None:
             if state.numel() == 0 or any(rank_tensor is None for rank_tensor in rank_tensors):
                 continue
             joined = join_ranks(rank_tensors, state)
-            if relative_difference(sum(rank_tensors), state) < max(case.tolerance, _FACTOR_TOLERANCE):
+            is_whole = all(rank_tensor.shape == state.shape for rank_tensor in rank_tensors)  # not a shard
+            if is_whole and relative_difference(sum(rank_tensors), state) < max(case.tolerance, _FACTOR_TOLERANCE):
                 continue  # sums over the samples of each rank, which are added up later
             if joined.tensor is None or relative_difference(joined.tensor, state) <= max(case.tolerance * 100, 1e-6):
                 continue  # rank 0 has the state of one rank
             if not joined.is_same and (_are_shared_later(case, name, update) or _are_samples(rank_tensors, state)):
                 continue
             description = "is the same on all ranks, and" if joined.is_same else "is of each rank's own samples:"
+            description = description if is_whole else "is sharded over the ranks, and"
             lines = (*lines_of_state(case.single, name), single.step)
             findings.add(
                 "WARN",

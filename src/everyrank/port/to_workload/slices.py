@@ -19,8 +19,8 @@ from everyrank.port.source import NotPortedError, Scope, ScriptSource, end_of, s
 
 __all__ = [
     "Script",
-    "ScriptStatement",
     "ScriptSlice",
+    "ScriptStatement",
     "bound_names",
     "loaded_names",
     "mutated_names",
