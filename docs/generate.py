@@ -434,7 +434,7 @@ def strategies() -> str:
     for name in STRATEGIES:
         module = PACKAGE.joinpath(*(STRATEGIES[name].header or STRATEGIES[name].module).split(".")[1:])
         path = module / "__init__.py" if module.is_dir() else module.with_suffix(".py")
-        header = _header(path, "Holds", "Use when", "Exact")
+        header = _header(path, "Memory", "Use when", "Exact")
         rows.append([f"`{name}`", *header])
     return _table(["strategy", "each rank holds", "use it when", "exact"], rows)
 
@@ -970,7 +970,7 @@ def _sentence(path: Path) -> str:
 
 
 def _header(path: Path, *keywords: str) -> list[str]:
-    """What stands after keywords of a strategy's docstring (`Holds`, `Travels`, `Use when`, `Exact`, `Source`)."""
+    """What stands after keywords of a strategy's docstring (`Memory`, `Communication`, `Use when`, `Exact`, `Source`)."""
     found: dict[str, str] = {}
     keyword = ""
     for line in _docstring(path).splitlines():

@@ -144,9 +144,9 @@ def test_asynchronous_parameter_server(ranks: Any, order: str) -> None:
 
 
 def test_every_header_is_complete() -> None:
-    """Holds, Travels, Use when, Exact, Source: in that order, in each strategy."""
+    """Memory, Communication, Use when, Exact, Source: in that order, in each strategy."""
     for strategy in STRATEGIES.values():
         text = importlib.import_module(strategy.header or strategy.module).__doc__ or ""
-        places = [text.find(f"\n{word} ") for word in ("Holds", "Travels", "Use when", "Exact", "Source")]
+        places = [text.find(f"\n{word} ") for word in ("Memory", "Communication", "Use when", "Exact", "Source")]
         assert -1 not in places, strategy.module
         assert places == sorted(places), strategy.module

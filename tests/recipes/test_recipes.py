@@ -653,7 +653,7 @@ def test_recipe_is_standalone(name: str) -> None:
     assert roots <= {"torch", "digits", "transformer", *extra, *sys.stdlib_module_names}
     assert len(text.splitlines()) <= LONG.get(name, 175)
     said = ast.get_docstring(tree) or ""
-    assert all(re.search(rf"^{word}  +\S", said, re.MULTILINE) for word in ("Holds", "Travels", "Use when"))
+    assert all(re.search(rf"^{word}  +\S", said, re.MULTILINE) for word in ("Memory", "Communication", "Use when"))
     assert name in OPERATIONS or '"--float64"' in text  # float32 without it
     command = re.search(r"^Run: (?:[A-Z_]+=\S+ )*(\S+) ", said, re.MULTILINE)
     assert command is not None

@@ -37,37 +37,38 @@ _LAYOUT_PARTS = {
 _HEADERS = {
     "ddp": """every rank holds the whole model, and gradients are averaged.
 
-Holds     the whole model, its gradients and the optimizer state, on every rank
-Travels   the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs""",
+Memory         the whole model, its gradients and the optimizer state, on every rank
+Communication  the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs""",
     "zero1": """as DDP, but each rank keeps the optimizer state of a part of the parameters.
 
-Holds     the whole model and its gradients on every rank, and a part of the optimizer state
-Travels   the gradients, by all-reduce as in DDP; after each step every parameter, from the rank that updated it""",
+Memory         the whole model and its gradients on every rank, and a part of the optimizer state
+Communication  the gradients, by all-reduce as in DDP; after each step every parameter, from the rank that updated it""",
     "fsdp": """every rank holds a part of each parameter, and gathers what it computes with.
 
-Holds     a part of each parameter, of its gradient and optimizer state
-Travels   parameters, gathered block by block in forward and in backward; gradients, reduced and scattered""",
+Memory         a part of each parameter, of its gradient and optimizer state
+Communication  parameters, gathered block by block in forward and in backward; gradients, reduced and scattered""",
     "hsdp": """replicas of the model, each sharded over a group of ranks.
 
-Holds     a part of each parameter, of its gradient and optimizer state; another replica has the same parts
-Travels   inside a replica: parameters, gathered block by block; gradients, reduced and scattered. Between replicas:
-          the gradient of each part, by all-reduce""",
+Memory         a part of each parameter, of its gradient and optimizer state; another replica has the same parts
+Communication  inside a replica: parameters, gathered block by block; gradients, reduced and scattered. Between
+               replicas: the gradient of each part, by all-reduce""",
     "tensor": """every rank holds a part of each large matrix, and all ranks compute on the same samples.
 
-Holds     a part of each matrix in the plan, of its gradient and optimizer state; all else in full
-Travels   activations: an all-reduce after each pair of matrices in forward, and before it in backward""",
+Memory         a part of each matrix in the plan, of its gradient and optimizer state; all else in full
+Communication  activations: an all-reduce after each pair of matrices in forward, and before it in backward""",
     "pipeline": """every rank has some of the blocks, and the batch passes through in micro-batches.
 
-Holds     some blocks on every rank, with their gradients and optimizer state; all other layers in full
-Travels   per micro-batch the activations between neighbours, forward to the next rank, their gradients back""",
+Memory         some blocks on every rank, with their gradients and optimizer state; all other layers in full
+Communication  per micro-batch the activations between neighbours, forward to the next rank, their gradients back""",
     "horovod": """every rank holds the whole model, and Horovod adds up the gradients.
 
-Holds     the whole model, its gradients and the optimizer state, on every rank
-Travels   each gradient: summed over ranks by all-reduce while backward still runs, several at once when ready""",
+Memory         the whole model, its gradients and the optimizer state, on every rank
+Communication  each gradient: summed over ranks by all-reduce while backward still runs, several at once when ready""",
     "dataparallel": """one process copies the model to every GPU in each update, and adds up the gradients.
 
-Holds     the whole model, its gradients and the optimizer state on the first GPU; copies of the model on the others
-Travels   the weights and each GPU's part of the batch in forward, outputs and gradients back to the first GPU""",
+Memory         the whole model, its gradients and the optimizer state on the first GPU; copies of the model on the
+               others
+Communication  the weights and each GPU's part of the batch in forward, outputs and gradients back to the first GPU""",
 }
 """The text about each layout in the docstring of train.py."""
 

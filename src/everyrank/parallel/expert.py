@@ -8,15 +8,15 @@
     compute  c   a   h                      b   d   f   g   e
                    ╰───╳────────────────────╯                       all-to-all back; unsort; multiply by weights
 
-Holds     some of the experts, with their gradients and optimizer state; all other layers in full
-Travels   per micro-batch and mixture: an all-to-all of one number for each expert; in forward two all-to-alls of a row
-          for each token and chosen expert, to the expert and back; in backward two of their gradients; none of these
-          overlaps with computation. Per update one all-reduce of the gradients outside the experts, in buckets,
-          overlapped with backward, with (sum, count) of the loss as two more elements; with clip_norm one of the sum
-          of squares. Before the first update the whole model is gathered once and compared
-Use when  the experts of a mixture do not fit on one device, and the network between devices is fast
-Exact     yes
-Source    Shazeer et al. 2017; Lepikhin et al. 2021 (GShard); Gale et al. 2023 (no capacity)
+Memory         some of the experts, with their gradients and optimizer state; all other layers in full
+Communication  per micro-batch and mixture: an all-to-all of one number for each expert; in forward two all-to-alls of a
+               row for each token and chosen expert, to the expert and back; in backward two of their gradients; none of
+               these overlaps with computation. Per update one all-reduce of the gradients outside the experts, in
+               buckets, overlapped with backward, with (sum, count) of the loss as two more elements; with clip_norm one
+               of the sum of squares. Before the first update the whole model is gathered once and compared
+Use when       the experts of a mixture do not fit on one device, and the network between devices is fast
+Exact          yes
+Source         Shazeer et al. 2017; Lepikhin et al. 2021 (GShard); Gale et al. 2023 (no capacity)
 
 Keys: those of ddp. `Workload.experts` names the modules with experts, whose number has to be a multiple of the ranks.
 ddp:expert=N replicates experts, fsdp:expert=N shards them.

@@ -6,10 +6,10 @@ Run: torchrun --standalone --nproc-per-node 2 checkpoint_resume.py
 The first run ends after 25 updates, as if it had been killed. The second resumes from the last checkpoint, with any
 number of ranks, and gets the losses of a run that was never interrupted.
 
-Holds     the whole model, its gradients and the optimizer state, on every rank
-Travels   the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs. A checkpoint
-          needs only small messages: the ranks write different parts of it
-Use when  a run is longer than you can afford to repeat
+Memory         the whole model, its gradients and the optimizer state, on every rank
+Communication  the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs. A
+               checkpoint needs only small messages: the ranks write different parts of it
+Use when       a run is longer than you can afford to repeat
 
 What to change for your own training:
 - State: model, optimizer and the number of updates. The order of samples and dropout must depend only on seed and

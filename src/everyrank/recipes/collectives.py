@@ -2,9 +2,9 @@
 
 Run: torchrun --standalone --nproc-per-node 3 collectives.py
 
-Holds     a few numbers, on every rank; it trains nothing
-Travels   the values in each picture; the other recipes list the collectives that they use
-Use when  you look for the right operation, or want to check what an operation does
+Memory         a few numbers, on every rank; it trains nothing
+Communication  the values in each picture; the other recipes list the collectives that they use
+Use when       you look for the right operation, or want to check what an operation does
 
 What goes wrong:
 - Every rank of the group has to call the same operation, in the same order, with the same shape and dtype. Otherwise

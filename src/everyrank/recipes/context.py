@@ -5,10 +5,10 @@ Run: torchrun --standalone --nproc-per-node 2 context.py
 `python context.py` trains the same network on whole sequences, in one process: with --float64 on both the losses are
 the same. Names as in the papers: Liu et al., Ring Attention (2023), and Dao, FlashAttention-2 (2023) for lse and dq.
 
-Holds     the whole model on every rank, and the activations of a part of each sequence
-Travels   in each attention: k and v around the ring in forward; k, v, dk and dv in backward. In each update: the
-          gradients, by all-reduce
-Use when  the activations of one long sequence do not fit on a device
+Memory         the whole model on every rank, and the activations of a part of each sequence
+Communication  in each attention: k and v around the ring in forward; k, v, dk and dv in backward. In each update: the
+               gradients, by all-reduce
+Use when       the activations of one long sequence do not fit on a device
 
 What to change for your own training:
 - Use RingAttention where your network calls scaled_dot_product_attention with is_causal=True. Other operations over

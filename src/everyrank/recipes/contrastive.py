@@ -4,9 +4,9 @@ Run: torchrun --standalone --nproc-per-node 2 contrastive.py
 
 `python contrastive.py` trains the same network in one process: with --float64 on both the losses are the same.
 
-Holds     the whole model and the embeddings of the whole batch, on every rank
-Travels   the embeddings, by all-gather; their gradients, by all-reduce; the gradients of the parameters, as in DDP
-Use when  the loss compares samples with each other, and needs more negatives than the samples of one rank
+Memory         the whole model and the embeddings of the whole batch, on every rank
+Communication  the embeddings, by all-gather; their gradients, by all-reduce; the gradients of the parameters, as in DDP
+Use when       the loss compares samples with each other, and needs more negatives than the samples of one rank
 
 What to change for your own training:
 - Replace load(), two_views() and build() by your data, your augmentation and your network.

@@ -2,9 +2,9 @@
 
 Run: python dataparallel.py
 
-Holds     the model, gradients and optimizer state, on the first device; copies of the model on the others
-Travels   per update: parameters and inputs from the first device to all, outputs and gradients back to it
-Use when  never in new code: ddp_torchrun.py is faster on one machine too (no copies, one interpreter per device)
+Memory         the model, gradients and optimizer state, on the first device; copies of the model on the others
+Communication  per update: parameters and inputs from the first device to all, outputs and gradients back to it
+Use when       never in new code: ddp_torchrun.py is faster on one machine too (no copies, one interpreter per device)
 
 What to change for your own training:
 - The loss is computed on the gathered output: the mean of the means of the devices would be a different number.

@@ -2,9 +2,9 @@
 
 Run: torchrun --standalone --nproc-per-node 2 ddp_accumulate.py
 
-Holds     the whole model, its gradients and the optimizer state, on every rank
-Travels   the gradients: averaged over ranks by all-reduce, bucket by bucket, in the last micro-batch only
-Use when  the activations of the batch do not fit on the devices together
+Memory         the whole model, its gradients and the optimizer state, on every rank
+Communication  the gradients: averaged over ranks by all-reduce, bucket by bucket, in the last micro-batch only
+Use when       the activations of the batch do not fit on the devices together
 
 What to change for your own training:
 - ACCUMULATE: more micro-batches need less memory; the losses stay the same, because BATCH does.

@@ -2,9 +2,9 @@
 
 Run: torchrun --standalone --nproc-per-node 2 ddp_amp.py
 
-Holds     the whole model, its gradients and the optimizer state, on every rank
-Travels   the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs
-Use when  the devices are faster in bf16 or fp16 (most GPUs since 2017 are), or activations fill their memory
+Memory         the whole model, its gradients and the optimizer state, on every rank
+Communication  the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs
+Use when       the devices are faster in bf16 or fp16 (most GPUs since 2017 are), or activations fill their memory
 
 What to change for your own training:
 - PRECISION: bf16 on CPUs and on CUDA devices since Ampere; fp16 on older ones, with its loss scaling.

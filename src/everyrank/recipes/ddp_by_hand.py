@@ -10,9 +10,10 @@ Type each line, without the `&`, in a terminal of its own, in any order. --init 
   env://            rank and address come from variables, as under a launcher; this is the default:
                     RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29512 python ddp_by_hand.py
 
-Holds     the whole model, its gradients and the optimizer state, on every rank
-Travels   the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs
-Use when  there is no launcher: two machines and two terminals, a debugger around each rank, or a scheduler of your own
+Memory         the whole model, its gradients and the optimizer state, on every rank
+Communication  the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs
+Use when       there is no launcher: two machines and two terminals, a debugger around each rank, or a scheduler of your
+               own
 
 What to change for your own training:
 - Replace load() and build() of digits.py. BATCH is the batch of all ranks.

@@ -2,9 +2,9 @@
 
 Run: torchrun --standalone --nproc-per-node 2 ddp_compressed.py
 
-Holds     as DDP; with powersgd also the error of each gradient and a narrow matrix for it, on every rank
-Travels   gradients in 16 bits: half of float32. With powersgd of a matrix (n, m) RANK * (n + m) elements
-Use when  the network, not the device, limits the speed, and the loss curve is as good as with --hook none
+Memory         as DDP; with powersgd also the error of each gradient and a narrow matrix for it, on every rank
+Communication  gradients in 16 bits: half of float32. With powersgd of a matrix (n, m) RANK * (n + m) elements
+Use when       the network, not the device, limits the speed, and the loss curve is as good as with --hook none
 
 Not equivalent to DDP: the update lacks what compression rounds or leaves out.
 

@@ -2,11 +2,12 @@
 
 Run: python ddp_rpc.py
 
-Holds     the server: the table; each trainer: a copy of the dense layers with its optimizer state, and its samples
-Travels   feature ids to the server, embeddings back, in backward their gradients; between the trainers the gradients
-          of the dense layers, by DDP's all-reduce. Never the table. Measured: 94 kB an update (the table has 139 kB)
-Use when  an embedding table does not fit on a trainer's device and each batch uses few of its rows, as in
-          recommenders. The dense layers are small, so DDP replicates them. Here an image is a bag of 64 features
+Memory         the server: the table; each trainer: a copy of the dense layers with its optimizer state, and its samples
+Communication  feature ids to the server, embeddings back, in backward their gradients; between the trainers the
+               gradients of the dense layers, by DDP's all-reduce. Never the table. Measured: 94 kB an update (the table
+               has 139 kB)
+Use when       an embedding table does not fit on a trainer's device and each batch uses few of its rows, as in
+               recommenders. The dense layers are small, so DDP replicates them. Here an image is a bag of 64 features
 
 What goes wrong:
 - RPC unpickles arguments and calls the function that a message names: anyone who reaches its ports can run code.

@@ -2,9 +2,10 @@
 
 Run: python ddp_spawn.py --processes 2
 
-Holds     the whole model, its gradients and the optimizer state, on every rank
-Travels   the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs
-Use when  one machine is enough and plain `python` has to start it: in an IDE, a test, a job that you do not control
+Memory         the whole model, its gradients and the optimizer state, on every rank
+Communication  the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs
+Use when       one machine is enough and plain `python` has to start it: in an IDE, a test, a job that you do not
+               control
 
 What to change for your own training:
 - Replace load() and build() of digits.py. On CUDA, give as many processes as there are devices.

@@ -2,9 +2,9 @@
 
 Run: torchrun --standalone --nproc-per-node 2 ddp_syncbn.py
 
-Holds     the whole model, its gradients and the optimizer state, on every rank
-Travels   the gradients, as in DDP; for each batch norm two numbers per channel, in forward and in backward
-Use when  the model has batch norm: with local statistics, every number of ranks trains a different model
+Memory         the whole model, its gradients and the optimizer state, on every rank
+Communication  the gradients, as in DDP; for each batch norm two numbers per channel, in forward and in backward
+Use when       the model has batch norm: with local statistics, every number of ranks trains a different model
 
 DDP does not change batch norm: each rank normalizes by its own samples, and the running statistics are those of rank 0.
 nn.SyncBatchNorm computes them over all ranks, but only on GPUs. BatchNormOverRanks does the same on CPU.

@@ -2,9 +2,9 @@
 
 Run: torchrun --standalone --nproc-per-node 2 ddp_torchrun.py
 
-Holds     the whole model, its gradients and the optimizer state, on every rank
-Travels   the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs
-Use when  the model fits on one device: the first thing to try on several
+Memory         the whole model, its gradients and the optimizer state, on every rank
+Communication  the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs
+Use when       the model fits on one device: the first thing to try on several
 
 What to change for your own training:
 - Replace load() and build() of digits.py. Batch norm needs nn.SyncBatchNorm, on GPUs only.

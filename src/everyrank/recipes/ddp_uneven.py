@@ -2,10 +2,12 @@
 
 Run: torchrun --standalone --nproc-per-node 2 ddp_uneven.py
 
-Holds     the whole model, its gradients and the optimizer state, on every rank
-Travels   the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs; in each update
-          a flag of each rank, whether its stream has ended; after each epoch the model and momentum, from one rank
-Use when  each rank reads its own source (a queue, whole files), and the sources end after different numbers of batches
+Memory         the whole model, its gradients and the optimizer state, on every rank
+Communication  the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs; in each
+               update a flag of each rank, whether its stream has ended; after each epoch the model and momentum, from
+               one rank
+Use when       each rank reads its own source (a queue, whole files), and the sources end after different numbers of
+               batches
 
 Without Join, the remaining ranks wait for the ranks whose streams have ended, until the timeout. With Join, DDP's hook
 takes part in every all-reduce with zeros for them. Two things are still wrong then, without an error:

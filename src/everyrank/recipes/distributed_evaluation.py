@@ -2,10 +2,10 @@
 
 Run: torchrun --standalone --nproc-per-node 2 distributed_evaluation.py
 
-Holds     the whole model, its gradients and the optimizer state, on every rank
-Travels   the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs; for each
-          evaluation one all-reduce of its sums: loss, correct images, images
-Use when  the evaluation set is so large that one rank should not read it while the others wait
+Memory         the whole model, its gradients and the optimizer state, on every rank
+Communication  the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs; for each
+               evaluation one all-reduce of its sums: loss, correct images, images
+Use when       the evaluation set is so large that one rank should not read it while the others wait
 
 What to change for your own training:
 - totals has one entry for each sum: add yours. Divide after the all-reduce: a mean of the means of the ranks is wrong

@@ -5,10 +5,10 @@ Run: torchrun --standalone --nproc-per-node 2 --max-restarts 3 elastic_torchrun.
 
 Here rank 1 kills itself once, at update 25. torchrun ends all ranks and starts new ones; the losses stay the same.
 
-Holds     the whole model, its gradients and the optimizer state, on every rank
-Travels   the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs; after a
-          restart the checkpoint, broadcast from rank 0
-Use when  hosts come and go (spot instances), or a run is so long that some host will fail
+Memory         the whole model, its gradients and the optimizer state, on every rank
+Communication  the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs; after a
+               restart the checkpoint, broadcast from rank 0
+Use when       hosts come and go (spot instances), or a run is so long that some host will fail
 
 What to change for your own training:
 - Replace load() and build() of digits.py. BATCH is the batch of all ranks, so that their number may change.

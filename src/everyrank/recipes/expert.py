@@ -4,10 +4,11 @@ Run: torchrun --standalone --nproc-per-node 2 expert.py
 
 `python expert.py` trains the same network whole, in one process: with --float64 on both the losses are the same.
 
-Holds     some of the experts on every rank, with their gradients and optimizer state; a replica of all other layers
-Travels   in each mixture, one all-to-all of tokens to their experts and one back, in forward and in backward; in each
-          update, one all-reduce of the gradients of the other layers and one of the sum of squares
-Use when  the experts do not fit on one device, and the connection between devices is fast
+Memory         some of the experts on every rank, with their gradients and optimizer state; a replica of all other
+               layers
+Communication  in each mixture, one all-to-all of tokens to their experts and one back, in forward and in backward; in
+               each update, one all-reduce of the gradients of the other layers and one of the sum of squares
+Use when       the experts do not fit on one device, and the connection between devices is fast
 
 What to change for your own training:
 - Replace load() and build() by your data and your network, and Mixture by your layer with experts.

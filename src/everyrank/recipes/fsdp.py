@@ -2,9 +2,9 @@
 
 Run: torchrun --standalone --nproc-per-node 2 fsdp.py
 
-Holds     a shard of everything on every rank; the full parameters only of the blocks that are being computed
-Travels   per block: parameters by all-gather, in forward and again in backward; gradients by reduce-scatter
-Use when  model, gradients and optimizer state do not fit on one device
+Memory         a shard of everything on every rank; the full parameters only of the blocks that are being computed
+Communication  per block: parameters by all-gather, in forward and again in backward; gradients by reduce-scatter
+Use when       model, gradients and optimizer state do not fit on one device
 
 What to change for your own training:
 - Shard the repeated blocks of your network (a transformer's layers): one block at a time is gathered in full.

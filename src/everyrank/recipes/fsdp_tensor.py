@@ -2,10 +2,10 @@
 
 Run: torchrun --standalone --nproc-per-node 4 fsdp_tensor.py
 
-Holds     a part of each large layer on every rank: split over the tensor axis, then sharded over the other axis
-Travels   in every block an all-reduce of activations over the tensor axis, forward and backward; over the shard axis
-          all-gathers of parameters and reduce-scatters of gradients, as in FSDP
-Use when  FSDP alone would need a larger batch than the training can have, or layers do not fit even one at a time
+Memory         a part of each large layer on every rank: split over the tensor axis, then sharded over the other axis
+Communication  in every block an all-reduce of activations over the tensor axis, forward and backward; over the shard
+               axis all-gathers of parameters and reduce-scatters of gradients, as in FSDP
+Use when       FSDP alone would need a larger batch than the training can have, or layers do not fit even one at a time
 
 What to change for your own training:
 - tensor.py explains PLAN, for the same network. Split the layers first, then call fully_shard.

@@ -2,9 +2,9 @@
 
 Run: horovodrun -np 2 --gloo python horovod_ddp.py
 
-Holds     the whole model, its gradients and the optimizer state, on every rank
-Travels   each gradient: summed over ranks by all-reduce while backward still runs, several at once when ready
-Use when  your cluster has Horovod, and horovodrun is how jobs start on it
+Memory         the whole model, its gradients and the optimizer state, on every rank
+Communication  each gradient: summed over ranks by all-reduce while backward still runs, several at once when ready
+Use when       your cluster has Horovod, and horovodrun is how jobs start on it
 
 What to change for your own training:
 - Replace load() and build() of digits.py. BATCH is that of all ranks. Batch norm needs hvd.SyncBatchNorm.

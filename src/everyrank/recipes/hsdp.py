@@ -2,9 +2,10 @@
 
 Run: torchrun --standalone --nproc-per-node 4 hsdp.py
 
-Holds     a shard of everything on every rank of a group; each group has the whole model among its ranks
-Travels   within a group all-gathers and reduce-scatters as in FSDP; between groups an all-reduce of each gradient shard
-Use when  the model fits on one host but not on one device, and the network between hosts is slow
+Memory         a shard of everything on every rank of a group; each group has the whole model among its ranks
+Communication  within a group all-gathers and reduce-scatters as in FSDP; between groups an all-reduce of each gradient
+               shard
+Use when       the model fits on one host but not on one device, and the network between hosts is slow
 
 What to change for your own training:
 - SHARDS is the number of devices of one host: parameters are gathered inside the host, and only gradient shards go

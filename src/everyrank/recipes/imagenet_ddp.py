@@ -5,9 +5,10 @@ Run: torchrun --standalone --nproc-per-node 2 imagenet_ddp.py DIR
 DIR holds train/<class>/*.jpg and val/<class>/*.jpg. Needs Pillow, and torchvision for --arch.
 --evaluate trains nothing: it evaluates --pretrained FILE, or else the checkpoint imagenet_ddp.pt of this folder.
 
-Holds     the whole model, its gradients and the optimizer state, on every rank
-Travels   the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs
-Use when  you train a classifier of images, and for the shape of a whole script: loader workers, schedule, checkpoint
+Memory         the whole model, its gradients and the optimizer state, on every rank
+Communication  the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs
+Use when       you train a classifier of images, and for the shape of a whole script: loader workers, schedule,
+               checkpoint
 
 What it does that the usual example does not:
 - The batch is that of all ranks; adding ranks does not change the training.

@@ -2,9 +2,10 @@
 
 Run: torchrun --standalone --nproc-per-node 2 iterable_sharding.py
 
-Holds     the whole model, its gradients and the optimizer state, on every rank
-Travels   the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs
-Use when  samples arrive in order and cannot be picked by index (tar files, a queue), so that no sampler can divide them
+Memory         the whole model, its gradients and the optimizer state, on every rank
+Communication  the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs
+Use when       samples arrive in order and cannot be picked by index (tar files, a queue), so that no sampler can divide
+               them
 
 An IterableDataset is copied into every worker of every rank, and only its __iter__ can divide it. Common mistakes: not
 dividing it (every worker yields all samples), dividing only by rank (workers repeat each other), or dividing twice.

@@ -4,10 +4,11 @@ Run: torchrun --standalone --nproc-per-node 2 local_sgd.py
 
 --every 1 averages after every update: that is parameter averaging.
 
-Holds     the whole model, its gradients and the optimizer state, on every rank
-Travels   parameters and momentum, in one all-reduce every few updates (--every 1: twice what DDP sends, not overlapped)
-Use when  the network is so slow that an all-reduce in every update takes longer than it brings. --every 1: only to see
-          why DDP averages gradients
+Memory         the whole model, its gradients and the optimizer state, on every rank
+Communication  parameters and momentum, in one all-reduce every few updates (--every 1: twice what DDP sends, not
+               overlapped)
+Use when       the network is so slow that an all-reduce in every update takes longer than it brings. --every 1: only to
+               see why DDP averages gradients
 
 Not equivalent to DDP: between two averages each rank takes its own steps, on its own samples. With --every 1 and SGD,
 also with momentum and weight decay, it is equivalent: the average of the steps along the gradients of the ranks is the

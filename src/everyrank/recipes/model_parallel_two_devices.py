@@ -4,9 +4,10 @@ Run: python model_parallel_two_devices.py
 
 torchrun --standalone --nproc-per-node 2 model_parallel_two_devices.py: the same losses, each rank with two devices.
 
-Holds     half of the layers on each of the two devices of a rank
-Travels   activations from the first device to the second, their gradients back; with DDP all gradients, by all-reduce
-Use when  a network is slightly too large for one device; while one device works, the other one waits
+Memory         half of the layers on each of the two devices of a rank
+Communication  activations from the first device to the second, their gradients back; with DDP all gradients, by
+               all-reduce
+Use when       a network is slightly too large for one device; while one device works, the other one waits
 
 What to change for your own training:
 - Where the network is divided: both halves and their activations have to fit. pipeline.py lets both devices work at

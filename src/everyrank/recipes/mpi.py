@@ -2,9 +2,9 @@
 
 Run: mpirun -n 2 --bind-to none python mpi.py
 
-Holds     the whole model, its gradients and the optimizer state, on every rank
-Travels   the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs
-Use when  mpirun is how jobs start on your cluster
+Memory         the whole model, its gradients and the optimizer state, on every rank
+Communication  the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs
+Use when       mpirun is how jobs start on your cluster
 
 What to change for your own training:
 - Replace load() and build() of digits.py. BATCH is the batch of all ranks.

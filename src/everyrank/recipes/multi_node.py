@@ -7,9 +7,9 @@ This is one machine playing two. On two hosts of four GPUs, each line on its hos
 the first host that the second reaches. Or the same line on both, without --node-rank (c10d):
   torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint 10.0.0.1:29513 --rdzv-id 7 multi_node.py
 
-Holds     the whole model, its gradients and the optimizer state, on every rank
-Travels   the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs
-Use when  several hosts are yours and no scheduler starts the ranks on them; with one, slurm.py or mpi.py
+Memory         the whole model, its gradients and the optimizer state, on every rank
+Communication  the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs
+Use when       several hosts are yours and no scheduler starts the ranks on them; with one, slurm.py or mpi.py
 
 What to change for your own training:
 - Replace load() and build() of digits.py. BATCH is the batch of all ranks.

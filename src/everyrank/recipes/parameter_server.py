@@ -5,10 +5,12 @@ Run: torchrun --standalone --nproc-per-node 3 parameter_server.py
     rank 0, the server   ── parameters ─►   ranks 1, 2 ..: the trainers, each with its part of the batch
                          ◄── gradients ──
 
-Holds     the server: parameters, gradients, optimizer state; a trainer: parameters and gradients
-Travels   per update, between the server and each trainer: the parameters one way, the gradients the other, with the sum
-          of the loss and the number of samples as two more elements. The server sends more for each trainer
-Use when  you want to see how a parameter server works. DDP is better for training: it spreads the communication evenly
+Memory         the server: parameters, gradients, optimizer state; a trainer: parameters and gradients
+Communication  per update, between the server and each trainer: the parameters one way, the gradients the other, with
+               the sum of the loss and the number of samples as two more elements. The server sends more for each
+               trainer
+Use when       you want to see how a parameter server works. DDP is better for training: it spreads the communication
+               evenly
 
 It uses send and recv. parameter_server_rpc.py does the same with torch.distributed.rpc.
 

@@ -6,10 +6,10 @@ Run: python parameter_server_async.py --trainers 3 --replay
     trainer 2   pull 0 ───── compute ───── push ► update 1   pull 3 ...
     trainer 3   pull 1 ── compute ── push ► update 2 ...        gradient of parameters that are two updates old
 
-Holds     the server: parameters, gradients, optimizer state; a trainer: parameters and gradients
-Travels   per update, between the server and one trainer: the parameters as the result of a call, the gradients as an
-          argument
-Use when  trainers differ in speed, or may die, and gradients of slightly older parameters are acceptable
+Memory         the server: parameters, gradients, optimizer state; a trainer: parameters and gradients
+Communication  per update, between the server and one trainer: the parameters as the result of a call, the gradients as
+               an argument
+Use when       trainers differ in speed, or may die, and gradients of slightly older parameters are acceptable
 
 It is not equivalent to one device: each batch of a trainer makes an update of its own, with the gradient of parameters
 that it pulled before. The losses differ between runs. --replay checks them: the server has recorded the order of pulls

@@ -8,10 +8,11 @@ Run: torchrun --standalone --nproc-per-node 3 parameter_server_rpc.py
     rpc_sync(push, ..)     ── call ──►         waits for all trainers, makes one update
                            ◄─ result ─
 
-Holds     the server: parameters, gradients, optimizer state; a trainer: parameters and gradients
-Travels   per update, between the server and each trainer: the parameters as the result of a call, the gradients as an
-          argument, with the sum of the loss and the number of samples as two more elements
-Use when  you want to see RPC. DDP is better for training; RPC is in maintenance; parameter_server.py works without it
+Memory         the server: parameters, gradients, optimizer state; a trainer: parameters and gradients
+Communication  per update, between the server and each trainer: the parameters as the result of a call, the gradients as
+               an argument, with the sum of the loss and the number of samples as two more elements
+Use when       you want to see RPC. DDP is better for training; RPC is in maintenance; parameter_server.py works without
+               it
 
 Trusted networks only: RPC unpickles what it receives, so anyone who reaches its port can run code. It listens on the
 loopback interface; across hosts set TP_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the interface of a private network.

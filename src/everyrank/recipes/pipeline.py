@@ -2,9 +2,10 @@
 
 Run: torchrun --standalone --nproc-per-node 2 pipeline.py
 
-Holds     some layers on every rank, with their gradients and optimizer state
-Travels   per micro-batch the activations between neighbours, forward to the next stage, their gradients back
-Use when  the model does not fit on one device and connections are slow: little is sent, and only between neighbours
+Memory         some layers on every rank, with their gradients and optimizer state
+Communication  per micro-batch the activations between neighbours, forward to the next stage, their gradients back
+Use when       the model does not fit on one device and connections are slow: little is sent, and only between
+               neighbours
 
 What to change for your own training:
 - build() returns the layers in order. A stage has one or several; the slowest stage determines the speed. One tensor

@@ -2,9 +2,9 @@
 
 Run: torchrun --standalone --nproc-per-node 3 point_to_point.py
 
-Holds     one small tensor, on every rank. It trains nothing, and checks each result
-Travels   one tensor from one rank to another; the other ranks do not take part
-Use when  one rank needs data of one other rank: stages of a pipeline, neighbours in a ring or grid, a work queue
+Memory         one small tensor, on every rank. It trains nothing, and checks each result
+Communication  one tensor from one rank to another; the other ranks do not take part
+Use when       one rank needs data of one other rank: stages of a pipeline, neighbours in a ring or grid, a work queue
 
 What goes wrong:
 - send() blocks until the receiver has received. (Over MPI it may return earlier for small tensors; do not rely on it.)

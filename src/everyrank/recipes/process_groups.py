@@ -2,9 +2,9 @@
 
 Run: torchrun --standalone --nproc-per-node 4 process_groups.py
 
-Holds     a number, on every rank; it trains nothing
-Travels   sums within a group; ranks of other groups do not wait
-Use when  ranks have different roles: tensor parallel within a host, data parallel between hosts, pipeline stages
+Memory         a number, on every rank; it trains nothing
+Communication  sums within a group; ranks of other groups do not wait
+Use when       ranks have different roles: tensor parallel within a host, data parallel between hosts, pipeline stages
 
 What goes wrong:
 - Every rank of the world has to call new_group() for every group, in the same order, also ranks that are not members.

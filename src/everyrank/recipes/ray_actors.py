@@ -2,9 +2,9 @@
 
 Run: python ray_actors.py --ranks 2
 
-Holds     the whole model, its gradients and the optimizer state, on every rank
-Travels   the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs
-Use when  Ray is how jobs start on your cluster, or the training is one part of a larger Ray program
+Memory         the whole model, its gradients and the optimizer state, on every rank
+Communication  the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs
+Use when       Ray is how jobs start on your cluster, or the training is one part of a larger Ray program
 
 What to change for your own training:
 - Replace load() and build() of digits.py. BATCH is the batch of all ranks.

@@ -4,9 +4,10 @@ Run: torchrun --standalone --nproc-per-node 2 ring_allreduce.py
 
 `python ring_allreduce.py` trains the same network in one process.
 
-Holds     the whole model, its gradients and the optimizer state, on every rank, as in DDP
-Travels   the gradients in N parts, each to the next rank in 2 (N - 1) steps: a rank sends 2 (N - 1) / N of their size
-Use when  you want to see how dist.all_reduce and DistributedDataParallel work; for training, those are faster
+Memory         the whole model, its gradients and the optimizer state, on every rank, as in DDP
+Communication  the gradients in N parts, each to the next rank in 2 (N - 1) steps: a rank sends 2 (N - 1) / N of their
+               size
+Use when       you want to see how dist.all_reduce and DistributedDataParallel work; for training, those are faster
 
 What to change for your own training:
 - Replace load() and build() of digits.py. BATCH is the batch of all ranks; any number of ranks works.

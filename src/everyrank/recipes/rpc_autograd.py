@@ -2,12 +2,12 @@
 
 Run: python rpc_autograd.py
 
-Holds     worker `first`: the data and the first part of the model; worker `second`: the second part. Each has the
-          gradients and the optimizer state of its own parameters
-Travels   activations to the second part, logits back, and in backward their gradients; never parameters. Measured:
-          548 kB an update. Half of it are calls of `first` to itself, which RPC sends like any other call
-Use when  parts of a network have to live in other processes and are called like functions. On equal devices use
-          pipeline.py, which sends and receives tensors; torch maintains RPC but adds no features to it
+Memory         worker `first`: the data and the first part of the model; worker `second`: the second part. Each has the
+               gradients and the optimizer state of its own parameters
+Communication  activations to the second part, logits back, and in backward their gradients; never parameters. Measured:
+               548 kB an update. Half of it are calls of `first` to itself, which RPC sends like any other call
+Use when       parts of a network have to live in other processes and are called like functions. On equal devices use
+               pipeline.py, which sends and receives tensors; torch maintains RPC but adds no features to it
 
 What goes wrong:
 - RPC unpickles arguments and calls the function that a message names: anyone who reaches its ports can run code.

@@ -2,11 +2,12 @@
 
 Run: python rpc_batched.py
 
-Holds     the server: parameters and optimizer state; each trainer: a copy of the parameters, gradients of its samples
-Travels   in each update, gradients from each trainer to the server, and the new parameters back. Measured: 428 kB an
-          update, of which 416 kB are tensors (4 times the 104 kB of parameters)
-Use when  one process has to collect the requests of others and process them together: gradients, as here, or the
-          inputs of a model that is faster on a batch. For plain training use ddp_torchrun.py, without a server
+Memory         the server: parameters and optimizer state; each trainer: a copy of the parameters, gradients of its
+               samples
+Communication  in each update, gradients from each trainer to the server, and the new parameters back. Measured: 428 kB
+               an update, of which 416 kB are tensors (4 times the 104 kB of parameters)
+Use when       one process has to collect the requests of others and process them together: gradients, as here, or the
+               inputs of a model that is faster on a batch. For plain training use ddp_torchrun.py, without a server
 
 What goes wrong:
 - RPC unpickles arguments and calls the function that a message names: anyone who reaches its ports can run code.

@@ -2,12 +2,12 @@
 
 Run: python rpc_pipeline.py
 
-Holds     the master: data and loss; each stage: its layers, their gradients, their optimizer state
-Travels   images from the master to the first stage, activations directly from stage to stage, logits to the master;
-          in backward their gradients the other way. Measured: 351 kB an update, of which 277 kB are tensors. The
-          rest is the overhead of a call for each micro-batch
-Use when  stages differ, or are started and stopped, and one process should call them like functions. With one device
-          for each stage pipeline.py is faster and keeps fewer micro-batches in memory
+Memory         the master: data and loss; each stage: its layers, their gradients, their optimizer state
+Communication  images from the master to the first stage, activations directly from stage to stage, logits to the
+               master; in backward their gradients the other way. Measured: 351 kB an update, of which 277 kB are
+               tensors. The rest is the overhead of a call for each micro-batch
+Use when       stages differ, or are started and stopped, and one process should call them like functions. With one
+               device for each stage pipeline.py is faster and keeps fewer micro-batches in memory
 
 What goes wrong:
 - RPC unpickles arguments and calls the function that a message names: anyone who reaches its ports can run code.

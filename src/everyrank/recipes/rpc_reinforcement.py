@@ -2,10 +2,10 @@
 
 Run: python rpc_reinforcement.py
 
-Holds     the agent: the policy and its optimizer; each observer: an environment and its state
-Travels   an observation to the agent and an action back, in each step; the rewards, at the end of an episode. Never
-          weights or gradients, because only the agent learns. Measured: 29 kB an update of about ten steps
-Use when  environments are slow or need machines of their own (simulators, robots) and share one small policy
+Memory         the agent: the policy and its optimizer; each observer: an environment and its state
+Communication  an observation to the agent and an action back, in each step; the rewards, at the end of an episode.
+               Never weights or gradients, because only the agent learns. Measured: 29 kB an update of about ten steps
+Use when       environments are slow or need machines of their own (simulators, robots) and share one small policy
 
 What goes wrong:
 - RPC unpickles arguments and calls the function that a message names: anyone who reaches its ports can run code.

@@ -2,11 +2,11 @@
 
 Run: python rpc_rnn.py
 
-Holds     the server: embedding and decoder, which grow with the vocabulary; the trainer: the LSTM, the data and the
-          loss. Both have the gradients and the optimizer state of their own layers
-Travels   token ids to the server and embeddings back, LSTM outputs to the decoder and logits back; in backward the
-          gradients of all but the ids. Measured: 1,594 kB an update, of which 1,577 kB are tensors
-Use when  embedding and decoder do not fit in the memory of the trainer, and a server has room for them
+Memory         the server: embedding and decoder, which grow with the vocabulary; the trainer: the LSTM, the data and
+               the loss. Both have the gradients and the optimizer state of their own layers
+Communication  token ids to the server and embeddings back, LSTM outputs to the decoder and logits back; in backward the
+               gradients of all but the ids. Measured: 1,594 kB an update, of which 1,577 kB are tensors
+Use when       embedding and decoder do not fit in the memory of the trainer, and a server has room for them
 
 What goes wrong:
 - RPC unpickles arguments and calls the function that a message names: anyone who reaches its ports can run code.

@@ -2,9 +2,9 @@
 
 Run: python single.py
 
-Holds     everything, on one device
-Travels   nothing
-Use when  one device is enough; and first, to have losses to compare with: python single.py --float64
+Memory         everything, on one device
+Communication  nothing
+Use when       one device is enough; and first, to have losses to compare with: python single.py --float64
 
 What to change for your own training:
 - load() and build() are your data and your network. If samples have to be decoded, give the DataLoader num_workers.

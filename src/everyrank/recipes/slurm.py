@@ -4,9 +4,9 @@ Run: srun --ntasks 2 --cpu-bind=none python slurm.py
 
 As a batch job: sbatch slurm.sbatch, which `everyrank new slurm` writes next to this script.
 
-Holds     the whole model, its gradients and the optimizer state, on every rank
-Travels   the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs
-Use when  Slurm is how jobs start on your cluster
+Memory         the whole model, its gradients and the optimizer state, on every rank
+Communication  the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs
+Use when       Slurm is how jobs start on your cluster
 
 What to change for your own training:
 - Replace load() and build() of digits.py. BATCH is the batch of all ranks. Script and data are on storage

@@ -4,9 +4,9 @@ Run: torchrun --standalone --nproc-per-node 2 tensor.py
 
 `python tensor.py` trains the same network in one process; with --float64 both print the same losses.
 
-Holds     a part of each large layer, its gradient and its optimizer state; small layers in full
-Travels   per pair of layers one all-reduce of activations, in forward and in backward; no gradients
-Use when  single layers or their activations are too large for a device, and devices are connected fast (one host)
+Memory         a part of each large layer, its gradient and its optimizer state; small layers in full
+Communication  per pair of layers one all-reduce of activations, in forward and in backward; no gradients
+Use when       single layers or their activations are too large for a device, and devices are connected fast (one host)
 
 What to change for your own training:
 - PLAN names the layers of your network in pairs: split the first by columns and the second by rows. Between the two

@@ -2,10 +2,11 @@
 
 Run: torchrun --standalone --nproc-per-node 2 weighted_sampler.py
 
-Holds     the whole model, its gradients and the optimizer state, on every rank
-Travels   the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs
-Use when  classes or sources are unequally frequent: torch's WeightedRandomSampler knows no ranks, DistributedSampler no
-          weights, and one inside the other draws from a part of the data, or draws the same on all ranks
+Memory         the whole model, its gradients and the optimizer state, on every rank
+Communication  the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs
+Use when       classes or sources are unequally frequent: torch's WeightedRandomSampler knows no ranks,
+               DistributedSampler no weights, and one inside the other draws from a part of the data, or draws the same
+               on all ranks
 
 What to change for your own training:
 - Replace load() and build() of digits.py, and weigh(): one number for each training sample, 0 for never.

@@ -2,9 +2,10 @@
 
 Run: torchrun --standalone --nproc-per-node 2 zero1.py
 
-Holds     the whole model and its gradients on every rank; the optimizer state of a part of the parameters
-Travels   the gradients, by all-reduce as in DDP; after each step every parameter, broadcast by the rank that updated it
-Use when  model and gradients fit on one device, and the optimizer state (twice the model for Adam) no longer does
+Memory         the whole model and its gradients on every rank; the optimizer state of a part of the parameters
+Communication  the gradients, by all-reduce as in DDP; after each step every parameter, broadcast by the rank that
+               updated it
+Use when       model and gradients fit on one device, and the optimizer state (twice the model for Adam) no longer does
 
 What to change for your own training:
 - optimizer_class and its arguments. Adam saves most: its state is twice the size of the model.

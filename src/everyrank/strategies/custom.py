@@ -1,12 +1,12 @@
 """Custom parallelize function: the user's `parallelize(model, mesh) -> model`, trained like any other strategy.
 
-Holds     the parameters that the user's function leaves on each rank
-Travels   the communication of the user's code, and per update one all-reduce of loss and count of terms (two elements);
-          with clip_norm, unless the contract has a clip_grad_norm, the sum of squares over the axes that split
-          parameters
-Use when  you already have parallel code and want to know whether it is equivalent to one device
-Exact     depends on the user's code; check it with `everyrank verify`
-Source    the shape of torchtitan's `parallelize` functions: Liang et al. 2024
+Memory         the parameters that the user's function leaves on each rank
+Communication  the communication of the user's code, and per update one all-reduce of loss and count of terms (two
+               elements); with clip_norm, unless the contract has a clip_grad_norm, the sum of squares over the axes
+               that split parameters
+Use when       you already have parallel code and want to know whether it is equivalent to one device
+Exact          depends on the user's code; check it with `everyrank verify`
+Source         the shape of torchtitan's `parallelize` functions: Liang et al. 2024
 
 A layout is written `path/file.py[:function][:axis=size,...]`; the default function is `parallelize`. Its
 `ParallelContract` (layout/contract.py) describes what the returned model does not show.

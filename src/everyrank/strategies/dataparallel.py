@@ -1,11 +1,12 @@
 """DataParallel: one process, several devices; the model is copied to all of them in every step.
 
-Holds     parameters, gradients and optimizer state in full on the first device; copies of the parameters on the others
-Travels   inside the process, per micro-batch: parameters and inputs to every device, outputs and gradients back
-Use when  never in new code: torch recommends ddp, which does not copy the model and has one interpreter per device
-Exact     yes; with batch_norm=local no: compared with a simulation of the same in one process. Exact dropout is
-          refused, because the copies do not know which samples they have
-Source    torch.nn.DataParallel
+Memory         parameters, gradients and optimizer state in full on the first device; copies of the parameters on the
+               others
+Communication  inside the process, per micro-batch: parameters and inputs to every device, outputs and gradients back
+Use when       never in new code: torch recommends ddp, which does not copy the model and has one interpreter per device
+Exact          yes; with batch_norm=local no: compared with a simulation of the same in one process. Exact dropout is
+               refused, because the copies do not know which samples they have
+Source         torch.nn.DataParallel
 
 A model with batch norm needs batch_norm=local: each device normalises its own part of a micro-batch, so the training
 depends on the number of devices. The running statistics are those of the first device.

@@ -1,11 +1,11 @@
 """Distributed data parallel: every rank holds the whole model and averages gradients.
 
-Holds     parameters, gradients and optimizer state in full on every rank
-Travels   one all-reduce of the gradients per update, in buckets, overlapped with backward; with (sum,
-          count) of the loss as two more elements
-Use when  the model and its optimizer fit on one device
-Exact     yes; with batch_norm=local or compress=... no: compared with a simulation of the same in one process
-Source    Li et al., VLDB 2020
+Memory         parameters, gradients and optimizer state in full on every rank
+Communication  one all-reduce of the gradients per update, in buckets, overlapped with backward; with (sum, count) of
+               the loss as two more elements
+Use when       the model and its optimizer fit on one device
+Exact          yes; with batch_norm=local or compress=... no: compared with a simulation of the same in one process
+Source         Li et al., VLDB 2020
 
 Keys: bucket_mb, the size of a bucket in MiB; find_unused=true, for models that leave parameters out of some
 updates; static_graph=true, for models that use the same ones in every update; batch_norm=local, for statistics over

@@ -1,14 +1,15 @@
 """Fully sharded data parallel (FSDP2): every rank holds a shard of the model and gathers parameters when it needs them.
 
-Holds     a part of each parameter, its gradient and its optimizer state
-Travels   per micro-batch: an all-gather of each block's parameters in forward and again in backward, an all-gather
-          of the rest in forward, a reduce-scatter of each block's gradients and of the rest's. Per update: with
-          replicas an all-reduce over them of each gradient shard; one all-reduce of loss and count of terms (two
-          elements), overlapped with backward; one of the gradient of each parameter without dimensions, which cannot be
-          sharded; with clip_norm one of the sum of squares. With tensor, context or expert also their communication
-Use when  the model or its optimizer does not fit on one device
-Exact     yes; with batch_norm=local no: compared with a simulation of the same in one process
-Source    Rajbhandari et al., SC 2020 (P_os+g+p); Zhao et al., VLDB 2023
+Memory         a part of each parameter, its gradient and its optimizer state
+Communication  per micro-batch: an all-gather of each block's parameters in forward and again in backward, an all-gather
+               of the rest in forward, a reduce-scatter of each block's gradients and of the rest's. Per update: with
+               replicas an all-reduce over them of each gradient shard; one all-reduce of loss and count of terms (two
+               elements), overlapped with backward; one of the gradient of each parameter without dimensions, which
+               cannot be sharded; with clip_norm one of the sum of squares. With tensor, context or expert also their
+               communication
+Use when       the model or its optimizer does not fit on one device
+Exact          yes; with batch_norm=local no: compared with a simulation of the same in one process
+Source         Rajbhandari et al., SC 2020 (P_os+g+p); Zhao et al., VLDB 2023
 
 Keys: reshard_after_forward=false keeps gathered blocks until backward: more memory, one all-gather less; meta=true
 fills the shards from a file, for a model that fits in the memory of no rank. With replicate=N (HSDP) shards

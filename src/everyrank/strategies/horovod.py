@@ -1,11 +1,11 @@
 """Horovod: data parallel with the library Horovod: its ranks, its all-reduce and an optimizer that sums gradients.
 
-Holds     parameters, gradients and optimizer state in full on every rank
-Travels   one all-reduce of each gradient per update, overlapped with backward; Horovod fuses gradients that
-          are ready together. (sum, count) of the loss as two more elements. Bytes are counted as passed to Horovod
-Use when  your cluster starts jobs with horovodrun; otherwise use ddp, which does the same and is maintained
-Exact     yes; with batch_norm=local or compress=fp16 no: compared with a simulation of the same in one process
-Source    Sergeev and Del Balso 2018
+Memory         parameters, gradients and optimizer state in full on every rank
+Communication  one all-reduce of each gradient per update, overlapped with backward; Horovod fuses gradients that are
+               ready together. (sum, count) of the loss as two more elements. Bytes are counted as passed to Horovod
+Use when       your cluster starts jobs with horovodrun; otherwise use ddp, which does the same and is maintained
+Exact          yes; with batch_norm=local or compress=fp16 no: compared with a simulation of the same in one process
+Source         Sergeev and Del Balso 2018
 
 Keys: compress=fp16, to send half the bytes of float32; batch_norm=local, as under ddp, where it is synchronised over
 torch's own group otherwise. Needs Horovod built for this torch (docs/horovod.md).

@@ -1,14 +1,14 @@
 """Local SGD: every rank trains a replica independently, and all replicas are averaged every few updates.
 
-Holds     parameters, gradients and optimizer state in full on every rank
-Travels   every `every` updates one all-reduce of trained parameters, floating-point buffers, the optimizer's state and
-          the number of loss terms, and a broadcast of each integer buffer; in between nothing. For an evaluation
-          in between, the average of parameters and buffers
-Use when  the network is so slow that an all-reduce in every update costs more time than it saves
-Exact     no: with every=H each rank takes H steps on its own samples between two averages. It is compared with a
-          simulation of the same steps in one process. With every=1 (parameter averaging) and SGD it is equivalent to
-          one device: the mean of the steps is the step along the mean gradient
-Source    Stich, ICLR 2019; McMahan et al., AISTATS 2017
+Memory         parameters, gradients and optimizer state in full on every rank
+Communication  every `every` updates one all-reduce of trained parameters, floating-point buffers, the optimizer's state
+               and the number of loss terms, and a broadcast of each integer buffer; in between nothing. For an
+               evaluation in between, the average of parameters and buffers
+Use when       the network is so slow that an all-reduce in every update costs more time than it saves
+Exact          no: with every=H each rank takes H steps on its own samples between two averages. It is compared with a
+               simulation of the same steps in one process. With every=1 (parameter averaging) and SGD it is equivalent
+               to one device: the mean of the steps is the step along the mean gradient
+Source         Stich, ICLR 2019; McMahan et al., AISTATS 2017
 
 Keys: every, 1 if left out. A rank normalises its loss by its own terms, clips its own gradient, and batch norm takes
 statistics over its own samples; in the average, a replica is weighted by its number of terms. Checkpoints are

@@ -3,17 +3,19 @@
     rank 0   F0 F1 .. .. B0 F2 B1 F3 B2 .. B3        2 ranks, 4 micro-batches, schedule 1f1b; a backward takes
     rank 1   .. F0 B0 .. F1 B1 .. F2 B2 F3 B3        twice a forward; idle: (2 - 1) / (4 + 2 - 1) of the time
 
-Holds     its blocks with their gradients and optimizer state; layers outside the blocks (embeddings, head) in full
-Travels   per micro-batch and stage: forward the output of its last block to the next stage, backward the gradient of
-          its input to the one before (with the first of each shape goes a header of ten numbers). Per update: an
-          all-reduce of loss, count and one flag for each parameter outside of the blocks, one (in pieces of 25 MiB) of
-          the gradients of these over all stages and readers, and one of the blocks' over replicas; with clip_norm, one
-          of the sum of squares; in the first one, of whether the blocks run in order, and of whether the loss asked
-          for the whole batch. Shards travel as under fsdp, parts of matrices as under tensor; what is computed in
-          front of the blocks (an embedding) every stage computes, with what travels for it
-Use when  a deep model does not fit on one device and the network is slow: messages are few and small
-Exact     yes, for models in which each block gets the unchanged output of the previous one (others are refused)
-Source    Huang et al. 2019 (gpipe); Narayanan et al. 2019 and 2021 (1f1b, interleaved); Qi et al. 2024 (zero-bubble)
+Memory         its blocks with their gradients and optimizer state; layers outside the blocks (embeddings, head) in full
+Communication  per micro-batch and stage: forward the output of its last block to the next stage, backward the gradient
+               of its input to the one before (with the first of each shape goes a header of ten numbers). Per update:
+               an all-reduce of loss, count and one flag for each parameter outside of the blocks, one (in pieces of 25
+               MiB) of the gradients of these over all stages and readers, and one of the blocks' over replicas; with
+               clip_norm, one of the sum of squares; in the first one, of whether the blocks run in order, and of
+               whether the loss asked for the whole batch. Shards travel as under fsdp, parts of matrices as under
+               tensor; what is computed in front of the blocks (an embedding) every stage computes, with what travels
+               for it
+Use when       a deep model does not fit on one device and the network is slow: messages are few and small
+Exact          yes, for models in which each block gets the unchanged output of the previous one (others are refused)
+Source         Huang et al. 2019 (gpipe); Narayanan et al. 2019 and 2021 (1f1b, interleaved); Qi et al. 2024
+               (zero-bubble)
 
 Keys: schedule=1f1b, gpipe, interleaved or zero-bubble; microbatches, how many go through together (twice the ranks);
 chunks, the stages on each rank under interleaved (2). `accumulate` is the number of rounds in an update. The stages

@@ -1,10 +1,10 @@
 """Single: one process, one device. All other strategies are compared with it.
 
-Holds     parameters, gradients and optimizer state in full
-Travels   nothing
-Use when  the model fits and one device is fast enough; also to find mistakes
-Exact     yes
-Source    the definition: Robbins and Monro 1951
+Memory         parameters, gradients and optimizer state in full
+Communication  none
+Use when       the model fits and one device is fast enough; also to find mistakes
+Exact          yes
+Source         the definition: Robbins and Monro 1951
 """
 
 from __future__ import annotations

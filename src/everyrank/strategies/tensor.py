@@ -6,16 +6,17 @@
           down[:, :half]           down[:, half:]                  rowwise: a partial sum
                └────── all-reduce ──────┘ ──► y                    the same on every rank
 
-Holds     a part of each matrix in the plan, its gradient and its optimizer state; all other layers in full
-Travels   per micro-batch: forward an all-reduce of the output of each rowwise and vocabulary layer, backward one of the
-          gradient of the input of each gather module and of each colwise, colwise_gather or colwise_loss layer outside
-          of those; for colwise_gather an all-gather of the output, for colwise_loss three all-reduces of one number for
-          each position; all before the next layer can go on. Per update: an all-reduce of the gradient of each
-          parameter of replicate_sum; with clip_norm, one of the sum of squares. In the first update an all-gather of
-          one number for each parameter that is not split; before it the whole model is put together once, and compared
-Use when  a layer is too large for one device, or the batch cannot grow, within a host with fast connections
-Exact     yes
-Source    Shoeybi et al. 2019; Korthikanti et al. 2022 (sequence)
+Memory         a part of each matrix in the plan, its gradient and its optimizer state; all other layers in full
+Communication  per micro-batch: forward an all-reduce of the output of each rowwise and vocabulary layer, backward one
+               of the gradient of the input of each gather module and of each colwise, colwise_gather or colwise_loss
+               layer outside of those; for colwise_gather an all-gather of the output, for colwise_loss three
+               all-reduces of one number for each position; all before the next layer can go on. Per update: an
+               all-reduce of the gradient of each parameter of replicate_sum; with clip_norm, one of the sum of squares.
+               In the first update an all-gather of one number for each parameter that is not split; before it the whole
+               model is put together once, and compared
+Use when       a layer is too large for one device, or the batch cannot grow, within a host with fast connections
+Exact          yes
+Source         Shoeybi et al. 2019; Korthikanti et al. 2022 (sequence)
 
 Keys: sequence=true splits the activations between the matrices along the sequence: instead of their all-reduces, a
 reduce-scatter behind each split layer and an all-gather before the next, and the other way round in backward; per

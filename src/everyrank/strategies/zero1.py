@@ -1,11 +1,11 @@
 """ZeRO stage 1: every rank holds the whole model and a part of the optimizer.
 
-Holds     parameters and gradients in full on every rank; optimizer state for the parameters that the rank owns
-Travels   one all-reduce of the gradients per update, in buckets, overlapped with backward; with (sum,
-          count) of the loss as two more elements; then one broadcast by each rank of the trained parameters it owns
-Use when  the model fits on one device but its optimizer state does not
-Exact     yes; with batch_norm=local no: compared with a simulation of the same in one process
-Source    Rajbhandari et al., SC 2020 (P_os)
+Memory         parameters and gradients in full on every rank; optimizer state for the parameters that the rank owns
+Communication  one all-reduce of the gradients per update, in buckets, overlapped with backward; with (sum, count) of
+               the loss as two more elements; then one broadcast by each rank of the trained parameters it owns
+Use when       the model fits on one device but its optimizer state does not
+Exact          yes; with batch_norm=local no: compared with a simulation of the same in one process
+Source         Rajbhandari et al., SC 2020 (P_os)
 
 Keys: those of ddp.
 """
