@@ -970,7 +970,7 @@ def _sentence(path: Path) -> str:
 
 
 def _header(path: Path, *keywords: str) -> list[str]:
-    """What stands after keywords of a strategy's docstring (`Memory`, `Communication`, `Use when`, `Exact`, `Source`)."""
+    """Return the text after each keyword of a strategy's docstring, such as `Memory` and `Use when`."""
     found: dict[str, str] = {}
     keyword = ""
     for line in _docstring(path).splitlines():

@@ -23,6 +23,7 @@ from everyrank.commands.suggestions import suggest_order
 from everyrank.errors import EveryrankError, WorkloadError
 from everyrank.record import read_records
 from everyrank.workload import find_workload
+from everyrank.workload.scan import defines
 from processes import Cli, Ended, one_line
 
 PLAIN = """\
@@ -184,6 +185,24 @@ def test_a_file_that_defines_a_workload_is_taken(kind: str, cli: Cli, tmp_path: 
     (tmp_path / "plain.py").write_text(text)
     done = cli(tmp_path, "train", place, "--steps", "1", "--out", "out", "--device", "cpu")
     assert done.status == 0, done.err
+
+
+NAMES = {
+    "match data:\n    case {**workload}:\n        pass\n": True,
+    "match data:\n    case [*workload]:\n        pass\n": True,
+    "names = [other := 1 for _ in (workload := [1])]\n": True,
+    "sizes = [workload for workload in (1, 2)]\n": False,
+    "sizes = {workload: 1 for workload, _ in pairs}\n": False,
+    "def make():\n    workload = 1\n": False,
+    "workload: int\n": False,
+}
+
+
+@pytest.mark.parametrize("text", NAMES)
+def test_names_that_a_file_defines(text: str, tmp_path: Path) -> None:
+    """Targets of a comprehension stay inside it; a pattern of a mapping defines the name of its rest."""
+    (tmp_path / "plain.py").write_text(text)
+    assert defines(tmp_path / "plain.py", "workload") is NAMES[text]
 
 
 # --- point 4: a parallel layout has two ranks

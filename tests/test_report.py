@@ -417,7 +417,7 @@ def test_layouts_that_did_not_run_are_a_line_below_the_table(undrawn: Callable[.
             "other programs used 1.3 of 2 cores",
         ),
         ({"resources": None}, "its 2 threads wait for each other"),
-        ({"resources": None, "device": "cuda"}, "do not fit in the cache"),
+        ({"resources": None, "device": "cuda"}, "does not fit in the CPU cache"),
     ],
 )
 def test_a_speed_up_that_cannot_be_is_marked_with_its_likely_reason(
@@ -481,16 +481,20 @@ def test_the_answer_stands_first_on_the_page(report: Callable[..., Report]) -> N
     """Which layout is fastest, and whether every row is equal: one sentence, then the main table."""
     records = [timed("single", EQUAL, 5), timed("ddp", EQUAL, 7), timed("dataparallel", NOT_VERIFIED, 3)]
     page = report(records).html
-    answer = "777,777 samples/s, 1.40 times single"
+    answer = "777,777 samples/s, 1.40 times as fast as single"
     assert "Both layouts that ran are equal" in page
     assert page.index(answer) < page.index("<table") < page.index("<svg") < page.index('<table class="more">')
     wide = Interval(777_776.0, 777_770.0, 777_779.0, trials=5)
     near = timed("zero1", EQUAL, 7, throughput_samples_per_second=wide)
     assert "zero1 may be as fast" in report([*records, near]).html
     page = report([*records, timed("fsdp", DIFFERENT, 9)]).html
-    assert "2 of 3 are equal" in page
+    assert "fsdp differs from one device; 2 of 3 layouts are equal" in page
+    unsupported = Parity("refused", reason="no plan")
+    assert "Both layouts that ran are equal" in report([*records, timed("tensor", unsupported, 9)]).html
+    two_launches = [*records, timed("ddp", EQUAL, 5, world_size=4)]
+    assert "Both layouts that ran are equal" in report(two_launches).html
     nothing = {"throughput_samples_per_second": None, "step_seconds": None}
-    assert "Nothing was verified here." in report([timed("tensor", NOT_VERIFIED, 7, **nothing)]).html
+    assert "No layout was verified here." in report([timed("tensor", NOT_VERIFIED, 7, **nothing)]).html
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="how wide the page is was not verified: needs chromium")

@@ -87,8 +87,8 @@ def test_a_bench_that_is_stopped_shows_what_it_has(cli: Cli, tmp_path: Path) -> 
     for record in records:
         assert record.throughput_samples_per_second is not None
         assert 2 <= record.throughput_samples_per_second.trials < 1000
-    assert "Stopped before the end: single has" in out
-    assert "Stopped before the end" in (tmp_path / "r.html").read_text()
+    assert "The benchmark was interrupted: single has" in out
+    assert "The benchmark was interrupted" in (tmp_path / "r.html").read_text()
 
 
 def test_bench_on_several_numbers_of_ranks(cli: Cli, tmp_path: Path) -> None:

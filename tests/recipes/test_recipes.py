@@ -161,7 +161,7 @@ MUTATIONS = {
     "tensor": ("manual_seed(SEED + epoch)", "manual_seed(SEED + epoch + rank)"),  # every rank has its own order
     "fsdp_tensor": ("BATCH, shard, num_shards)", "BATCH, 0, num_shards)"),  # both shards read the same samples
     "pipeline": ("/ len(labels)", "/ len(micro_labels) / MICRO_BATCHES"),  # a mean of means, of ragged pieces
-    "model_parallel_two_devices": ("network.parameters()", "network.first.parameters()"),  # half of it is trained
+    "model_parallel_two_devices": ("network.parameters()", "network.first_half.parameters()"),  # half of it is trained
     "parameter_server": ("/ count  # a sum", "/ BATCH  # a sum"),  # the ragged batch divided by the full size
     "parameter_server_rpc": ("/ count  # a sum", "/ BATCH  # a sum"),
     "contrastive": ("        dist.all_reduce(grad)\n", ""),  # what the other ranks' losses say of a row is lost

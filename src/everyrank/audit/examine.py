@@ -45,7 +45,7 @@ from everyrank.audit.watch.recorder import Settings
 from everyrank.audit.watch.source_location import is_user_file
 from everyrank.errors import CannotRunError, EveryrankError, RankFailedError, UsageError, shortened
 from everyrank.launch.rank_info import RankInfo
-from everyrank.workload.scan import names_of_workloads
+from everyrank.workload.scan import workload_names
 
 __all__ = ["Audit", "AuditOptions", "ScriptFailedError", "audit_script", "judge_run"]
 
@@ -483,6 +483,6 @@ def _raise_never_trained(python_args: Sequence[str], run: ScriptRun, evidence: E
         raise UsageError(
             f"{name}: backward is called, but no optimizer of torch.optim steps, so there is nothing to audit"
         )
-    if python_args[0] != "-m" and names_of_workloads(Path(python_args[0])):
+    if python_args[0] != "-m" and workload_names(Path(python_args[0])):
         raise UsageError(f"{name} defines a workload and does not train it. Run: everyrank verify {shlex.quote(name)}")
     raise UsageError(f"{name} ended without training: no backward and no optimizer step was recorded")

@@ -42,7 +42,8 @@ Communication  the gradients: averaged over ranks by all-reduce, bucket by bucke
     "zero1": """as DDP, but each rank keeps the optimizer state of a part of the parameters.
 
 Memory         the whole model and its gradients on every rank, and a part of the optimizer state
-Communication  the gradients, by all-reduce as in DDP; after each step every parameter, from the rank that updated it""",
+Communication  the gradients, by all-reduce as in DDP; after each step every parameter, from the rank that updated
+               it""",
     "fsdp": """every rank holds a part of each parameter, and gathers what it computes with.
 
 Memory         a part of each parameter, of its gradient and optimizer state

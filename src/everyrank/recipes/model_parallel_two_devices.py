@@ -1,19 +1,20 @@
-"""A network on two devices, half on each (the simplest model parallelism), alone or with DistributedDataParallel.
+"""Model parallelism: half of the layers on each of two devices, with or without DistributedDataParallel.
 
 Run: python model_parallel_two_devices.py
 
-torchrun --standalone --nproc-per-node 2 model_parallel_two_devices.py: the same losses, each rank with two devices.
+With DDP, where each rank uses two devices and the losses are the same:
+torchrun --standalone --nproc-per-node 2 model_parallel_two_devices.py
 
 Memory         half of the layers on each of the two devices of a rank
-Communication  activations from the first device to the second, their gradients back; with DDP all gradients, by
-               all-reduce
+Communication  activations go to the second device, and their gradients back; DDP also all-reduces the gradients
+               of the parameters
 Use when       a network is slightly too large for one device; while one device works, the other one waits
 
 What to change for your own training:
-- Where the network is divided: both halves and their activations have to fit. pipeline.py lets both devices work at
+- Choose the split so that each half fits on its device, with its activations. pipeline.py lets both devices work at
   once, fsdp.py shards every layer.
-- Inputs go to the first device, targets to the last, where the output is. The optimizer comes after to(device).
-- DDP of a module on several devices takes device_ids=None: each parameter's gradient is sent from where it is.
+- Move inputs to the first device and targets to the second, where the output is. Make the optimizer after to(device).
+- Pass device_ids=None to DDP: a module on several devices is sent from where each parameter is.
 """
 
 import argparse
@@ -37,26 +38,26 @@ BATCH = 64  # samples per update, over all ranks: more ranks do not change it
 
 
 class TwoDevices(nn.Module):
-    """A network in two halves, each on a device of its own: images on the first one -> scores on the second one."""
+    """A network in two halves: takes images on the first device, returns scores on the second one."""
 
-    def __init__(self, network, first, second):
+    def __init__(self, network, first_device, second_device):
         super().__init__()
-        self.first, self.second = network[:2].to(first), network[2:].to(second)
-        self.device = second
+        self.first_half, self.second_half = network[:2].to(first_device), network[2:].to(second_device)
+        self.second_device = second_device
 
     def forward(self, images):
-        # Backward takes the gradient the same way back: to() is a part of the graph.
-        return self.second(self.first(images).to(self.device, non_blocking=True))
+        # Autograd records to(): backward copies the gradient to the first device.
+        return self.second_half(self.first_half(images).to(self.second_device, non_blocking=True))
 
 
-def devices():
-    """This process's two devices: GPUs of its own where every rank of this host has two, else the CPU for both."""
+def choose_devices():
+    """Return two GPUs of this rank, or the CPU twice if this host has fewer than two for each rank."""
     local_rank, num_ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if torch.cuda.device_count() >= 2 * num_ranks:
         return torch.device("cuda", 2 * local_rank), torch.device("cuda", 2 * local_rank + 1)
     if local_rank == 0:
-        message = f"{2 * num_ranks} CUDA devices wanted, {torch.cuda.device_count()} message"
-        sys.stderr.write(f"{Path(__file__).name}: {message}: both halves are on the CPU\n")
+        counts = f"{2 * num_ranks} CUDA devices are needed, {torch.cuda.device_count()} were found"
+        sys.stderr.write(f"{Path(__file__).name}: {counts}: both halves run on the CPU\n")
     return torch.device("cpu"), torch.device("cpu")
 
 
@@ -66,29 +67,29 @@ def main():
     args = parser.parse_args()
     dtype = torch.float64 if args.float64 else torch.float32
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    first, second = devices()
-    network = model = TwoDevices(build().to(dtype), first, second)
+    first_device, second_device = choose_devices()
+    network = model = TwoDevices(build().to(dtype), first_device, second_device)
     if "RANK" in os.environ:
-        if first.type == "cuda":
-            torch.cuda.set_device(first)
+        if first_device.type == "cuda":
+            torch.cuda.set_device(first_device)
         # Address and ranks come from torchrun. The timeout ends a wait for a rank that died.
-        # "nccl" of torch 2.15 takes tensors of one device only; the older implementation, of several.
+        # In torch 2.15, "nccl" accepts tensors of one device only; the older implementation accepts several devices.
         os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
-        dist.init_process_group("nccl" if first.type == "cuda" else "gloo", timeout=timedelta(minutes=5))
+        dist.init_process_group("nccl" if first_device.type == "cuda" else "gloo", timeout=timedelta(minutes=5))
         model = DistributedDataParallel(network, device_ids=None)
     train_data, eval_data = load(dtype)
     sampler = DistributedBatchSampler(len(train_data), BATCH, rank, world_size)
-    loader = DataLoader(train_data, batch_sampler=sampler, pin_memory=first.type == "cuda")
+    loader = DataLoader(train_data, batch_sampler=sampler, pin_memory=first_device.type == "cuda")
     optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
 
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)  # without it, every epoch has the same order
         losses = []
         for (images, labels), batch_size in zip(loader, sampler.batch_sizes, strict=True):
-            images, labels = images.to(first, non_blocking=True), labels.to(second, non_blocking=True)
+            images, labels = images.to(first_device, non_blocking=True), labels.to(second_device, non_blocking=True)
             optimizer.zero_grad()
             loss = F.cross_entropy(model(images), labels, reduction="sum") / batch_size
-            (loss * world_size).backward()  # the sum over ranks: DDP divides it by world_size
+            (loss * world_size).backward()  # DDP divides the sum over ranks by world_size
             optimizer.step()
             losses.append(loss.detach())
 
@@ -98,14 +99,14 @@ def main():
         if rank == 0:
             print_losses(epoch, losses, every_update=args.float64)
 
-    correct = count_correct(network, eval_data, first, rank, world_size)
+    correct = count_correct(network, eval_data, first_device, rank, world_size)
     if dist.is_initialized():
         dist.all_reduce(correct)
     if rank == 0:
         print(f"top1 {correct.item() / len(eval_data):.4f}")
     if dist.is_initialized():
-        del model  # before its process group is destroyed
-        time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
+        del model  # DDP has to be freed before its process group is destroyed
+        time.sleep(0.1)  # gloo's threads may still hold a tensor of the last all-reduce
         dist.destroy_process_group()
 
 

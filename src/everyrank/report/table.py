@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from everyrank.record import Breakdown, Interval, Parity, Record
-from everyrank.report.notes import why_slower
+from everyrank.report.notes import slow_baseline_reason
 from everyrank.report.rows import is_checked, label
 
 __all__ = [
@@ -198,7 +198,9 @@ def _times(record: Record, single: Record | None, table: Table) -> str:
     is_different_arithmetic = any(word in record.layout for word in ("single", "dataparallel", "precision=", "compile"))
     if low <= record.world_size or is_different_arithmetic:
         return text
-    return table.noted(text, f"speed-up above {record.world_size} with {record.world_size} ranks: {why_slower(single)}")
+    return table.noted(
+        text, f"speed-up above {record.world_size} with {record.world_size} ranks: {slow_baseline_reason(single)}"
+    )
 
 
 def _efficiency(record: Record | None, baseline: Record | None, table: Table) -> str:
@@ -208,7 +210,7 @@ def _efficiency(record: Record | None, baseline: Record | None, table: Table) ->
     text = f"{value.median:.2f} ({value.low:.2f} to {value.high:.2f})"
     if not value.low > 1 or baseline is None:
         return text
-    return table.noted(text, f"efficiency above 1: {why_slower(baseline)}")
+    return table.noted(text, f"efficiency above 1: {slow_baseline_reason(baseline)}")
 
 
 def tables(records: Sequence[Record]) -> list[tuple[str, Table]]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from everyrank.errors import EveryrankError, UsageError, WorkloadError, describe, shortened
 from everyrank.workload.batch import with_batch
-from everyrank.workload.scan import defines, names_of_workloads
+from everyrank.workload.scan import defines, workload_names
 from everyrank.workload.workload import Source, Workload
 
 __all__ = ["BUILT_IN", "HIDDEN_NAME", "check_place", "find_workload", "import_file", "load", "parse_settings"]
@@ -171,7 +171,7 @@ def _path_and_name(text: str) -> tuple[Path, str]:
         raise UsageError(f"workload {shortened(repr(text))}: there is no file {shortened(str(path))}")
     name = name or "workload"
     if not defines(path, name):
-        raise WorkloadError(_without_workload(path, name, names_of_workloads(path)))
+        raise WorkloadError(_without_workload(path, name, workload_names(path)))
     return path, name
 
 

@@ -1,4 +1,7 @@
-"""Find the names that a Python file defines without running it, to refuse plain training scripts before they start."""
+"""Find the names that a Python file defines, without running it.
+
+A training script without a workload is refused before it starts.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,14 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["defines", "names_of_workloads"]
+__all__ = ["defines", "workload_names"]
 
 
 def defines(path: Path, name: str) -> bool:
     """Whether running the file would define `name` at its top level.
 
-    All branches, loops and `try` blocks count, and `from other import *` if the other file defines the name. Returns
-    True for a file that is not Python, because importing it gives a better error.
+    Assignments in branches, loops and `try` blocks count. `from other import *` counts if `other` defines the name.
+    Returns True for a file that is not Python, because importing it gives a better error.
 
     >>> defines(Path("my_workload.py"), "workload")
     True
@@ -22,7 +25,7 @@ def defines(path: Path, name: str) -> bool:
     return _defines(path, name, set())
 
 
-def names_of_workloads(path: Path) -> list[str]:
+def workload_names(path: Path) -> list[str]:
     """Return the top-level names assigned from `Workload(...)`, in order; [] for a file that is not Python."""
     tree = _parse(path)
     return [
@@ -41,20 +44,20 @@ def _calls_workload(value: ast.expr | None) -> bool:
     )
 
 
-def _defines(path: Path, name: str, seen: set[Path]) -> bool:
+def _defines(path: Path, name: str, visited_files: set[Path]) -> bool:
     tree = _parse(path)
     if tree is None:
         return True
-    seen.add(path)
-    bound = set[str]()
+    visited_files.add(path)
+    bound_names = set[str]()
     for statement in _top_level(tree):
-        bound.update(_bound_by(statement))
+        bound_names.update(_names_bound_by(statement))
         if isinstance(statement, ast.ImportFrom) and statement.names[0].name == "*" and not name.startswith("_"):
-            other = _imported_file(path, statement)
-            if other is not None and other not in seen and _defines(other, name, seen):
+            file = _imported_file(path, statement)
+            if file is not None and file not in visited_files and _defines(file, name, visited_files):
                 return True
     # __getattr__ of a module may define any name
-    return name in bound or "__getattr__" in bound
+    return name in bound_names or "__getattr__" in bound_names
 
 
 def _parse(path: Path) -> ast.Module | None:
@@ -65,7 +68,7 @@ def _parse(path: Path) -> ast.Module | None:
 
 
 def _top_level(node: ast.AST) -> Iterator[ast.stmt]:
-    """Yield the statements that bind names of the module, not those inside functions and classes."""
+    """Yield all statements outside functions and classes, nested ones included."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.stmt):
             yield child
@@ -73,40 +76,45 @@ def _top_level(node: ast.AST) -> Iterator[ast.stmt]:
             yield from _top_level(child)
 
 
-def _bound_by(statement: ast.stmt) -> Iterator[str]:
-    """Return the names that one statement binds, without those of statements inside it."""
+def _names_bound_by(statement: ast.stmt) -> Iterator[str]:
+    """Yield the names that this statement binds, without those of statements inside it."""
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         yield statement.name
     elif isinstance(statement, ast.Import | ast.ImportFrom):
         yield from (alias.asname or alias.name.partition(".")[0] for alias in statement.names)
     elif not (isinstance(statement, ast.AnnAssign) and statement.value is None):
         for child in ast.iter_child_nodes(statement):
-            yield from _stored(child)
+            yield from _assigned_names(child)
 
 
-def _stored(node: ast.AST) -> Iterator[str]:
-    """Return the names that an expression, a `with` item or a pattern assigns."""
+def _assigned_names(node: ast.AST) -> Iterator[str]:
+    """Yield the names that an expression, a `with` item, a pattern or an `except` clause assigns."""
     if isinstance(node, ast.stmt | ast.Lambda):
+        return
+    if isinstance(node, ast.comprehension):  # its targets exist only inside the comprehension
+        yield from (*_assigned_names(node.iter), *(name for test in node.ifs for name in _assigned_names(test)))
         return
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
         yield node.id
+    elif isinstance(node, ast.MatchMapping) and node.rest is not None:
+        yield node.rest
     elif isinstance(node, ast.MatchAs | ast.MatchStar | ast.ExceptHandler) and node.name is not None:
         yield node.name
     for child in ast.iter_child_nodes(node):
-        yield from _stored(child)
+        yield from _assigned_names(child)
 
 
 def _imported_file(path: Path, statement: ast.ImportFrom) -> Path | None:
-    """Return the file that `from module import *` reads: next to `path`, or an installed one."""
+    """Return the file that `from module import *` reads: relative to `path`, or an installed one. None if not found."""
     folder = path.parent
     for _ in range(statement.level - 1):
         folder = folder.parent
-    parts = (statement.module or "").split(".") if statement.module else []
+    parts = statement.module.split(".") if statement.module else []
     path_in_folder = folder.joinpath(*parts)
-    for file in (
-        path_in_folder / "__init__.py",
-        *([path_in_folder.with_name(f"{path_in_folder.name}.py")] if parts else []),
-    ):
+    files = [path_in_folder / "__init__.py"]
+    if parts:
+        files.append(path_in_folder.with_suffix(".py"))
+    for file in files:
         if file.is_file():
             return file
     if statement.level or len(parts) != 1:  # finding a dotted name would import its package
