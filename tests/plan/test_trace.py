@@ -177,6 +177,23 @@ def other(model: Callable[[], nn.Module]) -> Workload:
     return Workload("other", model, lambda: data, loss, lambda m: torch.optim.SGD(m.parameters(), 0.1), 16, steps=1)
 
 
+@pytest.mark.parametrize("layout", ["single", "single:precision=float64"])
+def test_tied_weights_count_once(layout: str) -> None:
+    """Also after a conversion, which replaces the parameters of fake tensors."""
+
+    def two_layers(is_tied: bool) -> nn.Module:
+        model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh(), nn.Linear(8, 8, bias=False))
+        if is_tied:
+            model[2].weight = model[0].weight
+        return model
+
+    tied, untied = (
+        trace_step(other(lambda is_tied=is_tied: two_layers(is_tied)), parse_layout(layout), 1)
+        for is_tied in (True, False)
+    )
+    assert 2 * tied.categories["parameters"] == untied.categories["parameters"]
+
+
 def test_a_model_that_cannot_be_traced_is_never_said_to_fit() -> None:
     """Its parameters are counted, the reason is named."""
     answer = answer_workload(other(Choosy), "choosy", "choosy.py", parse_cluster("2xh100"), ["ddp"])

@@ -20,6 +20,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -143,20 +144,26 @@ class StandInDDP(nn.Module):
         module._ddp_params_and_buffers_to_ignore = list(names)
 
 
+_CONVERTED: WeakKeyDictionary[Callable[[Tensor], Tensor], dict[int, nn.Parameter]] = WeakKeyDictionary()
+"""The new parameters of each conversion, by the id of the old ones, so that tied parameters stay tied."""
+
+
 def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """Replace `nn.Module._apply` by one that does not swap tensors, because fake tensors cannot be swapped."""
+    """Convert parameters and buffers without swapping tensors, because fake tensors cannot be swapped."""
     if recurse:
         for module in self.children():
             module._apply(fn)  # pyright: ignore[reportPrivateUsage]
-    tensors: Any = self  # `_parameters` and `_buffers` are private fields of nn.Module
+    converted = _CONVERTED.setdefault(fn, {})
+    tensors: Any = self  # pyright rejects the private fields `_parameters` and `_buffers`
     for name, parameter in tensors._parameters.items():
-        if parameter is not None:
+        if parameter is None:
+            continue
+        if id(parameter) not in converted:
             with torch.no_grad():
-                changed = fn(parameter)
-            if changed is not parameter:
-                is_same_kind = (changed.dtype, changed.device) == (parameter.dtype, parameter.device)
-                if not is_same_kind:
-                    tensors._parameters[name] = nn.Parameter(changed, parameter.requires_grad)
+                values = fn(parameter)
+            has_changed = (values.dtype, values.device) != (parameter.dtype, parameter.device)
+            converted[id(parameter)] = nn.Parameter(values, parameter.requires_grad) if has_changed else parameter
+        tensors._parameters[name] = converted[id(parameter)]
     for name, buffer in tensors._buffers.items():
         if buffer is not None:
             tensors._buffers[name] = fn(buffer)
@@ -331,7 +338,7 @@ def _run_update(trace: StorageTrace, prepared: Prepared, sample: Any) -> None:
     def enter(phase: str) -> None:
         trace.phase = {"forward": "activations", "backward": "temporary", "optimizer": "temporary"}.get(phase, "other")
 
-    if enter not in prepared.trainable.phase_observers and not prepared.trainable.phase_observers:
+    if not prepared.trainable.phase_observers:
         prepared.trainable.phase_observers.append(enter)
     trace.phase = "input"
     with trace:
