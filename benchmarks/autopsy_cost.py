@@ -80,7 +80,7 @@ def added() -> dict[str, float]:
     watch_for_hangs(state, 300.0, prints=False)  # as a script has it
 
     def note() -> None:
-        RECENT_CALLS.note("all_reduce", "alone", tensors)
+        RECENT_CALLS.record("all_reduce", "alone", tensors)
 
     def look() -> None:
         state.on_look(state._write_stack(None)["frames"])
@@ -102,12 +102,12 @@ def switch(is_on: bool) -> None:
     state = current_state()
     assert state is not None
     if is_on:
-        RECENT_CALLS.__dict__.pop("note", None)
+        RECENT_CALLS.__dict__.pop("record", None)
         state.has_ended = False
         state.thread = threading.Thread(target=state._run, daemon=True)
         state.thread.start()
     else:
-        RECENT_CALLS.note = lambda *_: None
+        RECENT_CALLS.record = lambda *_: None
         state.has_ended = True
         state.thread.join()
 

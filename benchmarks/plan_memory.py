@@ -67,8 +67,8 @@ def without_a_thread() -> Generator[None]:
     """Run the operations of everyrank's backends in the thread that starts them, and messages in one that waits."""
     progress = Engine.progress
 
-    def patient(self: Engine, operation: Any, is_async: bool, grace: float = PATIENCE) -> Any:
-        return progress(self, operation, is_async, grace)
+    def patient(self: Engine, operation: Any, is_async: bool, grace_seconds: float = PATIENCE) -> Any:
+        return progress(self, operation, is_async, grace_seconds)
 
     with mock.patch.object(Engine, "progress", patient), mock.patch.object(Engine, "_leave_to_thread"):
         yield

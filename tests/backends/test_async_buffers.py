@@ -74,7 +74,7 @@ def waited(world: Any, backend: str, end: str) -> list[str]:
                     pass
             if not all(torch.equal(one, other) for one, other in zip(buffers, expected, strict=True)):
                 wrong.append(f"{name}: {buffers}")
-        assert all("in all_calls" in place for place in calls.places)
+        assert all("in all_calls" in location for location in calls.locations)
     assert active_async_calls() is None
     value = torch.ones(2)
     work = dist.all_reduce(value, group=group, async_op=True)
@@ -147,7 +147,7 @@ def by_libraries(world: Any) -> list[str]:
             for parameter in model.parameters():
                 assert bool(getattr(parameter.grad, "_local_tensor", parameter.grad).isfinite().all())
         assert float(all_reduce(torch.ones(1), "sum", world.group)) == world.size
-        return list(calls.places)
+        return list(calls.locations)
 
 
 def only_some(world: Any) -> list[bool]:
@@ -157,10 +157,10 @@ def only_some(world: Any) -> list[bool]:
 
     with nan_until_wait() as calls:
         start()[1].wait()
-        [place] = calls.places
+        [location] = calls.locations
         found = []
-        for places in ([place], []):
-            with calls.limited_to(*places):
+        for locations in ([location], []):
+            with calls.limited_to(*locations):
                 value, work = start()
                 found.append(bool(value.isnan()))
                 work.wait()

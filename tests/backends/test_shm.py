@@ -22,7 +22,7 @@ from everyrank.backends.engine import ENGINE, PendingWork
 from everyrank.backends.operation_queue import OperationQueue, no_steps
 from everyrank.backends.shm import no_shared_memory, segment
 from everyrank.backends.shm.group import buffer_and_entry_bytes
-from everyrank.backends.shm.messages import NUM_ENTRIES, Rings, words_of_rings
+from everyrank.backends.shm.messages import NUM_ENTRIES, Rings, num_ring_words
 from everyrank.backends.transport import Transport
 from everyrank.errors import CannotRunError, RankFailedError
 from everyrank.launch import Launch, RankInfo, run_ranks
@@ -276,12 +276,12 @@ def test_what_fails_at_once_breaks_its_lane() -> None:
         yield from ()
         raise RankFailedError("another call")
 
-    queue = OperationQueue([0], 1.0, broke=lambda: told.append("broke"))
+    queue = OperationQueue([0], 1.0, on_failure=lambda: told.append("failed"))
     with pytest.raises(RankFailedError, match="another call"):
-        queue.ends_at_once(failing())
-    assert told == ["broke"]
-    assert not queue.ends_at_once(no_steps())
-    with pytest.raises(RankFailedError, match="one before it failed: another call"):
+        queue.try_finish(failing())
+    assert told == ["failed"]
+    assert not queue.try_finish(no_steps())
+    with pytest.raises(RankFailedError, match="an earlier operation failed: another call"):
         ENGINE.start(PendingWork("shm all_reduce", queue, no_steps(), []))
 
 
@@ -298,7 +298,7 @@ def test_nothing_comes_between_what_has_begun_and_its_lane(monkeypatch: pytest.M
 
         def __exit__(self, *_: object) -> None:
             self.depth -= 1
-            if not self.depth and begun and not queue.waiting:
+            if not self.depth and begun and not queue.operations:
                 free.append("before it is in its queue")
 
     def later() -> Any:
@@ -501,9 +501,9 @@ def test_a_receive_is_entered_under_the_lock() -> None:
 
 def test_a_sender_that_is_ahead_fills_no_memory() -> None:
     """Of what is in the ring already a receive takes its own message, and none that comes after it."""
-    words, cells = [0] * words_of_rings(2), torch.zeros(4, NUM_ENTRIES, 64, dtype=torch.uint8)
+    words, cells = [0] * num_ring_words(2), torch.zeros(4, NUM_ENTRIES, 64, dtype=torch.uint8)
     sender, receiver = (
-        Rings(rank, 2, (0, 1), words, 0, cells, lambda is_any: OperationQueue([0, 1], 1.0, is_any_enough=is_any))
+        Rings(rank, 2, (0, 1), words, 0, cells, lambda is_any: OperationQueue([0, 1], 1.0, from_any_source=is_any))
         for rank in (0, 1)
     )
     for number in range(4):
@@ -512,7 +512,7 @@ def test_a_sender_that_is_ahead_fills_no_memory() -> None:
         found = torch.zeros(20)
         assert list(receiver.receive(found, 0 if number % 2 else None, 7)[1]) == []
         assert found.tolist() == [number] * 20
-        assert receiver.unasked == []
+        assert receiver.unexpected == []
 
 
 def again(world: Any) -> list[Any]:
@@ -566,7 +566,7 @@ def failed_beside_the_thread(world: Any) -> int:
     with pytest.raises(RankFailedError, match="rank 1 did not come"):
         dist.all_reduce(torch.ones(3), group=group, async_op=True).wait(datetime.timedelta(seconds=0.2))  # type: ignore[union-attr]
     assert ENGINE.thread is not None
-    return sum(not queue.waiting for queue in ENGINE.pending)
+    return sum(not queue.operations for queue in ENGINE.pending_queues)
 
 
 def test_a_call_that_timed_out_keeps_no_thread_awake(ranks: Any) -> None:

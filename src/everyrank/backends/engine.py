@@ -1,7 +1,7 @@
 """ENGINE: runs the pending operations of all groups, in the thread that waits or in a background thread.
 
-An operation is a generator that yields the ranks that it waits for. One thread can therefore run many of them, and
-operations of different groups cannot deadlock, in whatever order the ranks start them:
+An operation is a generator that yields the ranks that it waits for, so one thread can run many operations. Operations
+of different groups cannot deadlock, even if ranks start them in different orders.
 
     ENGINE.start(operation)     runs it up to its first wait
     ENGINE.progress(operation)  runs it to its end; with async_op=True only for a short grace time
@@ -31,43 +31,45 @@ from everyrank.errors import RankFailedError, describe
 
 __all__ = ["DONE", "ENGINE", "Engine", "PendingWork", "recorded"]
 
-_SPINS, _SPIN_SECONDS = 200, 0.0005  # longest spin on one operation before all pending ones run
-_YIELD_SECONDS = 0.002  # of sched_yield before sleeping
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.00005, 0.001
+_MAX_SPINS, _MAX_SPIN_SECONDS = 200, 0.0005  # a wait spins on its own operation before it runs all pending ones
+_YIELD_SECONDS = 0.002  # a wait calls sched_yield for this long before it sleeps
+_MIN_SLEEP_SECONDS, _MAX_SLEEP_SECONDS = 0.00005, 0.001
 # An asynchronous operation waits this long for its peers before the background thread takes over. The thread takes the
 # GIL from the computation, which makes this rank late for the next collective.
 _GRACE_SECONDS = 0.01
-_CHECK_SECONDS = 0.05  # between two checks whether the peers still live
-_THREAD_PAUSE = 0.0002  # pause of the background thread between two rounds
+_CHECK_SECONDS = 0.05  # interval between two checks that the peers are still alive
+_THREAD_SLEEP_SECONDS = 0.0002  # the background thread sleeps this long between two rounds
 
 
 class PendingWork(Work):
     """The `Work` of one call.
 
-    name      for errors: "shm all_reduce"
+    name      for errors and the profiler: "shm all_reduce"
+    queue     the queue in which it runs
     steps     the generator of the operation
     tensors   its outputs, for `result` and `get_future`
+    value     the value that the generator has returned: the sender of a receive
     """
 
-    # class attributes, which save time: most calls end before one of them changes
+    # Class attributes save time, because most calls end before one of them changes.
     done = False
     error: BaseException | None = None
     value: Any = None
     future: torch.futures.Future[Any] | None = None
-    missing: list[int] | None = None  # the ranks that it waits for
-    is_awaited = False
-    since = 0.0  # when this wait began
-    checked = 0.0  # when the missing ranks were last checked
+    missing: list[int] | None = None  # the group ranks that it waits for
+    is_awaited = False  # whether user code has called `wait`
+    wait_start = 0.0
+    last_check = 0.0  # time of the last check that the missing ranks are alive
 
     def __init__(self, name: str, queue: OperationQueue, steps: Steps, tensors: list[Any]) -> None:
         super().__init__()
         self.name, self.queue, self.steps, self.tensors = name, queue, steps, tensors
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        """Wait until it is done. Raises its error: `RankFailedError` for ranks that have ended or time out."""
+        """Wait until it is done. Raises its error: `RankFailedError` if a rank has ended or does not come in time."""
         if not self.done:
             if not self.is_awaited:
-                self.is_awaited, self.since = True, time.monotonic()
+                self.is_awaited, self.wait_start = True, time.monotonic()
             with recorded(*self.name.split()):
                 ENGINE.finish(self, timeout.total_seconds() if timeout else None)
         if self.error is not None:
@@ -77,7 +79,7 @@ class PendingWork(Work):
     def is_completed(self) -> bool:
         """Run all pending operations once, and return whether this one is done."""
         with ENGINE.lock:
-            ENGINE.move_all()
+            ENGINE.advance_all()
         return self.done
 
     def is_success(self) -> bool:
@@ -105,7 +107,7 @@ class PendingWork(Work):
                 self.future = torch.futures.Future()
                 if self.done:
                     self.future.set_result(None)
-        # the callback raises the error, because DistributedDataParallel would take an exception object for tensors
+        # the callback raises the error, because DistributedDataParallel would use an exception object as tensors
         return self.future.then(self._tensors_or_error)
 
     def _tensors_or_error(self, _: Any) -> list[Any]:
@@ -122,109 +124,130 @@ class PendingWork(Work):
 
 
 class Engine:
-    """Runs all pending operations of this process."""
+    """Runs all pending operations of this process.
+
+    lock             protects all queues and operations
+    pending_queues   the queues with pending operations, as a set in the order of their start
+    num_waiters      number of threads inside `finish`; the background thread pauses while there are any
+    has_work         wakes the background thread
+    thread           the background thread, started on the first need
+    """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.pending: dict[OperationQueue, None] = {}
+        self.pending_queues: dict[OperationQueue, None] = {}
         self.num_waiters = 0
         self.has_work = threading.Event()
         self.thread: threading.Thread | None = None
-        # more ranks than cores: sched_yield may return before the awaited rank has run, so waits sleep instead
+        # With more ranks than cores, sched_yield may return before the awaited rank has run, so waits sleep instead.
         self.is_oversubscribed = False
 
     def start(self, operation: PendingWork) -> None:
-        """Put it into its queue and run it. Raises `RankFailedError` if an earlier one has failed."""
+        """Put an operation into its queue and run it up to its first wait.
+
+        Raises `RankFailedError` if an earlier operation of the queue has failed.
+        """
         queue = operation.queue
         with self.lock:
-            if queue.broken is not None:
-                raise RankFailedError(f"{operation.name}: one before it failed: {describe(queue.broken)}")
-            queue.waiting.append(operation)
-            self._move(queue)
+            if queue.error is not None:
+                raise RankFailedError(f"{operation.name}: an earlier operation failed: {describe(queue.error)}")
+            queue.operations.append(operation)
+            self._advance(queue)
             if not operation.done:
-                self.pending[queue] = None
+                self.pending_queues[queue] = None
 
-    def progress(self, operation: PendingWork, is_async: bool, grace: float = _GRACE_SECONDS) -> PendingWork:
-        """Run a started operation: to its end or, if asynchronous, while its peers arrive within `grace` seconds."""
+    def progress(self, operation: PendingWork, is_async: bool, grace_seconds: float = _GRACE_SECONDS) -> PendingWork:
+        """Run a started operation to its end, and return it.
+
+        An asynchronous one is left to the background thread if its peers do not arrive within `grace_seconds`.
+        """
         if operation.done:
             return operation
-        # not for messages (grace 0): a callback may start several, which only complete together
-        if not is_async or (grace > 0 and is_in_callback()):
+        # Messages have no grace: a callback may start several that complete only together, so none may block it.
+        if not is_async or (grace_seconds > 0 and is_in_callback()):
             self.finish(operation, None)
-        elif not (grace > 0 and self.finish(operation, None, grace)):
+        elif not (grace_seconds > 0 and self.finish(operation, None, grace_seconds)):
             self._leave_to_thread()
         return operation
 
-    def finish(self, work: PendingWork, timeout_seconds: float | None, grace: float | None = None) -> bool:
-        """Run all pending operations until this one is done or failed; with `grace`, while its peers arrive in time.
+    def finish(self, operation: PendingWork, timeout_seconds: float | None, grace_seconds: float | None = None) -> bool:
+        """Run all pending operations until this one is done or has failed, and return whether it has ended.
 
-        The background thread pauses meanwhile. Returns whether it is done.
+        With `grace_seconds`, stop if it waits longer than that for the same ranks. The background thread pauses
+        meanwhile.
         """
         with self.lock:
             self.num_waiters += 1
         try:
-            return self._spin(work) or self._drive(work, grace, timeout_seconds)
+            return self._spin(operation) or self._run_and_sleep(operation, grace_seconds, timeout_seconds)
         finally:
             with self.lock:
                 self.num_waiters -= 1
 
-    def forget(self, queue: OperationQueue) -> None:
-        """Fail everything in the queue of a destroyed group."""
+    def abort_queue(self, queue: OperationQueue) -> None:
+        """Fail all operations in the queue of a destroyed group."""
         with self.lock:
-            self.pending.pop(queue, None)
-            queue.broken = RankFailedError("its process group has ended")
-            while queue.waiting:
-                queue.waiting.popleft().end(queue.broken)
+            self.pending_queues.pop(queue, None)
+            queue.error = RankFailedError("its process group has ended")
+            while queue.operations:
+                queue.operations.popleft().end(queue.error)
 
-    def _spin(self, work: PendingWork) -> bool:
+    def _spin(self, operation: PendingWork) -> bool:
+        """Run this operation without sleeping, for a short time only; return whether it is done."""
         start = time.monotonic()
-        for _ in range(_SPINS):
+        for _ in range(_MAX_SPINS):
             with self.lock:
-                if not work.done:
-                    self._move(work.queue)
-            if work.done:
+                if not operation.done:
+                    self._advance(operation.queue)
+            if operation.done:
                 return True
             os.sched_yield()  # there may be more ranks than cores
-            if self.is_oversubscribed or time.monotonic() > start + _SPIN_SECONDS:
+            if self.is_oversubscribed or time.monotonic() > start + _MAX_SPIN_SECONDS:
                 break
         return False
 
-    def _drive(self, work: PendingWork, grace: float | None, timeout_seconds: float | None) -> bool:
-        """Run until it is done or, with `grace`, has waited that long for the same ranks; return whether it is done."""
+    def _run_and_sleep(
+        self, operation: PendingWork, grace_seconds: float | None, timeout_seconds: float | None
+    ) -> bool:
+        """Run all pending operations, with growing pauses, until this one is done; return whether it is.
+
+        With `grace_seconds`, stop if it waits longer than that for the same ranks.
+        """
         start = time.monotonic()
-        while not work.done:
+        while not operation.done:
             with self.lock:
-                self.move_all()
-                if work.done:
+                self.advance_all()
+                if operation.done:
                     break
-                now, head = time.monotonic(), work.queue.waiting[0]
-                waited = now - head.since
-                if grace is not None and waited >= grace:
+                now, head = time.monotonic(), operation.queue.operations[0]
+                waited_seconds = now - head.wait_start
+                if grace_seconds is not None and waited_seconds >= grace_seconds:
                     break
                 self._fail_overdue()
-                if timeout_seconds and now > start + timeout_seconds and not work.done:
-                    self._fail(work.queue, work.queue.late(head.name, head.missing or [], timeout_seconds))
-            if waited < _YIELD_SECONDS and not self.is_oversubscribed:
+                if timeout_seconds and now > start + timeout_seconds and not operation.done:
+                    error = operation.queue.timeout_error(head.name, head.missing or [], timeout_seconds)
+                    self._fail(operation.queue, error)
+            if waited_seconds < _YIELD_SECONDS and not self.is_oversubscribed:
                 os.sched_yield()
             else:
-                time.sleep(min(_LONGEST_PAUSE, max(_SHORTEST_PAUSE, waited / 20)))
-        return work.done
+                time.sleep(min(_MAX_SLEEP_SECONDS, max(_MIN_SLEEP_SECONDS, waited_seconds / 20)))
+        return operation.done
 
-    def move_all(self) -> None:
-        """Run all pending operations once. Needs the lock."""
-        for queue in list(self.pending):
-            self._move(queue)
+    def advance_all(self) -> None:
+        """Run all pending operations up to their next waits. Needs the lock."""
+        for queue in list(self.pending_queues):
+            self._advance(queue)
 
-    def _move(self, queue: OperationQueue) -> None:
+    def _advance(self, queue: OperationQueue) -> None:
         """Run the operations of this queue up to the next wait. Needs the lock."""
-        waiting = queue.waiting
-        while waiting:
-            operation = waiting[0]
+        operations = queue.operations
+        while operations:
+            operation = operations[0]
             try:
                 missing = next(operation.steps)
             except StopIteration as end:
                 operation.value = end.value
-                waiting.popleft()
+                operations.popleft()
                 operation.end(None)
             except BaseException as error:
                 self._fail(queue, error)
@@ -232,36 +255,37 @@ class Engine:
                     raise  # Ctrl-C
             else:
                 if missing is not operation.missing:
-                    operation.missing, operation.since = missing, time.monotonic()
-                    operation.checked = operation.since
+                    operation.missing, operation.wait_start = missing, time.monotonic()
+                    operation.last_check = operation.wait_start
                 return
-        self.pending.pop(queue, None)
+        self.pending_queues.pop(queue, None)
 
     def _fail_overdue(self) -> None:
-        """Fail operations that wait for a rank that has ended or timed out."""
+        """Fail operations that wait for a rank that has ended or does not come in time. Needs the lock."""
         now = time.monotonic()
-        for queue in list(self.pending):
-            head = queue.waiting[0] if queue.waiting else None
-            if head is None or head.missing is None or now < head.checked + _CHECK_SECONDS:
+        for queue in list(self.pending_queues):
+            head = queue.operations[0] if queue.operations else None
+            if head is None or head.missing is None or now < head.last_check + _CHECK_SECONDS:
                 continue
-            head.checked, missing = now, head.missing
-            gone = queue.lost(missing) if queue.lost is not None else {}
-            if gone:
-                self._move(queue)  # its last data may have arrived since
+            head.last_check, missing = now, head.missing
+            lost = queue.find_lost(missing) if queue.find_lost is not None else {}
+            if lost:
+                self._advance(queue)  # data that a lost rank sent before its end may have arrived since
             if head.done or head.missing is not missing:
                 continue
-            gone = {rank: reason for rank, reason in gone.items() if rank in missing}
-            if gone and (not queue.is_any_enough or len(gone) == len(missing)):
-                self._fail(queue, RankFailedError(f"{head.name}: {', '.join(gone.values())}"))
-            elif now > head.since + queue.timeout_seconds and (head.is_awaited or not queue.is_message):
-                self._fail(queue, queue.late(head.name, missing, queue.timeout_seconds))
+            lost = {rank: reason for rank, reason in lost.items() if rank in missing}
+            if lost and (not queue.from_any_source or len(lost) == len(missing)):
+                self._fail(queue, RankFailedError(f"{head.name}: {', '.join(lost.values())}"))
+            elif now > head.wait_start + queue.timeout_seconds and (head.is_awaited or not queue.is_message):
+                self._fail(queue, queue.timeout_error(head.name, missing, queue.timeout_seconds))
 
     def _fail(self, queue: OperationQueue, error: BaseException) -> None:
         """Fail all operations of this queue. Needs the lock."""
         queue.fail(error)
-        self.pending.pop(queue, None)
+        self.pending_queues.pop(queue, None)
 
     def _leave_to_thread(self) -> None:
+        """Wake the background thread, and start it on the first call."""
         if self.thread is None:
             self.thread = threading.Thread(target=self._run_thread, name="everyrank backends", daemon=True)
             self.thread.start()
@@ -269,66 +293,69 @@ class Engine:
         self.has_work.set()
 
     def _end_thread(self, thread: threading.Thread) -> None:
-        self.thread = None  # the process would abort if Python ended while the thread is inside torch
+        """End the background thread at exit: if Python ended while it is inside torch, the process would abort."""
+        self.thread = None
         self.has_work.set()
         thread.join(1.0)
 
     def _run_thread(self) -> None:
         while self.thread is not None:
-            queue = next(iter(list(self.pending)), None)
-            first = queue.waiting[0] if queue is not None and queue.waiting else None
-            if first is not None:
-                with recorded(*first.name.split()):  # the profiler range of the operation
-                    self._run_until_done(first)
+            queue = next(iter(list(self.pending_queues)), None)
+            operation = queue.operations[0] if queue is not None and queue.operations else None
+            if operation is not None:
+                with recorded(*operation.name.split()):
+                    self._run_in_thread_until(operation)
                 continue
             self.has_work.clear()
-            if not self.pending and self.thread is not None:
+            if not self.pending_queues and self.thread is not None:
                 self.has_work.wait()
 
-    def _run_until_done(self, first: PendingWork) -> None:
+    def _run_in_thread_until(self, operation: PendingWork) -> None:
+        """Run all pending operations until this one is done, except while another thread runs them."""
         while self.thread is not None:
             if not self.num_waiters:
                 with self.lock:
-                    self.move_all()
+                    self.advance_all()
                     self._fail_overdue()
-            if first.done:
+            if operation.done:
                 return
-            time.sleep(_THREAD_PAUSE)
+            time.sleep(_THREAD_SLEEP_SECONDS)
 
 
 ENGINE = Engine()
 DONE = PendingWork("", OperationQueue((), 0.0), no_steps(), [])
-"""The shared work of synchronous calls that ended at once: torch only calls its `wait`."""
+"""The shared `Work` of all synchronous calls that need no wait. Sharing is safe, because torch only calls `wait`."""
 DONE.done = True
 
 
 # --- profiler ranges
 
-_NOTHING = contextlib.nullcontext()
+_NO_RANGE = contextlib.nullcontext()
 
 
 def recorded(backend: str, name: str) -> contextlib.AbstractContextManager[Any]:
-    """Return a profiler range for a call, for example "shm:all_reduce"."""
-    return record_function(f"{backend}:{name}") if profiler._is_profiler_enabled else _NOTHING  # pyright: ignore
+    """Return a context manager that records a profiler range, for example "shm:all_reduce"."""
+    return record_function(f"{backend}:{name}") if profiler._is_profiler_enabled else _NO_RANGE  # pyright: ignore
 
 
 # --- futures, completed under the engine's lock
 #
-# A callback may start a collective and wait for its future, as torch's PowerSGD hook does. That wait runs no operation,
-# and its thread holds the lock, so no other thread can. So a collective that a callback starts runs to its end at once.
+# A callback may start a collective and wait for its future, as torch's PowerSGD hook does. Waiting for a future runs no
+# operation. The callback's thread holds the lock, so no other thread can run one either. Therefore `progress` runs a
+# collective that a callback starts to its end.
 
-_THREAD = threading.local()
+_THREAD_LOCAL = threading.local()
 
 
 def is_in_callback() -> bool:
     """Return whether this thread is in a callback of a future."""
-    return getattr(_THREAD, "is_inside", False)
+    return getattr(_THREAD_LOCAL, "is_in_callback", False)
 
 
 def complete(future: torch.futures.Future[Any]) -> None:
     """Complete a future; its callbacks run in this thread."""
-    before, _THREAD.is_inside = is_in_callback(), True
+    was_in_callback, _THREAD_LOCAL.is_in_callback = is_in_callback(), True
     try:
         future.set_result(None)
     finally:
-        _THREAD.is_inside = before
+        _THREAD_LOCAL.is_in_callback = was_in_callback

@@ -1,4 +1,4 @@
-"""Waits for another rank's entry in the store, while a group is made."""
+"""Waits for another rank's entry in the store while a group is made."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from everyrank.errors import RankFailedError
 __all__ = ["handshake"]
 
 
-def handshake(store: dist.Store, name: str, rank: int, where: str, timeout_seconds: float) -> Any:
-    """Wait until `rank` has written the entry `name` to the store; return it, decoded from JSON.
+def handshake(store: dist.Store, key: str, rank: int, phase: str, timeout_seconds: float) -> Any:
+    """Wait until `rank` has written the entry `key` to the store; return it, decoded from JSON.
 
-    Raises `RankFailedError` with `rank` and `where` after the timeout, or if the store is gone.
+    Raises `RankFailedError` with `rank` and `phase` after the timeout, or if the store no longer answers.
     """
-    deadline, pause = time.monotonic() + timeout_seconds, 0.0002
+    deadline, pause_seconds = time.monotonic() + timeout_seconds, 0.0002
     try:
-        while not store.check([name]):
+        while not store.check([key]):
             if time.monotonic() > deadline:
-                raise RankFailedError(f"rank {rank} did not reach the {where} within {timeout_seconds:g} s (--timeout)")
-            time.sleep(pause)
-            pause = min(0.02, pause * 1.5)
-        return json.loads(store.get(name))
+                raise RankFailedError(f"rank {rank} did not reach the {phase} within {timeout_seconds:g} s (--timeout)")
+            time.sleep(pause_seconds)
+            pause_seconds = min(0.02, pause_seconds * 1.5)
+        return json.loads(store.get(key))
     except RuntimeError as error:  # torch's DistNetworkError
         raise RankFailedError(f"the store no longer answers: {str(error).splitlines()[0]}") from error

@@ -1,8 +1,8 @@
-"""Horovod's own collectives as a process group of torch's: `everyrank comm` measures them beside the others.
+"""Horovod's collectives as a process group of torch, so that `everyrank comm` can compare them with other backends.
 
-Horovod brings together what has the same name, whatever else is under way: a call is numbered, and on its way at once.
-It has no collective that ends on one rank alone (reduce, gather, scatter), and no messages; its group is that of all
-ranks, started before (`world.start_horovod`).
+Horovod matches the calls of ranks by name, in any order. So each call gets a number as its name and starts at once.
+Horovod has no reduce, gather and scatter, and no send and receive. Its group consists of all ranks, and
+`world.start_horovod` has initialised it before.
 """
 
 from __future__ import annotations
@@ -31,30 +31,35 @@ _REDUCTIONS = {"sum": "Sum", "avg": "Average", "min": "Min", "max": "Max", "prod
 def make_horovod_group(
     _: dist.Store, rank: int, size: int, ranks: Sequence[int], timeout: datetime.timedelta, name: str
 ) -> PythonGroup:
-    """A process group over Horovod, initialised before. Raises `CannotRunError` where its ranks are not these."""
+    """Return a process group over Horovod, which is already initialised.
+
+    Raises `CannotRunError` if its ranks are not those of the group.
+    """
     hvd: Any = importlib.import_module("horovod.torch")
     if (rank, size) != (hvd.rank(), hvd.size()):
-        raise CannotRunError("backend horovod: its group is that of all ranks")
+        raise CannotRunError("backend horovod: only the group of all ranks is supported")
     collectives, queue = HorovodCollectives(hvd, rank, size, name), OperationQueue(ranks, timeout.total_seconds())
     return PythonGroup(Transport("horovod", collectives, _NoMessages(), queue, lambda: None), rank, size, name)
 
 
 class HorovodCollectives:
-    """`GroupCollectives` of transport.py says what each does."""
+    """Implements `GroupCollectives` with Horovod's asynchronous calls."""
 
     def __init__(self, hvd: Any, rank: int, size: int, group_name: str) -> None:
         self.hvd = hvd
-        self.others = [other for other in range(size) if other != rank]
-        self.names = (f"{group_name}/{number}" for number in itertools.count())  # every rank calls the same
+        self.other_ranks = [other for other in range(size) if other != rank]
+        # all ranks call the same collectives in the same order, so their names match
+        self.names = (f"{group_name}/{number}" for number in itertools.count())
 
-    def _started(self, start: Callable[..., int], tensor: Tensor, *arguments: Any, **options: Any) -> int:
+    def _start(self, start: Callable[..., int], tensor: Tensor, *args: Any, **kwargs: Any) -> int:
+        """Start a call of Horovod, and return its handle. Raises `RuntimeError` for an unsupported dtype."""
         if tensor.dtype not in _DTYPES:
-            raise RuntimeError(f"Horovod does not carry {tensor.dtype}")
-        return start(tensor, *arguments, name=next(self.names), **options)
+            raise RuntimeError(f"Horovod does not support {tensor.dtype}")
+        return start(tensor, *args, name=next(self.names), **kwargs)
 
     def _until_done(self, handle: int) -> Steps:
-        """Gives what Horovod gives for it."""
-        missing = list(self.others)
+        """Wait for a call; the steps return its output."""
+        missing = list(self.other_ranks)
         while not self.hvd.poll(handle):
             yield missing
         return self.hvd.synchronize(handle)
@@ -65,56 +70,57 @@ class HorovodCollectives:
         return getattr(self.hvd, _REDUCTIONS[name])
 
     def all_reduce(self, tensor: Tensor, reduction: str) -> Steps:
-        """As `GroupCollectives` says."""
+        """Reduce `tensor` over all ranks, in place."""
         operation = self._reduction(reduction, tensor)
-        return self._until_done(self._started(self.hvd.allreduce_async_, tensor, op=operation))
+        return self._until_done(self._start(self.hvd.allreduce_async_, tensor, op=operation))
 
     def broadcast(self, tensor: Tensor, root: int) -> Steps:
-        """As `GroupCollectives` says."""
-        return self._until_done(self._started(self.hvd.broadcast_async_, tensor, root))
+        """Copy `tensor` of the root to all ranks."""
+        return self._until_done(self._start(self.hvd.broadcast_async_, tensor, root))
 
-    def all_gather(self, parts: list[Tensor], sent: Tensor) -> Steps:
-        """Horovod gives one tensor of all parts."""
-        return self._hand_out(self._started(self.hvd.allgather_async, sent), parts)
+    def all_gather(self, outputs: list[Tensor], input_tensor: Tensor) -> Steps:
+        """Copy `input_tensor` of each rank to `outputs` of all ranks."""
+        return self._copy_out(self._start(self.hvd.allgather_async, input_tensor), outputs)
 
-    def reduce_scatter(self, received: Tensor, parts: list[Tensor], reduction: str) -> Steps:
-        """Horovod takes one tensor of all parts."""
-        operation = self._reduction(reduction, received)
+    def reduce_scatter(self, output: Tensor, inputs: list[Tensor], reduction: str) -> Steps:
+        """Reduce `inputs[r]` over all ranks into `output` of rank r."""
+        operation = self._reduction(reduction, output)
         if reduction not in ("sum", "avg"):
-            raise RuntimeError(f"Horovod has no reduce_scatter by {reduction}")
-        return self._hand_out(self._started(self.hvd.reducescatter_async, torch.cat(parts), op=operation), [received])
+            raise RuntimeError(f"Horovod has no reduce_scatter with reduction {reduction}")
+        return self._copy_out(self._start(self.hvd.reducescatter_async, torch.cat(inputs), op=operation), [output])
 
-    def all_to_all(self, received: list[Tensor], sent: list[Tensor]) -> Steps:
-        """Horovod takes one tensor of all parts, and how long each is."""
-        lengths = torch.tensor([len(chunk) for chunk in sent], dtype=torch.int32)
-        return self._hand_out(self._started(self.hvd.alltoall_async, torch.cat(sent), lengths), received)
+    def all_to_all(self, outputs: list[Tensor], inputs: list[Tensor]) -> Steps:
+        """Copy `inputs[s]` of rank r to `outputs[r]` of rank s."""
+        lengths = torch.tensor([len(chunk) for chunk in inputs], dtype=torch.int32)
+        return self._copy_out(self._start(self.hvd.alltoall_async, torch.cat(inputs), lengths), outputs)
 
-    def _hand_out(self, handle: int, parts: list[Tensor]) -> Steps:
-        whole = yield from self._until_done(handle)
-        if isinstance(whole, tuple):  # of all_to_all with the lengths that came
-            whole = whole[0]
-        for output, chunk in zip(parts, whole.split([len(output) for output in parts]), strict=True):
+    def _copy_out(self, handle: int, outputs: list[Tensor]) -> Steps:
+        """Wait for a call, and split the one tensor that Horovod returns into the outputs."""
+        result = yield from self._until_done(handle)
+        if isinstance(result, tuple):  # all_to_all returns the received lengths, too
+            result = result[0]
+        for output, chunk in zip(outputs, result.split([len(output) for output in outputs]), strict=True):
             output.copy_(chunk)
 
     def barrier(self) -> Steps:
-        """A sum of one element: `hvd.barrier` would hold up whatever else is pending."""
+        """Sum one element over all ranks, because `hvd.barrier` would block all other pending calls."""
         return self.all_reduce(torch.zeros(1), "sum")
 
     def reduce(self, *_: Any, **__: Any) -> NoReturn:
-        """Horovod has none that ends on one rank."""
+        """Raise `RuntimeError`: Horovod has no reduce to one rank."""
         raise RuntimeError("Horovod has no reduce: its all_reduce ends on every rank")
 
     def gather(self, *_: Any, **__: Any) -> NoReturn:
-        """Horovod has none that ends on one rank."""
+        """Raise `RuntimeError`: Horovod has no gather to one rank."""
         raise RuntimeError("Horovod has no gather: its all_gather ends on every rank")
 
     def scatter(self, *_: Any, **__: Any) -> NoReturn:
-        """Horovod has none that ends on one rank."""
+        """Raise `RuntimeError`: Horovod has no scatter from one rank."""
         raise RuntimeError("Horovod has no scatter")
 
 
 class _NoMessages:
-    """`GroupMessages` of transport.py, which Horovod has not."""
+    """Implements `GroupMessages` by errors, because Horovod has no send and receive."""
 
     def send(self, *_: Any, **__: Any) -> NoReturn:
         raise RuntimeError("Horovod has no messages between two ranks")

@@ -12,9 +12,11 @@ from everyrank.errors import RankFailedError
 __all__ = ["OperationQueue", "Steps", "Wait", "no_steps"]
 
 Steps = Generator[list[int], None, Any]
-"""A generator that yields, at each wait, the list of ranks of the group that it waits for: one list object a wait."""
+"""An operation as a generator. At each wait it yields the group ranks that it waits for, the same list object until
+this wait has ended.
+"""
 Wait = Iterable[list[int]]
-"""A part of such steps, for `yield from`: empty where there is nothing to wait for."""
+"""A part of such steps, for `yield from`. It is empty if there is nothing to wait for."""
 
 
 def no_steps() -> Steps:
@@ -26,30 +28,31 @@ def no_steps() -> Steps:
 class OperationQueue:
     """The pending operations of a group, or of a pair of ranks, that run one after the other.
 
-    ranks             the number of each rank of the group among all ranks, for messages
+    ranks             the global rank of each rank of the group, for messages
     timeout_seconds   longest wait for another rank
-    lost              returns those of some ranks that have ended, with a text each; None where this cannot be known
-    is_any_enough     whether one of the ranks waited for is enough: a receive from any source
+    find_lost         returns a reason for each of the given ranks that has ended; None if the backend cannot tell
+    from_any_source   whether one of the awaited ranks is enough, as for a receive without a source
     is_message        whether the timeout counts only during `wait()`, because a receive may be posted long before
-    broke             called when an operation has failed, so that the other ranks stop waiting for this one
-    broken            the error of a failed operation; all later ones fail, too
+    on_failure        called when an operation has failed, so that the other ranks stop waiting for this one
+    operations        the pending operations, the running one first
+    error             the error of a failed operation; all later operations fail, too
     """
 
     ranks: Sequence[int]
     timeout_seconds: float
-    lost: Callable[[Sequence[int]], dict[int, str]] | None = None
-    is_any_enough: bool = False
+    find_lost: Callable[[Sequence[int]], dict[int, str]] | None = None
+    from_any_source: bool = False
     is_message: bool = False
-    broke: Callable[[], None] | None = None
-    waiting: deque[Any] = field(default_factory=lambda: deque[Any]())
-    broken: BaseException | None = None
+    on_failure: Callable[[], None] | None = None
+    operations: deque[Any] = field(default_factory=lambda: deque[Any]())
+    error: BaseException | None = None
 
-    def ends_at_once(self, steps: Steps) -> bool:
-        """Run the steps up to their first wait; return whether they are done.
+    def try_finish(self, steps: Steps) -> bool:
+        """Run the steps up to their first wait, and return whether they are done.
 
         If not, the caller puts them into this queue. Needs the engine's lock. Raises the error of the steps.
         """
-        if self.waiting or self.broken is not None:
+        if self.operations or self.error is not None:
             return False
         try:
             next(steps)
@@ -62,13 +65,13 @@ class OperationQueue:
 
     def fail(self, error: BaseException) -> None:
         """Fail all operations of this queue. Needs the engine's lock."""
-        self.broken = error
-        if self.broke is not None:
-            self.broke()
-        while self.waiting:
-            self.waiting.popleft().end(error)
+        self.error = error
+        if self.on_failure is not None:
+            self.on_failure()
+        while self.operations:
+            self.operations.popleft().end(error)
 
-    def late(self, name: str, missing: Sequence[int], seconds: float) -> RankFailedError:
+    def timeout_error(self, name: str, missing: Sequence[int], seconds: float) -> RankFailedError:
         """Return the timeout error of operation `name`, with the missing ranks."""
         names = ", ".join(str(self.ranks[rank]) for rank in missing)
         return RankFailedError(

@@ -1,6 +1,6 @@
-"""The newest calls of this process to backends of ours: for whoever asks why a job hangs, or who comes late.
+"""RECENT_CALLS: the newest calls of this process to the backends of everyrank, to explain hangs and stragglers.
 
-What torch's Flight Recorder is for gloo and nccl; it does not see backends in Python.
+It does what torch's Flight Recorder does for gloo and nccl, which does not see backends written in Python.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from everyrank.errors import is_user_code
 
 __all__ = ["RECENT_CALLS", "RecentCall", "RecentCalls"]
 
-_KEPT = 256
+_MAX_CALLS = 256
 
 
 @dataclass(slots=True, eq=False)
 class RecentCall:
     """One call.
 
-    number         of the collectives, or of the messages, of this group, from 1
-    num_elements   elements that this rank hands in
-    code, offset   the person's function that called, and how far it was
-    is_done        at once: without a `work`
-    work           a weak reference: tensors that it fills are not kept alive
+    number         position among the collectives, or among the messages, of this group; the first is 1
+    num_elements   number of elements in the inputs of this rank, or in the tensor that a receive fills
+    code, offset   the function of user code that made the call, and the offset of its instruction
+    is_done        whether the call ended at once, and so has no `work`
+    work           a weak reference, so that its output tensors are not kept alive
     """
 
     group: str
@@ -50,7 +50,7 @@ class RecentCall:
     work: weakref.ref[PendingWork] | None = None
 
     def row(self) -> list[Any]:
-        """As `RecentCalls.rows` says."""
+        """Return the call as a list; `RecentCalls.rows` describes it."""
         is_done = self.is_done
         if self.work is not None:
             work = self.work()
@@ -64,55 +64,65 @@ class RecentCall:
 
 
 class RecentCalls:
-    """A ring of calls, the oldest forgotten first."""
+    """A ring buffer of the newest calls.
+
+    counts   number of calls so far for each (group name, whether they are messages)
+    """
 
     def __init__(self) -> None:
-        self.ring: deque[RecentCall] = deque(maxlen=_KEPT)
-        self.numbers: dict[tuple[str, bool], int] = {}
+        self.ring: deque[RecentCall] = deque(maxlen=_MAX_CALLS)
+        self.counts: dict[tuple[str, bool], int] = {}
 
-    def note(self, operation: str, group: str, handed_in: Sequence[Tensor]) -> RecentCall:
-        """A call begins: a method of a `PythonGroup`, which is two frames above."""
+    def record(self, operation: str, group: str, inputs: Sequence[Tensor]) -> RecentCall:
+        """Add a call that begins, and return it.
+
+        The search for the line of user code starts three frames above, at the method of `PythonGroup` that torch calls.
+        """
         is_message = operation in ("send", "recv")
-        number = self.numbers[group, is_message] = self.numbers.get((group, is_message), 0) + 1
+        number = self.counts[group, is_message] = self.counts.get((group, is_message), 0) + 1
         num_elements, dtype = 0, None
-        for tensor in handed_in:
+        for tensor in inputs:
             num_elements, dtype = num_elements + tensor.numel(), tensor.dtype
         code, offset = _caller(sys._getframe(3))  # pyright: ignore[reportPrivateUsage]
         call = RecentCall(group, number, operation, num_elements, dtype, is_message, time.time_ns(), code, offset)
         self.ring.append(call)
         return call
 
-    def forget(self, group: str) -> None:
-        """A new group has this name: its calls are counted from 1."""
+    def reset_group(self, group: str) -> None:
+        """Remove the calls of a destroyed group whose name a new group takes, and count from 1 again."""
         for is_message in (False, True):
-            self.numbers.pop((group, is_message), None)
+            self.counts.pop((group, is_message), None)
         for call in self.ring.copy():
             if call.group == group:
                 self.ring.remove(call)
 
     def rows(self) -> list[list[Any]]:
-        """Of each call what a `world.calls` row says.
+        """Return a list for each call, oldest first.
 
-        [group, number, operation, elements, dtype, whether it is done, whether it is a message, begun at ns,
-        (file, line, function) of the person's code or None].
+        [group, number, operation, elements, dtype, whether it is done, whether it is a message, start time in ns,
+        (file, line, function) of user code or None].
         """
         return [call.row() for call in self.ring.copy()]
 
 
-_is_own = functools.lru_cache(maxsize=4096)(is_user_code)
+_is_user_file = functools.lru_cache(maxsize=4096)(is_user_code)
 
 
 def _caller(frame: FrameType | None) -> tuple[CodeType | None, int]:
-    """The innermost function of the person's, and the offset of its instruction: its line takes far longer to find."""
+    """Return the innermost function of user code and the offset of its instruction.
+
+    The line is computed only when it is needed, because that takes far longer.
+    """
     while frame is not None:
-        if _is_own(frame.f_code.co_filename):
+        if _is_user_file(frame.f_code.co_filename):
             return frame.f_code, frame.f_lasti
         frame = frame.f_back
     return None, 0
 
 
 def _line(code: CodeType, offset: int) -> int:
-    lines = (line for first, end, line in code.co_lines() if first <= offset < end and line is not None)
+    """Return the line of the instruction at this offset."""
+    lines = (line for start, end, line in code.co_lines() if start <= offset < end and line is not None)
     return next(lines, code.co_firstlineno)
 
 

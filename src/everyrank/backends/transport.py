@@ -14,38 +14,42 @@ __all__ = ["GroupCollectives", "GroupMessages", "Transport"]
 
 
 class GroupCollectives(Protocol):
-    """The collectives of one group. All tensors are on CPU, contiguous and flat; lists have one for each rank."""
+    """The collectives of one group.
+
+    All tensors are contiguous, one-dimensional and on the CPU. The lists `inputs` and `outputs` have one tensor for
+    each rank. `root` is a rank of the group.
+    """
 
     def all_reduce(self, tensor: Tensor, reduction: str) -> Steps:
-        """Reduce `tensor` over all ranks, in place on each."""
+        """Reduce `tensor` over all ranks, in place on each rank."""
         ...
 
     def reduce(self, tensor: Tensor, reduction: str, root: int) -> Steps:
-        """Reduce `tensor` over all ranks into that of the root; `tensor` of the others is unchanged."""
+        """Reduce `tensor` over all ranks, in place on the root; `tensor` of the other ranks is unchanged."""
         ...
 
     def broadcast(self, tensor: Tensor, root: int) -> Steps:
         """Copy `tensor` of the root to all ranks."""
         ...
 
-    def all_gather(self, parts: list[Tensor], sent: Tensor) -> Steps:
-        """Collect `sent` of each rank in `parts` of all."""
+    def all_gather(self, outputs: list[Tensor], input_tensor: Tensor) -> Steps:
+        """Copy `input_tensor` of rank r to `outputs[r]` of every rank."""
         ...
 
-    def gather(self, parts: list[Tensor], sent: Tensor, root: int) -> Steps:
-        """Collect `sent` of each rank in `parts` of the root; `parts` is empty on the others."""
+    def gather(self, outputs: list[Tensor], input_tensor: Tensor, root: int) -> Steps:
+        """Copy `input_tensor` of rank r to `outputs[r]` of the root; `outputs` is empty on the other ranks."""
         ...
 
-    def scatter(self, received: Tensor, parts: list[Tensor], root: int) -> Steps:
-        """Copy one of the root's `parts` to `received` of each rank; `parts` is empty on the others."""
+    def scatter(self, output: Tensor, inputs: list[Tensor], root: int) -> Steps:
+        """Copy `inputs[r]` of the root to `output` of rank r; `inputs` is empty on the other ranks."""
         ...
 
-    def reduce_scatter(self, received: Tensor, parts: list[Tensor], reduction: str) -> Steps:
-        """Reduce `parts` over all ranks; rank r gets part r in `received`."""
+    def reduce_scatter(self, output: Tensor, inputs: list[Tensor], reduction: str) -> Steps:
+        """Reduce `inputs[r]` over all ranks into `output` of rank r."""
         ...
 
-    def all_to_all(self, received: list[Tensor], sent: list[Tensor]) -> Steps:
-        """Copy `sent[s]` of rank r to `received[r]` of rank s; lengths may differ."""
+    def all_to_all(self, outputs: list[Tensor], inputs: list[Tensor]) -> Steps:
+        """Copy `inputs[s]` of rank r to `outputs[r]` of rank s; lengths may differ."""
         ...
 
     def barrier(self) -> Steps:
@@ -57,11 +61,14 @@ class GroupMessages(Protocol):
     """The messages between two ranks of one group."""
 
     def send(self, tensor: Tensor, to: int, tag: int) -> tuple[OperationQueue, Steps]:
-        """Send `tensor`; return the queue of the message and its steps."""
+        """Send `tensor` to rank `to`; return the queue of the message and its steps."""
         ...
 
     def receive(self, tensor: Tensor, source: int | None, tag: int) -> tuple[OperationQueue, Steps]:
-        """Receive from `source`, or from any rank (None); the steps return the sender."""
+        """Receive into `tensor` from `source`, or from any rank (None); return the queue and the steps.
+
+        The steps return the sender.
+        """
         ...
 
     def queues(self) -> list[OperationQueue]:
@@ -75,6 +82,7 @@ class Transport:
 
     backend      name of the backend
     collectives  run one after the other in `queue`
+    messages     send and receive; each has a queue of its own
     close        releases the resources of the group
     """
 

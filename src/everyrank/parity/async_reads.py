@@ -37,7 +37,7 @@ def read_before_wait(case: ParityCase, layout: Layout, world: World, update: Upd
     if calls is None or layout.axis is None or world.group is None:
         return ""
     lines: dict[str, str] = {}
-    for lines_of_rank in all_gather_json(calls.places, world.group):
+    for lines_of_rank in all_gather_json(calls.locations, world.group):
         lines |= lines_of_rank
     if not lines:
         return ""

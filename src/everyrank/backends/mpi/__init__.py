@@ -1,15 +1,15 @@
-"""Backend `mpi`: collectives and messages over any MPI, through mpi4py. Nothing of torch has to be built for it.
+"""Backend `mpi`: collectives, send and receive over any MPI library, through mpi4py. Works with any build of torch.
 
-Each call of c10d becomes non-blocking calls of MPI (MPI_Iallreduce, MPI_Isend), which are then asked whether they are
-done: never one that waits, so messages both ways and operations of several groups are under way in any order. A group
-is a communicator of its own. All calls are made under the engine's lock: MPI_THREAD_SERIALIZED is enough.
+Each operation starts non-blocking calls of MPI (MPI_Iallreduce, MPI_Isend) and polls their requests. None of them
+blocks, so operations of several groups, and messages in both directions, make progress in any order. Each group has its
+own communicator. All calls of MPI are made under the engine's lock, so MPI_THREAD_SERIALIZED is enough.
 
-    library.py       mpi4py and its MPI, and whether mpirun has started these ranks
-    calls.py         memory as MPI takes it; asking until a call is done
-    collectives.py   all ranks of a group, after they agreed what they call
-    wait_table.py   who is missing, and what the others call: in the store, because MPI does not say
-    messages.py      between two ranks
-    group.py         all of these together: what a group of torch is made of
+    library.py       loads mpi4py, and checks that mpirun has started these ranks
+    calls.py         tensors as MPI buffers, and polling of MPI requests
+    collectives.py   the collectives of a group, after all ranks have agreed on the call
+    wait_table.py    names the missing ranks, and the calls of the others, because MPI does not report them
+    messages.py      send and receive between two ranks
+    group.py         makes the process group that torch sees
 """
 
 from everyrank.backends.mpi.group import make_mpi_group

@@ -1,7 +1,8 @@
-"""Collectives of one communicator.
+"""The collectives of one communicator.
 
-MPI trusts its callers: ranks that call different collectives, or one with other lengths, get wrong numbers, crash or
-wait for ever. So ranks agree first, in a reduction of two numbers, what they all call.
+MPI does not check its callers: if ranks call different collectives, or one collective with different lengths, they get
+wrong numbers, crash or hang. So before each collective the ranks check, with an all-reduce of two numbers, that all of
+them make the same call.
 """
 
 from __future__ import annotations
@@ -14,162 +15,189 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from everyrank.backends.mpi.calls import Calls, apart, hand_out, joined, room_for, widened
+from everyrank.backends.mpi.calls import (
+    Calls,
+    contiguous,
+    copy_out,
+    receive_buffers_for,
+    to_reducible_dtype,
+    without_overlap,
+)
 from everyrank.backends.mpi.wait_table import WaitTable
 from everyrank.backends.operation_queue import Steps
 from everyrank.errors import RankFailedError
 
 __all__ = ["MpiCollectives"]
 
-_PIECE_BYTES = 2**20  # of an all-reduce
-_MOST_PIECES = 32
+_MIN_CHUNK_BYTES = 2**20  # of an all-reduce
+_MAX_CHUNKS = 32
 
 
 class MpiCollectives:
-    """Of one communicator; `GroupCollectives` of transport.py says what each does."""
+    """Implements `GroupCollectives` for one communicator."""
 
     def __init__(self, calls: Calls, rank: int, size: int, wait_table: WaitTable) -> None:
         self.calls, self.mpi, self.communicator = calls, calls.mpi, calls.communicator
         self.rank, self.size, self.wait_table = rank, size, wait_table
 
-    def _run(self, call: str, start: Callable[[], Any], *memory: Any) -> Steps:
-        """Agree on the call, start it, ask until it is done."""
+    def _run(self, call: str, start: Callable[[], Any], *buffers: Any) -> Steps:
+        """Check that all ranks make this call, start it, and poll until it is done."""
         yield from self._agree(call)
-        yield from self._until_done(start(), *memory)
+        yield from self._until_done(start(), *buffers)
 
     def _agree(self, call: str) -> Steps:
-        """Raises `RankFailedError` on all ranks where one of them calls something else."""
+        """Wait for all ranks. Raises `RankFailedError` on all of them if one makes a different call."""
         self.wait_table.begin(call)
-        number = crc32(call.encode())
-        least = array("q", [number, -number])
-        request = self.communicator.Iallreduce(self.mpi.IN_PLACE, [least, self.mpi.INT64_T], self.mpi.MIN)
-        yield from self._until_done(request, least)
-        if least[0] != -least[1]:
-            words = yield from self.wait_table.difference()
-            raise RankFailedError(f"{words}: all ranks of a group call the same collectives in the same order")
+        checksum = crc32(call.encode())
+        # the minimum of the negated numbers is minus the maximum, so one reduction gives both
+        minimum = array("q", [checksum, -checksum])
+        request = self.communicator.Iallreduce(self.mpi.IN_PLACE, [minimum, self.mpi.INT64_T], self.mpi.MIN)
+        yield from self._until_done(request, minimum)
+        if minimum[0] != -minimum[1]:
+            mismatch = yield from self.wait_table.describe_mismatch()
+            raise RankFailedError(f"{mismatch}: all ranks of a group call the same collectives in the same order")
 
-    def _until_done(self, request: Any, *memory: Any) -> Steps:
-        return self.calls.until_done(request, [rank for rank in range(self.size) if rank != self.rank], memory)
+    def _until_done(self, request: Any, *buffers: Any) -> Steps:
+        return self.calls.until_done(request, [rank for rank in range(self.size) if rank != self.rank], buffers)
 
     def barrier(self) -> Steps:
-        """As `GroupCollectives` says."""
-        yield from self._agree("barrier")  # nobody leaves before all have come
+        """Wait until all ranks have reached the barrier."""
+        yield from self._agree("barrier")  # its reduction ends only after all ranks have started it
 
     def all_reduce(self, tensor: Tensor, reduction: str) -> Steps:
-        """As `GroupCollectives` says."""
+        """Reduce `tensor` over all ranks, in place."""
         return self._all_reduce(tensor, reduction, self.calls.operation(reduction, tensor.dtype))
 
     def _all_reduce(self, tensor: Tensor, reduction: str, operation: Any) -> Steps:
-        yield from self._agree(_text("all_reduce", tensor, reduction))
-        wide = widened(tensor)
-        yield from self._added_up(wide, operation)
-        self._put(wide, tensor, reduction)
+        yield from self._agree(_describe("all_reduce", tensor, reduction))
+        reduced = to_reducible_dtype(tensor)
+        yield from self._reduce_in_chunks(reduced, operation)
+        self._write_result(reduced, tensor, reduction)
 
-    def _added_up(self, wide: Tensor, operation: Any) -> Steps:
-        """In chunks that are under way together: on one host Open MPI is a third faster with them at 32 MiB."""
-        length = max(_PIECE_BYTES // wide.itemsize, -(-len(wide) // _MOST_PIECES))
+    def _reduce_in_chunks(self, tensor: Tensor, operation: Any) -> Steps:
+        """Reduce in place, in chunks that run at once: on one host, this makes Open MPI a third faster at 32 MiB."""
+        length = max(_MIN_CHUNK_BYTES // tensor.itemsize, -(-len(tensor) // _MAX_CHUNKS))
         requests = [
-            self.communicator.Iallreduce(self.mpi.IN_PLACE, self.calls.reduced(chunk), operation)
-            for chunk in wide.split(length)
+            self.communicator.Iallreduce(self.mpi.IN_PLACE, self.calls.typed_buffer(chunk), operation)
+            for chunk in tensor.split(length)
         ]
         for request in requests:
-            yield from self._until_done(request, wide)
+            yield from self._until_done(request, tensor)
 
     def reduce(self, tensor: Tensor, reduction: str, root: int) -> Steps:
-        """As `GroupCollectives` says. By all-reduce, which is given a copy where `tensor` has to stay.
+        """Reduce `tensor` over all ranks, in place on the root, by an all-reduce. The other ranks reduce a copy.
 
-        Open MPI's Ireduce goes in segments of some KiB, each as late as somebody asks how far it is: ten seconds for
-        64 MiB, where an all-reduce takes 40 ms.
+        Open MPI's Ireduce sends segments of some KiB, and starts the next one only when the request is polled. This
+        takes ten seconds for 64 MiB, and an all-reduce 40 ms.
         """
         return self._reduce(tensor, reduction, root, self.calls.operation(reduction, tensor.dtype))
 
     def _reduce(self, tensor: Tensor, reduction: str, root: int, operation: Any) -> Steps:
-        yield from self._agree(_text("reduce", tensor, reduction, root))
-        wide = widened(tensor)
-        if wide is tensor and self.rank != root:
-            wide = tensor.clone()
-        yield from self._added_up(wide, operation)
+        yield from self._agree(_describe("reduce", tensor, reduction, root))
+        reduced = to_reducible_dtype(tensor)
+        if reduced is tensor and self.rank != root:
+            reduced = tensor.clone()
+        yield from self._reduce_in_chunks(reduced, operation)
         if self.rank == root:
-            self._put(wide, tensor, reduction)
+            self._write_result(reduced, tensor, reduction)
 
-    def _put(self, wide: Tensor, tensor: Tensor, reduction: str) -> None:
+    def _write_result(self, reduced: Tensor, tensor: Tensor, reduction: str) -> None:
+        """Copy a reduced tensor back to the user's dtype, divided by the number of ranks for an average."""
         if reduction == "avg":
-            wide.div_(self.size)
-        if wide is not tensor:
-            tensor.copy_(wide)
+            reduced.div_(self.size)
+        if reduced is not tensor:
+            tensor.copy_(reduced)
 
     def broadcast(self, tensor: Tensor, root: int) -> Steps:
-        """As `GroupCollectives` says."""
-        memory = self.calls.moved([tensor])
+        """Copy `tensor` of the root to all ranks."""
+        mpi_buffer = self.calls.byte_buffer([tensor])
         yield from self._run(
-            _text("broadcast", tensor, root=root), lambda: self.communicator.Ibcast(memory, root), tensor
+            _describe("broadcast", tensor, root=root), lambda: self.communicator.Ibcast(mpi_buffer, root), tensor
         )
 
-    def all_gather(self, parts: list[Tensor], sent: Tensor) -> Steps:
-        """As `GroupCollectives` says."""
-        whole = room_for(parts)
-        given = apart(sent, whole)
-        memory = self.calls.moved([given]), self.calls.moved(whole)
-        yield from self._run(_text("all_gather", sent), lambda: self.communicator.Iallgather(*memory), given, whole)
-        hand_out(whole, parts)
-
-    def gather(self, parts: list[Tensor], sent: Tensor, root: int) -> Steps:
-        """As `GroupCollectives` says."""
-        whole = room_for(parts)
-        given = apart(sent, whole)
-        memory = self.calls.moved([given]), self.calls.moved(whole) if self.rank == root else None
-        call = _text("gather", sent, root=root)
-        yield from self._run(call, lambda: self.communicator.Igather(*memory, root), given, whole)
-        hand_out(whole, parts)
-
-    def scatter(self, received: Tensor, parts: list[Tensor], root: int) -> Steps:
-        """As `GroupCollectives` says."""
-        whole = joined(parts, [received])
-        memory = self.calls.moved(whole) if self.rank == root else None, self.calls.moved([received])
-        call = _text("scatter", received, root=root)
-        yield from self._run(call, lambda: self.communicator.Iscatter(*memory, root), received, whole)
-
-    def reduce_scatter(self, received: Tensor, parts: list[Tensor], reduction: str) -> Steps:
-        """As `GroupCollectives` says."""
-        return self._reduce_scatter(received, parts, reduction, self.calls.operation(reduction, received.dtype))
-
-    def _reduce_scatter(self, received: Tensor, parts: list[Tensor], reduction: str, operation: Any) -> Steps:
-        wide = widened(received)
-        given = torch.cat([chunk.to(wide.dtype) for chunk in parts])
-        memory = self.calls.reduced(given), self.calls.reduced(wide)
+    def all_gather(self, outputs: list[Tensor], input_tensor: Tensor) -> Steps:
+        """Copy `input_tensor` of each rank to `outputs` of all ranks."""
+        receive_buffers = receive_buffers_for(outputs)
+        send_buffer = without_overlap(input_tensor, receive_buffers)
+        mpi_buffers = self.calls.byte_buffer([send_buffer]), self.calls.byte_buffer(receive_buffers)
         yield from self._run(
-            _text("reduce_scatter", received, reduction),
-            lambda: self.communicator.Ireduce_scatter_block(*memory, operation),
-            given,
-            wide,
+            _describe("all_gather", input_tensor),
+            lambda: self.communicator.Iallgather(*mpi_buffers),
+            send_buffer,
+            receive_buffers,
         )
-        self._put(wide, received, reduction)
+        copy_out(receive_buffers, outputs)
 
-    def all_to_all(self, received: list[Tensor], sent: list[Tensor]) -> Steps:
-        """As `GroupCollectives` says. How long each part is goes first: MPI does not say that one was shorter."""
-        lengths = torch.tensor([chunk.nbytes for chunk in sent])
-        incoming_lengths = torch.empty_like(lengths)
-        memory = self.calls.moved([lengths]), self.calls.moved([incoming_lengths])
-        call = f"all_to_all({str(sent[0].dtype).removeprefix('torch.')})"
-        yield from self._run(call, lambda: self.communicator.Ialltoall(*memory), lengths, incoming_lengths)
-        for rank, num_bytes in enumerate(incoming_lengths.tolist()):
-            if num_bytes != received[rank].nbytes:
+    def gather(self, outputs: list[Tensor], input_tensor: Tensor, root: int) -> Steps:
+        """Copy `input_tensor` of each rank to `outputs` of the root."""
+        receive_buffers = receive_buffers_for(outputs)
+        send_buffer = without_overlap(input_tensor, receive_buffers)
+        mpi_buffers = (
+            self.calls.byte_buffer([send_buffer]),
+            self.calls.byte_buffer(receive_buffers) if self.rank == root else None,
+        )
+        call = _describe("gather", input_tensor, root=root)
+        yield from self._run(call, lambda: self.communicator.Igather(*mpi_buffers, root), send_buffer, receive_buffers)
+        copy_out(receive_buffers, outputs)
+
+    def scatter(self, output: Tensor, inputs: list[Tensor], root: int) -> Steps:
+        """Copy `inputs[r]` of the root to `output` of rank r."""
+        send_buffers = contiguous(inputs, [output])
+        mpi_buffers = (
+            self.calls.byte_buffer(send_buffers) if self.rank == root else None,
+            self.calls.byte_buffer([output]),
+        )
+        call = _describe("scatter", output, root=root)
+        yield from self._run(call, lambda: self.communicator.Iscatter(*mpi_buffers, root), output, send_buffers)
+
+    def reduce_scatter(self, output: Tensor, inputs: list[Tensor], reduction: str) -> Steps:
+        """Reduce `inputs[r]` over all ranks into `output` of rank r."""
+        return self._reduce_scatter(output, inputs, reduction, self.calls.operation(reduction, output.dtype))
+
+    def _reduce_scatter(self, output: Tensor, inputs: list[Tensor], reduction: str, operation: Any) -> Steps:
+        reduced = to_reducible_dtype(output)
+        send_buffer = torch.cat([chunk.to(reduced.dtype) for chunk in inputs])
+        mpi_buffers = self.calls.typed_buffer(send_buffer), self.calls.typed_buffer(reduced)
+        yield from self._run(
+            _describe("reduce_scatter", output, reduction),
+            lambda: self.communicator.Ireduce_scatter_block(*mpi_buffers, operation),
+            send_buffer,
+            reduced,
+        )
+        self._write_result(reduced, output, reduction)
+
+    def all_to_all(self, outputs: list[Tensor], inputs: list[Tensor]) -> Steps:
+        """Copy `inputs[s]` of rank r to `outputs[r]` of rank s.
+
+        The ranks exchange the lengths first, because MPI does not report a message that is shorter than expected.
+        """
+        sent_bytes = torch.tensor([chunk.nbytes for chunk in inputs])
+        received_bytes = torch.empty_like(sent_bytes)
+        length_buffers = self.calls.byte_buffer([sent_bytes]), self.calls.byte_buffer([received_bytes])
+        call = f"all_to_all({str(inputs[0].dtype).removeprefix('torch.')})"
+        yield from self._run(call, lambda: self.communicator.Ialltoall(*length_buffers), sent_bytes, received_bytes)
+        for rank, num_bytes in enumerate(received_bytes.tolist()):
+            if num_bytes != outputs[rank].nbytes:
                 raise RuntimeError(
                     f"all_to_all: rank {rank} of the group sends {num_bytes} bytes to rank {self.rank}, which expects "
-                    f"{received[rank].nbytes}"
+                    f"{outputs[rank].nbytes}"
                 )
-        given, taken = joined(sent, received), room_for(received)
-        request = self.communicator.Ialltoallv(self._uneven(given, sent), self._uneven(taken, received))
-        yield from self._until_done(request, given, taken)
-        hand_out(taken, received)
+        send_buffers, receive_buffers = contiguous(inputs, outputs), receive_buffers_for(outputs)
+        request = self.communicator.Ialltoallv(
+            self._uneven_buffer(send_buffers, inputs), self._uneven_buffer(receive_buffers, outputs)
+        )
+        yield from self._until_done(request, send_buffers, receive_buffers)
+        copy_out(receive_buffers, outputs)
 
-    def _uneven(self, whole: list[Tensor], parts: list[Tensor]) -> list[Any]:
-        memory, kind = self.calls.moved(whole)
-        return [memory, [chunk.numel() for chunk in parts], None, kind]
+    def _uneven_buffer(self, buffers: list[Tensor], chunks: list[Tensor]) -> list[Any]:
+        """Return an MPI buffer with the length of the chunk for each rank."""
+        memory, mpi_type = self.calls.byte_buffer(buffers)
+        return [memory, [chunk.numel() for chunk in chunks], None, mpi_type]
 
 
-def _text(operation: str, tensor: Tensor, reduction: str = "", root: int | None = None) -> str:
-    words = [f"{len(tensor)} elements of {str(tensor.dtype).removeprefix('torch.')}"]
-    words += [reduction] if reduction else []
-    words += [f"root {root}"] if root is not None else []
-    return f"{operation}({', '.join(words)})"
+def _describe(operation: str, tensor: Tensor, reduction: str = "", root: int | None = None) -> str:
+    """Return a call as text, for example `reduce(8 elements of float32, sum, root 0)`."""
+    arguments = [f"{len(tensor)} elements of {str(tensor.dtype).removeprefix('torch.')}"]
+    arguments += [reduction] if reduction else []
+    arguments += [f"root {root}"] if root is not None else []
+    return f"{operation}({', '.join(arguments)})"

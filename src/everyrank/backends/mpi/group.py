@@ -1,4 +1,4 @@
-"""A communicator for the ranks of a group, and the group that torch sees."""
+"""Makes the communicator of a group, and its process group for torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from everyrank.backends.engine import ENGINE
 from everyrank.backends.group import PythonGroup
 from everyrank.backends.mpi.calls import UNFINISHED, Calls
 from everyrank.backends.mpi.collectives import MpiCollectives
-from everyrank.backends.mpi.library import load_mpi, meet
+from everyrank.backends.mpi.library import gather_mpi_ranks, load_mpi
 from everyrank.backends.mpi.messages import MpiMessages
 from everyrank.backends.mpi.wait_table import WaitTable
 from everyrank.backends.operation_queue import OperationQueue
@@ -23,17 +23,17 @@ __all__ = ["make_mpi_group"]
 def make_mpi_group(
     store: dist.Store, rank: int, size: int, ranks: Sequence[int], timeout: datetime.timedelta, name: str
 ) -> PythonGroup:
-    """A process group over MPI. A collective of its ranks; `ranks` are their numbers among all ranks.
+    """Return a process group over MPI. A collective of its ranks, whose global ranks are `ranks`.
 
-    Raises `CannotRunError` where there is no mpi4py, or mpirun has not started these ranks, and `RankFailedError` that
-    names who does not come.
+    Raises `CannotRunError` if mpi4py is missing or mpirun has not started these ranks, and `RankFailedError` naming a
+    rank that does not arrive.
     """
-    mpi, seconds = load_mpi(size), timeout.total_seconds()
-    places = meet(store, mpi, rank, size, ranks, seconds)
-    with ENGINE.lock:  # all are there: it does not wait long
-        members = mpi.COMM_WORLD.Get_group().Incl(places)
-        communicator = mpi.COMM_WORLD.Create_group(members)
-        members.Free()
+    mpi, timeout_seconds = load_mpi(size), timeout.total_seconds()
+    mpi_ranks = gather_mpi_ranks(store, mpi, rank, size, ranks, timeout_seconds)
+    with ENGINE.lock:  # all ranks are here, so this call, which blocks, is short
+        mpi_group = mpi.COMM_WORLD.Get_group().Incl(mpi_ranks)
+        communicator = mpi.COMM_WORLD.Create_group(mpi_group)
+        mpi_group.Free()
 
     def close() -> None:
         if not UNFINISHED and not mpi.Is_finalized():
@@ -44,8 +44,8 @@ def make_mpi_group(
     transport = Transport(
         "mpi",
         MpiCollectives(calls, rank, size, wait_table),
-        MpiMessages(calls, rank, size, ranks, seconds),
-        OperationQueue(ranks, seconds, wait_table.lost),
+        MpiMessages(calls, rank, size, ranks, timeout_seconds),
+        OperationQueue(ranks, timeout_seconds, wait_table.update_missing),
         close,
     )
     return PythonGroup(transport, rank, size, name)

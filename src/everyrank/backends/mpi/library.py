@@ -1,4 +1,4 @@
-"""mpi4py and its MPI: imported and initialised when the first group asks for it, finalised when this process ends."""
+"""Loads mpi4py and its MPI library: initialised for the first group, finalised when this process ends."""
 
 from __future__ import annotations
 
@@ -16,53 +16,70 @@ from everyrank.backends.handshake import handshake
 from everyrank.backends.mpi.calls import UNFINISHED
 from everyrank.errors import CannotRunError
 
-__all__ = ["load_mpi", "meet"]
+__all__ = ["gather_mpi_ranks", "load_mpi"]
 
-_STARTED_BY = ("OMPI_", "PMIX_", "PMI_", "MPI_LOCAL", "MV2_")  # how the variables of mpirun and srun begin
+_LAUNCHER_PREFIXES = (
+    "OMPI_",
+    "PMIX_",
+    "PMI_",
+    "MPI_LOCAL",
+    "MV2_",
+)  # of environment variables that mpirun and srun set
 _INSTALL = "pip install 'everyrank[mpi]', or load your cluster's MPI and pip install mpi4py"
 
 
 def load_mpi(size: int) -> Any:
-    """mpi4py's module, with MPI initialised until this process ends. Raises `CannotRunError`."""
+    """Return the module `mpi4py.MPI`, with MPI initialised until this process ends. Raises `CannotRunError`."""
     try:
         mpi4py: Any = import_module("mpi4py")
     except ImportError:
-        raise CannotRunError(f"--backend mpi: there is no mpi4py here; {_INSTALL}") from None
-    if size > 1 and not any(name.startswith(_STARTED_BY) for name in os.environ):
+        raise CannotRunError(f"--backend mpi: mpi4py is not installed; {_INSTALL}") from None
+    if size > 1 and not any(name.startswith(_LAUNCHER_PREFIXES) for name in os.environ):
         raise CannotRunError(
             "--backend mpi: this process was not started by mpirun; use --launcher mpi, or mpirun -n N and the command"
         )
-    if "mpi4py.MPI" not in sys.modules:  # else whoever imported it has said what it shall do
+    if "mpi4py.MPI" not in sys.modules:  # otherwise user code has imported it, and keeps its own settings
         mpi4py.rc.initialize = mpi4py.rc.finalize = False
     try:
         mpi: Any = import_module("mpi4py.MPI")
     except (ImportError, RuntimeError) as error:
-        raise CannotRunError(f"--backend mpi: mpi4py finds no MPI ({str(error).splitlines()[0]}); {_INSTALL}") from None
+        raise CannotRunError(
+            f"--backend mpi: mpi4py finds no MPI library ({str(error).splitlines()[0]}); {_INSTALL}"
+        ) from None
     if not mpi.Is_initialized():
         mpi.Init_thread(mpi.THREAD_SERIALIZED)
         atexit.register(_finalize, mpi)
     if mpi.Query_thread() < mpi.THREAD_SERIALIZED:
-        raise CannotRunError("--backend mpi: this MPI allows one thread only; it has to give MPI_THREAD_SERIALIZED")
+        raise CannotRunError(
+            "--backend mpi: this MPI library supports only one thread; use one with MPI_THREAD_SERIALIZED"
+        )
     return mpi
 
 
 def _finalize(mpi: Any) -> None:
-    """A collective of all processes of mpirun: not after an error, when the others are elsewhere."""
+    """Finalise MPI, but not after an error: it waits for all processes of mpirun, and the others may not come."""
     if not UNFINISHED and getattr(sys, "last_value", None) is None and not mpi.Is_finalized():
         mpi.Finalize()
 
 
-def meet(store: dist.Store, mpi: Any, rank: int, size: int, ranks: Sequence[int], seconds: float) -> list[int]:
-    """The rank of each in MPI's own world, once all have come. Raises `CannotRunError` on all if these are no world."""
+def gather_mpi_ranks(
+    store: dist.Store, mpi: Any, rank: int, size: int, ranks: Sequence[int], timeout_seconds: float
+) -> list[int]:
+    """Return the rank in MPI.COMM_WORLD of each rank of the group. A collective.
+
+    Raises `CannotRunError` on all ranks if they are not in one MPI world.
+    """
     world = mpi.COMM_WORLD
-    store.set(f"place/{rank}", json.dumps([world.Get_rank(), world.Get_size()]))
+    store.set(f"mpi_rank/{rank}", json.dumps([world.Get_rank(), world.Get_size()]))
     entries = [
-        handshake(store, f"place/{group_rank}", ranks[group_rank], "MPI group", seconds) for group_rank in range(size)
+        handshake(store, f"mpi_rank/{group_rank}", ranks[group_rank], "MPI group", timeout_seconds)
+        for group_rank in range(size)
     ]
-    mpi_ranks, sizes = [mpi_rank for mpi_rank, _ in entries], {count for _, count in entries}
-    if len(set(mpi_ranks)) < size or len(sizes) > 1:
+    mpi_ranks, world_sizes = [mpi_rank for mpi_rank, _ in entries], {world_size for _, world_size in entries}
+    if len(set(mpi_ranks)) < size or len(world_sizes) > 1:
         library = mpi.Get_library_version().partition(",")[0].splitlines()[0].strip("\0 ")
         raise CannotRunError(
-            f"--backend mpi: MPI knows {min(sizes)} of {size} ranks; mpi4py uses {library}: start them by its mpirun"
+            f"--backend mpi: MPI connects only {min(world_sizes)} of {size} ranks; start them with the mpirun of the "
+            f"library that mpi4py uses, {library}"
         )
     return mpi_ranks

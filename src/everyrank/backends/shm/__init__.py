@@ -3,9 +3,9 @@
 segment.py       maps the shared memory, and detects peers that have ended
 calls.py         encodes a call as one integer
 chunks.py        splits flat tensors into chunks
-phases.py        synchronises the ranks of a group: double buffers and counters
+phases.py        synchronises the ranks of a group with double buffers and counters
 collectives.py   the collectives over these buffers
-messages.py      send and receive: ring buffers
+messages.py      send and receive over ring buffers
 group.py         makes the process group that torch sees
 """
 

@@ -1,4 +1,4 @@
-"""What a rank calls, as one number: ranks compare theirs before one reads what another has written."""
+"""Encodes a call as one integer: ranks compare their calls before one reads what another one has written."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-__all__ = ["call_text", "encode_call"]
+__all__ = ["decode_call", "encode_call"]
 
 _REDUCTIONS = ("none", "sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 _OPERATIONS = (
@@ -19,26 +19,32 @@ _DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(_DTYPES)}
 
 @functools.lru_cache(maxsize=4096)
 def encode_call(operation: str, dtype: torch.dtype, count: int, reduction: str = "none", root: int = 0) -> int:
-    """A call in 63 bits. Raises `RuntimeError` for a reduction that this backend has not, or not of this dtype."""
+    """Return a call as an integer of 63 bits. Raises `RuntimeError` for an unsupported reduction of this dtype.
+
+    From the lowest bit on: operation (4 bits), dtype (6), reduction (4), root (12), number of elements (36).
+    """
     if reduction != "none":
         _check_reduction(reduction, dtype)
-    number = _OPERATIONS.index(operation) | _DTYPE_NUMBERS[dtype] << 4 | _REDUCTIONS.index(reduction) << 10
-    return number | root << 14 | (count & 0xFFFFFFFFF) << 26
+    code = _OPERATIONS.index(operation) | _DTYPE_NUMBERS[dtype] << 4 | _REDUCTIONS.index(reduction) << 10
+    return code | root << 14 | (count & 0xFFFFFFFFF) << 26
 
 
-def call_text(call: int) -> str:
-    """The call for a person: `all_reduce(8 elements of float32, sum, root 0)`."""
+def decode_call(call: int) -> str:
+    """Return an encoded call as text, for example `all_reduce(8 elements of float32, sum, root 0)`."""
     dtype, reduction = _DTYPES[call >> 4 & 63], _REDUCTIONS[call >> 10 & 15]
-    words = [f"{call >> 26} elements of {str(dtype).removeprefix('torch.')}"]
-    words += [reduction] if reduction != "none" else []
-    return f"{_OPERATIONS[call & 15]}({', '.join(words)}, root {call >> 14 & 4095})"
+    arguments = [f"{call >> 26} elements of {str(dtype).removeprefix('torch.')}"]
+    arguments += [reduction] if reduction != "none" else []
+    return f"{_OPERATIONS[call & 15]}({', '.join(arguments)}, root {call >> 14 & 4095})"
 
 
 def _check_reduction(reduction: str, dtype: torch.dtype) -> None:
-    is_whole = not (dtype.is_floating_point or dtype.is_complex)
+    is_integer = not (dtype.is_floating_point or dtype.is_complex)
     if reduction not in _REDUCTIONS or (
-        (reduction in ("band", "bor", "bxor") and not is_whole)
+        (reduction in ("band", "bor", "bxor") and not is_integer)
         or (reduction in ("min", "max") and dtype.is_complex)
-        or (reduction == "avg" and is_whole)
+        or (reduction == "avg" and is_integer)
     ):
-        raise RuntimeError(f"reduction {reduction} of {dtype}: give one of {', '.join(_REDUCTIONS[1:])} that it has")
+        raise RuntimeError(
+            f"reduction {reduction} of {dtype} is not supported; give one of {', '.join(_REDUCTIONS[1:])} that this "
+            "dtype has"
+        )

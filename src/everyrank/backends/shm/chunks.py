@@ -1,4 +1,4 @@
-"""Flat tensors in chunks."""
+"""Splits flat tensors into chunks."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["as_bytes", "chunks_of", "ranges_of", "slices_of"]
+__all__ = ["as_bytes", "chunk_slices", "chunks_of", "even_slices"]
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a flat tensor."""
+    """Return a view of a flat tensor as bytes."""
     return tensor.view(torch.uint8)
 
 
-def ranges_of(length: int, longest: int) -> Iterator[slice]:
-    """0 to `length` in slices of at most `longest`."""
-    for first in range(0, length, longest):
-        yield slice(first, min(length, first + longest))
+def chunk_slices(length: int, max_length: int) -> Iterator[slice]:
+    """Yield slices of at most `max_length` elements that cover 0 to `length`."""
+    for first in range(0, length, max_length):
+        yield slice(first, min(length, first + max_length))
 
 
-def chunks_of(tensor: Tensor, longest: int) -> Sequence[Tensor]:
-    """A flat tensor in chunks of at most `longest` elements."""
+def chunks_of(tensor: Tensor, max_length: int) -> Sequence[Tensor]:
+    """Return views of at most `max_length` elements that cover a flat tensor."""
     length = tensor.numel()  # len() of a tensor takes four times as long
-    return [tensor] if 0 < length <= longest else [tensor[span] for span in ranges_of(length, longest)]
+    return [tensor] if 0 < length <= max_length else [tensor[span] for span in chunk_slices(length, max_length)]
 
 
-def slices_of(length: int, count: int) -> list[slice]:
-    """0 to `length` in `count` slices, equal ones first; the last may be shorter or empty."""
+def even_slices(length: int, count: int) -> list[slice]:
+    """Return `count` slices that cover 0 to `length`, all of one size; the last ones may be shorter or empty."""
     step = -(-length // count)
     return [slice(min(length, step * index), min(length, step * (index + 1))) for index in range(count)]

@@ -1,6 +1,6 @@
-"""Collectives over shared memory, in phases: each rank writes into a buffer of its own, and reads those of the others.
+"""Collectives over shared memory: in each phase a rank writes into its own buffer and reads the other ranks' buffers.
 
-Tensors longer than a buffer go in parts.
+Tensors longer than a buffer are sent in chunks.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from everyrank.backends.operation_queue import Steps, no_steps
 from everyrank.backends.shm.calls import encode_call
-from everyrank.backends.shm.chunks import as_bytes, chunks_of, ranges_of, slices_of
-from everyrank.backends.shm.phases import LINE, Phases
+from everyrank.backends.shm.chunks import as_bytes, chunk_slices, chunks_of, even_slices
+from everyrank.backends.shm.phases import LINE_WORDS, Phases
 from everyrank.errors import RankFailedError
 
 __all__ = ["SharedBuffers"]
@@ -28,63 +28,69 @@ _REDUCE: dict[str, Callable[..., Tensor]] = {
     "bor": torch.bitwise_or,
     "bxor": torch.bitwise_xor,
 }
-_LEAST_DIVIDED_BYTES = 2**18  # of all ranks together; below, each reduces everything: cheaper than a second phase
+# An all-reduce of fewer bytes, over all ranks, has one phase, in which each rank reduces the whole tensor. That is
+# cheaper than a second phase.
+_MIN_TWO_PHASE_BYTES = 2**18
 
 
 class SharedBuffers(Phases):
-    """The collectives over the buffers of a group (`GroupCollectives` says what each does)."""
+    """Implements `GroupCollectives` over the shared buffers of a group."""
 
     def barrier(self) -> Steps:
-        """As `GroupCollectives` says."""
+        """Wait until all ranks have reached the barrier."""
         call = encode_call("barrier", torch.uint8, 0)
         yield from self._begin(call)
-        yield from self._signalled(self.others)
+        yield from self._signal_and_wait(self.other_ranks)
 
     def all_reduce(self, tensor: Tensor, reduction: str) -> Steps:
-        """As `GroupCollectives` says. Short tensors are reduced by every rank, long ones by each rank a part."""
+        """Reduce `tensor` over all ranks, in place: short tensors in one phase, long ones in two."""
         call = encode_call("all_reduce", tensor.dtype, tensor.numel(), reduction)
         if self.size == 1:
             return no_steps()
-        is_short = tensor.nbytes * self.size < _LEAST_DIVIDED_BYTES
-        return self._whole(tensor, call, reduction) if is_short else self._divided(tensor, call, reduction)
+        is_short = tensor.nbytes * self.size < _MIN_TWO_PHASE_BYTES
+        if is_short:
+            return self._all_reduce_short(tensor, call, reduction)
+        return self._all_reduce_long(tensor, call, reduction)
 
-    def _whole(self, tensor: Tensor, call: int, reduction: str) -> Steps:
+    def _all_reduce_short(self, tensor: Tensor, call: int, reduction: str) -> Steps:
+        """All-reduce in one phase: each rank reduces the whole tensor."""
         yield from self._begin(call)
-        buffers = self._beginnings(tensor.dtype, tensor.numel())
+        buffers = self._prefixes(tensor.dtype, tensor.numel())
         buffers[self.rank].copy_(tensor)
-        yield from self._signalled(self.others)
+        yield from self._signal_and_wait(self.other_ranks)
         self._reduce(buffers, tensor, reduction)
 
-    def _divided(self, tensor: Tensor, call: int, reduction: str) -> Steps:
-        """Reduce-scatter, then all-gather; each rank hands in what others reduce, and gets what they have reduced."""
+    def _all_reduce_long(self, tensor: Tensor, call: int, reduction: str) -> Steps:
+        """All-reduce in two phases, reduce-scatter and all-gather: each rank reduces one shard of each chunk."""
         for chunk in chunks_of(tensor, self.num_bytes // tensor.itemsize):
             yield from self._begin(call)
-            spans = slices_of(len(chunk), self.size)
-            first, last = spans[self.rank].start, spans[self.rank].stop
-            local_buffer = self._buffer(chunk.dtype, self.phase)[self.rank]
+            slices = even_slices(len(chunk), self.size)
+            first, last = slices[self.rank].start, slices[self.rank].stop
+            local_buffer = self._phase_buffers(chunk.dtype, self.phase)[self.rank]
             local_buffer[:first].copy_(chunk[:first])
             local_buffer[last : len(chunk)].copy_(chunk[last:])
-            yield from self._signalled(self.others)
-            buffers = self._buffer(chunk.dtype, self.phase)
-            mine = chunk[first:last]
-            self._reduce([mine, *(buffers[rank][first:last] for rank in self.others)], mine, reduction)
+            yield from self._signal_and_wait(self.other_ranks)
+            buffers = self._phase_buffers(chunk.dtype, self.phase)
+            local_shard = chunk[first:last]
+            shards = [local_shard, *(buffers[rank][first:last] for rank in self.other_ranks)]
+            self._reduce(shards, local_shard, reduction)
             yield from self._begin(call)
-            buffers = self._buffer(chunk.dtype, self.phase)
-            buffers[self.rank][first:last].copy_(mine)
-            yield from self._signalled(self.others)
-            for rank in self.others:
-                chunk[spans[rank]].copy_(buffers[rank][spans[rank]])
+            buffers = self._phase_buffers(chunk.dtype, self.phase)
+            buffers[self.rank][first:last].copy_(local_shard)
+            yield from self._signal_and_wait(self.other_ranks)
+            for rank in self.other_ranks:
+                chunk[slices[rank]].copy_(buffers[rank][slices[rank]])
 
-    def _reduce(self, given: list[Tensor], out: Tensor, reduction: str) -> None:
-        """In the order given. `out` may be the first of them."""
-        function, first = _REDUCE[reduction], given[0]
-        for tensor in given[1:]:
-            first = function(first, tensor, out=out)
+    def _reduce(self, inputs: list[Tensor], output: Tensor, reduction: str) -> None:
+        """Reduce the inputs, in their order, into `output`, which may be the first of them."""
+        function, result = _REDUCE[reduction], inputs[0]
+        for tensor in inputs[1:]:
+            result = function(result, tensor, out=output)
         if reduction == "avg":
-            out.div_(self.size)
+            output.div_(self.size)
 
     def reduce(self, tensor: Tensor, reduction: str, root: int) -> Steps:
-        """As `GroupCollectives` says."""
+        """Reduce `tensor` over all ranks, in place on the root."""
         call = encode_call("reduce", tensor.dtype, len(tensor), reduction, root)
         return self._reduce_to(tensor, call, reduction, root)
 
@@ -93,118 +99,133 @@ class SharedBuffers(Phases):
             return
         for chunk in chunks_of(tensor, self.num_bytes // tensor.itemsize):
             yield from self._begin(call)
-            buffers = self._buffer(tensor.dtype, self.phase)
+            buffers = self._phase_buffers(tensor.dtype, self.phase)
             if self.rank != root:
                 buffers[self.rank][: len(chunk)].copy_(chunk)
-                yield from self._signalled([])
+                yield from self._signal_and_wait([])
             else:
-                yield from self._signalled(self.others)
-                self._reduce([chunk, *(buffers[rank][: len(chunk)] for rank in self.others)], chunk, reduction)
+                yield from self._signal_and_wait(self.other_ranks)
+                self._reduce([chunk, *(buffers[rank][: len(chunk)] for rank in self.other_ranks)], chunk, reduction)
 
     def broadcast(self, tensor: Tensor, root: int) -> Steps:
-        """As `GroupCollectives` says."""
+        """Copy `tensor` of the root to all ranks."""
         call = encode_call("broadcast", tensor.dtype, len(tensor), root=root)
         for chunk in chunks_of(as_bytes(tensor), self.num_bytes):
             yield from self._begin(call)
-            buffer = self._buffer(torch.uint8, self.phase)[root][: len(chunk)]
+            buffer = self._phase_buffers(torch.uint8, self.phase)[root][: len(chunk)]
             if self.rank == root:
                 buffer.copy_(chunk)
-                yield from self._signalled([])
+                yield from self._signal_and_wait([])
             else:
-                yield from self._signalled([root])
+                yield from self._signal_and_wait([root])
                 chunk.copy_(buffer)
 
-    def all_gather(self, parts: list[Tensor], sent: Tensor) -> Steps:
-        """As `GroupCollectives` says."""
-        return self._gather(encode_call("all_gather", sent.dtype, len(sent)), parts, sent)
+    def all_gather(self, outputs: list[Tensor], input_tensor: Tensor) -> Steps:
+        """Copy `input_tensor` of each rank to `outputs` of all ranks."""
+        return self._gather(encode_call("all_gather", input_tensor.dtype, len(input_tensor)), outputs, input_tensor)
 
-    def gather(self, parts: list[Tensor], sent: Tensor, root: int) -> Steps:
-        """As `GroupCollectives` says."""
-        return self._gather(encode_call("gather", sent.dtype, len(sent), root=root), parts, sent)
+    def gather(self, outputs: list[Tensor], input_tensor: Tensor, root: int) -> Steps:
+        """Copy `input_tensor` of each rank to `outputs` of the root."""
+        call = encode_call("gather", input_tensor.dtype, len(input_tensor), root=root)
+        return self._gather(call, outputs, input_tensor)
 
-    def _gather(self, call: int, parts: list[Tensor], sent: Tensor) -> Steps:
-        """`own` of each rank, on those that have `parts` for them."""
-        for span in ranges_of(sent.nbytes, self.num_bytes):
-            chunk = as_bytes(sent)[span]
+    def _gather(self, call: int, outputs: list[Tensor], input_tensor: Tensor) -> Steps:
+        """Copy `input_tensor` of each rank to `outputs` of the ranks that have some."""
+        for span in chunk_slices(input_tensor.nbytes, self.num_bytes):
+            chunk = as_bytes(input_tensor)[span]
             yield from self._begin(call)
-            buffers = self._buffer(torch.uint8, self.phase)
+            buffers = self._phase_buffers(torch.uint8, self.phase)
             buffers[self.rank][: len(chunk)].copy_(chunk)
-            yield from self._signalled(self.others if parts else [])
-            for output, buffer in zip(parts, buffers, strict=False):
+            yield from self._signal_and_wait(self.other_ranks if outputs else [])
+            for output, buffer in zip(outputs, buffers, strict=False):
                 as_bytes(output)[span].copy_(buffer[: len(chunk)])
 
-    def scatter(self, received: Tensor, parts: list[Tensor], root: int) -> Steps:
-        """As `GroupCollectives` says."""
-        call = encode_call("scatter", received.dtype, len(received), root=root)
-        room = self._room()
-        for span in ranges_of(received.nbytes, room):
+    def scatter(self, output: Tensor, inputs: list[Tensor], root: int) -> Steps:
+        """Copy `inputs[r]` of the root to `output` of rank r."""
+        call = encode_call("scatter", output.dtype, len(output), root=root)
+        bytes_per_rank = self._bytes_per_rank()
+        for span in chunk_slices(output.nbytes, bytes_per_rank):
             length = span.stop - span.start
             yield from self._begin(call)
-            buffer = self._buffer(torch.uint8, self.phase)[root]
+            buffer = self._phase_buffers(torch.uint8, self.phase)[root]
             if self.rank == root:
                 for rank in range(self.size):
-                    buffer[rank * room : rank * room + length].copy_(as_bytes(parts[rank])[span])
-                yield from self._signalled([])
+                    first = rank * bytes_per_rank
+                    buffer[first : first + length].copy_(as_bytes(inputs[rank])[span])
+                yield from self._signal_and_wait([])
             else:
-                yield from self._signalled([root])
-            as_bytes(received)[span].copy_(buffer[self.rank * room : self.rank * room + length])
+                yield from self._signal_and_wait([root])
+            first = self.rank * bytes_per_rank
+            as_bytes(output)[span].copy_(buffer[first : first + length])
 
-    def reduce_scatter(self, received: Tensor, parts: list[Tensor], reduction: str) -> Steps:
-        """As `GroupCollectives` says."""
-        call = encode_call("reduce_scatter", received.dtype, len(received), reduction)
-        return self._reduce_scatter(received, parts, call, reduction)
+    def reduce_scatter(self, output: Tensor, inputs: list[Tensor], reduction: str) -> Steps:
+        """Reduce `inputs[r]` over all ranks into `output` of rank r."""
+        call = encode_call("reduce_scatter", output.dtype, len(output), reduction)
+        return self._reduce_scatter(output, inputs, call, reduction)
 
-    def _reduce_scatter(self, received: Tensor, parts: list[Tensor], call: int, reduction: str) -> Steps:
+    def _reduce_scatter(self, output: Tensor, inputs: list[Tensor], call: int, reduction: str) -> Steps:
         if self.size == 1:
-            received.copy_(parts[0])
+            output.copy_(inputs[0])
             return
-        room = self._room() // received.itemsize
-        for span in ranges_of(len(received), room):
+        elements_per_rank = self._bytes_per_rank() // output.itemsize
+        for span in chunk_slices(len(output), elements_per_rank):
             length = span.stop - span.start
             yield from self._begin(call)
-            buffers = self._buffer(received.dtype, self.phase)
-            for rank in self.others:
-                buffers[self.rank][rank * room : rank * room + length].copy_(parts[rank][span])
-            yield from self._signalled(self.others)
-            first = self.rank * room
-            given = [parts[self.rank][span], *(buffers[rank][first : first + length] for rank in self.others)]
-            self._reduce(given, received[span], reduction)
+            buffers = self._phase_buffers(output.dtype, self.phase)
+            for rank in self.other_ranks:
+                first = rank * elements_per_rank
+                buffers[self.rank][first : first + length].copy_(inputs[rank][span])
+            yield from self._signal_and_wait(self.other_ranks)
+            first = self.rank * elements_per_rank
+            chunks = [
+                inputs[self.rank][span],
+                *(buffers[rank][first : first + length] for rank in self.other_ranks),
+            ]
+            self._reduce(chunks, output[span], reduction)
 
-    def all_to_all(self, received: list[Tensor], sent: list[Tensor]) -> Steps:
-        """As `GroupCollectives` says. A rank knows how long its own parts are: the first phase says so, too."""
-        call = encode_call("all_to_all", (sent + received)[0].dtype, 0)
-        head = -(-self.size // LINE) * LINE * 8  # bytes at the beginning of a buffer, for the lengths
-        room = self._room(head)
-        outgoing, incoming = [as_bytes(chunk) for chunk in sent], [as_bytes(chunk) for chunk in received]
-        first, longest = 0, 1
-        while first < longest:
+    def all_to_all(self, outputs: list[Tensor], inputs: list[Tensor]) -> Steps:
+        """Copy `inputs[s]` of rank r to `outputs[r]` of rank s.
+
+        A rank knows only the lengths of its own tensors, so in the first phase each rank also writes the lengths of its
+        inputs.
+        """
+        call = encode_call("all_to_all", (inputs + outputs)[0].dtype, 0)
+        header_bytes = -(-self.size // LINE_WORDS) * LINE_WORDS * 8  # for the lengths
+        bytes_per_rank = self._bytes_per_rank(header_bytes)
+        input_bytes, output_bytes = [as_bytes(chunk) for chunk in inputs], [as_bytes(chunk) for chunk in outputs]
+        first, max_length = 0, 1
+        while first < max_length:
             yield from self._begin(call)
-            buffers = self._buffer(torch.uint8, self.phase)
-            for rank in self.others:
-                chunk, offset = outgoing[rank][first : first + room], head + rank * room
+            buffers = self._phase_buffers(torch.uint8, self.phase)
+            for rank in self.other_ranks:
+                chunk, offset = input_bytes[rank][first : first + bytes_per_rank], header_bytes + rank * bytes_per_rank
                 buffers[self.rank][offset : offset + len(chunk)].copy_(chunk)
             if not first:
-                self._beginnings(torch.int64, self.size)[self.rank].copy_(torch.tensor(list(map(len, outgoing))))
-            yield from self._signalled(self.others)
+                self._prefixes(torch.int64, self.size)[self.rank].copy_(torch.tensor(list(map(len, input_bytes))))
+            yield from self._signal_and_wait(self.other_ranks)
             if not first:
-                longest = self._longest(incoming)
-                incoming[self.rank].copy_(outgoing[self.rank])
-            for rank in self.others:
-                chunk, offset = incoming[rank][first : first + room], head + self.rank * room
+                max_length = self._max_length(output_bytes)
+                output_bytes[self.rank].copy_(input_bytes[self.rank])
+            for rank in self.other_ranks:
+                chunk = output_bytes[rank][first : first + bytes_per_rank]
+                offset = header_bytes + self.rank * bytes_per_rank
                 chunk.copy_(buffers[rank][offset : offset + len(chunk)])
-            first += room
+            first += bytes_per_rank
 
-    def _longest(self, incoming: list[Tensor]) -> int:
-        """Bytes of the longest part that any rank sends. Raises `RankFailedError` for one that is not as expected."""
-        lengths = [buffer.tolist() for buffer in self._beginnings(torch.int64, self.size)]
-        for rank, chunk in enumerate(incoming):
-            if lengths[rank][self.rank] != len(chunk):
+    def _max_length(self, output_bytes: list[Tensor]) -> int:
+        """Return the bytes of the longest input of any rank.
+
+        Raises `RankFailedError` if a rank sends a different length to this rank than it expects.
+        """
+        lengths = [buffer.tolist() for buffer in self._prefixes(torch.int64, self.size)]
+        for rank, output in enumerate(output_bytes):
+            if lengths[rank][self.rank] != len(output):
                 raise RankFailedError(
                     f"all_to_all: rank {self.ranks[rank]} sends {lengths[rank][self.rank]} bytes to rank "
-                    f"{self.ranks[self.rank]}, which expects {len(chunk)}"
+                    f"{self.ranks[self.rank]}, which expects {len(output)}"
                 )
         return max(map(max, lengths))
 
-    def _room(self, head: int = 0) -> int:
-        """Bytes of a buffer, behind its first ones, for each rank, so that any dtype fits without a remainder."""
-        return (self.num_bytes - head) // self.size // 64 * 64
+    def _bytes_per_rank(self, header_bytes: int = 0) -> int:
+        """Return the bytes for each rank in a buffer after its header, a multiple of 64 so that any dtype fits."""
+        return (self.num_bytes - header_bytes) // self.size // 64 * 64

@@ -13,8 +13,8 @@ from everyrank.backends.engine import ENGINE
 from everyrank.backends.group import PythonGroup
 from everyrank.backends.operation_queue import OperationQueue
 from everyrank.backends.shm.collectives import SharedBuffers
-from everyrank.backends.shm.messages import NUM_ENTRIES, Rings, words_of_rings
-from everyrank.backends.shm.phases import LINE
+from everyrank.backends.shm.messages import NUM_ENTRIES, Rings, num_ring_words
+from everyrank.backends.shm.phases import LINE_WORDS
 from everyrank.backends.shm.segment import map_shared
 from everyrank.backends.transport import Transport
 from everyrank.errors import CannotRunError
@@ -23,51 +23,50 @@ __all__ = ["buffer_and_entry_bytes", "make_shm_group"]
 
 _BUFFER_BYTES = 2**21
 _ENTRY_BYTES = 2**18
-_FEW_RANKS = 16  # with more ranks, each buffer is smaller, so that the address space of a group stays below a gigabyte
-_PAGE = 4096
+_MAX_FULL_SIZE_RANKS = 16  # with more ranks, buffers are smaller, so that a group stays below a gigabyte
+_PAGE_BYTES = 4096
 
 
 def make_shm_group(
     store: dist.Store, rank: int, size: int, ranks: Sequence[int], timeout: datetime.timedelta, name: str
 ) -> PythonGroup:
-    """A process group over shared memory. A collective of its ranks; `ranks` are their numbers among all ranks.
+    """Return a process group over shared memory. A collective of its ranks, whose global ranks are `ranks`.
 
-    Raises `CannotRunError` if the ranks cannot share memory, and `RankFailedError` naming the ranks that do not arrive.
-    The system provides each page of the memory when it is first written.
+    Raises `CannotRunError` if the ranks cannot share memory, and `RankFailedError` naming a rank that does not arrive.
+    The operating system allocates each page of the memory when it is first written.
     """
-    buffer, entry = buffer_and_entry_bytes(size)
-    num_words = LINE * size + words_of_rings(size)
-    buffers_start = -(-num_words * 8 // _PAGE) * _PAGE
-    entries_start = buffers_start + 2 * size * buffer
-    total = entries_start + size * size * NUM_ENTRIES * entry
-    seconds = timeout.total_seconds()
-    memory, peers = map_shared(store, rank, size, ranks, total, seconds)
+    buffer_bytes, entry_bytes = buffer_and_entry_bytes(size)
+    num_words = LINE_WORDS * size + num_ring_words(size)
+    buffers_start = -(-num_words * 8 // _PAGE_BYTES) * _PAGE_BYTES
+    entries_start = buffers_start + 2 * size * buffer_bytes
+    total_bytes = entries_start + size * size * NUM_ENTRIES * entry_bytes
+    timeout_seconds = timeout.total_seconds()
+    memory, peers = map_shared(store, rank, size, ranks, total_bytes, timeout_seconds)
     words = memoryview(memory)[:buffers_start].cast("q")
-    content = torch.frombuffer(memory, dtype=torch.uint8)
-    buffers = content[buffers_start:entries_start].view(2, size, buffer)
-    entries = content[entries_start:].view(size * size, NUM_ENTRIES, entry)
+    memory_bytes = torch.frombuffer(memory, dtype=torch.uint8)
+    buffers = memory_bytes[buffers_start:entries_start].view(2, size, buffer_bytes)
+    entries = memory_bytes[entries_start:].view(size * size, NUM_ENTRIES, entry_bytes)
 
     collectives = SharedBuffers(rank, size, ranks, words, 0, [list(row) for row in buffers])
+    queue = OperationQueue(ranks, timeout_seconds, on_failure=collectives.set_failed)
 
-    queue = OperationQueue(ranks, seconds, broke=collectives.give_up)
-
-    def lost(missing: Sequence[int]) -> dict[int, str]:
-        gave_up = [group_rank for group_rank in missing if collectives.gave_up(group_rank)]
+    def find_lost(missing: Sequence[int]) -> dict[int, str]:
+        failed = [group_rank for group_rank in missing if collectives.has_failed(group_rank)]
         return {
-            group_rank: f"rank {ranks[group_rank]} has failed in this group" for group_rank in gave_up
-        } | peers.lost(missing)
+            group_rank: f"rank {ranks[group_rank]} has failed in this group" for group_rank in failed
+        } | peers.find_ended(missing)
 
-    queue.lost = lost
+    queue.find_lost = find_lost
 
-    def new_queue(is_any_enough: bool) -> OperationQueue:
-        return OperationQueue(ranks, queue.timeout_seconds, lost, is_any_enough, is_message=True)
+    def new_queue(from_any_source: bool) -> OperationQueue:
+        return OperationQueue(ranks, queue.timeout_seconds, find_lost, from_any_source, is_message=True)
 
-    # all cores: launchers may bind each rank to one of its own
+    # compared with all cores of the host, because launchers may bind each rank to one core
     ENGINE.is_oversubscribed = ENGINE.is_oversubscribed or size > (os.cpu_count() or size)
     transport = Transport(
         "shm",
         collectives,
-        Rings(rank, size, ranks, words, LINE * size, entries, new_queue),
+        Rings(rank, size, ranks, words, LINE_WORDS * size, entries, new_queue),
         queue,
         peers.close,
     )
@@ -75,12 +74,13 @@ def make_shm_group(
 
 
 def buffer_and_entry_bytes(size: int) -> tuple[int, int]:
-    """Bytes of a buffer, and of a ring entry, in a group of `size` ranks: whole pages, so that any dtype fits.
+    """Return the bytes of a buffer and of a ring entry in a group of `size` ranks: whole pages, so that any dtype fits.
 
-    Raises `CannotRunError` for more ranks than a buffer has room for.
+    Raises `CannotRunError` for too many ranks for a buffer.
     """
-    divisor = max(1, size // _FEW_RANKS)
-    buffer, entry = _BUFFER_BYTES // divisor // _PAGE * _PAGE, max(_PAGE, _ENTRY_BYTES // divisor**2 // _PAGE * _PAGE)
-    if buffer < 128 * size:  # all_to_all sends the length of each part, then at least 64 bytes of it at a time
+    divisor = max(1, size // _MAX_FULL_SIZE_RANKS)
+    buffer_bytes = _BUFFER_BYTES // divisor // _PAGE_BYTES * _PAGE_BYTES
+    entry_bytes = max(_PAGE_BYTES, _ENTRY_BYTES // divisor**2 // _PAGE_BYTES * _PAGE_BYTES)
+    if buffer_bytes < 128 * size:  # all_to_all sends the length for each rank, and then at least 64 bytes at a time
         raise CannotRunError(f"--backend shm: {size} ranks in a group are too many; use --backend gloo")
-    return buffer, entry
+    return buffer_bytes, entry_bytes

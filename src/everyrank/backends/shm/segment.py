@@ -1,8 +1,8 @@
-"""Memory that the ranks of one group share, without a name in any file system: nothing is left, however they end.
+"""Maps memory that the ranks of one group share. It has no name in a file system, so no file is left after a crash.
 
-The first rank makes a file in memory (memfd) and says over the store where it is; the others open it through /proc, and
-all map it. That works for processes of one user in one PID namespace; who cannot open it, or finds another file there,
-shares no memory with the first rank, whatever the launcher says.
+The first rank creates a file in memory (memfd) and writes its location to the store. The other ranks open it through
+/proc, and all ranks map it. That works for processes of one user in one PID namespace. A rank that cannot open the
+file, or finds a different one there, cannot share memory with the first rank.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ from everyrank.errors import CannotRunError
 
 __all__ = ["Peers", "map_shared", "no_shared_memory"]
 
-_STRONG_ORDER = ("x86_64", "amd64")
+_STRONGLY_ORDERED = ("x86_64", "amd64")
 _TOKEN_BYTES = 16
 _PROBE_BYTES = 4096
-_MOST_BYTES = 2**30  # of the groups of many ranks
+_MAX_GROUP_BYTES = 2**30
 
 
 def no_shared_memory(store: dist.Store, rank: int, size: int, timeout_seconds: float) -> str:
-    """Why these ranks, all of one machine, cannot have this backend; empty where they can. A collective.
+    """Return why these ranks, all of one host, cannot use this backend; "" if they can. A collective.
 
-    It is tried, because no launcher knows: containers of one host have PID namespaces of their own.
+    The ranks try to share memory, because no launcher knows whether they can: each container of a host has its own PID
+    namespace.
     """
-    why_not = _unfit_machine()
-    if why_not:
-        return why_not
+    reason = _unsupported_machine()
+    if reason:
+        return reason
     try:
         memory, peers = map_shared(store, rank, size, range(size), _PROBE_BYTES, timeout_seconds)
     except CannotRunError as error:
@@ -49,21 +50,25 @@ def no_shared_memory(store: dist.Store, rank: int, size: int, timeout_seconds: f
     return ""
 
 
-def _unfit_machine() -> str:
-    """Ranks publish what they wrote by writing a number after it. A processor of weak memory order may show the number
-    first, and Python has no instruction against that.
+def _unsupported_machine() -> str:
+    """Return why this machine cannot use this backend; "" if it can.
+
+    A rank writes data and then a counter, which tells the other ranks that the data is complete. On a processor with
+    weak memory order the others may see the counter first, and Python has no memory barrier to prevent that.
     """
     if not sys.platform.startswith("linux") or not hasattr(os, "memfd_create"):
         return f"shared memory needs Linux with memfd and pidfd; this is {platform.system()} {platform.release()}"
-    if platform.machine().lower() not in _STRONG_ORDER:
-        return f"shared memory needs a processor of strong memory order (x86-64); this is {platform.machine()}"
+    if platform.machine().lower() not in _STRONGLY_ORDERED:
+        return f"shared memory needs a processor with strong memory order (x86-64); this is {platform.machine()}"
     return ""
 
 
 class Peers:
-    """The processes of the ranks of a group, each held by a descriptor: whether they live can be asked at any time.
+    """The processes of a group's ranks, each held by a descriptor (pidfd) that tells whether it has ended.
 
-    pids   of each rank; ranks  its number among all ranks
+    pids         of each rank of the group
+    ranks        the global rank of each rank of the group, for messages
+    descriptors  group rank -> descriptor, without this process and without ranks that had already ended
     """
 
     def __init__(self, pids: Sequence[int], ranks: Sequence[int]) -> None:
@@ -74,15 +79,15 @@ class Peers:
                 with contextlib.suppress(ProcessLookupError):  # it has ended already
                     self.descriptors[rank] = os.pidfd_open(pid)
 
-    def lost(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Those of `ranks` that have ended, in words."""
+    def find_ended(self, group_ranks: Sequence[int]) -> dict[int, str]:
+        """Return a message for each of the given ranks that has ended."""
         return {
             rank: f"rank {self.ranks[rank]} (process {self.pids[rank]}) has ended"
-            for rank in ranks
-            if self._ended(rank)
+            for rank in group_ranks
+            if self._has_ended(rank)
         }
 
-    def _ended(self, rank: int) -> bool:
+    def _has_ended(self, rank: int) -> bool:
         if self.pids[rank] == os.getpid():
             return False
         descriptor = self.descriptors.get(rank)
@@ -93,7 +98,7 @@ class Peers:
         return bool(poll.poll(0))
 
     def close(self) -> None:
-        """Let go of the descriptors."""
+        """Close the descriptors."""
         while self.descriptors:
             os.close(self.descriptors.popitem()[1])
 
@@ -101,14 +106,14 @@ class Peers:
 def map_shared(
     store: dist.Store, rank: int, size: int, ranks: Sequence[int], num_bytes: int, timeout_seconds: float
 ) -> tuple[mmap.mmap, Peers]:
-    """`num_bytes` that all ranks of the group see, zero at first, and the ranks' processes. A collective.
+    """Return `num_bytes` of shared memory, filled with zeros, and the processes of the ranks. A collective.
 
-    Raises `CannotRunError` on all of them where one shares no memory with the first, and `RankFailedError` that names
-    who did not come in time.
+    Raises `CannotRunError` on all ranks if one cannot share memory with the first, and `RankFailedError` naming a rank
+    that does not arrive in time.
     """
-    # groups of one name may follow each other: each has keys of its own
+    # a later group may have the same name, so each group has its own prefix
     store = dist.PrefixStore(str(store.add(f"made/{rank}", 1)), store)
-    failure, descriptor, memory = _forbidden(), -1, None
+    failure, descriptor, memory = _missing_system_call(), -1, None
     try:
         if rank == 0:
             if not failure:
@@ -127,23 +132,24 @@ def map_shared(
             except OSError as error:
                 failure = f"{type(error).__name__}: {error.strerror}"
         store.set(f"mapped/{rank}", json.dumps([os.getpid(), failure]))
-        answers = [
+        entries = [
             handshake(store, f"mapped/{index}", ranks[index], "shared memory", timeout_seconds) for index in range(size)
         ]
     finally:
-        if descriptor >= 0:  # all have opened it, or nobody waits for it any more
+        if descriptor >= 0:  # all ranks have opened it, or the group has failed
             os.close(descriptor)
-    strangers = [f"rank {ranks[index]} ({why})" for index, (_, why) in enumerate(answers) if why]
-    if strangers or memory is None:
-        raise CannotRunError(f"no memory is shared with rank {ranks[0]} by {', '.join(strangers)}")
-    return memory, Peers([pid for pid, _ in answers], ranks)
+    failures = [f"rank {ranks[index]} ({reason})" for index, (_, reason) in enumerate(entries) if reason]
+    if failures or memory is None:
+        raise CannotRunError(f"no memory can be shared with rank {ranks[0]} by {', '.join(failures)}")
+    return memory, Peers([pid for pid, _ in entries], ranks)
 
 
-def _forbidden() -> str:
-    """Why this process cannot have it; empty where it can. Old kernels and containers refuse the system calls."""
-    largest = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    if largest != resource.RLIM_INFINITY and largest < _MOST_BYTES:  # memory that is shared counts as a file
-        return f"ulimit -f allows {largest:,} bytes, and many ranks share up to {_MOST_BYTES:,}"
+def _missing_system_call() -> str:
+    """Return why this process cannot share memory; "" if it can. Old kernels and containers refuse the system calls."""
+    max_file_bytes = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    # shared memory counts as a file
+    if max_file_bytes != resource.RLIM_INFINITY and max_file_bytes < _MAX_GROUP_BYTES:
+        return f"ulimit -f allows {max_file_bytes:,} bytes, and a group needs up to {_MAX_GROUP_BYTES:,}"
     try:
         os.close(os.memfd_create("everyrank"))
         os.close(os.pidfd_open(os.getpid()))
@@ -153,11 +159,12 @@ def _forbidden() -> str:
 
 
 def _open(location: Any, num_bytes: int) -> int:
-    pid, number, token = location
-    descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+    """Open the file of the first rank, and return its descriptor. Raises `OSError` if it is a different file."""
+    pid, remote_descriptor, token = location
+    descriptor = os.open(f"/proc/{pid}/fd/{remote_descriptor}", os.O_RDWR | os.O_CLOEXEC)
     try:
         if os.pread(descriptor, _TOKEN_BYTES, num_bytes) != bytes.fromhex(token):
-            raise FileNotFoundError(0, f"process {pid} of this host is another one")
+            raise FileNotFoundError(0, f"process {pid} of this host is not rank 0 of the group")
     except OSError:
         os.close(descriptor)
         raise
