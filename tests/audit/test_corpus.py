@@ -30,6 +30,7 @@ MORE = [
     "broadcast_of_a_view",
     "evaluation_padded",
     "dropout_in_evaluation",
+    "second_head_local_count",
 ]
 
 

@@ -568,6 +568,52 @@ OWN_ORDER = """    def __iter__(self):
 """
 
 
+INTERLEAVED = """
+import torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 16), nn.Linear(16, 3)
+
+    def drop(self, x):
+        return F.dropout(self.first(x), 0.3, self.training)
+
+    def forward(self, x):
+        return self.last(checkpoint(self.drop, x, use_reentrant=False))
+
+
+model = nn.parallel.DistributedDataParallel(Net())
+torch.manual_seed(10 + rank)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(6):
+    x = torch.randn(16, 6, generator=torch.Generator().manual_seed(step))[rank::world]
+    loss = F.cross_entropy(model(x), x[:, :3].argmax(1))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.integration
+def test_dropout_of_interleaved_rows_is_merged_in_the_order_of_ranks(host: tuple[ScriptHost, Path]) -> None:
+    """Each rank takes every second row of the batch, so one rank has the rows in another order than the masks."""
+    findings, num_equal = judged(host, INTERLEAVED)
+    assert (list(findings), num_equal) == ([], 6)
+    (finding,) = found_in(host, INTERLEAVED.replace("loss.backward()", "(loss * world).backward()"))
+    assert finding.rule == "ranks.gradient"
+    findings = found_in(
+        host, INTERLEAVED.replace("use_reentrant=False", "use_reentrant=False, preserve_rng_state=False")
+    )
+    assert "recompute.gradient" in [finding.rule for finding in findings]
+
+
 SHARDED = """
 import torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
 from torch.distributed.fsdp import fully_shard

@@ -164,13 +164,15 @@ def judge_script(
             1, python_args=python_args, imposed=imposed, float64=many.float64, updates=updates, detailed=updates
         )
 
-    single, num_equal = run_alone(Imposed(recording=many)), 0
+    imposed, num_equal = Imposed(recording=many), 0
+    single = run_alone(imposed)
     if processes > 1:
         script = find_script(python_args)
         source = user_source(script) if script else ""
         rank_0, cuts_batches = None, False
         if script is not None and not num_comparable(many, single)[1]:
-            single, cuts_batches = _run_with_cut_batches(many, single, script.read_text(), run_alone)
+            cut_single, imposed = _run_with_cut_batches(many, single, script.read_text(), run_alone)
+            single, cuts_batches = cut_single, cut_single is not single
         if cuts_batches and many.ranks[0].printed:
             findings.not_checked(
                 "printed numbers: the script cuts its batches itself, so it may print numbers of other batches"
@@ -189,7 +191,7 @@ def judge_script(
         without_checkpointing = host.run(
             1,
             python_args=python_args,
-            imposed=Imposed(recording=many, without_checkpointing=True),
+            imposed=dataclasses.replace(imposed, without_checkpointing=True),
             float64=many.float64,
             updates=2,  # the states of the first update are recorded when the second one begins
             detailed=2,
@@ -205,30 +207,32 @@ def judge_script(
 
 def _run_with_cut_batches(
     many: ScriptRecording, single: ScriptRecording, source: str, run_alone: Callable[[Imposed], ScriptRecording]
-) -> tuple[ScriptRecording, bool]:
-    """Return (run on one rank that can be compared, whether there is one) for a script that cuts its own batches.
+) -> tuple[ScriptRecording, Imposed]:
+    """Return a run on one rank that can be compared, and its settings, for a script that cuts its own batches.
 
     The script may contain batch sizes, and may select rows by its rank. Both are tried. If no run can be compared, the
     given run is returned.
     """
     best_run, max_comparable = single, num_comparable(many, single)[0]
+    best_imposed = Imposed(recording=many)
     if single.failure.startswith("no end"):
-        return single, False  # each attempt would wait until the time limit, too
+        return single, best_imposed  # each attempt would wait until the time limit, too
     refused = [reason for reason, update in single.ranks[0].facts.get("refused", []) if not update]
     if any(SHAPES_DIFFER in reason for reason in refused):
-        return single, False  # as the batches of a loader have other shapes, whatever the script cuts
+        return single, best_imposed  # as the batches of a loader have other shapes, whatever the script cuts
     inputs = many.ranks[0].inputs
     num_rows = len(inputs[0][0]) if inputs and inputs[0] and inputs[0][0].dim() else 1
     sizes = sizes_that_divide(source, num_rows)[:_MAX_SIZES]
     for larger, reads in ((BATCH_SIZES, False), (BATCH_SIZES, True), ("", True), *((size, False) for size in sizes)):
-        attempt = run_alone(Imposed(recording=many, larger=larger, reads=reads))
+        imposed = Imposed(recording=many, larger=larger, reads=reads)
+        attempt = run_alone(imposed)
         attempt = _with_same_inputs(many, attempt)
         count, is_complete = num_comparable(many, attempt)
         if count > max_comparable:
-            best_run, max_comparable = attempt, count
+            best_run, max_comparable, best_imposed = attempt, count, imposed
         if is_complete:
             break
-    return best_run, best_run is not single
+    return best_run, best_imposed
 
 
 def _with_same_inputs(many: ScriptRecording, single: ScriptRecording) -> ScriptRecording:

@@ -252,7 +252,10 @@ def _check_inputs(many: ScriptRecording, single: RankRecording) -> None:
         for column, value in enumerate(single_inputs):
             values = [rank_input[column] for rank_input in rank_inputs]
             is_same = all(each.shape == value.shape and relative_difference(each, value) < 1e-6 for each in values)
-            has_order = bool(single.facts.get("batch_norms"))  # batch norm takes the rows of each rank by their order
+            # batch norm takes the rows of each rank by their order, and dropout masks are merged in the order of ranks
+            has_order = bool(single.facts.get("batch_norms")) or _draws_for_rows(
+                many, len(values[0]) if value.dim() else 0
+            )
             if not is_same and not _are_parts(values, value, has_order):
                 raise _OtherInputsError(
                     "the batches of the ranks do not come from a DataLoader, and could not be merged"
@@ -263,6 +266,21 @@ def _check_inputs(many: ScriptRecording, single: RankRecording) -> None:
         joined = join_ranks(rank_inputs, weight)
         if joined.tensor is not None and relative_difference(joined.tensor, weight) > 1e-6:
             raise _NotComparedError(f"{name} starts with different weights on one rank")
+
+
+def _draws_for_rows(many: ScriptRecording, num_rows: int) -> bool:
+    """Whether ranks draw different random numbers for each of `num_rows` rows of the model's input, as dropout does."""
+    import torch
+
+    draws = [rank.draws for rank in many.ranks]
+    for key, draw in draws[0].items():
+        first = draw.tensor
+        if not draw.is_training or not num_rows or not first.dim() or not len(first) or len(first) % num_rows:
+            continue
+        others = [each[key].tensor for each in draws[1:] if key in each]
+        if any(other.shape != first.shape or not torch.equal(other, first) for other in others):
+            return True
+    return False
 
 
 def _scaled_inputs(many: ScriptRecording, single: RankRecording, findings: Findings) -> bool:

@@ -29,10 +29,17 @@ def check_loss_terms(
         findings.not_checked("the weight of loss terms: the micro-batches of an update use different loss functions")
         return
     num_losses = len(next(iter(losses.values())))
+    may_mix = num_losses > 1 and _have_equal_sums(losses.values())
     for number in range(num_losses):
         terms = {key: backward_terms[number] for key, backward_terms in losses.items()}
         if all(term.terms for term in terms.values()):
-            _check_weights(evidence, update, factor, terms, num_losses == 1, findings)
+            _check_weights(evidence, update, factor, terms, num_losses == 1, may_mix, findings)
+
+
+def _have_equal_sums(losses: Collection[list[LossTerm]]) -> bool:
+    """Whether the losses of each backward have the same total weight, as in mixup: a and 1 - a for any a."""
+    sums = [sum(term.scale * (1 if term.reduction == "mean" else term.terms) for term in terms) for terms in losses]
+    return max(sums) - min(sums) <= _UNEVEN_TOLERANCE * max(map(abs, sums))
 
 
 def _reason_not_counted(losses: Collection[BackwardKey], backwards: Sequence[BackwardKey]) -> str:
@@ -65,6 +72,7 @@ def _check_weights(
     factor: float,
     terms: dict[BackwardKey, LossTerm],
     is_only_loss: bool,
+    may_mix: bool,
     findings: Findings,
 ) -> None:
     if all(term.scale < 0 for term in terms.values()):  # a likelihood with a minus sign before it
@@ -75,8 +83,8 @@ def _check_weights(
     lightest, heaviest = min(weights, key=lambda key: weights[key]), max(weights, key=lambda key: weights[key])
     count = sum(term.terms for term in terms.values())
     first = next(iter(terms.values()))
-    # the script sets the weights of several losses with equal counts; mixup, for example, draws one for each rank
-    may_be_intended = not is_only_loss and len({term.terms for term in terms.values()}) == 1
+    # mixup, for example, draws weights that add up to 1 on each rank
+    may_be_intended = may_mix and len({term.terms for term in terms.values()}) == 1
     is_uneven = not may_be_intended and weights[heaviest] - weights[lightest] > _UNEVEN_TOLERANCE * abs(
         weights[heaviest]
     )
