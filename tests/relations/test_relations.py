@@ -614,6 +614,34 @@ def test_dropout_of_interleaved_rows_is_merged_in_the_order_of_ranks(host: tuple
     assert "recompute.gradient" in [finding.rule for finding in findings]
 
 
+TWO_HALVES = """
+import torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
+
+BATCH = 12
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
+generator = torch.Generator().manual_seed(50 + dist.get_rank())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(6):
+    real, fake = torch.randn(BATCH, 4, generator=generator), torch.rand(BATCH, 4, generator=generator)
+    scores = model(torch.cat([real, fake]))
+    loss = F.softplus(-scores[:BATCH]).mean() + F.softplus(scores[BATCH:]).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.integration
+def test_a_batch_size_that_also_splits_the_output_is_no_difference(host: tuple[ScriptHost, Path]) -> None:
+    """The draws of one rank are as long as those of both ranks, so the number has to be, too."""
+    findings, num_equal = judged(host, TWO_HALVES)
+    assert (list(findings), num_equal) == ([], 6)
+    (finding,) = found_in(host, TWO_HALVES.replace("loss.backward()", "(loss * dist.get_world_size()).backward()"))
+    assert finding.rule == "ranks.gradient"
+
+
 SHARDED = """
 import torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
 from torch.distributed.fsdp import fully_shard

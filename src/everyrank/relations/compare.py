@@ -164,22 +164,12 @@ def judge_script(
             1, python_args=python_args, imposed=imposed, float64=many.float64, updates=updates, detailed=updates
         )
 
-    imposed, num_equal = Imposed(recording=many), 0
-    single = run_alone(imposed)
+    single, imposed, num_equal = run_alone(Imposed(recording=many)), Imposed(recording=many), 0
     if processes > 1:
         script = find_script(python_args)
         source = user_source(script) if script else ""
-        rank_0, cuts_batches = None, False
-        if script is not None and not num_comparable(many, single)[1]:
-            cut_single, imposed = _run_with_cut_batches(many, single, script.read_text(), run_alone)
-            single, cuts_batches = cut_single, cut_single is not single
-        if cuts_batches and many.ranks[0].printed:
-            findings.not_checked(
-                "printed numbers: the script cuts its batches itself, so it may print numbers of other batches"
-            )
-        elif not single.failure and many.ranks[0].printed:
-            rank_0 = run_alone(Imposed(recording=many, only_rank=0, parameters=True))
-        num_equal = judge_ranks(many, single, rank_0, run_alone, findings)
+        text = script.read_text() if script else None
+        single, imposed, num_equal = _judge_against_one(many, single, text, run_alone, findings)
         judge_statistics(many, findings)
         if num_equal and not findings.has("ranks.") and misses_evaluation(many, source):
             _judge_short_epochs(host, python_args, processes, many.float64, findings)
@@ -203,6 +193,43 @@ def judge_script(
         else:
             judge_recomputation(single.ranks[0], without_checkpointing.ranks[0], findings)
     return num_equal
+
+
+def _judge_against_one(
+    many: ScriptRecording,
+    single: ScriptRecording,
+    text: str | None,
+    run_alone: Callable[[Imposed], ScriptRecording],
+    findings: Findings,
+) -> tuple[ScriptRecording, Imposed, int]:
+    """Compare the ranks with one rank. Returns the run on one rank that was compared, its settings, and equal updates.
+
+    text  the text of the script; None if there is no file
+    """
+    rank_0, imposed, cuts_batches = None, Imposed(recording=many), False
+    if text is not None and not num_comparable(many, single)[1]:
+        given_single = single
+        single, imposed = _run_with_cut_batches(many, single, text, run_alone)
+        cuts_batches = single is not given_single
+    if cuts_batches and many.ranks[0].printed:
+        findings.not_checked(
+            "printed numbers: the script cuts its batches itself, so it may print numbers of other batches"
+        )
+    elif not single.failure and many.ranks[0].printed:
+        rank_0 = run_alone(Imposed(recording=many, only_rank=0, parameters=True))
+    by_ranks = Findings()
+    num_equal = judge_ranks(many, single, rank_0, run_alone, by_ranks)
+    if by_ranks.has("ranks.gradient") and single.ranks[0].facts.get("widened") and not cuts_batches:
+        # the batch size is a number in the script, which may use it elsewhere, too: for example to split the output
+        larger_imposed, with_larger = Imposed(recording=many, larger=BATCH_SIZES), Findings()
+        larger = _with_same_inputs(many, run_alone(larger_imposed))
+        num_equal_larger = judge_ranks(many, larger, None, run_alone, with_larger)
+        if num_equal_larger and not with_larger:
+            single, imposed, num_equal, by_ranks = larger, larger_imposed, num_equal_larger, with_larger
+    findings.extend(by_ranks)
+    for reason in by_ranks.unchecked:
+        findings.not_checked(reason)
+    return single, imposed, num_equal
 
 
 def _run_with_cut_batches(
