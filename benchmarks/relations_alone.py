@@ -164,11 +164,12 @@ def table(record: dict[str, Any], language: int) -> str:
 
 
 def found_by(mistakes: list[dict[str, Any]], ways: tuple[str, ...]) -> str:
-    """`21 (17)`: mistakes that one of these ways has found, and those with their line."""
+    """Return `21 (17)`: mistakes that one of these ways has found, and those with their line, if lines are marked."""
     if not all(way in each for each in mistakes for way in ways):
         return "-"
     found, lines = (sum(any(each[way][what] for way in ways) for each in mistakes) for what in ("found", "line"))
-    return f"{found} ({lines})"
+    has_lines = any(each[way]["line"] is not None for each in mistakes for way in ways)
+    return f"{found} ({lines})" if has_lines else f"{found}"
 
 
 def false_alarms(rows: list[dict[str, Any]], way: str, of: str) -> str:
