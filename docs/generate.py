@@ -326,8 +326,8 @@ CHINESE_PATTERNS = (
     (r"([^。]+), (\d+) cores, (torch \S+), (\S+): (`.+`), by (`.+`)\.", r"\1，\2 核，\3，\4；数据在 \5，由 \6 测得。"),
     (
         r"\*\*(\d+) of (\d+) found \((\d+%)\), (\d+) with the right cause; audit names the line of the mistake "
-        r"in (\d+) of (\d+), in (\d+) as the first of (\S+) lines that it shows; false alarms on (\d+) of (\d+) correct "
-        r"programs\.\*\*",
+        r"in (\d+) of (\d+), in (\d+) as the first of (\S+) lines that it shows; "
+        r"false alarms on (\d+) of (\d+) correct programs\.\*\*",
         (
             r"**\2 个找出 \1 个（\3），其中 \4 个原因正确；\6 个里 audit 指出了 \5 个的出错行，"
             r"其中 \7 个排在所列的平均 \8 行的第一行；\10 个正确的程序误报 \9 个。**"
