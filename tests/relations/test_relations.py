@@ -642,6 +642,36 @@ def test_a_batch_size_that_also_splits_the_output_is_no_difference(host: tuple[S
     assert finding.rule == "ranks.gradient"
 
 
+ENSEMBLE = """
+import torch, torch.distributed as dist, torch.distributed.nn, torch.nn as nn, torch.nn.functional as F
+
+BATCH = 16
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+data = torch.randn(256, 6)
+model = nn.parallel.DistributedDataParallel(nn.Linear(9, 3))
+noise = torch.Generator().manual_seed(50 + dist.get_rank())
+picker = torch.Generator().manual_seed(1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(6):
+    x = data[torch.randint(0, 256, (BATCH,), generator=picker)]
+    members = model(torch.cat([x.repeat(2, 1, 1), torch.randn(2, BATCH, 3, generator=noise)], -1))
+    every_member = torch.cat(torch.distributed.nn.all_gather(members))
+    loss = (every_member - x[:, :3]).abs().mean() - every_member.std(0).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.integration
+def test_members_of_an_ensemble_on_the_same_samples_are_not_compared(host: tuple[ScriptHost, Path]) -> None:
+    """Each rank has its own noise for the same batch, so a batch that is twice as long is a different training."""
+    findings = found_in(host, ENSEMBLE)
+    assert findings == []
+    assert any("same samples" in reason or "not compared" in reason for reason in findings.unchecked)
+
+
 SHARDED = """
 import torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
 from torch.distributed.fsdp import fully_shard

@@ -31,6 +31,7 @@ __all__ = [
 
 _MAX_BATCHES = 8  # to compare, to find whether all ranks read the same samples
 _EVALUATES = (".eval()", "inference_mode", "validat", "evaluat")  # in the text of a script
+_INTEGER_DRAWS = {"randint", "randperm", "multinomial"}
 _ROW_TOLERANCE = 1e-5
 _HOOK_TOLERANCE = 0.03  # relative, for a communication hook that compresses gradients
 _SMALL_DIFFERENCE = 0.02  # of the norm, as for gradients that are rounded to 8 bits
@@ -260,12 +261,38 @@ def _check_inputs(many: ScriptRecording, single: RankRecording) -> None:
                 raise _OtherInputsError(
                     "the batches of the ranks do not come from a DataLoader, and could not be merged"
                 )
+    is_repeated = _repeats_samples(inputs, single.inputs) or _draws_same_samples(many, single)
+    if is_repeated and _draws_for_rows(many, 1):
+        raise _NotComparedError("all ranks read the same samples, with different random numbers")
     first = single.updates[0]
     for name, weight in first.before.items():
         rank_inputs = [rank.updates[0].before.get(name) for rank in many.ranks]
         joined = join_ranks(rank_inputs, weight)
         if joined.tensor is not None and relative_difference(joined.tensor, weight) > 1e-6:
             raise _NotComparedError(f"{name} starts with different weights on one rank")
+
+
+def _repeats_samples(inputs: list[list[list[Any]]], single_inputs: list[list[Any]]) -> bool:
+    """Whether all ranks give the model the same samples, which one rank gets once for each rank."""
+    import torch
+
+    is_longer = any(
+        value.shape != rank_value.shape
+        for row, rank_row in zip(single_inputs, inputs[0], strict=True)
+        for value, rank_value in zip(row, rank_row, strict=True)
+    )
+    return is_longer and all(
+        rank_value.shape == value.shape and torch.equal(rank_value, value)
+        for given in inputs[1:]
+        for rank_row, row in zip(given, inputs[0], strict=True)
+        for rank_value, value in zip(rank_row, row, strict=True)
+    )
+
+
+def _draws_same_samples(many: ScriptRecording, single: RankRecording) -> bool:
+    """Whether all ranks of a script without a loader draw the same integers, such as the indices of its samples."""
+    draws = [operation.split()[0] for _, operation, _ in single.facts.get("repeated", [])]
+    return not many.ranks[0].batches and any(draw in _INTEGER_DRAWS for draw in draws)
 
 
 def _draws_for_rows(many: ScriptRecording, num_rows: int) -> bool:
