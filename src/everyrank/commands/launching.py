@@ -353,8 +353,11 @@ def _submit(args: argparse.Namespace, launch: Launch, launcher: BatchLauncher, l
     name = f"everyrank-{job}"
     # a --dry-run among the script's arguments belongs to the script
     num_script_args = len(args.command.python_args) if hasattr(args, "command") else 0
-    own_args = args.argv[: len(args.argv) - num_script_args]
-    arguments = [*(argument for argument in own_args if argument != "--dry-run"), *args.argv[len(own_args) :]]
+    everyrank_args = args.argv[: len(args.argv) - num_script_args]
+    arguments = [
+        *(argument for argument in everyrank_args if argument != "--dry-run"),
+        *args.argv[len(everyrank_args) :],
+    ]
     command = [sys.executable, "-P", "-m", "everyrank", *arguments]
     script = launcher.batch_script(launch, options_of(args, launcher.batch_options), command, folder, name)
     if args.dry_run:

@@ -162,7 +162,9 @@ def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
             with torch.no_grad():
                 values = fn(parameter)
             has_changed = (values.dtype, values.device) != (parameter.dtype, parameter.device)
-            converted[id(parameter)] = nn.Parameter(values, parameter.requires_grad) if has_changed else parameter
+            new_parameter = nn.Parameter(values, parameter.requires_grad) if has_changed else parameter
+            # also its own id, which a freed parameter may have had: a module that two others share is visited twice
+            converted[id(parameter)] = converted[id(new_parameter)] = new_parameter
         tensors._parameters[name] = converted[id(parameter)]
     for name, buffer in tensors._buffers.items():
         if buffer is not None:

@@ -208,9 +208,9 @@ def _judge_against_one(
     """
     rank_0, imposed, cuts_batches = None, Imposed(recording=many), False
     if text is not None and not num_comparable(many, single)[1]:
-        given_single = single
+        first_run = single
         single, imposed = _run_with_cut_batches(many, single, text, run_alone)
-        cuts_batches = single is not given_single
+        cuts_batches = single is not first_run
     if cuts_batches and many.ranks[0].printed:
         findings.not_checked(
             "printed numbers: the script cuts its batches itself, so it may print numbers of other batches"
