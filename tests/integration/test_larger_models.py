@@ -97,7 +97,7 @@ def test_trains_in_parts_and_not_in_one(ranks: Any) -> None:
     [single] = ranks(4, train, 24, ["single"], 0)[0]
     for text, found in zip(LAYOUTS, losses, strict=True):
         assert found == pytest.approx(single, rel=1e-5), text
-    assert re.match(r"layout single: no memory .* \(asked for \d+ bytes\)", refused)
+    assert re.match(r"layout single: out of memory .* \(could not allocate \d+ bytes\)", refused)
     assert "\n" not in refused
 
 
@@ -122,4 +122,4 @@ def test_is_checked_in_parts_and_not_in_one(ranks: Any) -> None:
         assert parity.scope == "2 updates, beside fsdp:meta=true"
     assert refused.status == "not_verified"
     assert refused.reason.startswith("layout single")
-    assert "no memory" in refused.reason
+    assert "out of memory" in refused.reason
