@@ -30,7 +30,7 @@ from everyrank.launch import Launch, run_ranks
 from everyrank.loop import open_data, run_updates
 from everyrank.measure.memory import peak_memory
 from everyrank.measure.resources import Sampler, sampling
-from everyrank.measure.split import PHASES, _shares_in, breakdown, exposed_shares, phases
+from everyrank.measure.split import PHASES, _fractions_in_profile, breakdown, exposed_fractions, phases
 from everyrank.parallel.parallelize import find_blocks
 from everyrank.strategies import prepare
 from everyrank.train.throughput import ThroughputMeter
@@ -219,7 +219,7 @@ def taken_apart(world: World, what: str) -> tuple[dict[str, float], dict[str, fl
     updates = run_updates(prepared, data, all_updates(14, 10))
     for _ in range(3):
         next(updates)
-    shares = exposed_shares(prepared.trainable, updates, 5, world.device)
+    shares = exposed_fractions(prepared.trainable, updates, 5, world.device)
     rows = phases(prepared.trainable, updates, world.device)
     assert len(rows) == 6
     return {phase: sorted(row[phase] for row in rows)[3] for phase in PHASES}, shares
@@ -294,11 +294,11 @@ def test_a_profile_without_kernels_says_nothing_of_a_device() -> None:
     """A container that may not count kernels would have had no exposed communication at all."""
     marks = [event(f"everyrank:{phase}", 10 * i, 10 * i + 10, "user_annotation") for i, phase in enumerate(PHASES)]
     called = [*marks, event("aten::mm", 11, 15, "cpu_op")]
-    assert all(math.isnan(share) for share in _shares_in(called, "cuda").values())
+    assert all(math.isnan(share) for share in _fractions_in_profile(called, "cuda").values())
     kernels = [event("gemm", 11, 14, "kernel"), event("ncclDevKernel_AllReduce", 20, 25, "kernel")]
-    shares = _shares_in([*called, *kernels], "cuda")
+    shares = _fractions_in_profile([*called, *kernels], "cuda")
     assert shares == {"data": 0.0, "forward": 0.0, "backward": 0.5, "optimizer": 0.0}
-    assert _shares_in(called, "cpu") == dict.fromkeys(PHASES, 0.0)
+    assert _fractions_in_profile(called, "cpu") == dict.fromkeys(PHASES, 0.0)
     unknown, known = [math.nan] * len(PHASES), list(shares.values())
     assert breakdown([[[1.0] * 4, [1.0] * 4]], [known, unknown], [4.0]) is None
 

@@ -155,21 +155,23 @@ def test_commands_that_train_advise_on_memory(
 
     words = [*command.split(), *(["--out", str(tmp_path / "run")] if function == "run" else [])]
     with (
-        mock.patch.object(api, function, side_effect=error("rank 1: no memory here")),
+        mock.patch.object(api, function, side_effect=error("rank 1: out of memory in an update")),
         mock.patch.object(oom_advice, "with_smallest_change", advised),
     ):
         assert cli.main(words) == error("").exit_status
-    assert capsys.readouterr().err.rstrip().endswith("no memory here. Smallest change: recompute")
+    assert capsys.readouterr().err.rstrip().endswith("out of memory in an update. Smallest change: recompute")
 
 
 @pytest.mark.integration
 def test_a_run_out_of_memory_ends_with_the_smallest_change(capsys: pytest.CaptureFixture[str]) -> None:
     """Found by plan in a process of its own; without a command of plan, or in time, the error stays."""
     words = "everyrank plan text --set batch=4096 --gpus 2xt4 --memory 4GiB --layout ddp"
-    advised = with_smallest_change(OutOfMemoryError(f"layout ddp: no memory here. Find the change: {words}"))
+    advised = with_smallest_change(
+        OutOfMemoryError(f"layout ddp: out of memory in an update. Find the smallest change that fits: {words}")
+    )
     assert isinstance(advised, OutOfMemoryError)
     assert "Smallest change: bf16: everyrank train text" in str(advised) or "--layout ddp:" in str(advised)
     assert "--layout" in str(advised).partition("Smallest change")[2]
-    for text in ("no memory here", "no memory: everyrank plan nothing.py --gpus 2xt4"):
+    for text in ("out of memory in an update", "out of memory: everyrank plan nothing.py --gpus 2xt4"):
         assert str(with_smallest_change(OutOfMemoryError(text))) == text
     capsys.readouterr()

@@ -1,4 +1,4 @@
-"""What an audited script writes, removes, renames and links never reaches the user's files, and the script sees it."""
+"""An audited script reads back its changes to files, and the user's files do not change."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from everyrank.audit.watch.recorder import ENVIRONMENT, Settings
 
 INJECT = Path(__file__).parents[2] / "src" / "everyrank" / "audit" / "watch" / "inject"
 
-WAYS = {
+FILE_OPERATIONS = {
     "write": """
         Path("new.txt").write_text("new"); assert Path("new.txt").read_text() == "new"
         assert "new.txt" in os.listdir(".") and "new.txt" in {e.name for e in os.scandir(".")}
     """,
     "overwrite": 'open("kept.txt", "w").write("other"); assert open("kept.txt").read() == "other"',
     "append": 'open("kept.txt", "a").write("more"); assert open("kept.txt").read() == "keptmore"',
-    "change within": """
+    "write in the middle": """
         with open("kept.txt", "r+") as f: f.seek(1); f.write("XX")
         assert open("kept.txt").read() == "kXXt"
     """,
-    "create exclusively": """
+    "exclusive creation": """
         try: open("kept.txt", "x"); raise SystemExit("it is there")
         except FileExistsError: pass
         open("fresh.txt", "x").close()
         try: open("fresh.txt", "x"); raise SystemExit("it is there")
         except FileExistsError: pass
     """,
-    "descriptors": """
+    "file descriptors": """
         fd = os.open("kept.txt", os.O_WRONLY | os.O_APPEND); os.write(fd, b"!"); os.close(fd)
         assert open("kept.txt").read() == "kept!"
         fd = os.open("low.txt", os.O_CREAT | os.O_EXCL | os.O_WRONLY); os.write(fd, b"low"); os.close(fd)
@@ -62,7 +62,7 @@ WAYS = {
         assert Path("other/inner.txt").read_text() == "inner" and Path("other/added.txt").read_text() == "added"
         assert not Path("folder").exists() and Path("other/deep/deeper.txt").read_text() == "deeper"
     """,
-    "folders": """
+    "makedirs": """
         os.makedirs("a/b/c"); os.makedirs("a/b/c", exist_ok=True); Path("a/b/c/x").touch()
         assert os.path.isfile("a/b/c/x")
         try: os.mkdir("folder"); raise SystemExit("it is there")
@@ -75,7 +75,7 @@ WAYS = {
         os.makedirs("folder"); assert os.listdir("folder") == []; Path("folder/inner.txt").write_text("mine")
         assert Path("folder/inner.txt").read_text() == "mine" and not Path("folder/deep").exists()
     """,
-    "links": """
+    "hard links and symlinks": """
         Path("last.txt").write_text("last"); os.link("last.txt", "best.txt"); os.symlink("last.txt", "latest")
         assert Path("best.txt").read_text() == "last" and Path("latest").read_text() == "last"
         assert os.path.islink("latest")
@@ -85,8 +85,8 @@ WAYS = {
         Path("absolute").symlink_to(Path("kept.txt").absolute()); assert Path("absolute").read_text() == "kept"
         os.remove("link.txt"); os.symlink("last.txt", "link.txt"); assert Path("link.txt").read_text() == "last"
     """,
-    "through a link": 'open("link.txt", "w").write("x"); assert open("link.txt").read() == "x"',
-    "through a linked folder": """
+    "write through a symlink": 'open("link.txt", "w").write("x"); assert open("link.txt").read() == "x"',
+    "write through a symlink to a folder": """
         Path("linked/inner.txt").write_text("x"); assert Path("folder/inner.txt").read_text() == "x"
     """,
     "copies": """
@@ -95,18 +95,18 @@ WAYS = {
         shutil.copy2("two.txt", "kept.txt"); shutil.move("two.txt", "folder"); assert Path("folder/two.txt").exists()
         shutil.move("folder", "gone"); assert Path("gone/two.txt").exists() and not Path("folder").exists()
     """,
-    "attributes": """
+    "mode, times and length": """
         os.chmod("kept.txt", 0o600); os.utime("kept.txt", (1, 1)); os.truncate("kept.txt", 2)
         assert Path("kept.txt").read_text() == "ke"
         Path("t.txt").touch(); os.chmod("t.txt", 0o640); assert os.stat("t.txt").st_mode & 0o777 == 0o640
     """,
-    "another folder": """
+    "change of working directory": """
         os.makedirs("run"); os.chdir("run"); Path("log.txt").write_text("log")
         assert os.path.exists("../kept.txt")
         assert Path.cwd().name == "run" and os.getcwd().endswith("run"); os.chdir("..")
         assert Path("run/log.txt").exists()
     """,
-    "temporary": """
+    "temporary file": """
         import tempfile
         with tempfile.NamedTemporaryFile(dir=".", delete=False) as f: f.write(b"x")
         assert os.path.exists(f.name); os.replace(f.name, "kept.txt"); assert Path("kept.txt").read_text() == "x"
@@ -118,7 +118,7 @@ WAYS = {
         [t.start() for t in threads]; [t.join() for t in threads]
         assert all(len(Path(f"t{n}.txt").read_text()) == 50 for n in range(4))
     """,
-    "compressed": """
+    "compressed files": """
         import bz2, gzip, lzma, zipfile
         for module in (bz2, gzip, lzma): module.open("z." + module.__name__, "wb").write(b"x")
         zipfile.ZipFile("z.zip", "w").writestr("a", "b"); assert zipfile.ZipFile("z.zip").read("a") == b"b"
@@ -127,12 +127,12 @@ WAYS = {
         import logging
         logging.basicConfig(filename="kept.txt"); logging.error("lost"); assert "lost" in Path("kept.txt").read_text()
     """,
-    "under another name": """
+    "functions imported by name": """
         from os import makedirs, remove; from shutil import copyfile
         makedirs("n/m"); remove("kept.txt"); copyfile("folder/inner.txt", "kept.txt")
         assert Path("kept.txt").read_text() == "inner"
     """,
-    "another process": """
+    "subprocess": """
         import subprocess, sys
         code = "for name in ('child.txt', 'kept.txt'): open(name, 'w').write('c')"
         subprocess.run([sys.executable, "-c", code], check=True)
@@ -151,7 +151,7 @@ WAYS = {
         assert sorted(p.name for p in Path("folder").rglob("*.txt")) == ["deeper.txt", "inner.txt", "more.txt"]
         assert [sorted(files) for _, _, files in os.walk("folder")] == [["inner.txt"], ["deeper.txt", "more.txt"]]
     """,
-    "entries": """
+    "scandir": """
         Path("folder/new.txt").write_text("new")
         names = ["folder/deep", "folder/inner.txt", "folder/new.txt"]
         assert sorted(e.path for e in os.scandir("folder")) == names
@@ -163,7 +163,7 @@ WAYS = {
         os.close(folder)
         assert sorted(top for top, _, _ in os.walk("folder")) == ["folder", "folder/deep"]
     """,
-    "errors": """
+    "missing files and wrong types": """
         for call in (lambda: open("no/such", "w"), lambda: os.remove("no"), lambda: os.rename("no", "x"),
                      lambda: os.rmdir("no"), lambda: os.listdir("no"), lambda: os.stat("no"),
                      lambda: os.chmod("no", 0)):
@@ -181,8 +181,8 @@ WAYS = {
 }
 
 
-def project(folder: Path) -> Path:
-    """A folder with a file, a link to it, a folder with files, and a link to that."""
+def make_project(folder: Path) -> Path:
+    """Create and return a folder with a file, a symlink to it, a folder with files, and a symlink to that folder."""
     (folder / "folder" / "deep").mkdir(parents=True)
     (folder / "kept.txt").write_text("kept")
     (folder / "folder" / "inner.txt").write_text("inner")
@@ -192,41 +192,45 @@ def project(folder: Path) -> Path:
     return folder
 
 
-def state(folder: Path) -> dict[str, object]:
-    """Names, contents, rights, times and numbers of links of everything in a folder."""
-    found: dict[str, object] = {}
+def folder_state(folder: Path) -> dict[str, object]:
+    """Return content, mode, modification time and number of hard links of each path in a folder."""
+    states: dict[str, object] = {}
     for path in sorted(folder.rglob("*")):
-        about = path.lstat()
+        status = path.lstat()
         content = str(path.readlink()) if path.is_symlink() else path.read_bytes() if path.is_file() else b""
-        found[str(path)] = content, about.st_mode, about.st_mtime_ns, about.st_nlink
-    return found
+        states[str(path)] = content, status.st_mode, status.st_mtime_ns, status.st_nlink
+    return states
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_nothing_reaches_the_users_files(tmp_path: Path, way: str) -> None:
-    place = project(tmp_path / "project")
+@pytest.mark.parametrize("operation", FILE_OPERATIONS)
+def test_script_sees_its_changes_and_user_files_stay_the_same(tmp_path: Path, operation: str) -> None:
+    project_folder = make_project(tmp_path / "project")
     (tmp_path / "records").mkdir()
-    script = place / "script.py"
-    script.write_text(f"import os, shutil\nfrom pathlib import Path\n{textwrap.dedent(WAYS[way])}\nprint('done')\n")
-    before = state(place)
+    script = project_folder / "script.py"
+    script.write_text(
+        f"import os, shutil\nfrom pathlib import Path\n{textwrap.dedent(FILE_OPERATIONS[operation])}\nprint('done')\n"
+    )
+    before = folder_state(project_folder)
     environment = {
         **os.environ,
         ENVIRONMENT: Settings(str(tmp_path / "records"), main=str(script)).to_json(),
         "PYTHONPATH": str(INJECT),
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    if way == "sqlite":  # put in with the libraries that write in C, once torch is there
+    if operation == "sqlite":  # sqlite writes in C, and its overlay is installed when the script imports torch
         script.write_text(f"import torch\n{script.read_text()}")
         environment["PYTHONPATH"] += os.pathsep + str(INJECT.parents[3])
-        before = state(place)
-    ran = subprocess.run([sys.executable, script.name], cwd=place, env=environment, capture_output=True, text=True)
-    assert ran.stdout.endswith("done\n"), ran.stderr
-    assert state(place) == before
+        before = folder_state(project_folder)
+    completed = subprocess.run(
+        [sys.executable, script.name], cwd=project_folder, env=environment, capture_output=True, text=True
+    )
+    assert completed.stdout.endswith("done\n"), completed.stderr
+    assert folder_state(project_folder) == before
 
 
-def test_a_folder_is_made_where_temporary_files_go(tmp_path: Path) -> None:
-    """As in /tmp itself, where the script was started: what it makes there is redirected, with all that is inside."""
-    folder = project(tmp_path / "project")
+def test_folder_created_in_the_temporary_directory_is_redirected(tmp_path: Path) -> None:
+    """TMPDIR is the working directory of the script. A folder that it creates there is redirected with its files."""
+    folder = make_project(tmp_path / "project")
     (tmp_path / "records").mkdir()
     script = tmp_path / "scripts" / "script.py"
     script.parent.mkdir()
@@ -241,14 +245,14 @@ def test_a_folder_is_made_where_temporary_files_go(tmp_path: Path) -> None:
         "PYTHONPATH": str(INJECT),
         "TMPDIR": str(folder),
     }
-    before = state(folder)
-    ran = subprocess.run([sys.executable, script], cwd=folder, env=environment, capture_output=True, text=True)
-    assert ran.stdout == "done\n", ran.stderr
-    assert {name for name in state(folder) if not Path(name).relative_to(folder).parts[0].startswith("tmp")} == set(
-        before
-    )
+    before = folder_state(folder)
+    completed = subprocess.run([sys.executable, script], cwd=folder, env=environment, capture_output=True, text=True)
+    assert completed.stdout == "done\n", completed.stderr
+    assert {
+        name for name in folder_state(folder) if not Path(name).relative_to(folder).parts[0].startswith("tmp")
+    } == set(before)
 
 
-def test_the_settings_hold_what_the_first_hook_reads() -> None:
+def test_settings_contain_the_keys_that_sitecustomize_reads() -> None:
     settings = json.loads(Settings("folder", main="main.py").to_json())
     assert {"folder", "main", "keep_files"} <= settings.keys()

@@ -1,7 +1,7 @@
-"""Recipes by the command in their header, with the audit before the script: no FAIL, no WARN.
+"""The audit of each recipe, run with the command in its header, reports no FAIL and no WARN.
 
-The audit and its ranks are forked. One test of torchrun, and those of MPICH, Slurm, Ray and Horovod, start a new
-Python.
+The fork server starts the audit and its ranks. One test of torchrun, and those of MPICH, Slurm, Ray and Horovod, start
+a new Python.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["images"]
 
 
 def audited(folder: Path, name: str, status: int = 0, more: str = "", **variables: str) -> str:
-    """What the lines of its header print, with `-m everyrank audit` before the script, `more` after the program."""
+    """Run the commands in the header under `everyrank audit`, with `more` after the program. Return their output."""
     beside(folder, name)
     commands = re.findall(r"^Run: (.*)$", (RECIPES / f"{name}.py").read_text(), re.MULTILINE)
     lines = [re.sub(rf"\b{name}\.py", f"-m everyrank audit {name}.py", command) for command in commands]
@@ -42,24 +42,24 @@ def check(said: str, num_ranks: int = 2) -> None:
 
 @pytest.fixture
 def forked_programs(python: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fork `python` and `torchrun` of the typed commands, and the ranks that torchrun starts."""
+    """Start `python`, `torchrun` and the ranks of torchrun through the fork server."""
     monkeypatch.setattr(test_recipes, "PROGRAMS", python.programs)
     monkeypatch.setitem(test_recipes.OURS, "PYTHON_EXEC", str(python.programs / "python"))
 
 
-def test_ddp_torchrun(tmp_path: Path) -> None:
+def test_audit_of_ddp_torchrun_passes(tmp_path: Path) -> None:
     check(audited(tmp_path, "ddp_torchrun"))
 
 
 @pytest.mark.parametrize("name", ["ddp_spawn", "elastic_torchrun"])
 @pytest.mark.usefixtures("forked_programs")
-def test_by_its_own_command(tmp_path: Path, name: str) -> None:
+def test_audit_passes_with_the_command_in_the_header(tmp_path: Path, name: str) -> None:
     check(audited(tmp_path, name))
 
 
 @pytest.mark.parametrize("name", [*RPC, "parameter_server_async", "parameter_server_rpc"])
 @pytest.mark.usefixtures("forked_programs")
-def test_recipes_over_rpc(tmp_path: Path, name: str) -> None:
+def test_audit_of_rpc_recipes_passes(tmp_path: Path, name: str) -> None:
     """The audit records the training of each worker, and reports that it did not check the calls."""
     said = audited(tmp_path, name)
     assert " FAIL" not in said
@@ -71,8 +71,8 @@ def test_recipes_over_rpc(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("way", ["file", "tcp"])
 @pytest.mark.usefixtures("forked_programs")
-def test_ranks_by_their_arguments(tmp_path: Path, way: str) -> None:
-    """Started by us, all ranks would be rank 0: audit says how they are started."""
+def test_audit_names_the_command_for_ranks_that_are_started_by_hand(tmp_path: Path, way: str) -> None:
+    """If the audit started the ranks, all would be rank 0. Its error names the command for each rank."""
     name, meeting = "ddp_by_hand", tmp_path / "meeting"
     beside(tmp_path, name)
     where = meeting.as_uri() if way == "file" else f"tcp://127.0.0.1:{free_port()}"
@@ -84,23 +84,23 @@ def test_ranks_by_their_arguments(tmp_path: Path, way: str) -> None:
 
 
 @pytest.mark.usefixtures("forked_programs")
-def test_several_hosts(tmp_path: Path) -> None:
-    """Two nodes of torchrun cannot be looked at: both say so."""
+def test_audit_refuses_several_hosts(tmp_path: Path) -> None:
+    """The audit supports only one host, so each of the two torchrun nodes reports an error."""
     said = audited(tmp_path, "multi_node", 1)
     assert (
         2 <= said.count("on one host") <= 4
     )  # each node, and the ranks that torchrun has not ended before they print it
 
 
-def test_slurm(tmp_path: Path, slurm: dict[str, str]) -> None:
+def test_audit_under_slurm_passes(tmp_path: Path, slurm: dict[str, str]) -> None:
     check(audited(tmp_path, "slurm", **slurm))
 
 
 @pytest.mark.parametrize("program", ["Open MPI", "MPICH"])
-def test_mpi(python: ForkServer, tmp_path: Path, program: str) -> None:
-    """Over an address: the file that its ranks meet over by themselves is named after their parent, the audit.
+def test_audit_under_mpi_passes(python: ForkServer, tmp_path: Path, program: str) -> None:
+    """Ranks rendezvous at an address, because the name of the default file depends on the parent process.
 
-    Open MPI's ranks are forked; MPICH's are told of their place by a file that is open when they start.
+    The fork server starts Open MPI's ranks. MPICH's ranks inherit an open file, so they start without it.
     """
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     variables = mpirun(tmp_path, program)
@@ -110,8 +110,8 @@ def test_mpi(python: ForkServer, tmp_path: Path, program: str) -> None:
     check(audited(tmp_path, "mpi", more=words, **variables, **meeting))
 
 
-def test_horovod(tmp_path: Path) -> None:
-    """Under horovodrun each rank has a parent of its own. What Horovod sends is not seen: nothing is said of it."""
+def test_audit_under_horovodrun_passes(tmp_path: Path) -> None:
+    """Under horovodrun each rank has a different parent. The audit does not record what Horovod sends."""
     needs_horovod()
     said = audited(tmp_path, "horovod_ddp")
     assert " FAIL" not in said
@@ -119,16 +119,16 @@ def test_horovod(tmp_path: Path) -> None:
     assert "nothing wrong found" in said
 
 
-def test_ray(tmp_path: Path) -> None:
-    """The actors are watched, wherever Ray starts them on this host."""
+def test_ray_actors_pass_the_audit(tmp_path: Path) -> None:
+    """The audit records the actors, which Ray starts in its own processes."""
     if find_spec("ray") is None:
         pytest.skip("not verified here: needs Ray")
     check(audited(tmp_path, "ray_actors"))
 
 
 @pytest.mark.usefixtures("forked_programs")
-def test_imagenet(tmp_path: Path, images: Path) -> None:
-    """SyncBatchNorm on pretended devices, batches by a list of indices, a checkpoint through an open file."""
+def test_audit_of_imagenet_ddp_passes(tmp_path: Path, images: Path) -> None:
+    """The recipe has SyncBatchNorm on pretended devices, batches by indices, and a checkpoint in an open file."""
     (tmp_path / "images").symlink_to(images)
     words = "--batch 16 --size 32 --width 8 --workers 1 --epochs 2"
     beside(tmp_path, "imagenet_ddp")

@@ -1,4 +1,4 @@
-"""Whole benches as a user types them: minutes of real starts."""
+"""Complete runs of `everyrank bench`, as a user types them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from everyrank.layout import STRATEGIES
 from processes import Cli
 
 
-def test_bench_and_report(cli: Cli, tmp_path: Path) -> None:
-    """Rows for all there are, numbers only for what was checked equal; the report can be made again from the Records.
+def test_bench_of_all_layouts_writes_records_and_html(cli: Cli, tmp_path: Path) -> None:
+    """All layouts have a row, and only layouts that are equal have numbers.
 
-    Layouts that nobody asked for by name and the workload cannot have say why.
+    The rows of unsupported layouts that the user did not request by name give the reason.
     """
     words = ("--steps", "6", "--trials", "2", "--json", "r.json", "--html", "r.html")
     done = cli(tmp_path, "bench", "digits", "--processes", "2", *words)
@@ -67,10 +67,10 @@ def test_bench_and_report(cli: Cli, tmp_path: Path) -> None:
     assert "everyrank bench digits --processes 2 --steps 6 --trials 2" in page
 
 
-def test_a_bench_that_is_stopped_shows_what_it_has(cli: Cli, tmp_path: Path) -> None:
-    """Rows are said as they are known, without a terminal too; stopped, it shows them and writes the files.
+def test_interrupted_bench_shows_and_saves_its_results(cli: Cli, tmp_path: Path) -> None:
+    """Results are printed as soon as they are known. After Ctrl-C, bench shows all results and writes the files.
 
-    Other signals are sent to a training, in tests/test_faults.py.
+    tests/test_faults.py sends other signals to a training run.
     """
     words = ["bench", "digits", "--set", "width=4", "--layout", "single", "ddp", "--trials", "1000", "--steps", "2"]
     files = ["--json", "r.json", "--html", "r.html"]
@@ -91,8 +91,8 @@ def test_a_bench_that_is_stopped_shows_what_it_has(cli: Cli, tmp_path: Path) -> 
     assert "The benchmark was interrupted" in (tmp_path / "r.html").read_text()
 
 
-def test_bench_on_several_numbers_of_ranks(cli: Cli, tmp_path: Path) -> None:
-    """One rank first; then strong and weak scaling, each with its efficiency against that."""
+def test_bench_measures_strong_and_weak_scaling(cli: Cli, tmp_path: Path) -> None:
+    """One rank is measured first. The efficiencies are relative to it."""
     words = ("--processes", "1", "2", "--steps", "3", "--trials", "1", "--json", "r")
     done = cli(tmp_path, "bench", "digits", "--layout", "ddp", *words)
     assert done.status == 0, done.err

@@ -1,6 +1,6 @@
-"""The benchmarks run, and what they call the same arithmetic is the same.
+"""The benchmarks run, and the loops that they compare do the same arithmetic.
 
-Those that measure no seconds are forked, with the processes that they start.
+The fork server starts the benchmarks that measure no times, and their processes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from forkserver import ForkServer
 
 
 def measured(repository: Path, tmp_path: Path, *words: str) -> list[Record]:
-    """The Records of a short run of benchmarks/overhead.py, of the arms that need no other tool."""
+    """Return the Records of a short run of benchmarks/overhead.py, without the arms that need other tools."""
     out = tmp_path / "records.json"
     script = repository / "benchmarks" / "overhead.py"
     done = subprocess.run(
@@ -33,8 +33,10 @@ def measured(repository: Path, tmp_path: Path, *words: str) -> list[Record]:
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("digits", 2), ("one", 1)])
-def test_the_hand_written_loop_does_the_same(repository: Path, tmp_path: Path, name: str, ranks: int) -> None:
-    """A comparison of speeds between two trainings that differ would mean nothing."""
+def test_overhead_benchmark_compares_loops_with_equal_losses(
+    repository: Path, tmp_path: Path, name: str, ranks: int
+) -> None:
+    """A comparison of speeds is meaningless if the two loops train different models."""
     hand, own = measured(repository, tmp_path, name)
     assert [one.provenance["overhead"]["loop"] for one in (hand, own)] == ["hand-written", "everyrank"]
     assert hand.world_size == own.world_size == ranks
@@ -45,8 +47,8 @@ def test_the_hand_written_loop_does_the_same(repository: Path, tmp_path: Path, n
     assert own.provenance["overhead"]["ratio_to_hand_written"]["median"] > 0
 
 
-def test_what_comparing_replicas_costs(repository: Path, tmp_path: Path) -> None:
-    """Of every arm a share that is some part of the updates."""
+def test_guard_cost_is_a_share_of_the_update(repository: Path, tmp_path: Path) -> None:
+    """Each arm has a share, which is positive."""
     out = tmp_path / "records.json"
     command = [sys.executable, repository / "benchmarks" / "guard_cost.py", "--rounds", "2", "--every", "2"]
     done = subprocess.run([*command, "--json", out], capture_output=True, text=True, timeout=200, check=False)
@@ -54,8 +56,8 @@ def test_what_comparing_replicas_costs(repository: Path, tmp_path: Path) -> None
     assert all(0 < row.provenance["guard"]["share"]["median"] < 5 for row in read_records(out))
 
 
-def test_a_short_long_run_with_faults(python: ForkServer, repository: Path, tmp_path: Path) -> None:
-    """Three faults one after the other, and the same training to the last bit."""
+def test_chaos_benchmark_with_faults_is_bitwise_equal(python: ForkServer, repository: Path, tmp_path: Path) -> None:
+    """Three faults are injected one after another."""
     out = tmp_path / "records.json"
     script = repository / "benchmarks" / "chaos.py"
     command = [python.programs / "python", script, "--injections", "3", "--processes", "2"]
@@ -69,8 +71,10 @@ def test_a_short_long_run_with_faults(python: ForkServer, repository: Path, tmp_
 
 
 @pytest.mark.parametrize("layout", ["tensor", "context", "pipeline"])
-def test_traces_are_the_memory_of_real_ranks(python: ForkServer, repository: Path, tmp_path: Path, layout: str) -> None:
-    """Within 0.5% on each rank; the larger table is a Record."""
+def test_traced_memory_is_close_to_the_memory_of_real_ranks(
+    python: ForkServer, repository: Path, tmp_path: Path, layout: str
+) -> None:
+    """The error is below 0.5% on each rank. A Record has the larger table."""
     out = tmp_path / "memory.json"
     command = [python.programs / "python", repository / "benchmarks" / "plan_memory.py", "--layout", layout]
     command += ["--updates", "2", "--out", out]

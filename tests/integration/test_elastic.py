@@ -1,7 +1,7 @@
-"""Hosts and ranks that are lost while a training runs, and come again: the losses are those of an undisturbed one.
+"""Hosts and ranks are lost during a run and come back: the losses are those of a run without failures.
 
-Hosts are network namespaces; one that is lost has all its processes killed. The training waits in each update until
-somebody is in a hurry, so that what happens happens in the middle.
+Hosts are network namespaces. To lose a host, a test kills all its processes. Each update is slow until the file `hurry`
+exists, so that failures occur in the middle of the run.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ TRAIN = [
 
 @pytest.fixture(scope="module")
 def undisturbed(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of four ranks to which nothing happens."""
+    """Return the losses of four ranks without failures."""
     folder = tmp_path_factory.mktemp("undisturbed")
     (folder / "slow.py").write_text(SLOW)
     (folder / "hurry").touch()
@@ -62,7 +62,7 @@ def undisturbed(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> list[floa
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file that may be about to be written."""
+    """Return the rows of a JSON Lines file; [] if it is missing or only partly written."""
     try:
         return [json.loads(line) for line in path.read_text().splitlines()]
     except (OSError, ValueError):
@@ -70,7 +70,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def wait_until(reached: Callable[[], bool], what: str, logs: Path, seconds: float = 200.0) -> None:
-    """Wait for it; where it does not come, the test ends with what launchers and ranks have said last."""
+    """Wait until `reached` returns true. After `seconds` the test fails with the last output of launchers and ranks."""
     deadline = time.monotonic() + seconds
     while not reached():
         if time.monotonic() > deadline:
@@ -80,7 +80,7 @@ def wait_until(reached: Callable[[], bool], what: str, logs: Path, seconds: floa
 
 
 def has_gone_on(out: Path, start: int) -> Callable[[], bool]:
-    """Whether the first update of this start is done."""
+    """Return a function that returns whether the first update after this start is done."""
 
     def reached() -> bool:
         rows = lines(out / "memberships.jsonl")
@@ -90,10 +90,10 @@ def has_gone_on(out: Path, start: int) -> Callable[[], bool]:
 
 
 @pytest.mark.timeout(500)
-def test_four_hosts_then_three_then_four(
+def test_training_resumes_without_a_lost_host_and_again_with_it(
     python: ForkServer, tmp_path: Path, four_hosts: Hosts, undisturbed: list[float]
 ) -> None:
-    """The first host, with rank 0, is lost, and comes again later: the same line typed everywhere, and nothing else."""
+    """The first host, which has rank 0, is lost and comes back later. The user types the same command on each host."""
     (tmp_path / "slow.py").write_text(SLOW)
     names, out = four_hosts.names, tmp_path / "out"
     words = [*forked(python), *TRAIN, "--launcher", "torchrun", "--rendezvous-kind", "c10d", "--nodes", "3:4"]
@@ -102,7 +102,7 @@ def test_four_hosts_then_three_then_four(
     started = [four_hosts.start(index, words, tmp_path) for index in range(4)]
 
     def begun() -> int:
-        """How many starts it has taken until all four train: where one comes late, three have begun without it."""
+        """Return the number of starts until all four hosts train, or 0. If one host is late, three start without it."""
         rows = lines(out / "memberships.jsonl")
         are_there = bool(rows) and rows[-1]["world_size"] == 4
         return len(rows) if are_there and (len(rows) == 1 or has_gone_on(out, len(rows) - 1)()) else 0
@@ -139,8 +139,8 @@ def test_four_hosts_then_three_then_four(
 
 
 @pytest.mark.timeout(400)
-def test_a_rank_that_is_killed_on_one_host(cli: Cli, tmp_path: Path, undisturbed: list[float]) -> None:
-    """--restarts: SIGKILL to rank 2 of 4 in the middle; all start again from the last checkpoint, and say the cost."""
+def test_killed_rank_restarts_from_the_last_checkpoint(cli: Cli, tmp_path: Path, undisturbed: list[float]) -> None:
+    """With --restarts, all ranks start again from the last checkpoint, and print how many updates are repeated."""
     (tmp_path / "slow.py").write_text(SLOW)
     out = tmp_path / "out"
     words = [*TRAIN, "--launcher", "torchrun", "--restarts", "2", "--processes", "4", "--out", "out"]
@@ -162,8 +162,8 @@ def test_a_rank_that_is_killed_on_one_host(cli: Cli, tmp_path: Path, undisturbed
     assert process_of(out, 2) != before
 
 
-def test_a_command_that_is_killed_takes_its_launcher_along(cli: Cli, tmp_path: Path) -> None:
-    """What restarts ranks would go on to, without their job, and end the job of all other hosts when it gives up."""
+def test_launcher_ends_after_the_command_is_killed(cli: Cli, tmp_path: Path) -> None:
+    """Otherwise the launcher would restart ranks, and would end the job of all other hosts when it gives up."""
     (tmp_path / "slow.py").write_text(SLOW)
     out = tmp_path / "out"
     running = cli.start(
@@ -188,13 +188,13 @@ def test_a_command_that_is_killed_takes_its_launcher_along(cli: Cli, tmp_path: P
 
 
 def process_of(out: Path, rank: int) -> int:
-    """The process of a rank, by the first line of its log in its newest start."""
+    """Return the process id of a rank, from the first line that its latest start wrote to its log."""
     lines = (out / "ranks" / f"rank{rank}.log").read_text().splitlines()
     return int([line for line in lines if line.startswith(f"# rank {rank} ")][-1].rpartition(" ")[2])
 
 
-def test_ranks_that_do_not_share_a_batch_evenly(cli: Cli, tmp_path: Path) -> None:
-    """Not refused, for the mathematics stays; said, once."""
+def test_batch_that_is_not_divisible_by_ranks_prints_one_note(cli: Cli, tmp_path: Path) -> None:
+    """The layout is not refused, because the result is still equivalent."""
     words = ["train", "digits", "--layout", "ddp", "--steps", "2", "--save-every", "0", "--processes", "3"]
     words += ["--launcher", "torchrun", "--rendezvous-kind", "c10d", "--nodes", "1:1", "--out", "out"]
     done = cli(tmp_path, *words)
@@ -204,8 +204,8 @@ def test_ranks_that_do_not_share_a_batch_evenly(cli: Cli, tmp_path: Path) -> Non
 
 
 @pytest.mark.timeout(400)
-def test_ray_places_what_was_lost_again(cli: Cli, tmp_path: Path, undisturbed: list[float]) -> None:
-    """SIGKILL to a rank, then to an actor, as when a node of Ray's is lost: all are placed and started again."""
+def test_ray_restarts_lost_ranks_and_actors(cli: Cli, tmp_path: Path, undisturbed: list[float]) -> None:
+    """A rank gets SIGKILL, then an actor, as if a Ray node were lost. All ranks are placed and started again."""
     needs_ray()
     (tmp_path / "slow.py").write_text(SLOW)
     out = tmp_path / "out"
@@ -234,9 +234,9 @@ def test_ray_places_what_was_lost_again(cli: Cli, tmp_path: Path, undisturbed: l
 
 @pytest.fixture
 def ray_nodes() -> Iterator[Any]:
-    """A cluster of Ray with one node of one core; more can be added, and removed.
+    """Yield a Ray cluster with one node of one core. Tests add and remove nodes.
 
-    It is at the address of this machine: whoever connects to one at 127.0.0.1 is sent there by Ray.
+    It uses the address of this machine, because Ray redirects connections to 127.0.0.1 there.
     """
     needs_ray()
     # a node that was killed is noticed after a second and a half, not after a quarter of a minute
@@ -250,10 +250,8 @@ def ray_nodes() -> Iterator[Any]:
 
 
 @pytest.mark.timeout(400)
-def test_ray_goes_on_with_the_nodes_there_are(
-    cli: Cli, tmp_path: Path, undisturbed: list[float], ray_nodes: Any
-) -> None:
-    """Two ranks; one, when a node is lost, which takes no restart; and two again, without an update done twice."""
+def test_ray_resumes_on_the_remaining_nodes(cli: Cli, tmp_path: Path, undisturbed: list[float], ray_nodes: Any) -> None:
+    """A lost node leaves one of two ranks. A new node adds a rank, and no update is repeated."""
     second = ray_nodes.add_node(num_cpus=1)
     (tmp_path / "slow.py").write_text(SLOW)
     out = tmp_path / "out"
@@ -285,7 +283,7 @@ def test_ray_goes_on_with_the_nodes_there_are(
 
 
 def slurm_says(command: str, slurm: dict[str, str]) -> str:
-    """What a program of Slurm's prints."""
+    """Return the output of a Slurm command."""
     done = subprocess.run(
         command.split(), env={**os.environ, **slurm}, capture_output=True, text=True, timeout=60, check=False
     )
@@ -293,7 +291,7 @@ def slurm_says(command: str, slurm: dict[str, str]) -> str:
 
 
 def submit(folder: Path, slurm: dict[str, str], words: list[str]) -> str:
-    """Hand a training to the queue; the number of the job."""
+    """Submit a run to Slurm and return the job number."""
     (folder / "slow.py").write_text(SLOW)
     command = [*EVERYRANK, *TRAIN, "--launcher", "slurm", "--requeue", "--resume", "--out", "out", *words]
     done = subprocess.run(
@@ -304,10 +302,10 @@ def submit(folder: Path, slurm: dict[str, str], words: list[str]) -> str:
 
 
 @pytest.mark.timeout(400)
-def test_a_job_of_slurm_that_loses_a_rank_and_a_node(
+def test_slurm_job_is_requeued_after_losing_a_rank_and_a_node(
     tmp_path: Path, slurm: dict[str, str], undisturbed: list[float]
 ) -> None:
-    """It goes back into the queue by itself, and begins with one node where Slurm has no other: the same losses."""
+    """The job requeues itself and starts on the only node that Slurm has left. The losses are the same."""
     number = submit(tmp_path, slurm, ["--nodes", "1:2", "--processes", "4"])
     out, said = tmp_path / "out", tmp_path / f"slurm-{number}.out"
     wait_until(lambda: len(lines(out / "log.jsonl")) >= 8, "the first updates", out)
@@ -337,8 +335,8 @@ def test_a_job_of_slurm_that_loses_a_rank_and_a_node(
 
 
 @pytest.mark.timeout(400)
-def test_a_job_of_slurm_that_makes_no_progress(tmp_path: Path, slurm: dict[str, str]) -> None:
-    """Killed before it has saved anything, it ends with its error: it would come to the same again and again."""
+def test_slurm_job_without_progress_is_not_requeued(tmp_path: Path, slurm: dict[str, str]) -> None:
+    """The rank is killed before the first checkpoint, so the same would happen after each requeue."""
     number = submit(tmp_path, slurm, ["--nodes", "2", "--processes", "2", "--save-every", "1000"])
     out = tmp_path / "out"
     wait_until(lambda: len(lines(out / "log.jsonl")) >= 3, "the first updates", out)

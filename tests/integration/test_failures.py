@@ -1,4 +1,4 @@
-"""Rank 1 of 4 fails, in each way a rank can, under each launcher: the last line names it, and nothing is left."""
+"""Rank 1 of 4 fails in several ways under each launcher: the last line names it, and no process is left."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def use_up_memory():
 
 @pytest.fixture
 def memory_group() -> Iterator[Path]:
-    """A control group whose processes may use 200 MiB more than they have."""
+    """Yield a memory control group with a limit of 200 MiB."""
     group = GROUP / f"everyrank-{os.getpid()}"
     try:
         group.mkdir()
@@ -65,8 +65,10 @@ CASES += [(launcher, fault) for launcher in ("mpi", "slurm", "horovodrun") for f
 
 
 @pytest.mark.parametrize(("launcher", "fault"), CASES)
-def test_rank_1_of_4(cli: Cli, tmp_path: Path, request: pytest.FixtureRequest, launcher: str, fault: str) -> None:
-    """Status 4; one line with the rank, its host, and what became of it; all processes gone."""
+def test_failure_of_one_rank_is_reported_and_ends_all_ranks(
+    cli: Cli, tmp_path: Path, request: pytest.FixtureRequest, launcher: str, fault: str
+) -> None:
+    """The command exits with 4, and prints one line with the rank, its host and the cause. No process is left."""
     group = request.getfixturevalue("memory_group") if fault == "memory" else Path()
     text = WORKLOAD.replace("HAPPENS", HAPPENS[fault] + "  # here").replace("time.sleep(0.01)", "time.sleep(0.001)")
     text = text.replace("def loss(", USE_UP_MEMORY.replace("GROUP", repr(str(group))) + "\ndef loss(")
@@ -95,19 +97,19 @@ def test_rank_1_of_4(cli: Cli, tmp_path: Path, request: pytest.FixtureRequest, l
 
 
 def in_allocation(cli: Cli, folder: Path, options: list[str], words: list[str], variables: dict[str, str]) -> Running:
-    """Start it as a person does on a login node: salloc, and in it everyrank."""
+    """Start everyrank inside `salloc`, as a user does on a login node."""
     return cli.start(folder, *words, before=("salloc", *options), **variables)
 
 
 def command_line(running: Running) -> int:
-    """The process of the command that was typed."""
+    """Return the process id of the everyrank command."""
     found = running.processes().items()
     return next(pid for pid, words in found if " -m everyrank train" in words and not words.startswith("salloc"))
 
 
 @pytest.mark.parametrize("launcher", ["mpi", "slurm", "ray", "horovodrun"])
-def test_a_person_who_stops_it(cli: Cli, tmp_path: Path, request: pytest.FixtureRequest, launcher: str) -> None:
-    """Ctrl-C: all ranks end, whoever has started them."""
+def test_ctrl_c_ends_all_ranks(cli: Cli, tmp_path: Path, request: pytest.FixtureRequest, launcher: str) -> None:
+    """All ranks end, whichever launcher started them."""
     (tmp_path / "my_workload.py").write_text(WORKLOAD.replace("HAPPENS", "pass"))
     words = ["train", "my_workload.py", "--layout", "ddp", "--processes", "2", "--launcher", launcher]
     if launcher == "slurm":
@@ -127,8 +129,10 @@ def test_a_person_who_stops_it(cli: Cli, tmp_path: Path, request: pytest.Fixture
 
 
 @pytest.mark.parametrize("launcher", ["slurm", "ray"])
-def test_the_person_is_gone(cli: Cli, tmp_path: Path, request: pytest.FixtureRequest, launcher: str) -> None:
-    """SIGKILL to the command line, in an allocation or beside Ray's driver: the ranks notice by themselves."""
+def test_ranks_end_after_the_command_is_killed(
+    cli: Cli, tmp_path: Path, request: pytest.FixtureRequest, launcher: str
+) -> None:
+    """The command gets SIGKILL, in a Slurm allocation or next to Ray's driver. The ranks notice without it."""
     (tmp_path / "my_workload.py").write_text(WORKLOAD.replace("HAPPENS", "pass"))
     words = ["train", "my_workload.py", "--layout", "ddp", "--processes", "2", "--launcher", launcher]
     if launcher == "slurm":
@@ -142,8 +146,8 @@ def test_the_person_is_gone(cli: Cli, tmp_path: Path, request: pytest.FixtureReq
     assert running.left() == {}
 
 
-def test_scancel_asks_to_stop(cli: Cli, tmp_path: Path, slurm: dict[str, str]) -> None:
-    """Slurm sends SIGTERM to every process of the step, supervisors too: the ranks finish the update, save, and end."""
+def test_scancel_with_sigterm_saves_a_checkpoint_and_ends(cli: Cli, tmp_path: Path, slurm: dict[str, str]) -> None:
+    """Slurm sends SIGTERM to all processes of the step. The ranks finish the update, save a checkpoint and end."""
     (tmp_path / "my_workload.py").write_text(WORKLOAD.replace("HAPPENS", "pass"))
     words = ["train", "my_workload.py", "--layout", "ddp", "--processes", "2", "--launcher", "slurm", "--out", "out"]
     running = in_allocation(cli, tmp_path, ["--nodes=2", "--ntasks=2"], words, slurm)

@@ -1,6 +1,6 @@
-"""Fifteen ways to hang in a plain script, by `everyrank launch` and by `python -m everyrank watch` under torchrun.
+"""Hangs of a plain script are diagnosed by `everyrank launch`, and by `python -m everyrank watch` under torchrun.
 
-The rank at fault and its line of the script are named, and the watch ends no program.
+The diagnosis names the rank at fault and its line of the script. `watch` does not end the script.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ WAYS = {
 
 
 def place_of(way: str, mark: str) -> str:
-    """`hang.py:31 in sleeping`; "" if this way has no such mark. That of `before_the_group` stands in main."""
+    """Return the line with this mark, such as `hang.py:31 in sleeping`; "" without one.
+
+    The marks of `before_the_group` are in main.
+    """
     lines = SCRIPT.read_text().splitlines()
     name = "main" if way == "before_the_group" else way
     first = lines.index(next(line for line in lines if line.startswith(f"def {name}(")))
@@ -53,7 +56,7 @@ def place_of(way: str, mark: str) -> str:
 
 
 def check(text: str, way: str) -> None:
-    """The paragraph names rank and lines."""
+    """Check that the diagnosis names the rank and the lines."""
     rank, phrase = WAYS[way]
     line = next(line for line in text.splitlines() if "(--timeout)" in line)
     assert phrase in line
@@ -67,7 +70,7 @@ WATCHED = ("skipped_collective", "receive_without_send", "before_the_group")
 
 
 @pytest.mark.parametrize(("way", "how"), [*((way, "launch") for way in WAYS), *((way, "watch") for way in WATCHED)])
-def test_way_to_hang(cli: Cli, tmp_path: Path, way: str, how: str) -> None:
+def test_hang_is_diagnosed_with_rank_and_line(cli: Cli, tmp_path: Path, way: str, how: str) -> None:
     if how == "launch":
         running = cli.start(tmp_path, "launch", "--processes", 2, "--timeout", 2, "--grace", 0, SCRIPT, way)
     else:
@@ -88,8 +91,10 @@ def test_way_to_hang(cli: Cli, tmp_path: Path, way: str, how: str) -> None:
         ("left_early", "watch", "rank 1 never reached all_reduce"),
     ],
 )
-def test_way_that_gloo_ends(cli: Cli, tmp_path: Path, way: str, how: str, phrase: str) -> None:
-    """A batch more on one rank, or a rank that leaves early: gloo ends the others, and the autopsy names both lines."""
+def test_failed_collective_of_gloo_is_diagnosed_with_both_lines(
+    cli: Cli, tmp_path: Path, way: str, how: str, phrase: str
+) -> None:
+    """One rank has another batch, or ends early. Gloo fails on the other rank, and the diagnosis names both lines."""
     if how == "launch":
         running = cli.start(tmp_path, "launch", "--processes", 2, SCRIPT, way)
     else:
@@ -102,8 +107,8 @@ def test_way_that_gloo_ends(cli: Cli, tmp_path: Path, way: str, how: str, phrase
     assert way == "left_early" or place_of(way, "cause") in err
 
 
-def test_way_to_hang_on_three_hosts(three_hosts: Hosts, tmp_path: Path) -> None:
-    """Two hosts that share a folder: the rank on the other host is named, with its line."""
+def test_hang_on_several_hosts_is_diagnosed(three_hosts: Hosts, tmp_path: Path) -> None:
+    """Two hosts share a folder. The diagnosis names the rank on the other host and its line."""
     shutil.copy(SCRIPT, tmp_path / "hang.py")
     port = str(free_port())
     started = [

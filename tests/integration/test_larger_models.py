@@ -1,4 +1,4 @@
-"""A decoder that is larger than the memory that each rank may have: trained and checked in parts, refused in one."""
+"""A decoder larger than the memory of a rank is trained and verified if it is split, and refused otherwise."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _M_MMAP_THRESHOLD = -3
 
 
 def decoder(num_blocks: int) -> Decoder:
-    """4 MiB in float32 for each block."""
+    """Return a decoder whose blocks take 4 MiB each in float32."""
     return Decoder(DecoderShape(num_blocks, num_heads=4, width=256, hidden=1024, vocabulary=12))
 
 
@@ -42,7 +42,7 @@ def parameters(num_blocks: int) -> int:
 
 
 def large(num_blocks: int) -> Workload:
-    """It steps with plain SGD: an optimizer that keeps more takes more."""
+    """Return a workload with plain SGD, because an optimizer with state would take more memory."""
     changes: dict[str, Any] = {
         "model": lambda: decoder(num_blocks),
         "global_batch": 4,
@@ -55,7 +55,7 @@ def large(num_blocks: int) -> Workload:
 
 @contextlib.contextmanager
 def private_memory(num_bytes: int) -> Generator[None]:
-    """While this process may take so much private memory more than it has (RLIMIT_DATA)."""
+    """Limit this process to `num_bytes` more private memory than it has (RLIMIT_DATA)."""
     gc.collect()
     libc = ctypes.CDLL(None)
     libc.malloc_trim(0)  # what was freed would be had without asking
@@ -70,7 +70,7 @@ def private_memory(num_bytes: int) -> Generator[None]:
 
 
 def train(world: World, num_blocks: int, texts: list[str], limit: int) -> list[Any]:
-    """The losses of two updates under each layout, or what is said instead."""
+    """Return the losses of two updates under each layout, or the error message."""
     workload = large(num_blocks)
     train_data, _ = open_data(workload, world)
     found: list[Any] = []
@@ -89,15 +89,15 @@ def train(world: World, num_blocks: int, texts: list[str], limit: int) -> list[A
     return found
 
 
-def test_trains_in_parts_and_not_in_one(ranks: Any) -> None:
-    """Parameters of 96 MiB in float32, where each rank may take 92 MiB in all, gradients and activations with it."""
+def test_model_larger_than_memory_trains_only_if_it_is_split(ranks: Any) -> None:
+    """The parameters take 96 MiB in float32. Each rank may use 92 MiB, including gradients and activations."""
     limit = 92 * MIB
     assert 4 * parameters(24) > limit
     refused, *losses = ranks(4, train, 24, ["single", *LAYOUTS], limit, is_new=True)[0]
     [single] = ranks(4, train, 24, ["single"], 0)[0]
     for text, found in zip(LAYOUTS, losses, strict=True):
         assert found == pytest.approx(single, rel=1e-5), text
-    assert re.match(r"layout single: no memory .* \(asked for \d+ bytes\)", refused)
+    assert re.match(r"layout single: out of memory .* \(could not allocate \d+ bytes\)", refused)
     assert "\n" not in refused
 
 
@@ -112,8 +112,8 @@ def verify(world: World, num_blocks: int, reference: str, texts: list[str], limi
         return check(large(num_blocks), "larger")
 
 
-def test_is_checked_in_parts_and_not_in_one(ranks: Any) -> None:
-    """128 MiB of float64, where each rank may take 127 MiB in all: three runs of the reference, one of each layout."""
+def test_model_larger_than_memory_is_verified_only_if_the_reference_splits_it(ranks: Any) -> None:
+    """The parameters take 128 MiB in float64. Each rank may use 127 MiB for the reference and all layouts."""
     limit = 127 * MIB
     assert 8 * parameters(16) > limit
     refused, *found = ranks(4, verify, 16, "fsdp:meta=true", ["single", *LAYOUTS[1:]], limit, is_new=True)[0]
@@ -122,4 +122,4 @@ def test_is_checked_in_parts_and_not_in_one(ranks: Any) -> None:
         assert parity.scope == "2 updates, beside fsdp:meta=true"
     assert refused.status == "not_verified"
     assert refused.reason.startswith("layout single")
-    assert "no memory" in refused.reason
+    assert "out of memory" in refused.reason

@@ -1,4 +1,4 @@
-"""Backend mpi over real MPIs: Open MPI and MPICH, through mpi4py, also across hosts."""
+"""The mpi backend with Open MPI and MPICH through mpi4py, on one host and across hosts."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ else:
 
 @pytest.fixture(params=["Open MPI", "MPICH"])
 def mpi(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, str]:
-    """The variables with which `mpirun`, and mpi4py, are those of this MPI."""
+    """Return the environment variables with which `mpirun` and mpi4py use this MPI."""
     if find_spec("mpi4py") is None:
         absent("mpi4py (pip install 'everyrank[mpi]')")
     variables = mpirun(tmp_path, request.param)
@@ -204,14 +204,14 @@ def write_ranks(folder: Path, text: str) -> None:
 
 
 def interpreter(mpi: dict[str, str], python: ForkServer) -> str:
-    """Open MPI's ranks are forked; MPICH's are told of their place by a file that is open when they start."""
+    """Return the Python for the ranks. MPICH's ranks inherit an open file, so the fork server cannot start them."""
     return sys.executable if "MPI4PY_LIBMPI" in mpi else str(python.programs / "python")
 
 
 def by_mpirun(
     folder: Path, variables: dict[str, str], size: int, text: str, python: str
 ) -> subprocess.CompletedProcess[str]:
-    """What the ranks of this script print."""
+    """Run this script with mpirun and return its output and exit code."""
     write_ranks(folder, text)
     return subprocess.run(
         ["mpirun", "-n", str(size), python, "ranks.py"],
@@ -229,24 +229,26 @@ def by_mpirun(
     [*(("Open MPI", size) for size in (2, 3, 4)), *(("MPICH", size) for size in (3, 4))],
     indirect=["mpi"],
 )
-def test_right(tmp_path: Path, mpi: dict[str, str], python: ForkServer, size: int) -> None:
-    """Every operation, dtype and reduction; orders in which ranks that wait would wait for ever.
+def test_operations_and_dtypes_are_correct_in_any_order(
+    tmp_path: Path, mpi: dict[str, str], python: ForkServer, size: int
+) -> None:
+    """The orders of calls would deadlock if operations blocked.
 
-    MPICH's two ranks are a group of its four.
+    MPICH is not tested with two ranks, because a group of its four ranks has two.
     """
     done = by_mpirun(tmp_path, mpi, size, OPERATIONS + ORDERS + TENSORS, interpreter(mpi, python))
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("whole") == size
 
 
-def test_ranks_that_call_different_things(tmp_path: Path, mpi: dict[str, str], python: ForkServer) -> None:
-    """They are told so, by all of them, where MPI itself crashes or gives wrong numbers."""
+def test_mismatched_calls_are_reported_on_all_ranks(tmp_path: Path, mpi: dict[str, str], python: ForkServer) -> None:
+    """MPI itself crashes or gives wrong results for them."""
     done = by_mpirun(tmp_path, mpi, 3, WRONG, interpreter(mpi, python))
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_rank_that_does_not_come(tmp_path: Path, mpi: dict[str, str], python: ForkServer) -> None:
-    """The two that wait name the third, and not each other."""
+def test_missing_rank_is_named_after_the_timeout(tmp_path: Path, mpi: dict[str, str], python: ForkServer) -> None:
+    """The two waiting ranks name the third, and not each other."""
     done = by_mpirun(tmp_path, mpi, 3, MISSING, interpreter(mpi, python))
     assert done.stdout.count("mpi all_reduce timed out after 3 s") == 2, done.stderr
 
@@ -288,8 +290,8 @@ def test_layouts_are_equal(tmp_path: Path, mpi: dict[str, str], workload: str, l
 
 @pytest.mark.parametrize("fault", ["raises", "killed"])
 @pytest.mark.parametrize("mpi", ["Open MPI"], indirect=True)
-def test_a_rank_that_fails(cli: Cli, tmp_path: Path, mpi: dict[str, str], fault: str) -> None:
-    """The others do not wait for MPI: one line with the rank and what became of it, and nothing is left."""
+def test_failed_rank_is_named_and_ends_all_ranks(cli: Cli, tmp_path: Path, mpi: dict[str, str], fault: str) -> None:
+    """One line names the rank and the cause. The other ranks do not wait in MPI, and no process is left."""
     (tmp_path / "my_workload.py").write_text(WORKLOAD.replace("HAPPENS", HAPPENS[fault]))
     words = ["train", "my_workload.py", "--layout", "ddp", "--processes", "3", "--save-every", "0"]
     running = cli.start(tmp_path, *words, "--launcher", "mpi", "--backend", "mpi", is_forked=False, **mpi)
@@ -314,8 +316,8 @@ exec ip netns exec $host unshare --uts sh -c "hostname $host; $*"
 
 
 @pytest.mark.parametrize("mpi", ["Open MPI"], indirect=True)
-def test_hosts(tmp_path: Path, mpi: dict[str, str], three_hosts: Hosts) -> None:
-    """Two hosts of two ranks each, and the wire between them."""
+def test_operations_are_correct_across_two_hosts(tmp_path: Path, mpi: dict[str, str], three_hosts: Hosts) -> None:
+    """Each host has two ranks. The hosts communicate over TCP."""
     places = list(zip(three_hosts.addresses, three_hosts.names, strict=True))
     cases = "\n".join(f"{address}) host={name} ;;" for address, name in places)
     (tmp_path / "agent").write_text(AGENT.replace("CASES", cases))

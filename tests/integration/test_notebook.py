@@ -1,4 +1,4 @@
-"""The same from a notebook: a real kernel, a workload defined in a cell."""
+"""everyrank in a notebook with a real kernel, with a workload that a cell defines."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ workload = Workload(
 """
 
 
-def test_notebook() -> None:
-    """An error of a rank is raised in the cell, and the kernel lives on; functions of cells reach the ranks."""
+def test_notebook_cell_catches_errors_and_verifies_its_workload() -> None:
+    """An error of a rank is raised in the cell, and the kernel continues. The ranks receive functions of the cell."""
     notebook = nbformat.v4.new_notebook(
         cells=[
             nbformat.v4.new_code_cell(CELL),
@@ -52,8 +52,10 @@ def test_notebook() -> None:
     assert verified["data"]["text/plain"] == "['equal']"
 
 
-def test_first_steps(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The notebook of the pages runs from top to bottom, and its outputs are what its text promises."""
+def test_first_steps_notebook_prints_the_outputs_that_it_describes(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The notebook of the documentation runs from top to bottom."""
     monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
     notebook = nbformat.read(repository / "docs" / "examples" / "first_steps.ipynb", 4)
     resources = {"metadata": {"path": str(tmp_path)}}

@@ -1,4 +1,4 @@
-"""Ports to Accelerate and Fabric, with the real libraries: equal, wrong ones told, and started as their users do."""
+"""Ports to Accelerate and Fabric run with the real libraries: they are equal, and wrong ports are detected."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def target(request: pytest.FixtureRequest) -> str:
 def gpt(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Generator[tuple[str, Path, ScriptHost]]:
-    """A library, the folder of a script with its port, which is equal, and the script."""
+    """Yield a library, the folder of a script and its equal port, and the host of the script."""
     needs_library(PACKAGES[request.param])
     folder = tmp_path_factory.mktemp(request.param)
     best = ported(folder, IN_ORDER, request.param).best
@@ -67,7 +67,7 @@ def gpt(
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_equal(tmp_path: Path, target: str, style: str) -> None:
+def test_ports_are_equal(tmp_path: Path, target: str, style: str) -> None:
     best = ported(tmp_path, STYLES[style], target).best
     assert best.is_equal, [comparison.difference for comparison in best.comparisons]
     assert not best.differing_lines
@@ -76,7 +76,7 @@ def test_equal(tmp_path: Path, target: str, style: str) -> None:
     assert "dist." not in best.text
 
 
-def test_a_training_loop_in_another_file(tmp_path: Path, target: str) -> None:
+def test_training_loop_in_a_second_file_is_ported(tmp_path: Path, target: str) -> None:
     (tmp_path / "engine.py").write_text(ENGINE)
     script = tmp_path / "train.py"
     script.write_text(WITH_ENGINE)
@@ -86,8 +86,10 @@ def test_a_training_loop_in_another_file(tmp_path: Path, target: str) -> None:
     assert f"{IDIOMS[target].object}.backward(loss)" in best.other_text
 
 
-def test_started_by_the_command_of_the_library(python: ForkServer, gpt: tuple[str, Path, ScriptHost]) -> None:
-    """From Python on; what it is compared with, and the port as one process, are forked."""
+def test_port_trains_the_same_with_the_launcher_of_the_library(
+    python: ForkServer, gpt: tuple[str, Path, ScriptHost]
+) -> None:
+    """The launcher starts a new Python. The fork server starts the script and the port on one process."""
     target, folder, _ = gpt
     scripts = Path(sys.executable).parent
     command = shlex.split(IDIOMS[target].start)
@@ -102,14 +104,14 @@ def test_started_by_the_command_of_the_library(python: ForkServer, gpt: tuple[st
 
 
 def printed(command: list[str], folder: Path) -> list[float]:
-    """The numbers that a run prints."""
+    """Return the numbers that a run prints."""
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return [float(number) for number in re.findall(r"\d+\.?\d*", done.stdout)]
 
 
 @pytest.mark.parametrize("mistake", sorted({name for _, name in MISTAKES}))
-def test_a_wrong_port_is_not_equal(gpt: tuple[str, Path, ScriptHost], mistake: str) -> None:
+def test_wrong_ports_are_detected(gpt: tuple[str, Path, ScriptHost], mistake: str) -> None:
     target, folder, host = gpt
     if (target, mistake) not in MISTAKES:
         return

@@ -1,7 +1,7 @@
-"""Each recipe by the very command in its header, with the data beside it: the losses are those of the library.
+"""Each recipe runs with the command in its header and gives the losses of the library.
 
-One of each way to start is started from Python on. Of the others `python` and `torchrun` are forked from a process that
-has imported torch and nothing else: what a script does not import itself is not there.
+One recipe of each launcher starts a new Python. The others fork `python` and `torchrun` from a process that has
+imported only torch, so a missing import in a script is detected.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ MPIRUN = Path(sys.executable).with_name("mpirun")  # Open MPI's, as a wheel brin
 
 @pytest.fixture(autouse=True)
 def _starts(request: pytest.FixtureRequest, python: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How the commands of a test of one recipe start."""
+    """Start the commands of a recipe through the fork server, unless it is in FROM_PYTHON_ON."""
     parameters = getattr(request.node, "callspec", None)
     name = parameters.params.get("name") if parameters is not None else None
     if name is not None and name not in FROM_PYTHON_ON:
@@ -67,7 +67,7 @@ def _starts(request: pytest.FixtureRequest, python: ForkServer, monkeypatch: pyt
 
 
 def by_its_command(folder: Path, name: str, more: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
-    """The lines of its header, in one shell; `more` words come after the name of the program."""
+    """Run the commands in the header in one shell, with the arguments `more` after the program."""
     beside(folder, name)
     text = (folder / f"{name}.py").read_text()
     commands = "\n".join(in_float64(text))
@@ -76,8 +76,8 @@ def by_its_command(folder: Path, name: str, more: str = "", **variables: str) ->
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_by_its_own_command(cli: Cli, tmp_path: Path, name: str) -> None:
-    """Every loss to 1e-12, and the held-out images that are read right, exactly."""
+def test_losses_are_equal_to_the_library(cli: Cli, tmp_path: Path, name: str) -> None:
+    """Losses are equal to 1e-12. The validation accuracy is exactly equal."""
     done = by_its_command(tmp_path, name)
     assert distance(read(done.stdout), library(cli, name)) <= 1e-12
     if name == "elastic_torchrun":
@@ -88,8 +88,8 @@ def test_by_its_own_command(cli: Cli, tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_equal_to_one_process_by_its_own_command(tmp_path: Path, name: str) -> None:
-    """Those with a network of their own, and the same script without the split."""
+def test_losses_are_equal_to_one_process(tmp_path: Path, name: str) -> None:
+    """These recipes have their own network, and are compared with the script without parallelism."""
     assert gap(read(by_its_command(tmp_path, name).stdout), alone(ALONE[name])) <= 1e-12
 
 
@@ -97,8 +97,8 @@ ON_THEIR_OWN = ["ddp_uneven", *COMPRESSED, *REPLAYED]  # what their losses equal
 
 
 @pytest.mark.parametrize("name", sorted(ON_THEIR_OWN))
-def test_ends_well_by_its_own_command(tmp_path: Path, name: str) -> None:
-    """Its losses are finite, the first is not the smallest, and it reads some of what is held out right."""
+def test_losses_are_finite_and_decrease(tmp_path: Path, name: str) -> None:
+    """The validation accuracy is above 0. tests/recipes compares the losses."""
     found = read(by_its_command(tmp_path, name).stdout)
     assert len(found.losses) >= 12
     assert math.isfinite(sum(found.losses))
@@ -106,8 +106,8 @@ def test_ends_well_by_its_own_command(tmp_path: Path, name: str) -> None:
     assert 0 < found.numbers["top1"] <= 1
 
 
-def test_nothing_but_torch_is_there(python: ForkServer) -> None:
-    """In what is forked, as after `import torch` in a new interpreter: no module of torch's more, and none less."""
+def test_forked_interpreter_has_the_modules_of_a_new_one_with_torch(python: ForkServer) -> None:
+    """The modules of torch are those after `import torch` in a new interpreter."""
     words = ["-c", "import sys, torch; print(*sorted(name for name in sys.modules if name.split('.')[0] == 'torch'))"]
     forked, started = (
         subprocess.run([python, *words], capture_output=True, text=True, check=True).stdout
@@ -116,27 +116,27 @@ def test_nothing_but_torch_is_there(python: ForkServer) -> None:
     assert forked == started
 
 
-def test_every_command_is_typed() -> None:
-    """Here, but for imagenet_ddp, which reads images: it is typed under audit."""
+def test_every_recipe_is_tested() -> None:
+    """This file runs all recipes except imagenet_ddp, which reads images. test_audit_recipes.py runs it."""
     typed_here = {*NAMES, *NEEDS, *OPERATIONS, *WORKLOADS, "rpc_reinforcement", *ALONE, *ON_THEIR_OWN}
     assert {*typed_here, "imagenet_ddp"} == set(ALL)
 
 
 @pytest.mark.parametrize("name", sorted(OPERATIONS))
-def test_operations_by_their_own_command(tmp_path: Path, name: str) -> None:
+def test_operations_recipes_report_correct_results(tmp_path: Path, name: str) -> None:
     beside(tmp_path, name)
     (command,) = re.findall(r"^Run: (.*)$", (tmp_path / f"{name}.py").read_text(), re.MULTILINE)
     assert re.search(r"^ *\d\d results on \d ranks, all correct$", typed(tmp_path, command).stdout, re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", sorted(WORKLOADS))
-def test_rpc_by_its_own_command(cli: Cli, tmp_path: Path, name: str) -> None:
+def test_rpc_recipes_are_equal_to_their_reference(cli: Cli, tmp_path: Path, name: str) -> None:
     assert distance(read(by_its_command(tmp_path, name).stdout), of_its_own(cli, name)) <= 1e-12
 
 
 @pytest.mark.parametrize("name", ["rpc_reinforcement"])
-def test_reinforcement_by_its_own_command(tmp_path: Path, name: str) -> None:
-    """To the last digit that of one process: rewards and losses of every update. And it learns."""
+def test_reinforcement_recipe_is_equal_to_one_process_and_learns(tmp_path: Path, name: str) -> None:
+    """The rewards and losses of all updates have the same digits as with one process, and the reward increases."""
     said = by_its_command(tmp_path, name).stdout
     assert said == episodes_in_one_process()
     rewards = [float(reward) for reward in re.findall(r"^update \d+ reward (\S+)$", said, re.MULTILINE)]
@@ -148,7 +148,7 @@ def test_reinforcement_by_its_own_command(tmp_path: Path, name: str) -> None:
 
 
 def mutated(folder: Path, name: str) -> None:
-    """Put the mistake into the recipe that is in this folder already."""
+    """Put the mistake into the copy of the recipe in this folder."""
     before, after = MUTATIONS[name]
     text = (folder / f"{name}.py").read_text()
     assert text.count(before) == 1, f"{name} has changed; its mutation no longer fits"
@@ -156,18 +156,18 @@ def mutated(folder: Path, name: str) -> None:
 
 
 def check(cli: Cli, name: str, right: Printed, wrong: Printed) -> None:
-    """Equal to 1e-12 as it is, and not with the mistake."""
+    """Check that the recipe is equal to the library to 1e-12, and that it is not with the mistake."""
     assert distance(right, library(cli, name)) <= 1e-12
     assert distance(wrong, library(cli, name)) > 1e-9
 
 
 def path_of(programs: Path) -> dict[str, str]:
-    """The variable with which `python` is found that starts in no time: after one real start of each recipe."""
+    """Return the PATH with the `python` of the fork server, for all starts of a recipe but the first."""
     return {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
 
 
-def test_slurm(cli: Cli, python: ForkServer, tmp_path: Path, slurm: dict[str, str]) -> None:
-    """By srun as the header says, and on two nodes, which have one address here and so are told it."""
+def test_slurm_recipe_on_one_and_two_nodes(cli: Cli, python: ForkServer, tmp_path: Path, slurm: dict[str, str]) -> None:
+    """The recipe runs by the command in its header, and on two nodes. Both have one address, so MASTER_ADDR is set."""
     right = read(by_its_command(tmp_path, "slurm", **slurm).stdout)
     slurm = slurm | path_of(python.programs)
     two_nodes = "srun --nodes 2 --ntasks-per-node 1 --cpu-bind=none python slurm.py --float64"
@@ -177,8 +177,8 @@ def test_slurm(cli: Cli, python: ForkServer, tmp_path: Path, slurm: dict[str, st
     assert distance(on_two, library(cli, "slurm")) <= 1e-12
 
 
-def test_slurm_without_srun(tmp_path: Path, slurm: dict[str, str]) -> None:
-    """A batch script that forgets srun starts the script once, in a real allocation: it says so, and ends."""
+def test_slurm_recipe_without_srun_prints_the_srun_command(tmp_path: Path, slurm: dict[str, str]) -> None:
+    """A batch script without srun starts the recipe only once. The error names the srun command."""
     beside(tmp_path, "slurm")
     wrapped = f"sbatch --ntasks=2 --output={tmp_path}/out --wrap '{sys.executable} slurm.py'"
     assert batch_job(tmp_path, wrapped, slurm) == 2
@@ -186,8 +186,8 @@ def test_slurm_without_srun(tmp_path: Path, slurm: dict[str, str]) -> None:
     assert "srun --ntasks 2 --cpu-bind=none python slurm.py" in line
 
 
-def test_slurm_batch_script(cli: Cli, tmp_path: Path, slurm: dict[str, str]) -> None:
-    """What `everyrank new slurm` writes, submitted as it is, but for where the first node is."""
+def test_slurm_batch_script_of_everyrank_new(cli: Cli, tmp_path: Path, slurm: dict[str, str]) -> None:
+    """The files that `everyrank new slurm` writes are submitted unchanged. Only MASTER_ADDR is set."""
     assert main(["new", "slurm", str(tmp_path / "train.py")]) == 0
     assert gzip.decompress((tmp_path / "digits.csv.gz").read_bytes()) == b"".join(DIGITS)
     write_digits(tmp_path, NUM_ROWS)
@@ -197,7 +197,7 @@ def test_slurm_batch_script(cli: Cli, tmp_path: Path, slurm: dict[str, str]) -> 
 
 
 def mpirun(folder: Path, program: str) -> dict[str, str]:
-    """The variables with which the header's own command finds this `mpirun`."""
+    """Return the environment variables with which the command in the header finds this `mpirun`."""
     found = shutil.which("mpirun.mpich") if program == "MPICH" else shutil.which(str(MPIRUN))
     if found is None:
         pytest.skip(f"not verified here: needs {program}")
@@ -211,8 +211,8 @@ def mpirun(folder: Path, program: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("program", ["Open MPI", "MPICH"])
-def test_mpi(cli: Cli, python: ForkServer, tmp_path: Path, program: str) -> None:
-    """By the header's mpirun, over a file; and over an address, which several hosts would need."""
+def test_mpi_recipe_with_a_file_and_an_address(cli: Cli, python: ForkServer, tmp_path: Path, program: str) -> None:
+    """The ranks rendezvous over a file, and over an address, which several hosts would need."""
     variables = mpirun(tmp_path, program)
     right = read(by_its_command(tmp_path, "mpi", **variables).stdout)
     assert not list((tmp_path / "tmp").glob("mpi-*/*"))  # the file they met over is gone
@@ -226,12 +226,12 @@ def test_mpi(cli: Cli, python: ForkServer, tmp_path: Path, program: str) -> None
 
 
 def spoken(done: subprocess.CompletedProcess[str]) -> str:
-    """What the ranks print, without what horovodrun puts before each line."""
+    """Return the output of the ranks, without the prefix that horovodrun adds to each line."""
     return re.sub(r"^\[\d+\]<stdout>:", "", done.stdout, flags=re.MULTILINE)
 
 
-def test_horovod(cli: Cli, tmp_path: Path) -> None:
-    """By horovodrun, from Python on; with a mistake; and with gradients sent as fp16, which is close."""
+def test_horovod_recipe_in_float64_and_fp16(cli: Cli, tmp_path: Path) -> None:
+    """Losses are equal in float64, close with fp16 gradients, and different with a mistake."""
     needs_horovod()
     right = read(spoken(by_its_command(tmp_path, "horovod_ddp")))
     close = read(spoken(typed(tmp_path, "horovodrun -np 2 --gloo python horovod_ddp.py --float64 --fp16")))
@@ -241,8 +241,8 @@ def test_horovod(cli: Cli, tmp_path: Path) -> None:
     check(cli, "horovod_ddp", right, read(spoken(wrong)))
 
 
-def test_ray(cli: Cli, tmp_path: Path) -> None:
-    """In a Ray that it starts itself. What an actor raises ends the script, with its words."""
+def test_ray_recipe_and_an_exception_in_an_actor(cli: Cli, tmp_path: Path) -> None:
+    """The recipe starts Ray itself. An exception of an actor ends the script with its message."""
     if find_spec("ray") is None:
         pytest.skip("not verified here: needs Ray")
     right = read(by_its_command(tmp_path, "ray_actors").stdout)

@@ -1,4 +1,4 @@
-"""`--save-async` on the way that it takes on CUDA, under every mesh that there is; and what would break it."""
+"""`--save-async` with the code path of CUDA, under each mesh, and mistakes that would break it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ EIGHT = [*sorted(set(meshes(8)) - set(meshes(4))), "fsdp:tensor=2", "pipeline:sh
 @pytest.mark.parametrize(
     ("size", "layout"), [*((4, layout) for layout in meshes(4)), *((8, layout) for layout in EIGHT)]
 )
-def test_round_trip(ranks: Any, tmp_path: Path, size: int, layout: str) -> None:
-    """Saved twice while the training goes on: to the last bit what was written at once, on one process and on all."""
+def test_asynchronous_checkpoint_is_bitwise_equal_under_each_mesh(
+    ranks: Any, tmp_path: Path, size: int, layout: str
+) -> None:
+    """Two checkpoints that are saved during training equal synchronous ones, loaded on one process and on all."""
     round_trip(ranks, size, layout, tmp_path)
 
 
-def test_every_axis_is_there() -> None:
-    """A new strategy is in the table, or says why it is not here; so is each axis that goes with it."""
+def test_meshes_cover_all_strategies_and_axes() -> None:
+    """A new strategy is in `meshes` or in `NOT_HERE`, with each axis that it supports."""
     found = [parse_layout(layout) for layout in meshes(8)]
     assert {layout.strategy for layout in found} | NOT_HERE.keys() == {
         name for name, row in STRATEGIES.items() if row.axis is not None
@@ -34,7 +36,7 @@ def test_every_axis_is_there() -> None:
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_show(ranks: Any, tmp_path: Path, mistake: str) -> None:
-    """Each mistake in how the device's memory is copied turns a round trip red."""
+def test_mistakes_in_copying_device_memory_are_detected(ranks: Any, tmp_path: Path, mistake: str) -> None:
+    """With each mistake, a round trip fails and names the tensor."""
     with pytest.raises(AssertionError, match="model/"):  # which tensor is another one, or not there in full
         round_trip(ranks, 4, "fsdp:tensor=2", tmp_path, mistake)

@@ -1,4 +1,4 @@
-"""`everyrank launch` of a plain script by the real Slurm, MPI, Ray and horovodrun: output, exit status, root cause."""
+"""`everyrank launch` runs a plain script under Slurm, MPI, Ray and horovodrun: output, exit code, root cause."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ def start(cli: Cli, folder: Path, request: pytest.FixtureRequest, launcher: str,
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_output_by_rank(cli: Cli, tmp_path: Path, request: pytest.FixtureRequest, launcher: str) -> None:
-    """Rank 0 on the screen, the other rank in its file; status 0; no process is left."""
+def test_only_rank_0_prints_on_the_terminal(
+    cli: Cli, tmp_path: Path, request: pytest.FixtureRequest, launcher: str
+) -> None:
+    """The output of the other rank is in its log. The exit code is 0, and no process is left."""
     running = start(cli, tmp_path, request, launcher, "fine")
     status, out, err = running.end()
     assert status == 0, err
@@ -41,8 +43,10 @@ def test_output_by_rank(cli: Cli, tmp_path: Path, request: pytest.FixtureRequest
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_root_cause_of_a_script(cli: Cli, tmp_path: Path, request: pytest.FixtureRequest, launcher: str) -> None:
-    """Status 4; the last line names rank 1 and the line of the script; no process is left."""
+def test_last_line_names_rank_and_line_of_an_exception(
+    cli: Cli, tmp_path: Path, request: pytest.FixtureRequest, launcher: str
+) -> None:
+    """The exit code is 4, and no process is left."""
     running = start(cli, tmp_path, request, launcher, "raise")
     status, _, err = running.end()
     assert status == 4, err

@@ -1,4 +1,4 @@
-"""The documentation site in a real browser: pages fit and load, search and languages work."""
+"""The documentation site in a real browser: pages load and fit, and search and language links work."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of the site: that of `make docs` where it is newer than all pages and sources, else a new one."""
+    """Yield the address of the site. The output of `make docs` is used if it is newer than all pages and sources."""
     if not (REPOSITORY / "CONTRIBUTING.md").exists():
         pytest.skip("a source distribution has no such pages")
     if shutil.which("zensical", path=str(Path(sys.executable).parent)) is None:
@@ -56,7 +56,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def is_newest(built: Path) -> bool:
-    """Whether it was written after every file that a page is made from."""
+    """Return whether the file is newer than all files that pages are generated from."""
     folders = [REPOSITORY / name for name in ("docs", "src", "benchmarks")]
     sources = [*REPOSITORY.glob("*.md"), *(path for folder in folders for path in folder.rglob("*") if path.is_file())]
     changed = max(path.stat().st_mtime for path in sources if path.suffix != ".pyc")
@@ -65,7 +65,7 @@ def is_newest(built: Path) -> bool:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """A headless Chromium."""
+    """Yield a headless Chromium."""
     playwright = pytest.importorskip("playwright.sync_api", reason="not verified here: needs Playwright")
     path = next(filter(None, map(shutil.which, BROWSERS)), None)
     if path is None:
@@ -79,7 +79,7 @@ def browser() -> Iterator[Any]:
 
 
 def addresses() -> list[str]:
-    """Every page of the navigation, relative to the site."""
+    """Return the address of each page of the navigation, relative to the site."""
 
     def names(entry: Any) -> Iterator[str]:
         if isinstance(entry, str):
@@ -92,8 +92,8 @@ def addresses() -> list[str]:
     return [name.removesuffix(".md").removesuffix("index").removesuffix("README").rstrip("/") for name in names(nav)]
 
 
-def test_every_page_fits_and_loads(site: str, browser: Any) -> None:
-    """On a wide and on a narrow window: each page is loaded once."""
+def test_pages_load_and_fit_wide_and_narrow_windows(site: str, browser: Any) -> None:
+    """Each page is loaded once and then resized."""
     page = browser.new_page()
     failed: list[str] = []
     # the next page aborts what the last one is still loading
@@ -129,7 +129,7 @@ def test_search_finds_audit(site: str, browser: Any) -> None:
     page.close()
 
 
-def test_a_page_leads_to_its_translation_and_back(site: str, browser: Any) -> None:
+def test_language_links_lead_to_the_translation_and_back(site: str, browser: Any) -> None:
     page = browser.new_page(viewport={"width": 420, "height": 900})
     page.goto(f"{site}start/")
     page.locator("header a[hreflang=zh]").click()
@@ -139,7 +139,7 @@ def test_a_page_leads_to_its_translation_and_back(site: str, browser: Any) -> No
     page.close()
 
 
-def test_what_is_cut_off_is_found(browser: Any) -> None:
+def test_elements_wider_than_the_window_are_detected(browser: Any) -> None:
     page = browser.new_page(viewport={"width": 420, "height": 900})
     wide = '<pre style="width: 600px">code</pre>'
     page.set_content(f"<article>{wide}</article>")

@@ -1,4 +1,4 @@
-"""The built wheel and source distribution in fresh environments: code, types, data, recipes and page template."""
+"""The wheel and the source distribution contain code, types, data, recipes and the page template."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ assert main(["eject", "digits", sys.argv[1] + "-project", "--layout", "fsdp"]) =
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel that is built from the checkout."""
+    """Return the wheel that is built from the checkout."""
     return built("--wheel", Path(__file__).parents[2], tmp_path_factory.mktemp("dist"))
 
 
-def test_wheel(wheel: Path, tmp_path: Path, repository: Path) -> None:
-    """Installed without the checkout; torch and the rest are borrowed from the tests' environment."""
+def test_wheel_works_in_a_fresh_environment(wheel: Path, tmp_path: Path, repository: Path) -> None:
+    """The checkout is not on the path. torch and other libraries come from the environment of the tests."""
     check_extras(wheel, repository)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     folder = tmp_path / "wheelhouse"
@@ -71,8 +71,8 @@ def test_wheel(wheel: Path, tmp_path: Path, repository: Path) -> None:
     assert "equal" in done.stdout
 
 
-def test_source_distribution(wheel: Path, tmp_path: Path, repository: Path) -> None:
-    """It builds the same files as the checkout, whose wheel is installed above."""
+def test_source_distribution_builds_the_same_wheel(wheel: Path, tmp_path: Path, repository: Path) -> None:
+    """Its wheel has the same files as the wheel of the checkout."""
     archive = built("--sdist", repository, tmp_path / "dist")
     with tarfile.open(archive) as opened:
         opened.extractall(tmp_path, filter="data")
@@ -81,7 +81,7 @@ def test_source_distribution(wheel: Path, tmp_path: Path, repository: Path) -> N
 
 
 def built(kind: str, source: Path, folder: Path) -> Path:
-    """The distribution that `python -m build` makes of a source tree."""
+    """Build a source tree with `python -m build` and return the distribution."""
     command = [sys.executable, "-m", "build", kind, "--no-isolation", "--outdir", folder, source]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     [distribution] = folder.iterdir()
@@ -89,7 +89,7 @@ def built(kind: str, source: Path, folder: Path) -> Path:
 
 
 def installed(wheel: Path, folder: Path) -> Path:
-    """The Python of a fresh environment with only this wheel; torch and the rest are those of the tests."""
+    """Return the Python of a fresh environment with this wheel, and with the libraries of the tests."""
     venv.create(folder)
     python = folder / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", python]
@@ -102,13 +102,13 @@ def installed(wheel: Path, folder: Path) -> Path:
 
 
 def checksums(wheel: Path) -> dict[str, int]:
-    """The CRC of each file of a wheel."""
+    """Return the CRC of each file of a wheel."""
     with zipfile.ZipFile(wheel) as archive:
         return {info.filename: info.CRC for info in archive.infolist()}
 
 
 def check_extras(wheel: Path, repository: Path) -> None:
-    """The wheel offers each extra of pyproject.toml, with the packages that stand there, and pip takes them so."""
+    """Check that the wheel has the extras and packages of pyproject.toml, and that pip accepts them."""
     wanted = tomllib.loads((repository / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]

@@ -198,4 +198,4 @@ def test_the_reference_accumulates_where_its_batch_does_not_fit(ranks: Any) -> N
     [(refused, _)] = ranks(2, check_with_little_room, "norm", ["ddp"])[0]
     assert refused.status == "not_verified"  # over parts of the batch its statistics are others
     assert OutOfMemoryError.exit_status == 3
-    assert re.search(r"no memory .* \(asked for 4096 bytes\): its parameters .* 0 MiB", refused.reason)
+    assert re.search(r"out of memory .* \(could not allocate 4096 bytes\)\. The parameters take 0 MiB", refused.reason)

@@ -1,4 +1,4 @@
-"""Options of everyrank port, the header of a port that is not equal, and the page."""
+"""everyrank port: invalid options, the header of a script that is not equivalent, the HTML page, and the helpers."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from processes import refused
         ("# a comment\nx = 1\n", "# why\n# a comment\nx = 1\n"),
     ],
 )
-def test_the_first_line_of_a_program_stays(text: str, expected: str) -> None:
+def test_header_follows_shebang_and_encoding_lines(text: str, expected: str) -> None:
     assert with_header(text, "# why\n") == expected
 
 
 @pytest.mark.parametrize(
-    ("options", "named"),
+    ("options", "expected_text"),
     [
         (["--check", "other.py"], "other.py"),
         (["--check", "train.py", "--force"], "--force"),
@@ -40,15 +40,19 @@ def test_the_first_line_of_a_program_stays(text: str, expected: str) -> None:
         (["--to", "workload", "--sampler", "torch"], "--sampler"),
     ],
 )
-def test_refused_options(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, options: list[str], named: str
+def test_invalid_options_are_named_in_the_error(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    expected_text: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("import torch\n")
-    assert named in refused(capsys, "port", *options, "train.py")
+    assert expected_text in refused(capsys, "port", *options, "train.py")
 
 
-def test_the_page_escapes_and_shows_both_sides() -> None:
+def test_page_escapes_html_and_shows_script_and_port() -> None:
     comparison = PortComparison(2, 8, {"losses": 0.0}, "", [("<b>1</b>", "2")], ["train_ddp.py:3 prints on each rank"])
     attempt = Attempt(
         None, "a = 1\nb = '<i>'\n", [Edit((2, 0), (2, 0), "b", "the reason")], [(1, "a note")], [comparison]
@@ -64,16 +68,16 @@ def test_the_page_escapes_and_shows_both_sides() -> None:
     assert "<u>" not in page
 
 
-def test_logging_and_the_sampler_of_torch_are_in_the_helpers() -> None:
+def test_helpers_include_logging_and_distributed_sampler_only_if_requested() -> None:
     names = {"setup", "split"}
-    plain = helper_text(names, has_batch_norm=False, finds_unused=False, sums=False, has_numpy=False)
-    other = helper_text(
+    default_helpers = helper_text(names, has_batch_norm=False, finds_unused=False, sums=False, has_numpy=False)
+    logging_helpers = helper_text(
         names, has_batch_norm=False, finds_unused=False, sums=False, has_numpy=False, has_logging=True, sampler="torch"
     )
-    assert "logging.disable()" not in plain
-    assert "RankBatches" in plain
-    assert "logging.disable()" in other
-    assert "DistributedSampler" in other
-    assert "RankBatches" not in other
-    for text in (plain, other):
+    assert "logging.disable()" not in default_helpers
+    assert "RankBatches" in default_helpers
+    assert "logging.disable()" in logging_helpers
+    assert "DistributedSampler" in logging_helpers
+    assert "RankBatches" not in logging_helpers
+    for text in (default_helpers, logging_helpers):
         compile(text, "helpers", "exec")

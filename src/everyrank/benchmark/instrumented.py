@@ -15,7 +15,7 @@ from everyrank.data import all_updates, epoch_of, planned_updates
 from everyrank.layout import Layout
 from everyrank.loop import run_updates, wrap_user_errors
 from everyrank.measure.memory import peak_memory
-from everyrank.measure.split import PHASES, exposed_shares
+from everyrank.measure.split import PHASES, exposed_fractions
 from everyrank.parallel.pipeline.run import PipelineIdle
 from everyrank.record import Collective
 from everyrank.strategies import prepare
@@ -34,18 +34,18 @@ _NO_IDLE = PipelineIdle(0.0, 0.0, 0.0)
 
 @dataclass(frozen=True)
 class Instrumented:
-    """The measurements of one rank. `exposed_shares` is NaN if the workload is too short to measure them.
+    """The measurements of one rank. `exposed_fractions` is NaN if the workload is too short to measure them.
 
     idle                for a pipeline, the sum of `Prepared.idle` over a few updates without instruments
     peak_memory_bytes   peak bytes of tensors, from building the model to the end of the third update
     collectives         of one update; for local SGD, of all updates between two averages
-    exposed_shares      fraction of each phase that was exposed communication, in the order of `measure.split.PHASES`
+    exposed_fractions   fraction of each phase that was exposed communication, in the order of `measure.split.PHASES`
     """
 
     peak_memory_bytes: int
     idle: PipelineIdle = _NO_IDLE
     collectives: list[Collective] = field(default_factory=list[Collective])
-    exposed_shares: list[float] = field(default_factory=lambda: [math.nan] * len(PHASES))
+    exposed_fractions: list[float] = field(default_factory=lambda: [math.nan] * len(PHASES))
 
 
 def run_instrumented(workload: Workload, dataset: Any, layout: Layout, world: World) -> Instrumented:
@@ -76,7 +76,7 @@ def run_instrumented(workload: Workload, dataset: Any, layout: Layout, world: Wo
         for _ in range(num_counted):
             next(shares)
     num_left -= num_counted - 1
-    exposed = exposed_shares(prepared.trainable, shares, min(_PROFILED_UPDATES, num_left), world.device)
+    exposed = exposed_fractions(prepared.trainable, shares, min(_PROFILED_UPDATES, num_left), world.device)
     del prepared, shares
     gc.collect()
     return Instrumented(memory.bytes, idle, traffic.collectives(num_counted), [exposed[phase] for phase in PHASES])

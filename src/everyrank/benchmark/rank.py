@@ -147,10 +147,10 @@ def _run_on_its_ranks(candidate: Candidate, world: World, key: str, function: An
 def _profile(candidate: Candidate, bench: Bench) -> None:
     """Measure peak memory, communication volume and exposed communication on each rank."""
     local = run_instrumented(bench.workload, bench.train_data, candidate.layout, candidate.world)
-    row = torch.tensor([local.peak_memory_bytes, *local.idle, *local.exposed_shares], dtype=torch.float64)
+    row = torch.tensor([local.peak_memory_bytes, *local.idle, *local.exposed_fractions], dtype=torch.float64)
     rows = [row.tolist() for row in all_gather(row, candidate.world)]
     candidate.instrumented = [
-        replace(local, peak_memory_bytes=int(row[0]), idle=PipelineIdle(*row[1:4]), exposed_shares=row[4:])
+        replace(local, peak_memory_bytes=int(row[0]), idle=PipelineIdle(*row[1:4]), exposed_fractions=row[4:])
         for row in rows
     ]
 

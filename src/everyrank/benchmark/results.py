@@ -163,7 +163,7 @@ def _record(
         step_seconds=interval(steps) if is_timed else None,
         epoch_seconds=epoch.samples / throughput.median if throughput else None,
         breakdown_seconds=breakdown(
-            candidate.splits, [inside.exposed_shares for inside in candidate.instrumented], steps
+            candidate.splits, [inside.exposed_fractions for inside in candidate.instrumented], steps
         ),
         bubble=_bubble(candidate.instrumented) if world.device.type == "cpu" else None,
         peak_memory_bytes=max((inside.peak_memory_bytes for inside in candidate.instrumented), default=None),

@@ -9,9 +9,13 @@ Ranks are numbered along the axes like the digits of a number, with the last axi
        shard 0   0    1                      shard 0    0    1           shard 0    4    5
              1   2    3                            1    2    3                 1    6    7
 
-Ranks that differ in replicate, shard or expert read different samples; in context, different parts of the same
-sequences; in tensor and pipeline, the same samples. The servers of a parameter server have the ranks before the mesh,
-are on no axis, and read no data.
+The axis on which two ranks differ decides which data they read:
+
+    replicate, shard, expert   different samples
+    context                    different parts of the same sequences
+    tensor, pipeline           the same samples
+
+The servers of a parameter server have the ranks before the mesh. They are on no axis and read no data.
 """
 
 from __future__ import annotations
@@ -37,10 +41,10 @@ __all__ = ["Mesh", "full_tensor", "local_tensor", "local_tensors", "make_device_
 
 @dataclass(frozen=True)
 class Mesh:
-    """A rank's coordinate on every axis, outermost first; an axis that the layout does not have is one rank long.
+    """A rank's coordinate on every axis, outermost first. An axis that the layout does not have has size 1.
 
-    servers       ranks before the mesh; their coordinates are meaningless (those of the first rank)
-    in_lockstep   all readers are in the same update, so one may wait for another
+    servers       number of ranks before the mesh; they have the coordinates of its first rank, which mean nothing
+    in_lockstep   all ranks that read data are in the same update, so one may wait for another
     """
 
     world: World
@@ -55,23 +59,23 @@ class Mesh:
 
     @property
     def data_slice(self) -> Slice:
-        """The slice of each micro-batch that this rank reads."""
+        """Return the slice of each micro-batch that this rank reads."""
         if self.is_server:
             return Slice(0, 0)
-        return Slice(self._place(SAMPLE_AXES), self.size(*SAMPLE_AXES))
+        return Slice(self._index_along(SAMPLE_AXES), self.size(*SAMPLE_AXES))
 
     @property
     def rng_stream(self) -> int:
-        """The stream of random numbers for dropout: different for ranks with different samples or positions."""
+        """Return the random stream for dropout: different for ranks with different samples or positions."""
         return self.data_rank
 
     @property
     def data_rank(self) -> int:
-        """The index of this rank among the ranks with different samples or positions."""
-        return self._place(DATA_AXES)
+        """Return the index of this rank among the ranks with different samples or positions."""
+        return self._index_along(DATA_AXES)
 
-    def _place(self, axes: Iterable[str]) -> int:
-        """Return the index of this rank among those that differ from it in these axes, outermost first."""
+    def _index_along(self, axes: Iterable[str]) -> int:
+        """Return the index of this rank among the ranks that differ from it only in these axes, outermost first."""
         index = 0
         for axis in axes:
             index = index * self.sizes[axis] + self.coordinate[axis]
@@ -79,17 +83,17 @@ class Mesh:
 
     @property
     def is_server(self) -> bool:
-        """Whether this rank is a parameter server, outside the mesh."""
+        """Return whether this rank is a parameter server, outside the mesh."""
         return self.world.rank < self.servers
 
     def is_first(self, *axes: str) -> bool:
-        """Whether this rank is the first on all these axes, and so counts for all replicas along them."""
+        """Return whether this rank is the first on all these axes, and so counts for all replicas along them."""
         return all(self.coordinate[axis] == 0 for axis in axes)
 
     def group(self, *axes: str, use: str = "") -> dist.ProcessGroup | None:
-        """Return the process group of the ranks that differ from this one only in these axes; None if there are none.
+        """Return the process group of the ranks that differ from this one only in these axes; None for a single rank.
 
-        The first call for a set of axes is a collective over the whole world. Each `use` has its own group.
+        The first call for a set of axes is a collective over the whole world. Each `use` has a separate group.
         """
         if self.size(*axes) == 1 or self.world.group is None:
             return None
@@ -102,26 +106,28 @@ class Mesh:
         return cache.groups[key]
 
     def _new_group(self, axes: tuple[str, ...]) -> Any:
-        """Create the groups along these axes in the same order on every rank. Returns this rank's group."""
-        everywhere = itertools.product(*(range(size) for size in self.sizes.values()))
-        members: dict[tuple[int, ...], list[int]] = {}
-        for rank, coordinate in enumerate(everywhere, self.servers):
-            others = tuple(at for axis, at in zip(self.sizes, coordinate, strict=True) if axis not in axes)
-            members.setdefault(others, []).append(rank)
-        group = self._split_world(list(members.values()))
+        """Create the groups along these axes in the same order on every rank, and return this rank's group."""
+        all_coordinates = itertools.product(*(range(size) for size in self.sizes.values()))
+        ranks_of_groups: dict[tuple[int, ...], list[int]] = {}
+        for rank, coordinate in enumerate(all_coordinates, self.servers):
+            other_coordinates = tuple(
+                index for axis, index in zip(self.sizes, coordinate, strict=True) if axis not in axes
+            )
+            ranks_of_groups.setdefault(other_coordinates, []).append(rank)
+        group = self._split_world(list(ranks_of_groups.values()))
         _wait_until_connected(self.world, "x".join(axes))
         return group
 
-    def _split_world(self, members: list[list[int]]) -> Any:
+    def _split_world(self, ranks_of_groups: list[list[int]]) -> Any:
+        """Create a process group for each of these lists of ranks, and return the group of this rank."""
         timeout = datetime.timedelta(seconds=self.world.timeout_seconds)
         if getattr(self.world.group, "bound_device_id", None) is None:
-            return dist.new_subgroups_by_enumeration(members, timeout=timeout)[0]  # one after the other
-        return dist.split_group(
-            split_ranks=members, timeout=timeout
-        )  # nccl: one split of the communicator creates all groups
+            return dist.new_subgroups_by_enumeration(ranks_of_groups, timeout=timeout)[0]
+        # the world's group is bound to a device under nccl, where one split of its communicator creates all groups
+        return dist.split_group(split_ranks=ranks_of_groups, timeout=timeout)
 
     def rank_at(self, **coordinate: int) -> int:
-        """Return the rank with these coordinates, and otherwise the same as this rank's."""
+        """Return the rank with these coordinates. On all other axes it has the coordinates of this rank."""
         rank = 0
         for axis, size in self.sizes.items():
             rank = rank * size + coordinate.get(axis, self.coordinate[axis])
@@ -130,41 +136,41 @@ class Mesh:
     def device_mesh(self, *axes: str) -> DeviceMesh:
         """Return a DeviceMesh over the axes that parameters are laid out on: pipeline, replicate, shard, tensor.
 
-        `context` and `expert` are folded into `shard`: parameters are equal along all of them, so FSDP shards over all
+        `context` and `expert` are folded into `shard`. Parameters are equal along all of them, so FSDP shards over all
         of them. Parameters of experts use `expert_device_mesh`.
         """
         sizes = {axis: self.sizes[axis] for axis in AXES if axis not in ("context", "expert")}
         sizes["shard"] *= self.size("context", "expert")
-        used = tuple((axis, size) for axis, size in sizes.items() if size > 1 or axis in axes)
-        return make_device_mesh(self.world, used)[axes]
+        axes_and_sizes = tuple((axis, size) for axis, size in sizes.items() if size > 1 or axis in axes)
+        return make_device_mesh(self.world, axes_and_sizes)[axes]
 
     def expert_device_mesh(self, *axes: str) -> DeviceMesh:
-        """Return the DeviceMesh for parameters of experts, where `expert` is an axis of its own."""
+        """Return the DeviceMesh for parameters of experts, where `expert` is a separate axis."""
         sizes = {axis: self.sizes[axis] for axis in AXES if axis != "context"}
         sizes["shard"] *= self.sizes["context"]
-        # torch combines only slices of the same mesh, so it is always created with all axes
-        used = tuple((axis, size) for axis, size in sizes.items() if size > 1 or axis in ("shard", "expert"))
-        return make_device_mesh(self.world, used)[axes]
+        # torch combines only slices of the same mesh, so the mesh always has both the shard and the expert axis
+        axes_and_sizes = tuple((axis, size) for axis, size in sizes.items() if size > 1 or axis in ("shard", "expert"))
+        return make_device_mesh(self.world, axes_and_sizes)[axes]
 
     def group_axes(self) -> dict[str, str]:
-        """Return process group name -> axes of this layout, for measuring communication."""
-        result = {getattr(self.world.group, "group_name", ""): self._axes_text(AXES)}
+        """Return a dict from the name of each process group to its axes in this layout, for measuring communication."""
+        axes_of_groups = {getattr(self.world.group, "group_name", ""): self._axes_text(AXES)}
         for (sizes, axes, _), group in self.world.group_cache.groups.items():
-            if sizes == tuple(self.sizes.items()) and group is not None:  # a server is not in the groups of trainers
-                result[group.group_name] = self._axes_text(axes)
+            if sizes == tuple(self.sizes.items()) and group is not None:  # a server is in no group of trainers
+                axes_of_groups[group.group_name] = self._axes_text(axes)
         for mesh in self.world.group_cache.device_meshes.values():
-            if mesh.size() == self.world.size:  # one over context as well serves layouts with and without that axis
+            if mesh.size() == self.world.size:
                 names = mesh.mesh_dim_names or ()
-                parts_of_shard = [
-                    axis for axis in ("shard", "context", "expert") if axis == "shard" or axis not in names
-                ]
+                # `device_mesh` folds axes into shard. Layouts with and without a context axis share the cached mesh,
+                # so `_axes_text` keeps only the axes of this layout.
+                folded_axes = [axis for axis in ("shard", "context", "expert") if axis == "shard" or axis not in names]
                 for axis in names:
-                    along = parts_of_shard if axis == "shard" else (axis,)  # see `device_mesh`
-                    result.setdefault(mesh.get_group(axis).group_name, self._axes_text(along) or axis)
-        return result
+                    mesh_axes = folded_axes if axis == "shard" else (axis,)
+                    axes_of_groups.setdefault(mesh.get_group(axis).group_name, self._axes_text(mesh_axes) or axis)
+        return axes_of_groups
 
     def _axes_text(self, axes: Iterable[str]) -> str:
-        """Return `replicate x context`: those of these axes with more than one rank."""
+        """Return the axes that have more than one rank, as text. For example: `replicate x context`."""
         return " x ".join(axis for axis in axes if self.sizes.get(axis, 1) > 1)
 
 
@@ -173,28 +179,29 @@ def make_device_mesh(world: World, axes: tuple[tuple[str, int], ...]) -> DeviceM
     meshes = world.group_cache.device_meshes
     if axes not in meshes:
         names, sizes = zip(*axes, strict=True)
-        made = init_device_mesh(world.device.type, sizes, mesh_dim_names=names)
-        for name in names if world.backend != "fake" else ():  # the default of torch is half an hour
-            group: Any = made.get_group(name)
+        device_mesh = init_device_mesh(world.device.type, sizes, mesh_dim_names=names)
+        for name in names if world.backend != "fake" else ():
+            # torch creates these groups with its default timeout, which is up to half an hour
+            group: Any = device_mesh.get_group(name)
             group.set_timeout(datetime.timedelta(seconds=world.timeout_seconds))
         _wait_until_connected(world, "x".join(names))
-        meshes[axes] = made
+        meshes[axes] = device_mesh
     return meshes[axes]
 
 
 def _wait_until_connected(world: World, name: str) -> None:
-    """Barrier after making groups: if a rank failed before the others connect, they would hang inside gloo."""
+    """Wait until all ranks have created a group. If one had failed before, the others would hang inside gloo later."""
     count = len(world.group_cache.groups) + len(world.group_cache.device_meshes)
     store_barrier(world, f"process group {count} ({name})")
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return the rank's local part of a tensor; unsharded tensors unchanged."""
+    """Return the rank's local part of a DTensor. Other tensors are returned unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def full_tensor(value: Any) -> Any:
-    """Gather a sharded tensor on each rank; other tensors unchanged. A collective for sharded ones."""
+    """Gather a DTensor on each rank, which is a collective. Other values are returned unchanged."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
@@ -204,14 +211,17 @@ def local_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def open_mesh(layout: Layout, world: World) -> Mesh:
-    """Open the mesh of a layout in this world. Raises `LayoutError` for degrees that do not multiply to its size."""
+    """Return the mesh of a layout in this world.
+
+    Raises `LayoutError` if the degrees of the axes do not multiply to the world size.
+    """
     degrees = layout.mesh(world.size) if layout.axis is not None else {}
     if layout.row.any_axes:
         degrees = find_custom_parallelize(layout, world.size).sizes()
     sizes = {axis: degrees.get(axis, 1) for axis in AXES}
     coordinate: dict[str, int] = {}
     servers = layout.servers
-    left = max(0, world.rank - servers)
+    index = max(0, world.rank - servers)
     for axis in reversed(AXES):
-        left, coordinate[axis] = divmod(left, sizes[axis])
+        index, coordinate[axis] = divmod(index, sizes[axis])
     return Mesh(world, sizes, {axis: coordinate[axis] for axis in AXES}, servers)

@@ -1,15 +1,16 @@
 """Run the real `prepare` and `step` of any layout on fake tensors, for any rank and world size.
 
-`World.pretend` has no other ranks and fake tensors have no values, so some functions of torch and everyrank cannot run
-unchanged. Inside `_pretended` they are replaced:
+`World.pretend` has no other ranks, and fake tensors have no values. Some functions of torch and everyrank cannot run
+unchanged on them. `_patched_for_fake_tensors` replaces or skips them:
 
-- `nn.Module._apply` swaps fake parameters, and refuses where anything refers to them weakly
-- DeviceMesh computes with real tensors
-- DistributedDataParallel's reducer reads values in C++: `StandInDDP` keeps the same buckets
-- a pipeline stage receives shapes from the previous stage: they are taken from the blocks of the whole model
-- with meta=true, rank 0's whole model is in files: it is not counted, and other ranks get its shapes
-- DTensor learns the shape of a result from fake tensors of the whole shape: they are not counted
-- comparisons between ranks, and with the whole model, before the first update are skipped
+- `nn.Module._apply` swaps tensors, which fails for a fake parameter with weak references: `_apply` does not swap.
+- DeviceMesh computes with real tensors: it runs outside FakeTensorMode.
+- DistributedDataParallel's reducer reads values in C++: `FakeDDP` has the same buckets.
+- A pipeline stage receives shapes from the previous stage: they come from the blocks of the full model.
+- With meta=true, rank 0 has the full model in files: it is not counted, and other ranks get only its shapes.
+- DTensor learns the shape of a result from fake tensors of the full shape: these are not counted.
+
+`trace_step` skips the comparisons between ranks, and with the full model, before the first update.
 """
 
 from __future__ import annotations
@@ -44,17 +45,19 @@ from everyrank.strategies import Prepared, prepare
 from everyrank.workload import Workload
 from everyrank.world import World
 
-__all__ = ["StandInDDP", "TracedStep", "first_sample", "micro_batches_of", "trace_step"]
+__all__ = ["FakeDDP", "TracedStep", "first_sample", "micro_batches_of", "trace_step"]
 
 
 @dataclass(frozen=True)
 class TracedStep:
     """The memory and operators of one rank in an update after the first.
 
-    peak_bytes   peak of live bytes, and `categories` at that moment
+    peak_bytes   peak of live bytes
+    categories   the live bytes at the peak, by category
     build_bytes  peak of live bytes while the model was built and in the first update
     state_bytes  live bytes between two updates
-    operators    the operators of the update, in order; groups: the ranks of each process group that they use
+    operators    the operators of the update, in order
+    groups       the ranks of each process group that the operators use
     events       (change in bytes, key, stream) of each storage since the model was built, for a replay of the allocator
     start        index of the first event of the update
     """
@@ -72,20 +75,21 @@ class TracedStep:
 
     @property
     def flops(self) -> int:
-        """Operations of products and attention."""
+        """Return the floating-point operations of matrix products and attention."""
         return sum(operator.flops for operator in self.operators)
 
     def collectives(self) -> dict[str, int]:
-        """Return name -> number of calls."""
+        """Return a dict from the name of each collective to its number of calls."""
         names = [operator.name for operator in self.operators if operator.group]
         return {name: names.count(name) for name in dict.fromkeys(names)}
 
 
-class StandInDDP(nn.Module):
-    """DistributedDataParallel's memory and traffic without its reducer: buckets of gradients, one all-reduce for each.
+class FakeDDP(nn.Module):
+    """Has the memory and communication of DistributedDataParallel, but not its reducer.
 
-    Buckets hold the gradients, as gradient_as_bucket_view=True has it: 1 MiB first, then `bucket_cap_mb` (25) each, in
-    the reverse order of the parameters.
+    Each bucket of gradients has one all-reduce. Gradients are views of the buckets, as with
+    gradient_as_bucket_view=True. The buckets follow the reverse order of the parameters: the first has 1 MiB, each
+    other `bucket_cap_mb` (25).
     """
 
     def __init__(
@@ -95,23 +99,27 @@ class StandInDDP(nn.Module):
         self.module, self.is_syncing = module, True
         self.group: Any = process_group
         ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-        named = [p for name, p in module.named_parameters() if p.requires_grad and name not in ignored]
+        trained = [p for name, p in module.named_parameters() if p.requires_grad and name not in ignored]
         limit = (bucket_cap_mb or 25) * 2**20
         self.buckets: list[tuple[Tensor, list[nn.Parameter]]] = []
-        members: list[nn.Parameter] = []
+        bucket_parameters: list[nn.Parameter] = []
         size, bucket_limit = 0.0, float(2**20)
-        for index, parameter in enumerate(reversed(named)):
-            members.append(parameter)
+        for index, parameter in enumerate(reversed(trained)):
+            bucket_parameters.append(parameter)
             size += parameter.nbytes
-            if size >= bucket_limit or index == len(named) - 1:
-                total = sum(parameter.numel() for parameter in members)
-                self.buckets.append((torch.zeros(total, dtype=members[0].dtype, device=members[0].device), members))
-                members, size, bucket_limit = [], 0.0, limit
+            if size >= bucket_limit or index == len(trained) - 1:
+                total = sum(parameter.numel() for parameter in bucket_parameters)
+                first = bucket_parameters[0]
+                flat_gradient = torch.zeros(total, dtype=first.dtype, device=first.device)
+                self.buckets.append((flat_gradient, bucket_parameters))
+                bucket_parameters, size, bucket_limit = [], 0.0, limit
         for flat, parameters in self.buckets:
             for parameter, view in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-                parameter.register_post_accumulate_grad_hook(self._into(view.view_as(parameter)))
+                parameter.register_post_accumulate_grad_hook(self._copy_hook(view.view_as(parameter)))
 
-    def _into(self, view: Tensor) -> Callable[[Tensor], None]:
+    def _copy_hook(self, view: Tensor) -> Callable[[Tensor], None]:
+        """Return a hook that moves the gradient of a parameter into its bucket."""
+
         def hook(parameter: Tensor) -> None:
             if self.is_syncing and parameter.grad is not None:
                 view.copy_(parameter.grad)
@@ -121,7 +129,7 @@ class StandInDDP(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Generator[None]:
-        """Keep the gradients of this micro-batch outside the buckets."""
+        """Skip the all-reduces of the micro-batches in the block, and leave their gradients outside the buckets."""
         self.is_syncing = False
         try:
             yield
@@ -129,7 +137,7 @@ class StandInDDP(nn.Module):
             self.is_syncing = True
 
     def forward(self, value: Any) -> Any:
-        """Return the module's output, and count one all-reduce for each bucket, as backward would send it."""
+        """Return the module's output, and call the all-reduces of the buckets, which DDP calls in backward."""
         output = self.module(value)
         if self.is_syncing and torch.is_grad_enabled():
             for flat, _ in self.buckets:
@@ -149,7 +157,7 @@ _CONVERTED: WeakKeyDictionary[Callable[[Tensor], Tensor], dict[int, nn.Parameter
 
 
 def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """Convert parameters and buffers without swapping tensors, because fake tensors cannot be swapped."""
+    """Apply `fn` to parameters and buffers without swapping tensors, because fake tensors cannot be swapped."""
     if recurse:
         for module in self.children():
             module._apply(fn)  # pyright: ignore[reportPrivateUsage]
@@ -173,18 +181,23 @@ def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
 
 
 def _outside_modes(function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
+    """Return the function wrapped so that it runs outside all dispatch modes, on real tensors."""
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():
             return function(*args, **kwargs)
 
-    return call
+    return wrapped
 
 
 @contextlib.contextmanager
-def _pretended(
-    trace: StorageTrace, workload: Workload, shape: Callable[[], tuple[torch.dtype, tuple[int, ...]]]
+def _patched_for_fake_tensors(
+    trace: StorageTrace, workload: Workload, stage_output: Callable[[], tuple[torch.dtype, tuple[int, ...]]]
 ) -> Generator[None]:
-    """Replace functions that cannot run on fake tensors; `shape` returns dtype and shape of the outputs of stages."""
+    """Replace functions that cannot run on fake tensors, in the block.
+
+    `stage_output` returns the dtype and the shape of the outputs of pipeline stages.
+    """
 
     @contextlib.contextmanager
     def uncounted() -> Generator[None]:
@@ -194,34 +207,34 @@ def _pretended(
         finally:
             trace.is_paused = was_paused
 
-    def hand_out(full: nn.Module | None, _: World) -> Iterator[tuple[str, Tensor]]:
+    def yield_shapes(full: nn.Module | None, _: World) -> Iterator[tuple[str, Tensor]]:
         model = full if full is not None else on_meta(workload)
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             yield name, tensor.detach() if full is not None else torch.empty(tensor.shape, dtype=tensor.dtype)
 
-    shapes_of = ShardingPropagator._propagate_tensor_meta_non_cached  # pyright: ignore[reportPrivateUsage]
+    propagate = ShardingPropagator._propagate_tensor_meta_non_cached  # pyright: ignore[reportPrivateUsage]
 
-    def uncounted_shapes_of(self: Any, op_schema: Any) -> Any:
+    def propagate_uncounted(self: Any, op_schema: Any) -> Any:
         with uncounted():
-            return shapes_of(self, op_schema)
+            return propagate(self, op_schema)
 
     receive = PipelineRun._receive  # pyright: ignore[reportPrivateUsage]
 
-    def known_shapes(self: PipelineRun, kind: str, stage: int, index: int, key: Any) -> Tensor:
-        self.shapes.setdefault((stage - 1, key) if kind == "F" else (stage, key), shape())
+    def receive_known_shape(self: PipelineRun, kind: str, stage: int, index: int, key: Any) -> Tensor:
+        self.shapes.setdefault((stage - 1, key) if kind == "F" else (stage, key), stage_output())
         return receive(self, kind, stage, index, key)
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(nn.Module, "_apply", _apply))
-        stack.enter_context(mock.patch.object(ddp, "DistributedDataParallel", StandInDDP))
-        stack.enter_context(mock.patch.object(PipelineRun, "_receive", known_shapes))
+        stack.enter_context(mock.patch.object(ddp, "DistributedDataParallel", FakeDDP))
+        stack.enter_context(mock.patch.object(PipelineRun, "_receive", receive_known_shape))
         stack.enter_context(
-            mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", uncounted_shapes_of)
+            mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate_uncounted)
         )
         stack.enter_context(mock.patch.object(mesh, "init_device_mesh", _outside_modes(mesh.init_device_mesh)))
         stack.enter_context(mock.patch.object(init_model, "built_in_files", uncounted))
         stack.enter_context(mock.patch.object(init_model, "put_into_file", return_value=None))
-        stack.enter_context(mock.patch.object(init_model, "_hand_out", hand_out))
+        stack.enter_context(mock.patch.object(init_model, "_hand_out", yield_shapes))
         for name in ("__init__", "_flatten", "__getitem__", "get_local_rank", "_get_slice_mesh_layout"):
             original = getattr(DeviceMesh, name, None)
             if original is not None:
@@ -229,15 +242,15 @@ def _pretended(
         yield
 
 
-def _block_shape(workload: Workload, batch: Batch) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Return dtype and shape of the output of a block, from the whole model on the meta device."""
+def _block_output(workload: Workload, batch: Batch) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Return the dtype and the shape of a block's output. Runs the full model on one micro-batch."""
     model = workload.model()
     blocks = find_blocks(workload, model)
-    seen: list[tuple[torch.dtype, tuple[int, ...]]] = []
-    blocks[0].register_forward_hook(lambda _, __, output: seen.append((output.dtype, tuple(output.shape))))
+    outputs: list[tuple[torch.dtype, tuple[int, ...]]] = []
+    blocks[0].register_forward_hook(lambda _, __, output: outputs.append((output.dtype, tuple(output.shape))))
     with torch.no_grad():
         call_model(model, batch.input)
-    return seen[0]
+    return outputs[0]
 
 
 def trace_step(
@@ -245,29 +258,32 @@ def trace_step(
 ) -> TracedStep:
     """Return the memory and operators of `rank` of `size` in an update of `workload` under `layout`.
 
-    `samples` is (input, target) of one collated sample; by default the first of the training data, which is read. This
-    process must not be a rank. `on_gpu`: with the kernels of a GPU (`as_on_gpu.py`). Raises what `prepare`
-    raises, and what fake tensors raise for a model whose shapes depend on values.
+    This process must not be a rank. `samples` is (input, target) of one collated sample. By default it is the first
+    sample of the training data. With `on_gpu`, the operators are those of a GPU (see `as_on_gpu.py`). Raises the errors
+    of `prepare`, and those of fake tensors for a model whose shapes depend on values.
 
-    Example: `trace_step(find_workload("text"), parse_layout("fsdp"), size=64).peak_bytes / 2**20`.
+    For example: `trace_step(find_workload("text"), parse_layout("fsdp"), size=64).peak_bytes / 2**20`.
     """
     sample = samples if samples is not None else first_sample(workload)
     with World.pretend(size, rank) as world, FakeTensorMode(allow_non_fake_inputs=True):
         trace = StorageTrace()
-        shapes: list[tuple[torch.dtype, tuple[int, ...]]] = []
+        cached_output: list[tuple[torch.dtype, tuple[int, ...]]] = []
 
-        def shape() -> tuple[torch.dtype, tuple[int, ...]]:
-            if not shapes:
-                shapes.append(_block_shape(workload, micro_batches_of(prepared, sample)[0]))
-            return shapes[0]
+        def stage_output() -> tuple[torch.dtype, tuple[int, ...]]:
+            if not cached_output:
+                cached_output.append(_block_output(workload, micro_batches_of(prepared, sample)[0]))
+            return cached_output[0]
 
-        with _pretended(trace, workload, shape), fused_norms() if on_gpu else contextlib.nullcontext():
+        with (
+            _patched_for_fake_tensors(trace, workload, stage_output),
+            fused_norms() if on_gpu else contextlib.nullcontext(),
+        ):
             trace.phase = "parameters"
             with trace:
                 prepared = prepare(workload, layout, world)
                 if on_gpu:
                     take_all_at_once(prepared.trainable.optimizer)
-                prepared.parallel.is_checked = True  # comparisons with the whole model, and between ranks
+                prepared.parallel.is_checked = True  # skips comparisons between ranks and with the full model
                 if prepared.parallel.tensor is not None:
                     prepared.parallel.tensor.unseen.clear()
                     if prepared.parallel.tensor.view_check is not None:
@@ -277,7 +293,7 @@ def trace_step(
             trace.claim(prepared.model.buffers(), "buffers")
             _run_update(trace, prepared, sample)
             build_bytes = trace.peak
-            gc.collect()  # collects tensors in reference cycles
+            gc.collect()  # frees tensors in reference cycles, which are not part of the state
             state_bytes = trace.live
             trace.reset()
             start = len(trace.events)
@@ -297,7 +313,7 @@ def trace_step(
 
 
 def _groups(operators: Sequence[Operator]) -> dict[str, tuple[int, ...]]:
-    """Return name -> ranks of the process groups of collectives. Names unknown to torch are left out."""
+    """Return the ranks of each process group of the collectives, by name. Names unknown to torch are left out."""
     groups: dict[str, tuple[int, ...]] = {}
     resolve: Any = dist.distributed_c10d._resolve_process_group  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
     for name in {operator.group for operator in operators if operator.group}:
@@ -315,12 +331,12 @@ def first_sample(workload: Workload) -> Any:
     return (workload.collate or default_collate)([sample])
 
 
-def micro_batches_of(prepared: Prepared, sample: Any, make: Callable[..., Tensor] = torch.empty) -> list[Batch]:
-    """Return the micro-batches of an update on this rank, with the shapes of one collated sample.
+def micro_batches_of(prepared: Prepared, sample: Any, make_tensor: Callable[..., Tensor] = torch.empty) -> list[Batch]:
+    """Return the micro-batches of an update on this rank, with the sizes of one sample in all dimensions but the first.
 
-    `sample` is (input, target) of one sample; `make` is `torch.empty` or `torch.zeros`.
+    `sample` is (input, target) of one collated sample. `make_tensor` is `torch.empty` or `torch.zeros`.
     """
-    result: list[Batch] = []
+    batches: list[Batch] = []
     total = prepared.workload.global_batch
     for positions in micro_batches(total, prepared.num_micro_batches):
         local_positions = cut(len(positions), prepared.data_slice) if prepared.data_slice.count else range(0)
@@ -328,15 +344,17 @@ def micro_batches_of(prepared: Prepared, sample: Any, make: Callable[..., Tensor
 
         def repeat(tensor: Tensor, count: int = count) -> Tensor:
             dtype = prepared.dtype if tensor.is_floating_point() else tensor.dtype
-            return make((count, *tensor.shape[1:]), dtype=dtype)
+            return make_tensor((count, *tensor.shape[1:]), dtype=dtype)
 
         inputs, target = (map_tensors(value, repeat) for value in sample)
         start = positions.start + local_positions.start
-        result.append(Batch(inputs, target, len(local_positions), start, total, prepared.num_micro_batches))
-    return result
+        batches.append(Batch(inputs, target, len(local_positions), start, total, prepared.num_micro_batches))
+    return batches
 
 
 def _run_update(trace: StorageTrace, prepared: Prepared, sample: Any) -> None:
+    """Run an update under the trace. Its tensors are counted in the category of the current phase."""
+
     def enter(phase: str) -> None:
         trace.phase = {"forward": "activations", "backward": "temporary", "optimizer": "temporary"}.get(phase, "other")
 

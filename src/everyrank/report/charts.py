@@ -14,11 +14,11 @@ from everyrank.record import Interval, Record
 from everyrank.report.beside import Sets, matching
 from everyrank.report.drawing import COLOURS, TEXT, bars, colours_of, draw, legend_above, legend_height, short, spread
 from everyrank.report.rows import is_checked, label
-from everyrank.report.table import PARTS
+from everyrank.report.table import BREAKDOWN_FIELDS
 
 __all__ = ["CHARTS", "beside", "curves", "memory", "resources", "scaling", "split", "throughput", "traffic"]
 
-_PARTS = dict(zip(PARTS, ("#7a7a7a", "#56b4e9", "#0072b2", "#009e73", "#d55e00"), strict=True))
+_BREAKDOWN_COLOURS = dict(zip(BREAKDOWN_FIELDS, ("#7a7a7a", "#56b4e9", "#0072b2", "#009e73", "#d55e00"), strict=True))
 
 
 def throughput(records: Sequence[Record]) -> str:
@@ -42,7 +42,7 @@ def split(records: Sequence[Record]) -> str:
 
     def paint(axes: Any, row: int, record: Record) -> None:
         left = 0.0
-        for phase, colour in _PARTS.items():
+        for phase, colour in _BREAKDOWN_COLOURS.items():
             value = getattr(record.breakdown_seconds, phase) * 1e3
             axes.barh(row, value, left=left, color=colour, label=phase.replace("_", " "))
             left += value
@@ -50,7 +50,12 @@ def split(records: Sequence[Record]) -> str:
             step = record.step_seconds.median * 1e3
             axes.plot([step, step], [row - 0.4, row + 0.4], color=TEXT, linewidth=1.5)
 
-    return bars(shown, "ms of a step; the line is the timed step", paint, [phase.replace("_", " ") for phase in PARTS])
+    return bars(
+        shown,
+        "ms of a step; the line is the timed step",
+        paint,
+        [phase.replace("_", " ") for phase in BREAKDOWN_FIELDS],
+    )
 
 
 def memory(records: Sequence[Record]) -> str:

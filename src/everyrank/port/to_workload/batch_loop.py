@@ -303,14 +303,14 @@ def find_metrics(observed: ObservedRun, script: Script, loss: Loss) -> list[Metr
     """Return the sums of the evaluation loop that depend on the output: `correct += (output == target).sum()`."""
     source = observed.source
     metrics: list[Metric] = []
-    for event in observed.of("forward"):
+    for event in observed.facts_of("forward"):
         call = source.at(event.span, ast.Call)
         if event.details["reached"] or not event.is_inner or not isinstance(call, ast.Call):
             continue
         loops = [statement for statement in source.loops(call) if isinstance(statement, ast.For)]
         if not loops or any(
             start_of(loops[0]) <= other.span[:2] < end_of(loops[0])
-            for other in observed.of("backward")
+            for other in observed.facts_of("backward")
             if other.is_inner
         ):
             continue

@@ -1,4 +1,4 @@
-"""ObservedRun: the facts of a run by kind."""
+"""ObservedRun: the facts that a run of the script recorded, by kind."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ __all__ = ["ObservedRun"]
 
 
 class ObservedRun:
-    """The facts of a run of the script."""
+    """The facts that a run of the script recorded. Each is a call at a line of the source."""
 
     def __init__(self, source: ScriptSource, facts: Sequence[Fact]) -> None:
         self.source, self.facts = source, facts
 
-    def of(self, kind: str) -> list[Fact]:
-        """Return the facts of a kind, in the order of the run."""
+    def facts_of(self, kind: str) -> list[Fact]:
+        """Return the facts of this kind, in the order of the run."""
         return [fact for fact in self.facts if fact.kind == kind]
 
-    def details(self, loader: int) -> dict[str, Any]:
-        """Return the details of the loader with this identity."""
-        return next(fact.details for fact in self.of("loader_details") if fact.details["id"] == loader)
+    def loader_details(self, loader_id: int) -> dict[str, Any]:
+        """Return the recorded details of the DataLoader with this id."""
+        return next(fact.details for fact in self.facts_of("loader_details") if fact.details["id"] == loader_id)

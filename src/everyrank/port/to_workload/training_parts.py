@@ -75,7 +75,7 @@ def find_training(source: ScriptSource, events: Sequence[Fact], backwards: int) 
     """
     observed = ObservedRun(source, events)
     script = Script(source)
-    script.module_values = next((each.chain[-1].values for each in observed.of("backward")), {})
+    script.module_values = next((each.chain[-1].values for each in observed.facts_of("backward")), {})
     script.devices = {
         name for event in events for site in event.chain for name, value in site.values.items() if value[0] == "device"
     }
@@ -86,7 +86,7 @@ def find_training(source: ScriptSource, events: Sequence[Fact], backwards: int) 
     loss, call = find_loss(observed, script, backward, forward)
     _refuse_draws(observed, forward, backward, call)
     _refuse_changed_data(observed, loader, backward)
-    details = observed.details(loader.details["id"])
+    details = observed.loader_details(loader.details["id"])
     model = _model(observed, script, forward, call)
     optimizer_code, optimizer_model = _optimizer(observed, script, optimizer, forward)
     schedule, schedule_optimizer, per_epoch = _schedule(
@@ -98,7 +98,7 @@ def find_training(source: ScriptSource, events: Sequence[Fact], backwards: int) 
         notes.append((loader.line, "the script reads its samples in order; everyrank shuffles them in each epoch"))
     _note_rates(observed, notes)
     evaluation = _evaluation(observed, loader)
-    losses = observed.of("loss")
+    losses = observed.facts_of("loss")
     reductions = ["sum"] if losses and {each.details["reduction"] for each in losses} == {"sum"} else []
     ignored = next((each.details["ignored"] for each in losses if each.details["ignored"] is not None), None)
     training = TrainingParts(
@@ -131,7 +131,7 @@ def find_training(source: ScriptSource, events: Sequence[Fact], backwards: int) 
         lines={"model": model.line, "loss": backward.line, "optimizer": optimizer.line, "data": loader.line},
     )
     if evaluation is not None:
-        eval_details = observed.details(evaluation.details["id"])
+        eval_details = observed.loader_details(evaluation.details["id"])
         training.eval_data, _ = _dataset(observed, script, evaluation, eval_details)
         if eval_details["batch_size"] != details["batch_size"] * backwards:
             training.eval_batch = eval_details["batch_size"]
@@ -143,13 +143,13 @@ def find_training(source: ScriptSource, events: Sequence[Fact], backwards: int) 
 
 
 def _only_backward(observed: ObservedRun) -> Fact:
-    grad = observed.of("autograd.grad")
+    grad = observed.facts_of("autograd.grad")
     if grad:
         raise NotPortedError(
             grad[0].line,
             "torch.autograd.grad: everyrank computes the gradient of a workload's only loss; train by hand",
         )
-    backwards = observed.of("backward")
+    backwards = observed.facts_of("backward")
     if not backwards:
         raise NotPortedError(1, "no backward was called, so there is no training to port")
     first = backwards[0]
@@ -173,13 +173,13 @@ def _only_backward(observed: ObservedRun) -> Fact:
 
 
 def _only_optimizer(observed: ObservedRun) -> Fact:
-    steps = observed.of("step")
+    steps = observed.facts_of("step")
     if not steps:
         raise NotPortedError(
-            observed.of("backward")[0].line, "no torch optimizer steps: write the update as your own Optimizer"
+            observed.facts_of("backward")[0].line, "no torch optimizer steps: write the update as your own Optimizer"
         )
     # a class that calls the constructor of its base class is recorded twice, first with the names
-    optimizers = {event.details["id"]: event for event in reversed(observed.of("optimizer"))}
+    optimizers = {event.details["id"]: event for event in reversed(observed.facts_of("optimizer"))}
     stepped_ids = list(dict.fromkeys(step.details["id"] for step in steps))
     if len(stepped_ids) > 1:
         line = optimizers[stepped_ids[1]].line if stepped_ids[1] in optimizers else steps[0].line
@@ -202,7 +202,7 @@ def _only_optimizer(observed: ObservedRun) -> Fact:
 
 
 def _only_forward(observed: ObservedRun, backward: Fact) -> Fact:
-    calls = [each for each in observed.of("forward") if each.details["reached"]]
+    calls = [each for each in observed.facts_of("forward") if each.details["reached"]]
     if not calls:
         raise NotPortedError(
             backward.line,
@@ -229,8 +229,10 @@ def _only_forward(observed: ObservedRun, backward: Fact) -> Fact:
 
 
 def _training_loader(observed: ObservedRun, backward: Fact) -> Fact:
-    loader_ids = dict.fromkeys(each.details["loader"] for each in observed.of("backward") if each.details["loader"])
-    loaders = {event.details["id"]: event for event in observed.of("loader")}
+    loader_ids = dict.fromkeys(
+        each.details["loader"] for each in observed.facts_of("backward") if each.details["loader"]
+    )
+    loaders = {event.details["id"]: event for event in observed.facts_of("loader")}
     if not loader_ids or not all(each in loaders for each in loader_ids):
         raise NotPortedError(
             backward.line,
@@ -243,7 +245,7 @@ def _training_loader(observed: ObservedRun, backward: Fact) -> Fact:
             raise NotPortedError(line, "a second loader of training batches: a workload has one set of training data")
         raise NotPortedError(line, "a new loader in each epoch: create it once, before the loop over the epochs")
     loader = loaders[next(iter(loader_ids))]
-    if not observed.details(loader.details["id"])["plain_batches"]:
+    if not observed.loader_details(loader.details["id"])["plain_batches"]:
         raise NotPortedError(
             loader.line, "the loader has a custom batch sampler: a workload has batches of one size, in random order"
         )
@@ -253,7 +255,7 @@ def _training_loader(observed: ObservedRun, backward: Fact) -> Fact:
 def _refuse_draws(observed: ObservedRun, forward: Fact, backward: Fact, call: ast.Call) -> None:
     """Raise `NotPortedError` for random numbers of the whole batch, which would depend on the rank of a sample."""
     loops = observed.source.loops(call)
-    for draw in observed.of("draw"):
+    for draw in observed.facts_of("draw"):
         if not draw.details["in_loop"] or draw.details["in_data"]:
             continue
         within = [site for site in draw.chain[1:] if site.span == forward.span]
@@ -341,9 +343,9 @@ def _optimizer(observed: ObservedRun, script: Script, optimizer: Fact, forward: 
 def _schedule(
     observed: ObservedRun, script: Script, optimizer: Fact, updates_per_epoch: int
 ) -> tuple[Code | None, str, int]:
-    schedules = [each for each in observed.of("schedule") if each.details["of"] == optimizer.details["id"]]
+    schedules = [each for each in observed.facts_of("schedule") if each.details["of"] == optimizer.details["id"]]
     nested_ids = {nested_id for each in schedules for nested_id in each.details["parts"]}
-    stepped_ids = {each.details["id"] for each in observed.of("schedule_step")}
+    stepped_ids = {each.details["id"] for each in observed.facts_of("schedule_step")}
     schedules = [
         each for each in schedules if each.details["id"] in stepped_ids and each.details["id"] not in nested_ids
     ]
@@ -361,7 +363,7 @@ def _schedule(
             event.line, "the optimizer has no name at the line that creates the schedule: create the schedule after it"
         )
     if event.details["name"] == "ReduceLROnPlateau":
-        modes = {each.details["mode"] for each in observed.of("schedule_step")}
+        modes = {each.details["mode"] for each in observed.facts_of("schedule_step")}
         if modes - {"min"}:
             raise NotPortedError(
                 event.line,
@@ -369,8 +371,8 @@ def _schedule(
             )
     needed = ScriptSlice(script, [name])
     needed.needs(node, event)
-    steps = sum(each.details["id"] == event.details["id"] for each in observed.of("schedule_step"))
-    updates = len(observed.of("step"))
+    steps = sum(each.details["id"] == event.details["id"] for each in observed.facts_of("schedule_step"))
+    updates = len(observed.facts_of("step"))
     # everyrank also steps ReduceLROnPlateau once per epoch
     is_per_epoch = steps < updates - 1 and event.details["name"] != "ReduceLROnPlateau"
     return (
@@ -464,7 +466,8 @@ def _early_passes(observed: ObservedRun, loader: Fact, backward: Fact) -> int:
     return max(
         0,
         sum(
-            each.details["id"] == loader.details["id"] and each.number < backward.number for each in observed.of("pass")
+            each.details["id"] == loader.details["id"] and each.number < backward.number
+            for each in observed.facts_of("pass")
         )
         - 1,
     )
@@ -472,9 +475,9 @@ def _early_passes(observed: ObservedRun, loader: Fact, backward: Fact) -> int:
 
 def _evaluation(observed: ObservedRun, loader: Fact) -> Fact | None:
     """Return the first other loader that is read after the first backward."""
-    loaders = {event.details["id"]: event for event in observed.of("loader")}
-    start = observed.of("backward")[0].number
-    for each in observed.of("pass"):
+    loaders = {event.details["id"]: event for event in observed.facts_of("loader")}
+    start = observed.facts_of("backward")[0].number
+    for each in observed.facts_of("pass"):
         other_loader = loaders.get(each.details["id"])
         if (
             each.number > start
@@ -517,7 +520,7 @@ def _batch(observed: ObservedRun, script: Script, loader: Fact, details: dict[st
 
 
 def _clip(observed: ObservedRun, script: Script) -> str:
-    clips = observed.of("clip")
+    clips = observed.facts_of("clip")
     if not clips:
         return ""
     first = clips[0]
@@ -533,7 +536,7 @@ def _clip(observed: ObservedRun, script: Script) -> str:
 
 
 def _seed(observed: ObservedRun, backward: Fact) -> str:
-    seeds = [each for each in observed.of("torch_seed") if each.is_inner and each.number < backward.number]
+    seeds = [each for each in observed.facts_of("torch_seed") if each.is_inner and each.number < backward.number]
     return repr(seeds[0].details["value"]) if seeds and 0 <= seeds[0].details["value"] < 2**63 else ""
 
 
