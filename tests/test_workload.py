@@ -1,14 +1,19 @@
 """Workloads: what a person may write, and how it is found by name or by file."""
 
+import dataclasses
 import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from everyrank import Workload, find_workload
+from everyrank.data import Batch
 from everyrank.errors import UsageError, WorkloadError
+from everyrank.parallel.loss import evaluate_batch
 from everyrank.workload import BUILT_IN, Source, load, parse_settings
 
 FINISHED = """
@@ -422,3 +427,23 @@ def test_loading_a_workload_gives_it_back() -> None:
     """A `Workload` made in a notebook needs no place."""
     workload = make()
     assert load(workload) is workload
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (
+            lambda right: (right, len(right)),
+            r"top1: it returned a tensor of shape \(4,\) as the sum; add up its numbers",
+        ),
+        (lambda right: right.sum(), r"top1: it returned a tensor of shape \(\); it must return \(sum over the terms"),
+    ],
+)
+def test_a_metric_that_returns_no_sum_and_count_is_named(returned: Any, message: str) -> None:
+    """The number of right classes of each sample, and a sum without its count."""
+    workload = dataclasses.replace(
+        find_workload("digits"), metrics={"top1": lambda output, target: returned(output.argmax(1) == target)}
+    )
+    batch = Batch(torch.zeros(4, 1, 8, 8), torch.zeros(4, dtype=torch.long), 4, 0, 4, 1)
+    with pytest.raises(WorkloadError, match=message):
+        evaluate_batch(workload, torch.zeros(4, 10), batch)

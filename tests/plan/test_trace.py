@@ -65,6 +65,7 @@ def test_a_pipeline_of_four_stages() -> None:
     assert first.collectives()["send"] == 8
     assert inner.collectives()["send"] == inner.collectives()["recv_"] == 16
     assert first.peak_bytes > inner.peak_bytes, "the first stage keeps the most micro-batches"
+    assert first.build_bytes < first.peak_bytes, "the whole model, which gives the shape of an input, is not counted"
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,7 @@ def evaluate_batch(workload: Workload, output: Any, batch: Batch, mesh: Mesh | N
     """Return the rank's local (sum, count) of the loss in row 0, and of each metric in the rows after it.
 
     The tensor is float64. Without a `mesh`, `gather` returns only the local rows, so this rank waits for no other.
+    Raises `WorkloadError` for a metric that does not return one sum and its count.
     """
     local_sums = torch.zeros(1 + len(workload.metrics), 2, dtype=torch.float64)
     functions = [("loss", workload.loss), *workload.metrics.items()]
@@ -68,6 +69,10 @@ def evaluate_batch(workload: Workload, output: Any, batch: Batch, mesh: Mesh | N
         for row, (name, function) in enumerate(functions):
             # a dummy sample is evaluated, too, because other ranks wait for this one in `gather`
             value, count = _sum_and_count(function(output, batch.target), name)
+            if isinstance(value, Tensor) and value.numel() != 1:
+                raise WorkloadError(
+                    f"{name}: it returned {_describe(value)} as the sum; add up its numbers with .sum()"
+                )
             if batch.size:
                 local_sums[row, 0], local_sums[row, 1] = float(value), float(count)
     return local_sums

@@ -221,7 +221,9 @@ def _patched_for_fake_tensors(
     receive = PipelineRun._receive  # pyright: ignore[reportPrivateUsage]
 
     def receive_known_shape(self: PipelineRun, kind: str, stage: int, index: int, key: Any) -> Tensor:
-        self.shapes.setdefault((stage - 1, key) if kind == "F" else (stage, key), stage_output())
+        with uncounted():  # the whole model is built for the shape
+            shape = stage_output()
+        self.shapes.setdefault((stage - 1, key) if kind == "F" else (stage, key), shape)
         return receive(self, kind, stage, index, key)
 
     with contextlib.ExitStack() as stack:
