@@ -6,7 +6,7 @@ Memory         a few numbers, on every rank; it trains nothing
 Communication  the values in each picture; the other recipes list the collectives that they use
 Use when       you look for the right operation, or want to check what an operation does
 
-What goes wrong:
+Pitfalls:
 - Every rank of the group has to call the same operation, in the same order, with the same shape and dtype. Otherwise
   the other ranks wait until the timeout. dist.monitored_barrier names the missing rank (gloo only).
 - After reduce, only the root has the sum: the tensors of other ranks are undefined.
@@ -245,7 +245,7 @@ if __name__ == "__main__":
     if "RANK" not in os.environ:
         sys.stderr.write(f"{Path(__file__).name}: start it with torchrun: the command is at the top of the file\n")
         raise SystemExit(2)
-    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one per rank
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one GPU per rank
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -272,5 +272,5 @@ if __name__ == "__main__":
     dist.all_reduce(total)
     if rank == 0:
         print(f"{total.item():g} results on {world_size} ranks, all correct")
-    time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
+    time.sleep(0.1)  # gloo's threads may still hold a tensor of the last all-reduce
     dist.destroy_process_group()

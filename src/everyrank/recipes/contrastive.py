@@ -106,13 +106,13 @@ def main():
     args = parser.parse_args()
     dtype = torch.float64 if args.float64 else torch.float32
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one per rank
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one GPU per rank
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     model = ddp = build().to(device, dtype)
     if world_size > 1:
         if cuda:
             torch.cuda.set_device(device)
-        # Address and ranks come from torchrun. The timeout ends a wait for a rank that died.
+        # torchrun passes address and ranks in the environment. The timeout ends the wait for a rank that died.
         dist.init_process_group(
             "nccl" if cuda else "gloo", timeout=timedelta(minutes=5), device_id=device if cuda else None
         )
@@ -135,13 +135,13 @@ def main():
             all_features = Gather.apply(local_features, sizes, rank) if world_size > 1 else local_features
             num_terms = 2 * len(batch)  # one for each view
             loss = contrast(local_features, all_features, sum(sizes[:rank])) / num_terms
-            (loss * world_size).backward()  # the sum over ranks: DDP divides it by world_size
+            (loss * world_size).backward()  # DDP divides the sum over ranks by world_size
             optimizer.step()
             losses.append(loss.detach())
 
         losses = torch.stack(losses)
         if world_size > 1:
-            dist.all_reduce(losses)  # once per epoch: in the loop, every update would wait for it
+            dist.all_reduce(losses)  # once per epoch, because in the loop every update would wait for it
         if rank == 0:
             print_losses(epoch, losses, every_update=args.float64)
 
@@ -149,8 +149,8 @@ def main():
     if rank == 0:
         print(f"top1 {top1:.4f}")
     if world_size > 1:
-        del ddp  # before its process group is destroyed
-        time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
+        del ddp  # DDP has to be freed before its process group is destroyed
+        time.sleep(0.1)  # gloo's threads may still hold a tensor of the last all-reduce
         dist.destroy_process_group()
 
 

@@ -75,7 +75,7 @@ def main():
     fail_at = args.fail_at if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else None
     if os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True":
         sys.exit("export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun: else ranks hang after a restart")
-    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one per rank
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one GPU per rank
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -111,7 +111,7 @@ def main():
         batch_size = sampler.batch_sizes[update % len(sampler.batch_sizes)]
         optimizer.zero_grad()
         loss = F.cross_entropy(ddp(images), labels, reduction="sum") / batch_size
-        (loss * world_size).backward()  # the sum over ranks: DDP divides it by world_size
+        (loss * world_size).backward()  # DDP divides the sum over ranks by world_size
         optimizer.step()
         losses[update] = loss.detach()
         if (update + 1) % EVERY == 0 or update + 1 == len(losses):
@@ -127,8 +127,8 @@ def main():
             print_losses(epoch, epoch_losses, every_update=args.float64)
         print(f"top1 {correct.item() / len(eval_data):.4f}")
         CHECKPOINT.unlink()
-    del ddp  # before its process group is destroyed
-    time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
+    del ddp  # DDP has to be freed before its process group is destroyed
+    time.sleep(0.1)  # gloo's threads may still hold a tensor of the last all-reduce
     dist.destroy_process_group()
 
 

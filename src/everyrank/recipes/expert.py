@@ -141,12 +141,12 @@ def connect(rank, world_size):
         if rank == 0:
             sys.stderr.write(f"{Path(__file__).name}: {EXPERTS} experts cannot be divided over {world_size} ranks\n")
         raise SystemExit(2)
-    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one per rank
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one GPU per rank
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     if world_size > 1:
-        # Address and ranks come from torchrun. The timeout ends a wait for a rank that died.
+        # torchrun passes address and ranks in the environment. The timeout ends the wait for a rank that died.
         dist.init_process_group(
             "nccl" if cuda else "gloo", timeout=timedelta(minutes=5), device_id=device if cuda else None
         )
@@ -186,7 +186,7 @@ def main():
 
         losses = torch.stack(losses)
         if world_size > 1:
-            dist.all_reduce(losses)  # once per epoch: in the loop, every update would wait for it
+            dist.all_reduce(losses)  # once per epoch, because in the loop every update would wait for it
         if rank == 0:
             print_losses(epoch, losses, every_update=args.float64)
 
@@ -194,7 +194,7 @@ def main():
     if rank == 0:
         print(f"top1 {top1:.4f}")
     if world_size > 1:
-        time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
+        time.sleep(0.1)  # gloo's threads may still hold a tensor of the last all-reduce
         dist.destroy_process_group()
 
 

@@ -66,7 +66,7 @@ def main():
             why = f"TENSOR={TENSOR} has to divide the {world_size} ranks and the {HEADS} heads"
             sys.stderr.write(f"{Path(__file__).name}: {why}\n")
         raise SystemExit(2)
-    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one per rank
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one GPU per rank
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -96,7 +96,7 @@ def main():
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
             optimizer.zero_grad()
             loss = F.cross_entropy(model(images), labels, reduction="sum") / batch_size
-            (loss * num_shards).backward()  # the sum over shards: FSDP divides it by num_shards
+            (loss * num_shards).backward()  # FSDP divides the sum over shards by num_shards
             clip([parameter.grad for parameter in model.parameters()])
             optimizer.step()
             losses.append(loss.detach())
@@ -111,7 +111,7 @@ def main():
     dist.all_reduce(correct, group=shards.get_group())
     if rank == 0:
         print(f"top1 {correct.item() / len(eval_data):.4f}")
-    time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
+    time.sleep(0.1)  # gloo's threads may still hold a tensor of the last all-reduce
     dist.destroy_process_group()
 
 

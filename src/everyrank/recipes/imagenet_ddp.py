@@ -190,7 +190,7 @@ def evaluate(model, data, args, rank, world_size, device, dtype):
 
 def main():
     args = parse_arguments()
-    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one for each rank
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one GPU per rank
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -238,12 +238,12 @@ def main():
                 loss = F.cross_entropy(ddp(images), labels.to(device, non_blocking=True), reduction="sum") / batch_size
             if not indices:
                 loss = loss * 0
-            (loss * world_size).backward()  # the sum over ranks: DDP divides it by world_size
+            (loss * world_size).backward()  # DDP divides the sum over ranks by world_size
             optimizer.step()
             losses.append(loss.detach())
         schedule.step()
         losses = torch.stack(losses)
-        dist.all_reduce(losses)  # once per epoch: in the loop, every update would wait for it
+        dist.all_reduce(losses)  # once per epoch, because in the loop every update would wait for it
         top1, top5 = evaluate(model, eval_data, args, rank, world_size, device, dtype)
         if rank == 0:
             for index, loss in enumerate(losses.tolist()):
@@ -268,8 +268,8 @@ def main():
 
     if rank == 0:
         print(f"top1 {top1:.4f}\ntop5 {top5:.4f}")
-    del ddp  # before its process group is destroyed
-    time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
+    del ddp  # DDP has to be freed before its process group is destroyed
+    time.sleep(0.1)  # gloo's threads may still hold a tensor of the last all-reduce
     dist.destroy_process_group()
 
 

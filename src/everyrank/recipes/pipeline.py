@@ -134,7 +134,7 @@ def main():
             message = f"needs 1 to {num_layers} ranks, one layer or more on each, got {world_size}"
             sys.stderr.write(f"{Path(__file__).name}: {message}\n")
         raise SystemExit(2)
-    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one per rank
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one GPU per rank
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -151,7 +151,7 @@ def main():
     optimizer = torch.optim.SGD(stage.layers.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
 
     for epoch in range(EPOCHS):
-        generator.manual_seed(SEED + epoch)  # a different order in each epoch; the smaller last batch is kept
+        generator.manual_seed(SEED + epoch)  # a different order in each epoch
         losses = torch.zeros(len(loader), dtype=torch.float64, device=device)
         for index, (images, labels) in enumerate(loader):
             optimizer.zero_grad()
@@ -165,7 +165,7 @@ def main():
     top1 = evaluate(stage, eval_data, device)
     if rank == 0:
         print(f"top1 {top1:.4f}")
-    time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
+    time.sleep(0.1)  # gloo's threads may still hold a tensor of the last all-reduce
     dist.destroy_process_group()
 
 

@@ -6,7 +6,7 @@ Memory         one small tensor, on every rank. It trains nothing, and checks ea
 Communication  one tensor from one rank to another; the other ranks do not take part
 Use when       one rank needs data of one other rank: stages of a pipeline, neighbours in a ring or grid, a work queue
 
-What goes wrong:
+Pitfalls:
 - send() blocks until the receiver has received. (Over MPI it may return earlier for small tensors; do not rely on it.)
   If two ranks both send first, both wait until the timeout; so do all ranks of a ring. Start the send with isend(),
   receive, then call wait(). Or let every second rank receive first.
@@ -186,7 +186,7 @@ def main():
     total = torch.tensor([num_checked])
     dist.all_reduce(total)
     print_on_rank_0("", f"{total.item()} results on {world_size} ranks, all correct")
-    time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
+    time.sleep(0.1)  # gloo's threads may still hold a tensor of the last all-reduce
     dist.destroy_process_group()
 
 

@@ -6,7 +6,7 @@ Memory         a number, on every rank; it trains nothing
 Communication  sums within a group; ranks of other groups do not wait
 Use when       ranks have different roles: tensor parallel within a host, data parallel between hosts, pipeline stages
 
-What goes wrong:
+Pitfalls:
 - Every rank of the world has to call new_group() for every group, in the same order, also ranks that are not members.
   `if rank in members: dist.new_group(members)` waits for the other ranks until the timeout.
 - Ranks outside the group get NON_GROUP_MEMBER. A collective on it prints a warning and does nothing.
@@ -145,7 +145,7 @@ if __name__ == "__main__":
     if "RANK" not in os.environ:
         sys.stderr.write(f"{Path(__file__).name}: start it with torchrun: the command is at the top of the file\n")
         raise SystemExit(2)
-    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one per rank
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one GPU per rank
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -157,5 +157,5 @@ if __name__ == "__main__":
         example()
     total = sum_over_ranks(num_checked)
     print_on_rank_0(f"{total} results on {world_size} ranks, all correct")
-    time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
+    time.sleep(0.1)  # gloo's threads may still hold a tensor of the last all-reduce
     dist.destroy_process_group()

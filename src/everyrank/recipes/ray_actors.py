@@ -71,17 +71,17 @@ class Rank:
                 images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
                 optimizer.zero_grad()
                 loss = F.cross_entropy(ddp(images), labels, reduction="sum") / batch_size
-                (loss * world_size).backward()  # the sum over ranks: DDP divides it by world_size
+                (loss * world_size).backward()  # DDP divides the sum over ranks by world_size
                 optimizer.step()
                 losses.append(loss.detach())
 
             losses = torch.stack(losses)
-            dist.all_reduce(losses)  # once per epoch: in the loop, every update would wait for it
+            dist.all_reduce(losses)  # once per epoch, because in the loop every update would wait for it
             all_losses.append(losses.cpu())
 
         correct = count_correct(model, eval_data, device, rank, world_size)
         dist.all_reduce(correct)
-        del ddp  # before its process group is destroyed
+        del ddp  # DDP has to be freed before its process group is destroyed
         dist.destroy_process_group()
         return all_losses, correct.item() / len(eval_data)
 

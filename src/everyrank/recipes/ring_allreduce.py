@@ -144,7 +144,7 @@ def main():
             )
             print(f"difference from dist.all_reduce: {largest:.1e}; the same bits on every rank")
             print(f"difference from one process, in the losses of the first epoch: {drift:.1e}")
-        time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
+        time.sleep(0.1)  # gloo's threads may still hold a tensor of the last all-reduce
         dist.destroy_process_group()
 
 

@@ -70,13 +70,13 @@ def main():
         if rank == 0:
             sys.stderr.write(f"{Path(__file__).name}: {HEADS} heads cannot be divided over {world_size} ranks\n")
         raise SystemExit(2)
-    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one per rank
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one GPU per rank
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     model = build().to(device, dtype)
     if world_size > 1:
         if cuda:
             torch.cuda.set_device(device)
-        # Address and ranks come from torchrun. The timeout ends a wait for a rank that died.
+        # torchrun passes address and ranks in the environment. The timeout ends the wait for a rank that died.
         dist.init_process_group(
             "nccl" if cuda else "gloo", timeout=timedelta(minutes=5), device_id=device if cuda else None
         )
@@ -111,7 +111,7 @@ def main():
     if rank == 0:
         print(f"top1 {correct.item() / len(eval_data):.4f}")
     if world_size > 1:
-        time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
+        time.sleep(0.1)  # gloo's threads may still hold a tensor of the last all-reduce
         dist.destroy_process_group()
 
 
