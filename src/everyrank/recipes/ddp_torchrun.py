@@ -1,17 +1,17 @@
-"""Distributed data parallel (DDP) under torchrun: every rank holds the model and reads a part of each batch.
+"""Distributed data parallel (DDP) with torchrun: every rank has the whole model and reads a part of each batch.
 
 Run: torchrun --standalone --nproc-per-node 2 ddp_torchrun.py
 
 Memory         the whole model, its gradients and the optimizer state, on every rank
 Communication  the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs
-Use when       the model fits on one device: the first thing to try on several
+Use when       the model fits on one device. Try this first if you have several devices
 
 What to change for your own training:
-- Replace load() and build() of digits.py. Batch norm needs nn.SyncBatchNorm, on GPUs only.
+- Replace load() and build() of digits.py. For batch norm use nn.SyncBatchNorm, which needs GPUs (ddp_syncbn.py).
 - BATCH is the batch of all ranks. With a fixed batch per rank instead, the number of ranks changes the training.
-- Masked or padded targets: divide by the number of loss terms on all ranks; all-reduce it before backward.
-- Train with ddp(...), never model(...): model(...) sends no gradients, and no error says so.
-- On several machines: --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:PORT instead of --standalone.
+- With masked or padded targets, all-reduce the number of loss terms before backward, and divide by it.
+- Call ddp(...) in training. model(...) does not send gradients, and there is no error.
+- On several hosts, replace --standalone by --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:PORT.
 """
 
 import argparse
@@ -74,7 +74,7 @@ def main():
     if rank == 0:
         print(f"top1 {correct.item() / len(eval_data):.4f}")
     del ddp  # DDP has to be freed before its process group is destroyed
-    # A gloo thread may hold the last tensor a little longer than its group exists. If it releases the tensor while
+    # A gloo thread may hold the last tensor for a moment after its group is destroyed. If it frees the tensor while
     # Python exits, the process aborts ("terminate called without an active exception").
     time.sleep(0.1)
     dist.destroy_process_group()
