@@ -1,21 +1,21 @@
-"""Checkpoints that survive a crash: saved by all ranks together, resumed in the middle of an epoch.
+"""Distributed checkpoints: all ranks save together, and a training resumes in the middle of an epoch.
 
 Run: torchrun --standalone --nproc-per-node 2 checkpoint_resume.py --stop 25
 Run: torchrun --standalone --nproc-per-node 2 checkpoint_resume.py
 
-The first run ends after 25 updates, as if it had been killed. The second resumes from the last checkpoint, with any
-number of ranks, and gets the losses of a run that was never interrupted.
+The first run stops after 25 updates. The second run resumes from the last checkpoint, with any number of ranks. It
+prints the losses of a run that was never interrupted.
 
 Memory         the whole model, its gradients and the optimizer state, on every rank
 Communication  the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs. A
-               checkpoint needs only small messages: the ranks write different parts of it
+               checkpoint needs only small messages, because each rank writes a different part of it
 Use when       a run is longer than you can afford to repeat
 
 What to change for your own training:
-- State: model, optimizer and the number of updates. The order of samples and dropout must depend only on seed and
-  update, as the order does here; otherwise save the random generators too. Save schedule and GradScaler, too.
-- A checkpoint gets its final name when it is complete, so a reader never sees an incomplete one.
-- torch.distributed.checkpoint unpickles its table of contents: load what you wrote yourself, nothing from elsewhere.
+- Save all state: here model, optimizer and number of updates; also learning-rate schedule and GradScaler, if any. Save
+  random generators, too, unless sample order and dropout depend only on seed and update, as the order does here.
+- A checkpoint gets its final name when it is complete, so that a reader never sees an incomplete one.
+- torch.distributed.checkpoint unpickles the metadata of a checkpoint. Load only checkpoints that you trust.
 """
 
 import argparse
@@ -52,22 +52,22 @@ class ResumableSampler(DistributedBatchSampler):
 
 
 def save(model, optimizer, updates, rank):
-    """All ranks write; rank 0 renames the folder when all ranks have written."""
+    """Save a checkpoint. All ranks write, then rank 0 renames the folder."""
     unfinished, final = FOLDER / "unfinished", FOLDER / f"{updates:06d}"
     if rank == 0:
-        shutil.rmtree(unfinished, ignore_errors=True)  # left by a crash
+        shutil.rmtree(unfinished, ignore_errors=True)  # a crash may have left it
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    # save() returns on every rank when all ranks have written
+    # dcp.save() returns when all ranks have written.
     dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=unfinished)
     if rank == 0:
         unfinished.rename(final)
 
 
 def load_newest(model, optimizer, device):
-    """Load the newest checkpoint into model and optimizer; returns its number of updates, 0 without a checkpoint."""
+    """Load the newest checkpoint into model and optimizer. Return its number of updates, 0 without a checkpoint."""
     updates = torch.tensor(max((int(path.name) for path in FOLDER.glob("*") if path.name.isdigit()), default=0))
     updates = updates.to(device)
-    dist.broadcast(updates, src=0)  # rank 0 decides: ranks that disagree would wait for each other
+    dist.broadcast(updates, src=0)  # rank 0 decides, because ranks that disagree would wait for each other
     if not updates:
         return 0
     model_state, optimizer_state = get_state_dict(model, optimizer)
@@ -86,8 +86,8 @@ def main():
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    name, bound = ("cpu:gloo,cuda:nccl", device) if cuda else ("gloo", None)
-    dist.init_process_group(name, timeout=timedelta(minutes=5), device_id=bound)
+    backend, device_id = ("cpu:gloo,cuda:nccl", device) if cuda else ("gloo", None)
+    dist.init_process_group(backend, timeout=timedelta(minutes=5), device_id=device_id)
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
     train_data, eval_data = load(dtype)

@@ -1,18 +1,18 @@
-"""Evaluation on all ranks, exact: each evaluation sample counts once, however many ranks there are.
+"""Distributed evaluation: all ranks evaluate, and each sample counts once, with any number of ranks.
 
 Run: torchrun --standalone --nproc-per-node 2 distributed_evaluation.py
 
 Memory         the whole model, its gradients and the optimizer state, on every rank
 Communication  the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs; for each
-               evaluation one all-reduce of its sums: loss, correct images, images
+               evaluation, one all-reduce of three sums: loss, correct images, images
 Use when       the evaluation set is so large that one rank should not read it while the others wait
 
 What to change for your own training:
-- totals has one entry for each sum: add yours. Divide after the all-reduce: a mean of the means of the ranks is wrong
-  if they read different numbers of samples.
-- No DistributedSampler here: it repeats samples until all ranks have equally many, and those count twice.
-- model(...), not ddp(...): ranks may read different numbers of batches and must not wait for each other.
-- For a metric that is not a sum (AUC, a median), gather the outputs and compute it on rank 0.
+- Add an entry to totals for each sum of yours. Divide after the all-reduce: a mean of the means of the ranks is wrong
+  if ranks read different numbers of samples.
+- Do not use DistributedSampler. It repeats samples until all ranks have equally many, and these count twice.
+- Call model(...), not ddp(...). Ranks may read different numbers of batches, and must not wait for each other.
+- If a metric is not a sum (AUC, a median), gather the outputs and compute it on rank 0.
 """
 
 import argparse
@@ -34,10 +34,10 @@ BATCH = 64  # samples per update, over all ranks: more ranks do not change it
 
 @torch.no_grad()
 def evaluate(model, data, rank, world_size, device):
-    """(loss, top1, number of samples) over all of `data`; a collective: every rank calls it."""
+    """Return (loss, top1, number of samples) over all of `data`. All ranks must call it."""
     model.eval()
     totals = torch.zeros(3, dtype=torch.float64, device=device)  # float64: exact for counts up to 2^53
-    # Each image is read by one rank. Some ranks read one image more than others; no image is repeated.
+    # One rank reads each image. Some ranks read one image more than others, and no image is repeated.
     subset = Subset(data, range(rank, len(data), world_size))
     for images, labels in DataLoader(subset, BATCH):
         output, labels = model(images.to(device)), labels.to(device)

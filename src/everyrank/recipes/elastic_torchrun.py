@@ -1,24 +1,24 @@
-"""Training that torchrun restarts when a rank dies: it resumes from its last checkpoint, on the ranks there are.
+"""Elastic training (torchrun --max-restarts): after a rank dies, all ranks restart and resume from a checkpoint.
 
 Run: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 Run: torchrun --standalone --nproc-per-node 2 --max-restarts 3 elastic_torchrun.py --fail-at 25
 
-Here rank 1 kills itself once, at update 25. torchrun ends all ranks and starts new ones; the losses stay the same.
+With --fail-at 25, rank 1 kills itself once, at update 25. torchrun restarts all ranks. The losses stay the same.
 
 Memory         the whole model, its gradients and the optimizer state, on every rank
 Communication  the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs; after a
-               restart the checkpoint, broadcast from rank 0
-Use when       hosts come and go (spot instances), or a run is so long that some host will fail
+               restart, the checkpoint, which rank 0 broadcasts
+Use when       hosts come and go (spot instances), or a run is so long that a host will probably fail
 
 What to change for your own training:
 - Replace load() and build() of digits.py. BATCH is the batch of all ranks, so that their number may change.
-- On several hosts: --nnodes 2:4 --rdzv-backend c10d --rdzv-endpoint HOST:PORT --rdzv-id 7, the same on all. When one
-  leaves, the others continue if two are left; when one joins, all restart from the checkpoint.
-- CHECKPOINT is on storage that all hosts share: rank 0 reads and writes it, and may be another host after a restart.
-- Add to the checkpoint what else has state: schedule, GradScaler, the random generators that you draw from.
-- The variable gives each start a store of its own. In torchrun's, which outlives its ranks, new ones find addresses
-  of dead ones, and fail or hang (pytorch issue 135712).
-- A restart repeats what came after the last checkpoint. It cures no mistake of the script: --max-restarts ends those.
+- On several hosts, use --nnodes 2:4 --rdzv-backend c10d --rdzv-endpoint HOST:PORT --rdzv-id 7 on each host. If a host
+  leaves, two or more others continue. If a host joins, all restart from the checkpoint.
+- Keep CHECKPOINT on storage that all hosts share, because rank 0 may be on a different host after a restart.
+- Add all other state to the checkpoint: learning-rate schedule, GradScaler, random generators.
+- Export the variable above, which gives each restart a new store. torchrun's own store outlives the ranks: new ranks
+  would find addresses of dead ranks in it, and fail or hang (pytorch issue 135712).
+- A restart repeats the updates after the last checkpoint. If the script itself fails, --max-restarts limits restarts.
 """
 
 import argparse
@@ -41,13 +41,13 @@ from digits import DistributedBatchSampler, build, count_correct, load, print_lo
 EPOCHS = 2
 BATCH = 64  # samples per update, over all ranks: more ranks do not change it
 EVERY = 10  # updates between two checkpoints
-CHECKPOINT = Path("elastic.pt")  # removed when the training is over; if it stays, the next training resumes from it
+CHECKPOINT = Path("elastic.pt")  # the script removes it at the end; the next run would resume from it
 
 
 class ResumableSampler(DistributedBatchSampler):
-    """A DistributedBatchSampler of all epochs that can begin in the middle of an epoch."""
+    """A DistributedBatchSampler over all epochs, which can start in the middle of an epoch."""
 
-    first_update = 0  # of the whole training
+    first_update = 0  # counted from the first epoch
 
     def __iter__(self):
         first_epoch, first_batch = divmod(self.first_update, len(self.batch_sizes))
@@ -57,7 +57,7 @@ class ResumableSampler(DistributedBatchSampler):
 
 
 def save(**state):
-    """Write to a temporary name and rename, so that CHECKPOINT is a complete file at any time."""
+    """Write to a temporary name and rename it, so that CHECKPOINT is complete at any time."""
     partial = CHECKPOINT.with_suffix(".partial")
     with partial.open("wb") as file:
         torch.save(state, file)
@@ -89,12 +89,12 @@ def main():
     ddp = DistributedDataParallel(model, device_ids=[device] if cuda else None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
     sampler = ResumableSampler(len(train_data), BATCH, rank, world_size)
-    losses = torch.zeros(EPOCHS * len(sampler.batch_sizes), dtype=torch.float64, device=device)  # of each update
+    losses = torch.zeros(EPOCHS * len(sampler.batch_sizes), dtype=torch.float64, device=device)
 
-    # Rank 0 reads the checkpoint and sends it: ranks that saw different files would wait for each other.
-    box = [torch.load(CHECKPOINT, "cpu", weights_only=True) if rank == 0 and CHECKPOINT.exists() else None]
-    dist.broadcast_object_list(box)
-    (checkpoint,) = box
+    # Rank 0 reads the checkpoint and sends it, because ranks that read different files would wait for each other.
+    checkpoints = [torch.load(CHECKPOINT, "cpu", weights_only=True) if rank == 0 and CHECKPOINT.exists() else None]
+    dist.broadcast_object_list(checkpoints)
+    (checkpoint,) = checkpoints
     if checkpoint:
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
@@ -115,7 +115,7 @@ def main():
         optimizer.step()
         losses[update] = loss.detach()
         if (update + 1) % EVERY == 0 or update + 1 == len(losses):
-            dist.all_reduce(losses[num_saved : update + 1])  # earlier losses are summed over ranks already
+            dist.all_reduce(losses[num_saved : update + 1])  # earlier losses are already summed over ranks
             num_saved = update + 1
             if rank == 0:
                 save(model=model.state_dict(), optimizer=optimizer.state_dict(), losses=losses, updates=num_saved)

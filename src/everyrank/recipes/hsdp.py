@@ -64,7 +64,7 @@ def main():
     sampler = DistributedBatchSampler(len(train_data), BATCH, rank, world_size)
     loader = DataLoader(train_data, batch_sampler=sampler, pin_memory=cuda)
     model = build().to(device, dtype)
-    # With 4 ranks and SHARDS = 2, ranks 0 and 1 have the shards of one replica, ranks 2 and 3 of the other.
+    # With 4 ranks and SHARDS=2, ranks 0 and 1 have the shards of one replica, ranks 2 and 3 of the other.
     mesh = init_device_mesh(device.type, (world_size // SHARDS, SHARDS), mesh_dim_names=("replicate", "shard"))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)

@@ -1,17 +1,17 @@
-"""ZeRO stage 1: as DDP, but each rank keeps the optimizer state of a part of the parameters only.
+"""ZeRO stage 1: DDP, but each rank has the optimizer state of only a part of the parameters.
 
 Run: torchrun --standalone --nproc-per-node 2 zero1.py
 
 Memory         the whole model and its gradients on every rank; the optimizer state of a part of the parameters
-Communication  the gradients, by all-reduce as in DDP; after each step every parameter, broadcast by the rank that
-               updated it
-Use when       model and gradients fit on one device, and the optimizer state (twice the model for Adam) no longer does
+Communication  the gradients, by all-reduce as in DDP; after each step, each rank broadcasts the parameters that it has
+               updated
+Use when       model and gradients fit on one device, but the optimizer state (twice the model for Adam) does not
 
 What to change for your own training:
-- optimizer_class and its arguments. Adam saves most: its state is twice the size of the model.
+- Replace optimizer_class and its arguments. Adam saves most, because its state is twice the size of the model.
 - BATCH is the batch of all ranks. With a fixed batch per rank instead, the number of ranks changes the training.
-- Masked or padded targets: divide by the number of loss terms on all ranks; all-reduce it before backward.
-- Saving: optimizer.consolidate_state_dict(to=0) on every rank, then optimizer.state_dict() on rank 0.
+- With masked or padded targets, all-reduce the number of loss terms before backward, and divide by it.
+- For a checkpoint, call optimizer.consolidate_state_dict(to=0) on every rank, then optimizer.state_dict() on rank 0.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def main():
     loader = DataLoader(train_data, batch_sampler=sampler, pin_memory=cuda)
     model = build().to(device, dtype)
     ddp = DistributedDataParallel(model, device_ids=[device] if cuda else None)
-    # Each rank updates the parameters that it owns, and broadcasts them: all end with the same weights.
+    # Each rank updates its part of the parameters and broadcasts it, so that all ranks have the same weights.
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(), optimizer_class=torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=5e-4
     )
