@@ -4,7 +4,7 @@ Run: horovodrun -np 2 --gloo python horovod_ddp.py
 
 Memory         the whole model, its gradients and the optimizer state, on every rank
 Communication  the gradients: summed over ranks by all-reduce while backward still runs, several in one message
-Use when       your cluster has Horovod, and horovodrun is how jobs start on it
+Use when       your cluster has Horovod and starts jobs with horovodrun
 
 What to change for your own training:
 - Replace load() and build() of digits.py. BATCH is the batch of all ranks. For batch norm use hvd.SyncBatchNorm.
