@@ -54,8 +54,8 @@ MISTAKES = [
     (
         "collectives",
         2,
-        "dist.reduce_scatter(local, parts)",
-        "dist.reduce_scatter(local, parts[::-1])",
+        "dist.reduce_scatter(local, chunks)",
+        "dist.reduce_scatter(local, chunks[::-1])",
         "reduce_scatter",
     ),
     (
@@ -75,12 +75,18 @@ MISTAKES = [
     ),
     ("process_groups", 4, "group = mesh.get_group(axis)", 'group = mesh.get_group("data")', "ranks along tensor"),
     ("process_groups", 4, 'mesh.get_group("tensor")), mesh', 'mesh.get_group("data")), mesh', "sum along both axes"),
-    ("ring_allreduce", 3, "local_part += received", "local_part.copy_(received)", "differs from dist.all_reduce's by"),
     (
         "ring_allreduce",
         3,
-        "isend(outgoing, following)",
-        "isend(tensor[: len(outgoing)], following)",
+        "local_chunk += received",
+        "local_chunk.copy_(received)",
+        "differs from dist.all_reduce's by",
+    ),
+    (
+        "ring_allreduce",
+        3,
+        "isend(outgoing, next_rank)",
+        "isend(tensor[: len(outgoing)], next_rank)",
         "differs from dist.all_reduce's by",
     ),
     (

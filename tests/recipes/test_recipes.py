@@ -150,7 +150,7 @@ MUTATIONS = {
     "local_sgd": ("num_samples += len(labels)", "num_samples += 1"),  # a rank with fewer samples counts as much
     "ring_allreduce": ("manual_seed(SEED + epoch)", "manual_seed(SEED)"),  # what its own checks cannot see
     "slurm": ("/ batch_size", "/ BATCH"),
-    "ddp_syncbn": ("synchronise(build(), cuda)", "build()"),  # each rank normalises by its own samples
+    "ddp_syncbn": ("synchronize(build(), cuda)", "build()"),  # each rank normalises by its own samples
     "mpi": ("        dist.all_reduce(losses)", "        pass"),  # rank 0 prints the losses of its own half
     "ray_actors": ("ddp(images)", "model(images)"),
     "rpc_autograd": ("for part in (first, second) for", "for part in (second,) for"),  # half of it is trained

@@ -1,9 +1,9 @@
-"""Standalone training scripts in plain PyTorch, to copy and to change. Package data: everyrank does not import them.
+"""Standalone training scripts in plain PyTorch, to copy and change. Package data: everyrank does not import them.
 
-`everyrank new --list` lists them; `everyrank new ddp_torchrun train.py` writes one, and next to it the data and
-shared/digits.py, which most of them import. They train the same network on the same samples in the same order, in
-float32; with --float64 they print the losses that the library gets. Those that split a large network (tensor, fsdp,
-hsdp, fsdp_tensor) share a small one with blocks, shared/transformer.py: `python tensor.py` trains it in one process.
-context, expert and contrastive have networks of their own, and are compared with the same script in one process.
-Three over RPC (ddp_rpc, rpc_rnn, rpc_reinforcement) have networks of their own; tests/recipes/test_rpc.py trains those.
+`everyrank new --list` lists them. `everyrank new ddp_torchrun train.py` writes a script, its data, and digits.py, which
+most scripts import. Most train the same network on the same samples in the same order, in float32. With --float64
+they print the losses that the library gets. tensor, fsdp, hsdp and fsdp_tensor train shared/transformer.py, a network
+with larger blocks, and `python tensor.py` trains it in one process. context, expert and contrastive have their own
+networks, and tests compare them with the same script in one process. ddp_rpc, rpc_rnn and rpc_reinforcement have their
+own networks, too, and tests/recipes/test_rpc.py trains these for comparison.
 """

@@ -1,21 +1,21 @@
-"""Checkpoints that survive a crash: saved by all ranks together, resumed in the middle of an epoch.
+"""Distributed checkpoints: all ranks save together, and a training resumes in the middle of an epoch.
 
 Run: torchrun --standalone --nproc-per-node 2 checkpoint_resume.py --stop 25
 Run: torchrun --standalone --nproc-per-node 2 checkpoint_resume.py
 
-The first run ends after 25 updates, as if it had been killed. The second resumes from the last checkpoint, with any
-number of ranks, and gets the losses of a run that was never interrupted.
+The first run stops after 25 updates. The second run resumes from the last checkpoint, with any number of ranks. It
+prints the losses of a run that was never interrupted.
 
 Memory         the whole model, its gradients and the optimizer state, on every rank
 Communication  the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs. A
-               checkpoint needs only small messages: the ranks write different parts of it
+               checkpoint needs only small messages, because each rank writes a different part of it
 Use when       a run is longer than you can afford to repeat
 
 What to change for your own training:
-- State: model, optimizer and the number of updates. The order of samples and dropout must depend only on seed and
-  update, as the order does here; otherwise save the random generators too. Save schedule and GradScaler, too.
-- A checkpoint gets its final name when it is complete, so a reader never sees an incomplete one.
-- torch.distributed.checkpoint unpickles its table of contents: load what you wrote yourself, nothing from elsewhere.
+- Save all state: here model, optimizer and number of updates; also learning-rate schedule and GradScaler, if any. Save
+  random generators, too, unless sample order and dropout depend only on seed and update, as the order does here.
+- A checkpoint gets its final name when it is complete, so that a reader never sees an incomplete one.
+- torch.distributed.checkpoint unpickles the metadata of a checkpoint. Load only checkpoints that you trust.
 """
 
 import argparse
@@ -52,22 +52,22 @@ class ResumableSampler(DistributedBatchSampler):
 
 
 def save(model, optimizer, updates, rank):
-    """All ranks write; rank 0 renames the folder when all ranks have written."""
+    """Save a checkpoint. All ranks write, then rank 0 renames the folder."""
     unfinished, final = FOLDER / "unfinished", FOLDER / f"{updates:06d}"
     if rank == 0:
-        shutil.rmtree(unfinished, ignore_errors=True)  # left by a crash
+        shutil.rmtree(unfinished, ignore_errors=True)  # a crash may have left it
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    # save() returns on every rank when all ranks have written
+    # dcp.save() returns when all ranks have written.
     dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=unfinished)
     if rank == 0:
         unfinished.rename(final)
 
 
 def load_newest(model, optimizer, device):
-    """Load the newest checkpoint into model and optimizer; returns its number of updates, 0 without a checkpoint."""
+    """Load the newest checkpoint into model and optimizer. Return its number of updates, 0 without a checkpoint."""
     updates = torch.tensor(max((int(path.name) for path in FOLDER.glob("*") if path.name.isdigit()), default=0))
     updates = updates.to(device)
-    dist.broadcast(updates, src=0)  # rank 0 decides: ranks that disagree would wait for each other
+    dist.broadcast(updates, src=0)  # rank 0 decides, because ranks that disagree would wait for each other
     if not updates:
         return 0
     model_state, optimizer_state = get_state_dict(model, optimizer)
@@ -82,12 +82,12 @@ def main():
     parser.add_argument("--float64", action="store_true", help="print every loss, to compare with another script")
     args = parser.parse_args()
     dtype = torch.float64 if args.float64 else torch.float32
-    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one per rank
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one GPU per rank
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    name, bound = ("cpu:gloo,cuda:nccl", device) if cuda else ("gloo", None)
-    dist.init_process_group(name, timeout=timedelta(minutes=5), device_id=bound)
+    backend, device_id = ("cpu:gloo,cuda:nccl", device) if cuda else ("gloo", None)
+    dist.init_process_group(backend, timeout=timedelta(minutes=5), device_id=device_id)
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
     train_data, eval_data = load(dtype)
@@ -108,7 +108,7 @@ def main():
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
             optimizer.zero_grad()
             loss = F.cross_entropy(ddp(images), labels, reduction="sum") / batch_size
-            (loss * world_size).backward()  # the sum over ranks: DDP divides it by world_size
+            (loss * world_size).backward()  # DDP divides the sum over ranks by world_size
             optimizer.step()
             updates += 1
             losses.append(loss.detach())
@@ -118,7 +118,7 @@ def main():
                 break
 
         losses = torch.stack(losses)
-        dist.all_reduce(losses)  # once per epoch: in the loop, every update would wait for it
+        dist.all_reduce(losses)  # once per epoch, because in the loop every update would wait for it
         if rank == 0:
             print_losses(epoch, losses, every_update=args.float64, first_update=first_update)
 
@@ -127,8 +127,8 @@ def main():
         dist.all_reduce(correct)
         if rank == 0:
             print(f"top1 {correct.item() / len(eval_data):.4f}")
-    del ddp  # before its process group is destroyed
-    time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
+    del ddp  # DDP has to be freed before its process group is destroyed
+    time.sleep(0.1)  # gloo's threads may still hold a tensor of the last all-reduce
     dist.destroy_process_group()
 
 

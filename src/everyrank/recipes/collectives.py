@@ -1,19 +1,19 @@
-"""Every collective operation: shows the values of each rank before and after, and checks each result.
+"""All collective operations: prints the values of each rank before and after, and checks each result.
 
 Run: torchrun --standalone --nproc-per-node 3 collectives.py
 
-Memory         a few numbers, on every rank; it trains nothing
+Memory         a few numbers on every rank; there is no training
 Communication  the values in each picture; the other recipes list the collectives that they use
 Use when       you look for the right operation, or want to check what an operation does
 
-What goes wrong:
+Pitfalls:
 - Every rank of the group has to call the same operation, in the same order, with the same shape and dtype. Otherwise
   the other ranks wait until the timeout. dist.monitored_barrier names the missing rank (gloo only).
-- After reduce, only the root has the sum: the tensors of other ranks are undefined.
-- async_op=True returns a Work object: do not use the tensors before its wait() has returned.
+- After reduce, only the destination rank has the sum. The tensors of other ranks are undefined.
+- async_op=True returns a Work object. Do not use the tensors before its wait() has returned.
 - broadcast_object_list and similar functions pickle objects. Unpickling can run any code, so use them only between
-  ranks that you trust. They are slow: send numbers as tensors.
-- The last bits of a sum depend on the order of the additions, so on the number of ranks and the backend. All ranks get
+  ranks that you trust. They are slow, so send numbers as tensors.
+- The last bits of a sum depend on the order of additions, and so on the number of ranks and the backend. All ranks get
   the same bits.
 """
 
@@ -36,7 +36,7 @@ def numbers(*values):
 
 
 def check(name, result, expected):
-    """End this rank with status 1 if a result is wrong; torchrun then ends the other ranks."""
+    """Check a result. If it is wrong, end this rank with exit status 1, and torchrun ends the other ranks."""
     global num_checked
     num_checked += 1
     result = result.tolist() if isinstance(result, torch.Tensor) else result
@@ -46,7 +46,7 @@ def check(name, result, expected):
 
 
 def draw(name, before, after):
-    """Print on rank 0 the values of each rank before and after. A collective: every rank calls it."""
+    """Print on rank 0 the values of each rank before and after. All ranks must call it."""
     lines = [None] * world_size if rank == 0 else None
     before, after = (
         " ".join(f"{value:g}" for value in values.tolist()) if isinstance(values, torch.Tensor) else values
@@ -102,7 +102,7 @@ def all_reduce():
 
 
 def all_reduce_with_other_operations():
-    """The other reductions: AVG, PRODUCT, MIN, MAX; BAND, BOR and BXOR for integers, which NCCL does not support."""
+    """Reduce by AVG, PRODUCT, MIN and MAX, and by BAND, BOR and BXOR (integers only), which NCCL does not support."""
     ranks = range(1, world_size + 1)
     expected = {"AVG": sum(ranks) / world_size, "PRODUCT": reduce(mul, ranks), "MIN": 1, "MAX": world_size}
     if dist.get_backend() != "nccl":
@@ -123,11 +123,11 @@ def gather():
     rank 2  20        rank 2
     """
     local = numbers(10 * rank)
-    parts = [torch.empty_like(local) for _ in range(world_size)] if rank == 0 else None
-    dist.gather(local, parts, dst=0)
+    gathered = [torch.empty_like(local) for _ in range(world_size)] if rank == 0 else None
+    dist.gather(local, gathered, dst=0)
     if rank == 0:
-        check("gather", torch.cat(parts), [10 * sender for sender in range(world_size)])
-    draw("gather", local, torch.cat(parts) if rank == 0 else "")
+        check("gather", torch.cat(gathered), [10 * sender for sender in range(world_size)])
+    draw("gather", local, torch.cat(gathered) if rank == 0 else "")
 
 
 def scatter():
@@ -152,24 +152,24 @@ def all_gather():
     rank 2  20        rank 2  0 10 20
     """
     local = numbers(10 * rank)
-    parts = [torch.empty_like(local) for _ in range(world_size)]
-    dist.all_gather(parts, local)
-    check("all_gather", torch.cat(parts), [10 * sender for sender in range(world_size)])
-    draw("all_gather", local, torch.cat(parts))
+    gathered = [torch.empty_like(local) for _ in range(world_size)]
+    dist.all_gather(gathered, local)
+    check("all_gather", torch.cat(gathered), [10 * sender for sender in range(world_size)])
+    draw("all_gather", local, torch.cat(gathered))
 
 
 def reduce_scatter():
-    """Sum over all ranks; each rank gets one part of the sum. For example: gradients of the shards in FSDP.
+    """Sum over all ranks. Each rank gets one chunk of the sum. For example: gradients of the shards in FSDP.
 
     rank 0  0 1 2           rank 0  30
     rank 1  10 11 12   ->   rank 1  33
     rank 2  20 21 22        rank 2  36
     """
-    parts = [numbers(10 * rank + receiver) for receiver in range(world_size)]
+    chunks = [numbers(10 * rank + receiver) for receiver in range(world_size)]
     local = numbers(-1)
-    dist.reduce_scatter(local, parts)
+    dist.reduce_scatter(local, chunks)
     check("reduce_scatter", local, [sum(10 * sender + rank for sender in range(world_size))])
-    draw("reduce_scatter", torch.cat(parts), local)
+    draw("reduce_scatter", torch.cat(chunks), local)
 
 
 def all_to_all():
@@ -187,14 +187,14 @@ def all_to_all():
 
 
 def all_to_all_uneven():
-    """all_to_all with different sizes: here rank r gets r + 1 numbers from every rank.
+    """Use different sizes in all_to_all. For example, rank r gets r + 1 numbers from every rank.
 
     rank 0  0 1 1 2 2 2               rank 0  0 10 20
     rank 1  10 11 11 12 12 12    ->   rank 1  1 1 11 11 21 21
     rank 2  20 21 21 22 22 22         rank 2  2 2 2 12 12 12 22 22 22
     """
     send_counts = [receiver + 1 for receiver in range(world_size)]  # for each receiver
-    receive_counts = [rank + 1] * world_size  # for each sender. If a rank does not know them, send the counts first
+    receive_counts = [rank + 1] * world_size  # for each sender. If ranks do not know them, send the counts first
     local = numbers(*(10 * rank + receiver for receiver in range(world_size) for _ in range(receiver + 1)))
     received = local.new_empty(sum(receive_counts))
     dist.all_to_all_single(received, local, receive_counts, send_counts)
@@ -203,7 +203,7 @@ def all_to_all_uneven():
 
 
 def barrier():
-    """Wait until every rank has called it. Rarely needed, because a collective waits for the data it needs anyway."""
+    """Wait until every rank has called it. This is rarely needed, because collectives wait for their data anyway."""
     started = time.monotonic()
     time.sleep(0.1 * rank)  # the last rank arrives last
     arrived = time.monotonic()
@@ -219,7 +219,7 @@ def barrier():
 
 
 def objects():
-    """Objects that can be pickled. Unpickling can run any code: receive them only from ranks that you trust."""
+    """Send objects by pickle. Unpickling can run any code, so receive objects only from ranks that you trust."""
     result = [{"lr": 0.1} if rank == 0 else None]
     dist.broadcast_object_list(result, src=0)
     check("broadcast_object_list", result, [{"lr": 0.1}])
@@ -243,15 +243,15 @@ def objects():
 
 if __name__ == "__main__":
     if "RANK" not in os.environ:
-        sys.stderr.write(f"{Path(__file__).name}: start it with torchrun: the command is at the top of the file\n")
+        sys.stderr.write(f"{Path(__file__).name}: start it with torchrun, by the command at the top of the file\n")
         raise SystemExit(2)
-    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one per rank
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one GPU per rank
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     # Address and ranks come from torchrun. The timeout ends the wait for a rank that died or called another collective.
-    name, bound = ("nccl", device) if cuda else ("gloo", None)
-    dist.init_process_group(name, timeout=timedelta(minutes=2), device_id=bound)
+    backend, device_id = ("nccl", device) if cuda else ("gloo", None)
+    dist.init_process_group(backend, timeout=timedelta(minutes=2), device_id=device_id)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for operation in (
         broadcast,
@@ -272,5 +272,5 @@ if __name__ == "__main__":
     dist.all_reduce(total)
     if rank == 0:
         print(f"{total.item():g} results on {world_size} ranks, all correct")
-    time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
+    time.sleep(0.1)  # gloo's threads may still hold a tensor of the last all-reduce
     dist.destroy_process_group()

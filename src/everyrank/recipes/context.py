@@ -1,20 +1,20 @@
-"""Context parallelism: each sequence is split over ranks, and keys and values are sent around a ring (ring attention).
+"""Context parallelism (ring attention): sequences are split over ranks, and keys and values are sent around a ring.
 
 Run: torchrun --standalone --nproc-per-node 2 context.py
 
-`python context.py` trains the same network on whole sequences, in one process: with --float64 on both the losses are
-the same. Names as in the papers: Liu et al., Ring Attention (2023), and Dao, FlashAttention-2 (2023) for lse and dq.
+`python context.py` trains the same network in one process, on whole sequences. With --float64 both print the same
+losses. Names are those of Liu et al., Ring Attention (2023), and of Dao, FlashAttention-2 (2023), for lse and dq.
 
 Memory         the whole model on every rank, and the activations of a part of each sequence
-Communication  in each attention: k and v around the ring in forward; k, v, dk and dv in backward. In each update: the
-               gradients, by all-reduce
+Communication  in each attention, k and v around the ring in forward, and k, v, dk and dv in backward; in each update,
+               the gradients by all-reduce
 Use when       the activations of one long sequence do not fit on a device
 
 What to change for your own training:
 - Use RingAttention where your network calls scaled_dot_product_attention with is_causal=True. Other operations over
   several tokens (a convolution, a mean over the sequence) need communication, too.
-- Pass positions to the network: if each rank counts its tokens from 0, the result is wrong without an error.
-- Shift the targets before the split: after it, the target of a rank's last token is on another rank.
+- Pass positions to the network. If each rank counts its tokens from 0, the result is wrong, without an error.
+- Shift the targets before the split. After it, the target of a rank's last token is on a different rank.
 - All ranks read the same sequences. LENGTH has to be a multiple of twice the number of ranks.
 """
 
@@ -50,29 +50,29 @@ def load(eval_data):
 
 def local_positions(rank, world_size):
     """Return the positions of a rank: one chunk from the front of the sequence and the matching one from the back."""
-    # Late tokens attend to more tokens than early ones: with one contiguous chunk, the last rank would work most.
+    # Late tokens attend to more tokens than early ones. With one contiguous chunk, the last rank would have most work.
     chunks = torch.arange(LENGTH).chunk(2 * world_size)
     return torch.cat([chunks[rank], chunks[2 * world_size - 1 - rank]])
 
 
 def visible(step, length):
-    """Return the slice of the local q that attend to the k received after `step` steps, and the slice of these k."""
+    """Return the slice of local q that attend to the k received after `step` steps, and the slice of these k."""
     source = (dist.get_rank() - step) % dist.get_world_size()
-    if source < dist.get_rank():  # its front chunk is before our chunks, its back chunk after them
+    if source < dist.get_rank():  # its front chunk is before the local chunks, its back chunk is after them
         return slice(length), slice(length // 2)
-    if source > dist.get_rank():  # both its chunks are between our front chunk and our back chunk
+    if source > dist.get_rank():  # its chunks are between the two local chunks
         return slice(length // 2, length), slice(length)
-    return slice(length), slice(length)  # our own tokens: each attends to itself and earlier ones
+    return slice(length), slice(length)  # local tokens: each attends to itself and earlier ones
 
 
 def attention_scores(q, k, step):
-    """q (N, H, Tq, D), k (N, H, Tk, D) -> (N, H, Tq, Tk); causal among the rank's own tokens, which are in order."""
+    """Return q (N, H, Tq, D) times k (N, H, Tk, D), scaled: (N, H, Tq, Tk); in step 0, with the causal mask."""
     scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
     return scores if step else scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
 
 
 def ring_send_recv(tensor):
-    """Start sending to the next rank; return a function that waits for the previous rank's tensor and returns it."""
+    """Start to send to the next rank. Return a function that waits for the previous rank's tensor and returns it."""
     rank, world_size, received = dist.get_rank(), dist.get_world_size(), torch.empty_like(tensor)
     send = dist.P2POp(dist.isend, tensor, (rank + 1) % world_size)
     requests = dist.batch_isend_irecv([send, dist.P2POp(dist.irecv, received, (rank - 1) % world_size)])
@@ -195,16 +195,16 @@ def main():
                 f"{Path(__file__).name}: LENGTH={LENGTH} is not a multiple of twice the {world_size} ranks\n"
             )
         raise SystemExit(2)
-    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one per rank
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one GPU per rank
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     if world_size > 1:
-        # Address and ranks come from torchrun. The timeout ends a wait for a rank that died.
-        name, bound = ("nccl", device) if cuda else ("gloo", None)
-        dist.init_process_group(name, timeout=timedelta(minutes=5), device_id=bound)
+        # torchrun passes address and ranks in the environment. The timeout ends the wait for a rank that died.
+        backend, device_id = ("nccl", device) if cuda else ("gloo", None)
+        dist.init_process_group(backend, timeout=timedelta(minutes=5), device_id=device_id)
     positions = local_positions(rank, world_size).to(device)
-    # All ranks draw the same sequences from one seed; each takes its own positions of them.
+    # All ranks draw the same sequences from one seed, and each takes its own positions of them.
     train_data, generator = load(eval_data=False), torch.Generator().manual_seed(SEED)
     sampler = RandomSampler(train_data, generator=generator)
     loader = DataLoader(train_data, BATCH, sampler=sampler, pin_memory=cuda)
@@ -213,7 +213,7 @@ def main():
 
     losses = torch.zeros(UPDATES, dtype=torch.float64, device=device)
     for index, (inputs, targets) in enumerate(islice(loader, UPDATES)):
-        num_terms = targets.numel()  # in the loss, over all ranks
+        num_terms = targets.numel()  # terms of the loss on all ranks
         inputs, targets = (tensor.to(device, non_blocking=True)[:, positions] for tensor in (inputs, targets))
         logits = model(inputs, positions)
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / num_terms
@@ -235,7 +235,7 @@ def main():
     if rank == 0:
         print(f"top1 {top1:.4f}")
     if world_size > 1:
-        time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
+        time.sleep(0.1)  # gloo's threads may still hold a tensor of the last all-reduce
         dist.destroy_process_group()
 
 

@@ -1,8 +1,8 @@
-"""A contrastive loss (SimCLR's NT-Xent) over the batch of all ranks: each image is compared with those of all ranks.
+"""Contrastive loss (SimCLR's NT-Xent) over the batch of all ranks: each image is compared with those of all ranks.
 
 Run: torchrun --standalone --nproc-per-node 2 contrastive.py
 
-`python contrastive.py` trains the same network in one process: with --float64 on both the losses are the same.
+`python contrastive.py` trains the same network in one process. With --float64 both print the same losses.
 
 Memory         the whole model and the embeddings of the whole batch, on every rank
 Communication  the embeddings, by all-gather; their gradients, by all-reduce; the gradients of the parameters, as in DDP
@@ -10,10 +10,10 @@ Use when       the loss compares samples with each other, and needs more negativ
 
 What to change for your own training:
 - Replace load(), two_views() and build() by your data, your augmentation and your network.
-- BATCH is the batch of all ranks. The loss over the samples of one rank is different: it has fewer negatives.
-- Gather one row for each sample, all of one shape, in the order of the batch: labels and masks are indices into it.
+- BATCH is the batch of all ranks. A loss over the samples of one rank has fewer negatives, so it is different.
+- Gather one row for each sample, of the same shape, in the order of the batch. Labels and masks are indices into it.
 - Gradients have to pass through the gather. dist.all_gather has no backward; Gather sums the gradients of all ranks.
-- Gradient accumulation changes the loss, too. Use activation checkpointing to save memory.
+- Do not use gradient accumulation, which changes the loss, too. Use activation checkpointing to save memory.
 """
 
 import argparse
@@ -38,7 +38,7 @@ TEMPERATURE = 0.5
 def two_views(images, epoch):
     """Return two views of each image, moved by up to one pixel and with noise: (N, 1, 8, 8) -> (N, 2, 1, 8, 8).
 
-    It draws numbers for all images at once, so that they depend only on the epoch and the image, not on the rank.
+    Random numbers are drawn for all images at once, so that they do not depend on the rank.
     """
     generator = torch.Generator().manual_seed(SEED + epoch)
     moves = torch.randint(-1, 2, (2, 2), generator=generator).tolist()
@@ -60,12 +60,12 @@ def build():
 
 
 class Gather(torch.autograd.Function):
-    """The rows of this rank -> the rows of all ranks, in order; backward sums the gradients of all ranks for a row."""
+    """All-gather with a backward pass: local rows -> rows of all ranks, in order. Backward sums over ranks."""
 
     @staticmethod
     def forward(ctx, local_features, sizes, rank):
         ctx.sizes, ctx.rank = sizes, rank
-        # all_gather needs tensors of one shape, and the ranks' parts may differ by one row.
+        # all_gather needs tensors of one shape, and ranks may differ by one row, so the rows are padded.
         padded = local_features.new_zeros(max(sizes), *local_features.shape[1:])
         padded[: len(local_features)] = local_features
         rows = [torch.empty_like(padded) for _ in sizes]
@@ -106,13 +106,13 @@ def main():
     args = parser.parse_args()
     dtype = torch.float64 if args.float64 else torch.float32
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one per rank
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one GPU per rank
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     model = ddp = build().to(device, dtype)
     if world_size > 1:
         if cuda:
             torch.cuda.set_device(device)
-        # Address and ranks come from torchrun. The timeout ends a wait for a rank that died.
+        # torchrun passes address and ranks in the environment. The timeout ends the wait for a rank that died.
         dist.init_process_group(
             "nccl" if cuda else "gloo", timeout=timedelta(minutes=5), device_id=device if cuda else None
         )
@@ -122,7 +122,7 @@ def main():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
 
     for epoch in range(EPOCHS):
-        # No DistributedSampler: it repeats samples, and a repeated sample would be its own negative.
+        # DistributedSampler repeats samples, and a repeated sample would be its own negative.
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(SEED + epoch))
         batches = order.to(device).split(BATCH)
         views = two_views(images, epoch)
@@ -133,15 +133,15 @@ def main():
             optimizer.zero_grad()
             local_features = F.normalize(ddp(views[slices[rank]].flatten(0, 1)), dim=1).unflatten(0, (-1, 2))
             all_features = Gather.apply(local_features, sizes, rank) if world_size > 1 else local_features
-            num_terms = 2 * len(batch)  # one for each view
+            num_terms = 2 * len(batch)  # one term for each view
             loss = contrast(local_features, all_features, sum(sizes[:rank])) / num_terms
-            (loss * world_size).backward()  # the sum over ranks: DDP divides it by world_size
+            (loss * world_size).backward()  # DDP divides the sum over ranks by world_size
             optimizer.step()
             losses.append(loss.detach())
 
         losses = torch.stack(losses)
         if world_size > 1:
-            dist.all_reduce(losses)  # once per epoch: in the loop, every update would wait for it
+            dist.all_reduce(losses)  # once per epoch, because in the loop every update would wait for it
         if rank == 0:
             print_losses(epoch, losses, every_update=args.float64)
 
@@ -149,8 +149,8 @@ def main():
     if rank == 0:
         print(f"top1 {top1:.4f}")
     if world_size > 1:
-        del ddp  # before its process group is destroyed
-        time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
+        del ddp  # DDP has to be freed before its process group is destroyed
+        time.sleep(0.1)  # gloo's threads may still hold a tensor of the last all-reduce
         dist.destroy_process_group()
 
 

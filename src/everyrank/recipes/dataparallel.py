@@ -1,14 +1,14 @@
-"""nn.DataParallel: one process, several CUDA devices; the network is copied to all of them in every update.
+"""nn.DataParallel: one process with several CUDA devices, which copies the network to all of them in every update.
 
 Run: python dataparallel.py
 
-Memory         the model, gradients and optimizer state, on the first device; copies of the model on the others
-Communication  per update: parameters and inputs from the first device to all, outputs and gradients back to it
-Use when       never in new code: ddp_torchrun.py is faster on one machine too (no copies, one interpreter per device)
+Memory         the model, gradients and optimizer state on the first device; copies of the model on the others
+Communication  per update, parameters and inputs from the first device to all, outputs and gradients back to it
+Use when       never in new code: ddp_torchrun.py is faster on one host, too (no copies, one interpreter per device)
 
 What to change for your own training:
-- The loss is computed on the gathered output: the mean of the means of the devices would be a different number.
-- Save model.state_dict(), not parallel.state_dict(), whose names begin with "module.".
+- Compute the loss on the gathered output. A mean of the means of the devices is wrong if their parts differ in size.
+- Save model.state_dict(). In parallel.state_dict(), all names begin with "module.".
 """
 
 import argparse
@@ -47,7 +47,7 @@ def main():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
 
     for epoch in range(EPOCHS):
-        generator.manual_seed(SEED + epoch)  # the order depends on seed and epoch, as with DistributedSampler
+        generator.manual_seed(SEED + epoch)  # a different order in each epoch, as with DistributedSampler
         losses = []
         for images, labels in loader:
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
@@ -57,7 +57,7 @@ def main():
             optimizer.step()
             losses.append(loss.detach())
 
-        print_losses(epoch, torch.stack(losses), every_update=args.float64)  # the only wait for the device per epoch
+        print_losses(epoch, torch.stack(losses), every_update=args.float64)  # waits for the device, once per epoch
 
     print(f"top1 {count_correct(parallel, eval_data, device).item() / len(eval_data):.4f}")
 

@@ -1,16 +1,16 @@
-"""Distributed data parallel with gradient accumulation: a batch too large for the devices, in micro-batches.
+"""DDP with gradient accumulation: several micro-batches per update, for a batch that is too large for the devices.
 
 Run: torchrun --standalone --nproc-per-node 2 ddp_accumulate.py
 
 Memory         the whole model, its gradients and the optimizer state, on every rank
-Communication  the gradients: averaged over ranks by all-reduce, bucket by bucket, in the last micro-batch only
+Communication  the gradients: averaged over ranks by all-reduce, bucket by bucket, only in the last micro-batch
 Use when       the activations of the batch do not fit on the devices together
 
 What to change for your own training:
-- ACCUMULATE: more micro-batches need less memory; the losses stay the same, because BATCH does.
+- Increase ACCUMULATE to use less memory. The losses stay the same, because BATCH does not change.
 - Divide by the size of the whole batch. A mean over each micro-batch, divided by ACCUMULATE, is not equivalent
-  if they differ in size, or in how many of their targets are masked.
-- With batch norm each micro-batch has its own statistics: accumulation is then not equivalent.
+  if micro-batches differ in size or in the number of masked targets.
+- With batch norm, accumulation is not equivalent, because each micro-batch has its own statistics.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def main():
     parser.add_argument("--float64", action="store_true", help="print every loss, to compare with another script")
     args = parser.parse_args()
     dtype = torch.float64 if args.float64 else torch.float32
-    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one per rank
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one GPU per rank
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -63,19 +63,19 @@ def main():
             micro_batches = list(zip(images.tensor_split(ACCUMULATE), labels.tensor_split(ACCUMULATE), strict=True))
             for index, (inputs, targets) in enumerate(micro_batches):
                 is_last = index + 1 == ACCUMULATE
-                # The last micro-batch sends the gradients of all of them. no_sync() has to enclose the forward pass:
-                # there DDP decides whether backward will send.
+                # The last micro-batch sends the gradients of all of them. no_sync() has to enclose the forward pass,
+                # where DDP decides whether backward will send.
                 with nullcontext() if is_last else ddp.no_sync():
                     output = ddp(inputs.to(device, non_blocking=True))
                     targets = targets.to(device, non_blocking=True)
-                    part = F.cross_entropy(output, targets, reduction="sum") / batch_size
-                    (part * world_size).backward()  # the sum over ranks: DDP divides it by world_size
-                loss += part.detach()
+                    micro_loss = F.cross_entropy(output, targets, reduction="sum") / batch_size
+                    (micro_loss * world_size).backward()  # DDP divides the sum over ranks by world_size
+                loss += micro_loss.detach()
             optimizer.step()
             losses.append(loss)
 
         losses = torch.stack(losses)
-        dist.all_reduce(losses)  # once per epoch: in the loop, every update would wait for it
+        dist.all_reduce(losses)  # once per epoch, because in the loop every update would wait for it
         if rank == 0:
             print_losses(epoch, losses, every_update=args.float64)
 
@@ -83,8 +83,8 @@ def main():
     dist.all_reduce(correct)
     if rank == 0:
         print(f"top1 {correct.item() / len(eval_data):.4f}")
-    del ddp  # before its process group is destroyed
-    time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
+    del ddp  # DDP has to be freed before its process group is destroyed
+    time.sleep(0.1)  # gloo's threads may still hold a tensor of the last all-reduce
     dist.destroy_process_group()
 
 

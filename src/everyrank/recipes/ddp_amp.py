@@ -1,19 +1,19 @@
-"""Distributed data parallel in mixed precision: float32 parameters, matrix products and convolutions in bf16 or fp16.
+"""DDP in mixed precision (AMP): parameters in float32, matrix products and convolutions in bf16 or fp16.
 
 Run: torchrun --standalone --nproc-per-node 2 ddp_amp.py
 
 Memory         the whole model, its gradients and the optimizer state, on every rank
 Communication  the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs
-Use when       the devices are faster in bf16 or fp16 (most GPUs since 2017 are), or activations fill their memory
+Use when       devices are faster in bf16 or fp16 (most GPUs since 2017 are), or activations fill their memory
 
 What to change for your own training:
-- PRECISION: bf16 on CPUs and on CUDA devices since Ampere; fp16 on older ones, with its loss scaling.
-- From Apex: O1 is PRECISION = "fp16" (or "bf16") here; O0 is neither; O2's float32 master weights are the parameters
-  themselves; O3 (weights in fp16, no loss scaling) loses small updates, and torch.amp has nothing like it.
-- Fused optimizers: torch.optim.SGD, Adam and AdamW take fused=True, which needs no Apex.
-- Leave the parameters in float32: in bf16 an update much smaller than its weight is rounded away.
-- Backward stays outside autocast. Clip gradients after scaler.unscale_() and before scaler.step().
-- --float64 turns autocast off: it checks data, scaling and normalisation, which low precision would hide.
+- Set PRECISION to bf16 on CPUs and on CUDA devices since Ampere, and to fp16, which needs loss scaling, on older ones.
+- From Apex: O0 is float32 without autocast, and O1 is this script. O2's float32 master weights are the parameters
+  themselves. torch.amp has no O3 (weights in fp16, no loss scaling), which loses small updates.
+- For fused optimizers you do not need Apex: torch.optim.SGD, Adam and AdamW accept fused=True.
+- Leave the parameters in float32. In bf16, rounding discards an update that is much smaller than its weight.
+- Call backward outside autocast. Clip gradients after scaler.unscale_() and before scaler.step().
+- --float64 turns autocast off. It checks data, scaling and normalization, where low precision would hide mistakes.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def main():
     parser.add_argument("--float64", action="store_true", help="print every loss, to compare with another script")
     args = parser.parse_args()
     dtype = torch.float64 if args.float64 else torch.float32
-    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one per rank
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one GPU per rank
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -56,10 +56,10 @@ def main():
     model = build().to(device, dtype)
     ddp = DistributedDataParallel(model, device_ids=[device] if cuda else None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
-    # Small gradients are zero in fp16: the scaler multiplies the loss, and skips an update that overflowed.
+    # Small gradients are zero in fp16, so the scaler multiplies the loss. It skips an update that overflowed.
     # bf16 has the range of float32 and needs no scaler.
     scaler = torch.amp.GradScaler(device.type, enabled=PRECISION == "fp16" and dtype == torch.float32)
-    # Parameters, gradients and the optimizer stay in float32; autocast converts what each operation reads.
+    # Parameters, gradients and the optimizer stay in float32. Autocast converts the inputs of each operation.
     autocast = torch.autocast(device.type, AUTOCAST_DTYPE, enabled=dtype == torch.float32)
 
     for epoch in range(EPOCHS):
@@ -70,8 +70,8 @@ def main():
             optimizer.zero_grad()
             with autocast:
                 loss_sum = F.cross_entropy(ddp(images), labels, reduction="sum")
-            # Backward in low precision runs on the sum / BATCH, the same scale for every batch. A smaller last batch
-            # is corrected afterwards, in float32. DDP divides the sum over ranks by world_size.
+            # Backward in low precision uses the sum / BATCH, so that all batches have the same scale. The loop below
+            # corrects a smaller last batch, in float32. DDP divides the sum over ranks by world_size.
             scaler.scale(loss_sum * world_size / BATCH).backward()
             scaler.unscale_(optimizer)
             for parameter in model.parameters():
@@ -81,7 +81,7 @@ def main():
             losses.append(loss_sum.detach() / batch_size)
 
         losses = torch.stack(losses)
-        dist.all_reduce(losses)  # once per epoch: in the loop, every update would wait for it
+        dist.all_reduce(losses)  # once per epoch, because in the loop every update would wait for it
         if rank == 0:
             print_losses(epoch, losses, every_update=args.float64)
 
@@ -90,8 +90,8 @@ def main():
     dist.all_reduce(correct)
     if rank == 0:
         print(f"top1 {correct.item() / len(eval_data):.4f}")
-    del ddp  # before its process group is destroyed
-    time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
+    del ddp  # DDP has to be freed before its process group is destroyed
+    time.sleep(0.1)  # gloo's threads may still hold a tensor of the last all-reduce
     dist.destroy_process_group()
 
 

@@ -1,30 +1,30 @@
-"""Distributed data parallel without a launcher: you start each rank, and the ranks meet at an address or over a file.
+"""Distributed data parallel without a launcher: you start each rank, and ranks connect by an address or a file.
 
 Run: python ddp_by_hand.py --rank 0 --world-size 2 --init tcp://127.0.0.1:29511 &
 Run: python ddp_by_hand.py --rank 1 --world-size 2 --init tcp://127.0.0.1:29511
 
-Type each line, without the `&`, in a terminal of its own, in any order. --init selects where the ranks meet:
+Type each line in its own terminal, without the `&`, in any order. --init selects how the ranks find each other:
 
-  tcp://HOST:PORT   rank 0 listens there; HOST is the host of rank 0
-  file:///PATH      over a file that all ranks see: no port has to be open or free. The file must not exist yet
-  env://            rank and address come from variables, as under a launcher; this is the default:
+  tcp://HOST:PORT   rank 0 listens on this port; HOST is the host of rank 0
+  file:///PATH      all ranks open this file, and no port has to be open or free. The file must not exist yet
+  env://            the default: rank and address come from environment variables, as with a launcher:
                     RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29512 python ddp_by_hand.py
 
 Memory         the whole model, its gradients and the optimizer state, on every rank
 Communication  the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs
-Use when       there is no launcher: two machines and two terminals, a debugger around each rank, or a scheduler of your
-               own
+Use when       you have no launcher. For example: two hosts and two terminals, a debugger for each rank, or your own
+               scheduler
 
 What to change for your own training:
 - Replace load() and build() of digits.py. BATCH is the batch of all ranks.
-- On several hosts HOST is never localhost. Prefer an address to a name: Debian gives a host's own name the address
-  127.0.1.1. Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface (eth0): gradients use it in all three ways.
-- PORT has to be free, and open in the firewall. If it is taken, rank 0 ends with EADDRINUSE. Use a port for each
-  training, below those that systems hand out (Linux: 32768 and up).
-- The file is on storage that all hosts share and that supports locks, as NFS does. torch appends to a file that exists
-  and waits for the ranks of an earlier run, so rank 0 holds a lock while it runs: a file without one is left over.
-- Set the variables on the line of the command. An exported one stays in that terminal for the next script.
-- No process watches the ranks. When one dies, the others end at their next update or after the timeout.
+- On several hosts, HOST is not localhost. Use an address, not a name: Debian maps a host's own name to 127.0.1.1. With
+  each --init, set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface for the gradients (eth0).
+- PORT has to be free, and open in the firewall. If it is in use, rank 0 ends with EADDRINUSE. Use a different port for
+  each training, below the ephemeral ports (on Linux, 32768 and up).
+- The file has to be on storage that all hosts share and that supports locks, such as NFS. torch would append to an
+  existing file and wait for ranks of an earlier run. Rank 0 therefore locks it: a file without a lock is left over.
+- Set the variables on the line of the command. An exported variable affects the next script in that terminal, too.
+- No process watches the ranks. When a rank dies, the others end at their next update or after the timeout.
 """
 
 import argparse
@@ -51,11 +51,11 @@ VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def choose_device(rank, world_size):
-    """A CUDA device for each rank if every host has enough of them, otherwise the CPU for all ranks."""
+    """Return a CUDA device for this rank if every host has one for each of its ranks, otherwise the CPU."""
     # Ranks with the same host name and CUDA_VISIBLE_DEVICES see the same devices.
     host = socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES")
     hosts_and_counts = [None] * world_size
-    dist.all_gather_object(hosts_and_counts, (host, torch.cuda.device_count()))  # over gloo
+    dist.all_gather_object(hosts_and_counts, (host, torch.cuda.device_count()))  # the default group uses gloo
     hosts = [host for host, _ in hosts_and_counts]
     if any(num_devices < hosts.count(host) for host, num_devices in hosts_and_counts):
         return torch.device("cpu")
@@ -64,13 +64,13 @@ def choose_device(rank, world_size):
     return device
 
 
-def refuse(why):  # exit status 2: wrong usage
-    sys.stderr.write(f"{Path(__file__).name}: {why}\n")  # one write: ranks share the screen
+def refuse(message):  # exit status 2: wrong usage
+    sys.stderr.write(f"{Path(__file__).name}: {message}\n")  # one write, because ranks share the terminal
     raise SystemExit(2)
 
 
 def read_environment():
-    """Rank and world size from the variables that a launcher would set."""
+    """Return rank and world size from the variables that a launcher would set."""
     missing = [name for name in VARIABLES if not os.environ.get(name)]
     if missing:
         refuse(f"the environment lacks {', '.join(missing)}: set {', '.join(VARIABLES)}, or give --init")
@@ -81,22 +81,22 @@ def read_environment():
 
 
 def lock_rendezvous(path, rank):
-    """Rank 0 locks the file until it ends. The other ranks return when a rank 0 that runs has made the file."""
-    end = time.monotonic() + 300
+    """Lock the file on rank 0, until the process ends. On other ranks, wait until a running rank 0 has created it."""
+    deadline = time.monotonic() + 300
     while rank and not path.exists():
-        if time.monotonic() > end:
-            refuse(f"rank 0 has not made {path}: start it, with the same --init")
+        if time.monotonic() > deadline:
+            refuse(f"rank 0 has not created {path}: start rank 0 with the same --init")
         time.sleep(0.1)
     lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(lock, (fcntl.LOCK_SH if rank else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except BlockingIOError:  # a rank 0 that runs holds it
+    except BlockingIOError:  # a running rank 0 holds the lock
         if rank:
             return
         refuse(f"{path} is in use by another run: give another file")
     if rank or path.exists():
         os.close(lock)
-        refuse(f"{path} was left by a run that was killed: remove it, and start all ranks again")
+        refuse(f"{path} was left by a run that was killed: remove it and start all ranks again")
 
 
 def main():
@@ -117,11 +117,11 @@ def main():
         lock_rendezvous(rendezvous_file, rank)
     if "OMP_NUM_THREADS" not in os.environ:  # by default each rank starts a thread for every core
         torch.set_num_threads(max(1, os.cpu_count() // world_size))
-    # The timeout ends the wait for a rank that is never started, and later for one that died.
+    # The timeout ends the wait for a rank that was not started or that died.
     dist.init_process_group("gloo", args.init, timedelta(minutes=5), world_size, rank)
     device = choose_device(rank, world_size)
     cuda = device.type == "cuda"
-    # gloo was for the choice of devices. The gradients use NCCL, whose group is bound to one device of each rank.
+    # The default group is gloo, to choose devices. Gradients use NCCL, which binds a group to one device per rank.
     group = dist.new_group(timeout=timedelta(minutes=5), backend="nccl", device_id=device) if cuda else None
 
     train_data, eval_data = load(dtype)
@@ -138,7 +138,7 @@ def main():
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
             optimizer.zero_grad()
             loss = F.cross_entropy(ddp(images), labels, reduction="sum") / batch_size
-            (loss * world_size).backward()  # the sum over ranks: DDP divides it by world_size
+            (loss * world_size).backward()  # DDP divides the sum over ranks by world_size
             optimizer.step()
             losses.append(loss.detach())
 
@@ -151,10 +151,10 @@ def main():
     dist.all_reduce(correct, group=group)
     if rank == 0:
         print(f"top1 {correct.item() / len(eval_data):.4f}")
-    del ddp  # before its process group is destroyed
-    time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
+    del ddp  # DDP has to be freed before its process group is destroyed
+    time.sleep(0.1)  # gloo's threads may still hold a tensor of the last all-reduce
     dist.destroy_process_group()
-    if rendezvous_file and rank == 0:  # torch removes the file only if all ranks come this far
+    if rendezvous_file and rank == 0:  # torch removes the file only if all ranks reach this line
         rendezvous_file.unlink(missing_ok=True)
         Path(f"{rendezvous_file}.lock").unlink()
 

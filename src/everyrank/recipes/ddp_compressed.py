@@ -1,17 +1,17 @@
-"""DDP with compressed gradients: rounded to 16 bits, or as two narrow matrices (PowerSGD).
+"""DDP with compressed gradients: rounded to 16 bits, or as products of two narrow matrices (PowerSGD).
 
 Run: torchrun --standalone --nproc-per-node 2 ddp_compressed.py
 
-Memory         as DDP; with powersgd also the error of each gradient and a narrow matrix for it, on every rank
-Communication  gradients in 16 bits: half of float32. With powersgd of a matrix (n, m) RANK * (n + m) elements
+Memory         as in DDP; with powersgd also an error and two narrow matrices for each gradient, on every rank
+Communication  gradients in 16 bits, half of float32; with powersgd, RANK * (n + m) elements for a matrix (n, m)
 Use when       the network, not the device, limits the speed, and the loss curve is as good as with --hook none
 
-Not equivalent to DDP: the update lacks what compression rounds or leaves out.
+It is not equivalent to DDP, because compression changes the gradients.
 
 What to change for your own training:
-- fp16 overflows at 65,504 and loses what is below 6e-8: bf16 does not (a hook for it needs NCCL).
-- powersgd starts after START updates with the plain all-reduce: torch's default is 1,000, for training from scratch.
-- A checkpoint needs the hook's state as well (PowerSGDState can be pickled), or its errors start from zero.
+- fp16 overflows above 65,504, and values below 6e-8 become 0. bf16 has the range of float32; its hook needs NCCL.
+- The first START updates use the plain all-reduce, then powersgd starts. torch's default is 1,000 updates.
+- Save the hook's state in a checkpoint, too (PowerSGDState can be pickled). Otherwise its errors restart from zero.
 """
 
 import argparse
@@ -32,16 +32,16 @@ from digits import DistributedBatchSampler, build, count_correct, load, print_lo
 EPOCHS = 2
 BATCH = 64  # samples per update, over all ranks: more ranks do not change it
 RANK = 2  # columns of the matrices that powersgd sends
-START = 3  # updates before it begins
+START = 3  # updates before powersgd starts
 
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--float64", action="store_true", help="print every loss, to compare with another script")
-    parser.add_argument("--hook", choices=["fp16", "powersgd", "none"], default="fp16", help="what gradients travel as")
+    parser.add_argument("--hook", choices=["fp16", "powersgd", "none"], default="fp16", help="compression of gradients")
     args = parser.parse_args()
     dtype = torch.float64 if args.float64 else torch.float32
-    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one per rank
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one GPU per rank
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -58,7 +58,7 @@ def main():
     ddp = DistributedDataParallel(model, device_ids=[device] if cuda else None)
     if args.hook == "fp16":
         ddp.register_comm_hook(None, fp16_compress_hook)
-    elif args.hook == "powersgd":  # with error feedback: what an update leaves out is added to the next gradient
+    elif args.hook == "powersgd":  # with error feedback: the error is added to the next gradient
         state = PowerSGDState(None, matrix_approximation_rank=RANK, start_powerSGD_iter=START)
         ddp.register_comm_hook(state, powerSGD_hook)
     else:
@@ -72,12 +72,12 @@ def main():
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
             optimizer.zero_grad()
             loss = F.cross_entropy(ddp(images), labels, reduction="sum") / batch_size
-            (loss * world_size).backward()  # the sum over ranks: DDP divides it by world_size
+            (loss * world_size).backward()  # DDP divides the sum over ranks by world_size
             optimizer.step()
             losses.append(loss.detach())
 
         losses = torch.stack(losses)
-        dist.all_reduce(losses)  # once per epoch: in the loop, every update would wait for it
+        dist.all_reduce(losses)  # once per epoch, because in the loop every update would wait for it
         if rank == 0:
             print_losses(epoch, losses, every_update=args.float64)
 
@@ -85,8 +85,8 @@ def main():
     dist.all_reduce(correct)
     if rank == 0:
         print(f"top1 {correct.item() / len(eval_data):.4f}")
-    del ddp  # before its process group is destroyed
-    time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
+    del ddp  # DDP has to be freed before its process group is destroyed
+    time.sleep(0.1)  # gloo's threads may still hold a tensor of the last all-reduce
     dist.destroy_process_group()
 
 

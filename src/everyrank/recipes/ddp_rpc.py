@@ -1,27 +1,27 @@
-"""DDP for the dense layers, RPC for an embedding table on a server: two trainers, one server, one update.
+"""DDP for the dense layers, RPC for an embedding table on a server: two trainers and one server.
 
 Run: python ddp_rpc.py
 
 Memory         the server: the table; each trainer: a copy of the dense layers with its optimizer state, and its samples
-Communication  feature ids to the server, embeddings back, in backward their gradients; between the trainers the
-               gradients of the dense layers, by DDP's all-reduce. Never the table. Measured: 94 kB an update (the table
-               has 139 kB)
+Communication  feature ids to the server, embeddings back, and their gradients in backward; between the trainers, the
+               gradients of the dense layers by DDP's all-reduce. The table is not sent. Measured: 94 kB per update (the
+               table has 139 kB)
 Use when       an embedding table does not fit on a trainer's device and each batch uses few of its rows, as in
-               recommenders. The dense layers are small, so DDP replicates them. Here an image is a bag of 64 features
+               recommenders. DDP replicates the dense layers, which are small. Here an image is a bag of 64 features
 
-What goes wrong:
+Pitfalls:
 - RPC unpickles arguments and calls the function that a message names: anyone who reaches its ports can run code.
-  Here it listens on loopback. Set another interface (TP_SOCKET_IFNAME=eth0) on trusted networks only.
-- DDP averages gradients over trainers for its own layers only. The gradient of the table is their sum, of losses that
-  were multiplied by the number of trainers, so its learning rate is divided by that number.
+  It listens on loopback. Set TP_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to another interface on trusted networks only.
+- DDP averages gradients over trainers, but only those of its own layers. The table gets the sum, and each loss was
+  multiplied by the number of trainers. Divide the learning rate of the table by that number.
 - Each trainer has its own context and updates the table separately. Two updates of plain SGD equal one update with the
-  sum of the gradients; with momentum or Adam they do not.
-- Without the barrier it depends on timing whether a trainer looks up rows before or after the other has updated them.
-  Asynchronous training accepts that.
-- DDP needs a process group of the trainers: RPC does not create one.
+  sum of the gradients. With momentum or Adam they do not.
+- The barrier is needed: without it, a trainer may look up rows before the other trainer has updated them. Asynchronous
+  training accepts that.
+- DDP needs a process group of the trainers, which RPC does not create.
 - A call fails after TIMEOUT seconds. Only rpc.shutdown() waits longer, until all workers have called it.
-- The parent process watches the workers. If one is killed, it ends the others and names the lost worker in the last
-  line; RPC may print errors of failed calls before it. Ctrl-C ends all workers.
+- The parent process watches the workers. If one is killed, it ends the others, and its last line names the lost worker.
+  RPC may print errors of failed calls before that line. Ctrl-C ends all workers.
 """
 
 import argparse
@@ -53,7 +53,7 @@ WORKERS = ["server", "trainer0", "trainer1"]  # the name of each rank
 TRAINERS = len(WORKERS) - 1
 TIMEOUT = 60  # seconds until a call fails
 EPOCHS = 2
-BATCH = 64  # samples of one update, over all trainers together: it does not change with their number
+BATCH = 64  # samples per update, over all trainers: more trainers do not change it
 SEED = 0
 
 
@@ -86,7 +86,7 @@ def refer_to_parameters(module):
 
 
 def train_local_part(table, trainer, init_method, dtype):
-    """Train on this trainer's part of each batch. Returns its part of each loss, and top-1 of the evaluation data."""
+    """Train on this trainer's part of each batch. Return its part of each loss, and top-1 of the evaluation data."""
     dist.init_process_group("gloo", init_method, timedelta(seconds=TIMEOUT), TRAINERS, trainer)
     train_data, eval_data = load()
     generator = torch.Generator()
@@ -107,7 +107,7 @@ def train_local_part(table, trainer, init_method, dtype):
             with dist_autograd.context() as context:
                 logits = ddp(table.rpc_sync().forward(features[local_part]))
                 loss = F.cross_entropy(logits, labels[local_part], reduction="sum") / len(labels)
-                # DDP averages gradients over trainers; multiplied by their number, the average is the sum.
+                # DDP averages gradients over trainers. Multiply by their number to get the sum.
                 dist_autograd.backward(context, [loss * TRAINERS])
                 # Both trainers have looked up their rows: the all-reduce in backward waited for both.
                 for optimizer in optimizers:
@@ -119,22 +119,22 @@ def train_local_part(table, trainer, init_method, dtype):
         return (dense(table.rpc_sync().forward(features)).argmax(1) == labels).sum().item()
 
     top1 = sum(correct(*batch) for batch in DataLoader(eval_data, BATCH)) / len(eval_data)
-    del ddp  # before its process group is destroyed
+    del ddp  # DDP has to be freed before its process group is destroyed
     dist.destroy_process_group()
     return torch.stack(losses), top1
 
 
 def train(dtype):
-    """Make the table, start the trainers and wait for them. Runs on the server, whose other threads answer calls."""
+    """Create the table, start the trainers and wait for them. Runs on the server, whose other threads answer calls."""
     table = rpc.RRef(build()[0].to(dtype))
     with tempfile.TemporaryDirectory() as folder:
         init_method = Path(folder, "trainers").as_uri()
-        # timeout=0 means no timeout: the call lasts as long as the training.
-        trainings = [
+        # timeout=0 means no timeout, because the call lasts as long as the training.
+        futures = [
             rpc.rpc_async(name, train_local_part, (table, trainer, init_method, dtype), timeout=0)
             for trainer, name in enumerate(WORKERS[1:])
         ]
-        local_losses, [top1, _] = zip(*torch.futures.wait_all(trainings), strict=True)
+        local_losses, [top1, _] = zip(*torch.futures.wait_all(futures), strict=True)
     for epoch, losses in enumerate(sum(local_losses).view(EPOCHS, -1)):
         print_losses(epoch, losses, every_update=dtype == torch.float64)
     print(f"top1 {top1:.4f}", flush=True)
@@ -150,7 +150,7 @@ def work(rank, init_method, dtype):
     logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)  # it warns about TorchScript
     torch.set_num_threads(max(1, os.cpu_count() // len(WORKERS)))
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    for variable in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):  # for calls; for the rendezvous of init_rpc
+    for variable in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):  # for calls; for init_rpc's rendezvous
         os.environ.setdefault(variable, loopback)  # the default is an address that the network can reach
     options = rpc.TensorPipeRpcBackendOptions(init_method=init_method, rpc_timeout=TIMEOUT)
     rpc.init_rpc(WORKERS[rank], rank=rank, world_size=len(WORKERS), rpc_backend_options=options)

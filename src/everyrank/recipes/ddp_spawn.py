@@ -4,15 +4,15 @@ Run: python ddp_spawn.py --processes 2
 
 Memory         the whole model, its gradients and the optimizer state, on every rank
 Communication  the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs
-Use when       one machine is enough and plain `python` has to start it: in an IDE, a test, a job that you do not
-               control
+Use when       one host is enough and plain `python` has to start it, for example in an IDE, a test, or a job that you
+               do not control
 
 What to change for your own training:
-- Replace load() and build() of digits.py. On CUDA, give as many processes as there are devices.
+- Replace load() and build() of digits.py. On CUDA, set --processes to the number of devices.
 - BATCH is the batch of all ranks. With a fixed batch per rank instead, the number of ranks changes the training.
-- Masked or padded targets: divide by the number of loss terms on all ranks; all-reduce it before backward.
-- Keep the code that starts processes under __main__: every process imports this file again.
-- For several machines, or to restart after a failure, use ddp_torchrun.py.
+- With masked or padded targets, all-reduce the number of loss terms before backward, and divide by it.
+- Keep the code that starts processes under `if __name__ == "__main__":`, because every process imports this file.
+- For several hosts, or to restart after a failure, use ddp_torchrun.py.
 """
 
 import argparse
@@ -36,14 +36,14 @@ BATCH = 64  # samples per update, over all ranks: more ranks do not change it
 
 
 def train(rank, world_size, init_method, dtype):
-    """Runs in each process; spawn passes the rank first."""
-    cuda = torch.cuda.device_count() >= world_size  # one per rank
+    """Train on one rank. multiprocessing.spawn passes the rank as the first argument."""
+    cuda = torch.cuda.device_count() >= world_size  # one GPU per rank
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     # By default every rank starts a thread for every core, and the ranks slow each other down.
     torch.set_num_threads(max(1, os.cpu_count() // world_size))
-    # The ranks find each other over a file: no port has to be free. The timeout ends a wait for a rank that died.
+    # The ranks find each other by a file, so no port has to be free. The timeout ends the wait for a rank that died.
     dist.init_process_group(
         "nccl" if cuda else "gloo",
         init_method=init_method,
@@ -67,12 +67,12 @@ def train(rank, world_size, init_method, dtype):
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
             optimizer.zero_grad()
             loss = F.cross_entropy(ddp(images), labels, reduction="sum") / batch_size
-            (loss * world_size).backward()  # the sum over ranks: DDP divides it by world_size
+            (loss * world_size).backward()  # DDP divides the sum over ranks by world_size
             optimizer.step()
             losses.append(loss.detach())
 
         losses = torch.stack(losses)
-        dist.all_reduce(losses)  # once per epoch: in the loop, every update would wait for it
+        dist.all_reduce(losses)  # once per epoch, because in the loop every update would wait for it
         if rank == 0:
             print_losses(epoch, losses, every_update=dtype == torch.float64)
 
@@ -80,14 +80,14 @@ def train(rank, world_size, init_method, dtype):
     dist.all_reduce(correct)
     if rank == 0:
         print(f"top1 {correct.item() / len(eval_data):.4f}")
-    del ddp  # before its process group is destroyed
-    time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
+    del ddp  # DDP has to be freed before its process group is destroyed
+    time.sleep(0.1)  # gloo's threads may still hold a tensor of the last all-reduce
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--processes", type=int, default=2, help="one for each rank")
+    parser.add_argument("--processes", type=int, default=2, help="number of ranks (default: 2)")
     parser.add_argument("--float64", action="store_true", help="print every loss, to compare with another script")
     args = parser.parse_args()
     dtype = torch.float64 if args.float64 else torch.float32

@@ -1,19 +1,19 @@
-"""DDP with synchronized batch norm: statistics over the batch of all ranks, so that any number of ranks is equivalent.
+"""DDP with synchronized batch norm: statistics over the batch of all ranks, equivalent for any number of ranks.
 
 Run: torchrun --standalone --nproc-per-node 2 ddp_syncbn.py
 
 Memory         the whole model, its gradients and the optimizer state, on every rank
-Communication  the gradients, as in DDP; for each batch norm two numbers per channel, in forward and in backward
-Use when       the model has batch norm: with local statistics, every number of ranks trains a different model
+Communication  the gradients, as in DDP; for each batch norm, two numbers per channel in forward and in backward
+Use when       the model has batch norm. With local statistics, each number of ranks trains a different model
 
-DDP does not change batch norm: each rank normalizes by its own samples, and the running statistics are those of rank 0.
-nn.SyncBatchNorm computes them over all ranks, but only on GPUs. BatchNormOverRanks does the same on CPU.
+With DDP only, each rank normalizes by its own samples, and the running statistics are those of rank 0.
+nn.SyncBatchNorm computes statistics over all ranks, but only on GPUs. BatchNormOverRanks does the same on CPU.
 
 What to change for your own training:
-- Replace load() and build() of digits.py. For BatchNorm1d and 3d change the dimensions in BatchNormOverRanks.
-- BATCH is the batch of all ranks. With 32 samples per rank or more, training works without it, but is not equivalent.
-- DistributedSampler repeats samples, which would count twice in the statistics: the sampler of digits.py does not.
-- Every rank has to call every batch norm in the same order: one that skips a layer leaves the others waiting.
+- Replace load() of digits.py, and build(). For BatchNorm1d and 3d, change the dimensions in BatchNormOverRanks.
+- BATCH is the batch of all ranks. With 32 or more samples per rank, local statistics work, but are not equivalent.
+- Use the sampler of digits.py. DistributedSampler repeats samples, which would count twice in the statistics.
+- Call every batch norm on all ranks, in the same order. If one rank skips a layer, the others wait for it.
 """
 
 import argparse
@@ -52,7 +52,7 @@ class SumOverRanks(torch.autograd.Function):
 
 
 class BatchNormOverRanks(nn.BatchNorm2d):
-    """Does on CPU what nn.SyncBatchNorm does on CUDA. Ranks may have different numbers of images."""
+    """Batch norm over all ranks on CPU, like nn.SyncBatchNorm on CUDA. Ranks may have different numbers of images."""
 
     def forward(self, images):
         if not self.training:
@@ -60,19 +60,19 @@ class BatchNormOverRanks(nn.BatchNorm2d):
         local_count = images.new_tensor([images[:, 0].numel()])
         *_, count = total = SumOverRanks.apply(torch.cat([images.sum((0, 2, 3)), local_count]))
         mean = total[:-1] / count
-        centred = images - mean[:, None, None]
-        # E[x^2] - mean^2 would save one all-reduce, but lose digits.
-        squares = SumOverRanks.apply(centred.square().sum((0, 2, 3)))
+        centered = images - mean[:, None, None]
+        # E[x^2] - mean^2 would save one all-reduce, but lose precision.
+        squares = SumOverRanks.apply(centered.square().sum((0, 2, 3)))
         with torch.no_grad():
             self.num_batches_tracked += 1
             self.running_mean.lerp_(mean, self.momentum)
             self.running_var.lerp_(squares / (count - 1), self.momentum)  # unbiased, as in every batch norm
         scale = self.weight * (squares / count + self.eps).rsqrt()
-        return centred * scale[:, None, None] + self.bias[:, None, None]
+        return centered * scale[:, None, None] + self.bias[:, None, None]
 
 
-def synchronise(model, cuda):
-    """Return the model with synchronized batch norms; parameters, buffers and their names stay."""
+def synchronize(model, cuda):
+    """Return the model with synchronized batch norm, and with the same parameters, buffers and names."""
     if cuda:
         return nn.SyncBatchNorm.convert_sync_batchnorm(model)
     for module in model.modules():
@@ -98,7 +98,7 @@ def main():
     parser.add_argument("--float64", action="store_true", help="print every loss, to compare with another script")
     args = parser.parse_args()
     dtype = torch.float64 if args.float64 else torch.float32
-    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one per rank
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one GPU per rank
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -111,7 +111,7 @@ def main():
     train_data, eval_data = load(dtype)
     sampler = DistributedBatchSampler(len(train_data), BATCH, rank, world_size)
     loader = DataLoader(train_data, batch_sampler=sampler, pin_memory=cuda)
-    model = synchronise(build(), cuda).to(device, dtype)
+    model = synchronize(build(), cuda).to(device, dtype)
     ddp = DistributedDataParallel(model, device_ids=[device] if cuda else None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
 
@@ -122,12 +122,12 @@ def main():
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
             optimizer.zero_grad()
             loss = F.cross_entropy(ddp(images), labels, reduction="sum") / batch_size
-            (loss * world_size).backward()  # the sum over ranks: DDP divides it by world_size
+            (loss * world_size).backward()  # DDP divides the sum over ranks by world_size
             optimizer.step()
             losses.append(loss.detach())
 
         losses = torch.stack(losses)
-        dist.all_reduce(losses)  # once per epoch: in the loop, every update would wait for it
+        dist.all_reduce(losses)  # once per epoch, because in the loop every update would wait for it
         if rank == 0:
             print_losses(epoch, losses, every_update=args.float64)
 
@@ -135,8 +135,8 @@ def main():
     dist.all_reduce(correct)
     if rank == 0:
         print(f"top1 {correct.item() / len(eval_data):.4f}")
-    del ddp  # before its process group is destroyed
-    time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
+    del ddp  # DDP has to be freed before its process group is destroyed
+    time.sleep(0.1)  # gloo's threads may still hold a tensor of the last all-reduce
     dist.destroy_process_group()
 
 

@@ -1,17 +1,17 @@
-"""Distributed data parallel (DDP) under torchrun: every rank holds the model and reads a part of each batch.
+"""Distributed data parallel (DDP) with torchrun: every rank has the whole model and reads a part of each batch.
 
 Run: torchrun --standalone --nproc-per-node 2 ddp_torchrun.py
 
 Memory         the whole model, its gradients and the optimizer state, on every rank
 Communication  the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs
-Use when       the model fits on one device: the first thing to try on several
+Use when       the model fits on one device. Try this first if you have several devices
 
 What to change for your own training:
-- Replace load() and build() of digits.py. Batch norm needs nn.SyncBatchNorm, on GPUs only.
+- Replace load() and build() of digits.py. For batch norm use nn.SyncBatchNorm, which needs GPUs (ddp_syncbn.py).
 - BATCH is the batch of all ranks. With a fixed batch per rank instead, the number of ranks changes the training.
-- Masked or padded targets: divide by the number of loss terms on all ranks; all-reduce it before backward.
-- Train with ddp(...), never model(...): model(...) sends no gradients, and no error says so.
-- On several machines: --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:PORT instead of --standalone.
+- With masked or padded targets, all-reduce the number of loss terms before backward, and divide by it.
+- Call ddp(...) in training. model(...) does not send gradients, and there is no error.
+- On several hosts, replace --standalone by --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:PORT.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def main():
     parser.add_argument("--float64", action="store_true", help="print every loss, to compare with another script")
     args = parser.parse_args()
     dtype = torch.float64 if args.float64 else torch.float32
-    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one per rank
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one GPU per rank
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -60,12 +60,12 @@ def main():
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
             optimizer.zero_grad()
             loss = F.cross_entropy(ddp(images), labels, reduction="sum") / batch_size
-            (loss * world_size).backward()  # the sum over ranks: DDP divides it by world_size
+            (loss * world_size).backward()  # DDP divides the sum over ranks by world_size
             optimizer.step()
             losses.append(loss.detach())
 
         losses = torch.stack(losses)
-        dist.all_reduce(losses)  # once per epoch: in the loop, every update would wait for it
+        dist.all_reduce(losses)  # once per epoch, because in the loop every update would wait for it
         if rank == 0:
             print_losses(epoch, losses, every_update=args.float64)
 
@@ -73,8 +73,8 @@ def main():
     dist.all_reduce(correct)
     if rank == 0:
         print(f"top1 {correct.item() / len(eval_data):.4f}")
-    del ddp  # before its process group is destroyed
-    # A gloo thread may hold the last tensor a little longer than its group exists. If it releases the tensor while
+    del ddp  # DDP has to be freed before its process group is destroyed
+    # A gloo thread may hold the last tensor for a moment after its group is destroyed. If it frees the tensor while
     # Python exits, the process aborts ("terminate called without an active exception").
     time.sleep(0.1)
     dist.destroy_process_group()

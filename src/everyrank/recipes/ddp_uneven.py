@@ -1,26 +1,26 @@
-"""DDP on streams of unknown, different lengths: torch's Join, with the same weight for every sample.
+"""DDP with uneven inputs (torch's Join): streams of unknown, different lengths, with the same weight for each sample.
 
 Run: torchrun --standalone --nproc-per-node 2 ddp_uneven.py
 
 Memory         the whole model, its gradients and the optimizer state, on every rank
 Communication  the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs; in each
-               update a flag of each rank, whether its stream has ended; after each epoch the model and momentum, from
-               one rank
+               update, a flag from each rank that tells whether its stream has ended; after each epoch, model and
+               momentum from one rank
 Use when       each rank reads its own source (a queue, whole files), and the sources end after different numbers of
                batches
 
-Without Join, the remaining ranks wait for the ranks whose streams have ended, until the timeout. With Join, DDP's hook
-takes part in every all-reduce with zeros for them. Two things are still wrong then, without an error:
-- DDP divides by the number of ranks (with divide_by_initial_world_size=False by the remaining ones). With batches of
-  different sizes, samples then have different weights. Here [sum, count] of the loss is sent in DDP's bucket, as the
-  gradient of a parameter of two zeros, and gradients are divided by the count: each sample has the same weight.
-- At the end DDP broadcasts the model, but not the momentum. A rank that ended early has an old momentum, and in the
-  next epoch the replicas diverge. The second join hook here broadcasts it. (ZeroRedundancyOptimizer has a hook, too.)
+Without Join, the other ranks wait for a rank whose stream has ended, until the timeout. With Join, DDP's hook takes
+part in each all-reduce with zeros on that rank. Two things are still wrong, without an error:
+- DDP divides by the number of ranks, or with divide_by_initial_world_size=False by the number of remaining ranks. If
+  batches differ in size, samples then have different weights. Here gradients are divided by the number of samples:
+  DDP all-reduces [sum, count] of the loss with them, as the gradient of a parameter of two zeros.
+- At the end, DDP broadcasts the model but not the momentum. A rank that ended early has an old momentum, and replicas
+  diverge in the next epoch. A second join hook broadcasts it. (ZeroRedundancyOptimizer has a hook, too.)
 
 What to change for your own training:
 - Replace local_stream() by your source. Each rank needs at least one batch. Late updates have fewer samples.
-- Join([...], throw_on_early_termination=True) ends the epoch on all ranks with the first stream that ends.
-- FSDP has no join hook: a rank whose stream has ended continues with a sample of weight zero until all have ended.
+- To end the epoch on all ranks with the first stream, use Join([...], throw_on_early_termination=True).
+- FSDP has no join hook. After the end of its stream, let a rank continue with a sample of weight zero.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 from digits import build, count_correct, load, print_losses
 
 EPOCHS = 2
-BATCH = 64  # samples per update over all ranks, while no stream has ended
+BATCH = 64  # samples per update, over all ranks, until the first stream ends
 SEED = 0
 
 
@@ -54,7 +54,7 @@ class WithTotals(nn.Module):
 
 
 class SameMomentum(Joinable, JoinHook):
-    """At the end of Join, broadcasts the momentum of a rank that has made all updates."""
+    """A join hook that broadcasts the momentum from a rank that has made all updates, at the end of Join."""
 
     def __init__(self, optimizer, device):
         super().__init__()
@@ -96,7 +96,7 @@ def main():
     parser.add_argument("--float64", action="store_true", help="print every loss, to compare with another script")
     args = parser.parse_args()
     dtype = torch.float64 if args.float64 else torch.float32
-    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one per rank
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one GPU per rank
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -120,14 +120,14 @@ def main():
                 sum_and_count = torch.stack([loss.detach(), loss.new_tensor(len(labels))])
                 ddp.zero_grad()
                 (loss + model.totals @ sum_and_count).backward()
-                # DDP has divided gradients and totals by world_size, which cancels out in the division by count.
+                # DDP has divided gradients and totals by world_size, which cancels in the division by count.
                 (total, count), model.totals.grad = model.totals.grad, None
                 for parameter in parameters:
                     parameter.grad /= count
                 optimizer.step()
                 losses.append(total / count)
 
-        # The rank that has made all updates has all losses.
+        # Only ranks that have made all updates have all losses, so one of them broadcasts.
         num_updates = torch.tensor(len(losses), device=device)
         dist.broadcast(num_updates, momentum.source)
         losses = (
@@ -142,7 +142,7 @@ def main():
     if rank == 0:
         print(f"top1 {correct.item() / len(eval_data):.4f}")
     del ddp, momentum  # before the process group is destroyed
-    time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
+    time.sleep(0.1)  # gloo's threads may still hold a tensor of the last all-reduce
     dist.destroy_process_group()
 
 

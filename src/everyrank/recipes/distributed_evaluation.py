@@ -1,18 +1,18 @@
-"""Evaluation on all ranks, exact: each evaluation sample counts once, however many ranks there are.
+"""Distributed evaluation: all ranks evaluate, and each sample counts once, with any number of ranks.
 
 Run: torchrun --standalone --nproc-per-node 2 distributed_evaluation.py
 
 Memory         the whole model, its gradients and the optimizer state, on every rank
 Communication  the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs; for each
-               evaluation one all-reduce of its sums: loss, correct images, images
+               evaluation, one all-reduce of three sums: loss, correct images, images
 Use when       the evaluation set is so large that one rank should not read it while the others wait
 
 What to change for your own training:
-- totals has one entry for each sum: add yours. Divide after the all-reduce: a mean of the means of the ranks is wrong
-  if they read different numbers of samples.
-- No DistributedSampler here: it repeats samples until all ranks have equally many, and those count twice.
-- model(...), not ddp(...): ranks may read different numbers of batches and must not wait for each other.
-- For a metric that is not a sum (AUC, a median), gather the outputs and compute it on rank 0.
+- Add an entry to totals for each sum of yours. Divide after the all-reduce: a mean of the means of the ranks is wrong
+  if ranks read different numbers of samples.
+- Do not use DistributedSampler. It repeats samples until all ranks have equally many, and these count twice.
+- Call model(...), not ddp(...). Ranks may read different numbers of batches, and must not wait for each other.
+- If a metric is not a sum (AUC, a median), gather the outputs and compute it on rank 0.
 """
 
 import argparse
@@ -34,10 +34,10 @@ BATCH = 64  # samples per update, over all ranks: more ranks do not change it
 
 @torch.no_grad()
 def evaluate(model, data, rank, world_size, device):
-    """(loss, top1, number of samples) over all of `data`; a collective: every rank calls it."""
+    """Return (loss, top1, number of samples) over all of `data`. All ranks must call it."""
     model.eval()
     totals = torch.zeros(3, dtype=torch.float64, device=device)  # float64: exact for counts up to 2^53
-    # Each image is read by one rank. Some ranks read one image more than others; no image is repeated.
+    # One rank reads each image. Some ranks read one image more than others, and no image is repeated.
     subset = Subset(data, range(rank, len(data), world_size))
     for images, labels in DataLoader(subset, BATCH):
         output, labels = model(images.to(device)), labels.to(device)
@@ -55,7 +55,7 @@ def main():
     parser.add_argument("--float64", action="store_true", help="print every loss, to compare with another script")
     args = parser.parse_args()
     dtype = torch.float64 if args.float64 else torch.float32
-    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one per rank
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one GPU per rank
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -79,12 +79,12 @@ def main():
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
             optimizer.zero_grad()
             loss = F.cross_entropy(ddp(images), labels, reduction="sum") / batch_size
-            (loss * world_size).backward()  # the sum over ranks: DDP divides it by world_size
+            (loss * world_size).backward()  # DDP divides the sum over ranks by world_size
             optimizer.step()
             losses.append(loss.detach())
 
         losses = torch.stack(losses)
-        dist.all_reduce(losses)  # once per epoch: in the loop, every update would wait for it
+        dist.all_reduce(losses)  # once per epoch, because in the loop every update would wait for it
         if rank == 0:
             print_losses(epoch, losses, every_update=args.float64)
 
@@ -93,8 +93,8 @@ def main():
         print(f"eval_samples {count}")
         print(f"eval_loss {eval_loss if args.float64 else round(eval_loss, 4)}")
         print(f"top1 {top1:.4f}")
-    del ddp  # before its process group is destroyed
-    time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
+    del ddp  # DDP has to be freed before its process group is destroyed
+    time.sleep(0.1)  # gloo's threads may still hold a tensor of the last all-reduce
     dist.destroy_process_group()
 
 

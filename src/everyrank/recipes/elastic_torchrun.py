@@ -1,24 +1,24 @@
-"""Training that torchrun restarts when a rank dies: it resumes from its last checkpoint, on the ranks there are.
+"""Elastic training (torchrun --max-restarts): after a rank dies, all ranks restart and resume from a checkpoint.
 
 Run: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 Run: torchrun --standalone --nproc-per-node 2 --max-restarts 3 elastic_torchrun.py --fail-at 25
 
-Here rank 1 kills itself once, at update 25. torchrun ends all ranks and starts new ones; the losses stay the same.
+With --fail-at 25, rank 1 kills itself once, at update 25. torchrun restarts all ranks. The losses stay the same.
 
 Memory         the whole model, its gradients and the optimizer state, on every rank
 Communication  the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs; after a
-               restart the checkpoint, broadcast from rank 0
-Use when       hosts come and go (spot instances), or a run is so long that some host will fail
+               restart, the checkpoint, which rank 0 broadcasts
+Use when       hosts come and go (spot instances), or a run is so long that a host will probably fail
 
 What to change for your own training:
 - Replace load() and build() of digits.py. BATCH is the batch of all ranks, so that their number may change.
-- On several hosts: --nnodes 2:4 --rdzv-backend c10d --rdzv-endpoint HOST:PORT --rdzv-id 7, the same on all. When one
-  leaves, the others continue if two are left; when one joins, all restart from the checkpoint.
-- CHECKPOINT is on storage that all hosts share: rank 0 reads and writes it, and may be another host after a restart.
-- Add to the checkpoint what else has state: schedule, GradScaler, the random generators that you draw from.
-- The variable gives each start a store of its own. In torchrun's, which outlives its ranks, new ones find addresses
-  of dead ones, and fail or hang (pytorch issue 135712).
-- A restart repeats what came after the last checkpoint. It cures no mistake of the script: --max-restarts ends those.
+- On several hosts, use --nnodes 2:4 --rdzv-backend c10d --rdzv-endpoint HOST:PORT --rdzv-id 7 on each host. If a host
+  leaves, two or more others continue. If a host joins, all restart from the checkpoint.
+- Keep CHECKPOINT on storage that all hosts share, because rank 0 may be on a different host after a restart.
+- Add all other state to the checkpoint: learning-rate schedule, GradScaler, random generators.
+- Export the variable above, which gives each restart a new store. torchrun's own store outlives the ranks: new ranks
+  would find addresses of dead ranks in it, and fail or hang (pytorch issue 135712).
+- A restart repeats the updates after the last checkpoint. If the script itself fails, --max-restarts limits restarts.
 """
 
 import argparse
@@ -41,13 +41,13 @@ from digits import DistributedBatchSampler, build, count_correct, load, print_lo
 EPOCHS = 2
 BATCH = 64  # samples per update, over all ranks: more ranks do not change it
 EVERY = 10  # updates between two checkpoints
-CHECKPOINT = Path("elastic.pt")  # removed when the training is over; if it stays, the next training resumes from it
+CHECKPOINT = Path("elastic.pt")  # the script removes it at the end; the next run would resume from it
 
 
 class ResumableSampler(DistributedBatchSampler):
-    """A DistributedBatchSampler of all epochs that can begin in the middle of an epoch."""
+    """A DistributedBatchSampler over all epochs, which can start in the middle of an epoch."""
 
-    first_update = 0  # of the whole training
+    first_update = 0  # counted from the first epoch
 
     def __iter__(self):
         first_epoch, first_batch = divmod(self.first_update, len(self.batch_sizes))
@@ -57,7 +57,7 @@ class ResumableSampler(DistributedBatchSampler):
 
 
 def save(**state):
-    """Write to a temporary name and rename, so that CHECKPOINT is a complete file at any time."""
+    """Write to a temporary name and rename it, so that CHECKPOINT is complete at any time."""
     partial = CHECKPOINT.with_suffix(".partial")
     with partial.open("wb") as file:
         torch.save(state, file)
@@ -75,7 +75,7 @@ def main():
     fail_at = args.fail_at if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else None
     if os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True":
         sys.exit("export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun: else ranks hang after a restart")
-    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one per rank
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one GPU per rank
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -89,12 +89,12 @@ def main():
     ddp = DistributedDataParallel(model, device_ids=[device] if cuda else None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
     sampler = ResumableSampler(len(train_data), BATCH, rank, world_size)
-    losses = torch.zeros(EPOCHS * len(sampler.batch_sizes), dtype=torch.float64, device=device)  # of each update
+    losses = torch.zeros(EPOCHS * len(sampler.batch_sizes), dtype=torch.float64, device=device)
 
-    # Rank 0 reads the checkpoint and sends it: ranks that saw different files would wait for each other.
-    box = [torch.load(CHECKPOINT, "cpu", weights_only=True) if rank == 0 and CHECKPOINT.exists() else None]
-    dist.broadcast_object_list(box)
-    (checkpoint,) = box
+    # Rank 0 reads the checkpoint and sends it, because ranks that read different files would wait for each other.
+    checkpoints = [torch.load(CHECKPOINT, "cpu", weights_only=True) if rank == 0 and CHECKPOINT.exists() else None]
+    dist.broadcast_object_list(checkpoints)
+    (checkpoint,) = checkpoints
     if checkpoint:
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
@@ -111,11 +111,11 @@ def main():
         batch_size = sampler.batch_sizes[update % len(sampler.batch_sizes)]
         optimizer.zero_grad()
         loss = F.cross_entropy(ddp(images), labels, reduction="sum") / batch_size
-        (loss * world_size).backward()  # the sum over ranks: DDP divides it by world_size
+        (loss * world_size).backward()  # DDP divides the sum over ranks by world_size
         optimizer.step()
         losses[update] = loss.detach()
         if (update + 1) % EVERY == 0 or update + 1 == len(losses):
-            dist.all_reduce(losses[num_saved : update + 1])  # earlier losses are summed over ranks already
+            dist.all_reduce(losses[num_saved : update + 1])  # earlier losses are already summed over ranks
             num_saved = update + 1
             if rank == 0:
                 save(model=model.state_dict(), optimizer=optimizer.state_dict(), losses=losses, updates=num_saved)
@@ -127,8 +127,8 @@ def main():
             print_losses(epoch, epoch_losses, every_update=args.float64)
         print(f"top1 {correct.item() / len(eval_data):.4f}")
         CHECKPOINT.unlink()
-    del ddp  # before its process group is destroyed
-    time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
+    del ddp  # DDP has to be freed before its process group is destroyed
+    time.sleep(0.1)  # gloo's threads may still hold a tensor of the last all-reduce
     dist.destroy_process_group()
 
 

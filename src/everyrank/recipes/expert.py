@@ -1,22 +1,22 @@
-"""Mixture of experts: each rank holds some of the experts; tokens are sent to their experts and back.
+"""Expert parallelism (mixture of experts): each rank has some experts, and tokens are sent to their experts and back.
 
 Run: torchrun --standalone --nproc-per-node 2 expert.py
 
-`python expert.py` trains the same network whole, in one process: with --float64 on both the losses are the same.
+`python expert.py` trains the same network in one process. With --float64 both print the same losses.
 
 Memory         some of the experts on every rank, with their gradients and optimizer state; a replica of all other
                layers
 Communication  in each mixture, one all-to-all of tokens to their experts and one back, in forward and in backward; in
-               each update, one all-reduce of the gradients of the other layers and one of the sum of squares
+               each update, an all-reduce of the other layers' gradients and one of the squared gradient norm
 Use when       the experts do not fit on one device, and the connection between devices is fast
 
 What to change for your own training:
 - Replace load() and build() by your data and your network, and Mixture by your layer with experts.
-- There is no capacity limit: an expert gets all tokens that chose it. The ranks first exchange the numbers of rows.
-- The gradients of an expert are already sums over the tokens of all ranks: do not add them up over ranks. DDP would,
-  so list the experts in _ddp_params_and_buffers_to_ignore.
+- There is no capacity limit: an expert gets all tokens that chose it. Ranks first exchange the numbers of rows.
+- An expert's gradients are already sums over the tokens of all ranks: do not all-reduce them. DDP would, so with DDP
+  list the experts in _ddp_params_and_buffers_to_ignore.
 - All ranks have to call a mixture equally often, also ranks without samples and ranks whose experts have no tokens.
-- Checkpoints: each rank saves its own experts; rank 0 saves the rest.
+- For a checkpoint, each rank saves its experts, and rank 0 saves the other layers.
 """
 
 import argparse
@@ -42,7 +42,7 @@ CLIP = 1.0  # maximum norm of the gradients
 
 
 class AllToAll(torch.autograd.Function):
-    """Send rows (N, D) to the ranks, send_counts[i] of them to rank i -> (M, D): receive_counts[i] rows from rank i."""
+    """Send rows (N, D), send_counts[i] of them to rank i. Return rows (M, D), receive_counts[i] of them from rank i."""
 
     @staticmethod
     def forward(ctx, rows, send_counts, receive_counts):
@@ -52,7 +52,7 @@ class AllToAll(torch.autograd.Function):
         return received
 
     @staticmethod
-    def backward(ctx, grad):  # sends gradients back
+    def backward(ctx, grad):  # sends gradients in the other direction
         return AllToAll.apply(grad, ctx.receive_counts, ctx.send_counts), None, None
 
 
@@ -71,7 +71,7 @@ class Mixture(nn.Module):
         order = chosen.flatten().argsort(stable=True)  # sorts pairs (token, choice) by expert, and so by rank
         counts = chosen.flatten().bincount(minlength=EXPERTS)
         outputs = self.route(tokens[order // TOP_K], counts)
-        outputs = outputs[order.argsort()].unflatten(0, (-1, TOP_K))  # back in the order of tokens
+        outputs = outputs[order.argsort()].unflatten(0, (-1, TOP_K))  # restores the order of tokens
         return stream + (outputs * weights[:, :, None]).sum(1).view_as(stream)
 
     def route(self, rows, counts):
@@ -93,9 +93,9 @@ class Mixture(nn.Module):
         )
         return AllToAll.apply(self.run(local_rows)[order.argsort()], receive_counts, send_counts)
 
-    def run(self, parts):
-        # An expert without rows runs, too: it gets zero gradients, and its rank takes part in the backward all-to-all.
-        return torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)])
+    def run(self, rows_by_expert):
+        # Experts without rows run, too: they get zero gradients, and their rank takes part in the backward all-to-all.
+        return torch.cat([expert(rows) for expert, rows in zip(self.experts, rows_by_expert, strict=True)])
 
 
 def build():
@@ -107,7 +107,7 @@ def build():
 
 @torch.no_grad()
 def reduce_and_clip(shared, experts, world_size):
-    """Sum the gradients of shared parameters over ranks; then clip all gradients to the norm CLIP."""
+    """Sum the gradients of shared parameters over ranks, then clip all gradients to the norm CLIP."""
     if world_size > 1:
         flat = torch.cat([parameter.grad.flatten() for parameter in shared])
         dist.all_reduce(flat)
@@ -115,7 +115,7 @@ def reduce_and_clip(shared, experts, world_size):
             parameter.grad.copy_(part.view_as(parameter))
     squares = sum(parameter.grad.square().sum() for parameter in experts)
     if world_size > 1:
-        dist.all_reduce(squares)  # sum over the experts of all ranks; shared parameters count once
+        dist.all_reduce(squares)  # sums over the experts of all ranks; shared parameters count once
     squares += sum(parameter.grad.square().sum() for parameter in shared)
     for parameter in (*shared, *experts):
         parameter.grad.mul_((CLIP / (squares.sqrt() + 1e-6)).clamp(max=1))  # 1e-6 as in torch
@@ -123,7 +123,7 @@ def reduce_and_clip(shared, experts, world_size):
 
 @torch.no_grad()
 def evaluate(model, data, rank, world_size, device):
-    """Return the fraction of correctly classified images. A collective: every rank calls it."""
+    """Return the fraction of correctly classified images. All ranks must call it."""
     model.eval()
     correct = torch.zeros((), dtype=torch.int64, device=device)
     for images, labels in zip(*(tensor.split(BATCH) for tensor in data.tensors), strict=True):
@@ -136,17 +136,17 @@ def evaluate(model, data, rank, world_size, device):
 
 
 def connect(rank, world_size):
-    """Create the process group if there are several ranks; return the device of this rank."""
+    """Return the device of this rank, after creating the process group if there are several ranks."""
     if EXPERTS % world_size:
         if rank == 0:
             sys.stderr.write(f"{Path(__file__).name}: {EXPERTS} experts cannot be divided over {world_size} ranks\n")
         raise SystemExit(2)
-    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one per rank
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one GPU per rank
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     if world_size > 1:
-        # Address and ranks come from torchrun. The timeout ends a wait for a rank that died.
+        # torchrun passes address and ranks in the environment. The timeout ends the wait for a rank that died.
         dist.init_process_group(
             "nccl" if cuda else "gloo", timeout=timedelta(minutes=5), device_id=device if cuda else None
         )
@@ -186,7 +186,7 @@ def main():
 
         losses = torch.stack(losses)
         if world_size > 1:
-            dist.all_reduce(losses)  # once per epoch: in the loop, every update would wait for it
+            dist.all_reduce(losses)  # once per epoch, because in the loop every update would wait for it
         if rank == 0:
             print_losses(epoch, losses, every_update=args.float64)
 
@@ -194,7 +194,7 @@ def main():
     if rank == 0:
         print(f"top1 {top1:.4f}")
     if world_size > 1:
-        time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
+        time.sleep(0.1)  # gloo's threads may still hold a tensor of the last all-reduce
         dist.destroy_process_group()
 
 

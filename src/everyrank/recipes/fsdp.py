@@ -2,17 +2,17 @@
 
 Run: torchrun --standalone --nproc-per-node 2 fsdp.py
 
-Memory         a shard of everything on every rank; the full parameters only of the blocks that are being computed
+Memory         a shard of everything on every rank; full parameters only for the blocks that are being computed
 Communication  per block: parameters by all-gather, in forward and again in backward; gradients by reduce-scatter
 Use when       model, gradients and optimizer state do not fit on one device
 
 What to change for your own training:
-- Shard the repeated blocks of your network (a transformer's layers): one block at a time is gathered in full.
-- The optimizer comes after sharding: fully_shard replaces the parameters, and the old ones train nothing.
-- Every rank calls the model equally often, also in evaluation: each forward pass waits for all ranks.
-- Modules that share a weight belong into one fully_shard([first, second]).
+- Call fully_shard on the repeated blocks of your network (a transformer's layers). Ranks gather one block at a time.
+- Create the optimizer after sharding. fully_shard replaces the parameters, so an earlier optimizer trains nothing.
+- Call the model equally often on every rank, also in evaluation: each forward pass waits for all ranks.
+- If two modules share a weight, shard them together: fully_shard([first, second]).
 - If the model does not fit in CPU memory, load its shards with torch.distributed.checkpoint after to_empty().
-- The meta device leaves buffers (rotary tables, masks) empty: compute them after to_empty().
+- Compute buffers (rotary tables, masks) after to_empty(), because the meta device leaves them empty.
 """
 
 import argparse
@@ -39,7 +39,7 @@ CLIP = 1.0  # maximum norm of the gradients
 
 
 def build_sharded(rank, world_size, device, dtype, bf16):
-    """The network, sharded over the ranks. Only rank 0 has all weights at once, in CPU memory."""
+    """Return the network, sharded over the ranks. Only rank 0 has all weights at once, in CPU memory."""
     with torch.device("meta"):  # shapes without memory
         model = build().to(dtype)
 
@@ -49,17 +49,17 @@ def build_sharded(rank, world_size, device, dtype, bf16):
     mesh = init_device_mesh(device.type, (world_size,))
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(**precision))
-    # The rest of the model: its first and last layers. The output has full precision, for the loss.
+    # This call shards the first and last layers. The output has full precision, for the loss.
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(**precision, output_dtype=dtype))
 
-    # Prefetch: gather the parameters of the next block before the kernels of this block are launched, so that they
+    # Prefetch: each block gathers the parameters of the next one before it launches its own kernels, so that both
     # overlap even if the CPU is slow.
-    for block, following in pairwise(model.blocks):
-        block.set_modules_to_forward_prefetch([following])
-        following.set_modules_to_backward_prefetch([block])
+    for block, next_block in pairwise(model.blocks):
+        block.set_modules_to_forward_prefetch([next_block])
+        next_block.set_modules_to_backward_prefetch([block])
 
     model.to_empty(device=device)  # uninitialized memory for the shards
-    # Weights initialized shard by shard would depend on the number of ranks: rank 0 initializes all and sends them.
+    # Rank 0 initializes all weights and sends shards, so that the weights do not depend on the number of ranks.
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, build().to(dtype).state_dict() if rank == 0 else {}, options=options)
     return model
@@ -71,7 +71,7 @@ def main():
     parser.add_argument("--bf16", action="store_true", help="compute in bf16; parameters and updates stay in float32")
     args = parser.parse_args()
     dtype = torch.float64 if args.float64 else torch.float32
-    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one per rank
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one GPU per rank
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -94,25 +94,25 @@ def main():
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
             optimizer.zero_grad()
             loss = F.cross_entropy(model(images), labels, reduction="sum") / batch_size
-            (loss * world_size).backward()  # the sum over ranks: FSDP divides it by world_size
-            clip_grad_norm_(model.parameters(), CLIP)  # the norm is that of the whole gradient, not of the shards
+            (loss * world_size).backward()  # FSDP divides the sum over ranks by world_size
+            clip_grad_norm_(model.parameters(), CLIP)  # uses the norm of the whole gradient, not of the local shards
             optimizer.step()
             losses.append(loss.detach())
 
         losses = torch.stack(losses)
-        dist.all_reduce(losses)  # once per epoch: in the loop, every update would wait for it
+        dist.all_reduce(losses)  # once per epoch, because in the loop every update would wait for it
         if rank == 0:
             print_losses(epoch, losses, every_update=args.float64)
 
     correct = count_correct(model, eval_data, device, rank, world_size)
     dist.all_reduce(correct)
-    # The whole model on rank 0, to save it: a collective, every rank calls it, the others get an empty dict.
+    # Gather the model on rank 0, to save it. All ranks must call this; the others get an empty dict.
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = get_model_state_dict(model, options=options)
     if rank == 0:
         print(f"state_dict {len(state)} tensors")
         print(f"top1 {correct.item() / len(eval_data):.4f}")
-    time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
+    time.sleep(0.1)  # gloo's threads may still hold a tensor of the last all-reduce
     dist.destroy_process_group()
 
 

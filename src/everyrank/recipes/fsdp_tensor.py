@@ -1,17 +1,17 @@
-"""Two axes at once: FSDP2 over one axis of the ranks, tensor parallelism over the other.
+"""FSDP2 with tensor parallelism: two axes of a device mesh, one for each.
 
 Run: torchrun --standalone --nproc-per-node 4 fsdp_tensor.py
 
 Memory         a part of each large layer on every rank: split over the tensor axis, then sharded over the other axis
-Communication  in every block an all-reduce of activations over the tensor axis, forward and backward; over the shard
-               axis all-gathers of parameters and reduce-scatters of gradients, as in FSDP
-Use when       FSDP alone would need a larger batch than the training can have, or layers do not fit even one at a time
+Communication  on the tensor axis, all-reduces of activations in every block, in forward and backward; on the shard
+               axis, all-gathers of parameters and reduce-scatters of gradients, as in FSDP
+Use when       FSDP on all ranks would need too large a batch, or a single layer does not fit on a device
 
 What to change for your own training:
-- tensor.py explains PLAN, for the same network. Split the layers first, then call fully_shard.
-- The batch is divided over the shard axis only: ranks of one tensor group read the same samples.
-- TENSOR is at most the devices of one host, which communicate in every layer; FSDP's gathers can cross hosts.
-- Mixed precision, building on the meta device and prefetching: as in fsdp.py.
+- tensor.py explains PLAN for the same network. Split the layers first, then call fully_shard.
+- The batch is divided over the shard axis only: the ranks of a tensor group read the same samples.
+- Keep a tensor group within one host, because its ranks communicate in every layer. FSDP can work across hosts.
+- For mixed precision, the meta device and prefetching, see fsdp.py.
 """
 
 import argparse
@@ -43,7 +43,7 @@ PLAN |= {name: RowwiseParallel() for name in ("output", "down")}
 
 @torch.no_grad()
 def clip(gradients):
-    """Clip gradients to the norm CLIP. torch's clip_grad_norm_ raises, because they are on several meshes."""
+    """Clip gradients to the norm CLIP. torch's clip_grad_norm_ raises for gradients on several meshes."""
     squares = torch.zeros((), dtype=gradients[0].dtype, device=gradients[0].device)
     for gradient in gradients:
         axes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
@@ -63,10 +63,10 @@ def main():
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "0"))
     if not world_size or world_size % TENSOR or HEADS % TENSOR:
         if rank == 0:
-            why = f"TENSOR={TENSOR} has to divide the {world_size} ranks and the {HEADS} heads"
-            sys.stderr.write(f"{Path(__file__).name}: {why}\n")
+            message = f"TENSOR={TENSOR} has to divide the {world_size} ranks and the {HEADS} heads"
+            sys.stderr.write(f"{Path(__file__).name}: {message}\n")
         raise SystemExit(2)
-    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one per rank
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one GPU per rank
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -79,15 +79,15 @@ def main():
     for block in model.blocks:
         parallelize_module(block, mesh["tensor"], PLAN)
         fully_shard(block, mesh=shards)
-    fully_shard(model, mesh=shards)  # the rest of the model: its first and last layers
+    fully_shard(model, mesh=shards)  # shards the first and last layers
     train_data, eval_data = load(dtype)
-    # Divided over the shard axis: ranks of one tensor group have the same coordinate on it, and so the same samples.
+    # Ranks of a tensor group have the same coordinate on the shard axis, and so read the same samples.
     shard, num_shards = shards.get_local_rank(), shards.size()
     sampler = DistributedBatchSampler(len(train_data), BATCH, shard, num_shards)
     loader = DataLoader(train_data, batch_sampler=sampler, pin_memory=cuda)
     optimizer = torch.optim.SGD(
         model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4
-    )  # after splitting and sharding
+    )  # created after both calls, which replace the parameters
 
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)  # without it, every epoch has the same order
@@ -96,13 +96,13 @@ def main():
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
             optimizer.zero_grad()
             loss = F.cross_entropy(model(images), labels, reduction="sum") / batch_size
-            (loss * num_shards).backward()  # the sum over shards: FSDP divides it by num_shards
+            (loss * num_shards).backward()  # FSDP divides the sum over shards by num_shards
             clip([parameter.grad for parameter in model.parameters()])
             optimizer.step()
             losses.append(loss.detach())
 
         losses = torch.stack(losses)
-        # Over the shard axis only: all ranks of a tensor group have the loss of the same samples.
+        # Sum over the shard axis only, because all ranks of a tensor group have the loss of the same samples.
         dist.all_reduce(losses, group=shards.get_group())
         if rank == 0:
             print_losses(epoch, losses, every_update=args.float64)
@@ -111,7 +111,7 @@ def main():
     dist.all_reduce(correct, group=shards.get_group())
     if rank == 0:
         print(f"top1 {correct.item() / len(eval_data):.4f}")
-    time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
+    time.sleep(0.1)  # gloo's threads may still hold a tensor of the last all-reduce
     dist.destroy_process_group()
 
 

@@ -1,21 +1,21 @@
-"""Distributed data parallel with Horovod: its own ranks, its own all-reduce, and an optimizer that sums gradients.
+"""Distributed data parallel with Horovod: horovodrun starts the ranks, and its optimizer all-reduces the gradients.
 
 Run: horovodrun -np 2 --gloo python horovod_ddp.py
 
 Memory         the whole model, its gradients and the optimizer state, on every rank
-Communication  each gradient: summed over ranks by all-reduce while backward still runs, several at once when ready
-Use when       your cluster has Horovod, and horovodrun is how jobs start on it
+Communication  the gradients: summed over ranks by all-reduce while backward still runs, several in one message
+Use when       your cluster has Horovod and starts jobs with horovodrun
 
 What to change for your own training:
-- Replace load() and build() of digits.py. BATCH is that of all ranks. Batch norm needs hvd.SyncBatchNorm.
-- op=hvd.Sum, and the loss over the size of the whole batch. The default averages: the last batch, of which ranks have
-  unequal parts, then weighs wrongly, and so do masked targets.
-- After rank 0 has read a checkpoint: hvd.broadcast_parameters, and hvd.broadcast_optimizer_state(optimizer, 0). Not for
-  a new optimizer: to have a state to send, that makes a step, which decays the weights and counts as Adam's first.
-- Several backwards in an update: backward_passes_per_step=N, and only the last of them sends.
-- --fp16 sends half the bytes, and rounds each gradient to 11 bits: another training, if a close one.
-- On several hosts: horovodrun -np 8 -H a:4,b:4, which reaches them by ssh.
-- Do not call your script horovod.py: it would import itself.
+- Replace load() and build() of digits.py. BATCH is the batch of all ranks. For batch norm use hvd.SyncBatchNorm.
+- Use op=hvd.Sum, and divide the loss by the size of the whole batch. With the default, an average, samples have
+  different weights if ranks have different numbers of samples or of masked targets.
+- After rank 0 has read a checkpoint, call hvd.broadcast_parameters and hvd.broadcast_optimizer_state(optimizer, 0). Do
+  not call the second for a new optimizer: it would make a step, which decays weights and counts as Adam's first.
+- For gradient accumulation, pass backward_passes_per_step=N. Only the last of N backwards sends.
+- --fp16 halves the communication. It rounds gradients to 11 bits, so it is close to float32 but not equivalent.
+- On several hosts, use horovodrun -np 8 -H a:4,b:4, which starts the ranks by ssh.
+- Do not name your script horovod.py: it would import itself.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def main():
     parser.add_argument("--fp16", action="store_true", help="send gradients as fp16")
     args = parser.parse_args()
     dtype = torch.float64 if args.float64 else torch.float32
-    hvd.init()  # ranks and addresses come from horovodrun, in the environment
+    hvd.init()  # horovodrun passes ranks and addresses in the environment
     rank, world_size = hvd.rank(), hvd.size()
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", hvd.local_rank()) if cuda else torch.device("cpu")
@@ -52,7 +52,7 @@ def main():
     sampler = DistributedBatchSampler(len(train_data), BATCH, rank, world_size)
     loader = DataLoader(train_data, batch_sampler=sampler, pin_memory=cuda)
     model = build().to(device, dtype)
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # all begin with rank 0's weights
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # all ranks start with rank 0's weights
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
     optimizer = hvd.DistributedOptimizer(
         optimizer,
@@ -68,8 +68,8 @@ def main():
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
             optimizer.zero_grad()
             loss = F.cross_entropy(model(images), labels, reduction="sum") / batch_size
-            loss.backward()  # the sum of this over the ranks is the mean over the batch
-            optimizer.step()  # waits for the sums of all gradients
+            loss.backward()  # the losses of all ranks add up to the mean over the batch
+            optimizer.step()  # waits until all gradients are summed
             losses.append(loss.detach())
 
         losses = hvd.allreduce(torch.stack(losses), op=hvd.Sum, name="losses")  # once per epoch

@@ -1,19 +1,19 @@
-"""Hybrid sharding (HSDP): FSDP2 within a group of ranks, replicas of the model between the groups.
+"""Hybrid sharding (HSDP): FSDP2 within each group of ranks, and a replica of the model in each group.
 
 Run: torchrun --standalone --nproc-per-node 4 hsdp.py
 
-Memory         a shard of everything on every rank of a group; each group has the whole model among its ranks
-Communication  within a group all-gathers and reduce-scatters as in FSDP; between groups an all-reduce of each gradient
-               shard
+Memory         a shard of everything on every rank; the ranks of a group have the whole model together
+Communication  within a group, all-gathers and reduce-scatters as in FSDP; between groups, an all-reduce of each
+               gradient shard
 Use when       the model fits on one host but not on one device, and the network between hosts is slow
 
 What to change for your own training:
-- SHARDS is the number of devices of one host: parameters are gathered inside the host, and only gradient shards go
-  between hosts. SHARDS = number of ranks is FSDP; SHARDS = 1 is DDP.
-- The batch is divided over all ranks, of both axes.
-- Mixed precision, building on the meta device and prefetching: as in fsdp.py.
-- The optimizer comes after sharding: fully_shard replaces the parameters, and the old ones are not used any more.
-- Every rank calls the model equally often, also in evaluation: each forward pass waits for all ranks.
+- Set SHARDS to the number of devices of a host. Parameters are then gathered within hosts, and only gradient shards
+  are sent between hosts. With SHARDS = number of ranks it is FSDP, with SHARDS = 1 it is DDP.
+- The batch is divided over all ranks, on both axes of the mesh.
+- For mixed precision, the meta device and prefetching, see fsdp.py.
+- Create the optimizer after sharding. fully_shard replaces the parameters, so an earlier optimizer trains nothing.
+- Call the model equally often on every rank, also in evaluation: each forward pass waits for all ranks.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def main():
         if rank == 0:
             sys.stderr.write(f"{Path(__file__).name}: SHARDS={SHARDS} has to divide the {world_size} ranks\n")
         raise SystemExit(2)
-    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one per rank
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one GPU per rank
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -64,11 +64,11 @@ def main():
     sampler = DistributedBatchSampler(len(train_data), BATCH, rank, world_size)
     loader = DataLoader(train_data, batch_sampler=sampler, pin_memory=cuda)
     model = build().to(device, dtype)
-    # In this order, 4 ranks are two replicas: ranks 0 and 1 have the shards of one, ranks 2 and 3 of the other.
+    # With 4 ranks and SHARDS=2, ranks 0 and 1 have the shards of one replica, ranks 2 and 3 of the other.
     mesh = init_device_mesh(device.type, (world_size // SHARDS, SHARDS), mesh_dim_names=("replicate", "shard"))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)  # the rest of the model: its first and last layers
+    fully_shard(model, mesh=mesh)  # shards the first and last layers
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
 
     for epoch in range(EPOCHS):
@@ -78,13 +78,13 @@ def main():
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
             optimizer.zero_grad()
             loss = F.cross_entropy(model(images), labels, reduction="sum") / batch_size
-            (loss * world_size).backward()  # undoes the division of FSDP by all ranks of both axes
-            clip_grad_norm_(model.parameters(), CLIP)  # the norm is that of the whole gradient, not of the shards
+            (loss * world_size).backward()  # FSDP divides the sum over the ranks of both axes by world_size
+            clip_grad_norm_(model.parameters(), CLIP)  # uses the norm of the whole gradient, not of the local shards
             optimizer.step()
             losses.append(loss.detach())
 
         losses = torch.stack(losses)
-        dist.all_reduce(losses)  # once per epoch: in the loop, every update would wait for it
+        dist.all_reduce(losses)  # once per epoch, because in the loop every update would wait for it
         if rank == 0:
             print_losses(epoch, losses, every_update=args.float64)
 
@@ -96,7 +96,7 @@ def main():
     if rank == 0:
         print(f"state_dict {len(state)} tensors")
         print(f"top1 {correct.item() / len(eval_data):.4f}")
-    time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
+    time.sleep(0.1)  # gloo's threads may still hold a tensor of the last all-reduce
     dist.destroy_process_group()
 
 

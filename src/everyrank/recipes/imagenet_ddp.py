@@ -1,22 +1,22 @@
-"""ResNet-18 on ImageNet, or on any folders of images, under DistributedDataParallel.
+"""ResNet-18 on ImageNet, or on any folders of images, with DistributedDataParallel.
 
 Run: torchrun --standalone --nproc-per-node 2 imagenet_ddp.py DIR
 
-DIR holds train/<class>/*.jpg and val/<class>/*.jpg. Needs Pillow, and torchvision for --arch.
---evaluate trains nothing: it evaluates --pretrained FILE, or else the checkpoint imagenet_ddp.pt of this folder.
+DIR contains train/<class>/*.jpg and val/<class>/*.jpg. The script needs Pillow, and torchvision for --arch.
+--evaluate only evaluates: the weights of --pretrained FILE, or the checkpoint imagenet_ddp.pt in this folder.
 
 Memory         the whole model, its gradients and the optimizer state, on every rank
 Communication  the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs
-Use when       you train a classifier of images, and for the shape of a whole script: loader workers, schedule,
+Use when       you train an image classifier, or want an example of a complete script, with loader workers, schedule and
                checkpoint
 
-What it does that the usual example does not:
-- The batch is that of all ranks; adding ranks does not change the training.
-- Augmentation is a function of (seed, epoch, image): not of the rank or the worker that happens to draw.
-- The last, smaller batch is not dropped, and no image is repeated to make ranks even: top-1 and top-5 are exact.
-- Batch norm is synchronised on CUDA. On CPU, where torch cannot, the network has group norm.
-- Nothing in the loop waits for the device or for another rank: no .item(), no barrier, no all-reduce of a metric.
-- The newest checkpoint is complete, whenever the machine goes down: start the same command again to resume.
+Differences from the usual example:
+- --batch is the batch of all ranks, so adding ranks does not change the training.
+- Augmentation depends only on (seed, epoch, image), not on the rank or the loader worker.
+- The smaller last batch is kept, and no image is repeated to make ranks even. Top-1 and top-5 are exact.
+- Batch norm is synchronized on CUDA. torch cannot synchronize it on CPU, so there the network has group norm.
+- The loop does not wait for the device or for other ranks: no .item(), no barrier, no all-reduce of a metric.
+- The checkpoint is complete even after a crash. Run the same command again to resume.
 """
 
 import argparse
@@ -41,13 +41,13 @@ MEAN, DEVIATION = (torch.tensor(v).view(3, 1, 1) for v in ((0.485, 0.456, 0.406)
 
 
 class Images:
-    """A dataset of (image, class) from one folder per class; in training, of a random crop of each image."""
+    """A dataset of (image, class), with one folder per class. In training, it returns a random crop of each image."""
 
     def __init__(self, folder, size, training, classes=None):
         folders = sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name[0] != ".")
         self.classes = classes or folders  # evaluation images get the numbers of the training classes
-        names = ((path, i) for i, name in enumerate(self.classes) for path in sorted((folder / name).rglob("*")))
-        self.samples = [(path, i) for path, i in names if path.suffix.lower() in (".jpg", ".jpeg", ".png", ".webp")]
+        paths = ((path, i) for i, name in enumerate(self.classes) for path in sorted((folder / name).rglob("*")))
+        self.samples = [(path, i) for path, i in paths if path.suffix.lower() in (".jpg", ".jpeg", ".png", ".webp")]
         self.size, self.training = size, training
 
     def __len__(self):
@@ -107,7 +107,7 @@ class Block(nn.Module):
 
 
 def build(num_classes, width, cuda):
-    """ResNet-18, (N, 3, H, W) -> (N, num_classes), with the same weights in every process."""
+    """Return a ResNet-18, (N, 3, H, W) -> (N, num_classes), with the same weights in every process."""
     norm = nn.BatchNorm2d if cuda else lambda channels: nn.GroupNorm(8, channels)
     torch.manual_seed(SEED)
     stem = nn.Conv2d(3, width, 7, 2, 3, bias=False), norm(width), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
@@ -118,7 +118,7 @@ def build(num_classes, width, cuda):
 
 
 def build_arch(name, num_classes, cuda, world_size):
-    """A network of torchvision by its name, (N, 3, H, W) -> (N, num_classes)."""
+    """Return a network of torchvision by its name, (N, 3, H, W) -> (N, num_classes)."""
     from torchvision.models import get_model, list_models
 
     if name not in list_models():
@@ -126,25 +126,25 @@ def build_arch(name, num_classes, cuda, world_size):
     torch.manual_seed(SEED)
     model = get_model(name, num_classes=num_classes)
     if not cuda and world_size > 1 and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
-        raise SystemExit(f"--arch {name}: torch synchronises batch norm on GPUs only; on CPU start one rank")
+        raise SystemExit(f"--arch {name}: torch synchronizes batch norm only on GPUs; on CPU start one rank")
     return nn.SyncBatchNorm.convert_sync_batchnorm(model) if cuda else model
 
 
 def load_pretrained(model, file, rank):
-    """Load a state dict, or a checkpoint of this script. The classifier keeps its values if it has other classes."""
+    """Load a state dict, or a checkpoint of this script. A classifier for other classes keeps its initial weights."""
     state = torch.load(file, map_location="cpu", weights_only=True)
     state = {name.removeprefix("module."): value for name, value in state.get("model", state).items()}
     shapes = {name: value.shape for name, value in model.state_dict().items()}
-    fits = {name: value for name, value in state.items() if shapes.get(name) == value.shape}
-    if not fits:
+    matching = {name: value for name, value in state.items() if shapes.get(name) == value.shape}
+    if not matching:
         raise SystemExit(f"--pretrained {file}: no tensor has a name and shape of this network; --arch selects another")
-    model.load_state_dict(fits, strict=False)
-    if rank == 0 and len(fits) < len(shapes):
-        print(f"not in {file}: {', '.join(sorted(set(shapes) - set(fits)))}")
+    model.load_state_dict(matching, strict=False)
+    if rank == 0 and len(matching) < len(shapes):
+        print(f"not in {file}: {', '.join(sorted(set(shapes) - set(matching)))}")
 
 
 def make_model(args, num_classes, cuda, rank, world_size):
-    """The network of --arch, with the weights of --pretrained."""
+    """Return the network of --arch, with the weights of --pretrained."""
     model = build_arch(args.arch, num_classes, cuda, world_size) if args.arch else build(num_classes, args.width, cuda)
     if args.pretrained:
         load_pretrained(model, args.pretrained, rank)
@@ -160,13 +160,13 @@ def parse_arguments():
         parser.add_argument(f"--{name}", type=float, default=value)
     parser.add_argument("--arch", metavar="NAME", help="a network of torchvision (default: the ResNet-18 of this file)")
     parser.add_argument("--pretrained", type=Path, metavar="FILE", help="start from the weights in this file")
-    parser.add_argument("--evaluate", action="store_true", help="evaluate, and train nothing")
+    parser.add_argument("--evaluate", action="store_true", help="evaluate without training")
     parser.add_argument("--float64", action="store_true", help="print every loss, to compare with another script")
     return parser.parse_args()
 
 
 def split_batches(order, batch_size, rank, world_size):
-    """The sample indices of this rank for each batch of all ranks, and the sizes of those batches."""
+    """Return the sample indices of this rank for each batch, and the sizes of the batches over all ranks."""
     batches = order.split(batch_size)
     local_batches = [batch.tensor_split(world_size)[rank].tolist() for batch in batches]
     return local_batches, [len(batch) for batch in batches]
@@ -190,7 +190,7 @@ def evaluate(model, data, args, rank, world_size, device, dtype):
 
 def main():
     args = parse_arguments()
-    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one for each rank
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one GPU per rank
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -211,7 +211,7 @@ def main():
     first_epoch, num_updates, top1, top5 = 0, 0, math.nan, math.nan
     checkpoint = Path("imagenet_ddp.pt")  # in a folder that all hosts share
     resume = torch.tensor([checkpoint.exists() and not (args.evaluate and args.pretrained)], device=device)
-    dist.broadcast(resume, src=0)  # rank 0 decides: ranks that disagree would train two models
+    dist.broadcast(resume, src=0)  # rank 0 decides, because ranks that disagree would train two models
     if resume:
         saved = torch.load(checkpoint, map_location=device, weights_only=True)
         model.load_state_dict(saved["model"])
@@ -227,7 +227,7 @@ def main():
         start = time.perf_counter()
         order = torch.randperm(len(data), generator=torch.Generator().manual_seed(SEED + epoch))
         local_batches, batch_sizes = split_batches(order, args.batch, rank, world_size)
-        # A rank that has no sample in the last batch reads image 0, with weight 0: DDP needs all ranks in each update.
+        # A rank without a sample in the last batch reads image 0 with weight 0, because DDP needs all ranks.
         keys = [[(epoch, index) for index in indices or [0]] for indices in local_batches]
         loader = DataLoader(Seeded(data), batch_sampler=keys, num_workers=args.workers, pin_memory=cuda)
         losses = []
@@ -238,12 +238,12 @@ def main():
                 loss = F.cross_entropy(ddp(images), labels.to(device, non_blocking=True), reduction="sum") / batch_size
             if not indices:
                 loss = loss * 0
-            (loss * world_size).backward()  # the sum over ranks: DDP divides it by world_size
+            (loss * world_size).backward()  # DDP divides the sum over ranks by world_size
             optimizer.step()
             losses.append(loss.detach())
         schedule.step()
         losses = torch.stack(losses)
-        dist.all_reduce(losses)  # once per epoch: in the loop, every update would wait for it
+        dist.all_reduce(losses)  # once per epoch, because in the loop every update would wait for it
         top1, top5 = evaluate(model, eval_data, args, rank, world_size, device, dtype)
         if rank == 0:
             for index, loss in enumerate(losses.tolist()):
@@ -263,13 +263,13 @@ def main():
                 torch.save(state, file)
                 file.flush()
                 os.fsync(file.fileno())
-            partial.replace(checkpoint)  # the old checkpoint or the whole new one exists at any time
+            partial.replace(checkpoint)  # at any time, either the old or the new checkpoint is complete
         num_updates += len(losses)
 
     if rank == 0:
         print(f"top1 {top1:.4f}\ntop5 {top5:.4f}")
-    del ddp  # before its process group is destroyed
-    time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
+    del ddp  # DDP has to be freed before its process group is destroyed
+    time.sleep(0.1)  # gloo's threads may still hold a tensor of the last all-reduce
     dist.destroy_process_group()
 
 

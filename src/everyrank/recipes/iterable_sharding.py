@@ -1,22 +1,21 @@
-"""A stream (IterableDataset) over ranks and DataLoader workers: every sample is read once, whatever their numbers.
+"""IterableDataset with several ranks and DataLoader workers: each sample is used exactly once per epoch.
 
 Run: torchrun --standalone --nproc-per-node 2 iterable_sharding.py
 
 Memory         the whole model, its gradients and the optimizer state, on every rank
 Communication  the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs
-Use when       samples arrive in order and cannot be picked by index (tar files, a queue), so that no sampler can divide
-               them
+Use when       samples arrive in order and have no index (tar files, a queue), so that a sampler cannot divide them
 
-An IterableDataset is copied into every worker of every rank, and only its __iter__ can divide it. Common mistakes: not
-dividing it (every worker yields all samples), dividing only by rank (workers repeat each other), or dividing twice.
+Every worker of every rank has a copy of the dataset, and only its __iter__ can divide the samples. Common mistakes are
+no division (every worker yields all samples), division only by rank (workers repeat each other), and division twice.
 Here sample i of an epoch belongs to update i // BATCH, so the losses are those of one process.
 
 What to change for your own training:
-- __iter__ reads your source in order, and each worker skips the samples of others. Decode after that.
-- The workers have to know the epoch: the DataLoader starts them again for each epoch, after set_epoch. With
+- Read your source in order in __iter__, and skip the samples of other workers. Decode samples after that.
+- Workers have to know the epoch. The DataLoader starts new workers for each epoch, after set_epoch. With
   persistent_workers=True they would keep the order of the first epoch.
-- Ranks must make equally many updates, or they wait for each other until the timeout. Dividing every batch over all
-  ranks, as here, ensures that for any length; distributing whole files does not.
+- Ranks must make equally many updates, or they wait for each other until the timeout. To ensure that, divide every
+  batch over all ranks, as here. If each rank reads whole files, the numbers may differ.
 """
 
 import argparse
@@ -39,7 +38,7 @@ SEED = 0
 
 
 class Stream(IterableDataset):
-    """Yields this rank's part of each batch, and of those the batches of this DataLoader worker."""
+    """Yields this rank's part of each batch. Each DataLoader worker yields some of the batches."""
 
     def __init__(self, data, rank, world_size):
         self.data, self.rank, self.world_size, self.epoch = data, rank, world_size, 0
@@ -51,7 +50,7 @@ class Stream(IterableDataset):
         order = torch.randperm(len(self.data), generator=torch.Generator().manual_seed(SEED + self.epoch))
         worker = get_worker_info()
         for update, batch in enumerate(order.split(BATCH)):
-            # The DataLoader takes one item from each worker in turn, so update u has to come from worker u % WORKERS.
+            # The DataLoader takes items from its workers in turn, so update u has to come from worker u % WORKERS.
             if worker is None or update % worker.num_workers == worker.id:
                 images, labels = self.data[batch.tensor_split(self.world_size)[self.rank]]
                 yield images, labels, len(batch)
@@ -62,7 +61,7 @@ def main():
     parser.add_argument("--float64", action="store_true", help="print every loss, to compare with another script")
     args = parser.parse_args()
     dtype = torch.float64 if args.float64 else torch.float32
-    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one per rank
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one GPU per rank
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -73,7 +72,7 @@ def main():
 
     train_data, eval_data = load(dtype)
     stream = Stream(train_data, rank, world_size)
-    # No batch_size: the stream makes the batches itself.
+    # batch_size is None, because the stream yields whole batches.
     loader = DataLoader(stream, batch_size=None, num_workers=WORKERS, pin_memory=cuda)
     model = build().to(device, dtype)
     ddp = DistributedDataParallel(model, device_ids=[device] if cuda else None)
@@ -86,12 +85,12 @@ def main():
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
             optimizer.zero_grad()
             loss = F.cross_entropy(ddp(images), labels, reduction="sum") / batch_size
-            (loss * world_size).backward()  # the sum over ranks: DDP divides it by world_size
+            (loss * world_size).backward()  # DDP divides the sum over ranks by world_size
             optimizer.step()
             losses.append(loss.detach())
 
         losses = torch.stack(losses)
-        dist.all_reduce(losses)  # once per epoch: in the loop, every update would wait for it
+        dist.all_reduce(losses)  # once per epoch, because in the loop every update would wait for it
         if rank == 0:
             print_losses(epoch, losses, every_update=args.float64)
 
@@ -99,8 +98,8 @@ def main():
     dist.all_reduce(correct)
     if rank == 0:
         print(f"top1 {correct.item() / len(eval_data):.4f}")
-    del ddp  # before its process group is destroyed
-    time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
+    del ddp  # DDP has to be freed before its process group is destroyed
+    time.sleep(0.1)  # gloo's threads may still hold a tensor of the last all-reduce
     dist.destroy_process_group()
 
 

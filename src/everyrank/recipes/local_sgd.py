@@ -2,24 +2,24 @@
 
 Run: torchrun --standalone --nproc-per-node 2 local_sgd.py
 
---every 1 averages after every update: that is parameter averaging.
+With --every 1 it averages after every update, which is called parameter averaging.
 
 Memory         the whole model, its gradients and the optimizer state, on every rank
-Communication  parameters and momentum, in one all-reduce every few updates (--every 1: twice what DDP sends, not
-               overlapped)
-Use when       the network is so slow that an all-reduce in every update takes longer than it brings. --every 1: only to
-               see why DDP averages gradients
+Communication  parameters and momentum, in one all-reduce every few updates (with --every 1, twice as much as DDP, and
+               not overlapped with backward)
+Use when       the network is too slow for an all-reduce in every update. Use --every 1 only to see why DDP averages
+               gradients
 
-Not equivalent to DDP: between two averages each rank takes its own steps, on its own samples. With --every 1 and SGD,
-also with momentum and weight decay, it is equivalent: the average of the steps along the gradients of the ranks is the
-step along their average. Adam's steps are not linear in the gradient, and there it is not. Batch norm, clipping and
-dropout differ, too.
+It is not equivalent to DDP, because between two averages each rank makes its own steps. With --every 1 and SGD, also
+with momentum and weight decay, it is equivalent: the average of the ranks' steps is the step along the average
+gradient. Adam is different, because its steps are not linear in the gradient. Batch norm, clipping and dropout differ,
+too.
 
 What to change for your own training:
-- --every: begin with DDP (or --every 1) and raise it late; early in training, replicas diverge quickly.
-- num_samples counts the samples of a rank since the last average; with masked targets, count the loss terms.
-- Save and evaluate after an average: in between, every rank has a different model.
-- The optimizer's state is averaged, too: otherwise ranks would differ after an uneven last batch.
+- Start with DDP or --every 1, and increase --every later: early in training, replicas diverge quickly.
+- num_samples counts the samples of a rank since the last average. With masked targets, count loss terms instead.
+- Save and evaluate after an average. Between averages, every rank has a different model.
+- Average the optimizer state, too. Otherwise ranks would differ after an uneven last batch.
 """
 
 import argparse
@@ -40,10 +40,10 @@ BATCH = 64  # samples per update, over all ranks: more ranks do not change it
 
 @torch.no_grad()
 def average(model, optimizer, weight):
-    """Replace parameters and momentum by their average over ranks, in which a rank counts with its `weight`."""
+    """Replace parameters and momentum by their average over ranks, weighted by each rank's `weight`."""
     states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
     tensors = [*model.parameters(), *states]
-    # One vector, so that there is one all-reduce. The last element becomes the sum of the weights.
+    # One vector needs only one all-reduce. Its last element becomes the sum of the weights.
     flat = torch.cat([*(tensor.reshape(-1) for tensor in tensors), weight.new_ones(1)]) * weight
     dist.all_reduce(flat)
     averages = (flat[:-1] / flat[-1]).split([tensor.numel() for tensor in tensors])
@@ -57,7 +57,7 @@ def main():
     parser.add_argument("--every", type=int, default=4, metavar="N", help="updates between two averages")
     args = parser.parse_args()
     dtype = torch.float64 if args.float64 else torch.float32
-    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one per rank
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one GPU per rank
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -70,7 +70,7 @@ def main():
     train_data, eval_data = load(dtype)
     sampler = DistributedBatchSampler(len(train_data), BATCH, rank, world_size)
     loader = DataLoader(train_data, batch_sampler=sampler, pin_memory=cuda)
-    model = build().to(device, dtype)  # seeded: the same weights on every rank
+    model = build().to(device, dtype)  # seeded, so all ranks start with the same weights
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
 
     num_samples, updates = torch.zeros((), dtype=dtype, device=device), 0
@@ -91,7 +91,7 @@ def main():
                 num_samples.zero_()
 
         losses = torch.stack(losses)
-        dist.all_reduce(losses)  # once per epoch: in the loop, every update would wait for it
+        dist.all_reduce(losses)  # once per epoch, because in the loop every update would wait for it
         if rank == 0:
             print_losses(epoch, losses, every_update=args.float64)
 
@@ -99,7 +99,7 @@ def main():
     dist.all_reduce(correct)
     if rank == 0:
         print(f"top1 {correct.item() / len(eval_data):.4f}")
-    time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
+    time.sleep(0.1)  # gloo's threads may still hold a tensor of the last all-reduce
     dist.destroy_process_group()
 
 

@@ -72,7 +72,7 @@ def main():
     if "RANK" in os.environ:
         if first_device.type == "cuda":
             torch.cuda.set_device(first_device)
-        # Address and ranks come from torchrun. The timeout ends a wait for a rank that died.
+        # torchrun passes address and ranks in the environment. The timeout ends the wait for a rank that died.
         # In torch 2.15, "nccl" accepts tensors of one device only; the older implementation accepts several devices.
         os.environ.setdefault("TORCH_DIST_USE_NCCL2", "0")
         dist.init_process_group("nccl" if first_device.type == "cuda" else "gloo", timeout=timedelta(minutes=5))

@@ -1,24 +1,24 @@
-"""Distributed data parallel over several hosts: torchrun on each, with checks that they can reach each other.
+"""Distributed data parallel on several hosts: torchrun on each host, with checks that the hosts reach each other.
 
 Run: torchrun --nnodes 2 --node-rank 0 --master-addr 127.0.0.1 --master-port 29513 multi_node.py &
 Run: torchrun --nnodes 2 --node-rank 1 --master-addr 127.0.0.1 --master-port 29513 multi_node.py
 
-This is one machine playing two. On two hosts of four GPUs, each line on its host, --nproc-per-node 4 and an address of
-the first host that the second reaches. Or the same line on both, without --node-rank (c10d):
+These lines simulate two hosts on one. On two hosts with four GPUs each, run one line on each host, with
+--nproc-per-node 4 and an address of the first host. Or run the same line on both, without --node-rank (c10d):
   torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint 10.0.0.1:29513 --rdzv-id 7 multi_node.py
 
 Memory         the whole model, its gradients and the optimizer state, on every rank
 Communication  the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs
-Use when       several hosts are yours and no scheduler starts the ranks on them; with one, slurm.py or mpi.py
+Use when       you have several hosts and no scheduler. With a scheduler, use slurm.py or mpi.py
 
 What to change for your own training:
 - Replace load() and build() of digits.py. BATCH is the batch of all ranks.
-- c10d: where both hosts wait a minute and fail, the first did not see that the endpoint is its own: give it
-  --rdzv-conf is_host=1 (is_host=0 on the others). Or they do not know its name: give each --local-addr, its address.
-- Debian gives a host's own name the address 127.0.1.1. Gloo follows the name, so on each host set GLOO_SOCKET_IFNAME
-  (and NCCL_SOCKET_IFNAME) to the interface of the address that is printed below; the firewall lets its ports through.
-- Data, script and packages are the same on all hosts: torch's version is compared here, the rest is not.
-- LOCAL_RANK picks the device. RANK picks the samples: with LOCAL_RANK each host would read the same ones.
+- With c10d, both hosts may wait a minute and fail. If the first host did not recognize the endpoint as its own, pass
+  --rdzv-conf is_host=1 there (is_host=0 on the others). If hosts cannot resolve names, pass --local-addr ADDRESS.
+- Debian maps a host's own name to 127.0.1.1, which gloo would use. On each host, set GLOO_SOCKET_IFNAME and
+  NCCL_SOCKET_IFNAME to the interface of the address that the script prints. The firewall has to allow its ports.
+- Use the same data, script and packages on all hosts. This script compares only the version of torch.
+- Use LOCAL_RANK for the device and RANK for the samples. With LOCAL_RANK, all hosts would read the same samples.
 """
 
 import argparse
@@ -43,32 +43,32 @@ EPOCHS = 2
 BATCH = 64  # samples per update, over all ranks: more ranks do not change it
 
 
-def refuse(why):  # one line from each host, with the exit status of wrong usage
+def refuse(message):  # one line from each host; exit status 2: wrong usage
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        sys.stderr.write(f"{Path(__file__).name}: {why}\n")  # one write: ranks share the screen
+        sys.stderr.write(f"{Path(__file__).name}: {message}\n")  # one write, because ranks share the terminal
     raise SystemExit(2)
 
 
 def rendezvous():
-    """(store, rank, world size) after a check that the hosts reach each other and have the same torch."""
+    """Return (store, rank, world size), after checking that hosts reach each other and have the same torch."""
     if "GROUP_RANK" not in os.environ:
-        refuse("not started by torchrun; its lines are at the top of this file")
+        refuse("not started by torchrun: the commands are at the top of this file")
     master, host_name, local_rank = os.environ["MASTER_ADDR"], socket.gethostname(), os.environ["LOCAL_RANK"]
     try:
         family, *_, address_of_master = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address_of_master)  # sends nothing; the system picks the address it would come from
+            probe.connect(address_of_master)  # sends nothing, but the system selects the source address
             address = probe.getsockname()[0]
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(minutes=5)))
         store.set(f"host of {rank}", json.dumps([host_name, torch.__version__, address_of_master[0]]))
         hosts = [json.loads(store.get(f"host of {other}")) for other in range(world_size)]
     except (dist.DistError, OSError) as error:
-        refuse(f"{host_name} did not find all others by MASTER_ADDR={master}: {str(error).splitlines()[0]}")
+        refuse(f"{host_name} did not find all other hosts by MASTER_ADDR={master}: {str(error).splitlines()[0]}")
     if len({version for _, version, _ in hosts}) > 1:
         refuse(f"not the same torch: {', '.join(sorted({f'{host} has {version}' for host, version, _ in hosts}))}")
-    for host, _, seen in hosts:
-        if len({name for name, _, _ in hosts}) > 1 and ipaddress.ip_address(seen.partition("%")[0]).is_loopback:
-            refuse(f"MASTER_ADDR={master} is {seen} on {host}, loopback: change --master-addr (of c10d: --local-addr)")
+    for host, _, resolved in hosts:
+        if len({name for name, _, _ in hosts}) > 1 and ipaddress.ip_address(resolved.partition("%")[0]).is_loopback:
+            refuse(f"MASTER_ADDR={master} is {resolved} on {host}, loopback: change --master-addr (c10d: --local-addr)")
     sys.stdout.write(f"rank {rank} of {world_size}: host {host_name}, local rank {local_rank}, address {address}\n")
     return store, rank, world_size
 
@@ -79,13 +79,13 @@ def main():
     args = parser.parse_args()
     dtype = torch.float64 if args.float64 else torch.float32
     store, rank, world_size = rendezvous()
-    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one per rank
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one GPU per rank
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    name, timeout = "nccl" if cuda else "gloo", timedelta(minutes=5)  # the end of a wait for a rank that died
-    bound = device if cuda else None
-    dist.init_process_group(name, timeout=timeout, world_size=world_size, rank=rank, store=store, device_id=bound)
+    backend, device_id = ("nccl", device) if cuda else ("gloo", None)
+    limit = timedelta(minutes=5)  # ends the wait for a rank that died
+    dist.init_process_group(backend, timeout=limit, world_size=world_size, rank=rank, store=store, device_id=device_id)
 
     train_data, eval_data = load(dtype)
     sampler = DistributedBatchSampler(len(train_data), BATCH, rank, world_size)
@@ -101,12 +101,12 @@ def main():
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
             optimizer.zero_grad()
             loss = F.cross_entropy(ddp(images), labels, reduction="sum") / batch_size
-            (loss * world_size).backward()  # the sum over ranks: DDP divides it by world_size
+            (loss * world_size).backward()  # DDP divides the sum over ranks by world_size
             optimizer.step()
             losses.append(loss.detach())
 
         losses = torch.stack(losses)
-        dist.all_reduce(losses)  # once per epoch: in the loop, every update would wait for it
+        dist.all_reduce(losses)  # once per epoch, because in the loop every update would wait for it
         if rank == 0:
             print_losses(epoch, losses, every_update=args.float64)
 
@@ -114,8 +114,8 @@ def main():
     dist.all_reduce(correct)
     if rank == 0:
         print(f"top1 {correct.item() / len(eval_data):.4f}")
-    del ddp  # before its process group is destroyed
-    time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
+    del ddp  # DDP has to be freed before its process group is destroyed
+    time.sleep(0.1)  # gloo's threads may still hold a tensor of the last all-reduce
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""Synchronous parameter server: one process holds the model, the others pull its parameters and push gradients.
+"""Synchronous parameter server: one process has the model, the others pull its parameters and push gradients.
 
 Run: torchrun --standalone --nproc-per-node 3 parameter_server.py
 
@@ -6,19 +6,19 @@ Run: torchrun --standalone --nproc-per-node 3 parameter_server.py
                          ◄── gradients ──
 
 Memory         the server: parameters, gradients, optimizer state; a trainer: parameters and gradients
-Communication  per update, between the server and each trainer: the parameters one way, the gradients the other, with
-               the sum of the loss and the number of samples as two more elements. The server sends more for each
-               trainer
-Use when       you want to see how a parameter server works. DDP is better for training: it spreads the communication
-               evenly
+Communication  per update, the server sends the parameters to each trainer. Each trainer sends its gradients, with the
+               sum of the loss and the number of samples as two more elements. The traffic of the server grows with the
+               number of trainers
+Use when       you want to see how a parameter server works. DDP is better for training: its communication is the same
+               for all ranks
 
 It uses send and recv. parameter_server_rpc.py does the same with torch.distributed.rpc.
 
-What goes wrong:
-- A mean of the trainers' mean gradients is wrong if their parts of the last batch differ in size: add up sums and
-  divide by the number of all samples.
-- Only the server has an optimizer: one on each trainer would build its momentum from local gradients.
-- The running statistics of batch norm are buffers, which gradients do not update on the server. Use group norm.
+Pitfalls:
+- Do not average the mean gradients of the trainers: if their parts of the last batch differ in size, the result is
+  wrong. Add up sums and divide by the number of all samples.
+- Only the server has an optimizer. With one on each trainer, momentum would come from local gradients.
+- Use group norm. The running statistics of batch norm are buffers, and the trainers send only gradients.
 
 What to change for your own training: build(), load(), and the optimizer of the server. If a trainer dies,
 torchrun stops the others (parameter_server_async.py continues without it).
@@ -39,11 +39,11 @@ from torch.utils.data import DataLoader
 from digits import DistributedBatchSampler, build, count_correct, load, print_losses
 
 EPOCHS = 2
-BATCH = 64  # samples of one update, over all trainers together: it does not change with their number
+BATCH = 64  # samples per update, over all trainers: more trainers do not change it
 
 
 def serve(model, num_updates, trainers):
-    """Send the parameters to every trainer, add up their gradients, make the update. Returns the losses."""
+    """Run the server: send parameters, add up gradients, make updates. Return the loss of each update."""
     parameters = list(model.parameters())
     optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=5e-4)
     losses = []
@@ -54,18 +54,18 @@ def serve(model, num_updates, trainers):
         pushed = [flat.new_empty(len(flat) + 2) for _ in trainers]
         for trainer, message in zip(
             trainers, pushed, strict=True
-        ):  # always in this order, so that every run adds up the same way
+        ):  # a fixed order, so that rounding is the same in every run
             dist.recv(message, trainer)
         *gradient, loss, count = sum(pushed).split([*(p.numel() for p in parameters), 1, 1])
         for parameter, values in zip(parameters, gradient, strict=True):
-            parameter.grad = values.view_as(parameter) / count  # a sum over samples of all trainers, divided once
+            parameter.grad = values.view_as(parameter) / count  # a sum over samples of all trainers, now their mean
         optimizer.step()
         losses.append(loss / count)
     return torch.cat(losses)
 
 
 def train(model, data, index, num_trainers, device):
-    """Pull, compute the gradients of this trainer's part of the batch, push."""
+    """Run a trainer: receive parameters, compute gradients of its part of each batch, send them."""
     parameters = list(model.parameters())
     flat = parameters_to_vector(parameters).detach()
     sampler = DistributedBatchSampler(len(data), BATCH, index, num_trainers)
@@ -86,7 +86,7 @@ def main():
     parser.add_argument("--float64", action="store_true", help="print every loss, to compare with another script")
     args = parser.parse_args()
     dtype = torch.float64 if args.float64 else torch.float32
-    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one per rank
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one GPU per rank
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -115,7 +115,7 @@ def main():
     dist.all_reduce(correct)
     if rank == 0:
         print(f"top1 {correct.item() / len(eval_data):.4f}")
-    time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
+    time.sleep(0.1)  # gloo's threads may still hold a tensor of the last all-reduce
     dist.destroy_process_group()
 
 

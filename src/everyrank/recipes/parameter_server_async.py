@@ -1,4 +1,4 @@
-"""Asynchronous parameter server over torch.distributed.rpc, as in Hogwild: no trainer waits for another.
+"""Asynchronous parameter server over RPC (torch.distributed.rpc), as in Hogwild: trainers do not wait for each other.
 
 Run: python parameter_server_async.py --trainers 3 --replay
 
@@ -7,19 +7,19 @@ Run: python parameter_server_async.py --trainers 3 --replay
     trainer 3   pull 1 ── compute ── push ► update 2 ...        gradient of parameters that are two updates old
 
 Memory         the server: parameters, gradients, optimizer state; a trainer: parameters and gradients
-Communication  per update, between the server and one trainer: the parameters as the result of a call, the gradients as
-               an argument
+Communication  per update, one trainer gets the parameters as the result of a call, and sends its gradients as an
+               argument
 Use when       trainers differ in speed, or may die, and gradients of slightly older parameters are acceptable
 
-It is not equivalent to one device: each batch of a trainer makes an update of its own, with the gradient of parameters
-that it pulled before. The losses differ between runs. --replay checks them: the server has recorded the order of pulls
-and pushes, repeats them in one process, and compares the parameters. (Hogwild itself updates without a lock.)
+It is not equivalent to one device. Each batch of a trainer makes an update, with the gradient at parameters that may be
+older than those that it updates. The losses differ between runs. Hogwild itself updates without a lock.
+--replay checks the run: it repeats the recorded pulls and pushes in one process and compares the parameters.
 
 If a trainer dies, the others continue without its remaining samples, and a line at the end names it. If the server
 dies, every trainer ends at its next call.
 
 Trusted networks only: RPC unpickles what it receives, so anyone who reaches its port can run code. It listens on the
-loopback interface, and all processes are on this host.
+loopback interface, unless you set TP_SOCKET_IFNAME and GLOO_SOCKET_IFNAME. All processes are on this host.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def batches(data, trainer, num_trainers):
 
 
 def gradient(model, flat, batch):
-    """Return the gradient of the mean loss at the parameters `flat`, (number of parameters,), and the loss."""
+    """Return the gradient of the mean loss at the parameters `flat`, of shape (number of parameters,), and the loss."""
     vector_to_parameters(flat, model.parameters())
     images, labels = batch
     loss = F.cross_entropy(model(images), labels)
@@ -59,17 +59,17 @@ def gradient(model, flat, batch):
 
 
 class Server:
-    """The parameters and their optimizer. RPC calls its methods in several threads; the lock lets one in at a time."""
+    """Parameters and optimizer. RPC calls the methods in several threads; the lock lets one of them run at a time."""
 
     def __init__(self, model):
         self.flat = parameters_to_vector(model.parameters()).detach().clone()
         self.optimizer = torch.optim.SGD([self.flat], lr=0.02, momentum=0.9, weight_decay=5e-4)
-        self.lock, self.events, self.losses, self.done = threading.Lock(), [], [], set()
+        self.lock, self.events, self.losses, self.finished_trainers = threading.Lock(), [], [], set()
 
     def pull(self, trainer):
         with self.lock:
             self.events.append((trainer, "pull"))
-            return self.flat.clone()  # a copy, because updates change flat while it is sent
+            return self.flat.clone()  # a copy, because an update may change flat while it is sent
 
     def push(self, trainer, message, loss):
         with self.lock:
@@ -79,7 +79,7 @@ class Server:
             self.optimizer.step()
 
     def replay(self, model, data, num_trainers):
-        """Repeat the same pulls and pushes in one process; return the largest difference of a parameter."""
+        """Repeat all pulls and pushes in one process, and return the largest difference of a parameter."""
         replayed, pulled = Server(model), {}
         trainer_batches = [batches(data, trainer, num_trainers) for trainer in range(num_trainers)]
         for trainer, event in self.events:
@@ -90,7 +90,7 @@ class Server:
         return (self.flat - replayed.flat).abs().max().item()
 
 
-server = None  # set in the server's process. Trainers call the functions below, which RPC finds by name
+server = None  # set in the server's process. Trainers call the functions below, which RPC looks up by name
 
 
 def pull(trainer):
@@ -102,11 +102,11 @@ def push(trainer, message, loss):
 
 
 def finish(trainer):
-    server.done.add(trainer)
+    server.finished_trainers.add(trainer)
 
 
 def connect(name, rank, world_size, init_method):
-    """Connect to the other processes. A call fails after a minute."""
+    """Connect this process to the others. A call fails after a minute."""
     for variable in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):  # the default is an address that the network can reach
         os.environ.setdefault(variable, "lo")
     options = rpc.TensorPipeRpcBackendOptions(
@@ -116,7 +116,7 @@ def connect(name, rank, world_size, init_method):
 
 
 def train(trainer, num_trainers, init_method, dtype):
-    """Run a trainer: pull, compute, push, without waiting for other trainers."""
+    """Run a trainer: pull parameters, compute gradients, push them, without waiting for other trainers."""
     torch.set_num_threads(1)
     data, model = load(dtype)[0], build().to(dtype)
     connect(f"trainer{trainer}", trainer + 1, num_trainers + 1, init_method)
@@ -125,9 +125,9 @@ def train(trainer, num_trainers, init_method, dtype):
             flat = rpc.rpc_sync("server", pull, (trainer,))
             rpc.rpc_sync("server", push, (trainer, *gradient(model, flat, batch)))
         rpc.rpc_sync("server", finish, (trainer,))
-    except RuntimeError as error:  # no answer, or an exception of the server
+    except RuntimeError as error:  # there is no answer, or the server raised an exception
         sys.stderr.write(f"trainer {trainer}: the server is gone: {str(error).splitlines()[0]}\n")
-    os._exit(0)  # rpc.shutdown() would wait for dead processes
+    os._exit(0)  # without rpc.shutdown(), which would wait for dead processes
 
 
 def main():
@@ -135,7 +135,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--trainers", type=int, default=3)
     parser.add_argument("--replay", action="store_true", help="repeat the updates in one process and compare")
-    parser.add_argument("--float64", action="store_true", help="compare the replay to the last digits")
+    parser.add_argument("--float64", action="store_true", help="train in float64, so that the replay agrees to 1e-12")
     args = parser.parse_args()
     name, dtype = Path(__file__).name, torch.float64 if args.float64 else torch.float32
     if args.trainers < 1:
@@ -158,7 +158,7 @@ def main():
         connect("server", 0, args.trainers + 1, init_method)
         for process in trainers:
             process.join()
-    lost = [trainer for trainer in range(args.trainers) if trainer not in server.done]
+    lost = [trainer for trainer in range(args.trainers) if trainer not in server.finished_trainers]
     for trainer in lost:
         sys.stderr.write(f"{name}: trainer {trainer} died ({trainers[trainer].exitcode}); the others continued\n")
     if args.float64:
@@ -172,7 +172,7 @@ def main():
     vector_to_parameters(server.flat, model.parameters())
     images, labels = eval_data.tensors
     print(f"top1 {(model(images).argmax(1) == labels).double().mean().item():.4f}", flush=True)
-    os._exit(1 if len(lost) == args.trainers else 0)  # see the end of train()
+    os._exit(1 if len(lost) == args.trainers else 0)  # without rpc.shutdown(), as in train()
 
 
 if __name__ == "__main__":

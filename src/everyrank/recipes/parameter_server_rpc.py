@@ -1,4 +1,4 @@
-"""Synchronous parameter server over torch.distributed.rpc: trainers call functions of the server.
+"""Synchronous parameter server over RPC (torch.distributed.rpc): trainers call functions of the server.
 
 Run: torchrun --standalone --nproc-per-node 3 parameter_server_rpc.py
 
@@ -9,19 +9,19 @@ Run: torchrun --standalone --nproc-per-node 3 parameter_server_rpc.py
                            ◄─ result ─
 
 Memory         the server: parameters, gradients, optimizer state; a trainer: parameters and gradients
-Communication  per update, between the server and each trainer: the parameters as the result of a call, the gradients as
-               an argument, with the sum of the loss and the number of samples as two more elements
-Use when       you want to see RPC. DDP is better for training; RPC is in maintenance; parameter_server.py works without
-               it
+Communication  per update, each trainer gets the parameters as the result of a call, and sends its gradients as an
+               argument, with the sum of the loss and the number of samples as two more elements
+Use when       you want to see how RPC works. DDP is better for training, and torch adds no features to RPC.
+               parameter_server.py does the same without RPC
 
 Trusted networks only: RPC unpickles what it receives, so anyone who reaches its port can run code. It listens on the
-loopback interface; across hosts set TP_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the interface of a private network.
+loopback interface. For several hosts set TP_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the interface of a private network.
 
-What goes wrong:
-- A waiting call keeps a thread of the server: with fewer threads than trainers, the last push is never read.
-- rpc.shutdown() waits until all workers have called it, so it cannot be used if a training has to survive the death of
-  a trainer.
-- To send CUDA tensors, set device_map in the options of every caller; this script sends CPU tensors.
+Pitfalls:
+- A waiting call occupies a server thread. With fewer threads than trainers, the server never reads the last push.
+- rpc.shutdown() waits until all workers have called it. Do not use it if the training has to survive the death of a
+  trainer.
+- This script sends CPU tensors. To send CUDA tensors, set device_map in the options of every caller.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from torch.utils.data import DataLoader
 from digits import DistributedBatchSampler, build, count_correct, load, print_losses
 
 EPOCHS = 2
-BATCH = 64  # samples of one update, over all trainers together: it does not change with their number
+BATCH = 64  # samples per update, over all trainers: more trainers do not change it
 
 
 class Server:
@@ -53,7 +53,7 @@ class Server:
         self.changed = threading.Condition()
 
     def push(self, trainer, message):
-        """Add a gradient; return when the update that it belongs to is done."""
+        """Add a gradient, and return when its update is done."""
         with self.changed:
             update = self.num_updates
             self.pushed[trainer] = message
@@ -63,17 +63,17 @@ class Server:
             self.changed.wait_for(lambda: self.num_updates > update)
 
     def make_update(self):
-        pushed = [self.pushed[trainer] for trainer in sorted(self.pushed)]  # the same order of additions in every run
+        pushed = [self.pushed[trainer] for trainer in sorted(self.pushed)]  # a fixed order, for the same rounding
         *gradient, loss, count = sum(pushed).split([*(p.numel() for p in self.parameters), 1, 1])
         for parameter, values in zip(self.parameters, gradient, strict=True):
-            parameter.grad = values.view_as(parameter) / count  # a sum over samples of all trainers, divided once
+            parameter.grad = values.view_as(parameter) / count  # a sum over samples of all trainers, now their mean
         self.optimizer.step()
         self.losses.append(loss / count)
         self.pushed.clear()
         self.num_updates += 1
 
 
-server = None  # set in the server's process. Trainers call the functions below, which RPC finds by name
+server = None  # set in the server's process. Trainers call the functions below, which RPC looks up by name
 
 
 def pull():
@@ -85,7 +85,7 @@ def push(trainer, message):
 
 
 def train(model, data, index, num_trainers, device):
-    """Pull, compute the gradients of this trainer's part of the batch, push."""
+    """Run a trainer: pull parameters, compute gradients of its part of each batch, push them."""
     parameters = list(model.parameters())
     sampler = DistributedBatchSampler(len(data), BATCH, index, num_trainers)
     loader = DataLoader(data, batch_sampler=sampler)
@@ -119,15 +119,15 @@ def main():
     model = build().to(dtype)
     if rank == 0:
         server = Server(model, num_trainers)  # before a trainer can call it
-    # Address and ranks come from torchrun, in the environment. The timeout ends a call to a process that hangs.
+    # torchrun passes address and ranks in the environment. The timeout ends a call to a process that hangs.
     options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=world_size + 1, rpc_timeout=300)
     name = "server" if rank == 0 else f"trainer{rank}"
     rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
     if rank > 0:
-        cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one per rank
+        cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one GPU per rank
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
         train(model.to(device), train_data, rank - 1, num_trainers, device)
-    rpc.shutdown()  # waits until all trainers are done
+    rpc.shutdown()  # waits until all trainers have called it
     if rank == 0:
         for epoch, losses in enumerate(torch.cat(server.losses).view(EPOCHS, -1)):
             print_losses(epoch, losses, every_update=args.float64)

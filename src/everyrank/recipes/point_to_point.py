@@ -2,20 +2,20 @@
 
 Run: torchrun --standalone --nproc-per-node 3 point_to_point.py
 
-Memory         one small tensor, on every rank. It trains nothing, and checks each result
+Memory         one small tensor on every rank; there is no training, and each result is checked
 Communication  one tensor from one rank to another; the other ranks do not take part
 Use when       one rank needs data of one other rank: stages of a pipeline, neighbours in a ring or grid, a work queue
 
-What goes wrong:
-- send() blocks until the receiver has received. (Over MPI it may return earlier for small tensors; do not rely on it.)
-  If two ranks both send first, both wait until the timeout; so do all ranks of a ring. Start the send with isend(),
+Pitfalls:
+- send() blocks until the receiver has received. (With MPI it may return earlier for small tensors: do not rely on it.)
+  If two ranks both send first, or all ranks of a ring do, they wait until the timeout. Start the send with isend(),
   receive, then call wait(). Or let every second rank receive first.
 - Between isend() or irecv() and wait(), do not write to the sent tensor and do not read the received one. Always call
-  wait(): otherwise the tensor may be freed before the transfer is done.
-- Shape and dtype are not sent: both sides have to know them, or send them first. Tensors have to be contiguous.
+  wait(). Otherwise the tensor may be freed before the transfer is done.
+- Shape and dtype are not sent. Both sides have to know them, or send them first. Tensors have to be contiguous.
 - NCCL supports neither tags nor recv from any rank. With NCCL, put transfers in both directions into one
   batch_isend_irecv.
-- Ranks are those of the whole world. Within a group use group=..., group_src=..., group_dst=...
+- src= and dst= are global ranks. Within a group, use group=..., group_src=... and group_dst=...
 """
 
 import os
@@ -31,7 +31,7 @@ num_checked = 0
 
 
 def check(name, result, expected):
-    """End this rank with status 1 if a result is wrong; torchrun then ends the other ranks."""
+    """Check a result. If it is wrong, end this rank with exit status 1, and torchrun ends the other ranks."""
     global num_checked
     num_checked += 1
     if result != expected:
@@ -45,7 +45,7 @@ def print_on_rank_0(name, text):
 
 
 def send_and_recv(rank, world_size):
-    """send and recv, which block. Each rank receives, adds 1 and sends, so a receiver is always waiting.
+    """Use send and recv, which block. Each rank receives, adds 1 and sends, so a receiver is always waiting.
 
     rank 0 --0--> rank 1 --1--> rank 2 --2--> rank 0
     """
@@ -62,11 +62,11 @@ def send_and_recv(rank, world_size):
 
 
 def isend_before_recv(rank, world_size):
-    """Why ranks that all call send first deadlock: a send is not done before the other side receives.
+    """Show why ranks deadlock if all call send first: a send is not done before the other side receives.
 
     rank 0: send(to 1) never returns, so recv is never called        rank 1: send(to 0) never returns
 
-    isend shows this without a deadlock: it stays unfinished until the receiver calls recv.
+    An isend shows this without a deadlock: it is unfinished until the receiver calls recv.
     """
     sent, received = torch.tensor([float(rank)]), torch.zeros(1)
     sending = dist.isend(sent, dst=(rank + 1) % world_size)
@@ -83,7 +83,7 @@ def isend_before_recv(rank, world_size):
 
 
 def exchange_both_ways(rank, world_size):
-    """isend and irecv: all transfers run at the same time, while this rank computes.
+    """Use isend and irecv: all transfers run at the same time, while this rank computes.
 
     rank 0 <---> rank 1 <---> rank 2 <---> rank 0        each rank with both neighbours, as in a grid
     """
@@ -108,7 +108,7 @@ def exchange_both_ways(rank, world_size):
 
 
 def receive_by_tag(rank, _):
-    """recv takes the next message with its tag. Messages with the same tag arrive in the order in which they were sent.
+    """Use tags: recv takes the next message with its tag. Messages with the same tag arrive in the order of sending.
 
     rank 0: 100 with tag 1, 101 with tag 1, 200 with tag 2        rank 1: recv tag 2, recv tag 1, recv tag 1
     """
@@ -130,7 +130,7 @@ def receive_by_tag(rank, _):
 
 
 def receive_from_any_rank(rank, world_size):
-    """recv without src takes the first message that arrives and returns its sender, as in a work queue.
+    """Call recv without src: it takes the first message that arrives and returns the sender, as in a work queue.
 
     rank 1 --1--> rank 0 <--4-- rank 2        answers: the squares of the ranks
     """
@@ -148,7 +148,7 @@ def receive_from_any_rank(rank, world_size):
 
 
 def exchange_in_a_batch(rank, world_size):
-    """batch_isend_irecv: one call starts several transfers. NCCL needs it; it works with every backend.
+    """Start several transfers by one batch_isend_irecv. NCCL needs it, and it works with every backend.
 
     rank 0 --> rank 1 --> rank 2 --> rank 0
     """
@@ -171,7 +171,7 @@ def main():
     if world_size < 2:
         sys.stderr.write(f"{Path(__file__).name}: needs 2 or more ranks, got {world_size}: start it with torchrun\n")
         raise SystemExit(2)
-    # Address and ranks come from torchrun. The timeout ends a deadlock.
+    # torchrun passes address and ranks in the environment. The timeout ends a deadlock.
     dist.init_process_group("gloo", timeout=timedelta(minutes=2))
     for example in (
         send_and_recv,
@@ -186,7 +186,7 @@ def main():
     total = torch.tensor([num_checked])
     dist.all_reduce(total)
     print_on_rank_0("", f"{total.item()} results on {world_size} ranks, all correct")
-    time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
+    time.sleep(0.1)  # gloo's threads may still hold a tensor of the last all-reduce
     dist.destroy_process_group()
 
 

@@ -1,21 +1,21 @@
-"""Process groups: collectives of some of the ranks, and a two-dimensional mesh with a group for each row and column.
+"""Process groups: collectives of some of the ranks, and a device mesh with a group for each row and column.
 
 Run: torchrun --standalone --nproc-per-node 4 process_groups.py
 
-Memory         a number, on every rank; it trains nothing
+Memory         one number on every rank; there is no training
 Communication  sums within a group; ranks of other groups do not wait
 Use when       ranks have different roles: tensor parallel within a host, data parallel between hosts, pipeline stages
 
-What goes wrong:
-- Every rank of the world has to call new_group() for every group, in the same order, also ranks that are not members.
+Pitfalls:
+- All ranks have to call new_group() for every group, in the same order, also ranks that are not members.
   `if rank in members: dist.new_group(members)` waits for the other ranks until the timeout.
 - Ranks outside the group get NON_GROUP_MEMBER. A collective on it prints a warning and does nothing.
-- With use_local_synchronization=True only the members call new_group(). A rank of several groups has to create them in
-  the same order as the other members; otherwise they wait for each other.
+- With use_local_synchronization=True, only members call new_group(). A rank in several groups has to create them in
+  the same order as the other members. Otherwise they wait for each other.
 - A rank has a global rank and a rank in each group. src= and dst= take the global rank, group_src= and group_dst= the
-  rank in the group. The wrong one selects a different rank, or one that does not exist.
-- Groups cost connections and memory: create them once, before the training.
-- new_group() does not inherit the timeout of init_process_group: pass timeout=... for each group.
+  rank in the group. The wrong number selects a different rank, or one that does not exist.
+- Groups need connections and memory. Create them once, before the training.
+- new_group() does not inherit the timeout of init_process_group. Pass timeout=... for each group.
 """
 
 import math
@@ -34,7 +34,7 @@ num_checked = 0
 
 
 def check(name, result, expected):
-    """End this rank with status 1 if a result is wrong; torchrun then ends the other ranks."""
+    """Check a result. If it is wrong, end this rank with exit status 1, and torchrun ends the other ranks."""
     global num_checked
     num_checked += 1
     if result != expected:
@@ -43,7 +43,7 @@ def check(name, result, expected):
 
 
 def print_on_rank_0(heading, local_line=None):
-    """Print a heading and a line for each rank. A collective with `local_line`: every rank calls it."""
+    """Print a heading on rank 0, and a line for each rank. With `local_line`, all ranks must call it."""
     lines = [None] * world_size
     if local_line is not None:
         dist.all_gather_object(lines, local_line)
@@ -61,7 +61,7 @@ def sum_over_ranks(value, group=None):
 
 
 def new_group_of_even_ranks():
-    """new_group: every rank calls it, member or not.
+    """Call new_group on all ranks, members or not.
 
     world  0 1 2 3        group of the even ranks  0 . 2 .        ranks in the group  0 . 1 .
     """
@@ -87,7 +87,7 @@ def new_group_of_even_ranks():
 
 
 def several_groups():
-    """new_subgroups_by_enumeration: creates several disjoint groups; each rank gets the group that it belongs to.
+    """Create several disjoint groups by new_subgroups_by_enumeration, which returns to each rank its own group.
 
     world  0 1 2 3        groups  [0 1] [2 3]        sums  1 1 5 5
     """
@@ -103,7 +103,7 @@ def several_groups():
 
 
 def mesh_of_two_axes():
-    """init_device_mesh: the ranks as a grid, with a group for each row and each column.
+    """Arrange the ranks in a grid by init_device_mesh, with a group for each row and each column.
 
                 tensor 0   tensor 1
     data 0      rank 0     rank 1        rows: ranks that compute the same samples together
@@ -131,7 +131,7 @@ def mesh_of_two_axes():
 
 
 def members_only():
-    """new_group with use_local_synchronization=True: only the members call it. Otherwise they wait for all ranks.
+    """Call new_group on members only, with use_local_synchronization=True. Without it, they would wait for all ranks.
 
     rank 0: new_group([0], use_local_synchronization=True)        other ranks: no call
     """
@@ -143,19 +143,19 @@ def members_only():
 
 if __name__ == "__main__":
     if "RANK" not in os.environ:
-        sys.stderr.write(f"{Path(__file__).name}: start it with torchrun: the command is at the top of the file\n")
+        sys.stderr.write(f"{Path(__file__).name}: start it with torchrun, by the command at the top of the file\n")
         raise SystemExit(2)
-    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one per rank
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one GPU per rank
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    # Address and ranks come from torchrun. The timeout ends a deadlock. No device_id: with it NCCL would split each
-    # group from this one and wait for all ranks, also with use_local_synchronization.
+    # torchrun passes address and ranks. The timeout ends a deadlock. With device_id, NCCL would split each group from
+    # this one and wait for all ranks, also with use_local_synchronization, so there is no device_id.
     dist.init_process_group("nccl" if cuda else "gloo", timeout=TIMEOUT)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for example in (new_group_of_even_ranks, several_groups, mesh_of_two_axes, members_only):
         example()
     total = sum_over_ranks(num_checked)
     print_on_rank_0(f"{total} results on {world_size} ranks, all correct")
-    time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
+    time.sleep(0.1)  # gloo's threads may still hold a tensor of the last all-reduce
     dist.destroy_process_group()

@@ -1,19 +1,19 @@
-"""Distributed data parallel in Ray actors: Ray places one for each rank, and they form a process group of their own.
+"""Distributed data parallel in Ray actors: Ray places an actor for each rank, and the actors form a process group.
 
 Run: python ray_actors.py --ranks 2
 
 Memory         the whole model, its gradients and the optimizer state, on every rank
 Communication  the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs
-Use when       Ray is how jobs start on your cluster, or the training is one part of a larger Ray program
+Use when       your cluster starts jobs with Ray, or the training is a part of a larger Ray program
 
 What to change for your own training:
 - Replace load() and build() of digits.py. BATCH is the batch of all ranks.
 - ray.init() uses the cluster in RAY_ADDRESS or on this node, or starts one. Do not name a script ray.py.
-- On several nodes script and data have to be at the same place on each: shared storage, or what you name in
-  ray.init(runtime_env={"working_dir": "."}). GLOO_SOCKET_IFNAME goes there too: {"env_vars": {...}}.
-- Each actor sees its own GPU only, as cuda:0. Where there are fewer GPUs than ranks, all train on CPUs.
-- Ray does not restart actors here: a rank cannot join a running process group. To recover from a fault, load a
-  checkpoint in train() and start the script again.
+- On several nodes, all need script and data at the same path: on shared storage, or by
+  ray.init(runtime_env={"working_dir": "."}). Set GLOO_SOCKET_IFNAME by {"env_vars": {...}} in runtime_env.
+- Each actor sees only its own GPU, as cuda:0. If there are fewer GPUs than ranks, all ranks train on CPUs.
+- Ray does not restart actors here, because a rank cannot join a running process group. To recover from a failure, load
+  a checkpoint in train() and start the script again.
 """
 
 import argparse
@@ -35,26 +35,26 @@ from digits import DistributedBatchSampler, build, count_correct, load, print_lo
 EPOCHS = 2
 BATCH = 64  # samples per update, over all ranks: more ranks do not change it
 STRATEGY = "PACK"  # as few nodes as possible; "STRICT_SPREAD" uses a different node for each rank
-MAX_SECONDS = 24 * 3600  # of a training; after that it fails
+MAX_SECONDS = 24 * 3600  # a longer training fails
 
 
 @ray.remote
 class Rank:
-    """A process that Ray starts on a node of its cluster."""
+    """A rank, in a process that Ray starts on a node of its cluster."""
 
     def address(self):
-        """Return the address of this rank's node and a port that is free now."""
+        """Return the address of this rank's node, with a port that is free now."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
 
     def train(self, rank, world_size, address, dtype):
-        """Train; return the losses of each epoch, and top1."""
+        """Train, and return the losses of each epoch, and top1."""
         cuda = bool(ray.get_gpu_ids())
         device = torch.device("cuda", 0) if cuda else torch.device("cpu")
         # The timeout ends the wait for a rank that died.
-        name, bound = ("nccl", device) if cuda else ("gloo", None)
-        dist.init_process_group(name, address, timedelta(minutes=5), world_size, rank, device_id=bound)
+        backend, device_id = ("nccl", device) if cuda else ("gloo", None)
+        dist.init_process_group(backend, address, timedelta(minutes=5), world_size, rank, device_id=device_id)
         all_losses = []
 
         train_data, eval_data = load(dtype)
@@ -71,17 +71,17 @@ class Rank:
                 images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
                 optimizer.zero_grad()
                 loss = F.cross_entropy(ddp(images), labels, reduction="sum") / batch_size
-                (loss * world_size).backward()  # the sum over ranks: DDP divides it by world_size
+                (loss * world_size).backward()  # DDP divides the sum over ranks by world_size
                 optimizer.step()
                 losses.append(loss.detach())
 
             losses = torch.stack(losses)
-            dist.all_reduce(losses)  # once per epoch: in the loop, every update would wait for it
+            dist.all_reduce(losses)  # once per epoch, because in the loop every update would wait for it
             all_losses.append(losses.cpu())
 
         correct = count_correct(model, eval_data, device, rank, world_size)
         dist.all_reduce(correct)
-        del ddp  # before its process group is destroyed
+        del ddp  # DDP has to be freed before its process group is destroyed
         dist.destroy_process_group()
         return all_losses, correct.item() / len(eval_data)
 
@@ -96,10 +96,10 @@ def main():
     gpu = {"GPU": 1} if ray.cluster_resources().get("GPU", 0) >= world_size else {}
     group = placement_group([{"CPU": 1, **gpu}] * world_size, STRATEGY)
     if not group.wait(60):
-        has = ray.available_resources()
-        sys.exit(f"no place for {world_size} ranks: Ray has {has.get('CPU', 0)} CPUs and {has.get('GPU', 0)} GPUs free")
-    places = [PlacementGroupSchedulingStrategy(group, index) for index in range(world_size)]
-    ranks = [Rank.options(num_cpus=1, num_gpus=len(gpu), scheduling_strategy=place).remote() for place in places]
+        free = ray.available_resources()
+        sys.exit(f"cannot place {world_size} ranks: {free.get('CPU', 0)} CPUs and {free.get('GPU', 0)} GPUs are free")
+    bundles = [PlacementGroupSchedulingStrategy(group, index) for index in range(world_size)]
+    ranks = [Rank.options(num_cpus=1, num_gpus=len(gpu), scheduling_strategy=bundle).remote() for bundle in bundles]
     address = ray.get(ranks[0].address.remote(), timeout=300)
     results = [actor.train.remote(rank, world_size, address, dtype) for rank, actor in enumerate(ranks)]
     running = results

@@ -1,20 +1,20 @@
-"""Ring all-reduce written with send and recv, used by a small data parallel training.
+"""Ring all-reduce, written with send and recv, in a small data parallel training.
 
 Run: torchrun --standalone --nproc-per-node 2 ring_allreduce.py
 
 `python ring_allreduce.py` trains the same network in one process.
 
 Memory         the whole model, its gradients and the optimizer state, on every rank, as in DDP
-Communication  the gradients in N parts, each to the next rank in 2 (N - 1) steps: a rank sends 2 (N - 1) / N of their
-               size
-Use when       you want to see how dist.all_reduce and DistributedDataParallel work; for training, those are faster
+Communication  the gradients in N chunks, to the next rank in 2 (N - 1) steps: a rank sends 2 (N - 1) / N times the size
+               of the gradients
+Use when       you want to see how dist.all_reduce and DistributedDataParallel work. For training, these are faster
 
 What to change for your own training:
 - Replace load() and build() of digits.py. BATCH is the batch of all ranks; any number of ranks works.
-- Each rank divides its loss by the size of the whole batch, so that the sum over ranks is the mean over the batch. An
+- Each rank divides its loss by the size of the whole batch, so that the sum over ranks is the mean over the batch. A
   mean of the local means is different if one rank has fewer samples.
-- All gradients are sent in one piece after backward. DDP sends them in buckets while backward still runs.
-- Each step waits for a neighbour, so small tensors cost 2 (N - 1) latencies. A tree of ranks is faster for those.
+- This script sends all gradients in one piece after backward. DDP sends them in buckets while backward still runs.
+- Each step waits for a neighbour, so a small tensor costs 2 (N - 1) latencies. A tree of ranks is faster for these.
 """
 
 import argparse
@@ -40,34 +40,34 @@ ROUNDING = {
 
 
 def ring_all_reduce(tensor, rank, world_size):
-    """Replace `tensor`, of shape (length,), by its sum over all ranks. Three ranks, parts a b c:
+    """Replace `tensor`, of shape (length,), by its sum over all ranks. For example, three ranks with chunks a b c:
 
               rank 0          rank 1          rank 2
     start     a0  b0  c0      a1  b1  c1      a2  b2  c2
-    step 1    a0 ->           b1 ->           c2 ->            to the next rank, which adds it to its own part
+    step 1    a0 ->           b1 ->           c2 ->            to the next rank, which adds it to its own chunk
               a0  b0  c02     a01 b1  c1      a2  b12 c2
     step 2    c02 ->          a01 ->          b12 ->
-              a0  B   c02     a01 b1  C       A   b12 c2       each rank has one part of the sum
-    step 3    B ->            C ->            A ->             the parts of the sum go around and are copied
+              a0  B   c02     a01 b1  C       A   b12 c2       each rank has one chunk of the sum
+    step 3    B ->            C ->            A ->             the chunks of the sum go around and are copied
     step 4    A ->            B ->            C ->
     end       A   B   C       A   B   C       A   B   C
     """
-    following, previous = (rank + 1) % world_size, (rank - 1) % world_size
-    parts = tensor.tensor_split(world_size)  # views: writing to a part changes the tensor
+    next_rank, previous = (rank + 1) % world_size, (rank - 1) % world_size
+    chunks = tensor.tensor_split(world_size)  # views: writing to a chunk changes the tensor
 
     def send_and_receive(outgoing, incoming):
-        # isend, because send waits for the receiver: all ranks would wait in send.
-        sending = dist.isend(outgoing, following)
+        # isend does not block. With send, every rank would wait for a receiver.
+        sending = dist.isend(outgoing, next_rank)
         dist.recv(incoming, previous)
         sending.wait()
 
     for step in range(world_size - 1):  # reduce-scatter
-        local_part = parts[(rank - step - 1) % world_size]
-        received = torch.empty_like(local_part)
-        send_and_receive(parts[(rank - step) % world_size], received)
-        local_part += received
+        local_chunk = chunks[(rank - step - 1) % world_size]
+        received = torch.empty_like(local_chunk)
+        send_and_receive(chunks[(rank - step) % world_size], received)
+        local_chunk += received
     for step in range(world_size - 1):  # all-gather
-        send_and_receive(parts[(rank + 1 - step) % world_size], parts[(rank - step) % world_size])
+        send_and_receive(chunks[(rank + 1 - step) % world_size], chunks[(rank - step) % world_size])
 
 
 def fail(message):
@@ -102,7 +102,7 @@ def train(rank, world_size, data, dtype, epochs):
             loss = F.cross_entropy(model(images[local_batch]), labels[local_batch], reduction="sum") / len(batch)
             optimizer.zero_grad()
             loss.backward()
-            # One vector of all gradients and the loss, so that each part is one message, not one for each layer.
+            # One vector contains all gradients and the loss, so that each chunk is one message, not one for each layer.
             flat = torch.cat([*(parameter.grad.flatten() for parameter in parameters), loss.detach()[None]])
             if world_size > 1:
                 before = flat.clone()
@@ -144,7 +144,7 @@ def main():
             )
             print(f"difference from dist.all_reduce: {largest:.1e}; the same bits on every rank")
             print(f"difference from one process, in the losses of the first epoch: {drift:.1e}")
-        time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
+        time.sleep(0.1)  # gloo's threads may still hold a tensor of the last all-reduce
         dist.destroy_process_group()
 
 

@@ -1,27 +1,27 @@
-"""Distributed autograd over RPC: a network of two parts on two workers, one backward, one distributed optimizer.
+"""Distributed autograd over RPC: a network on two workers, with one backward and one distributed optimizer.
 
 Run: python rpc_autograd.py
 
 Memory         worker `first`: the data and the first part of the model; worker `second`: the second part. Each has the
                gradients and the optimizer state of its own parameters
-Communication  activations to the second part, logits back, and in backward their gradients; never parameters. Measured:
-               548 kB an update. Half of it are calls of `first` to itself, which RPC sends like any other call
-Use when       parts of a network have to live in other processes and are called like functions. On equal devices use
-               pipeline.py, which sends and receives tensors; torch maintains RPC but adds no features to it
+Communication  activations to the second part, logits back, and their gradients in backward; no parameters. Measured:
+               548 kB per update. Half of it is calls of `first` to itself, which RPC sends like any other call
+Use when       parts of a network have to run in other processes and you call them like functions. On equal devices use
+               pipeline.py, which sends and receives tensors. torch maintains RPC but adds no features to it
 
-What goes wrong:
+Pitfalls:
 - RPC unpickles arguments and calls the function that a message names: anyone who reaches its ports can run code.
-  Here it listens on loopback. Set another interface (TP_SOCKET_IFNAME=eth0) on trusted networks only.
+  It listens on loopback. Set TP_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to another interface on trusted networks only.
 - loss.backward() stops at the border of this process. dist_autograd.backward(context, [loss]) follows the graph across
   processes.
-- Gradients are stored in the context, not in parameter.grad, with a new context for each update: there is nothing to
-  set to zero, and an ordinary optimizer sees no gradient. DistributedOptimizer runs SGD on the owner of a parameter.
-- backward waits for the gradient of each tensor that was sent in a call and requires one. A tensor that does not reach
-  the loss (an unused output, a detach() in between) keeps it waiting until TIMEOUT.
-- RPC sends functions by name: define them at the top of a file that both sides have.
+- Gradients are stored in the context of an update, not in parameter.grad: no zero_grad() is needed. An ordinary
+  optimizer sees no gradients. DistributedOptimizer runs SGD on the worker that owns the parameter.
+- backward waits for the gradient of every sent tensor that requires one. If such a tensor does not reach the loss (an
+  unused output, a detach()), backward waits until TIMEOUT.
+- RPC sends functions by name: define them at the top level of a file that both workers have.
 - A call fails after TIMEOUT seconds. Only rpc.shutdown() waits longer, until all workers have called it.
-- The parent process watches the workers. If one is killed, it ends the others and names the lost worker in the last
-  line; RPC may print errors of failed calls before it. Ctrl-C ends all workers.
+- The parent process watches the workers. If one is killed, it ends the others, and its last line names the lost worker.
+  RPC may print errors of failed calls before that line. Ctrl-C ends all workers.
 """
 
 import argparse
@@ -59,7 +59,7 @@ class SGD(optim.SGD):
 
 
 def make_part(start, stop, dtype):
-    """Return the layers from start to stop. It builds all layers, so that they get the weights of the whole network."""
+    """Return the layers from start to stop, with the weights that they have in the whole network."""
     return build()[start:stop].to(dtype)
 
 
@@ -87,10 +87,10 @@ def train(dtype):
         return second.rpc_sync().forward(first.rpc_sync().forward(images))
 
     for epoch in range(EPOCHS):
-        generator.manual_seed(SEED + epoch)  # a different order in each epoch; the smaller last batch is kept
+        generator.manual_seed(SEED + epoch)  # a different order in each epoch
         losses = []
         for images, labels in loader:
-            # Within the context, both sides of each call record that the graph continues on the other worker.
+            # In the context, both workers of a call record that the autograd graph continues on the other one.
             with dist_autograd.context() as context:
                 loss = F.cross_entropy(model(images), labels)
                 dist_autograd.backward(context, [loss])
@@ -112,7 +112,7 @@ def work(rank, init_method, dtype):
     logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)  # it warns about TorchScript
     torch.set_num_threads(max(1, os.cpu_count() // len(WORKERS)))
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    for variable in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):  # for calls; for the rendezvous of init_rpc
+    for variable in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):  # for calls; for init_rpc's rendezvous
         os.environ.setdefault(variable, loopback)  # the default is an address that the network can reach
     options = rpc.TensorPipeRpcBackendOptions(init_method=init_method, rpc_timeout=TIMEOUT)
     rpc.init_rpc(WORKERS[rank], rank=rank, world_size=len(WORKERS), rpc_backend_options=options)

@@ -1,25 +1,25 @@
-"""Batched RPC (async_execution): a server answers all trainers at once, after the gradients of the last have arrived.
+"""Batched RPC (async_execution): a server answers all trainers at once, when it has the gradients of all of them.
 
 Run: python rpc_batched.py
 
-Memory         the server: parameters and optimizer state; each trainer: a copy of the parameters, gradients of its
-               samples
-Communication  in each update, gradients from each trainer to the server, and the new parameters back. Measured: 428 kB
-               an update, of which 416 kB are tensors (4 times the 104 kB of parameters)
-Use when       one process has to collect the requests of others and process them together: gradients, as here, or the
-               inputs of a model that is faster on a batch. For plain training use ddp_torchrun.py, without a server
+Memory         the server: parameters and optimizer state; each trainer: a copy of the parameters, and the gradients of
+               its samples
+Communication  per update, each trainer sends its gradients to the server and receives the new parameters. Measured:
+               428 kB per update, of which 416 kB are tensors (4 times the 104 kB of parameters)
+Use when       one process collects requests and processes them together: gradients, as here, or inputs of a model that
+               is faster on a batch. For plain training use ddp_torchrun.py, which needs no server
 
-What goes wrong:
+Pitfalls:
 - RPC unpickles arguments and calls the function that a message names: anyone who reaches its ports can run code.
-  Here it listens on loopback. Set another interface (TP_SOCKET_IFNAME=eth0) on trusted networks only.
-- A call that waits on the server keeps one of its 16 threads: more than 16 trainers would wait forever. A function
-  marked async_execution returns a Future and frees its thread; the server answers when set_result is called.
-- Calls of two trainers run at the same time: protect the state that they change with a lock.
-- Keep a reference to the Future of this update before you replace it: the last trainer to arrive does both.
-- Gradients are added in the order of the trainers, not of arrival: with three or more, rounding would differ.
+  It listens on loopback. Set TP_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to another interface on trusted networks only.
+- A blocking call occupies one of the server's 16 threads, so more than 16 trainers would wait forever. A function
+  marked async_execution returns a Future and frees its thread. The server answers when set_result is called.
+- Calls of several trainers run at the same time: protect the state that they change with a lock.
+- The last trainer replaces the Future by one for the next update: keep a reference to the old one, to return it.
+- Add gradients in the order of trainer numbers: with three or more, rounding depends on the order of additions.
 - A call fails after TIMEOUT seconds. Only rpc.shutdown() waits longer, until all workers have called it.
-- The parent process watches the workers. If one is killed, it ends the others and names the lost worker in the last
-  line; RPC may print errors of failed calls before it. Ctrl-C ends all workers.
+- The parent process watches the workers. If one is killed, it ends the others, and its last line names the lost worker.
+  RPC may print errors of failed calls before that line. Ctrl-C ends all workers.
 """
 
 import argparse
@@ -45,7 +45,7 @@ from digits import build, load, print_losses
 WORKERS = ["server", "trainer0", "trainer1"]  # the name of each rank
 TIMEOUT = 60  # seconds until a call fails
 EPOCHS = 2
-BATCH = 64  # samples of one update, over all trainers together: it does not change with their number
+BATCH = 64  # samples per update, over all trainers: more trainers do not change it
 SEED = 0
 
 
@@ -57,30 +57,30 @@ class Server:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
         self.lock = threading.Lock()
         self.pushed = {}  # trainer -> (gradients, loss), for this update
-        self.updated = torch.futures.Future()
+        self.new_parameters = torch.futures.Future()  # of this update
         self.losses = []
 
     @async_execution
     def update(self, trainer, gradients, loss):
-        """Return a Future of the new parameters. The caller gets them when the slowest trainer has called it, too."""
+        """Return a Future of the new parameters, which is completed when all trainers have sent their gradients."""
         with self.lock:
-            self.pushed[trainer], updated = (gradients, loss), self.updated
+            self.pushed[trainer], new_parameters = (gradients, loss), self.new_parameters
             if len(self.pushed) == len(WORKERS) - 1:
                 pushed = [self.pushed[number] for number in sorted(self.pushed)]
-                self.pushed, self.updated = {}, torch.futures.Future()
-                for parameter, *parts in zip(
+                self.pushed, self.new_parameters = {}, torch.futures.Future()
+                for parameter, *local_gradients in zip(
                     self.model.parameters(), *(gradients for gradients, _ in pushed), strict=True
                 ):
-                    parameter.grad = sum(parts)
+                    parameter.grad = sum(local_gradients)
                 self.optimizer.step()
                 self.losses.append(sum(loss for _, loss in pushed))
-                # No copy is needed: they change again only after all trainers have received them and called again.
-                updated.set_result([parameter.detach() for parameter in self.model.parameters()])
-        return updated
+                # No copy is needed: the next update waits until all trainers have received these and called again.
+                new_parameters.set_result([parameter.detach() for parameter in self.model.parameters()])
+        return new_parameters
 
 
 def train_local_part(server, trainer, dtype):
-    """Train on this trainer's part of each batch. Runs on each trainer until the end of the training."""
+    """Run the whole training on one trainer, with its part of each batch."""
     train_data, _ = load(dtype)
     generator = torch.Generator()
     loader = DataLoader(train_data, BATCH, sampler=RandomSampler(train_data, generator=generator))
@@ -89,25 +89,25 @@ def train_local_part(server, trainer, dtype):
         generator.manual_seed(SEED + epoch)  # the same order on all trainers
         for images, labels in loader:
             local_part = slice(trainer, None, len(WORKERS) - 1)
-            # Divided by the size of the whole batch, so that the gradients of all trainers add up to its mean.
+            # Divide by the size of the whole batch, so that the gradients of all trainers add up to its mean.
             loss = F.cross_entropy(model(images[local_part]), labels[local_part], reduction="sum") / len(labels)
             gradients = torch.autograd.grad(loss, list(model.parameters()))
-            updated = server.rpc_sync().update(trainer, gradients, loss.detach())
+            new_parameters = server.rpc_sync().update(trainer, gradients, loss.detach())
             with torch.no_grad():
-                for parameter, value in zip(model.parameters(), updated, strict=True):
+                for parameter, value in zip(model.parameters(), new_parameters, strict=True):
                     parameter.copy_(value)
 
 
 def train(dtype):
-    """Start the trainers and wait for them. Runs in the main thread of the server; other threads answer calls."""
+    """Start the trainers and wait for them. Runs in the main thread of the server, while other threads answer calls."""
     server = Server(dtype)
-    reference = rpc.RRef(server)  # for the calls of the trainers
-    # timeout=0 means no timeout: the call lasts as long as the training.
-    trainings = [
+    reference = rpc.RRef(server)  # trainers call the server through it
+    # timeout=0 means no timeout, because the call lasts as long as the training.
+    futures = [
         rpc.rpc_async(name, train_local_part, (reference, trainer, dtype), timeout=0)
         for trainer, name in enumerate(WORKERS[1:])
     ]
-    torch.futures.wait_all(trainings)
+    torch.futures.wait_all(futures)
     for epoch, losses in enumerate(torch.stack(server.losses).view(EPOCHS, -1)):
         print_losses(epoch, losses, every_update=dtype == torch.float64)
     _, eval_data = load(dtype)
@@ -127,7 +127,7 @@ def work(rank, init_method, dtype):
     warnings.filterwarnings("ignore", "You are using a Backend")  # a warning of init_rpc
     torch.set_num_threads(max(1, os.cpu_count() // len(WORKERS)))
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    for variable in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):  # for calls; for the rendezvous of init_rpc
+    for variable in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):  # for calls; for init_rpc's rendezvous
         os.environ.setdefault(variable, loopback)  # the default is an address that the network can reach
     options = rpc.TensorPipeRpcBackendOptions(init_method=init_method, rpc_timeout=TIMEOUT)
     rpc.init_rpc(WORKERS[rank], rank=rank, world_size=len(WORKERS), rpc_backend_options=options)

@@ -1,27 +1,27 @@
-"""Pipeline over RPC: stages of a network on workers, micro-batches in flight between them, one distributed backward.
+"""Pipeline parallelism over RPC: each worker has a stage of the network, and micro-batches pass through the stages.
 
 Run: python rpc_pipeline.py
 
 Memory         the master: data and loss; each stage: its layers, their gradients, their optimizer state
 Communication  images from the master to the first stage, activations directly from stage to stage, logits to the
-               master; in backward their gradients the other way. Measured: 351 kB an update, of which 277 kB are
-               tensors. The rest is the overhead of a call for each micro-batch
-Use when       stages differ, or are started and stopped, and one process should call them like functions. With one
-               device for each stage pipeline.py is faster and keeps fewer micro-batches in memory
+               master; in backward, their gradients in the other direction. Measured: 351 kB per update, of which 277 kB
+               are tensors. The rest is the overhead of a call for each micro-batch
+Use when       stages differ, or start and stop, and one process should call them like functions. With one device for
+               each stage, pipeline.py is faster and keeps fewer micro-batches in memory
 
-What goes wrong:
+Pitfalls:
 - RPC unpickles arguments and calls the function that a message names: anyone who reaches its ports can run code.
-  Here it listens on loopback. Set another interface (TP_SOCKET_IFNAME=eth0) on trusted networks only.
-- rpc_sync waits for each micro-batch before the next one starts, so stages would never work at the same time.
-  remote() returns an RRef at once; the next stage waits for its value with to_here().
-- to_here() keeps one of the stage's 16 threads (num_worker_threads=16) while it waits: use at most 16 micro-batches.
-- A stage gets several micro-batches at the same time, in several threads. The lock lets one of them compute at a time:
-  otherwise they compete for the cores, and layers with state (dropout, batch norm) run twice at once.
-- Backward starts when all forwards are done (GPipe), with the activations of all micro-batches in memory. Gradients
-  are added in the order of arrival: equal to one process up to rounding, and the last bits differ between runs.
+  It listens on loopback. Set TP_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to another interface on trusted networks only.
+- With rpc_sync, each micro-batch would wait for the previous one, and stages would never work at the same time.
+  remote() returns an RRef at once. The next stage waits for its value with to_here().
+- A waiting to_here() occupies one of the stage's 16 threads (num_worker_threads=16): use at most 16 micro-batches.
+- A stage gets several micro-batches at the same time, in several threads. The lock lets one of them compute at a time.
+  Otherwise they compete for the cores, and layers with state (dropout, batch norm) run in two threads at once.
+- Backward starts after all forward passes (GPipe), with the activations of all micro-batches in memory. Gradients are
+  added in the order of arrival. They equal those of one process up to rounding, and the last bits differ between runs.
 - A call fails after TIMEOUT seconds. Only rpc.shutdown() waits longer, until all workers have called it.
-- The parent process watches the workers. If one is killed, it ends the others and names the lost worker in the last
-  line; RPC may print errors of failed calls before it. Ctrl-C ends all workers.
+- The parent process watches the workers. If one is killed, it ends the others, and its last line names the lost worker.
+  RPC may print errors of failed calls before that line. Ctrl-C ends all workers.
 """
 
 import argparse
@@ -62,7 +62,7 @@ class Stage:
     """Some of the layers. rpc.remote creates it on the worker of the stage."""
 
     def __init__(self, number, dtype):
-        layers = build()  # all of them on every stage, so that all draw the same weights
+        layers = build()  # every stage builds all layers, so that the weights do not depend on the split
         self.layers = layers[BORDERS[number] : BORDERS[number + 1]].to(dtype)
         self.lock = threading.Lock()
 
@@ -77,7 +77,7 @@ class Stage:
 
 
 def train(dtype):
-    """Train. Runs on the master."""
+    """Train the network and print losses and top1. Runs on the master."""
     train_data, eval_data = load(dtype)
     generator = torch.Generator()
     loader = DataLoader(train_data, BATCH, sampler=RandomSampler(train_data, generator=generator))
@@ -96,7 +96,7 @@ def train(dtype):
         return torch.cat(torch.futures.wait_all(outputs))
 
     for epoch in range(EPOCHS):
-        generator.manual_seed(SEED + epoch)  # a different order in each epoch; the smaller last batch is kept
+        generator.manual_seed(SEED + epoch)  # a different order in each epoch
         losses = []
         for images, labels in loader:
             with dist_autograd.context() as context:
@@ -120,7 +120,7 @@ def work(rank, init_method, dtype):
     logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)  # it warns about TorchScript
     torch.set_num_threads(max(1, os.cpu_count() // len(WORKERS)))
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    for variable in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):  # for calls; for the rendezvous of init_rpc
+    for variable in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):  # for calls; for init_rpc's rendezvous
         os.environ.setdefault(variable, loopback)  # the default is an address that the network can reach
     options = rpc.TensorPipeRpcBackendOptions(init_method=init_method, rpc_timeout=TIMEOUT)
     rpc.init_rpc(WORKERS[rank], rank=rank, world_size=len(WORKERS), rpc_backend_options=options)

@@ -1,25 +1,25 @@
-"""Reinforcement learning over RPC: observers, each with its own environment, ask an agent for actions (REINFORCE).
+"""Reinforcement learning over RPC (REINFORCE): observers run environments and ask one agent for actions.
 
 Run: python rpc_reinforcement.py
 
 Memory         the agent: the policy and its optimizer; each observer: an environment and its state
-Communication  an observation to the agent and an action back, in each step; the rewards, at the end of an episode.
-               Never weights or gradients, because only the agent learns. Measured: 29 kB an update of about ten steps
+Communication  in each step, an observation to the agent and an action back; at the end of an episode, its rewards. No
+               weights or gradients, because only the agent learns. Measured: 29 kB per update of about ten steps
 Use when       environments are slow or need machines of their own (simulators, robots) and share one small policy
 
-What goes wrong:
+Pitfalls:
 - RPC unpickles arguments and calls the function that a message names: anyone who reaches its ports can run code.
-  Here it listens on loopback. Set another interface (TP_SOCKET_IFNAME=eth0) on trusted networks only.
+  It listens on loopback. Set TP_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to another interface on trusted networks only.
 - Observers call at the same time: the agent stores the steps of each observer separately.
-- With one random generator for all observers, numbers would be drawn in the order of the calls, which differs between
-  runs. One generator for each observer and episode gives the same episodes in every run, to the last bit.
-- The agent stores observations and actions, not log-probabilities with their graphs: gradients of graphs from several
-  threads are added in an order that differs between runs. One forward over the whole episode is also faster.
-- The loss adds up observers in the order of their numbers, not in the order in which they finish.
-- One call per step is slow on a slow network: send the states of many environments in one call.
+- Use a random generator for each observer and episode: all runs then have the same episodes, to the last bit. One
+  generator for all observers would draw numbers in the order of the calls, which differs between runs.
+- Store observations and actions, not log-probabilities with their autograd graphs. Gradients of graphs from several
+  threads are added in an order that differs between runs. One forward pass over the whole episode is also faster.
+- Add up the losses of observers in the order of their numbers, not in the order in which they finish.
+- One call for each step is slow on a slow network: send the states of many environments in one call.
 - A call fails after TIMEOUT seconds. Only rpc.shutdown() waits longer, until all workers have called it.
-- The parent process watches the workers. If one is killed, it ends the others and names the lost worker in the last
-  line; RPC may print errors of failed calls before it. Ctrl-C ends all workers.
+- The parent process watches the workers. If one is killed, it ends the others, and its last line names the lost worker.
+  RPC may print errors of failed calls before that line. Ctrl-C ends all workers.
 """
 
 import argparse
@@ -46,7 +46,7 @@ SEED = 0
 
 
 class Corridor:
-    """A row of CELLS with the goal at the right end. An episode starts in a random other cell; each step costs 0.05."""
+    """A row of CELLS with the goal at the right end. An episode starts in a random other cell. Each step costs 0.05."""
 
     def __init__(self, observer):
         self.generator = torch.Generator().manual_seed(SEED + observer)  # draws the first cells
@@ -56,7 +56,7 @@ class Corridor:
         return self.cell
 
     def step(self, action):
-        """Go left (action 0) or right (1). Returns the cell, the reward and whether the episode is over."""
+        """Go left (action 0) or right (1). Return the cell, the reward and whether the episode is over."""
         self.cell = min(max(self.cell + (1 if action else -1), 0), CELLS - 1)
         is_over = self.cell == CELLS - 1
         return self.cell, 1.0 if is_over else -0.05, is_over
@@ -66,13 +66,13 @@ class Corridor:
 
 
 class Observer:
-    """An environment, in which it carries out the actions of the agent."""
+    """An environment, which takes its actions from the agent."""
 
     def __init__(self, observer):
         self.observer, self.environment = observer, Corridor(observer)
 
     def run_episode(self, agent):
-        """Run an episode; return the reward of each step."""
+        """Run an episode and return the reward of each step."""
         cell, rewards, is_over = self.environment.reset(), [], False
         while not is_over and len(rewards) < STEPS:
             action = agent.rpc_sync().choose_action(self.observer, cell)
@@ -107,7 +107,7 @@ class Agent:
         return action
 
     def learn(self, all_rewards):
-        """Make an update from a list of rewards for each observer; return the loss."""
+        """Make an update from a list of rewards for each observer, and return the loss."""
         loss = 0
         for steps, rewards in zip(self.steps, all_rewards, strict=True):
             cells, actions = torch.tensor(steps).unbind(1)
@@ -122,7 +122,7 @@ class Agent:
 
 
 def train(dtype):
-    """Train. Runs in the main thread of the agent; other threads answer the observers."""
+    """Train the policy and print rewards and losses. Runs in the agent's main thread; others answer the observers."""
     agent = Agent(dtype)
     reference = rpc.RRef(agent)
     observers = [rpc.remote(name, Observer, (index,)) for index, name in enumerate(WORKERS[1:])]
@@ -149,7 +149,7 @@ def work(rank, init_method, dtype):
     warnings.filterwarnings("ignore", "You are using a Backend")  # a warning of init_rpc
     torch.set_num_threads(max(1, os.cpu_count() // len(WORKERS)))
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    for variable in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):  # for calls; for the rendezvous of init_rpc
+    for variable in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):  # for calls; for init_rpc's rendezvous
         os.environ.setdefault(variable, loopback)  # the default is an address that the network can reach
     options = rpc.TensorPipeRpcBackendOptions(init_method=init_method, rpc_timeout=TIMEOUT)
     rpc.init_rpc(WORKERS[rank], rank=rank, world_size=len(WORKERS), rpc_backend_options=options)

@@ -4,23 +4,23 @@ Run: python rpc_rnn.py
 
 Memory         the server: embedding and decoder, which grow with the vocabulary; the trainer: the LSTM, the data and
                the loss. Both have the gradients and the optimizer state of their own layers
-Communication  token ids to the server and embeddings back, LSTM outputs to the decoder and logits back; in backward the
-               gradients of all but the ids. Measured: 1,594 kB an update, of which 1,577 kB are tensors
-Use when       embedding and decoder do not fit in the memory of the trainer, and a server has room for them
+Communication  token ids to the server and embeddings back, LSTM outputs to the decoder and logits back; in backward,
+               their gradients (ids have none). Measured: 1,594 kB per update, of which 1,577 kB are tensors
+Use when       embedding and decoder do not fit in the memory of the trainer, but they fit on a server
 
-What goes wrong:
+Pitfalls:
 - RPC unpickles arguments and calls the function that a message names: anyone who reaches its ports can run code.
-  Here it listens on loopback. Set another interface (TP_SOCKET_IFNAME=eth0) on trusted networks only.
+  It listens on loopback. Set TP_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to another interface on trusted networks only.
 - loss.backward() stops at the border of this process. dist_autograd.backward(context, [loss]) follows the graph through
   the decoder on the server, the LSTM on the trainer, and the embedding on the server.
-- The server answers calls in several threads, which share one random generator. Without the lock, embedding and decoder
-  are created at the same time and sometimes get each other's random numbers: the weights then differ between runs.
-- Use one DistributedOptimizer, with RRefs to the parameters of both sides, local parameters included.
-- detach() a hidden state that you keep from one sequence to the next: it belongs to the context of its own update.
-- Logits are most of the communication, 256 for each byte. If the server computes the loss, it returns one number.
+- The server answers calls in several threads, which share one random generator. The lock is needed: two parts that are
+  created at the same time may take each other's random numbers, and the weights differ between runs.
+- Use one DistributedOptimizer with RRefs to the parameters of both workers, including the local parameters.
+- detach() a hidden state that you keep for the next sequence, because it belongs to the context of its own update.
+- Most of the communication is logits, 256 for each byte. To send one number instead, compute the loss on the server.
 - A call fails after TIMEOUT seconds. Only rpc.shutdown() waits longer, until all workers have called it.
-- The parent process watches the workers. If one is killed, it ends the others and names the lost worker in the last
-  line; RPC may print errors of failed calls before it. Ctrl-C ends all workers.
+- The parent process watches the workers. If one is killed, it ends the others, and its last line names the lost worker.
+  RPC may print errors of failed calls before that line. Ctrl-C ends all workers.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def load(eval_data):
 
 
 def build():
-    """Return the layers: bytes (N, T) -> embedding and LSTM (N, T, WIDTH) -> decoder (N, T, 256); seeded."""
+    """Return the seeded layers: bytes (N, T) -> embedding and LSTM (N, T, WIDTH) -> decoder (N, T, 256)."""
     torch.manual_seed(SEED)
     layers = nn.Embedding(256, WIDTH), nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True), nn.Linear(WIDTH, 256)
     return nn.ModuleDict(dict(zip(("embedding", "lstm", "decoder"), layers, strict=True)))
@@ -78,7 +78,7 @@ build_lock = threading.Lock()
 
 
 def make_part(name, dtype):
-    """Return one part. It builds all parts, so that they get the weights of the whole network."""
+    """Return one part, with the weights that it has in the whole network."""
     with build_lock:
         return build()[name].to(dtype)
 
@@ -107,7 +107,7 @@ def train(dtype):
         return decoder.rpc_sync().forward(output)
 
     for index, (inputs, targets) in enumerate(islice(loader, UPDATES)):
-        # Within the context, both sides of each call record that the graph continues on the other worker.
+        # In the context, both workers of a call record that the autograd graph continues on the other one.
         with dist_autograd.context() as context:
             logits = model(inputs)
             loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / targets.numel()
@@ -132,7 +132,7 @@ def work(rank, init_method, dtype):
     logging.getLogger("torch.distributed.optim.optimizer").setLevel(logging.ERROR)  # it warns about TorchScript
     torch.set_num_threads(max(1, os.cpu_count() // len(WORKERS)))
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    for variable in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):  # for calls; for the rendezvous of init_rpc
+    for variable in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):  # for calls; for init_rpc's rendezvous
         os.environ.setdefault(variable, loopback)  # the default is an address that the network can reach
     options = rpc.TensorPipeRpcBackendOptions(init_method=init_method, rpc_timeout=TIMEOUT)
     rpc.init_rpc(WORKERS[rank], rank=rank, world_size=len(WORKERS), rpc_backend_options=options)

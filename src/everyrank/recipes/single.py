@@ -1,18 +1,18 @@
-"""One process, one device: the training that the other scripts distribute, with the same losses.
+"""One process on one device: the training that the other scripts distribute, with the same losses.
 
 Run: python single.py
 
 Memory         everything, on one device
 Communication  nothing
-Use when       one device is enough; and first, to have losses to compare with: python single.py --float64
+Use when       one device is enough. Run it first, for losses to compare with: python single.py --float64
 
 What to change for your own training:
-- load() and build() are your data and your network. If samples have to be decoded, give the DataLoader num_workers.
-- pin_memory and non_blocking belong together: the CPU continues while a batch is copied to the GPU.
+- Replace load() and build() by your data and your network. If samples have to be decoded, set num_workers.
+- Use pin_memory and non_blocking together: the CPU continues while a batch is copied to the GPU.
 - cross_entropy averages over the samples of the batch. With tokens or masks, divide the sum of the loss by the number
-  of its terms. Then micro-batches and ranks can share the sum; a mean of their means is a different number.
-- Do not read a tensor inside the loop (.item(), print): the CPU would wait for the device each time.
-- With --float64 the scripts agree to about 1e-12; in float32 they differ by rounding.
+  of its terms. Micro-batches and ranks can then add up their sums. A mean of their means is a different number.
+- Do not read a tensor inside the loop (.item(), print), because the CPU would wait for the device each time.
+- With --float64 the scripts agree to about 1e-12. In float32 they differ by rounding.
 """
 
 import argparse
@@ -31,7 +31,7 @@ SEED = 0
 
 
 def load(dtype):
-    """Training data and evaluation data: images of shape (1, 8, 8) with values from 0 to 1, and their labels."""
+    """Return training and evaluation data: images of shape (1, 8, 8) with values from 0 to 1, and their labels."""
     with gzip.open(Path(__file__).with_name("digits.csv.gz"), "rt") as file:
         rows = torch.tensor([[int(cell) for cell in row] for row in csv.reader(file)])
     images, labels = (rows[:, :64] / 16).to(dtype).reshape(-1, 1, 8, 8), rows[:, 64]
@@ -40,7 +40,7 @@ def load(dtype):
 
 
 def build():
-    """A convolutional network, (N, 1, 8, 8) -> (N, 10), with the same weights in every run."""
+    """Return a convolutional network, (N, 1, 8, 8) -> (N, 10), with the same weights in every run."""
 
     def block(in_channels, out_channels, stride):
         convolution = nn.Conv2d(in_channels, out_channels, 3, stride, padding=1, bias=False)
@@ -54,7 +54,7 @@ def build():
 
 @torch.no_grad()
 def evaluate(model, data, device):
-    """The fraction of the images that are classified correctly."""
+    """Return the fraction of correctly classified images."""
     model.eval()
     correct = torch.zeros((), dtype=torch.int64, device=device)
     for images, labels in DataLoader(data, BATCH):
@@ -77,7 +77,7 @@ def main():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
 
     for epoch in range(EPOCHS):
-        generator.manual_seed(SEED + epoch)  # so that a resumed run has the same order of samples
+        generator.manual_seed(SEED + epoch)  # a resumed run then has the same order of samples
         losses = []
         for images, labels in loader:
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)

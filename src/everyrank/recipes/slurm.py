@@ -1,22 +1,22 @@
-"""Distributed data parallel under Slurm, without torchrun: srun starts one task for each rank, on all nodes.
+"""Distributed data parallel with Slurm, without torchrun: srun starts one task for each rank, on all nodes.
 
 Run: srun --ntasks 2 --cpu-bind=none python slurm.py
 
-As a batch job: sbatch slurm.sbatch, which `everyrank new slurm` writes next to this script.
+For a batch job, run sbatch slurm.sbatch. `everyrank new slurm` writes this file next to the script.
 
 Memory         the whole model, its gradients and the optimizer state, on every rank
 Communication  the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs
-Use when       Slurm is how jobs start on your cluster
+Use when       your cluster starts jobs with Slurm
 
 What to change for your own training:
-- Replace load() and build() of digits.py. BATCH is the batch of all ranks. Script and data are on storage
-  that all nodes share.
-- One task for each GPU: --ntasks-per-node and --gpus-per-node are the same number. SLURM_LOCALID counts on each node;
-  with --gpus-per-task a task sees its own GPU only, as number 0, and NCCL then cannot reach those beside it directly.
-- Without --cpu-bind=none many clusters bind each task to one core, and its loader workers with it.
-- Rank 0 is on the first node of the list. Where its name is not known to the others, or means loopback, set
-  MASTER_ADDR; where the port is taken, MASTER_PORT. GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the interface.
-- srun --kill-on-bad-exit=1 ends the other ranks at once when one fails; else they wait for the timeout.
+- Replace load() and build() of digits.py. BATCH is the batch of all ranks. Keep script and data on storage that all
+  nodes share.
+- Start one task for each GPU: use the same number for --ntasks-per-node and --gpus-per-node. With --gpus-per-task, a
+  task sees only its own GPU, and NCCL cannot use direct transfers between the GPUs of a node.
+- Pass --cpu-bind=none. Otherwise many clusters bind each task, with its loader workers, to one core.
+- Rank 0 is on the first node. If other nodes cannot resolve its name, or resolve it to loopback, set MASTER_ADDR. If
+  the port is in use, set MASTER_PORT. To select an interface, set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME.
+- With srun --kill-on-bad-exit=1, the other ranks end when one fails. Otherwise they wait until the timeout.
 """
 
 import argparse
@@ -40,15 +40,15 @@ EPOCHS = 2
 BATCH = 64  # samples per update, over all ranks: more ranks do not change it
 
 
-def refuse(why):  # exit status 2: wrong usage
-    sys.stderr.write(f"{Path(__file__).name}: {why}\n")  # one write: ranks share the screen
+def refuse(message):  # exit status 2: wrong usage
+    sys.stderr.write(f"{Path(__file__).name}: {message}\n")  # one write, because ranks share the terminal
     raise SystemExit(2)
 
 
 def read_environment():
-    """(rank, local rank, world size) from Slurm's variables, and the address where rank 0 listens."""
+    """Return (rank, local rank, world size) from Slurm's variables, and the address of rank 0."""
     env = os.environ
-    if "SLURM_STEP_ID" not in env:  # in an allocation without srun there is only one process
+    if "SLURM_STEP_ID" not in env:  # without srun, an allocation starts only one process
         job = f"in job {env['SLURM_JOB_ID']}, but not by srun" if "SLURM_JOB_ID" in env else "not in a job of Slurm"
         refuse(f"started {job}: srun --ntasks 2 --cpu-bind=none python {Path(__file__).name}")
     rank, local_rank, world_size = (int(env[f"SLURM_{name}"]) for name in ("PROCID", "LOCALID", "NTASKS"))
@@ -58,13 +58,13 @@ def read_environment():
     host = env.get("MASTER_ADDR") or ("127.0.0.1" if nodes == 1 else "")
     if not host:
         if shutil.which("scontrol") is None:
-            refuse("no scontrol on this node to read the list of nodes with: set MASTER_ADDR to the first")
+            refuse("scontrol, which lists the nodes, is not on this node: set MASTER_ADDR to the first node")
         command = ["scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]]
-        shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)  # noqa: S603
-        host = shown.stdout.split()[0]
-    # A port of this job and step, so that two on one node do not meet; below those that the system hands out.
+        completed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)  # noqa: S603
+        host = completed.stdout.split()[0]
+    # The port depends on job and step, so that two on one node differ. It is below the ephemeral ports.
     port = env.get("MASTER_PORT") or 12000 + (int(env["SLURM_JOB_ID"]) * 64 + int(env["SLURM_STEP_ID"])) % 20000
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) * nodes // world_size))  # the node's cores, shared
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) * nodes // world_size))  # ranks share the node's cores
     return rank, local_rank, world_size, f"tcp://{host}:{port}"
 
 
@@ -79,8 +79,8 @@ def main():
     if cuda:
         torch.cuda.set_device(device)
     # The timeout ends the wait for a rank that died.
-    name, bound = ("nccl", device) if cuda else ("gloo", None)
-    dist.init_process_group(name, address, timedelta(minutes=5), world_size, rank, device_id=bound)
+    backend, device_id = ("nccl", device) if cuda else ("gloo", None)
+    dist.init_process_group(backend, address, timedelta(minutes=5), world_size, rank, device_id=device_id)
 
     train_data, eval_data = load(dtype)
     sampler = DistributedBatchSampler(len(train_data), BATCH, rank, world_size)
@@ -96,12 +96,12 @@ def main():
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
             optimizer.zero_grad()
             loss = F.cross_entropy(ddp(images), labels, reduction="sum") / batch_size
-            (loss * world_size).backward()  # the sum over ranks: DDP divides it by world_size
+            (loss * world_size).backward()  # DDP divides the sum over ranks by world_size
             optimizer.step()
             losses.append(loss.detach())
 
         losses = torch.stack(losses)
-        dist.all_reduce(losses)  # once per epoch: in the loop, every update would wait for it
+        dist.all_reduce(losses)  # once per epoch, because in the loop every update would wait for it
         if rank == 0:
             print_losses(epoch, losses, every_update=args.float64)
 
@@ -109,8 +109,8 @@ def main():
     dist.all_reduce(correct)
     if rank == 0:
         print(f"top1 {correct.item() / len(eval_data):.4f}")
-    del ddp  # before its process group is destroyed
-    time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
+    del ddp  # DDP has to be freed before its process group is destroyed
+    time.sleep(0.1)  # gloo's threads may still hold a tensor of the last all-reduce
     dist.destroy_process_group()
 
 

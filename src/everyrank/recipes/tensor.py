@@ -1,21 +1,21 @@
-"""Tensor parallelism: each rank holds a part of every large layer, and all ranks compute the same batch together.
+"""Tensor parallelism: each rank has a part of every large layer, and all ranks compute the same batch together.
 
 Run: torchrun --standalone --nproc-per-node 2 tensor.py
 
 `python tensor.py` trains the same network in one process; with --float64 both print the same losses.
 
 Memory         a part of each large layer, its gradient and its optimizer state; small layers in full
-Communication  per pair of layers one all-reduce of activations, in forward and in backward; no gradients
-Use when       single layers or their activations are too large for a device, and devices are connected fast (one host)
+Communication  per pair of layers, one all-reduce of activations in forward and one in backward; no gradients
+Use when       single layers or their activations are too large for a device, and connections are fast (one host)
 
 What to change for your own training:
-- PLAN names the layers of your network in pairs: split the first by columns and the second by rows. Between the two
-  there is no communication; after the second an all-reduce. All other layers are in full on every rank.
-- Compute the number of heads from the local width, as Block in transformer.py does: with a constant in forward() the
+- PLAN names the layers of your network in pairs. Split the first by columns and the second by rows: ranks communicate
+  only after the second, by an all-reduce. All other layers are in full on every rank.
+- Compute the number of heads from the local width, as Block in transformer.py does. With a constant in forward(), the
   losses are wrong, without an error.
-- One fused layer for query, key and value is wrong, too: split by columns, a rank gets parts of different heads.
-- parallelize_module unties tied weights without a warning: tie them again afterwards.
-- Every rank reads the same samples in the same order. Dropout outside the pairs needs the same seed on all ranks.
+- Do not use one fused layer for query, key and value: split by columns, a rank gets parts of different heads.
+- parallelize_module unties tied weights without a warning. Tie them again afterwards.
+- All ranks read the same samples in the same order. Dropout outside the pairs needs the same seed on all ranks.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def clip(gradients, world_size):
     local_gradients = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
     squares = 0
     for gradient, split in zip(local_gradients, is_split, strict=True):
-        # A gradient that is not split is on every rank, and must count once.
+        # Every rank has the gradients that are not split, but they must count once.
         squares = squares + gradient.square().sum() / (1 if split else world_size)
     if world_size > 1:
         dist.all_reduce(squares)
@@ -70,13 +70,13 @@ def main():
         if rank == 0:
             sys.stderr.write(f"{Path(__file__).name}: {HEADS} heads cannot be divided over {world_size} ranks\n")
         raise SystemExit(2)
-    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one per rank
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one GPU per rank
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     model = build().to(device, dtype)
     if world_size > 1:
         if cuda:
             torch.cuda.set_device(device)
-        # Address and ranks come from torchrun. The timeout ends a wait for a rank that died.
+        # torchrun passes address and ranks in the environment. The timeout ends the wait for a rank that died.
         dist.init_process_group(
             "nccl" if cuda else "gloo", timeout=timedelta(minutes=5), device_id=device if cuda else None
         )
@@ -84,11 +84,11 @@ def main():
         for block in model.blocks:
             parallelize_module(block, mesh, PLAN)
     train_data, eval_data = load(dtype)
-    # No DistributedSampler, because all ranks read the same samples: one seed gives all the same order.
+    # All ranks read the same samples, in the order that one seed gives, so there is no DistributedSampler.
     generator = torch.Generator()
     sampler = RandomSampler(train_data, generator=generator)
     loader = DataLoader(train_data, BATCH, sampler=sampler, pin_memory=cuda)
-    # Created after the split, which replaces the parameters. foreach raises if only some parameters are split.
+    # The split has replaced the parameters, so the optimizer comes after it. foreach raises if only some are split.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4, foreach=False)
 
     for epoch in range(EPOCHS):
@@ -103,15 +103,15 @@ def main():
             optimizer.step()
             losses.append(loss.detach())
 
-        # Every rank has the loss of the whole batch: a sum over ranks would count it several times.
+        # Every rank has the loss of the whole batch, so there is no sum over ranks.
         if rank == 0:
             print_losses(epoch, torch.stack(losses), every_update=args.float64)
 
-    correct = count_correct(model, eval_data, device)  # a collective: every rank computes the same
+    correct = count_correct(model, eval_data, device)  # every rank calls it, and has all images
     if rank == 0:
         print(f"top1 {correct.item() / len(eval_data):.4f}")
     if world_size > 1:
-        time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
+        time.sleep(0.1)  # gloo's threads may still hold a tensor of the last all-reduce
         dist.destroy_process_group()
 
 

@@ -1,20 +1,21 @@
-"""DDP with a weighted sampler: samples are drawn in proportion to weights, one draw for all ranks, each takes a part.
+"""DDP with a weighted sampler: all ranks draw the same samples in proportion to weights, and each takes a part.
 
 Run: torchrun --standalone --nproc-per-node 2 weighted_sampler.py
 
 Memory         the whole model, its gradients and the optimizer state, on every rank
 Communication  the gradients: averaged over ranks by all-reduce, bucket by bucket, while backward still runs
-Use when       classes or sources are unequally frequent: torch's WeightedRandomSampler knows no ranks,
-               DistributedSampler no weights, and one inside the other draws from a part of the data, or draws the same
-               on all ranks
+Use when       classes or sources are unequally frequent. torch's WeightedRandomSampler does not support ranks, and
+               DistributedSampler does not support weights. One inside the other draws from a part of the data only, or
+               the same samples on all ranks
 
 What to change for your own training:
-- Replace load() and build() of digits.py, and weigh(): one number for each training sample, 0 for never.
-- num_draws is the length of an epoch. Samples are drawn with replacement; without, it is at most their number.
-- All ranks draw the whole order from one seed: nothing is sent, and any number of ranks reads the same samples.
-- torch.multinomial takes up to 2**24 samples. For more, draw a class first and then one of its samples.
-- Call set_epoch: without it, every epoch draws the same samples, and those that it left out are never seen.
-- Evaluate without weights, as count_correct does: each sample once.
+- Replace load() and build() of digits.py, and weigh(), which returns a weight for each training sample. A sample of
+  weight 0 is never drawn.
+- num_draws is the length of an epoch. With replacement=False it is at most the number of samples.
+- All ranks draw the whole order from one seed, without communication. Any number of ranks reads the same samples.
+- torch.multinomial supports up to 2**24 samples. For more, draw a class first and then one of its samples.
+- Call set_epoch. Without it, all epochs draw the same samples, and the training never sees the others.
+- Evaluate without weights, as count_correct does.
 """
 
 import argparse
@@ -35,19 +36,19 @@ BATCH = 64  # samples per update, over all ranks: more ranks do not change it
 
 
 def weigh(labels):
-    """The weight of each sample: all classes are drawn equally often."""
+    """Return a weight for each sample, so that all classes are drawn equally often."""
     return 1 / labels.bincount()[labels].double()
 
 
 class DistributedWeightedSampler(Sampler):
-    """Yields this rank's part of each batch of samples that are drawn by weight: the batch_sampler of a DataLoader."""
+    """Yields this rank's part of each batch, drawn by weight, as indices: the batch_sampler of a DataLoader."""
 
     def __init__(self, weights, num_draws, batch_size, rank, world_size, replacement=True):
         self.weights, self.num_draws, self.replacement = weights, num_draws, replacement
         self.rank, self.world_size, self.batch_size, self.epoch = rank, world_size, batch_size, 0
         self.batch_sizes = [min(batch_size, num_draws - start) for start in range(0, num_draws, batch_size)]
         if min(self.batch_sizes) < world_size:
-            raise SystemExit(f"the last batch has {self.batch_sizes[-1]} samples for {world_size} ranks: take another")
+            raise SystemExit(f"the last batch has {self.batch_sizes[-1]} samples for {world_size} ranks: change BATCH")
 
     def set_epoch(self, epoch):
         self.epoch = epoch
@@ -67,7 +68,7 @@ def main():
     parser.add_argument("--float64", action="store_true", help="print every loss, to compare with another script")
     args = parser.parse_args()
     dtype = torch.float64 if args.float64 else torch.float32
-    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one per rank
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one GPU per rank
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -92,12 +93,12 @@ def main():
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
             optimizer.zero_grad()
             loss = F.cross_entropy(ddp(images), labels, reduction="sum") / batch_size
-            (loss * world_size).backward()  # the sum over ranks: DDP divides it by world_size
+            (loss * world_size).backward()  # DDP divides the sum over ranks by world_size
             optimizer.step()
             losses.append(loss.detach())
 
         losses = torch.stack(losses)
-        dist.all_reduce(losses)  # once per epoch: in the loop, every update would wait for it
+        dist.all_reduce(losses)  # once per epoch, because in the loop every update would wait for it
         if rank == 0:
             print_losses(epoch, losses, every_update=args.float64)
 
@@ -105,10 +106,8 @@ def main():
     dist.all_reduce(correct)
     if rank == 0:
         print(f"top1 {correct.item() / len(eval_data):.4f}")
-    del ddp  # before its process group is destroyed
-    # A gloo thread may hold the last tensor a little longer than its group exists. If it releases the tensor while
-    # Python exits, the process aborts ("terminate called without an active exception").
-    time.sleep(0.1)
+    del ddp  # DDP has to be freed before its process group is destroyed
+    time.sleep(0.1)  # gloo's threads may still hold a tensor of the last all-reduce
     dist.destroy_process_group()
 
 

@@ -1,17 +1,17 @@
-"""ZeRO stage 1: as DDP, but each rank keeps the optimizer state of a part of the parameters only.
+"""ZeRO stage 1: DDP, but each rank has the optimizer state of only a part of the parameters.
 
 Run: torchrun --standalone --nproc-per-node 2 zero1.py
 
 Memory         the whole model and its gradients on every rank; the optimizer state of a part of the parameters
-Communication  the gradients, by all-reduce as in DDP; after each step every parameter, broadcast by the rank that
-               updated it
-Use when       model and gradients fit on one device, and the optimizer state (twice the model for Adam) no longer does
+Communication  the gradients, by all-reduce as in DDP; after each step, each rank broadcasts the parameters that it has
+               updated
+Use when       model and gradients fit on one device, but the optimizer state (twice the model for Adam) does not
 
 What to change for your own training:
-- optimizer_class and its arguments. Adam saves most: its state is twice the size of the model.
+- Replace optimizer_class and its arguments. Adam saves most, because its state is twice the size of the model.
 - BATCH is the batch of all ranks. With a fixed batch per rank instead, the number of ranks changes the training.
-- Masked or padded targets: divide by the number of loss terms on all ranks; all-reduce it before backward.
-- Saving: optimizer.consolidate_state_dict(to=0) on every rank, then optimizer.state_dict() on rank 0.
+- With masked or padded targets, all-reduce the number of loss terms before backward, and divide by it.
+- For a checkpoint, call optimizer.consolidate_state_dict(to=0) on every rank, then optimizer.state_dict() on rank 0.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def main():
     parser.add_argument("--float64", action="store_true", help="print every loss, to compare with another script")
     args = parser.parse_args()
     dtype = torch.float64 if args.float64 else torch.float32
-    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one per rank
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one GPU per rank
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -52,7 +52,7 @@ def main():
     loader = DataLoader(train_data, batch_sampler=sampler, pin_memory=cuda)
     model = build().to(device, dtype)
     ddp = DistributedDataParallel(model, device_ids=[device] if cuda else None)
-    # Each rank updates the parameters that it owns, and broadcasts them: all end with the same weights.
+    # Each rank updates its part of the parameters and broadcasts it, so that all ranks have the same weights.
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(), optimizer_class=torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=5e-4
     )
@@ -64,12 +64,12 @@ def main():
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
             optimizer.zero_grad()
             loss = F.cross_entropy(ddp(images), labels, reduction="sum") / batch_size
-            (loss * world_size).backward()  # the sum over ranks: DDP divides it by world_size
+            (loss * world_size).backward()  # DDP divides the sum over ranks by world_size
             optimizer.step()
             losses.append(loss.detach())
 
         losses = torch.stack(losses)
-        dist.all_reduce(losses)  # once per epoch: in the loop, every update would wait for it
+        dist.all_reduce(losses)  # once per epoch, because in the loop every update would wait for it
         if rank == 0:
             print_losses(epoch, losses, every_update=args.float64)
 
@@ -77,8 +77,8 @@ def main():
     dist.all_reduce(correct)
     if rank == 0:
         print(f"top1 {correct.item() / len(eval_data):.4f}")
-    del ddp  # before its process group is destroyed
-    time.sleep(0.1)  # for gloo's threads: see the end of ddp_torchrun.py
+    del ddp  # DDP has to be freed before its process group is destroyed
+    time.sleep(0.1)  # gloo's threads may still hold a tensor of the last all-reduce
     dist.destroy_process_group()
 
 
