@@ -24,6 +24,7 @@ loopback interface, unless you set TP_SOCKET_IFNAME and GLOO_SOCKET_IFNAME. All 
 
 import argparse
 import os
+import socket
 import sys
 import tempfile
 import threading
@@ -107,8 +108,9 @@ def finish(trainer):
 
 def connect(name, rank, world_size, init_method):
     """Connect this process to the others. A call fails after a minute."""
+    loopback = next(interface for _, interface in socket.if_nameindex() if interface.startswith("lo"))
     for variable in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):  # the default is an address that the network can reach
-        os.environ.setdefault(variable, "lo")
+        os.environ.setdefault(variable, loopback)
     options = rpc.TensorPipeRpcBackendOptions(
         num_worker_threads=world_size + 1, rpc_timeout=60, init_method=init_method
     )

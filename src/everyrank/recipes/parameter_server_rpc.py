@@ -26,6 +26,7 @@ Pitfalls:
 
 import argparse
 import os
+import socket
 import sys
 import threading
 from pathlib import Path
@@ -113,8 +114,9 @@ def main():
     num_trainers = world_size - 1
     if num_trainers < 1:
         raise SystemExit("start it with torchrun and 2 or more ranks: rank 0 is the server, the others are trainers")
+    loopback = next(interface for _, interface in socket.if_nameindex() if interface.startswith("lo"))
     for name in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):  # the default is an address that the network can reach
-        os.environ.setdefault(name, "lo")
+        os.environ.setdefault(name, loopback)
     train_data, eval_data = load(dtype)
     model = build().to(dtype)
     if rank == 0:
