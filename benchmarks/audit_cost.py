@@ -1,9 +1,9 @@
-"""What a script's own step costs without an audit, under `everyrank audit`, and under `--watch`, in turns.
+"""Measure how much `everyrank audit` and `everyrank audit --watch` slow down a script's steps.
 
 Run: python benchmarks/audit_cost.py [--rounds 7] [--json F]
 
-Two ranks under DistributedDataParallel; the script takes its own times and prints the median of its steps. Of each
-round the three are started one after the other; ratios are of the same round.
+The script trains on two ranks with DistributedDataParallel and prints the median time of its steps. Each round runs it
+without an audit, with an audit and with --watch. Ratios divide times of the same round.
 """
 
 from __future__ import annotations
@@ -54,59 +54,60 @@ if dist.get_rank() == 0:
     print("median", statistics.median(times[3:]), flush=True)
 dist.barrier()
 """
-HOW = ("without", "audit", "watch")
+MODES = ("without", "audit", "watch")
 
 
-def median_step(how: str, model: str) -> float:
-    """Seconds: the median of 20 steps of one start."""
+def median_step(mode: str, model: str) -> float:
+    """Run the script once and return the median seconds of 20 steps."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "train.py"
         script.write_text(SCRIPT)
-        ranks = [{**ranks, "GLOO_SOCKET_IFNAME": "lo"} for ranks in rank_environments(2)]
-        if how == "without":
-            output = plain([sys.executable, str(script), model], ranks)
+        environments = [{**environment, "GLOO_SOCKET_IFNAME": "lo"} for environment in rank_environments(2)]
+        if mode == "without":
+            output = run_without_audit([sys.executable, str(script), model], environments)
         else:
             records = Path(folder) / "records"
             records.mkdir()
-            is_watch = how == "watch"
+            is_watch = mode == "watch"
             settings = Settings(str(records), batches=0, records_functions=not is_watch, keep_files=is_watch)
-            output = run_script([str(script), model], settings, ranks, 60, 300, 2, lambda _: None).outputs[0]
-    found = re.search(r"median (\S+)", output)
-    assert found, output
-    return float(found[1])
+            output = run_script([str(script), model], settings, environments, 60, 300, 2, lambda _: None).outputs[0]
+    match = re.search(r"median (\S+)", output)
+    assert match, output
+    return float(match[1])
 
 
-def plain(command: list[str], ranks: list[dict[str, str]]) -> str:
-    """What rank 0 prints."""
-    started = [
+def run_without_audit(command: list[str], environments: list[dict[str, str]]) -> str:
+    """Run the command on each rank and return the output of rank 0."""
+    processes = [
         subprocess.Popen(
-            command, env={**os.environ, **one}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command, env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
-        for one in ranks
+        for environment in environments
     ]
-    outputs = [process.communicate(timeout=300)[0] for process in started]
+    outputs = [process.communicate(timeout=300)[0] for process in processes]
     return outputs[0]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rows = []
     for model in ("mlp", "transformer"):
-        times = [{how: median_step(how, model) for how in HOW} for _ in range(args.rounds)]
-        row = {"model": model, "step_seconds": statistics.median(one["without"] for one in times)}
-        for how in HOW[1:]:
-            ratios = sorted(one[how] / one["without"] for one in times)
-            row[how] = {"median": statistics.median(ratios), "low": ratios[0], "high": ratios[-1]}
+        rounds = [{mode: median_step(mode, model) for mode in MODES} for _ in range(args.rounds)]
+        row = {"model": model, "step_seconds": statistics.median(seconds["without"] for seconds in rounds)}
+        for mode in MODES[1:]:
+            ratios = sorted(seconds[mode] / seconds["without"] for seconds in rounds)
+            row[mode] = {"median": statistics.median(ratios), "low": ratios[0], "high": ratios[-1]}
             spread = f"{ratios[0]:.2f} to {ratios[-1]:.2f}, {args.rounds} rounds"
             step = f"{model}: a step of {row['step_seconds'] * 1e3:.2f} ms"
-            print(f"{step} costs {row[how]['median']:.2f} times as much under {how} ({spread})", flush=True)
+            print(f"{step} takes {row[mode]['median']:.2f} times as long under {mode} ({spread})", flush=True)
         rows.append(row)
     if args.json:
-        source = {"torch": torch.__version__, "cores": os.cpu_count(), "date": f"{datetime.now(UTC):%Y-%m-%d}"}
-        args.json.write_text(json.dumps({"rows": rows, "rounds": args.rounds, "provenance": source}, indent=1) + "\n")
+        provenance = {"torch": torch.__version__, "cores": os.cpu_count(), "date": f"{datetime.now(UTC):%Y-%m-%d}"}
+        content = {"rows": rows, "rounds": args.rounds, "provenance": provenance}
+        args.json.write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

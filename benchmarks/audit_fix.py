@@ -1,9 +1,9 @@
-"""How many findings of the corpus of silent bugs have a patch that `everyrank audit --fix` has checked.
+"""Count the findings in the corpus of silent bugs for which `everyrank audit --fix` has a checked patch.
 
 Run: python benchmarks/audit_fix.py [--json F] [NAME ...]
 
-Each script of benchmarks/silent_bugs/ that runs under `everyrank audit` is audited with --fix. A finding has a patch if
-an audit of the edited script does not find it again, and finds nothing that was not there before.
+Each script of benchmarks/silent_bugs/ that runs under `everyrank audit` is audited with --fix. A finding has a checked
+patch if an audit of the edited script no longer reports it, and reports nothing new.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Any
 from silent_bugs import FOLDER, MISTAKE, field, provenance
 
 
-def fixed(script: Path) -> dict[str, Any]:
-    """One script: its findings, those with a patch, and why the others have none."""
+def audit_with_fix(script: Path) -> dict[str, Any]:
+    """Return the row of one script: its findings, those with a patch, and why the others have none."""
     with tempfile.TemporaryDirectory() as folder:
-        out, begin = Path(folder) / "audit.json", time.monotonic()
+        out, start = Path(folder) / "audit.json", time.monotonic()
         command = [sys.executable, "-m", "everyrank", "audit", "--fix", "--json", str(out)]
         if "nproc-per-node 4" in script.read_text():
             command += ["--processes", "4"]
@@ -33,27 +33,28 @@ def fixed(script: Path) -> dict[str, Any]:
     patch = audit.get("patch", {"mended": [], "left": [], "audits": 0, "diff": ""})
     return {
         "name": script.stem,
-        "found": [each["rule"] for each in audit.get("findings", []) if each["level"] in ("FAIL", "WARN")],
-        "mended": [each["rule"] for each in patch["mended"]],
-        "left": {each["rule"]: each["reason"] for each in patch["left"]},
+        "found": [finding["rule"] for finding in audit.get("findings", []) if finding["level"] in ("FAIL", "WARN")],
+        "mended": [finding["rule"] for finding in patch["mended"]],
+        "left": {finding["rule"]: finding["reason"] for finding in patch["left"]},
         "changed_lines": sum(
             line[:1] in "+-" and line[:3] not in ("+++", "---") for line in patch["diff"].splitlines()
         ),
         "audits": patch["audits"],
-        "seconds": round(time.monotonic() - begin, 1),
+        "seconds": round(time.monotonic() - start, 1),
     }
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
-    """`31 of 60 findings have a checked patch, in 28 of 46 scripts; ...`."""
-    found, mended = sum(len(row["found"]) for row in rows), sum(len(row["mended"]) for row in rows)
-    whole = [row for row in rows if row["mended"] and not row["left"]]
+    """Return a line such as `31 of 60 findings have a checked patch. 28 of 46 scripts have no finding left. ...`."""
+    num_findings, num_patched = sum(len(row["found"]) for row in rows), sum(len(row["mended"]) for row in rows)
+    fully_patched = [row for row in rows if row["mended"] and not row["left"]]
     reasons = Counter(reason for row in rows for reason in row["left"].values())
-    unknown = reasons["no edit is known for this kind of mistake"]
-    wrong = [row for row in rows if row["found"]]
+    num_unknown = reasons["no edit is known for this kind of mistake"]
+    with_findings = [row for row in rows if row["found"]]
     return (
-        f"{mended} of {found} findings have a checked patch; {len(whole)} of {len(wrong)} scripts have none left; "
-        f"for {unknown} findings no edit is known"
+        f"{num_patched} of {num_findings} findings have a checked patch. "
+        f"{len(fully_patched)} of {len(with_findings)} scripts have no finding left. "
+        f"No edit is known for {num_unknown} findings."
     )
 
 
@@ -71,15 +72,15 @@ def main() -> None:
             or (args.names and script.stem not in args.names)
         ):
             continue
-        rows.append(fixed(script))
-        row = rows[-1]
+        row = audit_with_fix(script)
+        rows.append(row)
         print(
-            f"{row['name']}: mended {', '.join(row['mended']) or 'nothing'}; left {row['left'] or 'nothing'}",
+            f"{row['name']}: patched {', '.join(row['mended']) or 'nothing'}, left {row['left'] or 'nothing'}",
             flush=True,
         )
-    if args.names and args.json and args.json.exists():  # some are run again: the others stay
-        anew = {row["name"]: row for row in rows}
-        rows = [anew.get(row["name"], row) for row in json.loads(args.json.read_text())["rows"]]
+    if args.names and args.json and args.json.exists():  # keep the rows of scripts that were not run again
+        new_rows = {row["name"]: row for row in rows}
+        rows = [new_rows.get(row["name"], row) for row in json.loads(args.json.read_text())["rows"]]
     print(summary(rows))
     if args.json:
         args.json.write_text(json.dumps({"rows": rows, "provenance": provenance()}, indent=1) + "\n")

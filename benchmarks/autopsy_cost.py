@@ -1,12 +1,14 @@
-"""What it costs that ranks can be asked why they hang, and are compared while they train: as a ratio of the step time.
+"""Measure how much the diagnosis of hangs and stragglers slows down a training, relative to the step time.
 
 Run: python benchmarks/autopsy_cost.py [--rounds 40] [--json F]
 
-Two ranks under DistributedDataParallel on shm and on gloo, a small model (the hardest case: most collectives a second).
-In each round the same updates run with and without the ring of collectives and the thread that answers, in turns that
-swap; ratios are of the same round. torch's Flight Recorder, which gloo and nccl fill, is on in both: torch has it on by
-itself. A comparison of the ranks is timed alone, and divided by the seconds between two of them. On a busy machine the
-ratio is noise; so what is added is timed by itself, too: one note in the ring, and one look of the thread.
+Two ranks train with DistributedDataParallel on shm and on gloo. The model is small, because the most collectives a
+second are the worst case. In each round the same updates run with and without the list of recent collectives and the
+thread that answers requests, in alternating order. Ratios divide times of the same round. torch's Flight Recorder is on
+in both, as by default.
+
+A comparison of the ranks is timed separately, and divided by the seconds between two comparisons. On a busy machine the
+ratio is mostly noise. Two things are therefore also timed separately: recording a collective, and a poll of the thread.
 """
 
 from __future__ import annotations
@@ -40,65 +42,65 @@ UPDATES = 200
 
 
 def measure(info: RankInfo, launch: Launch, rounds: int) -> dict[str, Any]:
-    """Seconds of an update, without and with, by round, of the slower rank; seconds of a comparison."""
+    """Return seconds: of an update on the slower rank by round and mode, of a comparison, and those of `time_parts`."""
     with open_world(info, launch) as world:
         torch.manual_seed(0)
         model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)))
         optimizer, inputs = torch.optim.AdamW(model.parameters()), torch.randn(16, 64)
 
-        def updates() -> float:
+        def time_update() -> float:
             dist.barrier()
-            begun = time.perf_counter()
+            start = time.perf_counter()
             for _ in range(UPDATES):
                 optimizer.zero_grad()
                 model(inputs).square().mean().backward()
                 optimizer.step()
-            seconds = torch.tensor([(time.perf_counter() - begun) / UPDATES], dtype=torch.float64)
+            seconds = torch.tensor([(time.perf_counter() - start) / UPDATES], dtype=torch.float64)
             dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
             return float(seconds)
 
-        updates()
+        time_update()  # warm-up
         times: dict[str, list[float]] = {"without": [], "with": []}
         for number in range(rounds):
-            for how in ("without", "with")[:: 1 if number % 2 else -1]:
-                switch(how == "with")
-                times[how].append(updates())
-        watch, looks = StragglerWatch(open_mesh(parse_layout("ddp"), world)), list[float]()
+            for mode in ("without", "with")[:: 1 if number % 2 else -1]:
+                switch_diagnosis(mode == "with")
+                times[mode].append(time_update())
+        watch, comparisons = StragglerWatch(open_mesh(parse_layout("ddp"), world)), list[float]()
+        time_update()
         for _ in range(20):
-            updates() if not looks else None
             dist.barrier()
-            begun = time.perf_counter()
+            start = time.perf_counter()
             watch.look()
-            looks.append(time.perf_counter() - begun)
-        return {**times, "look": looks, **added()}
+            comparisons.append(time.perf_counter() - start)
+        return {**times, "look": comparisons, **time_parts()}
 
 
-def added() -> dict[str, float]:
-    """CPU seconds of one note in the ring, and of one look of the thread: the least of five turns."""
+def time_parts() -> dict[str, float]:
+    """Return CPU seconds of recording a collective and of a poll of the thread, each the minimum of five trials."""
     state, tensors = current_state(), [torch.ones(8)]
     assert state is not None
-    watch_for_hangs(state, 300.0, prints=False)  # as a script has it
+    watch_for_hangs(state, 300.0, prints=False)  # as for a script
 
-    def note() -> None:
+    def record_collective() -> None:
         RECENT_CALLS.record("all_reduce", "alone", tensors)
 
-    def look() -> None:
+    def poll() -> None:
         state.on_look(state._write_stack(None)["frames"])
 
-    found = {}
-    for name, function, count in (("note_seconds", note, 2000), ("thread_look_seconds", look, 50)):
-        turns = []
+    minimum_seconds = {}
+    for name, function, count in (("note_seconds", record_collective, 2000), ("thread_look_seconds", poll, 50)):
+        trials = []
         for _ in range(5):
-            begun = time.thread_time()
+            start = time.thread_time()
             for _ in range(count):
                 function()
-            turns.append((time.thread_time() - begun) / count)
-        found[name] = min(turns)
-    return found
+            trials.append((time.thread_time() - start) / count)
+        minimum_seconds[name] = min(trials)
+    return minimum_seconds
 
 
-def switch(is_on: bool) -> None:
-    """Turn the ring and the thread on or off."""
+def switch_diagnosis(is_on: bool) -> None:
+    """Turn the recording of collectives and the thread on or off."""
     state = current_state()
     assert state is not None
     if is_on:
@@ -113,7 +115,7 @@ def switch(is_on: bool) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--backends", nargs="+", default=["shm", "gloo"])
     parser.add_argument("--json", type=Path)
@@ -121,31 +123,32 @@ def main() -> None:
     rows = []
     for backend in args.backends:
         launch = Launch(processes=2, device="cpu", backend=backend)
-        found = run_ranks(launch, measure, launch, args.rounds)[0]
-        ratios = sorted(on / off for on, off in zip(found["with"], found["without"], strict=True))
-        # 95% of the median, by order statistics
-        half = int(0.98 * len(ratios) ** 0.5)
-        low, high = ratios[max(0, len(ratios) // 2 - half)], ratios[min(len(ratios) - 1, len(ratios) // 2 + half)]
+        seconds = run_ranks(launch, measure, launch, args.rounds)[0]
+        ratios = sorted(on / off for on, off in zip(seconds["with"], seconds["without"], strict=True))
+        # the 95% confidence interval of the median, by order statistics
+        half_width, middle = int(0.98 * len(ratios) ** 0.5), len(ratios) // 2
+        low, high = ratios[max(0, middle - half_width)], ratios[min(len(ratios) - 1, middle + half_width)]
         row = {
             "backend": backend,
-            "step_seconds": statistics.median(found["without"]),
+            "step_seconds": statistics.median(seconds["without"]),
             "ratio": {"median": statistics.median(ratios), "low": low, "high": high},
-            "comparison_seconds": statistics.median(found["look"]),
-            "comparison_share": statistics.median(found["look"]) / _WINDOW_SECONDS,
-            "note_seconds": found["note_seconds"],
-            "thread_share": found["thread_look_seconds"] / (2 * _POLL_SECONDS),
+            "comparison_seconds": statistics.median(seconds["look"]),
+            "comparison_share": statistics.median(seconds["look"]) / _WINDOW_SECONDS,
+            "note_seconds": seconds["note_seconds"],
+            "thread_share": seconds["thread_look_seconds"] / (2 * _POLL_SECONDS),
         }
         print(
             f"{backend}: a step of {1e3 * row['step_seconds']:.2f} ms takes {row['ratio']['median']:.3f} times as long "
-            f"({low:.3f} to {high:.3f}, {args.rounds} rounds); a note takes {1e6 * row['note_seconds']:.1f} us, "
-            f"the thread {row['thread_share']:.3%} of a core, a comparison {1e3 * row['comparison_seconds']:.1f} ms, "
-            f"{row['comparison_share']:.2%} of the {_WINDOW_SECONDS:g} s between two",
+            f"({low:.3f} to {high:.3f}, {args.rounds} rounds). Recording a collective takes "
+            f"{1e6 * row['note_seconds']:.1f} us. The thread uses {row['thread_share']:.3%} of a core. A comparison "
+            f"takes {1e3 * row['comparison_seconds']:.1f} ms, {row['comparison_share']:.2%} of the "
+            f"{_WINDOW_SECONDS:g} s between two comparisons.",
             flush=True,
         )
         rows.append(row)
     if args.json:
-        source = {"torch": torch.__version__, "cores": os.cpu_count(), "date": f"{datetime.now(UTC):%Y-%m-%d}"}
-        content = {"rows": rows, "rounds": args.rounds, "updates": UPDATES, "provenance": source}
+        provenance = {"torch": torch.__version__, "cores": os.cpu_count(), "date": f"{datetime.now(UTC):%Y-%m-%d}"}
+        content = {"rows": rows, "rounds": args.rounds, "updates": UPDATES, "provenance": provenance}
         args.json.write_text(json.dumps(content, indent=1) + "\n")
 
 

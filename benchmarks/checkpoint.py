@@ -1,13 +1,16 @@
-"""How long a training stands still for a checkpoint: torch.save, torch.distributed.checkpoint, and in the background.
+"""Measure how long a checkpoint stalls the training: torch.save, DCP synchronous, and DCP in the background.
 
     python benchmarks/checkpoint.py --json benchmarks/records/checkpoint-cpu.json
+    python benchmarks/checkpoint.py --model 1b --device cuda     # a billion parameters with AdamW, for a GPU
 
-A decoder with AdamW on two ranks, saved three ways in turns: the stall is how long the training stands still, of the
-slowest rank. Then one update is done, beside the writing where that goes on in the background, and timed too; `on disk`
-is when the last byte was there without it. torch.save gathers a sharded model on rank 0 first, which writes alone and
-calls fsync, as DCP does. everyrank's two ways also sum every file (CRC-32), and remove the checkpoint before.
+A decoder with AdamW on two ranks is saved by the three methods in turns.
 
-    --model 1b --device cuda     a billion parameters and Adam, for a GPU
+stall          time until the training can continue, on the slowest rank
+next update    time of the update after it; a background checkpoint is written during this update
+on disk        time until the checkpoint is complete, without an update meanwhile
+
+For torch.save, rank 0 gathers a sharded model first, writes it and calls fsync, as DCP does. everyrank's two methods
+also compute a checksum of every file (CRC-32) and remove the previous checkpoint.
 """
 
 from __future__ import annotations
@@ -48,10 +51,11 @@ MODELS = {
     "38m": DecoderShape(num_blocks=12, num_heads=8, width=512, hidden=1376, tied=False),
     "1b": DecoderShape(num_blocks=24, num_heads=14, width=1792, hidden=4864, tied=False),
 }
-ARMS = ("torch.save", "DCP, synchronous", "DCP, in the background")
+TORCH_SAVE, SYNCHRONOUS, BACKGROUND = METHODS = ("torch.save", "DCP, synchronous", "DCP, in the background")
 
 
-def workload(model: str) -> Workload:
+def decoder_workload(model: str) -> Workload:
+    """Return a workload that trains a decoder of `MODELS`."""
     return Workload(
         name=f"decoder {model}",
         model=lambda: Decoder(MODELS[model]),
@@ -67,78 +71,78 @@ def workload(model: str) -> Workload:
 def measure(
     info: RankInfo, launch: Launch, model: str, layout_text: str, rounds: int, folder: Path, command: list[str]
 ) -> list[Record] | None:
-    """In a rank: all ways, and a Record of each."""
+    """Measure all methods, and return a Record of each on rank 0. Runs on each rank."""
     with open_world(info, launch) as world:
-        job = workload(model)
+        job = decoder_workload(model)
         data = job.train_data()
-        times, newest = turns(world, job, data, layout_text, rounds, folder)
-        records = [record(name, times, newest, job, layout_text, data, world, command) for name in ARMS]
+        times, newest = time_methods(world, job, data, layout_text, rounds, folder)
+        records = [make_record(method, times, newest, job, layout_text, data, world, command) for method in METHODS]
         return records if world.rank == 0 else None
 
 
 @dataclasses.dataclass
 class Times:
-    """Seconds, a round each."""
+    """Seconds by round of one method."""
 
     stall: list[float] = dataclasses.field(default_factory=list[float])
     on_disk: list[float] = dataclasses.field(default_factory=list[float])
     next_update: list[float] = dataclasses.field(default_factory=list[float])
 
 
-def turns(
+def time_methods(
     world: World, job: Workload, data: Any, layout_text: str, rounds: int, folder: Path
 ) -> tuple[dict[str, Times], Path | None]:
-    """The ways in turns; their times, and a checkpoint to look at."""
+    """Run the methods in turns. Return their times and the path of the newest synchronous checkpoint."""
     layout = parse_layout(layout_text)
     prepared = prepare(job, layout, world)
 
     def update() -> None:
         list(run_updates(prepared, data, all_updates(1, 1)))
 
-    update()  # the optimizer has its state now
+    update()  # so that the optimizer has state to save
     how = (layout_text, world.size, 1, "eval_loss", {}, "")
     metadata = CheckpointMetadata(0, job.name, {}, 0, 2, None, len(data), None, *how)
-    saver, behind = (
-        Saver(folder / kind, prepared, world, metadata, keep=1, in_background=kind == "behind")
-        for kind in ("here", "behind")
-    )
-    ways: dict[str, tuple[Callable[[int], object], Callable[[], None]]] = {
-        ARMS[0]: (functools.partial(torch_save, prepared, world, folder), lambda: None),
-        ARMS[1]: (functools.partial(saver.save, metrics={}), saver.finish),
-        ARMS[2]: (functools.partial(behind.save, metrics={}), behind.finish),
+    synchronous_folder = folder / "synchronous"
+    synchronous = Saver(synchronous_folder, prepared, world, metadata, keep=1, in_background=False)
+    background = Saver(folder / "background", prepared, world, metadata, keep=1, in_background=True)
+    save_and_finish: dict[str, tuple[Callable[[int], object], Callable[[], None]]] = {
+        TORCH_SAVE: (functools.partial(torch_save, prepared, world, folder), lambda: None),
+        SYNCHRONOUS: (functools.partial(synchronous.save, metrics={}), synchronous.finish),
+        BACKGROUND: (functools.partial(background.save, metrics={}), background.finish),
     }
-    times = {name: Times() for name in ways}
+    times = {method: Times() for method in METHODS}
     for number in range(rounds + 1):
-        for name, (save, finish) in ways.items():
-            begun = now(world.device)
-            seconds_of(world, functools.partial(save, 2 * number))
+        for method, (save, finish) in save_and_finish.items():
+            start = now(world.device)
+            time_slowest(world, functools.partial(save, 2 * number))
             finish()
-            on_disk = slowest(now(world.device) - begun, world)
-            stall = seconds_of(world, functools.partial(save, 2 * number + 1))
-            updating = seconds_of(world, update)
+            on_disk = max_over_ranks(now(world.device) - start, world)
+            stall = time_slowest(world, functools.partial(save, 2 * number + 1))
+            next_update = time_slowest(world, update)
             finish()
-            if number > 0:  # the first round makes buffers
-                times[name].on_disk.append(on_disk)
-                times[name].stall.append(stall)
-                times[name].next_update.append(updating)
-    checkpoints = checkpoints_of(folder / "here")
+            if number > 0:  # the first round allocates buffers
+                times[method].on_disk.append(on_disk)
+                times[method].stall.append(stall)
+                times[method].next_update.append(next_update)
+    checkpoints = checkpoints_of(synchronous_folder)
     return times, checkpoints[-1].path if checkpoints else None
 
 
-def seconds_of(world: World, function: Callable[[], object]) -> float:
-    """Of the slowest rank, all of which begin together."""
+def time_slowest(world: World, function: Callable[[], object]) -> float:
+    """Run a function on all ranks at the same time and return the seconds of the slowest rank."""
     dist.barrier()
     start = now(world.device)
     function()
-    return slowest(now(world.device) - start, world)
+    return max_over_ranks(now(world.device) - start, world)
 
 
-def slowest(seconds: float, world: World) -> float:
+def max_over_ranks(seconds: float, world: World) -> float:
+    """Return the maximum over all ranks."""
     return max(float(row) for row in all_gather(torch.tensor([seconds], dtype=torch.float64), world))
 
 
 def torch_save(prepared: Prepared, world: World, folder: Path, _: int) -> None:
-    """All of it on rank 0, which writes; the others wait for it, as they would at the next update."""
+    """Gather the full state on rank 0, which writes it. The other ranks wait, as they would at the next update."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     model, optimizer = get_state_dict(prepared.model, prepared.trainable.optimizer, options=options)
     if world.rank == 0:
@@ -150,8 +154,8 @@ def torch_save(prepared: Prepared, world: World, folder: Path, _: int) -> None:
     dist.barrier()
 
 
-def record(
-    name: str,
+def make_record(
+    method: str,
     times: dict[str, Times],
     newest: Path | None,
     job: Workload,
@@ -160,17 +164,19 @@ def record(
     world: World,
     command: list[str],
 ) -> Record:
+    """Return the Record of a method, with its times under `checkpoint` in the provenance."""
     source = provenance(job, data, world, command)
-    beside = interval([own / first for own, first in zip(times[name].stall, times[ARMS[0]].stall, strict=True)])
+    pairs = zip(times[method].stall, times[TORCH_SAVE].stall, strict=True)
+    stall_ratio = interval([stall / torch_save_stall for stall, torch_save_stall in pairs])
     with torch.device("meta"):
         model: nn.Module = job.model()
     source["checkpoint"] = {
-        "arm": name,
+        "arm": method,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "bytes": sum(file.stat().st_size for file in newest.iterdir()) if newest is not None else None,
-        "on_disk_seconds": dataclasses.asdict(interval(times[name].on_disk)),
-        "stall_beside_torch_save": dataclasses.asdict(beside),
-        "next_update_seconds": dataclasses.asdict(interval(times[name].next_update)),
+        "on_disk_seconds": dataclasses.asdict(interval(times[method].on_disk)),
+        "stall_beside_torch_save": dataclasses.asdict(stall_ratio),
+        "next_update_seconds": dataclasses.asdict(interval(times[method].next_update)),
     }
     return Record(
         workload=job.name,
@@ -179,12 +185,13 @@ def record(
         backend=world.backend,
         device=world.device.type,
         world_size=world.size,
-        checkpoint_stall_seconds=interval(times[name].stall),
+        checkpoint_stall_seconds=interval(times[method].stall),
         provenance=source,
     )
 
 
-def show(records: list[Record]) -> None:
+def print_table(records: list[Record]) -> None:
+    """Print a row for each Record."""
     from rich.console import Console
     from rich.table import Table
 
@@ -194,17 +201,17 @@ def show(records: list[Record]) -> None:
     table = Table(title=title, title_justify="left")
     for name in ("layout", "", "stall ms (95%)", "x torch.save (95%)", "on disk after ms", "next update ms"):
         table.add_column(name, justify="left" if name in ("layout", "") else "right")
-    for row in records:
-        stall, own = row.checkpoint_stall_seconds, row.provenance["checkpoint"]
+    for record in records:
+        stall, checkpoint = record.checkpoint_stall_seconds, record.provenance["checkpoint"]
         assert stall is not None
-        ratio = own["stall_beside_torch_save"]
+        ratio = checkpoint["stall_beside_torch_save"]
         table.add_row(
-            row.layout,
-            own["arm"],
+            record.layout,
+            checkpoint["arm"],
             f"{stall.median * 1e3:,.0f} ({stall.low * 1e3:,.0f} to {stall.high * 1e3:,.0f})",
             f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})",
-            f"{own['on_disk_seconds']['median'] * 1e3:,.0f}",
-            f"{own['next_update_seconds']['median'] * 1e3:,.0f}",
+            f"{checkpoint['on_disk_seconds']['median'] * 1e3:,.0f}",
+            f"{checkpoint['next_update_seconds']['median'] * 1e3:,.0f}",
         )
     Console(width=120).print(table)
 
@@ -216,7 +223,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--device")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--folder", type=Path, help="on the disk that is meant; default: a temporary one")
+    parser.add_argument("--folder", type=Path, help="write checkpoints below this folder; default: a temporary folder")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     launch = Launch(processes=args.processes, device=args.device)
@@ -229,7 +236,7 @@ def main() -> None:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         records += next(rows for rows in results.values() if rows is not None)
-    show(records)
+    print_table(records)
     if args.json:
         write_records(records, args.json)
 

@@ -1,9 +1,8 @@
-"""What `everyrank audit` finds in a DeepSpeed script: six planted mistakes, and the correct script under ZeRO 0 to 3.
+"""Run `everyrank audit` on a DeepSpeed script: with six planted mistakes, and correct with ZeRO 0 to 3.
 
 Run: DS_ACCELERATOR=cpu python benchmarks/deepspeed_mistakes.py [--json F] [NAME ...]
 
-Needs `pip install deepspeed` in the environment that runs it. Each audit starts two ranks on the CPU and takes half
-a minute.
+Needs `pip install deepspeed`. Each audit starts two ranks on the CPU and takes half a minute.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else a C++ extension is compiled at the first start
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # otherwise the first start compiles a C++ extension
 CONFIG = {
     "train_micro_batch_size_per_gpu": 4,
     "gradient_accumulation_steps": 3,
@@ -69,13 +68,13 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {
         "engine.backward(loss)",
         "engine.backward(loss / CONFIG['gradient_accumulation_steps'])",
         "gradient.scale",
-        "DeepSpeed divides by gradient_accumulation_steps itself",
+        "DeepSpeed already divides by gradient_accumulation_steps",
     ),
     "multiplied by the number of ranks": (
         "engine.backward(loss)",
         "engine.backward(loss * world_size)",
         "gradient.scale",
-        "a line for a library that sums gradients; DeepSpeed averages them",
+        "DeepSpeed averages gradients; this line is for a library that sums them",
     ),
     "mean over the local labels that count": (
         "F.cross_entropy(engine(inputs), target)",
@@ -87,42 +86,42 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {
         "DataLoader(data, 4, sampler=sampler)",
         "DataLoader(data, 4, shuffle=True)",
         "data",
-        "initialize() without training_data= divides nothing",
+        "without training_data= initialize() does not shard the data",
     ),
     "set_epoch is missing": (
         "        sampler.set_epoch(epoch)\n",
         "",
         "data.epoch",
-        "every epoch has the same order",
+        "every epoch reads the samples in the same order",
     ),
     "clipped by hand": (
         "            engine.step()\n",
         "            nn.utils.clip_grad_norm_(engine.parameters(), 0.5)\n            engine.step()\n",
         "clip.nothing",
-        "the engine clips; .grad of a parameter holds one rank's gradient, or none",
+        "the engine clips; .grad of a parameter is the local gradient, or None",
     ),
 }
-"""Name -> (text of the script, replacement, beginning of the rule that should find it, what is wrong)."""
+"""Name -> (text of the script, replacement, prefix of the rule that should report it, explanation)."""
 
 
-def audited(text: str, stage: int) -> dict[str, Any]:
-    """The findings in a script under a stage of ZeRO, and what was not checked."""
+def audit_script(text: str, stage: int) -> dict[str, Any]:
+    """Audit a script with a ZeRO stage and return the findings and the skipped checks."""
     with tempfile.TemporaryDirectory() as folder:
-        script, out, begin = Path(folder) / "train.py", Path(folder) / "audit.json", time.monotonic()
+        script, out, start = Path(folder) / "train.py", Path(folder) / "audit.json", time.monotonic()
         script.write_text(text)
         command = [sys.executable, "-m", "everyrank", "audit", "--no-compare", "--json", str(out), str(script)]
-        done = subprocess.run(
+        process = subprocess.run(
             [*command, str(stage)], cwd=folder, capture_output=True, text=True, timeout=600, check=False
         )
         if not out.exists():
-            raise SystemExit(done.stderr)
+            raise SystemExit(f"everyrank audit failed with exit code {process.returncode}:\n{process.stderr}")
         audit = json.loads(out.read_text())
     return {
         "stage": stage,
-        "findings": [{key: each[key] for key in ("level", "rule", "text")} for each in audit["findings"]],
+        "findings": [{key: finding[key] for key in ("level", "rule", "text")} for finding in audit["findings"]],
         "not_checked": audit.get("not_checked", []),
         "updates": audit["updates"],
-        "seconds": round(time.monotonic() - begin, 1),
+        "seconds": round(time.monotonic() - start, 1),
     }
 
 
@@ -133,20 +132,20 @@ def main() -> None:
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     cases = [("correct", stage, TRAIN, "") for stage in range(4)]
-    for name, (before, after, rule, _) in MISTAKES.items():
-        assert TRAIN.count(before) == 1, name
-        cases.append((name, 2, TRAIN.replace(before, after), rule))
-    for name, stage, text, rule in cases:
-        if args.names and not any(word in name for word in args.names):
+    for name, (old, new, expected_rule, _) in MISTAKES.items():
+        assert TRAIN.count(old) == 1, name
+        cases.append((name, 2, TRAIN.replace(old, new), expected_rule))
+    for name, stage, text, expected_rule in cases:
+        if args.names and not any(pattern in name for pattern in args.names):
             continue
-        row = audited(text, stage)
-        rules = [each["rule"] for each in row["findings"] if each["level"] != "NOTE"]
-        row["is_right"] = any(each.startswith(rule) for each in rules) if rule else not rules
-        rows.append({"name": name, "expected": rule, **row})
-        print(f"{name}, ZeRO {stage}: {', '.join(rules) or 'nothing'} ({row['seconds']} s)", flush=True)
+        row = audit_script(text, stage)
+        rules = [finding["rule"] for finding in row["findings"] if finding["level"] != "NOTE"]
+        row["is_right"] = any(rule.startswith(expected_rule) for rule in rules) if expected_rule else not rules
+        rows.append({"name": name, "expected": expected_rule, **row})
+        print(f"{name}, ZeRO {stage}: {', '.join(rules) or 'no finding'} ({row['seconds']} s)", flush=True)
     if args.json:
-        about = {"deepspeed": importlib.metadata.version("deepspeed"), "rows": rows, "provenance": provenance()}
-        args.json.write_text(json.dumps(about, indent=2) + "\n")
+        content = {"deepspeed": importlib.metadata.version("deepspeed"), "rows": rows, "provenance": provenance()}
+        args.json.write_text(json.dumps(content, indent=2) + "\n")
 
 
 if __name__ == "__main__":

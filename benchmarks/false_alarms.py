@@ -1,10 +1,11 @@
-"""Verify 200 workloads that are right, and count the alarms: there must be none.
+"""Verify 200 correct workloads and count the false alarms. There must be none.
 
     python benchmarks/false_alarms.py [--json benchmarks/records/false-alarms-cpu.json]
 
-Ten kinds of workload, twenty seeds each, in turn under ddp, zero1 and fsdp on two ranks: models with batch norm, deep
-residual ones whose rounding grows fast, attention whose key biases have no true gradient, schedules that begin at 0,
-heads that begin at 0, ties, sparse rows, tiny data, short and long runs. One process group serves all of them.
+There are ten kinds of workload with twenty seeds each, in turn with ddp, zero1 and fsdp on two ranks. They cover the
+hard cases for `verify`: batch norm, deep residual models whose rounding errors grow fast, attention whose key biases
+have a gradient of zero, schedules and heads that start at 0, ties, sparse rows, tiny data, short and long runs. All run
+in one process group.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Residual(nn.Module):
             nn.Conv2d(width, width, 3, padding=1, bias=False),
             nn.BatchNorm2d(width),
             nn.ReLU(),
-            nn.Conv2d(width, width, 3, padding=1),  # with a bias before batch norm: its true gradient is zero
+            nn.Conv2d(width, width, 3, padding=1),  # the bias has a true gradient of zero, because batch norm follows
             nn.BatchNorm2d(width),
         )
 
@@ -51,11 +52,11 @@ class Residual(nn.Module):
 
 
 class Bert(nn.Module):
-    """An encoder with positions, padding masks and a pooled head, as BERT has; its key biases have no true gradient."""
+    """An encoder like BERT, with positions, padding masks and a pooled head. Its key biases have a gradient of zero."""
 
     def __init__(self, width: int = 16, zero_head: bool = False) -> None:
         super().__init__()
-        self.words, self.places = nn.Embedding(40, width), nn.Embedding(12, width)
+        self.tokens, self.positions = nn.Embedding(40, width), nn.Embedding(12, width)
         self.blocks = nn.ModuleList(
             nn.TransformerEncoderLayer(width, 2, 2 * width, dropout=0.1, batch_first=True, activation="gelu")
             for _ in range(2)
@@ -67,21 +68,21 @@ class Bert(nn.Module):
             nn.init.zeros_(self.head.weight)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        stream = self.words(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        hidden = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
-            stream = block(stream, src_key_padding_mask=tokens == 0)
-        return self.head(stream[:, 0])
+            hidden = block(hidden, src_key_padding_mask=tokens == 0)
+        return self.head(hidden[:, 0])
 
 
 class Recurrent(nn.Module):
-    """An LSTM, and its last state."""
+    """A classifier of the last state of an LSTM."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.lstm, self.head = nn.Embedding(40, 8), nn.LSTM(8, 16, batch_first=True), nn.Linear(16, 3)
+        self.tokens, self.lstm, self.head = nn.Embedding(40, 8), nn.LSTM(8, 16, batch_first=True), nn.Linear(16, 3)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.lstm(self.words(tokens))[0][:, -1])
+        return self.head(self.lstm(self.tokens(tokens))[0][:, -1])
 
 
 def cross_entropy(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
@@ -98,7 +99,7 @@ def top1(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
 
 def _images(seed: int, count: int, side: int = 8) -> TensorDataset:
     generator = torch.Generator().manual_seed(seed)
-    # few levels of grey, so that maxima tie
+    # only a few levels of grey, so that several pixels are the maximum
     images = torch.randint(0, 5, (count, 1, side, side), generator=generator).float() / 4
     return TensorDataset(images, torch.randint(0, 3, (count,), generator=generator))
 
@@ -124,7 +125,7 @@ def _adamw(lr: float) -> Callable[[nn.Module], torch.optim.Optimizer]:
 
 
 def _from_zero(optimizer: torch.optim.Optimizer) -> Any:
-    """A warm-up whose first update moves nothing."""
+    """Return a warm-up schedule whose first update has a learning rate of 0."""
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 4))
 
 
@@ -137,44 +138,44 @@ def _resnet(depth: int, width: int) -> nn.Module:
 
 
 def workloads(seed: int) -> Iterator[tuple[str, Workload, int]]:
-    """(kind, workload, updates to compare) of every kind."""
+    """Yield (kind, workload, number of updates to compare) for every kind."""
     common: dict[str, Any] = {"seed": seed, "epochs": 3}
-    images: dict[str, Any] = {"loss": cross_entropy, "metrics": {"top1": top1}, **common}
+    classes: dict[str, Any] = {"loss": cross_entropy, "metrics": {"top1": top1}, **common}
 
-    def of(kind: str, steps: int, **fields: Any) -> tuple[str, Workload, int]:
+    def case(kind: str, steps: int, **fields: Any) -> tuple[str, Workload, int]:
         return kind, Workload(name=f"{kind}-{seed}", **fields), steps
 
-    yield of(
+    yield case(
         "batch norm", 20, model=lambda: _resnet(1, 4), train_data=lambda: _images(seed, 59),
-        eval_data=lambda: _images(seed + 100, 21), optimizer=_sgd(0.1), global_batch=8, **images,
+        eval_data=lambda: _images(seed + 100, 21), optimizer=_sgd(0.1), global_batch=8, **classes,
     )  # fmt: skip
-    yield of(
+    yield case(
         "deep residual, large steps", 20, model=lambda: _resnet(8, 4), train_data=lambda: _images(seed, 75),
-        eval_data=lambda: _images(seed + 100, 21), optimizer=_sgd(0.5), global_batch=16, **images,
+        eval_data=lambda: _images(seed + 100, 21), optimizer=_sgd(0.5), global_batch=16, **classes,
     )  # fmt: skip
-    yield of(
+    yield case(
         "deep residual, adam", 12, model=lambda: _resnet(6, 4), train_data=lambda: _images(seed, 75),
-        optimizer=_adamw(0.02), global_batch=16, **images,
+        optimizer=_adamw(0.02), global_batch=16, **classes,
     )  # fmt: skip
     for steps in (1, 2, 20):
-        yield of(
+        yield case(
             f"bert, {steps} updates, warm-up from 0", steps, model=Bert, train_data=lambda: _sentences(seed, 37),
             eval_data=lambda: _sentences(seed + 100, 11), optimizer=_adamw(2e-3), schedule=_from_zero,
-            clip_norm=1.0, global_batch=8, **images,
+            clip_norm=1.0, global_batch=8, **classes,
         )  # fmt: skip
-    yield of(
+    yield case(
         "bert, head of zeros", 4, model=lambda: Bert(zero_head=True), train_data=lambda: _sentences(seed, 37),
-        eval_data=lambda: _sentences(seed + 100, 11), optimizer=_adamw(1e-2), global_batch=8, **images,
+        eval_data=lambda: _sentences(seed + 100, 11), optimizer=_adamw(1e-2), global_batch=8, **classes,
     )  # fmt: skip
-    yield of(
+    yield case(
         "lstm", 20, model=Recurrent, train_data=lambda: _sentences(seed, 45),
-        optimizer=_adamw(1e-2), global_batch=8, **images,
+        optimizer=_adamw(1e-2), global_batch=8, **classes,
     )  # fmt: skip
-    yield of(
+    yield case(
         "tiny data", 20, model=lambda: nn.Linear(6, 2), train_data=lambda: _points(seed, 3),
         eval_data=lambda: _points(seed + 100, 2), loss=squares, optimizer=_sgd(0.05), global_batch=3, **common,
     )  # fmt: skip
-    yield of(
+    yield case(
         "long run, memorised", 120,
         model=lambda: nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2)),
         train_data=lambda: _points(seed, 12), loss=squares, optimizer=_adamw(5e-3), global_batch=4,
@@ -183,25 +184,25 @@ def workloads(seed: int) -> Iterator[tuple[str, Workload, int]]:
 
 
 def verify_all(info: Any, launch: Launch, seeds: int) -> list[Record] | None:
-    """A Record of each, on rank 0."""
-    found: list[Record] = []
+    """Verify all workloads and return a Record of each on rank 0. Runs on each rank."""
+    records: list[Record] = []
     with open_world(info, launch) as world:
         for seed in range(seeds):
-            for place, (kind, workload, steps) in enumerate(workloads(seed)):
-                layout = LAYOUTS[(seed + place) % len(LAYOUTS)]
+            for index, (kind, workload, steps) in enumerate(workloads(seed)):
+                layout = LAYOUTS[(seed + index) % len(LAYOUTS)]
                 data = open_data(workload, world)
                 start = time.monotonic()
                 parity, _ = check_layout(
-                    parity_case(workload, *data, steps), parse_layout(layout), world, f"alarm/{seed}/{place}"
+                    parity_case(workload, *data, steps), parse_layout(layout), world, f"alarm/{seed}/{index}"
                 )
                 if world.rank == 0:
                     print(f"{workload.name} · {layout}: {parity.status} ({time.monotonic() - start:.1f} s)", flush=True)
                     source = provenance(workload, data[0], world, ["python", "benchmarks/false_alarms.py"])
-                    source = {**source, "kind": kind} if not found else {"kind": kind}
-                    found.append(
+                    source = {**source, "kind": kind} if not records else {"kind": kind}  # in full only once
+                    records.append(
                         Record(kind, layout, "spawn", "gloo", "cpu", world.size, parity=parity, provenance=source)
                     )
-    return found or None
+    return records or None
 
 
 def main() -> None:

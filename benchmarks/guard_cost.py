@@ -1,10 +1,10 @@
-"""What does it cost to compare replicas every 50 updates (--guard)?
+"""Measure the cost of comparing replicas every 50 updates (--guard).
 
     python benchmarks/guard_cost.py --json benchmarks/records/guard-cpu.json
 
-Real updates on real ranks; after every 50 of them, replicas are compared. Each round gives the time of the comparison
-divided by that of the 50 updates before it, of the slowest rank; what is quoted is the median over rounds with its 95%
-bootstrap interval. The first comparison is left out: it makes what later ones use again.
+Each round trains 50 updates and then compares the replicas. Its result is the time of the comparison divided by that of
+the 50 updates, on the slowest rank. The table shows the median over rounds with its 95% bootstrap interval. The first
+comparison is not counted, because it allocates what later ones reuse.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ARMS = [("digits", "ddp"), ("digits", "zero1"), ("digits", "fsdp:replicate=2,sha
 
 
 def measure_all(info: RankInfo, launch: Launch, rounds: int, every: int, command: list[str]) -> list[Record] | None:
-    """In a rank: a Record of each of `ARMS`, on rank 0."""
+    """Measure all `ARMS` and return their Records on rank 0. Runs on each rank."""
     with open_world(info, launch) as world:
         torch.set_num_threads(1)
         records = [
@@ -47,7 +47,7 @@ def measure_all(info: RankInfo, launch: Launch, rounds: int, every: int, command
 
 
 def measure(world: World, name: str, layout: str, rounds: int, every: int, command: list[str]) -> Record:
-    """The Record of one workload under one layout, on each rank."""
+    """Measure one workload with one layout and return its Record."""
     job = find_workload(name)
     data = job.train_data()
     prepared = prepare(job, parse_layout(layout), world)
@@ -55,20 +55,20 @@ def measure(world: World, name: str, layout: str, rounds: int, every: int, comma
     updates = run_updates(prepared, data, all_updates((rounds + 1) * every, per_epoch))
     guard = Guard(prepared, "stop", every, 0)
     assert guard.compares
-    updating: list[float] = []
-    comparing: list[float] = []
+    update_seconds: list[float] = []
+    comparison_seconds: list[float] = []
     for number in range(rounds + 1):
-        updating.append(seconds_of(world, lambda: list(itertools.islice(updates, every))))
-        comparing.append(seconds_of(world, lambda done=(number + 1) * every: guard.check(done)))
-    del updating[0], comparing[0]
-    share = interval([own / step for own, step in zip(comparing, updating, strict=True)])
+        update_seconds.append(time_slowest(world, lambda: list(itertools.islice(updates, every))))
+        comparison_seconds.append(time_slowest(world, lambda step=(number + 1) * every: guard.check(step)))
+    del update_seconds[0], comparison_seconds[0]
+    ratio = interval([compare / update for compare, update in zip(comparison_seconds, update_seconds, strict=True)])
     source = provenance(job, data, world, command)
-    elements = sum(parameter.numel() for parameter in prepared.trainable.parameters)
+    num_parameters = sum(parameter.numel() for parameter in prepared.trainable.parameters)
     source["guard"] = {
         "every": every,
-        "parameters": elements,
-        "share": dataclasses.asdict(share),
-        "comparison_seconds": dataclasses.asdict(interval(comparing)),
+        "parameters": num_parameters,
+        "share": dataclasses.asdict(ratio),
+        "comparison_seconds": dataclasses.asdict(interval(comparison_seconds)),
     }
     return Record(
         workload=name,
@@ -77,13 +77,13 @@ def measure(world: World, name: str, layout: str, rounds: int, every: int, comma
         backend=world.backend,
         device=world.device.type,
         world_size=world.size,
-        step_seconds=interval([seconds / every for seconds in updating]),
+        step_seconds=interval([seconds / every for seconds in update_seconds]),
         provenance=source,
     )
 
 
-def seconds_of(world: World, function: Any) -> float:
-    """Of the slowest rank, all of which begin together."""
+def time_slowest(world: World, function: Any) -> float:
+    """Run a function on all ranks at the same time and return the seconds of the slowest rank."""
     dist.barrier()
     start = now(world.device)
     function()
@@ -91,7 +91,8 @@ def seconds_of(world: World, function: Any) -> float:
     return max(float(row) for row in all_gather(seconds, world))
 
 
-def show(records: list[Record]) -> None:
+def print_table(records: list[Record]) -> None:
+    """Print a row for each Record."""
     from rich.console import Console
     from rich.table import Table
 
@@ -100,17 +101,17 @@ def show(records: list[Record]) -> None:
     )
     for name in ("workload", "layout", "parameters", "update ms", "comparison ms (95%)", "share of the updates (95%)"):
         table.add_column(name, justify="left" if name in ("workload", "layout") else "right")
-    for row in records:
-        own, step = row.provenance["guard"], row.step_seconds
+    for record in records:
+        guard, step = record.provenance["guard"], record.step_seconds
         assert step is not None
-        spent, share = Interval(**own["comparison_seconds"]), Interval(**own["share"])
+        comparison, ratio = Interval(**guard["comparison_seconds"]), Interval(**guard["share"])
         table.add_row(
-            row.workload,
-            f"{row.layout} on {row.world_size}",
-            f"{own['parameters']:,}",
+            record.workload,
+            f"{record.layout} on {record.world_size}",
+            f"{guard['parameters']:,}",
             f"{step.median * 1e3:.2f}",
-            f"{spent.median * 1e3:.2f} ({spent.low * 1e3:.2f} to {spent.high * 1e3:.2f})",
-            f"{share.median:.2%} ({share.low:.2%} to {share.high:.2%})",
+            f"{comparison.median * 1e3:.2f} ({comparison.low * 1e3:.2f} to {comparison.high * 1e3:.2f})",
+            f"{ratio.median:.2%} ({ratio.low:.2%} to {ratio.high:.2%})",
         )
     Console(width=130).print(table)
 
@@ -126,7 +127,7 @@ def main() -> None:
     launch = Launch(processes=args.processes, device=args.device)
     command = ["python", *sys.argv]
     [records] = filter(None, run_ranks(launch, measure_all, launch, args.rounds, args.every, command).values())
-    show(records)
+    print_table(records)
     if args.json:
         write_records(records, args.json)
 

@@ -1,14 +1,14 @@
-"""What a famous table measured: DataParallel against DistributedDataParallel, with unequal loader workers.
+"""Repeat a published comparison of DataParallel and DistributedDataParallel, whose loader workers were unequal.
 
     python benchmarks/loaders.py --json benchmarks/records/loaders-cpu.json
 
-The scripts behind it gave every process two loader workers. DataParallel is one process, so it read with two workers
-what DDP read with two for each device; besides, every DDP step held a barrier, three all-reduces and three reads of
-their results. This runs the same training both ways, with their loaders and steps, and with equal ones, in turns.
+The published scripts gave every process two loader workers. DataParallel has one process, so it had two workers in all,
+while DDP had two for each device. Every DDP step also ran a barrier and three all-reduces, and read their results. This
+benchmark runs the training both ways, with the published loaders and steps and with equal ones, in turns.
 
-Reading a sample costs what it costs from a disk in the network: a wait (--latency-ms), and decoding a PNG of a real
-handwritten digit. Where two CUDA devices are, the one process is nn.DataParallel; elsewhere it is one device, and the
-effect of the loaders is the same.
+Reading a sample costs as much as from a network disk: a wait (--latency-ms), and decoding the PNG file of a digit. With
+two CUDA devices the one process runs nn.DataParallel. Otherwise it uses one device, and the effect of the loaders is
+the same.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,34 +43,41 @@ from everyrank.strategies import prepare
 from everyrank.world import World, on_rank_0, open_world, single_process_world
 from everyrank.world.collectives import all_gather
 
-WARM_UP, TIMED = 10, 30  # updates of a turn: by then what the workers read ahead is used up
+WARM_UP, TIMED = 10, 30  # updates; after the warm-up no batch is left that the workers have read ahead
 
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """One way of running it."""
+    """One way to run the training.
+
+    workers          loader workers of each process
+    base             name of the arm that this one is compared with
+    in_memory        whether the samples are in memory, not in files
+    published_step   whether each step has the barrier and all-reduces of the published scripts
+    """
 
     name: str
     one_process: bool
-    workers: int  # of each process
-    beside: str  # the arm its speed is divided by
+    workers: int
+    base: str
     in_memory: bool = False
-    their_step: bool = False
+    published_step: bool = False
 
 
-def arms_for(ranks: int) -> list[Arm]:
-    first, third = "one process, 2 workers (as published)", f"{ranks} processes, samples in memory"
+def make_arms(ranks: int) -> list[Arm]:
+    """Return all arms. Those with files are compared with the first, those in memory with the fourth."""
+    files, memory = "one process, 2 workers (as published)", f"{ranks} processes, samples in memory"
     return [
-        Arm(first, True, 2, first),
-        Arm(f"{ranks} processes, 2 workers each (as published)", False, 2, first),
-        Arm(f"one process, {2 * ranks} workers", True, 2 * ranks, first),
-        Arm(third, False, 0, third, in_memory=True),
-        Arm(f"{ranks} processes, samples in memory, their step", False, 0, third, in_memory=True, their_step=True),
+        Arm(files, True, 2, files),
+        Arm(f"{ranks} processes, 2 workers each (as published)", False, 2, files),
+        Arm(f"one process, {2 * ranks} workers", True, 2 * ranks, files),
+        Arm(memory, False, 0, memory, in_memory=True),
+        Arm(f"{ranks} processes, samples in memory, their step", False, 0, memory, in_memory=True, published_step=True),
     ]
 
 
 class Files(Dataset[tuple[Tensor, Tensor]]):
-    """Digits as PNG files that take a while to come."""
+    """Digits as PNG files, with a wait for each sample."""
 
     deterministic = True
 
@@ -99,7 +106,8 @@ class Files(Dataset[tuple[Tensor, Tensor]]):
         return torch.from_numpy(pixels)[None], torch.tensor(digit)
 
 
-def workload(latency_seconds: float) -> Workload:
+def digits_workload(latency_seconds: float) -> Workload:
+    """Return a workload that trains a small convolutional network on digits."""
     return Workload(
         name="loaders",
         model=lambda: ConvNet(width=16, norm="group"),
@@ -114,72 +122,73 @@ def workload(latency_seconds: float) -> Workload:
 def measure(
     info: RankInfo, launch: Launch, rounds: int, latency_seconds: float, command: list[str]
 ) -> list[Record] | None:
-    """In a rank: the arms in turns."""
+    """Measure all arms in turns, and return their Records on rank 0. Runs on each rank."""
     with open_world(info, launch) as world:
-        job = workload(latency_seconds)
+        job = digits_workload(latency_seconds)
         files, memory = job.train_data(), Digits(held_out=False)
-        arms = arms_for(world.size)
+        arms = make_arms(world.size)
         seconds: dict[str, list[float]] = {arm.name: [] for arm in arms}
         for number in range(rounds):
             for arm in arms:
                 dataset = memory if arm.in_memory else files
                 if arm.one_process:
                     key = f"loaders/{number}/{arm.name}"
-                    own = on_rank_0(
+                    step_seconds = on_rank_0(
                         world,
                         key,
-                        lambda arm=arm, dataset=dataset: turn(arm, job, dataset, single_process_world(world)),
+                        lambda arm=arm, dataset=dataset: time_step(arm, job, dataset, single_process_world(world)),
                     )
                 else:
                     dist.barrier()
-                    own = turn(arm, job, dataset, world)
-                    own = max(float(row) for row in all_gather(torch.tensor([own], dtype=torch.float64), world))
-                if own is not None:
-                    seconds[arm.name].append(own)
+                    local_seconds = torch.tensor([time_step(arm, job, dataset, world)], dtype=torch.float64)
+                    step_seconds = max(float(row) for row in all_gather(local_seconds, world))
+                if step_seconds is not None:
+                    seconds[arm.name].append(step_seconds)
         if world.rank != 0:
             return None
-        return [record(arm, seconds, job, files, world, command) for arm in arms]
+        return [make_record(arm, seconds, job, files, world, command) for arm in arms]
 
 
-def turn(arm: Arm, job: Workload, dataset: Any, world: World) -> float:
-    """Seconds of a step."""
+def time_step(arm: Arm, job: Workload, dataset: Any, world: World) -> float:
+    """Train some updates with an arm and return the seconds of a step."""
     world = dataclasses.replace(world, loader_workers=arm.workers)
-    has_two = torch.cuda.device_count() > 1
-    layout = parse_layout(("dataparallel" if has_two else "single") if arm.one_process else "ddp")
+    has_two_devices = torch.cuda.device_count() > 1
+    layout = parse_layout(("dataparallel" if has_two_devices else "single") if arm.one_process else "ddp")
     prepared = prepare(job, layout, world)
     updates = all_updates(WARM_UP + TIMED, updates_per_epoch(len(dataset), job.global_batch))
-    shares: Iterator[Tensor] = run_updates(prepared, dataset, updates)
-    if arm.their_step:
-        shares = their_steps(shares, world)
-    for _ in itertools.islice(shares, WARM_UP):
+    losses: Iterator[Tensor] = run_updates(prepared, dataset, updates)
+    if arm.published_step:
+        losses = add_published_step(losses, world)
+    for _ in itertools.islice(losses, WARM_UP):
         pass
     start = now(world.device)
-    for _ in shares:
+    for _ in losses:
         pass
     return (now(world.device) - start) / TIMED
 
 
-def their_steps(shares: Iterator[Tensor], world: World) -> Iterator[Tensor]:
-    """After each step a barrier, and three averages over all ranks that are read at once."""
-    for share in shares:
+def add_published_step(losses: Iterator[Tensor], world: World) -> Iterator[Tensor]:
+    """Yield `losses`; after each update run a barrier and three all-reduces whose results are read at once."""
+    for loss in losses:
         dist.barrier()
         for _ in range(3):
-            value = share[:1].to(world.device, torch.float32)
+            value = loss[:1].to(world.device, torch.float32)
             dist.all_reduce(value)
             (value / world.size).item()
-        yield share
+        yield loss
 
 
-def record(
+def make_record(
     arm: Arm, seconds: dict[str, list[float]], job: Workload, dataset: Any, world: World, command: list[str]
 ) -> Record:
-    own = seconds[arm.name]
-    ratio = interval([other / one for other, one in zip(seconds[arm.beside], own, strict=True)])
+    """Return the Record of an arm, with its speed relative to its base arm under `loaders` in the provenance."""
+    arm_seconds = seconds[arm.name]
+    ratio = interval([base / measured for base, measured in zip(seconds[arm.base], arm_seconds, strict=True)])
     source = provenance(job, dataset, world, command)
     source["loaders"] = {
         "arm": arm.name,
         "workers_in_all": arm.workers * (1 if arm.one_process else world.size),
-        "beside": arm.beside,
+        "beside": arm.base,
         "times_as_fast": dataclasses.asdict(ratio),
     }
     return Record(
@@ -189,27 +198,27 @@ def record(
         backend="none" if arm.one_process else world.backend,
         device=world.device.type,
         world_size=1 if arm.one_process else world.size,
-        step_seconds=interval(own),
+        step_seconds=interval(arm_seconds),
         provenance=source,
     )
 
 
-def show(records: list[Record]) -> None:
+def print_table(records: list[Record]) -> None:
+    """Print a row for each Record."""
     from rich.console import Console
     from rich.table import Table
 
     table = Table(title="the same training, 64 samples a step", title_justify="left")
     for name in ("", "loader workers in all", "step ms (95%)", "times as fast as the first of its kind (95%)"):
         table.add_column(name, justify="left" if not name else "right")
-    for row in records:
-        step, own = row.step_seconds, row.provenance["loaders"]
+    for record in records:
+        step, loaders = record.step_seconds, record.provenance["loaders"]
         assert step is not None
-        text: Callable[[float], str] = lambda value: f"{value * 1e3:.1f}"  # noqa: E731
-        ratio = own["times_as_fast"]
+        ratio = loaders["times_as_fast"]
         table.add_row(
-            own["arm"],
-            str(own["workers_in_all"]),
-            f"{text(step.median)} ({text(step.low)} to {text(step.high)})",
+            loaders["arm"],
+            str(loaders["workers_in_all"]),
+            f"{step.median * 1e3:.1f} ({step.low * 1e3:.1f} to {step.high * 1e3:.1f})",
             f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})",
         )
     Console(width=120).print(table)
@@ -222,7 +231,7 @@ def main() -> None:
     parser.add_argument("--latency-ms", type=float, default=4.0)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    # more workers than cores is the point: they wait more than they compute
+    # DataLoader warns about more workers than cores; here they mostly wait
     os.environ["PYTHONWARNINGS"] = "ignore:This DataLoader will create"
     launch = Launch(processes=args.processes)
     command = ["python", *sys.argv]
@@ -231,7 +240,7 @@ def main() -> None:
         for result in run_ranks(launch, measure, launch, args.rounds, args.latency_ms / 1e3, command).values()
         if result is not None
     ]
-    show(records)
+    print_table(records)
     if args.json:
         write_records(records, args.json)
 

@@ -1,4 +1,4 @@
-"""A workload whose gradients weigh more than its arithmetic: 17 MB of them an update, of four wide layers."""
+"""A workload dominated by communication: four wide layers with 17 MB of gradients in each update."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ CLASSES = 10
 
 
 def model() -> nn.Sequential:
-    """4.2 million parameters, (N, 1024) -> (N, 10)."""
+    """Return a model of 4.2 million parameters, (N, 1024) -> (N, 10)."""
     layers = [layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
     return nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES))
 
 
 def train_data() -> TensorDataset:
-    """Noise, and as its class the largest of its first ten numbers."""
+    """Return noise; the class of a sample is the index of the largest of its first ten numbers."""
     values = torch.randn(4096, WIDTH, generator=torch.Generator().manual_seed(0))
     return TensorDataset(values, values[:, :CLASSES].argmax(1))
 
@@ -30,7 +30,7 @@ def loss(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
 
 
 def workload() -> Workload:
-    """32 samples a rank on two ranks."""
+    """Return the workload. Its batch of 64 is 32 samples per rank on two ranks."""
     return Workload(
         name="mlp",
         model=model,

@@ -1,9 +1,10 @@
-"""Every mutation of the test-suite, one by one: a mistake put into the code of a layout, which verify has to find.
+"""Run every mutation of the test suite: a mistake in the code of a layout, which `verify` must detect.
 
     python benchmarks/mutations.py [--json benchmarks/records/mutations-cpu.json]
 
 The cases are those of tests/parity/test_mutations.py and tests/integration/test_mutations_model_parallel.py, on 2 to 4
-ranks that stay; a Record of each says what was found, or with which words it was refused. Ends with 1 where one passed.
+ranks that all cases share. Each Record has the reported difference, or the error message. The exit code is 1 if
+a mutation was not detected.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from processes import Pool  # noqa: E402
 
 
 def cases() -> list[tuple[str, str, int, Any, tuple[Any, ...]]]:
-    """(name, layout, ranks, function, its arguments but the key)."""
-    found: list[Any] = []
+    """Return (name, layout, number of ranks, function, its arguments except the key) of each mutation."""
+    result: list[Any] = []
     for mutation, strategies, name, optimizer, count, keys, _ in test_mutations.CASES:
         for strategy in strategies:
             arguments = (mutation, strategy, name, optimizer, keys)
-            found.append((mutation.__name__, strategy + keys, count, test_mutations.check, arguments))
+            result.append((mutation.__name__, strategy + keys, count, test_mutations.check, arguments))
     for mutation, text, trait, optimizer, count, _ in test_mutations_model_parallel.CASES:
         arguments = (mutation, text, trait, optimizer)
-        found.append((mutation.__name__, text, count, test_mutations_model_parallel.check, arguments))
-    return found
+        result.append((mutation.__name__, text, count, test_mutations_model_parallel.check, arguments))
+    return result
 
 
 def main() -> int:
@@ -49,19 +50,19 @@ def main() -> int:
     try:
         for name, layout, count, function, arguments in cases():
             pool = pools[count] if count in pools else pools.setdefault(count, Pool(server, count))
-            found = pool.call(function, (*arguments, f"benchmark/{next(keys)}"), timeout=300)[0]
-            parity = found if isinstance(found, Parity) else Parity("refused", reason=found)
+            result = pool.call(function, (*arguments, f"benchmark/{next(keys)}"), timeout=300)[0]
+            parity = result if isinstance(result, Parity) else Parity("refused", reason=result)
             print(f"{name:32} {layout:44} {parity.status:10} {parity.cause or parity.reason or ''}"[:200], flush=True)
             records.append(Record(name, layout, "spawn", "gloo", "cpu", count, parity=parity))
     finally:
         for pool in pools.values():
             pool.close()
         server.close()
-    passed = [record for record in records if record.parity.status not in ("different", "refused")]
-    print(f"{len(records)} mutations, {len(records) - len(passed)} found or refused")
+    undetected = [record for record in records if record.parity.status not in ("different", "refused")]
+    print(f"{len(records)} mutations, {len(records) - len(undetected)} detected or refused")
     if args.json is not None:
         write_records(records, args.json)
-    return 1 if passed else 0
+    return 1 if undetected else 0
 
 
 if __name__ == "__main__":

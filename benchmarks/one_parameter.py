@@ -1,4 +1,4 @@
-"""A workload with nothing in it: one parameter. What is left of a step is what the loop around it costs."""
+"""A workload with one parameter, whose step time is the overhead of the training loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Scale(nn.Module):
 
 
 class Line(Dataset[tuple[Tensor, Tensor]]):
-    """y = 3 x. Not a TensorDataset, whose rows everyrank would take all at once."""
+    """Samples of y = 3 x. It is no TensorDataset, because everyrank would read that by batch."""
 
     deterministic = True
 
@@ -41,7 +41,7 @@ def loss(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
 
 
 def workload() -> Workload:
-    """Eight samples an update, so that fetching them does not bury the rest."""
+    """Return the workload. Its batch has only eight samples, so that reading them does not dominate the step."""
     return Workload(
         name="one",
         model=Scale,

@@ -1,14 +1,18 @@
-"""What does a step cost beside a hand-written loop? everyrank, Accelerate, Fabric and the Trainer, in one table.
+"""Measure the step time of everyrank, Accelerate, Fabric and the Trainer, relative to a hand-written loop.
 
     python benchmarks/overhead.py digits text mlp one --json benchmarks/records/overhead-cpu.json
 
-Needs `pip install -e '.[benchmarks]'`. The same DDP training runs in every arm, in the same two processes, one thread
-each, on gloo, and those that say so on shm (`mlp`: 17 MB of gradients; `one`: a model of one parameter, in one
-process). Where the model has batch norm, everyrank also runs with the other tools' (each rank's own), and they with
-everyrank's (over ranks, the hand-written loop's code). The arms take turns: in each round each does a few updates, in
-an order drawn anew; what is quoted is the median over rounds of the time divided by the hand-written loop's in the same
-round, with its 95% bootstrap interval. The slower rank's time counts. Nothing is printed or logged inside. `loss` says
-how far the first losses are from the hand-written loop's: who trains something else is seen.
+Needs `pip install -e '.[benchmarks]'`. Every arm runs the same DDP training in the same two processes with one thread
+each. The backend is gloo, or shm where the name of the arm ends in shm. `mlp` has 17 MB of gradients. `one` is a model
+of one parameter, trained in one process.
+
+If the model has batch norm, each tool runs twice: with the statistics of each rank, as the other tools have it, and
+with statistics over all ranks, as everyrank has it.
+
+In each round every arm runs a few updates, in random order. The table shows the step time divided by that of the
+hand-written loop in the same round: the median over rounds with its 95% bootstrap interval. The time is that of the
+slower rank. Nothing is printed or logged in an arm. The column `loss` is the largest relative difference of the first
+losses to those of the hand-written loop. It shows whether an arm trains something different.
 """
 
 from __future__ import annotations
@@ -50,30 +54,36 @@ from everyrank.record import Interval, Record, read_records, write_records
 from everyrank.world import World, open_world
 from everyrank.world.world import GroupCache
 
-# updates of a turn, and rounds: about five minutes in all on two cores
-ROUNDS = {"digits": (10, 600), "text": (3, 60), "mlp": (5, 60), "one": (200, 80)}
-OF_OURS = {"mlp": mlp.workload, "one": one_parameter.workload}  # the others are built in
-# the noise of gloo is larger than what is looked for on digits: the two that are held against each other run oftener
-HELD_AGAINST_EACH_OTHER = ("hand-written", "everyrank")
-OTHERS_EVERY = {"digits": 4}
-LOCAL = "everyrank, batch_norm=local, shm"  # the other tools' arithmetic
+STEPS_AND_ROUNDS = {"digits": (10, 600), "text": (3, 60), "mlp": (5, 60), "one": (200, 80)}  # steps in one round
+WORKLOADS = {"mlp": mlp.workload, "one": one_parameter.workload}  # the other workloads are built in
+# on digits the noise of gloo is larger than the difference between these two arms, so the others skip rounds
+ARMS_OF_EVERY_ROUND = ("hand-written", "everyrank")
+OTHER_ARMS_EVERY = {"digits": 4}
+LOCAL_NORM = "everyrank, batch_norm=local, shm"  # equivalent to the other tools
 
 
 @dataclass
 class Arm:
-    """One way of writing the loop."""
+    """One training loop.
+
+    updates            the loop, as an iterator
+    losses             losses of the first updates
+    seconds            seconds of a step by round
+    updates_per_item   number of updates that one item of `updates` runs
+    """
 
     name: str
     updates: Iterator[Any]
     losses: list[float] = field(default_factory=list[float])
-    seconds: dict[int, float] = field(default_factory=dict[int, float])  # of a step, by round
-    updates_at_once: int = 1  # how many each item of `updates` stands for
+    seconds: dict[int, float] = field(default_factory=dict[int, float])
+    updates_per_item: int = 1
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("workload", nargs="*", default=list(ROUNDS), help="default: " + ", ".join(ROUNDS))
-    parser.add_argument("--arms", nargs="+", help="only these, and the hand-written one")
+    names = list(STEPS_AND_ROUNDS)
+    parser.add_argument("workload", nargs="*", default=names, help="default: " + ", ".join(names))
+    parser.add_argument("--arms", nargs="+", help="run only these arms and the hand-written one")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -88,53 +98,53 @@ def main() -> None:
         for name in args.workload:
             count = 1 if name == "one" else 2
             command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
-            subprocess.run([*command, __file__, name, "--json", str(out), *flags], check=True, env=environment())
+            subprocess.run([*command, __file__, name, "--json", str(out), *flags], check=True, env=rank_environment())
             records += read_records(out)
     if args.json:
         write_records(records, args.json)
 
 
-def environment() -> dict[str, str]:
-    """One thread a rank, quiet libraries, the loopback interface."""
+def rank_environment() -> dict[str, str]:
+    """Return environment variables for one thread per rank, quiet libraries and the loopback interface."""
     quiet = {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
     return {**os.environ, **quiet, "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def measure(args: argparse.Namespace) -> None:
-    """In a rank: all arms of one workload."""
+    """Measure all arms of one workload, print the table and write the Records. Runs on each rank."""
     (name,) = args.workload
     info = rank_info_from_environment(os.environ)
     with open_world(info, Launch(processes=info.size, device="cpu", backend="gloo")) as world:
         torch.set_num_threads(1)
-        job = OF_OURS[name]() if name in OF_OURS else find_workload(name)
-        job = dataclasses.replace(job, train_data=lambda data=job.train_data: OneByOne(data()))
-        arms = make_arms(name, job, world, ROUNDS[name][0])
+        job = WORKLOADS[name]() if name in WORKLOADS else find_workload(name)
+        job = dataclasses.replace(job, train_data=lambda data=job.train_data: ReadBySample(data()))
+        steps, rounds = STEPS_AND_ROUNDS[name]
+        rounds = args.rounds or rounds
+        arms = make_arms(name, job, world, steps)
         if args.arms:
             arms = [arm for arm in arms if arm.name in args.arms or arm is arms[0]]
-        steps, rounds = ROUNDS[name]
-        rounds = args.rounds or rounds
-        for arm in arms:  # warm-up: DDP rebuilds its buckets in the second update, optimizers make their state
-            for _ in itertools.islice(arm.updates, -(-max(20, steps) // arm.updates_at_once)):
+        for arm in arms:  # warm-up: DDP rebuilds its buckets in the second update, and optimizers create their state
+            for _ in itertools.islice(arm.updates, -(-max(20, steps) // arm.updates_per_item)):
                 pass
-        order = random.Random(0)
-        for done in range(rounds):
-            for arm in order.sample(arms, len(arms)):
-                if arm.name in HELD_AGAINST_EACH_OTHER or done % OTHERS_EVERY.get(name, 1) == 0:
-                    arm.seconds[done] = turn(arm, steps, world)
+        generator = random.Random(0)
+        for round_index in range(rounds):
+            for arm in generator.sample(arms, len(arms)):
+                if arm.name in ARMS_OF_EVERY_ROUND or round_index % OTHER_ARMS_EVERY.get(name, 1) == 0:
+                    arm.seconds[round_index] = time_step(arm, steps, world)
             if world.rank == 0 and sys.stderr.isatty():
-                print(f"\r{name}: round {done + 1} of {rounds}", end="", file=sys.stderr)
+                print(f"\r{name}: round {round_index + 1} of {rounds}", end="", file=sys.stderr)
         if world.rank == 0:
-            records = [record(arm, arms[0], job, world) for arm in arms]
-            show(records)
+            records = [make_record(arm, arms[0], job, world) for arm in arms]
+            print_table(records)
             if args.json:
                 write_records(records, args.json)
         sys.stdout.flush()
         dist.barrier()
-        os._exit(0)  # the tools leave threads and wrappers behind that would wait for each other
+        os._exit(0)  # threads and wrappers of the tools would wait for each other at a normal exit
 
 
-class OneByOne(Dataset[Any]):
-    """A dataset read sample by sample in every arm: everyrank would take the rows of a TensorDataset all at once."""
+class ReadBySample(Dataset[Any]):
+    """A dataset that every arm reads sample by sample. everyrank would read a TensorDataset by batch."""
 
     deterministic = True
 
@@ -149,52 +159,52 @@ class OneByOne(Dataset[Any]):
 
 
 def make_arms(name: str, job: Any, world: World, steps: int) -> list[Arm]:
-    """All arms; the first is what the others are divided by."""
+    """Return all arms of a workload. The first is the hand-written loop, which the others are compared with."""
     has_norm = world.size > 1 and has_batch_norm(job.model())
     loops: list[tuple[str, Callable[..., Iterator[Any]]]] = []
     if name == "one":
         loops += [("hand-written", handwritten.plain)]
     else:
-        shm = on_shm(world)
+        shm = shm_world(world)
         loops += [("hand-written", handwritten.same_arithmetic), ("conventional", handwritten.conventional)]
         loops += [("conventional, shm", lambda job, losses: handwritten.conventional(job, losses, shm.group))]
         loops += [("everyrank, shm", lambda job, losses: tools.everyrank_loop(job, losses, shm, "ddp"))]
         if has_norm:
-            loops += [(LOCAL, lambda job, losses: tools.everyrank_loop(job, losses, shm, "ddp:batch_norm=local"))]
+            loops += [(LOCAL_NORM, lambda job, losses: tools.everyrank_loop(job, losses, shm, "ddp:batch_norm=local"))]
     layout = "ddp" if world.size > 1 else "single"
     loops += [("everyrank", lambda job, losses: tools.everyrank_loop(job, losses, world, layout))]
     arms = [make_arm(arm_name, loop, job) for arm_name, loop in loops]
-    jobs = {"": job}
-    if has_norm:  # everyrank's arithmetic
-        synchronised = dataclasses.replace(job, model=lambda: handwritten.synchronised(job.model()))
-        jobs[", batch norm over ranks"] = synchronised
-    for words, own in jobs.items():
-        arms += [make_arm(f"accelerate{words}", tools.accelerate_loop, own)]
-        arms += [make_arm(f"fabric{words}", tools.fabric_loop, own)]
-        arms += [make_arm(f"trainer{words}", functools.partial(tools.trainer_loop, steps=steps), own, steps)]
+    tool_jobs = {"": job}
+    if has_norm:  # the tools with the arithmetic of everyrank
+        global_norm_job = dataclasses.replace(job, model=lambda: handwritten.synchronize_batch_norm(job.model()))
+        tool_jobs[", batch norm over ranks"] = global_norm_job
+    for suffix, tool_job in tool_jobs.items():
+        arms += [make_arm(f"accelerate{suffix}", tools.accelerate_loop, tool_job)]
+        arms += [make_arm(f"fabric{suffix}", tools.fabric_loop, tool_job)]
+        arms += [make_arm(f"trainer{suffix}", functools.partial(tools.trainer_loop, steps=steps), tool_job, steps)]
     return arms
 
 
-def make_arm(name: str, loop: Callable[..., Iterator[Any]], job: Any, updates_at_once: int = 1) -> Arm:
-    """The loop, ready to be asked for its next updates, and the list that it writes its losses to."""
+def make_arm(name: str, loop: Callable[..., Iterator[Any]], job: Any, updates_per_item: int = 1) -> Arm:
+    """Return an arm with the started loop and the list to which it appends its losses."""
     losses: list[float] = []
-    return Arm(name, loop(job, losses), losses, updates_at_once=updates_at_once)
+    return Arm(name, loop(job, losses), losses, updates_per_item=updates_per_item)
 
 
-def on_shm(world: World) -> World:
-    """The same ranks, over memory that they share."""
+def shm_world(world: World) -> World:
+    """Return a world of the same ranks over the shm backend."""
     register_backend("shm")
     return dataclasses.replace(world, backend="shm", group=dist.new_group(backend="shm"), group_cache=GroupCache())
 
 
-def turn(arm: Arm, steps: int, world: World) -> float:
-    """Seconds of a step of this arm; the slower rank's."""
+def time_step(arm: Arm, steps: int, world: World) -> float:
+    """Run `steps` updates of this arm and return the seconds of one, on the slower rank."""
     gc.collect()
     gc.disable()
     if world.size > 1:
         dist.barrier()
     start = time.perf_counter()
-    for _ in itertools.islice(arm.updates, steps // arm.updates_at_once):
+    for _ in itertools.islice(arm.updates, steps // arm.updates_per_item):
         pass
     seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
     gc.enable()
@@ -203,24 +213,24 @@ def turn(arm: Arm, steps: int, world: World) -> float:
     return float(seconds) / steps
 
 
-def record(arm: Arm, base: Arm, job: Any, world: World) -> Record:
-    """A Record; what is particular to this comparison stands under `overhead` in its provenance."""
-    ratio = interval([own / base.seconds[place] for place, own in arm.seconds.items()])
-    extra = interval([own - base.seconds[place] for place, own in arm.seconds.items()])
-    gap = max(abs(a - b) / abs(b) for a, b in zip(arm.losses, base.losses, strict=False))
+def make_record(arm: Arm, base: Arm, job: Any, world: World) -> Record:
+    """Return the Record of an arm, with the comparison to `base` under `overhead` in its provenance."""
+    ratio = interval([seconds / base.seconds[index] for index, seconds in arm.seconds.items()])
+    extra = interval([seconds - base.seconds[index] for index, seconds in arm.seconds.items()])
+    difference = max(abs(a - b) / abs(b) for a, b in zip(arm.losses, base.losses, strict=False))
     source = provenance(job, job.train_data(), world, ["python", "benchmarks/overhead.py", job.name])
-    tool, comma, words = arm.name.partition(",")
+    tool, comma, variant = arm.name.partition(",")
     version = importlib.metadata.version(tools.PACKAGES[tool]) if tool in tools.PACKAGES else ""
     source["overhead"] = {
-        "loop": f"{tool} {version}".rstrip() + comma + words,
-        "ratio_to_hand_written": plain(ratio),
-        "seconds_over_hand_written": plain(extra),
-        "largest_relative_loss_difference": gap,
+        "loop": f"{tool} {version}".rstrip() + comma + variant,
+        "ratio_to_hand_written": interval_fields(ratio),
+        "seconds_over_hand_written": interval_fields(extra),
+        "largest_relative_loss_difference": difference,
         "losses_compared": min(len(arm.losses), len(base.losses)),
     }
     return Record(
         workload=job.name,
-        layout="ddp:batch_norm=local" if arm.name == LOCAL else "ddp" if world.size > 1 else "single",
+        layout="ddp:batch_norm=local" if arm.name == LOCAL_NORM else "ddp" if world.size > 1 else "single",
         launcher="torchrun",
         backend="shm" if arm.name.endswith("shm") else world.backend,
         device="cpu",
@@ -231,11 +241,13 @@ def record(arm: Arm, base: Arm, job: Any, world: World) -> Record:
     )
 
 
-def plain(value: Interval) -> dict[str, float]:
+def interval_fields(value: Interval) -> dict[str, float]:
+    """Return an interval as it is written to the Record."""
     return {"median": value.median, "low": value.low, "high": value.high, "rounds": value.trials}
 
 
-def show(records: list[Record]) -> None:
+def print_table(records: list[Record]) -> None:
+    """Print a row for each Record. The first is that of the hand-written loop."""
     from rich.console import Console
     from rich.table import Table
 
@@ -243,19 +255,19 @@ def show(records: list[Record]) -> None:
     table = Table(title=f"{first.workload} · {first.layout} on {first.world_size}", title_justify="left")
     for name in ("loop", "step us (95%)", "x hand-written (95%)", "us over it (95%)", "loss"):
         table.add_column(name)
-    for row in records:
-        own = row.provenance["overhead"]
-        step = row.step_seconds
+    for record in records:
+        overhead = record.provenance["overhead"]
+        step = record.step_seconds
         assert step is not None
-        us = [f"{1e6 * value:,.0f}" for value in (step.median, step.low, step.high)]
-        ratio, extra = own["ratio_to_hand_written"], own["seconds_over_hand_written"]
-        over = [f"{1e6 * extra[key]:,.1f}" for key in ("median", "low", "high")]
+        step_us = [f"{1e6 * value:,.0f}" for value in (step.median, step.low, step.high)]
+        ratio, extra = overhead["ratio_to_hand_written"], overhead["seconds_over_hand_written"]
+        extra_us = [f"{1e6 * extra[key]:,.1f}" for key in ("median", "low", "high")]
         table.add_row(
-            own["loop"],
-            f"{us[0]} ({us[1]} to {us[2]})",
+            overhead["loop"],
+            f"{step_us[0]} ({step_us[1]} to {step_us[2]})",
             f"{ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})",
-            f"{over[0]} ({over[1]} to {over[2]})",
-            f"{own['largest_relative_loss_difference']:.1e}",
+            f"{extra_us[0]} ({extra_us[1]} to {extra_us[2]})",
+            f"{overhead['largest_relative_loss_difference']:.1e}",
         )
     Console(width=130).print(table)
 

@@ -1,4 +1,4 @@
-"""A workload for plan_time.py: 17 MB of gradients in two blocks of two wide layers, which every layout can split."""
+"""A workload for plan_time.py that every layout can shard: two blocks of two wide layers, 17 MB of gradients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from everyrank import Workload
 
 
 class Block(nn.Module):
-    """(N, 1024) -> (N, 1024)."""
+    """A residual block of two layers, (N, 1024) -> (N, 1024)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class Block(nn.Module):
 
 
 class Mlp(nn.Module):
-    """4.2 million parameters, (N, 1024) -> (N, 10)."""
+    """A model of 4.2 million parameters, (N, 1024) -> (N, 10)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Mlp(nn.Module):
 
 
 def workload() -> Workload:
-    """32 samples a rank on two ranks."""
+    """Return the workload. Its batch of 64 is 32 samples per rank on two ranks."""
     return Workload(
         name="mlp",
         model=Mlp,

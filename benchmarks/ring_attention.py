@@ -1,10 +1,11 @@
-"""Ring attention by torch's flash attention for CPUs, and by plain operators: the same ring, in turns.
+"""Compare two kernels for the chunks of ring attention: torch's CPU flash attention and plain operators.
 
     python benchmarks/ring_attention.py --json benchmarks/records/ring-attention-cpu.json      # three minutes
 
-Two samples of 8 heads of 64, causal, `--length` positions over all ranks; forward and backward for themselves, the
-seconds of the slowest rank, keys and values on their way included. The ratio is that of each round. `difference` is the
-largest between the two ways, in output and gradients, relative to the largest number there.
+Two samples with 8 heads of 64 are attended causally, with `--length` positions over all ranks. Forward and backward are
+timed separately, on the slowest rank, with the communication of keys and values. The kernels take turns, and a ratio
+divides times of the same round. `difference` is the largest difference between the two kernels in the output and the
+gradients, relative to the largest number of the tensor.
 """
 
 from __future__ import annotations
@@ -36,12 +37,14 @@ from everyrank.world import World, open_world
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16}
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
 SAMPLES, HEADS, WIDTH = 2, 8, 64
-ARMS = {"plain operators": False, "flash attention": True}
-JOB = Workload("ring attention", nn.Identity, list, loss=len, optimizer=len, global_batch=SAMPLES)  # for provenance
+PLAIN, FLASH = "plain operators", "flash attention"
+USES_FLASH = {PLAIN: False, FLASH: True}
+# only for the provenance of the Records; it is not trained
+JOB = Workload("ring attention", nn.Identity, list, loss=len, optimizer=len, global_batch=SAMPLES)
 
 
-def call(world: World, is_flash: bool, tensors: list[Tensor]) -> tuple[list[float], list[Tensor]]:
-    """([seconds forward, seconds backward] of the slowest rank, [output, gradients])."""
+def run_attention(world: World, uses_flash: bool, tensors: list[Tensor]) -> tuple[list[float], list[Tensor]]:
+    """Return ([seconds forward, seconds backward] on the slowest rank, [output, gradients])."""
     ring = SequenceGroup(world.rank, world.size, tuple(range(world.size)), world.group)
     q, k, v, dout = tensors
     seconds: list[float] = []
@@ -53,7 +56,7 @@ def call(world: World, is_flash: bool, tensors: list[Tensor]) -> tuple[list[floa
         seconds.append(time.perf_counter() - start)
         return result
 
-    with mock.patch.object(chunk, "_flash_is_right", return_value=is_flash):
+    with mock.patch.object(chunk, "_flash_is_right", return_value=uses_flash):
         output = timed(functools.partial(ring_attention, q, k, v, True, WIDTH**-0.5, ring))
         grads = timed(functools.partial(torch.autograd.grad, output, (q, k, v), dout))
     slowest = torch.tensor(seconds)
@@ -61,43 +64,47 @@ def call(world: World, is_flash: bool, tensors: list[Tensor]) -> tuple[list[floa
     return slowest.tolist(), [output.detach(), *grads]
 
 
-def apart(one: list[Tensor], other: list[Tensor]) -> float:
-    """The largest difference, relative to the largest number of its tensor; of all ranks."""
-    pairs = zip(one, other, strict=True)
-    most = torch.tensor(max(float((a.double() - b.double()).abs().max() / b.double().abs().max()) for a, b in pairs))
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return float(most)
+def largest_difference(tensors: list[Tensor], references: list[Tensor]) -> float:
+    """Return the largest difference on all ranks, relative to the largest number of its reference tensor."""
+    pairs = zip(tensors, references, strict=True)
+    largest = torch.tensor(max(float((a.double() - b.double()).abs().max() / b.double().abs().max()) for a, b in pairs))
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return float(largest)
 
 
 def measure(info: RankInfo, launch: Launch, args: argparse.Namespace, command: list[str]) -> list[Record]:
-    """In a rank: for each length and dtype both ways in turns, after a call of each that is not timed."""
+    """Measure both kernels in turns for each length and dtype, and return the Records. Runs on each rank.
+
+    The first run of each kernel is not timed. It gives the difference.
+    """
     records: list[Record] = []
     with open_world(info, launch) as world:
         for length in args.length:
-            for name, dtype in DTYPES.items():
+            for dtype_name, dtype in DTYPES.items():
                 generator = torch.Generator().manual_seed(world.rank)
                 shape = (SAMPLES, HEADS, length // world.size, WIDTH)
                 tensors = [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for _ in range(4)]
-                difference = apart(*(call(world, is_flash, tensors)[1] for is_flash in ARMS.values()))
-                seconds: dict[str, list[list[float]]] = {arm: [] for arm in ARMS}
+                results = [run_attention(world, uses_flash, tensors)[1] for uses_flash in USES_FLASH.values()]
+                difference = largest_difference(*results)
+                seconds: dict[str, list[list[float]]] = {kernel: [] for kernel in USES_FLASH}
                 for _ in range(args.rounds):
-                    for arm, is_flash in ARMS.items():
-                        seconds[arm].append(call(world, is_flash, tensors)[0])
-                about = {"length": length, "dtype": name, "difference": difference}
-                records += [record(world, arm, seconds, about, command) for arm in ARMS]
+                    for kernel, uses_flash in USES_FLASH.items():
+                        seconds[kernel].append(run_attention(world, uses_flash, tensors)[0])
+                fields = {"length": length, "dtype": dtype_name, "difference": difference}
+                records += [make_record(world, kernel, seconds, fields, command) for kernel in USES_FLASH]
     return records
 
 
-def record(
-    world: World, arm: str, seconds: dict[str, list[list[float]]], about: dict[str, Any], command: list[str]
+def make_record(
+    world: World, kernel: str, seconds: dict[str, list[list[float]]], fields: dict[str, Any], command: list[str]
 ) -> Record:
-    """One way at one length: `step_seconds` is of forward and backward together."""
-    base = seconds["plain operators"]
-    parts: dict[str, Any] = {}
-    for place, part in enumerate(("forward", "backward")):
-        ratios = [before[place] / own[place] for before, own in zip(base, seconds[arm], strict=True)]
-        parts[part] = dataclasses.asdict(interval([own[place] for own in seconds[arm]]))
-        parts[f"{part}_times_as_fast"] = dataclasses.asdict(interval(ratios))
+    """Return the Record of one kernel at one length. `step_seconds` covers forward and backward."""
+    times: dict[str, Any] = {}
+    for index, direction in enumerate(("forward", "backward")):
+        pairs = zip(seconds[PLAIN], seconds[kernel], strict=True)
+        ratios = [plain[index] / measured[index] for plain, measured in pairs]
+        times[direction] = dataclasses.asdict(interval([measured[index] for measured in seconds[kernel]]))
+        times[f"{direction}_times_as_fast"] = dataclasses.asdict(interval(ratios))
     return Record(
         workload=JOB.name,
         layout="context",
@@ -105,30 +112,31 @@ def record(
         backend=world.backend,
         device=world.device.type,
         world_size=world.size,
-        step_seconds=interval([sum(own) for own in seconds[arm]]),
-        provenance={**provenance(JOB, [], world, command), "ring": {"arm": arm, **about, **parts}},
+        step_seconds=interval([sum(measured) for measured in seconds[kernel]]),
+        provenance={**provenance(JOB, [], world, command), "ring": {"arm": kernel, **fields, **times}},
     )
 
 
-def show(records: list[Record]) -> None:
+def print_table(records: list[Record]) -> None:
+    """Print a row for each pair of Records: plain operators, then flash attention."""
     columns = ("length", "dtype", "forward ms", "backward ms", "x plain, forward (95%)", "backward (95%)", "difference")
     table = Table(*columns)
 
-    def ratio(row: dict[str, float]) -> str:
-        return f"{row['median']:.1f} ({row['low']:.1f} to {row['high']:.1f})"
+    def ratio_text(ratio: dict[str, float]) -> str:
+        return f"{ratio['median']:.1f} ({ratio['low']:.1f} to {ratio['high']:.1f})"
 
-    for plain, flash in zip(records[::2], records[1::2], strict=True):
-        before, own = plain.provenance["ring"], flash.provenance["ring"]
+    for plain_record, flash_record in zip(records[::2], records[1::2], strict=True):
+        plain, flash = plain_record.provenance["ring"], flash_record.provenance["ring"]
         table.add_row(
-            str(own["length"]),
-            own["dtype"],
+            str(flash["length"]),
+            flash["dtype"],
             *(
-                f"{before[part]['median'] * 1e3:.1f} -> {own[part]['median'] * 1e3:.1f}"
-                for part in ("forward", "backward")
+                f"{plain[direction]['median'] * 1e3:.1f} -> {flash[direction]['median'] * 1e3:.1f}"
+                for direction in ("forward", "backward")
             ),
-            ratio(own["forward_times_as_fast"]),
-            ratio(own["backward_times_as_fast"]),
-            f"{own['difference']:.1e}",
+            ratio_text(flash["forward_times_as_fast"]),
+            ratio_text(flash["backward_times_as_fast"]),
+            f"{flash['difference']:.1e}",
         )
     Console(width=120).print(table)
 
@@ -137,12 +145,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--length", type=int, nargs="+", default=list(LENGTHS), help="positions, over all ranks")
+    parser.add_argument("--length", type=int, nargs="+", default=list(LENGTHS), help="positions over all ranks")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     launch = Launch(processes=args.processes)
     records = run_ranks(launch, measure, launch, args, ["python", *sys.argv])[0]
-    show(records)
+    print_table(records)
     if args.json is not None:
         write_records(records, args.json)
 

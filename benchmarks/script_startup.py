@@ -1,9 +1,9 @@
-"""How long `everyrank launch` takes from the command to the first all-reduce of a script, against torchrun.
+"""Measure the time of `everyrank launch` from the command to the first update of a script, relative to torchrun.
 
     python benchmarks/script_startup.py --json benchmarks/records/script-startup-cpu.json      # about three minutes
 
-The script imports torch, calls `init_process_group`, wraps a small model by DDP and does one update. All ways take
-turns in each round, and a ratio is that of one round, so that other programs on the machine disturb both alike.
+The script imports torch, calls `init_process_group`, wraps a small model in DDP and runs one update. All ways to start
+it take turns, and a ratio divides times of the same round, so other programs slow both.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ WAYS = {
 }
 
 
-def seconds(folder: Path, name: str) -> tuple[float, float]:
-    """From the command to the line after the first update, and to the end of the command."""
-    script = folder / ("late.py" if "not imported first" in name else "train.py")
-    begun = time.perf_counter()
+def time_start(folder: Path, way: str) -> tuple[float, float]:
+    """Start the script and return the seconds until its first update and until the command has ended."""
+    script = folder / ("late.py" if "not imported first" in way else "train.py")
+    start = time.perf_counter()
     process = subprocess.Popen(
-        [*WAYS[name], str(script)],
+        [*WAYS[way], str(script)],
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -59,32 +59,33 @@ def seconds(folder: Path, name: str) -> tuple[float, float]:
     )
     assert process.stdout is not None
     line = process.stdout.readline()
-    first = time.perf_counter() - begun
-    assert line == "first update\n", (name, line)
+    first_update_seconds = time.perf_counter() - start
+    assert line == "first update\n", (way, line)
     process.stdout.read()
-    assert process.wait(120) == 0, name
-    return first, time.perf_counter() - begun
+    assert process.wait(120) == 0, way
+    return first_update_seconds, time.perf_counter() - start
 
 
 def main() -> None:
-    """Print and write the seconds and the ratios to torchrun."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Measure all ways, print and write the seconds and the ratios to torchrun."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in WAYS}
+    times: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "train.py").write_text(SCRIPT)
         (folder / "late.py").write_text(f"import os\n\nos.environ['LATE'] = '1'\n{SCRIPT}")
-        for number in range(args.rounds + 1):  # the first one fills the caches of the disk
+        for number in range(args.rounds + 1):  # the first round only fills the disk cache
             for way in list(WAYS)[:: 1 if number % 2 else -1]:
-                row = seconds(folder, way)
+                seconds = time_start(folder, way)
                 if number:
-                    times[way].append(row)
+                    times[way].append(seconds)
     rows = []
     for way, pairs in times.items():
-        ratios = [[pair[k] / base[k] for pair, base in zip(pairs, times["torchrun"], strict=True)] for k in (0, 1)]
+        base_pairs = times["torchrun"]
+        ratios = [[pair[k] / base[k] for pair, base in zip(pairs, base_pairs, strict=True)] for k in (0, 1)]
         row = {
             "way": way,
             "first_update_seconds": statistics.median(pair[0] for pair in pairs),
@@ -100,8 +101,9 @@ def main() -> None:
             flush=True,
         )
     if args.json:
-        source = {"torch": torch.__version__, "cores": os.cpu_count(), "date": f"{datetime.now(UTC):%Y-%m-%d}"}
-        args.json.write_text(json.dumps({"rows": rows, "rounds": args.rounds, "provenance": source}, indent=1) + "\n")
+        provenance = {"torch": torch.__version__, "cores": os.cpu_count(), "date": f"{datetime.now(UTC):%Y-%m-%d}"}
+        content = {"rows": rows, "rounds": args.rounds, "provenance": provenance}
+        args.json.write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""How long four ranks take to start: forked from one process that has imported torch, each by itself, and by torchrun.
+"""Measure the start time of four ranks: forked from a process that has imported torch, spawned, and with torchrun.
 
     python benchmarks/starts.py --json benchmarks/records/starts-cpu.json      # two minutes
 
-`everyrank train digits --layout ddp --processes 4`, one update, in turns: the seconds are those of the Record, from the
-call to where the loop begins. The ratio is that of each round, so that what the machine does beside it counts on both
-sides.
+Each start is `everyrank train digits --layout ddp --processes 4` with one update. The time is `startup_seconds` of its
+Record, from the command to the start of the training loop. The ways to start take turns, and a ratio divides times of
+the same round, so other programs slow both.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from everyrank.measure.clock import interval
 from everyrank.record import write_records
 
 JOB = ["train", "digits", "--layout", "ddp", "--steps", "1", "--save-every", "0"]
-# as spawn was before there was a fork server, and is where forks are not safe
-ALONE = "import sys; from everyrank import cli; from everyrank.launch import spawn; spawn._can_fork = lambda: False; "
+# what spawn does where a fork is not safe
+NO_FORK = "import sys; from everyrank import cli; from everyrank.launch import spawn; spawn._can_fork = lambda: False; "
 ARMS = {
     "spawn, forked": ["-m", "everyrank", *JOB],
-    "spawn, each rank by itself": ["-c", f"{ALONE}sys.exit(cli.main())", *JOB],
+    "spawn, each rank by itself": ["-c", f"{NO_FORK}sys.exit(cli.main())", *JOB],
     "torchrun": ["-m", "everyrank", *JOB, "--launcher", "torchrun"],
 }
 BASE = "torchrun"
 
 
-def start(words: list[str], processes: int) -> Record:
-    """One start; its Record."""
+def start(arguments: list[str], processes: int) -> Record:
+    """Start a training once and return its Record. Exits if it fails."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        where = ["--processes", str(processes), "--json", str(folder / "r"), "--out", str(folder / "out")]
-        command = [sys.executable, "-P", *words, *where]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-        if done.returncode:
-            sys.exit(done.stderr)
+        flags = ["--processes", str(processes), "--json", str(folder / "r"), "--out", str(folder / "out")]
+        command = [sys.executable, "-P", *arguments, *flags]
+        process = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        if process.returncode:
+            sys.exit(f"the training failed with exit code {process.returncode}:\n{process.stderr}")
         return read_records(folder / "r")[0]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Seconds from the command to the first update, by kind of start.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--json", type=Path)
@@ -55,24 +55,23 @@ def main() -> None:
     seconds: dict[str, list[float]] = {name: [] for name in ARMS}
     last: dict[str, Record] = {}
     for number in range(args.rounds):
-        for name, words in ARMS.items():
-            last[name] = start(words, args.processes)
+        for name, arguments in ARMS.items():
+            last[name] = start(arguments, args.processes)
             seconds[name].append(last[name].startup_seconds or 0.0)
         print(f"round {number + 1} of {args.rounds}", file=sys.stderr)
     table = Table("start", "seconds (95%)", f"x {BASE} (95%)")
     records: list[Record] = []
     for name, record in last.items():
-        own = interval(seconds[name])
-        ratio = interval([mine / theirs for mine, theirs in zip(seconds[name], seconds[BASE], strict=True)])
+        time = interval(seconds[name])
+        ratio = interval([value / base for value, base in zip(seconds[name], seconds[BASE], strict=True)])
         table.add_row(
             name,
-            f"{own.median:.2f} ({own.low:.2f} to {own.high:.2f})",
+            f"{time.median:.2f} ({time.low:.2f} to {time.high:.2f})",
             f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})",
         )
-        about = {"arm": name, "seconds": dataclasses.asdict(own), "ratio_to_torchrun": dataclasses.asdict(ratio)}
-        records.append(
-            dataclasses.replace(record, startup_seconds=own.median, provenance={**record.provenance, "startup": about})
-        )
+        fields = {"arm": name, "seconds": dataclasses.asdict(time), "ratio_to_torchrun": dataclasses.asdict(ratio)}
+        provenance = {**record.provenance, "startup": fields}
+        records.append(dataclasses.replace(record, startup_seconds=time.median, provenance=provenance))
     Console().print(table)
     if args.json is not None:
         write_records(records, args.json)
