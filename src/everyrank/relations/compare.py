@@ -6,6 +6,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from everyrank.audit import Audit, AuditOptions
 from everyrank.audit.external_launch import external_rank
@@ -168,8 +169,7 @@ def judge_script(
     if processes > 1:
         script = find_script(python_args)
         source = user_source(script) if script else ""
-        text = script.read_text() if script else None
-        single, imposed, num_equal = _judge_against_one(many, single, text, run_alone, findings)
+        single, imposed, num_equal = _judge_against_one(many, single, script, run_alone, findings)
         judge_statistics(many, findings)
         if num_equal and not findings.has("ranks.") and misses_evaluation(many, source):
             _judge_short_epochs(host, python_args, processes, many.float64, findings)
@@ -198,17 +198,14 @@ def judge_script(
 def _judge_against_one(
     many: ScriptRecording,
     single: ScriptRecording,
-    text: str | None,
+    script: Path | None,
     run_alone: Callable[[Imposed], ScriptRecording],
     findings: Findings,
 ) -> tuple[ScriptRecording, Imposed, int]:
-    """Compare the ranks with one rank. Returns the run on one rank that was compared, its settings, and equal updates.
-
-    text  the text of the script; None if there is no file
-    """
+    """Compare the ranks with one rank. Returns the compared run, its settings, and how many updates are equal."""
     rank_0, imposed, cuts_batches = None, Imposed(recording=many), False
-    if text is not None and not num_comparable(many, single)[1]:
-        first_run = single
+    if script is not None and not num_comparable(many, single)[1]:
+        first_run, text = single, script.read_text(encoding="utf-8", errors="replace")  # as `user_source`
         single, imposed = _run_with_cut_batches(many, single, text, run_alone)
         cuts_batches = single is not first_run
     if cuts_batches and many.ranks[0].printed:

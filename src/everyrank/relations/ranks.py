@@ -252,17 +252,17 @@ def _check_inputs(many: ScriptRecording, single: RankRecording) -> None:
             raise _NotComparedError("the model gets different arguments on one rank")
         for column, value in enumerate(single_inputs):
             values = [rank_input[column] for rank_input in rank_inputs]
-            is_same = all(each.shape == value.shape and relative_difference(each, value) < 1e-6 for each in values)
+            if all(relative_difference(each, value) < 1e-6 for each in values):
+                continue
             # batch norm takes the rows of each rank by their order, and dropout masks are merged in the order of ranks
-            has_order = bool(single.facts.get("batch_norms")) or _draws_for_rows(
-                many, len(values[0]) if value.dim() else 0
-            )
-            if not is_same and not _are_parts(values, value, has_order):
+            num_rows = len(values[0]) if value.dim() else 0
+            has_order = bool(single.facts.get("batch_norms")) or (num_rows > 0 and _draws_differ(many, num_rows))
+            if not _are_parts(values, value, has_order):
                 raise _OtherInputsError(
                     "the batches of the ranks do not come from a DataLoader, and could not be merged"
                 )
     is_repeated = _repeats_samples(inputs, single.inputs) or _draws_same_samples(many, single)
-    if is_repeated and _draws_for_rows(many, 1):
+    if is_repeated and _draws_differ(many):
         raise _NotComparedError("all ranks read the same samples, with different random numbers")
     first = single.updates[0]
     for name, weight in first.before.items():
@@ -295,14 +295,14 @@ def _draws_same_samples(many: ScriptRecording, single: RankRecording) -> bool:
     return not many.ranks[0].batches and any(draw in _INTEGER_DRAWS for draw in draws)
 
 
-def _draws_for_rows(many: ScriptRecording, num_rows: int) -> bool:
-    """Whether ranks draw different random numbers for each of `num_rows` rows of the model's input, as dropout does."""
+def _draws_differ(many: ScriptRecording, num_rows: int = 1) -> bool:
+    """Whether ranks draw different random numbers while training, in a multiple of `num_rows` rows, as dropout does."""
     import torch
 
     draws = [rank.draws for rank in many.ranks]
     for key, draw in draws[0].items():
         first = draw.tensor
-        if not draw.is_training or not num_rows or not first.dim() or not len(first) or len(first) % num_rows:
+        if not draw.is_training or not first.dim() or not len(first) or len(first) % num_rows:
             continue
         others = [each[key].tensor for each in draws[1:] if key in each]
         if any(other.shape != first.shape or not torch.equal(other, first) for other in others):
