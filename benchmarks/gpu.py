@@ -1,10 +1,11 @@
-"""The checks that need a GPU, on a machine with one: layouts, host waits, memory, time, scripts.
+"""Checks that need a GPU, on a machine with one GPU: layouts, host waits, memory, time, scripts, recipes, ports.
 
     python benchmarks/gpu.py --out DIR                  # writes DIR/gpu.json, DIR/machine.json and logs
-    python benchmarks/gpu.py --predict gpu.json --machine machine.json     # anywhere: adds the predictions of plan
+    python benchmarks/gpu.py --predict gpu.json --machine machine.json   # on any machine: adds the predictions of plan
 
-Several ranks share the GPU: under gloo, and under nccl, which counts each as a host of its own. Equality is checked in
-that way; speed is measured with one rank and nothing beside it.
+Several ranks share the GPU, under gloo or under nccl. nccl refuses two ranks of one host on one GPU, so each rank
+says that it is on another host. Layouts, recipes and ports are compared in this way. Speed is measured with one rank,
+while nothing else runs.
 """
 
 from __future__ import annotations
@@ -15,9 +16,14 @@ import dataclasses
 import functools
 import gc
 import json
+import os
+import re
+import signal
+import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -55,7 +61,13 @@ SPLIT += " pipeline:schedule=zero-bubble local_sgd"
 FOUR = "fsdp:replicate=2 fsdp:tensor=2 pipeline:shard=2 ddp:tensor=2 ddp:context=2"
 ONE = "single single:precision=bf16 single:precision=fp16 single:recompute single:accumulate=2 single:compile fsdp ddp"
 
-# name -> arguments of everyrank, and how many seconds it may take
+# These start under torchrun and print their losses.
+RECIPES = "ddp_torchrun ddp_amp ddp_accumulate ddp_compressed ddp_syncbn ddp_uneven distributed_evaluation zero1"
+RECIPES += " local_sgd fsdp tensor context contrastive expert pipeline iterable_sharding weighted_sampler"
+RECIPES += " checkpoint_resume"
+PORTS = {"port": (), "port-accelerate": ("--to", "accelerate"), "port-fabric": ("--to", "fabric")}
+
+# check -> (arguments of everyrank, timeout in seconds)
 VERIFY: dict[str, tuple[str, int]] = {
     "verify-digits-1": (f"verify digits --processes 1 --layout {ONE}", 200),
     "verify-text-1": (f"verify text --processes 1 --layout {ONE}", 200),
@@ -83,8 +95,15 @@ COMMANDS: dict[str, tuple[str, int]] = {
     "port-script": ("port -o {out}/ported.py {scripts}/single.py", 200),
     "launch-hang": ("launch --processes 2 --timeout 15 {scripts}/hang.py", 120),
     "launch-fails": ("launch --processes 2 --timeout 15 {scripts}/fails.py", 120),
+    # more memory than an H200 has: the error names the smallest change
+    "train-too-large": ("train text-124m --set batch=256 --steps 2 --layout single --out {out}/d", 200),
+    "skip-too-large": (
+        "bench text-124m --set batch=256 --processes 1 --trials 1 --steps 2 "
+        "--layout single single:precision=bf16,recompute",
+        300,
+    ),
 }
-# after the others: it resumes the training of train-save
+# These run after the other commands, because they resume the training of train-save.
 AFTER = {"train-resumed": ("train text --layout ddp --processes 2 --steps 30 --resume {out}/a --out {out}/c", 150)}
 BENCH = {
     "bench-text-medium": "bench text-medium --processes 1 --trials 3 --steps 20 --layout single single:precision=bf16 "
@@ -101,6 +120,7 @@ MEMORY = tuple(
     ("text-124m", layout, 2) for layout in ("ddp:precision=bf16", "zero1:precision=bf16", "fsdp:precision=bf16")
 )
 HALF = "precision=bf16"
+EXPANDABLE = "expandable_segments:True"
 STEPS: dict[str, tuple[str, ...]] = {
     "digits": ("single",),
     "text": ("single", f"single:{HALF}"),
@@ -120,13 +140,13 @@ COMM = {
 
 
 def everyrank(name: str, arguments: str, seconds: float, out: Path, *more: str) -> dict[str, Any]:
-    """Run a command of everyrank; its row. The whole output is in DIR/logs/NAME.log."""
-    words = [word.format(out=out, scripts=SCRIPTS) for word in [*arguments.split(), *more]]
+    """Run a command of everyrank and return its row. The whole output is in DIR/logs/NAME.log."""
+    command = [sys.executable, "-m", "everyrank"]
+    command += [word.format(out=out, scripts=SCRIPTS) for word in [*arguments.split(), *more]]
     started = time.perf_counter()
     log = out / "logs" / f"{name}.log"
     with log.open("w") as file:
         try:
-            command = [sys.executable, "-m", "everyrank", *words]
             status: int | str = subprocess.run(
                 command, stdout=file, stderr=subprocess.STDOUT, timeout=seconds, check=False
             ).returncode
@@ -138,8 +158,13 @@ def everyrank(name: str, arguments: str, seconds: float, out: Path, *more: str) 
     return row | {"seconds": round(time.perf_counter() - started, 1), "tail": tail}
 
 
-def verified(name: str, arguments: str, seconds: float, out: Path) -> list[dict[str, Any]]:
-    """Run verify; the row of the command, and one for each layout."""
+def command_row(name: str, arguments: str, seconds: float, out: Path) -> Rows:
+    """Run a command of everyrank. Return its row."""
+    return [everyrank(name, arguments, seconds, out)]
+
+
+def verify(name: str, arguments: str, seconds: float, out: Path) -> list[dict[str, Any]]:
+    """Run verify. Return the row of the command, and one for each layout."""
     path = out / f"{name}.json"
     rows = [everyrank(name, arguments, seconds, out, "--json", str(path))]
     for record in json.loads(path.read_text()) if path.exists() else []:
@@ -169,7 +194,7 @@ def on_ranks(function: Any, ranks: int, *arguments: Any) -> Any:
 
 
 def waits_on_rank(info: Any, name: str, text: str) -> dict[str, Any]:
-    """Count the times that the host waits for the device in an update, by torch's own count, and where."""
+    """Return how often the host waits for the device in each of three updates, by torch's own count, and where."""
     with open_world(info, Launch(processes=info.size, device="cuda", backend="nccl", timeout_seconds=100.0)) as world:
         workload = load(Source(name, {}, None))
         prepared = prepare(workload, parse_layout(text), world)
@@ -185,21 +210,21 @@ def waits_on_rank(info: Any, name: str, text: str) -> dict[str, Any]:
                 torch.cuda.set_sync_debug_mode("warn")
                 prepared.step(batches)
                 torch.cuda.set_sync_debug_mode("default")
-            waits = [one for one in caught if "called a synchronizing" in str(one.message)]
+            waits = [warning for warning in caught if "called a synchronizing" in str(warning.message)]
             counts.append(len(waits))
-            places = sorted({f"{Path(one.filename).name}:{one.lineno}" for one in waits})
+            places = sorted({f"{Path(warning.filename).name}:{warning.lineno}" for warning in waits})
         return {"waits": counts, "places": places}
 
 
 def memory_on_rank(info: Any, name: str, text: str) -> dict[str, Any]:
-    """Return the peak of an update in bytes, and what the process has taken of the device."""
+    """Return the bytes that an update allocates and reserves at its peak."""
     launch = Launch(processes=info.size, device="cuda", backend="nccl", timeout_seconds=100.0)
     with open_world(info, launch) as world:
         return _measured(world, name, text, rounds=0)
 
 
 def steps_on_rank(info: Any, name: str, texts: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Return peak bytes and seconds of an update of each layout, one after the other in this process."""
+    """Return peak bytes and seconds of an update of each layout. The layouts run one after the other."""
     with open_world(info, Launch(processes=1, device="cuda", timeout_seconds=100.0)) as world:
         rows: list[dict[str, Any]] = []
         for text in texts:
@@ -210,6 +235,7 @@ def steps_on_rank(info: Any, name: str, texts: tuple[str, ...]) -> list[dict[str
 
 
 def _measured(world: Any, name: str, text: str, rounds: int) -> dict[str, Any]:
+    """Return peak bytes of an update, and the median seconds of `rounds` measurements of ten updates each."""
     workload = load(Source(name, {}, None))
     sample = first_sample(workload)
     torch.cuda.reset_peak_memory_stats()
@@ -241,8 +267,8 @@ def _measured(world: Any, name: str, text: str, rounds: int) -> dict[str, Any]:
     return row | ({"seconds": statistics.median(seconds), "rounds": seconds} if seconds else {})
 
 
-def about_on_rank(info: Any) -> dict[str, Any]:
-    """Return the provenance."""
+def provenance_on_rank(info: Any) -> dict[str, Any]:
+    """Return the provenance, with the memory of the GPU in bytes."""
     with open_world(info, Launch(processes=1, device="cuda")) as world:
         free, total = torch.cuda.mem_get_info()
         return machine(world) | {"memory_total": total, "memory_free": free}
@@ -259,14 +285,23 @@ def attempt(row: dict[str, Any], function: Callable[..., Any], case: Any, ranks:
 
 
 def beside_each_other(out: Path, chosen: Callable[[str], bool], keep: Callable[[Rows], None], jobs: int) -> None:
-    """Run the checks that are not timed; those on ranks of this process one after the other, beside the commands."""
+    """Run the checks that are not timed, `jobs` commands at the same time.
+
+    Host waits and memory are counted one after the other in the meantime, by ranks that this process starts.
+    """
+    jobs_by_name: dict[str, Callable[[], Rows]] = {
+        **{f"recipe-{name}": functools.partial(compare_recipe, name) for name in RECIPES.split()},
+        **{f"ported-{name}": functools.partial(compare_port, name, options, out) for name, options in PORTS.items()},
+        **{
+            name: functools.partial(command_row, name, text, limit, out)
+            for name, (text, limit) in {**COMMANDS, **COMM}.items()
+        },
+        **{name: functools.partial(verify, name, text, limit, out) for name, (text, limit) in VERIFY.items()},
+    }
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        for name, (text, limit) in VERIFY.items():
+        for name, job in jobs_by_name.items():
             if chosen(name):
-                pool.submit(verified, name, text, limit, out).add_done_callback(lambda job: keep(job.result()))
-        for name, (text, limit) in {**COMMANDS, **COMM}.items():
-            if chosen(name):
-                pool.submit(everyrank, name, text, limit, out).add_done_callback(lambda job: keep([job.result()]))
+                pool.submit(job).add_done_callback(lambda future: keep(future.result()))
         for kind, cases, function in (("waits", WAITS, waits_on_rank), ("memory", MEMORY, memory_on_rank)):
             for workload, layout, ranks in cases if chosen(kind) else ():
                 row = {"check": kind, "workload": workload, "layout": layout, "ranks": ranks}
@@ -277,17 +312,15 @@ def beside_each_other(out: Path, chosen: Callable[[str], bool], keep: Callable[[
 
 
 def alone(out: Path, chosen: Callable[[str], bool], keep: Callable[[Rows], None]) -> None:
-    """Run what is timed, one after the other."""
+    """Run the checks that are timed, one after the other."""
     if chosen("calibrate"):
         keep([everyrank("calibrate", "plan --calibrate {out}/machine.json", 200, out)])
     for name, texts in STEPS.items() if chosen("steps") else ():
-        row = {"check": "steps", "workload": name}
-        try:
-            results = run_ranks(Launch(processes=1, device="cuda"), steps_on_rank, name, texts)[0]
-        except EveryrankError as error:
-            results = [{"error": str(error)}]
-        print(row, results, flush=True)
-        keep([row | result for result in results])
+        keep(_steps({"check": "steps", "workload": name}, name, texts))
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = EXPANDABLE  # the ranks read it when they start
+    for name, texts in STEPS.items() if chosen("expandable") else ():
+        keep(_steps({"check": "expandable", "workload": name, "allocator": EXPANDABLE}, name, texts))
+    del os.environ["PYTORCH_CUDA_ALLOC_CONF"]
     for name, text in BENCH.items():
         if chosen(name):
             path = out / f"{name}.json"
@@ -297,6 +330,94 @@ def alone(out: Path, chosen: Callable[[str], bool], keep: Callable[[Rows], None]
                 fields += ("breakdown_seconds", "ratio_to_single", "startup_seconds", "parity")
                 keep([{"check": "time", "of": name} | {key: record[key] for key in fields}])
             path.unlink(missing_ok=True)
+
+
+def _steps(row: dict[str, Any], name: str, texts: tuple[str, ...]) -> Rows:
+    """Return a row for each layout, or one with the error."""
+    try:
+        results = run_ranks(Launch(processes=1, device="cuda"), steps_on_rank, name, texts)[0]
+    except EveryrankError as error:
+        results = [{"error": str(error)}]
+    print(row, results, flush=True)
+    return [row | result for result in results]
+
+
+def compare_recipe(name: str) -> Rows:
+    """Run a recipe on two ranks of the GPU under nccl and on two of the CPU under gloo; compare its losses."""
+    outputs: list[str] = []
+    for on_gpu in (False, True):
+        with tempfile.TemporaryDirectory() as folder:
+            script = Path(folder) / f"{name}.py"
+            command = [sys.executable, "-m", "everyrank", "new", name, str(script)]
+            subprocess.run(command, check=True, capture_output=True)
+            outputs.append(run_script(script, 2, "--float64", on_gpu=on_gpu))
+    row = {"check": "recipe", "recipe": name, "ranks": 2}
+    return _compared(row, outputs[1], _numbers(outputs[1]), _numbers(outputs[0]))
+
+
+def compare_port(name: str, options: tuple[str, ...], out: Path) -> Rows:
+    """Port single.py without its dropout; compare the output of the port on one rank of the GPU and on two ranks."""
+    row = {"check": "ported", "port": name, "ranks": 2}
+    with tempfile.TemporaryDirectory() as folder:
+        script, port = Path(folder) / "script.py", Path(folder) / "port.py"
+        script.write_text((SCRIPTS / "single.py").read_text().replace("nn.Dropout(0.1), ", ""))
+        ported = everyrank(name, f"port -o {port} {script}", 250, out, *options)
+        if not port.exists():
+            return [row | {"status": "no port", "tail": ported["tail"]}]
+        on_one = _numbers(run_script(port, 1, on_gpu=True))
+        output = run_script(port, 2, on_gpu=True)
+    return _compared(row, output, _numbers(output), on_one)
+
+
+def run_script(script: Path, ranks: int, *arguments: str, on_gpu: bool) -> str:
+    """Start a script with torchrun, each rank as a host of its own, and return what rank 0 prints.
+
+    Ends with the last lines of rank 0's errors where the script failed.
+    """
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    processes: list[subprocess.Popen[str]] = []
+    for rank in range(ranks):
+        environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        environment |= {"NCCL_HOSTID": f"rank {rank}"} | ({} if on_gpu else {"CUDA_VISIBLE_DEVICES": ""})
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(ranks), "--node-rank", str(rank)]
+        command += ["--master-addr", "127.0.0.1", "--master-port", str(port), script.name, *arguments]
+        pipes: dict[str, Any] = {
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            "text": True,
+            "start_new_session": True,
+        }
+        processes.append(subprocess.Popen(command, cwd=script.parent, env=environment, **pipes))
+    with concurrent.futures.ThreadPoolExecutor(ranks) as pool:
+        outputs = list(pool.map(_communicate, processes))
+    return outputs[0] + "".join("" if process.returncode == 0 else "\nfailed" for process in processes)
+
+
+def _communicate(process: subprocess.Popen[str]) -> str:
+    try:
+        output, errors = process.communicate(timeout=150)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, errors = process.communicate()
+    return output if process.returncode == 0 else output + "\n".join(errors.splitlines()[-30:])
+
+
+def _numbers(output: str) -> list[float]:
+    return [float(number) for number in re.findall(r"\d+\.\d+(?:e-?\d+)?", output)]
+
+
+def _compared(row: dict[str, Any], output: str, numbers: list[float], expected: list[float]) -> Rows:
+    """Return the row, with the number of printed values and their largest relative difference."""
+    if "\nfailed" in output or not expected or len(numbers) != len(expected):
+        row |= {"status": "failed", "tail": output[-1500:], "numbers": [len(numbers), len(expected)]}
+    else:
+        pairs = zip(numbers, expected, strict=True)
+        row |= {"status": "ran", "numbers": len(numbers)}
+        row["difference"] = max(abs(number - other) / max(abs(other), 1e-300) for number, other in pairs)
+    print(row, flush=True)
+    return [row]
 
 
 def predict(path: Path, machine_path: Path) -> None:
@@ -309,7 +430,9 @@ def predict(path: Path, machine_path: Path) -> None:
     assert measured is not None
     cluster = host_cluster(measured.device, 1)
     for row in result["rows"]:
-        if row["check"] not in ("steps", "memory") or isinstance(row.get("error"), str):  # a number: of a prediction
+        if row["check"] not in ("steps", "expandable", "memory") or isinstance(
+            row.get("error"), str
+        ):  # a number: of a prediction
             continue
         workload, layout, ranks = (
             load(Source(row["workload"], {}, None)),
@@ -319,8 +442,9 @@ def predict(path: Path, machine_path: Path) -> None:
         sample = first_sample(workload)
         traced = trace_step(workload, layout, ranks, 0, sample, on_gpu=True)
         row["traced"] = traced.peak_bytes
-        row["replayed"] = dataclasses.asdict(replay(traced.events, traced.start))
-        if "seconds" in row:
+        expandable = row["check"] == "expandable"
+        row["replayed"] = dataclasses.asdict(replay(traced.events, traced.start, expandable_segments=expandable))
+        if row["check"] == "steps":
             row["roofline_seconds"] = sum(roofline_seconds(traced, layout.strategy, cluster).values())
             row["predicted_parts"] = time_layout(workload, layout, ranks, sample, measured, "nccl")
             row["predicted_seconds"] = sum(row["predicted_parts"].values())
@@ -331,23 +455,25 @@ def predict(path: Path, machine_path: Path) -> None:
 
 
 def main() -> int:
-    """Run the checks; 0."""
+    """Run the checks and return 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("gpu-checks"))
     parser.add_argument("--predict", type=Path, help="a gpu.json, to which the predictions are added")
     parser.add_argument("--machine", type=Path, help="the machine.json that was measured with it")
-    parser.add_argument("--only", nargs="+", default=[], help="names that begin so: verify, train, waits, bench, ...")
-    parser.add_argument("--jobs", type=int, default=5, help="commands at the same time, of those that are not timed")
+    parser.add_argument(
+        "--only", nargs="+", default=[], help="the checks whose names begin with these: verify, train, bench, ..."
+    )
+    parser.add_argument("--jobs", type=int, default=5, help="number of untimed commands that run at the same time")
     args = parser.parse_args()
     if args.predict is not None:
         predict(args.predict, args.machine)
         return 0
     (args.out / "logs").mkdir(parents=True, exist_ok=True)
-    about = run_ranks(Launch(processes=1, device="cuda"), about_on_rank)[0]
+    provenance = run_ranks(Launch(processes=1, device="cuda"), provenance_on_rank)[0]
     rows: Rows = []
     result: dict[str, Any] = {
         "command": "python benchmarks/gpu.py",
-        "provenance": about | {"date": f"{datetime.now(UTC):%Y-%m-%d}"},
+        "provenance": provenance | {"date": f"{datetime.now(UTC):%Y-%m-%d}"},
         "rows": rows,
     }
     writing = threading.Lock()
