@@ -95,16 +95,19 @@ COMMANDS: dict[str, tuple[str, int]] = {
     "port-script": ("port -o {out}/ported.py {scripts}/single.py", 200),
     "launch-hang": ("launch --processes 2 --timeout 15 {scripts}/hang.py", 120),
     "launch-fails": ("launch --processes 2 --timeout 15 {scripts}/fails.py", 120),
-    # more memory than an H200 has: the error names the smallest change
-    "train-too-large": ("train text-124m --set batch=256 --steps 2 --layout single --out {out}/d", 200),
-    "skip-too-large": (
+}
+# These run after the other commands, because they resume the training of train-save.
+AFTER = {"train-resumed": ("train text --layout ddp --processes 2 --steps 30 --resume {out}/a --out {out}/c", 150)}
+# These need more memory than an H200 has. The error names the smallest change that fits. They run alone, because they
+# take all memory of the GPU.
+TOO_LARGE = {
+    "too-large-train": ("train text-124m --set batch=256 --steps 2 --layout single --out {out}/d", 200),
+    "too-large-bench": (
         "bench text-124m --set batch=256 --processes 1 --trials 1 --steps 2 "
         "--layout single single:precision=bf16,recompute",
         300,
     ),
 }
-# These run after the other commands, because they resume the training of train-save.
-AFTER = {"train-resumed": ("train text --layout ddp --processes 2 --steps 30 --resume {out}/a --out {out}/c", 150)}
 BENCH = {
     "bench-text-medium": "bench text-medium --processes 1 --trials 3 --steps 20 --layout single single:precision=bf16 "
     "single:compile,precision=bf16",
@@ -312,7 +315,7 @@ def beside_each_other(out: Path, chosen: Callable[[str], bool], keep: Callable[[
 
 
 def alone(out: Path, chosen: Callable[[str], bool], keep: Callable[[Rows], None]) -> None:
-    """Run the checks that are timed, one after the other."""
+    """Run the checks that are timed, and those that fill the GPU, one after the other."""
     if chosen("calibrate"):
         keep([everyrank("calibrate", "plan --calibrate {out}/machine.json", 200, out)])
     for name, texts in STEPS.items() if chosen("steps") else ():
@@ -330,6 +333,9 @@ def alone(out: Path, chosen: Callable[[str], bool], keep: Callable[[Rows], None]
                 fields += ("breakdown_seconds", "ratio_to_single", "startup_seconds", "parity")
                 keep([{"check": "time", "of": name} | {key: record[key] for key in fields}])
             path.unlink(missing_ok=True)
+    for name, (text, limit) in TOO_LARGE.items():
+        if chosen(name):
+            keep([everyrank(name, text, limit, out)])
 
 
 def _steps(row: dict[str, Any], name: str, texts: tuple[str, ...]) -> Rows:
