@@ -186,15 +186,15 @@ def test_groups_by_mesh(ranks: Any) -> None:
 
 # --- recipes
 
-# Whoever starts these tells them which devices they have. Ranks that are started by hand ask each other (below).
-TAKE_WHAT_IS_THERE = {"single", "horovod_ddp", "slurm"}
+# single has one rank, and Slurm shows each rank its GPUs. Ranks that are started by hand ask each other (below).
+USE_CUDA_IF_AVAILABLE = {"single", "slurm"}
 
 
 def test_recipes_share_no_card(repository: Path) -> None:
-    """Two ranks of one card end in nccl's error: recipes take CUDA where there is a device for each local rank."""
+    """Two ranks on one GPU end in nccl's error, so the other recipes use CUDA only with a GPU for each local rank."""
     recipes = (repository / "src/everyrank/recipes").glob("*.py")
-    found = {path.stem for path in recipes if "cuda.is_available()" in path.read_text()}
-    assert found == TAKE_WHAT_IS_THERE
+    names = {path.stem for path in recipes if "cuda.is_available()" in path.read_text()}
+    assert names == USE_CUDA_IF_AVAILABLE
 
 
 def device_of_recipe(world: World, recipe: str, devices: list[int], names: list[str], visible: list[str]) -> str:

@@ -40,7 +40,7 @@ def main():
     dtype = torch.float64 if args.float64 else torch.float32
     hvd.init()  # horovodrun passes ranks and addresses in the environment
     rank, world_size = hvd.rank(), hvd.size()
-    cuda = torch.cuda.is_available()
+    cuda = torch.cuda.device_count() >= hvd.local_size()  # one GPU per rank
     device = torch.device("cuda", hvd.local_rank()) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
