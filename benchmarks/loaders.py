@@ -2,11 +2,12 @@
 
     python benchmarks/loaders.py --json benchmarks/records/loaders-cpu.json
 
-The published scripts gave every process two loader workers. DataParallel has one process, so it had two workers in all,
-while DDP had two for each device. Every DDP step also ran a barrier and three all-reduces, and read their results. This
-benchmark runs the training both ways, with the published loaders and steps and with equal ones, in turns.
+The published scripts gave every process two loader workers. DataParallel has one process, so it had two workers in
+total, while DDP had two for each device. Every DDP step also ran a barrier and three all-reduces, and read the results.
+This benchmark alternates between the published settings, equal numbers of loader workers, and samples in memory with
+and without the additional collectives.
 
-Reading a sample costs as much as from a network disk: a wait (--latency-ms), and decoding the PNG file of a digit. With
+Reading a sample simulates a network disk: a wait (--latency-ms), and decoding the PNG file of a digit. With
 two CUDA devices the one process runs nn.DataParallel. Otherwise it uses one device, and the effect of the loaders is
 the same.
 """
@@ -43,15 +44,16 @@ from everyrank.strategies import prepare
 from everyrank.world import World, on_rank_0, open_world, single_process_world
 from everyrank.world.collectives import all_gather
 
-WARM_UP, TIMED = 10, 30  # updates; after the warm-up no batch is left that the workers have read ahead
+WARM_UP, TIMED = 10, 30  # updates; the warm-up uses up the batches that the workers prefetch before the timing starts
 
 
 @dataclasses.dataclass(frozen=True)
-class Arm:
+class Candidate:
     """One way to run the training.
 
+    one_process      whether one process trains, as with nn.DataParallel, not one for each rank
     workers          loader workers of each process
-    base             name of the arm that this one is compared with
+    base             name of the candidate that this one is compared with
     in_memory        whether the samples are in memory, not in files
     published_step   whether each step has the barrier and all-reduces of the published scripts
     """
@@ -64,19 +66,26 @@ class Arm:
     published_step: bool = False
 
 
-def make_arms(ranks: int) -> list[Arm]:
-    """Return all arms. Those with files are compared with the first, those in memory with the fourth."""
-    files, memory = "one process, 2 workers (as published)", f"{ranks} processes, samples in memory"
+def make_candidates(ranks: int) -> list[Candidate]:
+    """Return all candidates. Those with files are compared with the first, those in memory with the fourth."""
+    files_baseline, memory_baseline = "one process, 2 workers (as published)", f"{ranks} processes, samples in memory"
     return [
-        Arm(files, True, 2, files),
-        Arm(f"{ranks} processes, 2 workers each (as published)", False, 2, files),
-        Arm(f"one process, {2 * ranks} workers", True, 2 * ranks, files),
-        Arm(memory, False, 0, memory, in_memory=True),
-        Arm(f"{ranks} processes, samples in memory, their step", False, 0, memory, in_memory=True, published_step=True),
+        Candidate(files_baseline, True, 2, files_baseline),
+        Candidate(f"{ranks} processes, 2 workers each (as published)", False, 2, files_baseline),
+        Candidate(f"one process, {2 * ranks} workers", True, 2 * ranks, files_baseline),
+        Candidate(memory_baseline, False, 0, memory_baseline, in_memory=True),
+        Candidate(
+            f"{ranks} processes, samples in memory, published step",
+            False,
+            0,
+            memory_baseline,
+            in_memory=True,
+            published_step=True,
+        ),
     ]
 
 
-class Files(Dataset[tuple[Tensor, Tensor]]):
+class PngDigits(Dataset[tuple[Tensor, Tensor]]):
     """Digits as PNG files, with a wait for each sample."""
 
     deterministic = True
@@ -111,7 +120,7 @@ def digits_workload(latency_seconds: float) -> Workload:
     return Workload(
         name="loaders",
         model=lambda: ConvNet(width=16, norm="group"),
-        train_data=lambda: Files(latency_seconds),
+        train_data=lambda: PngDigits(latency_seconds),
         loss=classification_loss,
         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
         global_batch=64,
@@ -122,42 +131,44 @@ def digits_workload(latency_seconds: float) -> Workload:
 def measure(
     info: RankInfo, launch: Launch, rounds: int, latency_seconds: float, command: list[str]
 ) -> list[Record] | None:
-    """Measure all arms in turns, and return their Records on rank 0. Runs on each rank."""
+    """Measure all candidates in turns, and return their Records on rank 0. Runs on each rank."""
     with open_world(info, launch) as world:
-        job = digits_workload(latency_seconds)
-        files, memory = job.train_data(), Digits(held_out=False)
-        arms = make_arms(world.size)
-        seconds: dict[str, list[float]] = {arm.name: [] for arm in arms}
-        for number in range(rounds):
-            for arm in arms:
-                dataset = memory if arm.in_memory else files
-                if arm.one_process:
-                    key = f"loaders/{number}/{arm.name}"
+        workload = digits_workload(latency_seconds)
+        files, memory = workload.train_data(), Digits(held_out=False)
+        candidates = make_candidates(world.size)
+        seconds: dict[str, list[float]] = {candidate.name: [] for candidate in candidates}
+        for round_index in range(rounds):
+            for candidate in candidates:
+                dataset = memory if candidate.in_memory else files
+                if candidate.one_process:
+                    key = f"loaders/{round_index}/{candidate.name}"
                     step_seconds = on_rank_0(
                         world,
                         key,
-                        lambda arm=arm, dataset=dataset: time_step(arm, job, dataset, single_process_world(world)),
+                        lambda candidate=candidate, dataset=dataset: time_step(
+                            candidate, workload, dataset, single_process_world(world)
+                        ),
                     )
                 else:
                     dist.barrier()
-                    local_seconds = torch.tensor([time_step(arm, job, dataset, world)], dtype=torch.float64)
+                    local_seconds = torch.tensor([time_step(candidate, workload, dataset, world)], dtype=torch.float64)
                     step_seconds = max(float(row) for row in all_gather(local_seconds, world))
                 if step_seconds is not None:
-                    seconds[arm.name].append(step_seconds)
+                    seconds[candidate.name].append(step_seconds)
         if world.rank != 0:
             return None
-        return [make_record(arm, seconds, job, files, world, command) for arm in arms]
+        return [make_record(candidate, seconds, workload, files, world, command) for candidate in candidates]
 
 
-def time_step(arm: Arm, job: Workload, dataset: Any, world: World) -> float:
-    """Train some updates with an arm and return the seconds of a step."""
-    world = dataclasses.replace(world, loader_workers=arm.workers)
+def time_step(candidate: Candidate, workload: Workload, dataset: Any, world: World) -> float:
+    """Train some updates with a candidate and return the seconds of a step."""
+    world = dataclasses.replace(world, loader_workers=candidate.workers)
     has_two_devices = torch.cuda.device_count() > 1
-    layout = parse_layout(("dataparallel" if has_two_devices else "single") if arm.one_process else "ddp")
-    prepared = prepare(job, layout, world)
-    updates = all_updates(WARM_UP + TIMED, updates_per_epoch(len(dataset), job.global_batch))
+    layout = parse_layout(("dataparallel" if has_two_devices else "single") if candidate.one_process else "ddp")
+    prepared = prepare(workload, layout, world)
+    updates = all_updates(WARM_UP + TIMED, updates_per_epoch(len(dataset), workload.global_batch))
     losses: Iterator[Tensor] = run_updates(prepared, dataset, updates)
-    if arm.published_step:
+    if candidate.published_step:
         losses = add_published_step(losses, world)
     for _ in itertools.islice(losses, WARM_UP):
         pass
@@ -179,27 +190,32 @@ def add_published_step(losses: Iterator[Tensor], world: World) -> Iterator[Tenso
 
 
 def make_record(
-    arm: Arm, seconds: dict[str, list[float]], job: Workload, dataset: Any, world: World, command: list[str]
+    candidate: Candidate,
+    seconds: dict[str, list[float]],
+    workload: Workload,
+    dataset: Any,
+    world: World,
+    command: list[str],
 ) -> Record:
-    """Return the Record of an arm, with its speed relative to its base arm under `loaders` in the provenance."""
-    arm_seconds = seconds[arm.name]
-    ratio = interval([base / measured for base, measured in zip(seconds[arm.base], arm_seconds, strict=True)])
-    source = provenance(job, dataset, world, command)
-    source["loaders"] = {
-        "arm": arm.name,
-        "workers_in_all": arm.workers * (1 if arm.one_process else world.size),
-        "beside": arm.base,
+    """Return the Record of a candidate, with its speed-up over its baseline in the provenance."""
+    step_seconds = seconds[candidate.name]
+    ratio = interval([base / measured for base, measured in zip(seconds[candidate.base], step_seconds, strict=True)])
+    fields = provenance(workload, dataset, world, command)
+    fields["loaders"] = {
+        "arm": candidate.name,
+        "workers_in_all": candidate.workers * (1 if candidate.one_process else world.size),
+        "beside": candidate.base,
         "times_as_fast": dataclasses.asdict(ratio),
     }
     return Record(
-        workload=job.name,
-        layout="single" if arm.one_process else "ddp",
+        workload=workload.name,
+        layout="single" if candidate.one_process else "ddp",
         launcher="spawn",
-        backend="none" if arm.one_process else world.backend,
+        backend="none" if candidate.one_process else world.backend,
         device=world.device.type,
-        world_size=1 if arm.one_process else world.size,
-        step_seconds=interval(arm_seconds),
-        provenance=source,
+        world_size=1 if candidate.one_process else world.size,
+        step_seconds=interval(step_seconds),
+        provenance=fields,
     )
 
 
@@ -209,7 +225,7 @@ def print_table(records: list[Record]) -> None:
     from rich.table import Table
 
     table = Table(title="the same training, 64 samples a step", title_justify="left")
-    for name in ("", "loader workers in all", "step ms (95%)", "times as fast as the first of its kind (95%)"):
+    for name in ("", "loader workers in total", "step ms (95%)", "speed-up over its baseline (95%)"):
         table.add_column(name, justify="left" if not name else "right")
     for record in records:
         step, loaders = record.step_seconds, record.provenance["loaders"]

@@ -1,4 +1,4 @@
-"""Ranks that are slower than the others: named during the run, with why; and no rank named that is not."""
+"""Slow ranks are reported during the run, with a cause. Ranks that are not slow are not reported."""
 
 from __future__ import annotations
 
@@ -24,55 +24,55 @@ from processes import Cli
 _Arrivals = dict[str, list[list[Any]]]
 
 
-def arrivals(late: Callable[[int, int], float], ranks: int = 3, buckets: int = 1) -> list[_Arrivals]:
-    """What the ranks tell of 20 updates of 10 ms: `late(update, rank)` is how much later one comes, µs."""
+def arrivals(delay_us: Callable[[int, int], float], ranks: int = 3, buckets: int = 1) -> list[_Arrivals]:
+    """Return the arrival times of each rank in 20 updates of 10 ms. `delay_us(update, rank)` is how late a rank is."""
     rows: list[_Arrivals] = [{"0": [list(range(ranks))]} for _ in range(ranks)]
-    begun = 0.0
+    start = 0.0
     for update in range(20):
-        came = [begun + 10_000 + late(update, rank) for rank in range(ranks)]
-        for bucket in range(buckets):  # called one after the other, before anybody waits
+        arrived = [start + 10_000 + delay_us(update, rank) for rank in range(ranks)]
+        for bucket in range(buckets):  # all buckets are started before any rank waits for one
             for rank in range(ranks):
-                rows[rank]["0"].append([buckets * update + bucket, came[rank] + 100 * bucket])
-        begun = max(came)
+                rows[rank]["0"].append([buckets * update + bucket, arrived[rank] + 100 * bucket])
+        start = max(arrived)
     return rows
 
 
-def test_who_comes_last() -> None:
+def test_last_rank_is_found() -> None:
     """A third of the time is lost to a rank that takes 15 ms where others take 10."""
-    found = find_latest(arrivals(lambda _, rank: 5000 * (rank == 1)))
-    assert found is not None
-    assert (found.rank, found.part) == (1, 1.0)
-    assert found.share == pytest.approx(5 / 15, rel=0.1)
-    assert found.seconds == pytest.approx(0.005)
+    lateness = find_latest(arrivals(lambda _, rank: 5000 * (rank == 1)))
+    assert lateness is not None
+    assert (lateness.rank, lateness.part) == (1, 1.0)
+    assert lateness.share == pytest.approx(5 / 15, rel=0.1)
+    assert lateness.seconds == pytest.approx(0.005)
 
 
 def test_buckets_of_one_update_count_once() -> None:
-    """The same lateness shows in all collectives that are called before one of them is waited for."""
-    found = find_latest(arrivals(lambda _, rank: 5000 * (rank == 2), buckets=4))
-    assert found is not None
-    assert found.rank == 2
-    assert found.share == pytest.approx(5 / 15, rel=0.1)
+    """Collectives that are started before the first wait all show the same lateness."""
+    lateness = find_latest(arrivals(lambda _, rank: 5000 * (rank == 2), buckets=4))
+    assert lateness is not None
+    assert lateness.rank == 2
+    assert lateness.share == pytest.approx(5 / 15, rel=0.1)
 
 
-def test_noise_is_nobodys() -> None:
-    """Each is late now and then; and one that is late once, for long, saves a checkpoint."""
-    draw = random.Random(3)
-    found = find_latest(arrivals(lambda *_: 4000 * draw.random()))
-    assert found is None or found.part < 0.7
-    once = find_latest(arrivals(lambda update, rank: 200_000 * (update == 7 and rank == 0) + 100 * draw.random()))
-    assert once is None
+def test_random_lateness_is_not_reported() -> None:
+    """Random lateness of all ranks is not reported, nor a rank that is late only once, to save a checkpoint."""
+    rng = random.Random(3)
+    lateness = find_latest(arrivals(lambda *_: 4000 * rng.random()))
+    assert lateness is None or lateness.part < 0.7
+    late_once = find_latest(arrivals(lambda update, rank: 200_000 * (update == 7 and rank == 0) + 100 * rng.random()))
+    assert late_once is None
     assert find_latest([{}, {}]) is None
     assert find_latest([{"0": [[0, 1], [5, 100]]}, {}]) is None
 
 
 def test_ranks_of_several_groups() -> None:
-    """Of two pairs, the rank that is last in all that it takes part in."""
+    """With two groups of two ranks, the rank that is last in all collectives of its group is found."""
     rows = arrivals(lambda _, rank: 5000 * (rank == 1), ranks=2) + arrivals(lambda *_: 0, ranks=2)
     for row in rows[2:]:
         row["1"] = [[2, 3], *row.pop("0")[1:]]
-    found = find_latest(rows)
-    assert found is not None
-    assert (found.rank, found.part) == (1, 1.0)
+    lateness = find_latest(rows)
+    assert lateness is not None
+    assert (lateness.rank, lateness.part) == (1, 1.0)
 
 
 USUAL = {"wall": 10.0, "updates": 100, "data": 0.1, "cpu": 5.0, "runqueue": 0.0, "throttled": 0.0, "stolen": 0.0}
@@ -90,36 +90,39 @@ USUAL = {"wall": 10.0, "updates": 100, "data": 0.1, "cpu": 5.0, "runqueue": 0.0,
     ],
     ids=["data", "throttled", "steal", "run queue", "compute", "asleep"],
 )
-def test_why(changes: Mapping[str, float], text: str) -> None:
-    """From what each rank has used."""
+def test_cause_of_lateness(changes: Mapping[str, float], text: str) -> None:
+    """The cause follows from the time and the CPU time that each rank used."""
     assert text in why_late(1, 0.3, [USUAL, USUAL | changes, USUAL])
 
 
-def watch_updates(world: World, late: int | None) -> list[tuple[int, str] | None]:
-    """What four looks find, each after ten updates, in which one rank sleeps."""
+def watch_updates(world: World, slow_rank: int | None) -> list[tuple[int, str] | None]:
+    """Return the results of four comparisons of the ranks, each after ten updates.
+
+    `slow_rank` sleeps longer in every update. Without one, the ranks take turns.
+    """
     watch = StragglerWatch(open_mesh(parse_layout("ddp"), world), windows=3)
-    found: list[tuple[int, str] | None] = []
+    results: list[tuple[int, str] | None] = []
     for _ in range(4):
         for update in range(10):
             watch.fetched(0.0)
-            pause = 0.08 if world.rank == late else 0.02 * ((update + world.rank) % world.size)
+            pause = 0.08 if world.rank == slow_rank else 0.02 * ((update + world.rank) % world.size)
             time.sleep(pause)
             dist.all_reduce(torch.ones(3), group=world.group)
         slow = watch.look()
-        found.append((slow.rank, slow.why) if slow is not None else None)
-    return found
+        results.append((slow.rank, slow.why) if slow is not None else None)
+    return results
 
 
-def test_a_slow_rank_is_named(ranks: Any) -> None:
-    """In the third look, once, on all ranks alike."""
-    found = ranks(2, watch_updates, 1)
-    assert found[0] == found[1]
-    assert [row[0] if row else None for row in found[0]] == [None, None, 1, None]
-    assert found[0][2][1].startswith("it neither computes")
+def test_a_slow_rank_is_reported(ranks: Any) -> None:
+    """It is reported once, in the third comparison, with the same result on all ranks."""
+    results = ranks(2, watch_updates, 1)
+    assert results[0] == results[1]
+    assert [row[0] if row else None for row in results[0]] == [None, None, 1, None]
+    assert results[0][2][1].startswith("it neither computes")
 
 
-def test_nobody_is_named_where_ranks_take_turns(ranks: Any) -> None:
-    """Each is late in every other update, by as much as the update takes."""
+def test_alternating_lateness_is_not_reported(ranks: Any) -> None:
+    """Each rank is 20 ms late in every other update, and the updates do almost nothing else."""
     assert ranks(2, watch_updates, None) == [[None] * 4] * 2
 
 
@@ -141,7 +144,7 @@ class Slow(Dataset):
         return 64
 
     def __getitem__(self, index):
-        time.sleep(0.02 * (dist.get_rank() == WHO))
+        time.sleep(0.02 * (dist.get_rank() == SLOW_RANK))
         return torch.ones(3), torch.ones(2)
 
 
@@ -164,17 +167,17 @@ workload = Workload(
 
 @pytest.mark.integration
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-@pytest.mark.parametrize("who", [1, None])
-def test_a_training_names_it(cli: Cli, tmp_path: Path, backend: str, who: int | None) -> None:
-    """On the screen and in the log, while it runs: rank 1 waits for its data."""
-    (tmp_path / "mine.py").write_text(WORKLOAD.replace("WHO", str(who)))
-    words = ("--layout", "ddp", "--processes", "2", "--out", "out", "--backend", backend)
-    running = cli.start(tmp_path, "train", "mine.py", *words)
+@pytest.mark.parametrize("slow_rank", [1, None])
+def test_train_reports_a_slow_rank(cli: Cli, tmp_path: Path, backend: str, slow_rank: int | None) -> None:
+    """Rank 1 loads its data slowly. `train` prints this during the run and writes it to events.jsonl."""
+    (tmp_path / "mine.py").write_text(WORKLOAD.replace("SLOW_RANK", str(slow_rank)))
+    args = ("--layout", "ddp", "--processes", "2", "--out", "out", "--backend", backend)
+    running = cli.start(tmp_path, "train", "mine.py", *args)
     status, stdout, stderr = running.end(200)
     assert status == 0, stderr
     rows = [json.loads(line) for line in (tmp_path / "out" / "events.jsonl").read_text().splitlines()]
     slow = [row["straggler"] for row in rows if "straggler" in row]
-    if who is None:
+    if slow_rank is None:
         assert slow == []
         assert "slower than the others" not in stdout
     else:
@@ -183,7 +186,7 @@ def test_a_training_names_it(cli: Cli, tmp_path: Path, backend: str, who: int | 
         assert "rank 1 is slower" in stdout
 
 
-def test_how_it_is_said() -> None:
-    """One line, with the share."""
+def test_lateness_message() -> None:
+    """The message is one line with the share of the time that is lost."""
     slow = Lateness(2, 0.314, 0.96, 0.0212, "it waits for data")
     assert re.match(r"rank 2 .*31% .*96% .*21 ms .*waits for data$", str(slow))

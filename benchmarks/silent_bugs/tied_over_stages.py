@@ -1,11 +1,11 @@
-"""Embedding and head share a weight, on the first and the last stage of a pipeline, and each keeps its own gradient.
+"""Embedding and head share a weight, on the first and the last stage of a pipeline, and their gradients are not summed.
 
-Reported: https://github.com/NVIDIA/Megatron-LM/issues/844 (there the sum was taken, of the wrong parts)
-Wrong: each copy steps with its part of the gradient; what began as one weight is two.
+Reported: https://github.com/NVIDIA/Megatron-LM/issues/844 (there different shards were added)
+Wrong: each stage updates its copy with its own gradient only, so the two copies of the tied weight diverge.
 Kind: script
 Expected: replicas.drift
-Missed: a weight that two stages begin with may be alike by its seed alone: nothing says that it is to stay one
-Right: the two stages add up their gradients of it
+Missed: two stages can have equal initial weights only because of the seed: audit cannot know that they must stay equal
+Right: the two stages all-reduce the gradient of the tied weight
 """
 
 import sys
@@ -28,18 +28,18 @@ class Stage(nn.Module):
         layers = [nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(2)]
         self.is_first, self.is_last = rank == 0, rank == world_size - 1
         self.layers = nn.ModuleList(layers[rank * 2 // world_size : (rank + 1) * 2 // world_size])
-        self.shared = embedding.weight  # of the embedding, of the head, or of both
+        self.tied_weight = embedding.weight  # used by the embedding, the head, or both
 
     def forward(self, hidden):
         if self.is_first:
-            hidden = F.embedding(hidden, self.shared)
+            hidden = F.embedding(hidden, self.tied_weight)
         for layer in self.layers:
             hidden = hidden + layer(hidden)
-        return F.linear(hidden, self.shared) / 4 if self.is_last else hidden
+        return F.linear(hidden, self.tied_weight) / 4 if self.is_last else hidden
 
 
 def train_step(stage, optimizer, tokens, targets):
-    """Activations go up the stages, gradients come down again."""
+    """Send activations to the next stage and gradients to the previous one; return the loss on the last stage."""
     rank = dist.get_rank()
     received = tokens
     if not stage.is_first:
@@ -59,7 +59,9 @@ def train_step(stage, optimizer, tokens, targets):
     if not stage.is_first:
         dist.send(received.grad, rank - 1)
     if RIGHT:
-        dist.all_reduce(stage.shared.grad)  # two stages: the first and the last
+        dist.all_reduce(
+            stage.tied_weight.grad
+        )  # with two ranks, the default group has exactly the first and the last stage
     optimizer.step()  # <- the mistake
     optimizer.zero_grad()
     return loss
@@ -72,12 +74,12 @@ def main():
     optimizer = torch.optim.SGD(stage.parameters(), lr=0.3)
     for step in range(40):
         generator = torch.Generator().manual_seed(step)
-        text = (torch.randint(0, VOCABULARY, (16, 1), generator=generator) + 3 * torch.arange(9)) % VOCABULARY
-        loss = train_step(stage, optimizer, text[:, :-1], text[:, 1:])
+        tokens = (torch.randint(0, VOCABULARY, (16, 1), generator=generator) + 3 * torch.arange(9)) % VOCABULARY
+        loss = train_step(stage, optimizer, tokens[:, :-1], tokens[:, 1:])
         if stage.is_last and step % 8 == 7:
             print(f"step {step} loss {loss:.6f}")
-    print(f"rank {rank} norm of the shared weight {stage.shared.norm():.6f}", flush=True)
-    time.sleep(0.2)  # a thread of gloo may hold the last tensor; it must let go before Python exits
+    print(f"rank {rank} norm of the shared weight {stage.tied_weight.norm():.6f}", flush=True)
+    time.sleep(0.2)  # a thread of gloo may hold the last tensor, and must release it before Python exits
     dist.destroy_process_group()
 
 

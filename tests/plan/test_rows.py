@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from everyrank.plan.calibration import row_seconds, shipped_calibration
-from everyrank.plan.hardware import GIB, link_of_text
+from everyrank.plan.hardware import GIB, parse_published_link
 from everyrank.plan.rows import Row, read_rows
 from everyrank.plan.validate import validate_rows
 
@@ -139,11 +139,11 @@ def test_other_gpu_kinds_and_layouts_are_predicted(tmp_path: Path, gpu: str) -> 
     ],
 )
 def test_links_as_tables_describe_them(text: str | int, gigabits: float) -> None:
-    link = link_of_text(text, 8)
+    link = parse_published_link(text, 8)
     assert link is not None
     assert link.bandwidth == pytest.approx(0.96 * gigabits / 8 * 1e9)
 
 
 @pytest.mark.parametrize("text", [None, "", "InfiniBand", "fast", {"rate": 1}, True, float("nan")])
 def test_a_link_without_a_rate_is_that_of_the_gpu_kind(text: Any) -> None:
-    assert link_of_text(text, 8) is None
+    assert parse_published_link(text, 8) is None

@@ -357,7 +357,7 @@ def _make_audit(
         findings.not_checked("RPC: calls between workers, and gradients of distributed autograd")
     for event in evidence.all_of(Unchecked):
         findings.not_checked(event.message)
-    if run.status == "long":
+    if run.status == "timed_out":
         findings.not_checked(f"later updates: the script was ended after --limit {options.limit_seconds:g} s")
     if options.watch:
         findings.not_checked("collectives, losses, dropout, sharded evaluations, waits: --watch does not record them")
@@ -394,7 +394,7 @@ _SINGLE_RANK_DOUBT = "only one rank of a distributed script was checked (use --p
 
 def _doubt(run: ScriptRun, evidence: Evidence) -> str:
     """Why an audit without findings does not mean that the script is correct; "" if it does."""
-    if run.status == "long":
+    if run.status == "timed_out":
         return "ended by --limit before all checks were possible"
     if run.world_size == 1 and _imports_distributed(evidence):
         return _SINGLE_RANK_DOUBT
@@ -477,7 +477,7 @@ def _raise_never_trained(python_args: Sequence[str], run: ScriptRun, evidence: E
         stopped_at = "; ".join(f"rank {rank} was at {short_place(line)}" for rank, line in lines.items() if line)
         message = f"{name}: no progress for {options.timeout_seconds:g} s before its first update"
         raise EveryrankError(message + (f": {stopped_at}" if stopped_at else ""))
-    if run.status == "long":
+    if run.status == "timed_out":
         raise EveryrankError(f"{name}: no update within {options.limit_seconds:g} s; give a longer --limit")
     if evidence.ranks and evidence.all_of(Backward):
         raise UsageError(

@@ -1,7 +1,7 @@
 """Audits ranks that an external launcher (torchrun, srun, mpirun) or the user has started.
 
 Each rank runs the script in its own process, and all ranks share a folder on this host. Rank 0 waits until all ranks
-have ended, and judges them.
+have ended, then applies the rules to what they recorded.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LAUNCH_VARIABLES = (
 
 
 def external_rank(environment: Mapping[str, str]) -> RankInfo | None:
-    """The rank of this process if an external launcher or the user has started several ranks; else None."""
+    """Return the rank of this process if a launcher or the user has started several ranks, otherwise None."""
     if "RANK" in environment:
         rank, size = int(environment["RANK"]), int(environment.get("WORLD_SIZE", "1"))
         local_size = int(environment.get("LOCAL_WORLD_SIZE", size))
@@ -47,23 +47,24 @@ def external_rank(environment: Mapping[str, str]) -> RankInfo | None:
 
 
 def shared_folder(info: RankInfo, environment: Mapping[str, str], python_args: Sequence[str] = ()) -> Path:
-    """The folder that all ranks of this launch share. Rank 0 creates it.
+    """Return the folder that all ranks of this launch share. Rank 0 creates it.
 
-    python_args  the script and its arguments, which ranks that are started in several terminals have in common
+    python_args  the script and its arguments. The script is part of the folder's key, because ranks that are started in
+                 several terminals have no launcher variable in common
 
     Raises `CannotRunError` if the ranks are on several hosts, if another user can write to the folder, or if rank 0
     does not start.
     """
     if info.local_size != info.size:
         raise CannotRunError(
-            "an audit of ranks that are already running works only on one host; start all ranks on one host"
+            "the ranks run on several hosts, and audit works only on one host. Start all ranks on one host"
         )
     base = Path(tempfile.gettempdir()) / f"everyrank-audit-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         base.mkdir(mode=0o700)
     folder_status = base.lstat()
     if not stat.S_ISDIR(folder_status.st_mode) or folder_status.st_uid != os.getuid() or folder_status.st_mode & 0o022:
-        raise CannotRunError(f"{base}: other users can write there, or it is a link; remove it, or set TMPDIR")
+        raise CannotRunError(f"{base}: other users can write there, or it is a symbolic link. Remove it, or set TMPDIR")
     launch_values = [environment.get(name, "") for name in _LAUNCH_VARIABLES]
     key = hashlib.sha256(
         "\0".join([*launch_values, str(info.size), str(Path.cwd()), *python_args[:1]]).encode()
@@ -72,9 +73,12 @@ def shared_folder(info: RankInfo, environment: Mapping[str, str], python_args: S
 
 
 def _create_folder(base: Path, key: str) -> Path:
-    """Create a folder, and a file next to it with its name and the process that owns it."""
+    """Create the shared folder, and `{key}.json` next to it with its name and the process id of rank 0."""
     if _live_folder(base / f"{key}.json") is not None:
-        raise CannotRunError("another audit of this script runs here as rank 0; give this one a different MASTER_PORT")
+        raise CannotRunError(
+            "rank 0 of another audit of this script is still running on this host. Give this audit a different port, "
+            "for example MASTER_PORT=29501"
+        )
     folder = Path(tempfile.mkdtemp(prefix=f"{key}-", dir=base))
     owner = {"folder": folder.name, "pid": os.getpid(), "began": start_time(os.getpid())}
     write_whole(base / f"{key}.json", json.dumps(owner).encode())
@@ -82,20 +86,23 @@ def _create_folder(base: Path, key: str) -> Path:
 
 
 def _wait_for_folder(base: Path, key: str) -> Path:
-    """The folder that rank 0 creates. A folder that an earlier audit has left is ignored."""
+    """Wait for the folder that rank 0 creates, and return it. A folder of an earlier audit is ignored."""
     start = time.monotonic()
     while (folder := _live_folder(base / f"{key}.json")) is None:
         if time.monotonic() > start + _WAIT_SECONDS:
-            raise CannotRunError(f"rank 0 did not start within {_WAIT_SECONDS:g} s; start it in the same folder")
+            raise CannotRunError(
+                f"rank 0 did not start within {_WAIT_SECONDS:g} s. Start all ranks in the same working directory; this "
+                f"rank is in {Path.cwd()}"
+            )
         time.sleep(0.1)
     return folder
 
 
-def _live_folder(path: Path) -> Path | None:
-    """The folder of an audit if its rank 0 is alive; else None."""
+def _live_folder(owner_path: Path) -> Path | None:
+    """Return the folder of an audit if its rank 0 is alive, otherwise None."""
     with contextlib.suppress(OSError, ValueError, KeyError, psutil.Error):
-        owner = json.loads(path.read_text())
-        folder = path.parent / Path(owner["folder"]).name
+        owner = json.loads(owner_path.read_text())
+        folder = owner_path.parent / Path(owner["folder"]).name
         if start_time(owner["pid"]) == owner["began"] and folder.is_dir():
             return folder
     return None
@@ -105,12 +112,14 @@ def remove_shared_folder(folder: Path) -> None:
     """Remove the shared folder and the file next to it. Call it on rank 0."""
     (folder.parent / f"{folder.name.partition('-')[0]}.json").unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
-    with contextlib.suppress(OSError):  # other audits of this user have folders there
+    with contextlib.suppress(OSError):  # fails while other audits of this user have folders there
         folder.parent.rmdir()
 
 
 def gather_runs(run: ScriptRun, info: RankInfo) -> ScriptRun | None:
-    """Record how this rank's script ended. Returns how all ranks ended on rank 0, and None on other ranks.
+    """Record how the script of this rank ended.
+
+    On rank 0, return how the scripts of all ranks ended. On other ranks, return None.
 
     Raises `RankFailedError` if a rank does not end.
     """
@@ -123,12 +132,13 @@ def gather_runs(run: ScriptRun, info: RankInfo) -> ScriptRun | None:
     while missing_ranks := [rank for rank, path in enumerate(result_paths) if not path.exists()]:
         if time.monotonic() > start + _WAIT_SECONDS:
             raise RankFailedError(
-                f"rank {', '.join(map(str, missing_ranks))} has not ended {_WAIT_SECONDS:g} s after rank 0"
+                f"no result of rank {', '.join(map(str, missing_ranks))} {_WAIT_SECONDS:g} s after rank 0 ended. Stop "
+                "all ranks, and start them again"
             )
         time.sleep(0.1)
     results = [json.loads(path.read_text()) for path in result_paths]
     statuses = [result["status"] for result in results]
-    worst_status = next((status for status in ("hangs", "failed", "long") if status in statuses), "finished")
+    worst_status = next((status for status in ("hangs", "failed", "timed_out") if status in statuses), "finished")
     outputs = tuple(result["output"] for result in results)
     return ScriptRun(
         run.folder, info.size, worst_status, tuple(result["code"] for result in results), outputs, run.seconds

@@ -37,7 +37,7 @@ class ScriptRun:
     """How the processes of a script ended.
 
     status   "finished": all processes exited with 0; "failed": one did not; "hangs": no process made progress for too
-             long; "long": the time limit ended them
+             long; "timed_out": the time limit ended them
     codes    exit status of each process, -N after signal N; None if the audit ended it
     outputs  stdout and stderr of each process, in the order in which it wrote them
     """
@@ -188,7 +188,7 @@ def _wait(
         if now > progress_time + timeout_seconds:
             return "hangs"
         if now > started + limit_seconds:
-            return "long"
+            return "timed_out"
         time.sleep(_POLL_SECONDS)
 
 

@@ -182,7 +182,7 @@ def _choice(
         "tokens_per_second": tokens,
         "samples_per_second": tokens / sizes.seq,
         "share_of_peak": tokens * sizes.flops_per_token / (cluster.gpu.flops * cluster.gpus),
-        "bound": candidate.bound,
+        "bound": candidate.bottleneck,
         "parts": parts,
         "outside": calibration.outside(candidate.configuration, cluster.gpus),
         "commands": {

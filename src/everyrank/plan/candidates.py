@@ -1,4 +1,4 @@
-"""Layouts of everyrank as configurations and back, all layouts of a decoder on a cluster, and the choice among them."""
+"""Convert layouts to configurations and back, enumerate the layouts of a decoder on a cluster, and find the fastest."""
 
 from __future__ import annotations
 
@@ -39,8 +39,9 @@ _MAX_ROWS = 2_000_000
 class Estimate:
     """One configuration with its memory and time.
 
-    layout   as the user types it; index: its row in the columns
-    verdict  fits, may not fit (the memory is between the estimates) or does not fit
+    layout   as the user types it
+    index    row of `configuration`
+    verdict  fits, may not fit (the GPU's memory is between the low and the high estimate) or does not fit
     """
 
     layout: str
@@ -57,15 +58,15 @@ class Estimate:
         return float(np.max(self.time.total))
 
     @property
-    def bound(self) -> str:
-        """The part that takes longest."""
+    def bottleneck(self) -> str:
+        """The phase that takes longest."""
         return max(self.time.parts, key=lambda phase: float(np.max(self.time.parts[phase])))
 
 
 def default_batch(sizes: DecoderSizes, gpus: int) -> int:
     """Return the default samples of an update: 2 for each GPU, up to 16 million tokens as for Llama 3."""
-    most = max(1, 2**24 // sizes.seq)
-    return max(1, min(2 * gpus, most))
+    max_batch = max(1, 2**24 // sizes.seq)
+    return max(1, min(2 * gpus, max_batch))
 
 
 def _stack(precision: str, zero: int) -> Stack:
@@ -78,12 +79,13 @@ def _stack(precision: str, zero: int) -> Stack:
 def configure_layout(layout: Layout, sizes: DecoderSizes, cluster: Cluster, batch: int) -> Configurations:
     """Return the configuration of a layout. Raises `UsageError` for a layout that the closed form does not support.
 
-    The known strategies are single, ddp, zero1, fsdp, tensor, context and pipeline.
+    Supported strategies are single, ddp, zero1, fsdp, tensor, context, pipeline and local_sgd.
     """
     text = str(layout)
     if layout.strategy not in ("single", "ddp", "zero1", "fsdp", "tensor", "context", "pipeline", "local_sgd"):
         raise UsageError(
-            f"--layout {text}: {layout.strategy} is not supported for a decoder; give a workload, which plan traces"
+            f"--layout {text}: {layout.strategy} is not supported for a decoder. Give a workload instead, which plan "
+            f"traces: everyrank plan my_workload.py --layout {text}"
         )
     if layout.precision == "float64":
         raise UsageError(f"--layout {text}: float64 is for tests; give float32 or bf16")
@@ -93,8 +95,8 @@ def configure_layout(layout: Layout, sizes: DecoderSizes, cluster: Cluster, batc
     tensor, pipeline = degrees.get("tensor", 1), degrees.get("pipeline", 1)
     if sizes.heads % tensor or sizes.kv % tensor or sizes.ffn % tensor:
         raise UsageError(
-            f"--layout {text}: tensor={tensor} does not divide {sizes.heads} heads, {sizes.kv} heads of keys and "
-            f"values, and {sizes.ffn}; give a divisor of all"
+            f"--layout {text}: tensor={tensor} does not divide {sizes.heads} heads, {sizes.kv} key-value heads "
+            f"and an MLP width of {sizes.ffn}; give a common divisor"
         )
     if pipeline > sizes.layers:
         raise UsageError(f"--layout {text}: {pipeline} stages for {sizes.layers} blocks; give at most {sizes.layers}")
@@ -102,25 +104,26 @@ def configure_layout(layout: Layout, sizes: DecoderSizes, cluster: Cluster, batc
     if sizes.seq % context:
         raise UsageError(f"--layout {text}: context={context} does not divide {sizes.seq} tokens; give a divisor")
     options = layout.read(PipelineOptions) if layout.strategy == "pipeline" else PipelineOptions()
-    parts = layout.accumulate
+    num_micro_batches = layout.accumulate
     if layout.strategy == "pipeline":
-        parts *= options.microbatches or 2 * pipeline
-    readers = degrees.get("replicate", 1) * degrees.get("shard", 1)
-    if batch % (parts * readers):
+        num_micro_batches *= options.microbatches or 2 * pipeline
+    data_ranks = degrees.get("replicate", 1) * degrees.get("shard", 1)
+    if batch % (num_micro_batches * data_ranks):
         raise UsageError(
-            f"--layout {text}: {batch} samples do not divide into {readers} x {parts} micro-batches; "
-            f"give --batch {math.ceil(batch / (parts * readers)) * parts * readers}"
+            f"--layout {text}: {batch} samples do not divide into {num_micro_batches} micro-batches on each of "
+            f"{data_ranks} data ranks; "
+            f"give --batch {math.ceil(batch / (num_micro_batches * data_ranks)) * num_micro_batches * data_ranks}"
         )
     zero = 3 if layout.strategy == "fsdp" or degrees.get("shard", 1) > 1 else 1 if layout.strategy == "zero1" else 0
-    rows: dict[str, Any] = {
+    columns: dict[str, Any] = {
         "tensor": tensor,
         "pipeline": pipeline,
         "context": context,
         "replicate": degrees.get("replicate", 1),
         "shard": degrees.get("shard", 1),
         "zero": zero,
-        "micro": batch // (parts * readers),
-        "accumulate": parts,
+        "micro": batch // (num_micro_batches * data_ranks),
+        "accumulate": num_micro_batches,
         "recompute": int(layout.recompute),
         "compiled": int(layout.compile),
         "sequence": int(layout.read(TensorOptions).sequence) if tensor > 1 else 0,
@@ -130,7 +133,7 @@ def configure_layout(layout: Layout, sizes: DecoderSizes, cluster: Cluster, batc
         "whole_first": 0 if layout.read(BuildOptions).meta and BuildOptions in layout.row.options else 4,
     }
     stack = replace(_stack(layout.precision, zero), ends_everywhere=pipeline > 1)
-    return make_configurations(sizes, stack, rows)
+    return make_configurations(sizes, stack, columns)
 
 
 def layout_text(c: Configurations, index: int) -> str:
@@ -182,9 +185,10 @@ def predict_step_of(c: Configurations, cluster: Cluster, calibration: Calibratio
 
 
 def verdicts(memory: Memory, cluster: Cluster) -> Any:
-    """Return fits, may not fit, or does not fit for each row. `fits` is by the upper estimate."""
-    room = cluster.gpu.memory
-    return np.where(memory.high <= room, "fits", np.where(memory.low > room, "does not fit", "may not fit"))
+    """Return fits, may not fit, or does not fit for each row. `fits` requires that the high estimate fits."""
+    gpu_memory = cluster.gpu.memory
+    may_fit = np.where(memory.low > gpu_memory, "does not fit", "may not fit")
+    return np.where(memory.high <= gpu_memory, "fits", may_fit)
 
 
 def usual_layouts(sizes: DecoderSizes, cluster: Cluster) -> list[str]:
@@ -209,15 +213,16 @@ def usual_layouts(sizes: DecoderSizes, cluster: Cluster) -> list[str]:
 def smallest_change(
     layout: Layout, sizes: DecoderSizes, cluster: Cluster, batch: int, calibration: Calibration
 ) -> tuple[str, str, int] | None:
-    """Return (the change, the layout, samples of an update) that makes a layout fit with the least change, or None.
+    """Return the smallest change that makes a layout fit, as (change, layout, samples of an update), or None.
 
-    In this order: bf16, recompute, smaller micro-batches, both, one more axis, then the fastest layout that fits.
+    Tried in this order: meta=true, bf16, recompute, smaller micro-batches, bf16 and recompute, all three, and the
+    fastest layout that fits.
     """
     steps: list[tuple[str, dict[str, Any]]] = []
     if layout.strategy in ("fsdp", "pipeline", "tensor") and not layout.read(BuildOptions).meta:
         with_meta = {**layout.options, "meta": True}
         steps.append(("meta=true, so that no rank holds the whole model", {"options": with_meta}))
-        layout = replace(layout, options=with_meta)  # the further changes also have it
+        layout = replace(layout, options=with_meta)  # the changes after this one have it, too
     if layout.precision == "float32":
         steps.append(("bf16", {"precision": "bf16"}))
     if not layout.recompute:
@@ -226,24 +231,27 @@ def smallest_change(
     steps += [
         (f"micro-batches of 1/{count // layout.accumulate}", {"accumulate": count}) for count in micro_batch_counts
     ]
-    bf16_and_recompute: dict[str, Any] = {"precision": "bf16" if layout.precision == "float32" else layout.precision}
-    bf16_and_recompute["recompute"] = True
-    steps.append(("bf16 and recompute", bf16_and_recompute))
+    is_float32 = layout.precision == "float32"
+    both: dict[str, Any] = {"precision": "bf16" if is_float32 else layout.precision, "recompute": True}
+    name_of_both = "bf16 and recompute" if is_float32 else "recompute"
+    steps.append((name_of_both, both))
     steps += [
-        (f"recompute and micro-batches of 1/{count // layout.accumulate}", bf16_and_recompute | {"accumulate": count})
+        (f"{name_of_both}, and micro-batches of 1/{count // layout.accumulate}", both | {"accumulate": count})
         for count in micro_batch_counts
     ]
     for name, change in steps:
-        fitting = _fitting(replace(layout, **change), sizes, cluster, batch, calibration)
+        fitting = _layout_if_it_fits(replace(layout, **change), sizes, cluster, batch, calibration)
         if fitting:
             return name, fitting, batch
-    others = find_best(sizes, cluster, batch, calibration)[0]
-    if others:
-        return "a different layout", others[0].layout, batch
+    best = find_best(sizes, cluster, batch, calibration)[0]
+    if best:
+        return "a different layout", best[0].layout, batch
     return None
 
 
-def _fitting(layout: Layout, sizes: DecoderSizes, cluster: Cluster, batch: int, calibration: Calibration) -> str | None:
+def _layout_if_it_fits(
+    layout: Layout, sizes: DecoderSizes, cluster: Cluster, batch: int, calibration: Calibration
+) -> str | None:
     try:
         c = configure_layout(layout, sizes, cluster, batch)
     except UsageError:
@@ -251,8 +259,8 @@ def _fitting(layout: Layout, sizes: DecoderSizes, cluster: Cluster, batch: int, 
     return str(layout) if estimate(c, cluster, calibration).verdict == "fits" else None
 
 
-def _divisors(number: int, most: int) -> list[int]:
-    return [value for value in range(1, min(number, most) + 1) if number % value == 0]
+def _divisors(number: int, max_value: int) -> list[int]:
+    return [value for value in range(1, min(number, max_value) + 1) if number % value == 0]
 
 
 def enumerate_layouts(sizes: DecoderSizes, cluster: Cluster, batch: int) -> Configurations | None:
@@ -264,46 +272,53 @@ def enumerate_layouts(sizes: DecoderSizes, cluster: Cluster, batch: int) -> Conf
     shards = _divisors(gpus, gpus)
     micros = [m for m in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256) if m <= batch]
     grid = np.meshgrid(tensors, stages, contexts, shards, micros, (0, 1), (0, 1, 3), (1, 2), indexing="ij")
-    t, p, c, s, m, again, zero, chunks = (axis.reshape(-1) for axis in grid)
+    t, p, c, s, m, recompute, zero, chunks = (axis.reshape(-1) for axis in grid)
     if len(t) > 20 * _MAX_ROWS:
         raise UsageError(f"{gpus} GPUs: too many layouts to search; give --layout")
-    inner = t * p * c * s
+    ranks_per_replica = t * p * c * s
     keep = (
-        (gpus % inner == 0)
+        (gpus % ranks_per_replica == 0)
         & ((zero == 3) | (s == 1))
         & ((chunks == 1) | ((p > 1) & (sizes.layers % (p * chunks) == 0)))
     )
-    t, p, c, s, m, again, zero, chunks, inner = (axis[keep] for axis in (t, p, c, s, m, again, zero, chunks, inner))
-    r = gpus // inner
-    readers = r * s
-    parts = batch // np.maximum(m * readers, 1)
-    keep = parts * m * readers == batch
+    t, p, c, s, m, recompute, zero, chunks, ranks_per_replica = (
+        axis[keep] for axis in (t, p, c, s, m, recompute, zero, chunks, ranks_per_replica)
+    )
+    r = gpus // ranks_per_replica
+    data_ranks = r * s
+    num_micro_batches = batch // np.maximum(m * data_ranks, 1)
+    keep = num_micro_batches * m * data_ranks == batch
     keep &= (zero != 1) | ((t == 1) & (p == 1) & (c == 1) & (r > 1))  # zero1 is for replicas only
     keep &= (zero != 3) | (s * c > 1) | (t > 1)
     keep &= (zero != 3) | (p == 1) | (s > 1)
-    keep &= (zero != 0) | (t == 1) | (p > 1) | ((r == 1) & (c == 1))  # replicas of split matrices are fsdp's
+    keep &= (
+        (zero != 0) | (t == 1) | (p > 1) | ((r == 1) & (c == 1))
+    )  # tensor parallelism with replicas exists only under fsdp
     keep &= (p == 1) | (c == 1)  # everyrank's pipeline has no context axis
-    keep &= (p == 1) | (parts >= p)
+    keep &= (p == 1) | (num_micro_batches >= p)
     if not keep.any():
         return None
-    t, p, c, s, m, again, zero, chunks, r, parts = (
-        axis[keep] for axis in (t, p, c, s, m, again, zero, chunks, r, parts)
+    t, p, c, s, m, recompute, zero, chunks, r, num_micro_batches = (
+        axis[keep] for axis in (t, p, c, s, m, recompute, zero, chunks, r, num_micro_batches)
     )
-    rows = {
-        "tensor": t, "pipeline": p, "context": c, "shard": s, "replicate": r, "micro": m, "accumulate": parts,
-        "recompute": again, "zero": zero, "chunks": chunks, "sequence": (t > 1) & (p == 1),
-        "per_node": cluster.per_node, "whole_first": np.where((zero == 3) | (t > 1) | (p > 1), 0, 4),
+    columns = {
+        "tensor": t, "pipeline": p, "context": c, "shard": s, "replicate": r, "micro": m,
+        "accumulate": num_micro_batches, "recompute": recompute, "zero": zero, "chunks": chunks,
+        "sequence": (t > 1) & (p == 1), "per_node": cluster.per_node,
+        "whole_first": np.where((zero == 3) | (t > 1) | (p > 1), 0, 4),
     }  # fmt: skip
-    made = make_configurations(sizes, STACKS["everyrank-fsdp"], rows)
-    auto = STACKS["everyrank-autocast"]
+    configurations = make_configurations(sizes, STACKS["everyrank-fsdp"], columns)
+    autocast = STACKS["everyrank-autocast"]
     for name in ("residual", "weight_copies", "fsdp_root", "holds_gradients"):
-        setattr(made, name, np.where(zero == 3, getattr(made, name), float(getattr(auto, name))))
-    made.ends_everywhere = np.where(p > 1, 1.0, 0.0)
-    return made
+        setattr(
+            configurations, name, np.where(zero == 3, getattr(configurations, name), float(getattr(autocast, name)))
+        )
+    configurations.ends_everywhere = np.where(p > 1, 1.0, 0.0)
+    return configurations
 
 
 def find_best(
-    sizes: DecoderSizes, cluster: Cluster, batch: int, calibration: Calibration, most: int = 3
+    sizes: DecoderSizes, cluster: Cluster, batch: int, calibration: Calibration, max_layouts: int = 3
 ) -> tuple[list[Estimate], int, int]:
     """Return (the fastest layouts that fit, how many fit, how many were considered).
 
@@ -327,7 +342,7 @@ def find_best(
     chosen: list[Estimate] = []
     kinds: set[tuple[float, ...]] = set()
     for index in order[:5000]:
-        if chosen and (seconds[index] > chosen[0].seconds * (1 + _TIE) or len(chosen) == most):
+        if chosen and (seconds[index] > chosen[0].seconds * (1 + _TIE) or len(chosen) == max_layouts):
             break
         candidate = fitting.take(np.array([index]))
         has_axis = tuple(bool(np.max(getattr(candidate, n)) > 1) for n in ("tensor", "pipeline", "context"))

@@ -1,4 +1,4 @@
-"""GPU kinds, links and clusters: numbers of data sheets with their source."""
+"""GPU kinds, links and clusters: numbers with their source, most from data sheets."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ __all__ = [
     "Link",
     "find_gpu",
     "host_cluster",
-    "link_of_text",
     "parse_bytes",
     "parse_cluster",
     "parse_link",
+    "parse_published_link",
 ]
 
 GIB = 2**30
@@ -35,11 +35,12 @@ GIB = 2**30
 class Gpu:
     """A kind of GPU.
 
-    memory      bytes that torch reports as total capacity: less than on the data sheet, for ECC and the driver
+    memory      bytes that torch reports as total capacity: less than on the data sheet, because ECC and the driver
+                use some
     flops       dense 16-bit tensor-core operations a second (bf16; fp16 if a kind has no bf16)
-    flops_tf32  the same for float32 products with TF32; plain float32 if a kind has no TF32
+    flops_tf32  the same for float32 matrix multiplications with TF32; plain float32 if a kind has no TF32
     flops_fp8   the same for 8-bit floats; 0 if a kind does not support them
-    flops_fp32  operations a second of float32 products without TF32, which is torch's default
+    flops_fp32  the same for float32 matrix multiplications without TF32 (torch's default)
     hbm         bytes a second between the chip and its memory
     units       streaming multiprocessors (compute units on AMD)
     watts       thermal design power
@@ -62,11 +63,14 @@ class Gpu:
     source: str
 
     def links_of_node(self, per_node: int) -> Link:
-        """Return `inside` for a node of `per_node` GPUs; fewer than eight V100 are wired equally."""
+        """Return the link inside a node of `per_node` GPUs.
+
+        `by_ranks` applies only to full nodes of eight V100. GPUs of a smaller node count as wired equally.
+        """
         return replace(self.inside, by_ranks=()) if per_node < len(self.inside.by_ranks) else self.inside
 
     @property
-    def attention(self) -> float:
+    def attention_efficiency(self) -> float:
         """Share of `flops` that FlashAttention-2 reaches over forward and backward with heads of 128.
 
         It does not use the new features of Hopper (up to 335 of 989 Tflop/s forward) or Blackwell. If a unit does more
@@ -77,10 +81,12 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Link:
-    """`latency` seconds a hop, and `bandwidth` bytes a second of one GPU: bus bandwidth, as nccl-tests defines it.
+    """A connection between GPUs.
 
-    start     additional seconds of each collective, independent of its size and ranks
-    by_ranks  share of the bandwidth that groups of 1, 2, 3, ... ranks reach, if GPUs are wired unequally
+    latency    seconds per hop
+    bandwidth  bytes a second of one GPU: bus bandwidth, as nccl-tests defines it
+    start      additional seconds of each collective, independent of its size and ranks
+    by_ranks   share of the bandwidth that groups of 1, 2, 3, ... ranks reach, if GPUs are wired unequally
     """
 
     latency: float
@@ -89,7 +95,7 @@ class Link:
     start: float = 0.0
     by_ranks: tuple[float, ...] = ()
 
-    def rate(self, ranks: Any) -> Any:
+    def group_bandwidth(self, ranks: Any) -> Any:
         """Return the bandwidth of a group of ranks."""
         if not self.by_ranks:
             return self.bandwidth
@@ -107,7 +113,7 @@ class Cluster:
     across: Link
 
     def as_json(self) -> dict[str, Any]:
-        """Return the entry of the cluster in an answer; docs/plan.md describes the fields."""
+        """Return the cluster as it is in the JSON output of plan; docs/plan.md describes the fields."""
         return {
             "gpu": self.gpu.name,
             "gpus": self.gpus,
@@ -119,10 +125,11 @@ class Cluster:
         }
 
 
-# Bus bandwidths of all-reduce inside a node: V100 and A100 are fitted to what eth-easl/sailor measured (errors in
-# benchmarks/records/plan-links.json), the others are from nccl-tests on HGX boards as published, without `start`.
+# Bus bandwidths of all-reduce inside a node. Those of V100 and A100 are fitted to measurements of eth-easl/sailor
+# (errors in benchmarks/records/plan-links.json). The others are published results of nccl-tests on HGX boards; their
+# `start` is 0.
 # A link of 400 Gb/s carries 50e9 bytes a second, of which NCCL gets 96%.
-# Eight V100 have no switch, so the rings of a group depend on the wires between its members.
+# Eight V100 have no NVSwitch, so the rings of a group depend on the wires between its members.
 _CUBE_MESH = (0.167, 0.167, 0.335, 0.635, 0.276, 0.340, 0.647, 1.0)
 _NVLINK2 = Link(4.75e-6, 138.5e9, "NVLink 2", 16e-6, _CUBE_MESH)
 _NVLINK3 = Link(2.75e-6, 230e9, "NVLink 3", 39e-6)
@@ -130,9 +137,9 @@ _NVLINK_A800 = Link(6.5e-6, 160e9, "NVLink of 400 GB/s")
 _NVLINK4 = Link(6e-6, 370e9, "NVLink 4")
 _NVLINK5 = Link(6e-6, 680e9, "NVLink 5")
 _GH200 = Link(8e-6, 150e9, "NVLink between GH200")
-_XGMI2 = Link(8e-6, 70e9, "Infinity Fabric 3")
-_XGMI4 = Link(8e-6, 350e9, "Infinity Fabric 4")
-_XGMI = Link(8e-6, 300e9, "Infinity Fabric")
+_FABRIC_MI250X = Link(8e-6, 70e9, "Infinity Fabric 3")
+_FABRIC_MI355X = Link(8e-6, 350e9, "Infinity Fabric 4")
+_FABRIC_MI300X = Link(8e-6, 300e9, "Infinity Fabric")
 PCIE3 = Link(10e-6, 10e9, "PCIe 3")
 PCIE4 = Link(10e-6, 20e9, "PCIe 4")
 _PCIE5 = Link(10e-6, 40e9, "PCIe 5")
@@ -141,7 +148,7 @@ _200G = Link(12e-6, 24e9, "200 Gb/s")
 _400G = Link(12e-6, 48e9, "400 Gb/s")
 
 _NV = "NVIDIA data sheet"
-_LESS = "memory: less the driver's"
+_MINUS_DRIVER = "memory: data sheet, minus an estimate for the driver"
 _CAPACITY = "memory: total capacity in torch's out-of-memory messages"
 
 
@@ -149,45 +156,47 @@ def _gpu(
     name: str,
     gib: float,
     tflops: tuple[float, float, float, float],
-    terabytes: float,
+    hbm_tb_per_second: float,
     units: int,
     watts: float,
     links: tuple[Link, Link],
     source: str,
 ) -> Gpu:
-    """Make a `Gpu` in the units of data sheets: operations as (16-bit, TF32, fp8, float32), dense, in Tflop/s."""
+    """Make a `Gpu` from the units of data sheets: operations as (16-bit, TF32, fp8, float32), dense, in Tflop/s."""
     flops, flops_tf32, flops_fp8, flops_fp32 = (1e12 * value for value in tflops)
     inside, across = links
     rates = flops, flops_tf32, flops_fp8, flops_fp32
-    return Gpu(name, gib * GIB, *rates, terabytes * 1e12, units, watts, inside, across, source)
+    return Gpu(name, gib * GIB, *rates, hbm_tb_per_second * 1e12, units, watts, inside, across, source)
 
 
-_SXM2, _SXM3 = (_NVLINK2, _100G), (_NVLINK3, _200G)
-_SXM4, _SXM5 = (_NVLINK4, _400G), (_NVLINK5, _400G)
+_NVLINK2_LINKS, _NVLINK3_LINKS = (_NVLINK2, _100G), (_NVLINK3, _200G)
+_NVLINK4_LINKS, _NVLINK5_LINKS = (_NVLINK4, _400G), (_NVLINK5, _400G)
 _B200 = "hbm and total capacity: pytorch/ao#4002, measured; else NVIDIA data sheet"
-_H100_500W = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md; 0.85 of the SXM's operations for its 500 W"
+_H100_500W = (
+    "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md; operations: 0.85 of the SXM's, because of its 500 W limit"
+)
 
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
-        _gpu("v100_16gb", 15.77, (125, 15.7, 0, 15.7), 0.9, 80, 300, _SXM2, f"{_NV} V100; {_CAPACITY}"),
-        _gpu("v100_32gb", 31.74, (125, 15.7, 0, 15.7), 0.9, 80, 300, _SXM2, f"{_NV} V100; {_CAPACITY}"),
+        _gpu("v100_16gb", 15.77, (125, 15.7, 0, 15.7), 0.9, 80, 300, _NVLINK2_LINKS, f"{_NV} V100; {_CAPACITY}"),
+        _gpu("v100_32gb", 31.74, (125, 15.7, 0, 15.7), 0.9, 80, 300, _NVLINK2_LINKS, f"{_NV} V100; {_CAPACITY}"),
         _gpu("t4", 14.75, (65, 8.1, 0, 8.1), 0.32, 40, 70, (PCIE3, _100G), f"{_NV} T4; {_CAPACITY}"),
         _gpu("a10", 22.06, (125, 62.5, 0, 31.2), 0.6, 72, 150, (PCIE4, _100G), f"{_NV} A10; {_CAPACITY}"),
-        _gpu("a100_40gb", 39.39, (312, 156, 0, 19.5), 1.555, 108, 400, _SXM3, f"{_NV} A100; {_CAPACITY}"),
-        _gpu("a100_80gb", 79.15, (312, 156, 0, 19.5), 2.039, 108, 400, _SXM3, f"{_NV} A100; {_CAPACITY}"),
+        _gpu("a100_40gb", 39.39, (312, 156, 0, 19.5), 1.555, 108, 400, _NVLINK3_LINKS, f"{_NV} A100; {_CAPACITY}"),
+        _gpu("a100_80gb", 79.15, (312, 156, 0, 19.5), 2.039, 108, 400, _NVLINK3_LINKS, f"{_NV} A100; {_CAPACITY}"),
         _gpu("a100_80gb_pcie", 79.15, (312, 156, 0, 19.5), 1.935, 108, 300, (PCIE4, _200G), f"{_NV} A100; {_CAPACITY}"),
         _gpu("l4", 22.03, (121, 60, 242, 30.3), 0.3, 58, 72, (PCIE4, _100G), f"{_NV} L4; {_CAPACITY}"),
         _gpu(
             "rtx4090", 23.65, (165, 82.6, 330, 82.6), 1.008, 128, 450, (PCIE4, _100G), f"NVIDIA Ada paper; {_CAPACITY}"
         ),
         _gpu("l40s", 44.3, (362, 183, 733, 91.6), 0.864, 142, 350, (PCIE4, _200G), f"{_NV} L40S; {_CAPACITY}"),
-        _gpu("h100_80gb", 79.1, (989, 494.5, 1979, 67), 3.35, 132, 700, _SXM4, f"{_NV} H100 SXM; {_CAPACITY}"),
+        _gpu("h100_80gb", 79.1, (989, 494.5, 1979, 67), 3.35, 132, 700, _NVLINK4_LINKS, f"{_NV} H100 SXM; {_CAPACITY}"),
         _gpu("h100_80gb_pcie", 79.1, (756, 378, 1513, 51), 2.0, 114, 350, (_PCIE5, _200G), f"{_NV} H100; {_CAPACITY}"),
         _gpu(
             "h100_94gb_nvl", 93.1, (835, 417, 1671, 60), 3.9, 132, 400, (_PCIE5, _400G), f"{_NV} H100 NVL; {_CAPACITY}"
         ),
-        _gpu("h100_96gb_hbm2e_500w", 95.0, (840, 420, 1680, 57), 2.4, 132, 500, _SXM4, _H100_500W),
+        _gpu("h100_96gb_hbm2e_500w", 95.0, (840, 420, 1680, 57), 2.4, 132, 500, _NVLINK4_LINKS, _H100_500W),
         _gpu(
             "a800_80gb",
             79.15,
@@ -196,7 +205,7 @@ GPUS: dict[str, Gpu] = {
             108,
             400,
             (_NVLINK_A800, _200G),
-            f"A100 of 400 GB/s; {_CAPACITY}",
+            f"A100 with NVLink limited to 400 GB/s; {_CAPACITY}",
         ),
         _gpu(
             "h800_80gb",
@@ -206,7 +215,7 @@ GPUS: dict[str, Gpu] = {
             132,
             700,
             (_NVLINK_A800, _400G),
-            f"H100 of 400 GB/s; {_CAPACITY}",
+            f"H100 with NVLink limited to 400 GB/s; {_CAPACITY}",
         ),
         _gpu(
             "a6000",
@@ -216,11 +225,11 @@ GPUS: dict[str, Gpu] = {
             84,
             300,
             (PCIE4, _100G),
-            f"{_NV} RTX A6000; memory: less the driver's",
+            f"{_NV} RTX A6000; {_MINUS_DRIVER}",
         ),
-        _gpu("h200", 139.7, (989, 494.5, 1979, 67), 4.8, 132, 700, _SXM4, f"{_NV} H200; {_CAPACITY}"),
+        _gpu("h200", 139.7, (989, 494.5, 1979, 67), 4.8, 132, 700, _NVLINK4_LINKS, f"{_NV} H200; {_CAPACITY}"),
         _gpu("gh200_96gb", 94.5, (989, 494.5, 1979, 67), 4.0, 132, 900, (_GH200, _200G), f"{_NV} GH200; {_CAPACITY}"),
-        _gpu("b200", 178.35, (2250, 1125, 4500, 75), 7.672, 148, 1000, _SXM5, _B200),
+        _gpu("b200", 178.35, (2250, 1125, 4500, 75), 7.672, 148, 1000, _NVLINK5_LINKS, _B200),
         _gpu(
             "gb200",
             184.0,
@@ -228,10 +237,19 @@ GPUS: dict[str, Gpu] = {
             7.672,
             148,
             1200,
-            _SXM5,
-            f"{_NV} GB200; memory: 186 GB less the driver's",
+            _NVLINK5_LINKS,
+            f"{_NV} GB200; memory: 186 GB, minus an estimate for the driver",
         ),
-        _gpu("p100", 15.9, (21.2, 10.6, 0, 10.6), 0.732, 56, 300, _SXM2, f"{_NV} P100 (no tensor cores); {_CAPACITY}"),
+        _gpu(
+            "p100",
+            15.9,
+            (21.2, 10.6, 0, 10.6),
+            0.732,
+            56,
+            300,
+            _NVLINK2_LINKS,
+            f"{_NV} P100 (no tensor cores); {_CAPACITY}",
+        ),
         _gpu(
             "rtx3090", 23.69, (71, 35.6, 0, 35.6), 0.936, 82, 350, (PCIE4, _100G), f"NVIDIA Ampere paper; {_CAPACITY}"
         ),
@@ -243,14 +261,23 @@ GPUS: dict[str, Gpu] = {
             170,
             575,
             (_PCIE5, _100G),
-            f"NVIDIA Blackwell paper; {_LESS}",
+            f"NVIDIA Blackwell paper; {_MINUS_DRIVER}",
         ),
-        _gpu("a40", 44.4, (149.7, 74.8, 0, 37.4), 0.696, 84, 300, (PCIE4, _200G), f"{_NV} A40; {_LESS}"),
-        _gpu("l40", 44.4, (181, 90.5, 362, 90.5), 0.864, 142, 300, (PCIE4, _200G), f"{_NV} L40; {_LESS}"),
-        _gpu("rtx6000ada", 47.4, (364, 182, 728, 91.1), 0.96, 142, 300, (PCIE4, _100G), f"{_NV} RTX 6000 Ada; {_LESS}"),
-        _gpu("h20", 94.9, (148, 74, 296, 44), 4.0, 78, 400, _SXM4, f"{_NV} H20; {_LESS}"),
-        _gpu("b300", 267.0, (2250, 1125, 4500, 75), 8.0, 148, 1100, _SXM5, f"{_NV} HGX B300; {_LESS}"),
-        _gpu("gb300", 267.0, (2500, 1250, 5000, 80), 8.0, 148, 1400, _SXM5, f"{_NV} GB300; {_LESS}"),
+        _gpu("a40", 44.4, (149.7, 74.8, 0, 37.4), 0.696, 84, 300, (PCIE4, _200G), f"{_NV} A40; {_MINUS_DRIVER}"),
+        _gpu("l40", 44.4, (181, 90.5, 362, 90.5), 0.864, 142, 300, (PCIE4, _200G), f"{_NV} L40; {_MINUS_DRIVER}"),
+        _gpu(
+            "rtx6000ada",
+            47.4,
+            (364, 182, 728, 91.1),
+            0.96,
+            142,
+            300,
+            (PCIE4, _100G),
+            f"{_NV} RTX 6000 Ada; {_MINUS_DRIVER}",
+        ),
+        _gpu("h20", 94.9, (148, 74, 296, 44), 4.0, 78, 400, _NVLINK4_LINKS, f"{_NV} H20; {_MINUS_DRIVER}"),
+        _gpu("b300", 267.0, (2250, 1125, 4500, 75), 8.0, 148, 1100, _NVLINK5_LINKS, f"{_NV} HGX B300; {_MINUS_DRIVER}"),
+        _gpu("gb300", 267.0, (2500, 1250, 5000, 80), 8.0, 148, 1400, _NVLINK5_LINKS, f"{_NV} GB300; {_MINUS_DRIVER}"),
         _gpu(
             "mi250x",
             63.9,
@@ -258,15 +285,21 @@ GPUS: dict[str, Gpu] = {
             1.638,
             110,
             280,
-            (_XGMI2, _200G),
+            (_FABRIC_MI250X, _200G),
             "AMD data sheet MI250X, one of its two dies",
         ),
-        _gpu("mi325x", 255.5, (1307, 653, 2614, 163.4), 6.0, 304, 1000, (_XGMI, _400G), "AMD data sheet MI325X"),
-        _gpu("mi355x", 287.5, (2516, 1258, 5033, 157.3), 8.0, 256, 1400, (_XGMI4, _400G), "AMD data sheet MI355X"),
-        _gpu("mi300x", 191.5, (1307, 653, 2614, 163.4), 5.3, 304, 750, (_XGMI, _400G), "AMD data sheet MI300X"),
+        _gpu(
+            "mi325x", 255.5, (1307, 653, 2614, 163.4), 6.0, 304, 1000, (_FABRIC_MI300X, _400G), "AMD data sheet MI325X"
+        ),
+        _gpu(
+            "mi355x", 287.5, (2516, 1258, 5033, 157.3), 8.0, 256, 1400, (_FABRIC_MI355X, _400G), "AMD data sheet MI355X"
+        ),
+        _gpu(
+            "mi300x", 191.5, (1307, 653, 2614, 163.4), 5.3, 304, 750, (_FABRIC_MI300X, _400G), "AMD data sheet MI300X"
+        ),
     )
 }
-"""By name. The numbers are from data sheets, not measured."""
+"""GPU kinds by name. `source` gives the origin of the numbers; most are from data sheets."""
 
 _ALIASES = {
     "v100": "v100_32gb",
@@ -317,15 +350,15 @@ def find_gpu(name: str) -> Gpu:
     names = [key, plain, re.sub(r"_\d+gb$", "", key)]
     for candidate in [*names, re.sub(r"_(sxm\d?)?(_?\d+gb)?$", "", key)]:
         name_in_table = _ALIASES.get(candidate, candidate)
-        if name_in_table in GPUS and (candidate == key or _is_same_memory(key, GPUS[name_in_table])):
+        if name_in_table in GPUS and (candidate == key or _has_same_memory(key, GPUS[name_in_table])):
             return GPUS[name_in_table]
     close = difflib.get_close_matches(key, [*GPUS, *_ALIASES], 2, 0.5)
     hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(GPUS)}"
     raise UsageError(f"--gpus: no GPU {name!r}; {hint}")
 
 
-def _is_same_memory(key: str, gpu: Gpu) -> bool:
-    """Whether the gigabytes in a name, if there are any, are those of a kind."""
+def _has_same_memory(key: str, gpu: Gpu) -> bool:
+    """Return whether the memory size in a name (`80gb`), if it has one, is that of the GPU."""
     match = re.search(r"_(\d+)gb", key)
     return match is None or abs(float(match[1]) * 1e9 / gpu.memory - 1) < 0.1
 
@@ -347,13 +380,17 @@ def parse_link(text: str) -> Link:
         number = re.match(r"[0-9.]+", text.strip())
         hint = f"did you mean {number[0]}Gb (bits a second) or {number[0]}GB (bytes)? " if number else ""
         raise UsageError(
-            f"--link {text}: {hint}give the rate of one GPU, such as 400Gb or 50GB, or a file of everyrank comm --json"
+            f"--link {text}: {hint}give the rate of one GPU, such as 400Gb or 50GB, or a file "
+            "written by everyrank comm --json"
         )
     return Link(12e-6, 0.96 * rate, text.strip())
 
 
 def host_cluster(device: str, ranks: int) -> Cluster:
-    """Return the ranks of this host on a measured device. Only the memory of a CPU is known."""
+    """Return this host as a cluster with one rank per device.
+
+    For a CPU only the memory is real. The other numbers are placeholders.
+    """
     if device != "cpu":
         gpu = find_gpu(device)
         return Cluster(gpu, ranks, ranks, gpu.links_of_node(ranks), gpu.across)
@@ -367,10 +404,11 @@ def host_cluster(device: str, ranks: int) -> Cluster:
 _INFINIBAND = {"fdr": 56, "edr": 100, "hdr100": 100, "hdr": 200, "ndr200": 200, "ndr": 400, "xdr": 800}
 
 
-def link_of_text(value: Any, per_node: int) -> Link | None:
-    """Return the link of one GPU that a table describes, such as `1600 Gbps/node RoCE` or `8x HDR`; None for no rate.
+def parse_published_link(value: Any, per_node: int) -> Link | None:
+    """Return the link of one GPU from the network of a published measurement; None if it has no rate.
 
-    The rate is for one GPU, except for `/node`, a number of cards, Tb/s, or Ethernet, which the GPUs of a node share.
+    Such a network is `1600 Gbps/node RoCE` or `8x HDR`. By default the rate is for one GPU. The GPUs of a node share it
+    if the text has `/node`, a number of cards (`8x`), Tb/s or Ethernet.
     """
     if isinstance(value, int | float) and not isinstance(value, bool):
         return Link(12e-6, 0.12e9 * value, f"{value:g} Gb/s") if 0 < value < 1e5 else None
@@ -385,8 +423,8 @@ def link_of_text(value: Any, per_node: int) -> Link | None:
         if match is None:
             return None
         rate, is_shared = float(_INFINIBAND[match[2]]), match[1] is not None
-    of_gpu = re.search(r"(a|per|/)\s*gpu", lower) is not None
-    is_shared = not of_gpu and (is_shared or re.search(r"(a|per|/)\s*node", lower) is not None)
+    is_per_gpu = re.search(r"(a|per|/)\s*gpu", lower) is not None
+    is_shared = not is_per_gpu and (is_shared or re.search(r"(a|per|/)\s*node", lower) is not None)
     rate *= int(match[1] or 1) / (per_node if is_shared else 1)
     return Link(12e-6, 0.12e9 * rate, f"{rate:g} Gb/s") if 0 < rate < 1e5 else None
 

@@ -85,7 +85,7 @@ def _kernel(operator: OperatorLike, gpu: Gpu) -> float:
         return moving
     peak = gpu.flops if operator.is_half else gpu.flops_fp32
     if "scaled_dot" in operator.name:
-        share = gpu.attention if operator.is_half else PRIOR.matmul
+        share = gpu.attention_efficiency if operator.is_half else PRIOR.matmul
         computing = operator.flops * (0.5 if operator.is_causal else 1.0) / (peak * share)
     else:
         computing = operator.flops / (peak * PRIOR.matmul)

@@ -20,7 +20,7 @@ from typing import Any
 from everyrank.errors import UsageError
 from everyrank.plan.configuration import STACKS, Stack
 from everyrank.plan.decoder import DecoderSizes
-from everyrank.plan.hardware import PCIE3, PCIE4, Gpu, Link, find_gpu, link_of_text
+from everyrank.plan.hardware import PCIE3, PCIE4, Gpu, Link, find_gpu, parse_published_link
 
 __all__ = ["Row", "read_rows"]
 
@@ -147,7 +147,7 @@ def _read_row(name: str, row: dict[str, Any]) -> Row:
         source=_source(row),
         gpu=gpu,
         inside=(PCIE3 if gpu.hbm < 1e12 and not gpu.flops_fp8 else PCIE4) if is_pcie else gpu.links_of_node(per_node),
-        across=link_of_text(hardware.get("inter_node"), per_node) or gpu.across,
+        across=parse_published_link(hardware.get("inter_node"), per_node) or gpu.across,
         stack=stack,
         sizes=sizes,
         degrees=degrees,

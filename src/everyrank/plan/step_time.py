@@ -76,9 +76,9 @@ def collective_seconds(kind: str, size: Any, ranks: Any, in_node: Any, inside: L
     nodes = np.ceil(ranks / local)
     hops = 2 * np.log2(np.maximum(nodes, 2)) if kind == "all_reduce" else nodes - 1  # NCCL gathers along rings only
     inner_hops = np.minimum(local - 1, 2 * np.log2(np.maximum(local, 2)))
-    within = (local - 1) / local * size / inside.rate(local) + inner_hops * inside.latency
+    within = (local - 1) / local * size / inside.group_bandwidth(local) + inner_hops * inside.latency
     # each GPU of a node has its own network card, up to the bandwidth of the links inside
-    rate = np.minimum(across.bandwidth * local, np.where(local > 1, inside.rate(local), inside.bandwidth))
+    rate = np.minimum(across.bandwidth * local, np.where(local > 1, inside.group_bandwidth(local), inside.bandwidth))
     between = (ranks - 1) / ranks * size / rate + hops * across.latency
     seconds = _FACTORS[kind] * np.where(nodes > 1, np.maximum(within, between), within)
     return np.where(ranks > 1, seconds + np.where(nodes > 1, across.start, inside.start), 0.0)
@@ -103,7 +103,7 @@ def _block(c: Configurations, gpu: Gpu, fitted: Fitted, peak: Any) -> tuple[Any,
     products = product(width, (heads + 2 * kv_heads) * c.head_dim) + product(heads * c.head_dim, width)
     products = products + product(width, (1 + c.gated) * c.ffn / c.tensor) + product(c.ffn / c.tensor, width)
     # causal flash attention computes half of the square, at a lower rate with narrow heads
-    rate = gpu.attention * c.attention * np.where(c.head_dim >= 128, 1, 0.8)
+    rate = gpu.attention_efficiency * c.attention * np.where(c.head_dim >= 128, 1, 0.8)
     square = c.seq * c.seq / c.context
     flash = _RAMP + 2 * c.micro * heads * square * c.head_dim / (low_peak * rate)
     batch = c.micro * heads

@@ -1,4 +1,4 @@
-"""Synchronous parameter server: one process has the model, the others pull its parameters and push gradients.
+"""Synchronous parameter server: one process updates the parameters, the others pull them and push gradients.
 
 Run: torchrun --standalone --nproc-per-node 3 parameter_server.py
 
@@ -9,14 +9,14 @@ Memory         the server: parameters, gradients, optimizer state; a trainer: pa
 Communication  per update, the server sends the parameters to each trainer. Each trainer sends its gradients, with the
                sum of the loss and the number of samples as two more elements. The traffic of the server grows with the
                number of trainers
-Use when       you want to see how a parameter server works. DDP is better for training: its communication is the same
-               for all ranks
+Use when       you want to see how a parameter server works. DDP is better for training: it spreads communication evenly
+               over the ranks
 
 It uses send and recv. parameter_server_rpc.py does the same with torch.distributed.rpc.
 
 Pitfalls:
 - Do not average the mean gradients of the trainers: if their parts of the last batch differ in size, the result is
-  wrong. Add up sums and divide by the number of all samples.
+  wrong. Add up the gradients of the summed losses, then divide once by the total number of samples.
 - Only the server has an optimizer. With one on each trainer, momentum would come from local gradients.
 - Use group norm. The running statistics of batch norm are buffers, and the trainers send only gradients.
 
@@ -51,14 +51,12 @@ def serve(model, num_updates, trainers):
         flat = parameters_to_vector(parameters).detach()
         for work in [dist.isend(flat, trainer) for trainer in trainers]:
             work.wait()
-        pushed = [flat.new_empty(len(flat) + 2) for _ in trainers]
-        for trainer, message in zip(
-            trainers, pushed, strict=True
-        ):  # a fixed order, so that rounding is the same in every run
+        messages = [flat.new_empty(len(flat) + 2) for _ in trainers]
+        for trainer, message in zip(trainers, messages, strict=True):  # in this order, so that all runs round equally
             dist.recv(message, trainer)
-        *gradient, loss, count = sum(pushed).split([*(p.numel() for p in parameters), 1, 1])
-        for parameter, values in zip(parameters, gradient, strict=True):
-            parameter.grad = values.view_as(parameter) / count  # a sum over samples of all trainers, now their mean
+        *gradient_sums, loss, count = sum(messages).split([*(p.numel() for p in parameters), 1, 1])
+        for parameter, gradient_sum in zip(parameters, gradient_sums, strict=True):
+            parameter.grad = gradient_sum.view_as(parameter) / count  # a sum over all samples becomes their mean
         optimizer.step()
         losses.append(loss / count)
     return torch.cat(losses)
@@ -77,8 +75,8 @@ def train(model, data, index, num_trainers, device):
             vector_to_parameters(flat, parameters)
             loss = F.cross_entropy(model(images.to(device)), labels.to(device), reduction="sum")
             gradients = torch.autograd.grad(loss, parameters)
-            tail = flat.new_tensor([loss.item(), len(labels)])
-            dist.send(torch.cat([*(gradient.reshape(-1) for gradient in gradients), tail]), 0)
+            loss_and_count = flat.new_tensor([loss.item(), len(labels)])
+            dist.send(torch.cat([*(gradient.reshape(-1) for gradient in gradients), loss_and_count]), 0)
 
 
 def main():
@@ -92,7 +90,10 @@ def main():
         torch.cuda.set_device(device)
     num_trainers = int(os.environ.get("WORLD_SIZE", "1")) - 1
     if num_trainers < 1:
-        raise SystemExit("start it with torchrun and 2 or more ranks: rank 0 is the server, the others are trainers")
+        raise SystemExit(
+            "This script needs at least 2 ranks: rank 0 is the server, the others are trainers. "
+            "Run: torchrun --standalone --nproc-per-node 3 parameter_server.py"
+        )
     # torchrun passes address and ranks in the environment. The timeout ends the wait for a rank that died.
     dist.init_process_group(
         "nccl" if cuda else "gloo", timeout=timedelta(minutes=5), device_id=device if cuda else None

@@ -15,7 +15,7 @@ from everyrank.errors import UnsupportedLayoutError
 from everyrank.layout import Layout
 from everyrank.parallel.batch_norm import has_batch_norm
 from everyrank.parallel.server.link import ServerLink
-from everyrank.parallel.server.synchronous import StepFunction, step_nothing
+from everyrank.parallel.server.synchronous import StepFunction, step_empty_optimizer
 from everyrank.parallel.trainable import Trainable
 
 __all__ = ["async_server", "async_trainer", "order_of_trainers", "refuse_batch_norm"]
@@ -50,7 +50,7 @@ def normalise_gradients(trainable: Trainable, share: Tensor) -> bool:
     if has_terms:
         trainable.optimizer_step(share)  # normalises and clips; a trainer's optimizer has no parameters to update
     else:
-        step_nothing(trainable)
+        step_empty_optimizer(trainable)
     return has_terms
 
 
@@ -64,7 +64,7 @@ def async_server(trainable: Trainable, link: ServerLink, seed: int | None) -> St
             drawn = order_of_trainers(seed, next(update_numbers), len(link.trainers))
             order = [link.trainers[index] for index in drawn]
         for expected in order:
-            trainer, head = link.receive_head(expected)
+            trainer, head = link.receive_header(expected)
             if head is None:
                 link.give(trainer)
             else:

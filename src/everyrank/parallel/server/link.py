@@ -108,7 +108,7 @@ class ServerLink:
         flat = flatten([parameter.detach() for parameter in self.server_parameters])
         _wait(*(dist.isend(flat, dst=trainer, group=self.mesh.world.group) for trainer in trainers))
 
-    def receive_head(self, trainer: int | None) -> tuple[int, Tensor | None]:
+    def receive_header(self, trainer: int | None) -> tuple[int, Tensor | None]:
         """Receive (trainer, its (sum, count) and flags, or None for a request), from one trainer or the first one."""
         head = self._head(self.server_parameters, _ASK)
         sender = dist.recv(head, src=trainer, group=self.mesh.world.group, tag=_HEAD)

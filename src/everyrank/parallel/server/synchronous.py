@@ -12,41 +12,49 @@ from everyrank.parallel.loss import check_total
 from everyrank.parallel.server.link import ServerLink
 from everyrank.parallel.trainable import Trainable
 
-__all__ = ["StepFunction", "step_nothing", "sync_server", "sync_trainer"]
+__all__ = ["StepFunction", "step_empty_optimizer", "sync_server", "sync_trainer"]
 
 StepFunction = Callable[[Sequence[Batch]], Tensor]
-"""Micro-batches -> this rank's share of (sum, count) of the loss, float64, shape (2,)."""
+"""Function from micro-batches to the local (sum, count) of the loss: float64, shape (2,)."""
 
 
-def sync_trainer(trainable: Trainable, link: ServerLink, compute: StepFunction) -> StepFunction:
-    """Pull, compute and push; then receive the loss over all trainers."""
+def sync_trainer(trainable: Trainable, link: ServerLink, compute_gradients: StepFunction) -> StepFunction:
+    """Return the update function of a trainer.
+
+    It receives the parameters, computes and sends gradients, and receives the loss over all trainers.
+    """
 
     def update(batches: Sequence[Batch]) -> Tensor:
         trainable.zero_grad()
         link.pull()
-        share = compute(batches)
-        link.push(share)
+        local_loss = compute_gradients(batches)
+        link.push(local_loss)
         total = link.receive_total()
-        if total.device.type == "cpu":  # as the servers do
+        if (
+            total.device.type == "cpu"
+        ):  # the servers make this check on CPU only, too: on CUDA it would wait for the device
             check_total(*total.tolist())
-        step_nothing(trainable)
-        return share
+        step_empty_optimizer(trainable)
+        return local_loss
 
     return update
 
 
 def sync_server(trainable: Trainable, link: ServerLink) -> StepFunction:
-    """Send the parameters to all trainers, sum their gradients, and make one update."""
+    """Return the update function of a server.
+
+    It sends the parameters to all trainers, sums their gradients, and steps the optimizer.
+    """
 
     def update(_: Sequence[Batch]) -> Tensor:
         trainable.zero_grad()
         link.give(*link.trainers)
         total = torch.zeros(2, dtype=torch.float64, device=link.mesh.world.device)
-        for trainer in link.trainers:  # in this order: that of arrival would change the last bits
-            head = link.receive_head(trainer)[1]
-            assert head is not None, "a trainer of synchronous updates does not ask"
-            link.add_gradients(trainer, head)
-            total += head[:2].to(total.device)
+        for trainer in link.trainers:  # in order of ranks: in order of arrival, sums are rounded differently
+            header = link.receive_header(trainer)[1]
+            assert header is not None, "a synchronous trainer sent a request for parameters"
+            link.add_gradients(trainer, header)
+            total += header[:2].to(total.device)
         link.tell_total(total)
         trainable.enter_phase("optimizer")
         trainable.optimizer_step(total, sum_grad_squares=link.sum_squares)
@@ -55,7 +63,7 @@ def sync_server(trainable: Trainable, link: ServerLink) -> StepFunction:
     return update
 
 
-def step_nothing(trainable: Trainable) -> None:
-    """End an update on a trainer, whose optimizer has no parameters; torch's schedules require a step."""
+def step_empty_optimizer(trainable: Trainable) -> None:
+    """End an update on a trainer, whose optimizer has no parameters; torch's schedules expect optimizer.step()."""
     trainable.optimizer.step()
     trainable.advance_schedule()
