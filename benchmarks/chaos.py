@@ -2,12 +2,12 @@
 
     python benchmarks/chaos.py --injections 200 --json benchmarks/records/chaos-long-cpu.json
 
-After each fault that ends the training, it is resumed from its last checkpoint, as a user would do. A fault that does
-not end the training is injected on the way to the next fault. At the end the losses, the metrics and all tensors of the
-last checkpoint are compared with the same training without faults.
+After each fault that ends the training, the training is resumed from its last checkpoint, as a user would do. A fault
+that does not end the training is injected in the same run as the next fault. At the end the losses, the metrics and all
+tensors of the last checkpoint are compared with the same training without faults.
 
 With --minutes no fault is injected after this time, and the training runs to its end. The Record has the number of
-injected faults. Faults that need a separate disk or two hosts are left out; `everyrank chaos` has them.
+injected faults. Faults that need a separate disk or two hosts are left out; `everyrank chaos` injects them.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def run_long_training(args: argparse.Namespace, folder: Path) -> Record:
 
 
 def check_fault(injection: dict[str, Any], trainer_run: TrainerRun, ends_run: bool) -> dict[str, Any]:
-    """Return the outcome of one fault. `wrong` is "" if the fault was injected and noticed as its table requires.
+    """Return the outcome of one fault. `wrong` is "" if the fault was injected and noticed as FAULTS requires.
 
     A fault that does not end the run is not checked here: the comparison of the whole training covers it.
     """
@@ -170,7 +170,7 @@ def choose_resume(
 
 
 def median_notice_seconds(outcomes: list[dict[str, Any]]) -> dict[str, float]:
-    """Return for each fault the median of the seconds until the run had ended."""
+    """Return the median seconds from each fault to the end of the run, by name of the fault."""
     seconds: dict[str, list[float]] = {}
     for outcome in outcomes:
         if outcome["seconds"] is not None:
@@ -184,7 +184,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--injections", type=int, default=200)
     parser.add_argument("--minutes", type=float, help="inject no fault after this time")
-    parser.add_argument("--timeout", type=float, default=20.0)
+    parser.add_argument("--timeout", type=float, default=20.0, help="seconds that a rank waits for another one")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -1,10 +1,10 @@
-"""What `everyrank plan` advises for Llama 3 on H100, and in how many seconds, next to published choices.
+"""Compare the layouts that `everyrank plan` advises for Llama 3 on H100 with published choices, and time its answer.
 
     python benchmarks/plan_decoders.py                  # writes benchmarks/records/plan-decoders-cpu.json
-    python benchmarks/plan_decoders.py --trace          # also traces the real code of fsdp for 8B on 64 ranks
+    python benchmarks/plan_decoders.py --trace          # also traces FSDP for 8B on 64 ranks
 
-Sources of the published choices: torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, and Llama Team 2024, "The
-Llama 3 herd of models", table 4. `same` predicts the published layout (its nearest spelling here) as well.
+The published choices come from torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, and from Llama Team 2024, "The
+Llama 3 herd of models", table 4. Where a layout of everyrank is close to the published one, it is predicted as well.
 """
 
 from __future__ import annotations
@@ -38,15 +38,16 @@ OUT = Path(__file__).parent / "records" / "plan-decoders-cpu.json"
 class Case:
     """A decoder on a cluster.
 
-    batch      samples of an update; None: as plan chooses it
-    published  what others chose there; same: its nearest layout here
+    batch           samples of an update; None: `plan` chooses it
+    published       the published choice; "" if there is none
+    nearest_layout  the layout of everyrank that is closest to the published choice; "" if there is none
     """
 
     decoder: str
     cluster: str
     batch: int | None = None
     published: str = ""
-    same: str = ""
+    nearest_layout: str = ""
 
 
 _TORCHTITAN, _FSDP = "h100_96gb_hbm2e_500w", "fsdp:precision=bf16,meta=true"
@@ -64,42 +65,42 @@ CASES = (
 
 
 def advise(case: Case) -> dict[str, Any]:
-    """Return a row: seconds of the command's answer, its favourites, and the published layout."""
+    """Return the row of a case: the shortlist, the seconds that the answer took, and the published choice."""
     sizes, cluster = parse_decoder(case.decoder), parse_cluster(case.cluster)
     calibration = shipped_calibration()
     request = PlanRequest(sizes, case.decoder, "w.py", cluster, case.batch)
-    started, used = time.perf_counter(), time.process_time()
+    start, cpu_start = time.perf_counter(), time.process_time()
     answer = answer_plan(request, calibration)
     row: dict[str, Any] = {
         "decoder": case.decoder,
         "cluster": case.cluster,
         "batch": answer["batch"]["samples"],
-        "seconds": time.perf_counter() - started,
-        "processor_seconds": time.process_time() - used,
+        "seconds": time.perf_counter() - start,
+        "processor_seconds": time.process_time() - cpu_start,
         "looked_at": answer["looked_at"],
         "fitting": answer["fitting"],
         "is_ranked": answer["is_ranked"],
         "outside": answer["outside"],
         "factor": answer["calibration"]["factor"],
-        "favourites": [_short(choice) for choice in answer["shortlist"]],
+        "favourites": [_shortlist_row(choice) for choice in answer["shortlist"]],
         "published": case.published,
     }
-    if case.same:
-        asked = PlanRequest(sizes, case.decoder, "w.py", cluster, case.batch, (case.same,))
-        entry = answer_plan(asked, calibration)["layouts"][0]
+    if case.nearest_layout:
+        nearest_request = PlanRequest(sizes, case.decoder, "w.py", cluster, case.batch, (case.nearest_layout,))
+        entry = answer_plan(nearest_request, calibration)["layouts"][0]
         row["same"] = {
             name: entry[name] for name in ("layout", "verdict", "step_seconds", "allocated_bytes", "most_bytes")
         }
     return row
 
 
-def _short(choice: dict[str, Any]) -> dict[str, Any]:
+def _shortlist_row(choice: dict[str, Any]) -> dict[str, Any]:
     names = ("layout", "step_seconds", "share_of_peak", "allocated_bytes", "most_bytes", "bound")
     return {name: choice[name] for name in names}
 
 
 def trace_8b() -> dict[str, Any]:
-    """Return the seconds in which 8B on 64 ranks is traced, and its memory."""
+    """Trace 8B on 64 ranks, and return the seconds that this took, the memory and the collectives."""
     sizes = parse_decoder("8b")
     shape = DecoderShape(
         num_blocks=sizes.layers,
@@ -110,23 +111,23 @@ def trace_8b() -> dict[str, Any]:
     )
     workload = decoder_workload(shape, 128, sizes.seq, name="8b", global_batch=128, steps=1)
     layout = parse_layout("fsdp:precision=bf16,recompute,meta=true")
-    started, used = time.perf_counter(), time.process_time()
-    found = trace_layout(workload, layout, 64, first_sample(workload))
+    start, cpu_start = time.perf_counter(), time.process_time()
+    traced = trace_layout(workload, layout, 64, first_sample(workload))
     return {
         "layout": str(layout),
         "ranks": 64,
-        "seconds": time.perf_counter() - started,
-        "processor_seconds": time.process_time() - used,
-        "allocated_bytes": found.allocated,
-        "note": found.note,
-        "collectives": dict(found.collectives),
+        "seconds": time.perf_counter() - start,
+        "processor_seconds": time.process_time() - cpu_start,
+        "allocated_bytes": traced.allocated,
+        "note": traced.note,
+        "collectives": dict(traced.collectives),
     }
 
 
 def main() -> int:
-    """Advise, trace, print and write; 0."""
+    """Ask `plan` about all cases, print and write the answers, and return 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", action="store_true")
+    parser.add_argument("--trace", action="store_true", help="also trace FSDP for 8B on 64 ranks")
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     result: dict[str, Any] = {
@@ -141,8 +142,8 @@ def main() -> int:
     for case in CASES:
         row = advise(case)
         result["rows"].append(row)
-        best = ", ".join(choice["layout"] for choice in row["favourites"]) or "nothing fits"
-        print(f"{case.decoder} {case.cluster} {row['seconds']:.3f} s: {best}; {row.get('same', '')}", flush=True)
+        shortlist = ", ".join(choice["layout"] for choice in row["favourites"]) or "nothing fits"
+        print(f"{case.decoder} {case.cluster} {row['seconds']:.3f} s: {shortlist}; {row.get('same', '')}", flush=True)
     if args.trace:
         result["traced"] = trace_8b()
         print(result["traced"])

@@ -1,10 +1,10 @@
-"""Seconds of an update on 2 CPU ranks: as `everyrank bench` measures them, and as `everyrank plan` predicts them.
+"""Compare the step seconds that `everyrank plan` predicts on 2 CPU ranks with measurements of `everyrank bench`.
 
     python benchmarks/plan_time.py                      # writes benchmarks/records/plan-time-cpu.json
 
-The machine is measured first (`plan --calibrate`), and each workload right after it. Run it on a quiet machine: two
-ranks need two cores. A trial has 20 updates or takes a second, whichever is longer: another process on one of the cores
-for a few milliseconds is half of 20 updates of `digits`. `--workloads mlp --steps 10` is a short run.
+Run it on an idle machine with at least two cores. Before each workload the machine is calibrated (`plan --calibrate`).
+A trial has at least 20 updates and takes at least a second. In a shorter trial, another program that runs for a few
+milliseconds changes the result. `--workloads mlp --steps 10` is a short run.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ OUT = Path(__file__).parent / "records" / "plan-time-cpu.json"
 MLP = Path(__file__).parent / "plan_mlp.py"
 WORKLOADS = {"digits": "digits", "text": "text", "mlp": str(MLP)}
 BACKENDS = ("shm", "gloo")
-TRIAL_SECONDS, MOST_STEPS = 1.0, 200
+TRIAL_SECONDS, MAX_STEPS = 1.0, 200
 
 
-def measured(workload: str, layout: str, backend: str, steps: int) -> tuple[float, float, float] | str:
-    """Return the seconds of an update with their interval, by everyrank bench; or why there are none."""
+def measure(workload: str, layout: str, backend: str, steps: int) -> tuple[float, float, float] | str:
+    """Run `everyrank bench`, and return the median step seconds with their interval, or an error message."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "bench.json"
         command = [sys.executable, "-m", "everyrank", "bench", workload, "--layout", layout, "--processes", "2"]
         command += ["--device", "cpu", "--backend", backend, "--trials", "5", "--steps", str(steps), "--json", str(out)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         if not out.exists():
-            return (done.stderr.strip().splitlines() or ["no record"])[-1][:200]
-        read = json.loads(out.read_text())
-        found = read["records"] if isinstance(read, dict) and "records" in read else read
-        for record in found if isinstance(found, list) else [found]:
+            return (process.stderr.strip().splitlines() or ["no record"])[-1][:200]
+        content = json.loads(out.read_text())
+        records = content["records"] if isinstance(content, dict) and "records" in content else content
+        for record in records if isinstance(records, list) else [records]:
             seconds = record.get("step_seconds")
             if record.get("layout", "").startswith(layout) and seconds:
                 return seconds["median"], seconds["low"], seconds["high"]
@@ -61,20 +61,20 @@ def measured(workload: str, layout: str, backend: str, steps: int) -> tuple[floa
 
 
 def loader_seconds(workload: Workload, layout: str) -> float:
-    """Return the seconds in which a rank reads its samples of an update."""
+    """Return the median seconds that a rank needs to read its samples of an update."""
     dataset = workload.train_data()
     count = workload.global_batch // (1 if layout in ("tensor", "pipeline") else 2)
     collate: Callable[[Any], Any] = workload.collate or default_collate
     times: list[float] = []
     for _ in range(5):
-        started = time.perf_counter()
+        start = time.perf_counter()
         collate([dataset[index % len(dataset)] for index in range(count)])
-        times.append(time.perf_counter() - started)
+        times.append(time.perf_counter() - start)
     return statistics.median(times)
 
 
-def compared(name: str, machine: Machine, steps: int) -> list[dict[str, Any]]:
-    """Return a row for each layout and backend of a workload."""
+def compare(name: str, machine: Machine, steps: int) -> list[dict[str, Any]]:
+    """Predict and measure each layout and backend of a workload, and return a row for each."""
     workload = load(Source(WORKLOADS[name], {}, None))
     sample = first_sample(workload)
     rows: list[dict[str, Any]] = []
@@ -82,21 +82,21 @@ def compared(name: str, machine: Machine, steps: int) -> list[dict[str, Any]]:
         for backend in BACKENDS:
             row: dict[str, Any] = {"workload": name, "layout": layout, "backend": backend}
             try:
-                parts = time_layout(workload, parse_layout(layout), 2, sample, machine, backend)
+                phases = time_layout(workload, parse_layout(layout), 2, sample, machine, backend)
             except EveryrankError as error:
                 rows.append(row | {"reason": str(error)[:200]})
                 continue
-            parts["loader"] = loader_seconds(workload, layout)
-            predicted = sum(parts.values())
-            needed = min(MOST_STEPS, round(TRIAL_SECONDS / predicted))
-            found = measured(WORKLOADS[name], layout, backend, max(steps, needed))
-            if isinstance(found, str):
-                rows.append(row | {"reason": found})
+            phases["loader"] = loader_seconds(workload, layout)
+            predicted = sum(phases.values())
+            long_enough = min(MAX_STEPS, round(TRIAL_SECONDS / predicted))
+            measured = measure(WORKLOADS[name], layout, backend, max(steps, long_enough))
+            if isinstance(measured, str):
+                rows.append(row | {"reason": measured})
             else:
                 rows.append(
                     row
-                    | {"predicted_seconds": predicted, "parts": parts, "measured_seconds": found[0]}
-                    | {"measured_low": found[1], "measured_high": found[2], "error": predicted / found[0] - 1}
+                    | {"predicted_seconds": predicted, "parts": phases, "measured_seconds": measured[0]}
+                    | {"measured_low": measured[1], "measured_high": measured[2], "error": predicted / measured[0] - 1}
                 )
             last = rows[-1]
             text = f"{100 * last['error']:+.1f}%" if "error" in last else last["reason"]
@@ -105,17 +105,21 @@ def compared(name: str, machine: Machine, steps: int) -> list[dict[str, Any]]:
 
 
 def summary_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the errors, and of how many pairs of layouts of a workload and backend the faster one was predicted."""
+    """Return the prediction errors, and how many pairs of layouts are predicted in the right order.
+
+    A pair has the same workload and backend.
+    """
     timed = [row for row in rows if "error" in row]
     errors = [abs(row["error"]) for row in timed]
     pairs = [
-        (one, other)
-        for one, other in itertools.combinations(timed, 2)
-        if (one["workload"], one["backend"]) == (other["workload"], other["backend"])
+        (first, second)
+        for first, second in itertools.combinations(timed, 2)
+        if (first["workload"], first["backend"]) == (second["workload"], second["backend"])
     ]
     in_order = [
-        (one["predicted_seconds"] < other["predicted_seconds"]) == (one["measured_seconds"] < other["measured_seconds"])
-        for one, other in pairs
+        (first["predicted_seconds"] < second["predicted_seconds"])
+        == (first["measured_seconds"] < second["measured_seconds"])
+        for first, second in pairs
     ]
     return {
         "rows": len(errors),
@@ -129,22 +133,24 @@ def summary_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Calibrate, predict, measure and write the table; 0."""
+    """Calibrate, predict and measure, write the table, and return 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=20, help="least number of updates of a trial")
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    about: dict[str, Any] = {}
+    provenance: dict[str, Any] = {}
     for name in args.workloads:
-        machine = calibrate("cpu", BACKENDS)  # a minute before, as the prediction promises
-        about = dict(machine.about)
-        rows += compared(name, machine, args.steps)
+        machine = calibrate(
+            "cpu", BACKENDS
+        )  # again for each workload, because the speed of a machine changes over time
+        provenance = dict(machine.about)
+        rows += compare(name, machine, args.steps)
     summary = summary_of(rows)
     print(summary)
-    about |= {"date": f"{datetime.now(UTC):%Y-%m-%d}", "torch": torch.__version__}
-    result = {"command": "python benchmarks/plan_time.py", "provenance": about, "summary": summary, "rows": rows}
+    provenance |= {"date": f"{datetime.now(UTC):%Y-%m-%d}", "torch": torch.__version__}
+    result = {"command": "python benchmarks/plan_time.py", "provenance": provenance, "summary": summary, "rows": rows}
     write_text(args.out, json.dumps(result, indent=1, default=str) + "\n")
     return 0
 

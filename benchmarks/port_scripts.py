@@ -1,10 +1,10 @@
-"""How many public scripts for one device `everyrank port` turns into equal scripts for several processes.
+"""Count the public single-device scripts that `everyrank port` turns into equivalent distributed scripts.
 
 Run: python benchmarks/port_scripts.py FOLDER [NAME ...] [--to accelerate|fabric|workload] [--json F]
 
-FOLDER has seen/ and unseen/, each with the scripts and a cases.json: name, script, cwd, args, env, source, kind. The
-scripts are not part of this repository; `source` in the Record has the address of each. Those in seen/ were used while
-port was written. Those in unseen/ were not looked at before their first run, whose results stand in FIRST_RUN.
+FOLDER has the folders seen/ and unseen/, each with scripts and a cases.json. A case has a name, script, cwd, args, env,
+source and kind. The scripts are not part of this repository; `source` in the Record has the address of each. Scripts in
+seen/ were used to develop `port`. Scripts in unseen/ were not read before their first run; FIRST_RUN has its results.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 from silent_bugs import provenance
 
-# before any change that these scripts led to
+# results before any change of `port` that these scripts led to
 FIRST_RUN = {
     "ex_super_resolution": "equal",
     "ex_mnist_rnn": "equal",
@@ -38,14 +38,14 @@ FIRST_RUN = {
     "kfold": "not equal",
     "tcn_adding": "not equal",
 }
-# judged by hand: why DistributedDataParallel does not fit
+# why DistributedDataParallel cannot train a script, judged by hand
 RIGHTLY_REFUSED = {
     "ex_gcn": "nodes of one graph depend on each other",
     "ex_reinforce": "an episode, not a batch, is trained on",
     "ex_forward_forward": "layers train themselves in methods other than forward",
     "simclr": "the loss compares samples of a batch",
 }
-# of `--to workload`, judged by hand: what a workload cannot say
+# what a workload cannot express, judged by hand (`--to workload`)
 NO_WORKLOAD = {
     "ex_dcgan": "two optimizers",
     "yj_gan": "two optimizers",
@@ -67,30 +67,30 @@ NO_WORKLOAD = {
     "mingpt_adder": "the training loop is in another file",
     "yj_birnn": "forward makes tensors of torch's default type",
 }
-_SECONDS = 900
+_TIMEOUT_SECONDS = 900
 
 
-def ported(folder: Path, case: dict[str, Any], to: str = "ddp") -> dict[str, Any]:
-    """One script: the result, and what the port adds and changes."""
+def port_script(folder: Path, case: dict[str, Any], to: str = "ddp") -> dict[str, Any]:
+    """Port a copy of one script, and return its row: the result, and the lines that the port adds and changes."""
     with tempfile.TemporaryDirectory() as copy:
-        top = Path(case["cwd"]).parts[0]
-        shutil.copytree(folder / top, Path(copy) / top)
-        working = Path(copy) / case["cwd"]
-        script, out = Path(os.path.relpath(Path(copy) / case["script"], working)), Path(copy) / "port.json"
-        begin = time.monotonic()
+        project = Path(case["cwd"]).parts[0]
+        shutil.copytree(folder / project, Path(copy) / project)
+        cwd = Path(copy) / case["cwd"]
+        script, out = Path(os.path.relpath(Path(copy) / case["script"], cwd)), Path(copy) / "port.json"
+        start = time.monotonic()
         options = [] if to == "ddp" else ["--to", to]
-        status, text = _port(working, out, case, script, options)
-        other = re.search(r"--with (\S+\.py)", text) if status == 3 else None
-        if other is not None:  # as the message says
-            status, text = _port(working, out, case, script, [*options, "--with", other[1]])
-        seconds = time.monotonic() - begin
+        status, text = _port(cwd, out, case, script, options)
+        second_script = re.search(r"--with (\S+\.py)", text) if status == 3 else None
+        if second_script is not None:  # the message asks for this option
+            status, text = _port(cwd, out, case, script, [*options, "--with", second_script[1]])
+        seconds = time.monotonic() - start
         port = json.loads(out.read_text()) if out.exists() else {}
-        lines = _lines((working / script).read_text(), port["text"]) if port and to != "workload" else {}
+        lines = _count_lines((cwd / script).read_text(), port["text"]) if port and to != "workload" else {}
         if port and to == "workload":
             lines = {"lines": len([line for line in port["text"].splitlines() if line.strip()])}
-        if port and other is not None:
-            more = _lines((working / other[1]).read_text(), port["other_text"])
-            lines = {name: lines[name] + more[name] for name in lines}
+        if port and second_script is not None:
+            second_lines = _count_lines((cwd / second_script[1]).read_text(), port["other_text"])
+            lines = {name: lines[name] + second_lines[name] for name in lines}
     commit = re.search(r"[0-9a-f]{40}", case["source"])
     messages = [line for line in text.splitlines() if line.startswith(("everyrank: ", "error: "))]
     return {
@@ -104,7 +104,7 @@ def ported(folder: Path, case: dict[str, Any], to: str = "ddp") -> dict[str, Any
         "rightly": (NO_WORKLOAD if to == "workload" else RIGHTLY_REFUSED).get(case["name"])
         if status in (1, 3)
         else None,
-        "with": other[1] if other else None,
+        "with": second_script[1] if second_script else None,
         "reason": (messages or [""])[-1].partition(": ")[2] if status == 3 else _difference(port),
         "updates": min((each["updates"] for each in port.get("comparisons", [])), default=0),
         "largest": max(
@@ -123,31 +123,34 @@ def ported(folder: Path, case: dict[str, Any], to: str = "ddp") -> dict[str, Any
     }
 
 
-def _port(working: Path, out: Path, case: dict[str, Any], script: Path, options: list[str]) -> tuple[int, str]:
-    """The exit status of the command, and what it printed."""
+def _port(cwd: Path, out: Path, case: dict[str, Any], script: Path, options: list[str]) -> tuple[int, str]:
+    """Run `everyrank port`, and return its exit status and its output."""
     command = [sys.executable, "-m", "everyrank", "port", "--dry-run", "--json", str(out), *options, str(script)]
-    run = subprocess.run(
+    process = subprocess.run(
         [*command, *case["args"]],
-        cwd=working,
+        cwd=cwd,
         env={**os.environ, **case["env"]},
         capture_output=True,
         text=True,
-        timeout=_SECONDS,
+        timeout=_TIMEOUT_SECONDS,
         check=False,
     )
-    return run.returncode, run.stdout + run.stderr
+    return process.returncode, process.stdout + process.stderr
 
 
 def _difference(port: dict[str, Any]) -> str:
+    """Return the first difference that the comparisons report, or ""."""
     return next((each["difference"] for each in port.get("comparisons", []) if each["difference"]), "")
 
 
-def _lines(before: str, after: str) -> dict[str, int]:
-    """Lines of the script that are changed and added, and lines of the helper functions."""
+def _count_lines(before: str, after: str) -> dict[str, int]:
+    """Return how many lines a port changes and adds, and how many lines its helper functions have."""
     counts = {"changed": 0, "added": 0, "helpers": 0}
-    one, other = before.splitlines(), after.splitlines()
-    for kind, start, end, first, last in difflib.SequenceMatcher(None, one, other, autojunk=False).get_opcodes():
-        inserted = [line for line in other[first:last] if line.strip()]
+    old_lines, new_lines = before.splitlines(), after.splitlines()
+    for kind, start, end, first, last in difflib.SequenceMatcher(
+        None, old_lines, new_lines, autojunk=False
+    ).get_opcodes():
+        inserted = [line for line in new_lines[first:last] if line.strip()]
         if kind == "equal":
             continue
         if any(line.startswith("def ") for line in inserted):
@@ -159,46 +162,46 @@ def _lines(before: str, after: str) -> dict[str, int]:
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
-    """`24 equal, 4 refused, 2 not equal (not written), of 30; ...`."""
-    parts = []
-    for name, part in (("scripts", rows), ("unseen scripts", [row for row in rows if not row["seen"]])):
-        counts = Counter(row["result"] for row in part)
-        parts.append(
-            f"of {len(part)} {name} " + ", ".join(f"{count} {result}" for result, count in counts.most_common())
+    """Return the counts of results: `of 30 scripts 24 equal, 4 refused, 2 not equal; of 10 unseen scripts ...`."""
+    texts = []
+    for name, subset in (("scripts", rows), ("unseen scripts", [row for row in rows if not row["seen"]])):
+        counts = Counter(row["result"] for row in subset)
+        texts.append(
+            f"of {len(subset)} {name} " + ", ".join(f"{count} {result}" for result, count in counts.most_common())
         )
     first = Counter(row["first_run"] for row in rows if row["first_run"])
     if first:
-        parts.append(
-            "on the first run of the unseen: " + ", ".join(f"{n} {result}" for result, n in first.most_common())
+        texts.append(
+            "first run of the unseen: " + ", ".join(f"{count} {result}" for result, count in first.most_common())
         )
-    return "; ".join(parts)
+    return "; ".join(texts)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("names", nargs="*")
-    parser.add_argument("--to", default="ddp", help="as of everyrank port")
+    parser.add_argument("--to", default="ddp", help="as in `everyrank port`")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     cases = [
-        (args.folder / part, case)
-        for part in ("seen", "unseen")
-        for case in json.loads((args.folder / part / "cases.json").read_text())
+        (args.folder / name, case)
+        for name in ("seen", "unseen")
+        for case in json.loads((args.folder / name / "cases.json").read_text())
     ]
     rows = {}
-    if args.json and args.json.exists():  # some are run again: the others stay
+    if args.json and args.json.exists():  # rows of scripts that are not run now stay
         rows = {row["name"]: row for row in json.loads(args.json.read_text())["rows"]}
     for folder, case in cases:
         if not args.names or case["name"] in args.names:
-            row = ported(folder, case, args.to)
-            if args.to == "workload":  # it was written with none of them at hand
+            row = port_script(folder, case, args.to)
+            if args.to == "workload":  # `--to workload` was developed without these scripts
                 row["first_run"] = rows.get(case["name"], row).get("first_run") or row["result"]
             rows[case["name"]] = row
             print(f"{row['name']}: {row['result']} {row['reason']} ({row['seconds']} s)", flush=True)
             if args.json:
-                kept = [rows[case["name"]] for _, case in cases if case["name"] in rows]
-                args.json.write_text(json.dumps({"rows": kept, "provenance": provenance()}, indent=1) + "\n")
+                ordered = [rows[case["name"]] for _, case in cases if case["name"] in rows]
+                args.json.write_text(json.dumps({"rows": ordered, "provenance": provenance()}, indent=1) + "\n")
     print(summary([rows[case["name"]] for _, case in cases if case["name"] in rows]))
 
 

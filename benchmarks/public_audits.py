@@ -1,11 +1,12 @@
-"""Audits of public scripts by rules, and with the comparison with one rank: findings and seconds.
+"""Audit public scripts with the rules only, and with the comparison with one rank; report findings and seconds.
 
 Run: python benchmarks/public_audits.py SOURCES DATA SHIMS [--json F] [NAME ...]
      python benchmarks/public_audits.py --docs
 
-public_scripts.json has the scripts, with their commits, arguments and changes that let them run on small data. SOURCES
-has the clones, as OWNER+NAME, DATA the small data, and SHIMS the folders with substitutes of missing packages. The
-environment needs accelerate, lightning and transformers. Results are added to F after each script.
+public_scripts.json lists the scripts with their commits, their arguments, and the changes that let them run on small
+data. SOURCES has the clones as OWNER+NAME, DATA has the small data, and SHIMS has folders with substitutes of missing
+packages. The environment needs accelerate, lightning and transformers. Results are added to F after each script.
+With --docs the tables of both documentation pages are generated from F.
 """
 
 from __future__ import annotations
@@ -38,23 +39,27 @@ NONE = ("nothing", "没有")
 
 
 def cpu_seconds() -> float:
-    """CPU seconds of all ended child processes and their children, which depend less on other programs."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+    """Return the CPU seconds of all ended child processes. Other programs change them less than the wall time."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
-def audited(script: dict[str, Any], way: str, roots: dict[str, Path]) -> dict[str, Any]:
-    """One audit of a fresh copy of the repository."""
+def run_audit(script: dict[str, Any], way: str, roots: dict[str, Path]) -> dict[str, Any]:
+    """Audit a script in a fresh copy of its repository, and return the findings and seconds.
+
+    way    a key of WAYS
+    roots  the folders SOURCES, DATA and SHIMS, by name
+    """
     with tempfile.TemporaryDirectory() as scratch:
         copy = Path(shutil.copytree(roots["SOURCES"] / script["source"], Path(scratch) / "copy", symlinks=True))
         home, out = Path(scratch) / "home", Path(scratch) / "audit.json"
         home.mkdir()
-        given = script.get("environment", {})
+        script_variables = script.get("environment", {})
         shim = str(roots["SHIMS"] / script["shim"]) if "shim" in script else ""
-        paths = [shim, given.get("PYTHONPATH", ""), os.environ.get("PYTHONPATH", "")]
+        paths = [shim, script_variables.get("PYTHONPATH", ""), os.environ.get("PYTHONPATH", "")]
         environment = {
             **os.environ,
-            **given,
+            **script_variables,
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
             "HOME": str(home),
             "DATA": str(roots["DATA"]),
@@ -67,8 +72,8 @@ def audited(script: dict[str, Any], way: str, roots: dict[str, Path]) -> dict[st
         if "setup" in script:
             subprocess.run(["bash", "-c", script["setup"]], cwd=folder, env=environment, check=True)
         command = [sys.executable, "-m", "everyrank", "audit", "--limit", "240", WAYS[way], "--json", str(out)]
-        begin, begin_cpu = time.monotonic(), cpu_seconds()
-        done = subprocess.run(
+        start, cpu_start = time.monotonic(), cpu_seconds()
+        process = subprocess.run(
             [*command, *script["command"].split()],
             cwd=folder,
             env=environment,
@@ -76,30 +81,30 @@ def audited(script: dict[str, Any], way: str, roots: dict[str, Path]) -> dict[st
             text=True,
             check=False,
         )
-        seconds = round(time.monotonic() - begin, 1)
-        found = json.loads(out.read_text()) if out.exists() else {}
+        seconds = round(time.monotonic() - start, 1)
+        result = json.loads(out.read_text()) if out.exists() else {}
         return {
-            "status": done.returncode,
-            "findings": details(alarms(found)),
+            "status": process.returncode,
+            "findings": details(alarms(result)),
             "not_compared": [
                 reason.partition("not compared, because ")[2] or reason.partition(": ")[2]
-                for reason in found.get("not_checked", [])
+                for reason in result.get("not_checked", [])
                 if "not compared, because" in reason or reason.startswith("comparison with one rank: ")
             ],
-            "compared": next((note for note in found.get("altered", []) if "compute the same as one" in note), ""),
-            "error": "" if found else done.stderr.strip()[-300:],
+            "compared": next((note for note in result.get("altered", []) if "compute the same as one" in note), ""),
+            "error": "" if result else process.stderr.strip()[-300:],
             "seconds": seconds,
-            "cpu_seconds": round(cpu_seconds() - begin_cpu, 1),
+            "cpu_seconds": round(cpu_seconds() - cpu_start, 1),
         }
 
 
 def table(record: dict[str, Any], language: int) -> str:
-    """Each script: what the rules find, what the comparison adds, and the seconds of both."""
+    """Return a Markdown table: for each script the rules that apply, what the comparison adds, and the seconds."""
     lines = [BEGIN, "", HEADS[language], "| --- | --- | ---: | --- | ---: | --- |"]
     for row in record["rows"]:
-        by_rules, both = ({each["rule"] for each in row[way]["findings"]} for way in WAYS)
+        found_by_rules, found_by_both = ({finding["rule"] for finding in row[way]["findings"]} for way in WAYS)
         cells = [f"`{row['name']}`"]
-        for rules, way in ((by_rules, "rules"), (both - by_rules, "both")):
+        for rules, way in ((found_by_rules, "rules"), (found_by_both - found_by_rules, "both")):
             seconds, cpu = row[way]["seconds"], row[way].get("cpu_seconds")
             cells += [", ".join(f"`{rule}`" for rule in sorted(rules)) or NONE[language]]
             cells += [f"{seconds:.0f}" if cpu is None else f"{seconds:.0f} ({cpu:.0f})"]
@@ -109,7 +114,7 @@ def table(record: dict[str, Any], language: int) -> str:
 
 
 def write_docs(record: dict[str, Any]) -> None:
-    """Put the table into both pages."""
+    """Write the table into the English and the Chinese documentation page."""
     for language, page in enumerate((DOCS / "audit-results.md", DOCS / "zh" / "audit-results.md")):
         before, _, rest = page.read_text().partition(BEGIN)
         page.write_text(f"{before}{table(record, language)}{rest.partition(END)[2]}")
@@ -125,7 +130,7 @@ def main() -> None:
         write_docs(json.loads(args.json.read_text()))
         return
     if len(args.folders) < 3:
-        parser.error("give the folders SOURCES, DATA and SHIMS")
+        parser.error("missing folders: give SOURCES, DATA and SHIMS, or --docs")
     names = args.folders[3:]
     roots = {
         name: Path(folder).resolve() for name, folder in zip(("SOURCES", "DATA", "SHIMS"), args.folders, strict=False)
@@ -134,7 +139,11 @@ def main() -> None:
     for script in json.loads(SCRIPTS.read_text()):
         if (names and script["name"] not in names) or any(row["name"] == script["name"] for row in rows):
             continue
-        row = {"name": script["name"], "commit": script["commit"], **{way: audited(script, way, roots) for way in WAYS}}
+        row = {
+            "name": script["name"],
+            "commit": script["commit"],
+            **{way: run_audit(script, way, roots) for way in WAYS},
+        }
         rows.append(row)
         print(json.dumps(row), flush=True)
         record = {"command": "python benchmarks/public_audits.py SOURCES DATA SHIMS", "rows": rows}

@@ -1,11 +1,10 @@
-"""Public scripts started by `everyrank launch` and by torchrun: is the output of rank 0 the same?
+"""Start public scripts with `everyrank launch` and with torchrun, and compare the output of rank 0.
 
 Run: python benchmarks/public_by_launch.py SOURCES [--json F] [NAME ...]
 
-SOURCES has clones of the repositories, as OWNER+NAME. The environment needs accelerate, lightning and transformers.
-Each script runs on two ranks and the CPU. Changes of a text are those that let it run without a GPU or network, a seed,
-and printed losses.
-Numbers with a unit of time or speed are left out of the comparison.
+SOURCES has clones of the repositories as OWNER+NAME. The environment needs accelerate, lightning and transformers. Each
+script runs on two CPU ranks. It is edited so that it runs without a GPU and a network, sets a seed and prints its
+losses. The comparison ignores numbers with a unit of time or speed.
 """
 
 from __future__ import annotations
@@ -30,16 +29,22 @@ from silent_bugs import provenance
 
 @dataclasses.dataclass(frozen=True)
 class Script:
-    """One script: its kind, its folder and file, its arguments, and changes of its text."""
+    """A public script.
+
+    kind       the library or kind of parallelism that it uses
+    folder     a folder of SOURCES, or the name of an installed package
+    arguments  of its command line
+    edits      (text before, text after)
+    """
 
     kind: str
     folder: str
     file: str
-    words: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
     edits: tuple[tuple[str, str], ...] = ()
 
 
-DESTROY = "torch.distributed.destroy_process_group()"  # without it, a rank may abort at its end
+DESTROY = "torch.distributed.destroy_process_group()"  # without it, a rank may abort when it exits
 SERIES = "pytorch+examples/distributed/ddp-tutorial-series"
 ON_CPU = (
     ('    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))\n', "    torch.manual_seed(0)\n"),
@@ -61,7 +66,7 @@ SCRIPTS = {
             ("        acc = torch.accelerator.current_accelerator()\n", ""),
             ("torch.distributed.get_default_backend_for_device(acc)", "'gloo'"),
             ("        torch.accelerator.set_device_index(rank)\n", "        torch.manual_seed(0)\n"),
-            ("group with: {env_dict}", "group"),  # with a port
+            ("group with: {env_dict}", "group"),  # it prints a port, which differs between runs
             (".to(rank)", ""),
             ("device_ids=[rank]", ""),
             ('    print(f"training', '    print(outputs.sum().item())\n    print(f"training'),
@@ -132,15 +137,15 @@ SCRIPTS = {
         ),
     ),
 }
-_TIMES = re.compile(
+_VARYING = re.compile(
     r"\d+(\.\d+)? ?(ms|s|sec|seconds|it/s|%)(?=\W|$)|mfu.*"
     r"|[\w_]*(runtime|per_second|_time)['\"]?: ?['\"]?[\d.e+-]+['\"]?"
     r"|\d\d:\d\d(:\d\d)?|\d{4}-\d\d-\d\d|pid \d+|\[\d+\]|0x[0-9a-f]+|/tmp/\S+|https?://\S+"
 )
 
 
-def prepared(script: Script, sources: Path, folder: Path) -> None:
-    """Copy the folder of a script, and change its text."""
+def prepare_script(script: Script, sources: Path, folder: Path) -> None:
+    """Copy the folder of a script to `folder`, and edit the script."""
     if "." in script.folder and "/" not in script.folder and "+" not in script.folder:
         spec = importlib.util.find_spec(script.folder)
         source = Path(next(iter((spec and spec.submodule_search_locations) or [])))
@@ -149,26 +154,28 @@ def prepared(script: Script, sources: Path, folder: Path) -> None:
     shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".git", "*.png"))
     text = (folder / script.file).read_text()
     for before, after in script.edits:
-        assert before in text, f"{script.file} has changed: {before!r}"
+        assert before in text, (
+            f"{script.file} does not contain {before!r}: check out the commit that this benchmark was written for"
+        )
         text = text.replace(before, after)
     (folder / script.file).write_text(text)
-    if "--dataset=made_up" in script.words:
+    if "--dataset=made_up" in script.arguments:
         data = folder / "data" / "made_up"
         data.mkdir(parents=True)
         for name in ("train.bin", "val.bin"):
             (data / name).write_bytes(bytes(number for index in range(4000) for number in (index * 7 % 60, 0)))
 
 
-def started(script: Script, command: list[str], sources: Path) -> tuple[int, list[str], float]:
-    """Exit status, the lines of rank 0 without times, and seconds."""
+def run_script(script: Script, command: list[str], sources: Path) -> tuple[int, list[str], float]:
+    """Run a script, and return the exit status, the lines that rank 0 prints (without times), and the seconds."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        prepared(script, sources, folder)
+        prepare_script(script, sources, folder)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
-        environment["ACCELERATE_USE_CPU"] = "true"  # else each rank is alone without a GPU
-        begin = time.monotonic()
-        done = subprocess.run(
-            [*command, script.file, *script.words],
+        environment["ACCELERATE_USE_CPU"] = "true"  # without it, each rank trains alone on a machine without a GPU
+        start = time.monotonic()
+        process = subprocess.run(
+            [*command, script.file, *script.arguments],
             cwd=folder,
             capture_output=True,
             text=True,
@@ -176,11 +183,11 @@ def started(script: Script, command: list[str], sources: Path) -> tuple[int, lis
             check=False,
             env=environment,
         )
-        seconds = time.monotonic() - begin
-    lines = [_TIMES.sub("", line.removeprefix("[default0]:")).strip() for line in done.stdout.splitlines()]
-    if done.returncode:
-        print(done.stderr[-1500:], file=sys.stderr)
-    return done.returncode, [line for line in lines if line], seconds
+        seconds = time.monotonic() - start
+    lines = [_VARYING.sub("", line.removeprefix("[default0]:")).strip() for line in process.stdout.splitlines()]
+    if process.returncode:
+        print(process.stderr[-1500:], file=sys.stderr)
+    return process.returncode, [line for line in lines if line], seconds
 
 
 def main() -> None:
@@ -195,23 +202,23 @@ def main() -> None:
         "launch": [sys.executable, "-m", "everyrank", "launch", "--processes", "2"],
     }
     versions = {name: importlib.metadata.version(name) for name in ("accelerate", "lightning", "transformers")}
-    is_again = args.names and args.json and args.json.exists()  # the other rows stay
-    known = json.loads(args.json.read_text())["rows"] if is_again else []
-    rows: dict[str, dict[str, Any]] = {row["script"]: row for row in known}
+    keeps_rows = args.names and args.json and args.json.exists()  # rows of scripts that are not run now stay
+    existing = json.loads(args.json.read_text())["rows"] if keeps_rows else []
+    rows: dict[str, dict[str, Any]] = {row["script"]: row for row in existing}
     for name, script in SCRIPTS.items():
-        if args.names and not any(word in name for word in args.names):
+        if args.names and not any(fragment in name for fragment in args.names):
             continue
-        results = {way: started(script, command, args.sources) for way, command in ways.items()}
-        (status, lines, seconds), (own_status, own_lines, own_seconds) = results["torchrun"], results["launch"]
-        is_same = (status, lines) == (own_status, own_lines)
-        row = {"script": name, "kind": script.kind, "status": [status, own_status], "lines": len(lines)}
-        rows[name] = {**row, "is_same": is_same, "seconds": [round(seconds, 1), round(own_seconds, 1)]}
+        results = {way: run_script(script, command, args.sources) for way, command in ways.items()}
+        (status, lines, seconds), (launch_status, launch_lines, launch_seconds) = results["torchrun"], results["launch"]
+        is_same = (status, lines) == (launch_status, launch_lines)
+        row = {"script": name, "kind": script.kind, "status": [status, launch_status], "lines": len(lines)}
+        rows[name] = {**row, "is_same": is_same, "seconds": [round(seconds, 1), round(launch_seconds, 1)]}
         print(f"{name}: {'same' if is_same else 'DIFFERENT'}, {rows[name]}", flush=True)
         if not is_same:
-            different = [pair for pair in zip(lines, own_lines, strict=False) if pair[0] != pair[1]][:3]
-            print(f"  {different or (lines[-3:], own_lines[-3:])}", flush=True)
+            different = [pair for pair in zip(lines, launch_lines, strict=False) if pair[0] != pair[1]][:3]
+            print(f"  torchrun, launch: {different or (lines[-3:], launch_lines[-3:])}", flush=True)
         if args.json:
-            ordered = [rows[each] for each in SCRIPTS if each in rows]
+            ordered = [rows[key] for key in SCRIPTS if key in rows]
             text = json.dumps({"rows": ordered, **versions, "provenance": provenance()}, indent=1)
             args.json.write_text(text + "\n")
 

@@ -1,13 +1,14 @@
-"""Mistakes put into public scripts: are the rank and the line of the script named when they fail or hang?
+"""Put bugs into public scripts so that they fail or hang, and check that the message names the rank and the line.
 
 Run: python benchmarks/public_failures.py SOURCES [--how HOW ...] [--json F] [NAME ...]
 
-SOURCES and the scripts are those of public_by_launch.py. Five ways to fail, twelve to hang. Each is started by `everyrank launch` with two
-ranks: on one host (gloo), and on two hosts in network namespaces, which needs root. A mistake is a change of the text.
-A line that ends in "# cause" is where the rank at fault stands, one that ends in "# waits" is where the other one waits.
+SOURCES and the scripts are those of public_by_launch.py. There are five failures and twelve hangs. A bug is an edit of
+the script. Each script is started by `everyrank launch` with two ranks: on one host (gloo), and on two hosts in network
+namespaces, which needs root. The rank at fault is expected at a line that ends in "# cause", and the other rank at a
+line that ends in "# waits".
 """
 
-# ruff: noqa: E501  (each mistake is a text before and after)
+# ruff: noqa: E501  (an edit is a text before and a text after)
 from __future__ import annotations
 
 import argparse
@@ -24,24 +25,24 @@ import time
 from pathlib import Path
 from typing import Any
 
-from public_by_launch import SCRIPTS, prepared
+from public_by_launch import SCRIPTS, prepare_script
 from silent_bugs import provenance
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from integration.conftest import Hosts, free_port
 
-TIMEOUT_SECONDS = 4
-LIMIT_SECONDS = 120
+TIMEOUT_SECONDS = 4  # of `everyrank launch`
+LIMIT_SECONDS = 120  # a script without a message is stopped after this time
 RANK = 'int(__import__("os").environ["RANK"])'
 SLEEP = '__import__("time").sleep(600)'
 
 
 @dataclasses.dataclass(frozen=True)
 class Mistake:
-    """A mistake in a script of `SCRIPTS`.
+    """A bug in a script of `SCRIPTS`.
 
-    edits    (file, text before, text after); file "": the script itself
-    phrase   a pattern of the cause in the message
+    edits    (file, text before, text after); an empty file name stands for the script
+    phrase   a pattern that the message must match: the cause
     rank     the rank at fault
     """
 
@@ -279,79 +280,86 @@ HANGS = {
 HOWS = ("launch", "two hosts")
 
 
-def planted(mistake: Mistake, sources: Path, folder: Path) -> dict[str, list[str]]:
-    """Copy the script with its mistake; the places of its marks as `train.py:31`, by mark."""
+def write_mistake(mistake: Mistake, sources: Path, folder: Path) -> dict[str, list[str]]:
+    """Copy the script and apply the edits. Return the lines that end in each mark, as `train.py:31`."""
     script = SCRIPTS[mistake.script]
-    prepared(script, sources, folder)
-    places: dict[str, list[str]] = {"cause": [], "waits": []}
+    prepare_script(script, sources, folder)
+    marked_lines: dict[str, list[str]] = {"cause": [], "waits": []}
     for file, before, after in mistake.edits:
         path = folder / (file or script.file)
         text = path.read_text()
-        assert text.count(before) >= 1, f"{path.name} has changed: {before!r}"
+        assert text.count(before) >= 1, (
+            f"{path.name} does not contain {before!r}: check out the commit that this benchmark was written for"
+        )
         path.write_text(text.replace(before, after, 1))
     for name in {file or script.file for file, _, _ in mistake.edits}:
         for number, line in enumerate((folder / name).read_text().splitlines(), 1):
-            for mark in places:
+            for mark in marked_lines:
                 if line.endswith(f"# {mark}"):
-                    places[mark].append(f"{name}:{number}")
-    return places
+                    marked_lines[mark].append(f"{name}:{number}")
+    return marked_lines
 
 
-def message_of(script: str, folder: Path, hosts: Hosts | None) -> str:
-    """Start the script; its messages until the first that explains a failure or a hang, or until `LIMIT_SECONDS`."""
-    file, words = SCRIPTS[script].file, SCRIPTS[script].words
+def run_until_message(script: str, folder: Path, hosts: Hosts | None) -> str:
+    """Run the script until a message explains a failure or a hang, at most `LIMIT_SECONDS`. Return the messages."""
+    file, arguments = SCRIPTS[script].file, SCRIPTS[script].arguments
     launch = [sys.executable, "-m", "everyrank", "launch", "--processes", "2", "--timeout", str(TIMEOUT_SECONDS)]
     variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
     if hosts is not None:
         variables["GLOO_SOCKET_IFNAME"] = "eth0"
         launch += ["--nodes", "2", "--rendezvous", f"{hosts.addresses[0]}:{free_port()}", "--logs", "logs"]
-        started = [
-            hosts.start(node, [*launch, "--node-rank", str(node), file, *words], folder, **variables) for node in (0, 1)
+        processes = [
+            hosts.start(node, [*launch, "--node-rank", str(node), file, *arguments], folder, **variables)
+            for node in (0, 1)
         ]
     else:
         environment = {**os.environ, **variables, "GLOO_SOCKET_IFNAME": "lo"}
-        command = [*launch, "--grace", "0", file, *words]
+        command = [*launch, "--grace", "0", file, *arguments]
         pipe = subprocess.PIPE
         options = {"cwd": folder, "env": environment, "text": True, "start_new_session": True}
-        started = [subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=pipe, **options)]  # type: ignore
-    texts = [list[str]() for _ in started]
+        processes = [subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=pipe, **options)]  # type: ignore
+    outputs = [list[str]() for _ in processes]
     readers = [
-        threading.Thread(target=lambda process=process, text=text: text.extend(process.stderr), daemon=True)
-        for process, text in zip(started, texts, strict=True)
+        threading.Thread(target=lambda process=process, output=output: output.extend(process.stderr), daemon=True)
+        for process, output in zip(processes, outputs, strict=True)
     ]
-    for process in started if hosts is not None else []:
+    for process in processes if hosts is not None else []:
         threading.Thread(target=lambda process=process: process.stdout.read(), daemon=True).start()
     for reader in readers:
         reader.start()
     deadline = time.monotonic() + LIMIT_SECONDS
-    while time.monotonic() < deadline and any(process.poll() is None for process in started):
-        if any("(--timeout)" in line for text in texts for line in text):
+    while time.monotonic() < deadline and any(process.poll() is None for process in processes):
+        if any("(--timeout)" in line for output in outputs for line in output):
             time.sleep(1.0)
             break
         time.sleep(0.2)
-    for process in started:
+    for process in processes:
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
-    for process in started:
+    for process in processes:
         try:
             process.wait(20)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
     for reader in readers:
         reader.join(5)
-    return "\n".join("".join(text) for text in texts)
+    return "\n".join("".join(output) for output in outputs)
 
 
-def judged(mistake: Mistake, places: dict[str, list[str]], text: str) -> dict[str, Any]:
-    """Whether the message of everyrank names the cause, the rank at fault, and the lines."""
-    lines = [line for line in text.splitlines() if line.startswith("everyrank: ") and re.search(r"\brank \d", line)]
-    explained = [line for line in lines if re.search(mistake.phrase, line)]
-    line = (explained or lines or [""])[-1]
+def check_message(mistake: Mistake, marked_lines: dict[str, list[str]], text: str) -> dict[str, Any]:
+    """Return the message, and whether it names the cause, the rank at fault, and the lines of the script."""
+    messages = [line for line in text.splitlines() if line.startswith("everyrank: ") and re.search(r"\brank \d", line)]
+    with_cause = [message for message in messages if re.search(mistake.phrase, message)]
+    message = (with_cause or messages or [""])[-1]
     return {
-        "cause": bool(explained),
-        "rank": bool(re.search(rf"\branks? ([\d, and]+ )?{mistake.rank}\b", line)),
-        "line": all(any(re.search(rf"{re.escape(place)}\b", line) for place in row) for row in places.values() if row),
-        "message": re.sub(r"/tmp/\S+/", "", line),
+        "cause": bool(with_cause),
+        "rank": bool(re.search(rf"\branks? ([\d, and]+ )?{mistake.rank}\b", message)),
+        "line": all(
+            any(re.search(rf"{re.escape(location)}\b", message) for location in locations)
+            for locations in marked_lines.values()
+            if locations
+        ),
+        "message": re.sub(r"/tmp/\S+/", "", message),
     }
 
 
@@ -362,26 +370,27 @@ def main() -> None:
     parser.add_argument("--how", nargs="+", choices=HOWS, default=list(HOWS))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    known = json.loads(args.json.read_text())["rows"] if args.json and args.json.exists() else []
-    rows: dict[tuple[str, str], dict[str, Any]] = {(row["name"], row["how"]): row for row in known}
+    existing = json.loads(args.json.read_text())["rows"] if args.json and args.json.exists() else []
+    rows: dict[tuple[str, str], dict[str, Any]] = {(row["name"], row["how"]): row for row in existing}
     hosts = Hosts(2) if "two hosts" in args.how else None
     try:
         for name, mistake in [*FAILURES.items(), *HANGS.items()]:
-            if args.names and not any(word in name for word in args.names):
+            if args.names and not any(fragment in name for fragment in args.names):
                 continue
             for how in args.how:
                 with tempfile.TemporaryDirectory() as folder:
-                    places = planted(mistake, args.sources, Path(folder))
-                    text = message_of(mistake.script, Path(folder), hosts if how == "two hosts" else None)
+                    marked_lines = write_mistake(mistake, args.sources, Path(folder))
+                    text = run_until_message(mistake.script, Path(folder), hosts if how == "two hosts" else None)
                 row = {"name": name, "kind": "fails" if name in FAILURES else "hangs", "script": mistake.script}
-                rows[name, how] = row | {"how": how, **judged(mistake, places, text)}
+                rows[name, how] = row | {"how": how, **check_message(mistake, marked_lines, text)}
                 is_named = all(rows[name, how][key] for key in ("cause", "rank", "line"))
                 print(f"{'ok' if is_named else 'NOT NAMED'}: {name}, {how}: {rows[name, how]['message']}", flush=True)
                 if not is_named:
-                    print(f"   expected {mistake.phrase!r} {places}\n{text[-3000:]}", flush=True)
+                    print(f"   expected {mistake.phrase!r} {marked_lines}\n{text[-3000:]}", flush=True)
                 if args.json:
-                    ordered = [rows[key] for key in rows]
-                    args.json.write_text(json.dumps({"rows": ordered, "provenance": provenance()}, indent=1) + "\n")
+                    args.json.write_text(
+                        json.dumps({"rows": list(rows.values()), "provenance": provenance()}, indent=1) + "\n"
+                    )
     finally:
         if hosts is not None:
             hosts.close()

@@ -1,9 +1,9 @@
-"""How long 20 tests on 2 and 4 ranks take with the pytest plugin, from the built wheel in a fresh environment.
+"""Measure how long 20 tests on 2 and 4 ranks take with the pytest plugin of the built wheel.
 
 Run: python benchmarks/pytest_ranks.py [--json F] [--rounds N]
 
-The environment has the wheel, and borrows torch and pytest from the one that runs this. The tests are collectives,
-messages and DistributedDataParallel, over gloo and shm, by the fixture `ranks` and by the marker.
+The wheel is installed in a fresh environment, which uses torch and pytest of the environment that runs this script. The
+tests run collectives, messages and DistributedDataParallel, over gloo and shm, with the fixture `ranks` and the marker.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 
-def reduced(value):
+def summed(value):
     total = torch.full((1000,), value + dist.get_rank())
     dist.all_reduce(total)
     return float(total[0])
 
 
-def around(count):
+def pass_to_next(count):
     rank, received = dist.get_rank(), torch.zeros(1)
     request = dist.isend(torch.tensor([float(rank)]), (rank + 1) % count)
     dist.recv(received, (rank - 1) % count)
@@ -47,7 +47,7 @@ def around(count):
     return float(received)
 
 
-def trained(steps):
+def train(steps):
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -62,13 +62,13 @@ def trained(steps):
 @pytest.mark.parametrize("count", [2, 4])
 class TestOwnCode:
     def test_all_reduce(self, ranks, count, backend):
-        assert ranks(count, backend=backend).run(reduced, 1.0) == [count + sum(range(count))] * count
+        assert ranks(count, backend=backend).run(summed, 1.0) == [count + sum(range(count))] * count
 
     def test_ring(self, ranks, count, backend):
-        assert ranks(count, backend=backend).run(around, count) == [(rank - 1) % count for rank in range(count)]
+        assert ranks(count, backend=backend).run(pass_to_next, count) == [(rank - 1) % count for rank in range(count)]
 
     def test_ddp(self, ranks, count, backend):
-        first, *others = ranks(count, backend=backend).run(trained, 3)
+        first, *others = ranks(count, backend=backend).run(train, 3)
         assert all(other == first for other in others)
 
 
@@ -89,17 +89,17 @@ def test_on_four_ranks(number):
 """
 
 
-def fresh_environment(folder: Path) -> Path:
-    """Build the wheel and install it in a new environment; returns its Python."""
-    quiet: dict[str, Any] = {"check": True, "capture_output": True, "timeout": 300}
+def make_environment(folder: Path) -> Path:
+    """Build the wheel, install it in a new environment, and return the Python of the environment."""
+    run_options: dict[str, Any] = {"check": True, "capture_output": True, "timeout": 300}
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, REPOSITORY]
-    subprocess.run(build, **quiet)
+    subprocess.run(build, **run_options)
     venv.create(folder / "venv")
     packages = next((folder / "venv").rglob("site-packages"))
     (packages / "borrowed.pth").write_text("\n".join(site.getsitepackages()))
     [wheel] = folder.glob("*.whl")
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", packages, wheel]
-    subprocess.run(install, **quiet)
+    subprocess.run(install, **run_options)
     return folder / "venv" / "bin" / "python"
 
 
@@ -112,14 +112,14 @@ def main() -> None:
     loads: list[float] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        python = fresh_environment(folder)
+        python = make_environment(folder)
         (folder / "tests").mkdir()
         (folder / "tests" / "test_ranks.py").write_text(TESTS)
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         for _ in range(args.rounds):
             loads.append(round(os.getloadavg()[0], 1))
-            begin = time.monotonic()
-            done = subprocess.run(
+            start = time.monotonic()
+            process = subprocess.run(
                 [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "."],
                 cwd=folder / "tests",
                 capture_output=True,
@@ -128,16 +128,16 @@ def main() -> None:
                 check=False,
                 env=environment,
             )
-            seconds.append(round(time.monotonic() - begin, 2))
-            found = re.search(r"(\d+) passed", done.stdout)
-            if done.returncode or not found or found[1] != "20":
-                raise SystemExit(done.stdout + done.stderr)
+            seconds.append(round(time.monotonic() - start, 2))
+            passed = re.search(r"(\d+) passed", process.stdout)
+            if process.returncode or not passed or passed[1] != "20":
+                raise SystemExit(process.stdout + process.stderr)
             print(f"20 tests in {seconds[-1]} s, load {loads[-1]}", flush=True)
     print(f"20 tests: {statistics.median(seconds)} s, median of {args.rounds}")
     if args.json:
         rows = [{"tests": 20, "seconds": run, "load_before": load} for run, load in zip(seconds, loads, strict=True)]
-        about = {"rows": rows, "provenance": provenance()}
-        args.json.write_text(json.dumps(about, indent=1) + "\n")
+        content = {"rows": rows, "provenance": provenance()}
+        args.json.write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Whether `--save` and `--against` judge real changes right: of a workload, and of a script on two ranks.
+"""Check that `--save` and `--against` judge five changes right, of a workload and of a script on two ranks.
 
 Run: python benchmarks/two_versions.py [--json F] [--torch PYTHON]
 
-PYTHON is that of an environment with everyrank and another torch.
+PYTHON belongs to an environment with everyrank and a different version of torch.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ for epoch in range(2):
         print(f"epoch {epoch} loss {loss.item():.4f}")
 dist.destroy_process_group()
 """
-SCALE = ("/ 8**0.5", "/ 8")  # a head of 8 numbers: the root was lost in the refactoring
-FUSED = (  # the same by torch's own function, which adds up in another order
+SCALE = ("/ 8**0.5", "/ 8")  # a bug: the square root was lost in a refactoring
+FUSED = (  # equivalent: torch's function adds up in a different order
     "        weights = (q @ k.transpose(1, 2) / 8**0.5).softmax(-1)\n"
     "        return self.head((weights @ v).flatten(1))",
     "        from torch.nn.functional import scaled_dot_product_attention\n\n"
@@ -120,15 +120,20 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 def run(python: str, folder: Path, kind: str, text: str, threads: str, flag: str) -> str:
-    """Save or compare; returns what is printed."""
+    """Save the results of a workload or script, or compare with them, and return the output.
+
+    kind  "workload" or "script"
+    text  of the workload or script
+    flag  "--save" or "--against"
+    """
     name = "workload.py" if kind == "workload" else "train.py"
     (folder / name).write_text(text)
-    words = ["verify", name, flag, "before.json"]
+    arguments = ["verify", name, flag, "before.json"]
     if kind == "script":
-        words = ["audit", "--processes", "2", flag, "before.json", name]
+        arguments = ["audit", "--processes", "2", flag, "before.json", name]
     environment = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
-    done = subprocess.run(
-        [python, "-m", "everyrank", *words],
+    process = subprocess.run(
+        [python, "-m", "everyrank", *arguments],
         cwd=folder,
         capture_output=True,
         text=True,
@@ -136,55 +141,56 @@ def run(python: str, folder: Path, kind: str, text: str, threads: str, flag: str
         check=False,
         env=environment,
     )
-    return done.stdout + done.stderr
+    return process.stdout + process.stderr
 
 
-def judged(kind: str, other_python: str | None, keep: Callable[[dict[str, Any]], None]) -> None:
-    """Call `keep` with a row for each change."""
+def compare_changes(kind: str, other_python: str | None, add_row: Callable[[dict[str, Any]], None]) -> None:
+    """Save the results of the original, compare each change with them, and call `add_row` with a row for each."""
     text = WORKLOAD if kind == "workload" else SCRIPT
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        printed = run(sys.executable, folder, kind, text, "1", "--save")
+        output = run(sys.executable, folder, kind, text, "1", "--save")
         if not (folder / "before.json").exists():
-            raise SystemExit(printed)
-        for change, how in CHANGES.items():
-            if how.get("python") and other_python is None:
-                keep({"kind": kind, "change": change, "status": "not verified here: no other torch"})
+            raise SystemExit(output)
+        for change, options in CHANGES.items():
+            if options.get("python") and other_python is None:
+                add_row({"kind": kind, "change": change, "status": "not verified here: no other torch"})
                 continue
-            edited = text.replace(*how["edit"]) if "edit" in how else text
-            edited = edited.replace("seed=0", "seed=1").replace("SEED = 0", "SEED = 1") if how.get("seed") else edited
-            python = str(other_python) if how.get("python") else sys.executable
-            printed = run(python, folder, kind, edited, how.get("threads", "1"), "--against")
-            found = re.search(r"^(equal|different|not comparable)\b.*$", printed, re.MULTILINE)
-            status = found[1] if found else "failed"
-            cause = re.search(r"^likely cause: (.*)$", printed, re.MULTILINE)
-            changed = re.search(r"^changed since then: (.*)$", printed, re.MULTILINE)
-            row = {"kind": kind, "change": change, "expected": how["expected"], "status": status}
-            row |= {"line": found[0] if found else printed[-600:], "cause": cause[1] if cause else ""}
-            keep({**row, "changed": changed[1] if changed else ""})
+            edited = text.replace(*options["edit"]) if "edit" in options else text
+            if options.get("seed"):
+                edited = edited.replace("seed=0", "seed=1").replace("SEED = 0", "SEED = 1")
+            python = str(other_python) if options.get("python") else sys.executable
+            output = run(python, folder, kind, edited, options.get("threads", "1"), "--against")
+            verdict = re.search(r"^(equal|different|not comparable)\b.*$", output, re.MULTILINE)
+            status = verdict[1] if verdict else "failed"
+            cause = re.search(r"^likely cause: (.*)$", output, re.MULTILINE)
+            changed = re.search(r"^changed since then: (.*)$", output, re.MULTILINE)
+            row = {"kind": kind, "change": change, "expected": options["expected"], "status": status}
+            row |= {"line": verdict[0] if verdict else output[-600:], "cause": cause[1] if cause else ""}
+            add_row({**row, "changed": changed[1] if changed else ""})
             print(f"{kind}, {change}: {row['line']}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--torch", metavar="PYTHON", help="Python of an environment with another torch")
+    parser.add_argument("--torch", metavar="PYTHON", help="Python of an environment with a different version of torch")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     versions: dict[str, str] = {}
     if args.torch:
-        shown = subprocess.check_output([args.torch, "-c", "import torch; print(torch.__version__)"], text=True)
-        versions["other_torch"] = shown.strip()
+        output = subprocess.check_output([args.torch, "-c", "import torch; print(torch.__version__)"], text=True)
+        versions["other_torch"] = output.strip()
 
-    def keep(row: dict[str, Any]) -> None:  # after each row: a stopped run has its results
+    def add_row(row: dict[str, Any]) -> None:  # writes each row at once, so a stopped run keeps its results
         rows.append(row)
         if args.json:
             args.json.write_text(json.dumps({"rows": rows, **versions, "provenance": provenance()}, indent=1) + "\n")
 
     for kind in ("workload", "script"):
-        judged(kind, args.torch, keep)
-    right = sum(row["status"] == row.get("expected") for row in rows)
-    print(f"{right} of {len(rows)} judged right")
+        compare_changes(kind, args.torch, add_row)
+    num_right = sum(row["status"] == row.get("expected") for row in rows)
+    print(f"{num_right} of {len(rows)} judged right")
 
 
 if __name__ == "__main__":

