@@ -20,6 +20,7 @@ from forkserver import ForkServer
 from processes import Cli, Pool
 
 os.environ.pop("PYTEST_ADDOPTS", None)  # this run has read it; a pytest that a test starts is another one
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin while they wait take the cores of other tests
 # where bytecode is not kept, each of some thousand processes compiles what it imports
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
