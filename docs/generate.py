@@ -45,6 +45,7 @@ EXPERTS = ROOT / "benchmarks" / "records" / "experts-cpu.json"
 COLLECTIVES = ROOT / "benchmarks" / "records" / "collectives-cpu.json"
 BACKENDS = ROOT / "benchmarks" / "records" / "backends-cpu.json"
 GPU = ROOT / "benchmarks" / "records" / "gpu-h100.json"
+H200 = ROOT / "benchmarks" / "records" / "gpu-h200.json"
 OVERHEAD = ROOT / "benchmarks" / "records" / "overhead-cpu.json"
 BY_LAUNCH = ROOT / "benchmarks" / "records" / "public-by-launch-cpu.json"
 FAILURES = ROOT / "benchmarks" / "records" / "public-failures-cpu.json"
@@ -117,11 +118,11 @@ def checked_on_a_gpu() -> str:
     )
 
 
-def planned_on_a_gpu() -> str:
+def planned_on_a_gpu(record: Path = GPU) -> str:
     """Peak memory and time of an update on a GPU, measured and as plan predicts them."""
     rows = []
-    for row in json.loads(GPU.read_text(encoding="utf-8"))["rows"]:
-        if row["check"] not in ("steps", "memory"):
+    for row in json.loads(record.read_text(encoding="utf-8"))["rows"]:
+        if row["check"] not in ("steps", "memory") or "traced" not in row:
             continue
         measured = row["allocated"] - (0 if row["alive_before"] else 2**26)  # the workspace of cuBLAS
         seconds = row.get("seconds")
@@ -142,7 +143,29 @@ def planned_on_a_gpu() -> str:
     )
 
 
+def expandable_segments_on_a_gpu() -> str:
+    """Memory that torch's allocator reserves, by default and with expandable segments, measured and predicted."""
+    by_layout: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for row in json.loads(H200.read_text(encoding="utf-8"))["rows"]:
+        if row["check"] in ("steps", "expandable") and "replayed" in row:
+            by_layout.setdefault((row["workload"], row["layout"]), {})[row["check"]] = row
+    rows = []
+    for (workload, layout), row in by_layout.items():
+        cells = [f"`{workload}`", f"`{layout}`"]
+        for check in ("steps", "expandable") if len(row) == 2 else ():
+            reserved = row[check]["reserved"]
+            workspace = 0 if row[check]["alive_before"] else 2**26  # of cuBLAS
+            predicted = row[check]["replayed"]["reserved"] + workspace
+            cells += [f"{reserved / 2**20:,.0f}", f"{predicted / reserved - 1:+.1%}"]
+        if len(row) == 2:
+            rows.append(cells)
+    return _table(["workload", "layout", "reserved MiB", "plan", "expandable MiB", "plan"], rows)
+
+
 CHINESE = {
+    "reserved MiB": "保留（MiB）",
+    "expandable MiB": "expandable_segments 下保留（MiB）",
+    "plan": "plan 的误差",
     "layouts, all equal": "layout（全部等价）",
     "peak MiB": "峰值（MiB）",
     "traced": "追踪的误差",
@@ -879,10 +902,17 @@ PARTS: dict[str, dict[str, tuple[Path, Callable[[], str]]]] = {
         "measured backends": (COLLECTIVES, in_chinese(measured_backends)),
         "two backends alone": (COLLECTIVES, in_chinese(two_backends_alone)),
     },
-    "docs/gpu.md": {"checked on a GPU": (GPU, checked_on_a_gpu), "planned on a GPU": (GPU, planned_on_a_gpu)},
+    "docs/gpu.md": {
+        "checked on a GPU": (GPU, checked_on_a_gpu),
+        "planned on a GPU": (GPU, planned_on_a_gpu),
+        "expandable segments on a GPU": (H200, expandable_segments_on_a_gpu),
+        "planned on an H200": (H200, lambda: planned_on_a_gpu(H200)),
+    },
     "docs/zh/gpu.md": {
         "checked on a GPU": (GPU, in_chinese(checked_on_a_gpu)),
         "planned on a GPU": (GPU, in_chinese(planned_on_a_gpu)),
+        "expandable segments on a GPU": (H200, in_chinese(expandable_segments_on_a_gpu)),
+        "planned on an H200": (H200, in_chinese(lambda: planned_on_a_gpu(H200))),
     },
     "docs/backends.md": {
         "what backends carry": (COLLECTIVES, what_backends_carry),
