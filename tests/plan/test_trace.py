@@ -253,6 +253,29 @@ def test_growing_segments_are_the_smallest_change() -> None:
     assert "segments" not in traced._change("ddp", lambda _: full, cluster, "decoder.py", decoder())["what"]
 
 
+@pytest.mark.parametrize(
+    ("text", "batch", "what", "layout"),
+    [
+        ("single", 64, "bf16, recompute, micro-batches of 1/8", "single:accumulate=8,precision=bf16,recompute"),
+        ("single:recompute", 64, "bf16, micro-batches of 1/8", "single:accumulate=8,precision=bf16,recompute"),
+        ("single", 4, "bf16, recompute, micro-batches of 1/2", "single:accumulate=2,precision=bf16,recompute"),
+    ],
+)
+def test_changes_that_fit_only_together(text: str, batch: int, what: str, layout: str) -> None:
+    """No single change is enough on one GPU, but all together are."""
+    full = LayoutMemory(0, {}, 10 * GIB, 0.0, 10 * GIB, 10 * GIB, 0.0, 0.0, 0.0, {}, True, "traced whole")
+    small = dataclasses.replace(full, allocated=GIB, reserved=GIB, expandable=GIB)
+
+    def memory_of(other: str) -> LayoutMemory:
+        return small if all(option in other for option in ("accumulate", "bf16", "recompute")) else full
+
+    change = traced._change(
+        text, memory_of, parse_cluster("1xa100", memory=8 * GIB), "decoder.py", decoder(batch=batch)
+    )
+    assert (change["what"], parse_layout(change["layout"])) == (what, parse_layout(layout))
+    assert change["layout"] in change["command"]
+
+
 def test_pretended_worlds_end() -> None:
     """A second one may follow, and none stands beside a real process group."""
     for rank in (0, 5):

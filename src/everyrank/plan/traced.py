@@ -389,28 +389,33 @@ def _row(text: str, memory: LayoutMemory, cluster: Cluster) -> dict[str, Any]:
 def _change(text: str, memory_of: Any, cluster: Cluster, command: str, workload: Workload) -> dict[str, Any]:
     """Return the first change that makes a layout fit.
 
-    A setting of torch's allocator, bf16, recompute, smaller micro-batches, or another layout.
+    Tried in this order: a setting of torch's allocator, bf16, recompute, smaller micro-batches, all three, and another
+    layout.
     """
     layout = parse_layout(text)
     if memory_of(text).with_expandable_segments().verdict(cluster.gpu.memory) == "fits":
         command = f"{_EXPANDABLE} {_command(text, command, cluster)}"
         return {"what": "expandable segments of torch's allocator", "layout": text, "command": command}
-    steps: list[tuple[str, Layout]] = []
+    changes: dict[str, dict[str, Any]] = {}
     if layout.precision == "float32":
-        steps.append(("bf16", dataclasses.replace(layout, precision="bf16")))
+        changes["bf16"] = {"precision": "bf16"}
     if workload.blocks and not layout.recompute:
-        steps.append(("recompute", dataclasses.replace(layout, recompute=True)))
+        changes["recompute"] = {"recompute": True}
     for factor in (2, 8):
-        smaller = dataclasses.replace(layout, accumulate=layout.accumulate * factor)
-        if workload.global_batch >= smaller.accumulate * cluster.gpus:
-            steps.append((f"micro-batches of 1/{factor}", smaller))
+        if workload.global_batch >= layout.accumulate * factor * cluster.gpus:
+            changes[f"micro-batches of 1/{factor}"] = {"accumulate": layout.accumulate * factor}
+    steps = [(name, dataclasses.replace(layout, **change)) for name, change in changes.items()]
+    changes.pop("micro-batches of 1/2" if "micro-batches of 1/8" in changes else "", None)
+    if len(changes) > 1:
+        together = {option: value for change in changes.values() for option, value in change.items()}
+        steps.append((", ".join(changes), dataclasses.replace(layout, **together)))
     others = ["fsdp:precision=bf16,recompute"] if workload.blocks else ["fsdp:precision=bf16"]
     steps += [("a different layout", parse_layout(other)) for other in others if cluster.gpus > 1]
     for change, changed in steps:
         with contextlib.suppress(UsageError):
             if memory_of(str(changed)).verdict(cluster.gpu.memory) == "fits":
                 return {"what": change, "layout": str(changed), "command": _command(str(changed), command, cluster)}
-    return {"what": "none of recompute, smaller micro-batches and fsdp is enough; give more GPUs or a smaller model"}
+    return {"what": "bf16, recompute, smaller micro-batches and fsdp are not enough; give more GPUs or a smaller model"}
 
 
 def _command(layout: str, command: str, cluster: Cluster) -> str:
