@@ -188,6 +188,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if args.injections < 1:
+        parser.error(f"--injections {args.injections}: there is no fault to inject; give at least 1")
     folder = Path(tempfile.mkdtemp(prefix="everyrank-chaos-"))
     try:
         record = run_long_training(args, folder)

@@ -73,6 +73,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.5)
     parser.add_argument("--json", type=Path, default=DEFAULT_JSON)
     args = parser.parse_args()
+    if set(args.backend) == {"horovod"}:
+        parser.error("--backend horovod: no other backend to compare it with; give --backend gloo horovod")
     runs = comparison_flags(args.backend, args.sizes, args.seconds)
     repeated = repeated_flags(args.backend, args.seconds)
     results: list[dict[str, Any]] = []

@@ -341,6 +341,7 @@ def run_until_message(script: str, folder: Path, hosts: Hosts | None) -> str:
             process.wait(20)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     for reader in readers:
         reader.join(5)
     return "\n".join("".join(output) for output in outputs)
