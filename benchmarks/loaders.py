@@ -54,7 +54,7 @@ class Candidate:
     one_process      whether one process trains, as with nn.DataParallel, not one for each rank
     workers          loader workers of each process
     base             name of the candidate that this one is compared with
-    in_memory        whether the samples are in memory, not in files
+    in_memory        whether the samples are read as tensors, without the simulated network disk
     published_step   whether each step has the barrier and all-reduces of the published scripts
     """
 
@@ -86,7 +86,7 @@ def make_candidates(ranks: int) -> list[Candidate]:
 
 
 class PngDigits(Dataset[tuple[Tensor, Tensor]]):
-    """Digits as PNG files, with a wait for each sample."""
+    """Digits as PNG bytes in memory. Each read waits and decodes, to simulate a network disk."""
 
     deterministic = True
 

@@ -187,7 +187,7 @@ def test_interrupted_scaling_keeps_completed_world_sizes(bench_result: Any, caps
         api.bench_scaling(zoo.workload("frozen"), [parse_layout("ddp")], Launch(), [1, 2], kept=kept)
     assert [record.world_size for record in kept] == [1, 2]
     assert kept[1].scaling is not None
-    assert capsys.readouterr().out == "1 rank:\n2 ranks, strong scaling:\n"  # one heading for each number
+    assert capsys.readouterr().out == "1 rank:\n2 ranks, strong scaling:\n"  # one heading for each world size
 
 
 def test_caller_gets_last_kept_value_of_a_rank() -> None:

@@ -22,6 +22,7 @@ from everyrank.world import World
 from processes import Cli
 
 _Arrivals = dict[str, list[list[Any]]]
+"""For each process group: first its ranks, then [index, arrival in µs] of each collective."""
 
 
 def arrivals(delay_us: Callable[[int, int], float], ranks: int = 3, buckets: int = 1) -> list[_Arrivals]:
@@ -98,7 +99,7 @@ def test_cause_of_lateness(changes: Mapping[str, float], text: str) -> None:
 def watch_updates(world: World, slow_rank: int | None) -> list[tuple[int, str] | None]:
     """Return the results of four comparisons of the ranks, each after ten updates.
 
-    `slow_rank` sleeps longer in every update. Without one, the ranks take turns.
+    Rank `slow_rank` sleeps longer in every update. If it is None, the ranks take turns to sleep longer.
     """
     watch = StragglerWatch(open_mesh(parse_layout("ddp"), world), windows=3)
     results: list[tuple[int, str] | None] = []
@@ -122,7 +123,7 @@ def test_a_slow_rank_is_reported(ranks: Any) -> None:
 
 
 def test_alternating_lateness_is_not_reported(ranks: Any) -> None:
-    """Each rank is 20 ms late in every other update, and the updates do almost nothing else."""
+    """Each rank sleeps 20 ms in every other update. Apart from that, an update takes almost no time."""
     assert ranks(2, watch_updates, None) == [[None] * 4] * 2
 
 

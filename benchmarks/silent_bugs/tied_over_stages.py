@@ -1,10 +1,10 @@
 """Embedding and head share a weight, on the first and the last stage of a pipeline, and their gradients are not summed.
 
-Reported: https://github.com/NVIDIA/Megatron-LM/issues/844 (there different shards were added)
+Reported: https://github.com/NVIDIA/Megatron-LM/issues/844 (there different shards were summed)
 Wrong: each stage updates its copy with its own gradient only, so the two copies of the tied weight diverge.
 Kind: script
 Expected: replicas.drift
-Missed: two stages can have equal initial weights only because of the seed: audit cannot know that they must stay equal
+Missed: audit cannot know that these weights must stay equal: other weights of two stages can start equal, too
 Right: the two stages all-reduce the gradient of the tied weight
 """
 

@@ -87,7 +87,8 @@ def assert_same_losses(record: Record, expected: Record, launcher: str, size: in
     assert record.metrics == expected.metrics
 
 
-# Ray's actors have an environment of their own, without MASTER_ADDR. A file takes the same path as an address.
+# Ray has no case "env", because its actors do not inherit MASTER_ADDR, and none for "file", which runs the same code as
+# "tcp".
 CASES = [(launcher, name) for launcher in ("spawn", "torchrun", "mpi", "horovodrun") for name in METHODS]
 CASES += [("ray", "default"), ("ray", "tcp")]
 
@@ -107,7 +108,7 @@ def test_launchers_of_one_host_give_equal_losses(
     command = [*JOB, "--processes", "2", "--launcher", launcher, *args]
     if name == "default":
         record = job(tmp_path, [*EVERYRANK, *command], **variables)
-    else:  # the other methods start in the same way, so the fork server starts them, which is faster
+    else:  # "default" has tested a start without the fork server, which is faster and starts the others
         completed = cli(tmp_path, *command, **variables)
         assert completed.status == 0, completed.out + completed.err
         record = read_records(tmp_path / "r.json")[0]
@@ -276,7 +277,7 @@ def test_external_launchers_are_detected(
 def test_several_hosts_give_equal_losses(
     python: ForkServer, tmp_path: Path, single: Record, three_hosts: Hosts, args: list[str], count: int
 ) -> None:
-    """Each host runs the same command, with two ranks per host."""
+    """Each host runs the same command, with two ranks per host. The losses are within 1e-12 of `single`."""
     start = fork_server_command(python) if args or count != 2 else EVERYRANK
     common = [*start, *JOB, "--processes", str(2 * count), "--nodes", str(count), *args]
     common += ["--rendezvous", f"{three_hosts.addresses[0]}:29650"]
@@ -297,7 +298,7 @@ def test_several_hosts_give_equal_losses(
 def test_disconnected_host_is_named(
     python: ForkServer, tmp_path: Path, three_hosts: Hosts, kind: str, disconnected: int
 ) -> None:
-    """A host loses its network. The other hosts end within the timeout, and name its ranks and the host."""
+    """The host that stays ends within the timeout, and names the disconnected host and, except with c10d, its ranks."""
     kinds = {"spawn": [], "static": ["--launcher", "torchrun"], "c10d": ["--launcher", "torchrun"]}
     args = [
         "train",
@@ -386,7 +387,7 @@ def run_and_get_error(command: list[str], folder: Path, variables: dict[str, str
 @pytest.mark.parametrize(
     ("launch_command", "args", "variables", "fragments"),
     [
-        # one Slurm task for each node, but one rank counted for each GPU
+        # Slurm starts one task on each node, but --processes is the number of GPUs
         ("srun --nodes=2 --ntasks-per-node=1", "--processes 8", {}, ["one task on each of 2 nodes", "per-node=4"]),
         ("srun --nodes=2 --ntasks=2", "", {"WORLD_SIZE": "8"}, ["WORLD_SIZE=8", "srun set 2", "--ntasks=8"]),
         ("salloc --nodes=2 --ntasks-per-node=1 --ntasks=2", "--launcher slurm --processes 8", {}, ["--per-node spawn"]),
@@ -449,7 +450,7 @@ def test_thirty_launches_do_not_share_ports(python: ForkServer, tmp_path: Path) 
 
 
 def test_used_port_is_refused(tmp_path: Path) -> None:
-    """The port is named on the command line. The error is one line, with exit code 2: this host sees it in use."""
+    """A port from the command line is in use on this host. The run fails with exit code 2 and a one-line error."""
     import socket
 
     with socket.socket() as taken:

@@ -42,6 +42,7 @@ def external_rank(environment: Mapping[str, str]) -> RankInfo | None:
         rank, size = int(environment["RANK"]), int(environment.get("WORLD_SIZE", "1"))
         local_size = int(environment.get("LOCAL_WORLD_SIZE", size))
         return RankInfo(rank, rank % local_size, size, local_size, "env", "") if size > 1 else None
+    # WORLD_SIZE without RANK would be an error here, but a script that starts its own ranks may set it
     info = rank_info_from_environment({name: value for name, value in environment.items() if name != "WORLD_SIZE"})
     return info if info is not None and info.size > 1 else None
 
@@ -49,11 +50,11 @@ def external_rank(environment: Mapping[str, str]) -> RankInfo | None:
 def shared_folder(info: RankInfo, environment: Mapping[str, str], python_args: Sequence[str] = ()) -> Path:
     """Return the folder that all ranks of this launch share. Rank 0 creates it.
 
-    python_args  the script and its arguments. The script is part of the folder's key, because ranks that are started in
-                 several terminals have no launcher variable in common
+    python_args  the script and its arguments. The script is part of the hash in the folder's name, because ranks that
+                 are started in several terminals may have no launcher variable in common
 
-    Raises `CannotRunError` if the ranks are on several hosts, if another user can write to the folder, or if rank 0
-    does not start.
+    Raises `CannotRunError` if the ranks are on several hosts, if another user can write to the folder, if rank 0
+    does not start, or if an earlier audit of this script is still running.
     """
     if info.local_size != info.size:
         raise CannotRunError(

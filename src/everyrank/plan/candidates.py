@@ -32,7 +32,7 @@ __all__ = [
 
 _TIE = 0.05  # the order of two layouts within this fraction of each other is not reliable
 _SCHEDULES = ("1f1b", "gpipe", "zero-bubble")
-_MAX_ROWS = 2_000_000
+_MAX_ROWS = 40_000_000
 
 
 @dataclass(frozen=True)
@@ -215,8 +215,8 @@ def smallest_change(
 ) -> tuple[str, str, int] | None:
     """Return the smallest change that makes a layout fit, as (change, layout, samples of an update), or None.
 
-    Tried in this order: meta=true, bf16, recompute, smaller micro-batches, bf16 and recompute, all three, and the
-    fastest layout that fits.
+    The changes are tried in this order: meta=true, bf16, recompute, smaller micro-batches, bf16 and recompute, these
+    two with smaller micro-batches, and the fastest layout that fits.
     """
     steps: list[tuple[str, dict[str, Any]]] = []
     if layout.strategy in ("fsdp", "pipeline", "tensor") and not layout.read(BuildOptions).meta:
@@ -273,7 +273,7 @@ def enumerate_layouts(sizes: DecoderSizes, cluster: Cluster, batch: int) -> Conf
     micros = [m for m in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256) if m <= batch]
     grid = np.meshgrid(tensors, stages, contexts, shards, micros, (0, 1), (0, 1, 3), (1, 2), indexing="ij")
     t, p, c, s, m, recompute, zero, chunks = (axis.reshape(-1) for axis in grid)
-    if len(t) > 20 * _MAX_ROWS:
+    if len(t) > _MAX_ROWS:
         raise UsageError(f"{gpus} GPUs: too many layouts to search; give --layout")
     ranks_per_replica = t * p * c * s
     keep = (
@@ -293,7 +293,7 @@ def enumerate_layouts(sizes: DecoderSizes, cluster: Cluster, batch: int) -> Conf
     keep &= (zero != 3) | (p == 1) | (s > 1)
     keep &= (
         (zero != 0) | (t == 1) | (p > 1) | ((r == 1) & (c == 1))
-    )  # tensor parallelism with replicas exists only under fsdp
+    )  # tensor parallelism with replicas or context needs fsdp or pipeline
     keep &= (p == 1) | (c == 1)  # everyrank's pipeline has no context axis
     keep &= (p == 1) | (num_micro_batches >= p)
     if not keep.any():

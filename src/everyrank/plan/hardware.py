@@ -125,9 +125,9 @@ class Cluster:
         }
 
 
-# Bus bandwidths of all-reduce inside a node. Those of V100 and A100 are fitted to measurements of eth-easl/sailor
-# (errors in benchmarks/records/plan-links.json). The others are published results of nccl-tests on HGX boards; their
-# `start` is 0.
+# Bus bandwidths of all-reduce. Those of NVLink 2 and 3 are fitted to measurements of eth-easl/sailor (errors in
+# benchmarks/records/plan-links.json), and only they have a `start`. Those of NVLink 4 and 5 are published results of
+# nccl-tests on HGX boards. The others are estimates from the rates of data sheets.
 # A link of 400 Gb/s carries 50e9 bytes a second, of which NCCL gets 96%.
 # Eight V100 have no NVSwitch, so the rings of a group depend on the wires between its members.
 _CUBE_MESH = (0.167, 0.167, 0.335, 0.635, 0.276, 0.340, 0.647, 1.0)
@@ -408,7 +408,7 @@ def parse_published_link(value: Any, per_node: int) -> Link | None:
     """Return the link of one GPU from the network of a published measurement; None if it has no rate.
 
     Such a network is `1600 Gbps/node RoCE` or `8x HDR`. By default the rate is for one GPU. The GPUs of a node share it
-    if the text has `/node`, a number of cards (`8x`), Tb/s or Ethernet.
+    if the text has `/node`, a number of network cards (`8x`), Tb/s or Ethernet, but not `/gpu`.
     """
     if isinstance(value, int | float) and not isinstance(value, bool):
         return Link(12e-6, 0.12e9 * value, f"{value:g} Gb/s") if 0 < value < 1e5 else None
@@ -443,7 +443,9 @@ def parse_cluster(
         raise UsageError(f"--per-node {per_node}: give at least 1")
     per_node = min(per_node or 8, count)
     if count % per_node:
-        raise UsageError(f"--gpus {text}: {count} GPUs do not fill nodes of {per_node}; give --per-node, or a multiple")
+        raise UsageError(
+            f"--gpus {text}: {count} GPUs do not fill nodes of {per_node}; give --per-node, or a multiple of {per_node}"
+        )
     if memory is not None:
         gpu = replace(gpu, memory=memory)
     return Cluster(gpu, count, per_node, gpu.links_of_node(per_node), link or gpu.across)

@@ -5,7 +5,8 @@ Run: torchrun --standalone --nproc-per-node 3 parameter_server.py
     rank 0, the server   ── parameters ─►   ranks 1, 2 ..: the trainers, each with its part of the batch
                          ◄── gradients ──
 
-Memory         the server: parameters, gradients, optimizer state; a trainer: parameters and gradients
+Memory         the server: parameters, optimizer state, and the gradients of all trainers at once; a trainer: parameters
+               and gradients
 Communication  per update, the server sends the parameters to each trainer. Each trainer sends its gradients, with the
                sum of the loss and the number of samples as two more elements. The traffic of the server grows with the
                number of trainers

@@ -30,9 +30,8 @@ def sync_trainer(trainable: Trainable, link: ServerLink, compute_gradients: Step
         local_loss = compute_gradients(batches)
         link.push(local_loss)
         total = link.receive_total()
-        if (
-            total.device.type == "cpu"
-        ):  # the servers make this check on CPU only, too: on CUDA it would wait for the device
+        # on CUDA, reading the total would wait for the device, so neither trainers nor servers check it there
+        if total.device.type == "cpu":
             check_total(*total.tolist())
         step_empty_optimizer(trainable)
         return local_loss
@@ -50,7 +49,7 @@ def sync_server(trainable: Trainable, link: ServerLink) -> StepFunction:
         trainable.zero_grad()
         link.give(*link.trainers)
         total = torch.zeros(2, dtype=torch.float64, device=link.mesh.world.device)
-        for trainer in link.trainers:  # in order of ranks: in order of arrival, sums are rounded differently
+        for trainer in link.trainers:  # in order of ranks, not of arrival, so that all runs round equally
             header = link.receive_header(trainer)[1]
             assert header is not None, "a synchronous trainer sent a request for parameters"
             link.add_gradients(trainer, header)
