@@ -170,7 +170,7 @@ workload = Workload(
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 @pytest.mark.parametrize("slow_rank", [1, None])
 def test_train_reports_a_slow_rank(cli: Cli, tmp_path: Path, backend: str, slow_rank: int | None) -> None:
-    """Rank 1 loads its data slowly. `train` prints this during the run and writes it to events.jsonl."""
+    """If rank 1 loads its data slowly, `train` prints this during the run and writes it to events.jsonl."""
     (tmp_path / "mine.py").write_text(WORKLOAD.replace("SLOW_RANK", str(slow_rank)))
     args = ("--layout", "ddp", "--processes", "2", "--out", "out", "--backend", backend)
     running = cli.start(tmp_path, "train", "mine.py", *args)

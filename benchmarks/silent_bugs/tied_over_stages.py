@@ -1,6 +1,6 @@
 """Embedding and head share a weight, on the first and the last stage of a pipeline, and their gradients are not summed.
 
-Reported: https://github.com/NVIDIA/Megatron-LM/issues/844 (there different shards were summed)
+Reported: https://github.com/NVIDIA/Megatron-LM/issues/844 (there the two stages all-reduced mismatched shards)
 Wrong: each stage updates its copy with its own gradient only, so the two copies of the tied weight diverge.
 Kind: script
 Expected: replicas.drift

@@ -108,7 +108,7 @@ def test_launchers_of_one_host_give_equal_losses(
     command = [*JOB, "--processes", "2", "--launcher", launcher, *args]
     if name == "default":
         record = job(tmp_path, [*EVERYRANK, *command], **variables)
-    else:  # "default" has tested a start without the fork server, which is faster and starts the others
+    else:  # "default" tests the start without the fork server. The other init methods use it, because it is faster
         completed = cli(tmp_path, *command, **variables)
         assert completed.status == 0, completed.out + completed.err
         record = read_records(tmp_path / "r.json")[0]
@@ -298,7 +298,7 @@ def test_several_hosts_give_equal_losses(
 def test_disconnected_host_is_named(
     python: ForkServer, tmp_path: Path, three_hosts: Hosts, kind: str, disconnected: int
 ) -> None:
-    """The host that stays ends within the timeout, and names the disconnected host and, except with c10d, its ranks."""
+    """Both hosts fail. On the connected one, the error names the disconnected host and, except with c10d, its ranks."""
     kinds = {"spawn": [], "static": ["--launcher", "torchrun"], "c10d": ["--launcher", "torchrun"]}
     args = [
         "train",

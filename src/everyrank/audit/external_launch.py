@@ -51,7 +51,7 @@ def shared_folder(info: RankInfo, environment: Mapping[str, str], python_args: S
     """Return the folder that all ranks of this launch share. Rank 0 creates it.
 
     python_args  the script and its arguments. The script is part of the hash in the folder's name, because ranks that
-                 are started in several terminals may have no launcher variable in common
+                 are started in several terminals may have none of the launcher variables
 
     Raises `CannotRunError` if the ranks are on several hosts, if another user can write to the folder, if rank 0
     does not start, or if an earlier audit of this script is still running.
@@ -133,8 +133,8 @@ def gather_runs(run: ScriptRun, info: RankInfo) -> ScriptRun | None:
     while missing_ranks := [rank for rank, path in enumerate(result_paths) if not path.exists()]:
         if time.monotonic() > start + _WAIT_SECONDS:
             raise RankFailedError(
-                f"no result of rank {', '.join(map(str, missing_ranks))} {_WAIT_SECONDS:g} s after rank 0 ended. Stop "
-                "all ranks, and start them again"
+                f"rank {', '.join(map(str, missing_ranks))} did not end within {_WAIT_SECONDS:g} s after rank 0. "
+                "Stop all ranks, and start them again"
             )
         time.sleep(0.1)
     results = [json.loads(path.read_text()) for path in result_paths]

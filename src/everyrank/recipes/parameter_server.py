@@ -53,7 +53,7 @@ def serve(model, num_updates, trainers):
         for work in [dist.isend(flat, trainer) for trainer in trainers]:
             work.wait()
         messages = [flat.new_empty(len(flat) + 2) for _ in trainers]
-        for trainer, message in zip(trainers, messages, strict=True):  # in this order, so that all runs round equally
+        for trainer, message in zip(trainers, messages, strict=True):  # in rank order, so that all runs round equally
             dist.recv(message, trainer)
         *gradient_sums, loss, count = sum(messages).split([*(p.numel() for p in parameters), 1, 1])
         for parameter, gradient_sum in zip(parameters, gradient_sums, strict=True):
