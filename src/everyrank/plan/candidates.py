@@ -291,9 +291,8 @@ def enumerate_layouts(sizes: DecoderSizes, cluster: Cluster, batch: int) -> Conf
     keep &= (zero != 1) | ((t == 1) & (p == 1) & (c == 1) & (r > 1))  # zero1 is for replicas only
     keep &= (zero != 3) | (s * c > 1) | (t > 1)
     keep &= (zero != 3) | (p == 1) | (s > 1)
-    keep &= (
-        (zero != 0) | (t == 1) | (p > 1) | ((r == 1) & (c == 1))
-    )  # tensor parallelism with replicas or context needs fsdp or pipeline
+    # tensor parallelism with replicas or context needs fsdp or pipeline
+    keep &= (zero != 0) | (t == 1) | (p > 1) | ((r == 1) & (c == 1))
     keep &= (p == 1) | (c == 1)  # everyrank's pipeline has no context axis
     keep &= (p == 1) | (num_micro_batches >= p)
     if not keep.any():
