@@ -1,4 +1,7 @@
-"""Why a job hangs: each way of `hangs.py` named with file and line; what is asked from outside; longer starts."""
+"""`everyrank autopsy` and hang diagnosis: each hang in `hangs.py` is named with its file and line.
+
+The autopsy can be requested from outside, and the first update has a longer timeout.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ from everyrank.world import open_world
 from processes import Cli, free_port
 
 pytestmark = pytest.mark.skipif(
-    not Path("/proc/self/environ").exists(), reason="stacks from outside need Linux's /proc"
+    not Path("/proc/self/environ").exists(), reason="reading stacks of other processes needs /proc, which needs Linux"
 )
 
 QUICK = [("shm", "different_order"), ("shm", "deadlock_in_the_loader")]
@@ -40,53 +43,57 @@ ALL = "the group of all 2 ranks"
 
 
 def expected(name: str, backend: str) -> list[str]:
-    """What the paragraph has to say: the cause with its line, and where the other rank waits."""
-    way, three = hangs.WAYS[name], "all_reduce of 3 elements of float32"
+    """Texts that the paragraph must contain: the cause with its line, and where the other rank waits."""
+    hang, reduce_3 = hangs.WAYS[name], "all_reduce of 3 elements of float32"
 
     def at(function: Any, mark: str) -> str:
         return f"hangs.py:{hangs.line_of(function, mark)} in {function.__name__}"
 
-    def never_came(call: str, number: int, place: str) -> list[str]:
+    def never_came(call: str, number: int, location: str) -> list[str]:
         return [
-            f"rank 1 never reached {call}, collective {number} of {ALL}: it is at {place}",
-            f"rank 0 waits in it, at {at(way, 'waits')}",
+            f"rank 1 never reached {call}, collective {number} of {ALL}: it is at {location}",
+            f"rank 0 waits in it, at {at(hang, 'waits')}",
         ]
 
-    def mismatch(what: str, own: str, other: str) -> list[str]:
+    def mismatch(kind: str, call_of_rank_0: str, call_of_rank_1: str) -> list[str]:
         return [
-            f"mismatch ({what}): collective 2 of {ALL} is {own} on rank 0, at {at(way, 'waits')}, and {other} on rank 1"
-            f", at {at(way, 'cause')}"
+            f"mismatch ({kind}): collective 2 of {ALL} is {call_of_rank_0} on rank 0, at {at(hang, 'waits')}, "
+            f"and {call_of_rank_1} on rank 1, at {at(hang, 'cause')}"
         ]
 
-    other_operation, eight = "different operation or order", "all_reduce of 8 elements of"
+    other_operation, reduce_8 = "different operation or order", "all_reduce of 8 elements of"
     at_the_end = f"{at(hangs.hang, 'end')} (it waits for the others at a barrier of everyrank"
-    if name == "another_dtype" and backend == "gloo":  # which aborts the process that gets too much
+    if name == "another_dtype" and backend == "gloo":  # gloo aborts the process that receives too many bytes
         return [
-            f"rank 0 was aborted by a C library: it was last seen at {at(way, 'waits')}; gloo aborts if another",
-            f"rank 1 waits in {eight} float64, collective 2 of {ALL}, at {at(way, 'cause')}",
+            f"rank 0 was aborted by a C library: it was last seen at {at(hang, 'waits')}; gloo aborts if another",
+            f"rank 1 waits in {reduce_8} float64, collective 2 of {ALL}, at {at(hang, 'cause')}",
         ]
     return {
-        "rank_0_only_collective": lambda: never_came(three, 2, at(way, "cause") + " (it waits, process "),
-        "uneven_loop": lambda: never_came(three, 5, at_the_end),
-        "different_order": lambda: mismatch(other_operation, three, "broadcast of 3 elements of float32"),
-        "another_shape": lambda: mismatch("different size", f"{eight} float32", "all_reduce of 6 elements of float32"),
-        "another_dtype": lambda: mismatch("different dtype", f"{eight} float32", f"{eight} float64"),
-        "exception_on_one_rank": lambda: never_came(three, 2, at(way, "cause") + " (it waits for a thread or a lock"),
+        "rank_0_only_collective": lambda: never_came(reduce_3, 2, at(hang, "cause") + " (it waits, process "),
+        "uneven_loop": lambda: never_came(reduce_3, 5, at_the_end),
+        "different_order": lambda: mismatch(other_operation, reduce_3, "broadcast of 3 elements of float32"),
+        "another_shape": lambda: mismatch(
+            "different size", f"{reduce_8} float32", "all_reduce of 6 elements of float32"
+        ),
+        "another_dtype": lambda: mismatch("different dtype", f"{reduce_8} float32", f"{reduce_8} float64"),
+        "exception_on_one_rank": lambda: never_came(
+            reduce_3, 2, at(hang, "cause") + " (it waits for a thread or a lock"
+        ),
         "deadlock_in_the_loader": lambda: [
-            *never_came(three, 2, at(way, "cause") + " (it waits for its data loader"),
+            *never_came(reduce_3, 2, at(hang, "cause") + " (it waits for its data loader"),
             f"; its worker, process {{}}, at {at(hangs.Locked.__getitem__, 'worker')})",
         ],
-        "forgotten_join": lambda: never_came(f"{eight} float32", 9, at_the_end),
+        "forgotten_join": lambda: never_came(f"{reduce_8} float32", 9, at_the_end),
         "wrong_group": lambda: [
-            f"mismatch (groups in different order): rank 1 waits in {three}, collective 2 of {ALL}, to which rank 0 "
-            f"never came, at {at(way, 'cause')}; rank 0 waits in {three}, collective 1 of {ALL}, to which rank 1 "
-            f"never came, at {at(way, 'waits')}"
+            f"mismatch (groups in different order): rank 1 waits in {reduce_3}, collective 2 of {ALL}, to which rank 0 "
+            f"never came, at {at(hang, 'cause')}; rank 0 waits in {reduce_3}, collective 1 of {ALL}, to which rank 1 "
+            f"never came, at {at(hang, 'waits')}"
         ],
         "barrier_in_one_branch": lambda: never_came("barrier", 2, at(hangs._compute, "cause") + " (it computes"),
         "stopped": lambda: [
             "rank 1 is stopped by a signal (kill -CONT ",
-            f"at hangs.py:{hangs.line_of(way, 'cause') - 1} in stopped",
-            f"rank 0 waits in {three}, collective 2 of {ALL}, at {at(way, 'waits')}",
+            f"at hangs.py:{hangs.line_of(hang, 'cause') - 1} in stopped",
+            f"rank 0 waits in {reduce_3}, collective 2 of {ALL}, at {at(hang, 'waits')}",
         ],
         "save_on_rank_0_under_fsdp": lambda: mismatch(
             other_operation, "all_gather of 3 elements of float32", "barrier"
@@ -103,12 +110,12 @@ def expected(name: str, backend: str) -> list[str]:
         for name in hangs.WAYS
     ],
 )
-def test_each_way_is_named(backend: str, name: str) -> None:
-    """Whoever waits in vain says why, before any rank is ended."""
+def test_each_hang_is_diagnosed(backend: str, name: str) -> None:
+    """The rank whose collective times out prints the diagnosis before any rank is ended."""
     launch = Launch(processes=2, device="cpu", backend=backend, timeout_seconds=3, start_timeout_seconds=200)
-    with pytest.raises(RankFailedError) as caught:
+    with pytest.raises(RankFailedError) as error:
         run_ranks(launch, hangs.hang, name, launch)
-    line = str(caught.value)
+    line = str(error.value)
     assert "\n" not in line
     paragraph = line.partition("; autopsy: ")[2]
     for text in expected(name, backend):
@@ -117,7 +124,7 @@ def test_each_way_is_named(backend: str, name: str) -> None:
 
 
 def holds_the_interpreter(info: RankInfo, launch: Launch) -> None:
-    """C code that never lets go of it: no thread of Python's answers."""
+    """C code that never releases the GIL, so no Python thread runs."""
     with open_world(info, launch) as world:
         hangs.one_step(world)
         if world.rank == 1:
@@ -127,13 +134,13 @@ def holds_the_interpreter(info: RankInfo, launch: Launch) -> None:
 
 @pytest.mark.integration
 @pytest.mark.usefixtures("python")
-def test_a_rank_whose_interpreter_does_not_run() -> None:
-    """Its stack is written from C, on a signal."""
+def test_stack_of_a_rank_that_never_releases_the_gil() -> None:
+    """A signal handler in C writes its stack."""
     launch = Launch(processes=2, device="cpu", timeout_seconds=2, start_timeout_seconds=200)
-    with pytest.raises(RankFailedError, match="rank 1 never reached all_reduce") as caught:
+    with pytest.raises(RankFailedError, match="rank 1 never reached all_reduce") as error:
         run_ranks(launch, holds_the_interpreter, launch)
-    first = holds_the_interpreter.__code__.co_firstlineno
-    assert f"it is at test_autopsy.py:{first + 5} in holds_the_interpreter (it waits, process " in str(caught.value)
+    first_line = holds_the_interpreter.__code__.co_firstlineno
+    assert f"it is at test_autopsy.py:{first_line + 5} in holds_the_interpreter (it waits, process " in str(error.value)
 
 
 WORKLOAD = """\
@@ -172,24 +179,24 @@ workload = Workload(
 """
 
 
-def test_asked_while_it_hangs(cli: Cli, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By the folder of the run, and by a signal to the command; the training goes on hanging."""
+def test_autopsy_of_a_run_that_is_still_hanging(cli: Cli, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The autopsy is requested with the folder of the run, and with SIGUSR2. It does not end the run."""
     path = tmp_path / "mine.py"
     path.write_text(WORKLOAD)
     line = next(n for n, text in enumerate(WORKLOAD.splitlines(), 1) if text.endswith("# here"))
     running = cli.start(tmp_path, "train", path.name, "--layout", "ddp", "--processes", "2", "--out", "out")
     running.wait_for((tmp_path / "reached").exists)
-    seen = f"it is at mine.py:{line} in loss (it waits, process "
+    location_text = f"it is at mine.py:{line} in loss (it waits, process "
 
-    def is_named() -> bool:  # rank 0 may still be on its way into the collective
+    def is_diagnosed() -> bool:  # rank 0 may not have called the collective yet
         assert main(["autopsy", str(tmp_path / "out")]) == 0
-        return seen in capsys.readouterr().out
+        return location_text in capsys.readouterr().out
 
-    running.wait_for(is_named)
+    running.wait_for(is_diagnosed)
     os.kill(running.process.pid, signal.SIGUSR2)
     running.wait_for(lambda: "autopsy: rank 1 never reached" in running.said()[1])
-    # a busy core may show a process that has just been woken as one that computes
-    assert seen.partition("(it waits")[0] in running.said()[1]
+    # on a busy core, a process that was just woken may look like one that computes
+    assert location_text.partition("(it waits")[0] in running.said()[1]
     os.kill(running.process.pid, signal.SIGINT)
     assert running.end()[0] == 130
     assert running.left() == {}
@@ -198,28 +205,26 @@ def test_asked_while_it_hangs(cli: Cli, tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.integration
-def test_ranks_that_torchrun_has_started_from_outside(
-    cli: Cli, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """No launcher of ours stands over them: they keep their state all the same, and say themselves why they hang."""
+def test_hang_of_ranks_started_by_torchrun(cli: Cli, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a launcher of everyrank, the ranks still write their state and diagnose the hang themselves."""
     (tmp_path / "mine.py").write_text(WORKLOAD)
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port())
-    words = "train mine.py --layout ddp --out out --timeout 10 --start-timeout 200"
-    running = cli.start(tmp_path, "-m", "everyrank", *words.split(), command=torchrun, is_forked=False)
+    arguments = "train mine.py --layout ddp --out out --timeout 10 --start-timeout 200"
+    running = cli.start(tmp_path, "-m", "everyrank", *arguments.split(), command=torchrun, is_forked=False)
     running.wait_for((tmp_path / "reached").exists)
 
-    def is_named() -> bool:
+    def is_diagnosed() -> bool:
         assert main(["autopsy", str(tmp_path / "out")]) == 0
         return "it is at mine.py:20 in loss" in capsys.readouterr().out
 
-    running.wait_for(is_named)
+    running.wait_for(is_diagnosed)
     assert running.end(200)[0] != 0
     assert "rank 1 never reached all_reduce" in running.said()[1]
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "7", '{"job": 3}', '{"time": 1, "frames": [[1]]}', "[" * 100_000])
-def test_a_folder_from_elsewhere(tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Files that no rank has written are no ranks; and a FIFO is not waited for."""
+def test_invalid_state_files_are_ignored(tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Files that no rank wrote are skipped. Reading does not block on a FIFO."""
     folder = tmp_path / "ranks" / "autopsy"
     folder.mkdir(parents=True)
     (folder / "rank0.state").write_text(content)
@@ -228,17 +233,17 @@ def test_a_folder_from_elsewhere(tmp_path: Path, content: str, capsys: pytest.Ca
     assert "no rank has written its state" in capsys.readouterr().err
 
 
-def test_a_process_that_is_somebody_elses(tmp_path: Path) -> None:
-    """A file may name any process: one that does not expect the signal gets none."""
-    me: dict[str, Any] = {"job": "x", "rank": 0, "size": 1, "host": "h", "main": 1}
+def test_autopsy_signals_no_process_without_a_handler(tmp_path: Path) -> None:
+    """A state file may name any process. A process that does not handle the signal is not signalled."""
+    rank_state: dict[str, Any] = {"job": "x", "rank": 0, "size": 1, "host": "h", "main": 1}
     child = os.fork()
     if child == 0:
         time.sleep(100)
         os._exit(0)
     try:
-        began = start_time(child)
-        row = me | {"space": pid_namespace(), "pid": child, "began": began}
-        (tmp_path / "rank0.state").write_text(json.dumps(row))
+        start = start_time(child)
+        state = rank_state | {"space": pid_namespace(), "pid": child, "began": start}
+        (tmp_path / "rank0.state").write_text(json.dumps(state))
         (tmp_path / "rank0.stacks").touch()
         text = hang_autopsy(tmp_path, timeout_seconds=0.1)
         assert text is not None
@@ -249,12 +254,12 @@ def test_a_process_that_is_somebody_elses(tmp_path: Path) -> None:
         os.waitpid(child, 0)
 
 
-def test_a_rank_that_a_library_has_ended_on_another_host(tmp_path: Path) -> None:
-    """Its process is unknown here, but the stack that it wrote at its end is in the folder."""
-    me = {"job": "x", "rank": 0, "size": 1, "host": "far", "space": "another", "pid": 4, "began": 1.0, "main": 17}
-    (tmp_path / "rank0.state").write_text(json.dumps(me))
-    seen = {"time": time.time() - 5.0, "frames": [["/home/me/model.py", 187, "forward"]]}
-    (tmp_path / "rank0.seen").write_text(json.dumps(seen))
+def test_abort_of_a_rank_on_another_host(tmp_path: Path) -> None:
+    """Its process cannot be read from here. The folder has the stack that it wrote when it was aborted."""
+    state = {"job": "x", "rank": 0, "size": 1, "host": "far", "space": "another", "pid": 4, "began": 1.0, "main": 17}
+    (tmp_path / "rank0.state").write_text(json.dumps(state))
+    last_seen = {"time": time.time() - 5.0, "frames": [["/home/me/model.py", 187, "forward"]]}
+    (tmp_path / "rank0.seen").write_text(json.dumps(last_seen))
     assert "was last seen, 5 s ago, at model.py:187" in str(hang_autopsy(tmp_path, timeout_seconds=0.1))
     frames = '  File "/home/me/train.py", line 265 in main\n'
     (tmp_path / "rank0.stacks").write_text(
@@ -269,9 +274,9 @@ FRAMES = [("/home/me/train.py", 11, "main")]
 
 
 def view(rank: int, calls: list[list[Any]] | None = None, size: int = 3, **more: Any) -> RankView:
-    known = {"groups": {"0": list(range(size))}, "calls": calls} if calls is not None else {}
+    recorded = {"groups": {"0": list(range(size))}, "calls": calls} if calls is not None else {}
     frames = [("/home/me/train.py", 10 + rank % 2, "main")]
-    return RankView(rank, size, "host", 100 + rank, **{"state": "sleeping", "frames": frames, "calls": known} | more)
+    return RankView(rank, size, "host", 100 + rank, **{"state": "sleeping", "frames": frames, "calls": recorded} | more)
 
 
 def call(number: int, is_done: bool = True, operation: str = "all_reduce", count: int = 8) -> list[Any]:
@@ -279,7 +284,7 @@ def call(number: int, is_done: bool = True, operation: str = "all_reduce", count
 
 
 def entry(backend: str, time_ns: int) -> dict[str, Any]:
-    """A call as a Flight Recorder writes it down."""
+    """A collective as a Flight Recorder dumps it."""
     return {
         "process_group": ["0", "default_pg"],
         "collective_seq_id": 1,
@@ -296,30 +301,38 @@ def entry(backend: str, time_ns: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("with_locations", [False, True])
 def test_calls_come_from_every_flight_recorder(monkeypatch: pytest.MonkeyPatch, with_locations: bool) -> None:
-    """gloo's, that of nccl2 (`nccl` from torch 2.15 on) and that of the older nccl; no torch has to have all."""
-    ending, dump = ("", pickle.dumps) if with_locations else ("_json", json.dumps)
+    """The recorders are those of gloo, of nccl2 (`nccl` from torch 2.15 on) and of the older nccl.
 
-    def hooked(*_: bool, backend: str = "gloo") -> Any:
+    No torch version needs to have all three.
+    """
+    suffix, dump = ("", pickle.dumps) if with_locations else ("_json", json.dumps)
+
+    def dump_of_hook(*_: bool, backend: str = "gloo") -> Any:
         return dump({"entries": [entry(backend, 1 if backend == "gloo" else 2)]})
 
-    def older(*_: bool) -> Any:
+    def hook_without_nccl(*_: bool) -> Any:
         return dump({"entries": [entry("gloo", 1)]})
 
-    def legacy(*_: bool) -> Any:
+    def dump_of_older_nccl(*_: bool) -> Any:
         return dump({"version": "2.10"} if with_locations else {"entries": [entry("nccl", 3)]})
 
-    names = {f"_dump_fr_trace{ending}": hooked, f"_dump_nccl_trace{ending}": legacy, "FlightRecorderHook": object}
-    for changed, times in (
+    functions = {
+        f"_dump_fr_trace{suffix}": dump_of_hook,
+        f"_dump_nccl_trace{suffix}": dump_of_older_nccl,
+        "FlightRecorderHook": object,
+    }
+    for changed, expected_times in (
         ({}, [1, 2] if with_locations else [1, 2, 3]),
         ({"FlightRecorderHook": None}, [1] if with_locations else [1, 3]),  # torch 2.13 for CUDA
-        ({f"_dump_fr_trace{ending}": older}, [1] if with_locations else [1, 3]),  # a hook without recorders of its own
-        ({"FlightRecorderHook": None, f"_dump_nccl_trace{ending}": None}, [1]),  # torch 2.13 for CPU
-        (dict.fromkeys(names), []),
+        # the hook dumps only the recorder of gloo
+        ({f"_dump_fr_trace{suffix}": hook_without_nccl}, [1] if with_locations else [1, 3]),
+        ({"FlightRecorderHook": None, f"_dump_nccl_trace{suffix}": None}, [1]),  # torch 2.13 for CPU
+        (dict.fromkeys(functions), []),
     ):
-        present = {name: value for name, value in (names | changed).items() if value is not None}
+        present = {name: value for name, value in (functions | changed).items() if value is not None}
         monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", SimpleNamespace(**present))
         rows = recorder._flight_recorder(with_locations)
-        assert [row[7] for row in rows] == times
+        assert [row[7] for row in rows] == expected_times
         assert all(row[:7] == ["0", 1, "all_reduce", 8, "float32", False, False] for row in rows)
 
 
@@ -346,11 +359,11 @@ def test_calls_come_from_every_flight_recorder(monkeypatch: pytest.MonkeyPatch, 
             [view(0, [call(1)]), view(1, [call(1)], busy=0.9), view(2, [call(1)])],
             "no rank .* train.py:10 .*it waits, process 100.* train.py:11 .*it computes, process 101",
         ),
-        (  # of a gather each hands in what it has
+        (  # ranks may give different numbers of elements to a gather
             [view(0, [call(1, False, "gather", 3)]), view(1, [call(1, False, "gather", 5)]), view(2, [])],
             "rank 2 never reached gather",
         ),
-        (  # rank 0 waits for rank 1, and that for rank 2 in another group: the end of the chain is told
+        (  # rank 0 waits for rank 1, which waits for rank 2 in a different group: the last one is the cause
             [
                 view(0, [call(2, False)]),
                 view(1, [["1", 7, "broadcast", 4, "float32", False, False, 0, None]]),
@@ -358,7 +371,7 @@ def test_calls_come_from_every_flight_recorder(monkeypatch: pytest.MonkeyPatch, 
             ],
             "rank 2 never reached",
         ),
-        (  # rank 1 waits at a barrier, and is told the error of rank 0 there: it is in no collective
+        (  # rank 1 waits at a barrier and receives the error of rank 0 there: it is in no collective
             [
                 view(0, [call(1), call(2, False)], 2, raised=TIMED_OUT),
                 view(1, [call(1)], 2, raised=TIMED_OUT, frames=[(BARRIER, 95, "on_each_rank"), *FRAMES]),
@@ -368,44 +381,47 @@ def test_calls_come_from_every_flight_recorder(monkeypatch: pytest.MonkeyPatch, 
     ],
     ids=["never came", "gone", "all came", "ended", "none waits", "gather", "a chain", "at a barrier"],
 )
-def test_what_follows(views: list[RankView], text: str) -> None:
-    """The paragraph as a function of what is known."""
+def test_verdict_for_recorded_states_of_three_ranks(views: list[RankView], text: str) -> None:
+    """The paragraph depends only on the recorded states."""
     if views[1].calls.get("calls") and views[1].calls["calls"][0][0] == "1":
         views[1].calls["groups"]["1"] = [1, 2]
     assert re.search(text, verdict(views))
 
 
-def slow_view(rank: int, late_rank: int, waited: float = 0.05, **more: Any) -> RankView:
-    """A rank after ten collectives, a tenth of a second each; for all of that time the others wait for `late_rank`."""
-    end = time.time() - waited
+def slow_view(rank: int, late_rank: int, wait_seconds: float = 0.05, **more: Any) -> RankView:
+    """The state of a rank after ten collectives, each 0.1 s after the one before.
+
+    In these ten, the other ranks wait for `late_rank`.
+    """
+    end = time.time() - wait_seconds
     rows = [call(number) for number in range(1, 11)]
     for row in rows:
         row[7] = int(1e9 * (end - 0.1 * (11 - row[1]) + 0.08 * (rank == late_rank)))
     if rank != late_rank:
         rows.append([*call(11, False)[:7], int(1e9 * end), None])
-    slow = [("/home/me/data.py", 12, "load")]
-    places = [[9, slow], [1, FRAMES]] if rank == late_rank else [[10, FRAMES]]
-    return view(rank, rows, looks=10, places=[(count, frames) for count, frames in places], **more)
+    slow_frames = [("/home/me/data.py", 12, "load")]
+    frame_counts = [[9, slow_frames], [1, FRAMES]] if rank == late_rank else [[10, FRAMES]]
+    return view(rank, rows, looks=10, places=[(count, frames) for count, frames in frame_counts], **more)
 
 
-def test_a_slow_rank_is_no_hang() -> None:
-    """While all ranks move, the one that the others wait for is named, and where it spends its time."""
+def test_slow_rank_is_reported_instead_of_a_hang() -> None:
+    """While all ranks advance, the text names the rank that the others wait for, and where it spends its time."""
     text = verdict([slow_view(rank, 1) for rank in range(3)])
     assert re.search(r"no rank is stuck, but rank 1 is slower .* \d\d% of the last 1\.0 s .* 0\.080 s each time", text)
     assert "rank 1 was at data.py:12 in load in 90% of the 10 looks" in text
     assert "the others in 0%" in text
 
 
-def test_a_host_that_has_gone_on() -> None:
-    """NCCL does not block the host: rank 0 stands where it needs the result, not where it called the collective."""
+def test_verdict_names_where_the_host_waits_and_where_it_called_the_collective() -> None:
+    """NCCL does not block the host. Rank 0 waits where it needs the result, not where it called the collective."""
     pending = [*call(2, False)[:8], ["/home/me/train.py", 31, "step"]]
     text = verdict([view(0, [call(1), pending], 2), view(1, [call(1)], 2)])
     assert text.startswith("rank 1 never reached all_reduce")
     assert text.endswith("rank 0 waits in it, at train.py:10 in main (called at train.py:31 in step)")
 
 
-def test_the_call_before_the_one_that_gloo_ended() -> None:
-    """Its sizes may be what differed: rank 1 was ended, while rank 0 has gone on to the next collective."""
+def test_verdict_after_a_gloo_abort_names_the_previous_collective() -> None:
+    """Its sizes may have differed. Rank 1 was aborted, while rank 0 continued to the next collective."""
     calls = [call(1), call(2, operation="all_gather", count=5), call(3, False, "all_gather", 1)]
     text = verdict([view(0, calls, 2), view(1, size=2, state="gone", aborted=True)])
     assert re.search(r"rank 1 was aborted by a C library.* rank 0 waits in all_gather of 1 element", text)
@@ -413,8 +429,8 @@ def test_the_call_before_the_one_that_gloo_ended() -> None:
 
 
 @pytest.mark.parametrize("how", ["a long wait", "two hosts", "no rank is late"])
-def test_what_is_no_slow_rank(how: str) -> None:
-    """A wait that is much longer than the earlier ones is a hang; the clocks of two hosts are not compared."""
+def test_no_slow_rank_is_reported(how: str) -> None:
+    """A wait much longer than the earlier ones is a hang. Clocks of two hosts are not compared."""
     views = [
         slow_view(rank, 5 if how == "no rank is late" else 1, 5.0 if how == "a long wait" else 0.05)
         for rank in range(3)
@@ -427,21 +443,21 @@ def test_what_is_no_slow_rank(how: str) -> None:
 
 
 def short_waits(info: RankInfo, launch: Launch, is_first: bool) -> float:
-    """Seconds that rank 0 waits for rank 1, in the first step or after it."""
+    """Return the seconds that a rank spends in a step where rank 1 is late: the first step or the second."""
     with open_world(info, launch) as world:
         if not is_first:
             hangs.one_step(world)
-        begun = time.monotonic()
+        start = time.monotonic()
         if world.rank == 1:
             time.sleep(1.5)
         dist.all_reduce(torch.ones(3))
-        return time.monotonic() - begun
+        return time.monotonic() - start
 
 
 @pytest.mark.usefixtures("python")
 @pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=pytest.mark.integration)])
-def test_a_longer_timeout_until_the_first_update_is_done(backend: str) -> None:
-    """What takes a second and a half is no reason to end a start, and is one to end a step."""
+def test_first_update_has_a_longer_timeout(backend: str) -> None:
+    """A delay of 1.5 s does not end the first step, but ends the second."""
     launch = Launch(processes=2, device="cpu", backend=backend, timeout_seconds=0.5, start_timeout_seconds=200)
     assert run_ranks(launch, short_waits, launch, True)[0] > 0.5
     with pytest.raises(RankFailedError, match="imed out"):
