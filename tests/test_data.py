@@ -1,4 +1,4 @@
-"""Which rank reads what: the arithmetic, the order, the loader."""
+"""How samples are split over ranks and micro-batches, their order in an epoch, and the data loader."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from everyrank.world import World
 
 @pytest.mark.parametrize(("total", "count"), list(itertools.product(range(12), range(1, 6))))
 def test_cut_covers_everything_once(total: int, count: int) -> None:
-    """Parts are contiguous, together they are everything, and their sizes differ by at most one."""
+    """Slices are contiguous, together they cover every position, and their sizes differ by at most one."""
     parts = [cut(total, Slice(index, count)) for index in range(count)]
     assert [position for part in parts for position in part] == list(range(total))
     sizes = [len(part) for part in parts]
@@ -39,36 +39,35 @@ def test_cut_covers_everything_once(total: int, count: int) -> None:
 
 @pytest.mark.parametrize(("total", "accumulate"), list(itertools.product(range(1, 9), range(1, 6))))
 def test_no_micro_batch_is_empty(total: int, accumulate: int) -> None:
-    """A micro-batch without a sample on any rank is left out, on all ranks alike."""
+    """If an update has fewer samples than micro-batches, it has one micro-batch for each sample."""
     parts = micro_batches(total, accumulate)
     assert [position for part in parts for position in part] == list(range(total))
     assert all(parts)
     assert len(parts) == min(total, accumulate)
 
 
-def test_order_is_that_of_distributed_sampler() -> None:
-    """A person who compares with torch's own sampler finds the same permutation."""
+def test_epoch_order_equals_that_of_distributed_sampler() -> None:
+    """The permutation is that of torch's `DistributedSampler` with the same seed and epoch."""
     sampler: Any = torch.utils.data.DistributedSampler(range(10), num_replicas=1, rank=0, seed=3)
     sampler.set_epoch(4)
     assert epoch_order(10, seed=3, epoch=4).tolist() == list(sampler)
     assert epoch_order(10, 3, 4).tolist() != epoch_order(10, 3, 5).tolist()
 
 
-def test_updates_and_samples() -> None:
-    """23 samples in batches of 7: four updates an epoch, the last of two samples."""
+def test_updates_and_samples_per_epoch() -> None:
+    """With 23 samples in batches of 7, an epoch has four updates. The last has two samples."""
     assert updates_per_epoch(23, 7) == 4
     assert list(all_updates(6, 4))[3:] == [Update(3, 0, 3), Update(4, 1, 0), Update(5, 1, 1)]
     assert [Epoch(((23, 7),)).samples_before(step) for step in range(7)] == [0, 7, 14, 21, 23, 30, 37]
 
 
-def read(world: World, workers: int, accumulate: int) -> list[list[tuple[int, int, int, list[float]]]]:
-    import dataclasses
-
+def read_micro_batches(world: World, workers: int, accumulate: int) -> list[list[tuple[int, int, int, list[float]]]]:
+    """Return (size, start, total, first column) of each micro-batch of eight updates."""
     world = dataclasses.replace(world, loader_workers=workers)
     workload = zoo.workload("frozen")
     updates = list(all_updates(8, 4))
-    reads = Slice(world.rank, world.size)
-    batches = batches_for_updates(workload, zoo.Points(23), updates, reads, accumulate, world, torch.float64)
+    local_slice = Slice(world.rank, world.size)
+    batches = batches_for_updates(workload, zoo.Points(23), updates, local_slice, accumulate, world, torch.float64)
     return [[(part.size, part.start, part.total, part.input[:, 0].tolist()) for part in parts] for parts in batches]
 
 
@@ -76,34 +75,35 @@ def read(world: World, workers: int, accumulate: int) -> list[list[tuple[int, in
     ("count", "workers", "accumulate"), [(1, 1, 1), (2, 3, 2), (3, 1, 1), (4, 0, 1), (4, 0, 3), (4, 3, 3)]
 )
 def test_ranks_read_each_sample_once(ranks: Any, count: int, workers: int, accumulate: int) -> None:
-    """Over all ranks and micro-batches each sample of an epoch is read once, in the order of one process."""
-    found = ranks(count, read, workers, accumulate)
+    """Over all ranks and micro-batches, each sample of an epoch is read once, in the order of one process."""
+    parts_by_rank = ranks(count, read_micro_batches, workers, accumulate)
     points = zoo.Points(23)
     for update in all_updates(8, 4):
         order = epoch_order(23, 0, update.epoch).tolist()[update.index * 7 : update.index * 7 + 7]
-        parts = [part for rank in found for part in rank[update.step]]
+        parts = [part for updates_of_rank in parts_by_rank for part in updates_of_rank[update.step]]
         parts.sort(key=lambda part: part[1])
         values = [value for size, _, _, inputs in parts for value in inputs[:size]]
         assert values == [float(points[index][0][0].double()) for index in order]
         assert all(total == len(order) for _, _, total, _ in parts)
-        assert all(len(inputs) == max(1, size) for size, _, _, inputs in parts), "an empty part borrows one sample"
+        assert all(len(inputs) == max(1, size) for size, _, _, inputs in parts), "an empty part has one dummy sample"
 
 
-def test_evaluation_is_called_equally_often(ranks: Any) -> None:
-    """Four ranks, nine samples in batches of seven: two ranks have no sample of the second batch."""
-    found = ranks(4, evaluate)
-    assert {len(sizes) for sizes in found} == {2}
-    assert [sum(sizes) for sizes in zip(*found, strict=True)] == [7, 2]
+def test_all_ranks_get_the_same_number_of_validation_batches(ranks: Any) -> None:
+    """With nine samples in batches of seven, two of four ranks have no sample of the second batch."""
+    sizes_by_rank = ranks(4, validation_batch_sizes)
+    assert {len(sizes) for sizes in sizes_by_rank} == {2}
+    assert [sum(sizes) for sizes in zip(*sizes_by_rank, strict=True)] == [7, 2]
 
 
-def evaluate(world: World) -> list[int]:
-    reads = Slice(world.rank, world.size)
-    parts = batches_for_evaluation(zoo.workload("frozen"), zoo.Points(9), reads, world, torch.float64)
+def validation_batch_sizes(world: World) -> list[int]:
+    """Return the number of samples that this rank has of each batch."""
+    local_slice = Slice(world.rank, world.size)
+    parts = batches_for_evaluation(zoo.workload("frozen"), zoo.Points(9), local_slice, world, torch.float64)
     return [part.size for part in parts]
 
 
-class Coins(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Nothing but randomness."""
+class RandomValues(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Each sample is a random number with its index as the target."""
 
     def __len__(self) -> int:
         return 5
@@ -112,10 +112,11 @@ class Coins(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return torch.rand(1), torch.tensor(index)
 
 
-def coins(world: World, reverse: bool) -> dict[tuple[int, int], float]:
+def random_values_of_two_epochs(world: World, reverse: bool) -> dict[tuple[int, int], float]:
+    """Return the random value of each (epoch, sample)."""
     workload = zoo.workload("frozen", global_batch=5)
     updates = list(all_updates(2, 1))
-    batches = batches_for_updates(workload, Coins(), updates, Slice(0, 1), 1, world, torch.float64, reverse)
+    batches = batches_for_updates(workload, RandomValues(), updates, Slice(0, 1), 1, world, torch.float64, reverse)
     return {
         (update.epoch, int(index)): float(value)
         for update, (part,) in zip(updates, batches, strict=True)
@@ -123,15 +124,15 @@ def coins(world: World, reverse: bool) -> dict[tuple[int, int], float]:
     }
 
 
-def test_randomness_belongs_to_the_sample(ranks: Any) -> None:
-    """The same sample of the same epoch is augmented the same way wherever it stands; another epoch differently."""
-    (forward,), (backward,) = ranks(1, coins, False), ranks(1, coins, True)
+def test_augmentation_depends_only_on_epoch_and_sample(ranks: Any) -> None:
+    """The order in which samples are read does not matter. A different epoch draws different values."""
+    (forward,), (backward,) = ranks(1, random_values_of_two_epochs, False), ranks(1, random_values_of_two_epochs, True)
     assert forward == backward
     assert len(set(forward.values())) == 10
 
 
-def test_mix_is_a_good_seed() -> None:
-    """Neighbouring (seed, epoch, sample) give unrelated seeds, and order matters."""
+def test_mix_gives_distinct_seeds() -> None:
+    """Neighbouring (seed, epoch, sample) give distinct seeds, and the order of the arguments matters."""
     seeds = {mix(a, b, c) for a in range(20) for b in range(20) for c in range(20)}
     assert len(seeds) == 8000
     assert mix(1, 2) != mix(2, 1)
@@ -139,30 +140,30 @@ def test_mix_is_a_good_seed() -> None:
 
 
 def test_map_tensors_keeps_structures() -> None:
-    """Dicts, tuples, lists and named tuples come back as what they were; other values untouched."""
+    """Dicts, tuples, lists and named tuples keep their types. Other values are unchanged."""
     from collections import namedtuple
 
-    pair = namedtuple("pair", "left right")
-    value = {"a": torch.ones(1), "b": (torch.ones(1), "text"), "c": [1], "d": pair(torch.ones(1), None)}
+    Pair = namedtuple("Pair", "left right")
+    value = {"a": torch.ones(1), "b": (torch.ones(1), "text"), "c": [1], "d": Pair(torch.ones(1), None)}
     changed = map_tensors(value, lambda tensor: tensor + 1)
     assert changed["a"].item() == 2
     assert changed["b"][0].item() == 2
     assert changed["b"][1] == "text"
     assert changed["c"] == [1]
-    assert isinstance(changed["d"], pair)
+    assert isinstance(changed["d"], Pair)
     assert changed["d"].left.item() == 2
 
 
-class Noisy(TensorDataset):
-    """Rows, to which reading adds something: no plain TensorDataset."""
+class NoisyRows(TensorDataset):
+    """A TensorDataset whose `__getitem__` adds random noise."""
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
         value, target = super().__getitem__(index)
         return value + torch.rand(()), target
 
 
-class InBatches(TensorDataset):
-    """Rows that its own code reads, many at once, and says that it draws nothing at random."""
+class BatchedRows(TensorDataset):
+    """A deterministic TensorDataset that reads many rows at once with `__getitems__`."""
 
     deterministic = True
 
@@ -170,8 +171,8 @@ class InBatches(TensorDataset):
         return [(self.tensors[0][index] * 2, self.tensors[1][index]) for index in indices]
 
 
-def fetched(dataset: Any, workers: int, collate: Any = None) -> list[Any]:
-    """Input and target of each batch of an epoch."""
+def batches_of_one_epoch(dataset: Any, workers: int, collate: Any = None) -> list[Any]:
+    """Return input and target of each micro-batch of an epoch."""
     workload = dataclasses.replace(zoo.workload("frozen"), global_batch=4, collate=collate)
     world = World(0, 1, 0, 1, torch.device("cpu"), "gloo", 1, workers, 60.0, None, None)  # type: ignore[arg-type]
     updates = all_updates(3, 3)
@@ -179,56 +180,56 @@ def fetched(dataset: Any, workers: int, collate: Any = None) -> list[Any]:
     return [(batch.input, batch.target) for parts in batches for batch in parts]
 
 
-@pytest.mark.parametrize("kind", [TensorDataset, Noisy, InBatches])
-def test_rows_at_once_are_rows_one_by_one(kind: type[TensorDataset]) -> None:
-    """With or without loader workers, plain rows or what a subclass makes of them: the same batches."""
+@pytest.mark.parametrize("kind", [TensorDataset, NoisyRows, BatchedRows])
+def test_rows_read_in_batches_equal_rows_read_one_by_one(kind: type[TensorDataset]) -> None:
+    """With and without loader workers the batches are equal, for a plain TensorDataset and for subclasses."""
     dataset = kind(torch.arange(20.0).reshape(10, 2), torch.arange(10))
-    here, in_worker = fetched(dataset, 0), fetched(dataset, 1)
+    in_process, in_worker = batches_of_one_epoch(dataset, 0), batches_of_one_epoch(dataset, 1)
     order = epoch_order(10, 0, 0).tolist()
-    for (value, target), (other, same) in zip(here, in_worker, strict=True):
-        assert torch.equal(value, other)
-        assert torch.equal(target, same)
-    assert torch.cat([target for _, target in here]).tolist() == order
-    for value, target in here:
+    for (value, target), (worker_value, worker_target) in zip(in_process, in_worker, strict=True):
+        assert torch.equal(value, worker_value)
+        assert torch.equal(target, worker_target)
+    assert torch.cat([target for _, target in in_process]).tolist() == order
+    for value, target in in_process:
         rows = torch.stack([dataset.tensors[0][index] for index in target.tolist()])
         if kind is TensorDataset:
             assert torch.equal(value, rows)
-        elif kind is InBatches:
+        elif kind is BatchedRows:
             assert torch.equal(value, rows * 2)
         else:
             noise = value - rows
             assert noise.min() > 0
-            assert len({float(row[0]) for row in noise}) == len(noise)  # each sample has its own
+            assert len({float(row[0]) for row in noise}) == len(noise)  # each sample has different noise
 
 
-def test_a_collate_of_ones_own_sees_samples() -> None:
-    """It gets a list of samples, also of a TensorDataset."""
+def test_custom_collate_gets_a_list_of_samples() -> None:
+    """It gets a list of samples from a TensorDataset, too."""
     dataset = TensorDataset(torch.arange(20.0).reshape(10, 2), torch.arange(10))
 
     def collate(samples: list[Any]) -> Any:
         return torch.stack([value for value, _ in samples]) + 1, [int(target) for _, target in samples]
 
-    found = fetched(dataset, 0, collate)
-    assert [index for _, targets in found for index in targets] == epoch_order(10, 0, 0).tolist()
-    assert torch.equal(found[0][0], dataset.tensors[0][found[0][1]] + 1)
+    batches = batches_of_one_epoch(dataset, 0, collate)
+    assert [index for _, targets in batches for index in targets] == epoch_order(10, 0, 0).tolist()
+    assert torch.equal(batches[0][0], dataset.tensors[0][batches[0][1]] + 1)
 
 
-def test_updates_are_made_when_they_are_asked_for() -> None:
-    """A training of 10^15 updates has no list of them; a part of it is one as well."""
+def test_updates_are_created_lazily() -> None:
+    """A training of 10^15 updates is not stored as a list, and neither is a slice of it."""
     updates = all_updates(10**15, 7)
     assert len(updates) == 10**15
     assert updates[10**14] == Update(10**14, 10**14 // 7, 10**14 % 7)
-    later = updates[10**14 :]
-    assert (len(later), later[0], later[-1]) == (9 * 10**14, updates[10**14], updates[10**15 - 1])
-    assert list(itertools.islice(later, 3)) == list(updates[10**14 : 10**14 + 3])
+    last_updates = updates[10**14 :]
+    assert (len(last_updates), last_updates[0], last_updates[-1]) == (9 * 10**14, updates[10**14], updates[10**15 - 1])
+    assert list(itertools.islice(last_updates, 3)) == list(updates[10**14 : 10**14 + 3])
     assert list(updates[2:2]) == []
     with pytest.raises(IndexError):
         updates[10**15]
 
 
-def test_the_order_of_an_epoch_takes_four_bytes_a_sample() -> None:
-    """The permutation is that of the eight bytes that torch takes by itself."""
+def test_epoch_order_is_stored_as_int32() -> None:
+    """The permutation equals the int64 permutation of `torch.randperm`."""
     order = epoch_order(100_003, 5, 2)
     assert order.element_size() == 4
-    wide = torch.randperm(100_003, generator=torch.Generator().manual_seed(7))
-    assert torch.equal(order.to(torch.int64), wide)
+    int64_order = torch.randperm(100_003, generator=torch.Generator().manual_seed(7))
+    assert torch.equal(order.to(torch.int64), int64_order)
