@@ -1,7 +1,6 @@
-"""What an update asks of a CUDA device, under every strategy: no waiting, no copying, not too many operators.
+"""Updates on a CUDA device, under every strategy: host synchronizations, copies and number of operators.
 
-There is no device: tensors are fake, and so is the process group (fake_cuda.py). What a real one computes, and how
-fast, only a real one tells.
+Tensors and the process group are fake (fake_cuda.py), so no GPU is needed. Results and speed are not tested here.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ import fake_cuda
 from everyrank.layout import STRATEGIES, parse_layout
 from forkserver import ForkServer
 
-# (workload, layout, rank, ranks) -> operators that an update may take. Most are the model's own: those of `single`
-# say how many. Versions of torch differ by a few. The CPU wheel counts what a CUDA build does (fake_cuda.py).
+# (workload, layout, rank, ranks) -> maximum number of operators in an update. Most are the model's: compare with
+# `single`. Versions of torch differ by a few. The CPU wheel gives the counts of a CUDA build (fake_cuda.py).
 BUDGETS: dict[tuple[str, str, int, int], int] = {
     ("text", "single", 0, 1): 290,
     ("text", "single:precision=bf16", 0, 1): 380,
@@ -50,8 +49,8 @@ BUDGETS: dict[tuple[str, str, int, int], int] = {
     ("text", "parameter_server", 1, 2): 280,
 }
 
-# Where the host has to wait, how often in an update, and why
-REASONS: dict[tuple[str, str], tuple[int, str]] = {
+# (workload, layout) -> number of host synchronizations in an update, and their reason
+EXPECTED_WAITS: dict[tuple[str, str], tuple[int, str]] = {
     ("text", "single:precision=fp16"): (1, "an update that overflows in fp16 is left out: the host decides"),
     ("experts", "single"): (2, "the built-in model cuts tokens into as many pieces as experts, once a block"),
     ("experts", "expert"): (4, "how many rows travel to and from other ranks; and the model's own, once a block"),
@@ -59,14 +58,14 @@ REASONS: dict[tuple[str, str], tuple[int, str]] = {
     ("text", "parameter_server"): (1, "servers read loss and count, which travel ahead of the gradients"),
 }
 
-NOT_PRETENDED = {
+NOT_SIMULATED = {
     "horovod": "its operators are Horovod's, which has to be built with CUDA",
 }
 
 
 @pytest.fixture(scope="module")
 def report(python: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """All cases, in one process of their own: the guard for fake tensors stays in it."""
+    """The report of all cases, from one process: the patches for fake tensors stay in that process."""
     path = tmp_path_factory.mktemp("fake_cuda") / "report.json"
     child = python.fork(fake_cuda.write_report, list(BUDGETS), path)
     try:
@@ -84,28 +83,28 @@ def row_of(report: dict[str, Any], case: tuple[str, str, int, int]) -> dict[str,
 
 
 @pytest.mark.parametrize("case", BUDGETS, ids=lambda case: "-".join(map(str, case)))
-def test_no_wait(report: dict[str, Any], case: tuple[str, str, int, int]) -> None:
-    """The host never waits for the device within an update, but where a reason is given; nor does it copy."""
+def test_update_has_no_unexpected_host_synchronization(report: dict[str, Any], case: tuple[str, str, int, int]) -> None:
+    """The host waits for the device only as often as EXPECTED_WAITS allows, and copies no more often than that."""
     row = row_of(report, case)
-    num_waits, _ = REASONS.get(case[:2], (0, ""))
+    num_waits, _ = EXPECTED_WAITS.get(case[:2], (0, ""))
     assert sum(row["waits"].values()) == num_waits, row["waits"]
     assert sum(row["copies"].values()) <= num_waits, row["copies"]
 
 
 @pytest.mark.parametrize("case", BUDGETS, ids=lambda case: "-".join(map(str, case)))
-def test_operators(report: dict[str, Any], case: tuple[str, str, int, int]) -> None:
-    """As many operators as the budget says, and not far fewer: a budget is to say something."""
+def test_number_of_operators_is_within_budget(report: dict[str, Any], case: tuple[str, str, int, int]) -> None:
+    """It is at least 80% of the budget, so that budgets stay tight."""
     operators = row_of(report, case)["operators"]
-    assert 0.8 * BUDGETS[case] <= sum(operators.values()) <= BUDGETS[case], _longest(operators)
+    assert 0.8 * BUDGETS[case] <= sum(operators.values()) <= BUDGETS[case], _most_frequent(operators)
 
 
-def _longest(operators: dict[str, int]) -> str:
+def _most_frequent(operators: dict[str, int]) -> str:
     rows = sorted(operators.items(), key=lambda row: -row[1])[:12]
-    return f"{sum(operators.values())} operators: " + "; ".join(f"{count} x {place}" for place, count in rows)
+    return f"{sum(operators.values())} operators: " + "; ".join(f"{count} x {name}" for name, count in rows)
 
 
-def test_the_watch_sees(report: dict[str, Any]) -> None:
-    """What is known to make the host wait is counted, and what does not is not: [waits, copies]."""
+def test_fake_device_counts_synchronizations_and_copies(report: dict[str, Any]) -> None:
+    """The values are [waits, copies] of operations whose behavior is known."""
     assert report["seen"] == {
         "float": [1, 0],
         "bool": [1, 0],
@@ -121,13 +120,13 @@ def test_the_watch_sees(report: dict[str, Any]) -> None:
     }
 
 
-def test_two_devices(report: dict[str, Any]) -> None:
-    """A model on two devices (devices=2): each takes the factor of its gradients, and one norm is that of both."""
+def test_clipping_of_a_model_on_two_devices(report: dict[str, Any]) -> None:
+    """The model is on two devices (devices=2). One norm covers both, and each device gets the scaling factor."""
     assert report["two devices"] == ""
 
 
-def test_every_strategy_is_there() -> None:
-    """A new strategy needs a case here, or a reason why it cannot be pretended."""
-    there = {parse_layout(layout).strategy for _, layout, _, _ in BUDGETS}
-    assert there | NOT_PRETENDED.keys() == STRATEGIES.keys()
-    assert not there & NOT_PRETENDED.keys()
+def test_every_strategy_has_a_case() -> None:
+    """A new strategy needs a case in BUDGETS, or a reason in NOT_SIMULATED."""
+    covered_strategies = {parse_layout(layout).strategy for _, layout, _, _ in BUDGETS}
+    assert covered_strategies | NOT_SIMULATED.keys() == STRATEGIES.keys()
+    assert not covered_strategies & NOT_SIMULATED.keys()

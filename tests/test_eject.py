@@ -1,4 +1,4 @@
-"""`everyrank eject`: a workload from outside the repository as a project of its own, which trains as `train` did."""
+"""`everyrank eject`: a user's workload is exported as a plain PyTorch project with the losses of `everyrank train`."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Tower(nn.Module):
 
 @pytest.fixture
 def outside(tmp_path: Path) -> Path:
-    """A folder with a workload, its neighbour and its data."""
+    """A folder with a workload file, a module that it imports, and its data."""
     import torch
 
     folder = tmp_path / "outside"
@@ -124,9 +124,10 @@ def outside(tmp_path: Path) -> Path:
     return folder
 
 
-def eject(cli: Cli, place: Path | str, project: Path, *words: object) -> Path:
-    done = cli.on_ranks(project.parent, "eject", place, project, *words)
-    assert done.status == 0, done.err
+def eject(cli: Cli, workload: Path | str, project: Path, *arguments: object) -> Path:
+    """Run `everyrank eject`, and return the folder of the project."""
+    ended = cli.on_ranks(project.parent, "eject", workload, project, *arguments)
+    assert ended.status == 0, ended.err
     return project
 
 
@@ -136,32 +137,37 @@ def losses_of_train(out: Path) -> list[float]:
 
 
 def said(text: str) -> tuple[list[float], dict[str, float]]:
-    """The losses that train.py has printed, and its last evaluation."""
+    """Return the losses that train.py printed, and the metrics of its last validation."""
     losses = [float(loss) for loss in re.findall(r"^update \d+ loss (\S+)$", text, re.MULTILINE)]
-    words = re.findall(r"^epoch \d+ (.*)$", text, re.MULTILINE)[-1].split()
-    return losses, {name: float(value) for name, value in zip(words[::2], words[1::2], strict=True)}
+    fields = re.findall(r"^epoch \d+ (.*)$", text, re.MULTILINE)[-1].split()
+    return losses, {name: float(value) for name, value in zip(fields[::2], fields[1::2], strict=True)}
 
 
-def compare(cli: Cli, folder: Path, place: Path | str, layout: str, size: int, *words: object) -> list[float]:
-    """Train under a layout, and the ejected project; the losses of both, which are equal to the last bit."""
-    project = eject(cli, place, folder / "project", "--layout", layout, "--processes", size, *words)
-    check_text(project)
+def compare_with_train(
+    cli: Cli, folder: Path, workload: Path | str, layout: str, size: int, *arguments: object
+) -> list[float]:
+    """Train under a layout with `everyrank train` and with the ejected project.
+
+    Check that all losses are bitwise equal, and return them.
+    """
+    project = eject(cli, workload, folder / "project", "--layout", layout, "--processes", size, *arguments)
+    check_source_code(project)
     layout = layout.replace("dataparallel", "single").replace("single:batch_norm=local", "single")  # without a GPU
-    ours = cli.on_ranks(
-        folder, "train", place, "--layout", layout, "--out", "run", "--save-every", 0, *words, size=size
+    train_ended = cli.on_ranks(
+        folder, "train", workload, "--layout", layout, "--out", "run", "--save-every", 0, *arguments, size=size
     )
-    assert ours.status == 0, ours.err
-    theirs = cli.on_ranks(project, script="train.py", size=size, PYTHONPATH="")
-    assert theirs.status == 0, theirs.err
-    losses, metrics = said(theirs.out)
+    assert train_ended.status == 0, train_ended.err
+    project_ended = cli.on_ranks(project, script="train.py", size=size, PYTHONPATH="")
+    assert project_ended.status == 0, project_ended.err
+    losses, metrics = said(project_ended.out)
     events = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
     assert metrics == [event["evaluation"] for event in events if event.get("evaluation")][-1]
     assert losses == losses_of_train(folder / "run")
     return losses
 
 
-def check_text(project: Path) -> None:
-    """No everyrank is imported; ruff finds nothing; every function of train.py says what it takes and gives."""
+def check_source_code(project: Path) -> None:
+    """Check that no file imports everyrank, that ruff passes, and that functions of train.py have annotations."""
     for file in project.glob("*.py"):
         tree = ast.parse(file.read_text())
         modules = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
@@ -170,21 +176,21 @@ def check_text(project: Path) -> None:
         assert "everyrank." not in file.read_text()
     for function in ast.walk(ast.parse((project / "train.py").read_text())):
         if isinstance(function, ast.FunctionDef):
-            arguments = [one for one in function.args.args if one.arg not in ("self", "_")]
+            arguments = [argument for argument in function.args.args if argument.arg not in ("self", "_")]
             assert function.returns is not None or function.name == "__init__", function.name
-            assert all(one.annotation is not None for one in arguments), function.name
-    own = [
+            assert all(argument.annotation is not None for argument in arguments), function.name
+    files = [
         str(file) for file in (project / "train.py", project / "task.py", project / "batch_norm.py") if file.exists()
     ]
-    for words in (["check", "--select", "E,F,B,I,UP,SIM,RET"], ["format", "--check"]):
-        done = subprocess.run(
-            [RUFF, *words, "--isolated", "--line-length", "120", "--target-version", "py311", *own],
+    for ruff_arguments in (["check", "--select", "E,F,B,I,UP,SIM,RET"], ["format", "--check"]):
+        ended = subprocess.run(
+            [RUFF, *ruff_arguments, "--isolated", "--line-length", "120", "--target-version", "py311", *files],
             capture_output=True,
             text=True,
             cwd=project,
             timeout=60,
         )
-        assert done.returncode == 0, done.stdout
+        assert ended.returncode == 0, ended.stdout
 
 
 @pytest.mark.parametrize(
@@ -200,22 +206,24 @@ def check_text(project: Path) -> None:
         pytest.param("fsdp", 2, marks=pytest.mark.integration),
     ],
 )
-def test_trains_as_train_does(layout: str, size: int, outside: Path, tmp_path: Path, cli: Cli) -> None:
-    """To the last bit, with clipping, a schedule, terms that are not counted and a ragged last batch."""
-    losses = compare(cli, tmp_path, outside / "points.py", layout, size)
+def test_losses_are_bitwise_equal_to_those_of_train(
+    layout: str, size: int, outside: Path, tmp_path: Path, cli: Cli
+) -> None:
+    """The workload has clipping, a schedule, uncounted loss terms and an uneven last batch."""
+    losses = compare_with_train(cli, tmp_path, outside / "points.py", layout, size)
     assert len(losses) == 6
     assert losses[-1] < losses[0]
 
 
-def test_comparison_can_fail(outside: Path, tmp_path: Path, cli: Cli) -> None:
-    """A script that forgets that DDP has averaged trains another training."""
+def test_script_with_a_wrong_gradient_factor_has_different_losses(outside: Path, tmp_path: Path, cli: Cli) -> None:
+    """Without the factor that undoes DDP's average, losses differ from the second update on."""
     project = eject(cli, outside / "points.py", tmp_path / "project", "--set", "clip=100.0")
     script = project / "train.py"
-    good = said(cli.on_ranks(project, script="train.py", size=2).out)[0]
+    correct_losses = said(cli.on_ranks(project, script="train.py", size=2).out)[0]
     script.write_text(script.read_text().replace("num_averaged * BATCH / total[1]", "BATCH / total[1]"))
-    bad = said(cli.on_ranks(project, script="train.py", size=2).out)[0]
-    assert good[0] == bad[0]
-    assert good[1:] != bad[1:]
+    wrong_losses = said(cli.on_ranks(project, script="train.py", size=2).out)[0]
+    assert correct_losses[0] == wrong_losses[0]
+    assert correct_losses[1:] != wrong_losses[1:]
 
 
 RICH = """
@@ -274,58 +282,58 @@ workload = everyrank.Workload(
         pytest.param("ddp:batch_norm=local,precision=fp16", 2, marks=pytest.mark.integration),
     ],
 )
-def test_says_what_a_workload_says(layout: str, size: int, tmp_path: Path, cli: Cli) -> None:
-    """Augmentation, dicts, collate, weights, batch norm over ranks, a plateau, micro-batches, a number of updates."""
+def test_all_features_of_a_workload_are_exported(layout: str, size: int, tmp_path: Path, cli: Cli) -> None:
+    """Augmentation, dict inputs, collate, sampling weights, BatchNorm, ReduceLROnPlateau, micro-batches and steps."""
     (tmp_path / "said.py").write_text(RICH)
-    assert len(compare(cli, tmp_path, tmp_path / "said.py", layout, size)) == 13
+    assert len(compare_with_train(cli, tmp_path, tmp_path / "said.py", layout, size)) == 13
 
 
-def test_built_in_workloads_stand_alone(tmp_path: Path) -> None:
-    """Every name in the one file is defined there or imported, and none from everyrank."""
+def test_source_of_built_in_workloads_is_one_file_without_everyrank(tmp_path: Path) -> None:
+    """Every name in the file is defined there or imported."""
     from everyrank.eject.sources import own_sources
     from everyrank.workload import BUILT_IN, Source
 
-    for place in BUILT_IN:
-        for name, text in own_sources(Source(place)).files.items():
+    for workload_name in BUILT_IN:
+        for name, text in own_sources(Source(workload_name)).files.items():
             (tmp_path / name).write_text(text)
             assert not re.search(r"^\s*(from|import) everyrank", text, re.MULTILINE), name
-    words = ["check", "--isolated", "--line-length", "120", "--select", "E,F,I"]
-    done = subprocess.run([RUFF, *words, tmp_path], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stdout
+    arguments = ["check", "--isolated", "--line-length", "120", "--select", "E,F,I"]
+    ended = subprocess.run([RUFF, *arguments, tmp_path], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stdout
     assert len(list(tmp_path.iterdir())) == len(BUILT_IN)
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("words", [("digits", "zero1", "--epochs", 1), ("text", "tensor", "--steps", 2)], ids=str)
-def test_built_in_workloads(words: tuple[Any, ...], tmp_path: Path, cli: Cli) -> None:
-    """All that a built-in workload is made of is in one file."""
-    name, layout, *rest = words
-    compare(cli, tmp_path, name, layout, 2, *rest)
+@pytest.mark.parametrize("arguments", [("digits", "zero1", "--epochs", 1), ("text", "tensor", "--steps", 2)], ids=str)
+def test_ejected_built_in_workloads_train(arguments: tuple[Any, ...], tmp_path: Path, cli: Cli) -> None:
+    """The losses equal those of `everyrank train`."""
+    name, layout, *rest = arguments
+    compare_with_train(cli, tmp_path, name, layout, 2, *rest)
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("launcher", ["spawn", "torchrun", "mpi"])
-def test_really_started(launcher: str, outside: Path, tmp_path: Path, cli: Cli) -> None:
-    """By the command of its README, without everyrank."""
+def test_command_in_the_readme_starts_the_project(launcher: str, outside: Path, tmp_path: Path, cli: Cli) -> None:
+    """It runs without everyrank."""
     if launcher == "mpi" and shutil.which("mpirun") is None:
         pytest.skip("there is no mpirun on this machine")
     project = eject(cli, outside / "points.py", tmp_path / "project", "--launcher", launcher)
-    ours = cli(tmp_path, "train", outside / "points.py", "--layout", "ddp", "--processes", 2, "--out", "run")
-    assert ours.status == 0, ours.err
+    train_ended = cli(tmp_path, "train", outside / "points.py", "--layout", "ddp", "--processes", 2, "--out", "run")
+    assert train_ended.status == 0, train_ended.err
     command = (project / "README.md").read_text().split("requirements.txt\n")[1].splitlines()[0].split()
-    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    allow_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = {**os.environ, **as_root, "PATH": path, "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {**os.environ, **allow_root, "PATH": path, "GLOO_SOCKET_IFNAME": "lo"}
     environment.pop("PYTHONPATH", None)
     if launcher == "mpi":
         command.insert(1, "--oversubscribe")
-    done = subprocess.run(command, capture_output=True, text=True, cwd=project, env=environment, timeout=200)
-    assert done.returncode == 0, done.stderr
-    assert said(done.stdout)[0] == losses_of_train(tmp_path / "run")
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=project, env=environment, timeout=200)
+    assert ended.returncode == 0, ended.stderr
+    assert said(ended.stdout)[0] == losses_of_train(tmp_path / "run")
     assert (project / "weights.pt").exists()
 
 
-PLACES = {
+LAUNCHER_ENVIRONMENTS = {
     "slurm": (
         {
             "SLURM_STEP_ID": "1",
@@ -356,28 +364,30 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("launcher", PLACES)
-def test_place_of_a_rank(launcher: str, outside: Path, tmp_path: Path, cli: Cli, monkeypatch: Any) -> None:
-    """Read as each launcher says it; started by nobody, one line says how."""
+@pytest.mark.parametrize("launcher", LAUNCHER_ENVIRONMENTS)
+def test_rank_is_read_from_the_variables_of_the_launcher(
+    launcher: str, outside: Path, tmp_path: Path, cli: Cli, monkeypatch: Any
+) -> None:
+    """Without these variables, the script exits with one line that names the launcher."""
     project = eject(cli, outside / "points.py", tmp_path / "project", "--launcher", launcher)
     tree = ast.parse((project / "train.py").read_text())
-    wanted = ("find_place", "VARIABLES", "os")
-    body = [node for node in tree.body if wanted[0] == getattr(node, "name", "") or wanted[1] in ast.unparse(node)[:9]]
+    names = ("find_place", "VARIABLES", "os")
+    body = [node for node in tree.body if names[0] == getattr(node, "name", "") or names[1] in ast.unparse(node)[:9]]
     module: dict[str, Any] = {"os": os}
     exec(compile(ast.Module(body, []), "train.py", "exec"), module)
     with pytest.raises(SystemExit, match=f"not started by {'srun' if launcher == 'slurm' else launcher[:3]}"):
         module["find_place"]()
-    environment, place = PLACES[launcher]
+    environment, expected = LAUNCHER_ENVIRONMENTS[launcher]
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert module["find_place"]() == place
+    assert module["find_place"]() == expected
     if launcher == "slurm":
         subprocess.run(["bash", "-n", project / "train.sbatch"], check=True, timeout=20)
         assert "--ntasks-per-node=2" in (project / "train.sbatch").read_text()
 
 
 @pytest.mark.parametrize(
-    ("words", "line"),
+    ("arguments", "error"),
     [
         (("--layout", "context"), "fsdp:replicate=N"),
         (("--layout", "fsdp:tensor=2"), "tensor= is a second axis"),
@@ -393,13 +403,15 @@ def test_place_of_a_rank(launcher: str, outside: Path, tmp_path: Path, cli: Cli,
         (("--set", "wdith=3"), "has no such setting"),
     ],
 )
-def test_refused(words: tuple[Any, ...], line: str, outside: Path, tmp_path: Path, capsys: Any) -> None:
-    """In one line, before anything is written."""
-    assert line in refused(capsys, "eject", outside / "points.py", tmp_path / "project", *words)
+def test_unsupported_arguments_are_refused(
+    arguments: tuple[Any, ...], error: str, outside: Path, tmp_path: Path, capsys: Any
+) -> None:
+    """The command prints one line and writes nothing."""
+    assert error in refused(capsys, "eject", outside / "points.py", tmp_path / "project", *arguments)
     assert not (tmp_path / "project").exists()
 
 
-CHANGES = {
+UNSUPPORTED_WORKLOADS = {
     "ema_decay": ('name="points",', 'name="points", ema_decay=0.9,'),
     "on_epoch": ('name="points",', 'name="points", on_epoch=print,'),
     "order='shard'": ('name="points",', 'name="points", order="shard",'),
@@ -408,19 +420,21 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("line", CHANGES)
-def test_refused_workload(line: str, outside: Path, tmp_path: Path, cli: Cli) -> None:
-    """What a plain script cannot have is named, with why."""
-    file = outside / "points.py"
-    file.write_text(file.read_text().replace(*CHANGES[line]))
-    done = cli.on_ranks(tmp_path, "eject", file, tmp_path / "project")
-    assert done.status == 2
-    assert line in one_line(done.err)
+@pytest.mark.parametrize("error", UNSUPPORTED_WORKLOADS)
+def test_workload_that_a_plain_script_cannot_support_is_refused(
+    error: str, outside: Path, tmp_path: Path, cli: Cli
+) -> None:
+    """The line names the unsupported feature, and why."""
+    workload_path = outside / "points.py"
+    workload_path.write_text(workload_path.read_text().replace(*UNSUPPORTED_WORKLOADS[error]))
+    ended = cli.on_ranks(tmp_path, "eject", workload_path, tmp_path / "project")
+    assert ended.status == 2
+    assert error in one_line(ended.err)
     assert not (tmp_path / "project").exists()
 
 
-def test_nothing_is_overwritten(outside: Path, tmp_path: Path, capsys: Any) -> None:
-    """A folder with a file in it stays as it is."""
+def test_non_empty_folder_is_refused(outside: Path, tmp_path: Path, capsys: Any) -> None:
+    """Its files are not changed."""
     project = tmp_path / "project"
     project.mkdir()
     (project / "train.py").write_text("mine")
