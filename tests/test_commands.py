@@ -1,4 +1,4 @@
-"""The commands as a person types them, end to end."""
+"""Commands from end to end: train, verify and new, and hints for flags of other tools."""
 
 from __future__ import annotations
 
@@ -79,25 +79,25 @@ class Tower(nn.Module):
 
 
 def test_train_digits(cli: Cli, tmp_path: Path) -> None:
-    """At least 97% of the held-out digits under ddp on two processes; a log line for each update."""
+    """ddp on two processes reaches 97% validation accuracy, and logs each update."""
     out = tmp_path / "out"
-    words = ("train", "digits", "--layout", "ddp", "--processes", "2", "--out", out)
-    done = cli(tmp_path, *words)
-    assert done.status == 0, done.err
-    assert done.err == ""
+    arguments = ("train", "digits", "--layout", "ddp", "--processes", "2", "--out", out)
+    ended = cli(tmp_path, *arguments)
+    assert ended.status == 0, ended.err
+    assert ended.err == ""
     (record,) = read_records(out / "record.json")
     assert record.metrics["top1"] >= 0.97
     rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     assert [row["loss"] for row in rows[:-1]] == record.loss
     assert rows[-1]["final"] == record.metrics
-    assert "top1 0.9" in done.out
+    assert "top1 0.9" in ended.out
     assert record.provenance["data_checksum"].startswith("sha256:")
 
 
-def test_an_interrupted_training_names_its_checkpoint(
+def test_interrupted_training_names_its_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And one that has saved nothing does not."""
+    """No checkpoint is named if none was saved."""
 
     def interrupted(*_arguments: object, saves: bool, **_options: object) -> None:
         if saves:
@@ -111,16 +111,16 @@ def test_an_interrupted_training_names_its_checkpoint(
         assert ("is of update 23" in capsys.readouterr().out) == saves
 
 
-def test_verify_a_persons_file(cli: Cli, tmp_path: Path) -> None:
-    """A file written as in the design, a model never seen, a neighbour import, another working directory."""
+def test_verify_workload_of_a_user(cli: Cli, tmp_path: Path) -> None:
+    """The file is in another folder, imports a module next to it, and has a model that everyrank does not know."""
     folder = tmp_path / "elsewhere"
     folder.mkdir()
     (folder / "my_workload.py").write_text(MY_WORKLOAD)
     (folder / "my_model.py").write_text(MY_MODEL)
     layouts = ["ddp", "zero1", "fsdp"]
-    words = ("verify", "elsewhere/my_workload.py", "--layout", *layouts, "--processes", "3")
-    done = cli(tmp_path, *words, "--json", "out.json", "--samples")
-    assert done.status == 0, done.err + done.out
+    arguments = ("verify", "elsewhere/my_workload.py", "--layout", *layouts, "--processes", "3")
+    ended = cli(tmp_path, *arguments, "--json", "out.json", "--samples")
+    assert ended.status == 0, ended.err + ended.out
     records = read_records(tmp_path / "out.json")
     assert [record.layout for record in records] == layouts
     for record in records:
@@ -132,26 +132,26 @@ def test_verify_a_persons_file(cli: Cli, tmp_path: Path) -> None:
         assert any("2 epochs of 50 samples, each read once" in line for line in record.parity.checks)
 
 
-def test_started_by_torchrun(python: ForkServer, tmp_path: Path) -> None:
-    """`torchrun -m everyrank train ...`: the ranks recognise who started them, and only rank 0 speaks."""
+def test_train_started_by_torchrun(python: ForkServer, tmp_path: Path) -> None:
+    """`torchrun -m everyrank train ...`: the ranks detect torchrun, and only rank 0 prints."""
     command = [
         python.programs / "torchrun", "--standalone", "--nproc-per-node", "2",
         "-m", "everyrank", "train", "digits", "--layout", "fsdp", "--steps", "5", "--out", "out",
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    environment["PYTHON_EXEC"] = str(python.programs / "python")  # torchrun starts its ranks by it
-    done = subprocess.run(
+    environment["PYTHON_EXEC"] = str(python.programs / "python")  # torchrun starts its ranks with this program
+    ended = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=environment, check=False
     )
-    assert done.returncode == 0, done.stderr
+    assert ended.returncode == 0, ended.stderr
     (record,) = read_records(tmp_path / "out" / "record.json")
     assert (record.launcher, record.world_size, len(record.loss)) == ("torchrun", 2, 5)
-    assert done.stdout.count("top1") == 1
+    assert ended.stdout.count("top1") == 1
 
 
 @pytest.mark.integration
-def test_run_from_python() -> None:
-    """A Workload that exists only here, lambdas and all, is sent by value."""
+def test_run_sends_a_workload_with_lambdas_to_the_ranks() -> None:
+    """The Workload exists only in this process, so it is pickled by value."""
     import zoo
 
     workload = Workload(
@@ -169,10 +169,10 @@ def test_run_from_python() -> None:
 
 
 @pytest.mark.integration
-def test_text_trains(cli: Cli, tmp_path: Path) -> None:
-    """The language model learns: far below the 5.55 nats of a uniform guess after fifteen updates."""
-    done = cli(tmp_path, "train", "text", "--layout", "single", "--steps", "15", "--out", "out")
-    assert done.status == 0, done.err
+def test_text_loss_decreases(cli: Cli, tmp_path: Path) -> None:
+    """After 15 updates the loss is far below the 5.55 nats of a uniform distribution."""
+    ended = cli(tmp_path, "train", "text", "--layout", "single", "--steps", "15", "--out", "out")
+    assert ended.status == 0, ended.err
     (record,) = read_records(tmp_path / "out" / "record.json")
     assert record.loss[0] == pytest.approx(math.log(256), rel=0.02)
     assert record.loss[-1] < 4.2
@@ -180,8 +180,8 @@ def test_text_trains(cli: Cli, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "millions"), [("text", 0.9), ("text-medium", 38), ("text-124m", 124)])
-def test_text_sizes(name: str, millions: float) -> None:
-    """The names keep what they promise, without building 124 million numbers."""
+def test_number_of_parameters_of_text_workloads(name: str, millions: float) -> None:
+    """It agrees with the name. The models are built on the meta device."""
     import torch
 
     with torch.device("meta"):
@@ -191,8 +191,8 @@ def test_text_sizes(name: str, millions: float) -> None:
     assert tied.head.weight is tied.embedding.weight
 
 
-def test_new(tmp_path: Path, capsys: Any) -> None:
-    """A recipe printed, written with its data beside it, and never over a file that is there."""
+def test_new_lists_prints_and_writes_recipes(tmp_path: Path, capsys: Any) -> None:
+    """A written recipe has its data next to it. An existing file is not overwritten."""
     assert main(["new", "--list"]) == 0
     listed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
     assert listed[:2] == ["single", "ddp_torchrun"]
@@ -214,7 +214,7 @@ def test_new(tmp_path: Path, capsys: Any) -> None:
 
 
 def test_new_writes_the_module_that_a_recipe_imports(tmp_path: Path, capsys: Any) -> None:
-    """digits.py next to the script; the user's own is kept, with a note if it differs."""
+    """It writes digits.py next to the script. An existing digits.py is kept, with a note if it differs."""
     assert main(["new", "ddp_torchrun", str(tmp_path / "train.py")]) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["digits.csv.gz", "digits.py", "train.py"]
     assert main(["new", "fsdp", str(tmp_path / "fsdp.py")]) == 0
@@ -230,43 +230,46 @@ def test_new_writes_the_module_that_a_recipe_imports(tmp_path: Path, capsys: Any
 
 
 @pytest.mark.parametrize(
-    ("name", "merged"), [("ddp_tcp", "ddp_by_hand"), ("ddp_env", "ddp_by_hand"), ("parameter_averaging", "local_sgd")]
+    ("name", "current_name"),
+    [("ddp_tcp", "ddp_by_hand"), ("ddp_env", "ddp_by_hand"), ("parameter_averaging", "local_sgd")],
 )
-def test_new_by_an_earlier_name(name: str, merged: str, capsys: Any) -> None:
-    """It writes the recipe that contains the earlier one, and one line says so."""
+def test_new_accepts_former_recipe_names(name: str, current_name: str, capsys: Any) -> None:
+    """It prints the recipe that replaced the former one, and a note on stderr."""
     assert main(["new", name]) == 0
     written = capsys.readouterr()
     assert len(written.err.splitlines()) == 1
-    assert f"{name} is now {merged}" in written.err
-    assert main(["new", merged]) == 0
+    assert f"{name} is now {current_name}" in written.err
+    assert main(["new", current_name]) == 0
     assert capsys.readouterr() == (written.out, "")
 
 
-@pytest.mark.parametrize("words", ["new pipeline -", "new pipeline", "new --list"])
-def test_a_recipe_on_the_screen(words: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """To the byte, in any locale, without torch, and nothing else; a reader that has gone (`| head`) is no error."""
-    command = [sys.executable, "-m", "everyrank", *words.split()]
+@pytest.mark.parametrize("arguments", ["new pipeline -", "new pipeline", "new --list"])
+def test_printed_recipe_is_unchanged_in_any_locale(
+    arguments: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The command does not import torch and writes no file. A closed pipe (`| head`) is not an error."""
+    command = [sys.executable, "-m", "everyrank", *arguments.split()]
     no_torch = tmp_path_factory.mktemp("no_torch")
     (no_torch / "torch.py").write_text(
         "raise ImportError('this command needs no torch, which takes seconds to import')"
     )
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUNBUFFERED": "", "PYTHONPATH": str(no_torch)}
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=60, check=True, env=environment)
-    if "--list" not in words:
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=60, check=True, env=environment)
+    if "--list" not in arguments:
         recipe = importlib.resources.files("everyrank.recipes") / "pipeline.py"
-        assert (done.stdout, done.stderr) == (recipe.read_bytes(), b"")
+        assert (ended.stdout, ended.stderr) == (recipe.read_bytes(), b"")
     assert not list(tmp_path.iterdir())
     read, write = os.pipe()
     os.close(read)
-    gone = subprocess.run(
+    ended_without_reader = subprocess.run(
         command, cwd=tmp_path, stdout=write, stderr=subprocess.PIPE, timeout=60, check=False, env=environment
     )
     os.close(write)
-    assert (gone.returncode, gone.stderr) == (0, b"")
+    assert (ended_without_reader.returncode, ended_without_reader.stderr) == (0, b"")
 
 
 def test_sample_errors() -> None:
-    """What the check of the samples says of a padded sampler, a stream read twice, a sample left out."""
+    """Errors are reported for samples that are read twice or never."""
     assert sample_errors([2, 0, 1], 3, "epoch 0") == []
     [repeated] = sample_errors([0, 1, 2, 0], 3, "epoch 0")
     assert re.match(r"epoch 0: 1 of 3 samples .* more than once.* 0$", repeated)
@@ -275,7 +278,8 @@ def test_sample_errors() -> None:
     assert re.match(r"evaluation: 1 of 3 samples .* more than once.* 0$", repeated)
 
 
-def audit_in_ranks(world: Any, mutation: str) -> list[str]:
+def check_samples_with_mutation(world: Any, mutation: str) -> list[str]:
+    """Return the errors of the sample check after this mutation of the data order or the mesh."""
     from unittest import mock
 
     import everyrank.data.parts as parts
@@ -295,18 +299,18 @@ def audit_in_ranks(world: Any, mutation: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("mutation", "words"),
+    ("mutation", "expected"),
     [("", None), ("same slice", "read more than once"), ("epoch not set", "has the order of epoch 0")],
 )
-def test_check_of_samples(ranks: Any, mutation: str, words: str | None) -> None:
-    """The check is silent where samples are read once, and names what is wrong where they are not."""
-    for problems in ranks(3, audit_in_ranks, mutation):
-        assert bool(problems) == (words is not None)
-        assert words is None or words in " ".join(problems)
+def test_sample_check_detects_wrong_slices_and_order(ranks: Any, mutation: str, expected: str | None) -> None:
+    """Without a mutation it reports no error."""
+    for errors in ranks(3, check_samples_with_mutation, mutation):
+        assert bool(errors) == (expected is not None)
+        assert expected is None or expected in " ".join(errors)
 
 
 @pytest.mark.parametrize(
-    ("words", "today"),
+    ("arguments", "hint"),
     [
         ("train digits --local_rank=0", "--local_rank: "),
         ("train digits --local-rank 0", "--local-rank: "),
@@ -336,21 +340,21 @@ def test_check_of_samples(ranks: Any, mutation: str, words: str | None) -> None:
         ("new nonsense", "'nonsense'; everyrank new --list"),
     ],
 )
-def test_old_words_are_answered(words: str, today: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """What was right elsewhere is answered by one line that says today's."""
-    assert today in refused(capsys, *words.split())
+def test_flags_of_other_tools_get_a_hint(arguments: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The error names the flag or recipe of everyrank that has the same purpose."""
+    assert hint in refused(capsys, *arguments.split())
 
 
-def test_hints_say_what_there_is() -> None:
-    """A flag of a command that trains needs no hint, and what hints name is there."""
+def test_hints_name_existing_flags_and_recipes() -> None:
+    """No flag of train, verify or bench has a hint."""
     from everyrank.cli import _parser
     from everyrank.commands.suggestions import _FLAGS, _RECIPES
 
     parsers = _parser()._subparsers._group_actions[0].choices
     flags = {name: set(parser._option_string_actions) for name, parser in parsers.items()}
     assert not (flags["train"] | flags["verify"] | flags["bench"]) & set(_FLAGS)
-    known = set().union(*flags.values())
-    said = {word.strip(",.;") for line in _FLAGS.values() for word in line.split() if word.startswith("--")}
-    assert said <= known
-    names = {path.stem for path in (Path(importlib.resources.files("everyrank.recipes"))).iterdir()}
-    assert {ours for ours, _ in _RECIPES.values()} <= names
+    all_flags = set().union(*flags.values())
+    flags_in_hints = {word.strip(",.;") for line in _FLAGS.values() for word in line.split() if word.startswith("--")}
+    assert flags_in_hints <= all_flags
+    recipes = {path.stem for path in (Path(importlib.resources.files("everyrank.recipes"))).iterdir()}
+    assert {recipe for recipe, _ in _RECIPES.values()} <= recipes
