@@ -1,7 +1,7 @@
-"""Every mistake one can make at the command line: its exit status, and the one line that is read.
+"""Invalid command lines and workloads: the exit status, and the one line of the error.
 
-0 all held; 1 a check failed; 2 the call or the workload is wrong; 3 what was asked for by name cannot run here;
-4 the run failed.
+Exit status: 0 success; 1 a check failed; 2 invalid arguments or workload; 3 this machine cannot run the requested
+layout, device or backend; 4 the run failed.
 """
 
 import json
@@ -71,14 +71,17 @@ def write_workload(folder: Path, changes: str = "") -> Path:
     return path
 
 
-def here(path: Path) -> int:
-    """The number of the line that ends in `# here`."""
+def line_of_mark(path: Path) -> int:
+    """Return the number of the line that ends in `# here`."""
     lines = path.read_text(encoding="utf-8").splitlines()
     return next(number for number, line in enumerate(lines, 1) if line.endswith("# here"))
 
 
-def the_line(stderr: str, folder: Path, frames: bool = False) -> str:
-    """The one line on stderr. With `frames`, the line before it names a log with the person's own frames."""
+def error_line(stderr: str, folder: Path, frames: bool = False) -> str:
+    """Return the one line of the error.
+
+    With `frames`, the line before it names a log with the traceback of the user code.
+    """
     lines = stderr.splitlines()
     if frames:
         assert len(lines) == 2, stderr
@@ -89,34 +92,35 @@ def the_line(stderr: str, folder: Path, frames: bool = False) -> str:
     return one_line("\n".join(lines)).removeprefix("everyrank: ")
 
 
-HERE = 0  # instead of a number of ranks: this process is the only rank, as if somebody had started it as one
+IN_PROCESS = 0  # as the number of ranks: this process is the only rank, as if a launcher had started it
 
 
 @pytest.fixture
 def fails(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[int, str]]]:
-    """Train a workload file that is wrong, on so many ranks: the exit status and the line."""
+    """A function that trains an invalid workload on this many ranks, and returns the exit status and the error."""
 
-    def train_here(path: Path) -> tuple[int, str]:
-        with socket.socket() as listening:
-            listening.bind(("127.0.0.1", 0))
-            port = listening.getsockname()[1]
-        started = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
-        for name, value in {**started, "MASTER_ADDR": "127.0.0.1", "TORCHINDUCTOR_CACHE_DIR": tmp_path}.items():
+    def train_in_process(path: Path) -> tuple[int, str]:
+        with socket.socket() as server:
+            server.bind(("127.0.0.1", 0))
+            port = server.getsockname()[1]
+        launcher_variables = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
+        other_variables = {"MASTER_ADDR": "127.0.0.1", "TORCHINDUCTOR_CACHE_DIR": tmp_path}
+        for name, value in {**launcher_variables, **other_variables}.items():
             monkeypatch.setenv(name, str(value))
         monkeypatch.setattr(sys, "path", list(sys.path))
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-        with pytest.raises(EveryrankError) as caught:
+        with pytest.raises(EveryrankError) as error:
             run(Source(str(path)), Layout("single"), Launch(device="cpu"), show=False)
-        return caught.value.exit_status, str(caught.value)
+        return error.value.exit_status, str(error.value)
 
     def call(path: Path, processes: int, frames: bool = False) -> tuple[int, str]:
-        if processes == HERE:
-            status, line = train_here(path)
+        if processes == IN_PROCESS:
+            status, line = train_in_process(path)
             assert "\n" not in line
             return status, line
-        words = ["--layout", "ddp", "--processes", str(processes)] if processes > 1 else []
-        ran = cli(tmp_path, "train", path.name, *words)
-        return ran.status, the_line(ran.err, tmp_path, frames)
+        arguments = ["--layout", "ddp", "--processes", str(processes)] if processes > 1 else []
+        ended = cli(tmp_path, "train", path.name, *arguments)
+        return ended.status, error_line(ended.err, tmp_path, frames)
 
     yield call
     if dist.is_initialized():
@@ -129,7 +133,7 @@ def fails(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 def refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Iterator[Callable[..., str]]:
-    """Calls that are refused before any process is started: the line. Whoever starts one fails the test."""
+    """A function that runs a refused command and returns the error. Starting any process fails the test."""
 
     def start(*_: object, **__: object) -> None:
         raise AssertionError("a process was started for a call that is wrong")
@@ -138,17 +142,17 @@ def refused(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(subprocess, "Popen", start)
 
-    def call(*words: str, status: int = 2) -> str:
-        assert main(words) == status
-        shown = capsys.readouterr()
-        assert shown.out == ""
-        return the_line(shown.err, tmp_path)
+    def call(*arguments: str, status: int = 2) -> str:
+        assert main(arguments) == status
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        return error_line(captured.err, tmp_path)
 
     yield call
     signal.signal(signal.SIGTERM, before)
 
 
-CALLS = [
+INVALID_COMMANDS = [
     # unknown layouts and keys
     ("train digits --layout dpd", ["'dpd'", "did you mean ddp", "give one of"]),
     ("verify digits --layout ddp nosuch", ["'nosuch'", "give one of"]),
@@ -184,7 +188,7 @@ CALLS = [
     ("train digits --launcher ssh", ["--launcher ssh", "spawn, torchrun"]),
     # settings
     ("train digits --set lr", ["--set lr", "key=value"]),
-    # words
+    # commands and flags
     ("nosuch", ["'nosuch'", "--help"]),
     ("train", ["WORKLOAD", "--help"]),
     ("train digits --nosuch 3", ["--nosuch", "--help"]),
@@ -195,23 +199,25 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize(("words", "fragments"), CALLS, ids=[words or "nothing" for words, _ in CALLS])
-def test_a_wrong_call(refused: Callable[..., str], words: str, fragments: list[str]) -> None:
-    """Status 2, and one line with the value, the rule and the fix; no rank was started to find it."""
-    line = refused(*words.split())
+@pytest.mark.parametrize(
+    ("command", "fragments"), INVALID_COMMANDS, ids=[command or "nothing" for command, _ in INVALID_COMMANDS]
+)
+def test_invalid_command_is_refused(refused: Callable[..., str], command: str, fragments: list[str]) -> None:
+    """Exit status 2, and one line with the value, the rule and the fix. No rank is started."""
+    line = refused(*command.split())
     for fragment in fragments:
         assert fragment in line
 
 
-@pytest.mark.parametrize("words", ["checkpoint inspect", "train digits --resume", "train digits --out"])
-def test_a_name_that_is_too_long(refused: Callable[..., str], words: str) -> None:
-    """It is the call that is wrong."""
-    assert "File name too long" in refused(*words.split(), "a" * 300)
+@pytest.mark.parametrize("command", ["checkpoint inspect", "train digits --resume", "train digits --out"])
+def test_file_name_that_is_too_long_is_refused(refused: Callable[..., str], command: str) -> None:
+    """The exit status is 2."""
+    assert "File name too long" in refused(*command.split(), "a" * 300)
 
 
 @pytest.mark.parametrize("content", ["", "[1]", "[]", "{}", '[{"schema": 99}]', "[" * 200_000])
-def test_a_report_of_no_records(refused: Callable[..., str], tmp_path: Path, content: str) -> None:
-    """A foreign file is refused by name."""
+def test_report_of_a_file_without_records_is_refused(refused: Callable[..., str], tmp_path: Path, content: str) -> None:
+    """The error names the file."""
     (tmp_path / "foreign.json").write_text(content)
     assert "foreign.json" in refused("report", "foreign.json")
 
@@ -219,18 +225,18 @@ def test_a_report_of_no_records(refused: Callable[..., str], tmp_path: Path, con
 NOT_WRITABLE = ["a_file/below", "a_file", "/proc/nosuch/below", "/dev/null/below"]
 
 
-@pytest.mark.parametrize("place", NOT_WRITABLE)
-def test_an_out_that_cannot_be_written(refused: Callable[..., str], tmp_path: Path, place: str) -> None:
-    """Found out before the training, not after it."""
+@pytest.mark.parametrize("path", NOT_WRITABLE)
+def test_out_that_cannot_be_written_is_refused(refused: Callable[..., str], tmp_path: Path, path: str) -> None:
+    """The error comes before the training."""
     (tmp_path / "a_file").write_text("mine")
-    line = refused("train", "digits", "--out", place)
-    assert place in line
+    line = refused("train", "digits", "--out", path)
+    assert path in line
     assert "cannot be written" in line
     assert (tmp_path / "a_file").read_text() == "mine"
 
 
 @pytest.mark.parametrize(
-    "words",
+    "command",
     [
         *(
             "train digits --json",
@@ -243,20 +249,20 @@ def test_an_out_that_cannot_be_written(refused: Callable[..., str], tmp_path: Pa
         *("bench digits --markdown", "report records.json --html", "report records.json --markdown", "new single"),
     ],
 )
-@pytest.mark.parametrize("place", ["a_file/below.x", "/proc/nosuch/below.x", "a_folder"])
-def test_an_output_file_that_cannot_be_written(
-    refused: Callable[..., str], tmp_path: Path, words: str, place: str
+@pytest.mark.parametrize("path", ["a_file/below.x", "/proc/nosuch/below.x", "a_folder"])
+def test_output_file_that_cannot_be_written_is_refused(
+    refused: Callable[..., str], tmp_path: Path, command: str, path: str
 ) -> None:
-    """The same for every other file; a folder is no file."""
+    """The path is in a file, in a missing folder, or is a folder."""
     (tmp_path / "a_file").write_text("mine")
     (tmp_path / "a_folder").mkdir()
     (tmp_path / "records.json").write_text("[]")
-    line = refused(*words.split(), place)
-    assert place in line
+    line = refused(*command.split(), path)
+    assert path in line
 
 
-def test_a_recipe_is_not_written_over_a_file(refused: Callable[..., str], tmp_path: Path) -> None:
-    """`everyrank new` must not take away what somebody wrote."""
+def test_new_does_not_overwrite_a_file(refused: Callable[..., str], tmp_path: Path) -> None:
+    """The error names the file."""
     (tmp_path / "mine.py").write_text("mine")
     line = refused("new", "single", "mine.py")
     assert "mine.py" in line
@@ -264,8 +270,8 @@ def test_a_recipe_is_not_written_over_a_file(refused: Callable[..., str], tmp_pa
     assert (tmp_path / "mine.py").read_text() == "mine"
 
 
-ONE_RANK = {
-    # words of the call, text of the file (None: none is written), fragments of the line, whether there are frames
+WORKLOADS_THAT_CANNOT_BE_LOADED = {
+    # command, text of my_workload.py (None: no file), fragments of the error, whether a traceback is logged
     "unknown name": ("train digit", None, ["'digit'", "did you mean digits", ".py"], False),
     "unknown setting": ("train digits --set colour=red", None, ["colour=red", "lr"], False),
     "setting that is refused": ("train digits --set batch=0", None, ["global_batch=0", "whole number"], False),
@@ -291,26 +297,26 @@ ONE_RANK = {
 }
 
 
-@pytest.mark.parametrize("case", ONE_RANK)
-def test_a_workload_that_cannot_be_had(cli: Cli, tmp_path: Path, case: str) -> None:
-    """Status 2 and one line, though it is a rank that imports the file."""
-    words, text, fragments, frames = ONE_RANK[case]
+@pytest.mark.parametrize("case", WORKLOADS_THAT_CANNOT_BE_LOADED)
+def test_workload_that_cannot_be_loaded(cli: Cli, tmp_path: Path, case: str) -> None:
+    """Exit status 2 and one line, although a rank imports the file."""
+    command, text, fragments, frames = WORKLOADS_THAT_CANNOT_BE_LOADED[case]
     if text is not None:
         (tmp_path / "my_workload.py").write_text(text)
     if frames:
-        ran = cli(tmp_path, *words.split())
-        found = (ran.status, ran.out, ran.err)
-    else:  # the same words from a rank that starts in no time
-        done = cli.on_ranks(tmp_path, *words.split())
-        found = (done.status, done.out, done.err)
-    assert found[:2] == (2, "")
-    line = the_line(found[2], tmp_path, frames)
+        ended = cli(tmp_path, *command.split())
+        status_and_output = (ended.status, ended.out, ended.err)
+    else:  # the same command in a rank that starts faster
+        ended_on_rank = cli.on_ranks(tmp_path, *command.split())
+        status_and_output = (ended_on_rank.status, ended_on_rank.out, ended_on_rank.err)
+    assert status_and_output[:2] == (2, "")
+    line = error_line(status_and_output[2], tmp_path, frames)
     for fragment in fragments:
         assert fragment in line
 
 
 RAISES = {
-    # what the file changes, what the line says after file and line, and on how many ranks it is tried
+    # changes to the file, the error after file and line number, number of ranks
     "model": ("def model():\n    raise RuntimeError('boom')  # here\n", "model: RuntimeError: boom", 2),
     "loss": ("def loss(output, target):\n    return 1 // 0, 1  # here\n", "loss: ZeroDivisionError", 2),
     "dataset": (
@@ -321,89 +327,99 @@ RAISES = {
         "__getitem__: KeyError: 'no such image'",
         2,
     ),
-    "optimizer": ("def optimizer(model):\n    raise ValueError('boom')  # here\n", "optimizer: ValueError: boom", HERE),
+    "optimizer": (
+        "def optimizer(model):\n    raise ValueError('boom')  # here\n",
+        "optimizer: ValueError: boom",
+        IN_PROCESS,
+    ),
     "forward": (
         "class Model(nn.Linear):\n"
         "    def forward(self, x):\n        raise RuntimeError('many\\nlines')  # here\n"
         "def model():\n    return Model(3, 2)\n",
         "forward: RuntimeError: many",
-        HERE,
+        IN_PROCESS,
     ),
 }
 
 
 @pytest.mark.parametrize("case", RAISES)
-def test_a_workload_whose_own_code_raises(fails: Callable[..., tuple[int, str]], tmp_path: Path, case: str) -> None:
-    """All ranks raise at the first update: the workload is wrong, not the run. File, line and function are named."""
+def test_exception_in_user_code_names_its_line(
+    fails: Callable[..., tuple[int, str]], tmp_path: Path, case: str
+) -> None:
+    """All ranks raise in the first update, so the exit status is that of an invalid workload."""
     changes, expected, processes = RAISES[case]
     path = write_workload(tmp_path, changes)
     status, line = fails(path, processes, frames=True)
     assert status == 2, line
-    assert f"my_workload.py:{here(path)} in {expected}" in line
+    assert f"my_workload.py:{line_of_mark(path)} in {expected}" in line
 
 
-def test_a_dataset_that_raises_in_a_loader_process(cli: Cli, tmp_path: Path) -> None:
-    """torch sends the traceback of a loader process as text: the place is still found."""
+def test_exception_in_a_loader_worker_names_its_line(cli: Cli, tmp_path: Path) -> None:
+    """torch sends the traceback of a loader worker as text. The line is parsed from it."""
     changes, expected, _ = RAISES["dataset"]
     path = write_workload(tmp_path, changes)
-    ran = cli(tmp_path, "train", path.name, "--workers", "1")
-    assert ran.status == 2, ran.err
-    line = the_line(ran.err, tmp_path, frames=True)
-    assert f"my_workload.py:{here(path)} in {expected}" in line
+    ended = cli(tmp_path, "train", path.name, "--workers", "1")
+    assert ended.status == 2, ended.err
+    line = error_line(ended.err, tmp_path, frames=True)
+    assert f"my_workload.py:{line_of_mark(path)} in {expected}" in line
 
 
-LENGTH = (
+DATASET_WITH_LENGTH = (
     "class Data(TensorDataset):\n    def __len__(self):\n        return {}\ntrain_data = lambda: Data(torch.zeros(4))\n"
 )
 
-WRONG = {
-    # what the file changes, fragments of the line, and on how many ranks it is tried
+INVALID_WORKLOADS = {
+    # changes to the file, fragments of the error, number of ranks
     "bare tensor": ("def loss(output, target):\n    return output.sum()\n", ["loss", "sum", "number of terms"], 1),
-    "sum with dimensions": ("def loss(output, target):\n    return output, 4\n", ["loss", "sum", "dimensions"], HERE),
-    "no module": ("def model():\n    return 'a model'\n", ["model()", "str", "nn.Module"], HERE),
-    "no optimizer": ("def optimizer(model):\n    return None\n", ["optimizer()", "NoneType", "Optimizer"], HERE),
+    "sum with dimensions": (
+        "def loss(output, target):\n    return output, 4\n",
+        ["loss", "sum", "dimensions"],
+        IN_PROCESS,
+    ),
+    "no module": ("def model():\n    return 'a model'\n", ["model()", "str", "nn.Module"], IN_PROCESS),
+    "no optimizer": ("def optimizer(model):\n    return None\n", ["optimizer()", "NoneType", "Optimizer"], IN_PROCESS),
     "no terms": ("def loss(output, target):\n    return output.sum() * 0, 0\n", ["loss", "0 terms"], 2),
     "too few samples": ("SAMPLES = 1\n", ["2 ranks", "1 sample", "--processes 1"], 2),
     "parameters of another model": (
         "other = nn.Linear(3, 2)\ndef optimizer(model):\n"
         "    return torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.01)\n",
         ["optimizer()", "2 parameters that are not the model's"],
-        HERE,
+        IN_PROCESS,
     ),
     "no parameters": (
         "def optimizer(model):\n"
         "    made = torch.optim.SGD(model.parameters(), lr=0.01)\n    made.param_groups.clear()\n    return made\n",
         ["optimizer()", "no parameters", "model.parameters()"],
-        HERE,
+        IN_PROCESS,
     ),
-    "a length below zero": (LENGTH.format("-1"), ["train_data", "has no length", ">= 0"], HERE),
-    "a length that does not fit": (LENGTH.format("10**30"), ["train_data", "has no length"], HERE),
+    "a length below zero": (DATASET_WITH_LENGTH.format("-1"), ["train_data", "has no length", ">= 0"], IN_PROCESS),
+    "a length that does not fit": (DATASET_WITH_LENGTH.format("10**30"), ["train_data", "has no length"], IN_PROCESS),
     "a seed of 70 bits": (
         "import functools\nWorkload = functools.partial(Workload, seed=2**70)\n",
         ["seed=1180591620717411303424"],
-        HERE,
+        IN_PROCESS,
     ),
-    "no samples": ("SAMPLES = 0\n", ["train_data", "empty"], HERE),
+    "no samples": ("SAMPLES = 0\n", ["train_data", "empty"], IN_PROCESS),
     "no pairs": (
         "def train_data():\n    return TensorDataset(torch.zeros(16, 3))\n",
         ["train_data", "(input, target)"],
-        HERE,
+        IN_PROCESS,
     ),
-    "no dataset": ("def train_data():\n    return iter([])\n", ["train_data", "__len__"], HERE),
+    "no dataset": ("def train_data():\n    return iter([])\n", ["train_data", "__len__"], IN_PROCESS),
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_a_workload_that_is_wrong(fails: Callable[..., tuple[int, str]], tmp_path: Path, case: str) -> None:
-    """What its functions return is checked when it is first seen: status 2, and the rule. No code of theirs raised."""
-    changes, fragments, processes = WRONG[case]
+@pytest.mark.parametrize("case", INVALID_WORKLOADS)
+def test_invalid_workload_is_refused(fails: Callable[..., tuple[int, str]], tmp_path: Path, case: str) -> None:
+    """Return values of its functions are checked at first use. The error names the rule, though no user code raised."""
+    changes, fragments, processes = INVALID_WORKLOADS[case]
     status, line = fails(write_workload(tmp_path, changes), processes)
     assert status == 2, line
     for fragment in fragments:
         assert fragment in line
 
 
-MIDDLE = """
+MODEL_WITH_NAN = """
 class Middle(nn.Module):
     calls = 0
 
@@ -423,14 +439,19 @@ class Model(nn.Module):
 model = Model
 """
 
-NOT_A_NUMBER = {
-    # what the file changes, the update, what of the first bad tensor has to be named, on how many ranks it is tried
-    "from a forward pass on": (MIDDLE.format(condition="Middle.calls >= 4", before=""), 3, "middle", 2),
-    # nothing is kept in case it is needed: what does not come back when the pass runs again cannot be named
-    "in one forward pass": (MIDDLE.format(condition="Middle.calls == 4", before=""), 3, "run again", HERE),
+NAN_CASES = {
+    # changes to the file, update, name of the first bad tensor, number of ranks
+    "from a forward pass on": (MODEL_WITH_NAN.format(condition="Middle.calls >= 4", before=""), 3, "middle", 2),
+    # activations are not kept: a NaN that does not recur when the forward pass runs again cannot be located
+    "in one forward pass": (
+        MODEL_WITH_NAN.format(condition="Middle.calls == 4", before=""),
+        3,
+        "run again",
+        IN_PROCESS,
+    ),
     "on rank 1 alone": (
-        # rank 0, where nothing is wrong, is also the first that could speak
-        MIDDLE.format(
+        # rank 0 has no NaN, and it reaches the check first
+        MODEL_WITH_NAN.format(
             condition="Middle.calls >= 4 and dist.get_rank() == 1",
             before="time.sleep(0.3 * (Middle.calls >= 4 and dist.get_rank() == 1))",
         ),
@@ -438,44 +459,46 @@ NOT_A_NUMBER = {
         "middle",
         2,
     ),
-    "the loss": ("def loss(output, target):\n    return (output * 0).sum() / 0, 4\n", 0, "loss", HERE),
+    "the loss": ("def loss(output, target):\n    return (output * 0).sum() / 0, 4\n", 0, "loss", IN_PROCESS),
     "the input": (
         "def train_data():\n    return TensorDataset(torch.full((16, 3), float('nan')), torch.zeros(16, 2))\n",
         0,
         "input",
-        HERE,
+        IN_PROCESS,
     ),
     "a parameter": (
         "def optimizer(model):\n    return torch.optim.SGD(model.parameters(), lr=float('nan'))\n",
         1,
         "parameter weight",
-        HERE,
+        IN_PROCESS,
     ),
 }
 
 
-@pytest.mark.parametrize("case", NOT_A_NUMBER)
-def test_a_loss_that_becomes_nan(fails: Callable[..., tuple[int, str]], tmp_path: Path, case: str) -> None:
-    """Status 4; the update and the first bad tensor are named, and it is the right one."""
-    changes, update, tensor, processes = NOT_A_NUMBER[case]
+@pytest.mark.parametrize("case", NAN_CASES)
+def test_nan_loss_names_update_and_first_bad_tensor(
+    fails: Callable[..., tuple[int, str]], tmp_path: Path, case: str
+) -> None:
+    """The exit status is 4."""
+    changes, update, tensor, processes = NAN_CASES[case]
     status, line = fails(write_workload(tmp_path, changes), processes)
     assert status == 4, line
     assert f"update {update}:" in line
     assert "nan" in line.lower()
-    named = line.partition("first bad tensor")[2]
-    assert re.search(rf"\b{tensor}\b", named), line
+    tensor_text = line.partition("first bad tensor")[2]
+    assert re.search(rf"\b{tensor}\b", tensor_text), line
     if tensor != "loss":
-        assert "the loss itself" not in named
+        assert "the loss itself" not in tensor_text
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
-def test_a_device_that_is_not_here(cli: Cli, tmp_path: Path) -> None:
-    """Status 3: the call is right, the machine cannot."""
-    ran = cli(tmp_path, "train", "digits", "--device", "cuda")
-    line = the_line(ran.err, tmp_path)
+def test_missing_cuda_device(cli: Cli, tmp_path: Path) -> None:
+    """Exit status 3: the arguments are valid, but this machine has no such device."""
+    ended = cli(tmp_path, "train", "digits", "--device", "cuda")
+    line = error_line(ended.err, tmp_path)
     assert "--device cuda" in line
     assert "--device cpu" in line
-    assert ran.status == 3
+    assert ended.status == 3
 
 
 LOCAL_MEAN = """
@@ -489,45 +512,45 @@ def loss(output, target):
 """
 
 
-def test_a_local_mean_is_convicted(cli: Cli, tmp_path: Path) -> None:
-    """Averages of averages: it trains, and to another result. Status 1, and the cause is named."""
+def test_verify_names_local_mean_as_the_cause(cli: Cli, tmp_path: Path) -> None:
+    """The loss is a mean over local terms, and ranks have different numbers of terms. The exit status is 1."""
     path = write_workload(tmp_path, LOCAL_MEAN)
-    ran = cli(tmp_path, "verify", path.name, "--layout", "ddp", "--json", "records.json")
-    assert ran.status == 1
-    line = the_line(ran.err, tmp_path)
+    ended = cli(tmp_path, "verify", path.name, "--layout", "ddp", "--json", "records.json")
+    assert ended.status == 1
+    line = error_line(ended.err, tmp_path)
     assert "ddp" in line
     [record] = json.loads((tmp_path / "records.json").read_text())
     assert record["parity"]["status"] == "different"
     assert "local mean" in record["parity"]["cause"]
     assert record["parity"]["first_divergence"].startswith("update 0")
-    assert "DIFFERENT" in ran.out
-    assert "local mean" in ran.out
+    assert "DIFFERENT" in ended.out
+    assert "local mean" in ended.out
 
 
 @pytest.mark.skipif(torch.cuda.device_count() >= 2, reason="dataparallel can run here")
-def test_what_cannot_run_here_does_not_stop_the_rest(cli: Cli, tmp_path: Path) -> None:
-    """Status 3 after the ddp row was checked; the row that could not run says what it needs."""
-    words = "verify digits --layout dataparallel ddp --steps 3 --set width=4 --json records.json"
-    ran = cli(tmp_path, *words.split())
-    line = the_line(ran.err, tmp_path)
+def test_layout_that_cannot_run_does_not_stop_the_others(cli: Cli, tmp_path: Path) -> None:
+    """ddp is checked. The row of dataparallel gives its requirement, and the exit status is 3."""
+    command = "verify digits --layout dataparallel ddp --steps 3 --set width=4 --json records.json"
+    ended = cli(tmp_path, *command.split())
+    line = error_line(ended.err, tmp_path)
     assert "dataparallel" in line
     assert "needs 2 CUDA devices" in line
-    assert ran.status == 3
+    assert ended.status == 3
     records = json.loads((tmp_path / "records.json").read_text())
     parities = {record["layout"]: record["parity"] for record in records}
     assert parities["ddp"]["status"] == "equal"
     assert parities["dataparallel"]["status"] == "not_verified"
     assert "needs 2 CUDA devices" in parities["dataparallel"]["reason"]
-    assert re.search(r"ddp\s+2\s+equal", ran.out)
-    assert "dataparallel: not verified here: " in ran.out
+    assert re.search(r"ddp\s+2\s+equal", ended.out)
+    assert "dataparallel: not verified here: " in ended.out
 
 
-def test_all_held(cli: Cli, tmp_path: Path) -> None:
-    """Status 0 and nothing on stderr: what the others are held against. Also that it writes what it says."""
+def test_valid_workload_trains_without_errors(cli: Cli, tmp_path: Path) -> None:
+    """Exit status 0, nothing on stderr, and the requested files are written."""
     path = write_workload(tmp_path)
-    ran = cli(tmp_path, "train", str(path), "--layout", "ddp", "--processes", "2", "--out", "out", "--json", "r.json")
-    assert ran.err == ""
-    assert ran.status == 0
+    ended = cli(tmp_path, "train", str(path), "--layout", "ddp", "--processes", "2", "--out", "out", "--json", "r.json")
+    assert ended.err == ""
+    assert ended.status == 0
     assert (tmp_path / "out" / "log.jsonl").exists()
     [record] = json.loads((tmp_path / "r.json").read_text())
     assert record["world_size"] == 2
@@ -539,7 +562,7 @@ def test_all_held(cli: Cli, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("number", "status", "word"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_of_all_ranks_one_says_what_ended_them(
+def test_only_rank_0_prints_the_signal(
     rank: int,
     number: str,
     status: int,
@@ -547,23 +570,23 @@ def test_of_all_ranks_one_says_what_ended_them(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A launcher outside passes a signal on to each rank, and they share a screen."""
+    """An external launcher sends the signal to each rank, and all ranks share a terminal."""
 
-    def end(*_: object) -> None:
+    def send_signal(*_: object) -> None:
         os.kill(os.getpid(), getattr(signal, number))
 
-    def leave(status: int) -> None:
+    def raise_exit(status: int) -> None:
         raise SystemExit(status)
 
     before = signal.getsignal(signal.SIGTERM)
     for name, value in {**by_hand(rank, "1"), "TORCHELASTIC_RUN_ID": "none"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("everyrank.cli.dry_run_or_submit", end)
-    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr("everyrank.cli.dry_run_or_submit", send_signal)
+    monkeypatch.setattr(os, "_exit", raise_exit)
     try:
-        with pytest.raises(SystemExit) as left:
+        with pytest.raises(SystemExit) as system_exit:
             main(["train", "digits"])
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert left.value.code == status
+    assert system_exit.value.code == status
     assert capsys.readouterr().err == ("" if rank else f"everyrank: {word}; all ranks are ended\n")
