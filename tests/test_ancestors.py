@@ -1,4 +1,4 @@
-"""The task of the two repositories that people come from: ImageNet by each of their methods, on a small folder."""
+"""`everyrank bench --preset ancestors`: a small ImageNet folder with the methods of two earlier repositories."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ METHODS = [
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twelve images of two classes for training, and six for evaluation, 40 pixels wide."""
+    """A folder of 36 by 40 pixel images of two classes: twelve for training and six for validation."""
     image = pytest.importorskip("PIL.Image")
     folder = tmp_path_factory.mktemp("images")
     generator = torch.Generator().manual_seed(0)
@@ -35,13 +35,13 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.integration
-def test_the_table_by_method(images: Path, tmp_path: Path, cli: Cli) -> None:
-    """Rows that cannot run here say why, and the others are compared with their simulations before they are timed."""
-    words = ["--data", images, "--set", "size=32", "width=8", "--batch", 6, "--trials", 1, "--steps", 2]
-    done = cli(
-        tmp_path, "bench", "imagenet", "--preset", "ancestors", "--processes", 2, *words, "--json", "records.json"
+def test_bench_with_preset_ancestors(images: Path, tmp_path: Path, cli: Cli) -> None:
+    """Layouts that this machine cannot run have a reason. The others are compared with a simulation before timing."""
+    arguments = ["--data", images, "--set", "size=32", "width=8", "--batch", 6, "--trials", 1, "--steps", 2]
+    ended = cli(
+        tmp_path, "bench", "imagenet", "--preset", "ancestors", "--processes", 2, *arguments, "--json", "records.json"
     )
-    assert done.status == 0, done.err
+    assert ended.status == 0, ended.err
     records = {record.layout: record for record in read_records(tmp_path / "records.json")}
     assert list(records) == METHODS
     for layout, record in records.items():
@@ -52,6 +52,6 @@ def test_the_table_by_method(images: Path, tmp_path: Path, cli: Cli) -> None:
         assert records["dataparallel:batch_norm=local"].parity.reason == "needs 2 CUDA devices"
 
 
-def test_a_preset_and_layouts(capsys: Any) -> None:
-    words = ["bench", "digits", "--preset", "ancestors", "--layout", "ddp"]
-    assert "--preset ancestors --layout ddp: give one of them" in refused(capsys, *words)
+def test_preset_together_with_layouts_is_refused(capsys: Any) -> None:
+    arguments = ["bench", "digits", "--preset", "ancestors", "--layout", "ddp"]
+    assert "--preset ancestors --layout ddp: give one of them" in refused(capsys, *arguments)

@@ -1,4 +1,4 @@
-"""Synchronised batch norm against torch's own on the whole batch."""
+"""Synchronized BatchNorm over ranks equals BatchNorm of torch on the whole batch."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from everyrank.errors import WorkloadError
 from everyrank.parallel.batch_norm import MicroBatchState, apply_batch_norm
 from everyrank.world import World
 
-SIZES = [3, 0, 2]  # real samples of each rank; the second borrows one
+SIZES = [3, 0, 2]  # real samples of each rank; rank 1 has only a dummy sample
 
 
 def inputs(shape: tuple[int, ...]) -> torch.Tensor:
-    # a large mean: sums of squares would lose the variance in float32
+    # with this large mean, a variance computed from sums of squares would be lost in float32
     return torch.randn(5, *shape, dtype=torch.float32, generator=torch.Generator().manual_seed(4)) + 1000.0
 
 
-def in_ranks(world: World, shape: tuple[int, ...], affine: bool) -> Any:
+def run_batch_norm(world: World, shape: tuple[int, ...], affine: bool) -> Any:
+    """Return output, input gradient, parameter gradients, running statistics and loss weights of this rank."""
     state = MicroBatchState()
     norm = nn.BatchNorm2d(shape[0], affine=affine) if len(shape) == 3 else nn.BatchNorm1d(shape[0], affine=affine)
     model = nn.Sequential(norm)
@@ -29,88 +30,88 @@ def in_ranks(world: World, shape: tuple[int, ...], affine: bool) -> Any:
     assert list(model.state_dict()) == keys
     start = sum(SIZES[: world.rank])
     state.is_padding = SIZES[world.rank] == 0
-    own = inputs(shape)[start : start + max(1, SIZES[world.rank])].clone().requires_grad_()
-    weight = torch.linspace(0.5, 1.5, own.numel()).reshape(own.shape)
-    output = model(own)
+    local_input = inputs(shape)[start : start + max(1, SIZES[world.rank])].clone().requires_grad_()
+    weight = torch.linspace(0.5, 1.5, local_input.numel()).reshape(local_input.shape)
+    output = model(local_input)
     (output * weight * (0.0 if state.is_padding else 1.0)).sum().backward()
-    assert own.grad is not None
+    assert local_input.grad is not None
     grads = [parameter.grad for parameter in model.parameters()]
-    return output.detach(), own.grad, grads, norm.running_mean, norm.running_var, weight
+    return output.detach(), local_input.grad, grads, norm.running_mean, norm.running_var, weight
 
 
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("shape", [(4,), (4, 3), (4, 2, 2)])
 def test_equals_torch_on_the_whole_batch(ranks: Any, shape: tuple[int, ...], affine: bool) -> None:
-    """Outputs, gradients and running statistics; one rank borrows a sample, which takes no part."""
-    found = ranks(3, in_ranks, shape, affine)
+    """Outputs, gradients and running statistics are equal. The dummy sample of rank 1 has no effect."""
+    results = ranks(3, run_batch_norm, shape, affine)
     norm = nn.BatchNorm2d(4, affine=affine) if len(shape) == 3 else nn.BatchNorm1d(4, affine=affine)
     norm = norm.double()
-    whole = inputs(shape).double().requires_grad_()
-    output = norm(whole)
-    weight = torch.cat([found[0][5], found[2][5]]).double()
+    whole_batch = inputs(shape).double().requires_grad_()
+    output = norm(whole_batch)
+    weight = torch.cat([results[0][5], results[2][5]]).double()
     (output * weight).sum().backward()
-    assert whole.grad is not None
-    torch.testing.assert_close(torch.cat([found[0][0], found[2][0]]).double(), output.detach(), rtol=0, atol=2e-3)
-    torch.testing.assert_close(torch.cat([found[0][1], found[2][1]]).double(), whole.grad, rtol=0, atol=2e-3)
-    assert found[1][1].abs().max() == 0
+    assert whole_batch.grad is not None
+    torch.testing.assert_close(torch.cat([results[0][0], results[2][0]]).double(), output.detach(), rtol=0, atol=2e-3)
+    torch.testing.assert_close(torch.cat([results[0][1], results[2][1]]).double(), whole_batch.grad, rtol=0, atol=2e-3)
+    assert results[1][1].abs().max() == 0
     for rank in range(3):
-        torch.testing.assert_close(found[rank][3].double(), norm.running_mean, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(found[rank][4].double(), norm.running_var, rtol=1e-3, atol=1e-4)
-        assert torch.equal(found[rank][3], found[0][3])
+        torch.testing.assert_close(results[rank][3].double(), norm.running_mean, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(results[rank][4].double(), norm.running_var, rtol=1e-3, atol=1e-4)
+        assert torch.equal(results[rank][3], results[0][3])
     if affine:
-        total = sum(found[rank][2][0] for rank in range(3))
+        total = sum(results[rank][2][0] for rank in range(3))
         torch.testing.assert_close(total.double(), norm.weight.grad, rtol=1e-3, atol=2e-2)
 
 
-class OwnNorm(nn.BatchNorm1d):
-    """A batch norm with a forward of its own."""
+class CustomBatchNorm(nn.BatchNorm1d):
+    """A subclass of BatchNorm1d with a custom forward."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
         return super().forward(input) * 2
 
 
-def test_unknown_kind_is_refused(ranks: Any) -> None:
-    """A subclass may compute something else, which class swapping would silently drop."""
-    assert "batch norm of its own kind" in ranks(1, refuse)[0]
+def test_subclass_of_batch_norm_is_refused(ranks: Any) -> None:
+    """Replacing its class would silently drop its custom forward."""
+    assert "batch norm of its own kind" in ranks(1, error_for_custom_batch_norm)[0]
 
 
-def refuse(world: World) -> str:
+def error_for_custom_batch_norm(world: World) -> str:
     try:
-        apply_batch_norm(nn.Sequential(OwnNorm(3)), MicroBatchState(), world)
+        apply_batch_norm(nn.Sequential(CustomBatchNorm(3)), MicroBatchState(), world)
     except WorkloadError as error:
         return str(error)
     return ""
 
 
-def followed_by_in_place(world: World, affine: bool) -> bool:
+def check_in_place_relu(world: World, affine: bool) -> bool:
     norm = nn.BatchNorm2d(3, affine=affine, momentum=None)
     model = nn.Sequential(norm, nn.ReLU(inplace=True)).double()
     reference = nn.Sequential(nn.BatchNorm2d(3, affine=affine, momentum=None), nn.ReLU(inplace=True)).double()
     apply_batch_norm(model, MicroBatchState(), world)
     values = torch.randn(6, 3, 2, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     for _ in range(2):
-        own, whole = (values.clone().requires_grad_() for _ in range(2))
-        (model(own) * values).sum().backward()
-        (reference(whole) * values).sum().backward()
-        assert own.grad is not None
-        assert whole.grad is not None
-        torch.testing.assert_close(own.grad, whole.grad)
-    # on every rank the same values: as many of each kind as in one
+        values_of_model, values_of_reference = (values.clone().requires_grad_() for _ in range(2))
+        (model(values_of_model) * values).sum().backward()
+        (reference(values_of_reference) * values).sum().backward()
+        assert values_of_model.grad is not None
+        assert values_of_reference.grad is not None
+        torch.testing.assert_close(values_of_model.grad, values_of_reference.grad)
+    # every rank has the same values, so the statistics equal those of one rank
     torch.testing.assert_close(norm.running_mean, reference[0].running_mean)
     return True
 
 
 @pytest.mark.parametrize("affine", [True, False])
-def test_what_follows_may_work_in_place(ranks: Any, affine: bool) -> None:
-    """ReLU(inplace=True) writes over the output, which without weights is what backward needs. (momentum=None, too.)"""
-    assert ranks(1, followed_by_in_place, affine) == [True]
+def test_in_place_relu_after_batch_norm(ranks: Any, affine: bool) -> None:
+    """`ReLU(inplace=True)` overwrites the output, which backward needs if affine is False. Also tests momentum=None."""
+    assert ranks(1, check_in_place_relu, affine) == [True]
 
 
-def second_derivative(world: World) -> str:
+def error_of_second_derivative(world: World) -> str:
     model = nn.Sequential(nn.BatchNorm1d(2))
     apply_batch_norm(model, MicroBatchState(), world)
-    own = torch.randn(4, 2, requires_grad=True)
-    (grad,) = torch.autograd.grad(model(own).square().sum(), own, create_graph=True)
+    local_input = torch.randn(4, 2, requires_grad=True)
+    (grad,) = torch.autograd.grad(model(local_input).square().sum(), local_input, create_graph=True)
     try:
         grad.square().sum().backward()
     except RuntimeError as error:
@@ -119,25 +120,33 @@ def second_derivative(world: World) -> str:
 
 
 def test_second_derivatives_are_refused(ranks: Any) -> None:
-    """They would leave out what came from the other ranks, without a word."""
-    assert "once_differentiable" in ranks(2, second_derivative)[0]
+    """They would silently leave out terms of the other ranks."""
+    assert "once_differentiable" in ranks(2, error_of_second_derivative)[0]
 
 
-def alone(world: World) -> Any:
-    """What a lone rank computes on CUDA, here on CPU: output and running statistics, after one look and one more."""
-    norm, own = nn.BatchNorm2d(4), nn.BatchNorm2d(4)
+def normalise_locally(world: World) -> Any:
+    """Compare normalization of a single rank with torch: the outputs, and the running statistics.
+
+    It runs twice. The second run, as in recomputation, must not update the statistics.
+    """
+    norm, local_norm = nn.BatchNorm2d(4), nn.BatchNorm2d(4)
     values = inputs((4, 2, 2))
     expected = norm(values)
-    apply_batch_norm(nn.Sequential(own), MicroBatchState(), world)
-    found: Any = own
-    outputs = [found._normalise_locally(values, moves_statistics=moves) for moves in (True, False)]
-    same = [torch.equal(output, expected) for output in outputs]
-    return same, [torch.equal(own.state_dict()[name], value) for name, value in norm.state_dict().items()]
+    apply_batch_norm(nn.Sequential(local_norm), MicroBatchState(), world)
+    norm_with_state: Any = local_norm
+    outputs = [
+        norm_with_state._normalise_locally(values, moves_statistics=updates_statistics)
+        for updates_statistics in (True, False)
+    ]
+    outputs_are_equal = [torch.equal(output, expected) for output in outputs]
+    return outputs_are_equal, [
+        torch.equal(local_norm.state_dict()[name], value) for name, value in norm.state_dict().items()
+    ]
 
 
-def test_alone_as_torch(ranks: Any) -> None:
-    """A rank whose statistics are its own takes torch's operator; what runs again moves no statistics."""
-    same, statistics = ranks(1, alone)[0]
-    assert same == [True, True]
-    assert len(statistics) == 5
-    assert all(statistics)
+def test_single_rank_equals_torch_batch_norm(ranks: Any) -> None:
+    """With local statistics, the rank uses the operator of torch. Recomputation does not update running statistics."""
+    outputs_are_equal, statistics_are_equal = ranks(1, normalise_locally)[0]
+    assert outputs_are_equal == [True, True]
+    assert len(statistics_are_equal) == 5
+    assert all(statistics_are_equal)

@@ -1,4 +1,4 @@
-"""The blind sets of benchmarks/silent_bugs: each patch puts its mistake into the right script, at the line it names."""
+"""The blind sets of benchmarks/silent_bugs: each patch adds its bug to the correct script, at the line it names."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ PATCH = "--- a.py\n+++ wrong/a.py\n@@ -2,2 +2,3 @@\n two\n-three\n+3\n+3.5\n@@ -
 
 @pytest.fixture(scope="module")
 def corpus() -> Any:
+    """The module benchmarks/silent_bugs.py."""
     spec = importlib.util.spec_from_file_location("silent_bugs", BENCHMARKS / "silent_bugs.py")
     assert spec is not None
     assert spec.loader is not None
@@ -23,27 +24,27 @@ def corpus() -> Any:
     return module
 
 
-def test_a_patch_is_applied_whole(corpus: Any) -> None:
+def test_every_hunk_of_a_patch_is_applied(corpus: Any) -> None:
     assert corpus.patched("one\ntwo\nthree\nfour\nfive\n", PATCH) == "one\ntwo\n3\n3.5\nfour\n"
 
 
 @pytest.mark.parametrize(
     "text", ["one\nTWO\nthree\nfour\nfive\n", "one\ntwo\nTHREE\nfour\nfive\n", "one\ntwo\nthree\n"]
 )
-def test_a_patch_that_does_not_fit_is_an_error(corpus: Any, text: str) -> None:
+def test_patch_that_does_not_match_the_text_raises(corpus: Any, text: str) -> None:
     with pytest.raises(ValueError, match="does not fit"):
         corpus.patched(text, PATCH)
 
 
-@pytest.mark.parametrize(("number", "mistakes"), [(1, 15), (2, 15), (3, 24), (4, 24), (6, 24)])
-def test_every_mistake_stands_where_its_description_says(
-    corpus: Any, tmp_path: Path, number: int, mistakes: int
+@pytest.mark.parametrize(("set_number", "num_bugs"), [(1, 15), (2, 15), (3, 24), (4, 24), (6, 24)])
+def test_every_bug_is_at_the_line_of_its_description(
+    corpus: Any, tmp_path: Path, set_number: int, num_bugs: int
 ) -> None:
-    folder = corpus.with_mistakes(corpus.BLIND[number], tmp_path)
+    folder = corpus.with_mistakes(corpus.BLIND[set_number], tmp_path)
     descriptions = sorted((folder / "wrong").glob("*.json"))
-    assert len(descriptions) == mistakes
+    assert len(descriptions) == num_bugs
     for description in descriptions:
-        right, wrong = ((folder / f"{description.stem}{end}.py").read_text() for end in ("_right", ""))
+        correct, wrong = ((folder / f"{description.stem}{end}.py").read_text() for end in ("_right", ""))
         line = json.loads(description.read_text())["line"]
         assert corpus.MISTAKE in wrong.splitlines()[line - 1], description.stem
-        assert corpus.MISTAKE not in right
+        assert corpus.MISTAKE not in correct

@@ -154,7 +154,7 @@ def test_map_tensors_keeps_structures() -> None:
     assert changed["d"].left.item() == 2
 
 
-class NoisyRows(TensorDataset):
+class Noisy(TensorDataset):
     """A TensorDataset whose `__getitem__` adds random noise."""
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
@@ -162,7 +162,7 @@ class NoisyRows(TensorDataset):
         return value + torch.rand(()), target
 
 
-class BatchedRows(TensorDataset):
+class InBatches(TensorDataset):
     """A deterministic TensorDataset that reads many rows at once with `__getitems__`."""
 
     deterministic = True
@@ -180,7 +180,7 @@ def batches_of_one_epoch(dataset: Any, workers: int, collate: Any = None) -> lis
     return [(batch.input, batch.target) for parts in batches for batch in parts]
 
 
-@pytest.mark.parametrize("kind", [TensorDataset, NoisyRows, BatchedRows])
+@pytest.mark.parametrize("kind", [TensorDataset, Noisy, InBatches])
 def test_rows_read_in_batches_equal_rows_read_one_by_one(kind: type[TensorDataset]) -> None:
     """With and without loader workers the batches are equal, for a plain TensorDataset and for subclasses."""
     dataset = kind(torch.arange(20.0).reshape(10, 2), torch.arange(10))
@@ -194,7 +194,7 @@ def test_rows_read_in_batches_equal_rows_read_one_by_one(kind: type[TensorDatase
         rows = torch.stack([dataset.tensors[0][index] for index in target.tolist()])
         if kind is TensorDataset:
             assert torch.equal(value, rows)
-        elif kind is BatchedRows:
+        elif kind is InBatches:
             assert torch.equal(value, rows * 2)
         else:
             noise = value - rows

@@ -1,4 +1,4 @@
-"""Each public name has an example in its docstring, and the example prints what it shows."""
+"""Each public name has an example in its docstring, and running the example gives the shown output."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ FLAGS = doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL
 
 
 def run_example(name: str) -> doctest.TestResults:
-    """Run the example of a docstring as it is printed."""
+    """Run the example in the docstring of a public name."""
     examples = doctest.DocTestParser().get_examples(inspect.getdoc(PUBLIC[name]) or "")
     return doctest.DocTestRunner(optionflags=FLAGS).run(doctest.DocTest(examples, {}, name, None, None, None))
 
 
-def assert_example_is_right(name: str) -> None:
+def assert_example_passes(name: str) -> None:
     result = run_example(name)
     assert result.attempted > 1
     assert result.failed == 0
@@ -32,23 +32,23 @@ def assert_example_is_right(name: str) -> None:
 
 @pytest.fixture
 def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file that the example of `read_records` reads, in the current folder."""
+    """Write the file that the example of `read_records` reads, in the current directory."""
     monkeypatch.chdir(tmp_path)
     run_example("write_records")
 
 
 @pytest.mark.parametrize("name", sorted(set(PUBLIC) - set(STARTS_RANKS)))
-def test_the_example_prints_what_it_shows(name: str, records: None) -> None:
-    assert_example_is_right(name)
+def test_example_gives_the_shown_output(name: str, records: None) -> None:
+    assert_example_passes(name)
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("name", STARTS_RANKS)
-def test_an_example_that_starts_ranks_prints_what_it_shows(name: str) -> None:
-    assert_example_is_right(name)
+def test_example_that_starts_ranks_gives_the_shown_output(name: str) -> None:
+    assert_example_passes(name)
 
 
-def test_a_wrong_example_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example_with_wrong_output_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong() -> None:
         """
         >>> 1 + 1
