@@ -1,4 +1,4 @@
-"""Pages in Chinese have what the English ones have: the same headings, code, tables, numbers and links."""
+"""Chinese pages have the same headings, code, tables, numbers and links as the English pages."""
 
 from __future__ import annotations
 
@@ -19,20 +19,24 @@ NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 
 @pytest.fixture
 def root(repository: Path) -> Path:
+    """The root of the repository; a source distribution is skipped."""
     if not (repository / "CONTRIBUTING.md").exists():
         pytest.skip("a source distribution has no such pages")
     return repository
 
 
 def pairs(root: Path) -> Iterator[tuple[Path, Path]]:
-    """Every page that is there in Chinese, after the English one."""
+    """Yield (English page, Chinese page)."""
     yield root / "README.md", root / "README.zh.md"
     for page in sorted((root / "docs" / "zh").rglob("*.md")):
         yield root / "docs" / page.relative_to(root / "docs" / "zh"), page
 
 
 def is_same_line(english: str, chinese: str) -> bool:
-    """Of a block: the same up to an explanation, which stands two blanks apart or is a comment or docstring."""
+    """Return whether a line of a code block is the same, except for an explanation.
+
+    An explanation begins after two spaces, or is a comment or docstring.
+    """
     english, chinese = (re.sub(r"<[^\x00-\x7f]+>|<this repository>", "<>", line) for line in (english, chinese))
     first = CHINESE.search(chinese)
     if first is None:
@@ -44,79 +48,88 @@ def is_same_line(english: str, chinese: str) -> bool:
 
 
 def tables(text: str) -> list[list[list[str]]]:
-    """Tables, rows, cells."""
-    found = re.findall(r"(?:^\|.*\n)+", FENCE.sub("", text) + "\n", re.MULTILINE)
-    return [[re.split(r"(?<!\\)\|", line)[1:-1] for line in table.splitlines()] for table in found]
+    """Return the cells of each row of each table."""
+    table_texts = re.findall(r"(?:^\|.*\n)+", FENCE.sub("", text) + "\n", re.MULTILINE)
+    return [[re.split(r"(?<!\\)\|", line)[1:-1] for line in table.splitlines()] for table in table_texts]
 
 
 def differences(english: str, chinese: str) -> Iterator[str]:
-    """What one page has and the other has not, but for words and where links lead."""
-    bare, theirs = FENCE.sub("", english), FENCE.sub("", chinese)
-    if re.findall("^#+ ", bare, re.MULTILINE) != re.findall("^#+ ", theirs, re.MULTILINE):
+    """Yield differences between two pages, except for prose and link targets."""
+    english_prose, chinese_prose = FENCE.sub("", english), FENCE.sub("", chinese)
+    if re.findall("^#+ ", english_prose, re.MULTILINE) != re.findall("^#+ ", chinese_prose, re.MULTILINE):
         yield "headings"
-    blocks, others = FENCE.findall(english), FENCE.findall(chinese)
-    if [language for language, _ in blocks] != [language for language, _ in others]:
+    english_blocks, chinese_blocks = FENCE.findall(english), FENCE.findall(chinese)
+    if [language for language, _ in english_blocks] != [language for language, _ in chinese_blocks]:
         yield "blocks"
-    for (_, block), (_, other) in zip(blocks, others, strict=False):
-        lines, translated = block.splitlines(), other.splitlines()
+    for (_, english_block), (_, chinese_block) in zip(english_blocks, chinese_blocks, strict=False):
+        lines, translated = english_block.splitlines(), chinese_block.splitlines()
         if len(lines) != len(translated):
             yield f"a block of {len(lines)} lines, and of {len(translated)}: {translated[0]}"
-        yield from (two for one, two in zip(lines, translated, strict=False) if not is_same_line(one, two))
+        yield from (
+            chinese_text
+            for english_text, chinese_text in zip(lines, translated, strict=False)
+            if not is_same_line(english_text, chinese_text)
+        )
     if [[len(row) for row in table] for table in tables(english)] != [
         [len(row) for row in table] for table in tables(chinese)
     ]:
         yield "rows and columns of tables"
-    for table, other in zip(tables(english), tables(chinese), strict=False):
-        for row, translated in zip(table, other, strict=False):
-            for what in (NUMBER, CODE):
+    for table, chinese_table in zip(tables(english), tables(chinese), strict=False):
+        for row, translated in zip(table, chinese_table, strict=False):
+            for pattern in (NUMBER, CODE):
                 cells = [
-                    (Counter(what.findall(LINK.sub("]", one))), two) for one, two in zip(row, translated, strict=False)
+                    (Counter(pattern.findall(LINK.sub("]", english_text))), chinese_text)
+                    for english_text, chinese_text in zip(row, translated, strict=False)
                 ]
-                yield from (two for found, two in cells if found != Counter(what.findall(LINK.sub("]", two))))
-    codes, there = set(CODE.findall(bare)), set(CODE.findall(theirs))
-    yield from (f"`{code}` in one language" for code in sorted(codes ^ there))
+                yield from (
+                    chinese_text
+                    for expected_counts, chinese_text in cells
+                    if expected_counts != Counter(pattern.findall(LINK.sub("]", chinese_text)))
+                )
+    english_codes, chinese_codes = set(CODE.findall(english_prose)), set(CODE.findall(chinese_prose))
+    yield from (f"`{code}` in one language" for code in sorted(english_codes ^ chinese_codes))
 
 
-def leads_to(root: Path, page: Path, *, is_translated: bool) -> Counter[str]:
-    """Addresses and files that a page links to, but for the other language at its top."""
-    found: Counter[str] = Counter()
+def link_targets(root: Path, page: Path, *, is_translated: bool) -> Counter[str]:
+    """Count the addresses and files that a page links to, except for the link to the other language."""
+    targets: Counter[str] = Counter()
     text = re.sub(r"\[(中文|English)\]\(\S+\)", "", FENCE.sub("", page.read_text(encoding="utf-8")), count=1)
     for target in LINK.findall(text):
         path, _, anchor = target.partition("#")
         if re.match("[a-z]+:", target):
-            found[target] += 1
+            targets[target] += 1
             continue
         if not path:  # a heading of the page itself, which has a name in each language
-            found["a heading of this page"] += 1
+            targets["a heading of this page"] += 1
             continue
         file = (page.parent / path).resolve()
         chinese = root / "docs" / "zh" / os.path.relpath(file, root / "docs")
         is_page = file.suffix == ".md" and not is_translated and chinese.exists()
         name = os.path.relpath(chinese if is_page else file, root)
-        found[name if name.startswith("docs/zh/") else f"{name}#{anchor}"] += 1
-    return found
+        targets[name if name.startswith("docs/zh/") else f"{name}#{anchor}"] += 1
+    return targets
 
 
 def test_both_languages_have_the_same_code_and_numbers(root: Path) -> None:
-    wrong: list[str] = []
-    number = 0
+    errors: list[str] = []
+    num_pages = 0
     for page, translated in pairs(root):
-        number += 1
+        num_pages += 1
         texts = page.read_text(encoding="utf-8"), translated.read_text(encoding="utf-8")
-        wrong += [f"{translated.relative_to(root)}: {what}" for what in differences(*texts)]
-    assert not wrong, "\n".join(["", *wrong])
-    assert number >= 17
+        errors += [f"{translated.relative_to(root)}: {difference}" for difference in differences(*texts)]
+    assert not errors, "\n".join(["", *errors])
+    assert num_pages >= 17
 
 
-def test_both_languages_link_to_the_same_and_to_each_other(root: Path) -> None:
-    """From a Chinese page to the Chinese one, where there is one."""
+def test_both_languages_have_the_same_links_and_link_to_each_other(root: Path) -> None:
+    """A Chinese page links to the Chinese version of a page if there is one."""
     for page, translated in pairs(root):
         name = translated.relative_to(root)
-        assert leads_to(root, page, is_translated=False) == leads_to(root, translated, is_translated=True), name
-        for one, label, other in ((page, "中文", translated), (translated, "English", page)):
-            found = re.search(rf"\[{label}\]\((\S+)\)", "\n".join(one.read_text(encoding="utf-8").splitlines()[:4]))
-            assert found is not None, one
-            assert (one.parent / found[1]).resolve() == other
+        assert link_targets(root, page, is_translated=False) == link_targets(root, translated, is_translated=True), name
+        for source, label, destination in ((page, "中文", translated), (translated, "English", page)):
+            link = re.search(rf"\[{label}\]\((\S+)\)", "\n".join(source.read_text(encoding="utf-8").splitlines()[:4]))
+            assert link is not None, source
+            assert (source.parent / link[1]).resolve() == destination
 
 
 PAGE = """# A
@@ -165,7 +178,7 @@ loss = 1                          # 一个数
         ("```\n| ", "```\n```\n```\n| "),
     ],
 )
-def test_a_difference_is_found(old: str, new: str) -> None:
+def test_every_kind_of_difference_is_detected(old: str, new: str) -> None:
     assert list(differences(PAGE, TRANSLATED)) == []
     assert old in TRANSLATED
     assert list(differences(PAGE, TRANSLATED.replace(old, new, 1)))

@@ -1,4 +1,4 @@
-"""The masks of exact dropout: their bits, their distribution, and the models that are refused."""
+"""Masks of exact dropout: their bits and distribution, supported modules, and refused models."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def mask(seed: int = 1, samples: int = SAMPLES, rows: int = ROWS, features: int 
     return keep_mask(keys, whole_dim(features), p)
 
 
-def test_bits() -> None:
+def test_mask_bits_equal_a_python_reference() -> None:
     """The masks equal those of the same arithmetic in Python, so that a resumed training keeps its masks."""
 
     def mixed(state: int) -> int:
@@ -50,19 +50,20 @@ def test_bits() -> None:
         return (bits ^ 0x8000) >= round(0.3 * (1 << 16))  # compared as a signed number
 
     golden = 0x9E3779B97F4A7C15
-    found = mask(seed=7, samples=3, rows=2, features=10, p=0.3)
-    assert found.flatten().tolist() == [is_kept(*place) for place in itertools.product(range(3), range(2), range(10))]
+    result = mask(seed=7, samples=3, rows=2, features=10, p=0.3)
+    assert result.flatten().tolist() == [is_kept(*index) for index in itertools.product(range(3), range(2), range(10))]
 
 
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
-def test_share(p: float) -> None:
+def test_dropped_fraction_and_its_variance(p: float) -> None:
     """The fraction of dropped elements is p, with the variance of independent draws."""
     dropped = ~mask(p=p)
-    share = dropped_share(p)
-    assert abs(share - p) <= 2**-17
-    assert_normal(float(dropped.double().mean() - share) / math.sqrt(share * (1 - share) / NUMBER))
+    expected_fraction = dropped_share(p)
+    assert abs(expected_fraction - p) <= 2**-17
+    standard_deviation = math.sqrt(expected_fraction * (1 - expected_fraction) / NUMBER)
+    assert_normal(float(dropped.double().mean() - expected_fraction) / standard_deviation)
     per_row = dropped.double().sum(-1).flatten()  # binomial: mean n p, variance n p (1 - p)
-    variance = FEATURES * share * (1 - share)
+    variance = FEATURES * expected_fraction * (1 - expected_fraction)
     assert_normal(float(per_row.var() / variance - 1) * math.sqrt(len(per_row) / 2))
 
 
@@ -71,32 +72,32 @@ def assert_normal(deviations: float) -> None:
     assert abs(deviations) < 4
 
 
-def correlation(one: Tensor, other: Tensor, p: float = 0.1) -> float:
+def correlation(first: Tensor, second: Tensor, p: float = 0.1) -> float:
     """Return the correlation of two masks, in standard deviations of independent masks."""
-    product = (one.double() - (1 - dropped_share(p))) * (other.double() - (1 - dropped_share(p)))
-    return float(product.mean()) / (dropped_share(p) * (1 - dropped_share(p))) * math.sqrt(one.numel())
+    product = (first.double() - (1 - dropped_share(p))) * (second.double() - (1 - dropped_share(p)))
+    return float(product.mean()) / (dropped_share(p) * (1 - dropped_share(p))) * math.sqrt(first.numel())
 
 
 @pytest.mark.parametrize("lag", [1, 2, 3, 4, 5, 8, 16, 32])
-def test_neighbours_are_independent(lag: int) -> None:
+def test_neighboring_mask_elements_are_uncorrelated(lag: int) -> None:
     """Features, rows and samples at distance `lag` are uncorrelated."""
-    own = mask()
-    assert_normal(correlation(own[..., lag:], own[..., :-lag]))
-    assert_normal(correlation(own[:, lag:], own[:, :-lag]))
-    assert_normal(correlation(own[lag:], own[:-lag]))
+    elements = mask()
+    assert_normal(correlation(elements[..., lag:], elements[..., :-lag]))
+    assert_normal(correlation(elements[:, lag:], elements[:, :-lag]))
+    assert_normal(correlation(elements[lag:], elements[:-lag]))
 
 
-def test_updates_and_calls_are_independent() -> None:
+def test_masks_of_different_updates_and_calls_are_uncorrelated() -> None:
     """Masks of neighbouring seeds are uncorrelated, also if one is shifted by a row or a sample."""
     masks = [mask(seed) for seed in range(4)]
-    for one, other in itertools.combinations(masks, 2):
-        assert_normal(correlation(one, other))
-        assert_normal(correlation(one[1:], other[:-1]))
-        assert_normal(correlation(one[:, 1:], other[:, :-1]))
+    for first, second in itertools.combinations(masks, 2):
+        assert_normal(correlation(first, second))
+        assert_normal(correlation(first[1:], second[:-1]))
+        assert_normal(correlation(first[:, 1:], second[:, :-1]))
 
 
-def test_patterns_are_as_frequent_as_they_should_be() -> None:
-    """All 256 patterns of eight adjacent elements are equally frequent: chi squared with 255 degrees of freedom."""
+def test_patterns_of_eight_elements_are_equally_frequent() -> None:
+    """All 256 patterns are equally frequent: chi-squared test with 255 degrees of freedom."""
     octets = mask(p=0.5).view(-1, 8).long() @ (1 << torch.arange(8))
     counts = octets.bincount(minlength=256).double()
     expected = len(octets) / 256
@@ -105,22 +106,22 @@ def test_patterns_are_as_frequent_as_they_should_be() -> None:
 
 
 @pytest.mark.parametrize("features", [1, 5, 96])
-def test_parts_of_a_mask(features: int) -> None:
-    """The mask of a part equals that part of the whole mask, for every way to split a tensor."""
-    whole = mask(samples=6, rows=8, features=features)
+def test_mask_of_a_slice_is_the_slice_of_the_mask(features: int) -> None:
+    """A rank that holds only some samples, rows and features computes the same mask elements."""
+    full_mask = mask(samples=6, rows=8, features=features)
     keys = sample_keys(1, [5, 0, 3], CPU)
     rows = DimPart((range(1, 3), range(6, 8)), 8)
     columns = DimPart((range(features // 2), range(features // 2 + 1, features)), features)
-    found = keep_mask(row_keys(keys, [rows]), columns, 0.1)
-    chosen = [index for index in range(features) if index != features // 2]
-    assert torch.equal(found, whole[[5, 0, 3]][:, [1, 2, 6, 7]][..., chosen])
+    sliced_mask = keep_mask(row_keys(keys, [rows]), columns, 0.1)
+    feature_indices = [index for index in range(features) if index != features // 2]
+    assert torch.equal(sliced_mask, full_mask[[5, 0, 3]][:, [1, 2, 6, 7]][..., feature_indices])
 
 
 # models
 
 
 def exact_of(model: nn.Module, text: str = "single", **changes: Any) -> ExactDropout | None:
-    """Make the dropouts of the model exact, in one process, and start a micro-batch of four samples."""
+    """Replace the dropouts of the model by exact dropout, in one process, and start a micro-batch of four samples."""
     axes = ("pipeline", "replicate", "shard", "context", "expert", "tensor")
     world: World = World.__new__(World)
     object.__setattr__(world, "device", CPU)
@@ -132,32 +133,32 @@ def exact_of(model: nn.Module, text: str = "single", **changes: Any) -> ExactDro
     return exact
 
 
-def test_modules() -> None:
-    """Every kind of dropout module drops what it should, and scales what is left."""
+def test_dropout_modules_drop_and_scale() -> None:
+    """Each kind of module drops elements or whole channels, scales the rest, and does nothing in eval mode."""
     values = torch.ones(4, 8, 6, 6)
     for kind in (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d):
         model = nn.Sequential(kind(0.5))
         assert exact_of(model) is not None
-        dropped = model(values)
-        assert set(dropped.unique().tolist()) == {0.0, 2.0}
-        is_whole = bool((dropped == dropped[:, :, :1, :1]).all())
+        output = model(values)
+        assert set(output.unique().tolist()) == {0.0, 2.0}
+        is_whole = bool((output == output[:, :, :1, :1]).all())
         assert is_whole == (kind is not nn.Dropout)
         assert torch.equal(model.eval()(values), values)
     model = nn.Sequential(nn.AlphaDropout(0.2))
     exact_of(model)
-    dropped = model(torch.randn(4, 100, 100, generator=torch.Generator().manual_seed(0)))
-    assert abs(float(dropped.mean())) < 0.02
-    assert abs(float(dropped.std()) - 1) < 0.02
+    output = model(torch.randn(4, 100, 100, generator=torch.Generator().manual_seed(0)))
+    assert abs(float(output.mean())) < 0.02
+    assert abs(float(output.std()) - 1) < 0.02
 
 
-def test_a_module_in_two_places_has_two_masks() -> None:
-    """Two calls of one module have different masks, too."""
+def test_shared_module_has_a_different_mask_for_each_call() -> None:
+    """A module is used in two places, and twice in one of them. All three masks are different."""
     shared = nn.Dropout(0.5)
     model = nn.ModuleList([shared, nn.Sequential(shared)])
     exact = exact_of(model)
     assert exact is not None
     masks = [model[0](torch.ones(4, 50)), model[0](torch.ones(4, 50)), model[1](torch.ones(4, 50))]
-    assert not any(torch.equal(one, other) for one, other in itertools.combinations(masks, 2))
+    assert not any(torch.equal(first, second) for first, second in itertools.combinations(masks, 2))
     exact.begin(Batch(None, None, 4, 0, 4))
     assert torch.equal(model[0](torch.ones(4, 50)), masks[0])
     exact.begin(Batch(None, None, 2, 2, 4))
@@ -178,8 +179,8 @@ class Functions(nn.Module):
 
 
 @pytest.mark.parametrize("need_weights", [False, True])
-def test_functions(need_weights: bool) -> None:
-    """Dropout functions and attention give half of the samples the same result, and draw no numbers from torch."""
+def test_dropout_functions_and_attention(need_weights: bool) -> None:
+    """Running half of the samples gives the same result for them. torch's random state is not used."""
     model = Functions()
     exact = exact_of(model)
     assert exact is not None
@@ -195,49 +196,49 @@ def test_functions(need_weights: bool) -> None:
     assert not torch.allclose(whole, model.eval()(values), atol=1e-2)
 
 
-def test_the_audit_has_nothing_to_say() -> None:
-    """The audit counts torch's functions that draw masks, and exact dropout calls none of them."""
-    seen: list[Any] = []
+def test_exact_dropout_calls_no_dropout_function_of_torch() -> None:
+    """The audit reports calls of torch's dropout functions."""
+    called_functions: list[Any] = []
 
     class Watch(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(func)
+            called_functions.append(func)
             return func(*args, **(kwargs or {}))
 
     model = nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.5))
     exact_of(model)
     with Watch():
         model(torch.ones(4, 5))
-    assert seen
-    assert not DROPOUTS.intersection(seen)
+    assert called_functions
+    assert not DROPOUTS.intersection(called_functions)
 
 
-def test_attention_without_dropping_is_torchs() -> None:
-    """The attention weights equal those of torch's kernel, with masks, scales, grouped heads and empty rows."""
+def test_attention_with_dropout_0_equals_that_of_torch() -> None:
+    """Tested with masks, scales, grouped-query heads and fully masked rows."""
     from everyrank.parallel.dropout.attention import attention_with_dropout
 
     exact = exact_of(nn.Dropout(0.1))
     assert exact is not None
     query, key = torch.randn(4, 6, 5, 8), torch.randn(4, 2, 5, 8)
-    seen = torch.rand(5, 5) > 0.4
-    seen[2] = False
-    for options in ({"is_causal": True}, {"attn_mask": seen}, {"attn_mask": torch.randn(5, 5), "scale": 0.3}):
-        found = attention_with_dropout(exact, query, key, key, dropout_p=0.0, enable_gqa=True, **options)
+    attention_mask = torch.rand(5, 5) > 0.4
+    attention_mask[2] = False
+    for options in ({"is_causal": True}, {"attn_mask": attention_mask}, {"attn_mask": torch.randn(5, 5), "scale": 0.3}):
+        result = attention_with_dropout(exact, query, key, key, dropout_p=0.0, enable_gqa=True, **options)
         assert torch.allclose(
-            found, F.scaled_dot_product_attention(query, key, key, enable_gqa=True, **options), atol=1e-6
+            result, F.scaled_dot_product_attention(query, key, key, enable_gqa=True, **options), atol=1e-6
         )
 
 
-def test_left_alone() -> None:
-    """A model without dropout, and one with Workload.dropout="torch", are not changed."""
+def test_models_that_are_not_changed() -> None:
+    """They have no dropout, or Workload.dropout="torch". Other values of Workload.dropout are refused."""
     assert exact_of(nn.Linear(3, 3)) is None
     assert exact_of(nn.Dropout(0.5), dropout="torch") is None
     with pytest.raises(WorkloadError, match=r"dropout='both': give exact or torch"):
         workload("frozen", dropout="both")
 
 
-def test_refused() -> None:
-    """Dropout inside an operator of torch is refused, and a tensor whose shape does not show the samples."""
+def test_unsupported_dropout_is_refused() -> None:
+    """Dropout inside an operator of torch is refused, and inputs whose shape does not show the samples."""
     with pytest.raises(WorkloadError, match=r"LSTM\(dropout=0.2\) draws inside an operator.*Workload.dropout='torch'"):
         exact_of(nn.LSTM(3, 3, num_layers=2, dropout=0.2))
     with pytest.raises(UnsupportedLayoutError, match=r"experts has dropout inside"):
@@ -246,6 +247,7 @@ def test_refused() -> None:
     exact_of(model)
     with pytest.raises(WorkloadError, match=r"shape \(7, 3\): .* the 4 samples"):
         model(torch.ones(7, 3))
-    for shape in ((4,), (4, 3), (8, 3), (5, 4, 3), (1, 3)):  # samples; flattened; sequences first; one for all
+    # the samples come first, are flattened with rows, come after the sequence, or are broadcast
+    for shape in ((4,), (4, 3), (8, 3), (5, 4, 3), (1, 3)):
         assert model(torch.ones(shape)).shape == shape
     assert issubclass(WorkloadError, EveryrankError)
