@@ -191,9 +191,8 @@ def test_files_are_read_once_for_any_number_of_readers(ranks: Any, sizes: list[i
         by_rank = [len(flat(rank[epoch])) for rank in numbers_by_rank]
         assert max(by_rank) - min(by_rank) <= 1
     if total > 3:
-        assert [rank[0] for rank in numbers_by_rank] != [
-            rank[1] for rank in numbers_by_rank
-        ]  # the order differs between epochs
+        # the order differs between epochs
+        assert [rank[0] for rank in numbers_by_rank] != [rank[1] for rank in numbers_by_rank]
 
 
 def test_rank_reads_only_its_files(ranks: Any) -> None:
