@@ -201,7 +201,7 @@ def test_correct_code_passes(run_user_test: Any, name: str, mode: str) -> None:
 
 @pytest.mark.integration
 def test_ranks_need_not_import_the_test_file(tmp_path: Path) -> None:
-    """With `--import-mode=importlib`, ranks cannot import the file by name. Here pytest is a fresh process, not a fork."""
+    """With `--import-mode=importlib`, ranks cannot import the file by name. Here pytest is not forked."""
     for name in ("suite", "elsewhere"):
         (tmp_path / name).mkdir()
     (tmp_path / "suite" / "test_mine.py").write_text(FILE)

@@ -203,7 +203,7 @@ def test_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_name_of_a_workload_in_a_file(tmp_path: Path) -> None:
-    """`file.py:name`, for a write_finished workload and for a function."""
+    """`file.py:name` selects a finished workload or a function by name."""
     more = (
         "\nimport dataclasses\nother = dataclasses.replace(workload, name='other')\ndef made(width=1): return other\n"
     )
