@@ -172,10 +172,9 @@ def test_plan_finds_the_smallest_change_that_fits(capsys: pytest.CaptureFixture[
         OutOfMemoryError(f"layout ddp: out of memory in an update. Find the smallest change that fits: {plan_command}")
     )
     assert isinstance(error_with_change, OutOfMemoryError)
-    assert "Smallest change: bf16: everyrank train text" in str(error_with_change) or "--layout ddp:" in str(
-        error_with_change
-    )
-    assert "--layout" in str(error_with_change).partition("Smallest change")[2]
-    for text in ("out of memory in an update", "out of memory: everyrank plan nothing.py --gpus 2xt4"):
-        assert str(with_smallest_change(OutOfMemoryError(text))) == text
+    text = str(error_with_change)
+    assert "Smallest change: bf16: everyrank train text" in text or "--layout ddp:" in text
+    assert "--layout" in text.partition("Smallest change")[2]
+    for unchanged in ("out of memory in an update", "out of memory: everyrank plan nothing.py --gpus 2xt4"):
+        assert str(with_smallest_change(OutOfMemoryError(unchanged))) == unchanged
     capsys.readouterr()
