@@ -1,7 +1,7 @@
-"""Every command block of README and docs: `everyrank` lines are read and, where they start ranks, run with --dry-run.
+"""Commands in README and docs: `everyrank` lines are parsed, and those that start ranks are run with --dry-run.
 
-What is no command of everyrank stands in NEEDS, with what it needs: those are run by `make`, by hand, or by the tests
-of integration. So a flag, a layout, a recipe or a workload that is renamed turns its page red.
+If a flag, a layout, a recipe or a workload is renamed, the test of its page fails. Other programs are listed in NEEDS
+and are not run here. `make`, the integration tests or people run them.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def root(repository: Path) -> Path:
 
 
 def command_lines(text: str) -> Iterator[str]:
-    """Lines of the blocks that begin with a command: without the words that explain them, continuations joined."""
+    """Yield the command lines of code blocks, with continuations joined and comments removed."""
     for language, block in FENCE.findall(text):
         lines = block.replace("\\\n", " ").splitlines()
         first = lines[0].split() if lines else []
@@ -73,41 +73,46 @@ def command_lines(text: str) -> Iterator[str]:
             continue
         for line in lines:
             if not line.strip() or line.startswith("#") or (first[0] == "$" and not line.startswith("$ ")):
-                continue  # in a block that begins with $ all else is what is printed
-            told = re.split(r"\s+# | {4,}| {2,}(?=[^\x00-\x7f])", line.removeprefix("$ ").strip())[0]
-            yield from (part.strip() for part in told.split(" && "))
+                continue  # in a block that begins with $, other lines are output
+            command = re.split(r"\s+# | {4,}| {2,}(?=[^\x00-\x7f])", line.removeprefix("$ ").strip())[0]
+            yield from (part.strip() for part in command.split(" && "))
 
 
-def everyrank_words(line: str) -> list[str]:
-    """What follows `everyrank` in a line, whoever starts it; [] where nothing does."""
-    words = shlex.split(line.replace("my_parallel.py", "docs/examples/tied_weights.py"))  # own code has to be there
-    for index, word in enumerate(words):
-        if word == "everyrank":
-            return words[index + 1 :]
+def everyrank_args(line: str) -> list[str]:
+    """Return the arguments after `everyrank` in a line, under any launcher, or [] if the line does not call it."""
+    # the file with user code must exist
+    tokens = shlex.split(line.replace("my_parallel.py", "docs/examples/tied_weights.py"))
+    for index, token in enumerate(tokens):
+        if token == "everyrank":
+            return tokens[index + 1 :]
     return []
 
 
 def pages(root: Path) -> Iterator[Path]:
+    """Yield the README files and all pages below docs, except decisions."""
     yield from (root / "README.md", root / "README.zh.md")
     yield from (page for page in sorted((root / "docs").rglob("*.md")) if "decisions" not in page.parts)
 
 
 @functools.cache
 def parser() -> argparse.ArgumentParser:
-    """The parser of everyrank, which takes longer to build than a line to read."""
+    """Return everyrank's parser. It is cached, because building it is slow."""
     return _parser()
 
 
-def read(words: list[str]) -> argparse.Namespace:
-    """The call as everyrank reads it, with a workload that is there in place of a person's own. Raises UsageError."""
-    parsed = parser().parse_args(words)
+def read(args: list[str]) -> argparse.Namespace:
+    """Parse a call, and replace the user's workload by an existing one. Raises UsageError."""
+    parsed = parser().parse_args(args)
     layouts = getattr(parsed, "layout", None) or []
     for layout in [layouts] if isinstance(layouts, str) else layouts:
         parse_layout(str(layout))
     recipe = getattr(parsed, "recipe", None)
     if recipe not in (None, "workload") and not Path(recipes).with_name(f"{recipe}.py").exists():
         raise UsageError(f"no recipe {parsed.recipe}")
-    if hasattr(parsed, "workload") and parsed.workload not in (*BUILT_IN, words[0]):  # comm is its own
+    if hasattr(parsed, "workload") and parsed.workload not in (
+        *BUILT_IN,
+        args[0],
+    ):  # for `comm`, the workload is the command itself
         if parsed.workload not in PLACEHOLDERS and not Path(parsed.workload.partition(":")[0]).exists():
             raise UsageError(f"no workload {parsed.workload}")
         parsed.workload = "digits"
@@ -115,15 +120,15 @@ def read(words: list[str]) -> argparse.Namespace:
 
 
 @functools.cache  # the pages of both languages have the same commands
-def complaint(line: str, started_here: bool) -> str:
-    """What is wrong with a line that calls everyrank; "" where nothing is."""
+def command_error(line: str, runs_locally: bool) -> str:
+    """Return the error of a line that calls everyrank, or "" if it is correct."""
     try:
-        parsed = read(everyrank_words(line))
-        if started_here and hasattr(parsed, "workload") and hasattr(parsed, "launcher"):
+        parsed = read(everyrank_args(line))
+        if runs_locally and hasattr(parsed, "workload") and hasattr(parsed, "launcher"):
             parsed.dry_run, parsed.argv, parsed.data, parsed.download = True, ["--dry-run"], None, False
             dry_run_or_submit(parsed)
     except CannotRunError:
-        return ""  # what this machine lacks
+        return ""  # this machine lacks something
     except EveryrankError as error:
         return str(error)
     return ""
@@ -132,69 +137,71 @@ def complaint(line: str, started_here: bool) -> str:
 def test_commands_of_the_pages(root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(root)
     wrong: list[str] = []
-    number = 0
+    num_commands = 0
     for page in pages(root):
         for line in command_lines(page.read_text(encoding="utf-8")):
             first = line.split()[0]
-            if everyrank_words(line):
-                why = complaint(line, started_here=first == "everyrank")
-                number += 1
+            if everyrank_args(line):
+                problem = command_error(line, runs_locally=first == "everyrank")
+                num_commands += 1
             elif first == "make":
-                why = (
+                problem = (
                     ""
                     if re.search(rf"^{line.split()[1]}:", (root / "Makefile").read_text(), re.MULTILINE)
                     else "no such target"
                 )
             elif first == "python" and line.split()[1].endswith(".py"):
-                why = "" if (root / line.split()[1]).exists() or "rank" in line or "train" in line else "no such file"
+                problem = (
+                    "" if (root / line.split()[1]).exists() or "rank" in line or "train" in line else "no such file"
+                )
             else:
-                why = "" if first in NEEDS else "say in NEEDS what this needs"
-            if why:
-                wrong.append(f"{page.relative_to(root)}: {line}: {why}")
+                problem = "" if first in NEEDS else "say in NEEDS what this needs"
+            if problem:
+                wrong.append(f"{page.relative_to(root)}: {line}: {problem}")
     assert not wrong, "\n".join(["", *wrong])
-    assert number > 80
+    assert num_commands > 80
 
 
 def test_examples_of_the_help(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each command ends its --help with examples of itself, which can be typed."""
+    """The examples in the --help of each command call this command and are valid."""
     monkeypatch.chdir(root)
     for name, command in COMMANDS.items():
         assert 1 <= len(command.EXAMPLES) <= 3
         for line in command.EXAMPLES:
-            assert everyrank_words(line)[0] == name
-            assert complaint(line, started_here=False) == "", line
+            assert everyrank_args(line)[0] == name
+            assert command_error(line, runs_locally=False) == "", line
 
 
-def test_help_shows_rare_launching_options_only_for_all() -> None:
+def test_only_help_all_shows_rare_launching_options() -> None:
     """--help-all has every option; --help has the common ones, and its usage line is short."""
     train = _parser().parse_args(["train", "digits"]).parser
-    short = train.format_help()
+    common_help = train.format_help()
     train.shows_all = True
-    whole = train.format_help()
-    assert short.splitlines()[0] == "usage: everyrank train WORKLOAD [options]"
-    assert all(flag in short for flag in ("--launcher X", "--nodes N", "--dry-run", "--help-all"))
-    assert [flag in short for flag in ("--requeue", "--rendezvous-kind")] == [False, False]
-    assert all(flag in whole for flag in ("--requeue", "--rendezvous-kind"))
+    full_help = train.format_help()
+    assert common_help.splitlines()[0] == "usage: everyrank train WORKLOAD [options]"
+    assert all(flag in common_help for flag in ("--launcher X", "--nodes N", "--dry-run", "--help-all"))
+    assert [flag in common_help for flag in ("--requeue", "--rendezvous-kind")] == [False, False]
+    assert all(flag in full_help for flag in ("--requeue", "--rendezvous-kind"))
 
 
-def test_commands_within_the_text(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of tables and sentences, where they are whole."""
+def test_commands_in_sentences_and_tables(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Complete commands in sentences and tables are valid."""
     monkeypatch.chdir(root)
     wrong: list[str] = []
-    number = 0
+    num_commands = 0
     for page in pages(root):
         for line in INLINE.findall(FENCE.sub("", page.read_text(encoding="utf-8"))):
             if "..." in line or re.search(r"\b[A-Z]{2,}[_A-Z]*\b(?<!DIR)(?<!RUN)", line.partition("everyrank")[2]):
-                continue  # RECIPE, FILE, "...": not a whole one
-            number += 1
-            if why := complaint(line, started_here=False):
-                wrong.append(f"{page.relative_to(root)}: {line}: {why}")
+                continue  # a placeholder such as RECIPE, FILE or "..."
+            num_commands += 1
+            if problem := command_error(line, runs_locally=False):
+                wrong.append(f"{page.relative_to(root)}: {line}: {problem}")
     assert not wrong, "\n".join(["", *wrong])
-    assert number > 60
+    assert num_commands > 60
 
 
 @pytest.mark.parametrize(
-    ("line", "why"),
+    ("line", "message"),
     [
         ("everyrank train digits --layout ddp --processes 2", ""),
         ("everyrank train digits --launcher slurm --processes 2", ""),
@@ -205,7 +212,7 @@ def test_commands_within_the_text(root: Path, monkeypatch: pytest.MonkeyPatch) -
         ("everyrank train digits --nodes 0", "nodes"),
     ],
 )
-def test_a_wrong_command_is_found(line: str, why: str) -> None:
-    said = complaint(line, started_here=True)
-    assert why in said
-    assert bool(said) == bool(why)
+def test_wrong_commands_are_detected(line: str, message: str) -> None:
+    error = command_error(line, runs_locally=True)
+    assert message in error
+    assert bool(error) == bool(message)

@@ -1,4 +1,4 @@
-"""What in README, CONTRIBUTING and docs follows from Records and code is what `docs/generate.py` makes of them."""
+"""The generated parts of README and docs are up to date with the Records and the code."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ PAGES = (
 
 @pytest.fixture(scope="module")
 def generate(repository: Path) -> Callable[[list[str]], int]:
-    """`main` of docs/generate.py, which makes each part of the pages only once for all tests of this file."""
+    """`main` of docs/generate.py. Each part of the pages is generated only once for all tests of this file."""
     if not (repository / "CONTRIBUTING.md").exists():
         pytest.skip("a source distribution has no such pages")
     generator = runpy.run_path(str(repository / "docs" / "generate.py"))
@@ -54,7 +54,7 @@ def generate(repository: Path) -> Callable[[list[str]], int]:
     return generator["main"]
 
 
-def test_pages_follow_from_what_is_there(
+def test_generated_parts_are_up_to_date(
     generate: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (generate(["--check"]), capsys.readouterr().err) == (0, "")
@@ -109,7 +109,7 @@ def test_pages_follow_from_what_is_there(
         ),
     ],
 )
-def test_a_page_that_was_changed_is_found(
+def test_changed_page_is_detected(
     generate: Callable[[list[str]], int],
     repository: Path,
     tmp_path: Path,
@@ -119,7 +119,7 @@ def test_a_page_that_was_changed_is_found(
     new: str,
     line: str,
 ) -> None:
-    """In one line: which part of which page, what it is made from, and what to run; that repairs all but a marker."""
+    """The error names the page, the part, its source and the command. The command repairs everything except markers."""
     for name in PAGES:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(repository / name, tmp_path / name)
@@ -127,15 +127,16 @@ def test_a_page_that_was_changed_is_found(
     assert old in text
     (tmp_path / page).write_text(text.replace(old, new, 1))
     assert generate(["--check", "--pages", str(tmp_path)]) == 1
-    [said] = capsys.readouterr().err.splitlines()
-    assert said.startswith(f"{page}: ")
-    assert line in said
+    [error] = capsys.readouterr().err.splitlines()
+    assert error.startswith(f"{page}: ")
+    assert line in error
     can_be_repaired = "<!--" not in old
     assert generate(["--pages", str(tmp_path)]) == (0 if can_be_repaired else 1)
     assert ((tmp_path / page).read_text() == text) == can_be_repaired
 
 
 def collective(operation: str, backend: str, seconds: float, **values: Any) -> dict[str, Any]:
+    """Return a row of the results of benchmarks/collectives.py."""
     row = {"operation": operation, "backend": backend, "algorithm": None, "ranks": 2, "num_bytes": 4, "refused": None}
     row |= {"p50_seconds": seconds, "num_wrong": 0, "mean_speedup": None, "p50_speedup": None}
     line = {"latency_seconds": seconds, "bytes_per_second": 2e9, "median_error": 0.01, "largest_error": 0.5}
@@ -143,12 +144,13 @@ def collective(operation: str, backend: str, seconds: float, **values: Any) -> d
 
 
 def test_tables_of_the_collectives(repository: Path, tmp_path: Path) -> None:
-    """What benchmarks/collectives.py leaves, as the pages show it; without it they say how it is made."""
-    made = runpy.run_path(str(repository / "docs" / "generate.py"))
-    names = made["main"].__globals__
-    names["ROOT"], names["COLLECTIVES"] = tmp_path, tmp_path / "c.json"
+    """The pages show the results of benchmarks/collectives.py. Without results, they say `Not measured yet`."""
+    generator = runpy.run_path(str(repository / "docs" / "generate.py"))
+    generator_globals = generator["main"].__globals__
+    generator_globals["ROOT"], generator_globals["COLLECTIVES"] = tmp_path, tmp_path / "c.json"
     parts = [
-        made[name] for name in ("measured_algorithms", "measured_backends", "two_backends_alone", "what_backends_carry")
+        generator[name]
+        for name in ("measured_algorithms", "measured_backends", "two_backends_alone", "what_backends_carry")
     ]
     assert all("Not measured yet" in part() for part in parts)
     rows = [
@@ -163,8 +165,10 @@ def test_tables_of_the_collectives(repository: Path, tmp_path: Path) -> None:
         collective("all_reduce", "shm", 5e-5, mean_speedup=ratio, p50_speedup=10.0, mean_seconds=1e-4)
         for ratio in (40.0, 10.0, 20.0)
     ]
-    about = {"processor": "P", "cores": 2, "torch": "2", "date": "2026-11-22T00"}
-    (tmp_path / "c.json").write_text(json.dumps({"rows": rows, "costs": rows, "starts": starts, "provenance": about}))
+    provenance = {"processor": "P", "cores": 2, "torch": "2", "date": "2026-11-22T00"}
+    (tmp_path / "c.json").write_text(
+        json.dumps({"rows": rows, "costs": rows, "starts": starts, "provenance": provenance})
+    )
     algorithms, backends, alone, carried = (part() for part in parts)
     assert "| 2 | gloo's own | 1,000 |" in algorithms
     assert "| 2 | ring | 2,000 |" in algorithms

@@ -1,4 +1,4 @@
-"""What ranks of several hosts hear of each other: two of them in this process, over a store."""
+"""PeerMonitor: ranks on several hosts learn of each other's failures. Two ranks in this process share a store."""
 
 from __future__ import annotations
 
@@ -11,47 +11,48 @@ import torch.distributed as dist
 import everyrank.world.heartbeat as heartbeat
 from everyrank.world.heartbeat import PeerMonitor
 
-LONG = 60.0  # seconds, on a machine however busy
+TIMEOUT_SECONDS = 60.0  # seconds; enough for a busy machine
 HOSTS = ("a", "b")
 
 
 class Pair:
-    """Two ranks, and what each was ended with."""
+    """Two ranks with a PeerMonitor each, and the errors that their monitors ended them with."""
 
     def __init__(self) -> None:
         self.store = store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(2):
             store.add(f"beat/{rank}", 0)
-        self.ended: list[queue.Queue[BaseException]] = [queue.Queue(), queue.Queue()]
-        self.ranks = [PeerMonitor(store, rank, HOSTS, 300.0, self.ended[rank].put) for rank in range(2)]
+        self.end_errors: list[queue.Queue[BaseException]] = [queue.Queue(), queue.Queue()]
+        self.ranks = [PeerMonitor(store, rank, HOSTS, 300.0, self.end_errors[rank].put) for rank in range(2)]
 
 
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    """A Pair with short heartbeat intervals. Its monitors are stopped after the test."""
     for name, seconds in {"_BEAT_SECONDS": 0.05, "_REPORTED_SECONDS": 0.5}.items():
         monkeypatch.setattr(heartbeat, name, seconds)
-    made = Pair()
-    yield made
-    for rank in made.ranks:
+    two_ranks = Pair()
+    yield two_ranks
+    for rank in two_ranks.ranks:
         rank.end()
         for thread in rank.threads:
-            thread.join(LONG)
+            thread.join(TIMEOUT_SECONDS)
 
 
-def test_rank_in_a_kernel_hears_of_a_failure(pair: Pair) -> None:
-    """It waits in nccl, where nothing breaks when a peer ends: it ends with that one's words, and not by a watchdog."""
+def test_rank_blocked_in_a_kernel_ends_with_the_error_of_its_peer(pair: Pair) -> None:
+    """A rank that waits in NCCL notices no failure by itself. Its monitor ends it with the error of the failed rank."""
     pair.ranks[1].report(ValueError("boom"))
-    error = pair.ended[0].get(timeout=LONG)
+    error = pair.end_errors[0].get(timeout=TIMEOUT_SECONDS)
     assert str(error) == "rank 1 of 2 on b: ValueError: boom"
-    assert pair.ended[1].empty(), "who has failed ends by itself"
+    assert pair.end_errors[1].empty(), "who has failed ends by itself"
 
 
-def test_rank_that_meets_its_own_end_is_left_alone(pair: Pair) -> None:
-    """gloo's connections break: the main thread has its own error, asks whose fault it was, and goes."""
+def test_monitor_does_not_end_a_rank_that_handles_the_failure_itself(pair: Pair) -> None:
+    """With gloo, the connections break. The main thread gets an error, asks which rank failed first, and ends."""
     pair.ranks[1].report(ValueError("boom"))
     error = pair.ranks[0].find_first_failure()
     assert str(error) == "rank 1 of 2 on b: ValueError: boom"
     pair.ranks[0].end()
     for thread in pair.ranks[0].threads:
-        thread.join(LONG)
-    assert pair.ended[0].empty()
+        thread.join(TIMEOUT_SECONDS)
+    assert pair.end_errors[0].empty()

@@ -1,4 +1,4 @@
-"""What rank 0 says while work goes on."""
+"""The lines that rank 0 prints during a command."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 from everyrank.progress import print_lines_once, print_row, progress
 
 
-def test_what_is_printed_again_and_again_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
-    """A model that prints its size when it is built was heard twenty times in one verify."""
+def test_repeated_lines_are_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """For example, a model that prints its size when it is built does so many times in one `verify`."""
     with print_lines_once():
         for number in range(3):
             print("number of parameters: 10.65M")
@@ -33,25 +33,27 @@ def test_what_is_printed_again_and_again_is_shown_once(capsys: pytest.CaptureFix
     assert capsys.readouterr().out == "twice\ntwice\ntwice\n"
 
 
-def test_the_stream_is_given_back_after_an_error() -> None:
-    screen = io.StringIO()
-    with contextlib.redirect_stdout(screen):
+def test_stdout_is_restored_after_an_error() -> None:
+    """`print_lines_once` also prints an incomplete last line."""
+    stdout = io.StringIO()
+    with contextlib.redirect_stdout(stdout):
         with pytest.raises(ZeroDivisionError), print_lines_once():
             print("before", 1 / (print("begun", end="") or 0))
-        assert sys.stdout is screen
-    assert screen.getvalue() == "begun"
+        assert sys.stdout is stdout
+    assert stdout.getvalue() == "begun"
 
 
-def test_a_row_is_said_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing was printed until the end where nobody looks at a terminal; a row is a line, whatever it is called."""
-    with progress(2, show=True) as begin:
-        begin("check ddp")
+def test_rows_are_printed_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each row is printed as soon as it is known, as one line without control characters."""
+    with progress(2, show=True) as advance:
+        advance("check ddp")
         print_row("ddp: equal")
         print_row("not verified: two\nlines \x1b[31m")
     assert capsys.readouterr().out == "ddp: equal\nnot verified: two lines  [31m\n"
 
 
-def test_a_reader_that_has_gone_stops_nothing() -> None:
+def test_closed_pipe_does_not_stop_the_command() -> None:
+    """`head -n 1` closes the pipe while the command prints more rows."""
     code = (
         "import time; from everyrank.progress import print_row\n"
         "print_row('first'); time.sleep(1)\n"
@@ -59,6 +61,8 @@ def test_a_reader_that_has_gone_stops_nothing() -> None:
         "import sys; sys.stderr.write('done'); sys.exit(7)"
     )
     command = f'{sys.executable} -c "{code}" 2>&3 | head -n 1; exit ${{PIPESTATUS[0]}}'
-    done = subprocess.run(["bash", "-c", f"({command}) 3>&1"], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 7, done
-    assert done.stdout.split() == ["first", "done"]
+    process = subprocess.run(
+        ["bash", "-c", f"({command}) 3>&1"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert process.returncode == 7, process
+    assert process.stdout.split() == ["first", "done"]

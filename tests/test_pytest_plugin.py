@@ -1,4 +1,4 @@
-"""The pytest plugin: a suite that uses it, run by pytest in a process of its own."""
+"""The pytest plugin: a separate pytest process runs a suite that uses it."""
 
 from __future__ import annotations
 
@@ -90,16 +90,17 @@ def test_after_all_that():
 
 
 def line_of(mark: str) -> int:
+    """Return the number of the line of SUITE that ends with this comment."""
     return next(number for number, line in enumerate(SUITE.splitlines(), 1) if line.endswith(f"# {mark}"))
 
 
 @pytest.fixture(scope="module")
 def suite(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What pytest printed."""
+    """The output of pytest for SUITE."""
     folder: Path = tmp_path_factory.mktemp("suite")
     (folder / "test_own.py").write_text(SUITE)
     plugin = ["-p", "everyrank.pytest_plugin"] if "everyrank" not in _entry_points() else []
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "pytest", *plugin, "-p", "no:cacheprovider", "-v", "--strict-markers", "test_own.py"],
         cwd=folder,
         env={**os.environ, "TMPDIR": str(folder), "COLUMNS": "300"},
@@ -109,7 +110,7 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> str:
         check=False,
     )
     assert not list(folder.glob("everyrank-*")), "a folder of the ranks was left"
-    return done.stdout + done.stderr
+    return process.stdout + process.stderr
 
 
 def _entry_points() -> set[str]:
@@ -135,8 +136,8 @@ def _entry_points() -> set[str]:
         ("test_after_all_that", "PASSED"),
     ],
 )
-def test_outcomes(suite: str, name: str, outcome: str) -> None:
-    """A rank's failure or skip is that of the test, and the next test is not disturbed."""
+def test_failures_and_skips_of_ranks_are_those_of_the_test(suite: str, name: str, outcome: str) -> None:
+    """A failure or skip on a rank is the outcome of the test. Later tests are not affected."""
     assert re.search(rf"::{name} {outcome}", suite), suite
 
 
@@ -156,6 +157,6 @@ def test_outcomes(suite: str, name: str, outcome: str) -> None:
         "'speed'; give (processes, backend=..., timeout=...)",
     ],
 )
-def test_messages(suite: str, message: str) -> None:
-    """The root cause with the line of the test, the output of the rank, and for a hang the autopsy."""
+def test_failure_messages_have_cause_line_and_output(suite: str, message: str) -> None:
+    """The messages have the cause with its line, the output of the ranks, and an explanation of a hang."""
     assert message in suite

@@ -1,4 +1,4 @@
-"""Records: JSON in and out, to the last bit, and refusing what is none."""
+"""Records: exact round trips through JSON, and clear errors for files that hold no Records."""
 
 import dataclasses
 import json
@@ -26,12 +26,13 @@ from everyrank.record import (
 AWKWARD = [0.1 + 0.2, 1 / 3, 5e-324, 1.7976931348623157e308, 2.2250738585072014e-308, -0.0, 1e22, 123456789.12345679]
 
 
-def plain() -> Record:
+def minimal_record() -> Record:
+    """Return a Record with only the required fields."""
     return Record("digits", "ddp", "spawn", "gloo", "cpu", 2)
 
 
-def full() -> Record:
-    """Every field is set, to a value that is not its default."""
+def complete_record() -> Record:
+    """Return a Record in which every field has a value other than its default."""
     return Record(
         workload="mine · größer <b>",
         layout="fsdp:shard=2",
@@ -69,9 +70,9 @@ def full() -> Record:
     )
 
 
-def test_full_record_is_full() -> None:
-    """A field added later has to join the round trip below."""
-    record = full()
+def test_complete_record_sets_every_field() -> None:
+    """A field that is added later must be added here too, so that the round-trip test covers it."""
+    record = complete_record()
     for field in dataclasses.fields(Record):
         if field.name == "schema":
             continue
@@ -82,37 +83,37 @@ def test_full_record_is_full() -> None:
 
 
 def test_round_trip_is_exact(tmp_path: Path) -> None:
-    """Losses are compared to 1e-10: a digit lost in the file would be a difference that never was."""
+    """Losses are compared to 1e-10. A digit lost in the file would look like a difference between layouts."""
     path = tmp_path / "deep" / "er" / "records.json"
-    write_records([full(), plain()], path)
-    back = read_records(path)
-    assert back == [full(), plain()]
-    assert [value.hex() for value in back[0].loss] == [value.hex() for value in AWKWARD]
-    write_records(back, tmp_path / "again.json")
+    write_records([complete_record(), minimal_record()], path)
+    records = read_records(path)
+    assert records == [complete_record(), minimal_record()]
+    assert [value.hex() for value in records[0].loss] == [value.hex() for value in AWKWARD]
+    write_records(records, tmp_path / "again.json")
     assert (tmp_path / "again.json").read_bytes() == path.read_bytes()
 
 
-def test_a_path_may_be_text(tmp_path: Path) -> None:
-    """As a notebook has it."""
-    write_records([full()], f"{tmp_path}/records.json")
-    assert read_records(f"{tmp_path}/records.json") == [full()]
+def test_path_may_be_a_string(tmp_path: Path) -> None:
+    """`write_records` and `read_records` accept a str in place of a Path."""
+    write_records([complete_record()], f"{tmp_path}/records.json")
+    assert read_records(f"{tmp_path}/records.json") == [complete_record()]
 
 
-def test_types_come_back(tmp_path: Path) -> None:
-    """Nested nouns come back as nouns, not as dicts."""
+def test_nested_types_are_restored(tmp_path: Path) -> None:
+    """Nested values are read as their dataclasses, not as dicts."""
     path = tmp_path / "records.json"
-    write_records([full()], path)
-    [back] = read_records(path)
-    assert isinstance(back.parity, Parity)
-    assert isinstance(back.throughput_samples_per_second, Interval)
-    assert isinstance(back.breakdown_seconds, Breakdown)
-    assert isinstance(back.collectives[0], Collective)
+    write_records([complete_record()], path)
+    [record] = read_records(path)
+    assert isinstance(record.parity, Parity)
+    assert isinstance(record.throughput_samples_per_second, Interval)
+    assert isinstance(record.breakdown_seconds, Breakdown)
+    assert isinstance(record.collectives[0], Collective)
 
 
-def test_the_file_is_a_list_that_says_its_schema(tmp_path: Path) -> None:
-    """What outside programs read: a list of objects with these names."""
+def test_file_is_a_list_of_objects_with_a_schema(tmp_path: Path) -> None:
+    """Other programs can rely on a list of objects with these field names."""
     path = tmp_path / "records.json"
-    write_records([full()], path)
+    write_records([complete_record()], path)
     [row] = json.loads(path.read_text(encoding="utf-8"))
     assert row["schema"] == SCHEMA
     assert set(row) == {
@@ -129,10 +130,10 @@ def test_the_file_is_a_list_that_says_its_schema(tmp_path: Path) -> None:
     assert set(row["collectives"][0]) == {"op", "group", "count", "bytes", "updates"}
 
 
-def test_what_was_not_measured_is_null(tmp_path: Path) -> None:
-    """A zero would be read as a measurement."""
+def test_missing_measurements_are_null(tmp_path: Path) -> None:
+    """A zero would look like a measurement."""
     path = tmp_path / "records.json"
-    write_records([plain()], path)
+    write_records([minimal_record()], path)
     [row] = json.loads(path.read_text(encoding="utf-8"))
     for name in ("throughput_samples_per_second", "step_seconds", "peak_memory_bytes", "startup_seconds"):
         assert row[name] is None
@@ -141,10 +142,10 @@ def test_what_was_not_measured_is_null(tmp_path: Path) -> None:
 
 
 def test_nan_is_written_as_null(tmp_path: Path) -> None:
-    """NaN and Infinity are not JSON: other programs refuse the whole file."""
+    """NaN and Infinity are not valid JSON. Other programs would reject the whole file."""
     path = tmp_path / "records.json"
     record = dataclasses.replace(
-        plain(),
+        minimal_record(),
         loss=[1.0, math.nan, math.inf, -math.inf],
         metrics={"top1": math.nan},
         epoch_seconds=math.nan,
@@ -159,22 +160,23 @@ def test_nan_is_written_as_null(tmp_path: Path) -> None:
     assert row["loss"] == [1.0, None, None, None]
     assert row["metrics"] == {"top1": None}
     assert row["epoch_seconds"] is None
-    [back] = read_records(path)
-    assert back.loss[0] == 1.0
-    assert all(math.isnan(value) for value in back.loss[1:])
-    assert back.epoch_seconds is None
+    [read_back] = read_records(path)
+    assert read_back.loss[0] == 1.0
+    assert all(math.isnan(value) for value in read_back.loss[1:])
+    assert read_back.epoch_seconds is None
 
 
-def test_a_metric_that_was_nan_stays_a_number(tmp_path: Path) -> None:
-    """`metrics` is dict[str, float]: a null that comes back as None breaks whoever formats it."""
+def test_nan_metric_is_not_read_as_none(tmp_path: Path) -> None:
+    """`metrics` is dict[str, float]. A None in it would break the code that formats metrics."""
     path = tmp_path / "records.json"
-    write_records([dataclasses.replace(plain(), metrics={"top1": math.nan, "top5": 0.5})], path)
-    [back] = read_records(path)
-    assert back.metrics.get("top5") == 0.5
-    assert "top1" not in back.metrics or math.isnan(back.metrics["top1"])
+    write_records([dataclasses.replace(minimal_record(), metrics={"top1": math.nan, "top5": 0.5})], path)
+    [record] = read_records(path)
+    assert record.metrics.get("top5") == 0.5
+    assert "top1" not in record.metrics or math.isnan(record.metrics["top1"])
 
 
 def row_with(**values: object) -> dict[str, object]:
+    """Return the JSON object of a minimal Record, with these fields added or replaced."""
     return {
         "schema": SCHEMA,
         "workload": "w",
@@ -187,16 +189,16 @@ def row_with(**values: object) -> dict[str, object]:
     }
 
 
-def test_the_least_a_record_can_be_is_read(tmp_path: Path) -> None:
-    """The base of the refusals below is itself a Record, so each is refused for the reason it names."""
+def test_minimal_record_is_read(tmp_path: Path) -> None:
+    """The row that the tests below break is valid, so each of them fails only for its own reason."""
     path = tmp_path / "records.json"
     path.write_text(json.dumps([row_with()]))
     assert read_records(path) == [Record("w", "ddp", "spawn", "gloo", "cpu", 2)]
 
 
 @pytest.mark.parametrize("schema", [None, 0, 2, "1", [1]])
-def test_another_schema_is_refused(tmp_path: Path, schema: object) -> None:
-    """A newer file read as an older one gives numbers under the wrong names."""
+def test_unknown_schema_is_refused(tmp_path: Path, schema: object) -> None:
+    """A newer file that is read as an older one would give numbers with wrong meanings."""
     path = tmp_path / "records.json"
     path.write_text(json.dumps([row_with(schema=schema)]))
     with pytest.raises(UsageError, match="schema") as caught:
@@ -205,8 +207,8 @@ def test_another_schema_is_refused(tmp_path: Path, schema: object) -> None:
     assert str(SCHEMA) in str(caught.value)
 
 
-def test_no_schema_is_refused(tmp_path: Path) -> None:
-    """A foreign file that happens to be a list of objects."""
+def test_missing_schema_is_refused(tmp_path: Path) -> None:
+    """The file is a list of objects, but they are not Records."""
     path = tmp_path / "records.json"
     path.write_text('[{"name": "package", "version": 1}]')
     with pytest.raises(UsageError, match="schema"):
@@ -222,8 +224,8 @@ def test_no_schema_is_refused(tmp_path: Path) -> None:
         ({"collectives": [{"op": "a", "group": "b", "count": 1, "bytes": 1, "when": 1}]}, "when"),
     ],
 )
-def test_an_unknown_field_is_refused(tmp_path: Path, values: dict[str, object], name: str) -> None:
-    """A misspelt field that is silently dropped is a measurement lost."""
+def test_unknown_field_is_refused(tmp_path: Path, values: dict[str, object], name: str) -> None:
+    """A misspelt field that is silently ignored would lose a measurement."""
     path = tmp_path / "records.json"
     path.write_text(json.dumps([row_with(**values)]))
     with pytest.raises(UsageError, match=name):
@@ -255,8 +257,8 @@ def test_an_unknown_field_is_refused(tmp_path: Path, values: dict[str, object], 
         pytest.param(json.dumps([row_with(epoch_seconds=10**400)]).encode(), id="no float is that large"),
     ],
 )
-def test_a_foreign_or_broken_file_is_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
-    """Whoever gives the wrong file reads which file and why, not a traceback of ours."""
+def test_invalid_file_is_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
+    """The error names the file and the reason in one line, without a traceback."""
     path = tmp_path / "foreign.json"
     path.write_bytes(content)
     with pytest.raises(UsageError) as caught:
@@ -265,11 +267,11 @@ def test_a_foreign_or_broken_file_is_refused_in_one_line(tmp_path: Path, content
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("what", ["missing", "directory"])
-def test_no_file_is_refused_in_one_line(tmp_path: Path, what: str) -> None:
-    """The same for a path that cannot be read."""
-    path = tmp_path / "there.json"
-    if what == "directory":
+@pytest.mark.parametrize("kind", ["missing", "directory"])
+def test_unreadable_path_is_refused_in_one_line(tmp_path: Path, kind: str) -> None:
+    """The error for a missing file or a directory names the path in one line."""
+    path = tmp_path / "records.json"
+    if kind == "directory":
         path.mkdir()
     with pytest.raises(UsageError) as caught:
         read_records(path)

@@ -1,4 +1,4 @@
-"""Whatever happens to a file of Records: it is refused in one line, or what it says is shown, and steers nothing."""
+"""Random mutations of a Record file: it is refused in one line, or shown without control characters."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from everyrank.errors import UsageError
 from everyrank.record import Record, read_records, write_records
 
 COUNT = 500
-SHOWN_EVERY = 10  # of those that can be read
+SHOWN_EVERY = 10  # `report` is run for one in ten mutations
 
-# --- what may happen to the bytes
-
-
-def flip(content: bytearray, draw: random.Random) -> None:
-    content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+# --- mutations of bytes
 
 
-def cut(content: bytearray, draw: random.Random) -> None:
-    del content[draw.randrange(len(content)) :]
+def flip(content: bytearray, rng: random.Random) -> None:
+    content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
 
 
-def leave_out(content: bytearray, draw: random.Random) -> None:
-    begin = draw.randrange(len(content))
-    del content[begin : begin + draw.randrange(1, 40)]
+def cut(content: bytearray, rng: random.Random) -> None:
+    del content[rng.randrange(len(content)) :]
 
 
-def repeat(content: bytearray, draw: random.Random) -> None:
-    begin = draw.randrange(len(content))
-    part = content[begin : begin + draw.randrange(1, 40)]
-    content[begin:begin] = part
+def leave_out(content: bytearray, rng: random.Random) -> None:
+    start = rng.randrange(len(content))
+    del content[start : start + rng.randrange(1, 40)]
 
 
-def put_in(content: bytearray, draw: random.Random) -> None:
+def repeat(content: bytearray, rng: random.Random) -> None:
+    start = rng.randrange(len(content))
+    part = content[start : start + rng.randrange(1, 40)]
+    content[start:start] = part
+
+
+def put_in(content: bytearray, rng: random.Random) -> None:
     strange = [
         b"\x00",
         b"\xff\xfe",
@@ -54,13 +54,13 @@ def put_in(content: bytearray, draw: random.Random) -> None:
         b"\xe2\x80\xae",
         b"9" * 500,
     ]
-    begin = draw.randrange(len(content))
-    content[begin:begin] = draw.choice(strange)
+    start = rng.randrange(len(content))
+    content[start:start] = rng.choice(strange)
 
 
 BYTES: list[Callable[[bytearray, random.Random], None]] = [flip, flip, flip, cut, leave_out, repeat, put_in]
 
-# --- what may stand in its place
+# --- mutations of values
 
 STRANGE = [
     *(None, True, 0, -1, 2**70, 1e308, -0.0, "", "\x1b[31mred\x1b[0m", "a\nb", "\ud800", "<script>alert(1)</script>"),
@@ -68,37 +68,38 @@ STRANGE = [
 ]
 
 
-def replace_value(rows: Any, draw: random.Random) -> None:
-    """Another value at any place of the tree, or another key."""
-    place: Any = rows
+def replace_value(rows: Any, rng: random.Random) -> None:
+    """Replace a random value in the tree, or rename its key."""
+    parent: Any = rows
     while True:
-        keys = list(place) if isinstance(place, dict) else list(range(len(place)))
+        keys = list(parent) if isinstance(parent, dict) else list(range(len(parent)))
         if not keys:
             return
-        key = draw.choice(keys)
-        inner = place[key]
-        if not isinstance(inner, dict | list) or not inner or draw.random() < 0.25:
+        key = rng.choice(keys)
+        child = parent[key]
+        if not isinstance(child, dict | list) or not child or rng.random() < 0.25:
             break
-        place = inner
-    if isinstance(place, dict) and draw.random() < 0.2:
-        place[draw.choice(["surprise", "\x1b[2J", "schema", "loss"])] = place.pop(key)
+        parent = child
+    if isinstance(parent, dict) and rng.random() < 0.2:
+        parent[rng.choice(["surprise", "\x1b[2J", "schema", "loss"])] = parent.pop(key)
     else:
-        place[key] = draw.choice(STRANGE)
+        parent[key] = rng.choice(STRANGE)
 
 
-def mutated(text: str, draw: random.Random) -> bytes:
-    if draw.random() < 0.5:
+def mutate(text: str, rng: random.Random) -> bytes:
+    """Return the file with a mutation of its bytes or of one to three values."""
+    if rng.random() < 0.5:
         content = bytearray(text.encode())
-        draw.choice(BYTES)(content, draw)
+        rng.choice(BYTES)(content, rng)
         return bytes(content)
     rows = json.loads(text)
-    for _ in range(draw.randrange(1, 4)):
-        replace_value(rows, draw)
+    for _ in range(rng.randrange(1, 4)):
+        replace_value(rows, rng)
     return json.dumps(rows).encode()
 
 
 def read(path: Path) -> list[Record] | None:
-    """The Records; None where the file is refused, in one line that names it."""
+    """Return the Records, or None if the file is refused. The error must be one line that names the file."""
     try:
         return read_records(path)
     except UsageError as error:
@@ -112,36 +113,36 @@ def read(path: Path) -> list[Record] | None:
 def test_five_hundred_mutations_are_refused_or_shown(
     repository: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Never a traceback; a Record that can be read can be written, and stays the same; what is shown steers nothing."""
+    """There is never a traceback. Readable Records survive a round trip, and are shown without control characters."""
     source = repository / "benchmarks" / "records" / "digits-cpu.json"
     rows = json.loads(source.read_text())[:3]
     for row in rows:
-        row["resources"] = None  # hundreds of samples: a change would nearly always hit one of them
+        row["resources"] = None  # it has hundreds of samples, so most mutations would change one of them
         row["loss"] = row["loss"][:3]
     text = json.dumps(rows, indent=1)
-    path, again = tmp_path / "records.json", tmp_path / "again.json"
+    path, rewritten_path = tmp_path / "records.json", tmp_path / "again.json"
     path.write_text(text)
     assert len(read(path) or []) == 3
-    draw = random.Random(20261122)
+    rng = random.Random(20261122)
     num_read = num_refused = 0
     for number in range(COUNT):
-        path.write_bytes(mutated(text, draw))
-        found = read(path)
-        if found is None:
+        path.write_bytes(mutate(text, rng))
+        records = read(path)
+        if records is None:
             num_refused += 1
         else:
             num_read += 1
-            write_records(found, again)
-            once = again.read_bytes()  # in which what is infinite is null
-            write_records(read_records(again), again)
-            assert again.read_bytes() == once, number
+            write_records(records, rewritten_path)
+            rewritten = rewritten_path.read_bytes()  # infinite values are null here
+            write_records(read_records(rewritten_path), rewritten_path)
+            assert rewritten_path.read_bytes() == rewritten, number
         if number % SHOWN_EVERY == 0:
             status = main(["report", str(path), "--markdown", str(tmp_path / "table.md")])
             out, err = capfd.readouterr()
-            assert status == (2 if not found else 0), (number, err)
+            assert status == (2 if not records else 0), (number, err)
             assert "Traceback" not in err
             assert len(err.splitlines()) == (1 if status else 0), (number, err)
-            assert not any(ord(letter) < 32 and letter != "\n" for letter in out + err), number
+            assert not any(ord(character) < 32 and character != "\n" for character in out + err), number
     assert num_read + num_refused == COUNT
     assert num_refused > 200
     assert num_read > 50

@@ -1,4 +1,4 @@
-"""A workload that was changed by `dataclasses.replace` is trained and verified as it is, not as its source gives it."""
+"""A workload changed by `dataclasses.replace` is used with its changes. It is not loaded from its file again."""
 
 from __future__ import annotations
 
@@ -27,34 +27,36 @@ workload = Workload(
 """
 
 
-def broken(output: Any, target: Any) -> Any:
+def raising_loss(output: Any, target: Any) -> Any:
     raise RuntimeError("this loss was asked for")
 
 
 @pytest.mark.usefixtures("python")
 @pytest.mark.parametrize("name", ["line.py", "two-lines.py"])  # no rank can import the second one by its name
-def test_what_was_replaced_is_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_run_and_verify_use_a_replaced_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A scaled loss gives a scaled result, and a loss that raises gives its error."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / name).write_text(TEXT)
-    found = find_workload(str(tmp_path / name))
-    assert found.source is not None
-    replaced = dataclasses.replace(found, name="other", loss=lambda out, target: (found.loss(out, target)[0] * 3, 4))
+    loaded = find_workload(str(tmp_path / name))
+    assert loaded.source is not None
+    replaced = dataclasses.replace(loaded, name="other", loss=lambda out, target: (loaded.loss(out, target)[0] * 3, 4))
     assert replaced.source is None
     launch = Launch(processes=1, device="cpu")
-    (plain,), (other,) = run(found, Layout("single"), launch), run(replaced, Layout("single"), launch)
-    assert other.workload == "other"
-    assert other.loss[0] == pytest.approx(3 * plain.loss[0])
+    (loaded_record,) = run(loaded, Layout("single"), launch)
+    (replaced_record,) = run(replaced, Layout("single"), launch)
+    assert replaced_record.workload == "other"
+    assert replaced_record.loss[0] == pytest.approx(3 * loaded_record.loss[0])
     for call in (
         lambda workload: run(workload, Layout("single"), launch),
         lambda workload: verify(workload, [Layout("ddp")], Launch(processes=2, device="cpu"), quick=True),
     ):
         with pytest.raises(WorkloadError, match="this loss was asked for"):
-            call(dataclasses.replace(found, loss=broken))
+            call(dataclasses.replace(loaded, loss=raising_loss))
 
 
-def test_a_plain_copy_has_no_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copy_without_changes_has_no_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "line.py").write_text(TEXT)
-    found = find_workload(str(tmp_path / "line.py"))
-    assert found.source is not None
-    assert dataclasses.replace(found).source is None
+    loaded = find_workload(str(tmp_path / "line.py"))
+    assert loaded.source is not None
+    assert dataclasses.replace(loaded).source is None

@@ -1,4 +1,4 @@
-"""Reports: no number without parity, nothing of a Record runs or loads, every layout has its curve."""
+"""Reports: only verified layouts show numbers, text in a Record is never run or loaded, each layout has a curve."""
 
 import dataclasses
 import html
@@ -44,7 +44,7 @@ NOT_VERIFIED = Parity("not_verified", reason="needs 2 CUDA devices")
 
 
 def timed(layout: str, parity: Parity, digits: int = 7, workload: str = "mine", **values: object) -> Record:
-    """A Record that carries every number, each of them recognisable by its digits."""
+    """Return a Record with every measurement. All its numbers repeat `digits`, so that a test can find them."""
     speed, step = float(f"{digits}" * 6), float(f"0.0{digits}{digits}{digits}{digits}")
     base = Record(
         workload=workload,
@@ -72,53 +72,57 @@ def timed(layout: str, parity: Parity, digits: int = 7, workload: str = "mine", 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
+    """The outputs of `everyrank report`."""
+
     terminal: str
     markdown: str
     html: str
 
     def __iter__(self) -> Iterator[str]:
-        """What a person reads of each: no paths of files, no coordinates of a drawing."""
-        shown = [line for line in self.terminal.splitlines() if not line.startswith("wrote ")]
-        return iter(("\n".join(shown), self.markdown, Page(self.html).text))
+        """Yield the visible text of each output, without file paths and chart coordinates."""
+        lines = [line for line in self.terminal.splitlines() if not line.startswith("wrote ")]
+        return iter(("\n".join(lines), self.markdown, Page(self.html).text))
 
 
-_MADE: dict[str, Report] = {}  # by what is in it: drawing is slow
+_REPORT_CACHE: dict[str, Report] = {}  # cache by content, because drawing charts is slow
 
 
 @pytest.fixture
 def report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Report]]:
-    """`everyrank report` over one file for each list of Records; what it showed and wrote."""
+    """A function that writes each list of Records to a file and returns the outputs of `everyrank report`."""
     before = signal.getsignal(signal.SIGTERM)
 
     def call(*files: list[Record]) -> Report:
         key = repr((files, charts.CHARTS))
-        if key in _MADE:
-            return _MADE[key]
+        if key in _REPORT_CACHE:
+            return _REPORT_CACHE[key]
         paths = [tmp_path / f"{index}.json" for index in range(len(files))]
         for path, records in zip(paths, files, strict=True):
             write_records(records, path)
-        page, text = tmp_path / "page.html", tmp_path / "table.md"
-        status = main(["report", *map(str, paths), "--html", str(page), "--markdown", str(text)])
-        shown = capsys.readouterr()
-        assert status == 0, shown.err
-        assert shown.err == ""
-        _MADE[key] = Report(shown.out, text.read_text(encoding="utf-8"), page.read_text(encoding="utf-8"))
-        return _MADE[key]
+        html_path, markdown_path = tmp_path / "page.html", tmp_path / "table.md"
+        status = main(["report", *map(str, paths), "--html", str(html_path), "--markdown", str(markdown_path)])
+        captured = capsys.readouterr()
+        assert status == 0, captured.err
+        assert captured.err == ""
+        _REPORT_CACHE[key] = Report(
+            captured.out, markdown_path.read_text(encoding="utf-8"), html_path.read_text(encoding="utf-8")
+        )
+        return _REPORT_CACHE[key]
 
     yield call
     signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture
-def undrawn(report: Callable[..., Report], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Report]:
-    """The same without its drawings, where only what stands in and below the tables is looked at."""
+def report_without_charts(report: Callable[..., Report], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Report]:
+    """`report` without charts, for tests that check only the tables and the lines below them."""
     monkeypatch.setattr(charts, "CHARTS", ())
     monkeypatch.setattr(charts, "beside", lambda _: "")
     return report
 
 
 class Page(html.parser.HTMLParser):
-    """The tags with their attributes, and the text, of a page."""
+    """A parsed HTML page: its tags with their attributes, its text and its comments."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -139,28 +143,28 @@ class Page(html.parser.HTMLParser):
 
 
 def svgs(text: str, kind: str = "losses") -> list[ET.Element]:
-    """The drawings of one kind in a page; all of them have to be well-formed."""
-    for found in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
-        ET.fromstring(found)
+    """Return the charts of one kind in a page. Every chart in the page must be well-formed XML."""
+    for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
+        ET.fromstring(svg)
     figures = re.findall(rf'<figure class="{kind}">.*?(<svg.*?</svg>)', text, re.DOTALL)
-    return [ET.fromstring(found) for found in figures]
+    return [ET.fromstring(figure) for figure in figures]
 
 
 def curves(svg: ET.Element) -> list[ET.Element]:
-    """The data lines of the upper axes: not its ticks, which are deeper, and not its legend."""
+    """Return the data lines of the upper axes, without ticks and legend."""
     [axes] = [group for group in svg.iter(f"{SVG}g") if group.get("id") == "axes_1"]
     lines = [group for group in axes.findall(f"{SVG}g") if group.get("id", "").startswith("line2d_")]
     return [path for line in lines for path in line.findall(f"{SVG}path")]
 
 
 def table_rows(text: str) -> list[list[str]]:
-    """The cells of each row of the first table in a Markdown text, split as GitHub splits them."""
+    """Return the cells of each row of the first table in a Markdown text, split as GitHub splits them."""
     lines = [line for line in text.partition("\n\n")[2].partition("\n\n")[0].splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
 
 
-def test_equal_rows_have_their_numbers(report: Callable[..., Report]) -> None:
-    """The other tests here look for numbers that are not there: this one shows that they would be."""
+def test_equivalent_layouts_show_all_numbers(report: Callable[..., Report]) -> None:
+    """This shows that the searches for numbers work. Other tests use them to check that numbers are absent."""
     shown = report([timed("single", EQUAL, 5), timed("ddp", EQUAL, 7)])
     for text in shown:
         assert "777,777" in text  # samples a second
@@ -173,20 +177,20 @@ def test_equal_rows_have_their_numbers(report: Callable[..., Report]) -> None:
         assert "7,777.0" in text  # KiB an update
         assert "7777.0" in text  # MiB
         assert "7 all-reduce" in text
-        assert "388.85" in text  # ms of exposed communication, five steps' worth
+        assert "388.85" in text  # ms of exposed communication: 5 times the step time
     assert len(table_rows(shown.markdown)) == 4
     kinds = ("throughput", "split", "memory", "traffic", "losses", "resources")
     assert all(len(svgs(shown.html, kind)) == 1 for kind in kinds)
 
 
 def scaled(layout: str, size: int, kind: str, efficiency: float, **values: object) -> Record:
-    """A Record of scaling."""
+    """Return a Record with a scaling efficiency."""
     spread = Interval(efficiency, efficiency / 2, efficiency * 2, trials=5)
     return timed(layout, EQUAL, 3, world_size=size, scaling=Scaling(kind, spread), **values)
 
 
-def test_the_ratio_of_paired_trials_is_quoted_with_its_interval(report: Callable[..., Report]) -> None:
-    """It is narrower than what the two intervals allow; without a checked single it is not shown."""
+def test_ratio_of_paired_trials_is_shown_with_its_interval(report: Callable[..., Report]) -> None:
+    """The interval is that of the paired trials. It is not shown if `single` was not verified as equal."""
     paired = Interval(1.41, 1.39, 1.43, trials=5)
     records = [timed("single", EQUAL, 5), timed("ddp", EQUAL, 7, ratio_to_single=paired)]
     for text in report(records):
@@ -195,13 +199,13 @@ def test_the_ratio_of_paired_trials_is_quoted_with_its_interval(report: Callable
         assert "1.41" not in text
 
 
-def test_scaling_has_its_table_and_drawing(report: Callable[..., Report]) -> None:
-    """Strong and weak stand beside each other, and weak Records, whose batch is larger, stay with their base."""
-    weak = {**timed("ddp", EQUAL).provenance, "global_batch": 128}
+def test_scaling_has_a_table_and_a_chart(report: Callable[..., Report]) -> None:
+    """Strong and weak scaling are in one table. Weak scaling has a larger batch, but gets no table of its own."""
+    weak_provenance = {**timed("ddp", EQUAL).provenance, "global_batch": 128}
     records = [
         timed("ddp", EQUAL, 5, world_size=1),
         scaled("ddp", 2, "strong", 0.61),
-        scaled("ddp", 2, "weak", 0.83, provenance=weak),
+        scaled("ddp", 2, "weak", 0.83, provenance=weak_provenance),
     ]
     shown = report(records)
     assert len(svgs(shown.html, "scaling")) == 1
@@ -211,12 +215,12 @@ def test_scaling_has_its_table_and_drawing(report: Callable[..., Report]) -> Non
         assert "efficiency relative to one rank" in text
         assert text.count("global batch 64") == 1
         assert "global batch 128" not in text
-    hidden = dataclasses.replace(records[1], parity=DIFFERENT)
-    assert all("0.61" not in text for text in report([records[0], hidden]))
+    not_equal = dataclasses.replace(records[1], parity=DIFFERENT)
+    assert all("0.61" not in text for text in report([records[0], not_equal]))
 
 
-def test_a_layout_has_one_colour_in_all_drawings(report: Callable[..., Report]) -> None:
-    """Also where a drawing leaves out those before it: single ran too shortly for a sample of its resources."""
+def test_a_layout_has_the_same_colour_in_all_charts(report: Callable[..., Report]) -> None:
+    """This holds even if a chart leaves out an earlier layout. Here `single` has no samples of its resources."""
     shown = report([timed("single", EQUAL, 5, resources=None), timed("ddp", EQUAL, 7)])
     single, ddp = "#0072b2", "#e69f00"
     for kind in ("throughput", "memory", "losses"):
@@ -228,13 +232,13 @@ def test_a_layout_has_one_colour_in_all_drawings(report: Callable[..., Report]) 
     assert single not in text
 
 
-def test_two_sets_are_laid_beside_each_other(report: Callable[..., Report]) -> None:
-    """What both have, the ratio, whether the intervals overlap, and in what else the sets differ."""
+def test_two_files_are_compared(report: Callable[..., Report]) -> None:
+    """The table has the layouts in both files, the ratio, and whether the intervals overlap."""
 
     def speed(median: float, low: float, high: float) -> dict[str, object]:
         return {"throughput_samples_per_second": Interval(median, low, high, trials=5)}
 
-    other = {**timed("ddp", EQUAL).provenance, "commit": "bbbb"}
+    other_commit = {**timed("ddp", EQUAL).provenance, "commit": "bbbb"}
     old = [
         timed("single", EQUAL, 5, **speed(100, 90, 110)),
         timed("ddp", EQUAL, 7, **speed(100, 99, 101)),
@@ -242,16 +246,17 @@ def test_two_sets_are_laid_beside_each_other(report: Callable[..., Report]) -> N
         timed("fsdp", EQUAL, 7, **speed(100, 99, 101)),
     ]
     new = [
-        timed("single", EQUAL, 5, provenance=other, **speed(105, 95, 115)),
-        timed("ddp", EQUAL, 7, provenance=other, loss=[3.0] * 20, **speed(200, 199, 201)),
-        timed("zero1", DIFFERENT, 7, provenance=other, **speed(200, 199, 201)),
+        timed("single", EQUAL, 5, provenance=other_commit, **speed(105, 95, 115)),
+        timed("ddp", EQUAL, 7, provenance=other_commit, loss=[3.0] * 20, **speed(200, 199, 201)),
+        timed("zero1", DIFFERENT, 7, provenance=other_commit, **speed(200, 199, 201)),
     ]
     shown = report(old, new)
     rows = {row[0]: row for row in table_rows(shown.markdown)[2:]}
-    assert set(rows) == {"mine · single · 2 ranks", "mine · ddp · 2 ranks"}  # fsdp is in one, zero1 checked in one
+    # fsdp is in one file only, and zero1 is equal in one file only
+    assert set(rows) == {"mine · single · 2 ranks", "mine · ddp · 2 ranks"}
     assert rows["mine · single · 2 ranks"][3:] == ["1.050", "overlap", "0.0e+00"]
     assert rows["mine · ddp · 2 ranks"][3:5] == ["2.000", "apart: faster"]
-    assert rows["mine · ddp · 2 ranks"][5] == "2.9e+01"  # 3.0 against 0.1 at the end
+    assert rows["mine · ddp · 2 ranks"][5] == "2.9e+01"  # the last losses are 3.0 and 0.1
     for text in shown:
         assert "1.json has bbbb" in text
     assert len(re.findall('<figure id="beside">.*?<svg', shown.html, re.DOTALL)) == 1
@@ -261,18 +266,16 @@ def test_two_sets_are_laid_beside_each_other(report: Callable[..., Report]) -> N
 
 @pytest.mark.parametrize("parity", [DIFFERENT, NOT_VERIFIED])
 @pytest.mark.parametrize("others", [[timed("single", EQUAL, 5)], []])
-def test_a_row_without_parity_has_no_number(
-    report: Callable[..., Report], parity: Parity, others: list[Record]
-) -> None:
-    """A fast layout that trains something else is not fast: no output may quote it, whatever the Record carries."""
+def test_unverified_layout_shows_no_number(report: Callable[..., Report], parity: Parity, others: list[Record]) -> None:
+    """No output shows the speed of a layout that is not verified as equal, even if its Record contains numbers."""
     for text in report([*others, timed("ddp", parity, 7)]):
         assert not re.search(r"7[,.]?7[,.]?7[,.]?7", text)
         assert "1.40" not in text
         assert "ddp" in text
 
 
-def test_no_ratio_to_a_single_that_was_not_verified(report: Callable[..., Report]) -> None:
-    """`x single` is single's number too: 777777 / 555555 gives it away."""
+def test_no_ratio_to_an_unverified_single(report: Callable[..., Report]) -> None:
+    """The ratio would reveal the speed of `single`, because the speed of the other layout is shown."""
     shown = report([timed("single", NOT_VERIFIED, 5), timed("ddp", EQUAL, 7)])
     for text in shown:
         assert "777,777" in text
@@ -280,9 +283,11 @@ def test_no_ratio_to_a_single_that_was_not_verified(report: Callable[..., Report
         assert "1.40" not in text
 
 
-def test_why_a_row_has_no_number_is_said(undrawn: Callable[..., Report]) -> None:
-    """Never a pass and never silence."""
-    shown = undrawn([timed("single", EQUAL, 5), timed("ddp", DIFFERENT, 7), timed("dataparallel", NOT_VERIFIED, 3)])
+def test_report_explains_why_numbers_are_missing(report_without_charts: Callable[..., Report]) -> None:
+    """A layout without numbers is marked as different or not verified, with the reason."""
+    shown = report_without_charts(
+        [timed("single", EQUAL, 5), timed("ddp", DIFFERENT, 7), timed("dataparallel", NOT_VERIFIED, 3)]
+    )
     for text in (re.sub(r"\\", "", shown.markdown), shown.html, re.sub(r"\s+", " ", shown.terminal)):
         assert "DIFFERENT" in text
         assert "not verified here: needs 2 CUDA devices" in text
@@ -290,19 +295,24 @@ def test_why_a_row_has_no_number_is_said(undrawn: Callable[..., Report]) -> None
         assert "sum where the mean is meant" in text
 
 
-def test_verified_but_not_timed(report: Callable[..., Report]) -> None:
-    """The Records of `verify` have no speed; their table says what was compared."""
-    nothing = {"throughput_samples_per_second": None, "step_seconds": None, "epoch_seconds": None, "metrics": {}}
-    close = dataclasses.replace(EQUAL, max_relative_difference=3e-14)
-    shown = report([timed("ddp", close, **nothing), timed("fsdp", DIFFERENT, **nothing)])
+def test_records_of_verify_show_differences(report: Callable[..., Report]) -> None:
+    """The Records of `verify` have no speed. Their table shows the differences and the tolerance."""
+    no_measurements = {
+        "throughput_samples_per_second": None,
+        "step_seconds": None,
+        "epoch_seconds": None,
+        "metrics": {},
+    }
+    within_tolerance = dataclasses.replace(EQUAL, max_relative_difference=3e-14)
+    shown = report([timed("ddp", within_tolerance, **no_measurements), timed("fsdp", DIFFERENT, **no_measurements)])
     for text in shown:
         assert "3.0e-14" in text
         assert "5.0e-01" in text
         assert "1e-10" in text
 
 
-def test_several_files_are_one_report(report: Callable[..., Report]) -> None:
-    """Every Record of every file is shown, and workloads are kept apart."""
+def test_several_files_make_one_report(report: Callable[..., Report]) -> None:
+    """Every Record of every file is shown, and each workload is compared with its own `single`."""
     shown = report(
         [timed("single", EQUAL, 5), timed("ddp", EQUAL, 7)],
         [timed("single", EQUAL, 3, workload="another"), timed("fsdp", EQUAL, 9, workload="another")],
@@ -310,8 +320,8 @@ def test_several_files_are_one_report(report: Callable[..., Report]) -> None:
     for text in shown:
         for word in ("mine", "another", "ddp", "fsdp", "555,555", "777,777", "333,333", "999,999"):
             assert word in text
-        assert "3.00" in text  # 999999 / 333333: against the single of its own workload
-        assert "1.80" not in text  # 999999 / 555555
+        assert "3.00" in text  # 999999 / 333333: relative to the single of its own workload
+        assert "1.80" not in text  # 999999 / 555555: relative to the single of the other workload
 
 
 EVIL = "<script>alert(1)</script>"
@@ -321,23 +331,23 @@ EVIL_CAUSE = "|`</td>`| <b onclick=alert(3)>bold</b> ]]> {{ 7 * 7 }} [bold red]x
 
 @pytest.fixture
 def hostile(report: Callable[..., Report]) -> Report:
-    """A report of Records that somebody else made, with markup wherever text may stand."""
+    """A report of Records from an untrusted file, with markup in every text field."""
     different = dataclasses.replace(DIFFERENT, first_divergence=EVIL_CAUSE, cause=EVIL_CAUSE, checks=[EVIL_CAUSE])
-    refused = dataclasses.replace(NOT_VERIFIED, reason=EVIL_CAUSE, checks=[EVIL])
+    not_verified = dataclasses.replace(NOT_VERIFIED, reason=EVIL_CAUSE, checks=[EVIL])
     provenance = {EVIL: EVIL, "torch": EVIL, "method": EVIL_CAUSE, "cores": EVIL, "global_batch": EVIL}
     everywhere = {"workload": EVIL, "device": "cpu", "provenance": provenance, "metrics": {EVIL_CAUSE: 0.5}}
     return report(
         [
             timed("single", EQUAL, **everywhere),
             timed(EVIL_LAYOUT, different, **everywhere),
-            timed(EVIL, refused, **everywhere),
+            timed(EVIL, not_verified, **everywhere),
             timed("fsdp" + EVIL_CAUSE, EQUAL, **everywhere),
         ]
     )
 
 
 def test_html_is_inert(hostile: Report) -> None:
-    """A Record from somebody else's machine runs no script and makes no element in the page."""
+    """A Record from an untrusted file runs no script and adds no element to the page."""
     page = Page(hostile.html)
     names = {name for name, _ in page.tags}
     assert not names & {"script", "img", "iframe", "object", "embed", "form", "base", "a"}
@@ -351,7 +361,7 @@ def test_html_is_inert(hostile: Report) -> None:
 
 
 def test_html_has_one_cell_for_each_column(hostile: Report) -> None:
-    """Markup in a Record would move the cells of its row."""
+    """Markup in a Record does not add or move cells of its row."""
     table = re.search(r'<table class="main">.*?</table>', hostile.html, re.DOTALL)
     assert table is not None
     columns = table[0].count("<th>")
@@ -360,7 +370,7 @@ def test_html_has_one_cell_for_each_column(hostile: Report) -> None:
 
 
 def test_markdown_is_inert(hostile: Report) -> None:
-    """In a pull request a pipe would move the cells and a tag would be taken as HTML."""
+    """On GitHub, an unescaped pipe would move the cells, and an unescaped tag would be HTML."""
     assert "<" not in hostile.markdown
     rows = table_rows(hostile.markdown)
     assert len(rows) == 5
@@ -370,17 +380,17 @@ def test_markdown_is_inert(hostile: Report) -> None:
 
 
 def test_the_terminal_shows_markup_as_text(hostile: Report) -> None:
-    """rich would take [bold red] for a style and drop it."""
+    """Unescaped, rich would interpret [bold red] as a style and remove it."""
     text = re.sub(r"\s+", "", hostile.terminal)
     assert "[boldred]x[/]" in text
     assert EVIL in text
 
 
 @pytest.mark.parametrize("text", ["two\nlines", "two\r\nlines", "two\n\n# lines", "a\n| b | c |"])
-def test_line_breaks_stay_in_their_cell(undrawn: Callable[..., Report], text: str) -> None:
-    """A name of several lines ends a Markdown table, and what follows is read as markup; so does a reason below it."""
-    refused = dataclasses.replace(NOT_VERIFIED, reason=text)
-    shown = undrawn([timed("single", EQUAL, 5), timed(text, EQUAL, 3), timed("ddp", refused, 7)])
+def test_line_breaks_stay_in_their_cell(report_without_charts: Callable[..., Report], text: str) -> None:
+    """Unescaped, a line break in a name would end the Markdown table, and the rest would be read as markup."""
+    not_verified = dataclasses.replace(NOT_VERIFIED, reason=text)
+    shown = report_without_charts([timed("single", EQUAL, 5), timed(text, EQUAL, 3), timed("ddp", not_verified, 7)])
     rows = table_rows(shown.markdown)
     assert len(rows) == 4
     assert {len(row) for row in rows} == {len(rows[0])}
@@ -389,17 +399,17 @@ def test_line_breaks_stay_in_their_cell(undrawn: Callable[..., Report], text: st
     assert "lines" in footnote or "c" in footnote
 
 
-def test_layouts_that_did_not_run_are_a_line_below_the_table(undrawn: Callable[..., Report]) -> None:
+def test_layouts_that_did_not_run_are_listed_below_the_table(report_without_charts: Callable[..., Report]) -> None:
     """A table full of empty cells hides the layouts that ran. Layouts with the same reason share a line."""
     reason = "workload mine has no tensor_plan, which says how matrices are split, and so on for two lines more"
-    refused = dataclasses.replace(NOT_VERIFIED, reason=reason)
+    not_verified = dataclasses.replace(NOT_VERIFIED, reason=reason)
     for timings in ({}, {"throughput_samples_per_second": None, "step_seconds": None}):
-        shown = undrawn(
+        shown = report_without_charts(
             [
                 timed("single", EQUAL, 5, **timings),
-                timed("tensor", refused, 7, **timings),
+                timed("tensor", not_verified, 7, **timings),
                 timed("dataparallel", NOT_VERIFIED, 7, **timings),
-                timed("fsdp:tensor=2", refused, 7, **timings),
+                timed("fsdp:tensor=2", not_verified, 7, **timings),
             ]
         )
         assert [row[0] for row in table_rows(shown.markdown)[2:]] == ["single"]
@@ -410,7 +420,7 @@ def test_layouts_that_did_not_run_are_a_line_below_the_table(undrawn: Callable[.
 
 
 @pytest.mark.parametrize(
-    ("values", "why"),
+    ("values", "cause"),
     [
         (
             {"resources": Resources(0.5, [1.0], [50.0], [1], others_percent=[130.0])},
@@ -420,88 +430,94 @@ def test_layouts_that_did_not_run_are_a_line_below_the_table(undrawn: Callable[.
         ({"resources": None, "device": "cuda"}, "does not fit in the CPU cache"),
     ],
 )
-def test_a_speed_up_that_cannot_be_is_marked_with_its_likely_reason(
-    undrawn: Callable[..., Report], values: dict[str, Any], why: str
+def test_impossible_speed_up_is_marked_with_its_likely_cause(
+    report_without_charts: Callable[..., Report], values: dict[str, Any], cause: str
 ) -> None:
-    """Somebody's single ran at 8 samples/s on a busy machine, and ddp at 55: 7.12 (4.49 to 11.24) on two ranks."""
-    source = {**timed("single", EQUAL).provenance, "threads_per_rank": 2}
-    single = timed("single", EQUAL, 5, provenance=source, **values)
-    device = {"device": single.device, "provenance": source}
+    """The numbers are from a real run. On a busy machine, `single` ran at 8 samples/s and ddp on 2 ranks at 55."""
+    provenance = {**timed("single", EQUAL).provenance, "threads_per_rank": 2}
+    single = timed("single", EQUAL, 5, provenance=provenance, **values)
+    device = {"device": single.device, "provenance": provenance}
     impossible = timed("ddp", EQUAL, 7, ratio_to_single=Interval(7.12, 4.49, 11.24, trials=5), **device)
-    for text in undrawn([single, impossible]):
+    for text in report_without_charts([single, impossible]):
         flat = re.sub(r"\s+", " ", text)
         assert "7.12 (4.49 to 11.24) ¹" in flat
-        assert re.search(f"¹ speed-up above 2 with 2 ranks: .* {why}", flat)
+        assert re.search(f"¹ speed-up above 2 with 2 ranks: .* {cause}", flat)
     for layout, ratio in (
         ("ddp", Interval(2.4, 1.9, 2.9, trials=5)),
         ("ddp:precision=bf16", Interval(4, 3, 5, trials=5)),
     ):
         possible = timed(layout, EQUAL, 7, ratio_to_single=ratio, **device)
-        assert all("speed-up above" not in text for text in undrawn([single, possible]))
+        assert all("speed-up above" not in text for text in report_without_charts([single, possible]))
 
 
-def test_an_efficiency_that_cannot_be_is_marked(undrawn: Callable[..., Report]) -> None:
-    base = timed("ddp", EQUAL, 5, world_size=1)
-    for text in undrawn([base, scaled("ddp", 2, "strong", 2.5)]):
+def test_impossible_efficiency_is_marked(report_without_charts: Callable[..., Report]) -> None:
+    """An efficiency is marked if even the low end of its interval is above 1."""
+    on_1_rank = timed("ddp", EQUAL, 5, world_size=1)
+    for text in report_without_charts([on_1_rank, scaled("ddp", 2, "strong", 2.5)]):
         assert "2.50 (1.25 to 5.00) ¹" in re.sub(r"\s+", " ", text)
         assert "efficiency above 1" in re.sub(r"\s+", " ", text)
-    assert all("efficiency above" not in text for text in undrawn([base, scaled("ddp", 2, "strong", 1.5)]))
+    assert all(
+        "efficiency above" not in text for text in report_without_charts([on_1_rank, scaled("ddp", 2, "strong", 1.5)])
+    )
 
 
-def test_what_others_did_on_the_machine_is_said_where_it_matters(undrawn: Callable[..., Report]) -> None:
-    def during(cores: object) -> list[Record]:
+def test_load_of_other_programs_is_reported_if_it_matters(report_without_charts: Callable[..., Report]) -> None:
+    """A small, missing or invalid load of other programs is not reported."""
+
+    def records_with_load(cores: object) -> list[Record]:
         load = {"before": 3.14, "others_cores": cores}
         return [timed("single", EQUAL, 5, resources=None, provenance={**timed("a", EQUAL).provenance, "load": load})]
 
-    for text in undrawn(during(1.3)):
+    for text in report_without_charts(records_with_load(1.3)):
         assert "1.3 of 2 cores while single ran" in re.sub(r"\s+", " ", text)
     for cores in (0.1, None, "many"):
-        assert all("Other programs" not in text for text in undrawn(during(cores)))
+        assert all("Other programs" not in text for text in report_without_charts(records_with_load(cores)))
 
 
-def test_a_bench_that_was_stopped_says_which_trials_are_missing(undrawn: Callable[..., Report]) -> None:
-    source = {**timed("single", EQUAL).provenance, "trials_asked": 5}
-    two = Interval(5.0, 4.0, 6.0, trials=2)
-    nothing = {"throughput_samples_per_second": None, "step_seconds": None}
+def test_interrupted_bench_reports_missing_trials(report_without_charts: Callable[..., Report]) -> None:
+    """The report names each verified layout that has fewer trials than were requested."""
+    provenance = {**timed("single", EQUAL).provenance, "trials_asked": 5}
+    two_trials = Interval(5.0, 4.0, 6.0, trials=2)
+    no_measurements = {"throughput_samples_per_second": None, "step_seconds": None}
     records = [
-        timed("single", EQUAL, 5, provenance=source),
-        timed("ddp", EQUAL, 5, provenance=source, throughput_samples_per_second=two),
-        timed("fsdp", EQUAL, 5, provenance=source, **nothing),
-        timed("tensor", NOT_VERIFIED, 5, provenance=source, **nothing),
+        timed("single", EQUAL, 5, provenance=provenance),
+        timed("ddp", EQUAL, 5, provenance=provenance, throughput_samples_per_second=two_trials),
+        timed("fsdp", EQUAL, 5, provenance=provenance, **no_measurements),
+        timed("tensor", NOT_VERIFIED, 5, provenance=provenance, **no_measurements),
     ]
-    for text in undrawn(records):
+    for text in report_without_charts(records):
         flat = re.sub(r"\s+", " ", text)
         assert "ddp has 2 of 5" in flat
         assert "fsdp has 0 of 5" in flat
         assert "tensor has" not in flat
-    assert all("Stopped" not in text for text in undrawn(records[:1]))
+    assert all("Stopped" not in text for text in report_without_charts(records[:1]))
 
 
-def test_the_answer_stands_first_on_the_page(report: Callable[..., Report]) -> None:
-    """Which layout is fastest, and whether every row is equal: one sentence, then the main table."""
+def test_page_begins_with_the_fastest_layout(report: Callable[..., Report]) -> None:
+    """The page begins with the fastest layout and whether all layouts are equal. The main table follows."""
     records = [timed("single", EQUAL, 5), timed("ddp", EQUAL, 7), timed("dataparallel", NOT_VERIFIED, 3)]
     page = report(records).html
-    answer = "777,777 samples/s, 1.40 times as fast as single"
+    fastest = "777,777 samples/s, 1.40 times as fast as single"
     assert "Both layouts that ran are equal" in page
-    assert page.index(answer) < page.index("<table") < page.index("<svg") < page.index('<table class="more">')
-    wide = Interval(777_776.0, 777_770.0, 777_779.0, trials=5)
-    near = timed("zero1", EQUAL, 7, throughput_samples_per_second=wide)
-    assert "zero1 may be as fast" in report([*records, near]).html
+    assert page.index(fastest) < page.index("<table") < page.index("<svg") < page.index('<table class="more">')
+    wide_interval = Interval(777_776.0, 777_770.0, 777_779.0, trials=5)
+    nearly_as_fast = timed("zero1", EQUAL, 7, throughput_samples_per_second=wide_interval)
+    assert "zero1 may be as fast" in report([*records, nearly_as_fast]).html
     page = report([*records, timed("fsdp", DIFFERENT, 9)]).html
     assert "fsdp differs from one device; 2 of 3 layouts are equal" in page
     unsupported = Parity("refused", reason="no plan")
     assert "Both layouts that ran are equal" in report([*records, timed("tensor", unsupported, 9)]).html
     two_launches = [*records, timed("ddp", EQUAL, 5, world_size=4)]
     assert "Both layouts that ran are equal" in report(two_launches).html
-    nothing = {"throughput_samples_per_second": None, "step_seconds": None}
-    assert "No layout was verified here." in report([timed("tensor", NOT_VERIFIED, 7, **nothing)]).html
+    no_measurements = {"throughput_samples_per_second": None, "step_seconds": None}
+    assert "No layout was verified here." in report([timed("tensor", NOT_VERIFIED, 7, **no_measurements)]).html
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="how wide the page is was not verified: needs chromium")
 @pytest.mark.parametrize("width", [420, 1100])
-def test_nothing_has_to_be_scrolled_sideways(report: Callable[..., Report], tmp_path: Path, width: int) -> None:
-    """At the width of a phone and of half a screen, with the longest names and reasons there are."""
-    reason = dataclasses.replace(NOT_VERIFIED, reason="this workload cannot be laid out like that because " * 5)
+def test_page_needs_no_horizontal_scrolling(report: Callable[..., Report], tmp_path: Path, width: int) -> None:
+    """The page fits the width of a phone and of half a screen, with very long names and reasons."""
+    long_reason = dataclasses.replace(NOT_VERIFIED, reason="this workload cannot be laid out like that because " * 5)
     ratio = {"ratio_to_single": Interval(7.12, 4.49, 11.24, trials=5)}
     shown = report(
         [
@@ -510,7 +526,7 @@ def test_nothing_has_to_be_scrolled_sideways(report: Callable[..., Report], tmp_
                 "fsdp:replicate=2,context=2,accumulate=4,precision=bf16,recompute,reshard_after_forward=false", EQUAL
             ),
             timed("pipeline:tensor=2,schedule=interleaved,microbatches=16", EQUAL, 7, **ratio),
-            timed("tensor:" + "x" * 120, reason, 7),
+            timed("tensor:" + "x" * 120, long_reason, 7),
         ],
         [timed("single", EQUAL, 3), timed("ddp", EQUAL, 7)],
     ).html
@@ -524,14 +540,14 @@ def test_nothing_has_to_be_scrolled_sideways(report: Callable[..., Report], tmp_
     (tmp_path / "probe.html").write_text(probe % (width, html.escape(text)), encoding="utf-8")
     command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'chromium'}"]
     command += ["--virtual-time-budget=5000", "--window-size=1300,1000", "--dump-dom", str(tmp_path / "probe.html")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    found = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.DOTALL)
-    assert found is not None, done.stderr
-    assert found[1] == "fits"
+    process = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    probe_result = re.search(r'<pre id="found">(.*?)</pre>', process.stdout, re.DOTALL)
+    assert probe_result is not None, process.stderr
+    assert probe_result[1] == "fits"
 
 
 def test_the_page_loads_nothing(hostile: Report) -> None:
-    """The page is mailed and opened without a network: nothing in it points to one."""
+    """The page can be mailed and opened without a network, because it refers to no other file or address."""
     page = Page(hostile.html)
     loading = {"src", "href", "xlink:href", "srcset", "action", "data", "poster", "background", "ping"}
     for name, attributes in page.tags:
@@ -544,8 +560,8 @@ def test_the_page_loads_nothing(hostile: Report) -> None:
     assert "@import" not in hostile.html
 
 
-def test_the_drawing_has_one_line_for_each_layout(report: Callable[..., Report]) -> None:
-    """Curves that lie on each other must all be there, each with its name."""
+def test_loss_chart_has_one_line_for_each_layout(report: Callable[..., Report]) -> None:
+    """Every curve is in the chart with its label, even if the curves are identical."""
     layouts = ["single", "ddp", "ddp:accumulate=2", "zero1", "fsdp"]
     shown = report([timed(layout, EQUAL) for layout in layouts])
     [svg] = svgs(shown.html)
@@ -560,7 +576,7 @@ def test_the_drawing_has_one_line_for_each_layout(report: Callable[..., Report])
 
 
 def test_small_differences_have_plain_labels(report: Callable[..., Report]) -> None:
-    """An axis of less than a decade has labels between the powers of ten. Markup in one squeezes the drawing."""
+    """An axis shorter than a decade has labels between the powers of ten, without math markup."""
     losses = [2.0 / (i + 1) for i in range(20)]
     near = [loss * (1 + (3 + i % 5) * 1e-8) for i, loss in enumerate(losses)]
     [svg] = svgs(report([timed("single", EQUAL, loss=losses), timed("ddp", EQUAL, loss=near)]).html)
@@ -569,25 +585,25 @@ def test_small_differences_have_plain_labels(report: Callable[..., Report]) -> N
     assert not [label for label in labels if "$" in label or "mathdefault" in label]
 
 
-def test_one_trial_has_no_interval(report: Callable[..., Report]) -> None:
-    """A number of one run, with itself as both ends of an interval, would look exact."""
-    one = Interval(1_307.0, 1_307.0, 1_307.0, trials=1)
-    page = report([timed("single", EQUAL, throughput_samples_per_second=one)]).html
+def test_single_trial_has_no_interval(report: Callable[..., Report]) -> None:
+    """An interval from a value to the same value would look like an exact measurement."""
+    one_trial = Interval(1_307.0, 1_307.0, 1_307.0, trials=1)
+    page = report([timed("single", EQUAL, throughput_samples_per_second=one_trial)]).html
     assert "1,307" in page
     assert "1,307 to 1,307" not in re.sub(r"\s+", " ", page)
 
 
-def test_the_drawing_is_well_formed_whatever_the_layout_is_called(hostile: Report) -> None:
-    """A name with markup or dollar signs is drawn as it is."""
+def test_loss_chart_is_well_formed_for_any_layout_name(hostile: Report) -> None:
+    """A name with markup or dollar signs is drawn unchanged."""
     [svg] = svgs(hostile.html)
     assert len(curves(svg)) == 4
     labels = [text.text for text in svg.iter(f"{SVG}text")]
     assert EVIL in labels
-    assert EVIL_LAYOUT[:29] + "…" in labels  # a longer name would leave no room for the drawing
+    assert EVIL_LAYOUT[:29] + "…" in labels  # longer names are cut, to leave room for the chart
 
 
-def test_every_workload_has_its_own_drawing(report: Callable[..., Report]) -> None:
-    """Losses of different workloads cannot lie on each other."""
+def test_every_workload_has_its_own_loss_chart(report: Callable[..., Report]) -> None:
+    """The losses of different workloads are not comparable."""
     shown = report(
         [timed("single", EQUAL), timed("ddp", EQUAL)],
         [timed("single", EQUAL, workload="another"), timed("ddp", EQUAL, workload="another")],
@@ -596,15 +612,15 @@ def test_every_workload_has_its_own_drawing(report: Callable[..., Report]) -> No
     assert [len(curves(svg)) for svg in drawings] == [2, 2]
 
 
-def test_what_was_not_measured_can_be_shown(report: Callable[..., Report]) -> None:
-    """NaN and Infinity come back from the file as null; the report of such a run is needed most."""
-    nan = dataclasses.replace(DIFFERENT, max_relative_difference=0.25, tolerance=math.inf)
-    broken = dataclasses.replace(DIFFERENT, max_relative_difference=math.inf, tolerance=1e-10)
+def test_records_with_nan_or_missing_values_can_be_shown(report: Callable[..., Report]) -> None:
+    """NaN and Infinity are null in the file. A run with such losses is one that users want to look at."""
+    infinite_tolerance = dataclasses.replace(DIFFERENT, max_relative_difference=0.25, tolerance=math.inf)
+    infinite_difference = dataclasses.replace(DIFFERENT, max_relative_difference=math.inf, tolerance=1e-10)
     shown = report(
         [
             timed("single", EQUAL, 5, metrics={"top1": math.nan, "eval_loss": math.nan}),
-            timed("ddp", nan, 7, loss=[1.0, math.nan, math.inf]),
-            timed("fsdp", broken, 3, loss=[math.nan] * 5),
+            timed("ddp", infinite_tolerance, 7, loss=[1.0, math.nan, math.inf]),
+            timed("fsdp", infinite_difference, 3, loss=[math.nan] * 5),
             timed("zero1", EQUAL, 9, loss=[], epoch_seconds=None, metrics={}, provenance={}),
         ]
     )
@@ -615,17 +631,19 @@ def test_what_was_not_measured_can_be_shown(report: Callable[..., Report]) -> No
 
 
 def test_infinite_differences_can_be_shown(report: Callable[..., Report]) -> None:
-    """The same for the table of `verify`, which prints the difference and its tolerance."""
-    nothing = {"throughput_samples_per_second": None, "step_seconds": None}
-    wide = dataclasses.replace(DIFFERENT, max_relative_difference=0.25, tolerance=math.inf)
-    far = dataclasses.replace(DIFFERENT, max_relative_difference=math.inf, tolerance=1e-10)
-    for text in report([timed("ddp", wide, **nothing), timed("fsdp", far, **nothing)]):
+    """The table of `verify` can show an infinite difference and an infinite tolerance."""
+    no_measurements = {"throughput_samples_per_second": None, "step_seconds": None}
+    infinite_tolerance = dataclasses.replace(DIFFERENT, max_relative_difference=0.25, tolerance=math.inf)
+    infinite_difference = dataclasses.replace(DIFFERENT, max_relative_difference=math.inf, tolerance=1e-10)
+    for text in report(
+        [timed("ddp", infinite_tolerance, **no_measurements), timed("fsdp", infinite_difference, **no_measurements)]
+    ):
         assert "ddp" in text
         assert "fsdp" in text
 
 
-def test_the_report_can_be_made_without_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Terminal alone, and reading does not change the file."""
+def test_report_without_output_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The report is printed to the terminal only, and the Record file is not changed."""
     path = tmp_path / "records.json"
     write_records([timed("single", EQUAL, 5)], path)
     before = path.read_bytes()
@@ -655,14 +673,14 @@ ODD: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("values", ODD, ids=lambda values: next(iter(values)))
 def test_odd_records_can_be_shown(report: Callable[..., Report], values: dict[str, Any]) -> None:
-    """A file from elsewhere may hold any number: a report is made of it."""
+    """A report can be made of a file with unusual values."""
     shown = report([dataclasses.replace(timed("ddp", EQUAL, 7), **values)])
     assert "ddp" in shown.markdown
     svgs(shown.html)
 
 
-def test_odd_records_can_be_shown_beside_others(report: Callable[..., Report]) -> None:
-    """All of them, and usual ones, in each of two files that are laid beside each other."""
+def test_odd_records_can_be_compared_with_others(report: Callable[..., Report]) -> None:
+    """Two files that both contain all odd Records and two usual ones can be compared."""
     odd = [
         dataclasses.replace(timed(f"ddp:accumulate={number + 2}", EQUAL, 7), **values)
         for number, values in enumerate(ODD)
@@ -673,23 +691,21 @@ def test_odd_records_can_be_shown_beside_others(report: Callable[..., Report]) -
     svgs(shown.html)
 
 
-def test_a_loss_that_was_nan_is_not_called_close(undrawn: Callable[..., Report]) -> None:
-    """The largest of some numbers and a NaN is whichever stands first."""
-    one, other = timed("ddp", EQUAL, 7, loss=[1.0, 2.0]), timed("ddp", EQUAL, 7, loss=[1.0, math.nan])
-    assert table_rows(undrawn([one], [other]).markdown)[2][5] == "?"
+def test_difference_from_a_nan_loss_is_unknown(report_without_charts: Callable[..., Report]) -> None:
+    """`max` of numbers and a NaN depends on their order, so the report must not use its result."""
+    finite_loss, nan_loss = timed("ddp", EQUAL, 7, loss=[1.0, 2.0]), timed("ddp", EQUAL, 7, loss=[1.0, math.nan])
+    assert table_rows(report_without_charts([finite_loss], [nan_loss]).markdown)[2][5] == "?"
 
 
-def test_other_settings_are_not_the_same_thing(undrawn: Callable[..., Report]) -> None:
-    """Twice the width is no slower layout."""
-    wide = {**timed("ddp", EQUAL).provenance, "settings": {"width": 32}}
-    shown = undrawn([timed("ddp", EQUAL, 7)], [timed("ddp", EQUAL, 5, provenance=wide)])
+def test_records_with_different_settings_are_not_compared(report_without_charts: Callable[..., Report]) -> None:
+    """A wider model is slower, but this says nothing about the layout."""
+    wide_provenance = {**timed("ddp", EQUAL).provenance, "settings": {"width": 32}}
+    shown = report_without_charts([timed("ddp", EQUAL, 7)], [timed("ddp", EQUAL, 5, provenance=wide_provenance)])
     assert " beside " not in shown.markdown
 
 
-def test_the_page_of_an_audit_shows_the_code_without_its_indentation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A deeply nested line fits next to its finding; files inside the current folder have short names."""
+def test_audit_page_shows_code_without_indentation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deeply nested lines fit next to their findings. Files in the current folder have relative names."""
     monkeypatch.chdir(tmp_path)
     script = tmp_path / "train.py"
     script.write_text("def main():\n    for x in data:\n        loss = f(x)\n        loss.backward()\n" * 3)

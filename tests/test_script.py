@@ -1,4 +1,4 @@
-"""`everyrank launch` and `everyrank watch`: a user's script on several ranks, its failures, hangs and signals."""
+"""`everyrank launch` and `everyrank watch` run a user's script: exit codes, failures, hangs and signals."""
 
 from __future__ import annotations
 
@@ -63,28 +63,30 @@ if __name__ == "__main__":
 
 
 def line_of(mark: str) -> str:
+    """Return file, line number and function of the line of SCRIPT that ends with this comment."""
     lines = SCRIPT.splitlines()
     return f"train.py:{next(number for number, line in enumerate(lines, 1) if line.endswith(f'# {mark}'))} in step"
 
 
 @pytest.fixture
 def train(tmp_path: Path) -> Path:
+    """The path of a train.py with SCRIPT."""
     (tmp_path / "train.py").write_text(SCRIPT)
     return tmp_path / "train.py"
 
 
-def test_as_torchrun_starts_it(cli: Cli, tmp_path: Path, train: Path) -> None:
-    """Rank 0 on the screen, the others in files; arguments that everyrank has, too, are the script's."""
+def test_launch_runs_a_torchrun_script(cli: Cli, tmp_path: Path, train: Path) -> None:
+    """Rank 0 prints to the terminal, other ranks to files. Arguments after the script are passed to it."""
     running = cli.start(
         tmp_path, "launch", "--processes", 2, "--logs", "logs", "train.py", "fine", "--processes", "9", "--help"
     )
     status, out, err = running.end()
     assert (status, out) == (0, "rank 0 of 2, ['fine', '--processes', '9', '--help']\n")
-    note, line = err.splitlines()
-    assert note.startswith("note: train.py gets --processes")
-    assert line.endswith("logs/rank*.log")
-    log = (train.parent / "logs" / "rank1.log").read_text().splitlines()
-    assert log[1:] == ["rank 1 of 2, ['fine', '--processes', '9', '--help']"]
+    note_line, last_line = err.splitlines()
+    assert note_line.startswith("note: train.py gets --processes")
+    assert last_line.endswith("logs/rank*.log")
+    log_lines = (train.parent / "logs" / "rank1.log").read_text().splitlines()
+    assert log_lines[1:] == ["rank 1 of 2, ['fine', '--processes', '9', '--help']"]
     assert (train.parent / "logs" / "resources.csv").read_text().startswith("time,host")
     assert running.left() == {}
 
@@ -100,20 +102,20 @@ def test_as_torchrun_starts_it(cli: Cli, tmp_path: Path, train: Path) -> None:
     ],
 )
 @pytest.mark.usefixtures("train")
-def test_root_cause(cli: Cli, tmp_path: Path, mode: str, cause: str) -> None:
-    """The line of the script, not that of the rank that only lost its peer; no process is left."""
+def test_launch_names_the_rank_and_line_that_failed_first(cli: Cli, tmp_path: Path, mode: str, cause: str) -> None:
+    """The error names the failed rank and its line, not a rank that lost its peer. No process is left."""
     running = cli.start(tmp_path, "launch", "--processes", 2, "train.py", mode)
     status, _, err = running.end()
     assert status == 4
-    line = err.splitlines()[-1]
-    assert "everyrank: rank 1 of 2 on " in line, err
-    assert cause in line
-    assert line_of(mode) in line
+    last_line = err.splitlines()[-1]
+    assert "everyrank: rank 1 of 2 on " in last_line, err
+    assert cause in last_line
+    assert line_of(mode) in last_line
     assert running.left() == {}
 
 
-def test_horovod_has_no_ranks_under_other_launchers(cli: Cli, tmp_path: Path) -> None:
-    """Each process would train alone, without a word."""
+def test_launch_warns_about_horovod_under_other_launchers(cli: Cli, tmp_path: Path) -> None:
+    """Without horovodrun, each process would train by itself, without an error."""
     (tmp_path / "train.py").write_text("if False:\n    import horovod.torch as hvd\n")
     status, _, err = cli.start(tmp_path, "launch", "--processes", 2, "train.py").end()
     assert status == 0
@@ -123,8 +125,8 @@ def test_horovod_has_no_ranks_under_other_launchers(cli: Cli, tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("train")
-def test_restarts(cli: Cli, tmp_path: Path) -> None:
-    """By spawn everyrank starts all ranks again itself, and counts as torchrun does."""
+def test_launch_restarts_failed_ranks(cli: Cli, tmp_path: Path) -> None:
+    """With the spawn launcher, everyrank restarts all ranks and sets TORCHELASTIC_RESTART_COUNT as torchrun does."""
     running = cli.start(tmp_path, "launch", "--processes", 2, "--restarts", 1, "train.py", "once")
     status, out, err = running.end()
     assert (status, out.count("rank 0 of 2")) == (0, 2)
@@ -132,8 +134,8 @@ def test_restarts(cli: Cli, tmp_path: Path) -> None:
     assert "(1 of 1)" in err
 
 
-def test_a_signal_is_passed_on(cli: Cli, tmp_path: Path, train: Path) -> None:
-    """SIGTERM reaches the script's own handler on each rank, once."""
+def test_launch_forwards_sigterm(cli: Cli, tmp_path: Path, train: Path) -> None:
+    """SIGTERM reaches the script's handler on each rank."""
     running = cli.start(tmp_path, "launch", "--processes", 2, "train.py", "signal")
     running.wait_for(lambda: all((train.parent / f"ready{rank}").exists() for rank in range(2)))
     os.kill(running.process.pid, signal.SIGTERM)
@@ -142,24 +144,24 @@ def test_a_signal_is_passed_on(cli: Cli, tmp_path: Path, train: Path) -> None:
     assert running.left() == {}
 
 
-def names_the_hang(text: str) -> bool:
-    """Whether it names rank 1, the collective, and the line at which rank 1 stands."""
-    flat = " ".join(text.split())
-    return "rank 1 never reached all_reduce" in flat and f"is at {line_of('hang')}" in flat
+def explains_hang(text: str) -> bool:
+    """Return whether the text names rank 1, the collective that it never reached, and its current line."""
+    one_line = " ".join(text.split())
+    return "rank 1 never reached all_reduce" in one_line and f"is at {line_of('hang')}" in one_line
 
 
 @pytest.mark.usefixtures("train")
-def test_a_hang_explains_itself(cli: Cli, tmp_path: Path) -> None:
-    """After --timeout, once; on request by the number of the process; the script is not ended."""
+def test_launch_explains_a_hang(cli: Cli, tmp_path: Path) -> None:
+    """`launch` explains the hang once, after --timeout. `autopsy` explains it for a process id or a log directory."""
     running = cli.start(tmp_path, "launch", "--processes", 2, "--timeout", 2, "--logs", "logs", "train.py", "hang")
     running.wait_for(lambda: "(--timeout)" in running.said()[1])
-    assert names_the_hang(running.said()[1])
+    assert explains_hang(running.said()[1])
     assert f"rank 0 waits in it, at {line_of('waits')}" in running.said()[1]
     pid = json.loads((tmp_path / "logs" / "autopsy" / "rank0.state").read_text())["pid"]
-    for place in (pid, "logs"):
-        status, out, err = cli(tmp_path, "autopsy", place)
+    for target in (pid, "logs"):
+        status, out, err = cli(tmp_path, "autopsy", target)
         assert status == 0, err
-        assert names_the_hang(out)
+        assert explains_hang(out)
     assert running.process.poll() is None
     os.kill(running.process.pid, signal.SIGINT)
     assert running.end()[0] == 130
@@ -168,29 +170,32 @@ def test_a_hang_explains_itself(cli: Cli, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["watch", "import"])
-def test_watched_under_a_foreign_launcher(cli: Cli, train: Path, tmp_path: Path, how: str) -> None:
-    """The same under torchrun, by `python -m everyrank watch`, or one import; also on SIGUSR2."""
+def test_hang_is_explained_under_torchrun(cli: Cli, train: Path, tmp_path: Path, how: str) -> None:
+    """`everyrank watch` and `import everyrank.watch` work under torchrun. SIGUSR2 also prints the explanation."""
     if how == "watch":
-        words: list[Any] = ["-m", "everyrank", "watch", "--timeout", "2", "train.py", "hang"]
+        args: list[Any] = ["-m", "everyrank", "watch", "--timeout", "2", "train.py", "hang"]
     else:
-        train.write_text("import everyrank.watch" + SCRIPT)  # in the empty first line
-        words = ["train.py", "hang"]
+        # the import goes to the empty first line, so that line numbers do not change
+        train.write_text("import everyrank.watch" + SCRIPT)
+        args = ["train.py", "hang"]
     command = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
-    running = cli.start(tmp_path, *words, command=command, TMPDIR=str(tmp_path))
+    running = cli.start(tmp_path, *args, command=command, TMPDIR=str(tmp_path))
     if how == "watch":
         running.wait_for(lambda: "(--timeout)" in running.said()[1])
     else:
         folders = tmp_path.glob("everyrank-*/watch/*")
-        seen = running.wait_for(lambda: [path for path in tmp_path.rglob("rank0.seen") if "step" in path.read_text()])
+        seen_files = running.wait_for(
+            lambda: [path for path in tmp_path.rglob("rank0.seen") if "step" in path.read_text()]
+        )
         assert folders
-        os.kill(json.loads(seen[0].with_name("rank0.state").read_text())["pid"], signal.SIGUSR2)
+        os.kill(json.loads(seen_files[0].with_name("rank0.state").read_text())["pid"], signal.SIGUSR2)
         running.wait_for(lambda: "everyrank: autopsy:" in running.said()[1])
-    assert names_the_hang(running.said()[1])
+    assert explains_hang(running.said()[1])
     assert running.process.poll() is None
 
 
-def test_an_exception_passes_through_the_watch(cli: Cli, tmp_path: Path) -> None:
-    """Python's traceback and status, as without everyrank."""
+def test_watch_keeps_traceback_and_exit_code(cli: Cli, tmp_path: Path) -> None:
+    """A failing script has the same traceback and exit code as without `watch`."""
     (tmp_path / "fail.py").write_text("import sys\nprint(sys.argv, __name__)\nraise KeyError('lr')\n")
     running = cli.start(tmp_path, "watch", "fail.py", "--lr", "1", is_forked=False)
     status, out, err = running.end()
@@ -215,28 +220,28 @@ def test_an_exception_passes_through_the_watch(cli: Cli, tmp_path: Path) -> None
         (["--processes", "3", "--nodes", "2", "train.py"], "--processes 3 --nodes 2"),
     ],
 )
-def test_wrong_calls(
+def test_launch_refuses_wrong_arguments(
     train: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
-    """One line, before a process starts."""
+    """The error is one line, and no process is started."""
     monkeypatch.chdir(train.parent)
     Path("broken.py").write_text("def:\n")
     Path("null.py").write_bytes(b"a = 1\0\n")
     assert message in refused(capsys, "launch", *words)
 
 
-def test_dry_run_and_batch_script(
+def test_dry_run_prints_the_command_or_batch_script(
     train: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command of the launcher; for Slurm outside an allocation the script, with the arguments as they are."""
+    """--dry-run prints the launcher's command. Outside a Slurm allocation, it prints a batch script."""
     from everyrank.cli import main
 
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.chdir(train.parent)
     assert main(["launch", "--dry-run", "--launcher", "torchrun", "--processes", "4", "train.py", "fine"]) == 0
     assert "--nproc-per-node=4" in capsys.readouterr().out
-    words = ["launch", "--dry-run", "--launcher", "slurm", "--nodes", "2", "--processes", "4", "train.py", "--dry-run"]
-    assert main(words) == 0
+    args = ["launch", "--dry-run", "--launcher", "slurm", "--nodes", "2", "--processes", "4", "train.py", "--dry-run"]
+    assert main(args) == 0
     out = capsys.readouterr().out
     assert "#SBATCH --job-name=everyrank-train" in out
     assert "everyrank launch --launcher slurm --nodes 2 --processes 4 train.py --dry-run\n" in out
@@ -254,29 +259,29 @@ def test_dry_run_and_batch_script(
         ("print('no torch at all')", False),
     ],
 )
-def test_when_torch_may_be_imported_first(tmp_path: Path, source: str, expected: bool) -> None:
-    """A script that sets variables before it imports torch gets a process without torch."""
+def test_torch_is_not_preloaded_if_the_script_sets_variables_first(tmp_path: Path, source: str, expected: bool) -> None:
+    """If a script sets environment variables before it imports torch, its process must not have imported torch."""
     (tmp_path / "script.py").write_text(source)
     assert can_preload_torch(read_command([str(tmp_path / "script.py")])) is expected
 
 
-def test_variables_of_each_way_to_meet(tmp_path: Path) -> None:
-    """Rank 0 reserves a port, and the others read it; a launcher's own address stays."""
+def test_rank_variables_for_file_and_tcp_rendezvous(tmp_path: Path) -> None:
+    """With a file rendezvous, rank 0 reserves a port and the other ranks read it. A launcher's TCP address is kept."""
     url = (tmp_path / "rendezvous").as_uri()
     infos = [RankInfo(rank, rank, 2, 2, "spawn", url) for rank in range(2)]
-    first, second = (rank_variables(info, 5.0) for info in infos)
-    assert first["MASTER_PORT"] == second["MASTER_PORT"]
-    assert (first["RANK"], second["RANK"], second["WORLD_SIZE"]) == ("0", "1", "2")
-    assert second["MASTER_ADDR"] == "127.0.0.1"
-    fixed = rank_variables(RankInfo(3, 1, 4, 2, "slurm", "tcp://n1:29501"), 5.0)
-    assert (fixed["MASTER_ADDR"], fixed["MASTER_PORT"], fixed["GROUP_RANK"]) == ("n1", "29501", "1")
+    rank_0, rank_1 = (rank_variables(info, 5.0) for info in infos)
+    assert rank_0["MASTER_PORT"] == rank_1["MASTER_PORT"]
+    assert (rank_0["RANK"], rank_1["RANK"], rank_1["WORLD_SIZE"]) == ("0", "1", "2")
+    assert rank_1["MASTER_ADDR"] == "127.0.0.1"
+    tcp = rank_variables(RankInfo(3, 1, 4, 2, "slurm", "tcp://n1:29501"), 5.0)
+    assert (tcp["MASTER_ADDR"], tcp["MASTER_PORT"], tcp["GROUP_RANK"]) == ("n1", "29501", "1")
     (tmp_path / "other").mkdir()
     with pytest.raises(RankFailedError, match=r"rank 0 .* within 0\.1 s"):
         rank_variables(RankInfo(1, 1, 2, 2, "spawn", (tmp_path / "other" / "rendezvous").as_uri()), 0.1)
 
 
-def test_a_module(cli: Cli, tmp_path: Path) -> None:
-    """-m, as Python has it."""
+def test_launch_runs_a_module(cli: Cli, tmp_path: Path) -> None:
+    """`-m` runs a module, as it does for Python."""
     (tmp_path / "pkg").mkdir()
     (tmp_path / "pkg" / "run.py").write_text(
         "import os, sys\nprint(os.environ['WORLD_SIZE'], sys.argv[1:], __name__)\n"

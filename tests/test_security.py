@@ -1,4 +1,4 @@
-"""What docs/security.md says of pickles and folders, and that the tests that it names are there."""
+"""Claims of docs/security.md: who unpickles, permissions of job directories, and a test for each claim."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from everyrank.launch import Launch, RankInfo, run_ranks
 
 PACKAGE = Path(everyrank.__file__).parent
 
-# Who opens a pickle, and why that is right.
+# Files that unpickle, and where each pickle comes from.
 UNPICKLES = {
     "launch/fork_server.py": "the job, out of the folder of this user alone",
     "launch/worker.py": "the same",
@@ -26,11 +26,11 @@ UNPICKLES = {
     "script/function.py": "a test's function, which the process that starts the ranks has sent",
     "world/calls.py": "the dump of torch's Flight Recorder, which the same process has just made",
 }
-# Readers that know a few classes by name.
+# Unpicklers that allow only a few classes.
 READERS = {"checkpoint/storage.py", "datasets/cifar.py"}
-# torch.load of anything: what the audit's own ranks have written into the audit's own folder.
+# torch.load without weights_only: the audit reads files that its own ranks wrote to its own directory.
 LOADS_ALL = {"audit/replay/run.py"}
-# exec: the person's own sitecustomize, which the audit's stands in front of, and the script that `launch` is given.
+# exec: the user's sitecustomize, which the audit's hides, and the script given to `launch`.
 RUNS_TEXT = {
     "audit/watch/inject/sitecustomize.py",
     "port/to_workload/slices.py",  # conditions of the script, without calls
@@ -40,19 +40,20 @@ RUNS_TEXT = {
 
 
 def calls(path: Path) -> list[tuple[str, ast.Call]]:
+    """Return the name and the node of each function call in a file."""
     tree = ast.parse(path.read_text())
     return [(ast.unparse(node.func), node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
 
 
 def is_weights_only(call: ast.Call) -> bool:
     return any(
-        word.arg == "weights_only" and isinstance(word.value, ast.Constant) and word.value.value is True
-        for word in call.keywords
+        keyword.arg == "weights_only" and isinstance(keyword.value, ast.Constant) and keyword.value.value is True
+        for keyword in call.keywords
     )
 
 
-def test_who_opens_a_pickle() -> None:
-    """Nobody but those listed, and torch.load with weights_only alone; no eval, no exec, no shell."""
+def test_only_listed_files_unpickle() -> None:
+    """Other files use torch.load with weights_only. Only listed files use eval or exec, and none uses a shell."""
     unpickle, readers, loads, runs = set[str](), set[str](), set[str](), set[str]()
     for path in PACKAGE.rglob("*.py"):
         name = path.relative_to(PACKAGE).as_posix()
@@ -65,7 +66,7 @@ def test_who_opens_a_pickle() -> None:
                 loads.add(name)
             if called in ("eval", "exec", "os.system", "os.popen", "marshal.loads", "yaml.load"):
                 runs.add(name)
-            assert not any(word.arg == "shell" for word in node.keywords), (name, called)
+            assert not any(keyword.arg == "shell" for keyword in node.keywords), (name, called)
             assert called != "np.load" or "allow_pickle=False" in ast.unparse(node), name
     assert unpickle == set(UNPICKLES)
     assert readers == READERS
@@ -74,8 +75,8 @@ def test_who_opens_a_pickle() -> None:
 
 
 @pytest.mark.usefixtures("python")
-def test_the_folder_of_a_job_is_this_users_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Whoever else could write there would have a pickle of theirs opened."""
+def test_job_directory_is_private(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """If another user could write to the directory, everyrank would load that user's pickles."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     before = os.umask(0)
@@ -88,12 +89,13 @@ def test_the_folder_of_a_job_is_this_users_alone(monkeypatch: pytest.MonkeyPatch
     assert set(modes) == {0o700}
 
 
-def job_folders(info: RankInfo, place: str) -> list[int]:
-    """The modes of the folders below `place` that hold a job, while it runs."""
-    return [path.parent.stat().st_mode & 0o777 for path in Path(place).rglob("job.pickle")]
+def job_folders(info: RankInfo, folder: str) -> list[int]:
+    """Return the modes of the job directories below `folder` while the job runs."""
+    return [path.parent.stat().st_mode & 0o777 for path in Path(folder).rglob("job.pickle")]
 
 
-def test_the_page_names_tests_that_are_there(repository: Path) -> None:
+def test_page_names_existing_tests(repository: Path) -> None:
+    """Each row of the tables names a test or says that there is none."""
     page = (repository / "docs" / "security.md").read_text()
     named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page)
     assert len(named) > 25

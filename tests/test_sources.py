@@ -1,4 +1,4 @@
-"""Real files in the formats people have them in, written from the shipped digits: read right, or refused by name."""
+"""Data files in common formats, written from the shipped digits, are read correctly or refused with their name."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from processes import Cli
 
 
 def digits(count: int, size: int) -> tuple[Any, Any]:
-    """(N, size, size) uint8 and (N,): the first digits, enlarged."""
+    """Return the first digits, enlarged to (N, size, size) uint8, and their labels (N,)."""
     data = Digits(held_out=False)
     images = [(image[0] * 255).byte().numpy() for image, _ in (data[index] for index in range(count))]
     large = [np.array(Image.fromarray(image).resize((size, size))) for image in images]
@@ -46,11 +46,13 @@ def digits(count: int, size: int) -> tuple[Any, Any]:
 
 
 def idx(array: Any) -> bytes:
+    """Return an array in the idx format of MNIST."""
     return struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape) + array.astype(np.uint8).tobytes()
 
 
 @pytest.fixture(scope="module")
 def mnist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with MNIST files, both plain and gzip."""
     folder = tmp_path_factory.mktemp("mnist")
     pixels, labels = digits(80, 28)
     (folder / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(pixels[:60]), mtime=0))
@@ -62,11 +64,11 @@ def mnist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cifar(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All four archives, unpacked."""
+    """A directory with the unpacked files of all four CIFAR archives."""
     folder = tmp_path_factory.mktemp("cifar")
     pixels, labels = digits(60, 32)
     rows = np.repeat(pixels.reshape(60, 1, 32 * 32), 3, axis=1).reshape(60, -1)
-    rows[:, :1024] //= 2  # red is not the others
+    rows[:, :1024] //= 2  # red differs from the other channels
     parts = {f"data_batch_{index + 1}": slice(10 * index, 10 * index + 10) for index in range(5)}
     parts["test_batch"] = slice(50, 60)
     for name in ("cifar-10-batches-py", "cifar-10-batches-bin", "cifar-100-python", "cifar-100-binary"):
@@ -89,15 +91,15 @@ def write_pickle(path: Path, content: Any) -> None:
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """train and val with folders of classes; JPEG, PNG and WebP, of several sizes."""
+    """`train` and `val` with a directory for each class, and JPEG, PNG and WebP images of several sizes."""
     folder = tmp_path_factory.mktemp("images")
     pixels, labels = digits(60, 40)
     for index, (image, label) in enumerate(zip(pixels, labels, strict=True)):
-        place = folder / ("train" if index < 45 else "val") / f"digit {label}"
-        place.mkdir(parents=True, exist_ok=True)
+        class_folder = folder / ("train" if index < 45 else "val") / f"digit {label}"
+        class_folder.mkdir(parents=True, exist_ok=True)
         suffix = ("jpg", "png", "webp", "JPEG")[index % 4]
         Image.fromarray(image).resize((40 + index, 40)).convert("L" if index % 3 else "RGB").save(
-            place / f"{index}.{suffix}"
+            class_folder / f"{index}.{suffix}"
         )
     return folder
 
@@ -106,12 +108,12 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_mnist_is_read(mnist: Path) -> None:
-    """Plain and gzip, training and held out."""
+    """Training and validation data are read from plain and gzip files."""
     pixels, labels = digits(80, 28)
     for held_out, part in ((False, slice(0, 60)), (True, slice(60, 80))):
-        found, targets = read_mnist(mnist, held_out)
-        assert found.shape == (part.stop - part.start, 1, 28, 28)
-        assert np.array_equal(found[:, 0].numpy(), pixels[part])
+        read_pixels, targets = read_mnist(mnist, held_out)
+        assert read_pixels.shape == (part.stop - part.start, 1, 28, 28)
+        assert np.array_equal(read_pixels[:, 0].numpy(), pixels[part])
         assert np.array_equal(targets.numpy(), labels[part])
 
 
@@ -119,12 +121,12 @@ def test_mnist_as_npz_is_read(tmp_path: Path) -> None:
     pixels, labels = digits(20, 28)
     path = tmp_path / "mnist.npz"
     np.savez(path, x_train=pixels[:15], y_train=labels[:15], x_test=pixels[15:], y_test=labels[15:])
-    found, targets = read_mnist(path, held_out=True)
-    assert np.array_equal(found[:, 0].numpy(), pixels[15:])
+    read_pixels, targets = read_mnist(path, held_out=True)
+    assert np.array_equal(read_pixels[:, 0].numpy(), pixels[15:])
     assert targets.tolist() == labels[15:].tolist()
     np.savez(path, x_train=pixels.astype(object), y_train=labels)
     with pytest.raises(WorkloadError, match=r"mnist\.npz"):
-        read_mnist(path, held_out=False)  # arrays of objects are pickles
+        read_mnist(path, held_out=False)  # arrays of objects contain pickles
 
 
 @pytest.mark.parametrize(
@@ -138,7 +140,7 @@ def test_mnist_as_npz_is_read(tmp_path: Path) -> None:
         (gzip.compress(idx(np.zeros((2, 3))), mtime=0)[:-9], "cannot be read"),
     ],
 )
-def test_a_broken_idx_is_named(tmp_path: Path, content: bytes, words: str) -> None:
+def test_broken_idx_file_is_named(tmp_path: Path, content: bytes, words: str) -> None:
     path = tmp_path / "train-images-idx3-ubyte"
     path.write_bytes(content)
     with pytest.raises(WorkloadError, match=f"{path}: .*{words}") as caught:
@@ -151,22 +153,24 @@ def test_a_broken_idx_is_named(tmp_path: Path, content: bytes, words: str) -> No
 
 @pytest.mark.parametrize("classes", [10, 100])
 @pytest.mark.parametrize("held_out", [False, True])
-def test_both_formats_of_cifar_are_the_same(cifar: Path, classes: int, held_out: bool) -> None:
+def test_pickle_and_binary_cifar_are_equal(cifar: Path, classes: int, held_out: bool) -> None:
     names = {10: ("cifar-10-batches-py", "cifar-10-batches-bin"), 100: ("cifar-100-python", "cifar-100-binary")}[
         classes
     ]
-    (pixels, labels), (same, targets) = (read_cifar(cifar / name, classes, held_out) for name in names)
-    assert torch.equal(pixels, same)
-    assert torch.equal(labels, targets)
+    (pixels, labels), (binary_pixels, binary_labels) = (read_cifar(cifar / name, classes, held_out) for name in names)
+    assert torch.equal(pixels, binary_pixels)
+    assert torch.equal(labels, binary_labels)
     original, numbers = digits(60, 32)
     part = slice(50, 60) if held_out else slice(0, 50)
     assert np.array_equal(pixels[:, 2].numpy(), original[part])
     assert np.array_equal(pixels[:, 0].numpy(), original[part] // 2)
     assert labels.tolist() == (numbers[part] * (1 if classes == 10 else 9)).tolist()
-    assert torch.equal(read_cifar(cifar, classes, held_out)[0], pixels)  # the folder above finds them, too
+    assert torch.equal(read_cifar(cifar, classes, held_out)[0], pixels)  # the parent directory works too
 
 
 class Hostile:
+    """An object whose pickle calls a function when it is loaded."""
+
     def __init__(self, *what: Any) -> None:
         self.what = what
 
@@ -185,7 +189,7 @@ class Hostile:
     ],
 )
 def test_a_hostile_pickle_runs_nothing(tmp_path: Path, make: Callable[[Path], Any]) -> None:
-    """What it asks for is named, and nothing of it happens."""
+    """The error names the file, and the function in the pickle is not called."""
     mark = tmp_path / "it-ran"
     write_pickle(tmp_path / "test_batch", make(mark))
     with pytest.raises(WorkloadError, match="test_batch: a pickle"):
@@ -206,14 +210,14 @@ def test_a_hostile_pickle_runs_nothing(tmp_path: Path, make: Callable[[Path], An
         {b"data": np.asfortranarray(np.zeros((2, 3072), np.uint8)), b"labels": [1, 1]},
     ],
 )
-def test_a_pickle_of_something_else_is_refused(tmp_path: Path, content: Any) -> None:
+def test_pickle_with_wrong_content_is_refused(tmp_path: Path, content: Any) -> None:
     write_pickle(tmp_path / "test_batch", content)
     with pytest.raises(WorkloadError) as caught:
         read_cifar(tmp_path, 10, held_out=True)
     assert "\n" not in str(caught.value)
 
 
-def test_cut_off_files_of_cifar_are_named(cifar: Path, tmp_path: Path) -> None:
+def test_truncated_cifar_file_is_named(cifar: Path, tmp_path: Path) -> None:
     for name, source in (
         ("test_batch", cifar / "cifar-10-batches-py" / "test_batch"),
         ("test_batch.bin", cifar / "cifar-10-batches-bin" / "test_batch.bin"),
@@ -230,8 +234,8 @@ def test_cut_off_files_of_cifar_are_named(cifar: Path, tmp_path: Path) -> None:
 # --- folders of images
 
 
-def test_a_folder_of_images_is_read(images: Path) -> None:
-    """Classes by name, images by class and name, all in RGB."""
+def test_image_folder_is_read(images: Path) -> None:
+    """Classes are sorted by name, samples by class, and all images are RGB."""
     data = ImageFolder(images / "train", to_pixels)
     assert data.classes == sorted(entry.name for entry in (images / "train").iterdir())
     assert len(data) == 45
@@ -244,7 +248,7 @@ def test_a_folder_of_images_is_read(images: Path) -> None:
         assert pixels.dtype == torch.uint8
 
 
-def test_a_truncated_image_is_reported_and_skipped_only_if_asked(images: Path, tmp_path: Path) -> None:
+def test_broken_image_is_an_error_unless_broken_is_skip(images: Path, tmp_path: Path) -> None:
     folder = tmp_path / "a"
     folder.mkdir()
     whole = min((images / "train").rglob("*.jpg")).read_bytes()
@@ -264,7 +268,7 @@ def test_a_truncated_image_is_reported_and_skipped_only_if_asked(images: Path, t
         ImageFolder(tmp_path, to_pixels, broken="no")
 
 
-def test_folders_that_do_not_fit_are_named(images: Path, tmp_path: Path) -> None:
+def test_unusable_image_folders_are_refused(images: Path, tmp_path: Path) -> None:
     with pytest.raises(WorkloadError, match="no such folder"):
         ImageFolder(tmp_path / "nothing", to_pixels)
     (tmp_path / "empty").mkdir()
@@ -277,30 +281,30 @@ def test_folders_that_do_not_fit_are_named(images: Path, tmp_path: Path) -> None
 # --- augmentation
 
 
-def test_augmentation_is_a_function_of_seed_epoch_and_sample(images: Path) -> None:
-    """The same images whatever the ranks and the loader workers, and other ones in the next epoch."""
+def test_augmentation_depends_only_on_seed_epoch_and_sample(images: Path) -> None:
+    """Images do not depend on the number of ranks and loader workers. They differ in the next epoch."""
 
-    def change(image: Any) -> torch.Tensor:
+    def augment(image: Any) -> torch.Tensor:
         return normalise(crop_with_padding(flip(to_pixels(random_resized_crop(image, 24))), 2), (0.5,) * 3, (0.2,) * 3)
 
-    data = ImageFolder(images / "train", change, random=True)
+    data = ImageFolder(images / "train", augment, random=True)
     workload = zoo.workload("frozen", global_batch=9)
 
-    def fetched(rank: int, size: int, workers: int) -> list[torch.Tensor]:
+    def fetch_inputs(rank: int, size: int, workers: int) -> list[torch.Tensor]:
         world = World(rank, size, 0, 1, torch.device("cpu"), "gloo", 1, workers, 60.0, None, None)  # type: ignore[arg-type]
         updates = all_updates(6, 5)
         batches = batches_for_updates(workload, data, updates, Slice(rank, size), 1, world, torch.float32)
         return [parts[0].input for parts in batches]
 
-    whole = fetched(0, 1, 0)
+    on_1_rank = fetch_inputs(0, 1, 0)
     for size, workers in ((1, 2), (2, 0), (3, 1)):
-        parts = [fetched(rank, size, workers) for rank in range(size)]
-        for update, expected in enumerate(whole):
+        parts = [fetch_inputs(rank, size, workers) for rank in range(size)]
+        for update, expected in enumerate(on_1_rank):
             assert torch.equal(torch.cat([part[update] for part in parts]), expected)
-    assert not torch.equal(whole[0], whole[5])  # the first update of the next epoch
+    assert not torch.equal(on_1_rank[0], on_1_rank[5])  # the first update of the next epoch
 
 
-def test_crops_are_of_the_size_that_was_asked(images: Path) -> None:
+def test_crops_have_the_requested_size(images: Path) -> None:
     torch.manual_seed(0)
     for shape in ((40, 40), (300, 7), (7, 300), (1, 1)):
         image = Image.new("RGB", shape)
@@ -308,27 +312,27 @@ def test_crops_are_of_the_size_that_was_asked(images: Path) -> None:
             assert to_pixels(crop(image, 16)).shape == (3, 16, 16)
 
 
-def test_the_centre_is_the_centre() -> None:
-    """A white square in the middle of a wide black image stays in the middle; the sides are cut off."""
+def test_centre_crop_keeps_the_centre() -> None:
+    """A white square in the middle of a wide black image stays in the middle, and the sides are cropped."""
     pixels = np.zeros((64, 128, 3), np.uint8)
     pixels[24:40, 56:72] = 255
-    found = to_pixels(resize_and_centre_crop(Image.fromarray(pixels), 56))[0]
-    rows, columns = (found > 127).any(1).nonzero()[:, 0], (found > 127).any(0).nonzero()[:, 0]
+    cropped = to_pixels(resize_and_centre_crop(Image.fromarray(pixels), 56))[0]
+    rows, columns = (cropped > 127).any(1).nonzero()[:, 0], (cropped > 127).any(0).nonzero()[:, 0]
     assert (int(rows[0]) + int(rows[-1])) // 2 == (int(columns[0]) + int(columns[-1])) // 2 == 27
     assert abs(len(rows) - 16) <= 1  # 56 pixels show 64 * 224 / 256 = 56 of the image
 
 
-def test_cropping_and_flipping_move_pixels_and_change_none() -> None:
+def test_crop_and_flip_only_move_pixels() -> None:
     torch.manual_seed(1)
     pixels = torch.arange(3 * 8 * 8, dtype=torch.uint8).reshape(3, 8, 8) + 1
-    places, flips = set(), set()
+    shifted_values, corner_values = set(), set()
     for _ in range(200):
         crop = crop_with_padding(pixels, 1)
         assert crop.shape == pixels.shape
-        places.add(int(crop[0, 4, 4]))
-        flips.add(int(flip(pixels)[0, 0, 0]))
-    assert places == {int(pixels[0, 4 + down, 4 + right]) for down in (-1, 0, 1) for right in (-1, 0, 1)}
-    assert flips == {int(pixels[0, 0, 0]), int(pixels[0, 0, 7])}
+        shifted_values.add(int(crop[0, 4, 4]))
+        corner_values.add(int(flip(pixels)[0, 0, 0]))
+    assert shifted_values == {int(pixels[0, 4 + down, 4 + right]) for down in (-1, 0, 1) for right in (-1, 0, 1)}
+    assert corner_values == {int(pixels[0, 0, 0]), int(pixels[0, 0, 7])}
 
 
 # --- models and schedules
@@ -338,7 +342,9 @@ def test_cropping_and_flipping_move_pixels_and_change_none() -> None:
     ("depth", "classes", "small", "parameters"),
     [(18, 1000, False, 11_689_512), (50, 1000, False, 25_557_032), (18, 10, True, 11_173_962)],
 )
-def test_residual_networks_are_those_of_the_papers(depth: int, classes: int, small: bool, parameters: int) -> None:
+def test_resnets_have_the_parameter_counts_of_the_papers(
+    depth: int, classes: int, small: bool, parameters: int
+) -> None:
     model = ResNet(depth, classes, small_images=small)
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
     size = 32 if small else 64
@@ -348,15 +354,15 @@ def test_residual_networks_are_those_of_the_papers(depth: int, classes: int, sma
 def rates(kind: str, updates: int, warmup: int) -> list[float]:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     schedule = make_lr_schedule(kind, updates, warmup)(optimizer)
-    found: list[float] = []
+    values: list[float] = []
     for _ in range(updates):
-        found.append(optimizer.param_groups[0]["lr"])
+        values.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         schedule.step()
-    return found
+    return values
 
 
-def test_schedules() -> None:
+def test_learning_rate_schedules() -> None:
     assert rates("constant", 5, 0) == [1.0] * 5
     assert rates("step", 90, 0) == pytest.approx([1.0] * 30 + [0.1] * 30 + [0.01] * 30)
     assert rates("multistep", 90, 0) == pytest.approx([1.0] * 30 + [0.1] * 30 + [0.01] * 20 + [0.001] * 10)
@@ -365,12 +371,12 @@ def test_schedules() -> None:
     assert cosine[0] == 1.0
     assert cosine[50] == pytest.approx(0.5)
     assert cosine[99] < 0.001
-    warm = rates("step", 90, 5)
-    assert warm[:6] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
-    assert warm[29:31] == pytest.approx([1.0, 0.1])  # the steps stay where they were
-    for bad in (("nosuch", 10, 0), ("step", 10, 10), ("step", 10, -1)):
+    with_warmup = rates("step", 90, 5)
+    assert with_warmup[:6] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
+    assert with_warmup[29:31] == pytest.approx([1.0, 0.1])  # warm-up does not move the steps
+    for invalid in (("nosuch", 10, 0), ("step", 10, 10), ("step", 10, -1)):
         with pytest.raises(WorkloadError):
-            make_lr_schedule(*bad)
+            make_lr_schedule(*invalid)
 
 
 # --- the workloads
@@ -387,26 +393,26 @@ SMALL = ("--layout", "ddp", "--processes", "2", "--steps", "3", "--json", "r.jso
         ("imagenet", ["batch=12", "width=4", "size=32", "epochs=2"]),
     ],
 )
-def test_they_train_on_real_files(
+def test_built_in_workloads_train_on_files(
     cli: Cli, tmp_path: Path, mnist: Path, cifar: Path, images: Path, name: str, settings: list[str]
 ) -> None:
-    """Two ranks, three updates, exact evaluation."""
+    """Two ranks train for three updates and evaluate."""
     data = {"mnist": mnist, "cifar100": cifar, "imagenet": images}[name]
-    done = cli.on_ranks(tmp_path, "train", name, "--data", data, *SMALL, "--set", *settings, size=2)
-    assert done.status == 0, done
+    process = cli.on_ranks(tmp_path, "train", name, "--data", data, *SMALL, "--set", *settings, size=2)
+    assert process.status == 0, process
     (record,) = read_records(tmp_path / "r.json")
     assert len(record.loss) == 3
     assert set(record.metrics) == {"top1", "top5", "eval_loss"}
     assert record.provenance["data_checksum"].startswith("sha256")
 
 
-def test_a_distributed_run_on_images_equals_one_device(cli: Cli, tmp_path: Path, images: Path) -> None:
-    """Augmentation, batch norm and a ragged batch; and each sample is read once."""
-    words = ["--data", images, "--layout", "ddp", "fsdp", "--steps", "4", "--samples"]
+def test_verify_imagenet_on_two_ranks(cli: Cli, tmp_path: Path, images: Path) -> None:
+    """ddp and fsdp equal one device with augmentation, batch norm and an incomplete batch. Each sample is read once."""
+    args = ["--data", images, "--layout", "ddp", "fsdp", "--steps", "4", "--samples"]
     settings = ["--set", "batch=12", "width=4", "size=24", "epochs=2"]
-    done = cli.on_ranks(tmp_path, "verify", "imagenet", *words, *settings, size=2)
-    assert done.status == 0, done
-    assert "each read once" in done.out
+    process = cli.on_ranks(tmp_path, "verify", "imagenet", *args, *settings, size=2)
+    assert process.status == 0, process
+    assert "each read once" in process.out
 
 
 @pytest.mark.parametrize(
@@ -420,44 +426,44 @@ def test_a_distributed_run_on_images_equals_one_device(cli: Cli, tmp_path: Path,
         ("digits", {"data": "."}, ["data"]),
     ],
 )
-def test_data_that_is_not_there_is_asked_for_in_one_line(
+def test_missing_data_or_wrong_setting_is_explained_in_one_line(
     name: str, settings: dict[str, Any], expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError) as caught:
         load(find_workload(name, **settings))
     assert "\n" not in str(caught.value)
-    for word in expected:
-        assert word in str(caught.value)
+    for fragment in expected:
+        assert fragment in str(caught.value)
 
 
-def test_no_data_at_all_is_asked_for_on_the_command_line(cli: Cli, tmp_path: Path) -> None:
-    done = cli(tmp_path, "train", "mnist")
-    assert done.status == 2, done.err
-    assert "--data DIR" in done.err.strip().splitlines()[-1]
-    assert "Traceback" not in done.err
+def test_train_without_data_suggests_the_option(cli: Cli, tmp_path: Path) -> None:
+    process = cli(tmp_path, "train", "mnist")
+    assert process.status == 2, process.err
+    assert "--data DIR" in process.err.strip().splitlines()[-1]
+    assert "Traceback" not in process.err
 
 
-def test_a_truncated_image_ends_a_training_by_name(cli: Cli, tmp_path: Path, images: Path) -> None:
-    """Also where a loader worker meets it, whose error arrives as the text of a traceback."""
+def test_train_names_a_truncated_image(cli: Cli, tmp_path: Path, images: Path) -> None:
+    """The loader worker's error is the text of a traceback, but `train` prints only the cause."""
     for part in ("train", "val"):
         (tmp_path / part / "a").mkdir(parents=True)
         for index in range(4):
             content = sorted((images / "train").rglob("*.jpg"))[index].read_bytes()
-            whole = part == "val" or index != 2
-            (tmp_path / part / "a" / f"{index}.jpg").write_bytes(content if whole else content[:-60])
-    words = ["train", "imagenet", "--data", ".", "--workers", "1", "--set"]
-    done = cli(tmp_path, *words, "batch=2", "width=4", "size=64", "epochs=1")
-    assert done.status in (2, 4)
-    assert "Traceback" not in done.err
-    assert "2.jpg: cannot be read" in done.err.strip().splitlines()[-1]
+            is_complete = part == "val" or index != 2
+            (tmp_path / part / "a" / f"{index}.jpg").write_bytes(content if is_complete else content[:-60])
+    args = ["train", "imagenet", "--data", ".", "--workers", "1", "--set"]
+    process = cli(tmp_path, *args, "batch=2", "width=4", "size=64", "epochs=1")
+    assert process.status in (2, 4)
+    assert "Traceback" not in process.err
+    assert "2.jpg: cannot be read" in process.err.strip().splitlines()[-1]
 
 
-def test_the_sources_serve_a_workload_of_ones_own(images: Path) -> None:
-    """Nothing in them knows the built-in workloads."""
+def test_training_data_is_read_only_once(images: Path) -> None:
+    """Later calls of `train_data` return the same dataset."""
     workload = load(find_workload("imagenet", data=str(images), size=16, width=4, batch=5, epochs=1))
     assert len(workload.train_data()) == 45
-    assert workload.train_data() is workload.train_data()  # read once
+    assert workload.train_data() is workload.train_data()
 
 
 SETTINGS = {
@@ -476,44 +482,47 @@ SLOW = ("text", "causal-lm")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.integration] if name in SLOW else []) for name in SETTINGS]
 )
-def test_a_built_in_workload_is_resumed_without_its_settings(
+def test_resume_of_built_in_workload_needs_no_settings(
     cli: Cli, mnist: Path, cifar: Path, images: Path, tmp_path: Path, name: str
 ) -> None:
-    """Evaluated, and trained for longer: settings and the place of the data are those of the checkpoint."""
+    """For evaluation and longer training, settings and data path are read from the checkpoint."""
     assert {*SETTINGS, "text-medium", "text-124m"} == set(BUILT_IN)
-    places = {"mnist": mnist, "cifar10": cifar, "cifar100": cifar, "imagenet": images}
-    data = ["--data", str(places[name])] if name in places else []
+    data_paths = {"mnist": mnist, "cifar10": cifar, "cifar100": cifar, "imagenet": images}
+    data = ["--data", str(data_paths[name])] if name in data_paths else []
     length, longer = ("steps", 5) if "text" in name or name == "causal-lm" else ("epochs", 2)
-    first = [f"--{length}", "1"] if length == "epochs" else []
-    done = cli.on_ranks(tmp_path, "train", name, *data, *SETTINGS[name], *first, "--out", "run")
-    assert done.status == 0, done.err
+    first_length = [f"--{length}", "1"] if length == "epochs" else []
+    process = cli.on_ranks(tmp_path, "train", name, *data, *SETTINGS[name], *first_length, "--out", "run")
+    assert process.status == 0, process.err
     (record,) = read_records(tmp_path / "run" / "record.json")
-    done = cli.on_ranks(tmp_path, "train", name, "--resume", "run", "--evaluate", "--json", "evaluated.json")
-    assert done.status == 0, done.err
+    process = cli.on_ranks(tmp_path, "train", name, "--resume", "run", "--evaluate", "--json", "evaluated.json")
+    assert process.status == 0, process.err
     (evaluated,) = read_records(tmp_path / "evaluated.json")
     assert evaluated.metrics == record.metrics
-    done = cli.on_ranks(tmp_path, "train", name, "--resume", "run", f"--{length}", str(longer))
-    assert done.status == 0, done.err
+    process = cli.on_ranks(tmp_path, "train", name, "--resume", "run", f"--{length}", str(longer))
+    assert process.status == 0, process.err
     rows = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
-    rates = [row["lr"] for row in rows if "lr" in row]
+    learning_rates = [row["lr"] for row in rows if "lr" in row]
     settings = {
-        key: value for key, value in json.loads(about_of(tmp_path / "run"))["settings"].items() if key != length
+        key: value for key, value in json.loads(newest_metadata(tmp_path / "run"))["settings"].items() if key != length
     }
     workload = load(Source(name, settings, **{length: longer}))
     model = torch.nn.Linear(1, 1)
     optimizer = workload.optimizer(model)
     schedule = workload.schedule(optimizer) if workload.schedule else None
     expected: list[float] = []
-    for _ in rates:
+    for _ in learning_rates:
         expected.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         if schedule is not None:
             schedule.step()
-    begun = len(record.loss)
-    assert len(rates) > begun
-    assert rates[begun:] == pytest.approx(expected[begun:]), "the rates of the longer training"
+    num_first_updates = len(record.loss)
+    assert len(learning_rates) > num_first_updates
+    assert learning_rates[num_first_updates:] == pytest.approx(expected[num_first_updates:]), (
+        "the rates of the longer training"
+    )
 
 
-def about_of(run: Path) -> str:
+def newest_metadata(run: Path) -> str:
+    """Return about.json of the newest checkpoint."""
     newest = max((run / "checkpoints").glob("step-*[0-9]"))
     return (newest / "about.json").read_text()

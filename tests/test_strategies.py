@@ -1,4 +1,4 @@
-"""What the strategies do around the mathematics: refusals, loss scaling, ties, owners, state."""
+"""Strategies: unsupported layouts, loss scaling, tied weights, ZeRO-1 owners, snapshots and full state."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ from everyrank.strategies import prepare
 from everyrank.world import World
 
 
-def test_dataparallel_says_what_it_needs(ranks: Any) -> None:
-    """Never a pass because hardware is missing."""
-    assert ranks(1, try_dataparallel) == ["needs 2 CUDA devices"]
+def test_dataparallel_without_gpus_names_what_it_needs(ranks: Any) -> None:
+    """If hardware is missing, the layout is skipped with the reason. It never passes."""
+    assert ranks(1, reason_for_skipped_dataparallel) == ["needs 2 CUDA devices"]
 
 
-def try_dataparallel(world: World) -> str:
+def reason_for_skipped_dataparallel(world: World) -> str:
     try:
         prepare(zoo.workload("frozen"), parse_layout("dataparallel"), world)
-    except CannotRunError as error:
-        return str(error)
+    except CannotRunError as cannot_run:
+        return str(cannot_run)
     return ""
 
 
-def test_loss_scale() -> None:
-    """Halved after an overflow, doubled after many good steps, never below one."""
-    scale = LossScaler(scale=4.0, growth_interval=2)
-    scale.update(finite=True)
-    assert scale.scale == 4.0
-    scale.update(finite=True)
-    assert scale.scale == 8.0
-    scale.update(finite=True)
+def test_loss_scaler_grows_and_backs_off() -> None:
+    """The scale is halved after an overflow, and doubled after `growth_interval` finite steps. It is at least 1."""
+    scaler = LossScaler(scale=4.0, growth_interval=2)
+    scaler.update(finite=True)
+    assert scaler.scale == 4.0
+    scaler.update(finite=True)
+    assert scaler.scale == 8.0
+    scaler.update(finite=True)
     for _ in range(5):
-        scale.update(finite=False)
-    assert scale.scale == 1.0
-    assert scale.good_steps == 0
+        scaler.update(finite=False)
+    assert scaler.scale == 1.0
+    assert scaler.good_steps == 0
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
-def test_overflow_skips_on_every_rank(ranks: Any, strategy: str) -> None:
-    """An overflow on one rank alone skips the update on all: one skipped and one stepped is how training dies."""
+def test_overflow_on_one_rank_skips_the_update_on_all(ranks: Any, strategy: str) -> None:
+    """An overflow on one rank skips the update on all ranks. Otherwise, the replicas would differ."""
     for before, after, scale, rate in ranks(2, overflow, strategy):
         assert before == after
         assert scale == 32768.0
@@ -62,7 +62,7 @@ def test_overflow_skips_on_every_rank(ranks: Any, strategy: str) -> None:
 def overflow(world: World, strategy: str) -> Any:
     def loss(output: Any, target: Any) -> Any:
         total, count = zoo.squared(output, target)
-        # the gradient of this one rank does not fit into fp16, its loss does
+        # on rank 1 the gradient overflows in fp16, but the loss does not
         return total * (1e4 if world.rank == 1 else 1.0), count
 
     workload = zoo.workload(
@@ -86,12 +86,13 @@ def overflow(world: World, strategy: str) -> Any:
 
 
 def fingerprint(prepared: Any) -> list[float]:
+    """Return the sum of each tensor in a snapshot except the last."""
     return [float(tensor.double().sum()) for tensor in prepared.trainable.snapshot()["tensors"][:-1]]
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", "zero1", "fsdp"])
-def test_restore_puts_everything_back(ranks: Any, strategy: str) -> None:
-    """Trained twice from a snapshot: the same losses to the last bit, momentum and schedule included."""
+def test_restored_snapshot_trains_identically(ranks: Any, strategy: str) -> None:
+    """Two trainings from one snapshot have bitwise equal losses, so momentum and schedule are restored too."""
     for first, second in ranks(1 if strategy == "single" else 2, train_twice, strategy):
         assert first == second
 
@@ -101,18 +102,18 @@ def train_twice(world: World, strategy: str) -> Any:
     layout = parse_layout(strategy)
     train_data, _ = open_data(workload, world)
     prepared = prepare(workload, layout, world)
-    # DDP rebuilds its buckets after the first update, which moves last bits on more than two ranks
-    saved = prepared.trainable.snapshot()
+    # DDP rebuilds its buckets after the first update. On more than 2 ranks, this changes rounding.
+    snapshot = prepared.trainable.snapshot()
     runs = []
     for _ in range(2):
-        prepared.trainable.restore(saved)
-        shares = run_updates(prepared, train_data, all_updates(5, 4))
-        runs.append([share.tolist() for share in shares])
+        prepared.trainable.restore(snapshot)
+        local_losses = run_updates(prepared, train_data, all_updates(5, 4))
+        runs.append([local_loss.tolist() for local_loss in local_losses])
     return runs
 
 
-def test_owners_share_the_load() -> None:
-    """Each rank owns about as many elements; every parameter has one owner."""
+def test_zero1_owners_are_balanced() -> None:
+    """Each parameter has one owner, and all ranks own about the same number of elements."""
     sizes = [100, 1, 60, 40, 3, 99]
     owners = assign_owners([nn.Parameter(torch.zeros(size)) for size in sizes], 3)
     loads = [sum(size for size, owner in zip(sizes, owners, strict=True) if owner == rank) for rank in range(3)]
@@ -120,8 +121,8 @@ def test_owners_share_the_load() -> None:
     assert assign_owners([], 3) == []
 
 
-def test_tied_blocks_are_one_unit() -> None:
-    """Blocks that share a weight are sharded together; one that shares with the rest stays with the rest."""
+def test_tied_blocks_are_one_fsdp_unit() -> None:
+    """Blocks that share a weight form one FSDP unit. A block tied to a module outside the blocks is no unit."""
     blocks = [nn.Linear(2, 2) for _ in range(5)]
     blocks[3].weight = blocks[1].weight
     model = nn.ModuleDict({"blocks": nn.ModuleList(blocks), "head": nn.Linear(2, 2)})
@@ -130,13 +131,13 @@ def test_tied_blocks_are_one_unit() -> None:
     assert [[blocks.index(member) for member in unit] for unit in units] == [[0], [2], [1, 3]]
 
 
-def test_tied_across_blocks_is_exact(ranks: Any) -> None:
-    """The layout that older torch trained silently wrong, and 2.13 refuses."""
+def test_fsdp_with_weights_tied_across_blocks_is_equal(ranks: Any) -> None:
+    """everyrank trains this layout correctly. FSDP of older torch trained it wrong, and torch 2.13 refuses it."""
     assert ranks(2, tied_across_blocks) == [True, True]
 
 
 class TiedBlocks(nn.Module):
-    """Two blocks with one weight."""
+    """A model with three blocks, of which two share a weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,19 +154,19 @@ def tied_across_blocks(world: World) -> bool:
     from everyrank.parity import check_layout, parity_case
 
     workload = zoo.workload("frozen", model=TiedBlocks, blocks="blocks")
-    subject = parity_case(workload, *open_data(workload, world), steps=6)
-    parity, _ = check_layout(subject, parse_layout("fsdp"), world, "test/tied-blocks")
+    case = parity_case(workload, *open_data(workload, world), steps=6)
+    parity, _ = check_layout(case, parse_layout("fsdp"), world, "test/tied-blocks")
     return parity.status == "equal"
 
 
-def test_wrong_blocks_are_named(ranks: Any) -> None:
-    """The model's own lists are offered."""
-    [text] = ranks(1, wrong_blocks)
+def test_wrong_blocks_path_suggests_existing_lists(ranks: Any) -> None:
+    """The error lists the module lists of the model."""
+    [text] = ranks(1, error_for_wrong_blocks)
     assert text.startswith("blocks='layer': ")
     assert text.endswith(" layers")
 
 
-def wrong_blocks(world: World) -> str:
+def error_for_wrong_blocks(world: World) -> str:
     try:
         prepare(zoo.workload("frozen", blocks="layer"), parse_layout("fsdp"), world)
     except WorkloadError as error:
@@ -173,14 +174,14 @@ def wrong_blocks(world: World) -> str:
     return ""
 
 
-def test_state_is_whole_on_rank_0(ranks: Any) -> None:
-    """Full parameters and buffers on rank 0, nothing elsewhere, equal for every layout."""
-    found = ranks(2, states)
-    assert [list(state) for state in found[1]] == [[], [], []]
-    for state in found[0]:
-        assert list(state) == list(found[0][0])
+def test_full_state_is_on_rank_0_only(ranks: Any) -> None:
+    """Rank 0 has all parameters and buffers, equal for every layout. Other ranks have none."""
+    states_by_rank = ranks(2, states)
+    assert [list(state) for state in states_by_rank[1]] == [[], [], []]
+    for state in states_by_rank[0]:
+        assert list(state) == list(states_by_rank[0][0])
         for name, tensor in state.items():
-            assert torch.equal(tensor, found[0][0][name])
+            assert torch.equal(tensor, states_by_rank[0][0][name])
 
 
 def states(world: World) -> Any:
@@ -188,8 +189,8 @@ def states(world: World) -> Any:
     return [prepare(workload, parse_layout(text), world).full_state() for text in ("ddp", "zero1", "fsdp")]
 
 
-def test_a_pipeline_computes_each_phase_under_its_name(ranks: Any) -> None:
-    """Forwards between backwards are forward, for whoever takes a step apart; nothing but these computes in blocks."""
+def test_pipeline_reports_the_current_phase(ranks: Any) -> None:
+    """Interleaved forward and backward passes are each reported as their phase, for the profile of a step."""
     for forward, backward in ranks(2, phases_of_blocks, "pipeline:microbatches=4"):
         assert set(forward) == {"forward"}
         assert set(backward) == {"backward"}
@@ -197,7 +198,7 @@ def test_a_pipeline_computes_each_phase_under_its_name(ranks: Any) -> None:
 
 
 def phases_of_blocks(world: World, layout: str) -> tuple[list[str], list[str]]:
-    """In which phase the stages of this rank went forward and backward, in one update."""
+    """Return the reported phase of each forward pass and of each backward pass of this rank in one update."""
     workload = zoo.workload("decoder", global_batch=8)
     data, _ = open_data(workload, world)
     prepared = prepare(workload, parse_layout(layout), world)
@@ -206,27 +207,27 @@ def phases_of_blocks(world: World, layout: str) -> tuple[list[str], list[str]]:
     phase = [""]
     forwards: list[str] = []
     backwards: list[str] = []
-    run = PipelineRun.run
+    original_run = PipelineRun.run
 
-    def watched(pipe: PipelineRun, batches: Any, forward: Any, backward: Any) -> None:
-        def forward_seen(*arguments: Any) -> Any:
+    def observed_run(pipeline: PipelineRun, batches: Any, forward: Any, backward: Any) -> None:
+        def recorded_forward(*arguments: Any) -> Any:
             forwards.append(phase[0])
             return forward(*arguments)
 
-        def backward_seen(*arguments: Any) -> Any:
+        def recorded_backward(*arguments: Any) -> Any:
             backwards.append(phase[0])
             return backward(*arguments)
 
-        run(pipe, batches, forward_seen, backward_seen)
+        original_run(pipeline, batches, recorded_forward, recorded_backward)
 
     prepared.trainable.phase_observers.append(lambda entered: phase.__setitem__(0, entered))
-    with mock.patch.object(PipelineRun, "run", watched):
+    with mock.patch.object(PipelineRun, "run", observed_run):
         next(updates)
     return forwards, backwards
 
 
 class ScaledModel(nn.Module):
-    """Returns a parameter of its own, expanded: a view."""
+    """A model that returns an expanded view of a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -236,7 +237,7 @@ class ScaledModel(nn.Module):
         return self.layers(values), self.scale.expand(len(values), 2)
 
 
-def evaluated_view(world: World, layout: str) -> list[str]:
+def parity_of_scaled_model(world: World, layout: str) -> list[str]:
     def loss(output: Any, target: torch.Tensor) -> tuple[torch.Tensor, int]:
         return ((output[0] - target) * output[1]).square().sum(), target.numel()
 
@@ -246,6 +247,6 @@ def evaluated_view(world: World, layout: str) -> list[str]:
     return [parity.status]
 
 
-def test_a_model_may_return_a_view_of_a_parameter(ranks: Any) -> None:
-    """Under fsdp the gathered parameter is let go after an evaluation, and its view still holds its numbers."""
-    assert ranks(2, evaluated_view, "fsdp") == [["equal"], ["equal"]]
+def test_model_may_return_a_view_of_a_parameter(ranks: Any) -> None:
+    """FSDP frees the gathered parameter after an evaluation. The view of it must keep its values."""
+    assert ranks(2, parity_of_scaled_model, "fsdp") == [["equal"], ["equal"]]

@@ -1,4 +1,4 @@
-"""Streams over ranks and loader workers, files read by parts: each sample once, and the check sees when it is not."""
+"""Streams and file shards over ranks and loader workers: each sample is read once, and mistakes are detected."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from everyrank.world import World, single_process_world
 
 
 class Stream(IterableDataset[Any]):
-    """Points in an order of each epoch, with noise; broken in the ways that people break it."""
+    """Noisy points in an order that depends on the epoch. `fault` adds a common mistake of iterable datasets."""
 
     def __init__(self, length: int, fault: str = "", rank: int = 0, size: int = 1) -> None:
         self.length, self.fault, self.rank, self.size, self.epoch = length, fault, rank, size, 0
@@ -36,17 +36,17 @@ class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         order = torch.randperm(self.length, generator=torch.Generator().manual_seed(self.epoch)).tolist()
         info = get_worker_info()
-        for place, number in enumerate(order):
-            if self.fault == "by worker" and info is not None and place % info.num_workers != info.id:
+        for position, number in enumerate(order):
+            if self.fault == "by worker" and info is not None and position % info.num_workers != info.id:
                 continue
-            if self.fault == "by rank" and place % self.size != self.rank:
-                number = order[(place + 1) % self.length]  # as many, but not the same
+            if self.fault == "by rank" and position % self.size != self.rank:
+                number = order[(position + 1) % self.length]  # the same number of samples, but different ones
             clean = torch.randn(4, generator=torch.Generator().manual_seed(number))
             yield clean + 0.1 * torch.rand(4), clean[:1]
 
 
 class Undecoded(IterableDataset[Any]):
-    """Numbers, which `decode` makes samples of; each decoding is noted."""
+    """A stream of numbers. `decode` turns a number into a sample and records it."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -61,7 +61,7 @@ class Undecoded(IterableDataset[Any]):
 
 
 class Files(Dataset[Any]):
-    """Numbers in files of these lengths."""
+    """A dataset of numbers in files of these lengths."""
 
     deterministic = True
 
@@ -76,7 +76,7 @@ class Files(Dataset[Any]):
 
 
 class Padded(Dataset[Any]):
-    """What a DistributedSampler gives one rank: a dataset that has been divided already, and padded."""
+    """The samples that a DistributedSampler gives to one rank. The dataset is already split and padded."""
 
     def __init__(self, length: int, rank: int, size: int) -> None:
         sampler = DistributedSampler(range(length), size, rank, shuffle=False)  # type: ignore[arg-type]
@@ -93,7 +93,7 @@ def build() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
 
 
-def squares(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+def squared_error(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
     return ((output - target) ** 2).sum(), len(target)
 
 
@@ -103,37 +103,40 @@ def momentum(model: nn.Module) -> torch.optim.Optimizer:
 
 def workload_of(data: Any, **changes: Any) -> Workload:
     return dataclasses.replace(
-        Workload("stream", build, lambda: data, squares, momentum, global_batch=8, epochs=2), **changes
+        Workload("stream", build, lambda: data, squared_error, momentum, global_batch=8, epochs=2), **changes
     )
 
 
 def losses(world: World, workers: int, layout_text: str) -> list[float]:
-    """Of two epochs of a stream with noise; shares of the ranks added up, and the exact evaluation at the end."""
+    """Train for two epochs on a noisy stream. Return the global loss of each update and the final evaluation loss."""
     layout = parse_layout(layout_text)
-    here = dataclasses.replace(single_process_world(world) if layout.axis is None else world, loader_workers=workers)
+    train_world = dataclasses.replace(
+        single_process_world(world) if layout.axis is None else world, loader_workers=workers
+    )
     workload = workload_of(Stream(53), eval_data=lambda: Stream(17))
-    train_data, eval_data = open_data(workload, here)
-    prepared = prepare(workload, layout, here)
+    train_data, eval_data = open_data(workload, train_world)
+    prepared = prepare(workload, layout, train_world)
     updates = all_updates(14, updates_per_epoch(len(train_data), 8))
-    shares = torch.stack(list(run_updates(prepared, train_data, updates)))
+    loss_sums = torch.stack(list(run_updates(prepared, train_data, updates)))
     if layout.axis is not None:
-        torch.distributed.all_reduce(shares, group=world.group)
+        torch.distributed.all_reduce(loss_sums, group=world.group)
     total, count = evaluate(prepared, eval_data)["loss"]
     assert count == 17
-    return [*(shares[:, 0] / shares[:, 1]).tolist(), total / count]
+    return [*(loss_sums[:, 0] / loss_sums[:, 1]).tolist(), total / count]
 
 
 @pytest.mark.parametrize(("count", "workers"), [(1, 1), (1, 3), (2, 0), (2, 1), (3, 0), (3, 3)])
-def test_a_stream_is_the_same_training_on_any_ranks_and_workers(ranks: Any, count: int, workers: int) -> None:
-    """Order, noise and ragged last batches belong to the stream and its epoch, not to who reads it."""
+def test_stream_losses_do_not_depend_on_ranks_and_workers(ranks: Any, count: int, workers: int) -> None:
+    """Order, noise and incomplete last batches depend on the stream and the epoch, not on the reader."""
     [reference] = ranks(1, losses, 0, "single:precision=float64")
     assert len(set(reference)) == 15
     layout = "ddp:precision=float64" if count > 1 else "single:precision=float64"
-    for found in ranks(count, losses, workers, layout):
-        assert found == pytest.approx(reference, rel=1e-12)
+    for rank_losses in ranks(count, losses, workers, layout):
+        assert rank_losses == pytest.approx(reference, rel=1e-12)
 
 
-def decoded_here(world: World) -> tuple[list[int], list[float]]:
+def decoded_on_this_rank(world: World) -> tuple[list[int], list[float]]:
+    """Return the numbers that this rank decoded, and the first value of each sample that it read."""
     data = Undecoded(20)
     workload = workload_of(data)
     updates = all_updates(3, 3)
@@ -143,28 +146,28 @@ def decoded_here(world: World) -> tuple[list[int], list[float]]:
     return data.decoded, [value for parts in batches for part in parts for value in part.input[: part.size, 0].tolist()]
 
 
-def test_a_reader_decodes_its_own_samples_alone(ranks: Any) -> None:
-    """Going through a stream is cheap, decoding is not; and what decoding draws belongs to the sample."""
-    found = ranks(2, decoded_here)
-    assert sorted(number for decoded, _ in found for number in decoded) == list(range(20))
-    [(_, whole)] = ranks(1, decoded_here)
-    assert sorted(value for _, values in found for value in values) == sorted(whole)
+def test_reader_decodes_only_its_own_samples(ranks: Any) -> None:
+    """A rank skips other samples without decoding them. Random numbers drawn in `decode` depend only on the sample."""
+    by_rank = ranks(2, decoded_on_this_rank)
+    assert sorted(number for decoded, _ in by_rank for number in decoded) == list(range(20))
+    [(_, values_on_1_rank)] = ranks(1, decoded_on_this_rank)
+    assert sorted(value for _, values in by_rank for value in values) == sorted(values_on_1_rank)
 
 
 def read_by_shard(world: World, sizes: list[int], workers: int, accumulate: int) -> list[list[list[int]]]:
-    """For each of two epochs the numbers that this rank read, update by update."""
+    """Return the numbers that this rank read in each update of two epochs."""
     data = Files(sizes)
     workload = workload_of(data, order="shard", global_batch=4)
-    here = dataclasses.replace(world, loader_workers=workers)
+    world_with_workers = dataclasses.replace(world, loader_workers=workers)
     per_epoch = updates_per_epoch(len(data), 4)
     updates = list(all_updates(2 * per_epoch, per_epoch))
     batches = batches_for_updates(
-        workload, data, updates, Slice(world.rank, world.size), accumulate, here, torch.float64
+        workload, data, updates, Slice(world.rank, world.size), accumulate, world_with_workers, torch.float64
     )
-    found: list[list[list[int]]] = [[], []]
+    numbers_by_epoch: list[list[list[int]]] = [[], []]
     for update, parts in zip(updates, batches, strict=True):
-        found[update.epoch].append([n for part in parts for n in part.target[: part.size].tolist()])
-    return found
+        numbers_by_epoch[update.epoch].append([n for part in parts for n in part.target[: part.size].tolist()])
+    return numbers_by_epoch
 
 
 def flat(lists: Iterable[list[int]]) -> list[int]:
@@ -175,32 +178,35 @@ def flat(lists: Iterable[list[int]]) -> list[int]:
     ("sizes", "count", "workers"),
     [([7], 4, 3), ([1, 0, 5, 1], 4, 0), ([2, 9, 1], 3, 1), ([3, 3, 3, 3, 3, 3, 3], 2, 2), ([1, 1, 1], 3, 0)],
 )
-def test_files_are_read_once_whatever_the_readers(ranks: Any, sizes: list[int], count: int, workers: int) -> None:
-    """Fewer files than readers, unequal ones, empty ones; every rank makes as many updates, and the batch is kept."""
+def test_files_are_read_once_for_any_number_of_readers(ranks: Any, sizes: list[int], count: int, workers: int) -> None:
+    """There may be fewer files than readers, unequal files and empty files. The global batch size stays the same."""
     total = sum(sizes)
-    found = ranks(count, read_by_shard, sizes, workers, 2)
+    numbers_by_rank = ranks(count, read_by_shard, sizes, workers, 2)
     for epoch in (0, 1):
-        by_update = [flat(rank[epoch][update] for rank in found) for update in range(len(found[0][epoch]))]
+        by_update = [
+            flat(rank[epoch][update] for rank in numbers_by_rank) for update in range(len(numbers_by_rank[0][epoch]))
+        ]
         assert sorted(flat(by_update)) == list(range(total))
         assert [len(numbers) for numbers in by_update] == [4] * (total // 4) + [total % 4] * (total % 4 > 0)
-        by_rank = [len(flat(rank[epoch])) for rank in found]
+        by_rank = [len(flat(rank[epoch])) for rank in numbers_by_rank]
         assert max(by_rank) - min(by_rank) <= 1
     if total > 3:
-        assert [rank[0] for rank in found] != [rank[1] for rank in found]  # another order in another epoch
+        # the order differs between epochs
+        assert [rank[0] for rank in numbers_by_rank] != [rank[1] for rank in numbers_by_rank]
 
 
-def test_a_rank_keeps_to_its_part_of_the_files(ranks: Any) -> None:
-    """What order=shard is for: a rank opens few files."""
+def test_rank_reads_only_its_files(ranks: Any) -> None:
+    """With order='shard', a rank opens only its part of the files."""
     sizes = [10] * 6
     for epochs in ranks(2, read_by_shard, sizes, 0, 1):
         files = {number // 10 for update in epochs[0] for number in update}
         assert len(files) == 3
 
 
-def samples_checked(world: World, fault: str, workers: int = 0) -> list[str]:
-    """What the check of the samples says of data that is broken in this way."""
-    here = dataclasses.replace(world, loader_workers=workers)
-    mesh = open_mesh(parse_layout("ddp"), here)
+def check_faulty_samples(world: World, fault: str, workers: int = 0) -> list[str]:
+    """Return the problems that `check_samples` reports for data with this fault."""
+    world_with_workers = dataclasses.replace(world, loader_workers=workers)
+    mesh = open_mesh(parse_layout("ddp"), world_with_workers)
     if fault == "padded":
         data: Any = Padded(23, world.rank, world.size)
     elif fault == "files":
@@ -215,7 +221,7 @@ def samples_checked(world: World, fault: str, workers: int = 0) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("fault", "words"),
+    ("fault", "message"),
     [
         ("", None),
         ("files", None),
@@ -225,39 +231,44 @@ def samples_checked(world: World, fault: str, workers: int = 0) -> list[str]:
         ("files cut twice", "were never read"),
     ],
 )
-def test_the_audit_sees_what_people_do(ranks: Any, fault: str, words: str | None) -> None:
-    """A padded DistributedSampler, a forgotten set_epoch, a stream that is divided twice."""
-    for problems in ranks(3, samples_checked, fault):
-        assert bool(problems) == (words is not None), problems
-        assert words is None or words in " ".join(problems)
+def test_sample_check_detects_common_mistakes(ranks: Any, fault: str, message: str | None) -> None:
+    """The mistakes are a padded DistributedSampler, a missing set_epoch, and data that is split twice."""
+    for problems in ranks(3, check_faulty_samples, fault):
+        assert bool(problems) == (message is not None), problems
+        assert message is None or message in " ".join(problems)
 
 
-def divided_by_worker(world: World, is_hidden: bool) -> list[str]:
+def check_stream_split_by_worker(world: World, is_hidden: bool) -> list[str]:
+    """Return the problems of a stream that splits itself by worker. It sees the worker unless `is_hidden`."""
     with contextlib.nullcontext() if is_hidden else mock.patch("everyrank.data.stream._hide_worker_info"):
         try:
-            return samples_checked(world, "by worker", workers=2)
+            return check_faulty_samples(world, "by worker", workers=2)
         except WorkloadError as error:
             return [str(error)]
 
 
-def test_a_stream_that_divides_itself_by_worker_is_read_whole(ranks: Any) -> None:
-    """Many do, those of other libraries too. Where that cannot be kept from them, it ends with a reason."""
-    assert ranks(2, divided_by_worker, True) == [[], []]
-    for [text] in ranks(2, divided_by_worker, False):
+def test_stream_that_splits_itself_by_worker_is_read_completely(ranks: Any) -> None:
+    """Many libraries split by worker, so everyrank hides the worker info. Otherwise, an error names the cause."""
+    assert ranks(2, check_stream_split_by_worker, True) == [[], []]
+    for [text] in ranks(2, check_stream_split_by_worker, False):
         assert "the stream ended after" in text
         assert "get_worker_info" in text
 
 
 class Sized(Stream):
-    def __init__(self, length: int, said: int) -> None:
+    """A stream whose `len` may differ from its number of samples."""
+
+    def __init__(self, length: int, reported_length: int) -> None:
         super().__init__(length)
-        self.said = said
+        self.reported_length = reported_length
 
     def __len__(self) -> int:
-        return self.said
+        return self.reported_length
 
 
 class Endless:
+    """A stream that never ends. It declares this only if `endless` is True."""
+
     def __init__(self, endless: bool) -> None:
         self.endless = endless
 
@@ -266,7 +277,8 @@ class Endless:
             yield torch.zeros(4), torch.zeros(1)
 
 
-def opened(world: World, kind: str) -> str:
+def error_or_length(world: World, kind: str) -> str:
+    """Return the error for data of this kind. For "endless, with steps", return its length."""
     data: Any = {
         "too long": Sized(20, 10),
         "too short": Sized(20, 30),
@@ -280,20 +292,20 @@ def opened(world: World, kind: str) -> str:
     }[kind]
     changes: dict[str, Any] = {"epochs": None, "steps": 10**9 if kind == "endless, counted" else 5}
     changes = changes if kind.startswith("endless, ") else {}
-    here = dataclasses.replace(world, timeout_seconds=0.05)
+    short_timeout = dataclasses.replace(world, timeout_seconds=0.05)
     workload = workload_of(data, **changes)
     try:
-        found, _ = open_data(workload, here)
+        train_data, _ = open_data(workload, short_timeout)
         if kind == "endless, with steps":
-            return f"{len(found)}"
-        list(batches_for_updates(workload, found, all_updates(4, 4), Slice(0, 1), 1, here, torch.float64))
+            return f"{len(train_data)}"
+        list(batches_for_updates(workload, train_data, all_updates(4, 4), Slice(0, 1), 1, short_timeout, torch.float64))
     except WorkloadError as error:
         return str(error)
     return ""
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"),
+    ("kind", "message"),
     [
         ("too long", "more samples than the 10"),
         ("too short", "ended after 20 of 30 samples"),
@@ -306,14 +318,14 @@ def opened(world: World, kind: str) -> str:
         ("loader", "a DataLoader; give its dataset"),
     ],
 )
-def test_lengths_that_are_not_so(ranks: Any, kind: str, words: str) -> None:
-    """Every rank says what is wrong; none waits for another."""
-    for text in ranks(2, opened, kind):
-        assert words in text
+def test_wrong_lengths_are_reported_on_every_rank(ranks: Any, kind: str, message: str) -> None:
+    """Every rank raises the error, and no rank waits for another."""
+    for text in ranks(2, error_or_length, kind):
+        assert message in text
 
 
-def test_fingerprints_tell_samples_apart() -> None:
-    """Any value, shape, type or name changes them; the same content does not."""
+def test_different_samples_have_different_fingerprints() -> None:
+    """A different value, shape, type or name changes the fingerprint. Equal content has the same fingerprint."""
     sample = ({"a": torch.arange(3), "b": (1, 2.0)}, torch.zeros(2))
     same = ({"a": torch.arange(3), "b": (1, 2.0)}, torch.zeros(2))
     others = [

@@ -1,4 +1,4 @@
-"""everyrank.testing, as a person's own tests use it: in a file that pytest runs, without the command line."""
+"""everyrank.testing in a user's test file, which a separate pytest process runs."""
 
 from __future__ import annotations
 
@@ -161,15 +161,16 @@ def test_wrong_call():
 
 
 @pytest.fixture(scope="module")
-def outcome(python: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """`outcome("test_gradients")`: exit status of pytest, what it printed, and the processes that are left."""
+def run_user_test(python: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A function that runs one test of FILE. It returns pytest's exit code and output, and remaining processes."""
 
     def run(name: str, mode: str = "prepend", content: str = FILE) -> tuple[int, str, dict[int, str]]:
-        folder: Path = tmp_path_factory.mktemp("persons")
-        for name_of_folder in ("suite", "elsewhere"):  # the file is not where Python would find it
-            (folder / name_of_folder).mkdir()
+        folder: Path = tmp_path_factory.mktemp("user")
+        # pytest runs in another directory, so Python does not find the test file by itself
+        for subfolder in ("suite", "elsewhere"):
+            (folder / subfolder).mkdir()
         (folder / "suite" / "test_mine.py").write_text(content)
-        words = (
+        args = (
             "-m",
             "pytest",
             "-p",
@@ -181,8 +182,8 @@ def outcome(python: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Any
         mark = uuid.uuid4().hex
         with (folder / "out").open("w") as out:
             environment = {**os.environ, MARK: mark}
-            started = python.start(folder / "elsewhere", *words, streams=(None, out, out), environment=environment)
-            status = started.wait(200)
+            process = python.start(folder / "elsewhere", *args, streams=(None, out, out), environment=environment)
+            status = process.wait(200)
         return status, (folder / "out").read_text(), left_of(mark)
 
     return run
@@ -190,29 +191,31 @@ def outcome(python: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Any
 
 @pytest.mark.parametrize("mode", ["prepend", "importlib"])
 @pytest.mark.parametrize("name", ["test_training", "test_gradients", "test_a_closure"])
-def test_right_ones_pass(outcome: Any, name: str, mode: str) -> None:
-    """Modules, closures and lambdas of a test file, whichever way pytest has imported it."""
-    status, text, left = outcome(name, mode)
+def test_correct_code_passes(run_user_test: Any, name: str, mode: str) -> None:
+    """Modules, closures and lambdas of a test file work with both import modes of pytest."""
+    status, text, left = run_user_test(name, mode)
     assert status == 0, text
     assert "1 passed" in text
     assert not left
 
 
 @pytest.mark.integration
-def test_ranks_that_cannot_import_the_file(tmp_path: Path) -> None:
-    """From end to end, not forked: under `--import-mode=importlib` no rank finds the module by its name."""
+def test_ranks_need_not_import_the_test_file(tmp_path: Path) -> None:
+    """With `--import-mode=importlib`, ranks cannot import the file by name. Here pytest is not forked."""
     for name in ("suite", "elsewhere"):
         (tmp_path / name).mkdir()
     (tmp_path / "suite" / "test_mine.py").write_text(FILE)
-    place = "../suite/test_mine.py::test_gradients"
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--import-mode=importlib", "-q", place]
-    done = subprocess.run(command, cwd=tmp_path / "elsewhere", capture_output=True, text=True, timeout=300, check=False)
-    assert "1 passed" in done.stdout, done.stdout
+    test_id = "../suite/test_mine.py::test_gradients"
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--import-mode=importlib", "-q", test_id]
+    process = subprocess.run(
+        command, cwd=tmp_path / "elsewhere", capture_output=True, text=True, timeout=300, check=False
+    )
+    assert "1 passed" in process.stdout, process.stdout
 
 
-def test_the_finding_is_the_message(outcome: Any) -> None:
-    """A mistake fails the test with the layout, what differs first, the numbers and the cause; nothing is left."""
-    status, text, left = outcome("test_wrong_gradients")
+def test_failure_message_explains_the_difference(run_user_test: Any) -> None:
+    """The message has the layout, the first difference, its size and the cause. No process is left."""
+    status, text, left = run_user_test("test_wrong_gradients")
     assert status == 1, text
     assert "test_mine.py:halved:tensor=2: DIFFERENT: update 0" in text
     assert "gradient of up.weight" in text
@@ -221,9 +224,9 @@ def test_the_finding_is_the_message(outcome: Any) -> None:
     assert not left
 
 
-def test_every_layout_has_its_line(outcome: Any) -> None:
-    """Of several layouts each one that differs."""
-    status, text, left = outcome("test_wrong_training", "importlib")
+def test_failure_message_lists_every_layout(run_user_test: Any) -> None:
+    """Each layout that differs has its own line."""
+    status, text, left = run_user_test("test_wrong_training", "importlib")
     assert status == 1, text
     for layout in ("ddp", "fsdp"):
         assert f"{layout}: DIFFERENT: update 0, count of loss terms" in text
@@ -231,43 +234,43 @@ def test_every_layout_has_its_line(outcome: Any) -> None:
     assert not left
 
 
-def test_what_is_not_compared_fails(outcome: Any) -> None:
-    """A part that no DTensor describes, unless it is allowed, or the contract puts it together."""
-    status, text, _ = outcome("test_not_compared")
+def test_uncompared_parameters_fail_the_test(run_user_test: Any) -> None:
+    """A shard that is no DTensor cannot be compared. Use `allow_uncompared`, or `gather` in the contract."""
+    status, text, _ = run_user_test("test_not_compared")
     assert status == 1, text
     assert "by_hand:tensor=2: not compared: up.weight" in text
     assert "allow_uncompared=['up.weight']" in text
-    assert outcome("test_allowed")[0] == 0
+    assert run_user_test("test_allowed")[0] == 0
 
 
-def test_a_clipped_update(outcome: Any) -> None:
-    """The gradients are right, and each rank clips by its own norm: the right function passes, the other does not."""
-    status, text, _ = outcome("test_clipping")
+def test_wrong_gradient_clipping_is_detected(run_user_test: Any) -> None:
+    """Clipping by the global norm passes. Clipping by local norms fails, although the gradients are right."""
+    status, text, _ = run_user_test("test_clipping")
     assert status == 1, text
     assert "each rank clips by the norm" in text
     assert "contract=contract, clip_norm=0.01" in text
 
 
-def test_a_wrong_call_is_no_finding(outcome: Any) -> None:
-    """Inputs that are no pair are refused here, before any rank is started."""
-    status, text, _ = outcome("test_wrong_call")
+def test_wrong_arguments_raise_a_usage_error(run_user_test: Any) -> None:
+    """Inputs that are not a pair are refused before any rank is started."""
+    status, text, _ = run_user_test("test_wrong_call")
     assert status == 1, text
     assert "UsageError: inputs: give (input, target)" in text
 
 
-def test_the_page_is_as_it_says(outcome: Any, repository: Path) -> None:
-    """docs/testing.md: its examples pass, but for the mistake, whose message it shows."""
+def test_examples_of_the_testing_page_work(run_user_test: Any, repository: Path) -> None:
+    """The correct examples in docs/testing.md pass. The wrong example fails with the message on the page."""
     page = (repository / "docs" / "testing.md").read_text()
     blocks = re.findall(r"^```(?:python)?\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     code = next(block for block in blocks if "def test_a_mistake" in block)
-    shown = next(block for block in blocks if block.startswith("E "))
-    status, text, left = outcome("test_a_mistake", content=code)
+    message_block = next(block for block in blocks if block.startswith("E "))
+    status, text, left = run_user_test("test_a_mistake", content=code)
     assert status == 1, text
-    said = " ".join(shown.split()).partition("AssertionError: test_parallel.py")[2]
+    expected = " ".join(message_block.split()).partition("AssertionError: test_parallel.py")[2]
     numbers = re.compile(r"[0-9.]+e-[0-9]+")
-    assert numbers.sub("N", said) in numbers.sub("N", " ".join(text.split()))
+    assert numbers.sub("N", expected) in numbers.sub("N", " ".join(text.split()))
     assert not left
-    assert outcome("test_gradients", content=code)[0] == 0
+    assert run_user_test("test_gradients", content=code)[0] == 0
     docs = repository / "docs"
     for link in re.findall(r"\]\(([^)#]+)\)", page):
         assert (docs / link).exists(), link

@@ -1,4 +1,4 @@
-"""`everyrank report compare`: rounding, noise of seeds, or a difference; and files that have no curve."""
+"""`everyrank report compare` tells rounding and seed noise from real differences, and refuses unusable files."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from everyrank.report.two_curves import _t_probability
 
 
 def losses(seed: int, change: str = "") -> list[float]:
-    """A small training, with one change."""
+    """Return the losses of a small training run with this change."""
     generator = torch.Generator().manual_seed(0)
     inputs, targets = torch.randn(64, 5, generator=generator), torch.randn(64, generator=generator)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 1))
-        rate = 0.03 if change == "rate" else 0.01
+        learning_rate = 0.03 if change == "rate" else 0.01
         decay = 0.1 if change == "decay" else 0.0
-        optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=decay)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=decay)
         rows: list[float] = []
         for _ in range(40):
-            chosen = torch.randperm(64)[:16]
-            chosen = chosen.flip(0) if change == "order of sums" else chosen
-            loss = (model(inputs[chosen]).squeeze(1) - targets[chosen]).square().mean()
+            batch = torch.randperm(64)[:16]
+            batch = batch.flip(0) if change == "order of sums" else batch
+            loss = (model(inputs[batch]).squeeze(1) - targets[batch]).square().mean()
             loss = loss / 2 if change == "scale" else loss
             optimizer.zero_grad()
             loss.backward()
@@ -42,14 +42,16 @@ def losses(seed: int, change: str = "") -> list[float]:
 
 
 def write_csv(path: Path, values: list[float], step: Callable[[int], int] = int, digits: int | None = None) -> Path:
+    """Write losses to a CSV file, with this number of digits or exactly."""
     path.parent.mkdir(exist_ok=True)
     texts = [repr(value) if digits is None else f"{value:.{digits}f}" for value in values]
     path.write_text("step,train_loss\n" + "".join(f"{step(index)},{text}\n" for index, text in enumerate(texts)))
     return path
 
 
-def judged(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
-    status = main(["report", "compare", *map(str, words)])
+def compare_curves(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, str]:
+    """Run `everyrank report compare`, and return the exit code, the result and the output."""
+    status = main(["report", "compare", *map(str, args)])
     out = capsys.readouterr().out
     return status, out.partition(":")[0], out
 
@@ -65,53 +67,53 @@ def judged(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str
         ("seed", 1, "undecided"),
     ],
 )
-def test_one_run_of_each(
+def test_result_for_one_run_of_each_version(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, change: str, status: int, result: str
 ) -> None:
     before = write_csv(tmp_path / "a.csv", losses(0))
-    now = write_csv(tmp_path / "b.csv", losses(1) if change == "seed" else losses(0, change))
-    assert judged(capsys, before, now)[:2] == (status, result)
+    after = write_csv(tmp_path / "b.csv", losses(1) if change == "seed" else losses(0, change))
+    assert compare_curves(capsys, before, after)[:2] == (status, result)
 
 
-def test_seeds(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Other seeds are noise, another learning rate is not; the smallest difference that would be seen is printed."""
+def test_several_seeds_separate_noise_from_differences(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Different seeds are noise, and scaled losses are not. The smallest detectable difference is printed."""
     for seed in range(4):
         write_csv(tmp_path / "a" / f"{seed}.csv", losses(seed))
         write_csv(tmp_path / "b" / f"{seed}.csv", losses(seed + 10))
         write_csv(tmp_path / "slow" / f"{seed}.csv", [3 * value for value in losses(seed + 10)])
-    status, result, out = judged(capsys, tmp_path / "a", tmp_path / "b")
+    status, result, out = compare_curves(capsys, tmp_path / "a", tmp_path / "b")
     assert (status, result) == (0, "noise of seeds")
     assert "would not be seen" in out
     assert "differ only in their seeds" in out
-    assert judged(capsys, tmp_path / "a", tmp_path / "slow")[:2] == (1, "different")
-    assert judged(capsys, tmp_path / "a", tmp_path / "b" / "0.csv")[:2] == (0, "noise of seeds")
+    assert compare_curves(capsys, tmp_path / "a", tmp_path / "slow")[:2] == (1, "different")
+    assert compare_curves(capsys, tmp_path / "a", tmp_path / "b" / "0.csv")[:2] == (0, "noise of seeds")
 
 
-def test_few_digits_and_other_steps(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """What is printed with two digits is compared with two digits; only steps in common count."""
+def test_rounded_losses_and_different_steps(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Losses with two digits are compared to two digits. Only steps that all files have are compared."""
     values = losses(0)
     before = write_csv(tmp_path / "a.csv", values)
     rounded = write_csv(tmp_path / "b.csv", values, digits=2)
-    status, result, out = judged(capsys, before, rounded)
+    status, result, out = compare_curves(capsys, before, rounded)
     assert (status, result) == (0, "rounding")
     assert "printed to 1e-02" in out
     every_second = write_csv(tmp_path / "c.csv", values[::2], step=lambda index: 2 * index)
-    _, result, out = judged(capsys, before, every_second)
+    _, result, out = compare_curves(capsys, before, every_second)
     assert result == "equal"
     assert "the 20 steps that all" in out
     jumping = write_csv(tmp_path / "d.csv", [value + 0.5 * (index > 30) for index, value in enumerate(values)])
-    assert "agree before step 31" in judged(capsys, before, jumping)[2]
+    assert "agree before step 31" in compare_curves(capsys, before, jumping)[2]
     nan = write_csv(tmp_path / "e.csv", [math.nan if index > 7 else value for index, value in enumerate(values)])
-    assert "from step 8 on" in judged(capsys, before, nan)[2]
+    assert "from step 8 on" in compare_curves(capsys, before, nan)[2]
 
 
-def test_records_layout_by_layout(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_records_are_compared_by_layout(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     def record(layout: str, loss: list[float]) -> Record:
         return Record("mine", layout, "spawn", "gloo", "cpu", 2, loss=loss)
 
     write_records([record("ddp", [2.0, 1.0, 0.5]), record("fsdp", [2.0, 1.0, 0.5])], tmp_path / "a.json")
     write_records([record("ddp", [2.0, 1.0, 0.5]), record("fsdp", [1.0, 0.5, 0.25])], tmp_path / "b.json")
-    status, _, out = judged(capsys, tmp_path / "a.json", tmp_path / "b.json")
+    status, _, out = compare_curves(capsys, tmp_path / "a.json", tmp_path / "b.json")
     assert status == 1
     ddp, result, fsdp = out.splitlines()[:3]
     assert (ddp, fsdp) == ("mine · ddp · 2 ranks", "mine · fsdp · 2 ranks")
@@ -119,7 +121,9 @@ def test_records_layout_by_layout(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert "B is 0.5 times A" in out
 
 
-def test_tensorboard(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorboard_logs_are_compared(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("tensorboard")
     from torch.utils.tensorboard import SummaryWriter
 
@@ -128,7 +132,7 @@ def test_tensorboard(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeyp
             for step, value in enumerate(losses(0, change)):
                 writer.add_scalar("loss/train", value, step)
                 writer.add_scalar("accuracy", 0.5, step)
-    assert judged(capsys, tmp_path / "a", tmp_path / "b")[:2] == (0, "rounding")
+    assert compare_curves(capsys, tmp_path / "a", tmp_path / "b")[:2] == (0, "rounding")
     assert main(["report", "compare", str(tmp_path / "a"), str(tmp_path / "b"), "--column", "acuracy"]) == 2
     assert "did you mean accuracy?" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "tensorboard.backend.event_processing.event_accumulator", None)
@@ -150,16 +154,18 @@ def test_tensorboard(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeyp
         ("a\0b", "not a text file"),
     ],
 )
-def test_hostile_files(capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str, message: str) -> None:
-    """One line and status 2; NaN in one of them is a result."""
-    fine = write_csv(tmp_path / "a.csv", [2.0, 1.5, 1.0])
+def test_unusable_files_are_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str, message: str
+) -> None:
+    """The error is one line, and the exit code is 2. NaN is a valid loss."""
+    valid_path = write_csv(tmp_path / "a.csv", [2.0, 1.5, 1.0])
     (tmp_path / "b.csv").write_text(content)
-    status = main(["report", "compare", str(fine), str(tmp_path / "b.csv")])
-    shown = capsys.readouterr()
+    status = main(["report", "compare", str(valid_path), str(tmp_path / "b.csv")])
+    captured = capsys.readouterr()
     assert status == (2 if message else 1)
     if message:
-        assert message in shown.err
-        assert len(shown.err.splitlines()) == 1
+        assert message in captured.err
+        assert len(captured.err.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -177,7 +183,7 @@ def test_hostile_files(capsys: pytest.CaptureFixture[str], tmp_path: Path, conte
         (["records.json", "--same-seed"], "--same-seed: only for everyrank report compare"),
     ],
 )
-def test_wrong_calls(
+def test_compare_refuses_wrong_arguments(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -197,14 +203,14 @@ def test_wrong_calls(
     assert len(error.splitlines()) == 1
 
 
-def test_log_of_a_training(tmp_path: Path) -> None:
+def test_training_log_is_read(tmp_path: Path) -> None:
     rows = [{"step": index, "loss": 1.0 / (index + 1), "lr": 0.1} for index in range(3)]
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (curve,) = read_curves(tmp_path)
     assert curve.losses == {0: 1.0, 1: 0.5, 2: 1 / 3}
 
 
-def test_student_t() -> None:
-    """Values of a printed table."""
+def test_student_t_quantiles() -> None:
+    """The values are from a printed table."""
     for value, freedom in ((12.706, 1), (4.3027, 2), (3.1824, 3), (2.2281, 10), (2.0423, 30)):
         assert _t_probability(value, freedom) == pytest.approx(0.975, abs=2e-5)

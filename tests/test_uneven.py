@@ -1,4 +1,4 @@
-"""Streams of lengths that nobody knows, each read by one rank: no hang, each sample once, and all weigh the same."""
+"""Streams of unknown lengths, each read by one rank: no hang, each sample once, and equal weights of all samples."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from everyrank.strategies import prepare
 from everyrank.world import World, single_process_world
 from processes import Cli
 
-LENGTHS = [10, 17, 3]  # 5, 9 and 2 batches of two, of which two end in a batch of one
+LENGTHS = [10, 17, 3]  # 5, 9 and 2 batches of two samples; in two streams, the last batch has one sample
 BATCH = 6
-UPDATES = 9
-COUNTS = [6, 5, 4, 4, 4, 2, 2, 2, 1]
+UPDATES = 9  # in an epoch
+COUNTS = [6, 5, 4, 4, 4, 2, 2, 2, 1]  # samples in each update of an epoch
 
 
 class Points(IterableDataset[Any]):
-    """Points in an order of each epoch, with noise: a stream that divides itself by loader worker, as many do."""
+    """Noisy points in an order that depends on the epoch. Like many streams, it splits itself by loader worker."""
 
     def __init__(self, number: int, length: int) -> None:
         self.number, self.length, self.epoch = number, length, 0
@@ -46,19 +46,21 @@ class Points(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         generator = torch.Generator().manual_seed(100 * self.epoch + self.number)
         info = get_worker_info()
-        for place in torch.randperm(self.length, generator=generator).tolist():
-            if info is None or place % info.num_workers == info.id:
-                clean = torch.randn(4, generator=torch.Generator().manual_seed(1000 * self.number + place))
+        for index in torch.randperm(self.length, generator=generator).tolist():
+            if info is None or index % info.num_workers == info.id:
+                clean = torch.randn(4, generator=torch.Generator().manual_seed(1000 * self.number + index))
                 yield clean + 0.1 * torch.rand(4), clean[:1] + self.number
 
 
 class Streams:
+    """Training data with one stream of each of these lengths."""
+
     def __init__(self, *lengths: int) -> None:
         self.streams = [Points(number, length) for number, length in enumerate(lengths)]
 
 
 class Frames:
-    """An endless stream, which is decoded."""
+    """An endless stream of numbers, which `decode` turns into samples."""
 
     endless = True
 
@@ -66,12 +68,12 @@ class Frames:
         self.number = number
 
     def __iter__(self) -> Iterator[int]:
-        place = 0
+        frame = 0
         while True:
-            yield (place := place + 1)
+            yield (frame := frame + 1)
 
-    def decode(self, place: int) -> Any:
-        return torch.full((4,), place + 0.1 * self.number).cos() + torch.rand(4), torch.zeros(1)
+    def decode(self, frame: int) -> Any:
+        return torch.full((4,), frame + 0.1 * self.number).cos() + torch.rand(4), torch.zeros(1)
 
 
 def build() -> nn.Module:
@@ -79,7 +81,7 @@ def build() -> nn.Module:
 
 
 def build_dropping() -> nn.Module:
-    """By its place in the streams a sample is known to dropout, whichever rank and micro-batch read it."""
+    """Build a model with dropout. The masks depend on the sample's position in the streams, not on its rank."""
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1)).double()
 
 
@@ -102,40 +104,42 @@ def workload_of(*lengths: int, **changes: Any) -> Workload:
 
 
 def trained(world: World, layout_text: str, workers: int, changes: dict[str, Any]) -> Any:
-    """(loss of each update, its count, updates at which an epoch ended, whether replicas are equal) of a training."""
+    """Train, and return the global loss of each update, its sample count, and the last update of each epoch."""
     layout = parse_layout(layout_text + ":precision=float64" if ":" not in layout_text else layout_text)
-    here = dataclasses.replace(single_process_world(world) if layout.axis is None else world, loader_workers=workers)
+    train_world = dataclasses.replace(
+        single_process_world(world) if layout.axis is None else world, loader_workers=workers
+    )
     workload = workload_of(**changes)
-    data, _ = open_data(workload, here, counts_uneven=False)
+    data, _ = open_data(workload, train_world, counts_uneven=False)
     assert data.lengths is None
-    prepared = prepare(workload, layout, here)
+    prepared = prepare(workload, layout, train_world)
     updates = OpenUpdates(workload.epochs, workload.steps, workload.drop_last)
-    shares: list[Tensor] = []
-    ends: list[int] = []
-    for share, update in zip(run_updates(prepared, data, updates), updates, strict=True):
-        shares.append(share)
-        assert update.step == len(shares) - 1
-        ends += [update.step] * updates.ends_epoch(len(shares))
-    totals = torch.stack(shares)
-    if here.group is not None:
-        dist.all_reduce(totals, group=here.group)
+    local_losses: list[Tensor] = []
+    last_updates: list[int] = []
+    for local_loss, update in zip(run_updates(prepared, data, updates), updates, strict=True):
+        local_losses.append(local_loss)
+        assert update.step == len(local_losses) - 1
+        last_updates += [update.step] * updates.ends_epoch(len(local_losses))
+    totals = torch.stack(local_losses)
+    if train_world.group is not None:
+        dist.all_reduce(totals, group=train_world.group)
     assert updates.samples_before(updates.step) == totals[:, 1].sum()
-    return (totals[:, 0] / totals[:, 1]).tolist(), totals[:, 1].tolist(), ends
+    return (totals[:, 0] / totals[:, 1]).tolist(), totals[:, 1].tolist(), last_updates
 
 
 @pytest.mark.parametrize(
     ("layout", "count", "workers"),
     [("ddp", 3, 0), ("zero1", 3, 0), ("fsdp", 3, 0), ("ddp", 2, 2), ("ddp:accumulate=2,precision=float64", 3, 0)],
 )
-def test_streams_of_five_nine_and_two_batches(ranks: Any, layout: str, count: int, workers: int) -> None:
-    """No rank waits for another, none is counted that has ended, and the last batches of each weigh what they hold."""
-    [(losses, counts, ends)] = ranks(1, trained, "single", 0, {})
+def test_losses_do_not_depend_on_layout_ranks_and_workers(ranks: Any, layout: str, count: int, workers: int) -> None:
+    """Ranks whose streams have ended add no samples. Incomplete batches are weighted by their number of samples."""
+    [(losses, counts, last_updates)] = ranks(1, trained, "single", 0, {})
     assert counts == COUNTS * 2
-    assert ends == [UPDATES - 1, 2 * UPDATES - 1]
+    assert last_updates == [UPDATES - 1, 2 * UPDATES - 1]
     assert len(set(losses)) == 2 * UPDATES
-    for found in ranks(count, trained, layout, workers, {}):
-        assert found[0] == pytest.approx(losses, rel=1e-12)
-        assert found[1:] == (counts, ends)
+    for rank_result in ranks(count, trained, layout, workers, {}):
+        assert rank_result[0] == pytest.approx(losses, rel=1e-12)
+        assert rank_result[1:] == (counts, last_updates)
 
 
 @pytest.mark.parametrize(
@@ -146,12 +150,10 @@ def test_streams_of_five_nine_and_two_batches(ranks: Any, layout: str, count: in
         ({"epochs": None, "steps": UPDATES}, COUNTS, [8]),
     ],
 )
-def test_where_epochs_and_trainings_end(
-    ranks: Any, changes: dict[str, Any], counts: list[int], ends: list[int]
-) -> None:
-    """drop_last ends an epoch before the first batch that is not full; a number of updates ends it anywhere."""
-    for found in ranks(2, trained, "ddp", 0, changes):
-        assert found[1:] == (counts, ends)
+def test_end_of_epochs_and_training(ranks: Any, changes: dict[str, Any], counts: list[int], ends: list[int]) -> None:
+    """With drop_last, an epoch ends before the first incomplete batch. `steps` can end training within an epoch."""
+    for rank_result in ranks(2, trained, "ddp", 0, changes):
+        assert rank_result[1:] == (counts, ends)
 
 
 def endless(world: World) -> Any:
@@ -162,28 +164,29 @@ def endless(world: World) -> Any:
     )
 
 
-def test_endless_streams_are_read_as_long_as_is_asked(ranks: Any) -> None:
-    """Decoding draws what belongs to the sample, whichever rank has its stream."""
+def test_endless_streams_are_read_for_the_given_number_of_steps(ranks: Any) -> None:
+    """Random numbers drawn in `decode` depend on the sample, not on the rank that reads it."""
     [expected] = ranks(1, endless)
     assert expected[1:] == ([6.0] * 5, [])
-    for found in ranks(2, endless):
-        assert found[0] == pytest.approx(expected[0], rel=1e-12)
+    for rank_result in ranks(2, endless):
+        assert rank_result[0] == pytest.approx(expected[0], rel=1e-12)
 
 
-def plain(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD([one for name, one in model.named_parameters() if name != "count"], lr=0.05)
+def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """Return SGD without momentum over all parameters except `count`."""
+    return torch.optim.SGD([parameter for name, parameter in model.named_parameters() if name != "count"], lr=0.05)
 
 
 def with_join(world: World) -> list[Tensor]:
-    """An epoch by torch's own Join around DDP: the count in DDP's bucket, gradients divided by it."""
-    workload = workload_of(optimizer=plain)
+    """Train an epoch with DDP and torch's Join. The sample count is a parameter, so DDP all-reduces it too."""
+    workload = workload_of(optimizer=plain_sgd)
     initial = prepare(workload, parse_layout("single:precision=float64"), world).full_state()
     model = build()
     model.load_state_dict(initial)
     count = nn.Parameter(torch.zeros((), dtype=torch.float64))
     model.register_parameter("count", count)
     ddp = DistributedDataParallel(model, process_group=world.group)
-    optimizer = plain(model)
+    optimizer = plain_sgd(model)
     reader = UnevenReader(UnevenStreams(None, Streams(*LENGTHS).streams, None, True), workload, Slice(world.rank, 3), 1)
     with Join([ddp]):
         for index in range(-(-LENGTHS[world.rank] // 2)):
@@ -191,7 +194,7 @@ def with_join(world: World) -> list[Tensor]:
             points, targets = (torch.stack(part).double() for part in zip(*samples, strict=True))
             ddp.zero_grad()
             (squares(ddp(points), targets)[0] + size * count).backward()
-            # both were divided by the number of ranks, and zeros of those that have ended were added to both
+            # DDP divided both by the number of ranks, and ranks that have ended added zeros to both
             for name, parameter in model.named_parameters():
                 if name != "count":
                     parameter.grad = parameter.grad / count.grad
@@ -200,48 +203,49 @@ def with_join(world: World) -> list[Tensor]:
 
 
 def without_join(world: World) -> list[Tensor]:
+    """Train the same epoch with everyrank."""
     data, _ = open_data(workload_of(), world, counts_uneven=False)
-    prepared = prepare(workload_of(optimizer=plain), parse_layout("ddp:precision=float64"), world)
+    prepared = prepare(workload_of(optimizer=plain_sgd), parse_layout("ddp:precision=float64"), world)
     list(run_updates(prepared, data, OpenUpdates(1, None, drop_last=False)))
     return [parameter.detach().clone() for parameter in prepared.model.parameters()]
 
 
-def test_torchs_join_comes_to_the_same(ranks: Any) -> None:
-    """The oracle: where its gradients are divided by the count that came with them."""
-    for joined, own in zip(ranks(3, with_join), ranks(3, without_join), strict=True):
-        for one, other in zip(joined, own, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+def test_parameters_match_those_of_torch_join(ranks: Any) -> None:
+    """Torch's Join is the reference, with gradients divided by the reduced sample count."""
+    for expected, actual in zip(ranks(3, with_join), ranks(3, without_join), strict=True):
+        for expected_parameter, parameter in zip(expected, actual, strict=True):
+            torch.testing.assert_close(expected_parameter, parameter, rtol=1e-12, atol=1e-14)
 
 
 def ended_are_counted(world: World) -> Any:
-    """A rank that has ended goes on with its last sample as if it were one."""
+    """Mutation: a rank whose stream has ended counts its last sample again."""
     import everyrank.data.uneven as module
 
     original = module.UnevenReader.__getitems__
 
     def getitems(reader: UnevenReader, keys: UnevenKeys) -> Any:
-        size, samples, places = original(reader, keys)
-        return (size if len(reader.readers) == len(LENGTHS) else len(samples)), samples, places
+        size, samples, positions = original(reader, keys)
+        return (size if len(reader.readers) == len(LENGTHS) else len(samples)), samples, positions
 
     return mock.patch.object(module.UnevenReader, "__getitems__", getitems)
 
 
 def mean_over_ranks(world: World) -> Any:
-    """The gradient is the mean of the means that the ranks have, as DDP leaves it."""
+    """Mutation: the gradient is the mean of the ranks' means, as plain DDP computes it."""
     import everyrank.strategies.step as module
 
     original = module.compute_loss
 
     def compute_loss(workload: Any, output: Any, batch: Any, mesh: Any, *rest: Any) -> Any:
-        total, share = original(workload, output, batch, mesh, *rest)
+        total, sums = original(workload, output, batch, mesh, *rest)
         size = max(batch.size, 1)
-        return (total / size, torch.stack([share[0] / size, share[1] / size])) if world.size > 1 else (total, share)
+        return (total / size, torch.stack([sums[0] / size, sums[1] / size])) if world.size > 1 else (total, sums)
 
     return mock.patch.object(module, "compute_loss", compute_loss)
 
 
 def last_batches_dropped(world: World) -> Any:
-    """An epoch ends for all with the first stream that does."""
+    """Mutation: an epoch ends on all ranks as soon as one stream ends."""
     import everyrank.data.uneven_updates as module
 
     is_over = property(lambda agreed: any(0 in sizes for sizes in agreed.sizes))
@@ -249,7 +253,7 @@ def last_batches_dropped(world: World) -> Any:
 
 
 def streams_shifted(world: World) -> Any:
-    """Rank 2 reads the stream of rank 1."""
+    """Mutation: rank 2 reads the stream of rank 1."""
     import everyrank.data.uneven as module
 
     original = module.cut
@@ -258,7 +262,7 @@ def streams_shifted(world: World) -> Any:
 
 
 def verified(world: World, mutation: str, layout_text: str = "ddp") -> tuple[str, list[str]]:
-    """(parity, what the check of the samples says) with a mistake in the ranks that `single` does not make."""
+    """Return the parity status and the problems of the samples, with a mutation that does not change `single`."""
     workload = workload_of(model=build_dropping)
     data, _ = open_data(workload, world)
     assert (data.lengths, epoch_of(workload, data).updates) == (LENGTHS, UPDATES)
@@ -273,8 +277,8 @@ def verified(world: World, mutation: str, layout_text: str = "ddp") -> tuple[str
     return parity.status, problems
 
 
-def test_verify_compares_the_ends_of_streams(ranks: Any) -> None:
-    """Counted for this: the last update of an epoch, which one stream alone reaches; also beside a simulation."""
+def test_verify_covers_the_ends_of_streams(ranks: Any) -> None:
+    """The compared updates include the last one of an epoch, which only one stream reaches."""
     for layout in ("ddp", "fsdp", "zero1:accumulate=2", "local_sgd:every=3", "ddp:compress=bf16"):
         assert ranks(3, verified, "", layout) == [("equal", [])] * 3
 
@@ -288,45 +292,47 @@ def test_verify_compares_the_ends_of_streams(ranks: Any) -> None:
         ("streams_shifted", "different"),
     ],
 )
-def test_mistakes_are_seen(ranks: Any, mutation: str, expected: str) -> None:
-    """What people do when ranks do not end together."""
+def test_mutations_are_detected(ranks: Any, mutation: str, expected: str) -> None:
+    """These are common mistakes if streams end at different times."""
     for status, problems in ranks(3, verified, mutation):
         assert status == expected
         if mutation in ("last_batches_dropped", "streams_shifted"):
             assert problems
 
 
-def norms(world: World, layout_text: str) -> str:
+def parity_with_batch_norm(world: World, layout_text: str) -> str:
     workload = workload_of(model=build_norm, train_data=lambda: Streams(10, 18, 4))
     data, _ = open_data(workload, world)
     case = parity_case(workload, data, None, 20, is_quick=True)
     return check_layout(case, parse_layout(layout_text), world, f"norms/{layout_text}")[0].status
 
 
-def test_statistics_leave_out_the_ranks_that_have_ended(ranks: Any) -> None:
-    """Batch norm spans the samples there are, also where the streams are cut into micro-batches."""
-    assert ranks(3, norms, "ddp") == ["equal"] * 3
-    assert ranks(2, norms, "fsdp") == ["equal"] * 2
+def test_batch_norm_ignores_ranks_that_have_ended(ranks: Any) -> None:
+    """Batch norm uses only the samples of the streams that continue, also with more streams than ranks."""
+    assert ranks(3, parity_with_batch_norm, "ddp") == ["equal"] * 3
+    assert ranks(2, parity_with_batch_norm, "fsdp") == ["equal"] * 2
 
 
-def refused(world: World, data: Any, changes: dict[str, Any]) -> str:
+def error_for_data(world: World, data: Any, changes: dict[str, Any]) -> str:
     workload = workload_of(train_data=lambda: data, **changes)
     try:
-        found, _ = open_data(workload, world, counts_uneven=False)
+        train_data, _ = open_data(workload, world, counts_uneven=False)
         prepared = prepare(workload, parse_layout("ddp"), world)
-        list(run_updates(prepared, found, OpenUpdates(1, None, workload.drop_last)))
+        list(run_updates(prepared, train_data, OpenUpdates(1, None, workload.drop_last)))
     except WorkloadError as error:
         return str(error)
     return ""
 
 
 class Holder:
+    """Training data with these streams."""
+
     def __init__(self, streams: Any) -> None:
         self.streams = streams
 
 
 @pytest.mark.parametrize(
-    ("streams", "changes", "words"),
+    ("streams", "changes", "message"),
     [
         ([Points(0, 3)], {}, "has 1 streams; use --processes 1"),
         ([Points(0, 3), Points(1, 0)], {}, "streams [1] gave no sample"),
@@ -338,14 +344,14 @@ class Holder:
         ([], {}, "give a list of datasets"),
     ],
 )
-def test_streams_that_cannot_be_read(ranks: Any, streams: Any, changes: dict[str, Any], words: str) -> None:
-    """A line that says which, and what helps."""
-    for text in ranks(2, refused, Holder(streams), changes):
-        assert words in text
+def test_unusable_streams_are_refused(ranks: Any, streams: Any, changes: dict[str, Any], message: str) -> None:
+    """The error names the stream or the number of streams, and says what to change."""
+    for text in ranks(2, error_for_data, Holder(streams), changes):
+        assert message in text
 
 
-def test_cuts_of_streams_are_even() -> None:
-    """Odd samples go round among the micro-batches; every sample is in one of them."""
+def test_micro_batches_have_even_sizes() -> None:
+    """Each sample is in one micro-batch, and the sizes of micro-batches differ by at most one."""
     workload = workload_of(model=build, global_batch=14)
     data = UnevenStreams(None, [range(100)] * 4, None, True)
     reader = UnevenReader(data, workload, Slice(0, 1), 4)
@@ -358,7 +364,7 @@ def test_cuts_of_streams_are_even() -> None:
 
 
 def flat(row: list[range]) -> list[int]:
-    return [place for part in row for place in part]
+    return [position for part in row for position in part]
 
 
 WORKLOAD = """
@@ -372,27 +378,30 @@ workload = Workload("uneven", build_dropping, lambda: data, squares, momentum, 6
 """
 
 
-def losses_of(folder: Path) -> list[tuple[str, ...]]:
+def logged_losses(folder: Path) -> list[tuple[str, ...]]:
+    """Return the epoch, the number of terms and the loss of each row of log.csv."""
     rows = [line.split(",") for line in (folder / "log.csv").read_text().splitlines()[1:]]
     return [(epoch, terms, f"{float(loss):.9f}") for _, epoch, loss, _, terms, *_ in rows]
 
 
-def test_a_training_goes_on_in_the_middle_of_streams(cli: Cli, tmp_path: Path) -> None:
-    """On another number of ranks; the log, the epochs and the checkpoints know where they are."""
+def test_resume_in_the_middle_of_streams(cli: Cli, tmp_path: Path) -> None:
+    """A run resumes with a different layout and number of ranks. Its log equals that of an uninterrupted run."""
     (tmp_path / "w.py").write_text(WORKLOAD)
-    words = ("train", "w.py", "--device", "cpu")
-    whole = cli(tmp_path, *words, "--layout", "ddp:precision=float64", "--processes", 3, "--out", "whole")
-    assert whole.status == 0, whole
-    assert "18 updates" in whole.out
-    part = cli(tmp_path, *words, "--layout", "ddp:precision=float64", "--processes", 3, "--steps", 5, "--out", "part")
-    assert part.status == 0, part
-    seen = cli(tmp_path, "checkpoint", "inspect", "part")
-    assert "0 + 5 updates" in seen.out
-    rest = cli(tmp_path, *words, "--layout", "fsdp:precision=float64", "--processes", 2, "--out", "part", "--resume")
-    assert rest.status == 0, rest
-    assert "resuming after update 5, from" in rest.out
-    assert losses_of(tmp_path / "part") == losses_of(tmp_path / "whole")
-    assert [row[1] for row in losses_of(tmp_path / "whole")] == [str(float(count)) for count in COUNTS * 2]
-    again = cli(tmp_path, *words, "--epochs", 1, "--out", "part", "--resume")
-    assert again.status == 2, again
-    assert "2 epochs and 0 updates are done" in again.err
+    args = ("train", "w.py", "--device", "cpu")
+    uninterrupted = cli(tmp_path, *args, "--layout", "ddp:precision=float64", "--processes", 3, "--out", "whole")
+    assert uninterrupted.status == 0, uninterrupted
+    assert "18 updates" in uninterrupted.out
+    first_part = cli(
+        tmp_path, *args, "--layout", "ddp:precision=float64", "--processes", 3, "--steps", 5, "--out", "part"
+    )
+    assert first_part.status == 0, first_part
+    inspected = cli(tmp_path, "checkpoint", "inspect", "part")
+    assert "0 + 5 updates" in inspected.out
+    resumed = cli(tmp_path, *args, "--layout", "fsdp:precision=float64", "--processes", 2, "--out", "part", "--resume")
+    assert resumed.status == 0, resumed
+    assert "resuming after update 5, from" in resumed.out
+    assert logged_losses(tmp_path / "part") == logged_losses(tmp_path / "whole")
+    assert [row[1] for row in logged_losses(tmp_path / "whole")] == [str(float(count)) for count in COUNTS * 2]
+    fewer_epochs = cli(tmp_path, *args, "--epochs", 1, "--out", "part", "--resume")
+    assert fewer_epochs.status == 2, fewer_epochs
+    assert "2 epochs and 0 updates are done" in fewer_epochs.err

@@ -1,4 +1,4 @@
-"""Workloads: what a person may write, and how it is found by name or by file."""
+"""Workloads: valid and invalid fields, and how `find_workload` loads them by name or from a file."""
 
 import dataclasses
 import pickle
@@ -40,29 +40,31 @@ def workload(lr=0.1, depth=18):
 
 
 @pytest.fixture(autouse=True)
-def _imports_are_undone(monkeypatch: pytest.MonkeyPatch):
-    """A workload file puts its folder on sys.path and itself into sys.modules; the next test starts clean."""
+def _undo_imports(monkeypatch: pytest.MonkeyPatch):
+    """Undo the changes that loading a workload file makes to sys.path and sys.modules."""
     monkeypatch.setattr(sys, "path", list(sys.path))
-    before = dict(sys.modules)
+    modules_before = dict(sys.modules)
     yield
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) or ""
-        if name not in before and "pytest-" in file:
+        if name not in modules_before and "pytest-" in file:
             del sys.modules[name]
 
 
 def write(path: Path, text: str) -> Path:
+    """Write a file with its parent directories, and return its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     return path
 
 
-def finished(path: Path, before: str = "") -> Path:
+def write_finished(path: Path, before: str = "") -> Path:
+    """Write a file with a finished workload, after these lines of code."""
     return write(path, FINISHED.format(before=before))
 
 
-def line_of(path: Path, word: str) -> int:
-    return next(n for n, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1) if word in line)
+def line_of(path: Path, text: str) -> int:
+    return next(number for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1) if text in line)
 
 
 def nothing(*_: object) -> None:
@@ -70,20 +72,21 @@ def nothing(*_: object) -> None:
 
 
 def make(**values: object) -> Workload:
-    needed = {"name": "mine", "model": nothing, "train_data": nothing, "loss": nothing, "optimizer": nothing}
-    return Workload(**{**needed, "global_batch": 8, **values})  # type: ignore[arg-type]
+    """Return a workload with the required fields, and these fields added or replaced."""
+    required = {"name": "mine", "model": nothing, "train_data": nothing, "loss": nothing, "optimizer": nothing}
+    return Workload(**{**required, "global_batch": 8, **values})  # type: ignore[arg-type]
 
 
-def test_what_is_required_is_enough() -> None:
-    """The least a person has to write; also the base of the refusals below."""
+def test_required_fields_are_sufficient() -> None:
+    """The workload that the tests below make invalid is itself valid."""
     workload = make()
     assert workload.seed == 0
     assert workload.source is None
 
 
 @pytest.mark.parametrize("name", ["name", "model", "train_data", "loss", "optimizer", "global_batch"])
-def test_six_things_are_required(name: str) -> None:
-    """A default for one of these would be a guess about the mathematics."""
+def test_six_fields_are_required(name: str) -> None:
+    """A default for one of these fields would be a guess about what to train."""
     values = dict.fromkeys(["name", "model", "train_data", "loss", "optimizer", "global_batch"], nothing)
     del values[name]
     with pytest.raises(TypeError, match=name):
@@ -119,8 +122,8 @@ def test_six_things_are_required(name: str) -> None:
         ({"clip_norm": float("nan")}, ["clip_norm=nan"]),
     ],
 )
-def test_a_value_that_cannot_be_meant_is_refused(values: dict[str, object], fragments: list[str]) -> None:
-    """Found where it is written, with the value and the rule, not as a torch error many frames later."""
+def test_invalid_value_is_refused(values: dict[str, object], fragments: list[str]) -> None:
+    """The constructor raises an error with the value and the rule, instead of a later error in torch."""
     with pytest.raises(WorkloadError) as caught:
         make(**values)
     for fragment in fragments:
@@ -131,14 +134,14 @@ def test_a_value_that_cannot_be_meant_is_refused(values: dict[str, object], frag
 
 
 @pytest.mark.parametrize("values", [{"seed": "0"}, {"seed": 1.5}, {"metrics": [nothing]}, {"clip_norm": "1"}])
-def test_a_value_of_the_wrong_type_is_refused(values: dict[str, object]) -> None:
-    """Refused by name too, not with an AttributeError or TypeError of ours."""
+def test_value_of_the_wrong_type_is_refused(values: dict[str, object]) -> None:
+    """The error names the field. It is no AttributeError or TypeError from everyrank's code."""
     with pytest.raises(WorkloadError, match=next(iter(values))):
         make(**values)
 
 
-def test_built_in_workloads_take_settings() -> None:
-    """`--set lr=0.1` arrives in the function, and the Record can say so."""
+def test_built_in_workloads_accept_settings() -> None:
+    """Settings are passed to the workload function and kept in `source`, so that a Record can show them."""
     workload = find_workload("digits", lr=0.25, batch=32)
     assert workload.name == "digits"
     assert workload.global_batch == 32
@@ -147,7 +150,7 @@ def test_built_in_workloads_take_settings() -> None:
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_every_built_in_workload_is_found(name: str) -> None:
-    """A line of the table that names a function which is not there."""
+    """Every name in BUILT_IN has a function that returns a Workload."""
     if name in ("mnist", "cifar10", "cifar100", "imagenet"):  # which ship no data
         with pytest.raises(WorkloadError, match=f"{name} needs --data DIR"):
             find_workload(name)
@@ -157,33 +160,33 @@ def test_every_built_in_workload_is_found(name: str) -> None:
         assert isinstance(find_workload(name), Workload)
 
 
-@pytest.mark.parametrize("place", ["digit", "nosuch", "", "dir/", "file.txt", "digits:workload"])
-def test_an_unknown_name_says_what_there_is(place: str) -> None:
-    """The value, what there is, and that a file is possible too."""
+@pytest.mark.parametrize("name_or_path", ["digit", "nosuch", "", "dir/", "file.txt", "digits:workload"])
+def test_unknown_name_lists_existing_workloads(name_or_path: str) -> None:
+    """The error has the value and the existing names, and says that a file is possible too."""
     with pytest.raises(UsageError) as caught:
-        find_workload(place)
-    assert repr(place) in str(caught.value)
+        find_workload(name_or_path)
+    assert repr(name_or_path) in str(caught.value)
     assert "digits" in str(caught.value)
     assert ".py" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_near_miss_is_guessed() -> None:
-    """`digit` for `digits`."""
+def test_misspelt_name_gets_a_suggestion() -> None:
+    """For `digit`, the error suggests `digits`."""
     with pytest.raises(UsageError, match="did you mean digits"):
         find_workload("digit")
 
 
-def test_a_file_with_a_finished_workload(tmp_path: Path) -> None:
-    """The first form of a workload file."""
-    path = finished(tmp_path / "my_workload.py")
+def test_file_with_a_finished_workload(tmp_path: Path) -> None:
+    """A workload file may define `workload` as a Workload."""
+    path = write_finished(tmp_path / "my_workload.py")
     workload = find_workload(str(path))
     assert workload.name == "mine"
     assert workload.source == Source(str(path), {})
 
 
-def test_a_file_with_a_function(tmp_path: Path) -> None:
-    """The second form: `def workload(lr=0.1)` takes settings."""
+def test_file_with_a_workload_function(tmp_path: Path) -> None:
+    """A workload file may define a function `workload`, whose arguments are the settings."""
     path = write(tmp_path / "my_factory.py", FACTORY)
     assert find_workload(str(path)).name == "mine-0.1-18"
     workload = find_workload(str(path), lr=0.05)
@@ -191,16 +194,16 @@ def test_a_file_with_a_function(tmp_path: Path) -> None:
     assert workload.source == Source(str(path), {"lr": 0.05})
 
 
-def test_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it is typed most often."""
-    finished(tmp_path / "relative_one.py")
+def test_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relative path works with and without `./`."""
+    write_finished(tmp_path / "relative_one.py")
     monkeypatch.chdir(tmp_path)
     assert find_workload("relative_one.py").name == "mine"
     assert find_workload("./relative_one.py").name == "mine"
 
 
-def test_another_name_in_the_file(tmp_path: Path) -> None:
-    """`file.py:name`, for a finished workload and for a function."""
+def test_name_of_a_workload_in_a_file(tmp_path: Path) -> None:
+    """`file.py:name` selects a finished workload or a function by name."""
     more = (
         "\nimport dataclasses\nother = dataclasses.replace(workload, name='other')\ndef made(width=1): return other\n"
     )
@@ -212,17 +215,15 @@ def test_another_name_in_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", ["with:colon", "with space", "dot.py"])
-def test_awkward_folders(tmp_path: Path, folder: str) -> None:
-    """A colon or a `.py` in the path is not the name of a workload."""
-    path = finished(tmp_path / folder / "awkward.py")
+def test_colon_or_py_in_directory_names(tmp_path: Path, folder: str) -> None:
+    """A colon, a space or `.py` in a directory name does not start the name of a workload."""
+    path = write_finished(tmp_path / folder / "awkward.py")
     assert find_workload(str(path)).name == "mine"
 
 
-def test_neighbours_are_imported_from_another_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The folder of the file is on sys.path, not the one that the person stands in."""
-    path = finished(tmp_path / "project" / "with_neighbour.py", "from their_neighbour import NAME")
+def test_workload_file_imports_from_its_own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The directory of the file is on sys.path. The working directory does not matter."""
+    path = write_finished(tmp_path / "project" / "with_neighbour.py", "from their_neighbour import NAME")
     write(tmp_path / "project" / "their_neighbour.py", 'NAME = "from the neighbour"\n')
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
@@ -231,46 +232,46 @@ def test_neighbours_are_imported_from_another_working_directory(
 
 
 @pytest.mark.parametrize("stem", ["digits", "json", "torch", "random", "everyrank", "pytest", "my-file", "1st"])
-def test_a_file_may_be_called_anything(tmp_path: Path, stem: str) -> None:
-    """A file called like a module is imported as the person's file, and the module stays what it was."""
-    before = sys.modules.get(stem)
-    path = finished(tmp_path / f"{stem}.py")
+def test_file_may_have_the_name_of_a_module(tmp_path: Path, stem: str) -> None:
+    """The user's file is loaded, and the module with the same name stays in sys.modules."""
+    module = sys.modules.get(stem)
+    path = write_finished(tmp_path / f"{stem}.py")
     assert find_workload(str(path)).name == "mine"
-    if before is not None:
-        assert sys.modules[stem] is before
+    if module is not None:
+        assert sys.modules[stem] is module
 
 
 @pytest.mark.parametrize("stem", ["torch", "numpy", "digits"])
-def test_a_file_called_like_a_library_can_still_use_it(tmp_path: Path, stem: str) -> None:
-    """Its own folder comes first on sys.path: `import torch` in torch.py must not import the file itself.
+def test_file_named_like_a_library_can_import_it(tmp_path: Path, stem: str) -> None:
+    """`import torch` in torch.py imports the library, although the directory of the file is on sys.path.
 
-    In a fresh interpreter, where nobody has imported the library before.
+    A new interpreter is used, in which the library has not been imported before.
     """
-    uses = "import torch\nfrom torch import nn\nNAME = nn.Linear.__name__\nimport numpy\nnumpy.zeros(1)"
-    path = finished(tmp_path / f"{stem}.py", uses)
+    imports = "import torch\nfrom torch import nn\nNAME = nn.Linear.__name__\nimport numpy\nnumpy.zeros(1)"
+    path = write_finished(tmp_path / f"{stem}.py", imports)
     code = f"from everyrank import find_workload; print(find_workload({str(path)!r}).name)"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout == "Linear\n"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout == "Linear\n"
 
 
-def test_two_files_of_the_same_name(tmp_path: Path) -> None:
-    """The second `my.py` of a session is not the first one."""
+def test_two_files_with_the_same_name(tmp_path: Path) -> None:
+    """A file is loaded even if a file with the same name was loaded before from another directory."""
     for folder in ("a", "b", "c"):
-        path = finished(tmp_path / folder / "same_name.py", f"NAME = {folder!r}")
+        path = write_finished(tmp_path / folder / "same_name.py", f"NAME = {folder!r}")
         assert find_workload(str(path)).name == folder
     assert find_workload(str(tmp_path / "a" / "same_name.py")).name == "a"
 
 
-def test_no_file(tmp_path: Path) -> None:
-    """The place that was looked at is named in full."""
+def test_missing_file(tmp_path: Path) -> None:
+    """The error has the full path."""
     with pytest.raises(UsageError) as caught:
         find_workload(str(tmp_path / "nosuch.py"))
     assert str(tmp_path / "nosuch.py") in str(caught.value)
 
 
-def test_a_file_without_workload(tmp_path: Path) -> None:
-    """It is a plain script, which is not run: the message names what can be done with it."""
+def test_file_without_a_workload(tmp_path: Path) -> None:
+    """A plain script is not run. The error suggests `everyrank audit`."""
     path = write(tmp_path / "without.py", "raise RuntimeError('it was run')\n")
     with pytest.raises(WorkloadError) as caught:
         find_workload(str(path))
@@ -278,8 +279,8 @@ def test_a_file_without_workload(tmp_path: Path) -> None:
     assert "everyrank audit" in str(caught.value)
 
 
-def test_a_file_with_workloads_of_other_names(tmp_path: Path) -> None:
-    """It says which ones there are and how to name them."""
+def test_file_with_workloads_of_other_names(tmp_path: Path) -> None:
+    """The error lists the workloads in the file as `file.py:name`."""
     path = write(tmp_path / "others.py", FINISHED.format(before="") + "small = workload\ndel workload\n")
     with pytest.raises(WorkloadError, match=r"others\.py:small"):
         find_workload(str(path))
@@ -288,8 +289,8 @@ def test_a_file_with_workloads_of_other_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", ["3", "None", "'digits'", "lambda: 3", "dict"])
-def test_what_is_no_workload_is_refused(tmp_path: Path, value: str) -> None:
-    """`workload` has to be one, or return one."""
+def test_value_that_is_no_workload_is_refused(tmp_path: Path, value: str) -> None:
+    """`workload` must be a Workload or a function that returns one."""
     path = write(tmp_path / "wrong_kind.py", f"workload = {value}\n")
     with pytest.raises(WorkloadError, match="Workload"):
         find_workload(str(path))
@@ -313,8 +314,8 @@ RAISES = {
 
 
 @pytest.mark.parametrize("case", RAISES)
-def test_a_file_that_raises_on_import(tmp_path: Path, case: str) -> None:
-    """File, line and function of the person's own code, in one line; a SystemExit is no way to end our process."""
+def test_file_that_raises_on_import(tmp_path: Path, case: str) -> None:
+    """The error has the file, line and function in one line. A SystemExit does not end the process."""
     code, expected = RAISES[case]
     path = write(tmp_path / "my_raising.py", f"'''Mine.'''\n{code}\nworkload = None\n")
     with pytest.raises(WorkloadError) as caught:
@@ -325,40 +326,40 @@ def test_a_file_that_raises_on_import(tmp_path: Path, case: str) -> None:
     assert "\n" not in message
 
 
-def test_a_file_in_another_encoding_is_named(tmp_path: Path) -> None:
-    """Python's own error has no file in it that a person could open."""
+def test_file_in_another_encoding_is_named(tmp_path: Path) -> None:
+    """The error names the file, unlike Python's own error."""
     path = tmp_path / "latin.py"
     path.write_bytes("name = 'größer'\n".encode("latin-1"))
     with pytest.raises(WorkloadError, match=r"latin\.py"):
         find_workload(str(path))
 
 
-def test_a_neighbour_that_raises(tmp_path: Path) -> None:
-    """The innermost frame of the person's own code is the one to read, in whichever of their files it is."""
-    path = finished(tmp_path / "outer.py", "import raising_neighbour")
+def test_imported_file_that_raises(tmp_path: Path) -> None:
+    """The error has the innermost line of the user's code, even if it is in another file."""
+    path = write_finished(tmp_path / "outer.py", "import raising_neighbour")
     write(tmp_path / "raising_neighbour.py", "\n\nraise RuntimeError('inner')\n")
     with pytest.raises(WorkloadError, match=r"^raising_neighbour\.py:3 in <module>: RuntimeError: inner"):
         find_workload(str(path))
 
 
-def test_a_file_that_raised_is_read_again(tmp_path: Path) -> None:
-    """In a notebook one mends the file and calls again: a half-imported module must not be kept."""
+def test_file_that_raised_can_be_loaded_again(tmp_path: Path) -> None:
+    """In a notebook, users fix the file and load it again. A partly imported module must not be kept."""
     path = write(tmp_path / "mended.py", "raise RuntimeError('boom')\nworkload = None\n")
     with pytest.raises(WorkloadError, match="boom"):
         find_workload(str(path))
-    finished(path, "# another length, so that no cached bytecode is taken")
+    write_finished(path, "# another length, so that no cached bytecode is taken")
     assert find_workload(str(path)).name == "mine"
 
 
-def test_a_function_that_raises(tmp_path: Path) -> None:
-    """The same line for `def workload()` itself."""
+def test_workload_function_that_raises(tmp_path: Path) -> None:
+    """The error has the file, line and function, as for an error on import."""
     path = write(tmp_path / "raising_factory.py", "def workload(lr=0.1):\n    raise RuntimeError(f'lr {lr}')\n")
     with pytest.raises(WorkloadError, match=r"raising_factory\.py:2 in workload: RuntimeError: lr 0.5"):
         find_workload(str(path), lr=0.5)
 
 
-def test_an_unknown_setting_says_which_there_are(tmp_path: Path) -> None:
-    """A misspelt setting that is silently ignored trains something else."""
+def test_unknown_setting_lists_existing_settings(tmp_path: Path) -> None:
+    """A misspelt setting that is silently ignored would train a different model."""
     path = write(tmp_path / "settings.py", FACTORY)
     with pytest.raises(UsageError) as caught:
         find_workload(str(path), learning_rate=0.5)
@@ -367,30 +368,30 @@ def test_an_unknown_setting_says_which_there_are(tmp_path: Path) -> None:
 
 
 def test_settings_for_a_finished_workload_are_refused(tmp_path: Path) -> None:
-    """They would go nowhere; the fix is a function."""
-    path = finished(tmp_path / "fixed.py")
+    """A finished workload cannot use settings. The error suggests a function `workload`."""
+    path = write_finished(tmp_path / "fixed.py")
     with pytest.raises(UsageError, match="def workload"):
         find_workload(str(path), lr=0.5)
 
 
-def test_a_setting_that_must_be_given(tmp_path: Path) -> None:
-    """`def workload(lr)` without a default."""
+def test_setting_without_a_default_is_required(tmp_path: Path) -> None:
+    """The error for `def workload(lr)` suggests `--set lr=`."""
     path = write(tmp_path / "needs.py", FACTORY.replace("lr=0.1", "lr"))
     with pytest.raises(UsageError, match=r"--set lr="):
         find_workload(str(path))
     assert find_workload(str(path), lr=1).name == "mine-1-18"
 
 
-def test_a_function_that_takes_anything(tmp_path: Path) -> None:
-    """`**settings` takes every key."""
+def test_function_with_keyword_arguments_accepts_any_setting(tmp_path: Path) -> None:
+    """A function with `**settings` accepts every key."""
     path = write(tmp_path / "anything.py", FACTORY.replace("lr=0.1, depth=18", "lr=1, depth=2, **settings"))
     assert find_workload(str(path), colour="red").name == "mine-1-2"
 
 
-def test_settings_are_read_as_python_or_as_text() -> None:
-    """`lr=0.05` is a number, `norm=group` is text; nothing is evaluated."""
-    words = ["lr=0.05", "n=3", "norm=group", "on=true", "off=False", "no=none", "l=[1, 2]", "t='3'", "e=", "u=a=b"]
-    assert parse_settings(words) == {
+def test_settings_are_parsed_as_literals_or_text() -> None:
+    """`lr=0.05` is a number, and `norm=group` is text. No code is evaluated."""
+    settings = ["lr=0.05", "n=3", "norm=group", "on=true", "off=False", "no=none", "l=[1, 2]", "t='3'", "e=", "u=a=b"]
+    assert parse_settings(settings) == {
         "lr": 0.05,
         "n": 3,
         "norm": "group",
@@ -406,16 +407,16 @@ def test_settings_are_read_as_python_or_as_text() -> None:
     assert parse_settings([]) == {}
 
 
-@pytest.mark.parametrize("word", ["lr", "=3", "1st=3", "a-b=3", ""])
-def test_a_setting_that_is_no_pair(word: str) -> None:
-    """The word and the form it should have."""
+@pytest.mark.parametrize("setting", ["lr", "=3", "1st=3", "a-b=3", ""])
+def test_setting_without_key_or_value_is_refused(setting: str) -> None:
+    """The error has the argument and the form `key=value`."""
     with pytest.raises(UsageError, match="key=value") as caught:
-        parse_settings([word])
-    assert word in str(caught.value)
+        parse_settings([setting])
+    assert setting in str(caught.value)
 
 
-def test_a_source_travels(tmp_path: Path) -> None:
-    """What is sent to the ranks is the place and the settings, and every rank finds the same workload there."""
+def test_source_can_be_pickled_and_loaded(tmp_path: Path) -> None:
+    """Ranks receive the path and the settings of a workload, and load it from them."""
     path = write(tmp_path / "travels.py", FACTORY)
     workload = find_workload(str(path), lr=0.5)
     source = pickle.loads(pickle.dumps(workload.source))
@@ -423,8 +424,8 @@ def test_a_source_travels(tmp_path: Path) -> None:
     assert load(source).name == workload.name == "mine-0.5-18"
 
 
-def test_loading_a_workload_gives_it_back() -> None:
-    """A `Workload` made in a notebook needs no place."""
+def test_load_returns_a_workload_unchanged() -> None:
+    """A `Workload` that is made in a notebook needs no source."""
     workload = make()
     assert load(workload) is workload
 
@@ -439,8 +440,8 @@ def test_loading_a_workload_gives_it_back() -> None:
         (lambda right: right.sum(), r"top1: it returned a tensor of shape \(\); it must return \(sum over the terms"),
     ],
 )
-def test_a_metric_that_returns_no_sum_and_count_is_named(returned: Any, message: str) -> None:
-    """The number of right classes of each sample, and a sum without its count."""
+def test_metric_without_sum_and_count_is_named(returned: Any, message: str) -> None:
+    """The wrong metrics return one value for each sample, or a sum without its count."""
     workload = dataclasses.replace(
         find_workload("digits"), metrics={"top1": lambda output, target: returned(output.argmax(1) == target)}
     )
