@@ -196,9 +196,9 @@ def test_parquet_rows_are_read_in_any_order(tmp_path: Path) -> None:
         parquet.write_table(table, tmp_path / f"{file_index}.parquet", row_group_size=2)
     data = ParquetRows(files_in(tmp_path, [".parquet"]), identity, columns=["x", "y"])
     assert data.shard_sizes == [2, 2, 2, 1, 2, 1]  # each row group is read as a whole
-    row_values = list(range(10))
-    random.Random(0).shuffle(row_values)
-    for index in row_values:
+    indices = list(range(10))
+    random.Random(0).shuffle(indices)
+    for index in indices:
         expected = index if index < 7 else index + 3
         assert data[index] == {"x": [float(expected), 0.5], "y": expected}
     with pytest.raises(WorkloadError, match="column w; it has x, y, z"):
