@@ -1,4 +1,4 @@
-"""What happens when a process dies, hangs or is told to stop: the status, the line, and that nothing is left behind."""
+"""A process that dies, hangs or gets a signal: the exit status, the error line, and no leftover processes or files."""
 
 import os
 import signal
@@ -17,10 +17,11 @@ from forkserver import MARK
 from processes import Cli, Running, by_hand, free_port, left_of
 
 pytestmark = pytest.mark.skipif(
-    not Path("/proc/self/environ").exists(), reason="looking for left processes needs Linux's /proc"
+    not Path("/proc/self/environ").exists(), reason="looking for leftover processes needs Linux's /proc"
 )
 
-SOON = 100.0  # seconds, on a machine however busy: far less than --timeout, and than this training takes
+# This many seconds are enough on a busy machine. They are far less than --timeout, and than the training takes.
+SOON = 100.0
 
 WORKLOAD = """\
 import os
@@ -65,24 +66,26 @@ workload = Workload(
 """
 
 
-def write_workload(folder: Path, happens: str = "pass") -> Path:
+def write_workload(folder: Path, statement: str = "pass") -> Path:
+    """Write a workload that runs `statement` at update 3, and return its path."""
     path = folder / "my_workload.py"
-    path.write_text(WORKLOAD.replace("HAPPENS", happens + "  # here"), encoding="utf-8")
+    path.write_text(WORKLOAD.replace("HAPPENS", statement + "  # here"), encoding="utf-8")
     return path
 
 
-def here(path: Path) -> int:
+def marked_line(path: Path) -> int:
+    """Return the number of the line that ends in `# here`."""
     lines = path.read_text(encoding="utf-8").splitlines()
     return next(number for number, line in enumerate(lines, 1) if line.endswith("# here"))
 
 
 def update_3(running: Running) -> Callable[[], bool]:
-    """Whether the training has come there."""
+    """Return a function that tells whether the training has reached update 3."""
     return (running.folder / "reached").exists
 
 
 def the_line(stderr: str) -> str:
-    """The last line on stderr; before it there is at most the path of the log."""
+    """Return the last line of stderr, which may follow only the path of the log."""
     lines = stderr.splitlines()
     assert len(lines) in (1, 2), stderr
     assert len(lines) == 1 or lines[0].startswith("full traceback: "), stderr
@@ -94,15 +97,15 @@ TWO_RANKS = ("--layout", "ddp", "--processes", "2")
 
 
 @pytest.mark.parametrize("launcher", ["spawn", pytest.param("torchrun", marks=pytest.mark.integration)])
-def test_a_rank_that_raises(cli: Cli, tmp_path: Path, launcher: str) -> None:
-    """Rank 1 alone raises at update 3: status 4, the line says who, where and what, and the others do not hang."""
+def test_error_in_one_rank_is_located_and_ends_all_ranks(cli: Cli, tmp_path: Path, launcher: str) -> None:
+    """Only rank 1 raises, at update 3. The status is 4, and the error line has the rank, location and message."""
     path = write_workload(tmp_path, "raise RuntimeError('boom\\n\\nand more')")
     running = cli.start(tmp_path, "train", path.name, *TWO_RANKS, "--launcher", launcher, is_forked=launcher == "spawn")
     status, _, stderr = running.end(SOON)
     assert status == 4, stderr
     line = the_line(stderr)
     assert line.startswith("rank 1")
-    assert f"my_workload.py:{here(path)} in loss: RuntimeError: boom" in line
+    assert f"my_workload.py:{marked_line(path)} in loss: RuntimeError: boom" in line
     log = tmp_path / stderr.splitlines()[0].removeprefix("full traceback: ")
     assert "and more" in log.read_text()
     assert update_3(running)()
@@ -110,8 +113,8 @@ def test_a_rank_that_raises(cli: Cli, tmp_path: Path, launcher: str) -> None:
 
 
 @pytest.mark.parametrize("launcher", ["spawn", pytest.param("torchrun", marks=pytest.mark.integration)])
-def test_a_rank_that_is_killed(cli: Cli, tmp_path: Path, launcher: str) -> None:
-    """As the out-of-memory killer does it: no exception, no last words. Its loader process must not outlive it."""
+def test_killed_rank_is_named_and_ends_all_ranks(cli: Cli, tmp_path: Path, launcher: str) -> None:
+    """SIGKILL, as from the out-of-memory killer, leaves no exception. The loader worker must not outlive its rank."""
     path = write_workload(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
     running = cli.start(
         tmp_path,
@@ -135,45 +138,51 @@ def test_a_rank_that_is_killed(cli: Cli, tmp_path: Path, launcher: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["parameter_server", "parameter_server:updates=async"])
-@pytest.mark.parametrize(("who", "name"), [(0, "server"), (2, "trainer")], ids=["server", "trainer"])
-def test_one_server_and_three_trainers(cli: Cli, tmp_path: Path, layout: str, who: int, name: str) -> None:
-    """As the strategy's header says: whoever is killed, the others end in time, and the line says who it was."""
-    path = write_workload(tmp_path, f"os.kill(int((FOLDER / 'pid{who}').read_text()), signal.SIGKILL)")
-    told = "    (FOLDER / f'pid{dist.get_rank()}').write_text(str(os.getpid()))\n    return TensorDataset"
-    path.write_text(path.read_text().replace("    return TensorDataset", told))
+@pytest.mark.parametrize(("killed_rank", "role"), [(0, "server"), (2, "trainer")], ids=["server", "trainer"])
+def test_killed_server_or_trainer_is_named_and_ends_all_ranks(
+    cli: Cli, tmp_path: Path, layout: str, killed_rank: int, role: str
+) -> None:
+    """After the server or a trainer is killed, all other ranks end in time. The error line names the killed rank."""
+    path = write_workload(tmp_path, f"os.kill(int((FOLDER / 'pid{killed_rank}').read_text()), signal.SIGKILL)")
+    write_pid = "    (FOLDER / f'pid{dist.get_rank()}').write_text(str(os.getpid()))\n    return TensorDataset"
+    path.write_text(path.read_text().replace("    return TensorDataset", write_pid))
     running = cli.start(tmp_path, "train", path.name, "--layout", layout, "--processes", "4")
     status, _, stderr = running.end(SOON)
     assert status == 4, stderr
-    assert f"rank {who}" in the_line(stderr), name
+    assert f"rank {killed_rank}" in the_line(stderr), role
     assert "SIGKILL" in the_line(stderr)
     assert update_3(running)()
     assert running.left() == {}
 
 
-@pytest.mark.parametrize("words", [(), TWO_RANKS], ids=["alone", "one of two"])
-def test_a_rank_that_is_gone_without_a_word(cli: Cli, tmp_path: Path, words: tuple[str, ...]) -> None:
-    """A library that ends the process with status 0 is no good end of a training, and no result was left."""
+@pytest.mark.parametrize("layout_args", [(), TWO_RANKS], ids=["alone", "one of two"])
+def test_rank_that_exits_with_status_0_before_the_end_is_an_error(
+    cli: Cli, tmp_path: Path, layout_args: tuple[str, ...]
+) -> None:
+    """A library may end the process with status 0. The training has no result then, so the exit status is 4."""
     path = write_workload(tmp_path, "os._exit(0)")
-    running = cli.start(tmp_path, "train", path.name, *words)
+    running = cli.start(tmp_path, "train", path.name, *layout_args)
     status, _, stderr = running.end()
     assert status == 4, stderr
-    assert ("rank 1" if words else "rank 0") in the_line(stderr)
+    assert ("rank 1" if layout_args else "rank 0") in the_line(stderr)
     assert running.left() == {}
 
 
 @pytest.mark.parametrize(
-    ("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "SIGTERM"]
+    ("signal_number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "SIGTERM"]
 )
-def test_a_person_who_stops_it(cli: Cli, tmp_path: Path, number: signal.Signals, expected: int) -> None:
-    """Ctrl-C reaches the whole foreground group, SIGTERM the one process; all ranks and their loaders end."""
+def test_signal_ends_all_ranks_and_loader_workers(
+    cli: Cli, tmp_path: Path, signal_number: signal.Signals, expected: int
+) -> None:
+    """Ctrl-C reaches the whole foreground process group. SIGTERM reaches only the main process."""
     path = write_workload(tmp_path)
     running = cli.start(tmp_path, "train", path.name, *TWO_RANKS, "--workers", "1")
     running.wait_for(update_3(running))
-    assert len(running.processes()) >= 5  # itself, two ranks, and a loader process of each
-    if number is signal.SIGINT:
-        os.killpg(running.process.pid, number)
+    assert len(running.processes()) >= 5  # these are the main process, two ranks, and a loader worker of each
+    if signal_number is signal.SIGINT:
+        os.killpg(running.process.pid, signal_number)
     else:
-        os.kill(running.process.pid, number)
+        os.kill(running.process.pid, signal_number)
     status, _, stderr = running.end(SOON)
     assert status == expected
     the_line(stderr)
@@ -181,8 +190,8 @@ def test_a_person_who_stops_it(cli: Cli, tmp_path: Path, number: signal.Signals,
     assert running.left() == {}
 
 
-def test_a_person_who_stops_it_at_once(cli: Cli, tmp_path: Path) -> None:
-    """Ctrl-C while the ranks are still being started."""
+def test_ctrl_c_during_startup_ends_all_processes(cli: Cli, tmp_path: Path) -> None:
+    """Ctrl-C while the ranks are starting: the exit status is 130 and no process is left."""
     path = write_workload(tmp_path)
     running = cli.start(tmp_path, "train", path.name, *TWO_RANKS, is_forked=False)
     running.wait_for(lambda: len(running.processes()) >= 2)
@@ -193,8 +202,8 @@ def test_a_person_who_stops_it_at_once(cli: Cli, tmp_path: Path) -> None:
     assert running.left() == {}
 
 
-def test_a_bench_that_is_stopped(cli: Cli, tmp_path: Path) -> None:
-    """The process that samples what the ranks use goes with them."""
+def test_interrupted_bench_ends_its_resource_sampler(cli: Cli, tmp_path: Path) -> None:
+    """Ctrl-C during a benchmark also ends the process that samples the resources of the ranks."""
     running = cli.start(tmp_path, "bench", "digits", "--layout", "ddp", *TWO_RANKS, is_forked=False)
     running.wait_for(lambda: any("measure.resources" in line for line in running.processes().values()))
     os.killpg(running.process.pid, signal.SIGINT)
@@ -206,8 +215,8 @@ def test_a_bench_that_is_stopped(cli: Cli, tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
-def test_torchrun_is_stopped_too(cli: Cli, tmp_path: Path) -> None:
-    """torchrun stands between us and the ranks, and has ended its ranks when it is gone."""
+def test_ctrl_c_ends_torchrun_and_its_ranks(cli: Cli, tmp_path: Path) -> None:
+    """With `--launcher torchrun` the ranks are children of torchrun, which ends them before it exits."""
     path = write_workload(tmp_path)
     running = cli.start(tmp_path, "train", path.name, *TWO_RANKS, "--launcher", "torchrun")
     running.wait_for(update_3(running))
@@ -218,8 +227,8 @@ def test_torchrun_is_stopped_too(cli: Cli, tmp_path: Path) -> None:
     assert running.left() == {}
 
 
-def test_ranks_do_not_outlive_their_parent(cli: Cli, tmp_path: Path) -> None:
-    """SIGKILL to the command line leaves it no time to end anybody: the ranks notice by themselves."""
+def test_ranks_end_after_their_parent_is_killed(cli: Cli, tmp_path: Path) -> None:
+    """SIGKILL leaves the parent no time to end its ranks. They notice its death and exit by themselves."""
     path = write_workload(tmp_path)
     running = cli.start(tmp_path, "train", path.name, *TWO_RANKS)
     running.wait_for(update_3(running))
@@ -227,15 +236,16 @@ def test_ranks_do_not_outlive_their_parent(cli: Cli, tmp_path: Path) -> None:
     assert running.left() == {}
 
 
-def waits(_: object) -> None:
+def sleep_60_seconds(_: object) -> None:
     time.sleep(60)
 
 
-def hangs(info: RankInfo, how: str) -> None:
+def rank_1_hangs(info: RankInfo, how: str) -> None:
+    """Rank 1 is suspended or sleeps. Rank 0 raises gloo's error after a timeout."""
     if info.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP) if how == "stopped" else time.sleep(60)
     time.sleep(0.5)
-    # as gloo says it
+    # This is the message of gloo.
     raise RuntimeError("[/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 9000ms for recv to complete")
 
 
@@ -243,10 +253,10 @@ def hangs(info: RankInfo, how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "state"), [("stopped", "a signal has stopped it (kill -CONT "), ("asleep", "it waits")]
 )
-def test_a_rank_that_hangs(how: str, state: str) -> None:
-    """Who waited says so first; the line names who did not come."""
+def test_hanging_rank_is_named_in_the_timeout_error(how: str, state: str) -> None:
+    """The waiting rank fails first, but the error names the rank that did not arrive."""
     with pytest.raises(RankFailedError) as caught:
-        run_ranks(Launch(processes=2, timeout_seconds=9), hangs, how)
+        run_ranks(Launch(processes=2, timeout_seconds=9), rank_1_hangs, how)
     line = str(caught.value)
     assert line.startswith("rank 1 of 2 did not arrive within 9 s")
     assert state in line
@@ -254,24 +264,24 @@ def test_a_rank_that_hangs(how: str, state: str) -> None:
 
 
 @pytest.mark.usefixtures("python")
-def test_a_rank_that_fails_while_another_computes() -> None:
-    """An error that is no wait is the one to read, whatever the others do."""
+def test_first_error_is_reported_while_another_rank_computes() -> None:
+    """The error of rank 0 is not a collective's timeout, so it is reported although rank 1 is still busy."""
 
-    def fails(info: RankInfo) -> None:
+    def rank_0_fails(info: RankInfo) -> None:
         if info.rank == 1:
             time.sleep(60)
         raise RuntimeError("connection timed out")
 
     with pytest.raises(RankFailedError, match=r"^rank 0 of 2 .*: connection timed out$"):
-        run_ranks(Launch(processes=2, timeout_seconds=9), fails)
+        run_ranks(Launch(processes=2, timeout_seconds=9), rank_0_fails)
 
 
 @pytest.mark.usefixtures("python")
 @pytest.mark.parametrize("dies", [False, True])
-def test_a_supervisor_that_is_stopped(dies: bool) -> None:
-    """Somebody stopped it, and its rank has ended: the parent resumes it."""
+def test_stopped_supervisor_is_resumed_after_its_rank_ends(dies: bool) -> None:
+    """The rank stops its supervisor and ends. The parent resumes the supervisor and gets the result or the error."""
 
-    def stops_its_supervisor(info: RankInfo) -> int:
+    def stop_supervisor(info: RankInfo) -> int:
         os.kill(os.getppid(), signal.SIGSTOP)
         if dies:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -279,44 +289,44 @@ def test_a_supervisor_that_is_stopped(dies: bool) -> None:
 
     if dies:
         with pytest.raises(RankFailedError, match=r"rank 0 .*SIGKILL"):
-            run_ranks(Launch(processes=1), stops_its_supervisor)
+            run_ranks(Launch(processes=1), stop_supervisor)
     else:
-        assert run_ranks(Launch(processes=1), stops_its_supervisor) == {0: 1}
+        assert run_ranks(Launch(processes=1), stop_supervisor) == {0: 1}
 
 
 @pytest.mark.usefixtures("python")
-def test_what_a_workload_has_started_ends_with_it() -> None:
-    """A process that it has forgotten would hold its ports and its memory."""
+def test_child_processes_of_a_rank_end_with_it() -> None:
+    """A leftover child process would keep its ports and memory."""
 
-    def forgets(_: RankInfo) -> int:
+    def start_child(_: RankInfo) -> int:
         return subprocess.Popen(["sleep", "100"]).pid
 
-    [pid] = run_ranks(Launch(processes=1), forgets).values()
+    [pid] = run_ranks(Launch(processes=1), start_child).values()
     deadline = time.monotonic() + 20
     while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not Path(f"/proc/{pid}").exists()
 
 
-def test_nothing_is_left_in_the_temporary_folder(cli: Cli, tmp_path: Path) -> None:
-    """Of a parent that was killed: whoever is left tidies up."""
-    places = tmp_path / "tmp"
-    places.mkdir()
+def test_temporary_folder_is_empty_after_the_parent_is_killed(cli: Cli, tmp_path: Path) -> None:
+    """The ranks delete the job folder, because the killed parent cannot."""
+    temporary_folder = tmp_path / "tmp"
+    temporary_folder.mkdir()
     script = tmp_path / "waits.py"
-    waits = "lambda info: print('there', flush=True) or time.sleep(999)"
+    function = "lambda info: print('there', flush=True) or time.sleep(999)"
     script.write_text(
-        f"import time\nfrom everyrank.launch import Launch, run_ranks\nrun_ranks(Launch(processes=2), {waits})\n"
+        f"import time\nfrom everyrank.launch import Launch, run_ranks\nrun_ranks(Launch(processes=2), {function})\n"
     )
-    running = cli.start(tmp_path, script, command=(), TMPDIR=str(places))
+    running = cli.start(tmp_path, script, command=(), TMPDIR=str(temporary_folder))
     running.wait_for(lambda: running.said()[0])
     running.process.kill()
     assert running.left() == {}
-    assert sorted(places.iterdir()) == []
+    assert sorted(temporary_folder.iterdir()) == []
 
 
 @pytest.mark.usefixtures("python")
-def test_a_rank_that_never_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wait has an end, and its message says who was missing. The rank that did come is ended too."""
+def test_missing_rank_is_named_after_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start fails after the timeout and the error names rank 1. The process started for rank 0 is ended too."""
     commands = []
 
     def without_rank_1(_: Launch, directory: Path) -> list[list[str]]:
@@ -326,7 +336,7 @@ def test_a_rank_that_never_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spawn.LAUNCHER, "commands", without_rank_1)
     monkeypatch.setenv(MARK, mark := uuid.uuid4().hex)
     with pytest.raises(RankFailedError, match=r"rank 1\b") as caught:
-        run_ranks(Launch(processes=2, timeout_seconds=3), waits)
+        run_ranks(Launch(processes=2, timeout_seconds=3), sleep_60_seconds)
     assert "rank 0" not in str(caught.value)
     assert "3 s" in str(caught.value)
     assert commands
@@ -334,30 +344,30 @@ def test_a_rank_that_never_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert left_of(mark) == {}
 
 
-def test_a_start_that_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C between the start of rank 0 and that of rank 1: rank 0 is ended all the same."""
+def test_ctrl_c_between_two_rank_starts_ends_the_started_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """KeyboardInterrupt arrives after rank 0 was started and before rank 1. Rank 0 is ended."""
 
-    def interrupted(launch: Launch, directory: Path) -> Iterator[list[str]]:
+    def interrupted_commands(launch: Launch, directory: Path) -> Iterator[list[str]]:
         yield ["sleep", "100"]
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(spawn.LAUNCHER, "commands", interrupted)
+    monkeypatch.setattr(spawn.LAUNCHER, "commands", interrupted_commands)
     monkeypatch.setenv(MARK, mark := uuid.uuid4().hex)
     with pytest.raises(KeyboardInterrupt):
-        run_ranks(Launch(processes=2), waits)
+        run_ranks(Launch(processes=2), sleep_60_seconds)
     monkeypatch.delenv(MARK)
-    found = left_of(mark)
-    for pid in found:
+    leftover_processes = left_of(mark)
+    for pid in leftover_processes:
         os.kill(pid, signal.SIGKILL)
-    assert found == {}
+    assert leftover_processes == {}
 
 
 @pytest.mark.integration
-def test_started_by_torchrun_from_outside(cli: Cli, tmp_path: Path) -> None:
-    """As one starts it on a cluster: only rank 0 speaks and writes."""
+def test_under_external_torchrun_only_rank_0_prints_and_writes(cli: Cli, tmp_path: Path) -> None:
+    """The user starts torchrun, as on a cluster. Each line is printed once, and the run folder is complete."""
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port())
-    words = "train digits --layout ddp --steps 5 --set width=4 --out out --json records.json"
-    running = cli.start(tmp_path, "-m", "everyrank", *words.split(), command=torchrun, is_forked=False)
+    command_line = "train digits --layout ddp --steps 5 --set width=4 --out out --json records.json"
+    running = cli.start(tmp_path, "-m", "everyrank", *command_line.split(), command=torchrun, is_forked=False)
     status, stdout, stderr = running.end()
     assert status == 0, stderr
     assert stdout.count("5 updates") == 1
@@ -368,8 +378,8 @@ def test_started_by_torchrun_from_outside(cli: Cli, tmp_path: Path) -> None:
     assert running.left() == {}
 
 
-def test_one_of_two_ranks_started_by_hand(cli: Cli, tmp_path: Path) -> None:
-    """The other was forgotten: the wait has an end, and the line says who is missing."""
+def test_rank_started_by_hand_names_the_missing_rank(cli: Cli, tmp_path: Path) -> None:
+    """Only one of two ranks was started. It fails after the timeout, and the error line names rank 1."""
     path = write_workload(tmp_path)
     running = cli.start(tmp_path, "train", path.name, "--layout", "ddp", "--timeout", "3", **by_hand(0, free_port()))
     status, _, stderr = running.end()
@@ -392,10 +402,10 @@ def test_one_of_two_ranks_started_by_hand(cli: Cli, tmp_path: Path) -> None:
     ],
     ids=["RANK alone", "WORLD_SIZE alone", "no number", "rank too large", "local rank too large", "no count"],
 )
-def test_an_environment_that_cannot_be_meant(
+def test_invalid_launch_variables_are_refused(
     cli: Cli, tmp_path: Path, variables: dict[str, str], fragments: list[str]
 ) -> None:
-    """Facts from two sources are never mixed or guessed: status 2, and what is missing is named."""
+    """Missing or invalid variables are never guessed. The exit status is 2, and the error names the variable."""
     running = cli.start(tmp_path, "train", "digits", "--layout", "ddp", **variables)
     status, _, stderr = running.end()
     assert status == 2, stderr
@@ -405,25 +415,25 @@ def test_an_environment_that_cannot_be_meant(
         assert fragment in line
 
 
-def test_a_wrong_call_in_an_incomplete_environment(cli: Cli, tmp_path: Path) -> None:
-    """RANK may stand in the environment for reasons of its own: another mistake is still told in one line."""
+def test_other_usage_errors_are_reported_despite_a_lone_rank_variable(cli: Cli, tmp_path: Path) -> None:
+    """RANK may be set for an unrelated reason. A misspelt layout is still reported in one line."""
     running = cli.start(tmp_path, "train", "digits", "--layout", "dpd", RANK="0")
     status, _, stderr = running.end()
     assert status == 2, stderr
     assert "did you mean ddp" in the_line(stderr)
 
 
-def test_words_that_contradict_the_environment(cli: Cli, tmp_path: Path) -> None:
-    """torchrun has started this rank: another number of processes cannot be meant."""
+def test_processes_flag_that_contradicts_the_environment_is_refused(cli: Cli, tmp_path: Path) -> None:
+    """A launcher has set WORLD_SIZE=2, so `--processes 3` is refused."""
     running = cli.start(tmp_path, "train", "digits", "--layout", "ddp", "--processes", "3", **by_hand(0, "29500"))
     status, _, stderr = running.end()
     assert status == 2, stderr
     assert "--processes 3" in the_line(stderr)
 
 
-def test_one_request_may_come_twice() -> None:
-    """A scheduler sends SIGTERM to a rank and to its supervisor, which passes it on; a person's second comes later."""
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+def test_repeated_sigterm_within_the_debounce_time_is_one_request() -> None:
+    """A rank may get SIGTERM from the scheduler and from its supervisor. A later second signal ends the process."""
+    previous_handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         with catch_signals(signal.SIGTERM, same_seconds=0.5) as stop:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -433,4 +443,4 @@ def test_one_request_may_come_twice() -> None:
             with pytest.raises(SystemExit, match="143"):
                 signal.raise_signal(signal.SIGTERM)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous_handler)

@@ -1,4 +1,4 @@
-"""Files of many samples each, tables, text of any files, and what may be fetched: real files, read in any order."""
+"""Data files: lines of text, tar shards, Parquet tables, text windows, downloads, run length and global batch."""
 
 from __future__ import annotations
 
@@ -30,58 +30,58 @@ from processes import Cli
 PIL = pytest.importorskip("PIL.Image", reason="not verified here: needs Pillow")
 
 
-def same(value: Any) -> Any:
+def identity(value: Any) -> Any:
     return value
 
 
 # --- lines
 
 
-def test_lines_are_found_wherever_they_end(tmp_path: Path) -> None:
-    """No newline at the end, Windows ends of line, empty lines, an empty file, letters of several bytes."""
+def test_lines_are_split_at_any_line_ending(tmp_path: Path) -> None:
+    """The files have CRLF line endings, empty lines, multi-byte letters and no final newline. One file is empty."""
     (tmp_path / "a.txt").write_bytes("eins\r\nzwei\n\n\r\ndrei größer".encode())
     (tmp_path / "b.txt").write_bytes(b"")
     (tmp_path / "c.txt").write_bytes("四\n".encode())
-    lines = TextLines(files_in(tmp_path, [".txt"]), same)
+    lines = TextLines(files_in(tmp_path, [".txt"]), identity)
     assert [lines[index] for index in (3, 0, 2, 1)] == ["四", "eins", "drei größer", "zwei"]
     assert lines.shard_sizes == [3, 0, 1]
-    assert lines.checksum != TextLines([tmp_path / "a.txt"], same).checksum
+    assert lines.checksum != TextLines([tmp_path / "a.txt"], identity).checksum
 
 
-def test_lines_of_blanks_marks_and_hidden_files(tmp_path: Path) -> None:
-    """A byte order mark and lines of blanks are no content; what begins with a dot is not read."""
+def test_blank_lines_byte_order_marks_and_hidden_files_are_skipped(tmp_path: Path) -> None:
+    """A file or folder whose name begins with a dot is not read."""
     (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf"eins"\n  \n\t\r\n"zwei"')
     for hidden in (".git/b.jsonl", ".ipynb_checkpoints/a.jsonl", ".c.jsonl"):
         (tmp_path / hidden).parent.mkdir(exist_ok=True)
         (tmp_path / hidden).write_text('"no"\n')
     (tmp_path / "d.txt").write_bytes(b"\xef\xbb\xbferste\n")
-    assert TextLines([tmp_path / "d.txt"], same)[0] == "erste"
-    values = TextLines(files_in(tmp_path, [".jsonl"]), same)
+    assert TextLines([tmp_path / "d.txt"], identity)[0] == "erste"
+    values = TextLines(files_in(tmp_path, [".jsonl"]), identity)
     assert [values[index] for index in range(len(values))] == ['"eins"', '"zwei"']
 
 
-def test_lines_over_the_borders_of_what_is_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files are looked through piece by piece; where a piece ends makes no difference."""
+def test_lines_may_cross_read_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are scanned in chunks. The chunk size does not change the lines."""
     content = b"".join(b"%d\n" % number for number in range(0, 3000, 7))
     (tmp_path / "a.txt").write_bytes(content)
-    for chunk in (1, 2, 3, 64):
-        monkeypatch.setattr("everyrank.datasets.shards._CHUNK", chunk)
+    for chunk_size in (1, 2, 3, 64):
+        monkeypatch.setattr("everyrank.datasets.shards._CHUNK", chunk_size)
         lines = TextLines([tmp_path / "a.txt"], int)
         assert [lines[index] for index in range(len(lines))] == list(range(0, 3000, 7))
 
 
-def test_lines_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+def test_unreadable_line_is_located(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"x": 1}\n{"x": \n')
     (tmp_path / "b.txt").write_bytes(b"fine\n\xff\xfe\n")
     (tmp_path / "c.jsonl").write_bytes(b"\x1f\x8b\x08")
-    values = JsonLines([tmp_path / "a.jsonl"], same)
+    values = JsonLines([tmp_path / "a.jsonl"], identity)
     assert values[0] == {"x": 1}
     with pytest.raises(WorkloadError, match=r"a\.jsonl: sample 1 is no JSON"):
         values[1]
     with pytest.raises(WorkloadError, match=r"b\.txt: sample 1 is not UTF-8"):
-        TextLines([tmp_path / "b.txt"], same)[1]
+        TextLines([tmp_path / "b.txt"], identity)[1]
     with pytest.raises(WorkloadError, match="compressed"):
-        JsonLines([tmp_path / "c.jsonl"], same)
+        JsonLines([tmp_path / "c.jsonl"], identity)
     with pytest.raises(WorkloadError, match=r"no \*\.csv there"):
         files_in(tmp_path, [".csv"])
     with pytest.raises(IndexError):
@@ -92,7 +92,7 @@ def test_lines_that_cannot_be_read_are_named(tmp_path: Path) -> None:
 
 
 def jpeg_of(pixels: torch.Tensor) -> bytes:
-    """A digit of 8 x 8, enlarged to 32 x 32."""
+    """Encode an 8 x 8 digit as a JPEG of 32 x 32 pixels."""
     image = PIL.fromarray((pixels[0] * 255).to(torch.uint8).numpy()).resize((32, 32))
     content = io.BytesIO()
     image.save(content, "JPEG")
@@ -100,50 +100,52 @@ def jpeg_of(pixels: torch.Tensor) -> bytes:
 
 
 def write_tar(path: Path, members: list[tuple[str, bytes]]) -> None:
+    """Write a tar file with these (name, content) members."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w") as archive:
         for name, content in members:
-            about = tarfile.TarInfo(name)
-            about.size = len(content)
-            archive.addfile(about, io.BytesIO(content))
+            header = tarfile.TarInfo(name)
+            header.size = len(content)
+            archive.addfile(header, io.BytesIO(content))
 
 
-def digits_in_tars(folder: Path, num_files: int = 3, each: int = 12) -> None:
-    """train-*.tar and val-*.tar in the WebDataset layout, of the shipped digits."""
-    for kind, held_out in (("train", False), ("val", True)):
+def write_digit_shards(folder: Path, num_files: int = 3, samples_per_file: int = 12) -> None:
+    """Write the built-in digits as train-*.tar and val-*.tar in the WebDataset format."""
+    for split, held_out in (("train", False), ("val", True)):
         data = Digits(held_out)
-        for number in range(num_files):
+        for shard_index in range(num_files):
             members: list[tuple[str, bytes]] = []
-            for index in range(number * each, number * each + each):
+            for index in range(shard_index * samples_per_file, shard_index * samples_per_file + samples_per_file):
                 image, label = data[index]
                 members += [(f"{index:05d}.jpg", jpeg_of(image)), (f"{index:05d}.cls", str(int(label)).encode())]
-            write_tar(folder / kind / f"{kind}-{number}.tar", members)
+            write_tar(folder / split / f"{split}-{shard_index}.tar", members)
 
 
-def test_samples_of_a_tar_file(tmp_path: Path) -> None:
-    """Files of one sample are put together by their names, in folders too; any of them can be read alone."""
+def test_tar_members_are_grouped_into_samples(tmp_path: Path) -> None:
+    """Members with the same stem form one sample, also inside folders. Any sample can be read by its index."""
     write_tar(tmp_path / "a.tar", [("x/1.seg.png", b"S"), ("x/1.txt", b"T"), ("2.txt", b"U"), (".hidden", b"")])
     write_tar(tmp_path / "b.tar", [("1.txt", b"V" * 5000)])
-    data = TarShards([tmp_path / "a.tar", tmp_path / "b.tar"], same)
+    data = TarShards([tmp_path / "a.tar", tmp_path / "b.tar"], identity)
     assert data.shard_sizes == [2, 1]
     assert data[2] == {"__key__": "1", "txt": b"V" * 5000}
     assert data[0] == {"__key__": "x/1", "seg.png": b"S", "txt": b"T"}
 
 
-def test_tar_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+def test_unreadable_tar_file_is_named_with_the_reason(tmp_path: Path) -> None:
     write_tar(tmp_path / "cut.tar", [("1.txt", b"V" * 5000)])
     (tmp_path / "cut.tar").write_bytes((tmp_path / "cut.tar").read_bytes()[:2000])
     write_tar(tmp_path / "twice.tar", [("1.txt", b"V"), ("1.txt", b"W")])
     (tmp_path / "no.tar").write_bytes(b"no tar at all" * 100)
     write_tar(tmp_path / "one.tar", [("1.txt", b"V" * 600), ("2.txt", b"W" * 600)])
-    whole = (tmp_path / "one.tar").read_bytes()
-    (tmp_path / "joined.tar").write_bytes(whole + whole)
-    (tmp_path / "damaged.tar").write_bytes(whole[:1536] + b"\xff" * 512 + whole[2048:])  # the header of 2.txt
-    (tmp_path / "endless.tar").write_bytes(whole[:1536])  # cut at the border of a sample
+    archive_bytes = (tmp_path / "one.tar").read_bytes()
+    (tmp_path / "joined.tar").write_bytes(archive_bytes + archive_bytes)
+    # this overwrites the header of 2.txt
+    (tmp_path / "damaged.tar").write_bytes(archive_bytes[:1536] + b"\xff" * 512 + archive_bytes[2048:])
+    (tmp_path / "endless.tar").write_bytes(archive_bytes[:1536])  # this cuts after the first sample
     with tarfile.open(tmp_path / "linked.tar", "w") as archive:
-        about = tarfile.TarInfo("1.txt")
-        about.type, about.linkname = tarfile.LNKTYPE, "2.txt"
-        archive.addfile(about)
+        header = tarfile.TarInfo("1.txt")
+        header.type, header.linkname = tarfile.LNKTYPE, "2.txt"
+        archive.addfile(header)
     expected = {
         "cut": "cut",
         "twice": "is there twice",
@@ -153,28 +155,28 @@ def test_tar_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         "endless": "the end of the archive",
         "linked": "1.txt is a link",
     }
-    assert len(TarShards([tmp_path / "one.tar"], same)) == 2
-    for name, words in expected.items():
-        with pytest.raises(WorkloadError, match=f"{name}.tar.*{words}"):
-            TarShards([tmp_path / f"{name}.tar"], same)
+    assert len(TarShards([tmp_path / "one.tar"], identity)) == 2
+    for name, reason in expected.items():
+        with pytest.raises(WorkloadError, match=f"{name}.tar.*{reason}"):
+            TarShards([tmp_path / f"{name}.tar"], identity)
 
 
-def test_imagenet_out_of_tar_files(cli: Cli, tmp_path: Path) -> None:
-    """Under order=shard the samples are audited and the trajectory is not verified; order=global equals single."""
-    digits_in_tars(tmp_path / "data")
-    words = ["imagenet", "--data", str(tmp_path / "data"), "--layout", "ddp", "--samples"]
-    small = ["--set", "classes=10", "size=16", "width=4", "batch=8", "epochs=1"]
-    done = cli.on_ranks(tmp_path, "verify", *words, "--steps", "3", *small, size=2)
-    assert done.statuses == [0, 0], done
-    assert "36 samples, each read once" in done.out
-    done = cli.on_ranks(tmp_path, "verify", *words, "--steps", "3", *small, "order=shard", size=2)
-    assert done.statuses[0] == 3, done
-    assert "36 samples, each read once" in done.out
-    assert "--samples" in done.err
+def test_imagenet_from_tar_shards_reads_each_sample_once(cli: Cli, tmp_path: Path) -> None:
+    """With order=global, ddp is equal to single. With order=shard only the samples are checked."""
+    write_digit_shards(tmp_path / "data")
+    args = ["imagenet", "--data", str(tmp_path / "data"), "--layout", "ddp", "--samples"]
+    settings = ["--set", "classes=10", "size=16", "width=4", "batch=8", "epochs=1"]
+    result = cli.on_ranks(tmp_path, "verify", *args, "--steps", "3", *settings, size=2)
+    assert result.statuses == [0, 0], result
+    assert "36 samples, each read once" in result.out
+    result = cli.on_ranks(tmp_path, "verify", *args, "--steps", "3", *settings, "order=shard", size=2)
+    assert result.statuses[0] == 3, result
+    assert "36 samples, each read once" in result.out
+    assert "--samples" in result.err
 
 
-def test_labels_outside_the_classes_are_named(tmp_path: Path) -> None:
-    digits_in_tars(tmp_path, num_files=1)
+def test_label_outside_the_classes_is_located(tmp_path: Path) -> None:
+    write_digit_shards(tmp_path, num_files=1)
     workload = find_workload("imagenet", data=str(tmp_path), classes=2, size=16, width=4)
     data = workload.train_data()
     with pytest.raises(WorkloadError, match=r"train-0\.tar: sample 0000.*classes=N"):
@@ -184,26 +186,26 @@ def test_labels_outside_the_classes_are_named(tmp_path: Path) -> None:
 # --- tables
 
 
-def test_parquet_rows_in_any_order(tmp_path: Path) -> None:
-    """Several files, several groups of rows in each, chosen columns, lists as arrays."""
+def test_parquet_rows_are_read_in_any_order(tmp_path: Path) -> None:
+    """The data has several files with several row groups each. Only the selected columns are read."""
     pyarrow = pytest.importorskip("pyarrow", reason="not verified here: needs pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet", reason="not verified here: needs pyarrow")
-    for number, rows in enumerate((7, 3)):
-        numbers = list(range(10 * number, 10 * number + rows))
-        table = pyarrow.table({"x": [[float(n), 0.5] for n in numbers], "y": numbers, "z": ["a"] * rows})
-        parquet.write_table(table, tmp_path / f"{number}.parquet", row_group_size=2)
-    data = ParquetRows(files_in(tmp_path, [".parquet"]), same, columns=["x", "y"])
-    assert data.shard_sizes == [2, 2, 2, 1, 2, 1]  # its groups of rows, each of which is read at once
-    numbers = list(range(10))
-    random.Random(0).shuffle(numbers)
-    for index in numbers:
+    for file_index, num_rows in enumerate((7, 3)):
+        row_values = list(range(10 * file_index, 10 * file_index + num_rows))
+        table = pyarrow.table({"x": [[float(n), 0.5] for n in row_values], "y": row_values, "z": ["a"] * num_rows})
+        parquet.write_table(table, tmp_path / f"{file_index}.parquet", row_group_size=2)
+    data = ParquetRows(files_in(tmp_path, [".parquet"]), identity, columns=["x", "y"])
+    assert data.shard_sizes == [2, 2, 2, 1, 2, 1]  # each row group is read as a whole
+    indices = list(range(10))
+    random.Random(0).shuffle(indices)
+    for index in indices:
         expected = index if index < 7 else index + 3
         assert data[index] == {"x": [float(expected), 0.5], "y": expected}
     with pytest.raises(WorkloadError, match="column w; it has x, y, z"):
-        ParquetRows([tmp_path / "0.parquet"], same, columns=["w"])
+        ParquetRows([tmp_path / "0.parquet"], identity, columns=["w"])
     (tmp_path / "no.parquet").write_bytes(b"nothing")
     with pytest.raises(WorkloadError, match=r"no\.parquet: cannot be read as Parquet"):
-        ParquetRows([tmp_path / "no.parquet"], same)
+        ParquetRows([tmp_path / "no.parquet"], identity)
 
 
 HUGGING_FACE = """
@@ -244,13 +246,13 @@ by_stream = make(Pairs)
 
 
 @pytest.mark.integration
-def test_tables_of_the_datasets_library(cli: Cli, tmp_path: Path) -> None:
-    """A map-style one and an iterable one, under ddp with a loader worker: equal to single, each sample once."""
+def test_hugging_face_datasets_match_single_under_ddp(cli: Cli, tmp_path: Path) -> None:
+    """A map-style and an iterable dataset under ddp with a loader worker match single and read each sample once."""
     pytest.importorskip("datasets", reason="not verified here: needs the datasets library")
     (tmp_path / "table.py").write_text(HUGGING_FACE)
     for name in ("by_row", "by_stream"):
-        words = ["verify", f"table.py:{name}", "--layout", "ddp", "--steps", "6", "--samples", "--workers", "1"]
-        assert cli.on_ranks(tmp_path, *words, "--json", "r.json", size=2).status == 0
+        args = ["verify", f"table.py:{name}", "--layout", "ddp", "--steps", "6", "--samples", "--workers", "1"]
+        assert cli.on_ranks(tmp_path, *args, "--json", "r.json", size=2).status == 0
         [record] = json.loads((tmp_path / "r.json").read_text())
         assert record["parity"]["status"] == "equal"
         assert any("60 samples, each read once" in check for check in record["parity"]["checks"])
@@ -259,16 +261,16 @@ def test_tables_of_the_datasets_library(cli: Cli, tmp_path: Path) -> None:
 # --- text
 
 
-def test_text_windows_of_any_files(tmp_path: Path) -> None:
-    """Windows stay inside their file, none is lost between training and held-out text, and nothing overlaps."""
+def test_text_windows_stay_in_their_file_and_cover_it(tmp_path: Path) -> None:
+    """No window overlaps with the next, and none is lost between training and validation text."""
     texts = ["alpha " * 40, "", "größer " * 30, "x"]
-    for number, text in enumerate(texts):
-        (tmp_path / f"{number}.md").write_text(text, encoding="utf-8")
+    for file_index, text in enumerate(texts):
+        (tmp_path / f"{file_index}.md").write_text(text, encoding="utf-8")
     files = files_in(tmp_path, ())
-    train, held_out = (TextWindows(files, 16, held_out) for held_out in (False, True))
+    training, validation = (TextWindows(files, 16, held_out) for held_out in (False, True))
     windows = [
         bytes([*data[index][0]["tokens"].tolist(), int(data[index][1][-1])])
-        for data in (train, held_out)
+        for data in (training, validation)
         for index in range(len(data))
     ]
     expected = [
@@ -277,13 +279,13 @@ def test_text_windows_of_any_files(tmp_path: Path) -> None:
         for start in range(0, 16 * ((len(text.encode()) - 1) // 16), 16)
     ]
     assert windows == expected
-    assert sum(train.shard_sizes) == len(train)
-    assert train.shard_sizes[1] == 0
-    assert torch.equal(train[0][0]["tokens"][1:], train[0][1][:-1])
-    assert train.checksum == held_out.checksum
+    assert sum(training.shard_sizes) == len(training)
+    assert training.shard_sizes[1] == 0
+    assert torch.equal(training[0][0]["tokens"][1:], training[0][1][:-1])
+    assert training.checksum == validation.checksum
 
 
-def test_text_that_is_none_is_named(tmp_path: Path) -> None:
+def test_invalid_or_too_short_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(b"text " * 100 + b"\xff\xff" + b"text " * 100)
     with pytest.raises(WorkloadError, match=r"a\.bin: not UTF-8 text .*near byte 500"):
         TextWindows([tmp_path / "a.bin"], 16, False)
@@ -292,37 +294,37 @@ def test_text_that_is_none_is_named(tmp_path: Path) -> None:
         TextWindows([tmp_path / "b.txt"], 16, False)
 
 
-def test_training_on_text_of_ones_own(cli: Cli, tmp_path: Path) -> None:
-    """--data DIR, under either order; perplexity is the exponential of the exact mean loss."""
+def test_training_on_user_text_files(cli: Cli, tmp_path: Path) -> None:
+    """`--data DIR` works with both orders. Perplexity is the exponential of the exact mean loss."""
     (tmp_path / "texts").mkdir()
     for number in range(5):
         (tmp_path / "texts" / f"{number}.txt").write_text(f"the {number} quick brown foxes jump. " * 150)
     for order in ("global", "shard"):
-        words = ["train", "text", "--data", "texts", "--layout", "ddp", "--steps", "3", "--set", f"order={order}"]
-        out = tmp_path / "runs" / order
-        assert cli.on_ranks(tmp_path, *words, "batch=8", "--out", out, size=2).status == 0
-        [record] = json.loads((out / "record.json").read_text())
+        args = ["train", "text", "--data", "texts", "--layout", "ddp", "--steps", "3", "--set", f"order={order}"]
+        run_folder = tmp_path / "runs" / order
+        assert cli.on_ranks(tmp_path, *args, "batch=8", "--out", run_folder, size=2).status == 0
+        [record] = json.loads((run_folder / "record.json").read_text())
         assert record["metrics"]["perplexity"] == math.exp(record["metrics"]["eval_loss"])
         assert record["provenance"]["data_checksum"].startswith("sha256:")
     assert perplexity({"eval_loss": 0.0}) == 1.0
 
 
-# --- what may be fetched
+# --- downloads
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
-    """A web server of a folder, on loopback."""
+    """The URL and folder of a local web server."""
     folder = tmp_path / "served"
     folder.mkdir()
-    handler = functools.partial(Quiet, directory=str(folder))
+    handler = functools.partial(QuietHandler, directory=str(folder))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
         threading.Thread(target=running.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{running.server_port}", folder
         running.shutdown()
 
 
-class Quiet(http.server.SimpleHTTPRequestHandler):
+class QuietHandler(http.server.SimpleHTTPRequestHandler):
     def log_message(self, *_: Any) -> None:
         pass
 
@@ -331,24 +333,29 @@ def md5(content: bytes) -> str:
     return hashlib.md5(content, usedforsecurity=False).hexdigest()
 
 
-def test_download(tmp_path: Path, server: tuple[str, Path]) -> None:
-    """Fetched once, unpacked, and not kept where the checksum is wrong or the network fails."""
+def test_download_checks_unpacks_and_reuses_files(tmp_path: Path, server: tuple[str, Path]) -> None:
+    """Files are fetched once and unpacked. A file with a wrong checksum is fetched again."""
     url, folder = server
     (folder / "plain.bin").write_bytes(b"content")
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
-        about = tarfile.TarInfo("inside/file")
-        about.size = 3
-        archive.addfile(about, io.BytesIO(b"abc"))
-    (folder / "packed.tar.gz").write_bytes(packed.getvalue())
-    files = {"w": [File(f"{url}/plain.bin", md5(b"content")), File(f"{url}/packed.tar.gz", md5(packed.getvalue()))]}
+    archive_content = io.BytesIO()
+    with tarfile.open(fileobj=archive_content, mode="w:gz") as archive:
+        header = tarfile.TarInfo("inside/file")
+        header.size = 3
+        archive.addfile(header, io.BytesIO(b"abc"))
+    (folder / "packed.tar.gz").write_bytes(archive_content.getvalue())
+    files = {
+        "w": [
+            File(f"{url}/plain.bin", md5(b"content")),
+            File(f"{url}/packed.tar.gz", md5(archive_content.getvalue())),
+        ]
+    }
     data = tmp_path / "data"
     download("w", data, files)
     assert (data / "plain.bin").read_bytes() == b"content"
     assert (data / "inside" / "file").read_bytes() == b"abc"
     (folder / "plain.bin").unlink()
-    (data / "inside" / "file").unlink()  # as if it had been fetched by hand, or unpacking had been interrupted
-    download("w", data, files)  # what is there is not asked for again
+    (data / "inside" / "file").unlink()  # this is the state after an interrupted unpacking or a manual download
+    download("w", data, files)  # existing files are not fetched again
     assert (data / "inside" / "file").read_bytes() == b"abc"
     (data / "plain.bin").write_bytes(b"contenT")
     with pytest.raises(EveryrankError, match=r"plain\.bin: File not found"):
@@ -363,20 +370,20 @@ def test_download(tmp_path: Path, server: tuple[str, Path]) -> None:
         download("mnist", None)
 
 
-def test_an_archive_cannot_write_outside(tmp_path: Path, server: tuple[str, Path]) -> None:
+def test_archive_cannot_write_outside_its_folder(tmp_path: Path, server: tuple[str, Path]) -> None:
     url, folder = server
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as archive:
-        about = tarfile.TarInfo("../outside")
-        about.size = 3
-        archive.addfile(about, io.BytesIO(b"abc"))
-    (folder / "evil.tar").write_bytes(packed.getvalue())
+    archive_content = io.BytesIO()
+    with tarfile.open(fileobj=archive_content, mode="w") as archive:
+        header = tarfile.TarInfo("../outside")
+        header.size = 3
+        archive.addfile(header, io.BytesIO(b"abc"))
+    (folder / "evil.tar").write_bytes(archive_content.getvalue())
     with pytest.raises(UsageError, match="outside"):
-        download("w", tmp_path / "data", {"w": [File(f"{url}/evil.tar", md5(packed.getvalue()))]})
+        download("w", tmp_path / "data", {"w": [File(f"{url}/evil.tar", md5(archive_content.getvalue()))]})
     assert not (tmp_path / "outside").exists()
 
 
-# --- another length, another global batch
+# --- a different run length or global batch
 
 LENGTHS = """
 import torch
@@ -392,68 +399,73 @@ def workload(epochs: int = 200, lr: float = 0.1):
 """
 
 
-def test_a_schedule_has_the_length_that_was_asked_for(cli: Cli, tmp_path: Path) -> None:
-    """--epochs reaches the function that builds the schedule; a resumed run with more epochs has their rates."""
+def test_learning_rate_schedule_has_the_requested_length(cli: Cli, tmp_path: Path) -> None:
+    """The schedule is built for the value of `--epochs`. A resumed run with more epochs uses the longer schedule."""
     (tmp_path / "lengths.py").write_text(LENGTHS)
-    words = ["train", "lengths.py", "--out", "run"]
-    assert cli.on_ranks(tmp_path, *words, "--epochs", "3").status == 0
+    args = ["train", "lengths.py", "--out", "run"]
+    assert cli.on_ranks(tmp_path, *args, "--epochs", "3").status == 0
     rows = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     rates = [row["lr"] for row in rows if "lr" in row]
     assert rates == pytest.approx([0.05 * (1 + math.cos(math.pi * step / 6)) for step in range(6)])
-    done = cli.on_ranks(tmp_path, *words, "--epochs", "5", "--resume")
-    assert done.status == 0, done.err
-    assert "5 epochs from update 6 on" in done.out
+    resumed = cli.on_ranks(tmp_path, *args, "--epochs", "5", "--resume")
+    assert resumed.status == 0, resumed.err
+    assert "5 epochs from update 6 on" in resumed.out
     rows = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
-    later = [row["lr"] for row in rows if "lr" in row][6:]
-    assert later == pytest.approx([0.05 * (1 + math.cos(math.pi * step / 10)) for step in range(6, 10)])
+    resumed_rates = [row["lr"] for row in rows if "lr" in row][6:]
+    assert resumed_rates == pytest.approx([0.05 * (1 + math.cos(math.pi * step / 10)) for step in range(6, 10)])
 
 
-def test_a_resumed_run_has_the_settings_and_length_of_its_checkpoint(cli: Cli, tmp_path: Path) -> None:
-    """What the call does not give; and a setting that it gives differently is refused in the words that were typed."""
+def test_resumed_run_takes_settings_and_length_from_its_checkpoint(cli: Cli, tmp_path: Path) -> None:
+    """Settings that the command omits come from the checkpoint. A conflicting `--set` or `--batch` is refused."""
     (tmp_path / "lengths.py").write_text(LENGTHS)
-    words = ["train", "lengths.py", "--out", "run", "--save-every", "1"]
-    assert cli.on_ranks(tmp_path, *words, "--epochs", "3", "--set", "lr=0.3", "--batch", "4").status == 0
-    first = str(next((tmp_path / "run" / "checkpoints").glob("step-*1")))
-    done = cli.on_ranks(tmp_path, "train", "lengths.py", "--resume", first, "--out", "again")
-    assert done.status == 0, done.err
+    args = ["train", "lengths.py", "--out", "run", "--save-every", "1"]
+    assert cli.on_ranks(tmp_path, *args, "--epochs", "3", "--set", "lr=0.3", "--batch", "4").status == 0
+    first_checkpoint = str(next((tmp_path / "run" / "checkpoints").glob("step-*1")))
+    result = cli.on_ranks(tmp_path, "train", "lengths.py", "--resume", first_checkpoint, "--out", "again")
+    assert result.status == 0, result.err
     logs = [(tmp_path / name / "log.jsonl").read_text().splitlines() for name in ("run", "again")]
-    whole, again = ([(row["lr"], row["loss"]) for row in map(json.loads, log) if "lr" in row] for log in logs)
-    assert again == whole
-    done = cli.on_ranks(tmp_path, "train", "lengths.py", "--resume", first, "--out", "other", "--set", "lr=0.2")
-    assert done.status == 2
-    assert all(setting in done.err for setting in ("--set lr=0.3", "--set lr=0.2"))
-    done = cli.on_ranks(tmp_path, "train", "lengths.py", "--resume", first, "--out", "other", "--batch", "2")
-    assert done.status == 2
-    assert "--batch 4" in done.err
+    uninterrupted, resumed = ([(row["lr"], row["loss"]) for row in map(json.loads, log) if "lr" in row] for log in logs)
+    assert resumed == uninterrupted
+    result = cli.on_ranks(
+        tmp_path, "train", "lengths.py", "--resume", first_checkpoint, "--out", "other", "--set", "lr=0.2"
+    )
+    assert result.status == 2
+    assert all(setting in result.err for setting in ("--set lr=0.3", "--set lr=0.2"))
+    result = cli.on_ranks(
+        tmp_path, "train", "lengths.py", "--resume", first_checkpoint, "--out", "other", "--batch", "2"
+    )
+    assert result.status == 2
+    assert "--batch 4" in result.err
 
 
-def rate(workload: Any) -> float:
+def learning_rate(workload: Any) -> float:
+    """Return the learning rate of the optimizer that the workload builds."""
     optimizer = workload.optimizer(torch.nn.Linear(1, 1))
     return float(optimizer.param_groups[0]["lr"])
 
 
-def test_another_batch_says_what_becomes_of_the_learning_rate() -> None:
-    """Off by default; linear and square root; a workload that takes `batch` makes its schedule anew."""
+def test_learning_rate_rules_for_a_different_global_batch() -> None:
+    """By default the rate is unchanged. The rules scale it by the batch ratio or its square root."""
     from everyrank.workload import Source, load
 
-    found = {rule: load(Source("digits", {"lr": 0.05}, 256, rule)) for rule in ("none", "linear", "sqrt")}
-    assert {rule: (workload.global_batch, rate(workload)) for rule, workload in found.items()} == {
+    workloads = {rule: load(Source("digits", {"lr": 0.05}, 256, rule)) for rule in ("none", "linear", "sqrt")}
+    assert {rule: (workload.global_batch, learning_rate(workload)) for rule, workload in workloads.items()} == {
         "none": (256, 0.05),
         "linear": (256, 0.2),
         "sqrt": (256, 0.1),
     }
-    assert found["linear"].batch_rule == "global batch 64 -> 256: learning rate x 4 (linear rule)"
-    assert "--lr-rule linear or sqrt would" in str(found["none"].batch_rule)
+    assert workloads["linear"].batch_rule == "global batch 64 -> 256: learning rate x 4 (linear rule)"
+    assert "--lr-rule linear or sqrt would" in str(workloads["none"].batch_rule)
     with pytest.raises(UsageError, match="add --batch N"):
         load(Source("digits", {}, None, "linear"))
     with pytest.raises(UsageError, match="--batch 0"):
         load(Source("digits", {}, 0, "none"))
 
 
-def test_the_rule_is_printed(cli: Cli, tmp_path: Path) -> None:
-    words = ["train", "digits", "--batch", "128", "--lr-rule", "sqrt", "--steps", "2", "--out", "run"]
-    done = cli.on_ranks(tmp_path, *words)
-    assert done.status == 0
-    assert "global batch 64 -> 128: learning rate x 1.41421 (sqrt rule)" in done.out
+def test_learning_rate_rule_is_printed(cli: Cli, tmp_path: Path) -> None:
+    args = ["train", "digits", "--batch", "128", "--lr-rule", "sqrt", "--steps", "2", "--out", "run"]
+    result = cli.on_ranks(tmp_path, *args)
+    assert result.status == 0
+    assert "global batch 64 -> 128: learning rate x 1.41421 (sqrt rule)" in result.out
     rows = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     assert rows[0]["lr"] == pytest.approx(0.05 * np.sqrt(2))

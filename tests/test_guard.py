@@ -1,4 +1,4 @@
-"""The guard: a flipped bit is found with rank and tensor, under every layout that has replicas, and nothing else is."""
+"""The guard: it locates a flipped bit by rank and tensor under each layout with replicas, without false alarms."""
 
 from __future__ import annotations
 
@@ -23,38 +23,38 @@ from resuming import WORKLOAD
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
-# --- the bits_checksum
+# --- bits_checksum
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
-def test_every_single_bit_counts(dtype: torch.dtype) -> None:
-    """In the first rows, in the last one that is not full, and in the sign."""
+def test_checksum_changes_with_every_single_bit(dtype: torch.dtype) -> None:
+    """The flipped bits include sign bits, and elements of the first rows and of the incomplete last row."""
     values = torch.randn(2 * 1024 + 5, generator=torch.Generator().manual_seed(1)).gt(0).to(dtype)
     other = torch.ones(3, dtype=torch.float16)
     before = int(bits_checksum([values, other]))
     bits = values.view(INTEGERS[values.element_size()])
     width = 8 * values.element_size()
-    for place in (0, 1, 1023, 1024, 2047, 2048, 2052):
+    for index in (0, 1, 1023, 1024, 2047, 2048, 2052):
         for bit in range(width):
             mask = torch.tensor(1 << bit if bit < width - 1 or dtype in (torch.uint8, torch.bool) else -(1 << bit))
-            bits[place] ^= mask.to(bits.dtype)
-            assert int(bits_checksum([values, other])) != before, (place, bit)
-            bits[place] ^= mask.to(bits.dtype)
+            bits[index] ^= mask.to(bits.dtype)
+            assert int(bits_checksum([values, other])) != before, (index, bit)
+            bits[index] ^= mask.to(bits.dtype)
     assert int(bits_checksum([values, other])) == before
 
 
-def test_elements_and_tensors_that_change_places_count() -> None:
+def test_checksum_changes_when_elements_or_tensors_are_swapped() -> None:
     values = torch.arange(3000.0)
     before = int(bits_checksum([values, values[:10] + 1]))
-    for one, two in ((0, 1), (0, 1024), (1, 1024), (2047, 2048), (3, 2999)):
+    for first, second in ((0, 1), (0, 1024), (1, 1024), (2047, 2048), (3, 2999)):
         swapped = values.clone()
-        swapped[[one, two]] = values[[two, one]]
-        assert int(bits_checksum([swapped, values[:10] + 1])) != before, (one, two)
+        swapped[[first, second]] = values[[second, first]]
+        assert int(bits_checksum([swapped, values[:10] + 1])) != before, (first, second)
     assert int(bits_checksum([values[:10] + 1, values])) != before
 
 
-def test_large_and_small_tensors_are_both_read() -> None:
-    """A large one is read where it lies, small ones are laid side by side; an empty one and one without dimensions."""
+def test_checksum_reads_large_small_and_noncontiguous_tensors() -> None:
+    """A large tensor is read in place, and small ones are concatenated. One tensor is empty, and one is a scalar."""
     tensors = [torch.zeros(1 << 17), torch.zeros(3), torch.zeros(()), torch.zeros(0), torch.zeros((4, 6)).t()]
     before = int(bits_checksum(tensors))
     assert int(bits_checksum([tensor.clone() for tensor in tensors])) == before
@@ -65,39 +65,42 @@ def test_large_and_small_tensors_are_both_read() -> None:
             before = int(bits_checksum(tensors))
 
 
-# --- which ranks hold the same
+# --- which ranks hold replicas
 
 
 def flip(tensor: Tensor) -> None:
-    """One bit of its first element."""
-    own = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-    bits = own.reshape(-1).view(INTEGERS[own.element_size()])
-    assert bits.data_ptr() == own.data_ptr()
+    """Flip one bit of the first local element."""
+    local_tensor = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    bits = local_tensor.reshape(-1).view(INTEGERS[local_tensor.element_size()])
+    assert bits.data_ptr() == local_tensor.data_ptr()
     bits[0] ^= 1
 
 
-def guarded(world: World, name: str, layout: str, names: list[str], rank: int) -> list[str]:
-    """What the guard says after two updates, then with a bit flipped in each of these tensors of a rank, in turn."""
+def guard_messages(world: World, name: str, layout: str, names: list[str], rank: int) -> list[str]:
+    """Return the messages of the guard after two updates, and after each flip of a bit on this rank.
+
+    A bit of each named tensor is flipped, and then flipped back. `weight/exp_avg` names an optimizer state tensor.
+    """
     going = Going(world, training("adamw") if name == "mixed" else zoo.workload(name, "adamw"), layout)
     guard = Guard(going.prepared, "warn", 1, 0)
     going.updates(0, 2)
-    lines = [guard.check(2) if guard.compares else "nothing to compare"]
+    messages = [guard.check(2) if guard.compares else "nothing to compare"]
     trainable = going.prepared.trainable
-    found = dict(trainable.model.named_parameters()) | dict(trainable.model.named_buffers())
-    for number, name in enumerate(names, 3):
-        place, _, key = name.partition("/")
-        tensor = found.get(place)
+    named_tensors = dict(trainable.model.named_parameters()) | dict(trainable.model.named_buffers())
+    for step, tensor_name in enumerate(names, 3):
+        parameter_name, _, key = tensor_name.partition("/")
+        tensor = named_tensors.get(parameter_name)
         if tensor is not None and key:
             tensor = trainable.optimizer.state[tensor][key]
-        for _ in range(2):
+        for flips_back in (False, True):
             if tensor is not None and world.rank == rank:
                 flip(tensor)
-            lines.append(guard.check(number if _ == 0 else number + 1000))
-    return lines
+            messages.append(guard.check(step + 1000 if flips_back else step))
+    return messages
 
 
 @pytest.mark.parametrize(
-    ("name", "layout", "names", "who"),
+    ("name", "layout", "names", "expected_ranks"),
     [
         (
             "mixed",
@@ -114,23 +117,22 @@ def guarded(world: World, name: str, layout: str, names: list[str], rank: int) -
     ],
     ids=lambda value: value if isinstance(value, str) and " " not in value else "",
 )
-def test_a_flipped_bit_is_found(ranks: Any, name: str, layout: str, names: list[str], who: str) -> None:
-    """Nothing is said before; then the rank and the tensor, since when; flipped back, nothing again."""
-    first, *found = ranks(4, guarded, name, layout, names, 2)
-    lines = first
-    assert found == [lines] * 3, "all ranks say the same"
-    assert lines[0] == ""
-    for number, tensor in enumerate(names):
-        line, back = lines[1 + 2 * number], lines[2 + 2 * number]
-        assert who in line, line
-        assert tensor.partition("/")[0] in line
-        assert back == ""
-        assert ("optimizer state" in line) == ("/" in tensor)
-    assert "updates 3 to 3" in lines[1]
+def test_flipped_bit_is_located(ranks: Any, name: str, layout: str, names: list[str], expected_ranks: str) -> None:
+    """The message has the ranks, the tensor and the updates. It is empty before the flip and after flipping back."""
+    messages, *other_messages = ranks(4, guard_messages, name, layout, names, 2)
+    assert other_messages == [messages] * 3, "all ranks say the same"
+    assert messages[0] == ""
+    for index, tensor_name in enumerate(names):
+        after_flip, after_flip_back = messages[1 + 2 * index], messages[2 + 2 * index]
+        assert expected_ranks in after_flip, after_flip
+        assert tensor_name.partition("/")[0] in after_flip
+        assert after_flip_back == ""
+        assert ("optimizer state" in after_flip) == ("/" in tensor_name)
+    assert "updates 3 to 3" in messages[1]
 
 
 @pytest.mark.parametrize(
-    ("name", "layout", "said"),
+    ("name", "layout", "message"),
     [
         ("experts", "expert", ""),
         ("decoder", "context", ""),
@@ -141,12 +143,13 @@ def test_a_flipped_bit_is_found(ranks: Any, name: str, layout: str, names: list[
     ],
     ids=lambda value: value if isinstance(value, str) and " " not in value else "",
 )
-def test_what_may_differ_is_no_finding(ranks: Any, name: str, layout: str, said: str) -> None:
-    """Each rank's own experts, momentum between two means, a server's part."""
-    assert ranks(4, guarded, name, layout, [], 2) == [[said]] * 4
+def test_state_that_may_differ_between_ranks_is_not_reported(ranks: Any, name: str, layout: str, message: str) -> None:
+    """Examples are experts, momentum between two parameter averages, and the shard of a parameter server."""
+    assert ranks(4, guard_messages, name, layout, [], 2) == [[message]] * 4
 
 
-def stops(world: World) -> str:
+def diverge_and_check(world: World) -> str:
+    """Flip a bit on rank 1 and return the message of the guard's error."""
     going = Going(world, training("sgd"), "ddp")
     guard = Guard(going.prepared, "stop", 1, 0)
     if world.rank == 1:
@@ -157,17 +160,17 @@ def stops(world: World) -> str:
     return str(caught.value)
 
 
-def test_stop_is_an_error_of_every_rank(ranks: Any) -> None:
-    """Of two ranks nobody knows which is right."""
-    one, other = ranks(2, stops)
-    assert one == other
-    assert "differs between rank 0 and rank 1" in one
-    assert "--resume" in one
+def test_guard_stop_raises_on_all_ranks(ranks: Any) -> None:
+    """With two ranks the guard cannot tell which one is right, so the message names both."""
+    first_message, second_message = ranks(2, diverge_and_check)
+    assert first_message == second_message
+    assert "differs between rank 0 and rank 1" in first_message
+    assert "--resume" in first_message
 
 
 # --- in a training
 
-# each forward of rank 1 in training is one update; the model is found by its frame, as memory finds it by chance
+# Each loss of rank 1 with a gradient is one update. The weight is found by its shape among all live objects.
 FLIP = """\
 calls = 0
 
@@ -183,63 +186,65 @@ def squared(output, target):
 """
 
 
-def test_a_training_that_diverges_is_stopped_before_it_is_saved(cli: Cli, tmp_path: Path) -> None:
-    """Between two comparisons, and a checkpoint is due first: it is not saved, status 4, and --resume goes on."""
+def test_diverged_training_stops_before_the_next_checkpoint(cli: Cli, tmp_path: Path) -> None:
+    """A checkpoint is due before the next comparison. It is not saved, the status is 4, and `--resume` works."""
     (tmp_path / "mine.py").write_text(WORKLOAD.replace("def squared(output, target):\n", FLIP))
-    words = ("train", "mine.py", "--layout", "ddp:precision=float64", "--save-every", "5", "--out", "run")
-    guard = ("--guard", "stop", "--guard-every", "50")
-    done = cli.on_ranks(tmp_path, *words, *guard, size=2, FLIP="7")
-    assert done.status == 4, done
-    line = done.err.splitlines()[-1]
-    assert line.startswith("everyrank: ")
-    assert "after update 10: " in line
-    assert "0.weight differs between rank 0 and rank 1" in line
-    assert "updates 7 to 10" in line
-    saved = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
-    assert saved == ["step-00000005", "step-00000006"]
-    done = cli.on_ranks(tmp_path, *words, *guard, "--resume", size=2)
-    assert done.status == 0, done
-    assert "resumed after update 6" in done.out
-    done = cli.on_ranks(tmp_path, *words[:-1], "warned", "--guard", "warn", "--guard-every", "4", size=2, FLIP="7")
-    assert done.status == 0, done
-    assert done.out.count("the training continues (--guard warn)") == 1
-    assert "after update 8: " in done.out
+    train_args = ("train", "mine.py", "--layout", "ddp:precision=float64", "--save-every", "5", "--out", "run")
+    guard_args = ("--guard", "stop", "--guard-every", "50")
+    result = cli.on_ranks(tmp_path, *train_args, *guard_args, size=2, FLIP="7")
+    assert result.status == 4, result
+    error_line = result.err.splitlines()[-1]
+    assert error_line.startswith("everyrank: ")
+    assert "after update 10: " in error_line
+    assert "0.weight differs between rank 0 and rank 1" in error_line
+    assert "updates 7 to 10" in error_line
+    checkpoint_names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert checkpoint_names == ["step-00000005", "step-00000006"]
+    result = cli.on_ranks(tmp_path, *train_args, *guard_args, "--resume", size=2)
+    assert result.status == 0, result
+    assert "resumed after update 6" in result.out
+    result = cli.on_ranks(
+        tmp_path, *train_args[:-1], "warned", "--guard", "warn", "--guard-every", "4", size=2, FLIP="7"
+    )
+    assert result.status == 0, result
+    assert result.out.count("the training continues (--guard warn)") == 1
+    assert "after update 8: " in result.out
 
 
 # --- --save-every auto
 
 
-def test_the_interval_loses_least() -> None:
-    """Held against the expected time of Daly's model, minimised by trying: within a thousandth of the best."""
+def test_optimal_interval_minimizes_the_expected_time() -> None:
+    """In Daly's model, the expected time at this interval is within 0.1% of the minimum that a search finds."""
     for save, mtbf in ((1.0, 86400.0), (60.0, 3600.0), (300.0, 1800.0), (0.01, 10.0)):
 
-        def expected(interval: float, save: float = save, mtbf: float = mtbf) -> float:
+        def expected_time(interval: float, save: float = save, mtbf: float = mtbf) -> float:
             return mtbf * math.expm1((interval + save) / mtbf) / interval
 
-        best = min(expected(mtbf * 1.001**-k) for k in range(20000))
-        assert expected(optimal_interval_seconds(save, mtbf)) < 1.001 * best
+        shortest = min(expected_time(mtbf * 1.001**-k) for k in range(20000))
+        assert expected_time(optimal_interval_seconds(save, mtbf)) < 1.001 * shortest
     assert optimal_interval_seconds(100.0, 10.0) == 10.0
     assert optimal_interval_seconds(1.0, 86400.0) == pytest.approx((2 * 86400.0) ** 0.5, rel=0.01)
 
 
-def test_auto_saves_as_often_as_failures_ask_for(cli: Cli, tmp_path: Path) -> None:
-    """Failures are milliseconds apart: the first checkpoint tells how long one takes, and so when the next come."""
+def test_auto_save_interval_depends_on_the_failure_rate(cli: Cli, tmp_path: Path) -> None:
+    """With a tiny MTBF more checkpoints are saved. The first one measures how long saving takes."""
     (tmp_path / "mine.py").write_text(WORKLOAD)
-    words = ("train", "mine.py", "--layout", "ddp", "--save-every", "auto", "--steps", "60", "--best", "eval_loss")
-    done = cli.on_ranks(tmp_path, *words, "--evaluate-every", "0", "--mtbf", "1e-6", "--out", "run", size=2)
-    assert done.status == 0, done
-    said = [line for line in done.out.splitlines() if line.startswith("a checkpoint every ")]
-    assert len(said) == 1, done.out
+    train_args = ("train", "mine.py", "--layout", "ddp", "--save-every", "auto", "--steps", "60", "--best", "eval_loss")
+    result = cli.on_ranks(tmp_path, *train_args, "--evaluate-every", "0", "--mtbf", "1e-6", "--out", "run", size=2)
+    assert result.status == 0, result
+    interval_lines = [line for line in result.out.splitlines() if line.startswith("a checkpoint every ")]
+    assert len(interval_lines) == 1, result.out
     rows = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
-    steps = [row["step"] for row in rows if row.get("checkpoint")]
-    assert steps[0] == 10
-    assert steps[-1] == 60
-    done = cli.on_ranks(tmp_path, *words, "--evaluate-every", "0", "--mtbf", "1e9", "--out", "rare", size=2)
-    assert done.status == 0, done
+    frequent_steps = [row["step"] for row in rows if row.get("checkpoint")]
+    assert frequent_steps[0] == 10
+    assert frequent_steps[-1] == 60
+    result = cli.on_ranks(tmp_path, *train_args, "--evaluate-every", "0", "--mtbf", "1e9", "--out", "rare", size=2)
+    assert result.status == 0, result
     rows = [json.loads(line) for line in (tmp_path / "rare" / "events.jsonl").read_text().splitlines()]
-    rare = [row["step"] for row in rows if row.get("checkpoint")]
-    assert rare == [10, 60]
-    assert len(steps) > len(rare)
+    rare_steps = [row["step"] for row in rows if row.get("checkpoint")]
+    assert rare_steps == [10, 60]
+    assert len(frequent_steps) > len(rare_steps)
 
 
 @pytest.mark.parametrize(
@@ -252,5 +257,7 @@ def test_auto_saves_as_often_as_failures_ask_for(cli: Cli, tmp_path: Path) -> No
         (("--guard", "stop", "--guard-every", "0"), "--guard-every 0: give at least 1"),
     ],
 )
-def test_words_that_cannot_be(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], line: str) -> None:
+def test_invalid_guard_and_save_options_are_refused(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], line: str
+) -> None:
     assert line in refused(capsys, "train", "digits", *words)

@@ -1,7 +1,4 @@
-"""Hostile use of the command line: crafted folders, FIFOs, links, full disks, names that steer a terminal, signals.
-
-The findings are numbers 6, 8, 10, 11, 13 and 16 of the second round of hostile use.
-"""
+"""Hostile use of the command line: crafted folders, FIFOs, links, full disks, escape sequences in names, signals."""
 
 from __future__ import annotations
 
@@ -38,18 +35,18 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason=
 
 
 @pytest.fixture
-def called(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The command line in this process: `called("new", "--list")` -> (status, stdout, stderr)."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+def run_main(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A function that runs a command in this process: `run_main("new", "--list")` -> (status, stdout, stderr)."""
+    previous_handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
-    def call(*words: object) -> tuple[int, str, str]:
+    def call(*args: object) -> tuple[int, str, str]:
         capsys.readouterr()
-        status = main([str(word) for word in words])
-        shown = capsys.readouterr()
-        return status, shown.out, shown.err
+        status = main([str(arg) for arg in args])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
 
     yield call
-    for number, handler in before.items():
+    for number, handler in previous_handlers.items():
         signal.signal(number, handler)
 
 
@@ -58,10 +55,10 @@ def write_record(path: Path) -> Path:
     return path
 
 
-# --- finding 6: variables that a shell of an allocation has left
+# --- launch variables left over from a shell in an allocation
 
 
-LEFT_BEHIND = [
+INVALID_VARIABLES = [
     {"PMI_RANK": "x"},
     {"PMI_RANK": "x", "PMI_SIZE": "2"},
     {"PMIX_RANK": "x"},
@@ -73,25 +70,26 @@ LEFT_BEHIND = [
 
 
 @pytest.mark.parametrize("command", ["train", "verify"])
-@pytest.mark.parametrize("variables", LEFT_BEHIND, ids=lambda variables: "-".join(variables))
-def test_a_variable_that_is_no_number_is_named(
+@pytest.mark.parametrize("variables", INVALID_VARIABLES, ids=lambda variables: "-".join(variables))
+def test_launch_variable_that_is_not_a_number_is_named(
     command: str, variables: dict[str, str], cli: Cli, tmp_path: Path
 ) -> None:
-    """One line, with the variable; or the command runs, because the variable is not its business."""
-    words = ["--layout", "single", "--quick"] if command == "verify" else ["--out", "out"]
-    done = cli(tmp_path, command, "digits", *words, "--steps", "1", "--device", "cpu", **variables)
-    if done.status == 0:
-        assert done.out
+    """The error is one line with the variable. The command may also run, because it does not read the variable."""
+    args = ["--layout", "single", "--quick"] if command == "verify" else ["--out", "out"]
+    result = cli(tmp_path, command, "digits", *args, "--steps", "1", "--device", "cpu", **variables)
+    if result.status == 0:
+        assert result.out
         return
-    assert done.status == 2, done.err
-    line = one_line(done.err)
+    assert result.status == 2, result.err
+    line = one_line(result.err)
     assert any(f"{name}={value}" in line for name, value in variables.items())
 
 
-# --- finding 8: folders that nobody's ranks have written
+# --- crafted autopsy folders and FIFOs
 
 
-def state(rank: int, pid: int, began: float, size: int = 2) -> dict[str, Any]:
+def state(rank: int, pid: int, start_time: float, size: int = 2) -> dict[str, Any]:
+    """Return the content of a rank's state file."""
     return {
         "job": "x",
         "rank": rank,
@@ -99,21 +97,21 @@ def state(rank: int, pid: int, began: float, size: int = 2) -> dict[str, Any]:
         "host": "h",
         "space": pid_namespace(),
         "pid": pid,
-        "began": began,
+        "began": start_time,
         "main": 1,
     }
 
 
-def gone() -> int:
-    """The number of a process that has ended."""
-    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
-        ended.wait()
-    return ended.pid
+def ended_pid() -> int:
+    """Return the id of a process that has ended."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    return process.pid
 
 
 @needs_proc
-def test_a_fifo_instead_of_the_stacks_of_a_rank_that_is_gone(cli: Cli, tmp_path: Path) -> None:
-    (tmp_path / "rank0.state").write_text(json.dumps(state(0, gone(), 1.0, size=1)))
+def test_autopsy_of_ended_rank_does_not_wait_for_a_fifo_as_stacks(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "rank0.state").write_text(json.dumps(state(0, ended_pid(), 1.0, size=1)))
     os.mkfifo(tmp_path / "rank0.stacks")
     running = cli.start(tmp_path, "autopsy", tmp_path)
     status, out, err = running.end(timeout=15)
@@ -122,29 +120,29 @@ def test_a_fifo_instead_of_the_stacks_of_a_rank_that_is_gone(cli: Cli, tmp_path:
 
 
 @needs_proc
-def test_a_fifo_instead_of_the_stacks_of_a_rank_that_lives(cli: Cli, tmp_path: Path) -> None:
-    """Its process answers the signal, so the file is read."""
+def test_autopsy_of_running_rank_does_not_wait_for_a_fifo_as_stacks(cli: Cli, tmp_path: Path) -> None:
+    """The process of rank 0 handles the signal, so autopsy reads the file."""
     assert STACKS_SIGNAL is not None
     code = f"import signal, time; signal.signal({STACKS_SIGNAL}, lambda *_: None); print(flush=True); time.sleep(100)"
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as alive:
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
         try:
-            assert alive.stdout is not None
-            alive.stdout.readline()
-            began = psutil.Process(alive.pid).create_time()
-            (tmp_path / "rank0.state").write_text(json.dumps(state(0, alive.pid, began, size=1)))
+            assert process.stdout is not None
+            process.stdout.readline()
+            start_time = psutil.Process(process.pid).create_time()
+            (tmp_path / "rank0.state").write_text(json.dumps(state(0, process.pid, start_time, size=1)))
             os.mkfifo(tmp_path / "rank0.stacks")
             running = cli.start(tmp_path, "autopsy", tmp_path)
             status, out, err = running.end(timeout=15)
             assert status == 0, err
             assert "rank 0" in out
         finally:
-            alive.kill()
+            process.kill()
 
 
 @needs_proc
 @pytest.mark.parametrize("name", ["rank0.answer", "rank0.seen", "request", "rank1.state"])
-def test_a_fifo_instead_of_another_file(cli: Cli, tmp_path: Path, name: str) -> None:
-    (tmp_path / "rank0.state").write_text(json.dumps(state(0, gone(), 1.0, size=1)))
+def test_autopsy_does_not_wait_for_a_fifo_in_its_folder(cli: Cli, tmp_path: Path, name: str) -> None:
+    (tmp_path / "rank0.state").write_text(json.dumps(state(0, ended_pid(), 1.0, size=1)))
     os.mkfifo(tmp_path / name)
     running = cli.start(tmp_path, "autopsy", tmp_path)
     status, out, err = running.end(timeout=15)
@@ -152,8 +150,8 @@ def test_a_fifo_instead_of_another_file(cli: Cli, tmp_path: Path, name: str) -> 
     assert "rank 0" in out
 
 
-def crafted() -> dict[str, Any]:
-    """The files of two ranks that are gone: rank 0 waited in a collective, and rank 1 had not come to it."""
+def hang_files() -> dict[str, Any]:
+    """Return the files of two ended ranks. Rank 0 waited in a collective that rank 1 had not reached."""
     groups = {"0": [0, 1], "1": [0, 1]}
 
     def call(group: str, number: int, is_done: bool) -> list[Any]:
@@ -163,15 +161,15 @@ def crafted() -> dict[str, Any]:
     files: dict[str, Any] = {}
     for rank in (0, 1):
         frames = [["/home/me/train.py", 10 + rank, "main"], ["/home/me/train.py", 90, "<module>"]]
-        known = {"groups": groups, "calls": calls[: 3 - rank]}
+        collectives = {"groups": groups, "calls": calls[: 3 - rank]}
         files[f"rank{rank}.state"] = state(rank, 999_999_99, 1.0)
-        files[f"rank{rank}.seen"] = {"time": 2.0, "frames": frames, "calls": known}
-        files[f"rank{rank}.answer"] = {"question": "q", "time": 3.0, "frames": frames, "calls": known}
+        files[f"rank{rank}.seen"] = {"time": 2.0, "frames": frames, "calls": collectives}
+        files[f"rank{rank}.answer"] = {"question": "q", "time": 3.0, "frames": frames, "calls": collectives}
     files["rank1.answer"] |= {"raised": "RuntimeError: Connection closed by peer"}
     return files
 
 
-ODD = [
+ODD_VALUES = [
     None,
     True,
     -1,
@@ -191,23 +189,23 @@ ODD = [
 ]
 
 
-def mutated(choose: random.Random) -> dict[str, Any]:
-    """One to three places of the files replaced, doubled, or left out."""
-    files = copy.deepcopy(crafted())
-    for _ in range(choose.randint(1, 3)):
-        node: Any = files[choose.choice(list(files))]
+def mutated_hang_files(rng: random.Random) -> dict[str, Any]:
+    """Return `hang_files()` with one to three values replaced, duplicated or deleted."""
+    files = copy.deepcopy(hang_files())
+    for _ in range(rng.randint(1, 3)):
+        node: Any = files[rng.choice(list(files))]
         while True:
             keys = list(node) if isinstance(node, dict) else list(range(len(node)))
             if not keys:
                 break
-            key = choose.choice(keys)
-            if isinstance(node[key], dict | list) and node[key] and choose.random() < 0.8:
+            key = rng.choice(keys)
+            if isinstance(node[key], dict | list) and node[key] and rng.random() < 0.8:
                 node = node[key]
                 continue
-            kind = choose.random()
-            if kind < 0.7:
-                node[key] = copy.deepcopy(choose.choice(ODD))
-            elif kind < 0.85 and isinstance(node, list):
+            mutation = rng.random()
+            if mutation < 0.7:
+                node[key] = copy.deepcopy(rng.choice(ODD_VALUES))
+            elif mutation < 0.85 and isinstance(node, list):
                 node.insert(key, copy.deepcopy(node[key]))
             else:
                 del node[key]
@@ -215,8 +213,10 @@ def mutated(choose: random.Random) -> dict[str, Any]:
     return files
 
 
-class Wrong(NamedTuple):
-    number: int
+class Failure(NamedTuple):
+    """An exception of the autopsy of the mutated files with this seed."""
+
+    seed: int
     error: str
     files: dict[str, Any]
 
@@ -225,20 +225,20 @@ NUM_MUTATED = 320
 
 
 @needs_proc
-def test_files_that_are_nearly_right(tmp_path: Path) -> None:
-    """Whatever they hold: a paragraph or none, soon, and no error of Python."""
-    wrong: list[Wrong] = []
-    numbers = iter(range(NUM_MUTATED))
+def test_autopsy_of_mutated_files_ends_without_an_exception(tmp_path: Path) -> None:
+    """The autopsy ends in time. It returns printable text or None."""
+    failures: list[Failure] = []
+    seeds = iter(range(NUM_MUTATED))
     lock = threading.Lock()
 
-    def look() -> None:
+    def run_autopsies() -> None:
         while True:
             with lock:
-                number = next(numbers, None)
-            if number is None:
+                seed = next(seeds, None)
+            if seed is None:
                 return
-            files = mutated(random.Random(number))
-            folder = tmp_path / str(number)
+            files = mutated_hang_files(random.Random(seed))
+            folder = tmp_path / str(seed)
             folder.mkdir()
             for name, row in files.items():
                 (folder / name).write_text(json.dumps(row))
@@ -247,22 +247,24 @@ def test_files_that_are_nearly_right(tmp_path: Path) -> None:
                 if text is not None and not text.isprintable():
                     raise ValueError(f"it would steer a terminal: {text!r}")
             except Exception as error:
-                wrong.append(Wrong(number, f"{type(error).__name__}: {error}", files))
+                failures.append(Failure(seed, f"{type(error).__name__}: {error}", files))
 
-    threads = [threading.Thread(target=look, daemon=True) for _ in range(32)]
+    threads = [threading.Thread(target=run_autopsies, daemon=True) for _ in range(32)]
     for thread in threads:
         thread.start()
     deadline = time.monotonic() + 120
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
         assert not thread.is_alive(), "an autopsy does not end"
-    assert not wrong, f"{len(wrong)} of {NUM_MUTATED}: " + "; ".join(f"{one.number}: {one.error}" for one in wrong[:5])
+    assert not failures, f"{len(failures)} of {NUM_MUTATED}: " + "; ".join(
+        f"{failure.seed}: {failure.error}" for failure in failures[:5]
+    )
 
 
 @needs_proc
-def test_files_that_are_right_are_read(tmp_path: Path) -> None:
-    """What the mutations above begin with says who never came."""
-    for name, row in crafted().items():
+def test_autopsy_of_valid_files_names_rank_and_file(tmp_path: Path) -> None:
+    """The unmutated files give an autopsy that names rank 0 and its source file."""
+    for name, row in hang_files().items():
         (tmp_path / name).write_text(json.dumps(row))
     text = hang_autopsy(tmp_path, timeout_seconds=0.1)
     assert text is not None
@@ -270,7 +272,7 @@ def test_files_that_are_right_are_read(tmp_path: Path) -> None:
     assert "train.py" in text
 
 
-ROWS: list[Any] = [
+INVALID_CALLS: list[Any] = [
     7,
     [],
     ["0"],
@@ -286,13 +288,13 @@ ROWS: list[Any] = [
 
 
 @needs_proc
-@pytest.mark.parametrize("row", ROWS, ids=map(str, range(len(ROWS))))
-def test_a_call_that_no_rank_writes(row: Any, tmp_path: Path, called: Any) -> None:
-    files = crafted()
+@pytest.mark.parametrize("row", INVALID_CALLS, ids=map(str, range(len(INVALID_CALLS))))
+def test_autopsy_accepts_or_refuses_an_invalid_call(row: Any, tmp_path: Path, run_main: Any) -> None:
+    files = hang_files()
     files["rank0.answer"]["calls"]["calls"] = [row]
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
-    status, _, err = called("autopsy", tmp_path)
+    status, _, err = run_main("autopsy", tmp_path)
     assert status in (0, 2), err
     assert "Error" not in err
 
@@ -309,18 +311,18 @@ def test_a_call_that_no_rank_writes(row: Any, tmp_path: Path, called: Any) -> No
         {"groups": None, "calls": None},
     ],
 )
-def test_groups_that_no_rank_writes(calls: Any, tmp_path: Path, called: Any) -> None:
-    files = crafted()
+def test_autopsy_accepts_or_refuses_invalid_groups(calls: Any, tmp_path: Path, run_main: Any) -> None:
+    files = hang_files()
     files["rank0.answer"]["calls"] = calls
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
-    status, _, err = called("autopsy", tmp_path)
+    status, _, err = run_main("autopsy", tmp_path)
     assert status in (0, 2), err
     assert "Error" not in err
 
 
-def test_a_fifo_instead_of_records(cli: Cli, tmp_path: Path) -> None:
-    """Nobody writes into it: opening it would wait for ever."""
+def test_report_refuses_a_fifo_as_records(cli: Cli, tmp_path: Path) -> None:
+    """No process writes into the FIFO, so opening it would wait forever."""
     os.mkfifo(tmp_path / "records.json")
     running = cli.start(tmp_path, "report", "records.json")
     status, _, err = running.end(timeout=15)
@@ -328,7 +330,7 @@ def test_a_fifo_instead_of_records(cli: Cli, tmp_path: Path) -> None:
     assert "records.json" in one_line(err)
 
 
-def test_a_fifo_instead_of_a_checkpoint(cli: Cli, tmp_path: Path) -> None:
+def test_checkpoint_inspect_does_not_wait_for_a_fifo(cli: Cli, tmp_path: Path) -> None:
     folder = tmp_path / "run" / "checkpoints" / "step-00000001"
     folder.mkdir(parents=True)
     os.mkfifo(folder / "about.json")
@@ -337,11 +339,11 @@ def test_a_fifo_instead_of_a_checkpoint(cli: Cli, tmp_path: Path) -> None:
     assert status in (1, 2), err
 
 
-# --- finding 10: a broadcast whose ranks do not agree on the root
+# --- a broadcast whose ranks do not agree on the root
 
 
-def broadcast_of_two_roots(world: Any, roots: list[int]) -> str:
-    """The error of this rank; empty where it got none."""
+def broadcast_with_root_per_rank(world: Any, roots: list[int]) -> str:
+    """Return the error message of this rank, or an empty string."""
     register_backend("shm")
     group = dist.new_group(backend="shm", timeout=datetime.timedelta(seconds=10))
     values = torch.full((5,), float(world.rank))
@@ -354,188 +356,195 @@ def broadcast_of_two_roots(world: Any, roots: list[int]) -> str:
 
 
 @pytest.mark.parametrize("roots", [[0, 1], [0, 1, 1], [0, 1, 0], [2, 2, 0]], ids=str)
-def test_a_broadcast_from_two_roots_is_an_error(ranks: Any, roots: list[int]) -> None:
-    """On one rank at least, when the next collective comes: a root waits for nobody. It is named, as a size is."""
-    errors = [error for error in ranks(len(roots), broadcast_of_two_roots, roots) if error]
+def test_broadcast_with_different_roots_is_an_error(ranks: Any, roots: list[int]) -> None:
+    """At least one rank raises at the next collective, because a root does not wait. The error names the root."""
+    errors = [error for error in ranks(len(roots), broadcast_with_root_per_rank, roots) if error]
     assert errors, "no rank has noticed"
     assert any("broadcast" in error and "root" in error for error in errors), errors
 
 
-# --- finding 11: names that steer a terminal
+# --- control characters in names
 
 ESCAPE = "a\x1b[31mb"
 NEWLINE = "a\nb"
 
 
-def harmless(text: str) -> bool:
-    return all(letter.isprintable() or letter == "\n" for letter in text)
+def is_printable(text: str) -> bool:
+    """Tell whether the text has no control characters except newlines."""
+    return all(character.isprintable() or character == "\n" for character in text)
 
 
-def in_one_line(text: str, *parts: str) -> bool:
-    """Whether some line has all these parts."""
+def has_line_with(text: str, *parts: str) -> bool:
+    """Tell whether some line has all these parts."""
     return any(all(part in line for part in parts) for line in text.splitlines())
 
 
 @pytest.fixture(scope="module")
 def trained(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A folder with `run`, a training of one update, and what was printed when it came to be: --out and --profile."""
+    """A folder with `run`, a training of one update, and the result of the command that made it."""
     folder = tmp_path_factory.mktemp("steers")
-    words = ["--out", f"run{ESCAPE}", "--profile", f"profile{ESCAPE}.json", "--steps", "1", "--device", "cpu"]
-    done = cli(folder, "train", "digits", *words)
-    assert done.status == 0, done.err
+    args = ["--out", f"run{ESCAPE}", "--profile", f"profile{ESCAPE}.json", "--steps", "1", "--device", "cpu"]
+    result = cli(folder, "train", "digits", *args)
+    assert result.status == 0, result.err
     (folder / f"run{ESCAPE}").rename(folder / "run")
-    return folder, done
+    return folder, result
 
 
-def test_train_prints_no_escape(trained: Any) -> None:
-    folder, done = trained
+def test_train_prints_no_control_characters(trained: Any) -> None:
+    folder, result = trained
     assert (folder / f"profile{ESCAPE}.json").exists()
-    assert harmless(done.out)
-    assert harmless(done.err)
-    assert in_one_line(done.out, "wrote", "profile", ".json")
+    assert is_printable(result.out)
+    assert is_printable(result.err)
+    assert has_line_with(result.out, "wrote", "profile", ".json")
 
 
-def test_train_keeps_a_name_with_a_newline_in_one_line(cli: Cli, tmp_path: Path) -> None:
-    out = f"run{NEWLINE}"
-    done = cli(tmp_path, "train", "digits", "--out", out, "--steps", "1", "--device", "cpu")
-    assert done.status == 0, done.err
-    assert (tmp_path / out / "record.json").exists()
-    assert in_one_line(done.out, "wrote", "runa", "b/log.jsonl")
+def test_train_prints_a_name_with_a_newline_in_one_line(cli: Cli, tmp_path: Path) -> None:
+    run_name = f"run{NEWLINE}"
+    result = cli(tmp_path, "train", "digits", "--out", run_name, "--steps", "1", "--device", "cpu")
+    assert result.status == 0, result.err
+    assert (tmp_path / run_name / "record.json").exists()
+    assert has_line_with(result.out, "wrote", "runa", "b/log.jsonl")
 
 
 @pytest.mark.parametrize("name", [ESCAPE, NEWLINE])
-def test_checkpoint_export_prints_no_escape(name: str, trained: Any, called: Any, tmp_path: Path) -> None:
-    status, out, err = called("checkpoint", "export", trained[0] / "run", tmp_path / f"{name}.safetensors")
+def test_checkpoint_export_prints_no_control_characters(name: str, trained: Any, run_main: Any, tmp_path: Path) -> None:
+    status, out, err = run_main("checkpoint", "export", trained[0] / "run", tmp_path / f"{name}.safetensors")
     assert status == 0, err
-    assert harmless(out + err)
-    assert in_one_line(out, "wrote", "b.safetensors", "tensors")
+    assert is_printable(out + err)
+    assert has_line_with(out, "wrote", "b.safetensors", "tensors")
 
 
 @pytest.mark.parametrize("name", [ESCAPE, NEWLINE])
-def test_checkpoint_export_of_a_run_with_such_a_name(name: str, trained: Any, called: Any, tmp_path: Path) -> None:
+def test_checkpoint_commands_print_no_control_characters_of_a_run_name(
+    name: str, trained: Any, run_main: Any, tmp_path: Path
+) -> None:
     (tmp_path / name).symlink_to(trained[0] / "run")
-    status, out, err = called("checkpoint", "export", tmp_path / name, tmp_path / "model.safetensors")
+    status, out, err = run_main("checkpoint", "export", tmp_path / name, tmp_path / "model.safetensors")
     assert status == 0, err
-    assert harmless(out + err)
+    assert is_printable(out + err)
     assert len(out.splitlines()) == 1
-    for words in (("inspect", tmp_path / name), ("inspect", trained[0] / "run", "--json", tmp_path / f"{name}.json")):
-        status, out, err = called("checkpoint", *words)
+    for args in (("inspect", tmp_path / name), ("inspect", trained[0] / "run", "--json", tmp_path / f"{name}.json")):
+        status, out, err = run_main("checkpoint", *args)
         assert status == 0, err
-        assert harmless(out + err)
+        assert is_printable(out + err)
 
 
 @pytest.mark.parametrize("name", [ESCAPE, NEWLINE])
-def test_predict_prints_no_escape(name: str, trained: Any, cli: Cli) -> None:
-    done = cli(trained[0], "predict", "digits", "--resume", "run", "--out", f"{name}.jsonl", "--device", "cpu")
-    assert done.status == 0, done.err
-    assert harmless(done.out + done.err)
-    assert in_one_line(done.out, "wrote", "b.jsonl", "predictions")
+def test_predict_prints_no_control_characters(name: str, trained: Any, cli: Cli) -> None:
+    result = cli(trained[0], "predict", "digits", "--resume", "run", "--out", f"{name}.jsonl", "--device", "cpu")
+    assert result.status == 0, result.err
+    assert is_printable(result.out + result.err)
+    assert has_line_with(result.out, "wrote", "b.jsonl", "predictions")
 
 
 @pytest.mark.parametrize("name", [ESCAPE, NEWLINE])
-def test_new_prints_no_escape(name: str, called: Any, tmp_path: Path) -> None:
-    status, out, err = called("new", "ddp_spawn", tmp_path / f"{name}.py")
+def test_new_prints_no_control_characters(name: str, run_main: Any, tmp_path: Path) -> None:
+    status, out, err = run_main("new", "ddp_spawn", tmp_path / f"{name}.py")
     assert status == 0, err
-    assert harmless(out + err)
+    assert is_printable(out + err)
     assert len(out.splitlines()) == 1
     assert (tmp_path / f"{name}.py").exists()
 
 
 @pytest.mark.parametrize("name", [ESCAPE, NEWLINE])
-def test_eject_prints_no_escape(name: str, called: Any, tmp_path: Path) -> None:
-    status, out, err = called("eject", "digits", tmp_path / name)
+def test_eject_prints_no_control_characters(name: str, run_main: Any, tmp_path: Path) -> None:
+    status, out, err = run_main("eject", "digits", tmp_path / name)
     assert status == 0, err
-    assert harmless(out + err)
-    assert in_one_line(out, "wrote", "b;")
+    assert is_printable(out + err)
+    assert has_line_with(out, "wrote", "b;")
 
 
 @pytest.mark.parametrize("name", [ESCAPE, NEWLINE])
-def test_report_prints_no_escape(name: str, called: Any, tmp_path: Path) -> None:
-    """Two Records, so that their names are a heading."""
-    one, two = write_record(tmp_path / f"{name}.json"), write_record(tmp_path / "two.json")
-    status, out, err = called("report", one, two, "--markdown", tmp_path / f"{name}.md")
+def test_report_prints_no_control_characters(name: str, run_main: Any, tmp_path: Path) -> None:
+    """With two files of Records the report prints the file names as headings."""
+    first_path, second_path = write_record(tmp_path / f"{name}.json"), write_record(tmp_path / "two.json")
+    status, out, err = run_main("report", first_path, second_path, "--markdown", tmp_path / f"{name}.md")
     assert status == 0, err
-    assert harmless(out + err)
-    assert in_one_line(out, "wrote", "b.md")
+    assert is_printable(out + err)
+    assert has_line_with(out, "wrote", "b.md")
 
 
-# --- finding 13: links without a target, full disks, signals
+# --- links without a target, full disks, signals
 
 
 @pytest.fixture
-def dangling(tmp_path: Path) -> Path:
-    """A link to a file in a folder that is not there."""
+def dangling_link(tmp_path: Path) -> Path:
+    """A link to a file in a folder that does not exist."""
     link = tmp_path / "link.html"
     link.symlink_to(tmp_path / "absent" / "x.html")
     return link
 
 
 @pytest.mark.parametrize("flag", ["--html", "--markdown"])
-def test_report_onto_a_dangling_link(flag: str, dangling: Path, called: Any, tmp_path: Path) -> None:
-    status, _, err = called("report", write_record(tmp_path / "r.json"), flag, dangling)
+def test_report_refuses_a_dangling_link_as_output(
+    flag: str, dangling_link: Path, run_main: Any, tmp_path: Path
+) -> None:
+    status, _, err = run_main("report", write_record(tmp_path / "r.json"), flag, dangling_link)
     assert status == 2, err
-    assert dangling.name in one_line(err)
+    assert dangling_link.name in one_line(err)
 
 
-def test_new_onto_a_dangling_link(dangling: Path, called: Any) -> None:
-    status, _, err = called("new", "ddp_spawn", dangling)
+def test_new_refuses_a_dangling_link_as_output(dangling_link: Path, run_main: Any) -> None:
+    status, _, err = run_main("new", "ddp_spawn", dangling_link)
     assert status == 2, err
-    assert dangling.name in one_line(err)
-    assert not dangling.exists()
+    assert dangling_link.name in one_line(err)
+    assert not dangling_link.exists()
 
 
-def test_export_onto_a_dangling_link(dangling: Path, trained: Any, called: Any) -> None:
-    link = dangling.with_suffix(".safetensors")
-    dangling.rename(link)
-    status, _, err = called("checkpoint", "export", trained[0] / "run", link)
-    if status != 0:  # a new file in the place of the link is right, too
+def test_export_replaces_or_refuses_a_dangling_link(dangling_link: Path, trained: Any, run_main: Any) -> None:
+    link = dangling_link.with_suffix(".safetensors")
+    dangling_link.rename(link)
+    status, _, err = run_main("checkpoint", "export", trained[0] / "run", link)
+    if status != 0:  # export may also replace the link with a new file
         assert status == 2, err
         assert link.name in one_line(err)
 
 
-def test_train_json_onto_a_dangling_link(dangling: Path, cli: Cli, tmp_path: Path) -> None:
-    """It is refused before the work, not after it."""
-    done = cli(tmp_path, "train", "digits", "--steps", "1", "--out", "out", "--json", dangling.name)
-    assert done.status == 2, done.err
-    assert dangling.name in done.err.splitlines()[-1]
+def test_train_refuses_a_dangling_json_link_before_training(dangling_link: Path, cli: Cli, tmp_path: Path) -> None:
+    """The command fails before it trains, so it writes no Record."""
+    result = cli(tmp_path, "train", "digits", "--steps", "1", "--out", "out", "--json", dangling_link.name)
+    assert result.status == 2, result.err
+    assert dangling_link.name in result.err.splitlines()[-1]
     assert not (tmp_path / "out" / "record.json").exists()
 
 
-def test_a_link_loop(tmp_path: Path, called: Any) -> None:
+def test_report_refuses_a_link_loop_as_output(tmp_path: Path, run_main: Any) -> None:
     (tmp_path / "loop.html").symlink_to(tmp_path / "loop.html")
-    status, _, err = called("report", write_record(tmp_path / "r.json"), "--html", tmp_path / "loop.html")
+    status, _, err = run_main("report", write_record(tmp_path / "r.json"), "--html", tmp_path / "loop.html")
     assert status == 2, err
     assert "loop.html" in one_line(err)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize("flag", ["--html", "--markdown"])
-def test_a_full_disk_is_named(flag: str, called: Any, tmp_path: Path) -> None:
+def test_report_names_the_file_on_a_full_disk(flag: str, run_main: Any, tmp_path: Path) -> None:
     (tmp_path / "full.out").symlink_to("/dev/full")
-    status, _, err = called("report", write_record(tmp_path / "r.json"), flag, tmp_path / "full.out")
+    status, _, err = run_main("report", write_record(tmp_path / "r.json"), flag, tmp_path / "full.out")
     assert status in (2, 4), err
     assert "full.out" in one_line(err)
     assert "No space left on device" in err
 
 
-def limited_files(cli: Cli, folder: Path, num_bytes: int, *words: object) -> Running:
-    """A command none of whose files may become larger: what a disk does that is full."""
+def start_with_file_limit(cli: Cli, folder: Path, num_bytes: int, *args: object) -> Running:
+    """Start a command that cannot write files above this size, which simulates a full disk."""
     return cli.start(
-        folder, *words, command=("-m", "everyrank"), before=("prlimit", f"--fsize={num_bytes}"), is_forked=False
+        folder, *args, command=("-m", "everyrank"), before=("prlimit", f"--fsize={num_bytes}"), is_forked=False
     )
 
 
 @pytest.mark.integration
-def test_new_onto_a_full_disk_is_named(cli: Cli, tmp_path: Path) -> None:
-    running = limited_files(cli, tmp_path, 100, "new", "ddp_spawn", "script.py")
+def test_new_names_the_file_on_a_full_disk(cli: Cli, tmp_path: Path) -> None:
+    running = start_with_file_limit(cli, tmp_path, 100, "new", "ddp_spawn", "script.py")
     status, _, err = running.end(timeout=110)
     assert status in (2, 4)
     assert "script.py" in one_line(err)
 
 
 @pytest.mark.integration
-def test_checkpoint_export_onto_a_full_disk_ends(cli: Cli, tmp_path: Path, trained: Any) -> None:
-    running = limited_files(cli, tmp_path, 20_000, "checkpoint", "export", trained[0] / "run", "model.safetensors")
+def test_checkpoint_export_leaves_no_file_on_a_full_disk(cli: Cli, tmp_path: Path, trained: Any) -> None:
+    running = start_with_file_limit(
+        cli, tmp_path, 20_000, "checkpoint", "export", trained[0] / "run", "model.safetensors"
+    )
     status, _, err = running.end(timeout=110)
     assert status in (2, 4)
     assert "model.safetensors" in err.splitlines()[-1]
@@ -544,44 +553,46 @@ def test_checkpoint_export_onto_a_full_disk_ends(cli: Cli, tmp_path: Path, train
     assert running.left() == {}
 
 
-@pytest.mark.parametrize(("number", "expected"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_report_that_is_ended_speaks_of_no_ranks(
-    number: int, expected: int, called: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("signal_number", "expected"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_interrupted_report_does_not_mention_ranks(
+    signal_number: int, expected: int, run_main: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has started none."""
+    """The command `report` has started no ranks."""
 
-    def is_ended(path: Path) -> list[Record]:
-        os.kill(os.getpid(), number)
+    def interrupted_read(path: Path) -> list[Record]:
+        os.kill(os.getpid(), signal_number)
         time.sleep(5)
         return read_records(path)
 
-    monkeypatch.setattr(report, "read_records", is_ended)
-    status, _, err = called("report", write_record(tmp_path / "r.json"))
+    monkeypatch.setattr(report, "read_records", interrupted_read)
+    status, _, err = run_main("report", write_record(tmp_path / "r.json"))
     assert status == expected
     assert "ranks" not in one_line(err)
 
 
 @needs_proc
-@pytest.mark.parametrize(("number", "expected"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_autopsy_that_is_ended_speaks_of_no_ranks(number: int, expected: int, cli: Cli, tmp_path: Path) -> None:
-    """It waits some seconds for the answer of a process that gives none; no rank is ended with it."""
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"]) as alive:
+@pytest.mark.parametrize(("signal_number", "expected"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_interrupted_autopsy_does_not_claim_to_end_ranks(
+    signal_number: int, expected: int, cli: Cli, tmp_path: Path
+) -> None:
+    """Autopsy is interrupted while it waits for a process that does not answer. That process stays alive."""
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"]) as process:
         try:
-            began = psutil.Process(alive.pid).create_time()
-            (tmp_path / "rank0.state").write_text(json.dumps(state(0, alive.pid, began, size=1)))
+            start_time = psutil.Process(process.pid).create_time()
+            (tmp_path / "rank0.state").write_text(json.dumps(state(0, process.pid, start_time, size=1)))
             running = cli.start(tmp_path, "autopsy", tmp_path)
             running.wait_for((tmp_path / "request").exists)
-            os.kill(running.process.pid, number)
+            os.kill(running.process.pid, signal_number)
             status, _, err = running.end(timeout=15)
             assert status == expected
             assert "ranks are ended" not in one_line(err)
-            assert alive.poll() is None
+            assert process.poll() is None
         finally:
-            alive.kill()
+            process.kill()
 
 
-def test_train_that_is_ended_still_says_so(cli: Cli, tmp_path: Path) -> None:
-    """Of a command that starts ranks the line stays as it is."""
+def test_interrupted_train_reports_that_all_ranks_are_ended(cli: Cli, tmp_path: Path) -> None:
+    """The command `train` starts ranks, so its last line says that they are ended."""
     running = cli.start(
         tmp_path, "train", "digits", "--processes", "2", "--layout", "ddp", "--epochs", "1000", "--out", "out"
     )
@@ -593,16 +604,16 @@ def test_train_that_is_ended_still_says_so(cli: Cli, tmp_path: Path) -> None:
     assert running.left() == {}
 
 
-# --- finding 16: files may not become large enough for shared memory
+# --- a file size limit too small for shared memory
 
 
 @pytest.mark.integration
-def test_a_limit_on_files_is_no_failure(cli: Cli, tmp_path: Path) -> None:
-    """`ulimit -f 100`: shm does not work there, and gloo does."""
-    limit = 100 * 1024
+def test_file_size_limit_falls_back_to_gloo(cli: Cli, tmp_path: Path) -> None:
+    """Under `ulimit -f 100` the shm backend does not work, and gloo does."""
+    limit_bytes = 100 * 1024
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[1] in (resource.RLIM_INFINITY, -1)
-    words = ["verify", "digits", "--layout", "ddp", "--processes", "2", "--quick", "--steps", "1", "--device", "cpu"]
-    running = limited_files(cli, tmp_path, limit, *words)
+    args = ["verify", "digits", "--layout", "ddp", "--processes", "2", "--quick", "--steps", "1", "--device", "cpu"]
+    running = start_with_file_limit(cli, tmp_path, limit_bytes, *args)
     status, out, err = running.end(timeout=110)
     assert status == 0, err
     assert "equal" in out
@@ -610,12 +621,12 @@ def test_a_limit_on_files_is_no_failure(cli: Cli, tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
-def test_a_limit_on_files_is_named_where_shm_was_asked_for(cli: Cli, tmp_path: Path) -> None:
-    words = ["verify", "digits", "--layout", "ddp", "--processes", "2", "--quick", "--steps", "1", "--device", "cpu"]
-    running = limited_files(cli, tmp_path, 100 * 1024, *words, "--backend", "shm")
+def test_file_size_limit_is_an_error_with_requested_shm(cli: Cli, tmp_path: Path) -> None:
+    args = ["verify", "digits", "--layout", "ddp", "--processes", "2", "--quick", "--steps", "1", "--device", "cpu"]
+    running = start_with_file_limit(cli, tmp_path, 100 * 1024, *args, "--backend", "shm")
     status, _, err = running.end(timeout=110)
     assert status in (2, 3, 4)
-    line = err.splitlines()[-1]
-    assert "shm" in line
-    assert "segment.py" not in line
+    last_line = err.splitlines()[-1]
+    assert "shm" in last_line
+    assert "segment.py" not in last_line
     assert running.left() == {}
