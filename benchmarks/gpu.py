@@ -19,7 +19,6 @@ import json
 import os
 import re
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -33,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from startup import free_port
 
 from everyrank.collectives.operations import OPERATIONS
 from everyrank.errors import EveryrankError
@@ -358,7 +358,7 @@ def compare_recipe(name: str) -> Rows:
             subprocess.run(command, check=True, capture_output=True)
             outputs.append(run_script(script, 2, "--float64", on_gpu=on_gpu))
     row = {"check": "recipe", "recipe": name, "ranks": 2}
-    return _compared(row, outputs[1], _numbers(outputs[1]), _numbers(outputs[0]))
+    return _compared(row, outputs[1], outputs[0])
 
 
 def compare_port(name: str, options: tuple[str, ...], out: Path) -> Rows:
@@ -370,9 +370,9 @@ def compare_port(name: str, options: tuple[str, ...], out: Path) -> Rows:
         ported = everyrank(name, f"port -o {port} {script}", 250, out, *options)
         if not port.exists():
             return [row | {"status": "no port", "tail": ported["tail"]}]
-        on_one = _numbers(run_script(port, 1, on_gpu=True))
+        output_of_one = run_script(port, 1, on_gpu=True)
         output = run_script(port, 2, on_gpu=True)
-    return _compared(row, output, _numbers(output), on_one)
+    return _compared(row, output, output_of_one)
 
 
 def run_script(script: Path, ranks: int, *arguments: str, on_gpu: bool) -> str:
@@ -380,9 +380,7 @@ def run_script(script: Path, ranks: int, *arguments: str, on_gpu: bool) -> str:
 
     Ends with the last lines of rank 0's errors where the script failed.
     """
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     processes: list[subprocess.Popen[str]] = []
     for rank in range(ranks):
         environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
@@ -414,9 +412,10 @@ def _numbers(output: str) -> list[float]:
     return [float(number) for number in re.findall(r"\d+\.\d+(?:e-?\d+)?", output)]
 
 
-def _compared(row: dict[str, Any], output: str, numbers: list[float], expected: list[float]) -> Rows:
+def _compared(row: dict[str, Any], output: str, expected_output: str) -> Rows:
     """Return the row, with the number of printed values and their largest relative difference."""
-    if "\nfailed" in output or not expected or len(numbers) != len(expected):
+    numbers, expected = _numbers(output), _numbers(expected_output)
+    if "\nfailed" in output + expected_output or not expected or len(numbers) != len(expected):
         row |= {"status": "failed", "tail": output[-1500:], "numbers": [len(numbers), len(expected)]}
     else:
         pairs = zip(numbers, expected, strict=True)
@@ -435,18 +434,15 @@ def predict(path: Path, machine_path: Path) -> None:
     result, measured = json.loads(path.read_text()), read_machine(machine_path)
     assert measured is not None
     cluster = host_cluster(measured.device, 1)
+    traces: dict[tuple[str, str, int], Any] = {}  # the rows with expandable segments repeat layouts of the others
     for row in result["rows"]:
-        if row["check"] not in ("steps", "expandable", "memory") or isinstance(
-            row.get("error"), str
-        ):  # a number: of a prediction
+        has_failed = isinstance(row.get("error"), str)  # a number is the error of a prediction
+        if row["check"] not in ("steps", "expandable", "memory") or has_failed:
             continue
-        workload, layout, ranks = (
-            load(Source(row["workload"], {}, None)),
-            parse_layout(row["layout"]),
-            row.get("ranks", 1),
-        )
+        key = row["workload"], row["layout"], row.get("ranks", 1)
+        workload, layout, ranks = load(Source(key[0], {}, None)), parse_layout(key[1]), key[2]
         sample = first_sample(workload)
-        traced = trace_step(workload, layout, ranks, 0, sample, on_gpu=True)
+        traced = traces[key] = traces.get(key) or trace_step(workload, layout, ranks, 0, sample, on_gpu=True)
         row["traced"] = traced.peak_bytes
         expandable = row["check"] == "expandable"
         row["replayed"] = dataclasses.asdict(replay(traced.events, traced.start, expandable_segments=expandable))

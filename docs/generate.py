@@ -118,13 +118,18 @@ def checked_on_a_gpu() -> str:
     )
 
 
+def cublas_bytes(row: dict[str, Any]) -> int:
+    """The workspace of cuBLAS in a measured row: plan does not trace it, and later rows of a process had it before."""
+    return 0 if row["alive_before"] else 2**26
+
+
 def planned_on_a_gpu(record: Path = GPU) -> str:
     """Peak memory and time of an update on a GPU, measured and as plan predicts them."""
     rows = []
     for row in json.loads(record.read_text(encoding="utf-8"))["rows"]:
         if row["check"] not in ("steps", "memory") or "traced" not in row:
             continue
-        measured = row["allocated"] - (0 if row["alive_before"] else 2**26)  # the workspace of cuBLAS
+        measured = row["allocated"] - cublas_bytes(row)
         seconds = row.get("seconds")
         rows.append(
             [
@@ -150,15 +155,16 @@ def expandable_segments_on_a_gpu() -> str:
         if row["check"] in ("steps", "expandable") and "replayed" in row:
             by_layout.setdefault((row["workload"], row["layout"]), {})[row["check"]] = row
     rows = []
-    for (workload, layout), row in by_layout.items():
+    for (workload, layout), by_check in by_layout.items():
+        if len(by_check) < 2:  # the time was up before the second measurement
+            continue
         cells = [f"`{workload}`", f"`{layout}`"]
-        for check in ("steps", "expandable") if len(row) == 2 else ():
-            reserved = row[check]["reserved"]
-            workspace = 0 if row[check]["alive_before"] else 2**26  # of cuBLAS
-            predicted = row[check]["replayed"]["reserved"] + workspace
+        for check in ("steps", "expandable"):
+            row = by_check[check]
+            reserved = row["reserved"]
+            predicted = row["replayed"]["reserved"] + cublas_bytes(row)
             cells += [f"{reserved / 2**20:,.0f}", f"{predicted / reserved - 1:+.1%}"]
-        if len(row) == 2:
-            rows.append(cells)
+        rows.append(cells)
     return _table(["workload", "layout", "reserved MiB", "plan", "expandable MiB", "plan"], rows)
 
 

@@ -10,6 +10,7 @@ update.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import gc
@@ -405,10 +406,11 @@ def _change(text: str, memory_of: Any, cluster: Cluster, command: str, workload:
         if workload.global_batch >= layout.accumulate * factor * cluster.gpus:
             changes[f"micro-batches of 1/{factor}"] = {"accumulate": layout.accumulate * factor}
     steps = [(name, dataclasses.replace(layout, **change)) for name, change in changes.items()]
-    changes.pop("micro-batches of 1/2" if "micro-batches of 1/8" in changes else "", None)
+    if "micro-batches of 1/8" in changes:
+        del changes["micro-batches of 1/2"]
     if len(changes) > 1:
-        together = {option: value for change in changes.values() for option, value in change.items()}
-        steps.append((", ".join(changes), dataclasses.replace(layout, **together)))
+        all_options = dict(collections.ChainMap(*changes.values()))
+        steps.append((", ".join(changes), dataclasses.replace(layout, **all_options)))
     others = ["fsdp:precision=bf16,recompute"] if workload.blocks else ["fsdp:precision=bf16"]
     steps += [("a different layout", parse_layout(other)) for other in others if cluster.gpus > 1]
     for change, changed in steps:
