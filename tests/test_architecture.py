@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import re
 import subprocess
+import symtable
 import sys
 from pathlib import Path
 
@@ -193,6 +195,40 @@ def test_modules_without_torch_do_not_import_it(path: Path) -> None:
         assert not [
             module for module, at_top in imports(path, path.read_text()) if at_top and module.split(".")[0] == "torch"
         ]
+
+
+REPOSITORY = Path(__file__).parents[1]
+# folders on the path of tests or benchmarks, and the modules of everyrank
+SEARCH_PATH = [REPOSITORY / "tests", REPOSITORY / "benchmarks", PACKAGE.parent]
+
+
+@functools.cache
+def names_defined_in(file: Path) -> set[str]:
+    """Return the names that a module assigns, defines or imports at its top level."""
+    symbols = symtable.symtable(file.read_text(), str(file), "exec").get_symbols()
+    return {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
+
+
+def missing_names(source: str) -> list[str]:
+    """Return the names that this source imports from a file of ours that does not define them."""
+    missing: list[str] = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.ImportFrom) or node.module in (None, "everyrank"):  # its names are loaded late
+            continue
+        path = Path(*node.module.split("."))
+        for file in [folder / path.with_suffix(".py") for folder in SEARCH_PATH]:
+            if file.exists():
+                names = {alias.name for alias in node.names} - names_defined_in(file)
+                missing += [f"{node.module}.{name}" for name in sorted(names)]
+                break
+    return missing
+
+
+def test_imported_names_of_tests_and_benchmarks_exist() -> None:
+    """`make test` does not import the integration tests and benchmarks, so it would not see a name that is gone."""
+    files = [*(REPOSITORY / "tests").rglob("*.py"), *(REPOSITORY / "benchmarks").rglob("*.py")]
+    assert {str(file): names for file in files if (names := missing_names(file.read_text()))} == {}
+    assert missing_names("from processes import Cli, NoSuchName") == ["processes.NoSuchName"]
 
 
 def test_help_imports_no_torch() -> None:

@@ -22,7 +22,7 @@ import pytest
 from everyrank import read_records
 from forkserver import ForkServer
 from integration.conftest import Hosts, needs_ray
-from integration.test_conformance import EVERYRANK, forked
+from integration.test_conformance import EVERYRANK, fork_server_command
 from processes import Cli
 
 SLOW = """
@@ -96,9 +96,9 @@ def test_training_resumes_without_a_lost_host_and_again_with_it(
     """The first host, which has rank 0, is lost and comes back later. The user types the same command on each host."""
     (tmp_path / "slow.py").write_text(SLOW)
     names, out = four_hosts.names, tmp_path / "out"
-    words = [*forked(python), *TRAIN, "--launcher", "torchrun", "--rendezvous-kind", "c10d", "--nodes", "3:4"]
-    words += ["--rendezvous", f"{four_hosts.addresses[1]}:29660", "--processes", "4", "--restarts", "3"]
-    words += ["--resume", "--out", "out"]
+    words = [*fork_server_command(python), *TRAIN, "--launcher", "torchrun", "--nodes", "3:4"]
+    words += ["--rendezvous-kind", "c10d", "--rendezvous", f"{four_hosts.addresses[1]}:29660"]
+    words += ["--processes", "4", "--restarts", "3", "--resume", "--out", "out"]
     started = [four_hosts.start(index, words, tmp_path) for index in range(4)]
 
     def begun() -> int:
