@@ -114,7 +114,7 @@ def test_waiting_candidates_free_device_memory(tmp_path: Path) -> None:
     assert saved["scaler"] == 1
 
 
-def test_load_and_threads_are_recorded_with_the_reason(bench_result: Any) -> None:
+def test_cpu_load_and_the_reason_for_the_thread_count_are_recorded(bench_result: Any) -> None:
     _, [single, *_], _ = bench_result
     assert single.provenance["load"]["before"] == 3.5
     assert set(single.provenance["load"]) == {"before", "others_cores"}
@@ -190,8 +190,8 @@ def test_interrupted_scaling_keeps_completed_world_sizes(bench_result: Any, caps
     assert capsys.readouterr().out == "1 rank:\n2 ranks, strong scaling:\n"  # one heading for each world size
 
 
-def test_caller_gets_last_kept_value_of_a_rank() -> None:
-    """The caller gets the last value that a rank has kept, also if the rank fails."""
+def test_caller_gets_last_preliminary_value_of_a_rank() -> None:
+    """The caller gets the last value that a rank passes to `info.keep`, even if the rank fails."""
 
     def keep_two_values(info: RankInfo, fails: bool) -> str:
         for value in (1, 2):

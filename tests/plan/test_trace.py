@@ -256,9 +256,9 @@ def test_growing_segments_are_the_smallest_change() -> None:
 @pytest.mark.parametrize(
     ("text", "batch", "what", "layout"),
     [
-        ("single", 64, "bf16, recompute, micro-batches of 1/8", "single:accumulate=8,precision=bf16,recompute"),
-        ("single:recompute", 64, "bf16, micro-batches of 1/8", "single:accumulate=8,precision=bf16,recompute"),
-        ("single", 4, "bf16, recompute, micro-batches of 1/2", "single:accumulate=2,precision=bf16,recompute"),
+        ("single", 64, "bf16, recompute, micro-batches 1/8 as large", "single:accumulate=8,precision=bf16,recompute"),
+        ("single:recompute", 64, "bf16, micro-batches 1/8 as large", "single:accumulate=8,precision=bf16,recompute"),
+        ("single", 4, "bf16, recompute, micro-batches 1/2 as large", "single:accumulate=2,precision=bf16,recompute"),
     ],
 )
 def test_changes_that_fit_only_together(text: str, batch: int, what: str, layout: str) -> None:

@@ -50,8 +50,9 @@ def external_rank(environment: Mapping[str, str]) -> RankInfo | None:
 def shared_folder(info: RankInfo, environment: Mapping[str, str], python_args: Sequence[str] = ()) -> Path:
     """Return the folder that all ranks of this launch share. Rank 0 creates it.
 
-    python_args  the script and its arguments. The script is part of the hash in the folder's name, because ranks that
-                 are started in several terminals may have none of the launcher variables
+    python_args  the script and its arguments, or -m, a module and its arguments. The script or module is part of the
+                 hash in the folder's name. Ranks that you start in several terminals may have no launcher variables.
+                 Without the script, audits of two scripts in one directory would then have the same folder
 
     Raises `CannotRunError` if the ranks are on several hosts, if another user can write to the folder, if rank 0
     does not start, or if an earlier audit of this script is still running.
@@ -67,9 +68,10 @@ def shared_folder(info: RankInfo, environment: Mapping[str, str], python_args: S
     if not stat.S_ISDIR(folder_status.st_mode) or folder_status.st_uid != os.getuid() or folder_status.st_mode & 0o022:
         raise CannotRunError(f"{base}: other users can write there, or it is a symbolic link. Remove it, or set TMPDIR")
     launch_values = [environment.get(name, "") for name in _LAUNCH_VARIABLES]
-    key = hashlib.sha256(
-        "\0".join([*launch_values, str(info.size), str(Path.cwd()), *python_args[:1]]).encode()
-    ).hexdigest()[:16]
+    script = python_args[: 2 if python_args[:1] == ["-m"] else 1]
+    key = hashlib.sha256("\0".join([*launch_values, str(info.size), str(Path.cwd()), *script]).encode()).hexdigest()[
+        :16
+    ]
     return _create_folder(base, key) if info.rank == 0 else _wait_for_folder(base, key)
 
 
@@ -87,7 +89,7 @@ def _create_folder(base: Path, key: str) -> Path:
 
 
 def _wait_for_folder(base: Path, key: str) -> Path:
-    """Wait for the folder that rank 0 creates, and return it. A folder of an earlier audit is ignored."""
+    """Wait for the folder that rank 0 creates, and return it. A folder whose rank 0 has ended is ignored."""
     start = time.monotonic()
     while (folder := _live_folder(base / f"{key}.json")) is None:
         if time.monotonic() > start + _WAIT_SECONDS:

@@ -77,7 +77,7 @@ def _stack(precision: str, zero: int) -> Stack:
 
 
 def configure_layout(layout: Layout, sizes: DecoderSizes, cluster: Cluster, batch: int) -> Configurations:
-    """Return the configuration of a layout. Raises `UsageError` for a layout that the closed form does not support.
+    """Return the configuration of a layout. Raises `UsageError` for a layout whose memory and time plan cannot predict.
 
     Supported strategies are single, ddp, zero1, fsdp, tensor, context, pipeline and local_sgd.
     """
@@ -185,7 +185,7 @@ def predict_step_of(c: Configurations, cluster: Cluster, calibration: Calibratio
 
 
 def verdicts(memory: Memory, cluster: Cluster) -> Any:
-    """Return fits, may not fit, or does not fit for each row. `fits` requires that the high estimate fits."""
+    """Return "fits", "may not fit" or "does not fit" for each row. "fits" means that even the high estimate fits."""
     gpu_memory = cluster.gpu.memory
     may_fit = np.where(memory.low > gpu_memory, "does not fit", "may not fit")
     return np.where(memory.high <= gpu_memory, "fits", may_fit)
@@ -229,14 +229,15 @@ def smallest_change(
         steps.append(("recompute", {"recompute": True}))
     micro_batch_counts = [layout.accumulate * factor for factor in (2, 4, 8, 16, 32, 64, 128, 256)]
     steps += [
-        (f"micro-batches of 1/{count // layout.accumulate}", {"accumulate": count}) for count in micro_batch_counts
+        (f"micro-batches 1/{count // layout.accumulate} as large", {"accumulate": count})
+        for count in micro_batch_counts
     ]
     is_float32 = layout.precision == "float32"
     both: dict[str, Any] = {"precision": "bf16" if is_float32 else layout.precision, "recompute": True}
     name_of_both = "bf16 and recompute" if is_float32 else "recompute"
     steps.append((name_of_both, both))
     steps += [
-        (f"{name_of_both}, and micro-batches of 1/{count // layout.accumulate}", both | {"accumulate": count})
+        (f"{name_of_both}, and micro-batches 1/{count // layout.accumulate} as large", both | {"accumulate": count})
         for count in micro_batch_counts
     ]
     for name, change in steps:

@@ -65,7 +65,7 @@ class Gpu:
     def links_of_node(self, per_node: int) -> Link:
         """Return the link inside a node of `per_node` GPUs.
 
-        `by_ranks` applies only to full nodes of eight V100. GPUs of a smaller node count as wired equally.
+        `by_ranks` describes full nodes of eight GPUs (V100, P100). In smaller nodes, all groups get the full bandwidth.
         """
         return replace(self.inside, by_ranks=()) if per_node < len(self.inside.by_ranks) else self.inside
 
@@ -73,8 +73,8 @@ class Gpu:
     def attention_efficiency(self) -> float:
         """Share of `flops` that FlashAttention-2 reaches over forward and backward with heads of 128.
 
-        It does not use the new features of Hopper (up to 335 of 989 Tflop/s forward) or Blackwell. If a unit does more
-        than 4 Tflop/s, softmax is the bottleneck. Source: Dao 2023, figures 4 to 7.
+        FlashAttention-2 uses no feature that is new in Hopper or Blackwell. On an H100 it reaches at most 335 of 989
+        Tflop/s forward. If a unit does more than 4 Tflop/s, softmax is the bottleneck. Source: Dao 2023, figures 4-7.
         """
         return 0.30 if self.flops > 4e12 * self.units else 0.55
 
@@ -173,7 +173,8 @@ _NVLINK2_LINKS, _NVLINK3_LINKS = (_NVLINK2, _100G), (_NVLINK3, _200G)
 _NVLINK4_LINKS, _NVLINK5_LINKS = (_NVLINK4, _400G), (_NVLINK5, _400G)
 _B200 = "hbm and total capacity: pytorch/ao#4002, measured; else NVIDIA data sheet"
 _H100_500W = (
-    "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md; operations: 0.85 of the SXM's, because of its 500 W limit"
+    "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md; operations: estimated as 0.85 of the H100 SXM, because "
+    "this GPU is limited to 500 W"
 )
 
 GPUS: dict[str, Gpu] = {

@@ -404,10 +404,10 @@ def _change(text: str, memory_of: Any, cluster: Cluster, command: str, workload:
         changes["recompute"] = {"recompute": True}
     for factor in (2, 8):
         if workload.global_batch >= layout.accumulate * factor * cluster.gpus:
-            changes[f"micro-batches of 1/{factor}"] = {"accumulate": layout.accumulate * factor}
+            changes[f"micro-batches 1/{factor} as large"] = {"accumulate": layout.accumulate * factor}
     steps = [(name, dataclasses.replace(layout, **change)) for name, change in changes.items()]
-    if "micro-batches of 1/8" in changes:
-        del changes["micro-batches of 1/2"]
+    if "micro-batches 1/8 as large" in changes:
+        del changes["micro-batches 1/2 as large"]
     if len(changes) > 1:
         all_options = dict(collections.ChainMap(*changes.values()))
         steps.append((", ".join(changes), dataclasses.replace(layout, **all_options)))

@@ -102,7 +102,7 @@ def evaluate(model, train_data, eval_data, device):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--float64", action="store_true", help="print every loss, to compare with another script")
+    parser.add_argument("--float64", action="store_true", help="train in float64, and print the loss of every update")
     args = parser.parse_args()
     dtype = torch.float64 if args.float64 else torch.float32
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

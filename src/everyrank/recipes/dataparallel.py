@@ -28,7 +28,7 @@ SEED = 0
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--float64", action="store_true", help="print every loss, to compare with another script")
+    parser.add_argument("--float64", action="store_true", help="train in float64, and print the loss of every update")
     args = parser.parse_args()
     dtype = torch.float64 if args.float64 else torch.float32
     num_devices = torch.cuda.device_count()

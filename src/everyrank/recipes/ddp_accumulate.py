@@ -34,7 +34,7 @@ ACCUMULATE = 4  # micro-batches of one update
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--float64", action="store_true", help="print every loss, to compare with another script")
+    parser.add_argument("--float64", action="store_true", help="train in float64, and print the loss of every update")
     args = parser.parse_args()
     dtype = torch.float64 if args.float64 else torch.float32
     cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one GPU per rank

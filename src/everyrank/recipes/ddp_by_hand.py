@@ -104,7 +104,7 @@ def main():
     parser.add_argument("--rank", type=int, help="0 to world size - 1, different for each rank")
     parser.add_argument("--world-size", type=int, help="number of ranks on all hosts")
     parser.add_argument("--init", default="env://", help="tcp://HOST:PORT, file:///PATH or env:// (default)")
-    parser.add_argument("--float64", action="store_true", help="print every loss, to compare with another script")
+    parser.add_argument("--float64", action="store_true", help="train in float64, and print the loss of every update")
     args = parser.parse_args()
     dtype = torch.float64 if args.float64 else torch.float32
     rank, world_size = read_environment() if args.init == "env://" else (args.rank, args.world_size)

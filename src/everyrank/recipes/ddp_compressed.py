@@ -37,7 +37,7 @@ START = 3  # updates before powersgd starts
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--float64", action="store_true", help="print every loss, to compare with another script")
+    parser.add_argument("--float64", action="store_true", help="train in float64, and print the loss of every update")
     parser.add_argument("--hook", choices=["fp16", "powersgd", "none"], default="fp16", help="compression of gradients")
     args = parser.parse_args()
     dtype = torch.float64 if args.float64 else torch.float32

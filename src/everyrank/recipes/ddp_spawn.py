@@ -88,7 +88,7 @@ def train(rank, world_size, init_method, dtype):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--processes", type=int, default=2, help="number of ranks (default: 2)")
-    parser.add_argument("--float64", action="store_true", help="print every loss, to compare with another script")
+    parser.add_argument("--float64", action="store_true", help="train in float64, and print the loss of every update")
     args = parser.parse_args()
     dtype = torch.float64 if args.float64 else torch.float32
     with tempfile.TemporaryDirectory() as folder:

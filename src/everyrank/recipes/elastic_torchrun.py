@@ -69,7 +69,7 @@ def save(**state):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--fail-at", type=int, help="rank 1 dies at this update, the first time")
-    parser.add_argument("--float64", action="store_true", help="print every loss, to compare with another script")
+    parser.add_argument("--float64", action="store_true", help="train in float64, and print the loss of every update")
     args = parser.parse_args()
     dtype = torch.float64 if args.float64 else torch.float32
     fail_at = args.fail_at if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else None

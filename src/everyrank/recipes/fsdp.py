@@ -67,7 +67,7 @@ def build_sharded(rank, world_size, device, dtype, bf16):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--float64", action="store_true", help="print every loss, to compare with another script")
+    parser.add_argument("--float64", action="store_true", help="train in float64, and print the loss of every update")
     parser.add_argument("--bf16", action="store_true", help="compute in bf16; parameters and updates stay in float32")
     args = parser.parse_args()
     dtype = torch.float64 if args.float64 else torch.float32

@@ -161,7 +161,7 @@ def parse_arguments():
     parser.add_argument("--arch", metavar="NAME", help="a network of torchvision (default: the ResNet-18 of this file)")
     parser.add_argument("--pretrained", type=Path, metavar="FILE", help="start from the weights in this file")
     parser.add_argument("--evaluate", action="store_true", help="evaluate without training")
-    parser.add_argument("--float64", action="store_true", help="print every loss, to compare with another script")
+    parser.add_argument("--float64", action="store_true", help="train in float64, and print the loss of every update")
     return parser.parse_args()
 
 

@@ -53,7 +53,7 @@ def average(model, optimizer, weight):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--float64", action="store_true", help="print every loss, to compare with another script")
+    parser.add_argument("--float64", action="store_true", help="train in float64, and print the loss of every update")
     parser.add_argument("--every", type=int, default=4, metavar="N", help="updates between two averages")
     args = parser.parse_args()
     dtype = torch.float64 if args.float64 else torch.float32

@@ -53,7 +53,8 @@ def serve(model, num_updates, trainers):
         for work in [dist.isend(flat, trainer) for trainer in trainers]:
             work.wait()
         messages = [flat.new_empty(len(flat) + 2) for _ in trainers]
-        for trainer, message in zip(trainers, messages, strict=True):  # in rank order, so that all runs round equally
+        # in rank order, so that the sum has the same rounding in every run
+        for trainer, message in zip(trainers, messages, strict=True):
             dist.recv(message, trainer)
         *gradient_sums, loss, count = sum(messages).split([*(p.numel() for p in parameters), 1, 1])
         for parameter, gradient_sum in zip(parameters, gradient_sums, strict=True):
@@ -82,7 +83,7 @@ def train(model, data, index, num_trainers, device):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--float64", action="store_true", help="print every loss, to compare with another script")
+    parser.add_argument("--float64", action="store_true", help="train in float64, and print the loss of every update")
     args = parser.parse_args()
     dtype = torch.float64 if args.float64 else torch.float32
     cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # one GPU per rank

@@ -89,7 +89,7 @@ class Rank:
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--float64", action="store_true", help="print every loss, to compare with another script")
+    parser.add_argument("--float64", action="store_true", help="train in float64, and print the loss of every update")
     args = parser.parse_args()
     world_size, dtype = args.ranks, torch.float64 if args.float64 else torch.float32
     ray.init(log_to_driver=False)

@@ -147,7 +147,7 @@ def start(*arguments):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--float64", action="store_true", help="print every loss, to compare with another script")
+    parser.add_argument("--float64", action="store_true", help="train in float64, and print the loss of every update")
     args = parser.parse_args()
     if not rpc.is_available():
         sys.stderr.write(f"{Path(__file__).name}: this torch is built without RPC: the builds for Linux have it\n")

@@ -65,7 +65,7 @@ def evaluate(model, data, device):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--float64", action="store_true", help="print every loss, to compare with another script")
+    parser.add_argument("--float64", action="store_true", help="train in float64, and print the loss of every update")
     args = parser.parse_args()
     dtype = torch.float64 if args.float64 else torch.float32
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -49,7 +49,8 @@ def sync_server(trainable: Trainable, link: ServerLink) -> StepFunction:
         trainable.zero_grad()
         link.give(*link.trainers)
         total = torch.zeros(2, dtype=torch.float64, device=link.mesh.world.device)
-        for trainer in link.trainers:  # in order of ranks, not of arrival, so that all runs round equally
+        # rank order, not arrival order: the sum then has the same rounding in each run
+        for trainer in link.trainers:
             header = link.receive_header(trainer)[1]
             assert header is not None, "a synchronous trainer sent a request for parameters"
             link.add_gradients(trainer, header)
