@@ -1,4 +1,4 @@
-"""A usual script for GPUs, with two mistakes: no set_epoch, and an accuracy that is a mean of batch means."""
+"""A DDP script with mistakes: no set_epoch, and an accuracy of rank 0 only, averaged over batches of unequal sizes."""
 
 import os
 
@@ -24,15 +24,15 @@ model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 2)).to(device)
 model = DistributedDataParallel(model, device_ids=[local_rank] if torch.cuda.is_available() else None)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 for epoch in range(3):
-    for value, target in loader:
-        loss = nn.functional.cross_entropy(model(value.to(device)), target.to(device))
+    for batch, target in loader:
+        loss = nn.functional.cross_entropy(model(batch.to(device)), target.to(device))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
     accuracies = []
     with torch.no_grad():
-        for value, target in test_loader:
-            accuracies.append((model(value.to(device)).argmax(1).cpu() == target).float().mean())
+        for batch, target in test_loader:
+            accuracies.append((model(batch.to(device)).argmax(1).cpu() == target).float().mean())
     if dist.get_rank() == 0:
         print(f"epoch {epoch}: loss {loss.item():.3f}, accuracy {torch.stack(accuracies).mean():.3f}")
 dist.destroy_process_group()

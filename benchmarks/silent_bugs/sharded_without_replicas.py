@@ -1,12 +1,12 @@
-"""fully_shard gets the shard axis of the mesh alone: with one rank on it, the replicas are never averaged.
+"""fully_shard gets only the shard axis, which has one rank, so gradients are never averaged over the replicas.
 
 Reported: https://github.com/verl-project/verl/issues/7493
-Wrong: each rank is a group of its own, and trains a model of its own on its part of the batch.
+Wrong: each rank trains a different model on its part of the batch.
 Kind: parallelize
 Mesh: replicate=2,shard=1
 Expected: gradients of all tensors; the mean over replicate; they are not averaged
-Reads: its rows of the batch
-Right: fully_shard over both axes: sharded along the one, averaged over the other
+Reads: every world_size-th row of the batch
+Right: fully_shard gets the whole mesh, so it shards along "shard" and averages over "replicate"
 """
 
 import os

@@ -7,7 +7,7 @@ Wrong: embedding and head start with the same values and go different ways: each
 Kind: parallelize
 Mesh: shard=2
 Expected: embedding.weight and head.weight are one tensor in the model as built, but two
-Reads: its rows of the batch
+Reads: every world_size-th row of the batch
 Right: tie the weights again after to_empty
 """
 

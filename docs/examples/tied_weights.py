@@ -1,8 +1,8 @@
-"""A small language model, and FSDP2 over it by hand with a mistake that is silent: tied weights that come apart.
+"""A small language model, and a function that shards it with FSDP2. It has a silent mistake: it unties the weights.
 
     everyrank verify docs/examples/tied_weights.py --layout docs/examples/tied_weights.py:shard=2 --processes 2
 
-Known from several training frameworks: https://github.com/verl-project/verl/issues/7834,
+Several training frameworks had this mistake: https://github.com/verl-project/verl/issues/7834,
 https://github.com/Modalities/modalities/issues/357, https://github.com/mosaicml/composer/pull/1856
 """
 
@@ -29,17 +29,17 @@ class LanguageModel(nn.Module):
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens):
-        """Logits of the next token, (B, T, VOCABULARY)."""
+        """Return the logits of the next token, (B, T, VOCABULARY)."""
         hidden = self.embedding(tokens)
         return self.head(hidden + self.body(hidden)) / 4
 
 
 def parallelize(model, mesh):
-    """Without memory for the whole model on each rank: built on meta, sharded, filled from a full state dict."""
+    """Build the model on the meta device, allocate it, shard it with FSDP2, and load a full state dict."""
     weights = model.state_dict()  # as it would come from a checkpoint
     with torch.device("meta"):
         model = LanguageModel()
-    model.to_empty(device="cpu")  # each parameter gets memory of its own, the two that were one as well
+    model.to_empty(device="cpu")  # the mistake: embedding and head get a tensor each
     fully_shard(model.body, mesh=mesh)
     fully_shard(model, mesh=mesh)
     set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
@@ -47,13 +47,13 @@ def parallelize(model, mesh):
 
 
 def loss(output, target):
-    """The sum over all tokens, and how many there are."""
+    """Return the sum over all tokens, and their number."""
     return F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum"), target.numel()
 
 
-def sequences(length, seed):
-    """Tokens (N, 12) that count up by three, and the same one later."""
-    first = torch.randint(0, VOCABULARY, (length, 1), generator=torch.Generator().manual_seed(seed))
+def sequences(num_sequences, seed):
+    """Return a dataset of tokens (N, 12) that count up by three, and the next tokens (N, 12)."""
+    first = torch.randint(0, VOCABULARY, (num_sequences, 1), generator=torch.Generator().manual_seed(seed))
     tokens = (first + 3 * torch.arange(13)) % VOCABULARY
     return TensorDataset(tokens[:, :-1], tokens[:, 1:])
 

@@ -67,7 +67,7 @@ def test_recipe_equals_one_device(cli: Cli, tmp_path: Path, library: Record) -> 
         ("parameter.grad /= count", "parameter.grad /= BATCH / world_size"),  # by a full batch, as a loader would
         ("                    parameter.grad /= count", "                    parameter.grad /= len(labels)"),
         (
-            'dist.broadcast(self.optimizer.state[parameter]["momentum_buffer"], self.source)',
+            'dist.broadcast(self.optimizer.state[parameter]["momentum_buffer"], self.source_rank)',
             "pass",
         ),  # replicas part in the second epoch
     ],
@@ -80,6 +80,8 @@ def test_mutation_differs(cli: Cli, tmp_path: Path, library: Record, before: str
 
 def test_either_divisor_comes_to_the_same(cli: Cli, tmp_path: Path, library: Record) -> None:
     """By all ranks or by those that are left: it goes out again with the count."""
-    text = recipes.text_of("ddp_uneven").replace("momentum])", "momentum], divide_by_initial_world_size=False)")
+    text = recipes.text_of("ddp_uneven").replace(
+        "momentum_hook])", "momentum_hook], divide_by_initial_world_size=False)"
+    )
     assert "divide_by_initial_world_size=False):" in text
     assert recipes.distance(recipes.printed(cli, tmp_path, "ddp_uneven", text), library) <= 1e-12

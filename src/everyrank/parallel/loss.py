@@ -25,35 +25,35 @@ def compute_loss(
     mesh: Mesh,
     deferred_errors: list[UnsupportedLayoutError] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss sum, with its graph and without dimensions, and the local (sum, count).
+    """Return the loss sum (differentiable, without dimensions), and a detached float64 tensor [sum, count].
 
-    The local (sum, count) is a detached float64 tensor of shape (2,). `deferred_errors` is for ranks that compute the
-    loss while others wait for its gradient (see `parallel.batch_gather.loss_scope`). Raises `WorkloadError` for a loss
-    that does not return (sum, count).
+    Both are of this rank's micro-batch. If `deferred_errors` is a list, errors of `gather` are appended to it instead
+    of raised, because other ranks wait for this one (see `parallel.batch_gather.loss_scope`). Raises `WorkloadError`
+    for a loss that does not return (sum, count).
     """
     with loss_scope(batch, mesh, workload.order, deferred_errors):
         loss_sum, count = _sum_and_count(workload.loss(output, batch.target), "loss")
-    loss_sum = full_tensor(loss_sum)  # the loss of split logits is a DTensor, and every rank needs the whole sum
+    loss_sum = full_tensor(loss_sum)  # with sharded logits, the loss is a DTensor; every rank needs its full value
     if not isinstance(loss_sum, Tensor) or loss_sum.dim() != 0:
         raise WorkloadError(f"loss: the sum must be a tensor without dimensions, not {_describe(loss_sum)}")
     if not batch.size:  # a dummy sample adds nothing, but its backward takes part in the collectives
         loss_sum, count = loss_sum * 0.0, 0.0
     if loss_sum.device.type == "cpu":
         return loss_sum, torch.tensor((loss_sum.item(), float(count)), dtype=torch.float64)
-    return loss_sum, _local_sum_on_device(loss_sum, count)
+    return loss_sum, _sum_and_count_on_device(loss_sum, count)
 
 
-def _local_sum_on_device(loss_sum: Tensor, count: Any) -> Tensor:
+def _sum_and_count_on_device(loss_sum: Tensor, count: Any) -> Tensor:
     """Return (sum, count) on the device of the loss.
 
     Reading the loss, or copying a Python number to the device, would synchronise.
     """
     is_on_device = isinstance(count, Tensor) and count.device == loss_sum.device
-    local_sum = torch.full((2,), 0.0 if is_on_device else float(count), dtype=torch.float64, device=loss_sum.device)
-    local_sum[0] = loss_sum.detach()
+    sum_and_count = torch.full((2,), 0.0 if is_on_device else float(count), dtype=torch.float64, device=loss_sum.device)
+    sum_and_count[0] = loss_sum.detach()
     if is_on_device:
-        local_sum[1] = count
-    return local_sum
+        sum_and_count[1] = count
+    return sum_and_count
 
 
 @torch.no_grad()
@@ -63,7 +63,7 @@ def evaluate_batch(workload: Workload, output: Any, batch: Batch, mesh: Mesh | N
     The tensor is float64. Without a `mesh`, `gather` returns only the local rows, so this rank waits for no other.
     Raises `WorkloadError` for a metric that does not return one sum and its count.
     """
-    local_sums = torch.zeros(1 + len(workload.metrics), 2, dtype=torch.float64)
+    sums_and_counts = torch.zeros(1 + len(workload.metrics), 2, dtype=torch.float64)
     functions = [("loss", workload.loss), *workload.metrics.items()]
     with loss_scope(batch, mesh) if mesh is not None else contextlib.nullcontext():
         for row, (name, function) in enumerate(functions):
@@ -74,25 +74,25 @@ def evaluate_batch(workload: Workload, output: Any, batch: Batch, mesh: Mesh | N
                     f"{name}: it returned {_describe(value)} as the sum; add up its numbers with .sum()"
                 )
             if batch.size:
-                local_sums[row, 0], local_sums[row, 1] = float(value), float(count)
-    return local_sums
+                sums_and_counts[row, 0], sums_and_counts[row, 1] = float(value), float(count)
+    return sums_and_counts
 
 
-def check_total(total: float, count: float) -> None:
+def check_total(loss_sum: float, count: float) -> None:
     """Raise `WorkloadError` for a loss without terms, `NotFiniteError` for NaN or infinity."""
     if count == 0:
         raise WorkloadError(
             "the loss counted 0 terms over all ranks, so it has no mean; each batch needs a target that is not masked"
         )
-    if not math.isfinite(total):
-        raise NotFiniteError(f"the loss is {total / count}")
+    if not math.isfinite(loss_sum):
+        raise NotFiniteError(f"the loss is {loss_sum / count}")
 
 
-def _sum_and_count(value: Any, source: str) -> tuple[Any, Any]:
-    """Return what a loss or a metric returned, checked to be a pair. `source` names it in the error."""
+def _sum_and_count(value: Any, function_name: str) -> tuple[Any, Any]:
+    """Return what a loss or a metric returned, checked to be a pair. `function_name` names it in the error."""
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise WorkloadError(
-            f"{source}: it returned {_describe(value)}; it must return (sum over the terms, number of terms)"
+            f"{function_name}: it returned {_describe(value)}; it must return (sum over the terms, number of terms)"
         )
     return value[0], value[1]
 

@@ -57,7 +57,7 @@ def _backward(case: ParityCase, layout: Layout, world: World, update: Update) ->
     data = (case.workload, case.train_data, [update], prepared.data_slice, 1, prepared.world, torch.float64)
     [batch] = next(batches_for_updates(*data))
     recording = Recording(range(batch.start, batch.start + batch.size), batch.total, keeps_gradients=True)
-    hooks = recording.watch(prepared.model)
+    hooks = recording.register_hooks(prepared.model)
     prepared.trainable.phase_observers.append(lambda phase: setattr(recording, "is_on", phase == "forward"))
     try:
         prepared.step([batch])
@@ -119,9 +119,9 @@ def _first_wrong_module(local: Recording, expected: Recording, code: CustomParal
 
 def _is_right(local: Recording, expected: Recording, key: Key) -> bool | None:
     local_event, expected_event = local.events[key], expected.events.get(key)
-    if expected_event is None or not local.rows or not local.has_same_calls(expected, key.name):
+    if expected_event is None or not local.samples or not local.has_same_calls(expected, key.name):
         return None
-    return is_part(local_event.gradients, expected_event.gradients, local.rows)
+    return is_part(local_event.gradients, expected_event.gradients, local.samples)
 
 
 def _is_repaired(local: Recording, key: Key, right: dict[Key, bool | None]) -> bool:

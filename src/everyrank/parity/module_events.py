@@ -2,7 +2,7 @@
 
 The same pass is recorded on a rank and in one process. The local tensor of a rank may hold some samples, positions or
 features of the whole, perhaps in a different order, so `is_part` searches for it. It may also be one term of a sum that
-is all-reduced later. A difference is repaired if a tensor computed from it is equal again.
+is all-reduced later. A wrong tensor is not reported if a later tensor that depends on it is correct.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = [
     "ModuleEvent",
     "Recording",
     "ancestors",
-    "equal_parts",
+    "equally_sized_parts",
     "is_part",
     "local_part",
     "local_samples",
@@ -34,7 +34,12 @@ __all__ = [
 
 
 class Key(NamedTuple):
-    """The input or output (`role`) of the `call`-th call of the module `name`; "" is the model itself."""
+    """An input or output of a module call.
+
+    name   the module's name, "" for the model itself
+    call   the number of earlier calls of this module in the pass
+    role   "input" or "output"
+    """
 
     name: str
     call: int
@@ -46,7 +51,7 @@ class ModuleEvent:
     """The floating-point tensors of the input or output of one module call.
 
     kind        the module's type
-    parent      the call that the module is called in; None for the model itself
+    parent      the output key of the enclosing module call; None for the model itself
     values      this rank's local tensors; None for a DTensor with a pending reduction
     nodes       the autograd node of each tensor; None without one
     gradients   the gradients of these tensors in backward; None until then
@@ -64,28 +69,33 @@ class ModuleEvent:
 
 @dataclass
 class Recording:
-    """The events of one forward pass, in order, for samples `rows` of a batch of `total`; `backward` is the order of
-    gradients.
+    """The module events of one forward pass, in order.
 
-    is_on   whether forward passes are recorded now; blocks that run again in backward are not recorded
+    samples           the indices of this rank's samples in the batch
+    batch_size        the number of samples in the batch
+    backward          the keys in the order in which their gradients arrive
+    is_on             whether to record; False in backward, where activation checkpointing runs modules again
+    keeps_gradients   whether to record the gradients of these tensors, too
+    open_calls        the output keys of the calls that have not returned
+    last_calls        the index of the latest call of each module
     """
 
-    rows: range
-    total: int
+    samples: range
+    batch_size: int
     events: dict[Key, ModuleEvent] = field(default_factory=dict[Key, ModuleEvent])
     backward: list[Key] = field(default_factory=list[Key])
     is_on: bool = True
     keeps_gradients: bool = False
-    stack: list[Key] = field(default_factory=list[Key])
-    calls: dict[str, int] = field(default_factory=dict[str, int])
+    open_calls: list[Key] = field(default_factory=list[Key])
+    last_calls: dict[str, int] = field(default_factory=dict[str, int])
 
     @property
-    def has_all(self) -> bool:
+    def has_all_samples(self) -> bool:
         """Whether the rank has all samples of the batch."""
-        return len(self.rows) == self.total
+        return len(self.samples) == self.batch_size
 
-    def watch(self, model: nn.Module) -> list[Any]:
-        """Register hooks on every module and return them for removal. A wrapper and its module count as one."""
+    def register_hooks(self, model: nn.Module) -> list[Any]:
+        """Register hooks and return them for removal. A wrapper and its module count as one, and the wrapper gets them."""
         hooks: list[Any] = []
         seen: set[str] = set()
         for path, module in model.named_modules():
@@ -99,16 +109,16 @@ class Recording:
     def _enter(self, name: str) -> Any:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             if self.is_on:
-                call = self.calls[name] = self.calls.get(name, -1) + 1
+                call = self.last_calls[name] = self.last_calls.get(name, -1) + 1
                 self._record_event(module, Key(name, call, "input"), (args, kwargs))
-                self.stack.append(Key(name, call, "output"))
+                self.open_calls.append(Key(name, call, "output"))
 
         return enter
 
     def _leave(self, name: str) -> Any:
         def leave(module: nn.Module, _: Any, output: Any) -> None:
-            if self.is_on and self.stack and self.stack[-1].name == name:
-                event = self._record_event(module, self.stack.pop(), output)
+            if self.is_on and self.open_calls and self.open_calls[-1].name == name:
+                event = self._record_event(module, self.open_calls.pop(), output)
                 bias = getattr(module, "bias", None)
                 if isinstance(bias, Tensor) and not isinstance(bias, DTensor):
                     event.bias = bias.detach().clone()
@@ -120,13 +130,11 @@ class Recording:
         event = ModuleEvent(
             key,
             type(module).__name__.removeprefix("FSDP"),
-            self.stack[-1] if self.stack else None,
+            self.open_calls[-1] if self.open_calls else None,
             [local_part(tensor) for tensor in tensors],
             [tensor.grad_fn for tensor in tensors],
             [None] * len(tensors),
         )
-        if key.role == "output" and self.stack and self.stack[-1] == key:
-            event.parent = self.stack[-2] if len(self.stack) > 1 else None
         self.events[key] = event
         if self.keeps_gradients:
             for index, tensor in enumerate(tensors):
@@ -144,7 +152,7 @@ class Recording:
 
     def has_same_calls(self, other: Recording, name: str) -> bool:
         """Whether both recordings have the same number of calls of this module, so that calls can be matched."""
-        return self.calls.get(name) == other.calls.get(name)
+        return self.last_calls.get(name) == other.last_calls.get(name)
 
 
 def module_label(key: Key, kind: str) -> str:
@@ -153,7 +161,7 @@ def module_label(key: Key, kind: str) -> str:
 
 
 def ancestors(nodes: Iterable[Any]) -> set[Any]:
-    """Return all autograd nodes that these nodes are computed from, without the nodes themselves."""
+    """Return all autograd nodes reachable from these through `next_functions`, without the nodes themselves."""
     result: set[Any] = set()
     to_visit = [next_node for node in nodes if node is not None for next_node, _ in node.next_functions]
     while to_visit:
@@ -176,14 +184,16 @@ def local_part(tensor: Tensor) -> Tensor | None:
 def is_part(
     local: Sequence[Tensor | None],
     expected: Sequence[Tensor | None],
-    rows: range,
+    samples: range,
     is_whole: bool = False,
     in_order: bool = False,
 ) -> bool | None:
-    """Whether each local tensor is a part of the one-device tensor for the same samples; None if it cannot be decided.
+    """Return whether the local tensors are parts of the one-device tensors for the same samples.
+
+    Tensors that cannot be compared are skipped. Returns None if all are skipped.
 
     is_whole   the rank has all samples and positions, so even a scalar such as a loss must be equal
-    in_order   rows in a different order do not count as a part
+    in_order   vectors along the last dimension in a different order do not count as a part
     """
     if len(local) != len(expected):
         return None
@@ -196,26 +206,26 @@ def is_part(
             or not (local_value.dim() or is_whole)
         ):
             continue
-        whole = local_samples(local_value, whole, rows)
+        whole = local_samples(local_value, whole, samples)
         divides_evenly = not any(
             large % small for small, large in zip(local_value.shape, whole.shape, strict=True) if small
         )
         is_right = divides_evenly and any(
             _is_near(local_value, candidate, whole)
-            for _, candidate in equal_parts(whole, local_value.shape)
+            for _, candidate in equally_sized_parts(whole, local_value.shape)
             if candidate.numel()
         )
-        is_right = is_right or (not in_order and _has_rows_of(local_value, whole))
+        is_right = is_right or (not in_order and _has_vectors_of(local_value, whole))
         if divides_evenly and not is_right:
             return False
         is_decided = is_decided or is_right
     return True if is_decided else None
 
 
-def local_samples(local: Tensor, whole: Tensor, rows: range) -> Tensor:
-    """Select the samples of the one-device tensor that this rank has."""
-    if local.dim() and len(local) == len(rows) < len(whole):
-        return whole[rows.start : rows.stop]
+def local_samples(local: Tensor, whole: Tensor, samples: range) -> Tensor:
+    """Return this rank's samples of the one-device tensor, or all of it if `local` is not split by samples."""
+    if local.dim() and len(local) == len(samples) < len(whole):
+        return whole[samples.start : samples.stop]
     return whole
 
 
@@ -223,8 +233,8 @@ def _is_near(local: Tensor, expected: Tensor, whole: Tensor) -> bool:
     return float((local - expected).abs().max()) <= ROUNDING * max(float(whole.abs().max()), 1e-300)
 
 
-def equal_parts(whole: Tensor, shape: torch.Size) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    """Yield all parts of this shape from splitting `whole` equally along its dimensions, and their start indices."""
+def equally_sized_parts(whole: Tensor, shape: torch.Size) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """Split `whole` into a grid of parts of this shape. Yield (start indices, part) of each."""
     starts_of_dims = [
         range(0, large, small) if small else range(1) for small, large in zip(shape, whole.shape, strict=True)
     ]
@@ -232,18 +242,19 @@ def equal_parts(whole: Tensor, shape: torch.Size) -> Iterator[tuple[tuple[int, .
         yield starts, whole[tuple(slice(start, start + size) for start, size in zip(starts, shape, strict=True))]
 
 
-def _has_rows_of(local: Tensor, whole: Tensor) -> bool:
-    """Whether each row (last dimension) of `local` occurs in `whole`: positions or tokens in a different order."""
+def _has_vectors_of(local: Tensor, whole: Tensor) -> bool:
+    """Whether each vector along the last dimension of `local` occurs in `whole`, in any order (permuted tokens)."""
     if local.dim() < 2 or local.shape[-1] != whole.shape[-1] or local.shape[-1] < 2 or not local.numel():
         return False
-    local_rows, rows = local.reshape(-1, local.shape[-1]).double(), whole.reshape(-1, whole.shape[-1]).double()
-    allowed = ROUNDING * max(float(rows.abs().max()), 1e-300)
-    weights = torch.cos(torch.arange(local_rows.shape[-1], dtype=torch.float64, device=local_rows.device) * 1.7 + 0.3)
-    order = (rows @ weights).argsort()
-    values = (rows @ weights)[order]
-    positions = torch.searchsorted(values, local_rows @ weights)
-    has_match = torch.zeros(len(local_rows), dtype=torch.bool, device=local_rows.device)
+    vectors, whole_vectors = (tensor.reshape(-1, tensor.shape[-1]).double() for tensor in (local, whole))
+    tolerance = ROUNDING * max(float(whole_vectors.abs().max()), 1e-300)
+    # each vector is looked up by a weighted sum of its elements, then compared with the vectors of the nearest sums
+    weights = torch.cos(torch.arange(vectors.shape[-1], dtype=torch.float64, device=vectors.device) * 1.7 + 0.3)
+    order = (whole_vectors @ weights).argsort()
+    sorted_sums = (whole_vectors @ weights)[order]
+    insertion_indices = torch.searchsorted(sorted_sums, vectors @ weights)
+    has_match = torch.zeros(len(vectors), dtype=torch.bool, device=vectors.device)
     for shift in (-2, -1, 0, 1):
-        candidates = rows[order[(positions + shift).clamp(0, len(rows) - 1)]]
-        has_match |= (candidates - local_rows).abs().amax(-1) <= allowed
+        candidates = whole_vectors[order[(insertion_indices + shift).clamp(0, len(whole_vectors) - 1)]]
+        has_match |= (candidates - vectors).abs().amax(-1) <= tolerance
     return bool(has_match.all())

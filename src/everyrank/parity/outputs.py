@@ -22,7 +22,7 @@ from everyrank.parity.module_events import (
     ModuleEvent,
     Recording,
     ancestors,
-    equal_parts,
+    equally_sized_parts,
     is_part,
     local_samples,
     module_label,
@@ -42,7 +42,7 @@ def first_output_that_differs(case: ParityCase, layout: Layout, world: World, up
     code = find_custom_parallelize(layout, world.size)
     local = _forward(case, layout, world, update)
     expected = _forward(case, Layout("single", precision="float64"), single_process_world(world), update)
-    is_whole = local.has_all and not any(code.contract.reads(axis) == "sequence" for axis in code.axes)
+    is_whole = local.has_all_samples and not any(code.contract.reads(axis) == "sequence" for axis in code.axes)
     right = _compare_modules(local, expected, is_whole)
     keys = list(expected.events)
     wrong = _unrepaired(local, right)
@@ -71,7 +71,7 @@ def _forward(case: ParityCase, layout: Layout, world: World, update: Update) -> 
     data = (case.workload, case.train_data, [update], prepared.data_slice, 1, prepared.world, torch.float64)
     batch = next(batches_for_updates(*data))[0]
     recording = Recording(range(batch.start, batch.start + batch.size), batch.total)
-    hooks = recording.watch(prepared.model)
+    hooks = recording.register_hooks(prepared.model)
     try:
         prepared.predict(batch)  # with gradients enabled: the graph shows which tensors depend on each other
     finally:
@@ -85,9 +85,9 @@ def _compare_modules(local: Recording, expected: Recording, is_whole: bool) -> d
     result: dict[Key, bool | None] = {}
     for key, event in local.events.items():
         other = expected.events.get(key)
-        is_known = other is not None and bool(local.rows) and local.has_same_calls(expected, key.name)
+        is_known = other is not None and bool(local.samples) and local.has_same_calls(expected, key.name)
         result[key] = (
-            is_part(event.values, other.values, local.rows, is_whole, in_order=not key.name)
+            is_part(event.values, other.values, local.samples, is_whole, in_order=not key.name)
             if is_known and other is not None
             else None
         )
@@ -159,16 +159,16 @@ def _describe_difference(
     values = zip(event.values, expected.values, strict=False) if event is not None else ()
     pairs = [(local, whole) for local, whole in values if local is not None and whole is not None]
     local, whole = next(
-        (pair for pair in pairs if is_part([pair[0]], [pair[1]], recording.rows) is False), (None, None)
+        (pair for pair in pairs if is_part([pair[0]], [pair[1]], recording.samples) is False), (None, None)
     )
     if local is None or whole is None:
         local, whole = pairs[0] if pairs else (None, None)
     can_add = (
-        local is not None and whole is not None and local.shape == local_samples(local, whole, recording.rows).shape
+        local is not None and whole is not None and local.shape == local_samples(local, whole, recording.samples).shape
     )
     sizes = all_gather(torch.tensor([local.numel() if local is not None and can_add else -1]), world)
     if len({int(size) for size in sizes}) == 1 and local is not None and whole is not None and can_add:
-        comparison = compare_ranks(local, local_samples(local, whole, recording.rows), code, world)
+        comparison = compare_ranks(local, local_samples(local, whole, recording.samples), code, world)
         if comparison.reduction:
             axes_text = " x ".join(comparison.reducing_axes)
             reason = (
@@ -180,7 +180,7 @@ def _describe_difference(
     if local is None or whole is None:
         return ""
     return _multiple_cause(local, whole, recording, expected.bias, code) or _misplaced_features(
-        local, whole, recording.rows
+        local, whole, recording.samples
     )
 
 
@@ -192,7 +192,7 @@ def _multiple_cause(
     local: Tensor, whole: Tensor, recording: Recording, bias: Tensor | None, code: CustomParallelize
 ) -> str:
     """Describe a tensor that is a multiple of the expected one, or has the layer's bias added several times."""
-    expected = local_samples(local, whole, recording.rows)
+    expected = local_samples(local, whole, recording.samples)
     if local.shape != expected.shape:
         return ""
     if not local.dim():
@@ -244,7 +244,11 @@ def _misplaced_features(local: Tensor, whole: Tensor, rows: range) -> str:
         feature_groups = [local[..., start : start + size] for start in range(0, width, size)]
         starts_of_groups = [
             next(
-                (starts for starts, candidate in equal_parts(whole, group.shape) if _is_near(group, candidate, whole)),
+                (
+                    starts
+                    for starts, candidate in equally_sized_parts(whole, group.shape)
+                    if _is_near(group, candidate, whole)
+                ),
                 None,
             )
             for group in feature_groups

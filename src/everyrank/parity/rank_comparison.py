@@ -1,6 +1,6 @@
-"""Compare the ranks' values of a tensor with one device: the axes over which their sum or mean is equal to it.
+"""Find the mesh axes over which the sum or mean of the ranks' tensors equals the tensor of one device.
 
-If the sum is equal, each rank has a part and an all-reduce is missing. If the mean is equal, the average is missing.
+If the sum is equal, a sum all-reduce is missing. If the mean is equal, an average over ranks is missing.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class RankComparison(NamedTuple):
     """The ranks' local values of a tensor compared with one device.
 
     differing_axes   the axes along which ranks hold different values
-    reducing_axes    the axes over which the ranks' sum or mean equals one device; () without such axes
-    reduction        "sum", "mean", or "" if neither is equal
+    reducing_axes    the fewest axes over which the sum or mean equals one device; () if none, or if no ranks differ
+    reduction        "sum" or "mean" over these axes; "" without such axes
     """
 
     differing_axes: tuple[str, ...]
@@ -37,38 +37,42 @@ class RankComparison(NamedTuple):
     reduction: str = ""
 
 
-def axis_sets(code: CustomParallelize) -> Iterator[tuple[str, ...]]:
-    """Yield all sets of axes with more than one rank, the smallest sets first."""
-    split_axes = [axis for axis, size in code.axes.items() if size > 1]
-    for length in range(1, len(split_axes) + 1):
-        yield from itertools.combinations(split_axes, length)
+def axis_sets(custom: CustomParallelize) -> Iterator[tuple[str, ...]]:
+    """Yield all non-empty sets of the axes that have more than one rank, the smallest sets first."""
+    axes_above_size_one = [axis for axis, size in custom.axes.items() if size > 1]
+    for length in range(1, len(axes_above_size_one) + 1):
+        yield from itertools.combinations(axes_above_size_one, length)
 
 
-def compare_ranks(local: Tensor, expected: Tensor, code: CustomParallelize, world: World) -> RankComparison:
-    """Compare `local` of every rank (of equal shape) with `expected` (identical on all ranks). A collective."""
-    mesh = custom_device_mesh(code, world)
-    allowed = ROUNDING * max(float(expected.abs().max()) if expected.numel() else 0.0, 1e-300)
-    sets = list(axis_sets(code))
-    flags: list[list[bool]] = []
+def compare_ranks(local: Tensor, expected: Tensor, custom: CustomParallelize, world: World) -> RankComparison:
+    """Return how the tensors `local` of all ranks relate to `expected`. A collective.
+
+    `local` must have the same shape on all ranks, and `expected` the same values.
+    """
+    mesh = custom_device_mesh(custom, world)
+    tolerance = ROUNDING * max(float(expected.abs().max()) if expected.numel() else 0.0, 1e-300)
+    sets = list(axis_sets(custom))
+    checks: list[list[bool]] = []  # for each set: whether ranks differ, the sum is equal, the mean is equal
     for axes in sets:
         total = local.detach().clone().contiguous()
         for axis in axes:
             dist.all_reduce(total, group=mesh.get_group(axis))
-        mean = total / math.prod(code.axes[axis] for axis in axes)
-        flags.append(
-            [not _is_near(local, mean, allowed), _is_near(total, expected, allowed), _is_near(mean, expected, allowed)]
-        )
-    flags_of_ranks = torch.stack(
-        [row.reshape(-1, 3) for row in all_gather(torch.tensor(flags, dtype=torch.int64), world)]
+        mean = total / math.prod(custom.axes[axis] for axis in axes)
+        ranks_differ = not _is_near(local, mean, tolerance)
+        checks.append([ranks_differ, _is_near(total, expected, tolerance), _is_near(mean, expected, tolerance)])
+    checks_of_ranks = torch.stack(
+        [row.reshape(-1, 3) for row in all_gather(torch.tensor(checks, dtype=torch.int64), world)]
     )
-    differ = tuple(
-        axes[0] for axes, flag in zip(sets, flags_of_ranks.amax(0).tolist(), strict=True) if len(axes) == 1 and flag[0]
+    differing_axes = tuple(
+        axes[0]
+        for axes, (differs, _, _) in zip(sets, checks_of_ranks.amax(0).tolist(), strict=True)
+        if len(axes) == 1 and differs
     )
-    for axes, (_, is_sum, is_mean) in zip(sets, flags_of_ranks.amin(0).tolist(), strict=True):
-        if differ and (is_sum or is_mean):
-            return RankComparison(differ, axes, "sum" if is_sum else "mean")
-    return RankComparison(differ)
+    for axes, (_, is_sum, is_mean) in zip(sets, checks_of_ranks.amin(0).tolist(), strict=True):
+        if differing_axes and (is_sum or is_mean):
+            return RankComparison(differing_axes, axes, "sum" if is_sum else "mean")
+    return RankComparison(differing_axes)
 
 
-def _is_near(left: Tensor, right: Tensor, allowed: float) -> bool:
-    return left.shape == right.shape and (not left.numel() or float((left - right).abs().max()) <= allowed)
+def _is_near(left: Tensor, right: Tensor, tolerance: float) -> bool:
+    return left.shape == right.shape and (not left.numel() or float((left - right).abs().max()) <= tolerance)

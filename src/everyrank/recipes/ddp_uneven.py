@@ -11,16 +11,18 @@ Use when       each rank reads its own source (a queue, whole files), and the so
 
 Without Join, the other ranks wait for a rank whose stream has ended, until the timeout. With Join, DDP's hook takes
 part in each all-reduce with zeros on that rank. Two things are still wrong, without an error:
-- DDP divides by the number of ranks, or with divide_by_initial_world_size=False by the number of remaining ranks. If
-  batches differ in size, samples then have different weights. Here gradients are divided by the number of samples:
-  DDP all-reduces [sum, count] of the loss with them, as the gradient of a parameter of two zeros.
+- DDP divides the summed gradients by the number of all ranks. With divide_by_initial_world_size=False, it divides by
+  the number of ranks that still have data. Either way, samples of smaller batches have larger weights. This script
+  divides by the number of samples. The gradient of an extra parameter is [loss sum, count], so DDP all-reduces both.
 - At the end, DDP broadcasts the model but not the momentum. A rank that ended early has an old momentum, and replicas
-  diverge in the next epoch. A second join hook broadcasts it. (ZeroRedundancyOptimizer has a hook, too.)
+  diverge in the next epoch. A second join hook broadcasts it. (ZeroRedundancyOptimizer has its own hook for Join.)
 
 What to change for your own training:
-- Replace local_stream() by your source. Each rank needs at least one batch. Late updates have fewer samples.
-- To end the epoch on all ranks with the first stream, use Join([...], throw_on_early_termination=True).
-- FSDP has no join hook. After the end of its stream, let a rank continue with a sample of weight zero.
+- Replace local_stream() by your source. Each rank needs at least one batch. After the first stream has ended, updates
+  have fewer samples.
+- To end the epoch when the first stream ends, use Join([...], throw_on_early_termination=True). Each rank then raises a
+  RuntimeError, and post_hook() does not run: catch it, and broadcast the losses from rank 0.
+- FSDP has no join hook. A rank whose stream has ended must continue with dummy samples of weight zero.
 """
 
 import argparse
@@ -53,7 +55,7 @@ class WithTotals(nn.Module):
         return self.network(images)
 
 
-class SameMomentum(Joinable, JoinHook):
+class BroadcastMomentum(Joinable, JoinHook):
     """A join hook that broadcasts the momentum from a rank that has made all updates, at the end of Join."""
 
     def __init__(self, optimizer, device):
@@ -75,11 +77,11 @@ class SameMomentum(Joinable, JoinHook):
         """Do nothing while other ranks continue."""
 
     def post_hook(self, is_last_joiner):
-        source = torch.tensor(dist.get_rank() if is_last_joiner else -1, device=self.device)
-        dist.all_reduce(source, dist.ReduceOp.MAX)
-        self.source = int(source)
+        source_rank = torch.tensor(dist.get_rank() if is_last_joiner else -1, device=self.device)
+        dist.all_reduce(source_rank, dist.ReduceOp.MAX)
+        self.source_rank = int(source_rank)
         for parameter in self.optimizer.param_groups[0]["params"]:
-            dist.broadcast(self.optimizer.state[parameter]["momentum_buffer"], self.source)
+            dist.broadcast(self.optimizer.state[parameter]["momentum_buffer"], self.source_rank)
 
 
 def local_stream(data, rank, world_size, epoch):
@@ -109,31 +111,33 @@ def main():
     ddp = DistributedDataParallel(model, device_ids=[device] if cuda else None)
     parameters = list(model.network.parameters())
     optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=5e-4)
-    momentum = SameMomentum(optimizer, device)
+    momentum_hook = BroadcastMomentum(optimizer, device)
 
     for epoch in range(EPOCHS):
         losses = []
-        with Join([ddp, momentum]):
+        with Join([ddp, momentum_hook]):
             for images, labels in local_stream(train_data, rank, world_size, epoch):
                 images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
                 loss = F.cross_entropy(ddp(images), labels, reduction="sum")
                 sum_and_count = torch.stack([loss.detach(), loss.new_tensor(len(labels))])
                 ddp.zero_grad()
                 (loss + model.totals @ sum_and_count).backward()
-                # DDP has divided gradients and totals by world_size, which cancels in the division by count.
-                (total, count), model.totals.grad = model.totals.grad, None
+                # DDP divided the gradients, the sum and the count by world_size, so it cancels in the divisions below.
+                (loss_sum, count), model.totals.grad = model.totals.grad, None
                 for parameter in parameters:
                     parameter.grad /= count
                 optimizer.step()
-                losses.append(total / count)
+                losses.append(loss_sum / count)
 
         # Only ranks that have made all updates have all losses, so one of them broadcasts.
         num_updates = torch.tensor(len(losses), device=device)
-        dist.broadcast(num_updates, momentum.source)
+        dist.broadcast(num_updates, momentum_hook.source_rank)
         losses = (
-            torch.stack(losses) if rank == momentum.source else torch.empty(num_updates, device=device, dtype=dtype)
+            torch.stack(losses)
+            if rank == momentum_hook.source_rank
+            else torch.empty(num_updates, device=device, dtype=dtype)
         )
-        dist.broadcast(losses, momentum.source)
+        dist.broadcast(losses, momentum_hook.source_rank)
         if rank == 0:
             print_losses(epoch, losses, every_update=args.float64)
 
@@ -141,7 +145,7 @@ def main():
     dist.all_reduce(correct)
     if rank == 0:
         print(f"top1 {correct.item() / len(eval_data):.4f}")
-    del ddp, momentum  # before the process group is destroyed
+    del ddp, momentum_hook  # before the process group is destroyed
     time.sleep(0.1)  # gloo's threads may still hold a tensor of the last all-reduce
     dist.destroy_process_group()
 
