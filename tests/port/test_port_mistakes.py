@@ -14,7 +14,7 @@ from porting import FUNCTIONS
 
 pytestmark = pytest.mark.integration
 
-# (code of the correct port, wrong code, text that the check or the audit reports)
+# Each case has code of the correct port, wrong code, and the text that the check or the audit reports.
 MISTAKES = {
     "loss of a rank's own samples": ("        loss = mean_over_ranks(loss, len(targets))\n", "", "one rank's samples"),
     "weight of a full batch": ("mean_over_ranks(loss, len(targets))", "mean_over_ranks(loss, 16)", "the loss is"),

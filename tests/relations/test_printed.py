@@ -37,7 +37,8 @@ def run_of(*ranks: RankRecording) -> ScriptRecording:
     return ScriptRecording(ranks, "", "", 0.0, Path(), float64=True)
 
 
-# what two ranks print, one rank with all samples, rank 0 only, rank 1 only, and the reported reason
+# Each case has what four runs print: two ranks, one rank with all samples, rank 0 only, and rank 1 only.
+# The last entry is the reported reason.
 PRINTED_NUMBERS = {
     "a mean of means": (
         [0.4, 0.5, 0.7],

@@ -27,7 +27,7 @@ def decay(updates: int, warmup: int, length: int | None = None) -> list[float]:
     return [step / warmup if step < warmup else max(0.0, (end - step) / (end - warmup)) for step in range(updates)]
 
 
-# the learning rates on two ranks and on one rank, the reported rules, and the rules that the comparison refutes
+# Each case has the learning rates on two ranks and on one rank, the reported rules and the refuted rules.
 RUNS = {
     "the same part of the training": (decay(40, 6), decay(80, 12), set(), ["schedule.often", "ranks.rate"]),
     "a warm-up of as many updates": (decay(40, 6), decay(80, 6), set(), ["schedule.often", "ranks.rate"]),

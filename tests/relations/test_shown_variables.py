@@ -8,7 +8,7 @@ import pytest
 
 from everyrank.relations.shown_variables import shown_variables
 
-# the call, its output, a number in the output, and the variables in its expression
+# Each case has a call, its output, a number in the output, and the variables behind this number.
 PRINT_CALLS = {
     "a formatted text": (
         'print(f"epoch {epoch} loss {total / count:.3f} done")',

@@ -14,7 +14,8 @@ from everyrank.repair.edited_script import CannotRepairError, EditedScript, line
 from everyrank.repair.fix import edited_by, is_editable
 from everyrank.repair.remedies import REMEDIES, remedies_for
 
-# (rule, text of the finding, script, script after the first remedy that fits); "#!" marks the line of the finding
+# Each case has the rule, the text of the finding, the script, and the script after the first remedy that fits.
+# The mark "#!" is at the line of the finding.
 EDITS = [
     (
         "data.same",
@@ -481,7 +482,7 @@ EDITS = [
     ("ddp.buckets", "", "model = DDP(model, bucket_cap_mb=0.001) #!", "model = DDP(model) #!"),
 ]
 
-# (rule, script, the helper function that the edit adds, the line that calls it)
+# Each case has the rule, the script, the helper function that the edit adds, and the line that calls it.
 WITH_HELPERS = [
     (
         "gradient.ragged",

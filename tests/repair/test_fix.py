@@ -91,4 +91,4 @@ def test_mean_of_means_is_fixed(tmp_path: Path) -> None:
     finding = next(finding for finding in audit.findings if finding.rule == "eval.mean-of-means")
     assert "% too" in finding.text
     patch = patch_script(audit, AuditOptions())
-    assert "eval.mean-of-means" in {fixed_finding.rule for fixed_finding, _ in patch.mended}
+    assert "eval.mean-of-means" in {fixed.rule for fixed, _ in patch.mended}
