@@ -1,4 +1,4 @@
-"""The closed forms of `everyrank plan`: memory against published figures, properties of time, choice, hostile input."""
+"""The closed forms of `everyrank plan`: memory, step time, the choice of a layout, and invalid arguments."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from everyrank.plan.validate import validate_rows
 ROWS = Path(__file__).parent / "rows.json"
 
 
-def test_facts_of_gpu_kinds() -> None:
-    """Each has a source, and sizes of the right order."""
+def test_gpu_table_is_plausible() -> None:
+    """Each GPU has a source, and values of the right order of magnitude. GPUs have several spellings."""
     for gpu in GPUS.values():
         assert gpu.source
         assert 10 * GIB < gpu.memory < 300 * GIB
@@ -45,25 +45,25 @@ def test_facts_of_gpu_kinds() -> None:
         find_gpu("h100_7gb")
 
 
-def test_known_decoders_have_their_published_parameters() -> None:
-    """Llama 3's and GPT-2's counts are known."""
+def test_known_decoders_have_their_published_parameter_counts() -> None:
+    """The parameter counts of Llama 3 and GPT-2 are published."""
     assert DECODERS["8b"].parameters == pytest.approx(8.03e9, rel=0.001)
     assert DECODERS["70b"].parameters == pytest.approx(70.55e9, rel=0.001)
     assert DECODERS["405b"].parameters == pytest.approx(405.85e9, rel=0.001)
     assert DECODERS["124m"].parameters == pytest.approx(124.4e6, rel=0.002)
 
 
-def test_memory_of_published_rows() -> None:
-    """The 4 rows that print allocated bytes come out within 1%, torchtitan's reserved within 6%."""
+def test_memory_of_published_rows_is_predicted() -> None:
+    """The error is below 1% for allocated bytes of SimuMax, and below 6% for reserved bytes of torchtitan."""
     rows, _ = read_rows(ROWS)
-    table = validate_rows(rows, [], shipped_calibration())["memory"]
-    errors = {row["source"]: row["largest_error"] for row in table}
-    assert errors["MooreThreads/SimuMax"] < 0.01
-    assert errors["pytorch/torchtitan"] < 0.06
+    memory_errors = validate_rows(rows, [], shipped_calibration())["memory"]
+    largest_errors = {row["source"]: row["largest_error"] for row in memory_errors}
+    assert largest_errors["MooreThreads/SimuMax"] < 0.01
+    assert largest_errors["pytorch/torchtitan"] < 0.06
 
 
-def test_no_false_fits() -> None:
-    """What ran out of memory is never said to fit, and what ran is never said not to."""
+def test_no_row_has_a_false_verdict() -> None:
+    """No row that ran out of memory is predicted to fit. No row that ran is predicted not to fit."""
     rows, _ = read_rows(ROWS)
     verdicts = validate_rows(rows, [], shipped_calibration())["verdicts"]
     assert sum(row.ran_out for row in rows) == 4
@@ -72,37 +72,41 @@ def test_no_false_fits() -> None:
     assert verdicts["ran_fits"] > 0
 
 
-def test_rows_that_cannot_be_read_are_counted(tmp_path: Path) -> None:
-    """Each with its reason; none is dropped in silence."""
+def test_unreadable_rows_are_counted(tmp_path: Path) -> None:
+    """Each unreadable row has a reason. No row is dropped without a report."""
     _, unreadable = read_rows(ROWS)
     assert unreadable == [("bigscience-topo-01", "model.layers is missing")]
-    whole = json.loads(ROWS.read_text())[0]
-    odd: list[Any] = [whole | {"measured": {"step_ms": value}} for value in (-1, float("nan"), "fast")]
-    odd += [5, None, {}, {"id": "x", "model": {"hidden": "many"}}, {"model": [], "hardware": 3}]
-    (tmp_path / "odd.json").write_text(json.dumps(odd))
+    valid_row = json.loads(ROWS.read_text())[0]
+    invalid_rows: list[Any] = [valid_row | {"measured": {"step_ms": step_ms}} for step_ms in (-1, float("nan"), "fast")]
+    invalid_rows += [5, None, {}, {"id": "x", "model": {"hidden": "many"}}, {"model": [], "hardware": 3}]
+    (tmp_path / "odd.json").write_text(json.dumps(invalid_rows))
     rows, unreadable = read_rows(tmp_path / "odd.json")
     assert not rows
-    assert len(unreadable) == len(odd)
+    assert len(unreadable) == len(invalid_rows)
     (tmp_path / "bad.json").write_text("{")
     with pytest.raises(UsageError, match="JSON"):
         read_rows(tmp_path / "bad.json")
 
 
-def configuration(stack: str = "everyrank-fsdp", **rows: Any) -> Any:
-    return make_configurations(DECODERS["8b"], STACKS[stack], {"zero": 3, "shard": 8, "micro": 1} | rows)
+def configuration(stack: str = "everyrank-fsdp", **degrees: Any) -> Any:
+    """Return the configuration of a Llama 3 8B model on 8 GPUs with a framework."""
+    return make_configurations(DECODERS["8b"], STACKS[stack], {"zero": 3, "shard": 8, "micro": 1} | degrees)
 
 
-def test_memory_moves_as_it_should() -> None:
-    """More shards hold less, recomputation keeps less, larger micro-batches keep more; categories add up."""
+def test_memory_decreases_with_sharding_and_recomputation() -> None:
+    """More shards, tensor parallelism, context parallelism and recomputation reduce memory.
 
-    def total(**rows: Any) -> float:
-        return float(predict_memory(configuration(**rows)).allocated)
+    Larger micro-batches increase it. The categories add up to the allocated bytes.
+    """
 
-    assert total(shard=64) < total(shard=8) < total(shard=1)
-    assert total(recompute=1) < total()
-    assert total(micro=2) > total()
-    assert total(context=8) < total()
-    assert total(tensor=8) < total()
+    def allocated_bytes(**degrees: Any) -> float:
+        return float(predict_memory(configuration(**degrees)).allocated)
+
+    assert allocated_bytes(shard=64) < allocated_bytes(shard=8) < allocated_bytes(shard=1)
+    assert allocated_bytes(recompute=1) < allocated_bytes()
+    assert allocated_bytes(micro=2) > allocated_bytes()
+    assert allocated_bytes(context=8) < allocated_bytes()
+    assert allocated_bytes(tensor=8) < allocated_bytes()
     memory = predict_memory(configuration(pipeline=np.array([1, 2, 4, 8]), accumulate=8))
     assert np.allclose(sum(memory.categories.values()), memory.allocated)
     assert (memory.high > memory.device).all()
@@ -110,124 +114,131 @@ def test_memory_moves_as_it_should() -> None:
     assert (memory.low < memory.allocated).all()
 
 
-def test_a_model_that_is_built_whole_has_to_fit_whole() -> None:
-    """Without meta=true each rank holds all parameters for a moment, whatever it holds afterwards."""
+def test_model_has_to_fit_unsharded_unless_it_is_built_on_meta() -> None:
+    """Without meta=true each rank holds all parameters while the model is built."""
     sizes, cluster, calibration = DECODERS["70b"], parse_cluster("1024xh100"), shipped_calibration()
-    text = "fsdp:precision=bf16,recompute"
-    whole, parts = (
+    layout_text = "fsdp:precision=bf16,recompute"
+    built_unsharded, built_on_meta = (
         estimate(configure_layout(parse_layout(layout), sizes, cluster, 1024), cluster, calibration)
-        for layout in (text, f"{text},meta=true")
+        for layout in (layout_text, f"{layout_text},meta=true")
     )
-    assert whole.verdict == "does not fit"
-    assert float(whole.memory.allocated) > 4 * sizes.parameters * 0.99
-    assert parts.verdict == "fits"
-    change = smallest_change(parse_layout(text), sizes, cluster, 1024, calibration)
+    assert built_unsharded.verdict == "does not fit"
+    assert float(built_unsharded.memory.allocated) > 4 * sizes.parameters * 0.99
+    assert built_on_meta.verdict == "fits"
+    change = smallest_change(parse_layout(layout_text), sizes, cluster, 1024, calibration)
     assert change is not None
-    assert change[1] == f"{text},meta=true"
+    assert change[1] == f"{layout_text},meta=true"
 
 
-def test_pipeline_keeps_more_micro_batches_under_gpipe() -> None:
-    """1F1B keeps as many as there are stages, GPipe all of them."""
-    rows = {"zero": 0, "shard": 1, "pipeline": 4, "accumulate": 32}
-    one, all_of_them = (predict_memory(configuration("megatron", **rows, schedule=s)) for s in (0, 1))
-    assert float(all_of_them.categories["activations"]) > 7 * float(one.categories["activations"])
+def test_gpipe_keeps_activations_of_more_micro_batches() -> None:
+    """1F1B keeps the activations of as many micro-batches as there are stages. GPipe keeps all of them."""
+    degrees = {"zero": 0, "shard": 1, "pipeline": 4, "accumulate": 32}
+    memory_1f1b, memory_gpipe = (
+        predict_memory(configuration("megatron", **degrees, schedule=schedule)) for schedule in (0, 1)
+    )
+    assert float(memory_gpipe.categories["activations"]) > 7 * float(memory_1f1b.categories["activations"])
 
 
-def test_time_is_the_sum_of_its_parts_and_moves_as_it_should() -> None:
-    """A slower link, chip or CPU never makes a step faster."""
+def test_step_time_is_the_sum_of_its_parts_and_grows_with_slower_hardware() -> None:
+    """A slower network, GPU or host makes a step slower. A step is never faster than its FLOPs allow."""
     cluster = parse_cluster("64xh100")
-    c = configuration(shard=64)
+    sharded_configuration = configuration(shard=64)
 
-    def seconds(fitted: Fitted = PRIOR, link: str = "400Gb") -> float:
-        time = predict_step(c, cluster.gpu, cluster.inside, parse_link(link), fitted)
-        assert float(time.total) == pytest.approx(sum(float(part) for part in time.parts.values()))
-        return float(time.total)
+    def step_seconds(fitted: Fitted = PRIOR, network: str = "400Gb") -> float:
+        step_time = predict_step(sharded_configuration, cluster.gpu, cluster.inside, parse_link(network), fitted)
+        assert float(step_time.total) == pytest.approx(sum(float(part) for part in step_time.parts.values()))
+        return float(step_time.total)
 
-    assert seconds(link="10Gb") > 2 * seconds()
-    assert seconds(Fitted(matmul=0.35)) > 1.5 * seconds(Fitted(matmul=0.7))
-    assert seconds(Fitted(launch=1e-3)) > 2 * seconds()
-    # it cannot be faster than its operations
-    assert seconds(Fitted(1.0, 1.0, 1e-6)) > DECODERS["8b"].flops_per_token * 8192 / cluster.gpu.flops
+    assert step_seconds(network="10Gb") > 2 * step_seconds()
+    assert step_seconds(Fitted(matmul=0.35)) > 1.5 * step_seconds(Fitted(matmul=0.7))
+    assert step_seconds(Fitted(launch=1e-3)) > 2 * step_seconds()
+    # A step cannot be faster than its FLOPs at the peak rate.
+    assert step_seconds(Fitted(1.0, 1.0, 1e-6)) > DECODERS["8b"].flops_per_token * 8192 / cluster.gpu.flops
 
 
-def test_float32_products_do_not_use_tf32() -> None:
-    """As torch's default has it: on an A100 an eighth of TF32's operations, on a V100 all that it has."""
+def test_float32_matrix_products_do_not_use_tf32() -> None:
+    """torch does not use TF32 by default. An A100 has an eighth of its TF32 rate then, and a V100 has no TF32."""
     sizes = parse_decoder("1b")
-    for kind, factor in (("a100", 8.0), ("v100", 1.0)):
-        cluster = parse_cluster(f"8x{kind}")
-        own = configure_layout(parse_layout("fsdp:meta=true"), sizes, cluster, 8)
-        times = [
-            predict_step(replace(own, tf32=tf32), cluster.gpu, cluster.inside, cluster.across).parts["products"]
-            for tf32 in (own.tf32, 1.0)
+    for gpu_name, factor in (("a100", 8.0), ("v100", 1.0)):
+        cluster = parse_cluster(f"8x{gpu_name}")
+        default_configuration = configure_layout(parse_layout("fsdp:meta=true"), sizes, cluster, 8)
+        product_times = [
+            predict_step(replace(default_configuration, tf32=tf32), cluster.gpu, cluster.inside, cluster.across).parts[
+                "products"
+            ]
+            for tf32 in (default_configuration.tf32, 1.0)
         ]
-        assert float(times[0] / times[1]) == pytest.approx(factor, rel=0.05)
+        assert float(product_times[0] / product_times[1]) == pytest.approx(factor, rel=0.05)
 
 
-def test_a_group_crosses_nodes_only_where_it_has_to() -> None:
-    """A group inside a node does not feel the network."""
+def test_group_inside_a_node_does_not_use_the_network() -> None:
+    """The time of a group inside a node does not depend on the network between nodes."""
     cluster = parse_cluster("64xh100")
-    inside = [
-        float(collective_seconds("all_reduce", 1e9, 8, 8, cluster.inside, parse_link(rate)))
-        for rate in ("1Gb", "400Gb")
+    inside_seconds = [
+        float(collective_seconds("all_reduce", 1e9, 8, 8, cluster.inside, parse_link(bandwidth)))
+        for bandwidth in ("1Gb", "400Gb")
     ]
-    assert inside[0] == inside[1]
-    slow = float(collective_seconds("all_reduce", 1e9, 8, 1, cluster.inside, parse_link("1Gb")))
-    assert slow > 10 * inside[0]
+    assert inside_seconds[0] == inside_seconds[1]
+    across_seconds = float(collective_seconds("all_reduce", 1e9, 8, 1, cluster.inside, parse_link("1Gb")))
+    assert across_seconds > 10 * inside_seconds[0]
     assert float(collective_seconds("all_reduce", 1e9, 1, 1, cluster.inside, cluster.across)) == 0
 
 
 def test_zero_bubble_and_interleaving_shrink_the_bubble() -> None:
+    """GPipe has the same bubble as 1F1B."""
     cluster = parse_cluster("8xh100")
-    rows = {"zero": 0, "shard": 1, "pipeline": 8, "accumulate": 8}
+    degrees = {"zero": 0, "shard": 1, "pipeline": 8, "accumulate": 8}
 
-    def bubble(**more: Any) -> float:
-        c = configuration("everyrank-autocast", **rows, **more)
-        return float(predict_step(c, cluster.gpu, cluster.inside, cluster.across).parts["bubble"])
+    def bubble(**options: Any) -> float:
+        pipeline_configuration = configuration("everyrank-autocast", **degrees, **options)
+        return float(predict_step(pipeline_configuration, cluster.gpu, cluster.inside, cluster.across).parts["bubble"])
 
     assert bubble(schedule=2) < 0.5 * bubble()
     assert bubble(chunks=2) < 0.6 * bubble()
     assert bubble(schedule=1) == bubble()
 
 
-def test_the_fit_finds_the_numbers_that_made_the_rows() -> None:
-    """Rows whose times come out of the formula itself are predicted within 4%, whatever the prior is."""
+def test_fit_recovers_the_calibration_that_generated_the_rows() -> None:
+    """The step times of the rows come from the formula itself. The fit predicts them within 4%."""
     rows, _ = read_rows(ROWS)
-    foundry = [row for row in rows if row.stack.name == "llm-foundry"]
+    foundry_rows = [row for row in rows if row.stack.name == "llm-foundry"]
     import dataclasses
 
     from everyrank.plan.calibration import Calibration
 
-    true = Calibration({row.case: Fitted(0.5, 0.55, 9e-6) for row in foundry})
-    made = [
+    true_calibration = Calibration({row.case: Fitted(0.5, 0.55, 9e-6) for row in foundry_rows})
+    generated_rows = [
         dataclasses.replace(row, step_seconds=float(seconds))
-        for row, seconds in zip(foundry, row_seconds(foundry, true), strict=True)
+        for row, seconds in zip(foundry_rows, row_seconds(foundry_rows, true_calibration), strict=True)
     ]
-    fitted = fit_calibration(made)
-    errors = row_seconds(made, fitted) / np.array([row.step_seconds for row in made]) - 1
-    assert np.abs(errors).max() < 0.04
-    assert fitted.fits[made[0].case].matmul == pytest.approx(0.5, rel=0.05)
+    fitted_calibration = fit_calibration(generated_rows)
+    relative_errors = (
+        row_seconds(generated_rows, fitted_calibration) / np.array([row.step_seconds for row in generated_rows]) - 1
+    )
+    assert np.abs(relative_errors).max() < 0.04
+    assert fitted_calibration.fits[generated_rows[0].case].matmul == pytest.approx(0.5, rel=0.05)
 
 
-def test_few_rows_get_the_wider_interval() -> None:
-    """Below 16 rows the interval of a case is not trusted; where nothing is known it is widest."""
+def test_prediction_interval_is_wider_for_cases_with_few_rows() -> None:
+    """A case with fewer than 16 rows has a wider interval. A case without rows has the widest."""
     calibration = shipped_calibration()
-    many = calibration.half_width("a100_80gb", "llm-foundry")
-    few = calibration.half_width("b200", "megatron-te")
-    assert many < few <= calibration.half_width("mi300x", "everyrank")
+    width_of_many_rows = calibration.half_width("a100_80gb", "llm-foundry")
+    width_of_few_rows = calibration.half_width("b200", "megatron-te")
+    assert width_of_many_rows < width_of_few_rows <= calibration.half_width("mi300x", "everyrank")
 
 
-def test_layouts_are_read_back_as_they_were_written() -> None:
-    """What the choice names is a layout that everyrank parses to the same degrees and the same memory."""
+def test_layout_text_is_parsed_to_the_same_layout() -> None:
+    """The text of a layout is parsed to the same degrees and the same memory."""
     sizes, cluster = DECODERS["8b"], parse_cluster("64xh100")
     columns = enumerate_layouts(sizes, cluster, 128)
     assert columns is not None
     from everyrank.plan.candidates import layout_text
 
-    seen: set[str] = set()
+    seen_strategies: set[str] = set()
     for index in range(0, len(columns), 17):
-        text = layout_text(columns, index)
-        again = configure_layout(parse_layout(text), sizes, cluster, 128)
-        row = columns.take(np.array([index]))
+        written_text = layout_text(columns, index)
+        parsed_configuration = configure_layout(parse_layout(written_text), sizes, cluster, 128)
+        written_configuration = columns.take(np.array([index]))
         for name in (
             "tensor",
             "pipeline",
@@ -239,42 +250,45 @@ def test_layouts_are_read_back_as_they_were_written() -> None:
             "recompute",
             "whole_first",
         ):
-            assert float(getattr(again, name)) == float(np.max(getattr(row, name))), (text, name)
-        assert float(predict_memory(again).allocated) == pytest.approx(float(np.max(predict_memory(row).allocated))), (
-            text
-        )
-        seen.add(text.partition(":")[0])
-    assert seen >= {"fsdp", "pipeline"}
+            assert float(getattr(parsed_configuration, name)) == float(np.max(getattr(written_configuration, name))), (
+                written_text,
+                name,
+            )
+        assert float(predict_memory(parsed_configuration).allocated) == pytest.approx(
+            float(np.max(predict_memory(written_configuration).allocated))
+        ), written_text
+        seen_strategies.add(written_text.partition(":")[0])
+    assert seen_strategies >= {"fsdp", "pipeline"}
 
 
 @pytest.mark.parametrize(
     "layout", ["fsdp", "ddp", "fsdp:precision=bf16", "pipeline:pipeline=8,replicate=8,microbatches=2"]
 )
-def test_the_smallest_change_fits(layout: str) -> None:
-    """What is proposed is not what was asked, and fits."""
+def test_smallest_change_of_a_layout_fits(layout: str) -> None:
+    """The proposed layout is different and fits into memory."""
     sizes, cluster, calibration = DECODERS["8b"], parse_cluster("64xh100"), shipped_calibration()
     change = smallest_change(parse_layout(layout), sizes, cluster, 128, calibration)
     assert change is not None
     assert change[1] != layout
-    c = configure_layout(parse_layout(change[1]), sizes, cluster, 128)
-    assert estimate(c, cluster, calibration).verdict == "fits"
+    changed_configuration = configure_layout(parse_layout(change[1]), sizes, cluster, 128)
+    assert estimate(changed_configuration, cluster, calibration).verdict == "fits"
 
 
-def test_the_choice_is_the_fastest_that_fits() -> None:
-    """Against a walk over all rows, one by one."""
+def test_best_layout_is_the_fastest_that_fits() -> None:
+    """The vectorized search finds the same layouts as a loop over all layouts."""
     sizes, cluster, calibration = DECODERS["1b"], parse_cluster("8xa100"), shipped_calibration()
-    best, fitting, looked_at = find_best(sizes, cluster, 16, calibration)
+    best_estimates, num_fitting, num_layouts = find_best(sizes, cluster, 16, calibration)
     columns = enumerate_layouts(sizes, cluster, 16)
     assert columns is not None
-    assert looked_at == len(columns)
-    one_by_one = [estimate(columns.take(index), cluster, calibration, "x") for index in range(len(columns))]
-    fits = [one.seconds for one in one_by_one if one.verdict == "fits"]
-    assert len(fits) == fitting
-    assert best[0].seconds == pytest.approx(min(fits))
-    assert all(one.seconds <= 1.05 * best[0].seconds for one in best)
+    assert num_layouts == len(columns)
+    estimates = [estimate(columns.take(index), cluster, calibration, "x") for index in range(len(columns))]
+    fitting_seconds = [estimated.seconds for estimated in estimates if estimated.verdict == "fits"]
+    assert len(fitting_seconds) == num_fitting
+    assert best_estimates[0].seconds == pytest.approx(min(fitting_seconds))
+    assert all(estimated.seconds <= 1.05 * best_estimates[0].seconds for estimated in best_estimates)
 
 
-HOSTILE = [
+INVALID_ARGUMENTS = [
     ("--decoder 8b", "--gpus"),
     ("--decoder 8b --gpus 8xh1000", "h100"),
     ("--decoder 8b --gpus 0xh100", "0 GPUs"),
@@ -319,30 +333,32 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize(("words", "named"), HOSTILE, ids=[words for words, _ in HOSTILE])
-def test_wrong_calls_are_one_line(capsys: pytest.CaptureFixture[str], words: str, named: str) -> None:
-    """The line names what to type; exit status 2."""
-    assert main(["plan", *words.split()]) == 2
+@pytest.mark.parametrize(("args", "expected_text"), INVALID_ARGUMENTS, ids=[args for args, _ in INVALID_ARGUMENTS])
+def test_invalid_arguments_are_refused_in_one_line(
+    capsys: pytest.CaptureFixture[str], args: str, expected_text: str
+) -> None:
+    """The exit code is 2. The error names a valid value or the invalid part."""
+    assert main(["plan", *args.split()]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
-    assert named in lines[0]
+    assert expected_text in lines[0]
 
 
-def test_a_vocabulary_of_ten_million_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its logits do not fit, and that is the answer."""
+def test_vocabulary_of_ten_million_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    """The logits of such a model do not fit into memory."""
     assert main(["plan", "--decoder", "8b,vocab=10000000", "--gpus", "8xh100"]) == 0
     assert "does not fit" in capsys.readouterr().out
 
 
-def test_a_config_of_hugging_face(tmp_path: Path) -> None:
-    """Sizes as the file has them; mixtures and encoders are refused, as the formula does not know them."""
+def test_hugging_face_config_is_read(tmp_path: Path) -> None:
+    """Mixtures of experts and encoders are refused, because the formula does not cover them."""
     config = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
     config |= {"intermediate_size": 14336, "vocab_size": 128256, "max_position_embeddings": 131072}
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
     assert decoder_from_config(path) == DECODERS["8b"]
-    for more in ({"num_local_experts": 8}, {"is_encoder_decoder": True}, {"hidden_size": "wide"}):
-        path.write_text(json.dumps(config | more))
+    for unsupported_fields in ({"num_local_experts": 8}, {"is_encoder_decoder": True}, {"hidden_size": "wide"}):
+        path.write_text(json.dumps(config | unsupported_fields))
         with pytest.raises(UsageError):
             decoder_from_config(path)
     path.write_text("[" * 100000)
@@ -350,49 +366,56 @@ def test_a_config_of_hugging_face(tmp_path: Path) -> None:
         decoder_from_config(path)
 
 
-def test_the_answer_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every layout has its bytes by category, what does not fit its change, and the shortlist its commands."""
-    out = tmp_path / "plan.json"
-    words = ["plan", "--decoder", "8b", "--gpus", "64xh100", "--tokens", "1T", "--price", "2", "--mtbf", "24", "--json"]
-    assert main([*words, str(out)]) == 0
-    answer = json.loads(out.read_text())
-    assert all(row["verdict"] == "fits" or "change" in row or "reason" in row for row in answer["layouts"])
-    for choice in answer["shortlist"]:
+def test_plan_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each layout has a verdict. A layout that does not fit has a change or a reason.
+
+    The shortlist has commands, and the whole run has its cost.
+    """
+    json_path = tmp_path / "plan.json"
+    args = ["plan", "--decoder", "8b", "--gpus", "64xh100", "--tokens", "1T", "--price", "2", "--mtbf", "24", "--json"]
+    assert main([*args, str(json_path)]) == 0
+    plan = json.loads(json_path.read_text())
+    assert all(row["verdict"] == "fits" or "change" in row or "reason" in row for row in plan["layouts"])
+    for choice in plan["shortlist"]:
         assert choice["low_seconds"] < choice["step_seconds"] < choice["high_seconds"]
         assert choice["layout"] in choice["commands"]["train"]
-        assert choice["most_bytes"] <= answer["cluster"]["memory_bytes"]
-    run = answer["whole_run"]
-    assert 0 < run["goodput"] < 1
-    assert run["money"] == pytest.approx(2 * run["gpu_hours"])
-    assert len(run["assumptions"]) >= 4
-    assert "A tie" in capsys.readouterr().out or len(answer["shortlist"]) == 1 or not answer["is_ranked"]
+        assert choice["most_bytes"] <= plan["cluster"]["memory_bytes"]
+    whole_run = plan["whole_run"]
+    assert 0 < whole_run["goodput"] < 1
+    assert whole_run["money"] == pytest.approx(2 * whole_run["gpu_hours"])
+    assert len(whole_run["assumptions"]) >= 4
+    assert "A tie" in capsys.readouterr().out or len(plan["shortlist"]) == 1 or not plan["is_ranked"]
 
 
-def test_validate_prints_each_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Time, memory, verdicts, regret, and the rows that were not read; rows of the fit are predicted without them."""
-    out, fitted = tmp_path / "errors.json", tmp_path / "fitted.json"
-    words = ["plan", "--validate", str(ROWS), "--calibration", str(ROWS), "--json", str(out)]
-    assert main([*words, "--write-calibration", str(fitted)]) == 0
-    result = json.loads(out.read_text())
+def test_validate_reports_errors_by_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The result has errors of time and memory, and the number of unreadable rows.
+
+    Rows of the fit are left out of the fit that predicts them.
+    """
+    errors_path, calibration_path = tmp_path / "errors.json", tmp_path / "fitted.json"
+    args = ["plan", "--validate", str(ROWS), "--calibration", str(ROWS), "--json", str(errors_path)]
+    assert main([*args, "--write-calibration", str(calibration_path)]) == 0
+    result = json.loads(errors_path.read_text())
     assert result["unreadable"] == [{"reason": "model.layers is missing", "count": 1}]
     assert {row["source"] for row in result["time"]} >= {"mosaicml/llm-foundry", "MooreThreads/SimuMax"}
     assert result["left_out_of_fit"] == sum(row["rows"] for row in result["time"])
     assert result["resamplings"]["draws"] == 10
     assert "model.layers" in capsys.readouterr().out
-    assert read_calibration(fitted).rows == read_calibration(ROWS).rows
+    assert read_calibration(calibration_path).rows == read_calibration(ROWS).rows
 
 
-def test_the_arithmetic_imports_no_torch() -> None:
-    """A plan of a decoder takes less time than importing torch."""
+def test_plan_of_a_decoder_does_not_import_torch() -> None:
+    """A plan of a decoder takes less time than the import of torch."""
     code = (
         "import sys\nfrom everyrank.cli import main\n"
         "assert main('plan --decoder 8b --gpus 64xh100'.split()) == 0\nprint('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.splitlines()[-1] == "False"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert result.stdout.splitlines()[-1] == "False"
 
 
-def test_sizes_as_typed() -> None:
+def test_sizes_with_units_are_parsed() -> None:
+    """Bytes, bandwidths and decoder sizes are typed with units."""
     assert parse_bytes("80GiB", "--memory") == 80 * GIB
     assert parse_bytes("80GB", "--memory") == 80e9
     assert parse_bytes("80", "--memory") == 80 * GIB
@@ -402,12 +425,12 @@ def test_sizes_as_typed() -> None:
     assert parse_decoder("layers=4,hidden=256,heads=4").kv == 4
 
 
-def test_the_page_draws_memory_and_time(tmp_path: Path) -> None:
-    """It loads nothing."""
-    out = tmp_path / "plan.html"
-    assert main(["plan", "--decoder", "8b", "--gpus", "64xh100", "--html", str(out)]) == 0
-    text = out.read_text()
-    assert text.count("<svg") == 2
-    assert "activations" in text
-    assert "<script" not in text
-    assert 'src="http' not in text
+def test_html_page_draws_memory_and_time(tmp_path: Path) -> None:
+    """The page has two charts, no scripts, and loads nothing from the network."""
+    html_path = tmp_path / "plan.html"
+    assert main(["plan", "--decoder", "8b", "--gpus", "64xh100", "--html", str(html_path)]) == 0
+    page = html_path.read_text()
+    assert page.count("<svg") == 2
+    assert "activations" in page
+    assert "<script" not in page
+    assert 'src="http' not in page

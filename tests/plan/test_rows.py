@@ -1,4 +1,4 @@
-"""Rows of tables as other people type them: every one is predicted, or counted with its reason."""
+"""Rows of published benchmark tables: every row is predicted, or counted with the reason why not."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ from everyrank.plan.hardware import GIB, parse_published_link
 from everyrank.plan.rows import Row, read_rows
 from everyrank.plan.validate import validate_rows
 
-TITAN: dict[str, Any] = next(
+TORCHTITAN_ROW: dict[str, Any] = next(
     row for row in json.loads((Path(__file__).parent / "rows.json").read_text()) if row["id"].endswith("8xh100-bf16")
 )
 
 
-def changed(**fields: Any) -> dict[str, Any]:
-    """The torchtitan row with some fields replaced: `model__layers=16`; `...` removes one."""
-    row = copy.deepcopy(TITAN)
+def torchtitan_row_with(**fields: Any) -> dict[str, Any]:
+    """Return the torchtitan row with some fields replaced.
+
+    For example, `model__layers=16` sets model.layers. The value `...` removes a field.
+    """
+    row = copy.deepcopy(TORCHTITAN_ROW)
     for path, value in fields.items():
         group: dict[str, Any] = row
-        *parts, name = path.split("__")
-        for part in parts:
+        *parents, name = path.split("__")
+        for part in parents:
             group = group.setdefault(part, {})
         if value is ...:
             group.pop(name, None)
@@ -35,31 +38,32 @@ def changed(**fields: Any) -> dict[str, Any]:
     return row
 
 
-def read(tmp_path: Path, *rows: Any) -> tuple[list[Row], list[str]]:
+def read_json_rows(tmp_path: Path, *rows: Any) -> tuple[list[Row], list[str]]:
+    """Return the readable rows, and the reasons why the others are unreadable."""
     (tmp_path / "rows.json").write_text(json.dumps(rows))
-    good, bad = read_rows(tmp_path / "rows.json")
-    assert len(good) + len(bad) == len(rows)
-    return good, [reason for _, reason in bad]
+    readable_rows, unreadable_rows = read_rows(tmp_path / "rows.json")
+    assert len(readable_rows) + len(unreadable_rows) == len(rows)
+    return readable_rows, [reason for _, reason in unreadable_rows]
 
 
-def test_the_same_row_typed_in_other_ways(tmp_path: Path) -> None:
-    """Text for numbers, other names of fields and units, and sizes that follow from others."""
-    same = [
-        changed(),
-        changed(model__layers="32", model__hidden="4,096", batch__micro=2.0, measured__tokens_s_gpu="5762"),
-        changed(hardware__gpus=..., hardware__nodes=1, hardware__gpus_per_node=8),
-        changed(hardware__gpus=..., hardware__nodes=..., hardware__gpus_per_node=...),
-        changed(batch__micro=..., batch__grad_accum=1),
-        changed(batch__global=..., batch__grad_accum="1"),
-        changed(parallel__fsdp=True),
-        changed(parallel__fsdp="FULL_SHARD", parallel__zero_stage="stage 3"),
-        changed(measured__tokens_s_gpu=..., measured__tokens_s=8 * 5762),
-        changed(measured__tokens_s_gpu=..., measured__step_s=16 * 8192 / 8 / 5762),
-        changed(measured__memory_gib="82.4 GiB"),
-        changed(measured__memory_gib=..., measured__memory_gb=82.4 * 1.073741824),
-        changed(model__layers=..., model__params=8.03e9),
+def test_equivalent_spellings_of_a_row_give_the_same_row(tmp_path: Path) -> None:
+    """Numbers are text, fields and units have other names, or a size follows from other sizes."""
+    equivalent_rows = [
+        torchtitan_row_with(),
+        torchtitan_row_with(model__layers="32", model__hidden="4,096", batch__micro=2.0, measured__tokens_s_gpu="5762"),
+        torchtitan_row_with(hardware__gpus=..., hardware__nodes=1, hardware__gpus_per_node=8),
+        torchtitan_row_with(hardware__gpus=..., hardware__nodes=..., hardware__gpus_per_node=...),
+        torchtitan_row_with(batch__micro=..., batch__grad_accum=1),
+        torchtitan_row_with(batch__global=..., batch__grad_accum="1"),
+        torchtitan_row_with(parallel__fsdp=True),
+        torchtitan_row_with(parallel__fsdp="FULL_SHARD", parallel__zero_stage="stage 3"),
+        torchtitan_row_with(measured__tokens_s_gpu=..., measured__tokens_s=8 * 5762),
+        torchtitan_row_with(measured__tokens_s_gpu=..., measured__step_s=16 * 8192 / 8 / 5762),
+        torchtitan_row_with(measured__memory_gib="82.4 GiB"),
+        torchtitan_row_with(measured__memory_gib=..., measured__memory_gb=82.4 * 1.073741824),
+        torchtitan_row_with(model__layers=..., model__params=8.03e9),
     ]
-    rows, reasons = read(tmp_path, *same)
+    rows, reasons = read_json_rows(tmp_path, *equivalent_rows)
     assert not reasons
     for row in rows:
         assert row.step_seconds == pytest.approx(rows[0].step_seconds)
@@ -94,8 +98,9 @@ def test_the_same_row_typed_in_other_ways(tmp_path: Path) -> None:
         ({"extra__cpu_offload": True}, "offload"),
     ],
 )
-def test_what_cannot_be_predicted_has_its_reason(tmp_path: Path, fields: dict[str, Any], reason: str) -> None:
-    rows, reasons = read(tmp_path, changed(**fields))
+def test_row_that_cannot_be_predicted_has_a_reason(tmp_path: Path, fields: dict[str, Any], reason: str) -> None:
+    """The row is unsupported, or a value is missing or invalid."""
+    rows, reasons = read_json_rows(tmp_path, torchtitan_row_with(**fields))
     assert not rows
     assert reason in reasons[0]
 
@@ -104,15 +109,17 @@ def test_what_cannot_be_predicted_has_its_reason(tmp_path: Path, fields: dict[st
     "gpu", ["NVIDIA A100-SXM4-40GB", "V100-SXM2-32GB", "MI300X", "H20", "B300", "mi355x", "rtx_3090"]
 )
 def test_other_gpu_kinds_and_layouts_are_predicted(tmp_path: Path, gpu: str) -> None:
-    """Long sequences, every axis, and compilers; nothing is infinite, and the whole table is made."""
-    rows, reasons = read(
+    """The rows have long sequences, all kinds of parallelism and a compiler. All predicted times are finite."""
+    rows, reasons = read_json_rows(
         tmp_path,
-        changed(hardware__gpu=gpu),
-        changed(hardware__gpu=gpu, parallel__cp=8, parallel__fsdp=None, model__seq_len=131072, batch__micro=1),
-        changed(hardware__gpu=gpu, parallel__tp=8, parallel__pp=4, hardware__gpus=128, hardware__nodes=16),
-        changed(hardware__gpu=gpu, parallel__fsdp=8, hardware__gpus=16384, batch__global=32768),
-        changed(hardware__gpu=gpu, measured={"tokens_s_gpu": "OOM"}),
-        changed(hardware__gpu=gpu, hardware__inter_node=200, hardware__intra_node="PCIe 4", compile="true"),
+        torchtitan_row_with(hardware__gpu=gpu),
+        torchtitan_row_with(
+            hardware__gpu=gpu, parallel__cp=8, parallel__fsdp=None, model__seq_len=131072, batch__micro=1
+        ),
+        torchtitan_row_with(hardware__gpu=gpu, parallel__tp=8, parallel__pp=4, hardware__gpus=128, hardware__nodes=16),
+        torchtitan_row_with(hardware__gpu=gpu, parallel__fsdp=8, hardware__gpus=16384, batch__global=32768),
+        torchtitan_row_with(hardware__gpu=gpu, measured={"tokens_s_gpu": "OOM"}),
+        torchtitan_row_with(hardware__gpu=gpu, hardware__inter_node=200, hardware__intra_node="PCIe 4", compile="true"),
     )
     assert not reasons
     assert [row.ran_out for row in rows] == [False, False, False, False, True, False]
@@ -138,12 +145,14 @@ def test_other_gpu_kinds_and_layouts_are_predicted(tmp_path: Path, gpu: str) -> 
         (800, 800),
     ],
 )
-def test_links_as_tables_describe_them(text: str | int, gigabits: float) -> None:
+def test_published_network_description_is_parsed(text: str | int, gigabits: float) -> None:
+    """The bandwidth is per GPU, for nodes of 8 GPUs."""
     link = parse_published_link(text, 8)
     assert link is not None
     assert link.bandwidth == pytest.approx(0.96 * gigabits / 8 * 1e9)
 
 
 @pytest.mark.parametrize("text", [None, "", "InfiniBand", "fast", {"rate": 1}, True, float("nan")])
-def test_a_link_without_a_rate_is_that_of_the_gpu_kind(text: Any) -> None:
+def test_network_description_without_a_rate_is_not_parsed(text: Any) -> None:
+    """The result is None, and the default network of the GPU is used."""
     assert parse_published_link(text, 8) is None

@@ -1,4 +1,4 @@
-"""The real prepare and step on fake tensors: what every rank holds and sends, on more ranks than there are cores."""
+"""The real prepare and step on fake tensors: memory and communication of each rank, on more ranks than CPU cores."""
 
 from __future__ import annotations
 
@@ -30,42 +30,49 @@ BLOCKS, WIDTH, LENGTH, VOCABULARY = 4, 32, 16, 64
 
 
 def decoder(num_blocks: int = BLOCKS, batch: int = 64) -> Workload:
+    """Return a workload with a small decoder."""
     shape = DecoderShape(num_blocks=num_blocks, num_heads=4, width=WIDTH, hidden=64, vocabulary=VOCABULARY)
     return decoder_workload(shape, 64, LENGTH, global_batch=batch, sequence_dim=1, steps=1)
 
 
 def parameter_bytes(workload: Workload) -> int:
+    """Return the bytes of all parameters of the model."""
     return sum(p.nbytes for p in workload.model().parameters())
 
 
-def test_fsdp_on_64_ranks_sends_what_its_page_promises() -> None:
-    """An all-gather of each block forward and backward, and of the rest; a reduce-scatter of each; one all-reduce."""
-    traced = trace_step(decoder(), parse_layout("fsdp"), 64, rank=63)
-    assert traced.collectives() == {
+def test_fsdp_on_64_ranks_has_the_documented_collectives() -> None:
+    """Each block has an all-gather in forward and backward, and a reduce-scatter.
+
+    The other parameters have one all-gather and one reduce-scatter. The loss has one all-reduce.
+    """
+    step = trace_step(decoder(), parse_layout("fsdp"), 64, rank=63)
+    assert step.collectives() == {
         "_allgather_base_": 2 * BLOCKS + 1,
         "_reduce_scatter_base_": BLOCKS + 1,
         "allreduce_": 1,
     }
-    # of 64 parts of parameters, gradients and two moments, with padding
-    assert traced.state_bytes < parameter_bytes(decoder()) * 4 / 64 * 1.2
-    assert traced.peak_bytes == sum(traced.categories.values())
+    # A rank has 1/64 of the parameters, gradients and two moments, with padding.
+    assert step.state_bytes < parameter_bytes(decoder()) * 4 / 64 * 1.2
+    assert step.peak_bytes == sum(step.categories.values())
 
 
-def test_replicas_reduce_and_broadcast() -> None:
-    """ddp reduces each bucket; zero1 broadcasts from each rank that owns parameters."""
+def test_ddp_all_reduces_and_zero1_broadcasts() -> None:
+    """DDP reduces each bucket. ZeRO-1 broadcasts from each rank that owns parameters."""
     assert set(trace_step(decoder(), parse_layout("ddp"), 64).collectives()) == {"allreduce_"}
-    zero1 = trace_step(decoder(), parse_layout("zero1"), 8, rank=3)
-    assert zero1.collectives()["broadcast_"] == 8
+    zero1_step = trace_step(decoder(), parse_layout("zero1"), 8, rank=3)
+    assert zero1_step.collectives()["broadcast_"] == 8
 
 
-def test_a_pipeline_of_four_stages() -> None:
-    """Inner stages receive and send; each micro-batch passes once each way."""
+def test_pipeline_of_four_stages_sends_each_micro_batch() -> None:
+    """Inner stages receive and send. Each micro-batch passes once in each direction."""
     layout = parse_layout("pipeline:microbatches=8")
-    first, inner = (trace_step(decoder(), layout, 4, rank) for rank in (0, 1))
-    assert first.collectives()["send"] == 8
-    assert inner.collectives()["send"] == inner.collectives()["recv_"] == 16
-    assert first.peak_bytes > inner.peak_bytes, "the first stage keeps the most micro-batches"
-    assert first.build_bytes < first.peak_bytes, "the whole model, which gives the shape of an input, is not counted"
+    first_stage, inner_stage = (trace_step(decoder(), layout, 4, rank) for rank in (0, 1))
+    assert first_stage.collectives()["send"] == 8
+    assert inner_stage.collectives()["send"] == inner_stage.collectives()["recv_"] == 16
+    assert first_stage.peak_bytes > inner_stage.peak_bytes, "the first stage keeps the most micro-batches"
+    assert first_stage.build_bytes < first_stage.peak_bytes, (
+        "the whole model, which gives the shape of an input, is not counted"
+    )
 
 
 @pytest.mark.parametrize(
@@ -77,68 +84,75 @@ def test_a_pipeline_of_four_stages() -> None:
         TENSOR,
     ],
 )
-def test_other_layouts_on_many_ranks(layout: str) -> None:
-    """They run, and hold something."""
-    traced = trace_step(decoder(), parse_layout(layout), 8, rank=7)
-    assert traced.peak_bytes > traced.state_bytes > 0
-    assert traced.flops > 0
+def test_other_layouts_run_on_many_ranks(layout: str) -> None:
+    """The step runs, and has memory and FLOPs."""
+    step = trace_step(decoder(), parse_layout(layout), 8, rank=7)
+    assert step.peak_bytes > step.state_bytes > 0
+    assert step.flops > 0
 
 
-def test_operators_are_kernels_with_their_operations() -> None:
-    """Attention on a CPU has its operations, backward 2.5 times as many; looking up a device is no kernel."""
+def test_operators_are_kernels_with_flops() -> None:
+    """Attention on a CPU has its FLOPs, and 2.5 times as many in backward.
+
+    An operator that only looks up a device is not a kernel.
+    """
     operators = trace_step(decoder(num_blocks=1, batch=8), parse_layout("ddp"), 2).operators
-    attention = [operator.flops for operator in operators if "scaled_dot" in operator.name]
-    forward = 2 * 2 * 4 * LENGTH * LENGTH * WIDTH  # two products of 4 samples, all heads together
-    assert attention == [forward, forward * 5 // 2]
+    attention_flops = [operator.flops for operator in operators if "scaled_dot" in operator.name]
+    forward_flops = 2 * 2 * 4 * LENGTH * LENGTH * WIDTH  # two products of 4 samples, all heads together
+    assert attention_flops == [forward_flops, forward_flops * 5 // 2]
     assert not {"device", "promote_types"} & {operator.name for operator in operators}
     assert any(operator.is_strided for operator in operators), "rotary positions take every second number"
 
 
-def test_recomputing_holds_less_and_computes_more() -> None:
-    plain, again = (trace_step(decoder(), parse_layout(layout), 2) for layout in ("ddp", "ddp:recompute"))
-    assert again.peak_bytes < plain.peak_bytes
-    assert again.flops > plain.flops
+def test_recompute_uses_less_memory_and_more_flops() -> None:
+    """Activation checkpointing reduces the peak memory and adds FLOPs."""
+    plain_step, recompute_step = (trace_step(decoder(), parse_layout(layout), 2) for layout in ("ddp", "ddp:recompute"))
+    assert recompute_step.peak_bytes < plain_step.peak_bytes
+    assert recompute_step.flops > plain_step.flops
 
 
 def test_tensor_parallel_keeps_only_its_state_between_updates() -> None:
-    """Parameters, gradients and two moments; the check of views, which remembers outputs, has ended."""
-    traced = trace_step(decoder(num_blocks=1), parse_layout("tensor"), 2)
-    assert traced.state_bytes < 4.2 * parameter_bytes(decoder(num_blocks=1))
+    """The state has parameters, gradients and two moments. The check of views, which keeps outputs, has ended."""
+    step = trace_step(decoder(num_blocks=1), parse_layout("tensor"), 2)
+    assert step.state_bytes < 4.2 * parameter_bytes(decoder(num_blocks=1))
 
 
-def test_what_dtensor_computes_shapes_with_is_not_memory() -> None:
-    """A rank of two has half of the logits; DTensor asks fake tensors of all logits for the shape of the loss."""
+def test_fake_tensors_for_dtensor_shapes_are_not_counted() -> None:
+    """A rank of two has half of the logits. DTensor creates fake tensors of all logits to get the shape of the loss."""
     shape = DecoderShape(num_blocks=1, num_heads=4, width=WIDTH, hidden=64, vocabulary=4096)
     workload = decoder_workload(shape, 8, LENGTH, global_batch=8, sequence_dim=1, steps=1)
-    traced = trace_step(workload, parse_layout("tensor"), 2)
-    half_of_logits = 8 * LENGTH * 4096 // 2 * 4
-    assert max(change for change, *_ in traced.events) == half_of_logits
-    products = [operator.flops for operator in traced.operators if operator.name in ("mm", "addmm")]
-    assert max(products) == 2 * 8 * LENGTH * WIDTH * 4096 // 2
+    step = trace_step(workload, parse_layout("tensor"), 2)
+    bytes_of_half_logits = 8 * LENGTH * 4096 // 2 * 4
+    assert max(change for change, *_ in step.events) == bytes_of_half_logits
+    product_flops = [operator.flops for operator in step.operators if operator.name in ("mm", "addmm")]
+    assert max(product_flops) == 2 * 8 * LENGTH * WIDTH * 4096 // 2
 
 
-def test_experts_get_equal_parts_of_the_tokens() -> None:
-    """Fake tensors have no counts: their sum is spread evenly, so half of the rows come back from the other rank."""
+def test_experts_get_equal_numbers_of_tokens() -> None:
+    """Fake tensors have no counts, so the tokens are spread evenly.
+
+    Half of the rows come back from the other rank.
+    """
     shape = DecoderShape(1, 4, WIDTH, 64, VOCABULARY, experts=4)
     workload = dataclasses.replace(
         decoder(batch=8), model=lambda: Decoder(shape), tensor_plan=decoder_plan(shape), experts=DECODER_EXPERTS
     )
-    traced = trace_step(workload, parse_layout("expert"), 2)
-    sent = [operator.bytes for operator in traced.operators if operator.name == "alltoall_base_"]
+    step = trace_step(workload, parse_layout("expert"), 2)
+    sent_bytes = [operator.bytes for operator in step.operators if operator.name == "alltoall_base_"]
     rows = 8 // 2 * LENGTH * shape.top_k
-    assert sent == [4 * 8, *[rows * WIDTH * 4] * 4]
-    assert traced.state_bytes < trace_step(workload, parse_layout("ddp"), 2).state_bytes
+    assert sent_bytes == [4 * 8, *[rows * WIDTH * 4] * 4]
+    assert step.state_bytes < trace_step(workload, parse_layout("ddp"), 2).state_bytes
 
 
-def test_counts_that_are_known_by_their_sum() -> None:
-    """However a mixture counts: one_hot, bincount, scatter_add; other numbers stay unknown."""
+def test_token_counts_are_spread_evenly() -> None:
+    """Counts come from one_hot, bincount or scatter_add. Other numbers stay unknown."""
     with FakeTensorMode(), StorageTrace():
-        chosen = torch.zeros(5, 2, dtype=torch.long)
-        ones = torch.ones_like(chosen.flatten())
+        chosen_experts = torch.zeros(5, 2, dtype=torch.long)
+        ones = torch.ones_like(chosen_experts.flatten())
         for counts in (
-            F.one_hot(chosen.flatten(), 4).sum(0),
-            torch.bincount(chosen.flatten(), minlength=4),
-            torch.zeros(4, dtype=torch.long).scatter_add_(0, chosen.flatten(), ones),
+            F.one_hot(chosen_experts.flatten(), 4).sum(0),
+            torch.bincount(chosen_experts.flatten(), minlength=4),
+            torch.zeros(4, dtype=torch.long).scatter_add_(0, chosen_experts.flatten(), ones),
         ):
             assert counts.tolist() == [2, 3, 2, 3]
             assert torch.stack([counts, counts]).sum().item() == 20
@@ -146,19 +160,19 @@ def test_counts_that_are_known_by_their_sum() -> None:
 
 
 @pytest.mark.integration
-def test_two_depths_are_as_good_as_all() -> None:
-    """Of 16 like blocks 4 and 6 are traced, and the line meets the whole model to the byte."""
-    deep = decoder(16, batch=8)
+def test_extrapolation_from_two_depths_matches_the_whole_model() -> None:
+    """Of 16 equal blocks, 4 and 6 are traced. The extrapolation matches the trace of the whole model."""
+    deep_decoder = decoder(16, batch=8)
     layout = parse_layout("fsdp")
-    line = trace_layout(deep, layout, 4, first_sample(deep))
-    whole = trace_step(deep, layout, 4)
-    assert "4 and 6 of 16" in line.note
-    assert line.allocated == pytest.approx(max(whole.peak_bytes, whole.build_bytes), rel=1e-3)
-    assert dict(line.collectives) == whole.collectives()
-    assert line.flops == whole.flops
+    extrapolated = trace_layout(deep_decoder, layout, 4, first_sample(deep_decoder))
+    whole_step = trace_step(deep_decoder, layout, 4)
+    assert "4 and 6 of 16" in extrapolated.note
+    assert extrapolated.allocated == pytest.approx(max(whole_step.peak_bytes, whole_step.build_bytes), rel=1e-3)
+    assert dict(extrapolated.collectives) == whole_step.collectives()
+    assert extrapolated.flops == whole_step.flops
 
 
-class Choosy(nn.Module):
+class DataDependent(nn.Module):
     """A model whose shapes depend on values."""
 
     def __init__(self) -> None:
@@ -169,7 +183,8 @@ class Choosy(nn.Module):
         return self.layer(value[value.sum(1).nonzero().squeeze(1)])
 
 
-def other(model: Callable[[], nn.Module]) -> Workload:
+def workload_with(model: Callable[[], nn.Module]) -> Workload:
+    """Return a workload with this model and 16 samples of ones."""
     data = torch.utils.data.TensorDataset(torch.ones(16, 8), torch.ones(16, 8))
 
     def loss(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
@@ -180,104 +195,114 @@ def other(model: Callable[[], nn.Module]) -> Workload:
 
 @pytest.mark.parametrize("layout", ["single", "single:precision=float64"])
 def test_tied_weights_count_once(layout: str) -> None:
-    """Also after a conversion, which replaces the parameters of fake tensors."""
+    """The conversion to float64 replaces the parameters of fake tensors. Tied weights stay tied."""
 
-    def two_layers(is_tied: bool) -> nn.Module:
+    def make_model(is_tied: bool) -> nn.Module:
         model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh(), nn.Linear(8, 8, bias=False))
         if is_tied:
             model[2].weight = model[0].weight
         return model
 
-    tied, untied = (
-        trace_step(other(lambda is_tied=is_tied: two_layers(is_tied)), parse_layout(layout), 1)
+    tied_step, untied_step = (
+        trace_step(workload_with(lambda is_tied=is_tied: make_model(is_tied)), parse_layout(layout), 1)
         for is_tied in (True, False)
     )
-    assert 2 * tied.categories["parameters"] == untied.categories["parameters"]
+    assert 2 * tied_step.categories["parameters"] == untied_step.categories["parameters"]
 
 
-def test_a_model_that_cannot_be_traced_is_never_said_to_fit() -> None:
-    """Its parameters are counted, the reason is named."""
-    answer = answer_workload(other(Choosy), "choosy", "choosy.py", parse_cluster("2xh100"), ["ddp"])
-    row = answer["layouts"][0]
+def test_model_that_cannot_be_traced_may_not_fit() -> None:
+    """Only the parameters are counted. The note has the reason."""
+    plan = answer_workload(workload_with(DataDependent), "choosy", "choosy.py", parse_cluster("2xh100"), ["ddp"])
+    row = plan["layouts"][0]
     assert row["verdict"] == "may not fit"
     assert row["categories"]["parameters"] == (8 * 8 + 8) * 4
     assert "not traced" in row["note"]
 
 
-def test_a_model_that_reads_files_when_it_is_built(tmp_path: Path) -> None:
-    """Weights of torch and numpy are read as fakes; a file that is missing is an error of the workload."""
+def test_model_that_reads_weights_from_files_is_traced(tmp_path: Path) -> None:
+    """Weights from torch and numpy files are read as fake tensors. A missing file is an error of the workload."""
     torch.save(torch.ones(8, 8), tmp_path / "weight.pt")
     np.save(tmp_path / "weight.npy", np.ones((8, 8), dtype=np.float32))
 
-    def reading(read: Callable[[], Tensor]) -> Callable[[], nn.Module]:
-        def make() -> nn.Module:
+    def model_reading(read_weight: Callable[[], Tensor]) -> Callable[[], nn.Module]:
+        def make_model() -> nn.Module:
             model = nn.Linear(8, 8)
-            model.weight = nn.Parameter(read())
+            model.weight = nn.Parameter(read_weight())
             return model
 
-        return make
+        return make_model
 
-    for read in (
+    for read_weight in (
         lambda: torch.load(tmp_path / "weight.pt", weights_only=True),
         lambda: torch.from_numpy(np.load(tmp_path / "weight.npy")),
     ):
-        found = trace_layout(other(reading(read)), parse_layout("ddp"), 2, (torch.ones(1, 8), torch.ones(1, 8)))
-        assert found.is_whole
-        assert found.categories["parameters"] >= (8 * 8 + 8) * 4
-    lost = other(reading(lambda: torch.load(tmp_path / "none.pt", weights_only=True)))
+        layout_memory = trace_layout(
+            workload_with(model_reading(read_weight)), parse_layout("ddp"), 2, (torch.ones(1, 8), torch.ones(1, 8))
+        )
+        assert layout_memory.is_whole
+        assert layout_memory.categories["parameters"] >= (8 * 8 + 8) * 4
+    workload_without_file = workload_with(model_reading(lambda: torch.load(tmp_path / "none.pt", weights_only=True)))
     with pytest.raises(UsageError, match=r"none\.pt"):
-        trace_layout(lost, parse_layout("ddp"), 2, (torch.ones(1, 8), torch.ones(1, 8)))
+        trace_layout(workload_without_file, parse_layout("ddp"), 2, (torch.ones(1, 8), torch.ones(1, 8)))
 
 
 @pytest.mark.integration
-def test_the_smallest_change_of_a_workload() -> None:
-    """On a card too small for it, the change fits and is another layout."""
+def test_smallest_change_of_a_workload_is_another_layout() -> None:
+    """The GPU has too little memory for the workload. The proposed layout is different."""
     workload = decoder(batch=64)
     cluster = parse_cluster("2xt4", memory=2.5 * 2**30 + 6 * 2**20)
-    answer = answer_workload(workload, "decoder", "decoder.py", cluster, ["ddp"])
-    row = answer["layouts"][0]
+    plan = answer_workload(workload, "decoder", "decoder.py", cluster, ["ddp"])
+    row = plan["layouts"][0]
     assert row["verdict"] == "may not fit"
     assert row["change"]["layout"] != "ddp"
     assert row["change"]["layout"] in row["change"]["command"]
 
 
-def test_growing_segments_are_the_smallest_change() -> None:
-    """Where gaps between blocks are too much for the card, and the bytes in them are not."""
-    gaps = LayoutMemory(0, {}, 7.9 * GIB, 0.0, 10 * GIB, 8 * GIB, 0.0, 0.0, 0.0, {}, True, "traced whole")
+def test_expandable_segments_are_the_smallest_change() -> None:
+    """Expandable segments are proposed if only the gaps between blocks do not fit into the GPU's memory."""
+    memory_with_gaps = LayoutMemory(0, {}, 7.9 * GIB, 0.0, 10 * GIB, 8 * GIB, 0.0, 0.0, 0.0, {}, True, "traced whole")
     cluster = parse_cluster("2xa100", memory=12.5 * GIB)
-    assert gaps.verdict(12.5 * GIB) == "may not fit"
-    change = traced._change("ddp", lambda _: gaps, cluster, "decoder.py", decoder())
+    assert memory_with_gaps.verdict(12.5 * GIB) == "may not fit"
+    change = traced._change("ddp", lambda _: memory_with_gaps, cluster, "decoder.py", decoder())
     assert change["layout"] == "ddp"
     assert change["command"].startswith("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True everyrank train decoder.py")
-    full = dataclasses.replace(gaps, expandable=10 * GIB)
-    assert "segments" not in traced._change("ddp", lambda _: full, cluster, "decoder.py", decoder())["what"]
+    memory_without_gaps = dataclasses.replace(memory_with_gaps, expandable=10 * GIB)
+    assert (
+        "segments" not in traced._change("ddp", lambda _: memory_without_gaps, cluster, "decoder.py", decoder())["what"]
+    )
 
 
 @pytest.mark.parametrize(
-    ("text", "batch", "what", "layout"),
+    ("original_layout", "batch", "what", "layout"),
     [
         ("single", 64, "bf16, recompute, micro-batches 1/8 as large", "single:accumulate=8,precision=bf16,recompute"),
         ("single:recompute", 64, "bf16, micro-batches 1/8 as large", "single:accumulate=8,precision=bf16,recompute"),
         ("single", 4, "bf16, recompute, micro-batches 1/2 as large", "single:accumulate=2,precision=bf16,recompute"),
     ],
 )
-def test_changes_that_fit_only_together(text: str, batch: int, what: str, layout: str) -> None:
-    """No single change is enough on one GPU, but all together are."""
-    full = LayoutMemory(0, {}, 10 * GIB, 0.0, 10 * GIB, 10 * GIB, 0.0, 0.0, 0.0, {}, True, "traced whole")
-    small = dataclasses.replace(full, allocated=GIB, reserved=GIB, expandable=GIB)
+def test_changes_are_combined_if_no_single_change_fits(
+    original_layout: str, batch: int, what: str, layout: str
+) -> None:
+    """No single change is enough on one GPU. All changes together are enough."""
+    full_memory = LayoutMemory(0, {}, 10 * GIB, 0.0, 10 * GIB, 10 * GIB, 0.0, 0.0, 0.0, {}, True, "traced whole")
+    small_memory = dataclasses.replace(full_memory, allocated=GIB, reserved=GIB, expandable=GIB)
 
-    def memory_of(other: str) -> LayoutMemory:
-        return small if all(option in other for option in ("accumulate", "bf16", "recompute")) else full
+    def memory_of(tried_layout: str) -> LayoutMemory:
+        return (
+            small_memory
+            if all(option in tried_layout for option in ("accumulate", "bf16", "recompute"))
+            else full_memory
+        )
 
     change = traced._change(
-        text, memory_of, parse_cluster("1xa100", memory=8 * GIB), "decoder.py", decoder(batch=batch)
+        original_layout, memory_of, parse_cluster("1xa100", memory=8 * GIB), "decoder.py", decoder(batch=batch)
     )
     assert (change["what"], parse_layout(change["layout"])) == (what, parse_layout(layout))
     assert change["layout"] in change["command"]
 
 
-def test_pretended_worlds_end() -> None:
-    """A second one may follow, and none stands beside a real process group."""
+def test_pretended_world_is_closed() -> None:
+    """A second pretended world can follow. No real process group is left."""
     for rank in (0, 5):
         with World.pretend(6, rank) as world:
             assert (world.rank, world.size, torch.distributed.get_world_size()) == (rank, 6, 6)
@@ -286,15 +311,15 @@ def test_pretended_worlds_end() -> None:
         pass
 
 
-def test_kernels_of_a_gpu() -> None:
-    """RMSNorm keeps its input and one number a row, and an optimizer takes all parameters at once."""
+def test_gpu_trace_uses_fused_kernels() -> None:
+    """RMSNorm keeps its input and one number per row. The optimizer updates all parameters at once."""
     layout = parse_layout("single:precision=bf16")
-    on_cpu, on_gpu = (trace_step(decoder(), layout, 1, on_gpu=on_gpu) for on_gpu in (False, True))
-    names = [operator.name for operator in on_gpu.operators]
-    norms = 2 * BLOCKS + 1
-    assert (names.count("rms_norm"), names.count("rms_norm_backward")) == (norms, norms)
+    cpu_step, gpu_step = (trace_step(decoder(), layout, 1, on_gpu=on_gpu) for on_gpu in (False, True))
+    names = [operator.name for operator in gpu_step.operators]
+    num_norms = 2 * BLOCKS + 1
+    assert (names.count("rms_norm"), names.count("rms_norm_backward")) == (num_norms, num_norms)
     assert any(name.startswith("_foreach_addcdiv") for name in names)
-    assert len(names) < 0.7 * len(on_cpu.operators)
-    kept = 64 * LENGTH * WIDTH * 4  # a tensor of activations
-    assert on_gpu.categories["activations"] < on_cpu.categories["activations"] - norms * kept / 2
-    assert any(operator.is_half for operator in on_gpu.operators if operator.flops)
+    assert len(names) < 0.7 * len(cpu_step.operators)
+    bytes_of_activation = 64 * LENGTH * WIDTH * 4  # one tensor of activations
+    assert gpu_step.categories["activations"] < cpu_step.categories["activations"] - num_norms * bytes_of_activation / 2
+    assert any(operator.is_half for operator in gpu_step.operators if operator.flops)

@@ -1,4 +1,4 @@
-"""The text of ports to Accelerate and Fabric, without the libraries; tests/integration has them."""
+"""Ports to Accelerate and Fabric, as text. The libraries are not needed here; tests/integration runs the ports."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ print(count(net))
 net.eval()
 torch.save(net.state_dict(), "net.pt")
 """
-DETAILS: dict[str, dict[str, Any]] = {
+DEFAULT_DETAILS: dict[str, dict[str, Any]] = {
     "loader": {"id": 1, "is_stream": False, "has_batches": True},
     "forward": {
         "reached": True,
@@ -68,36 +68,41 @@ DETAILS: dict[str, dict[str, Any]] = {
 }
 
 
-def fact(text: str, kind: str, *calls: str, **details: Any) -> Fact:
-    """A fact at the first call of each function that begins so, the innermost first."""
-    chain: list[CallSite] = []
+def fact(script: str, kind: str, *calls: str, **details: Any) -> Fact:
+    """Return a fact about these nested calls, the innermost first.
+
+    Each call is at its first position in the script.
+    """
+    call_sites: list[CallSite] = []
     for call in calls:
-        start = text.index(call)
-        line, column = text.count("\n", 0, start) + 1, start - (text.rfind("\n", 0, start) + 1)
-        chain.append(CallSite("train.py", (line, column, line, column + len(call)), "<module>"))
-    return Fact(kind, tuple(chain), is_inner=True, details={**DETAILS[kind], **details}, file="train.py")
+        start = script.index(call)
+        line, column = script.count("\n", 0, start) + 1, start - (script.rfind("\n", 0, start) + 1)
+        call_sites.append(CallSite("train.py", (line, column, line, column + len(call)), "<module>"))
+    return Fact(kind, tuple(call_sites), is_inner=True, details={**DEFAULT_DETAILS[kind], **details}, file="train.py")
 
 
-def ported(text: str, target: str, **details: dict[str, Any]) -> Plan:
-    outer = "train(net, DataLoader(data, batch_size=4), opt)"
-    backward = next(line.strip() for line in text.splitlines() if ".backward(" in line)
+def plan_port(script: str, target: str, **details: dict[str, Any]) -> Plan:
+    """Return the plan of a port to a library, with facts as a run of the script reports them."""
+    train_call = "train(net, DataLoader(data, batch_size=4), opt)"
+    backward_call = next(line.strip() for line in script.splitlines() if ".backward(" in line)
     facts = [
-        fact(text, "optimizer", "torch.optim.SGD(net.parameters(), lr=0.1)"),
-        fact(text, "loader", "DataLoader(data, batch_size=4)"),
-        fact(text, "forward", "model(x.to(device))", outer, **details.get("forward", {})),
-        fact(text, "loss", "loss_of(logits, y)", outer),
-        fact(text, "backward", backward, outer),
-        fact(text, "step", "optimizer.step()", outer, **details.get("step", {})),
+        fact(script, "optimizer", "torch.optim.SGD(net.parameters(), lr=0.1)"),
+        fact(script, "loader", "DataLoader(data, batch_size=4)"),
+        fact(script, "forward", "model(x.to(device))", train_call, **details.get("forward", {})),
+        fact(script, "loss", "loss_of(logits, y)", train_call),
+        fact(script, "backward", backward_call, train_call),
+        fact(script, "step", "optimizer.step()", train_call, **details.get("step", {})),
     ]
     return edit_script(
-        ScriptFiles(Path("train.py"), text, target=target), facts, Choice("mean", "split", target=target)
+        ScriptFiles(Path("train.py"), script, target=target), facts, Choice("mean", "split", target=target)
     )
 
 
-def test_accelerate() -> None:
-    plan = ported(SCRIPT, "accelerate")
-    text = plan.source.edited()
-    for lines in (
+def test_port_to_accelerate() -> None:
+    """The port has these lines, and a note about the learning rate schedule."""
+    plan = plan_port(SCRIPT, "accelerate")
+    ported_script = plan.source.edited()
+    for expected_lines in (
         'accelerator = Accelerator(cpu=not torch.accelerator.is_available(), mixed_precision="no")\n',
         "device = accelerator.device\n",
         "        with contextlib.nullcontext() if i % 2 else accelerator.no_sync(model):\n"
@@ -114,14 +119,15 @@ def test_accelerate() -> None:
         "if accelerator.is_main_process:\n    torch.save(accelerator.unwrap_model(net).state_dict(),",
         "accelerator.end_training()\n",
     ):
-        assert lines in text
-    assert "dist." not in text
+        assert expected_lines in ported_script
+    assert "dist." not in ported_script
     assert any("schedule" in sentence for _, sentence in plan.notes)
 
 
-def test_fabric() -> None:
-    text = ported(SCRIPT, "fabric").source.edited()
-    for lines in (
+def test_port_to_fabric() -> None:
+    """The port has these lines, and no call of torch.distributed."""
+    ported_script = plan_port(SCRIPT, "fabric").source.edited()
+    for expected_lines in (
         "fabric.launch()\n",
         "device = fabric.device\n",
         "        with fabric.no_backward_sync(model, enabled=not (i % 2)):\n            logits = model(",
@@ -132,20 +138,24 @@ def test_fabric() -> None:
         "print(count(net.module))\n",
         "if fabric.is_global_zero:\n    torch.save(net.state_dict(),",
     ):
-        assert lines in text
-    assert "dist." not in text
+        assert expected_lines in ported_script
+    assert "dist." not in ported_script
 
 
-def test_a_script_without_gpus_stays_on_the_cpu() -> None:
-    text = SCRIPT.replace('torch.device("cuda:0" if torch.cuda.is_available() else "cpu")', '"cpu"')
-    assert 'Accelerator(cpu=True, mixed_precision="no")' in ported(text, "accelerate").source.edited()
-    assert 'accelerator="cpu",' in ported(text, "fabric").source.edited()
+def test_cpu_script_stays_on_the_cpu() -> None:
+    """The script does not use a GPU where one is available."""
+    cpu_script = SCRIPT.replace('torch.device("cuda:0" if torch.cuda.is_available() else "cpu")', '"cpu"')
+    assert 'Accelerator(cpu=True, mixed_precision="no")' in plan_port(cpu_script, "accelerate").source.edited()
+    assert 'accelerator="cpu",' in plan_port(cpu_script, "fabric").source.edited()
 
 
-def test_a_name_that_the_script_has() -> None:
-    text = ported(SCRIPT.replace("net = Net()", "accelerator = 1\nnet = Net()"), "accelerate").source.edited()
-    assert "accelerator_.backward(" in text
-    assert re.search(r"accelerator\.(backward|prepare)", text) is None
+def test_accelerator_gets_another_name_if_the_name_is_taken() -> None:
+    """The script already has a variable named `accelerator`."""
+    ported_script = plan_port(
+        SCRIPT.replace("net = Net()", "accelerator = 1\nnet = Net()"), "accelerate"
+    ).source.edited()
+    assert "accelerator_.backward(" in ported_script
+    assert re.search(r"accelerator\.(backward|prepare)", ported_script) is None
 
 
 @pytest.mark.parametrize(
@@ -161,75 +171,89 @@ def test_a_name_that_the_script_has() -> None:
         ("(loss + 1).backward()", "        accelerator.backward(mean_over_ranks(loss + 1, len(y)))\n"),
     ],
 )
-def test_backward(backward: str, expected: str) -> None:
-    text = SCRIPT.replace("(loss / 2).backward()", backward).replace("if i % 2:", "while i % 2:")  # accumulates nothing
-    assert expected in ported(text, "accelerate").source.edited()
+def test_backward_call_is_replaced(backward: str, expected: str) -> None:
+    """A scaled loss and the arguments of backward are kept."""
+    # The loop has no if statement, so the port finds no accumulation.
+    script = SCRIPT.replace("(loss / 2).backward()", backward).replace("if i % 2:", "while i % 2:")
+    assert expected in plan_port(script, "accelerate").source.edited()
 
 
-def test_a_backward_with_its_options_by_position_is_refused() -> None:
+def test_backward_with_positional_options_is_refused() -> None:
+    """The error names the option, so that it can be passed by name."""
     with pytest.raises(NotPortedError, match="retain_graph"):
-        ported(SCRIPT.replace("(loss / 2).backward()", "loss.backward(None, True)"), "accelerate")
+        plan_port(SCRIPT.replace("(loss / 2).backward()", "loss.backward(None, True)"), "accelerate")
 
 
-def test_an_optimizer_whose_step_gives_a_loss_is_not_prepared() -> None:
-    text = SCRIPT.replace("    optimizer.step()", "    loss = optimizer.step()")
-    assert "net = accelerator.prepare(net)" in ported(text, "accelerate").source.edited()
+def test_optimizer_whose_step_returns_a_loss_is_not_prepared() -> None:
+    """Accelerate's prepared optimizers return nothing from step."""
+    script = SCRIPT.replace("    optimizer.step()", "    loss = optimizer.step()")
+    assert "net = accelerator.prepare(net)" in plan_port(script, "accelerate").source.edited()
 
 
-def test_an_optimizer_that_is_made_in_a_branch() -> None:
-    made = "opt = torch.optim.SGD(net.parameters(), lr=0.1)\n"
-    branches = f"if fast:\n    opt = torch.optim.Adam(net.parameters())\nelse:\n    {made}"
-    text = ported(SCRIPT.replace(made, branches), "fabric").source.edited()
-    assert f"{branches}net, opt = fabric.setup(net, opt)\n" in text
+def test_optimizer_created_in_a_branch_is_set_up_after_it() -> None:
+    """Model and optimizer are set up after the whole if statement."""
+    optimizer_line = "opt = torch.optim.SGD(net.parameters(), lr=0.1)\n"
+    branches = f"if fast:\n    opt = torch.optim.Adam(net.parameters())\nelse:\n    {optimizer_line}"
+    ported_script = plan_port(SCRIPT.replace(optimizer_line, branches), "fabric").source.edited()
+    assert f"{branches}net, opt = fabric.setup(net, opt)\n" in ported_script
 
 
-def test_models_of_earlier_folds_are_released() -> None:
-    text = SCRIPT.replace("net = Net", "for fold in range(2):\n    net = Net").replace("\nopt =", "\n    opt =")
-    text = text.replace("\nschedule =", "\n    schedule =").replace("\ntrain(net", "\n    train(net")
-    lines = "    accelerator.free_memory()\n    net, opt = accelerator.prepare(net, opt)\n"
-    assert lines in ported(text, "accelerate").source.edited()
-    assert "free_memory" not in ported(SCRIPT, "accelerate").source.edited()
+def test_models_of_earlier_folds_are_freed() -> None:
+    """A loop that trains one model per fold calls free_memory before each model."""
+    script_with_folds = SCRIPT.replace("net = Net", "for fold in range(2):\n    net = Net").replace(
+        "\nopt =", "\n    opt ="
+    )
+    script_with_folds = script_with_folds.replace("\nschedule =", "\n    schedule =").replace(
+        "\ntrain(net", "\n    train(net"
+    )
+    expected_lines = "    accelerator.free_memory()\n    net, opt = accelerator.prepare(net, opt)\n"
+    assert expected_lines in plan_port(script_with_folds, "accelerate").source.edited()
+    assert "free_memory" not in plan_port(SCRIPT, "accelerate").source.edited()
 
 
-def test_unused_parameters_and_batch_norm() -> None:
+def test_unused_parameters_and_batch_norm_are_configured() -> None:
+    """The wrapper finds unused parameters, and batch norm layers are synchronized."""
     details = {"step": {"unused": 1}, "forward": {"has_batch_norm": True}}
-    text = ported(SCRIPT, "accelerate", **details).source.edited()
-    assert "kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]" in text
-    assert "sync_batch_norms(net)\nnet, opt = accelerator.prepare(net, opt)\n" in text
-    assert 'strategy="ddp_find_unused_parameters_true"' in ported(SCRIPT, "fabric", **details).source.edited()
+    ported_script = plan_port(SCRIPT, "accelerate", **details).source.edited()
+    assert "kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]" in ported_script
+    assert "sync_batch_norms(net)\nnet, opt = accelerator.prepare(net, opt)\n" in ported_script
+    assert 'strategy="ddp_find_unused_parameters_true"' in plan_port(SCRIPT, "fabric", **details).source.edited()
 
 
 @pytest.mark.parametrize("target", IDIOMS)
-def test_all_helpers_are_in_the_words_of_the_library(target: str) -> None:
-    names = set(HELPERS) - {"setup", "parallel", "shard", "save_whole"}
-    text = helper_text(
-        names,
+def test_all_helpers_use_the_library(target: str) -> None:
+    """No helper calls torch.distributed, and no placeholder is left."""
+    helper_names = set(HELPERS) - {"setup", "parallel", "shard", "save_whole"}
+    helper_code = helper_text(
+        helper_names,
         has_batch_norm=True,
         finds_unused=False,
         sums=False,
         has_numpy=True,
         device=f"{IDIOMS[target].object}.device",
     )
-    text = in_idiom(text, IDIOMS[target], IDIOMS[target].object)
-    compile(text, "helpers", "exec")
-    assert "dist." not in text
-    assert "{" not in text
+    helper_code = in_idiom(helper_code, IDIOMS[target], IDIOMS[target].object)
+    compile(helper_code, "helpers", "exec")
+    assert "dist." not in helper_code
+    assert "{" not in helper_code
 
 
 @pytest.mark.parametrize("target", IDIOMS)
-def test_a_library_that_is_not_installed(
+def test_missing_library_is_refused_with_pip_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, target: str
 ) -> None:
+    """The error has the pip command, and the script is not run."""
     monkeypatch.chdir(tmp_path)
-    Path("train.py").write_text("raise SystemExit(9)  # is not run\n")
-    find, missing = importlib.util.find_spec, {name.partition(".")[0] for name in IDIOMS[target].modules}
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else find(name))
+    Path("train.py").write_text("raise SystemExit(9)\n")
+    find_spec, missing_modules = importlib.util.find_spec, {name.partition(".")[0] for name in IDIOMS[target].modules}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing_modules else find_spec(name))
     assert f"pip install {IDIOMS[target].install}" in refused(capsys, "port", "--to", target, "train.py")
 
 
-def test_the_sampler_of_torch_is_for_torch(
+def test_torch_sampler_is_refused_for_other_libraries(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The error names a target that supports it."""
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("import torch\n")
     assert "--to fsdp" in refused(capsys, "port", "--to", "fabric", "--sampler", "torch", "train.py")

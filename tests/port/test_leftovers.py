@@ -1,4 +1,4 @@
-"""GPUs that a script names by their number, and files that it reads after it has written them."""
+"""Ports replace GPU numbers in a script, and let ranks wait before they read files that rank 0 wrote."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from everyrank.port.outputs import edit_writes
 from everyrank.port.plan import Choice, Plan
 
 
-def plan_of(text: str) -> Plan:
-    plan = Plan(ScriptFiles(Path("train.py"), text), [], Choice("mean", "split"))
+def plan_leftovers(script: str) -> Plan:
+    """Return the plan of a port in which the leftovers of single-GPU code are replaced."""
+    plan = Plan(ScriptFiles(Path("train.py"), script), [], Choice("mean", "split"))
     replace_leftovers(plan)
     return plan
 
@@ -22,35 +23,42 @@ def plan_of(text: str) -> Plan:
 @pytest.mark.parametrize(
     "name", ['"cuda:1"', 'f"cuda:{gpu}"', '"cuda:%d" % gpu', '"cuda:" + gpu', '"cuda:{}".format(0)']
 )
-def test_a_numbered_device(name: str) -> None:
-    assert plan_of(f"model.to({name})\n").source.edited() == 'model.to("cuda")\n'
+def test_device_number_is_removed(name: str) -> None:
+    """The number is a constant, or it is formatted into the name."""
+    assert plan_leftovers(f"model.to({name})\n").source.edited() == 'model.to("cuda")\n'
 
 
-def test_the_choice_of_a_device() -> None:
-    text = "torch.cuda.set_device(1)\nos.environ['CUDA_VISIBLE_DEVICES'] = gpu\n"
-    alone = 'if "RANK" not in os.environ:\n    '
-    assert plan_of(text).source.edited() == "".join(alone + line for line in text.splitlines(keepends=True))
+def test_device_selection_runs_only_without_a_launcher() -> None:
+    """The lines run only if no launcher has set RANK."""
+    script = "torch.cuda.set_device(1)\nos.environ['CUDA_VISIBLE_DEVICES'] = gpu\n"
+    condition = 'if "RANK" not in os.environ:\n    '
+    assert plan_leftovers(script).source.edited() == "".join(
+        condition + line for line in script.splitlines(keepends=True)
+    )
 
 
-def test_several_devices_are_left_to_the_user() -> None:
-    text = 'one.to("cuda:0")\nother.to("cuda:1")\n'
-    plan = plan_of(text)
-    assert plan.source.edited() == text
+def test_script_with_several_devices_is_left_to_the_user() -> None:
+    """The script is not changed, and a note names the second device."""
+    script = 'one.to("cuda:0")\nother.to("cuda:1")\n'
+    plan = plan_leftovers(script)
+    assert plan.source.edited() == script
     assert [line for line, _ in plan.notes] == [2]
 
 
-def test_ranks_wait_before_they_read_what_rank_0_saved() -> None:
+def test_ranks_wait_before_they_read_a_file_of_rank_0() -> None:
+    """No barrier is added if only some ranks reach it."""
     save, load = "torch.save(x, path)\n", "x = torch.load(path)\n"
-    guarded = "if dist.get_rank() == 0:\n    torch.save(x, path)\n"
-    assert written(save + load) == guarded + "dist.barrier()\n" + load
-    # ranks that find the file would wait for those that do not
-    cached = "if not os.path.exists(path):\n    torch.save(x, path)\nelse:\n    x = torch.load(path)\n"
-    assert "barrier" not in written(cached)
+    guarded_save = "if dist.get_rank() == 0:\n    torch.save(x, path)\n"
+    assert script_with_guarded_writes(save + load) == guarded_save + "dist.barrier()\n" + load
+    # Ranks that find the file would wait for the ranks that do not.
+    script_with_cache = "if not os.path.exists(path):\n    torch.save(x, path)\nelse:\n    x = torch.load(path)\n"
+    assert "barrier" not in script_with_guarded_writes(script_with_cache)
 
 
-def written(text: str) -> str:
+def script_with_guarded_writes(script: str) -> str:
+    """Return the script after its writes are limited to rank 0."""
     call = CallSite("train.py", (1, 0, 1, 1), "<module>")
     forward = Fact("forward", (call,), is_inner=True, details={"reached": True})
-    plan = Plan(ScriptFiles(Path("train.py"), text), [forward], Choice("mean", "split"))
+    plan = Plan(ScriptFiles(Path("train.py"), script), [forward], Choice("mean", "split"))
     edit_writes(plan)
     return plan.source.edited()

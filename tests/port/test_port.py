@@ -1,4 +1,4 @@
-"""Scripts in several styles are ported and equal; wrong ports are told from right ones; others are refused."""
+"""`everyrank port` on complete scripts: ports are equivalent, wrong ports are detected, other scripts are refused."""
 
 from __future__ import annotations
 
@@ -47,32 +47,37 @@ STYLES = {
 }
 
 
-def ported(folder: Path, text: str, ranks: tuple[int, ...] = (2, 3)) -> PortResult:
+def port_script_text(folder: Path, script_text: str, ranks: tuple[int, ...] = (2, 3)) -> PortResult:
+    """Return the port of this script, and check that porting changes no file."""
     script = folder / "train.py"
-    script.write_text(text)
+    script.write_text(script_text)
     result = port_script([str(script)], ranks, 120.0)
     assert [path.name for path in folder.iterdir()] == ["train.py"]
-    assert script.read_text() == text
+    assert script.read_text() == script_text
     return result
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_ported_and_equal(tmp_path: Path, style: str) -> None:
-    result = ported(tmp_path, STYLES[style])
+def test_port_is_equivalent(tmp_path: Path, style: str) -> None:
+    """The port trains the same model, prints the same lines, and keeps most lines of the script."""
+    result = port_script_text(tmp_path, STYLES[style])
     assert result.best.is_equal, [comparison.difference for comparison in result.best.comparisons]
     assert not result.best.differing_lines
     assert result.float64
     assert "everyrank" not in result.best.text
-    removed = [line for line in STYLES[style].splitlines() if line.strip() and line.strip() not in result.best.text]
-    assert len(removed) <= 12
+    removed_lines = [
+        line for line in STYLES[style].splitlines() if line.strip() and line.strip() not in result.best.text
+    ]
+    assert len(removed_lines) <= 12
 
 
-def test_files_are_written_once(tmp_path: Path) -> None:
-    best = ported(tmp_path, FILES, (2,)).best
+def test_files_are_written_by_rank_0_only(tmp_path: Path) -> None:
+    """Only rank 0 writes. Other ranks write to the null device or wait."""
+    best = port_script_text(tmp_path, FILES, (2,)).best
     assert best.is_equal
     assert not best.differing_lines
     assert not best.doubts
-    for line in (
+    for expected_line in (
         'if "RANK" not in os.environ:\n    os.environ["CUDA_VISIBLE_DEVICES"] = "0"\n',
         'torch.device("cuda" if torch.cuda.is_available() else "cpu")',
         'log = open("train.log" if dist.get_rank() == 0 else os.devnull, "w")',
@@ -80,25 +85,29 @@ def test_files_are_written_once(tmp_path: Path) -> None:
         'if dist.get_rank() == 0:\n    with open("weights.txt", "wb") as file:\n        torch.save(',
         'dist.barrier()\nwith open("weights.txt", "rb") as file:\n',
     ):
-        assert line in best.text
+        assert expected_line in best.text
     assert [sentence for _, sentence in best.notes] == ["the output has only rank 0's part of inputs"]
 
 
-def test_each_rank_augments_its_own_way(tmp_path: Path) -> None:
-    best = ported(tmp_path, AUGMENTED, (2,)).best
+def test_each_rank_has_its_own_augmentation(tmp_path: Path) -> None:
+    """Each rank has its own random numbers for augmentation and dropout."""
+    best = port_script_text(tmp_path, AUGMENTED, (2,)).best
     assert best.is_equal, best.comparisons
     assert (
         "        random.seed(torch.initial_seed())\n        np.random.seed(torch.initial_seed() % 2**32)\n" in best.text
     )
     assert "ddp_net = parallel(net)\n    own_noise()\n" in best.text
-    # numbers that the loop itself draws may decide what all ranks do next
-    decides = AUGMENTED.replace("        opt.step()\n", "        if random.random() < 0.9:\n            opt.step()\n")
-    best = ported(tmp_path, decides, (2,)).best
+    # The loop's own random numbers have to be equal on all ranks: they may decide about a step.
+    script_with_random_steps = AUGMENTED.replace(
+        "        opt.step()\n", "        if random.random() < 0.9:\n            opt.step()\n"
+    )
+    best = port_script_text(tmp_path, script_with_random_steps, (2,)).best
     assert best.is_equal, best.comparisons
     assert "        torch.manual_seed(torch.initial_seed() + dist.get_rank())\n        np.random.seed(" in best.text
 
 
-def test_a_training_loop_in_another_file(tmp_path: Path) -> None:
+def test_training_loop_in_another_file_is_ported(tmp_path: Path) -> None:
+    """Without --with it is refused. With it both files are ported."""
     script, engine = tmp_path / "train.py", tmp_path / "engine.py"
     script.write_text(WITH_ENGINE)
     engine.write_text(ENGINE)
@@ -110,24 +119,25 @@ def test_a_training_loop_in_another_file(tmp_path: Path) -> None:
     assert "import engine_ddp as engine" in result.best.text
     assert "def setup()" in result.best.other_text
     assert "def setup()" not in result.best.text
-    # forked scripts write bytecode, because the variable that forbids it is read when Python starts
+    # Forked scripts write bytecode: Python reads the variable that forbids it only when it starts.
     assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {"engine.py", "train.py"}
 
 
-def test_fsdp(tmp_path: Path) -> None:
+def test_port_to_fsdp_is_equivalent(tmp_path: Path) -> None:
+    """A port without the weights of the ranks' losses is detected."""
     script = tmp_path / "train.py"
     script.write_text(GPT)
     result = port_script([str(script)], (2, 3), 120.0, target="fsdp")
     best = result.best
     assert best.is_equal, [comparison.difference for comparison in best.comparisons]
     assert not best.differing_lines
-    assert not best.doubts  # one checkpoint, with the keys of the original's
+    assert not best.doubts  # one checkpoint, with the keys of the original checkpoint
     assert "shard(model, *model.blocks)" in best.text
-    assert "own_noise" not in best.text  # nothing is drawn in training
-    # without the shares of the ranks the gradient is another one
-    wrong = best.text.replace("loss = mean_over_ranks(loss, len(batch))", "pass")
-    assert wrong != best.text
-    (tmp_path / "wrong.py").write_text(wrong)
+    assert "own_noise" not in best.text  # training draws no random numbers
+    # Without the weight of each rank's loss the gradient is different.
+    wrong_port = best.text.replace("loss = mean_over_ranks(loss, len(batch))", "pass")
+    assert wrong_port != best.text
+    (tmp_path / "wrong.py").write_text(wrong_port)
     with ScriptHost([str(script)]) as host:
         assert not check_ported(host, tmp_path / "wrong.py", (2,)).best.is_equal
 
@@ -138,21 +148,23 @@ CONTRASTIVE = SUMMED.replace(
 )
 
 
-def test_a_loss_between_samples_is_refused(tmp_path: Path) -> None:
-    text = CONTRASTIVE.replace("recon @ batch.T", "recon @ recon.T")
-    with pytest.raises(NotPortedError, match="compares samples of a batch") as caught:
-        ported(tmp_path, text, (2,))
-    assert "cross_entropy(recon @ recon.T" in text.splitlines()[caught.value.line - 1]
+def test_contrastive_loss_is_refused(tmp_path: Path) -> None:
+    """A contrastive loss compares samples of a batch. The error names the line of the loss."""
+    script_text = CONTRASTIVE.replace("recon @ batch.T", "recon @ recon.T")
+    with pytest.raises(NotPortedError, match="compares samples of a batch") as error:
+        port_script_text(tmp_path, script_text, (2,))
+    assert "cross_entropy(recon @ recon.T" in script_text.splitlines()[error.value.line - 1]
 
 
-def test_a_loss_with_the_inputs_of_other_samples_is_not_equal(tmp_path: Path) -> None:
-    result = ported(tmp_path, CONTRASTIVE, (2,))
+def test_contrastive_loss_with_inputs_is_not_equivalent(tmp_path: Path) -> None:
+    """The outputs are compared with the inputs of all samples. Only the check detects this."""
+    result = port_script_text(tmp_path, CONTRASTIVE, (2,))
     assert not result.best.is_equal
     assert "update 0" in result.best.comparisons[-1].difference
 
 
 @pytest.mark.parametrize(
-    ("text", "line", "reason"),
+    ("script_text", "line", "reason"),
     [
         (DATA + "import torch.distributed as dist\ndist.init_process_group('gloo')\n", 11, "audit"),
         (
@@ -169,7 +181,8 @@ def test_a_loss_with_the_inputs_of_other_samples_is_not_equal(tmp_path: Path) ->
     ],
     ids=["distributed", "stream", "trains-nothing"],
 )
-def test_refused_with_the_line(tmp_path: Path, text: str, line: int, reason: str) -> None:
-    with pytest.raises(NotPortedError, match=reason) as caught:
-        ported(tmp_path, text)
-    assert caught.value.line == line
+def test_unsupported_script_is_refused_with_its_line(tmp_path: Path, script_text: str, line: int, reason: str) -> None:
+    """The script is distributed already, has a stream as its data set, or trains nothing."""
+    with pytest.raises(NotPortedError, match=reason) as error:
+        port_script_text(tmp_path, script_text)
+    assert error.value.line == line

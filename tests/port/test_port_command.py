@@ -25,6 +25,7 @@ from processes import refused
     ],
 )
 def test_header_follows_shebang_and_encoding_lines(text: str, expected: str) -> None:
+    """Python reads both lines only at the top of the file."""
     assert with_header(text, "# why\n") == expected
 
 
@@ -47,12 +48,14 @@ def test_invalid_options_are_named_in_the_error(
     options: list[str],
     expected_text: str,
 ) -> None:
+    """The error is one line and the exit code is 2."""
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("import torch\n")
     assert expected_text in refused(capsys, "port", *options, "train.py")
 
 
 def test_page_escapes_html_and_shows_script_and_port() -> None:
+    """The page also shows the reasons of edits, the notes and the printed lines that differ."""
     comparison = PortComparison(2, 8, {"losses": 0.0}, "", [("<b>1</b>", "2")], ["train_ddp.py:3 prints on each rank"])
     attempt = Attempt(
         None, "a = 1\nb = '<i>'\n", [Edit((2, 0), (2, 0), "b", "the reason")], [(1, "a note")], [comparison]
@@ -69,6 +72,7 @@ def test_page_escapes_html_and_shows_script_and_port() -> None:
 
 
 def test_helpers_include_logging_and_distributed_sampler_only_if_requested() -> None:
+    """The code of the helpers compiles in both cases."""
     names = {"setup", "split"}
     default_helpers = helper_text(names, has_batch_norm=False, finds_unused=False, sums=False, has_numpy=False)
     logging_helpers = helper_text(

@@ -1,4 +1,4 @@
-"""A port with one edit left out or done wrongly is told from a right one, by its numbers, its output or its files."""
+"""A port with one wrong or missing edit is reported. The correct port is not."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from porting import FUNCTIONS
 
 pytestmark = pytest.mark.integration
 
-# (what the port has, what stands there after the mistake, what the check or the audit reports)
+# Each case has code of the correct port, wrong code, and the text that the check or the audit reports.
 MISTAKES = {
     "loss of a rank's own samples": ("        loss = mean_over_ranks(loss, len(targets))\n", "", "one rank's samples"),
     "weight of a full batch": ("mean_over_ranks(loss, len(targets))", "mean_over_ranks(loss, 16)", "the loss is"),
@@ -71,59 +71,63 @@ MISTAKES = {
 }
 
 
-# where a script has dropout, a port that differs is compared a second time, without it
+# A port of a script with dropout that differs is compared a second time without dropout.
 WITH_DROPOUT = {
     *("one dropout mask for all", "loss of a rank's own samples"),
-    *("training batches not split", "order of its own on each rank"),  # no mistakes where nothing is drawn
+    *("training batches not split", "order of its own on each rank"),  # no mistakes without random numbers
 }
-# BatchNorm1d of one sample fails, and its statistics are those of a rank on the CPU
+# BatchNorm1d fails with one sample. On the CPU its statistics are local to a rank.
 SCRIPT = FUNCTIONS.replace("nn.BatchNorm1d(8), ", "")
 
 
 @contextlib.contextmanager
-def right(folder: Path, text: str) -> Generator[tuple[ScriptHost, str]]:
-    """A script, and its port."""
+def host_and_port(folder: Path, script_text: str) -> Generator[tuple[ScriptHost, str]]:
+    """Yield the host of a script, and the text of its correct port."""
     script = folder / "train.py"
-    script.write_text(text)
+    script.write_text(script_text)
     port = port_script([str(script)], (3,), 120.0).best.text
     with ScriptHost([str(script)], timeout_seconds=60.0) as host:
         yield host, port
 
 
 @pytest.fixture(scope="module")
-def right_port(tmp_path_factory: pytest.TempPathFactory) -> Generator[tuple[ScriptHost, str]]:
+def correct_port(tmp_path_factory: pytest.TempPathFactory) -> Generator[tuple[ScriptHost, str]]:
+    """Yield the host and the correct port of a script without dropout."""
     assert SCRIPT.count("nn.Dropout(0.2), ") == 1
-    with right(tmp_path_factory.mktemp("mistakes"), SCRIPT.replace("nn.Dropout(0.2), ", "")) as found:
-        yield found
+    with host_and_port(tmp_path_factory.mktemp("mistakes"), SCRIPT.replace("nn.Dropout(0.2), ", "")) as host_with_port:
+        yield host_with_port
 
 
 @pytest.fixture(scope="module")
-def right_port_with_dropout(tmp_path_factory: pytest.TempPathFactory) -> Generator[tuple[ScriptHost, str]]:
-    with right(tmp_path_factory.mktemp("dropout"), SCRIPT) as found:
-        yield found
+def correct_port_with_dropout(tmp_path_factory: pytest.TempPathFactory) -> Generator[tuple[ScriptHost, str]]:
+    """Yield the host and the correct port of a script with dropout."""
+    with host_and_port(tmp_path_factory.mktemp("dropout"), SCRIPT) as host_with_port:
+        yield host_with_port
 
 
-def reported(host: ScriptHost, text: str) -> str:
-    """All that `everyrank port --check` tells of a port."""
-    port = Path(host.python_args[0]).with_name("train_ddp.py")
-    port.write_text(text)
-    result = check_ported(host, port, (3,))
+def check_port(host: ScriptHost, port_text: str) -> str:
+    """Return all that `everyrank port --check` reports about a port."""
+    port_path = Path(host.python_args[0]).with_name("train_ddp.py")
+    port_path.write_text(port_text)
+    result = check_ported(host, port_path, (3,))
     best = result.best
-    lines = [each.difference for each in best.comparisons] + best.doubts
-    lines += [f"printed: {other}" for _, other in best.differing_lines]
+    lines = [item.difference for item in best.comparisons] + best.doubts
+    lines += [f"printed: {printed_line}" for _, printed_line in best.differing_lines]
     if any(lines):
         return "\n".join(lines)
-    return "\n".join(each.text for each in audit_port(host.python_args, result.files, best, 60.0))
+    return "\n".join(item.text for item in audit_port(host.python_args, result.files, best, 60.0))
 
 
-@pytest.mark.parametrize("fixture", ["right_port", "right_port_with_dropout"])
-def test_nothing_is_reported_of_the_right_port(request: pytest.FixtureRequest, fixture: str) -> None:
-    assert reported(*request.getfixturevalue(fixture)).strip() == ""
+@pytest.mark.parametrize("fixture", ["correct_port", "correct_port_with_dropout"])
+def test_correct_port_has_no_report(request: pytest.FixtureRequest, fixture: str) -> None:
+    """The script has dropout in one of the two cases."""
+    assert check_port(*request.getfixturevalue(fixture)).strip() == ""
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_reported(request: pytest.FixtureRequest, name: str) -> None:
-    host, text = request.getfixturevalue("right_port_with_dropout" if name in WITH_DROPOUT else "right_port")
-    before, after, expected = MISTAKES[name]
-    assert before in text, text
-    assert expected in reported(host, text.replace(before, after))
+def test_mistake_in_port_is_reported(request: pytest.FixtureRequest, name: str) -> None:
+    """The report contains the expected text."""
+    host, port_text = request.getfixturevalue("correct_port_with_dropout" if name in WITH_DROPOUT else "correct_port")
+    correct_code, wrong_code, expected = MISTAKES[name]
+    assert correct_code in port_text, port_text
+    assert expected in check_port(host, port_text.replace(correct_code, wrong_code))

@@ -1,4 +1,4 @@
-"""Scripts become workloads whose training on one device is the script's; what a workload cannot say is refused."""
+"""`everyrank port --to workload`: the workload trains like the script. Unsupported scripts are refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from porting import (
     SUMMED,
 )
 
-GUARDED = """import argparse
+SCRIPT_WITH_MAIN = """import argparse
 
 import torch
 import torch.nn.functional as F
@@ -91,7 +91,7 @@ if __name__ == "__main__":
     main()
 """
 
-# the model is made for its data
+# The model is built from a field of its data set.
 RATINGS = """import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -193,21 +193,25 @@ for epoch in range(epochs):
 )
 
 
-def ported(folder: Path, text: str, *arguments: str, verify: Callable[[Path], str] = lambda _: "") -> WorkloadResult:
+def port_text_to_workload(
+    folder: Path, script_text: str, *args: str, verify: Callable[[Path], str] = lambda _: ""
+) -> WorkloadResult:
+    """Return the workload for this script, and check that porting changes no file."""
     script = folder / "train.py"
-    script.write_text(text)
-    result = port_to_workload([str(script), *arguments], folder / "train_workload.py", 120.0, verify)
+    script.write_text(script_text)
+    result = port_to_workload([str(script), *args], folder / "train_workload.py", 120.0, verify)
     assert [path.name for path in folder.iterdir()] == ["train.py"]
-    assert script.read_text() == text
+    assert script.read_text() == script_text
     return result
 
 
-def test_a_script_with_functions_is_imported(tmp_path: Path) -> None:
-    result = ported(tmp_path, GUARDED, "--lr", "0.2")
+def test_workload_imports_functions_of_the_script(tmp_path: Path) -> None:
+    """The workload imports the model and the data set from the script."""
+    result = port_text_to_workload(tmp_path, SCRIPT_WITH_MAIN, "--lr", "0.2")
     assert result.comparison.is_equal, result.difference
     assert result.float64
     assert not result.without_dropout
-    for line in (
+    for expected_line in (
         "from train import Net, points",
         "args = Namespace(lr=0.2, epochs=3, clip=0.5)",
         "@functools.cache",
@@ -220,21 +224,22 @@ def test_a_script_with_functions_is_imported(tmp_path: Path) -> None:
         'metrics={"accuracy": accuracy}',
         "EachEpoch(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), 5)",
     ):
-        assert line in result.text, result.text
+        assert expected_line in result.text, result.text
 
 
-def test_a_script_that_trains_when_it_is_imported_is_copied(tmp_path: Path) -> None:
-    result = ported(tmp_path, PER_UPDATE)
+def test_script_without_main_guard_is_copied_into_the_workload(tmp_path: Path) -> None:
+    """An import would run the training, so the code is copied."""
+    result = port_text_to_workload(tmp_path, PER_UPDATE)
     assert result.comparison.is_equal, result.difference
     assert "from train import" not in result.text
-    for line in (
+    for expected_line in (
         "return inputs.view(-1, 6), targets",
         "criterion = nn.CrossEntropyLoss(label_smoothing=0.1)",
         "global_batch=2 * 8",
         "return criterion(output, targets) * len(targets), len(targets)",
         "epochs=epochs",
     ):
-        assert line in result.text, result.text
+        assert expected_line in result.text, result.text
 
 
 CLOSURE = (
@@ -253,19 +258,19 @@ for inputs, targets in DataLoader(TensorDataset(x, y), batch_size=43):
     optimizer.step(closure)
 """
 )
-MOVING = PER_UPDATE.replace("loader = ", "past = 0.0\nloader = ").replace(
+LOSS_FROM_LAST_BATCH = PER_UPDATE.replace("loader = ", "past = 0.0\nloader = ").replace(
     " / 2\n", " / 2 + past\n        past = 0.1 * loss.detach()\n"
 )
 
 
 @pytest.mark.parametrize(
-    ("text", "line", "why"),
+    ("script_text", "line", "reason"),
     [
         (GAN, "optG = ", "a second optimizer"),
         (BY_HAND, "loss.backward()", "no torch optimizer"),
         (NO_LOADER, "loss.backward()", "TensorDataset"),
         (CARRIED_FROM_LOADER, "for (steps,) in DataLoader", "a new loader in each epoch"),
-        (MOVING, "loss = criterion", "carried from batch to batch"),
+        (LOSS_FROM_LAST_BATCH, "loss = criterion", "carried from batch to batch"),
         (FOLDS, "opt = ", "trains several times"),
         (
             PER_UPDATE.replace("model(inputs.view(-1, 6))", "model(inputs + torch.randn(len(inputs), 6))"),
@@ -289,71 +294,83 @@ MOVING = PER_UPDATE.replace("loader = ", "past = 0.0\nloader = ").replace(
         (PER_UPDATE.replace("/ 2\n", "/ (1 + i)\n"), "loss = criterion", "the number of an epoch or batch"),
     ],
 )
-def test_what_a_workload_cannot_say_is_refused_with_its_line(tmp_path: Path, text: str, line: str, why: str) -> None:
+def test_unsupported_script_is_refused_with_its_line(tmp_path: Path, script_text: str, line: str, reason: str) -> None:
+    """A workload has one optimizer, one data set and a loss per batch."""
     with pytest.raises(NotPortedError) as error:
-        ported(tmp_path, text)
-    assert why in str(error.value)
-    assert line in text.splitlines()[error.value.line - 1]
+        port_text_to_workload(tmp_path, script_text)
+    assert reason in str(error.value)
+    assert line in script_text.splitlines()[error.value.line - 1]
 
 
-def test_the_reduction_is_found(tmp_path: Path) -> None:
-    masked = ported(tmp_path, LOSS_IN_FORWARD)
-    assert masked.comparison.is_equal, masked.difference
-    assert masked.choice.reduction == "masked"
+def test_masked_reduction_of_a_loss_is_detected(tmp_path: Path) -> None:
+    """The loss is the mean over the targets that are not masked."""
+    result = port_text_to_workload(tmp_path, LOSS_IN_FORWARD)
+    assert result.comparison.is_equal, result.difference
+    assert result.choice.reduction == "masked"
 
 
-def test_another_reduction_is_taken_if_two_ranks_differ(tmp_path: Path) -> None:
+def test_another_reduction_is_tried_if_verify_reports_a_difference(tmp_path: Path) -> None:
+    """The first workload is not equivalent on two ranks. The next one has a loss with the reduction sum."""
+
     def verify(file: Path) -> str:
         return "" if "first_row" in file.read_text() else "DIFFERENT: update 0, loss"
 
-    assert ported(tmp_path, SUMMED, verify=verify).choice.reduction == "sum"
+    assert port_text_to_workload(tmp_path, SUMMED, verify=verify).choice.reduction == "sum"
 
 
-def test_the_evaluation_is_left_out_if_it_differs(tmp_path: Path) -> None:
+def test_evaluation_that_differs_is_left_out(tmp_path: Path) -> None:
+    """A note reports it. The training is still equivalent."""
+
     def verify(file: Path) -> str:
         return "DIFFERENT: evaluation, accuracy" if "eval_data" in file.read_text() else ""
 
-    result = ported(tmp_path, GUARDED, verify=verify)
+    result = port_text_to_workload(tmp_path, SCRIPT_WITH_MAIN, verify=verify)
     assert result.is_equal
     assert "eval_data" not in result.text
     assert "accuracy" not in result.text
     assert "the evaluation is left out" in result.notes[0][1]
 
 
-def test_what_two_ranks_refuse_is_not_equal(tmp_path: Path) -> None:
-    result = ported(tmp_path, ONE_FUNCTION, verify=lambda _: "DIFFERENT: update 2, tensor layers.0.weight")
+def test_workload_that_fails_verify_is_not_equivalent(tmp_path: Path) -> None:
+    """The script and the workload are equal on one rank. The difference on two ranks is reported."""
+    result = port_text_to_workload(
+        tmp_path, ONE_FUNCTION, verify=lambda _: "DIFFERENT: update 2, tensor layers.0.weight"
+    )
     assert not result.is_equal
     assert "tensor layers.0.weight" in result.difference
-    assert "\nnet = " not in result.text  # the model is made in a function
+    assert "\nnet = " not in result.text  # a function creates the model
 
 
-def test_a_wrong_file_is_told_from_a_right_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison sees each part of a workload."""
+def test_changed_workload_is_not_equivalent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison detects a change in each part of a workload."""
     from everyrank.port.to_workload import workload
 
-    wrongs = {
+    changes = {
         "lr=0.05": "lr=0.06",
         "1 / (1 + step)": "1 / (2 + step)",
         "label_smoothing=0.1": "label_smoothing=0.2",
         "randn(86, 6)": "randn(86, 6) + 1",
         "nn.Linear(6, 2)": "nn.Linear(6, 2, bias=False)",
     }
-    right = workload.workload_text
-    for part, wrong in wrongs.items():
+    original_workload_text = workload.workload_text
+    for correct_code, wrong_code in changes.items():
 
-        def changed(*args: object, _part: str = part, _wrong: str = wrong) -> str:
-            text = right(*args)  # type: ignore[arg-type]
-            assert _part in text
-            return text.replace(_part, _wrong)
+        def changed_workload_text(
+            *args: object, _correct_code: str = correct_code, _wrong_code: str = wrong_code
+        ) -> str:
+            generated_text = original_workload_text(*args)  # type: ignore[arg-type]
+            assert _correct_code in generated_text
+            return generated_text.replace(_correct_code, _wrong_code)
 
-        monkeypatch.setattr(workload, "workload_text", changed)
-        result = ported(tmp_path, PER_UPDATE)
-        assert not result.comparison.is_equal, part
+        monkeypatch.setattr(workload, "workload_text", changed_workload_text)
+        result = port_text_to_workload(tmp_path, PER_UPDATE)
+        assert not result.comparison.is_equal, correct_code
         assert result.difference
 
 
-def test_a_model_that_is_made_for_its_data_takes_the_same(tmp_path: Path) -> None:
-    result = ported(tmp_path, RATINGS, "--model_name", "fm")
+def test_model_that_depends_on_its_data_set_is_ported(tmp_path: Path) -> None:
+    """The workload builds the model from the data set of the script."""
+    result = port_text_to_workload(tmp_path, RATINGS, "--model_name", "fm")
     assert result.comparison.is_equal, result.difference
     assert "    return train_dataset, valid_dataset, dataset\n" in result.text
     assert "    dataset = data()[2]\n    model = get_model(name, dataset)\n" in result.text
@@ -362,11 +379,12 @@ def test_a_model_that_is_made_for_its_data_takes_the_same(tmp_path: Path) -> Non
 
 
 @pytest.mark.integration
-def test_the_file_is_verified_and_trains_under_fsdp(
+def test_ported_workload_is_verified_and_trains_with_fsdp(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """The command runs `everyrank verify` on the workload."""
     monkeypatch.chdir(tmp_path)
-    Path("train.py").write_text(GUARDED)
+    Path("train.py").write_text(SCRIPT_WITH_MAIN)
     assert main(["port", "--to", "workload", "train.py"]) == 0
     assert "verify: equal on 2 ranks under ddp" in capfd.readouterr().out
     assert main(["train", "train_workload.py", "--layout", "fsdp", "--processes", "2"]) == 0
@@ -374,7 +392,8 @@ def test_the_file_is_verified_and_trains_under_fsdp(
 
 
 @pytest.mark.integration
-def test_the_sum_of_a_batch_is_equal_on_two_ranks(tmp_path: Path) -> None:
-    result = ported(tmp_path, SUMMED, verify=verify_file)
+def test_summed_loss_is_equivalent_on_two_ranks(tmp_path: Path) -> None:
+    """The loss is a sum over the samples of a batch."""
+    result = port_text_to_workload(tmp_path, SUMMED, verify=verify_file)
     assert result.is_equal, result.difference
     assert result.choice.reduction == "sum"

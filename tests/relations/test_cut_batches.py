@@ -1,4 +1,4 @@
-"""Scripts that cut their batches themselves, or whose ranks hold parts of a model, are compared with one rank."""
+"""Scripts that cut their own batches, or whose ranks hold parts of a model, are compared with one rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from everyrank.relations.ranks import num_with_same_inputs
 from everyrank.rerun import ScriptHost
 from everyrank.rerun.recording import SHAPES_DIFFER
 
-BEGIN = """
+SETUP = """
 import torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
 
 dist.init_process_group("gloo")
@@ -38,7 +38,7 @@ def train(x, y):
 
 """
 
-ROWS = """
+SLICED_ROWS = """
 BATCH = 4
 noise = torch.Generator().manual_seed(100 + rank)
 for epoch in range(2):
@@ -49,7 +49,7 @@ for epoch in range(2):
         train(x[rows] + 0.1 * torch.randn(BATCH, 6, generator=noise), y[rows])
 """
 
-LISTED = """
+LIST_OF_BATCHES = """
 import random
 
 batches = [(x[start : start + 4], y[start : start + 4]) for start in range(0, len(x), 4)]
@@ -78,44 +78,50 @@ for step in range(5):
     train(xb, stride[:, 0])
 """
 
-SCRIPTS = {"rows": ROWS, "listed": LISTED, "prompts": PROMPTS, "few integers": FEW_INTEGERS}
+SCRIPTS = {"rows": SLICED_ROWS, "listed": LIST_OF_BATCHES, "prompts": PROMPTS, "few integers": FEW_INTEGERS}
 
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ScriptHost, Path]]:
+    """Yield a running script host and the path of the script that it runs."""
     path = tmp_path_factory.mktemp("script") / "train.py"
     path.write_text("")
-    with ScriptHost([str(path)], timeout_seconds=60.0) as running:
-        yield running, path
+    with ScriptHost([str(path)], timeout_seconds=60.0) as script_host:
+        yield script_host, path
 
 
-def judged(host: tuple[ScriptHost, Path], text: str) -> tuple[Findings, int]:
-    """What is found, and in how many updates two ranks compute the same as one."""
-    running, path = host
-    path.write_text(text)
+def compare_with_one_rank(host: tuple[ScriptHost, Path], script: str) -> tuple[Findings, int]:
+    """Return the findings, and the number of updates in which two ranks compute the same as one rank."""
+    script_host, path = host
+    path.write_text(script)
     findings = Findings()
-    return findings, judge_script(running, [str(path)], 2, findings, updates=8)
+    return findings, judge_script(script_host, [str(path)], 2, findings, updates=8)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_that_cuts_its_batches_is_compared(host: tuple[ScriptHost, Path], name: str) -> None:
-    """It is silent, and a sum that is averaged is named."""
-    text = BEGIN + SCRIPTS[name]
-    findings, num_equal = judged(host, text)
+def test_script_that_cuts_its_own_batches_is_compared_with_one_rank(host: tuple[ScriptHost, Path], name: str) -> None:
+    """The correct script has no finding. A summed loss, whose gradient is averaged, is reported."""
+    script = SETUP + SCRIPTS[name]
+    findings, num_equal = compare_with_one_rank(host, script)
     assert findings == []
-    assert all(why.startswith("printed numbers") for why in findings.unchecked), findings.unchecked
+    assert all(reason.startswith("printed numbers") for reason in findings.unchecked), findings.unchecked
     assert num_equal > 4
-    summed = text.replace("F.cross_entropy(model(x), y)", 'F.cross_entropy(model(x), y, reduction="sum")')
-    assert [finding.rule for finding in judged(host, summed)[0]] == ["ranks.gradient"]
+    script_with_summed_loss = script.replace(
+        "F.cross_entropy(model(x), y)", 'F.cross_entropy(model(x), y, reduction="sum")'
+    )
+    assert [finding.rule for finding in compare_with_one_rank(host, script_with_summed_loss)[0]] == ["ranks.gradient"]
 
 
-def test_ranks_that_shuffle_by_themselves_overlap(host: tuple[ScriptHost, Path]) -> None:
-    findings, _ = judged(host, BEGIN + ROWS.replace("manual_seed(epoch)", "manual_seed(epoch + rank)"))
+def test_ranks_with_different_shuffle_orders_share_samples(host: tuple[ScriptHost, Path]) -> None:
+    """A different shuffle order on each rank makes the ranks read the same samples."""
+    findings, _ = compare_with_one_rank(
+        host, SETUP + SLICED_ROWS.replace("manual_seed(epoch)", "manual_seed(epoch + rank)")
+    )
     assert [finding.rule for finding in findings] == ["data.shared-samples"]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "one", "expected"),
+    ("ranks", "single_rank", "expected"),
     [
         ([{0: [1.0], 1: [2.0]}, {0: [3.0], 1: [5.0]}], {0: [4.0], 1: [7.0]}, 9),
         ([{0: [1.0], 1: [2.0]}, {0: [3.0], 1: [5.0]}], {0: [4.0], 1: [6.0]}, 1),
@@ -124,17 +130,21 @@ def test_ranks_that_shuffle_by_themselves_overlap(host: tuple[ScriptHost, Path])
     ],
     ids=["all samples", "others in update 1", "the same on all ranks", "more calls"],
 )
-def test_inputs_are_compared_in_every_update(
-    ranks: list[dict[int, list[float]]], one: dict[int, list[float]], expected: int
+def test_model_inputs_are_compared_in_every_update(
+    ranks: list[dict[int, list[float]]], single_rank: dict[int, list[float]], expected: int
 ) -> None:
-    def recording(sums: list[dict[int, list[float]]]) -> Any:
-        return SimpleNamespace(ranks=[SimpleNamespace(facts={"input_sums": each}, updates=[0] * 9) for each in sums])
+    """The sums of the model's inputs on all ranks are compared with those of one rank, update by update."""
 
-    assert num_with_same_inputs(recording(ranks), recording([one])) == expected
+    def recording(input_sums: list[dict[int, list[float]]]) -> Any:
+        return SimpleNamespace(
+            ranks=[SimpleNamespace(facts={"input_sums": sums_of_rank}, updates=[0] * 9) for sums_of_rank in input_sums]
+        )
+
+    assert num_with_same_inputs(recording(ranks), recording([single_rank])) == expected
 
 
-def test_batches_of_a_loader_with_other_shapes_are_not_tried_again() -> None:
-    """Texts that are padded for each batch: larger batches in the code do not make them fit."""
+def test_loader_batches_of_different_shapes_are_not_rerun_with_larger_batches() -> None:
+    """Each batch is padded to its longest text. Larger batch sizes in the script cannot make the shapes fit."""
 
     def run_alone(_: Any) -> Any:
         pytest.fail("the script is run again")
@@ -142,17 +152,17 @@ def test_batches_of_a_loader_with_other_shapes_are_not_tried_again() -> None:
     def recording(**facts: Any) -> Any:
         return SimpleNamespace(ranks=[SimpleNamespace(facts=facts, inputs=[], updates=[])], failure="")
 
-    single = recording(refused=[[SHAPES_DIFFER, 0]])
-    assert _run_with_cut_batches(recording(), single, "BATCH = 8", run_alone)[0] is single
+    single_rank_recording = recording(refused=[[SHAPES_DIFFER, 0]])
+    assert _run_with_cut_batches(recording(), single_rank_recording, "BATCH = 8", run_alone)[0] is single_rank_recording
 
 
-def test_sums_and_counts_are_not_taken_for_batches(host: tuple[ScriptHost, Path]) -> None:
-    """A tensor that each rank makes of its own numbers keeps its shape on one rank."""
-    weighted = (
+def test_tensor_of_sums_and_counts_is_not_merged_like_a_batch(host: tuple[ScriptHost, Path]) -> None:
+    """A tensor of per-rank metrics keeps its shape on one rank."""
+    weighted_loss = (
         "metric = torch.tensor([float(rank), 1.0])\n    loss = F.cross_entropy(model(x), y) * metric[1:].view(())"
     )
-    text = (BEGIN + LISTED).replace("loss = F.cross_entropy(model(x), y)", weighted)
-    findings, num_equal = judged(host, text)
+    script = (SETUP + LIST_OF_BATCHES).replace("loss = F.cross_entropy(model(x), y)", weighted_loss)
+    findings, num_equal = compare_with_one_rank(host, script)
     assert (findings, num_equal) == ([], 8)
 
 
@@ -190,23 +200,23 @@ for step in range(4):
 """
 
 
-def test_ranks_that_hold_parts_of_a_model_are_compared(host: tuple[ScriptHost, Path]) -> None:
-    """Columns and rows of weights, and a gradient of which each rank has a summand; and one that is not summed."""
-    findings, num_equal = judged(host, TENSOR_PARALLEL)
+def test_tensor_parallel_ranks_are_compared_with_one_rank(host: tuple[ScriptHost, Path]) -> None:
+    """Weights are split by columns and by rows. A partial gradient that is not summed over the ranks is reported."""
+    findings, num_equal = compare_with_one_rank(host, TENSOR_PARALLEL)
     assert (findings, findings.unchecked, num_equal) == ([], [], 4)
-    findings, _ = judged(host, TENSOR_PARALLEL.replace("grad_placements=[Partial()]", ""))
+    findings, _ = compare_with_one_rank(host, TENSOR_PARALLEL.replace("grad_placements=[Partial()]", ""))
     assert [finding.rule for finding in findings] == ["ranks.own-gradient"]
 
 
-def test_a_message_to_a_rank_that_one_rank_lacks_fails_at_once(host: tuple[ScriptHost, Path]) -> None:
-    """Gloo would wait for the other rank."""
-    messages = "dist.send(x[:4], 1) if rank == 0 else dist.recv(x[:4], 0)\n"
-    findings, _ = judged(host, BEGIN + messages + ROWS)
+def test_point_to_point_message_fails_at_once_on_one_rank(host: tuple[ScriptHost, Path]) -> None:
+    """One rank cannot send to rank 1. With gloo it would wait for that rank."""
+    send_or_receive = "dist.send(x[:4], 1) if rank == 0 else dist.recv(x[:4], 0)\n"
+    findings, _ = compare_with_one_rank(host, SETUP + send_or_receive + SLICED_ROWS)
     assert findings == []
-    assert any("a message to or from rank 1" in why for why in findings.unchecked), findings.unchecked
+    assert any("a message to or from rank 1" in reason for reason in findings.unchecked), findings.unchecked
 
 
-EVALUATED = """
+EVALUATION_ON_RANK_0 = """
 noise = torch.Generator().manual_seed(100 + rank)
 data = TensorDataset(x, y)
 for epoch in range(3):
@@ -219,11 +229,11 @@ for epoch in range(3):
 """
 
 
-def test_an_evaluation_of_rank_0_alone_moves_no_draw(host: tuple[ScriptHost, Path]) -> None:
-    """It draws at the same line as the training."""
+def test_evaluation_on_rank_0_only_does_not_shift_random_numbers_of_training(host: tuple[ScriptHost, Path]) -> None:
+    """The evaluation draws noise at the same line of the script as the training."""
     imports = "from torch.utils.data import DataLoader, DistributedSampler, TensorDataset\n"
-    noised = "noised = lambda x, y, g: (x + 0.5 * torch.randn(x.shape, generator=g), y)\n"
-    findings, num_equal = judged(host, BEGIN + imports + noised + EVALUATED)
+    noise_function = "noised = lambda x, y, g: (x + 0.5 * torch.randn(x.shape, generator=g), y)\n"
+    findings, num_equal = compare_with_one_rank(host, SETUP + imports + noise_function + EVALUATION_ON_RANK_0)
     assert (findings, num_equal) == ([], 6)
 
 
@@ -268,12 +278,15 @@ for step in range(4):
 """
 
 
-def test_experts_of_each_rank_are_compared_with_those_of_one(host: tuple[ScriptHost, Path]) -> None:
-    """They begin differently on each rank, and are averaged on none; one that is not divided by the ranks is named."""
-    findings, num_equal = judged(host, EXPERTS)
+def test_experts_of_each_rank_are_compared_with_one_rank(host: tuple[ScriptHost, Path]) -> None:
+    """Experts are initialized differently on each rank and are not averaged.
+
+    A gradient of an expert that is not divided by the number of ranks is reported.
+    """
+    findings, num_equal = compare_with_one_rank(host, EXPERTS)
     assert (findings, num_equal) == ([], 4)
-    wrong = EXPERTS.replace("        p.grad /= world", "            p.grad /= world")
-    (finding,) = judged(host, wrong)[0]
+    script_without_division = EXPERTS.replace("        p.grad /= world", "            p.grad /= world")
+    (finding,) = compare_with_one_rank(host, script_without_division)[0]
     assert finding.rule == "ranks.gradient"
     assert "experts.0" in finding.text
     assert "they are 2 times" in finding.text

@@ -1,4 +1,4 @@
-"""`everyrank audit --save` and `--against`: five changes of a script, judged right."""
+"""`everyrank audit --save` and `--against` compare a script with a saved trace of an earlier version."""
 
 from __future__ import annotations
 
@@ -40,22 +40,25 @@ for epoch in range(2):
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptHost]:
+    """Yield a script host that has imported the training script."""
     path = tmp_path_factory.mktemp("script") / "train.py"
     path.write_text(TRAINING)
-    with ScriptHost([str(path)]) as started:
-        yield started
+    with ScriptHost([str(path)]) as script_host:
+        yield script_host
 
 
-def traced(host: ScriptHost, folder: Path, old: str = "", new: str = "") -> dict[str, Any]:
+def trace_changed_script(host: ScriptHost, folder: Path, old: str = "", new: str = "") -> dict[str, Any]:
+    """Return the trace of the training script after `old` is replaced by `new`."""
     assert old in TRAINING
     (folder / "train.py").write_text(TRAINING.replace(old, new) if old else TRAINING)
     return trace_in_host(host, [str(folder / "train.py")], 2, 8)
 
 
 @pytest.fixture(scope="module")
-def before(host: ScriptHost, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    trace = traced(host, tmp_path_factory.mktemp("before"))
-    return json.loads(json.dumps(trace))  # as a file gives it
+def saved_trace(host: ScriptHost, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return the trace of the unchanged script, as it is read from a saved file."""
+    trace = trace_changed_script(host, tmp_path_factory.mktemp("before"))
+    return json.loads(json.dumps(trace))
 
 
 @pytest.mark.parametrize(
@@ -70,26 +73,28 @@ def before(host: ScriptHost, tmp_path_factory: pytest.TempPathFactory) -> dict[s
         ("loss.item()", "loss.item() * 2", "different", "number 2 of"),
     ],
 )
-def test_changes(
-    host: ScriptHost, before: dict[str, Any], tmp_path: Path, old: str, new: str, status: str, phrase: str
+def test_script_change_is_classified_against_saved_trace(
+    host: ScriptHost, saved_trace: dict[str, Any], tmp_path: Path, old: str, new: str, status: str, phrase: str
 ) -> None:
-    result = compare_kept(before, traced(host, tmp_path, old, new))
+    """A change of the mathematics is reported. A change within rounding error is equal."""
+    result = compare_kept(saved_trace, trace_changed_script(host, tmp_path, old, new))
     assert (result.status, phrase in " ".join(result.lines())) == (status, True), result.lines()
 
 
-def test_times_are_left_out(before: dict[str, Any]) -> None:
-    """A number that two runs print differently is not kept."""
-    assert [value for value, _ in before["evaluation"].values() if value > 1e6] == []
-    assert any("epoch # loss #" in name for name in before["evaluation"])
+def test_printed_times_are_not_saved(saved_trace: dict[str, Any]) -> None:
+    """A printed number that differs between two runs of the same script is not saved."""
+    assert [value for value, _ in saved_trace["evaluation"].values() if value > 1e6] == []
+    assert any("epoch # loss #" in name for name in saved_trace["evaluation"])
 
 
-def test_a_script_that_is_not_reproducible(host: ScriptHost, tmp_path: Path) -> None:
+def test_script_that_is_not_reproducible_is_refused(host: ScriptHost, tmp_path: Path) -> None:
+    """A script whose two runs differ cannot be saved."""
     with pytest.raises(UsageError, match=r"two runs .* differ: the loss of update 0"):
-        traced(host, tmp_path, "manual_seed(0)", "manual_seed(time.time_ns())")
+        trace_changed_script(host, tmp_path, "manual_seed(0)", "manual_seed(time.time_ns())")
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("args", "message"),
     [
         (["--against", "missing.json", "train.py"], "missing.json: No such file"),
         (["--against", "wrong.json", "train.py"], "wrong.json: "),
@@ -97,25 +102,28 @@ def test_a_script_that_is_not_reproducible(host: ScriptHost, tmp_path: Path) -> 
         (["--save", "kept.json", "missing.py"], "missing.py"),
     ],
 )
-def test_wrong_calls(
+def test_invalid_arguments_are_refused(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    words: list[str],
+    args: list[str],
     message: str,
 ) -> None:
+    """The error is one line and the exit code is 2."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(TRAINING)
     (tmp_path / "wrong.json").write_text("{}")
-    assert main(["audit", *words]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert len(error.splitlines()) == 1
+    assert main(["audit", *args]) == 2
+    error_output = capsys.readouterr().err
+    assert message in error_output
+    assert len(error_output.splitlines()) == 1
 
 
 @pytest.mark.integration
-def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the command line, also with the number of ranks of the file."""
+def test_audit_command_saves_and_compares(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--against` takes the number of ranks from the saved file."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(TRAINING)
     assert main(["audit", "--processes", "1", "--updates", "4", "--save", "kept.json", "train.py"]) == 0

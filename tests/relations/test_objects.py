@@ -1,4 +1,4 @@
-"""Running statistics, counters and skipped batches of a script's own objects: broken ones are named."""
+"""Comparison of running statistics, counters and skipped batches in a script's own objects."""
 
 from __future__ import annotations
 
@@ -81,43 +81,52 @@ BROKEN = {
     "save.counter": (', "updates": self.updates}', "}"),
     "data.untrained": (" and epoch == 0", ""),
 }
-LINES = {"ranks.state": "self.mean = 0.9", "save.counter": "return {", "data.untrained": "in enumerate(loader)"}
+EXPECTED_LINES = {
+    "ranks.state": "self.mean = 0.9",
+    "save.counter": "return {",
+    "data.untrained": "in enumerate(loader)",
+}
 
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ScriptHost, Path]]:
+    """Yield a running script host and the folder for scripts."""
     path = tmp_path_factory.mktemp("objects") / "train.py"
     path.write_text("")
-    with ScriptHost([str(path)]) as running:
-        yield running, path.parent
+    with ScriptHost([str(path)]) as script_host:
+        yield script_host, path.parent
 
 
-def found_in(host: tuple[ScriptHost, Path], text: str) -> Findings:
-    running, folder = host
-    path = folder / f"train{len(list(folder.iterdir()))}.py"  # the source of a path is read once
-    path.write_text(text)
+def find_mistakes(host: tuple[ScriptHost, Path], script: str) -> Findings:
+    """Return the findings of a comparison of this script on two ranks with one rank."""
+    script_host, folder = host
+    path = folder / f"train{len(list(folder.iterdir()))}.py"  # a new path: each source file is read only once
+    path.write_text(script)
     findings = Findings()
-    judge_script(running, [str(path)], 2, findings, updates=12)
+    judge_script(script_host, [str(path)], 2, findings, updates=12)
     return findings
 
 
-def test_own_objects_of_a_correct_script_are_silent(host: tuple[ScriptHost, Path]) -> None:
-    """Reduced statistics, a counter in the checkpoint and one that is only shown, and batches skipped once."""
-    findings = found_in(host, CORRECT)
+def test_custom_objects_of_correct_script_have_no_findings(host: tuple[ScriptHost, Path]) -> None:
+    """The script all-reduces its statistics and saves one counter. Another counter has no effect on training.
+
+    It also skips two batches in the first epoch only.
+    """
+    findings = find_mistakes(host, CORRECT)
     assert findings == []
     assert findings.unchecked == []
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("rule", BROKEN)
-def test_state_beside_parameters_is_named(host: tuple[ScriptHost, Path], rule: str) -> None:
-    """Statistics of a rank's own samples, a counter that is not saved, batches skipped in every epoch."""
-    right, wrong = BROKEN[rule]
-    assert right in CORRECT
-    text = CORRECT.replace(right, wrong)
-    if rule == "ranks.state":  # they do not reach the model, whose gradient would differ first
-        text = text.replace("model(scaled(xb))", "model(xb)")
-    findings = found_in(host, text)
+def test_mistake_in_custom_object_is_reported(host: tuple[ScriptHost, Path], rule: str) -> None:
+    """The mistakes are local statistics, a counter missing from the checkpoint, and batches skipped in every epoch."""
+    correct_code, wrong_code = BROKEN[rule]
+    assert correct_code in CORRECT
+    script = CORRECT.replace(correct_code, wrong_code)
+    if rule == "ranks.state":  # without it the gradient would differ first
+        script = script.replace("model(scaled(xb))", "model(xb)")
+    findings = find_mistakes(host, script)
     assert [finding.rule for finding in findings] == [rule], findings
-    line = int(findings[0].place.rpartition(":")[2])
-    assert LINES[rule] in text.splitlines()[line - 1]
+    line_number = int(findings[0].place.rpartition(":")[2])
+    assert EXPECTED_LINES[rule] in script.splitlines()[line_number - 1]

@@ -1,4 +1,4 @@
-"""Numbers that a script shows: which of them may differ from those of one rank."""
+"""Comparison of printed numbers on several ranks with those on one rank."""
 
 from __future__ import annotations
 
@@ -13,29 +13,33 @@ from everyrank.relations.samples import judge_uneven_passes
 from everyrank.rerun import Imposed, Printed, RankRecording, ScriptRecording
 
 
-def _line(numbers: list[float]) -> str:
-    return " ".join(f"{each:.6f}" for each in numbers)
+def format_line(numbers: list[float]) -> str:
+    """Return the numbers as a script prints them."""
+    return " ".join(f"{number:.6f}" for number in numbers)
 
 
-def _positions(numbers: list[float]) -> list[int]:
-    return [len(_line([*numbers[:index], 0.0])) - len("0.000000") for index in range(len(numbers))]
+def number_positions(numbers: list[float]) -> list[int]:
+    """Return the index of the first character of each number in the line."""
+    return [len(format_line([*numbers[:index], 0.0])) - len("0.000000") for index in range(len(numbers))]
 
 
-def rank_with(shown: list[list[float]], **facts: Any) -> RankRecording:
-    """A rank that shows a line after each update."""
+def rank_that_prints(lines: list[list[float]], **facts: Any) -> RankRecording:
+    """Return the recording of a rank that prints one line after each update."""
     printed = [
-        Printed("train.py:9", number, _line(numbers), numbers, _positions(numbers), "stdout", number + 1)
-        for number, numbers in enumerate(shown)
+        Printed("train.py:9", update, format_line(numbers), numbers, number_positions(numbers), "stdout", update + 1)
+        for update, numbers in enumerate(lines)
     ]
     return RankRecording([], printed, "", {}, {}, [], [], facts)
 
 
 def run_of(*ranks: RankRecording) -> ScriptRecording:
+    """Return the recording of a script on these ranks."""
     return ScriptRecording(ranks, "", "", 0.0, Path(), float64=True)
 
 
-# numbers of two ranks, of one rank with all samples, of rank 0 alone, of rank 1 alone -> the reason
-SHOWN = {
+# Each case has what four runs print: two ranks, one rank with all samples, rank 0 only, and rank 1 only.
+# The last entry is the reported reason.
+PRINTED_NUMBERS = {
     "a mean of means": (
         [0.4, 0.5, 0.7],
         [0.42, 0.52, 0.71],
@@ -53,44 +57,55 @@ SHOWN = {
 }
 
 
-@pytest.mark.parametrize(("many", "one", "alone", "elsewhere", "reason"), SHOWN.values(), ids=list(SHOWN))
-def test_a_number_is_that_of_one_rank_or_may_differ(
-    many: list[float], one: list[float], alone: list[float], elsewhere: list[float], reason: str
+@pytest.mark.parametrize(
+    ("two_ranks", "one_rank", "rank_0_only", "rank_1_only", "reason"),
+    PRINTED_NUMBERS.values(),
+    ids=list(PRINTED_NUMBERS),
+)
+def test_printed_number_must_match_one_rank_or_have_an_allowed_meaning(
+    two_ranks: list[float], one_rank: list[float], rank_0_only: list[float], rank_1_only: list[float], reason: str
 ) -> None:
+    """A number may also be local to a rank, a maximum over the ranks, or a count of samples."""
     findings = Findings()
-    lines = [[[each] for each in numbers] for numbers in (many, one, alone, elsewhere)]
+    lines = [[[number] for number in numbers] for numbers in (two_ranks, one_rank, rank_0_only, rank_1_only)]
 
-    def run_alone(imposed: Imposed) -> ScriptRecording:
-        return run_of(rank_with(lines[3] if imposed.only_rank == 1 else lines[2]))
+    def run_one_rank(imposed: Imposed) -> ScriptRecording:
+        return run_of(rank_that_prints(lines[3] if imposed.only_rank == 1 else lines[2]))
 
-    both = run_of(rank_with(lines[0]), rank_with([]))
-    judge_printed(both, rank_with(lines[1]), rank_with(lines[2]), run_alone, 3, 1e-7, findings)
+    two_rank_recording = run_of(rank_that_prints(lines[0]), rank_that_prints([]))
+    judge_printed(
+        two_rank_recording, rank_that_prints(lines[1]), rank_that_prints(lines[2]), run_one_rank, 3, 1e-7, findings
+    )
     assert bool(findings) == bool(reason)
     assert all(reason in finding.text and finding.rule == "ranks.printed" for finding in findings)
 
 
 @pytest.mark.parametrize(
-    ("batches", "is_found"),
+    ("batches", "is_reported"),
     [([[3, 3, 3, 1], [2, 2, 2, 2, 2]], True), ([[3, 3, 3, 1], [3, 3, 3, 1]], False), ([[9], [6, 3]], False)],
 )
-def test_ranks_that_are_in_different_passes(batches: list[list[int]], is_found: bool) -> None:
-    """They draw a new order after different numbers of batches."""
+def test_different_numbers_of_batches_per_epoch_are_reported(batches: list[list[int]], is_reported: bool) -> None:
+    """The ranks start a new shuffle order after different numbers of batches."""
     ranks: list[RankRecording] = []
-    for counts in batches:
-        read = [[0, 0, 0, "train.py:20", order] for order, count in enumerate(counts) for _ in range(count)]
-        ranks.append(rank_with([], read=read, trained=[0], loader_places={0: "train.py:7"}))
+    for batches_per_epoch in batches:
+        read_batches = [
+            [0, 0, 0, "train.py:20", epoch]
+            for epoch, num_batches in enumerate(batches_per_epoch)
+            for _ in range(num_batches)
+        ]
+        ranks.append(rank_that_prints([], read=read_batches, trained=[0], loader_places={0: "train.py:7"}))
     findings = Findings()
     judge_uneven_passes(run_of(*ranks), findings)
-    assert [finding.rule for finding in findings] == ["data.uneven-passes"] * is_found
+    assert [finding.rule for finding in findings] == ["data.uneven-passes"] * is_reported
     assert all(finding.place == "train.py:7" and "3, 2 batches" in finding.text for finding in findings)
 
 
-def test_numbers_after_random_numbers_of_an_evaluation_are_not_compared() -> None:
-    """One rank draws them for its rows in another order."""
+def test_printed_numbers_are_not_compared_if_evaluation_draws_random_numbers() -> None:
+    """One rank draws the random numbers of its rows in a different order than two ranks."""
     findings = Findings()
-    one = rank_with([[0.42], [0.52], [0.71]], drawn_without_grad=[1, 2, 3])
-    alone = rank_with([[0.3], [0.2], [0.5]])
-    both = run_of(rank_with([[0.4], [0.5], [0.7]]), rank_with([]))
-    judge_printed(both, one, alone, lambda imposed: run_of(alone), 3, 1e-7, findings)
+    one_rank = rank_that_prints([[0.42], [0.52], [0.71]], drawn_without_grad=[1, 2, 3])
+    rank_0_only = rank_that_prints([[0.3], [0.2], [0.5]])
+    two_rank_recording = run_of(rank_that_prints([[0.4], [0.5], [0.7]]), rank_that_prints([]))
+    judge_printed(two_rank_recording, one_rank, rank_0_only, lambda imposed: run_of(rank_0_only), 3, 1e-7, findings)
     assert findings == []
     assert findings.unchecked == ["numbers of train.py:9: its evaluation draws random numbers"]

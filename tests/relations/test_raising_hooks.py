@@ -1,4 +1,4 @@
-"""Hooks of a comparison that raise: the comparison gives the reason, and finds nothing."""
+"""Recording hooks that raise: the comparison reports the reason, and no finding."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ HOOKS = (
 
 
 @pytest.mark.integration
-def test_a_hook_that_raises_ends_no_audit(tmp_path: Path) -> None:
-    """Each of them, in runs of one host that goes on afterwards."""
+def test_raising_hook_does_not_stop_the_comparison(tmp_path: Path) -> None:
+    """Every hook raises in a run of its own. All runs share one host, which has to survive."""
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
     with ScriptHost([str(path)]) as host:

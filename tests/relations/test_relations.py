@@ -1,4 +1,7 @@
-"""Each relation broken in a correct script is named, and the correct script is silent. No rule of audit runs."""
+"""A training script on two ranks is compared with one rank: correct scripts, and the same scripts with mistakes.
+
+No rule of audit runs.
+"""
 
 from __future__ import annotations
 
@@ -121,27 +124,29 @@ RULES = {
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ScriptHost, Path]]:
+    """Yield a running script host and the path of the script that it runs."""
     path = tmp_path_factory.mktemp("script") / "train.py"
     path.write_text("")
-    with ScriptHost([str(path)]) as running:
-        yield running, path
+    with ScriptHost([str(path)]) as script_host:
+        yield script_host, path
 
 
-def found_in(host: tuple[ScriptHost, Path], text: str, updates: int = 8) -> Findings:
-    return judged(host, text, updates)[0]
+def find_differences(host: tuple[ScriptHost, Path], script: str, updates: int = 8) -> Findings:
+    """Return the findings of a comparison of this script with one rank."""
+    return compare_with_one_rank(host, script, updates)[0]
 
 
-def judged(host: tuple[ScriptHost, Path], text: str, updates: int = 8) -> tuple[Findings, int]:
-    """What is found, and in how many updates two ranks compute the same as one."""
-    running, path = host
-    path.write_text(text)
+def compare_with_one_rank(host: tuple[ScriptHost, Path], script: str, updates: int = 8) -> tuple[Findings, int]:
+    """Return the findings, and the number of updates in which two ranks compute the same as one rank."""
+    script_host, path = host
+    path.write_text(script)
     findings = Findings()
-    return findings, judge_script(running, [str(path)], 2, findings, updates)
+    return findings, judge_script(script_host, [str(path)], 2, findings, updates)
 
 
-def test_a_correct_script_is_silent(host: tuple[ScriptHost, Path]) -> None:
-    """Dropout, noise, buffers, averages, a scaled rate, rank 0's own loss, seconds and a date."""
-    findings, num_equal = judged(host, CORRECT)
+def test_correct_script_has_no_findings(host: tuple[ScriptHost, Path]) -> None:
+    """It has dropout, noise, buffers, averaged weights, a scaled learning rate, rank 0's own loss, times and a date."""
+    findings, num_equal = compare_with_one_rank(host, CORRECT)
     assert findings == []
     assert findings.unchecked == []
     assert num_equal == 8
@@ -160,33 +165,33 @@ ON_CUDA = {
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it is for hosts without a GPU")
-def test_a_correct_script_for_gpus_is_compared_on_the_cpu(host: tuple[ScriptHost, Path]) -> None:
-    """nccl, devices of ranks, and a mean that gloo lacks."""
-    text = CORRECT
-    for original, for_cuda in ON_CUDA.items():
-        assert original in text
-        text = text.replace(original, for_cuda)
-    findings = found_in(host, text)
+def test_correct_gpu_script_is_compared_on_the_cpu(host: tuple[ScriptHost, Path]) -> None:
+    """It uses NCCL, one GPU per rank, and the reduction AVG, which gloo does not have."""
+    script = CORRECT
+    for cpu_code, cuda_code in ON_CUDA.items():
+        assert cpu_code in script
+        script = script.replace(cpu_code, cuda_code)
+    findings = find_differences(host, script)
     assert findings == []
     assert findings.unchecked == []
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_relation_is_named(host: tuple[ScriptHost, Path], name: str) -> None:
-    """By the relation alone, at the line or at the update that it changes."""
-    right, wrong = BROKEN[name]
-    assert right in CORRECT
-    text = CORRECT.replace(right, wrong)
+def test_mistake_is_reported(host: tuple[ScriptHost, Path], name: str) -> None:
+    """Only the comparison with one rank runs. It reports the mistake with the expected rule."""
+    correct_code, wrong_code = BROKEN[name]
+    assert correct_code in CORRECT
+    script = CORRECT.replace(correct_code, wrong_code)
     if name.startswith("steps"):
-        text = text.replace("net = Net()", "net = Net().bfloat16()").replace("model(xb)", "model(xb.bfloat16())")
-        text = text.replace("model.module(xb)", "model.module(xb.bfloat16())")
-    findings, num_equal = judged(host, text)
+        script = script.replace("net = Net()", "net = Net().bfloat16()").replace("model(xb)", "model(xb.bfloat16())")
+        script = script.replace("model.module(xb)", "model.module(xb.bfloat16())")
+    findings, num_equal = compare_with_one_rank(host, script)
     assert num_equal < 8 or RULES[name] not in ("ranks.gradient", "ranks.rate")
     assert RULES[name] in [finding.rule for finding in findings], (findings, findings.unchecked)
 
 
-MEANT = """
+RANK_DEPENDENT_NUMBERS = """
 import random
 import torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -216,7 +221,10 @@ for xb, yb in DataLoader(data, batch_size=10, sampler=DistributedSampler(data)):
     if rank == 0:
         print(f"{seen / 1000:.6f} thousand samples, batch of {10 * world}, worst loss {worst.item():.6f}")
 """
-"""Ranks differ from one rank on purpose: a count of samples, and the largest loss of all ranks."""
+"""A script whose ranks differ from one rank on purpose.
+
+It prints a count of samples and the largest loss of all ranks.
+"""
 
 NOT_COMPARED = {
     "rounded gradients": ("sent = p.grad", "sent = p.grad.bfloat16().to(p.dtype)", "they differ|they are rounded"),
@@ -234,24 +242,25 @@ NOT_COMPARED = {
 }
 
 
-def test_numbers_that_depend_on_the_ranks_on_purpose_are_silent(host: tuple[ScriptHost, Path]) -> None:
-    findings, num_equal = judged(host, MEANT)
+def test_numbers_that_depend_on_ranks_on_purpose_have_no_findings(host: tuple[ScriptHost, Path]) -> None:
+    """The printed sample counts and the largest loss depend on the number of ranks."""
+    findings, num_equal = compare_with_one_rank(host, RANK_DEPENDENT_NUMBERS)
     assert findings == []
     assert num_equal == 8
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("name", NOT_COMPARED)
-def test_updates_that_depend_on_the_ranks_on_purpose_are_not_compared(host: tuple[ScriptHost, Path], name: str) -> None:
-    """Compressed gradients, and random numbers for a whole batch or for a gradient."""
-    before, after, why = NOT_COMPARED[name]
-    assert before in MEANT
-    findings = found_in(host, MEANT.replace(before, after, 1))
+def test_updates_that_depend_on_ranks_on_purpose_are_not_compared(host: tuple[ScriptHost, Path], name: str) -> None:
+    """Gradients are compressed, or random numbers are drawn for a whole batch or for a gradient."""
+    original_code, changed_code, reason = NOT_COMPARED[name]
+    assert original_code in RANK_DEPENDENT_NUMBERS
+    findings = find_differences(host, RANK_DEPENDENT_NUMBERS.replace(original_code, changed_code, 1))
     assert findings == []
-    assert any(re.search(why, line) for line in findings.unchecked), findings.unchecked
+    assert any(re.search(reason, unchecked_line) for unchecked_line in findings.unchecked), findings.unchecked
 
 
-MORE = """
+WORKERS_AND_SCHEDULE = """
 import copy
 import torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
@@ -301,7 +310,7 @@ for epoch in range(3):
         print(f"accuracy {total[0] / total[1]:.4f}")
 """
 
-MORE_BROKEN = {
+WORKERS_AND_SCHEDULE_MISTAKES = {
     "average.often": (
         "            with torch.no_grad():\n                averaged",
         "        if True:\n            with torch.no_grad():\n                averaged",
@@ -312,33 +321,45 @@ MORE_BROKEN = {
 }
 
 
-def test_workers_evaluation_copies_and_schedules_of_a_correct_script_are_silent(host: tuple[ScriptHost, Path]) -> None:
-    """A dataset that changes with the epoch, accumulation, an average, and a schedule that counts the ranks."""
-    assert found_in(host, MORE, 48) == []
+def test_correct_workers_evaluation_averages_and_schedule_have_no_findings(host: tuple[ScriptHost, Path]) -> None:
+    """The dataset depends on the epoch, and the schedule depends on the number of ranks.
+
+    The script also accumulates gradients and averages weights.
+    """
+    assert find_differences(host, WORKERS_AND_SCHEDULE, 48) == []
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("rule", MORE_BROKEN)
-def test_workers_evaluation_copies_and_schedules_are_named(host: tuple[ScriptHost, Path], rule: str) -> None:
-    """Frozen workers, one rank's evaluation, an average per micro-batch, a schedule that forgets the ranks."""
-    right, wrong = MORE_BROKEN[rule]
-    assert right in MORE
-    assert [finding.rule for finding in found_in(host, MORE.replace(right, wrong), 48)] == [rule]
+@pytest.mark.parametrize("rule", WORKERS_AND_SCHEDULE_MISTAKES)
+def test_mistake_in_workers_evaluation_averages_or_schedule_is_reported(
+    host: tuple[ScriptHost, Path], rule: str
+) -> None:
+    """Workers keep the first epoch, or only rank 0's evaluation is printed.
+
+    Other mistakes are an average per micro-batch, and a schedule that ignores the number of ranks.
+    """
+    correct_code, wrong_code = WORKERS_AND_SCHEDULE_MISTAKES[rule]
+    assert correct_code in WORKERS_AND_SCHEDULE
+    assert [
+        finding.rule for finding in find_differences(host, WORKERS_AND_SCHEDULE.replace(correct_code, wrong_code), 48)
+    ] == [rule]
 
 
 LONG_EPOCHS = (
-    MORE.replace("return 96", "return 4096").replace("range(3)", "range(30)").replace("held[:, :3]", "held[:, 1:4]")
+    WORKERS_AND_SCHEDULE.replace("return 96", "return 4096")
+    .replace("range(3)", "range(30)")
+    .replace("held[:, :3]", "held[:, 1:4]")
 )
-"""No whole epoch within the updates of a test."""
+"""An epoch is longer than the number of updates of a test."""
 
 
 @pytest.mark.integration
-def test_an_evaluation_after_a_long_epoch_is_silent(
+def test_correct_evaluation_after_long_epoch_has_no_findings(
     host: tuple[ScriptHost, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is reached by a second comparison with shortened epochs; the end of the schedule is too far away."""
+    """A second comparison with shorter epochs reaches the evaluation. It does not reach the end of the schedule."""
     monkeypatch.setattr(compare_module, "_COMPLETE_RUN_SECONDS", 1.0)
-    findings = found_in(host, LONG_EPOCHS)
+    findings = find_differences(host, LONG_EPOCHS)
     assert findings == []
     assert [reason.partition(":")[0] for reason in findings.unchecked] == [
         "whether the schedule ends with the training"
@@ -347,7 +368,7 @@ def test_an_evaluation_after_a_long_epoch_is_silent(
 
 @pytest.mark.integration
 @pytest.mark.parametrize(
-    ("right", "wrong"),
+    ("correct_code", "wrong_code"),
     [
         ("    dist.all_reduce(total)\n", ""),
         (
@@ -356,16 +377,18 @@ def test_an_evaluation_after_a_long_epoch_is_silent(
         ),
     ],
 )
-def test_an_evaluation_after_a_long_epoch_is_compared(
-    host: tuple[ScriptHost, Path], monkeypatch: pytest.MonkeyPatch, right: str, wrong: str
+def test_mistake_in_evaluation_after_long_epoch_is_reported(
+    host: tuple[ScriptHost, Path], monkeypatch: pytest.MonkeyPatch, correct_code: str, wrong_code: str
 ) -> None:
-    """Rank 0's own number, and one that is no sum over samples."""
+    """One mistake prints rank 0's own number. The other prints a number that is not a sum over samples."""
     monkeypatch.setattr(compare_module, "_COMPLETE_RUN_SECONDS", 1.0)
-    assert right in LONG_EPOCHS
-    assert [finding.rule for finding in found_in(host, LONG_EPOCHS.replace(right, wrong))] == ["ranks.printed"]
+    assert correct_code in LONG_EPOCHS
+    assert [finding.rule for finding in find_differences(host, LONG_EPOCHS.replace(correct_code, wrong_code))] == [
+        "ranks.printed"
+    ]
 
 
-DRAWN = """
+BATCH_FUNCTION = """
 import torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -418,7 +441,7 @@ for step in range(5):
         print(f"score {reached:.6f}")
 """
 
-DRAWN_BROKEN = {
+BATCH_FUNCTION_MISTAKES = {
     "ranks.gradient": ("loss * world", "loss"),
     "ranks.printed": ("shown = loss.detach().clone()", "shown = shown.clone() * total / world"),
     "recompute.state": (
@@ -432,14 +455,14 @@ DRAWN_BROKEN = {
 }
 
 
-def test_batches_that_a_function_draws_are_put_together(host: tuple[ScriptHost, Path]) -> None:
-    """A function that seeds by step and rank, with another number of samples on each rank."""
-    findings = found_in(host, DRAWN)
+def test_batches_from_a_function_are_merged(host: tuple[ScriptHost, Path]) -> None:
+    """The function seeds by step and rank. Each rank has a different number of samples."""
+    findings = find_differences(host, BATCH_FUNCTION)
     assert findings == []
     assert findings.unchecked == []
 
 
-STREAM = """
+BATCH_GENERATOR = """
 import torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
 
 dist.init_process_group("gloo")
@@ -464,22 +487,29 @@ for step, (x, y) in zip(range(5), samples(rank)):
 """
 
 
-def test_batches_that_a_generator_yields_are_put_together(host: tuple[ScriptHost, Path]) -> None:
-    """And a sum that is averaged is named."""
-    assert judged(host, STREAM) == ([], 5)
-    assert [finding.rule for finding in found_in(host, STREAM.replace("(loss / len(y))", "loss"))] == ["ranks.gradient"]
+def test_batches_from_a_generator_are_merged(host: tuple[ScriptHost, Path]) -> None:
+    """A summed loss, whose gradient is averaged over the ranks, is reported."""
+    assert compare_with_one_rank(host, BATCH_GENERATOR) == ([], 5)
+    assert [finding.rule for finding in find_differences(host, BATCH_GENERATOR.replace("(loss / len(y))", "loss"))] == [
+        "ranks.gradient"
+    ]
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("rule", DRAWN_BROKEN)
-def test_mistakes_of_a_script_without_a_loader_are_named(host: tuple[ScriptHost, Path], rule: str) -> None:
-    """A sum that is averaged, a mean of means, statistics that are updated twice, a step that counts."""
-    right, wrong = DRAWN_BROKEN[rule]
-    assert right in DRAWN
-    assert [finding.rule for finding in found_in(host, DRAWN.replace(right, wrong))] == [rule]
+@pytest.mark.parametrize("rule", BATCH_FUNCTION_MISTAKES)
+def test_mistake_in_script_without_loader_is_reported(host: tuple[ScriptHost, Path], rule: str) -> None:
+    """The mistakes are a summed loss with averaged gradients and a mean of means.
+
+    Other mistakes are batch norm statistics that are updated twice, and an extra optimizer step.
+    """
+    correct_code, wrong_code = BATCH_FUNCTION_MISTAKES[rule]
+    assert correct_code in BATCH_FUNCTION
+    assert [finding.rule for finding in find_differences(host, BATCH_FUNCTION.replace(correct_code, wrong_code))] == [
+        rule
+    ]
 
 
-VIEWS = """
+TWO_VIEWS = """
 import torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
 from torch.distributed.nn.functional import all_reduce
 
@@ -525,37 +555,40 @@ for step in range(5):
 """
 
 
-def test_two_views_and_counts_of_each_rank_are_silent(host: tuple[ScriptHost, Path]) -> None:
-    """Rows in another order on one rank, and counts that are added up after the step."""
-    assert judged(host, VIEWS) == ([], 5)
+def test_two_views_and_local_counts_have_no_findings(host: tuple[ScriptHost, Path]) -> None:
+    """One rank has the rows in a different order. Local counts are summed after the optimizer step."""
+    assert compare_with_one_rank(host, TWO_VIEWS) == ([], 5)
 
 
 @pytest.mark.integration
-def test_a_communication_hook_is_not_compared_unless_it_scales(host: tuple[ScriptHost, Path]) -> None:
-    """It rounds to 16 bits; a hook that sums, and does not divide, is named."""
-    hooked = VIEWS.replace("optimizer = ", "model.register_comm_hook(None, halved)\noptimizer = ")
-    findings = found_in(host, hooked)
+def test_communication_hook_is_not_compared_unless_it_scales_gradients(host: tuple[ScriptHost, Path]) -> None:
+    """A hook that rounds to 16 bits is not compared. A hook that sums without dividing is reported."""
+    script_with_hook = TWO_VIEWS.replace("optimizer = ", "model.register_comm_hook(None, halved)\noptimizer = ")
+    findings = find_differences(host, script_with_hook)
     assert findings == []
     assert "communication hook" in findings.unchecked[0]
-    broken = found_in(host, hooked.replace(".div_(world)", ""))
-    assert [finding.rule for finding in broken] == ["ranks.gradient"]
-    assert "they are 2" in broken[0].text
+    findings_of_summing_hook = find_differences(host, script_with_hook.replace(".div_(world)", ""))
+    assert [finding.rule for finding in findings_of_summing_hook] == ["ranks.gradient"]
+    assert "they are 2" in findings_of_summing_hook[0].text
 
 
 @pytest.mark.integration
-def test_a_stream_whose_workers_never_see_the_epoch_is_named(host: tuple[ScriptHost, Path]) -> None:
-    """All samples are read in each epoch, in the order of the first one."""
-    stream = MORE.replace("num_workers=1", "num_workers=1, persistent_workers=True")
-    stream = stream.replace("Dataset, Dist", "Dataset, IterableDataset, Dist")
-    stream = stream.replace("sampler=DistributedSampler(data), ", "").replace(
+def test_persistent_workers_that_keep_the_first_epoch_are_reported(host: tuple[ScriptHost, Path]) -> None:
+    """Every epoch reads all samples in the order of the first epoch."""
+    stream_script = WORKERS_AND_SCHEDULE.replace("num_workers=1", "num_workers=1, persistent_workers=True")
+    stream_script = stream_script.replace("Dataset, Dist", "Dataset, IterableDataset, Dist")
+    stream_script = stream_script.replace("sampler=DistributedSampler(data), ", "").replace(
         "class Drawn(Dataset)", "class Drawn(IterableDataset)"
     )
-    stream = stream.replace("    def __getitem__(self, index):\n", OWN_ORDER)
-    for text, rules in ((stream, ["data.frozen-workers"]), (stream.replace(", persistent_workers=True", ""), [])):
-        assert [finding.rule for finding in found_in(host, text, 48)] == rules
+    stream_script = stream_script.replace("    def __getitem__(self, index):\n", SHUFFLED_ITER_METHOD)
+    for script, rules in (
+        (stream_script, ["data.frozen-workers"]),
+        (stream_script.replace(", persistent_workers=True", ""), []),
+    ):
+        assert [finding.rule for finding in find_differences(host, script, 48)] == rules
 
 
-OWN_ORDER = """    def __iter__(self):
+SHUFFLED_ITER_METHOD = """    def __iter__(self):
         order = torch.randperm(96, generator=torch.Generator().manual_seed(self.epoch))
         yield from (self.sample(index) for index in order[rank::world].tolist())
 
@@ -602,13 +635,13 @@ for step in range(6):
 
 
 @pytest.mark.integration
-def test_dropout_of_interleaved_rows_is_merged_in_the_order_of_ranks(host: tuple[ScriptHost, Path]) -> None:
-    """Each rank takes every second row of the batch, so one rank has the rows in another order than the masks."""
-    findings, num_equal = judged(host, INTERLEAVED)
+def test_dropout_masks_of_interleaved_rows_are_merged_in_rank_order(host: tuple[ScriptHost, Path]) -> None:
+    """Each rank takes every second row of the batch. The rows of one rank are in a different order than the masks."""
+    findings, num_equal = compare_with_one_rank(host, INTERLEAVED)
     assert (list(findings), num_equal) == ([], 6)
-    (finding,) = found_in(host, INTERLEAVED.replace("loss.backward()", "(loss * world).backward()"))
+    (finding,) = find_differences(host, INTERLEAVED.replace("loss.backward()", "(loss * world).backward()"))
     assert finding.rule == "ranks.gradient"
-    findings = found_in(
+    findings = find_differences(
         host, INTERLEAVED.replace("use_reentrant=False", "use_reentrant=False, preserve_rng_state=False")
     )
     assert "recompute.gradient" in [finding.rule for finding in findings]
@@ -634,11 +667,13 @@ for step in range(6):
 
 
 @pytest.mark.integration
-def test_a_batch_size_that_also_splits_the_output_is_no_difference(host: tuple[ScriptHost, Path]) -> None:
-    """The draws of one rank are as long as those of both ranks, so the number has to be, too."""
-    findings, num_equal = judged(host, TWO_HALVES)
+def test_batch_size_that_also_splits_the_output_is_scaled(host: tuple[ScriptHost, Path]) -> None:
+    """One rank draws as many samples as both ranks together. The batch size in the script has to grow with them."""
+    findings, num_equal = compare_with_one_rank(host, TWO_HALVES)
     assert (list(findings), num_equal) == ([], 6)
-    (finding,) = found_in(host, TWO_HALVES.replace("loss.backward()", "(loss * dist.get_world_size()).backward()"))
+    (finding,) = find_differences(
+        host, TWO_HALVES.replace("loss.backward()", "(loss * dist.get_world_size()).backward()")
+    )
     assert finding.rule == "ranks.gradient"
 
 
@@ -665,9 +700,9 @@ for step in range(6):
 
 
 @pytest.mark.integration
-def test_members_of_an_ensemble_on_the_same_samples_are_not_compared(host: tuple[ScriptHost, Path]) -> None:
-    """Each rank has its own noise for the same batch, so a batch that is twice as long is a different training."""
-    findings = found_in(host, ENSEMBLE)
+def test_ensemble_members_on_the_same_samples_are_not_compared(host: tuple[ScriptHost, Path]) -> None:
+    """Each rank adds its own noise to the same batch. A batch that is twice as long is not equivalent."""
+    findings = find_differences(host, ENSEMBLE)
     assert findings == []
     assert any("same samples" in reason or "not compared" in reason for reason in findings.unchecked)
 
@@ -697,47 +732,59 @@ for xb, yb in DataLoader(data, batch_size=8, sampler=DistributedSampler(data)):
 
 
 @pytest.mark.integration
-def test_sharded_states_are_compared_as_a_whole(host: tuple[ScriptHost, Path]) -> None:
-    """15 rows of parameters that no optimizer has: shards of 8 and 7 rows on two ranks."""
-    findings = found_in(host, SHARDED)
+def test_shards_of_a_state_are_joined_before_comparison(host: tuple[ScriptHost, Path]) -> None:
+    """The teacher has 15 rows and no optimizer. Its shards on two ranks have 8 and 7 rows."""
+    findings = find_differences(host, SHARDED)
     assert findings == []
     assert findings.unchecked == []
-    (finding,) = found_in(host, SHARDED.replace("        dist.all_reduce(mean)\n", ""))
+    (finding,) = find_differences(host, SHARDED.replace("        dist.all_reduce(mean)\n", ""))
     assert (finding.rule, finding.level) == ("ranks.state", "WARN")
     assert re.search(r"the state .*weight", finding.text)
 
 
-@pytest.mark.parametrize(("many", "expected"), [([1.0, 0.5, 0.0], True), ([1.0, 0.9, 0.2], False), ([1.0], None)])
-def test_a_schedule_that_is_divided_by_the_ranks_is_correct(many: list[float], expected: bool | None) -> None:
-    """The rates of two ranks are those of one rank after twice as many updates."""
-    one = [1.0, 0.8, 0.6, 0.4, 0.2, 0.0, 0.0]
-    assert is_scaled_by_ranks(many, one[: 2 * len(many) + 1], 2) is expected
+@pytest.mark.parametrize(("two_ranks", "expected"), [([1.0, 0.5, 0.0], True), ([1.0, 0.9, 0.2], False), ([1.0], None)])
+def test_schedule_that_is_divided_by_the_number_of_ranks_is_correct(
+    two_ranks: list[float], expected: bool | None
+) -> None:
+    """Two ranks have the learning rates that one rank has after twice as many updates."""
+    one_rank = [1.0, 0.8, 0.6, 0.4, 0.2, 0.0, 0.0]
+    assert is_scaled_by_ranks(two_ranks, one_rank[: 2 * len(two_ranks) + 1], 2) is expected
 
 
-def test_a_rule_that_explains_a_difference_gets_it_as_a_consequence() -> None:
-    """One mistake is one finding; an unexplained difference is one of its own."""
-    rule = Finding("FAIL", "gradient.scale", "train.py:7", "2 times too large")
+def test_difference_is_joined_to_the_rule_that_explains_it() -> None:
+    """One mistake gives one finding. A difference that no rule explains is a separate finding."""
+    rule_finding = Finding("FAIL", "gradient.scale", "train.py:7", "2 times too large")
     difference = Finding("WARN", "ranks.gradient", "train.py:9", "update 0 differs")
-    (joined,) = joined_findings([rule], [difference])
-    assert joined.rule == "gradient.scale"
-    assert joined.also == ("train.py:9",)
-    assert "update 0 differs" in joined.text
-    note = Finding("NOTE", "data.padded", "train.py:3", "one sample twice")
-    assert [finding.rule for finding in joined_findings([note], [difference])] == ["ranks.gradient", "data.padded"]
+    (joined_finding,) = joined_findings([rule_finding], [difference])
+    assert joined_finding.rule == "gradient.scale"
+    assert joined_finding.also == ("train.py:9",)
+    assert "update 0 differs" in joined_finding.text
+    note_finding = Finding("NOTE", "data.padded", "train.py:3", "one sample twice")
+    assert [finding.rule for finding in joined_findings([note_finding], [difference])] == [
+        "ranks.gradient",
+        "data.padded",
+    ]
 
 
-def test_a_rule_is_the_cause_only_of_its_kind_of_difference() -> None:
-    """A late evaluation rule does not swallow a gradient; a vague rule gives way to the line of a difference."""
-    evaluation = Finding("FAIL", "eval.shard", "train.py:30", "rank 0's shard only")
+def test_rule_explains_only_its_kind_of_difference() -> None:
+    """A rule about evaluation does not explain a gradient. A vague rule is joined to the line of the difference."""
+    evaluation_finding = Finding("FAIL", "eval.shard", "train.py:30", "rank 0's shard only")
     difference = Finding("WARN", "ranks.gradient", "train.py:9", "it begins here")
-    assert [each.rule for each in joined_findings([evaluation], [difference])] == ["eval.shard", "ranks.gradient"]
-    vague = Finding("WARN", "gradient.unexplained", "train.py:47", "changed in between")
-    (joined,) = joined_findings([vague], [difference])
-    assert (joined.rule, joined.place, joined.also) == ("ranks.gradient", "train.py:9", ("train.py:47",))
-    assert "changed in between" in joined.text
+    assert [finding.rule for finding in joined_findings([evaluation_finding], [difference])] == [
+        "eval.shard",
+        "ranks.gradient",
+    ]
+    vague_finding = Finding("WARN", "gradient.unexplained", "train.py:47", "changed in between")
+    (joined_finding,) = joined_findings([vague_finding], [difference])
+    assert (joined_finding.rule, joined_finding.place, joined_finding.also) == (
+        "ranks.gradient",
+        "train.py:9",
+        ("train.py:47",),
+    )
+    assert "changed in between" in joined_finding.text
 
 
-TASKS = """
+ONE_TASK_PER_RANK = """
 import torch, torch.distributed as dist, torch.nn as nn, torch.nn.functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -769,8 +816,8 @@ dist.destroy_process_group()
 """
 
 
-def test_ranks_with_tasks_of_their_own_are_not_compared(host: tuple[ScriptHost, Path]) -> None:
-    """One rank has one task for all samples."""
-    findings = found_in(host, TASKS)
+def test_ranks_with_different_tasks_are_not_compared(host: tuple[ScriptHost, Path]) -> None:
+    """One rank would train a single task on all samples."""
+    findings = find_differences(host, ONE_TASK_PER_RANK)
     assert findings == []
-    assert any("calls the model with a different text" in why for why in findings.unchecked)
+    assert any("calls the model with a different text" in reason for reason in findings.unchecked)

@@ -1,4 +1,4 @@
-"""A training that is resumed is compared with one in one go. No rule of audit runs."""
+"""Comparison of a resumed run with an uninterrupted run. No rule of audit runs."""
 
 from __future__ import annotations
 
@@ -52,38 +52,40 @@ for epoch in range(start, 4):
 """
 
 
-def update(weight: float, rate: float, after: float, gradient: float = 1.0) -> RecordedUpdate:
-    """One update of one parameter."""
-    tensors = [{"weight": torch.tensor([value])} for value in (gradient, weight, after)]
-    return RecordedUpdate([1.0], ["train.py:9"], "train.py:10", *tensors, [rate], 1, {})
+def update(weight: float, learning_rate: float, weight_after: float, gradient: float = 1.0) -> RecordedUpdate:
+    """Return one update of a model with one parameter."""
+    tensors = [{"weight": torch.tensor([value])} for value in (gradient, weight, weight_after)]
+    return RecordedUpdate([1.0], ["train.py:9"], "train.py:10", *tensors, [learning_rate], 1, {})
 
 
-def recording(updates: list[RecordedUpdate], first: int, facts: dict[str, Any] | None = None) -> RankRecording:
-    """A rank that reads one sample in each update: numbers that begin with `first`."""
-    batches = [([0, 0], torch.full((1, 2), float(first + number)), number) for number in range(len(updates))]
+def recording(updates: list[RecordedUpdate], first_sample: int, facts: dict[str, Any] | None = None) -> RankRecording:
+    """Return the recording of a rank that reads one sample in each update, with consecutive values."""
+    batches = [([0, 0], torch.full((1, 2), float(first_sample + index)), index) for index in range(len(updates))]
     return RankRecording(updates, [], "", {}, {}, [], batches, facts or {})
 
 
-WHOLE = [update(0.0, 0.1, 1.0), update(1.0, 0.1, 2.0), update(2.0, 0.05, 3.0)]
+UNINTERRUPTED = [update(0.0, 0.1, 1.0), update(1.0, 0.1, 2.0), update(2.0, 0.05, 3.0)]
 
 
 @pytest.mark.parametrize(
-    ("resumed", "first", "expected"),
+    ("resumed", "first_sample", "expected"),
     [
-        (WHOLE[1:], 1, ""),
+        (UNINTERRUPTED[1:], 1, ""),
         ([update(0.5, 0.1, 2.0)], 1, "weights"),
         ([update(1.0, 0.2, 2.0)], 1, "schedule is not resumed"),
         ([update(1.0, 0.1, 2.0)], 0, "different samples"),
         ([update(1.0, 0.1, 2.0, 3.0)], 1, "random numbers"),
         ([update(1.0, 0.1, 1.5)], 1, "optimizer's state is not resumed"),
-        ([WHOLE[1], update(2.0, 0.1, 3.0)], 1, "2 updates after a resume"),
+        ([UNINTERRUPTED[1], update(2.0, 0.1, 3.0)], 1, "2 updates after a resume"),
     ],
 )
-def test_the_first_loss_of_a_resume_is_named(resumed: list[RecordedUpdate], first: int, expected: str) -> None:
-    """Weights, rate, samples, random numbers and the optimizer's state, in the order in which they matter."""
+def test_first_difference_after_resume_is_reported(
+    resumed: list[RecordedUpdate], first_sample: int, expected: str
+) -> None:
+    """Weights, learning rate, samples, random numbers and optimizer state are checked in the order of importance."""
     findings = Findings()
     facts = {"loads": ["train.py:3"]}
-    judge_resumed(recording(WHOLE, 0), recording(resumed, first, facts), 1, "train.py:12", findings)
+    judge_resumed(recording(UNINTERRUPTED, 0), recording(resumed, first_sample, facts), 1, "train.py:12", findings)
     if not expected:
         assert findings == []
         return
@@ -92,8 +94,8 @@ def test_the_first_loss_of_a_resume_is_named(resumed: list[RecordedUpdate], firs
     assert (finding.rule, finding.place, finding.also) == ("resume.differs", "train.py:3", ("train.py:12",))
 
 
-def test_arguments_are_split_as_by_a_shell() -> None:
-    """An open quote is refused."""
+def test_resume_arguments_are_split_like_in_a_shell() -> None:
+    """An unclosed quote is refused."""
     assert resume_command("--resume 'my file.pt'").resume == ["--resume", "my file.pt"]
     with pytest.raises(UsageError, match="close the quote"):
         resume_command("--resume 'x")
@@ -101,15 +103,16 @@ def test_arguments_are_split_as_by_a_shell() -> None:
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ScriptHost, Path]]:
+    """Yield a running script host and the path of the script that it runs."""
     path = tmp_path_factory.mktemp("script") / "train.py"
     path.write_text("")
-    with ScriptHost([str(path)]) as running:
-        yield running, path
+    with ScriptHost([str(path)]) as script_host:
+        yield script_host, path
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize(
-    ("line", "expected"),
+    ("removed_line", "expected"),
     [
         ("", ""),
         ('    start = state["epoch"]\n', "different samples"),
@@ -117,14 +120,14 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ScriptHost,
         ('    net.load_state_dict(state["net"])\n', "weights"),
     ],
 )
-def test_a_script_that_forgets_to_load_something_is_named(
-    host: tuple[ScriptHost, Path], line: str, expected: str
+def test_state_that_a_script_does_not_load_is_reported(
+    host: tuple[ScriptHost, Path], removed_line: str, expected: str
 ) -> None:
-    """The script itself is ended after a checkpoint and started again."""
-    running, path = host
-    assert line in SCRIPT
-    path.write_text(SCRIPT.replace(line, ""))
+    """The script is stopped after a checkpoint and resumed from it."""
+    script_host, path = host
+    assert removed_line in SCRIPT
+    path.write_text(SCRIPT.replace(removed_line, ""))
     findings = Findings()
-    judge_resume(running, [str(path)], 2, resume_command("--resume last.pt"), findings, updates=12)
+    judge_resume(script_host, [str(path)], 2, resume_command("--resume last.pt"), findings, updates=12)
     assert findings.unchecked == []
     assert [expected in finding.text for finding in findings] == ([True] if expected else [])

@@ -1,4 +1,4 @@
-"""--same: larger batches and fewer of them per update are the same training."""
+"""`everyrank audit --same`: larger batches with fewer accumulation steps are equivalent."""
 
 from __future__ import annotations
 
@@ -43,30 +43,32 @@ WRONG = {
 }
 
 
-def found_in(folder: Path, text: str, more: list[str]) -> Findings:
+def compare_settings(folder: Path, script: str, other_args: list[str]) -> Findings:
+    """Return the differences between two runs of this script, one of them with `other_args`."""
     path, findings = folder / "train.py", Findings()
-    path.write_text(text)
+    path.write_text(script)
     with ScriptHost([str(path)]) as host:
-        judge_settings(host, [str(path)], 2, more, findings, updates=4)
+        judge_settings(host, [str(path)], 2, other_args, findings, updates=4)
     return findings
 
 
-def test_a_correct_script_is_silent(tmp_path: Path) -> None:
-    """The same samples, noise and dropout masks, in other batches."""
-    findings = found_in(tmp_path, SCRIPT, ["--accum", "1", "--batch", "8"])
+def test_equivalent_settings_have_no_findings(tmp_path: Path) -> None:
+    """The samples, the noise and the dropout masks are the same, in batches of another size."""
+    findings = compare_settings(tmp_path, SCRIPT, ["--accum", "1", "--batch", "8"])
     assert (list(findings), findings.unchecked) == ([], [])
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("rule", WRONG)
-def test_what_differs_is_named(tmp_path: Path, rule: str) -> None:
-    findings = found_in(tmp_path, SCRIPT.replace(*WRONG[rule]), ["--accum", "1", "--batch", "8"])
+def test_difference_between_settings_is_reported(tmp_path: Path, rule: str) -> None:
+    """The mistakes are in the gradient, the learning rate and the parameters."""
+    findings = compare_settings(tmp_path, SCRIPT.replace(*WRONG[rule]), ["--accum", "1", "--batch", "8"])
     assert [finding.rule for finding in findings] == [rule], findings.unchecked
 
 
 @pytest.mark.integration
-def test_settings_that_are_another_training_are_not_compared(tmp_path: Path) -> None:
-    """More samples in an update."""
-    findings = found_in(tmp_path, SCRIPT, ["--batch", "8"])
+def test_settings_that_are_not_equivalent_are_not_compared(tmp_path: Path) -> None:
+    """The other settings read more samples per update."""
+    findings = compare_settings(tmp_path, SCRIPT, ["--batch", "8"])
     assert list(findings) == []
     assert "reads 8 samples on a rank, and 16 with these settings" in findings.unchecked[0]

@@ -1,4 +1,4 @@
-"""What the samples of batches tell, on recordings made by hand."""
+"""Comparison of batches between ranks: equal random columns, and batches that are skipped."""
 
 from __future__ import annotations
 
@@ -13,24 +13,30 @@ from everyrank.relations.samples import judge_equal_columns, judge_skipped_batch
 
 
 def recording(*ranks: list[list[torch.Tensor]]) -> Any:
-    """Batches of one pass over loader 0."""
+    """Return a recording of ranks that read these batches in one epoch of loader 0."""
     facts = {"trained": [0], "loader_places": {0: "train.py:12"}}
     return SimpleNamespace(
         ranks=[SimpleNamespace(facts=facts, batches=[([0, 0], batch, 0) for batch in batches]) for batches in ranks]
     )
 
 
-def batches(seed: int, drawn: int | None, rows: int = 4) -> list[list[torch.Tensor]]:
-    """Four batches of samples, with a mask of each sample that is drawn with another seed; None: always the same."""
-    samples, masks = (torch.Generator().manual_seed(number or 0) for number in (seed, drawn))
-    fixed = torch.arange(6.0).expand(rows, 6)
+def batches(seed: int, mask_seed: int | None, rows: int = 4) -> list[list[torch.Tensor]]:
+    """Return four batches of random samples, each with a tensor of masks.
+
+    The masks are random with the seed `mask_seed`, or constant if it is None.
+    """
+    samples, masks = (torch.Generator().manual_seed(generator_seed or 0) for generator_seed in (seed, mask_seed))
+    constant_mask = torch.arange(6.0).expand(rows, 6)
     return [
-        [torch.randn(rows, 6, generator=samples), torch.rand(rows, 6, generator=masks) if drawn is not None else fixed]
+        [
+            torch.randn(rows, 6, generator=samples),
+            torch.rand(rows, 6, generator=masks) if mask_seed is not None else constant_mask,
+        ]
         for _ in range(4)
     ]
 
 
-CASES = {
+EQUAL_COLUMNS_CASES = {
     "drawn alike": (batches(1, 7), batches(2, 7), ["random.equal-draws"]),
     "drawn by rank": (batches(1, 7), batches(2, 8), []),
     "the same samples": (batches(1, 7), batches(1, 7), []),
@@ -44,38 +50,49 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("first", "second", "rules"), CASES.values(), ids=list(CASES))
-def test_parts_of_batches_that_ranks_draw_alike(first: Any, second: Any, rules: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("first_rank", "second_rank", "rules"), EQUAL_COLUMNS_CASES.values(), ids=list(EQUAL_COLUMNS_CASES)
+)
+def test_random_column_that_is_equal_on_all_ranks_is_reported(
+    first_rank: Any, second_rank: Any, rules: list[str]
+) -> None:
+    """Different samples with equal random masks mean that all ranks have the same seed."""
     findings = Findings()
-    judge_equal_columns(recording(first, second), findings)
+    judge_equal_columns(recording(first_rank, second_rank), findings)
     assert [finding.rule for finding in findings] == rules
 
 
-def passes(batches: int, skipped: int = 0, read_ahead: int = 0, ended: int = 2, trained: int | None = None) -> Any:
-    """The recording of two passes over loader 0: each batch with the number of backwards before it was read."""
-    trained = batches - skipped if trained is None else trained
-    read = [
-        [0, number, number * trained + max(0, index - skipped - read_ahead), "train.py:12", 0]
-        for number in range(2)
-        for index in range(batches)
+def two_epochs(
+    num_batches: int, skipped: int = 0, read_ahead: int = 0, ended: int = 2, trained: int | None = None
+) -> Any:
+    """Return the recording of two epochs of loader 0.
+
+    Each batch has the number of backward calls before it was read.
+    """
+    trained = num_batches - skipped if trained is None else trained
+    read_batches = [
+        [0, epoch, epoch * trained + max(0, index - skipped - read_ahead), "train.py:12", 0]
+        for epoch in range(2)
+        for index in range(num_batches)
     ]
     return SimpleNamespace(
-        facts={"read": read, "read_to_end": [[0, number] for number in range(ended)], "backwards": 2 * trained}
+        facts={"read": read_batches, "read_to_end": [[0, epoch] for epoch in range(ended)], "backwards": 2 * trained}
     )
 
 
-SKIPS = {
-    "two of eight": (passes(8, skipped=2), "the first 2 batches"),
-    "none": (passes(8), None),
-    "one read ahead": (passes(8, read_ahead=1), None),
-    "one of eight, and one read ahead": (passes(8, skipped=1, read_ahead=1), "the first 1 batches"),
-    "one read ahead, and passes that are left early": (passes(8, read_ahead=1, ended=0, trained=7), None),
+SKIPPED_BATCHES_CASES = {
+    "two of eight": (two_epochs(8, skipped=2), "the first 2 batches"),
+    "none": (two_epochs(8), None),
+    "one read ahead": (two_epochs(8, read_ahead=1), None),
+    "one of eight, and one read ahead": (two_epochs(8, skipped=1, read_ahead=1), "the first 1 batches"),
+    "one read ahead, and passes that are left early": (two_epochs(8, read_ahead=1, ended=0, trained=7), None),
 }
 
 
-@pytest.mark.parametrize(("rank", "text"), SKIPS.values(), ids=list(SKIPS))
-def test_batches_that_are_read_but_not_trained_on(rank: Any, text: str | None) -> None:
+@pytest.mark.parametrize(("rank", "expected_text"), SKIPPED_BATCHES_CASES.values(), ids=list(SKIPPED_BATCHES_CASES))
+def test_skipped_batches_are_reported(rank: Any, expected_text: str | None) -> None:
+    """A batch that is prefetched is not a skipped batch."""
     findings = Findings()
     judge_skipped_batches(rank, findings)
-    assert [finding.rule for finding in findings] == (["data.untrained"] if text else [])
-    assert text is None or text in findings[0].text
+    assert [finding.rule for finding in findings] == (["data.untrained"] if expected_text else [])
+    assert expected_text is None or expected_text in findings[0].text

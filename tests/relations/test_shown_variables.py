@@ -1,4 +1,4 @@
-"""The variables behind a printed number are read off the call that printed it."""
+"""The variables behind a printed number are read from the source of the call that printed it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 
 from everyrank.relations.shown_variables import shown_variables
 
-# call, what it printed, the number that is asked about
-PRINTED = {
+# Each case has a call, its output, a number in the output, and the variables behind this number.
+PRINT_CALLS = {
     "a formatted text": (
         'print(f"epoch {epoch} loss {total / count:.3f} done")',
         "epoch 3 loss 0.412 done",
@@ -28,13 +28,17 @@ PRINTED = {
 }
 
 
-@pytest.mark.parametrize(("call", "text", "number", "variables"), PRINTED.values(), ids=list(PRINTED))
-def test_variables_of_a_number(tmp_path: Path, call: str, text: str, number: str, variables: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("call", "text", "number", "variables"), PRINT_CALLS.values(), ids=list(PRINT_CALLS))
+def test_variables_of_a_printed_number_are_returned(
+    tmp_path: Path, call: str, text: str, number: str, variables: tuple[str, ...]
+) -> None:
+    """No variable is returned if the call does not match the output."""
     script = tmp_path / "train.py"
     script.write_text(f"{call}\n")
     assert shown_variables(f"{script}:1", text, text.index(number)) == variables
 
 
-def test_a_script_that_cannot_be_read_has_none(tmp_path: Path) -> None:
+def test_script_that_cannot_be_read_has_no_variables(tmp_path: Path) -> None:
+    """The file is missing, or the place is empty."""
     assert shown_variables(f"{tmp_path / 'train.py'}:1", "loss 1", 5) == ()
     assert shown_variables("", "loss 1", 5) == ()

@@ -1,4 +1,4 @@
-"""When `everyrank audit` compares a script with one rank without being asked."""
+"""When `everyrank audit` compares a script with one rank by default."""
 
 from __future__ import annotations
 
@@ -21,45 +21,48 @@ FAIL, WARN = (Finding(level, "gradient.carried", "train.py:3", "text") for level
 
 
 @pytest.fixture
-def compare(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`compare(audit)`: whether the comparison was run."""
+def is_compared(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that tells whether the comparison runs after this audit."""
     monkeypatch.setattr(everyrank.relations, "why_not_compared", lambda *_: "")
     monkeypatch.setattr(
         everyrank.relations, "with_comparison", lambda audit, _: dataclasses.replace(audit, altered=("compared",))
     )
 
-    def compared(audit: Audit, flag: bool | None = None, options: AuditOptions = OPTIONS) -> bool:
+    def runs_comparison(audit: Audit, flag: bool | None = None, options: AuditOptions = OPTIONS) -> bool:
         result = _compared(audit, ["train.py"], options, argparse.Namespace(compare=flag, only_compare=False))
         assert result is not None
         return result.altered == ("compared",)
 
-    return compared
+    return runs_comparison
 
 
-def test_by_default_if_the_rules_were_quick_and_found_no_certain_mistake(compare: Any, tmp_path: Path) -> None:
-    assert compare(AUDIT)
-    assert compare(dataclasses.replace(AUDIT, findings=(WARN,)))
-    assert not compare(dataclasses.replace(AUDIT, findings=(FAIL,)))
-    about_ranks = dataclasses.replace(FAIL, about_ranks=True)
-    assert compare(dataclasses.replace(AUDIT, findings=(about_ranks,)))
-    assert not compare(dataclasses.replace(AUDIT, findings=(about_ranks, FAIL)))
-    assert not compare(dataclasses.replace(AUDIT, seconds=60.0))
-    assert not compare(dataclasses.replace(AUDIT, updates=0))
-    assert not compare(dataclasses.replace(AUDIT, python_args=("-m", "train")))
-    assert not compare(AUDIT, options=AuditOptions(watch=True))
-    assert not compare(AUDIT, options=AuditOptions(shim=tmp_path))
+def test_comparison_runs_by_default_after_quick_audit_without_certain_mistake(is_compared: Any, tmp_path: Path) -> None:
+    """A certain mistake has level FAIL. A mistake about ranks does not prevent the comparison."""
+    assert is_compared(AUDIT)
+    assert is_compared(dataclasses.replace(AUDIT, findings=(WARN,)))
+    assert not is_compared(dataclasses.replace(AUDIT, findings=(FAIL,)))
+    rank_finding = dataclasses.replace(FAIL, about_ranks=True)
+    assert is_compared(dataclasses.replace(AUDIT, findings=(rank_finding,)))
+    assert not is_compared(dataclasses.replace(AUDIT, findings=(rank_finding, FAIL)))
+    assert not is_compared(dataclasses.replace(AUDIT, seconds=60.0))
+    assert not is_compared(dataclasses.replace(AUDIT, updates=0))
+    assert not is_compared(dataclasses.replace(AUDIT, python_args=("-m", "train")))
+    assert not is_compared(AUDIT, options=AuditOptions(watch=True))
+    assert not is_compared(AUDIT, options=AuditOptions(shim=tmp_path))
 
 
-def test_as_asked(compare: Any) -> None:
-    slow = dataclasses.replace(AUDIT, findings=(FAIL,), seconds=60.0)
-    assert compare(slow, flag=True)
-    assert not compare(AUDIT, flag=False)
+def test_compare_flag_overrides_the_default(is_compared: Any) -> None:
+    """`--compare` forces the comparison and `--no-compare` prevents it."""
+    slow_audit = dataclasses.replace(AUDIT, findings=(FAIL,), seconds=60.0)
+    assert is_compared(slow_audit, flag=True)
+    assert not is_compared(AUDIT, flag=False)
 
 
 @pytest.mark.parametrize(("flag", "unchecked"), [(None, ()), (True, ("comparison with one rank: a reason",))])
-def test_why_not_is_only_an_answer_to_a_question(
+def test_reason_for_no_comparison_is_reported_only_on_request(
     monkeypatch: pytest.MonkeyPatch, flag: bool | None, unchecked: tuple[str, ...]
 ) -> None:
+    """Without `--compare` no reason is reported."""
     monkeypatch.setattr(everyrank.relations, "why_not_compared", lambda *_: "a reason")
     result = _compared(AUDIT, ["train.py"], OPTIONS, argparse.Namespace(compare=flag, only_compare=False))
     assert result is not None
@@ -67,7 +70,7 @@ def test_why_not_is_only_an_answer_to_a_question(
 
 
 @pytest.mark.parametrize(
-    ("num_equal", "rules", "kept"),
+    ("num_equal", "rules", "expected_rules"),
     [
         (8, (), ["gradient.carried"]),
         (8, ("data.shared-samples",), ["gradient.carried", "data.shared-samples"]),
@@ -75,13 +78,16 @@ def test_why_not_is_only_an_answer_to_a_question(
         (0, (), ["gradient.scale", "gradient.carried"]),
     ],
 )
-def test_a_comparison_without_a_difference_refutes_findings_about_ranks(
-    monkeypatch: pytest.MonkeyPatch, num_equal: int, rules: tuple[str, ...], kept: list[str]
+def test_comparison_without_difference_refutes_findings_about_ranks(
+    monkeypatch: pytest.MonkeyPatch, num_equal: int, rules: tuple[str, ...], expected_rules: list[str]
 ) -> None:
-    """Not one that could not be made. A difference that a rule explains is its consequence."""
-    about_ranks = Finding("FAIL", "gradient.scale", "train.py:9", "2x too large", about_ranks=True)
-    found = tuple(Finding("WARN", rule, "train.py:9", "differs") for rule in rules)
-    results = RelationResults(found, (), 1.0, num_equal)
+    """A comparison of no updates refutes nothing.
+
+    A difference that a rule explains is reported as a consequence of that rule.
+    """
+    rank_finding = Finding("FAIL", "gradient.scale", "train.py:9", "2x too large", about_ranks=True)
+    differences = tuple(Finding("WARN", rule, "train.py:9", "differs") for rule in rules)
+    results = RelationResults(differences, (), 1.0, num_equal)
     monkeypatch.setattr(compare_module, "compare_script", lambda *_, **__: results)
-    audit = with_comparison(dataclasses.replace(AUDIT, findings=(about_ranks, FAIL)), OPTIONS)
-    assert [finding.rule for finding in audit.findings] == kept
+    audit = with_comparison(dataclasses.replace(AUDIT, findings=(rank_finding, FAIL)), OPTIONS)
+    assert [finding.rule for finding in audit.findings] == expected_rules

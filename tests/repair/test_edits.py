@@ -1,4 +1,4 @@
-"""Each edit that `everyrank audit --fix` can try, on a few lines: the text after it."""
+"""Every edit that `everyrank audit --fix` can try, on a few lines of code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from everyrank.repair.edited_script import CannotRepairError, EditedScript, line
 from everyrank.repair.fix import edited_by, is_editable
 from everyrank.repair.remedies import REMEDIES, remedies_for
 
-# (rule, text of the finding, script, script after the first remedy that fits); the finding stands where "#!" is
+# Each case has the rule, the text of the finding, the script, and the script after the first remedy that fits.
+# The mark "#!" is at the line of the finding.
 EDITS = [
     (
         "data.same",
@@ -481,7 +482,7 @@ EDITS = [
     ("ddp.buckets", "", "model = DDP(model, bucket_cap_mb=0.001) #!", "model = DDP(model) #!"),
 ]
 
-# (rule, text, script): the helper that the edit brings along, and the line that calls it
+# Each case has the rule, the script, the helper function that the edit adds, and the line that calls it.
 WITH_HELPERS = [
     (
         "gradient.ragged",
@@ -573,19 +574,22 @@ WITH_HELPERS = [
 ]
 
 
-def _plain(text: str) -> str:
+def dedented(text: str) -> str:
+    """Return the text without its indentation, with one line end."""
     return textwrap.dedent(text).strip("\n") + "\n"
 
 
-def _finding(rule: str, text: str, script: str) -> Finding:
-    line = next(number for number, each in enumerate(script.splitlines(), 1) if "#!" in each)
-    return Finding("FAIL", rule, f"train.py:{line}", text)
+def finding_at_mark(rule: str, text: str, script: str) -> Finding:
+    """Return a finding at the line of the script that has the mark "#!"."""
+    line_number = next(index for index, source_line in enumerate(script.splitlines(), 1) if "#!" in source_line)
+    return Finding("FAIL", rule, f"train.py:{line_number}", text)
 
 
-def _first_that_fits(finding: Finding, text: str) -> str:
+def apply_first_fitting_remedy(finding: Finding, script: str) -> str:
+    """Return the script after the first remedy that can edit it."""
     for remedy in remedies_for(finding):
         try:
-            return edited_by(text, [(finding, remedy)])[0]
+            return edited_by(script, [(finding, remedy)])[0]
         except CannotRepairError:
             continue
     pytest.fail("no remedy fits")
@@ -594,41 +598,46 @@ def _first_that_fits(finding: Finding, text: str) -> str:
 @pytest.mark.parametrize(
     ("rule", "text", "before", "after"), EDITS, ids=[f"{i}-{row[0]}" for i, row in enumerate(EDITS)]
 )
-def test_an_edit(rule: str, text: str, before: str, after: str) -> None:
-    script = _plain(before)
-    assert _first_that_fits(_finding(rule, text, script), script) == _plain(after)
+def test_edit_repairs_the_script(rule: str, text: str, before: str, after: str) -> None:
+    """The first remedy that fits gives exactly this script."""
+    script = dedented(before)
+    assert apply_first_fitting_remedy(finding_at_mark(rule, text, script), script) == dedented(after)
 
 
 @pytest.mark.parametrize(("rule", "before", "helper", "line"), WITH_HELPERS, ids=[row[0] for row in WITH_HELPERS])
-def test_an_edit_with_a_helper(rule: str, before: str, helper: str, line: str) -> None:
-    script = _plain(before)
-    edited = _first_that_fits(_finding(rule, "", script), script)
+def test_edit_adds_a_helper_function(rule: str, before: str, helper: str, line: str) -> None:
+    """The edited script defines the helper and calls it."""
+    script = dedented(before)
+    edited = apply_first_fitting_remedy(finding_at_mark(rule, "", script), script)
     assert helper in edited
     assert line in edited.replace(" #!", "").splitlines()
     ast.parse(edited)
 
 
-def test_every_rule_with_an_edit_is_shown() -> None:
-    shown = {row[0] for row in itertools.chain(EDITS, WITH_HELPERS)}
-    assert {rule for rule, _, _ in REMEDIES} - shown == {"random.augment"}  # the same edits as random.noise
+def test_every_rule_with_an_edit_has_a_case() -> None:
+    """EDITS and WITH_HELPERS have a case for each rule."""
+    rules_with_cases = {row[0] for row in itertools.chain(EDITS, WITH_HELPERS)}
+    assert {rule for rule, _, _ in REMEDIES} - rules_with_cases == {"random.augment"}  # the same edits as random.noise
 
 
-def test_a_script_of_another_shape_is_left() -> None:
+def test_script_without_matching_code_is_not_edited() -> None:
+    """There is no DataLoader to edit."""
     script = "batches = make(data) #!\n"
-    for remedy in remedies_for(_finding("data.same", "", script)):
+    for remedy in remedies_for(finding_at_mark("data.same", "", script)):
         with pytest.raises(CannotRepairError):
-            remedy(EditedScript(script), _finding("data.same", "", script))
+            remedy(EditedScript(script), finding_at_mark("data.same", "", script))
 
 
-def test_a_place_in_another_file_is_not_edited(tmp_path: Path) -> None:
+def test_place_in_another_file_has_no_line(tmp_path: Path) -> None:
+    """`line_of` returns 0 for a place in a different file."""
     script = tmp_path / "train.py"
     assert line_of(f"{script}:7", script) == 7
     assert line_of(f"{tmp_path / 'engine.py'}:7", script) == 0
     assert line_of("", script) == 0
 
 
-def test_editable_findings(tmp_path: Path) -> None:
-    """The audit offers --fix for a mistake in the script that has an edit."""
+def test_fix_is_offered_only_for_editable_findings(tmp_path: Path) -> None:
+    """The audit offers --fix only for a mistake in the script itself that has an edit."""
     script = tmp_path / "train.py"
     assert is_editable(Finding("FAIL", "gradient.carried", f"{script}:3", ""), script)
     assert not is_editable(Finding("NOTE", "gradient.scale", f"{script}:3", "divided by the 2 ranks"), script)
@@ -636,9 +645,9 @@ def test_editable_findings(tmp_path: Path) -> None:
     assert not is_editable(Finding("FAIL", "gradient.carried", f"{tmp_path / 'engine.py'}:3", ""), script)
 
 
-def test_a_statement_that_shares_its_line_is_not_removed() -> None:
-    """Removing the line would remove the other statement, too."""
-    script = _plain(
+def test_statement_that_shares_its_line_is_not_removed() -> None:
+    """Removing the line would also remove the other statement."""
+    script = dedented(
         """
         for x in loader:
             prepare(x); optimizer.zero_grad() #!
@@ -646,7 +655,7 @@ def test_a_statement_that_shares_its_line_is_not_removed() -> None:
         optimizer.step()
         """
     )
-    finding = _finding("gradient.thrown-away", "", script)
+    finding = finding_at_mark("gradient.thrown-away", "", script)
     (remedy,) = remedies_for(finding)
     with pytest.raises(CannotRepairError, match="cannot be removed"):
         remedy(EditedScript(script), finding)

@@ -1,4 +1,4 @@
-"""`everyrank audit --fix` with real audits: what is mended is gone, and edits that do not help are left out."""
+"""`everyrank audit --fix` with real audits: edits that help are in the patch, all others are left out."""
 
 from __future__ import annotations
 
@@ -18,71 +18,77 @@ from processes import Cli
 pytestmark = pytest.mark.integration
 
 
-def _mistaken(folder: Path, *changes: tuple[str, str]) -> Path:
-    text = (SCRIPTS / "classifier.py").read_text()
+def write_broken_script(folder: Path, *changes: tuple[str, str]) -> Path:
+    """Write the correct classifier with these changes to train.py, and return its path."""
+    script_text = (SCRIPTS / "classifier.py").read_text()
     for before, after in changes:
-        assert before in text
-        text = text.replace(before, after, 1)
+        assert before in script_text
+        script_text = script_text.replace(before, after, 1)
     script = folder / "train.py"
-    script.write_text(text)
+    script.write_text(script_text)
     return script
 
 
-def test_two_mistakes_are_mended_and_a_third_is_left(cli: Cli, tmp_path: Path) -> None:
-    _mistaken(
+def test_two_mistakes_are_fixed_and_one_without_edit_remains(cli: Cli, tmp_path: Path) -> None:
+    """No edit exists for a learning rate that depends on the rank."""
+    write_broken_script(
         tmp_path,
         ("            optimizer.zero_grad()\n", ""),
         ("        if rank == 0:\n            print", "        if True:\n            print"),
         ("lr=0.1,", "lr=0.1 * (1 + rank),"),
     )
-    done = cli(tmp_path, "audit", "--fix", "--json", "audit.json", "--patch", "fix.diff", "train.py")
-    assert done.status == 1, done.err
-    found = json.loads((tmp_path / "audit.json").read_text())
-    assert {each["rule"] for each in found["patch"]["mended"]} >= {"gradient.carried", "save.race"}
-    assert "replicas.rate" in {each["rule"] for each in found["patch"]["left"]}
-    assert "optimizer.zero_grad()" in done.out
+    result = cli(tmp_path, "audit", "--fix", "--json", "audit.json", "--patch", "fix.diff", "train.py")
+    assert result.status == 1, result.err
+    audit_json = json.loads((tmp_path / "audit.json").read_text())
+    assert {mistake["rule"] for mistake in audit_json["patch"]["mended"]} >= {"gradient.carried", "save.race"}
+    assert "replicas.rate" in {mistake["rule"] for mistake in audit_json["patch"]["left"]}
+    assert "optimizer.zero_grad()" in result.out
     subprocess.run(["patch", "-p0", "-i", "fix.diff"], cwd=tmp_path, check=True, capture_output=True)
-    again = audit_script([str(tmp_path / "train.py")], AuditOptions(), lambda _: None)
-    assert again is not None
-    assert {finding.rule for finding in again.findings if finding.level in ("FAIL", "WARN")} <= {
+    audit_after_patch = audit_script([str(tmp_path / "train.py")], AuditOptions(), lambda _: None)
+    assert audit_after_patch is not None
+    assert {finding.rule for finding in audit_after_patch.findings if finding.level in ("FAIL", "WARN")} <= {
         "replicas.rate",
         "replicas.drift",
     }
 
 
-def test_an_edit_that_does_not_help_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two edits, the first changes nothing that matters; an edit that brings another mistake is no patch either."""
+def test_edit_that_does_not_help_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first edit only adds a comment. The second edit fixes the mistake and adds a new one."""
 
-    def only_a_comment(script: EditedScript, finding: Finding) -> None:
+    def add_comment(script: EditedScript, finding: Finding) -> None:
         script.source.insert_before(script.statement_at(int(finding.place.rpartition(":")[2])), "# step", "a comment")
 
-    def without_the_sampler(script: EditedScript, finding: Finding) -> None:
+    def remove_sampler(script: EditedScript, finding: Finding) -> None:
         del finding
-        text = "sampler=sampler"
-        line = next(n for n, each in enumerate(script.source.text.splitlines(), 1) if text in each)
-        script.source.replace(script.call_at(line, "DataLoader"), "DataLoader(train, 7, shuffle=True)", "worse")
-        step = next(call for call in script.calls_of("step") if "optimizer" in script.source.code(call))
-        script.source.insert_after(script.source.statement(step), "optimizer.zero_grad()", "cleared")
+        sampler_argument = "sampler=sampler"
+        line_number = next(
+            number
+            for number, source_line in enumerate(script.source.text.splitlines(), 1)
+            if sampler_argument in source_line
+        )
+        script.source.replace(script.call_at(line_number, "DataLoader"), "DataLoader(train, 7, shuffle=True)", "worse")
+        optimizer_step = next(call for call in script.calls_of("step") if "optimizer" in script.source.code(call))
+        script.source.insert_after(script.source.statement(optimizer_step), "optimizer.zero_grad()", "cleared")
 
-    monkeypatch.setattr(repair_fix, "remedies_for", lambda finding: [only_a_comment, without_the_sampler])
-    script = _mistaken(tmp_path, ("            optimizer.zero_grad()\n", ""))
+    monkeypatch.setattr(repair_fix, "remedies_for", lambda finding: [add_comment, remove_sampler])
+    script = write_broken_script(tmp_path, ("            optimizer.zero_grad()\n", ""))
     audit = audit_script([str(script)], AuditOptions(), lambda _: None)
     assert audit is not None
     patch = patch_script(audit, AuditOptions())
     assert patch.text == patch.original
     assert patch.mended == ()
     (reason,) = [reason for finding, reason in patch.left if finding.rule == "gradient.carried"]
-    assert "every rank reads all samples" in reason  # of the second edit
-    assert patch.audits == 3  # all at once, then one by one
+    assert "every rank reads all samples" in reason  # the second edit causes this
+    assert patch.audits == 3  # one audit with all edits, then one per edit
     assert script.read_text() == patch.original
 
 
-def test_a_mean_of_means_is_mended(tmp_path: Path) -> None:
-    """The sum of the batches' means, which is then averaged over batches and ranks."""
-    script = _mistaken(tmp_path, ("[loss * len(labels), hits, len(labels)]", "[loss, hits / len(labels), 1]"))
+def test_mean_of_means_is_fixed(tmp_path: Path) -> None:
+    """The script averages the means of its batches, and then averages over the ranks."""
+    script = write_broken_script(tmp_path, ("[loss * len(labels), hits, len(labels)]", "[loss, hits / len(labels), 1]"))
     audit = audit_script([str(script)], AuditOptions(), lambda _: None)
     assert audit is not None
-    finding = next(each for each in audit.findings if each.rule == "eval.mean-of-means")
+    finding = next(finding for finding in audit.findings if finding.rule == "eval.mean-of-means")
     assert "% too" in finding.text
     patch = patch_script(audit, AuditOptions())
-    assert "eval.mean-of-means" in {each.rule for each, _ in patch.mended}
+    assert "eval.mean-of-means" in {fixed.rule for fixed, _ in patch.mended}

@@ -1,4 +1,4 @@
-"""Batch sizes that stand in a script are found by their names."""
+"""Batch sizes in a script's source and arguments are recognized by their names and multiplied."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from everyrank.rerun.batch_sizes import sizes_that_divide, with_larger_batches, with_larger_batches_in_args
 
-TEXT = """
+SCRIPT = """
 BATCH, WIDTH = 4, 16
 EVAL_BATCH_SIZE: int = 8
 GLOBAL_BATCH = 8
@@ -22,13 +22,13 @@ def draw(per_rank=4, bs=4, *, num_envs=4, prompts=3):
 """
 
 
-def test_batch_sizes_are_multiplied() -> None:
-    """Not those of all ranks, nor numbers of batches."""
-    tree = ast.parse(TEXT)
+def test_local_batch_sizes_are_multiplied() -> None:
+    """Global batch sizes and numbers of batches stay as they are."""
+    tree = ast.parse(SCRIPT)
     with_larger_batches(tree, 2)
     assert ast.unparse(tree) == ast.unparse(
         ast.parse(
-            TEXT.replace("BATCH, WIDTH = 4,", "BATCH, WIDTH = 8,")
+            SCRIPT.replace("BATCH, WIDTH = 4,", "BATCH, WIDTH = 8,")
             .replace("int = 8", "int = 16")
             .replace('"batch_size": 4', '"batch_size": 8')
             .replace('"--micro-batch-size", type=int, default=4', '"--micro-batch-size", type=int, default=8')
@@ -38,20 +38,22 @@ def test_batch_sizes_are_multiplied() -> None:
     )
 
 
-def test_another_integer_is_multiplied_by_its_name() -> None:
-    tree = ast.parse(TEXT)
+def test_integer_with_a_given_name_is_multiplied() -> None:
+    """The name of a different integer, such as `prompts`, can be passed."""
+    tree = ast.parse(SCRIPT)
     with_larger_batches(tree, 2, "prompts")
-    assert ast.unparse(tree) == ast.unparse(ast.parse(TEXT.replace("prompts=3", "prompts=6")))
-    assert sizes_that_divide(TEXT, 6) == ["prompts"]
+    assert ast.unparse(tree) == ast.unparse(ast.parse(SCRIPT.replace("prompts=3", "prompts=6")))
+    assert sizes_that_divide(SCRIPT, 6) == ["prompts"]
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("args", "expected"),
     [
         (["t.py", "--batch-size", "4", "--steps", "4"], ["t.py", "--batch-size", "8", "--steps", "4"]),
         (["t.py", "--batch-size=4", "4"], ["t.py", "--batch-size=8", "4"]),
         (["t.py", "--bs", "x", "--global-batch-size", "4"], ["t.py", "--bs", "x", "--global-batch-size", "4"]),
     ],
 )
-def test_arguments_are_multiplied(words: list[str], expected: list[str]) -> None:
-    assert with_larger_batches_in_args(words, 2) == expected
+def test_batch_sizes_in_arguments_are_multiplied(args: list[str], expected: list[str]) -> None:
+    """A global batch size and a value that is not an integer stay as they are."""
+    assert with_larger_batches_in_args(args, 2) == expected

@@ -1,4 +1,4 @@
-"""Batches survive being written and read, in the types that the script expects."""
+"""Batches are encoded, merged and decoded again with the types that the script expects."""
 
 from __future__ import annotations
 
@@ -12,26 +12,31 @@ from everyrank.rerun.inside.batches import NotMergedError, decode_batch, encode_
 
 
 class Encoding(collections.UserDict[str, Any]):
-    """As transformers returns from a tokenizer."""
+    """A mapping with a method `to`, like the result of a transformers tokenizer."""
 
     def to(self, device: str) -> Encoding:
         return Encoding({key: value.to(device) for key, value in self.items()})
 
 
-def test_a_mapping_of_a_library_keeps_its_class() -> None:
-    parts = [encode_batch(Encoding({"ids": torch.full((2, 3), rank), "labels": torch.ones(2)})) for rank in range(2)]
-    merged = decode_batch(merge_batches(parts))
+def test_merged_mapping_keeps_its_class() -> None:
+    """The merged batch of two ranks has all rows and still has the method `to`."""
+    encoded_batches = [
+        encode_batch(Encoding({"ids": torch.full((2, 3), rank), "labels": torch.ones(2)})) for rank in range(2)
+    ]
+    merged = decode_batch(merge_batches(encoded_batches))
     assert isinstance(merged, Encoding)
     assert merged.to("cpu")["ids"][:, 0].tolist() == [0, 0, 1, 1]
-    assert rows_of_batch(parts[0]) == 2
+    assert rows_of_batch(encoded_batches[0]) == 2
 
 
-def test_a_class_that_is_not_imported_is_read_as_a_dict() -> None:
+def test_unknown_mapping_class_is_decoded_as_dict() -> None:
+    """The name of a class in an encoded batch is not a reason to import or call anything."""
     encoded = encode_batch(Encoding({"ids": torch.ones(2)}))
-    for kind in ("no.such.module:Encoding", f"{__name__}:NoSuchName", "os:system", "builtins:dict"):
-        assert type(decode_batch({**encoded, "__mapping__": kind})) is dict
+    for class_name in ("no.such.module:Encoding", f"{__name__}:NoSuchName", "os:system", "builtins:dict"):
+        assert type(decode_batch({**encoded, "__mapping__": class_name})) is dict
 
 
-def test_other_objects_are_refused() -> None:
+def test_batch_of_arbitrary_objects_is_refused() -> None:
+    """A batch of arbitrary objects cannot be merged."""
     with pytest.raises(NotMergedError, match="object"):
         encode_batch([object()])

@@ -1,4 +1,4 @@
-"""A script runs again on other ranks with the batches, draws and rates of an earlier run."""
+"""A script is rerun on a different number of ranks with recorded batches, random numbers and learning rates."""
 
 from __future__ import annotations
 
@@ -36,58 +36,72 @@ for epoch in range(2):
 """
 
 
-def written(folder: Path, text: str = TRAINING) -> str:
+def write_script(folder: Path, script: str = TRAINING) -> str:
+    """Write the script to train.py and return its path."""
     path = folder / "train.py"
-    path.write_text(text)
+    path.write_text(script)
     return str(path)
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ScriptRecording, ScriptRecording]:
+    """Return the script's folder, a run on two ranks, and a run on one rank that replays it."""
     folder = tmp_path_factory.mktemp("script")
-    with ScriptHost([written(folder)]) as host:
-        two = host.run(ranks=2, float64=True, updates=20)
-        one = host.run(ranks=1, float64=True, updates=20, imposed=Imposed(recording=two))
-    return folder, two, one
+    with ScriptHost([write_script(folder)]) as host:
+        two_ranks = host.run(ranks=2, float64=True, updates=20)
+        one_rank = host.run(ranks=1, float64=True, updates=20, imposed=Imposed(recording=two_ranks))
+    return folder, two_ranks, one_rank
 
 
-def test_one_rank_gets_the_gradients_of_two(runs: tuple[Path, ScriptRecording, ScriptRecording]) -> None:
-    """Batches, noise, dropout masks and local batch norm of the ranks are put together; rates are theirs."""
-    _, two, one = runs
-    assert (two.failure, one.failure) == ("", "")
-    assert one.ranks[0].facts["refused"] == []
-    assert [len(rank.updates) for rank in (*two.ranks, *one.ranks)] == [12, 12, 12]
-    assert one.ranks[0].facts["norms"] == 12
-    for ours, theirs in zip(one.ranks[0].updates[:6], two.ranks[0].updates, strict=False):
-        assert ours.rates == [0.1]
-        assert theirs.rates == [0.2]
-        for name, gradient in theirs.gradients.items():
-            torch.testing.assert_close(ours.gradients[name], gradient, rtol=1e-10, atol=1e-12)
-            torch.testing.assert_close(ours.after[name], theirs.after[name], rtol=1e-10, atol=1e-12)
-        assert theirs.states.keys() == ours.states.keys()
-        assert any("running_mean" in name for name in theirs.states)
+def test_one_rank_reproduces_gradients_of_two_ranks(runs: tuple[Path, ScriptRecording, ScriptRecording]) -> None:
+    """One rank replays the merged batches, noise, dropout masks and local batch norm of two ranks.
+
+    Its optimizer also steps with their learning rates.
+    """
+    _, two_ranks, one_rank = runs
+    assert (two_ranks.failure, one_rank.failure) == ("", "")
+    assert one_rank.ranks[0].facts["refused"] == []
+    assert [len(rank.updates) for rank in (*two_ranks.ranks, *one_rank.ranks)] == [12, 12, 12]
+    assert one_rank.ranks[0].facts["norms"] == 12
+    for one_rank_update, two_rank_update in zip(
+        one_rank.ranks[0].updates[:6], two_ranks.ranks[0].updates, strict=False
+    ):
+        assert one_rank_update.rates == [0.1]
+        assert two_rank_update.rates == [0.2]
+        for name, gradient in two_rank_update.gradients.items():
+            torch.testing.assert_close(one_rank_update.gradients[name], gradient, rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(one_rank_update.after[name], two_rank_update.after[name], rtol=1e-10, atol=1e-12)
+        assert two_rank_update.states.keys() == one_rank_update.states.keys()
+        assert any("running_mean" in name for name in two_rank_update.states)
 
 
-def test_losses_are_the_mean_and_lines_have_their_place(runs: tuple[Path, ScriptRecording, ScriptRecording]) -> None:
-    """The loss of the whole batch is the mean of the two; a printed line knows where it was printed."""
-    folder, two, one = runs
-    assert one.ranks[0].updates[0].losses[0] == pytest.approx(sum(rank.updates[0].losses[0] for rank in two.ranks) / 2)
-    line = one.ranks[0].printed[0]
-    number = next(index for index, text in enumerate(TRAINING.splitlines(), 1) if "print(" in text)
-    assert line.place == f"{folder / 'train.py'}:{number}"
-    assert line.numbers[0] == 0.0
-    assert line.update == 6
+def test_replayed_loss_is_the_mean_and_printed_lines_have_line_numbers(
+    runs: tuple[Path, ScriptRecording, ScriptRecording],
+) -> None:
+    """The loss of one rank is the mean of the two losses. A printed line has its line number and update."""
+    folder, two_ranks, one_rank = runs
+    assert one_rank.ranks[0].updates[0].losses[0] == pytest.approx(
+        sum(rank.updates[0].losses[0] for rank in two_ranks.ranks) / 2
+    )
+    printed_line = one_rank.ranks[0].printed[0]
+    line_number = next(index for index, source_line in enumerate(TRAINING.splitlines(), 1) if "print(" in source_line)
+    assert printed_line.place == f"{folder / 'train.py'}:{line_number}"
+    assert printed_line.numbers[0] == 0.0
+    assert printed_line.update == 6
 
 
-def test_nothing_is_written_beside_the_script(runs: tuple[Path, ScriptRecording, ScriptRecording]) -> None:
-    """Each run writes into a scratch folder."""
+def test_runs_write_no_files_next_to_the_script(runs: tuple[Path, ScriptRecording, ScriptRecording]) -> None:
+    """Each run has a temporary folder as its working directory."""
     folder, *_ = runs
     assert {path.name for path in folder.iterdir()} == {"train.py"}
 
 
-def test_rows_are_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
-    """One order, and noise by sample: what two ranks that take every second row of a batch draw is what one draws."""
-    script = written(
+def test_imposed_order_and_rows_are_independent_of_the_number_of_ranks(tmp_path: Path) -> None:
+    """Each of two ranks takes every second row of a batch.
+
+    The order of samples and the noise of each sample are those of one rank.
+    """
+    script = write_script(
         tmp_path,
         """
 import os, torch
@@ -111,12 +125,12 @@ for (x,) in loader:
     )
     with ScriptHost([script]) as host:
         imposed = Imposed(order=True, rows=True)
-        one, two = host.run(ranks=1, imposed=imposed), host.run(ranks=2, imposed=imposed)
-    assert (one.failure, two.failure) == ("", "")
-    for index, update in enumerate(one.ranks[0].updates):
-        (whole,) = update.gradients.values()
-        parts = [next(iter(rank.updates[index].gradients.values())) for rank in two.ranks]
-        torch.testing.assert_close(sum(parts), whole)
+        one_rank, two_ranks = host.run(ranks=1, imposed=imposed), host.run(ranks=2, imposed=imposed)
+    assert (one_rank.failure, two_ranks.failure) == ("", "")
+    for index, update in enumerate(one_rank.ranks[0].updates):
+        (gradient,) = update.gradients.values()
+        local_gradients = [next(iter(rank.updates[index].gradients.values())) for rank in two_ranks.ranks]
+        torch.testing.assert_close(sum(local_gradients), gradient)
 
 
 FAILURES = {
@@ -127,9 +141,9 @@ FAILURES = {
 }
 
 
-def test_a_failure_of_the_script_is_one_line(tmp_path: Path) -> None:
-    """The harness raises nothing for what a script does, and goes on to the next run."""
-    with ScriptHost([written(tmp_path, "")], timeout_seconds=2) as host:
-        for text, failure in FAILURES.items():
-            written(tmp_path, text)
-            assert host.run().failure == failure
+def test_script_failure_is_reported_in_one_line(tmp_path: Path) -> None:
+    """The host does not raise. It continues with the next run."""
+    with ScriptHost([write_script(tmp_path, "")], timeout_seconds=2) as host:
+        for script, expected_failure in FAILURES.items():
+            write_script(tmp_path, script)
+            assert host.run().failure == expected_failure

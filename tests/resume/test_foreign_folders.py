@@ -1,4 +1,4 @@
-"""Folders of runs that are not as we left them."""
+"""Resume in run folders that were changed: symbolic links, other disks and damaged logs."""
 
 from __future__ import annotations
 
@@ -17,49 +17,54 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def one_epoch(cli: Cli, folder: Path, *words: str) -> Path:
-    done = cli.on_ranks(folder, "train", spoilt(folder), "--epochs", "1", "--out", "run", "--device", "cpu", *words)
-    assert done.status == 0, done
+def train_one_epoch(cli: Cli, folder: Path, *args: str) -> Path:
+    """Train one epoch on one rank, and return the run folder."""
+    result = cli.on_ranks(folder, "train", spoilt(folder), "--epochs", "1", "--out", "run", "--device", "cpu", *args)
+    assert result.status == 0, result
     return folder / "run"
 
 
-def goes_on(cli: Cli, folder: Path, *words: str) -> str:
-    done = cli.on_ranks(folder, "train", spoilt(folder), "--out", "run", "--device", "cpu", "--resume", *words)
-    assert done.status == 0, done
-    return done.out
+def resume_run(cli: Cli, folder: Path, *args: str) -> str:
+    """Resume the run in the folder, and return the output."""
+    result = cli.on_ranks(folder, "train", spoilt(folder), "--out", "run", "--device", "cpu", "--resume", *args)
+    assert result.status == 0, result
+    return result.out
 
 
 def test_links_in_a_foreign_folder_are_not_written_through(cli: Cli, tmp_path: Path) -> None:
-    """What they lead to is as it was, and the training goes on."""
-    run = one_epoch(cli, tmp_path)
+    """The targets of the links are unchanged, and the training is resumed."""
+    run = train_one_epoch(cli, tmp_path)
     (tmp_path / "outside").mkdir()
-    mine = tmp_path / "mine"
-    mine.write_text("mine")
-    names = ["log.jsonl", "log.csv", "events.jsonl", "epochs.csv"]
-    for name in [*(f"{name}.partial" for name in names), *names[1:2], "record.json", "checkpoints/best.tmp"]:
+    link_target = tmp_path / "mine"
+    link_target.write_text("mine")
+    log_names = ["log.jsonl", "log.csv", "events.jsonl", "epochs.csv"]
+    for name in [*(f"{name}.partial" for name in log_names), *log_names[1:2], "record.json", "checkpoints/best.tmp"]:
         (run / name).unlink(missing_ok=True)
-        (run / name).symlink_to(mine)
+        (run / name).symlink_to(link_target)
     (run / "checkpoints" / "step-00000008.tmp").symlink_to(tmp_path / "outside")
-    goes_on(cli, tmp_path)
-    assert mine.read_text() == "mine"
+    resume_run(cli, tmp_path)
+    assert link_target.read_text() == "mine"
     assert not list((tmp_path / "outside").iterdir())
-    assert [(one.metadata.step, damage(one)) for one in checkpoints_of(run)] == [(4, None), (8, None)]
+    assert [(checkpoint.metadata.step, damage(checkpoint)) for checkpoint in checkpoints_of(run)] == [
+        (4, None),
+        (8, None),
+    ]
     assert len(read_records(run / "record.json")[0].loss) == 8
 
 
-@pytest.mark.parametrize("place", ["", "run", "run/checkpoints/best", "run/checkpoints/step-00000004"])
-def test_checkpoints_may_be_on_another_disk(cli: Cli, tmp_path: Path, place: str) -> None:
-    """A link to a folder with more room."""
-    run = one_epoch(cli, tmp_path)
+@pytest.mark.parametrize("resume_path", ["", "run", "run/checkpoints/best", "run/checkpoints/step-00000004"])
+def test_checkpoints_may_be_on_another_disk(cli: Cli, tmp_path: Path, resume_path: str) -> None:
+    """The checkpoint folder is a link to a different folder."""
+    run = train_one_epoch(cli, tmp_path)
     (run / "checkpoints").rename(tmp_path / "scratch")
     (run / "checkpoints").symlink_to(tmp_path / "scratch")
-    assert "after update 4 of 8" in goes_on(cli, tmp_path, *([place] if place else []))
+    assert "after update 4 of 8" in resume_run(cli, tmp_path, *([resume_path] if resume_path else []))
     assert sorted(path.name for path in (tmp_path / "scratch").glob("step-*")) == ["step-00000004", "step-00000008"]
     assert len(logged(run)) == 8
 
 
 @pytest.mark.parametrize(
-    "content",
+    "damaged_lines",
     [
         b"\xff\xfe\x00\n" * 3,
         b"[1]\n{}\n",
@@ -69,31 +74,34 @@ def test_checkpoints_may_be_on_another_disk(cli: Cli, tmp_path: Path, place: str
     ids=["binary", "other rows", "other types", "deep"],
 )
 @pytest.mark.parametrize("name", ["log.jsonl", "events.jsonl"])
-def test_a_damaged_log_is_set_aside(cli: Cli, tmp_path: Path, name: str, content: bytes) -> None:
-    run = one_epoch(cli, tmp_path)
-    rows = (run / name).read_bytes()
-    (run / name).write_bytes(content + rows)
-    assert f"{name}.damaged" in goes_on(cli, tmp_path)
-    assert (run / f"{name}.damaged").read_bytes() == content + rows
+def test_damaged_log_is_renamed(cli: Cli, tmp_path: Path, name: str, damaged_lines: bytes) -> None:
+    """It is renamed, and the log is written again with all updates."""
+    run = train_one_epoch(cli, tmp_path)
+    valid_content = (run / name).read_bytes()
+    (run / name).write_bytes(damaged_lines + valid_content)
+    assert f"{name}.damaged" in resume_run(cli, tmp_path)
+    assert (run / f"{name}.damaged").read_bytes() == damaged_lines + valid_content
     assert [row[0] for row in logged(run)] == list(range(8))
 
 
-def test_a_log_that_is_a_pipe(cli: Cli, tmp_path: Path) -> None:
-    """It is not waited for."""
-    run = one_epoch(cli, tmp_path)
+def test_log_that_is_a_named_pipe_is_replaced(cli: Cli, tmp_path: Path) -> None:
+    """Opening a pipe without a reader would wait. The resumed run does not wait."""
+    run = train_one_epoch(cli, tmp_path)
     (run / "log.jsonl").unlink()
     os.mkfifo(run / "log.jsonl")
-    goes_on(cli, tmp_path)
+    resume_run(cli, tmp_path)
     assert [row[0] for row in logged(run)] == list(range(4, 8))
 
 
-def test_a_folder_that_is_taken_away_is_said(cli: Cli, tmp_path: Path) -> None:
-    """Status 4, and no word of files that are not there; what was saved later is whole."""
+def test_deleted_run_folder_is_reported(cli: Cli, tmp_path: Path) -> None:
+    """The exit code is 4. The error lists the missing files, and the output lists none of them."""
     workload = Path(spoilt(tmp_path, more="metrics={'gone': take_away},"))
-    take = "import shutil\n\n\ndef take_away(output, target):\n    shutil.rmtree('run', ignore_errors=True)\n"
-    take += "    return (0.0 * output).sum(), len(target)\n"
-    workload.write_text(workload.read_text().replace("\nworkload =", take + "\n\nworkload ="))
-    done = cli.on_ranks(tmp_path, "train", workload, "--out", "run", "--device", "cpu")
-    assert done.status == 4, done
-    assert "log.jsonl, events.jsonl, log.csv, epochs.csv" in done.err
-    assert "wrote" not in done.out
+    take_away_source = (
+        "import shutil\n\n\ndef take_away(output, target):\n    shutil.rmtree('run', ignore_errors=True)\n"
+    )
+    take_away_source += "    return (0.0 * output).sum(), len(target)\n"
+    workload.write_text(workload.read_text().replace("\nworkload =", take_away_source + "\n\nworkload ="))
+    result = cli.on_ranks(tmp_path, "train", workload, "--out", "run", "--device", "cpu")
+    assert result.status == 4, result
+    assert "log.jsonl, events.jsonl, log.csv, epochs.csv" in result.err
+    assert "wrote" not in result.out

@@ -1,4 +1,4 @@
-"""Killed, or stopped by a signal, and gone on with: the same run, to the last bit."""
+"""A run that is killed or stopped by a signal and then resumed is bitwise identical to an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -26,97 +26,103 @@ pytestmark = pytest.mark.skipif(
 
 STEPS, SAVE_EVERY = 30, 5
 
-# --- killed, and gone on with
+# --- killed and resumed
 
 
 @pytest.fixture(scope="module")
-def whole(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The run under a layout on two ranks that nothing happened to."""
-    made: dict[str, Path] = {}
+def uninterrupted_run(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that trains with a layout on two ranks and returns the run folder."""
+    runs: dict[str, Path] = {}
 
-    def run(layout: str) -> Path:
-        if layout not in made:
+    def train(layout: str) -> Path:
+        if layout not in runs:
             folder = tmp_path_factory.mktemp(layout)
             (folder / "mine.py").write_text(WORKLOAD)
-            done = cli.on_ranks(folder, *words_for(layout), size=2)
-            assert done.status == 0, done
-            made[layout] = folder / "run"
-        return made[layout]
+            result = cli.on_ranks(folder, *words_for(layout), size=2)
+            assert result.status == 0, result
+            runs[layout] = folder / "run"
+        return runs[layout]
 
-    return run
-
-
-def weights_of(place: Path, to: Path) -> dict[str, torch.Tensor]:
-    assert main(["checkpoint", "export", str(place), str(to)]) == 0
-    return torch.load(to, weights_only=True)
+    return train
 
 
-def is_the_same_run(run: Path, expected: Path, folder: Path) -> None:
-    """One trajectory: every update once and as it would have been, and the same weights, to the last bit."""
+def weights_of(run: Path, export_path: Path) -> dict[str, torch.Tensor]:
+    """Export the weights of a run to a file, and return them."""
+    assert main(["checkpoint", "export", str(run), str(export_path)]) == 0
+    return torch.load(export_path, weights_only=True)
+
+
+def assert_same_run(run: Path, expected: Path, folder: Path) -> None:
+    """Assert that both runs have every update once, with bitwise identical losses and weights."""
     rows = logged(run)
     assert [row[0] for row in rows] == list(range(STEPS))
     assert rows == logged(expected)
     columns = ("step", "epoch", "loss", "lr", "terms")
-    one, other = table(run / "log.csv"), table(expected / "log.csv")
-    assert [[row[name] for name in columns] for row in one] == [[row[name] for name in columns] for row in other]
-    one, other = table(run / "epochs.csv"), table(expected / "epochs.csv")
-    assert [row["epoch"] for row in one] == ["0", "1", "2", "3", "4"]
-    assert [float(row["loss"]) for row in one] == pytest.approx([float(row["loss"]) for row in other], rel=1e-12)
-    assert [row["eval_loss"] for row in one] == [row["eval_loss"] for row in other]
+    run_table, expected_table = table(run / "log.csv"), table(expected / "log.csv")
+    assert [[row[name] for name in columns] for row in run_table] == [
+        [row[name] for name in columns] for row in expected_table
+    ]
+    run_table, expected_table = table(run / "epochs.csv"), table(expected / "epochs.csv")
+    assert [row["epoch"] for row in run_table] == ["0", "1", "2", "3", "4"]
+    assert [float(row["loss"]) for row in run_table] == pytest.approx(
+        [float(row["loss"]) for row in expected_table], rel=1e-12
+    )
+    assert [row["eval_loss"] for row in run_table] == [row["eval_loss"] for row in expected_table]
     (record,), (expected_record,) = read_records(run / "record.json"), read_records(expected / "record.json")
     assert record.loss == expected_record.loss
     assert record.metrics == expected_record.metrics
     assert find_checkpoint(run).metadata.step == STEPS
-    weights, others = weights_of(run, folder / "one.pt"), weights_of(expected, folder / "other.pt")
-    assert weights.keys() == others.keys()
+    weights, expected_weights = weights_of(run, folder / "one.pt"), weights_of(expected, folder / "other.pt")
+    assert weights.keys() == expected_weights.keys()
     for name, value in weights.items():
-        assert torch.equal(value, others[name]), name
+        assert torch.equal(value, expected_weights[name]), name
 
 
 def first_checkpoint(run: Path) -> Callable[[], bool]:
+    """Return a function that tells whether the first checkpoint exists."""
     return lambda: (run / "checkpoints" / f"step-{SAVE_EVERY:08d}").exists()
 
 
 @pytest.mark.parametrize(
-    ("layout", "more"),
+    ("layout", "args"),
     [
         pytest.param("ddp", ["--workers", "1"], id="ddp"),
         pytest.param("zero1", ["--save-async"], id="zero1", marks=pytest.mark.integration),
         pytest.param("fsdp", [], id="fsdp", marks=pytest.mark.integration),
     ],
 )
-def test_a_run_that_is_killed_goes_on_to_the_last_bit(
-    cli: Cli, tmp_path: Path, whole: Callable[[str], Path], layout: str, more: list[str]
+def test_killed_run_resumes_bitwise_identically(
+    cli: Cli, tmp_path: Path, uninterrupted_run: Callable[[str], Path], layout: str, args: list[str]
 ) -> None:
-    """SIGKILL to all its processes at a random moment; the same command with --resume makes the same run of it."""
+    """All processes get SIGKILL at a random moment. The same command with --resume completes the run."""
     (tmp_path / "mine.py").write_text(WORKLOAD)
     run = tmp_path / "run"
-    running = cli.start(tmp_path, *words_for(layout, "--processes", "2", *more), SLEEP="0.01")
+    running = cli.start(tmp_path, *words_for(layout, "--processes", "2", *args), SLEEP="0.01")
     running.wait_for(first_checkpoint(run))
     pause = random.Random(layout).uniform(0.0, 0.6)
     time.sleep(pause)
     killed = [psutil.Process(pid) for pid in running.processes()]
     for process in killed:
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended with the one that started it
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended with its parent process
             process.kill()
-    assert psutil.wait_procs(killed, timeout=60)[1] == []  # the lock is let go after the memory, and with it the mark
+    assert psutil.wait_procs(killed, timeout=60)[1] == []  # the lock is released after the memory and the environment
     assert running.left() == {}
-    for one in checkpoints_of(run):
-        assert damage(one) is None
+    for checkpoint in checkpoints_of(run):
+        assert damage(checkpoint) is None
     assert find_checkpoint(run).metadata.step < STEPS, f"killed too late, after {pause} s"
     assert not (run / "record.json").exists()
     if layout == "ddp":
-        running = cli.start(tmp_path, *words_for(layout, "--processes", "2", *more, "--resume"))
+        running = cli.start(tmp_path, *words_for(layout, "--processes", "2", *args, "--resume"))
         status, out, err = running.end()
     else:
-        status, out, err = cli.on_ranks(tmp_path, *words_for(layout, *more, "--resume"), size=2)
+        status, out, err = cli.on_ranks(tmp_path, *words_for(layout, *args, "--resume"), size=2)
         status = max(status)
     assert status == 0, err
     assert "resuming after update" in out
-    is_the_same_run(run, whole(layout), tmp_path)
+    assert_same_run(run, uninterrupted_run(layout), tmp_path)
 
 
-LATE_WORKERS = """
+SLOW_WORKER_START = """
 
 from torch.utils.data._utils import signal_handling
 
@@ -135,71 +141,78 @@ signal_handling._set_worker_signal_handlers = late
 """
 
 
-def test_workers_that_begin_while_their_ranks_are_killed_end(cli: Cli, tmp_path: Path) -> None:
-    """torch compares the parent with the one there was when the worker began: it would wait for work for ever."""
-    (tmp_path / "mine.py").write_text(WORKLOAD + LATE_WORKERS)
+def test_loader_workers_that_start_while_ranks_are_killed_end(cli: Cli, tmp_path: Path) -> None:
+    """torch compares a worker's parent with the parent at its start. A late worker would wait forever."""
+    (tmp_path / "mine.py").write_text(WORKLOAD + SLOW_WORKER_START)
     running = cli.start(tmp_path, *words_for("ddp", "--processes", "2", "--workers", "1"))
     running.wait_for(lambda: len(list(tmp_path.glob("worker*"))) == 2)
-    workers = [int(path.name.removeprefix("worker")) for path in tmp_path.glob("worker*")]
-    for process in running.processes().keys() - workers:
+    worker_pids = [int(path.name.removeprefix("worker")) for path in tmp_path.glob("worker*")]
+    for pid in running.processes().keys() - worker_pids:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
     assert left_of(running.mark, 30.0) == {}
 
 
-def test_a_run_that_goes_on_from_an_older_checkpoint(cli: Cli, whole: Callable[[str], Path], tmp_path: Path) -> None:
-    """Beside the run, in a folder of its own: in the same one, what came after it would be lost, or mixed up."""
+def test_resume_from_an_older_checkpoint_needs_a_new_folder(
+    cli: Cli, uninterrupted_run: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """A resume from an older checkpoint needs a new folder. In the same folder later updates would be lost."""
     (tmp_path / "mine.py").write_text(WORKLOAD)
-    done = cli.on_ranks(tmp_path, *words_for("ddp", "--steps", "20"), size=2)
-    assert done.status == 0, done
-    older = tmp_path / "run" / "checkpoints" / "step-00000010"
-    words = words_for("ddp", "--steps", "15", "--resume", str(older))
-    done = cli.on_ranks(tmp_path, *words, size=2)
-    assert done.status == 2
-    assert "another --out" in done.err
+    result = cli.on_ranks(tmp_path, *words_for("ddp", "--steps", "20"), size=2)
+    assert result.status == 0, result
+    older_checkpoint = tmp_path / "run" / "checkpoints" / "step-00000010"
+    args = words_for("ddp", "--steps", "15", "--resume", str(older_checkpoint))
+    result = cli.on_ranks(tmp_path, *args, size=2)
+    assert result.status == 2
+    assert "another --out" in result.err
     assert [row[0] for row in logged(tmp_path / "run")] == list(range(20))
-    done = cli.on_ranks(tmp_path, *words, "--out", "other", size=2)
-    assert done.status == 0, done
+    result = cli.on_ranks(tmp_path, *args, "--out", "other", size=2)
+    assert result.status == 0, result
     assert [row[0] for row in logged(tmp_path / "other")] == list(range(15))
-    done = cli.on_ranks(tmp_path, *words_for("ddp", "--resume", "--out", "other"), size=2)
-    assert done.status == 0, done
-    is_the_same_run(tmp_path / "other", whole("ddp"), tmp_path)
+    result = cli.on_ranks(tmp_path, *words_for("ddp", "--resume", "--out", "other"), size=2)
+    assert result.status == 0, result
+    assert_same_run(tmp_path / "other", uninterrupted_run("ddp"), tmp_path)
 
 
 # --- stopped by a signal
 
 
-def test_sigterm_saves_and_says_how_to_go_on(cli: Cli, tmp_path: Path, whole: Callable[[str], Path]) -> None:
-    """Status 143; the update in progress is done and saved, no rank is left, and --resume makes the same run of it."""
+def test_sigterm_saves_a_checkpoint_and_prints_how_to_resume(
+    cli: Cli, tmp_path: Path, uninterrupted_run: Callable[[str], Path]
+) -> None:
+    """The exit code is 143. The update in progress is completed and saved, and no process is left.
+
+    The printed --resume completes the same run.
+    """
     (tmp_path / "mine.py").write_text(WORKLOAD)
     run = tmp_path / "run"
-    every = 12  # so that the next one is seconds away when the signal comes, whatever else runs here
+    save_every = 12  # the next checkpoint is seconds away when the signal comes, even on a busy machine
     running = cli.start(
-        tmp_path, *words_for("ddp", "--processes", "2", "--workers", "1", "--save-every", str(every)), SLEEP="0.06"
+        tmp_path, *words_for("ddp", "--processes", "2", "--workers", "1", "--save-every", str(save_every)), SLEEP="0.06"
     )
-    running.wait_for((run / "checkpoints" / f"step-{every:08d}").exists)
+    running.wait_for((run / "checkpoints" / f"step-{save_every:08d}").exists)
     assert running.process is not None
     os.kill(running.process.pid, signal.SIGTERM)
-    begun = time.monotonic()
+    signal_time = time.monotonic()
     status, _, err = running.end()
     assert status == 143, err
-    assert time.monotonic() - begun < 5
-    line = one_line(err)
-    assert f"saved in {run}" in line
-    assert "--resume" in line
+    assert time.monotonic() - signal_time < 5
+    error_line = one_line(err)
+    assert f"saved in {run}" in error_line
+    assert "--resume" in error_line
     assert running.left() == {}
-    saved = find_checkpoint(run)
-    assert damage(saved) is None
-    assert saved.metadata.step % every, "the test was meant to stop between two checkpoints"
-    assert f"after update {saved.metadata.step} of {STEPS}" in line
-    assert [row[0] for row in logged(run)] == list(range(saved.metadata.step))
-    done = cli.on_ranks(tmp_path, *words_for("ddp", "--resume"), size=2)
-    assert done.status == 0, done
-    is_the_same_run(run, whole("ddp"), tmp_path)
+    checkpoint = find_checkpoint(run)
+    assert damage(checkpoint) is None
+    assert checkpoint.metadata.step % save_every, "the test was meant to stop between two checkpoints"
+    assert f"after update {checkpoint.metadata.step} of {STEPS}" in error_line
+    assert [row[0] for row in logged(run)] == list(range(checkpoint.metadata.step))
+    result = cli.on_ranks(tmp_path, *words_for("ddp", "--resume"), size=2)
+    assert result.status == 0, result
+    assert_same_run(run, uninterrupted_run("ddp"), tmp_path)
 
 
-def test_sigusr1_stops_within_seconds_where_steps_are_slow(cli: Cli, tmp_path: Path) -> None:
-    """Status 138. A step takes 0.3 s: the answer comes after the one in progress, and not after many."""
+def test_sigusr1_stops_after_the_step_in_progress(cli: Cli, tmp_path: Path) -> None:
+    """The exit code is 138. A step takes 0.3 s, and only the step in progress is completed."""
     (tmp_path / "mine.py").write_text(WORKLOAD)
     run = tmp_path / "run"
     running = cli.start(tmp_path, *words_for("fsdp", "--processes", "2"), SLEEP="0.075")
@@ -207,19 +220,19 @@ def test_sigusr1_stops_within_seconds_where_steps_are_slow(cli: Cli, tmp_path: P
     time.sleep(1.0)
     assert running.process is not None
     os.kill(running.process.pid, signal.SIGUSR1)
-    begun = time.monotonic()
+    signal_time = time.monotonic()
     status, _, err = running.end()
-    assert time.monotonic() - begun < 4
+    assert time.monotonic() - signal_time < 4
     assert status == 138, err
     assert "saved in" in one_line(err)
     assert running.left() == {}
-    saved = find_checkpoint(run)
-    assert 1 <= saved.metadata.step <= 12
-    assert damage(saved) is None
+    checkpoint = find_checkpoint(run)
+    assert 1 <= checkpoint.metadata.step <= 12
+    assert damage(checkpoint) is None
 
 
-def test_a_second_sigterm_ends_at_once(cli: Cli, tmp_path: Path) -> None:
-    """Who cannot wait for a step of four seconds need not."""
+def test_second_sigterm_stops_immediately(cli: Cli, tmp_path: Path) -> None:
+    """A step takes four seconds. The second signal does not wait for it."""
     (tmp_path / "mine.py").write_text(WORKLOAD)
     running = cli.start(tmp_path, *words_for("ddp", "--processes", "2"), SLEEP="1")
     running.wait_for((tmp_path / "reached").exists)
@@ -227,9 +240,9 @@ def test_a_second_sigterm_ends_at_once(cli: Cli, tmp_path: Path) -> None:
     os.kill(running.process.pid, signal.SIGTERM)
     time.sleep(0.3)
     os.kill(running.process.pid, signal.SIGTERM)
-    begun = time.monotonic()
+    signal_time = time.monotonic()
     status, _, err = running.end()
-    assert time.monotonic() - begun < 3.5
+    assert time.monotonic() - signal_time < 3.5
     assert status == 143, err
     one_line(err)
     assert running.left() == {}
@@ -239,7 +252,7 @@ def test_a_second_sigterm_ends_at_once(cli: Cli, tmp_path: Path) -> None:
 
 
 def rank_process(running: Running, rank: int) -> int | None:
-    """The process of a rank that torchrun started, not its loader's."""
+    """Return the process of a rank that torchrun started, not a loader worker."""
     for pid in sorted(running.processes()):
         with contextlib.suppress(OSError):
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
@@ -249,26 +262,29 @@ def rank_process(running: Running, rank: int) -> int | None:
 
 
 @pytest.mark.integration
-def test_under_torchrun_one_rank_that_is_asked_stops_all(cli: Cli, tmp_path: Path) -> None:
-    """Without --out all ranks write into one folder; SIGUSR1 to rank 1 alone ends all of them, with a checkpoint."""
+def test_sigusr1_to_one_rank_stops_all_ranks_under_torchrun(cli: Cli, tmp_path: Path) -> None:
+    """Only rank 1 gets SIGUSR1. All ranks stop with a checkpoint.
+
+    Without --out all ranks write into one folder.
+    """
     (tmp_path / "mine.py").write_text(WORKLOAD)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    words = ["train", "mine.py", "--layout", "fsdp", "--save-every", "5"]
-    running = cli.start(tmp_path, "-m", "everyrank", *words, command=torchrun, is_forked=False, SLEEP="0.03")
+    args = ["train", "mine.py", "--layout", "fsdp", "--save-every", "5"]
+    running = cli.start(tmp_path, "-m", "everyrank", *args, command=torchrun, is_forked=False, SLEEP="0.03")
     running.wait_for(lambda: any((tmp_path / "runs").glob("*/checkpoints/step-00000005")))
     pid = rank_process(running, 1)
     assert pid is not None
     os.kill(pid, signal.SIGUSR1)
-    begun = time.monotonic()
+    signal_time = time.monotonic()
     status, _, err = running.end()
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - signal_time < 10
     assert status != 0
     assert "everyrank: stopped after update" in err
     assert running.left() == {}
     (run,) = (tmp_path / "runs").iterdir()
-    saved = find_checkpoint(run)
-    assert saved.metadata.step < STEPS
-    assert saved.metadata.world_size == 2
-    assert damage(saved) is None
-    assert {path.name for path in saved.path.glob("*.distcp")} == {"__0_0.distcp", "__1_0.distcp"}
-    assert [row[0] for row in logged(run)] == list(range(saved.metadata.step))
+    checkpoint = find_checkpoint(run)
+    assert checkpoint.metadata.step < STEPS
+    assert checkpoint.metadata.world_size == 2
+    assert damage(checkpoint) is None
+    assert {path.name for path in checkpoint.path.glob("*.distcp")} == {"__0_0.distcp", "__1_0.distcp"}
+    assert [row[0] for row in logged(run)] == list(range(checkpoint.metadata.step))

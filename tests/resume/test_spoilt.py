@@ -1,4 +1,4 @@
-"""What must not be lost, whatever goes wrong beside the updates."""
+"""Checkpoints and logs are kept, and invalid parameters are not saved, when something fails around the updates."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ pytestmark = pytest.mark.skipif(
     not Path("/proc/self/environ").exists(), reason="looking for left processes needs Linux's /proc"
 )
 
-# --- what must not be lost
+# --- runs and checkpoints that are kept
 
-LATE = """
+FAILS_AT_UPDATE_9 = """
 import torch
 from everyrank import Workload
 from everyrank.errors import WorkloadError
@@ -40,42 +40,42 @@ workload = Workload(
 """
 
 
-def test_a_run_that_fails_late_keeps_its_folder(cli: Cli, tmp_path: Path) -> None:
-    """Nobody asked for it by --out, but two epochs of work and their checkpoints are in it."""
-    (tmp_path / "late.py").write_text(LATE)
-    done = cli.on_ranks(tmp_path, "train", "late.py")
-    assert done.status == 2, done
-    assert "update 9 is one too many" in done.err
+def test_run_that_fails_late_keeps_its_folder(cli: Cli, tmp_path: Path) -> None:
+    """The folder was not requested with --out, but it has the checkpoints of two epochs."""
+    (tmp_path / "late.py").write_text(FAILS_AT_UPDATE_9)
+    result = cli.on_ranks(tmp_path, "train", "late.py")
+    assert result.status == 2, result
+    assert "update 9 is one too many" in result.err
     (run,) = (tmp_path / "runs").iterdir()
-    assert [one.metadata.step for one in checkpoints_of(run)] == [4, 8]
+    assert [checkpoint.metadata.step for checkpoint in checkpoints_of(run)] == [4, 8]
 
 
-def test_a_finished_run_is_not_begun_again(cli: Cli, tmp_path: Path) -> None:
-    """It has no checkpoint to go on from, and its log and Record would be overwritten."""
-    words = ("train", "digits", *WIDTH, "--steps", "2", "--save-every", "0", "--out", "run")
-    assert cli.on_ranks(tmp_path, *words).status == 0
+def test_finished_run_without_checkpoints_is_not_restarted(cli: Cli, tmp_path: Path) -> None:
+    """The run has no checkpoint to resume from. A new start would overwrite its log and Record."""
+    args = ("train", "digits", *WIDTH, "--steps", "2", "--save-every", "0", "--out", "run")
+    assert cli.on_ranks(tmp_path, *args).status == 0
     log = (tmp_path / "run" / "log.jsonl").read_text()
-    done = cli.on_ranks(tmp_path, *words, "--resume")
-    assert done.status == 2
-    assert "--resume" in done.err
+    result = cli.on_ranks(tmp_path, *args, "--resume")
+    assert result.status == 2
+    assert "--resume" in result.err
     assert (tmp_path / "run" / "log.jsonl").read_text() == log
 
 
-def test_the_best_of_a_run_is_known_after_going_on(cli: Cli, tmp_path: Path) -> None:
-    """The newest checkpoint is not the best; what is worse than that one does not take its place."""
-    words = ("train", "digits", *WIDTH, "--save-every", "3", "--evaluate-every", "3", "--keep", "1", "--out", "run")
-    assert cli.on_ranks(tmp_path, *words, "--steps", "6").status == 0
+def test_best_checkpoint_is_kept_after_resume(cli: Cli, tmp_path: Path) -> None:
+    """The best checkpoint is older than the newest. A worse checkpoint does not replace it."""
+    args = ("train", "digits", *WIDTH, "--save-every", "3", "--evaluate-every", "3", "--keep", "1", "--out", "run")
+    assert cli.on_ranks(tmp_path, *args, "--steps", "6").status == 0
     run = tmp_path / "run"
-    newest = find_checkpoint(run)
-    metrics = newest.metadata.metrics | {"top1": 2.0}  # nothing can be better
-    write_metadata(newest.path, dataclasses.replace(newest.metadata, metrics=metrics))
-    assert cli.on_ranks(tmp_path, *words, "--steps", "12", "--resume").status == 0
-    assert [one.metadata.step for one in checkpoints_of(run)] == [6, 12]
-    assert (run / "checkpoints" / "best").resolve() == newest.path
+    best = find_checkpoint(run)
+    metrics = best.metadata.metrics | {"top1": 2.0}  # above any real accuracy
+    write_metadata(best.path, dataclasses.replace(best.metadata, metrics=metrics))
+    assert cli.on_ranks(tmp_path, *args, "--steps", "12", "--resume").status == 0
+    assert [checkpoint.metadata.step for checkpoint in checkpoints_of(run)] == [6, 12]
+    assert (run / "checkpoints" / "best").resolve() == best.path
 
 
-def test_predictions_of_unequal_rows_are_refused(cli: Cli, tmp_path: Path) -> None:
-    """Two ranks whose rows have other shapes cannot be put into one file; they must not be put in wrongly."""
+def test_predictions_of_different_shapes_are_refused(cli: Cli, tmp_path: Path) -> None:
+    """The rows of the two ranks have different shapes, so they cannot be written to one file."""
     (tmp_path / "mine.py").write_text(
         WORKLOAD
         + "\nimport dataclasses\n"
@@ -84,34 +84,36 @@ def test_predictions_of_unequal_rows_are_refused(cli: Cli, tmp_path: Path) -> No
         )
     )
     assert cli.on_ranks(tmp_path, *words_for("ddp", "--steps", "5"), size=2).status == 0
-    done = cli.on_ranks(tmp_path, "predict", "mine.py", "--layout", "ddp", "--resume", "run", "--out", "p.npy", size=2)
-    assert done.status == 2, done
-    assert "rows of shape" in done.err
+    result = cli.on_ranks(
+        tmp_path, "predict", "mine.py", "--layout", "ddp", "--resume", "run", "--out", "p.npy", size=2
+    )
+    assert result.status == 2, result
+    assert "rows of shape" in result.err
     assert not (tmp_path / "p.npy").exists()
     assert not list(tmp_path.glob("*.partial"))
 
 
-def test_a_request_is_noted_and_a_second_sigterm_is_not() -> None:
-    """SIGUSR1 as often as it comes; a SIGTERM after a request does what it did before."""
+def test_sigterm_after_a_stop_request_calls_the_previous_handler() -> None:
+    """Every SIGUSR1 is caught. A SIGTERM after a request calls the previous handler."""
     from everyrank.launch import catch_signals
 
-    seen: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
+    previous_handler_calls: list[int] = []
+    previous_handler = signal.signal(signal.SIGTERM, lambda number, _: previous_handler_calls.append(number))
     try:
         with catch_signals(signal.SIGTERM, signal.SIGUSR1) as stop:
             for _ in range(3):
                 os.kill(os.getpid(), signal.SIGUSR1)
             assert stop.asked is signal.SIGUSR1
-            assert seen == []
+            assert previous_handler_calls == []
             os.kill(os.getpid(), signal.SIGTERM)
-            assert seen == [signal.SIGTERM]
+            assert previous_handler_calls == [signal.SIGTERM]
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous_handler)
 
 
 # --- an output that cannot be written
 
-UNSEEN = """\
+WITH_BROKEN_STDOUT = """\
 import os
 import sys
 
@@ -129,43 +131,52 @@ main(sys.argv[2:])
 
 
 @pytest.mark.parametrize(
-    ("where", "said"), [("/dev/full", "No space left on device"), ("pipe", "the reader of the pipe has gone")]
+    ("output", "reason"), [("/dev/full", "No space left on device"), ("pipe", "the reader of the pipe has gone")]
 )
-def test_a_training_that_nobody_can_see_comes_to_its_end(cli: Cli, tmp_path: Path, where: str, said: str) -> None:
-    """`train ... | head -1` and a full disk behind `> file`: the checkpoints are there, and the status is 0."""
-    (tmp_path / "unseen.py").write_text(UNSEEN)
-    words = ("train", "digits", *WIDTH, "--save-every", "3", "--steps", "6", "--out", "run")
-    done = cli.on_ranks(tmp_path, where, *words, script="unseen.py")
-    assert done.status == 0, done
-    assert done.err == f"standard output cannot be written ({said}); the training continues\n"
-    assert [one.metadata.step for one in checkpoints_of(tmp_path / "run")] == [3, 6]
+def test_training_continues_if_standard_output_cannot_be_written(
+    cli: Cli, tmp_path: Path, output: str, reason: str
+) -> None:
+    """The pipe of `train ... | head -1` is closed, or the disk behind `> file` is full. The exit code is 0."""
+    (tmp_path / "unseen.py").write_text(WITH_BROKEN_STDOUT)
+    args = ("train", "digits", *WIDTH, "--save-every", "3", "--steps", "6", "--out", "run")
+    result = cli.on_ranks(tmp_path, output, *args, script="unseen.py")
+    assert result.status == 0, result
+    assert result.err == f"standard output cannot be written ({reason}); the training continues\n"
+    assert [checkpoint.metadata.step for checkpoint in checkpoints_of(tmp_path / "run")] == [3, 6]
     assert (tmp_path / "run" / "record.json").exists()
 
 
-# --- what goes wrong beside the updates
+# --- failures in evaluation, losses and weights
 
 
-@pytest.mark.parametrize("more", ['metrics={"bad": rises}', 'derived={"bad": derives}'])
-@pytest.mark.parametrize("words", [(), ("--save-async",)], ids=["at once", "async"])
-def test_an_evaluation_that_raises_loses_no_epoch(cli: Cli, tmp_path: Path, more: str, words: tuple[str, ...]) -> None:
-    done = cli.on_ranks(tmp_path, "train", spoilt(tmp_path, more=more), *words, "--out", "run", "--device", "cpu")
-    assert done.status in (2, 4), done
-    assert "spoilt.py" in done.err.splitlines()[-1]
-    (one,) = checkpoints_of(tmp_path / "run")
-    assert (one.metadata.step, one.metadata.metrics, damage(one)) == (4, {}, None)
+@pytest.mark.parametrize("workload_field", ['metrics={"bad": rises}', 'derived={"bad": derives}'])
+@pytest.mark.parametrize("args", [(), ("--save-async",)], ids=["at once", "async"])
+def test_epoch_is_saved_before_an_evaluation_that_raises(
+    cli: Cli, tmp_path: Path, workload_field: str, args: tuple[str, ...]
+) -> None:
+    """The epoch before the evaluation is saved."""
+    result = cli.on_ranks(
+        tmp_path, "train", spoilt(tmp_path, more=workload_field), *args, "--out", "run", "--device", "cpu"
+    )
+    assert result.status in (2, 4), result
+    assert "spoilt.py" in result.err.splitlines()[-1]
+    (checkpoint,) = checkpoints_of(tmp_path / "run")
+    assert (checkpoint.metadata.step, checkpoint.metadata.metrics, damage(checkpoint)) == (4, {}, None)
 
 
-@pytest.mark.parametrize("words", [(), ("--save-async",)], ids=["at once", "async"])
-def test_a_checkpoint_learns_how_good_it_is(cli: Cli, tmp_path: Path, words: tuple[str, ...]) -> None:
-    """It was saved before it was evaluated."""
-    done = cli.on_ranks(tmp_path, "train", spoilt(tmp_path), *words, "--out", "run", "--device", "cpu")
-    assert done.status == 0, done
-    there = checkpoints_of(tmp_path / "run")
-    assert [(one.metadata.step, list(one.metadata.metrics), damage(one)) for one in there] == [
+@pytest.mark.parametrize("args", [(), ("--save-async",)], ids=["at once", "async"])
+def test_checkpoint_gets_its_metrics_after_evaluation(cli: Cli, tmp_path: Path, args: tuple[str, ...]) -> None:
+    """The checkpoint is saved before the evaluation, and its metrics are added afterwards."""
+    result = cli.on_ranks(tmp_path, "train", spoilt(tmp_path), *args, "--out", "run", "--device", "cpu")
+    assert result.status == 0, result
+    checkpoints = checkpoints_of(tmp_path / "run")
+    assert [
+        (checkpoint.metadata.step, list(checkpoint.metadata.metrics), damage(checkpoint)) for checkpoint in checkpoints
+    ] == [
         (4, ["eval_loss"], None),
         (8, ["eval_loss"], None),
     ]
-    assert (tmp_path / "run" / "checkpoints" / "best").resolve() == there[-1].path.resolve()
+    assert (tmp_path / "run" / "checkpoints" / "best").resolve() == checkpoints[-1].path.resolve()
 
 
 AS_ON_CUDA = """
@@ -190,32 +201,37 @@ workload = Workload(
 """
 
 
-@pytest.mark.parametrize("words", [(), ("--save-async",)], ids=["at once", "async"])
-def test_nan_that_is_seen_late_is_named_and_not_saved(cli: Cli, tmp_path: Path, words: tuple[str, ...]) -> None:
-    """On CUDA losses are looked at some updates later: the one that began it is named, what is saved is from before."""
+@pytest.mark.parametrize("args", [(), ("--save-async",)], ids=["at once", "async"])
+def test_nan_that_is_detected_late_is_reported_and_not_saved(cli: Cli, tmp_path: Path, args: tuple[str, ...]) -> None:
+    """On CUDA losses are checked some updates later. The error names the first bad update.
+
+    Only earlier updates are saved.
+    """
     (tmp_path / "nan.py").write_text(AS_ON_CUDA)
-    more = ("--layout", "ddp", "--steps", "60", "--save-every", "5", "--out", "run", "--device", "cpu")
-    done = cli.on_ranks(tmp_path, "train", "nan.py", *more, *words, size=2)
-    assert done.status == 4, done
-    assert "update 12: the loss is nan" in done.err
-    there = checkpoints_of(tmp_path / "run")
-    assert [(one.metadata.step, damage(one)) for one in there] == [(5, None), (10, None)]
+    options = ("--layout", "ddp", "--steps", "60", "--save-every", "5", "--out", "run", "--device", "cpu")
+    result = cli.on_ranks(tmp_path, "train", "nan.py", *options, *args, size=2)
+    assert result.status == 4, result
+    assert "update 12: the loss is nan" in result.err
+    checkpoints = checkpoints_of(tmp_path / "run")
+    assert [(checkpoint.metadata.step, damage(checkpoint)) for checkpoint in checkpoints] == [(5, None), (10, None)]
     assert len((tmp_path / "run" / "log.jsonl").read_text().splitlines()) == 12, "the good losses before it"
 
 
-@pytest.mark.parametrize("words", [(), ("--evaluate-every", "1")], ids=["at the end", "within"])
-def test_what_the_last_update_spoils_is_not_saved(cli: Cli, tmp_path: Path, words: tuple[str, ...]) -> None:
-    """No loss shows it any more: the parameters do."""
+@pytest.mark.parametrize("args", [(), ("--evaluate-every", "1")], ids=["at the end", "within"])
+def test_infinite_parameters_after_the_last_update_are_not_saved(
+    cli: Cli, tmp_path: Path, args: tuple[str, ...]
+) -> None:
+    """No later loss shows it, so the parameters are checked."""
     workload = spoilt(tmp_path, rate="1e999")
-    done = cli.on_ranks(tmp_path, "train", workload, "--steps", "1", *words, "--out", "run", "--device", "cpu")
-    assert done.status == 4, done
-    assert "update 0: parameter weight became infinite" in done.err
+    result = cli.on_ranks(tmp_path, "train", workload, "--steps", "1", *args, "--out", "run", "--device", "cpu")
+    assert result.status == 4, result
+    assert "update 0: parameter weight became infinite" in result.err
     assert not checkpoints_of(tmp_path / "run")
     assert not (tmp_path / "run" / "record.json").exists()
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("replaced_weights", "expected_text"),
     [
         ({"weight": torch.ones(2, 3, dtype=torch.complex64)}, "weight is torch.complex64, the model's torch.float32"),
         ({"weight": torch.ones(2, 3, dtype=torch.int64)}, "weight is torch.int64, the model's torch.float32"),
@@ -224,17 +240,19 @@ def test_what_the_last_update_spoils_is_not_saved(cli: Cli, tmp_path: Path, word
     ],
     ids=["complex", "whole", "bool", "nan"],
 )
-def test_weights_of_other_numbers_are_refused(
-    cli: Cli, tmp_path: Path, change: dict[str, torch.Tensor], said: str
+def test_weights_with_invalid_dtype_or_nan_are_refused(
+    cli: Cli, tmp_path: Path, replaced_weights: dict[str, torch.Tensor], expected_text: str
 ) -> None:
-    """A cast would drop what they mean; the file is named, and no update blamed."""
-    torch.save({"weight": torch.ones(2, 3), "bias": torch.zeros(2)} | change, tmp_path / "w.pt")
-    done = cli.on_ranks(tmp_path, "train", spoilt(tmp_path), "--pretrained", "w.pt", "--out", "run", "--device", "cpu")
-    assert done.status == 2, done
-    assert f"w.pt: {said}" in one_line(done.err)
+    """A cast would lose information. The error names the file, and no update."""
+    torch.save({"weight": torch.ones(2, 3), "bias": torch.zeros(2)} | replaced_weights, tmp_path / "w.pt")
+    result = cli.on_ranks(
+        tmp_path, "train", spoilt(tmp_path), "--pretrained", "w.pt", "--out", "run", "--device", "cpu"
+    )
+    assert result.status == 2, result
+    assert f"w.pt: {expected_text}" in one_line(result.err)
     torch.save({"weight": torch.ones(2, 3).half(), "bias": torch.zeros(2).double()}, tmp_path / "w.pt")
-    words = ("--pretrained", "w.pt", "--out", "again", "--device", "cpu")
-    assert cli.on_ranks(tmp_path, "train", spoilt(tmp_path), *words).status == 0
+    args = ("--pretrained", "w.pt", "--out", "again", "--device", "cpu")
+    assert cli.on_ranks(tmp_path, "train", spoilt(tmp_path), *args).status == 0
 
 
 COMPLEX = """
@@ -246,25 +264,25 @@ def first_model():
 
 
 @pytest.mark.parametrize(
-    ("part", "made"),
+    ("kind", "value"),
     [("parameter", "nn.Parameter(torch.ones(2, dtype=torch.complex64))"), ("buffer", "torch.ones(2) * 1j")],
 )
-def test_a_model_of_complex_numbers_is_refused(cli: Cli, tmp_path: Path, part: str, made: str) -> None:
-    """They were made real without a word."""
+def test_model_with_complex_numbers_is_refused(cli: Cli, tmp_path: Path, kind: str, value: str) -> None:
+    """A cast to real numbers would lose the imaginary part."""
     workload = Path(spoilt(tmp_path))
-    model = COMPLEX.replace("PART", part).replace("MADE", made)
-    workload.write_text(workload.read_text().replace("\nworkload =", model + "\nworkload ="))
-    done = cli.on_ranks(tmp_path, "train", workload, "--device", "cpu")
-    assert done.status == 2, done
-    assert "turns of the model is torch.complex64" in one_line(done.err)
+    model_source = COMPLEX.replace("PART", kind).replace("MADE", value)
+    workload.write_text(workload.read_text().replace("\nworkload =", model_source + "\nworkload ="))
+    result = cli.on_ranks(tmp_path, "train", workload, "--device", "cpu")
+    assert result.status == 2, result
+    assert "turns of the model is torch.complex64" in one_line(result.err)
 
 
-def test_a_model_that_is_no_number_from_the_start(cli: Cli, tmp_path: Path) -> None:
-    """No update before the first one is blamed."""
+def test_model_with_nan_at_initialization_is_reported(cli: Cli, tmp_path: Path) -> None:
+    """The error names the parameter, and no update."""
     workload = Path(spoilt(tmp_path, more="clip_norm=1.0,"))
-    model = "    model = nn.Linear(3, 2)\n    nn.init.constant_(model.weight, float('nan'))\n    return model"
-    workload.write_text(workload.read_text().replace("    return nn.Linear(3, 2)", model))
-    done = cli.on_ranks(tmp_path, "train", workload, "--device", "cpu")
-    assert done.status == 4, done
-    assert "parameter weight" in done.err
-    assert "update before" not in done.err
+    model_source = "    model = nn.Linear(3, 2)\n    nn.init.constant_(model.weight, float('nan'))\n    return model"
+    workload.write_text(workload.read_text().replace("    return nn.Linear(3, 2)", model_source))
+    result = cli.on_ranks(tmp_path, "train", workload, "--device", "cpu")
+    assert result.status == 4, result
+    assert "parameter weight" in result.err
+    assert "update before" not in result.err

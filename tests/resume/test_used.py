@@ -1,4 +1,4 @@
-"""One run that is evaluated, predicted, exported, logged and gone on with."""
+"""One run that is resumed, evaluated, predicted, exported and logged."""
 
 from __future__ import annotations
 
@@ -24,39 +24,43 @@ pytestmark = pytest.mark.skipif(
     not Path("/proc/self/environ").exists(), reason="looking for left processes needs Linux's /proc"
 )
 
-# --- one run of digits that is then used in every way
+# --- one run of digits for all tests of this file
 
 
 @pytest.fixture(scope="module")
 def digits(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """30 updates under ddp on two ranks, and what the command said. --resume finds nothing there, and begins."""
+    """Return the folder and the output of a run with 30 updates of DDP on two ranks.
+
+    --resume finds no checkpoint, so the run starts from scratch.
+    """
     folder = tmp_path_factory.mktemp("digits")
-    words = "train digits --layout ddp --processes 2 --set width=4 --steps 30 --save-every 10 --keep 2"
-    done = cli(folder, *words.split(), "--evaluate-every", "10", "--out", "run", "--resume")
-    assert done.status == 0, done.err
-    return folder / "run", done.out
+    args = "train digits --layout ddp --processes 2 --set width=4 --steps 30 --save-every 10 --keep 2"
+    result = cli(folder, *args.split(), "--evaluate-every", "10", "--out", "run", "--resume")
+    assert result.status == 0, result.err
+    return folder / "run", result.out
 
 
-# --- what cannot be gone on with
+# --- what cannot be resumed
 
 
-def test_nothing_to_go_on_from_is_said(digits: tuple[Path, str]) -> None:
+def test_missing_checkpoint_for_resume_is_reported(digits: tuple[Path, str]) -> None:
+    """The output names the folder."""
     assert "no checkpoint in run" in digits[1]
 
 
-def test_going_on_needs_a_place(capsys: pytest.CaptureFixture[str], digits: tuple[Path, str]) -> None:
-    """Neither --resume without a place nor --out on top of another run is guessed at."""
+def test_resume_without_a_folder_is_refused(capsys: pytest.CaptureFixture[str], digits: tuple[Path, str]) -> None:
+    """--resume needs a folder, and --out does not overwrite another run. --evaluate needs weights."""
     assert "--out DIR" in refused(capsys, "train", "digits", *WIDTH, "--resume")
-    line = refused(capsys, "train", "digits", *WIDTH, "--out", digits[0])
-    assert "--resume" in line
-    assert "--resume" in line
-    line = refused(capsys, "train", "digits", *WIDTH, "--evaluate")
-    assert "--resume" in line
-    assert "--pretrained" in line
+    error_line = refused(capsys, "train", "digits", *WIDTH, "--out", digits[0])
+    assert "--resume" in error_line
+    assert "--resume" in error_line
+    error_line = refused(capsys, "train", "digits", *WIDTH, "--evaluate")
+    assert "--resume" in error_line
+    assert "--pretrained" in error_line
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("args", "expected"),
     [
         (("--set", "width=4", "seed=1"), ["seed=0", "seed=1"]),
         (("--set", "width=5"), ["width=4", "width=5"]),
@@ -66,118 +70,131 @@ def test_going_on_needs_a_place(capsys: pytest.CaptureFixture[str], digits: tupl
     ],
     ids=["seed", "width", "rate", "batch", "steps"],
 )
-def test_another_training_is_not_gone_on_with(
-    cli: Cli, digits: tuple[Path, str], tmp_path: Path, words: tuple[str, ...], expected: list[str]
+def test_run_with_different_settings_is_not_resumed(
+    cli: Cli, digits: tuple[Path, str], tmp_path: Path, args: tuple[str, ...], expected: list[str]
 ) -> None:
-    """Status 2, and the line names what differs; the run is as it was, but for what an autopsy reads."""
+    """The exit code is 2, and the error names the difference.
+
+    The run is unchanged, except for its autopsy files.
+    """
 
     def contents() -> dict[Path, bytes]:
         return {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and "autopsy" not in path.parts}
 
     run = digits[0]
-    before = contents()
-    done = cli.on_ranks(tmp_path, "train", "digits", *words, "--out", run, "--resume")
-    assert done.status == 2, done
-    line = one_line(done.err)
-    for word in expected:
-        assert word in line
-    assert contents() == before
+    contents_before = contents()
+    result = cli.on_ranks(tmp_path, "train", "digits", *args, "--out", run, "--resume")
+    assert result.status == 2, result
+    error_line = one_line(result.err)
+    for expected_text in expected:
+        assert expected_text in error_line
+    assert contents() == contents_before
 
 
-def test_another_workload_is_not_gone_on_with(cli: Cli, digits: tuple[Path, str], tmp_path: Path) -> None:
+def test_run_of_another_workload_is_not_resumed(cli: Cli, digits: tuple[Path, str], tmp_path: Path) -> None:
+    """The error names both workloads, and no new run folder is left."""
     (tmp_path / "mine.py").write_text(WORKLOAD)
-    done = cli.on_ranks(tmp_path, "train", "mine.py", "--resume", digits[0])
-    assert done.status == 2, done
-    line = one_line(done.err)
-    assert "digits" in line
-    assert "mine" in line
+    result = cli.on_ranks(tmp_path, "train", "mine.py", "--resume", digits[0])
+    assert result.status == 2, result
+    error_line = one_line(result.err)
+    assert "digits" in error_line
+    assert "mine" in error_line
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
 
 
-# --- evaluated, predicted, exported
+# --- evaluation, prediction, export
 
 
 @pytest.mark.parametrize(("layout", "size"), [("ddp", 2), ("single", 1), ("fsdp", 3), ("zero1", 4)])
-def test_evaluating_says_what_training_said(
+def test_evaluation_gives_the_metrics_of_training(
     cli: Cli, digits: tuple[Path, str], tmp_path: Path, layout: str, size: int
 ) -> None:
-    """Under any layout: top1 to the last digit, and nothing is trained or written into the run."""
+    """The layout may differ. Nothing is trained, and nothing is written into the run."""
     run = digits[0]
-    (trained,) = read_records(run / "record.json")
-    before = sorted(run.rglob("*"))
-    words = ("--evaluate", "--resume", run, "--layout", layout, "--json", "r.json")
-    done = cli.on_ranks(tmp_path, "train", "digits", *WIDTH, *words, size=size)
-    assert done.status == 0, done
+    (training_record,) = read_records(run / "record.json")
+    files_before = sorted(run.rglob("*"))
+    args = ("--evaluate", "--resume", run, "--layout", layout, "--json", "r.json")
+    result = cli.on_ranks(tmp_path, "train", "digits", *WIDTH, *args, size=size)
+    assert result.status == 0, result
     (record,) = read_records(tmp_path / "r.json")
-    assert record.metrics["top1"] == trained.metrics["top1"]
-    assert record.metrics["eval_loss"] == pytest.approx(trained.metrics["eval_loss"], rel=1e-6)
+    assert record.metrics["top1"] == training_record.metrics["top1"]
+    assert record.metrics["eval_loss"] == pytest.approx(training_record.metrics["eval_loss"], rel=1e-6)
     assert record.world_size == size
     assert not record.loss
-    assert sorted(run.rglob("*")) == before
+    assert sorted(run.rglob("*")) == files_before
     assert not (tmp_path / "runs").exists()
 
 
 def test_predictions_are_in_the_order_of_the_data(cli: Cli, digits: tuple[Path, str], tmp_path: Path) -> None:
-    """Identical on 1 to 4 ranks, a row for each held-out image; .npy says the same."""
+    """Each validation image has one row, identical on 1 to 4 ranks. The .npy file has the same values."""
     from everyrank.builtin.digits import Digits
 
     run = digits[0]
-    (trained,) = read_records(run / "record.json")
-    found: dict[int, list[dict[str, Any]]] = {}
+    (training_record,) = read_records(run / "record.json")
+    rows_by_size: dict[int, list[dict[str, Any]]] = {}
     for size in (1, 2, 3, 4):
         layout = "single" if size == 1 else "ddp"
-        words = ("--resume", run, "--layout", layout, "--out", f"p{size}.jsonl")
-        done = cli.on_ranks(tmp_path, "predict", "digits", *WIDTH, *words, size=size)
-        assert done.status == 0, done
-        assert "359 predictions" in done.out
-        found[size] = [json.loads(line) for line in (tmp_path / f"p{size}.jsonl").read_text().splitlines()]
-        assert [row["index"] for row in found[size]] == list(range(359))
-    words = ("--resume", run, "--layout", "fsdp", "--out", "p.npy")
-    assert cli.on_ranks(tmp_path, "predict", "digits", *WIDTH, *words, size=2).status == 0
-    assert found[1] == found[2] == found[3] == found[4]
-    values = {size: np.array([row["prediction"] for row in rows]) for size, rows in found.items()}
-    values[0] = np.load(tmp_path / "p.npy")
-    assert np.array_equal(values[0], values[1])
-    classes = values[1] if values[1].ndim == 1 else values[1].argmax(1)
+        args = ("--resume", run, "--layout", layout, "--out", f"p{size}.jsonl")
+        result = cli.on_ranks(tmp_path, "predict", "digits", *WIDTH, *args, size=size)
+        assert result.status == 0, result
+        assert "359 predictions" in result.out
+        rows_by_size[size] = [json.loads(line) for line in (tmp_path / f"p{size}.jsonl").read_text().splitlines()]
+        assert [row["index"] for row in rows_by_size[size]] == list(range(359))
+    args = ("--resume", run, "--layout", "fsdp", "--out", "p.npy")
+    assert cli.on_ranks(tmp_path, "predict", "digits", *WIDTH, *args, size=2).status == 0
+    assert rows_by_size[1] == rows_by_size[2] == rows_by_size[3] == rows_by_size[4]
+    predictions = {size: np.array([row["prediction"] for row in rows]) for size, rows in rows_by_size.items()}
+    predictions[0] = np.load(tmp_path / "p.npy")
+    assert np.array_equal(predictions[0], predictions[1])
+    classes = predictions[1] if predictions[1].ndim == 1 else predictions[1].argmax(1)
     labels = Digits(held_out=True).tensors[1].numpy()
-    assert float((classes == labels).mean()) == pytest.approx(trained.metrics["top1"], abs=1e-12)
+    assert float((classes == labels).mean()) == pytest.approx(training_record.metrics["top1"], abs=1e-12)
 
 
-def test_exported_weights_are_the_model(
+def test_exported_weights_give_the_metrics_of_training(
     cli: Cli, digits: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """.safetensors and .pt hold the same tensors, open without everyrank, and give the same metrics."""
+    """The .safetensors and .pt files have the same tensors. They open without everyrank.
+
+    An evaluation of them gives the metrics of the run.
+    """
     from safetensors.torch import load_file
 
     run = digits[0]
-    (trained,) = read_records(run / "record.json")
+    (training_record,) = read_records(run / "record.json")
     for name in ("w.pt", "w.safetensors"):
         assert main(["checkpoint", "export", str(run), str(tmp_path / name)]) == 0
-    one, other = torch.load(tmp_path / "w.pt", weights_only=True), load_file(tmp_path / "w.safetensors")
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[key], other[key]) for key in one)
+    pt_weights, safetensors_weights = (
+        torch.load(tmp_path / "w.pt", weights_only=True),
+        load_file(tmp_path / "w.safetensors"),
+    )
+    assert pt_weights.keys() == safetensors_weights.keys()
+    assert all(torch.equal(pt_weights[key], safetensors_weights[key]) for key in pt_weights)
     for name in ("w.pt", "w.safetensors"):
-        words = ("--evaluate", "--pretrained", name, "--json", "r.json")
-        done = cli.on_ranks(tmp_path, "train", "digits", *WIDTH, *words)
-        assert done.status == 0, done
+        args = ("--evaluate", "--pretrained", name, "--json", "r.json")
+        result = cli.on_ranks(tmp_path, "train", "digits", *WIDTH, *args)
+        assert result.status == 0, result
         (record,) = read_records(tmp_path / "r.json")
-        assert record.metrics["top1"] == trained.metrics["top1"]
-        assert record.metrics["eval_loss"] == pytest.approx(trained.metrics["eval_loss"], rel=1e-6)
+        assert record.metrics["top1"] == training_record.metrics["top1"]
+        assert record.metrics["eval_loss"] == pytest.approx(training_record.metrics["eval_loss"], rel=1e-6)
 
 
 class Hostile:
-    """A pickle that calls a function when it is opened."""
+    """An object whose pickle calls a function when it is loaded."""
 
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
 
     def __reduce__(self) -> Any:
-        return os.system, (f"touch {self.mark}",)
+        return os.system, (f"touch {self.marker}",)
 
 
-def test_weights_that_are_none_are_refused(cli: Cli, digits: tuple[Path, str], tmp_path: Path) -> None:
-    """Of another model, no weights at all, cut off, hostile: status 2, one line, and nothing of it happens."""
-    mark = tmp_path / "it-ran"
+def test_invalid_weight_files_are_refused(cli: Cli, digits: tuple[Path, str], tmp_path: Path) -> None:
+    """The files belong to another model, have no weights, are truncated, or run code when they are unpickled.
+
+    The exit code is 2, the error is one line, and no code runs.
+    """
+    marker = tmp_path / "it-ran"
     assert main(["checkpoint", "export", str(digits[0]), str(tmp_path / "w.pt")]) == 0
     assert main(["checkpoint", "export", str(digits[0]), str(tmp_path / "w.safetensors")]) == 0
     state = torch.load(tmp_path / "w.pt", weights_only=True)
@@ -186,12 +203,12 @@ def test_weights_that_are_none_are_refused(cli: Cli, digits: tuple[Path, str], t
     torch.save({**state, "another": torch.ones(1)}, tmp_path / "foreign.pt")
     torch.save({**state, name: torch.ones(1)}, tmp_path / "shape.pt")
     torch.save([1, 2], tmp_path / "list.pt")
-    torch.save({**state, name: Hostile(mark)}, tmp_path / "hostile.pt")
-    (tmp_path / "pickle.pt").write_bytes(pickle.dumps(Hostile(mark)))
+    torch.save({**state, name: Hostile(marker)}, tmp_path / "hostile.pt")
+    (tmp_path / "pickle.pt").write_bytes(pickle.dumps(Hostile(marker)))
     for suffix in (".pt", ".safetensors"):
         content = (tmp_path / f"w{suffix}").read_bytes()
         (tmp_path / f"cut{suffix}").write_bytes(content[: len(content) // 2])
-    expected = {
+    expected_texts = {
         "missing.pt": name,
         "foreign.pt": "another",
         "shape.pt": name,
@@ -203,54 +220,59 @@ def test_weights_that_are_none_are_refused(cli: Cli, digits: tuple[Path, str], t
         "nothing.pt": "no such file",
         "mine.py": "safetensors",
     }
-    for file, word in expected.items():
-        done = cli.on_ranks(tmp_path, "train", "digits", *WIDTH, "--evaluate", "--pretrained", file)
-        assert done.status == 2, (file, done)
-        line = one_line(done.err)
-        assert file in line
-        assert word in line
-        assert not mark.exists(), file
+    for file, expected_text in expected_texts.items():
+        result = cli.on_ranks(tmp_path, "train", "digits", *WIDTH, "--evaluate", "--pretrained", file)
+        assert result.status == 2, (file, result)
+        error_line = one_line(result.err)
+        assert file in error_line
+        assert expected_text in error_line
+        assert not marker.exists(), file
 
 
-def test_hostile_weights_for_a_rank_that_we_start(cli: Cli, tmp_path: Path) -> None:
-    """The same line, and no other one, where the rank is a process of ours."""
-    mark = tmp_path / "it-ran"
-    torch.save({"weight": Hostile(mark)}, tmp_path / "hostile.pt")
+def test_hostile_weights_run_no_code_in_a_launched_rank(cli: Cli, tmp_path: Path) -> None:
+    """The rank is a process that everyrank starts. It prints one line and runs no code of the file."""
+    marker = tmp_path / "it-ran"
+    torch.save({"weight": Hostile(marker)}, tmp_path / "hostile.pt")
     running = cli.start(tmp_path, "train", "digits", *WIDTH, "--evaluate", "--pretrained", "hostile.pt")
     status, _, err = running.end()
     assert status == 2, err
     assert "hostile.pt" in one_line(err)
-    assert not mark.exists()
+    assert not marker.exists()
 
 
-# --- what a run leaves
+# --- the files of a run
 
 
-def test_a_run_leaves_what_it_says(digits: tuple[Path, str]) -> None:
-    """A row for every update and every epoch, an evaluation every 10 updates, the last two checkpoints and the best."""
-    run, said = digits
+def test_run_folder_has_logs_and_checkpoints(digits: tuple[Path, str]) -> None:
+    """The logs have a row for each update and each epoch, and an evaluation every 10 updates.
+
+    The last two checkpoints and the best one are kept.
+    """
+    run, output = digits
     rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows[:-1]] == list(range(30))
     (record,) = read_records(run / "record.json")
     assert rows[-1] == {"final": record.metrics}
     assert record.loss == [row["loss"] for row in rows[:-1]]
-    updates = table(run / "log.csv")
-    assert [int(row["step"]) for row in updates] == list(range(30))
-    assert [float(row["loss"]) for row in updates] == record.loss
+    update_rows = table(run / "log.csv")
+    assert [int(row["step"]) for row in update_rows] == list(range(30))
+    assert [float(row["loss"]) for row in update_rows] == record.loss
     (epoch,) = table(run / "epochs.csv")
     assert (epoch["epoch"], epoch["step"]) == ("0", "23")
-    losses = sum(row["loss"] * row["terms"] for row in rows[:23]) / sum(row["terms"] for row in rows[:23])
-    assert float(epoch["loss"]) == pytest.approx(losses, rel=1e-12)
+    epoch_loss = sum(row["loss"] * row["terms"] for row in rows[:23]) / sum(row["terms"] for row in rows[:23])
+    assert float(epoch["loss"]) == pytest.approx(epoch_loss, rel=1e-12)
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     scores = {row["step"]: row["evaluation"] for row in events if "evaluation" in row and "seconds" in row}
     assert list(scores) == [10, 20, 30]
     assert scores[30] == record.metrics
-    there = checkpoints_of(run)
+    checkpoints = checkpoints_of(run)
     best = max(scores, key=lambda step: scores[step]["top1"])
-    assert [one.metadata.step for one in there] == sorted({20, 30, best})
-    assert [one.metadata.metrics for one in there] == [scores[one.metadata.step] for one in there]
+    assert [checkpoint.metadata.step for checkpoint in checkpoints] == sorted({20, 30, best})
+    assert [checkpoint.metadata.metrics for checkpoint in checkpoints] == [
+        scores[checkpoint.metadata.step] for checkpoint in checkpoints
+    ]
     assert (run / "checkpoints" / "best").resolve().name == f"step-{best:08d}"
-    assert f"{len(there)} checkpoints, the newest step-00000030" in said
+    assert f"{len(checkpoints)} checkpoints, the newest step-00000030" in output
     assert {path.name for path in run.iterdir() if path.is_file()} == {
         "log.jsonl", "log.csv", "events.jsonl", "epochs.csv", "memberships.jsonl", "resources.csv", "record.json"
     }  # fmt: skip
@@ -260,40 +282,40 @@ def test_a_run_leaves_what_it_says(digits: tuple[Path, str]) -> None:
 
 
 def test_tensorboard_has_the_losses(cli: Cli, tmp_path: Path) -> None:
-    """Every loss under the number of updates done; after going on, each of them once."""
+    """Each loss has the number of completed updates. After a resume each update appears once."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    words = ("train", "digits", *WIDTH, "--out", "run", "--save-every", "4", "--tracker", "tensorboard")
-    for more in (("--steps", "6"), ("--steps", "9", "--resume")):
-        done = cli.on_ranks(tmp_path, *words, *more)
-        assert done.status == 0, done
-        shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000006", ignore_errors=True)  # as if it had crashed
+    args = ("train", "digits", *WIDTH, "--out", "run", "--save-every", "4", "--tracker", "tensorboard")
+    for options in (("--steps", "6"), ("--steps", "9", "--resume")):
+        result = cli.on_ranks(tmp_path, *args, *options)
+        assert result.status == 0, result
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000006", ignore_errors=True)  # like after a crash
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     events.Reload()
     rows = logged(tmp_path / "run")
     losses = events.Scalars("loss")
-    assert [one.step for one in losses] == list(range(1, 10))
-    assert [one.value for one in losses] == pytest.approx([row[2] for row in rows], rel=1e-6)
-    assert [one.step for one in events.Scalars("top1")][-1] == 9
+    assert [scalar.step for scalar in losses] == list(range(1, 10))
+    assert [scalar.value for scalar in losses] == pytest.approx([row[2] for row in rows], rel=1e-6)
+    assert [scalar.step for scalar in events.Scalars("top1")][-1] == 9
 
 
-def test_wandb_keeps_its_run_here(cli: Cli, tmp_path: Path) -> None:
-    """Offline it needs neither key nor network, and leaves its run in ours."""
+def test_wandb_writes_into_the_run_folder(cli: Cli, tmp_path: Path) -> None:
+    """Offline wandb needs neither a key nor the network. Its files are in the run folder."""
     if importlib.util.find_spec("wandb") is None:
         pytest.skip("logging to wandb is not verified: it is not installed")
-    words = ("train", "digits", *WIDTH, "--steps", "3", "--save-every", "0", "--out", "run", "--tracker", "wandb")
-    done = cli(tmp_path, *words, WANDB_MODE="offline", WANDB_SILENT="true")
-    assert done.status == 0, done.err
-    (folder,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
-    (file,) = folder.glob("*.wandb")
-    assert b"eval_loss" in file.read_bytes()
+    args = ("train", "digits", *WIDTH, "--steps", "3", "--save-every", "0", "--out", "run", "--tracker", "wandb")
+    result = cli(tmp_path, *args, WANDB_MODE="offline", WANDB_SILENT="true")
+    assert result.status == 0, result.err
+    (wandb_run,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
+    (wandb_file,) = wandb_run.glob("*.wandb")
+    assert b"eval_loss" in wandb_file.read_bytes()
 
 
-def test_a_tracker_nobody_knows(cli: Cli, tmp_path: Path) -> None:
-    """Status 2, one line that names those there are; no folder of a run is left."""
-    done = cli.on_ranks(tmp_path, "train", "digits", *WIDTH, "--steps", "3", "--tracker", "nonsense")
-    assert done.status == 2, done
-    line = one_line(done.err)
-    assert "--tracker nonsense" in line
-    assert "tensorboard, wandb" in line
+def test_unknown_tracker_is_refused(cli: Cli, tmp_path: Path) -> None:
+    """The exit code is 2. The error lists the known trackers, and no run folder is left."""
+    result = cli.on_ranks(tmp_path, "train", "digits", *WIDTH, "--steps", "3", "--tracker", "nonsense")
+    assert result.status == 2, result
+    error_line = one_line(result.err)
+    assert "--tracker nonsense" in error_line
+    assert "tensorboard, wandb" in error_line
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
