@@ -117,8 +117,8 @@ def second_push_late(_: str, world: World) -> Patch:
             pairs = list(zip(link.server_parameters, before, strict=True))
             pushes.append([p.grad if previous is None else p.grad - previous for p, previous in pairs])
             for index, (parameter, previous) in enumerate(pairs):
-                late = pushes[-2][index] if len(pushes) > 1 else torch.zeros_like(parameter)
-                parameter.grad = late.clone() if previous is None else previous + late
+                late_gradient = pushes[-2][index] if len(pushes) > 1 else torch.zeros_like(parameter)
+                parameter.grad = late_gradient.clone() if previous is None else previous + late_gradient
 
     return _patch_link("add_gradients", add_gradients)
 

@@ -489,11 +489,11 @@ class Flat(nn.Module):
         object.__setattr__(self, "inner", inner)
 
     def forward(self, value: Tensor) -> Tensor:
-        for (module, name, _), part in zip(self.shapes, self.parts(), strict=True):
-            object.__setattr__(module, name, part)
+        for (module, name, _), tensor in zip(self.shapes, self.full_tensors(), strict=True):
+            object.__setattr__(module, name, tensor)
         return self.inner(value)
 
-    def parts(self) -> list[Tensor]:
+    def full_tensors(self) -> list[Tensor]:
         flat, tensors, start = self.gathers(self.flat, self.group, 0), [], 0
         for _, _, shape in self.shapes:
             tensors.append(flat[start : start + shape.numel()].view(shape))
@@ -514,11 +514,12 @@ def all_reduce_other_gradients(model: Any, mesh: Any) -> None:
 
 
 def gather_flat_parameters(model: Any, mesh: Any) -> dict[str, Tensor]:
+    """Return the full parameters of each block by name. The contract uses this as `gather`."""
     names = ["norm.weight", "up.weight", "down.weight"]
     return {
-        f"blocks.{index}.{name}": part
+        f"blocks.{index}.{name}": tensor
         for index, block in enumerate(model.blocks)
-        for name, part in zip(names, block.parts(), strict=True)
+        for name, tensor in zip(names, block.full_tensors(), strict=True)
     }
 
 
