@@ -1,8 +1,8 @@
 """A process that has imported everything forks the processes of the tests: ranks, commands and scripts.
 
-A start of Python takes four to seven CPU seconds for imports. A fork takes some milliseconds. A forked process has its
-own id, session, standard streams, environment, working directory and exit status, and it can be killed. If it starts
-the ranks of a job (`python -m everyrank...`), these are forked, too.
+A start of Python takes four to seven CPU seconds for imports. A fork takes some milliseconds. A forked process can be
+killed. It has its own id, session, standard streams, environment, working directory and exit status. If it starts the
+ranks of a job (`python -m everyrank...`), these are forked, too.
 
 There are three differences from a new process. `/proc/ID/cmdline` is that of the server. Modules that the test has not
 imported are already imported. `gc.unfreeze` does nothing. So a few tests start Python itself with `is_forked=False`.

@@ -140,7 +140,8 @@ def weights_averaged(strategy: str, world: World) -> Patch:
 
     def step(original: Any, trainable: Any, total: Any, *args: Any, **kwargs: Any) -> None:
         if strategy != "fsdp":
-            total = total / world.size  # the sum and count were not reduced with the gradients, so reduce them here
+            # the sum and count are not reduced with the gradients, so they are reduced here
+            total = total / world.size
             dist.all_reduce(total)
         original(total, *args, **kwargs)
         if strategy == "ddp":
