@@ -314,9 +314,8 @@ def test_runs_of_single_are_cached(ranks: Any, tmp_path: Path) -> None:
         assert [status for _, status in rank_results] == ["equal", "equal"]
         num_runs.append(sum(runs for runs, _ in rank_results))
         if num_runs[-1]:
-            assert (
-                min(runs for runs, _ in rank_results) >= 3
-            )  # the two ranks share the eight runs, but not always equally
+            # the two ranks share the eight runs, but not always equally
+            assert min(runs for runs, _ in rank_results) >= 3
     assert num_runs == [8, 0, 8, 8]
 
 
