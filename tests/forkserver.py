@@ -1,11 +1,11 @@
-"""One process that has imported everything forks what the tests start: ranks, command lines, scripts.
+"""A process that has imported everything forks the processes of the tests: ranks, commands and scripts.
 
-A start of Python costs four to seven CPU seconds of imports here, a fork some milliseconds. What is forked is a process
-like any other: with an id, a session, standard streams, an environment, a working directory and an exit status of its
-own, and it can be killed. Where it starts the ranks of a job in turn (`python -m everyrank...`), these are forked, too.
+A start of Python takes four to seven CPU seconds for imports. A fork takes some milliseconds. A forked process can be
+killed. It has its own id, session, standard streams, environment, working directory and exit status. If it starts the
+ranks of a job (`python -m everyrank...`), these are forked, too.
 
-Not the same: `/proc/ID/cmdline` is the server's, modules that the tests have not imported yet are there already,
-and `gc.unfreeze` does nothing. A handful of tests therefore starts Python itself, from end to end: `is_forked=False`.
+There are three differences from a new process. `/proc/ID/cmdline` is that of the server. Modules that the test has not
+imported are already imported. `gc.unfreeze` does nothing. So a few tests start Python itself with `is_forked=False`.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from typing import IO, Any, NoReturn
 
 from everyrank.launch.monitor import _child_environment
 
-# `python` and `torchrun` for a shell: their words, files and environment go to the server, their signals follow.
-# `--open=5,7` passes further open files, under the same numbers.
+# This script is `python` and `torchrun` for a shell. It sends its arguments, open files and environment to the server.
+# Then it forwards its signals. `--open=5,7` passes more open files, with the same numbers.
 PROGRAM = """\
 #!{python} -ES
 import os, pickle, signal, socket, struct, sys
@@ -65,11 +65,11 @@ if status < 0:
     os.kill(os.getpid(), -status)
 sys.exit(status)
 """
-AUDIT = "EVERYRANK_AUDIT"  # the hooks' settings, in the environment of a script that is audited
-MARK = "EVERYRANK_TEST_MARK"  # finds, in /proc, every process that a test has started
+AUDIT = "EVERYRANK_AUDIT"  # the settings of the hooks, in the environment of an audited script
+MARK = "EVERYRANK_TEST_MARK"  # this variable identifies the processes of a test in /proc
 _NO_MARK = "-" * 32
 _STREAMS = 3
-# a host of its own: its devices and addresses, its name, and /sys as it looks from there (Linux)
+# the namespaces of a simulated host on Linux: network, host name and mounts (for /sys)
 _NAMESPACES = [path for path in ("/proc/self/ns/net", "/proc/self/ns/uts", "/proc/self/ns/mnt") if os.path.exists(path)]  # noqa: PTH110
 
 
@@ -77,29 +77,30 @@ _NAMESPACES = [path for path in ("/proc/self/ns/net", "/proc/self/ns/uts", "/pro
 
 
 class Forked:
-    """A process that the server has forked for us, as `subprocess.Popen` has it. Who lets go of it ends it."""
+    """A forked process with the interface of `subprocess.Popen`. It is killed when this object is deleted."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
-        # not in __del__: of garbage in a circle the socket may go first, and Python warns that it was open
+        # __del__ would be too late: in a reference cycle, the socket may be deleted first, and Python warns
         weakref.finalize(self, connection.close)
         self.pid = self._number()
         self.returncode: int | None = None
 
     def _number(self) -> int:
-        text = self.connection.recv(4, socket.MSG_WAITALL)
-        if len(text) < 4:
+        """Receive an integer from the server."""
+        content = self.connection.recv(4, socket.MSG_WAITALL)
+        if len(content) < 4:
             raise RuntimeError("the fork server is gone")
-        return struct.unpack("i", text)[0]
+        return struct.unpack("i", content)[0]
 
     def poll(self) -> int | None:
-        """The exit status, -N after signal N; None while it runs."""
+        """Return the exit status, or None if the process still runs. The status is -N after signal N."""
         if self.returncode is None and select.select([self.connection], [], [], 0)[0]:
             self.returncode = self._number()
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end. Raises `subprocess.TimeoutExpired`."""
+        """Wait until the process ends, and return its exit status. Raises `subprocess.TimeoutExpired`."""
         if self.returncode is None and not select.select([self.connection], [], [], timeout)[0]:
             raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
         status = self.poll()
@@ -107,24 +108,23 @@ class Forked:
         return status
 
     def kill(self) -> None:
-        """SIGKILL, to it alone."""
+        """Send SIGKILL only to this process."""
         self.send_signal(signal.SIGKILL)
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal, unless it has ended."""
+        """Send a signal, unless the process has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def close(self) -> None:
-        """End it and its session, if they still run."""
+        """Kill the process and its session, if they still run."""
         self.connection.close()
 
 
 class ForkServer:
-    """Starts when it is first asked for something.
+    """A server that starts with its first request.
 
-    preload   what it imports: "all" that tests need, or "torch" alone, so that a script finds nothing there that it
-              has not imported itself
+    preload   its imports: "all" that tests need, or only "torch". With "torch", a script has to import the rest itself.
     """
 
     def __init__(self, preload: str = "all") -> None:
@@ -136,13 +136,13 @@ class ForkServer:
     def _serve(self) -> None:
         if self.process is not None:
             return
-        # one thread, so that none is lost in a fork; the mark's place is filled by whom it marks
-        own = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1", MARK: _NO_MARK}
+        # one thread, because a fork loses the others; each forked process overwrites the mark
+        variables = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1", MARK: _NO_MARK}
         code = "import forkserver, sys; forkserver.serve(*sys.argv[1:])"
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, self.address, self.preload],
-            stdin=subprocess.PIPE,  # at whose end it ends
-            env={**_child_environment(), **own},  # torch reads its log level once, when it is imported
+            stdin=subprocess.PIPE,  # the server ends when this is closed
+            env={**_child_environment(), **variables},  # torch reads its log level only when it is imported
             start_new_session=True,
         )
         while not Path(self.address).exists():
@@ -150,20 +150,23 @@ class ForkServer:
             time.sleep(0.01)
         folder = _programs(self.address)
         folder.mkdir()
-        for name, before in (("python", []), ("torchrun", ["-m", "torch.distributed.run"])):
-            own = {"address": self.address, "before": before, "namespaces": _NAMESPACES}
-            (folder / name).write_text(PROGRAM.format(python=sys.executable, **own))
+        for name, first_args in (("python", []), ("torchrun", ["-m", "torch.distributed.run"])):
+            fields = {"address": self.address, "before": first_args, "namespaces": _NAMESPACES}
+            (folder / name).write_text(PROGRAM.format(python=sys.executable, **fields))
             (folder / name).chmod(0o755)
 
     @property
     def programs(self) -> Path:
-        """A folder with `python` and `torchrun`, whose processes are forked."""
+        """Return a folder with `python` and `torchrun`. Their processes are forked."""
         self._serve()
         return _programs(self.address)
 
     @property
     def torch_programs(self) -> Path:
-        """`python` and `torchrun` with only torch imported: a forgotten import fails as it does for a user."""
+        """Return a folder with `python` and `torchrun`, with only torch imported.
+
+        So a missing import fails as it does for a user.
+        """
         if self.torch is None:
             self.torch = ForkServer("torch")
         return self.torch.programs
@@ -181,29 +184,29 @@ class ForkServer:
         streams: Sequence[IO[Any] | int | None] = (None, None, None),
         handles: Sequence[int] = (),
     ) -> Forked:
-        """Call a function of a module in a new process; its descriptors from 3 on are `handles`.
+        """Call a function of a module in a new process, which has the descriptors `handles` from 3 on.
 
-        Of `streams` (stdin, stdout, stderr) None is nothing at all for the first, and ours for the others.
+        In `streams` (stdin, stdout, stderr), None is an empty stdin, and the caller's stdout or stderr.
         """
         self._serve()
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(self.address)
         request = (function, arguments, str(folder or Path.cwd()), dict(environment or os.environ))
-        with Path(os.devnull).open("rb") as nothing:
-            chosen = [nothing if stream is None and not place else stream for place, stream in enumerate(streams)]
-            numbers = [place if stream is None else _fileno(stream) for place, stream in enumerate(chosen)]
-            send_request(connection, request, [*numbers, *handles])
+        with Path(os.devnull).open("rb") as devnull:
+            files = [devnull if stream is None and not index else stream for index, stream in enumerate(streams)]
+            descriptors = [index if stream is None else _fileno(stream) for index, stream in enumerate(files)]
+            send_request(connection, request, [*descriptors, *handles])
         return Forked(connection)
 
     def start(
         self,
         folder: Path,
-        *words: object,
+        *args: object,
         streams: Sequence[IO[Any] | int | None] = (None, None, None),
         environment: Mapping[str, str] | None = None,
     ) -> Forked:
-        """`python *words`, without the seconds of its start."""
-        return self.fork(run_python, list(map(str, words)), folder=folder, environment=environment, streams=streams)
+        """Start `python *args` without the seconds of its imports."""
+        return self.fork(run_python, list(map(str, args)), folder=folder, environment=environment, streams=streams)
 
     def close(self) -> None:
         if self.torch is not None:
@@ -223,10 +226,10 @@ def _fileno(stream: IO[Any] | int) -> int:
     return stream if isinstance(stream, int) else stream.fileno()
 
 
-def send_request(connection: socket.socket, request: object, numbers: Sequence[int]) -> None:
-    """With open files, whose numbers are these."""
+def send_request(connection: socket.socket, request: object, descriptors: Sequence[int]) -> None:
+    """Send a request with the open files that have these descriptors."""
     content = pickle.dumps(request)
-    socket.send_fds(connection, [struct.pack("i", len(content))], numbers)
+    socket.send_fds(connection, [struct.pack("i", len(content))], descriptors)
     connection.sendall(content)
 
 
@@ -236,46 +239,47 @@ def send_request(connection: socket.socket, request: object, numbers: Sequence[i
 def serve(address: str, preload: str) -> None:
     """Import what the tests need, then fork until standard input ends."""
     _ForkingPopen.address = address
-    subprocess.Popen = _ForkingPopen  # before torchrun's agent is imported, which keeps it
+    subprocess.Popen = _ForkingPopen  # before the import of torchrun's agent, which keeps a reference to Popen
     importlib.import_module("torch")
     if preload == "all":
         _preload()
-    _forget_finalizers()  # torch's, of its libraries: each process would take them down at its end
+    _forget_finalizers()  # torch has finalizers of its libraries, which each process would run at its end
     assert threading.active_count() == 1
     gc.collect()
-    gc.freeze()  # the pages of what is there by now stay shared,
-    gc.unfreeze = lambda: None  # at the end of a world, too: to look through all of it took most of a short run's time
+    gc.freeze()  # the memory pages of existing objects stay shared
+    gc.unfreeze = lambda: None  # a world unfreezes at its end, and the next collection took most of a short run
     multiprocessing.util.spawnv_passfds = _spawnv_passfds
-    started: dict[socket.socket, int] = {}  # the process that was asked for over this connection, as long as it runs
-    a_child_ended, write = os.pipe()
-    os.set_blocking(write, False)
+    started: dict[socket.socket, int] = {}  # the id of the running process that each connection requested
+    child_ended_reader, child_ended_writer = os.pipe()
+    os.set_blocking(child_ended_writer, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(write)
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(address + ".new")
-        listening.listen(64)
+    signal.set_wakeup_fd(child_ended_writer)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address + ".new")
+        listener.listen(64)
         Path(address + ".new").rename(address)
         while True:
-            ready, _, _ = select.select([listening, 0, a_child_ended, *started], [], [])
+            ready, _, _ = select.select([listener, 0, child_ended_reader, *started], [], [])
             if 0 in ready:
                 break
-            if a_child_ended in ready:
-                os.read(a_child_ended, 4096)
+            if child_ended_reader in ready:
+                os.read(child_ended_reader, 4096)
                 _tell_ended(started)
             for connection in started.keys() & set(ready):
                 _obey(connection, started[connection])
-            if listening in ready:
-                connection, _ = listening.accept()
+            if listener in ready:
+                connection, _ = listener.accept()
                 with contextlib.suppress(EOFError):
                     started[connection] = _start(connection)
     for child in started.values():
         _kill(child)
-    with contextlib.suppress(ChildProcessError):  # so that what they have used is counted
+    with contextlib.suppress(ChildProcessError):  # the CPU time of children counts only after wait
         while True:
             os.wait()
 
 
 def _preload() -> None:
+    """Import the modules that tests need."""
     import pkgutil
 
     import torch.distributed.checkpoint
@@ -303,68 +307,70 @@ def _preload() -> None:
 
 
 def _forget_finalizers() -> None:
-    """What is to be tidied up is not ours: a temporary folder of whom we are forked from."""
+    """Disable inherited finalizers. They would remove temporary folders of the parent process."""
     for finalizer in weakref.finalize._registry:
         finalizer.atexit = False
 
 
 def _start(connection: socket.socket) -> int:
-    """Fork the process that is asked for, and tell its id. It ends with whoever asked for it."""
-    first, numbers, _, _ = socket.recv_fds(connection, 4, 64)
-    content = connection.recv(*struct.unpack("i", first), socket.MSG_WAITALL) if first else b""
+    """Fork the requested process, send its id, and return it. The process ends with its connection."""
+    header, descriptors, _, _ = socket.recv_fds(connection, 4, 64)
+    content = connection.recv(*struct.unpack("i", header), socket.MSG_WAITALL) if header else b""
     if not content:
         raise EOFError
     child = os.fork()
     if child == 0:
         connection.close()
-        _begin(content, numbers)
-    for number in numbers:
-        os.close(number)
+        _begin(content, descriptors)
+    for descriptor in descriptors:
+        os.close(descriptor)
     with contextlib.suppress(OSError):
         connection.sendall(struct.pack("i", child))
     return child
 
 
 def _tell_ended(started: dict[socket.socket, int]) -> None:
-    """How each process ended that has, to whoever asked for it."""
-    while (ended := os.waitpid(-1, os.WNOHANG) if started else (0, 0)) != (0, 0):
-        (connection,) = (one for one, child in started.items() if child == ended[0])
+    """Send the exit status of each ended process to its connection."""
+    while (pid_and_status := os.waitpid(-1, os.WNOHANG) if started else (0, 0)) != (0, 0):
+        pid, status = pid_and_status
+        (connection,) = (candidate for candidate, child in started.items() if child == pid)
         del started[connection]
         with contextlib.suppress(OSError):
-            connection.sendall(struct.pack("i", os.waitstatus_to_exitcode(ended[1])))
+            connection.sendall(struct.pack("i", os.waitstatus_to_exitcode(status)))
         connection.close()
 
 
 def _obey(connection: socket.socket, child: int) -> None:
-    """Pass on a signal that is asked for by its number; end the session when nobody asks any more."""
-    number = b""
+    """Forward a signal whose number was received. If the connection was closed, kill the session."""
+    message = b""
     with contextlib.suppress(OSError):
-        number = connection.recv(1)
-    if number:
-        os.kill(child, number[0])
+        message = connection.recv(1)
+    if message:
+        os.kill(child, message[0])
     else:
         _kill(child)
 
 
 def _kill(child: int) -> None:
-    for end in (os.killpg, os.kill):
+    """Kill the session of a process, and the process."""
+    for kill_function in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            end(child, signal.SIGKILL)
+            kill_function(child, signal.SIGKILL)
 
 
-def _begin(content: bytes, numbers: Sequence[int]) -> NoReturn:
-    """Become the process that was asked for."""
+def _begin(content: bytes, descriptors: Sequence[int]) -> NoReturn:
+    """Become the requested process, and run its function."""
     os.setsid()
     signal.set_wakeup_fd(-1)
-    high = [_above(number, 64 + len(numbers)) for number in numbers]
-    for place, number in enumerate(high):
-        os.dup2(number, place, inheritable=place < _STREAMS)
-    _let_go(range(len(high)))
+    high_descriptors = [_above(descriptor, 64 + len(descriptors)) for descriptor in descriptors]
+    for target, descriptor in enumerate(high_descriptors):
+        os.dup2(descriptor, target, inheritable=target < _STREAMS)
+    _let_go(range(len(high_descriptors)))
     sys.stdin, sys.stdout, sys.stderr = _streams()
     try:
         function, arguments, folder, environment = pickle.loads(content)
         os.chdir(folder)
-        multiprocessing.process.ORIGINAL_DIR = folder  # where what is spawned looks for the script
+        multiprocessing.process.ORIGINAL_DIR = folder  # spawned processes search the script in this folder
         os.environ.clear()
         os.environ.update(environment)
         _mark(environment.get(MARK, _NO_MARK))
@@ -375,33 +381,42 @@ def _begin(content: bytes, numbers: Sequence[int]) -> NoReturn:
     _end_with(globals()[function] if isinstance(function, str) else function, *arguments)
 
 
-def _above(number: int, least: int) -> int:
+def _above(descriptor: int, least: int) -> int:
+    """Duplicate a descriptor to a number that is at least `least`."""
     import fcntl
 
-    return fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, least)
+    return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, least)
 
 
 def _let_go(kept: Sequence[int]) -> None:
-    """Point every descriptor that an exec would close at nothing: the parent's objects may still close that number."""
-    nothing = os.open(os.devnull, os.O_RDWR)
+    """Redirect each descriptor that an exec would close to /dev/null, except `kept`.
+
+    They stay open, because inherited objects may still close that number.
+    """
+    devnull = os.open(os.devnull, os.O_RDWR)
     for entry in list(Path("/dev/fd").iterdir()):
-        number = int(entry.name)
+        descriptor = int(entry.name)
         with contextlib.suppress(OSError):
-            if number not in kept and number != nothing and number >= _STREAMS and not os.get_inheritable(number):
-                os.dup2(nothing, number, inheritable=False)
-    if nothing >= _STREAMS:
-        os.close(nothing)
+            if (
+                descriptor not in kept
+                and descriptor != devnull
+                and descriptor >= _STREAMS
+                and not os.get_inheritable(descriptor)
+            ):
+                os.dup2(devnull, descriptor, inheritable=False)
+    if devnull >= _STREAMS:
+        os.close(devnull)
 
 
 def _streams() -> Iterator[IO[str]]:
-    """As an interpreter makes them: what stderr is told is seen at once."""
-    for number, mode in enumerate("rww"):
-        buffering = 1 if number == 2 else -1
-        yield open(number, mode, buffering, closefd=False)  # noqa: SIM115  (stays open as long as the process)
+    """Yield stdin, stdout and stderr as an interpreter opens them. stderr is line-buffered."""
+    for descriptor, mode in enumerate("rww"):
+        buffering = 1 if descriptor == 2 else -1
+        yield open(descriptor, mode, buffering, closefd=False)  # noqa: SIM115  (it stays open as long as the process)
 
 
 def _settle() -> None:
-    """Signals as they are in a new process."""
+    """Reset signals as in a new process."""
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGCHLD, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)
@@ -409,23 +424,27 @@ def _settle() -> None:
 
 
 def _end_with(function: Callable[..., object], *arguments: object) -> NoReturn:
-    """Call it, and end as an interpreter ends after it."""
+    """Call a function, then end as an interpreter does."""
     status = 0
     try:
         function(*arguments)
-    except SystemExit as end:
-        if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except SystemExit as exit_error:
+        if isinstance(exit_error.code, str):
+            print(exit_error.code, file=sys.stderr)
+        status = exit_error.code if isinstance(exit_error.code, int) else int(exit_error.code is not None)
     except KeyboardInterrupt:
         traceback.print_exc()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     except BaseException as error:
-        frames = error.__traceback__
-        while frames is not None and frames.tb_frame.f_code.co_filename == __file__ and frames.tb_next is not None:
-            frames = frames.tb_next  # a new interpreter has no such frames
-        sys.excepthook(type(error), error.with_traceback(frames), frames)
+        user_traceback = error.__traceback__
+        while (
+            user_traceback is not None
+            and user_traceback.tb_frame.f_code.co_filename == __file__
+            and user_traceback.tb_next is not None
+        ):
+            user_traceback = user_traceback.tb_next  # a new interpreter would not have the frames of this file
+        sys.excepthook(type(error), error.with_traceback(user_traceback), user_traceback)
         status = 1
     with contextlib.suppress(BaseException):
         threading._shutdown()
@@ -436,28 +455,28 @@ def _end_with(function: Callable[..., object], *arguments: object) -> NoReturn:
     os._exit(status & 0xFF)
 
 
-# --- what a process that was forked does
+# --- in the forked process
 
 
-def run_python(words: list[str]) -> None:
-    """What `python *words` does: `-m MODULE ...`, `-c CODE ...` or a script, after -P, -u and their like."""
-    while words and words[0] in ("-P", "-u", "-E", "-s"):
-        words = words[1:]
-    kind, name, rest = (words[0], words[1], words[2:]) if words[0] in ("-m", "-c") else ("", words[0], words[1:])
-    sys.argv = [kind or name, *rest]
-    sys.path.insert(0, str(Path.cwd() if kind else Path(name).absolute().parent))
-    if kind == "-m":
-        # pytest's loader of this process has no code for runpy
+def run_python(args: list[str]) -> None:
+    """Run `python *args`: `-m MODULE ...`, `-c CODE ...` or a script, after flags such as -P and -u."""
+    while args and args[0] in ("-P", "-u", "-E", "-s"):
+        args = args[1:]
+    option, target, other_args = (args[0], args[1], args[2:]) if args[0] in ("-m", "-c") else ("", args[0], args[1:])
+    sys.argv = [option or target, *other_args]
+    sys.path.insert(0, str(Path.cwd() if option else Path(target).absolute().parent))
+    if option == "-m":
+        # the import hook of pytest has no get_code for runpy
         sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != "AssertionRewritingHook"]
-        sys.modules.pop(name, None)  # runpy warns of a module that is there already
-        runpy.run_module(name, run_name="__main__", alter_sys=True)
-    elif kind == "-c":
-        exec(compile(name, "<string>", "exec"), {"__name__": "__main__"})
+        sys.modules.pop(target, None)  # runpy warns if the module is already imported
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+    elif option == "-c":
+        exec(compile(target, "<string>", "exec"), {"__name__": "__main__"})
     else:
         script = types.ModuleType("__main__")
-        script.__file__ = name
-        sys.modules["__main__"] = sys.modules["__mp_main__"] = script  # the second is what multiprocessing calls it
-        exec(compile(Path(name).read_bytes(), name, "exec"), vars(script))
+        script.__file__ = target
+        sys.modules["__main__"] = sys.modules["__mp_main__"] = script  # multiprocessing uses the second name
+        exec(compile(Path(target).read_bytes(), target, "exec"), vars(script))
 
 
 def _add_hooks() -> None:
@@ -475,29 +494,32 @@ def _add_hooks() -> None:
     install()
 
 
-def run_python_here(words: list[str], folder: str, kept: Sequence[int] = ()) -> None:
-    """The same on the host of the caller: its namespaces, then its files `kept`, are open after the streams."""
-    for number, path in enumerate(_NAMESPACES, _STREAMS):
-        if not os.path.sameopenfile(number, own := os.open(path, os.O_RDONLY)) and _libc.setns(number, 0):
+def run_python_here(args: list[str], folder: str, kept: Sequence[int] = ()) -> None:
+    """Run `python *args` on the simulated host of the caller.
+
+    The descriptors after the streams are those of its namespaces, then its files `kept`.
+    """
+    for descriptor, path in enumerate(_NAMESPACES, _STREAMS):
+        if not os.path.sameopenfile(descriptor, current := os.open(path, os.O_RDONLY)) and _libc.setns(descriptor, 0):
             raise OSError(ctypes.get_errno(), f"{path} of who asks cannot be entered")
-        os.close(number)
-        os.close(own)
-    first = _STREAMS + len(_NAMESPACES)
-    high = [_above(number, 512) for number in range(first, first + len(kept))]
-    for number in range(first, first + len(kept)):
-        os.close(number)
-    for source, number in zip(high, kept, strict=True):
-        os.dup2(source, number, inheritable=False)
+        os.close(descriptor)
+        os.close(current)
+    first_file = _STREAMS + len(_NAMESPACES)
+    high_descriptors = [_above(descriptor, 512) for descriptor in range(first_file, first_file + len(kept))]
+    for descriptor in range(first_file, first_file + len(kept)):
+        os.close(descriptor)
+    for source, descriptor in zip(high_descriptors, kept, strict=True):
+        os.dup2(source, descriptor, inheritable=False)
         os.close(source)
-    os.chdir(folder)  # another /sys is another tree of files, and begins at its root
+    os.chdir(folder)  # the mount namespace has changed, and entering it moved the process to its root
     _forget_tests()
     if "/audit/watch/inject" in os.environ.get("PYTHONPATH", ""):
         _add_hooks()
-    run_python(words)
+    run_python(args)
 
 
 def _forget_tests() -> None:
-    """Let a script find no modules of the tests: an audit would take them for the script's own."""
+    """Remove the modules of the tests, because an audit would take them for those of the script."""
     tests = str(Path(__file__).parent)
     for name, module in list(sys.modules.items()):
         if str(getattr(module, "__file__", None)).startswith(tests):
@@ -508,30 +530,30 @@ _Popen = subprocess.Popen
 
 
 class _ForkingPopen(_Popen):
-    """Forks where `python -m everyrank...` would be started; starts everything else as ever.
+    """A Popen that forks `python -m everyrank...`, and starts any other command as usual.
 
-    A launcher (mpirun, srun, torchrun) that is told to start that gets a `python` whose processes are forked.
+    If a launcher (mpirun, srun, torchrun) starts such a command, it gets a `python` whose processes are forked.
     """
 
     address: str
 
-    def _execute_child(self, *arguments: Any) -> None:
-        call = inspect.signature(_Popen._execute_child).bind(self, *arguments).arguments
-        words = [] if isinstance(call["args"], str | bytes) else list(map(os.fsdecode, call["args"]))
-        if words and words[0] == sys.executable and AUDIT in (call["env"] or {}):
-            call["args"] = [str(_programs(self.address) / "python"), *words[1:]]
+    def _execute_child(self, *args: Any) -> None:
+        call = inspect.signature(_Popen._execute_child).bind(self, *args).arguments
+        command = [] if isinstance(call["args"], str | bytes) else list(map(os.fsdecode, call["args"]))
+        if command and command[0] == sys.executable and AUDIT in (call["env"] or {}):
+            call["args"] = [str(_programs(self.address) / "python"), *command[1:]]
             super()._execute_child(*list(call.values())[1:])
             return
-        if not words or not _is_forked(words) or len(list(Path("/proc/self/task").iterdir())) > 1:
-            place = next((place for place in range(len(words)) if _is_forked(words[place:])), None)
-            if place is not None and call["executable"] is None:
-                words[place] = str(_programs(self.address) / "python")
-                call["args"] = words
+        if not command or not _is_forked(command) or len(list(Path("/proc/self/task").iterdir())) > 1:
+            index = next((index for index in range(len(command)) if _is_forked(command[index:])), None)
+            if index is not None and call["executable"] is None:
+                command[index] = str(_programs(self.address) / "python")
+                call["args"] = command
             super()._execute_child(*list(call.values())[1:])
             return
         pipes = [call[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")]
         for stream in (sys.stdout, sys.stderr):
-            stream.flush()  # not twice
+            stream.flush()  # the child would write buffered text again
         self.pid = os.fork()
         if self.pid == 0:
             _begin_again(call, [pipes[0], pipes[3], pipes[5]])
@@ -539,22 +561,22 @@ class _ForkingPopen(_Popen):
         self._close_pipe_fds(*pipes)
 
 
-def _is_forked(words: list[str]) -> bool:
-    """Whether these are words of `python -m everyrank...`, or of torchrun."""
-    is_ours = re.match(r"(-\S+ )*-m (everyrank|torch\.distributed\.run)\b", " ".join(words[1:])) is not None
-    return is_ours and words[0] == sys.executable
+def _is_forked(command: list[str]) -> bool:
+    """Return whether this command is `python -m everyrank...` or torchrun."""
+    is_ours = re.match(r"(-\S+ )*-m (everyrank|torch\.distributed\.run)\b", " ".join(command[1:])) is not None
+    return is_ours and command[0] == sys.executable
 
 
 def _begin_again(call: dict[str, Any], streams: list[int]) -> NoReturn:
-    """In the child of a process that was forked itself."""
+    """Run the command of a Popen call, in the child of a process that was forked itself."""
     gc.freeze()
     _forget_finalizers()
     if call["start_new_session"]:
         os.setsid()
-    high = [place if number == -1 else number for place, number in enumerate(streams)]
-    high = [_above(number, 64) for number in high]
-    for place, number in enumerate(high):
-        os.dup2(number, place)
+    descriptors = [index if descriptor == -1 else descriptor for index, descriptor in enumerate(streams)]
+    high_descriptors = [_above(descriptor, 64) for descriptor in descriptors]
+    for target, descriptor in enumerate(high_descriptors):
+        os.dup2(descriptor, target)
     sys.stdin, sys.stdout, sys.stderr = _streams()
     _let_go(call["pass_fds"])
     if call["cwd"] is not None:
@@ -570,17 +592,17 @@ def _begin_again(call: dict[str, Any], streams: list[int]) -> NoReturn:
 _spawn = multiprocessing.util.spawnv_passfds
 
 
-def _spawnv_passfds(path: bytes, words: Sequence[str | bytes], kept: Sequence[int]) -> int:
-    """Fork what `multiprocessing` spawns, from a process without threads; start everything else as ever."""
-    code = os.fsdecode(words[-2])
-    if "import spawn_main" in code and AUDIT in os.environ:  # a new process has hooks of its own
+def _spawnv_passfds(path: bytes, args: Sequence[str | bytes], kept: Sequence[int]) -> int:
+    """Fork a process of `multiprocessing`, if this process has one thread. Start any other program as usual."""
+    code = os.fsdecode(args[-2])
+    if "import spawn_main" in code and AUDIT in os.environ:  # a new process installs its own hooks
         program = os.fsencode(_programs(_ForkingPopen.address) / "python")
-        opened = "--open=" + ",".join(map(str, kept))
-        return _spawn(program, [program, os.fsencode(opened), b"-c", os.fsencode(code), words[-1]], kept)
+        open_option = "--open=" + ",".join(map(str, kept))
+        return _spawn(program, [program, os.fsencode(open_option), b"-c", os.fsencode(code), args[-1]], kept)
     if "import spawn_main" not in code or len(list(Path("/proc/self/task").iterdir())) > 1:
-        return _spawn(path, words, kept)
+        return _spawn(path, args, kept)
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()  # not twice
+        stream.flush()  # the child would write buffered text again
     child = os.fork()
     if child == 0:
         sys.stdin, sys.stdout, sys.stderr = _streams()
@@ -588,13 +610,13 @@ def _spawnv_passfds(path: bytes, words: Sequence[str | bytes], kept: Sequence[in
         sys.modules["__main__"] = types.ModuleType("__main__")
         _forget_finalizers()
         _settle()
-        _end_with(run_python, ["-c", code, os.fsdecode(words[-1])])
+        _end_with(run_python, ["-c", code, os.fsdecode(args[-1])])
     return child
 
 
 # --- the mark
 
-# Where the mark is in memory: /proc/ID/environ shows the environment as it lay there when the server was started.
+# The address of the mark. /proc/ID/environ shows the memory of the initial environment of the server.
 _libc = ctypes.CDLL(None, use_errno=True)
 _getenv = _libc.getenv
 _getenv.restype = ctypes.c_void_p
@@ -602,7 +624,7 @@ _MARK_PLACE: int | None = _getenv(MARK.encode()) if os.environ.get(MARK) == _NO_
 
 
 def _mark(mark: str) -> None:
-    """Show a mark in /proc/ID/environ, as a process does that was started with it."""
+    """Show a mark in /proc/ID/environ, as if the process had started with it."""
     assert len(mark) == len(_NO_MARK), f"{MARK} has {len(_NO_MARK)} letters"
     assert _MARK_PLACE is not None
     ctypes.memmove(_MARK_PLACE, mark.encode(), len(mark))

@@ -1,4 +1,4 @@
-"""What the tests start through the fork server: ranks that stay, ranks of one command, and the command line itself."""
+"""Processes that the tests start through the fork server: pools of ranks, the command line, and commands on ranks."""
 
 from __future__ import annotations
 
@@ -35,13 +35,14 @@ LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 def free_port() -> str:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return str(listening.getsockname()[1])
+    """Return a free TCP port of 127.0.0.1."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])
 
 
 def by_hand(rank: int, port: str, size: int = 2) -> dict[str, str]:
-    """The environment of a rank that a person starts."""
+    """Return the environment of a rank that a user starts."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -52,14 +53,14 @@ def by_hand(rank: int, port: str, size: int = 2) -> dict[str, str]:
     }
 
 
-# --- ranks that stay, and call functions
+# --- pools of ranks that call functions
 
 
-BACKEND = os.environ.get("EVERYRANK_TEST_BACKEND")  # what carries the calls of a pool: gloo or mpi; else the default
+BACKEND = os.environ.get("EVERYRANK_TEST_BACKEND")  # the backend of a pool: gloo, mpi or None for the default
 
 
 class Pool:
-    """`count` ranks that wait for calls. They meet over a file, so no port is opened."""
+    """A pool of `count` ranks that wait for calls. Their rendezvous is a file, so no port is opened."""
 
     def __init__(self, server: ForkServer, count: int) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="everyrank-pool-"))
@@ -69,37 +70,37 @@ class Pool:
             self._start_by_mpirun(count)
             return
         for rank in range(count):
-            ours, theirs = multiprocessing.Pipe()
-            self.processes.append(self._start(server, rank, count, theirs))
-            theirs.close()
-            self.pipes.append(ours)
+            pipe, rank_pipe = multiprocessing.Pipe()
+            self.processes.append(self._start(server, rank, count, rank_pipe))
+            rank_pipe.close()
+            self.pipes.append(pipe)
 
     def _start(self, server: ForkServer, rank: int, count: int, pipe: Connection) -> Any:
         if sys.platform != "darwin":
             return server.fork(serve_calls, rank, count, self.folder, handles=[pipe.fileno()])
-        # on macOS a fork of what has used its frameworks may crash
+        # on macOS, a fork may crash if the process has used system frameworks
         spawn = multiprocessing.get_context("spawn")
         process = spawn.Process(target=serve_calls, args=(rank, count, self.folder, pipe))
         process.start()
         return process
 
     def _start_by_mpirun(self, count: int) -> None:
-        """MPI starts its ranks itself: they come to a socket, and say which they are."""
-        own = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-        words = LAUNCHER.commands(Launch("mpi", processes=count), self.folder)[0][: -len(WORKER) - 1]
+        """Start the ranks with mpirun. They connect to a socket and send their ranks."""
+        variables = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+        mpirun_command = LAUNCHER.commands(Launch("mpi", processes=count), self.folder)[0][: -len(WORKER) - 1]
         code = "import processes, sys; processes.come_to(sys.argv[1])"
-        with Listener(str(self.folder / "socket"), "AF_UNIX") as listening:
-            command = [*words, sys.executable, "-c", code, str(self.folder)]
+        with Listener(str(self.folder / "socket"), "AF_UNIX") as listener:
+            command = [*mpirun_command, sys.executable, "-c", code, str(self.folder)]
             log = (self.folder / "mpirun.log").open("wb")
-            self.processes = [subprocess.Popen(command, env={**os.environ, **own}, stdout=log, stderr=log)]
-            there: dict[int, Connection] = {}
+            self.processes = [subprocess.Popen(command, env={**os.environ, **variables}, stdout=log, stderr=log)]
+            pipes_by_rank: dict[int, Connection] = {}
             for _ in range(count):
-                connection = listening.accept()
-                there[connection.recv()] = connection
-        self.pipes = [there[rank] for rank in range(count)]
+                connection = listener.accept()
+                pipes_by_rank[connection.recv()] = connection
+        self.pipes = [pipes_by_rank[rank] for rank in range(count)]
 
     def call(self, function: Callable[..., Any], arguments: tuple[Any, ...], timeout: float) -> list[Any]:
-        """Results by rank. Raises AssertionError with the traceback of the rank that failed first."""
+        """Return the results by rank. Raises AssertionError with the traceback of the rank that failed first."""
         payload = cloudpickle.dumps((function, arguments))
         for pipe in self.pipes:
             pipe.send_bytes(payload)
@@ -107,8 +108,8 @@ class Pool:
         deadline = time.monotonic() + timeout
         while len(answers) < len(self.pipes):
             waiting = {rank: pipe for rank, pipe in enumerate(self.pipes) if rank not in answers}
-            left = max(0.0, deadline - time.monotonic())
-            ready = multiprocessing.connection.wait(list(waiting.values()), timeout=left)
+            remaining_seconds = max(0.0, deadline - time.monotonic())
+            ready = multiprocessing.connection.wait(list(waiting.values()), timeout=remaining_seconds)
             if not ready:
                 raise AssertionError(f"ranks {sorted(waiting)} did not answer within {timeout:g} s\n{self._stacks()}")
             for rank, pipe in waiting.items():
@@ -122,7 +123,7 @@ class Pool:
         return [answers[rank][1] for rank in range(len(self.pipes))]
 
     def _stacks(self) -> str:
-        """The stack of every thread of every rank that still lives."""
+        """Return the stacks of all threads of all running ranks."""
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGUSR1)
@@ -131,7 +132,7 @@ class Pool:
         return "\n".join(f"--- {file.stem}\n{file.read_text()}" for file in files)
 
     def close(self) -> None:
-        """End the processes, whatever they do."""
+        """End the processes, and kill those that do not end within 5 seconds."""
         for pipe in self.pipes:
             pipe.close()
         for process in self.processes:
@@ -147,7 +148,7 @@ class Pool:
 
 
 def come_to(folder: str) -> None:
-    """In a rank that mpirun has started."""
+    """Connect to the pool, and serve its calls. This runs in a rank that mpirun has started."""
     info = LAUNCHER.rank_info(os.environ)
     assert info is not None
     pipe = Client(str(Path(folder) / "socket"), "AF_UNIX")
@@ -156,11 +157,15 @@ def come_to(folder: str) -> None:
 
 
 def serve_calls(rank: int, count: int, folder: Path, pipe: Connection | None = None) -> None:
-    """In a rank: call what comes through the pipe, which is its first open file where it was forked."""
+    """Call the functions that come through the pipe. This runs in a rank.
+
+    In a forked rank, the pipe is descriptor 3.
+    """
     pipe = pipe or Connection(3)
     faulthandler.register(signal.SIGUSR1, file=(folder / f"rank{rank}.stack").open("w"), all_threads=True)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # more: a pool of processes that import torch
+    # more threads would be a pool of processes that import torch
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     warnings.filterwarnings("error", module=r"everyrank\..*")
     import torch
 
@@ -169,7 +174,7 @@ def serve_calls(rank: int, count: int, folder: Path, pipe: Connection | None = N
     from everyrank.launch import RankInfo
     from everyrank.world import open_world
 
-    # The models of the tests are tiny: a second thread would only wait for the first.
+    # The models of the tests are tiny, so a second thread would only wait for the first.
     everyrank.world.process_group.use_threads = lambda threads: torch.set_num_threads(1)
     everyrank.world.barrier.use_threads = everyrank.world.process_group.use_threads
     info = RankInfo(rank, rank, count, count, "spawn", (folder / "rendezvous").as_uri())
@@ -189,45 +194,46 @@ def serve_calls(rank: int, count: int, folder: Path, pipe: Connection | None = N
             pipe.send_bytes(cloudpickle.dumps(answer))
             del function, arguments, answer
             gc.collect()
-            gc.freeze()  # what is kept over the calls (torch's caches grow) is not looked through in each of them
+            gc.freeze()  # later collections skip objects that stay between calls, such as the caches of torch
 
 
 def _end_loader_workers() -> None:
-    """Those of a call that failed: their loader, garbage by then, would wait five seconds for each of them."""
+    """Kill the loader workers of a failed call. Otherwise their loader would wait five seconds for each of them."""
     children = multiprocessing.active_children()
     if not children:
         return
-    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's would raise for a worker that was killed
+    # the handler of torch would raise for a killed worker
+    previous_handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for child in children:
         child.kill()
         child.join()
-    signal.signal(signal.SIGCHLD, before)
+    signal.signal(signal.SIGCHLD, previous_handler)
 
 
-# --- the command line, as a person types it
+# --- the command line, as a user types it
 
 
 def processes_of(mark: str) -> dict[int, str]:
-    """Every process but this one that carries the mark: its command line, by id."""
-    found: dict[int, str] = {}
+    """Return the command line of every other process with this mark, by process id."""
+    command_lines: dict[int, str] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             with contextlib.suppress(OSError):
                 if f"{MARK}={mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
-                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-    return found
+                    command_lines[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return command_lines
 
 
 def left_of(mark: str, seconds: float = 60.0) -> dict[int, str]:
-    """What carries the mark and is still there after that long; {} as soon as nothing is."""
+    """Wait until no process has the mark, at most `seconds`. Return the processes that are left."""
     deadline = time.monotonic() + seconds
-    while (found := processes_of(mark)) and time.monotonic() < deadline:
+    while (remaining := processes_of(mark)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return found
+    return remaining
 
 
 class Ended(NamedTuple):
-    """How a command ended."""
+    """The exit status and output of a command."""
 
     status: int
     out: str
@@ -235,7 +241,7 @@ class Ended(NamedTuple):
 
 
 class Done(NamedTuple):
-    """How a command on several ranks ended: the status of each, and the output of rank 0."""
+    """The exit status of each rank of a command, and the output of rank 0."""
 
     statuses: list[int]
     out: str
@@ -243,13 +249,13 @@ class Done(NamedTuple):
 
     @property
     def status(self) -> int:
-        """The status of all ranks."""
+        """Return the exit status, which is the same on all ranks."""
         assert len(set(self.statuses)) == 1, self
         return self.statuses[0]
 
 
 class Running:
-    """A command line as a child process, and all processes that carry its mark."""
+    """A command line as a child process, with all processes that have its mark."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -258,34 +264,37 @@ class Running:
         self.streams = [(folder.parent / f"{folder.name}-{self.mark}.{name}") for name in ("out", "err")]
 
     def end(self, timeout: float = 120.0) -> Ended:
-        """Wait for its end: status, stdout, stderr."""
+        """Wait until the process ends. Return its status, stdout and stderr."""
         return Ended(self.process.wait(timeout), *self.said())
 
     def said(self) -> tuple[str, str]:
-        """stdout and stderr so far."""
+        """Return stdout and stderr so far."""
         return self.streams[0].read_text(errors="replace"), self.streams[1].read_text(errors="replace")
 
     def wait_for(self, condition: Callable[[], Any], seconds: float = 120.0) -> Any:
-        """What the condition gives as soon as it holds; fails where the process has ended before."""
+        """Wait until the condition holds, and return its value.
+
+        Fails if the process has ended or `seconds` have passed.
+        """
         deadline = time.monotonic() + seconds
         is_running = True
         while is_running and time.monotonic() < deadline:
             is_running = self.process.poll() is None
-            if found := condition():
-                return found
+            if value := condition():
+                return value
             time.sleep(0.02)
         raise AssertionError(f"it never came to that: {self.said()}")
 
     def processes(self) -> dict[int, str]:
-        """Every process that carries the mark, by id."""
+        """Return every process with the mark, by process id."""
         return processes_of(self.mark)
 
     def left(self) -> dict[int, str]:
-        """What is still there after a while; {} as soon as nothing is."""
+        """Wait until no process has the mark, and return the processes that are left."""
         return left_of(self.mark)
 
     def close(self) -> None:
-        """End all of it."""
+        """Kill all processes with the mark."""
         for pid in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -296,47 +305,47 @@ class Running:
 
 
 class Cli:
-    """The command line: run to its end, started, or run on ranks that are started from outside."""
+    """The command line. It is run to its end, started, or run on ranks as an external launcher does."""
 
     def __init__(self, server: ForkServer) -> None:
         self.server = server
         self.running: list[Running] = []
 
-    def __call__(self, folder: Path, *words: object, is_forked: bool = True, **variables: str) -> Ended:
-        """Run `everyrank *words` in that folder, as a process that starts its own ranks, to its end."""
-        # on a machine that is busy, a second thread is waited for
-        started = self.start(folder, *words, is_forked=is_forked, **{"OMP_NUM_THREADS": "1", **variables})
+    def __call__(self, folder: Path, *args: object, is_forked: bool = True, **variables: str) -> Ended:
+        """Run `everyrank *args` in that folder to its end. The command starts its own ranks."""
+        # on a busy machine, a second thread makes the command slower
+        running = self.start(folder, *args, is_forked=is_forked, **{"OMP_NUM_THREADS": "1", **variables})
         try:
-            return started.end()
+            return running.end()
         finally:
-            self.close(started)
+            self.close(running)
 
     def start(
         self,
         folder: Path,
-        *words: object,
+        *args: object,
         command: tuple[str, ...] = ("-m", "everyrank"),
         before: tuple[str, ...] = (),
         is_forked: bool = True,
         **variables: str,
     ) -> Running:
-        """Start it in a session of its own, as a terminal would; `is_forked=False` starts Python itself.
+        """Start a command in its own session, as a terminal does. `is_forked=False` starts Python itself.
 
-        `before` are the words of a program that starts Python. What still runs at the end of the test is ended.
+        `before` is the command of a program that starts Python. At the end of the test, running commands are killed.
         """
-        if words[:1] == ("audit",) and not {"--compare", "--no-compare", "--only-compare"} & set(words):
-            words = ("audit", "--no-compare", *words[1:])  # the tests of the rules need no other run of the script
-        started = Running(folder)
-        self.running.append(started)
-        environment = {**os.environ, **variables, MARK: started.mark}
-        with started.streams[0].open("wb") as out, started.streams[1].open("wb") as err:
+        if args[:1] == ("audit",) and not {"--compare", "--no-compare", "--only-compare"} & set(args):
+            args = ("audit", "--no-compare", *args[1:])  # tests of the audit rules need no comparison run of the script
+        running = Running(folder)
+        self.running.append(running)
+        environment = {**os.environ, **variables, MARK: running.mark}
+        with running.streams[0].open("wb") as out, running.streams[1].open("wb") as err:
             if is_forked and not before:
                 streams = (None, out, err)
-                started.process = self.server.start(folder, *command, *words, streams=streams, environment=environment)
+                running.process = self.server.start(folder, *command, *args, streams=streams, environment=environment)
             else:
                 python = self.server.programs / "python" if is_forked else sys.executable
-                started.process = subprocess.Popen(
-                    [*before, python, *command, *map(str, words)],
+                running.process = subprocess.Popen(
+                    [*before, python, *command, *map(str, args)],
                     cwd=folder,
                     env=environment,
                     stdin=subprocess.DEVNULL,
@@ -344,19 +353,19 @@ class Cli:
                     stderr=err,
                     start_new_session=True,
                 )
-        return started
+        return running
 
-    def on_ranks(self, folder: Path, *words: object, size: int = 1, script: str = "", **variables: str) -> Done:
-        """Run `everyrank *words`, or a script of that name with these words, on so many ranks, as torchrun does."""
+    def on_ranks(self, folder: Path, *args: object, size: int = 1, script: str = "", **variables: str) -> Done:
+        """Run `everyrank *args`, or a script with these arguments, on `size` ranks, as torchrun does."""
         from torch.distributed import TCPStore
 
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun has it open
-        own = {"GLOO_SOCKET_IFNAME": LOOPBACK, "OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}
-        own |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-        command = [script, *words] if script else ["-m", "everyrank", *words]
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # torchrun also keeps a store open
+        launcher_variables = {"GLOO_SOCKET_IFNAME": LOOPBACK, "OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}
+        launcher_variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+        command = [script, *args] if script else ["-m", "everyrank", *args]
         ranks: list[Forked] = []
         for rank in range(size):
-            environment = {**os.environ, **own, **by_hand(rank, str(store.port), size), **variables}
+            environment = {**os.environ, **launcher_variables, **by_hand(rank, str(store.port), size), **variables}
             with (folder / f"rank{rank}.out").open("wb") as out, (folder / f"rank{rank}.err").open("wb") as err:
                 streams = (None, out, err)
                 ranks.append(self.server.start(folder, *command, streams=streams, environment=environment))
@@ -368,26 +377,26 @@ class Cli:
         return Done(statuses, (folder / "rank0.out").read_text(), (folder / "rank0.err").read_text())
 
     def close(self, *commands: Running) -> None:
-        """End these commands, or all that still run, with all that they have started."""
+        """Kill these commands, or all that still run, with all processes that they have started."""
         for command in commands or list(self.running):
             self.running.remove(command)
             command.close()
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    """The one line with which the command line ends in this process, with status 2."""
-    before = signal.getsignal(signal.SIGTERM)
+def refused(capsys: pytest.CaptureFixture[str], *args: object) -> str:
+    """Run a command in this process. Check that its exit status is 2, and return its one line on stderr."""
+    previous_handler = signal.getsignal(signal.SIGTERM)
     try:
-        status = main([str(word) for word in words])
+        status = main([str(arg) for arg in args])
     finally:
-        signal.signal(signal.SIGTERM, before)
-    printed = capsys.readouterr()
-    assert status == 2, printed.out + printed.err
-    return one_line(printed.err)
+        signal.signal(signal.SIGTERM, previous_handler)
+    captured = capsys.readouterr()
+    assert status == 2, captured.out + captured.err
+    return one_line(captured.err)
 
 
 def one_line(stderr: str) -> str:
-    """The only line on stderr."""
+    """Return the only line on stderr."""
     assert "Traceback" not in stderr
     lines = stderr.splitlines()
     assert len(lines) == 1, stderr

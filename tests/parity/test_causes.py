@@ -1,4 +1,4 @@
-"""What a workload does that is no sum over samples is named as what it is; what is right raises no alarm."""
+"""Parity names the cause of a difference between ranks and one device. Correct code causes no false alarm."""
 
 from __future__ import annotations
 
@@ -30,36 +30,38 @@ _COUNTER = itertools.count()
 
 
 def check(world: World, key: str, workload: Any, layouts: Sequence[str], steps: int, **options: Any) -> list[Parity]:
-    subject = parity_case(workload, *open_data(workload, world), steps, **options)
-    return [check_layout(subject, parse_layout(text), world, f"{key}/{text}")[0] for text in layouts]
+    """Return the parity of each layout. It runs in the ranks."""
+    case = parity_case(workload, *open_data(workload, world), steps, **options)
+    return [check_layout(case, parse_layout(text), world, f"{key}/{text}")[0] for text in layouts]
 
 
 def parity_of(ranks: Any, workload: Any, layout: str = "ddp", steps: int = 8, count: int = 2, **options: Any) -> Parity:
-    """The parity, which is the same on all ranks."""
-    calls = f"causes/{next(_COUNTER)}", workload, [layout], steps
-    found = ranks(count, lambda world: check(world, *calls, **options))
-    assert all(result[0].status == found[0][0].status for result in found)
-    return found[0][0]
+    """Return the parity of rank 0. Its status is the same on all ranks."""
+    args = f"causes/{next(_COUNTER)}", workload, [layout], steps
+    rank_results = ranks(count, lambda world: check(world, *args, **options))
+    assert all(result[0].status == rank_results[0][0].status for result in rank_results)
+    return rank_results[0][0]
 
 
 def contrastive(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
-    """Each sample against all others of the batch, as SimCLR does it."""
-    one, other = F.normalize(output, dim=1), F.normalize(output + 0.1 * target, dim=1)
-    return F.cross_entropy(one @ other.T / 0.5, torch.arange(len(one)), reduction="sum"), len(one)
+    """Contrast each sample with all others of the batch, as SimCLR does."""
+    embedding, noisy_embedding = F.normalize(output, dim=1), F.normalize(output + 0.1 * target, dim=1)
+    labels = torch.arange(len(embedding))
+    return F.cross_entropy(embedding @ noisy_embedding.T / 0.5, labels, reduction="sum"), len(embedding)
 
 
 def mean_times_one(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
-    """A mean, and how many terms went into it: twice as much in two halves."""
+    """Return a mean with the number of its terms. For two half batches, the total is twice as large."""
     return (output - target).square().mean(), target.numel()
 
 
 def less_the_mean(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
-    """A statistic over the batch inside of a sum."""
+    """Use the mean over the batch inside of a sum over samples."""
     return (output - output.mean(0) - target).square().sum(), target.numel()
 
 
 @pytest.mark.parametrize(
-    ("loss", "words"),
+    ("loss", "expected_cause"),
     [
         (contrastive, "depends on the whole batch"),
         (mean_times_one, "mean over its batch"),
@@ -67,36 +69,36 @@ def less_the_mean(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
     ],
 )
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
-def test_losses_over_the_batch_are_named(ranks: Any, loss: Any, words: str, layout: str) -> None:
-    """No word of samples that ranks do not read: they read them."""
+def test_loss_that_depends_on_the_batch_is_named(ranks: Any, loss: Any, expected_cause: str, layout: str) -> None:
+    """The cause is the loss. It is not that ranks do not read samples, because they read them all."""
     parity = parity_of(ranks, zoo.workload("frozen", loss=loss), layout)
     assert parity.status == "different"
-    assert words in (parity.cause or "")
+    assert expected_cause in (parity.cause or "")
     assert "do not read" not in (parity.cause or "")
 
 
-class Centred(zoo.FrozenModel):
-    """A batch norm that is written by hand, which nobody synchronises."""
+class CentredModel(zoo.FrozenModel):
+    """A model that subtracts the mean of its batch. everyrank cannot synchronize this custom batch norm."""
 
     def forward(self, values: Tensor) -> Tensor:
         return super().forward(values - values.mean(0))
 
 
-def test_a_model_over_the_batch_is_named(ranks: Any) -> None:
-    parity = parity_of(ranks, zoo.workload("frozen", model=Centred))
+def test_model_that_depends_on_the_batch_is_named(ranks: Any) -> None:
+    parity = parity_of(ranks, zoo.workload("frozen", model=CentredModel))
     assert parity.status == "different"
     assert "depends on the rest of its batch" in (parity.cause or "")
 
 
 def pad_to_longest(samples: Sequence[Any]) -> tuple[Tensor, Tensor]:
-    """Samples of their own length, which the padding makes longer."""
+    """Cut the samples to different lengths, and pad them to the longest of the batch."""
     inputs = [sample[0][: 2 + int(abs(sample[0][0]) * 10) % 4] for sample in samples]
     padded = nn.utils.rnn.pad_sequence(inputs, batch_first=True, padding_value=1.0)
     return padded, torch.stack([sample[1] for sample in samples])
 
 
 class OfAnyLength(nn.Module):
-    """The mean over a sequence, padding included."""
+    """A model that takes the mean over a sequence, including its padding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,101 +109,104 @@ class OfAnyLength(nn.Module):
 
 
 def mix(samples: Sequence[Any]) -> tuple[Tensor, Tensor]:
-    """Mixup within the batch that happens to be read together."""
-    inputs, targets = torch.stack([s[0] for s in samples]), torch.stack([s[1] for s in samples])
+    """Apply mixup to the samples that are in one batch."""
+    inputs, targets = torch.stack([sample[0] for sample in samples]), torch.stack([sample[1] for sample in samples])
     return 0.7 * inputs + 0.3 * inputs.roll(1, 0), 0.7 * targets + 0.3 * targets.roll(1, 0)
 
 
 def mix_at_random(samples: Sequence[Any]) -> tuple[Tensor, Tensor]:
-    """Mixup with a share that is drawn anew in each call."""
-    part = torch.rand(())
-    inputs, targets = torch.stack([s[0] for s in samples]), torch.stack([s[1] for s in samples])
-    return part * inputs + (1 - part) * inputs.flip(0), part * targets + (1 - part) * targets.flip(0)
+    """Apply mixup with a random weight for each call."""
+    weight = torch.rand(())
+    inputs, targets = torch.stack([sample[0] for sample in samples]), torch.stack([sample[1] for sample in samples])
+    return weight * inputs + (1 - weight) * inputs.flip(0), weight * targets + (1 - weight) * targets.flip(0)
 
 
 @pytest.mark.parametrize(
-    ("collate", "model", "words"),
+    ("collate", "model", "expected_cause"),
     [
         (pad_to_longest, OfAnyLength, "collate pads"),
         (mix, zoo.FrozenModel, "collate mixes samples"),
         (mix_at_random, zoo.FrozenModel, "collate"),
     ],
 )
-def test_collate_is_named(ranks: Any, collate: Any, model: Any, words: str) -> None:
-    """Not the model, and not the samples that ranks read."""
+def test_collate_that_depends_on_the_batch_is_named(ranks: Any, collate: Any, model: Any, expected_cause: str) -> None:
+    """The cause is collate. It is neither the model nor the samples that the ranks read."""
     parity = parity_of(ranks, zoo.workload("frozen", collate=collate, model=model, blocks=None), "ddp")
     assert parity.status == "different"
-    assert words in (parity.cause or ""), parity
+    assert expected_cause in (parity.cause or ""), parity
     assert "do not read" not in (parity.cause or "")
 
 
-def pads_when_evaluated(samples: Sequence[Any]) -> tuple[Tensor, Tensor]:
-    """Of one length in training, where the first number says so; of their own in the evaluation."""
+def pad_in_validation(samples: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    """Pad only validation samples, which have different lengths. Training samples have one length."""
     if samples[0][2]:
         return pad_to_longest(samples)
     return torch.stack([sample[0] for sample in samples]), torch.stack([sample[1] for sample in samples])
 
 
-class Marked(zoo.Points):
-    """Points that know whether they are held out."""
+class MarkedPoints(zoo.Points):
+    """Points with a flag for validation samples."""
 
-    def __init__(self, length: int, held_out: bool) -> None:
+    def __init__(self, length: int, is_validation: bool) -> None:
         super().__init__(length)
-        self.held_out = held_out
+        self.is_validation = is_validation
 
     def __getitem__(self, index: int) -> Any:
-        return *super().__getitem__(index), self.held_out
+        return *super().__getitem__(index), self.is_validation
 
 
-def test_the_cause_does_not_contradict_the_audit(ranks: Any) -> None:
-    """The audit says that each sample was counted once; the sentence under it must not say that it was not."""
+def test_cause_does_not_contradict_the_sample_check(ranks: Any) -> None:
+    """The sample check finds that each sample is counted once. The cause does not deny that."""
     workload = zoo.workload(
         "frozen",
         model=OfAnyLength,
         blocks=None,
-        collate=pads_when_evaluated,
-        train_data=lambda: Marked(23, held_out=False),
-        eval_data=lambda: Marked(21, held_out=True),
+        collate=pad_in_validation,
+        train_data=lambda: MarkedPoints(23, is_validation=False),
+        eval_data=lambda: MarkedPoints(21, is_validation=True),
     )
     parity = parity_of(ranks, workload)
     assert parity.status == "different"
     assert "evaluation" in (parity.first_divergence or "")
     assert "collate pads" in (parity.cause or "")
-    problems, text = ranks(2, audited, workload)[0]
+    problems, text = ranks(2, run_sample_check, workload)[0]
     assert not problems
     assert "each counted once" in text
 
 
-def audited(world: World, workload: Any) -> tuple[list[str], str]:
+def run_sample_check(world: World, workload: Any) -> tuple[list[str], str]:
+    """Return the problems of the sample check and its text."""
     layout = parse_layout("ddp")
     return check_samples(workload, *open_data(workload, world), layout, open_mesh(layout, world))
 
 
-def from_zero(optimizer: torch.optim.Optimizer) -> Any:
+def warmup_from_zero(optimizer: torch.optim.Optimizer) -> Any:
+    """Return a schedule whose first learning rate is 0."""
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 4))
 
 
-def test_nothing_moved_is_not_equal(ranks: Any) -> None:
-    """A learning rate of 0 hides any gradient: the gradients are compared then, and a wrong one is seen."""
-    workload = zoo.workload("frozen", "adamw", schedule=from_zero)
+def test_gradients_are_compared_if_no_parameter_moves(ranks: Any) -> None:
+    """A learning rate of 0 hides any gradient. Parity then compares gradients, and detects a wrong one."""
+    workload = zoo.workload("frozen", "adamw", schedule=warmup_from_zero)
     parity = parity_of(ranks, workload, steps=1)
     assert parity.status == "equal"
     assert parity.scope == "only the gradients"
-    wrong = ranks(2, without_reduction, f"causes/{next(_COUNTER)}", workload, 1)[0]
-    assert wrong.status == "different"
-    assert "tensor" in wrong.first_divergence
+    unreduced = ranks(2, check_without_reduction, f"causes/{next(_COUNTER)}", workload, 1)[0]
+    assert unreduced.status == "different"
+    assert "tensor" in unreduced.first_divergence
 
 
-def without_reduction(world: World, key: str, workload: Any, steps: int) -> Parity:
+def check_without_reduction(world: World, key: str, workload: Any, steps: int) -> Parity:
+    """Return the parity of ddp whose ranks do not all-reduce their gradients."""
     from test_mutations import no_all_reduce
 
-    subject = parity_case(workload, *open_data(workload, world), steps)
+    case = parity_case(workload, *open_data(workload, world), steps)
     with no_all_reduce("ddp", world):
-        return check_layout(subject, parse_layout("ddp:precision=float64"), world, key)[0]
+        return check_layout(case, parse_layout("ddp:precision=float64"), world, key)[0]
 
 
-class Folding(nn.Module):
-    """Waves of waves: the last bit of an update is all of it a few updates later."""
+class ChaoticModel(nn.Module):
+    """Nested sine functions. A rounding error in an update grows to a full-size error a few updates later."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,45 +218,54 @@ class Folding(nn.Module):
         return values
 
 
-def chaotic() -> Any:
-    workload = zoo.workload("frozen", model=Folding, clip_norm=None, epochs=6)
+def chaotic_workload() -> Any:
+    """Return a workload in which rounding errors grow fast."""
+    workload = zoo.workload("frozen", model=ChaoticModel, clip_norm=None, epochs=6)
     return dataclasses.replace(workload, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.02))
 
 
-def test_rounding_that_grows_is_no_difference(ranks: Any) -> None:
-    """The row says how far it was compared; a mistake is still found, also one that begins with the second epoch."""
-    parity = parity_of(ranks, chaotic(), steps=20, layout="ddp:precision=float64")
+def test_growing_rounding_error_is_not_a_difference(ranks: Any) -> None:
+    """The scope reports how many updates were compared.
+
+    Mutations are still detected, also one that starts in the second epoch.
+    """
+    parity = parity_of(ranks, chaotic_workload(), steps=20, layout="ddp:precision=float64")
     assert parity.status == "equal", parity
     assert "rounding grows beyond" in (parity.scope or ""), parity
     for mutation in ("no_all_reduce", "epoch_not_set"):
-        found = ranks(2, check_mutated, mutation, f"causes/{next(_COUNTER)}")[0]
-        assert found.status == "different", mutation
+        mutated = ranks(2, check_chaotic_with_mutation, mutation, f"causes/{next(_COUNTER)}")[0]
+        assert mutated.status == "different", mutation
 
 
-def check_mutated(world: World, mutation: str, key: str) -> Parity:
+def check_chaotic_with_mutation(world: World, mutation: str, key: str) -> Parity:
+    """Return the parity of the chaotic workload under this mutation."""
     import test_mutations
 
-    workload = chaotic()
-    subject = parity_case(workload, *open_data(workload, world), 20)
+    workload = chaotic_workload()
+    case = parity_case(workload, *open_data(workload, world), 20)
     with getattr(test_mutations, mutation)("ddp", world):
-        return check_layout(subject, parse_layout("ddp:precision=float64"), world, key)[0]
+        return check_layout(case, parse_layout("ddp:precision=float64"), world, key)[0]
 
 
-def test_a_layout_that_is_refused_keeps_the_others(ranks: Any) -> None:
-    found = ranks(2, check, f"causes/{next(_COUNTER)}", zoo.workload("frozen"), ["context", "ddp"], 4)[0]
-    assert [parity.status for parity in found] == ["refused", "equal"]
-    assert "sequence_dim" in (found[0].reason or "")
+def test_layouts_after_a_refused_one_are_compared(ranks: Any) -> None:
+    """If one layout is refused, the layouts after it are still compared."""
+    parities = ranks(2, check, f"causes/{next(_COUNTER)}", zoo.workload("frozen"), ["context", "ddp"], 4)[0]
+    assert [parity.status for parity in parities] == ["refused", "equal"]
+    assert "sequence_dim" in (parities[0].reason or "")
 
 
-def test_quick_says_what_it_leaves_out(ranks: Any) -> None:
+def test_quick_check_reports_what_it_leaves_out(ranks: Any) -> None:
+    """A quick check compares fewer updates, leaves out float32, and lists what it leaves out."""
     parity = parity_of(ranks, zoo.workload("frozen"), is_quick=True, steps=20)
     assert parity.scope == "6 updates"
     assert any("left out" in text for text in parity.checks)
     assert not any("float32" in text for text in parity.checks)
 
 
-def kept(world: World, key: str, folder: str, lr: float, spoil: bool, factor: str = "1") -> tuple[int, str]:
-    """(how many runs of `single` were made, the status): a file of the person's, whose references are kept."""
+def check_with_cache(
+    world: World, key: str, folder: str, lr: float, truncate_files: bool, loss_factor: str = "1"
+) -> tuple[int, str]:
+    """Return (number of runs of `single`, parity status) for a workload file with cached references."""
     import os
     from unittest import mock
 
@@ -272,82 +286,94 @@ def kept(world: World, key: str, folder: str, lr: float, spoil: bool, factor: st
     torch.distributed.barrier(group=world.group)
     workload = load(Source(str(path), {"lr": lr}))
     runs: list[Any] = []
-    original = reference.trace
+    original_trace = reference.trace
 
-    def counted(*arguments: Any, **options: Any) -> Any:
+    def counted_trace(*args: Any, **options: Any) -> Any:
         runs.append(1)
-        return original(*arguments, **options)
+        return original_trace(*args, **options)
 
     with (
-        mock.patch.dict(os.environ, {"XDG_CACHE_HOME": folder, "FACTOR": factor}),
-        mock.patch.object(reference, "trace", counted),
+        mock.patch.dict(os.environ, {"XDG_CACHE_HOME": folder, "FACTOR": loss_factor}),
+        mock.patch.object(reference, "trace", counted_trace),
     ):
-        if spoil and world.rank == 0:
+        if truncate_files and world.rank == 0:
             for file in Path(folder).rglob("*.safetensors"):
                 file.write_bytes(file.read_bytes()[:-20])
-        found = check(world, key, workload, ["ddp"], 6, is_cached=True)[0]
-    return len(runs), found.status
+        parity = check(world, key, workload, ["ddp"], 6, is_cached=True)[0]
+    return len(runs), parity.status
 
 
-def test_runs_of_single_are_kept(ranks: Any, tmp_path: Path) -> None:
-    """Spread over the ranks the first time, read the second, made anew for another learning rate or a broken file."""
-    made: list[int] = []
-    for lr, spoil in ((0.1, False), (0.1, False), (0.2, False), (0.1, True)):
-        found = ranks(2, kept, f"causes/{next(_COUNTER)}", str(tmp_path), lr, spoil)
-        assert [status for _, status in found] == ["equal", "equal"]
-        made.append(sum(runs for runs, _ in found))
-        if made[-1]:
-            assert min(runs for runs, _ in found) >= 3  # of eight: no rank waits for another to do them all
-    assert made == [8, 0, 8, 8]
+def test_runs_of_single_are_cached(ranks: Any, tmp_path: Path) -> None:
+    """The ranks share the runs of `single`, and the second check reads them from the cache.
+
+    Another learning rate or a truncated file causes new runs.
+    """
+    num_runs: list[int] = []
+    for lr, truncate_files in ((0.1, False), (0.1, False), (0.2, False), (0.1, True)):
+        rank_results = ranks(2, check_with_cache, f"causes/{next(_COUNTER)}", str(tmp_path), lr, truncate_files)
+        assert [status for _, status in rank_results] == ["equal", "equal"]
+        num_runs.append(sum(runs for runs, _ in rank_results))
+        if num_runs[-1]:
+            # the two ranks share the eight runs, but not always equally
+            assert min(runs for runs, _ in rank_results) >= 3
+    assert num_runs == [8, 0, 8, 8]
 
 
-def test_a_kept_run_does_not_convict(ranks: Any, tmp_path: Path) -> None:
-    """A loss that depends on what no hash sees: single is run anew before a row is called different."""
-    found = [
-        ranks(2, kept, f"causes/{next(_COUNTER)}", str(tmp_path), 0.1, False, factor) for factor in ("1", "2", "2")
+def test_stale_cached_run_causes_no_difference(ranks: Any, tmp_path: Path) -> None:
+    """The loss reads an environment variable, which is not part of the cache key.
+
+    Parity runs `single` again before it calls a layout different.
+    """
+    checks = [
+        ranks(2, check_with_cache, f"causes/{next(_COUNTER)}", str(tmp_path), 0.1, False, loss_factor)
+        for loss_factor in ("1", "2", "2")
     ]
-    assert [[status for _, status in each] for each in found] == [["equal", "equal"]] * 3
-    assert [bool(sum(runs for runs, _ in each)) for each in found] == [True, True, False]
+    assert [[status for _, status in rank_results] for rank_results in checks] == [["equal", "equal"]] * 3
+    assert [bool(sum(runs for runs, _ in rank_results)) for rank_results in checks] == [True, True, False]
 
 
-def test_replicas_that_part_before_a_restart_are_seen(ranks: Any) -> None:
-    """Each segment begins with what a rank had at first: what parted in the one before has to be looked at before."""
-    assert ranks(2, parted) == [False, False]
+def test_replicas_that_diverge_in_an_earlier_segment_are_detected(ranks: Any) -> None:
+    """Each segment restarts from the initial state of the rank. So replicas must be compared at the end of each one."""
+    assert ranks(2, replicas_stay_equal) == [False, False]
 
 
-def parted(world: World) -> bool:
-    """A buffer that nothing depends on becomes another on rank 1, in the first of two segments."""
+def replicas_stay_equal(world: World) -> bool:
+    """Return whether the replicas are equal. Rank 1 changes an unused buffer in the first of two segments."""
     from unittest import mock
 
-    module: Any = importlib.import_module("everyrank.parity.trace")
+    trace_module: Any = importlib.import_module("everyrank.parity.trace")
     workload = zoo.workload("frozen")
-    subject = parity_case(workload, *open_data(workload, world), 4)
-    original = module.run_updates
+    case = parity_case(workload, *open_data(workload, world), 4)
+    original = trace_module.run_updates
     calls: list[int] = []
 
-    def updates(prepared: Any, *rest: Any) -> Any:
+    def updates_with_divergence(prepared: Any, *rest: Any) -> Any:
         calls.append(1)
-        for share in original(prepared, *rest):
+        for loss_and_count in original(prepared, *rest):
             if len(calls) == 1 and prepared.world.rank == 1:
                 prepared.model.get_buffer("offset").add_(1e-9)
-            yield share
+            yield loss_and_count
 
-    segments = [[update] for update in subject.planned("float64")[0][:2]]
-    with mock.patch.object(module, "run_updates", updates):
-        return module.trace(subject, parse_layout("ddp:precision=float64"), world, segments).replicas_equal
+    segments = [[update] for update in case.planned("float64")[0][:2]]
+    with mock.patch.object(trace_module, "run_updates", updates_with_divergence):
+        return trace_module.trace(case, parse_layout("ddp:precision=float64"), world, segments).replicas_equal
 
 
-def test_subject_keeps_both_ends_of_the_evaluation() -> None:
+def test_case_evaluates_both_ends_of_the_validation_data() -> None:
+    """The case evaluates the first and the last samples of the validation data."""
     workload = zoo.workload("frozen", eval_data=lambda: zoo.Points(102))
     assert workload.eval_data is not None
-    subject: ParityCase = parity_case(
+    case: ParityCase = parity_case(
         dataclasses.replace(workload, global_batch=4), workload.train_data(), workload.eval_data(), 4
     )
-    assert subject.eval_ends.samples == [*range(32), *range(72, 102)]
+    assert case.eval_ends.samples == [*range(32), *range(72, 102)]
 
 
 class Codebook(nn.Module):
-    """Vectors in a buffer that follow what is nearest to them, written in forward: of this rank, or of all ranks."""
+    """Vector quantization. Forward moves the code vectors in a buffer to the means of their nearest inputs.
+
+    The means are those of this rank, or of all ranks if `over_all`.
+    """
 
     def __init__(self, over_all: bool) -> None:
         super().__init__()
@@ -371,8 +397,11 @@ class Codebook(nn.Module):
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
-def test_a_buffer_that_forward_writes(ranks: Any, layout: str) -> None:
-    """Each rank from its own samples: the buffer is named. Over all ranks it is right, and `single` does not hang."""
+def test_buffer_that_forward_writes_is_named(ranks: Any, layout: str) -> None:
+    """A buffer that each rank writes from its own samples is named.
+
+    A buffer that is reduced over all ranks is equal, and the run of `single` does not hang.
+    """
     points = torch.randn(24, 5, generator=torch.Generator().manual_seed(0))
     samples = torch.utils.data.TensorDataset(points, points[:, :2].clone())
     changes = {
@@ -383,17 +412,20 @@ def test_a_buffer_that_forward_writes(ranks: Any, layout: str) -> None:
         "global_batch": 8,
         "loss": zoo.squared,
     }
-    alone = zoo.workload("frozen", model=lambda: Codebook(False), **changes)
-    parity = parity_of(ranks, alone, layout)
+    local_workload = zoo.workload("frozen", model=lambda: Codebook(False), **changes)
+    parity = parity_of(ranks, local_workload, layout)
     assert parity.status == "different"
     assert parity.first_divergence == "update 0, tensor codes (float64)"
     assert "Codebook writes codes in forward" in parity.cause
-    together = zoo.workload("frozen", model=lambda: Codebook(True), **changes)
-    assert parity_of(ranks, together, layout).status == "equal"
+    reduced_workload = zoo.workload("frozen", model=lambda: Codebook(True), **changes)
+    assert parity_of(ranks, reduced_workload, layout).status == "equal"
 
 
-def test_rounding_of_bf16_is_no_learning_rate_of_zero(ranks: Any) -> None:
-    """It exceeds what a few updates move; float64 tells whether anything moves, also for the layouts after it."""
+def test_bf16_rounding_is_not_taken_for_a_zero_learning_rate(ranks: Any) -> None:
+    """Rounding in bf16 exceeds the movement of a few updates. The float64 run tells whether parameters move.
+
+    This also holds for layouts that are compared after the bf16 layout.
+    """
     workload = load(Source("digits", {}, None))
     for parity in ranks(2, lambda world: check(world, "bf16", workload, ["ddp:precision=bf16", "zero1"], 6))[0]:
         assert (parity.status, parity.scope) == ("equal", "6 updates")

@@ -1,4 +1,4 @@
-"""The rules on traces made by hand: pure arithmetic, no ranks."""
+"""The rules of the comparison of traces. The traces are built by hand, so these tests need no ranks."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ UPDATES = [[Update(0, 0, 0), Update(1, 0, 1)]]
 
 
 def reference(single: Trace, *perturbed: Trace, precision: str = "float64") -> Reference:
+    """Return the reference of a run of `single` and its perturbed runs."""
     return make_reference(single, perturbed or [single], UPDATES, precision)
 
 
 @pytest.mark.parametrize("precision", ["float64", "bf16"])
-@pytest.mark.parametrize("who", ["single", "perturbed"])
-def test_no_band_without_numbers(precision: str, who: str) -> None:
-    """A NaN in the reference would make the band infinite, and everything equal."""
-    bad = dataclasses.replace(GOOD, losses=[2.0, math.nan])
-    single, perturbed = (bad, GOOD) if who == "single" else (GOOD, bad)
+@pytest.mark.parametrize("nan_run", ["single", "perturbed"])
+def test_reference_with_nan_is_refused(precision: str, nan_run: str) -> None:
+    """A NaN in the reference would make the tolerance band infinite, and everything equal."""
+    nan_trace = dataclasses.replace(GOOD, losses=[2.0, math.nan])
+    single, perturbed = (nan_trace, GOOD) if nan_run == "single" else (GOOD, nan_trace)
     with pytest.raises(NotFiniteError, match="update 1"):
         reference(single, perturbed, precision=precision)
 
 
-def test_a_run_that_became_nan_differs() -> None:
-    """Against a good reference, a run without a number is different, not equal."""
+def test_run_with_nan_loss_is_different() -> None:
+    """A run with a NaN loss is different from a finite reference."""
     finding = compare(reference(GOOD, precision="bf16"), dataclasses.replace(GOOD, losses=[2.0, math.nan]), "bf16")
     assert not finding.is_equal
     assert finding.update == 1
@@ -45,47 +46,49 @@ def test_a_run_that_became_nan_differs() -> None:
 
 
 def with_weight(*values: float) -> Trace:
+    """Return a trace with these final weights."""
     return dataclasses.replace(GOOD, finals=[{"weight": torch.tensor(values, dtype=torch.float64)}])
 
 
-def test_what_decided_is_told() -> None:
-    """The table shows the tensor's own difference and tolerance, not those of a loss that was equal."""
+def test_finding_reports_the_tensor_that_differs() -> None:
+    """The finding has the difference and tolerance of the tensor. It does not have those of an equal loss."""
     finding = compare(reference(with_weight(1.0, 1.0)), with_weight(1.0, 1.0 + 1e-6), "float64")
     assert not finding.is_equal
     assert finding.location == "update 1, tensor weight"
     assert finding.difference == pytest.approx(1e-6)
-    assert finding.tolerance == pytest.approx(0.5e-7)  # a ten-millionth of how far it moved
+    assert finding.tolerance == pytest.approx(0.5e-7)  # 1e-7 times the movement of the tensor
     assert finding.loss_difference == 0.0
 
 
-def test_a_gradient_that_is_zero_never_convicts() -> None:
-    """What rounding leaves of a zero gradient moves an element anywhere; an element beside it is compared."""
+def test_element_with_zero_gradient_is_not_compared() -> None:
+    """Rounding of a zero gradient can move an element anywhere. The element next to it is still compared."""
     gradients = {"weight": torch.tensor([1.0, 1e-18]), "other": torch.tensor([3.0])}
     single = dataclasses.replace(with_weight(1.0, 1.0), gradients=gradients)
     assert compare(reference(single), with_weight(1.0, 1.3), "float64").is_equal
     assert not compare(reference(single), with_weight(1.3, 1.0), "float64").is_equal
-    never = dataclasses.replace(single, gradients={**gradients, "weight": torch.tensor([1.0, 0.0])})
-    assert not compare(reference(never), with_weight(1.0, 1.3), "float64").is_equal  # exactly zero is no rounding
+    exactly_zero = dataclasses.replace(single, gradients={**gradients, "weight": torch.tensor([1.0, 0.0])})
+    # an exact zero has no rounding error
+    assert not compare(reference(exactly_zero), with_weight(1.0, 1.3), "float64").is_equal
 
 
-def test_a_tensor_that_rounding_moves_is_not_compared() -> None:
-    """Its perturbed runs are as far apart as it moved: nothing can be told from it, and the text says so."""
+def test_tensor_that_only_rounding_moves_is_not_compared() -> None:
+    """The perturbed runs are as far apart as the tensor moved. The text reports that it is not compared."""
     finding = compare(reference(with_weight(1.0, 1.0), with_weight(1.0, 1.2)), with_weight(1.0, 4.0), "float64")
     assert finding.is_equal
     assert "only change by rounding, for example weight" in finding.text
 
 
-def test_an_evaluation_after_rounding_has_grown() -> None:
-    """What perturbed runs of single come to says how far the sums may be."""
+def test_validation_tolerance_follows_the_perturbed_runs() -> None:
+    """The differences between perturbed runs of `single` set the tolerance of the validation sums."""
     single = dataclasses.replace(GOOD, evaluation={"loss": (3.0, 10.0)})
     run = dataclasses.replace(GOOD, evaluation={"loss": (3.0 + 1e-6, 10.0)})
-    near = dataclasses.replace(GOOD, evaluation={"loss": (3.0 + 1e-7, 10.0)})
+    perturbed = dataclasses.replace(GOOD, evaluation={"loss": (3.0 + 1e-7, 10.0)})
     assert not compare(reference(single), run, "float64").is_equal
-    assert compare(reference(single, near), run, "float64").is_equal
+    assert compare(reference(single, perturbed), run, "float64").is_equal
 
 
-def test_a_tie_is_not_a_difference() -> None:
-    """One hit more in a thousand is a tie that rounding broke; a tenth of them is not."""
+def test_one_more_hit_of_a_metric_is_not_a_difference() -> None:
+    """One more hit in a thousand is a tie that rounding broke. A hundred hits fewer are a difference."""
     single = dataclasses.replace(GOOD, evaluation={"loss": (3.0, 1000.0), "top1": (500.0, 1000.0)})
     for hits, is_equal in ((501.0, True), (400.0, False), (500.5, True)):
         run = dataclasses.replace(single, evaluation={"loss": (3.0, 1000.0), "top1": (hits, 1000.0)})
@@ -94,16 +97,19 @@ def test_a_tie_is_not_a_difference() -> None:
     assert not compare(reference(single), run, "float64").is_equal
 
 
-def test_a_metric_of_integers_is_float32() -> None:
-    """`(1.0 / rank).sum()` is rounded to float32 in any run: as far as that goes it is no difference."""
+def test_metric_computed_in_float32_has_float32_tolerance() -> None:
+    """`(1.0 / rank).sum()` of an integer tensor is in float32, also in a float64 run."""
     single = dataclasses.replace(GOOD, evaluation={"loss": (3.0, 50.0), "mrr": (26.550000190734863, 50.0)})
     for total, is_equal in ((26.55000066757202, True), (26.5501, False)):
         run = dataclasses.replace(single, evaluation={"loss": (3.0, 50.0), "mrr": (total, 50.0)})
         assert compare(reference(single, single), run, "float64").is_equal is is_equal
 
 
-def test_what_cannot_be_compared_is_cut() -> None:
-    """The first updates, and those from the end of the epoch on, which begin from the initial state again."""
+def test_segments_are_shortened_to_the_comparable_steps() -> None:
+    """Two parts stay. They are the first updates and those around the end of the epoch.
+
+    The second part begins from the initial state again.
+    """
     plan = [[*(Update(i, 0, i) for i in range(5)), *(Update(5 + i, 1, i) for i in range(5))]]
     assert shorten_segments(plan, 10) == plan
     assert [[update.step for update in segment] for segment in shorten_segments(plan, 3)] == [[0, 1, 2], [4, 5, 6]]
@@ -114,8 +120,8 @@ def test_what_cannot_be_compared_is_cut() -> None:
     assert [[update.step for update in segment] for segment in shorten_segments(plan, 1)] == [[0], [4], [5]]
 
 
-def test_prune_lets_go_of_state() -> None:
-    """Adagrad has state for every parameter before the first step: what is not owned must go, or saving fails."""
+def test_state_of_parameters_that_are_not_owned_is_removed() -> None:
+    """Adagrad has state for every parameter before its first step. Saving fails if such state stays."""
     parameters = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))]
     optimizer = torch.optim.Adagrad(parameters)
     keep_owned_parameters(optimizer, {parameters[1]})
@@ -124,32 +130,32 @@ def test_prune_lets_go_of_state() -> None:
 
 
 def test_dataparallel_refuses_recompute() -> None:
-    """Its copies of a model would all run the first one's blocks."""
+    """The replicas of a model would all run the blocks of the first replica."""
     with pytest.raises(LayoutError, match="recompute"):
         parse_layout("dataparallel:recompute")
 
 
-def test_distances_are_taken_in_pieces() -> None:
-    """The largest difference wherever it lies, what is left out, and what is no number."""
-    one = torch.randn(_CHUNK_ELEMENTS + 5, dtype=torch.float64).view(1, -1)
-    for place in (0, _CHUNK_ELEMENTS - 1, _CHUNK_ELEMENTS, _CHUNK_ELEMENTS + 4):
-        other = one.clone()
-        other[0, place] += 0.5
-        assert distance(one, other) == pytest.approx(0.5, rel=1e-12)
-        left_out = torch.zeros_like(one, dtype=torch.bool)
-        left_out[0, place] = True
-        assert distance(one, other, left_out) == 0.0
-        other[0, place] = math.nan
-        assert distance(one, other) == math.inf
-        assert math.isnan(largest(other))
-        assert largest(-one * 2) == 2 * float(one.abs().max())
+def test_distance_over_several_chunks() -> None:
+    """The largest difference can be in any chunk. Excluded elements and NaN are tested, too."""
+    first = torch.randn(_CHUNK_ELEMENTS + 5, dtype=torch.float64).view(1, -1)
+    for index in (0, _CHUNK_ELEMENTS - 1, _CHUNK_ELEMENTS, _CHUNK_ELEMENTS + 4):
+        second = first.clone()
+        second[0, index] += 0.5
+        assert distance(first, second) == pytest.approx(0.5, rel=1e-12)
+        excluded = torch.zeros_like(first, dtype=torch.bool)
+        excluded[0, index] = True
+        assert distance(first, second, excluded) == 0.0
+        second[0, index] = math.nan
+        assert distance(first, second) == math.inf
+        assert math.isnan(largest(second))
+        assert largest(-first * 2) == 2 * float(first.abs().max())
 
 
-def test_the_rehearsal_compares_in_pieces() -> None:
-    """Relative to the largest number; in the median, as for experts, the few are no matter."""
+def test_differences_over_several_chunks() -> None:
+    """Differences are relative to the largest value. With the median, which experts use, a few of them do not count."""
     expected = torch.linspace(-4.0, 2.0, 2 * _CHUNK_ELEMENTS + 3)
-    found = expected.clone()
-    found[-1] += 1.0
-    assert _differences([found], [expected]) == [0.25]
-    assert _differences([found], [expected], torch.median) == [0.0]
-    assert _differences([found[:-1]], [expected]) == [math.inf]
+    actual = expected.clone()
+    actual[-1] += 1.0
+    assert _differences([actual], [expected]) == [0.25]
+    assert _differences([actual], [expected], torch.median) == [0.0]
+    assert _differences([actual[:-1]], [expected]) == [math.inf]

@@ -1,7 +1,7 @@
-"""dataparallel with batch norm of each device, compared with its simulation: torch's replicas, on the CPU.
+"""dataparallel with local batch norm is compared with its simulation. torch's replicas run on the CPU.
 
-No machine of the tests has two CUDA devices. `OnCpu` is ours with torch's own forward and replicas;
-only the copies to other devices are clones.
+No test machine has two CUDA devices. `OnCpu` is our class with torch's own forward and replicas.
+Only the copies to other devices are replaced by clones.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REPLICATE = sys.modules["torch.nn.parallel.replicate"]
 
 
 class OnCpu(dataparallel.OverDevices):
-    """DataParallel over pretended devices; the first has the module, as it would on CUDA."""
+    """DataParallel over fake devices. The first one has the module, as on CUDA."""
 
     def __init__(self, module: nn.Module, device_ids: list[int], output_device: int) -> None:
         nn.Module.__init__(self)
@@ -43,11 +43,12 @@ class OnCpu(dataparallel.OverDevices):
 
 
 def copies(tensors: list[Tensor], devices: list[int], detach: bool = False) -> list[list[Tensor]]:
-    """The tensors on the first device, and clones through which gradients flow on the others."""
+    """Return the tensors for the first device, and differentiable clones for the others."""
     return [tensors, *([tensor.clone() for tensor in tensors] for _ in devices[1:])] if tensors else []
 
 
-def check(world: World, key: str, name: str, num_devices: int, keys: str = "", broken: bool = False) -> Parity:
+def check(world: World, key: str, name: str, num_devices: int, keys: str = "", is_mutated: bool = False) -> Parity:
+    """Return the parity of dataparallel. If `is_mutated`, the simulation has a mistake."""
     workload = zoo.workload(name, "sgd", global_batch=10, drop_last=True)
     case = parity_case(workload, *open_data(workload, world), steps=6)
     layout = parse_layout(f"dataparallel:batch_norm=local{keys}")
@@ -57,7 +58,7 @@ def check(world: World, key: str, name: str, num_devices: int, keys: str = "", b
         patch.setattr(REPLICATE, "_get_device_index", lambda device, _: device)
         patch.setattr(dataparallel, "_devices", lambda *_: list(range(num_devices)))
         patch.setattr(torch.cuda, "device_count", lambda: num_devices)
-        if broken:  # every device moves the running statistics
+        if is_mutated:  # every simulated device updates the running statistics
             original = simulated.rank_gradients
             patch.setattr(simulated, "rank_gradients", lambda *args: original(*args[:3], True))
         return check_layout(case, layout, world, key)[0]
@@ -65,25 +66,25 @@ def check(world: World, key: str, name: str, num_devices: int, keys: str = "", b
 
 @pytest.mark.parametrize(("num_devices", "keys"), [(2, ""), (3, ""), (2, ",accumulate=2")])
 def test_batch_norm_of_each_device_is_compared_with_its_simulation(ranks: Any, num_devices: int, keys: str) -> None:
-    """Also where torch would split 10 samples as 4, 4 and 2."""
+    """With 3 devices, torch would split 10 samples as 4, 4 and 2."""
     [parity] = ranks(1, check, f"dataparallel/{num_devices}{keys}", "norm", num_devices, keys)
     assert parity.status == "equal", parity
     assert "simulation" in (parity.scope or "")
 
 
-def test_a_wrong_simulation_differs(ranks: Any) -> None:
+def test_mutated_simulation_is_different(ranks: Any) -> None:
     assert ranks(1, check, "dataparallel/broken", "norm", 2, "", True)[0].status == "different"
 
 
-def test_the_number_of_devices_is_that_of_the_processes(ranks: Any) -> None:
-    assert "--processes 2" in ranks(3, refused)[0]
+def test_number_of_devices_has_to_be_the_number_of_processes(ranks: Any) -> None:
+    assert "--processes 2" in ranks(3, refusal)[0]
 
 
-def refused(world: World) -> str:
-    """Two devices do not train the same model as three ranks would."""
+def refusal(world: World) -> str:
+    """Return the message on 3 ranks with 2 visible devices. Two devices are not equivalent to three ranks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "device_count", lambda: 2)
         world = dataclasses.replace(world, device=torch.device("cuda", 0))
-        with pytest.raises(CannotRunError) as info:
+        with pytest.raises(CannotRunError) as caught:
             prepare(zoo.workload("norm"), parse_layout("dataparallel:batch_norm=local"), world)
-    return str(info.value)
+    return str(caught.value)

@@ -1,4 +1,4 @@
-"""Dropout drops under every layout what it drops on one device; each mistake in that turns parity red."""
+"""Dropout has the same masks under every layout as on one device. Parity detects each mistake in the masks."""
 
 from __future__ import annotations
 
@@ -31,24 +31,25 @@ _COUNTER = iter(range(10**9))
 
 
 def quick_case(world: World, name: str, steps: int = 4, **changes: Any) -> ParityCase:
-    """A few updates in float64, which cross an epoch."""
+    """Return a case of a few updates in float64, over more than one epoch."""
     workload = zoo.workload(name, "sgd", **changes)
     return parity_case(workload, *open_data(workload, world), steps=steps, is_quick=True)
 
 
 def check_quickly(world: World, key: str, name: str, layouts: list[str], changes: dict[str, Any]) -> Any:
-    """Parity of each layout."""
+    """Return the parity of each layout. It runs in the ranks."""
     case = quick_case(world, name, **changes)
     assert any("dropout on" in note for note in case.notes)
     return [check_layout(case, parse_layout(text), world, f"{key}/{text}")[0] for text in layouts]
 
 
 def assert_quickly_equal(ranks: Any, count: int, name: str, layouts: list[str], **changes: Any) -> None:
+    """Assert that each layout is equal to one device in a quick check."""
     assert_equal(layouts, ranks(count, check_quickly, f"dropout/{next(_COUNTER)}", name, layouts, changes)[0])
 
 
-def test_decoder(ranks: Any) -> None:
-    """Of the embedding, the residual stream, split features, attention weights; by modules and by functions."""
+def test_decoder_dropout_is_equal(ranks: Any) -> None:
+    """Embeddings, residuals, split features and attention weights drop, by modules and by functions."""
     layouts = [
         "ddp:accumulate=3,recompute",
         "tensor:sequence=true,recompute",
@@ -59,27 +60,30 @@ def test_decoder(ranks: Any) -> None:
     assert_quickly_equal(ranks, 2, "decoder", layouts, model=zoo.dropping_everywhere)
 
 
-def test_blocks(ranks: Any) -> None:
-    """Ranks without a sample, micro-batches of one; a model that runs its blocks again itself."""
+def test_dropout_in_blocks_is_equal(ranks: Any) -> None:
+    """Some ranks have no sample, and some micro-batches have one."""
     layouts = ["ddp:accumulate=3", "fsdp", "zero1:accumulate=2,recompute"]
     assert_quickly_equal(ranks, 3, "frozen", layouts, model=zoo.DroppingModel, blocks="blocks")
 
 
-def test_own_checkpoints(ranks: Any) -> None:
-    """A model that runs its blocks again itself has the gradients of one that does not."""
-    found, expected = (ranks(1, gradients, model)[0] for model in (with_checkpoints, zoo.DroppingModel))
-    assert found == expected
+def test_dropout_in_checkpoints_of_the_model_is_equal(ranks: Any) -> None:
+    """A model that checkpoints its own blocks has the gradients of a model without checkpoints.
+
+    F.dropout inside of such a checkpoint is refused.
+    """
+    checkpointed, expected = (ranks(1, gradients, model)[0] for model in (with_checkpoints, zoo.DroppingModel))
+    assert checkpointed == expected
     with pytest.raises(AssertionError, match=r"dropout as a function inside torch.utils.checkpoint"):
         ranks(1, gradients, FunctionInCheckpoint)
 
 
 def with_checkpoints() -> nn.Module:
-    """It runs its blocks again itself."""
+    """Return a model that checkpoints its own blocks."""
     return zoo.DroppingModel(checkpoints=True)
 
 
 class FunctionInCheckpoint(zoo.DroppingModel):
-    """A block that drops by a function, run again."""
+    """A model with F.dropout inside of an activation checkpoint."""
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         values = self.embedding(values)
@@ -91,7 +95,7 @@ class FunctionInCheckpoint(zoo.DroppingModel):
 
 
 def gradients(world: World, model: Callable[[], nn.Module]) -> list[list[float]]:
-    """Of each parameter after an update of `single`."""
+    """Return the gradient of each parameter after an update of `single`."""
     workload = zoo.workload("frozen", "sgd", model=model, blocks="blocks", clip_norm=None, steps=1, epochs=None)
     data, _ = open_data(workload, world)
     prepared = prepare(workload, parse_layout("single:precision=float64"), single_process_world(world))
@@ -99,7 +103,7 @@ def gradients(world: World, model: Callable[[], nn.Module]) -> list[list[float]]
     return [p.grad.flatten().tolist() for p in prepared.trainable.parameters if p.grad is not None]
 
 
-OWN = """\
+CUSTOM_PARALLELIZE = """\
 from torch.nn.parallel import DistributedDataParallel
 from everyrank import ParallelContract
 
@@ -111,37 +115,38 @@ def parallelize(model, mesh):
 """
 
 
-def test_own_code(ranks: Any, tmp_path: Path) -> None:
-    """A person's own parallel code gets a model whose dropouts are exact."""
-    (tmp_path / "own.py").write_text(OWN)
+def test_dropout_under_custom_parallelize_is_equal(ranks: Any, tmp_path: Path) -> None:
+    """A custom parallelize function gets a model whose dropout masks are those of one device."""
+    (tmp_path / "own.py").write_text(CUSTOM_PARALLELIZE)
     layouts = [f"{tmp_path / 'own.py'}:shard=2"]
     assert_quickly_equal(ranks, 2, "frozen", layouts, model=zoo.DroppingModel, blocks="blocks")
 
 
-def test_compiled(ranks: Any) -> None:
-    """The same masks where they are a part of a compiled graph."""
+def test_compiled_dropout_is_equal(ranks: Any) -> None:
+    """The masks are the same inside of a compiled graph."""
     layouts = ["ddp:compile"]
     assert_quickly_equal(ranks, 2, "frozen", layouts, model=zoo.DroppingModel, blocks="blocks")
 
 
 @pytest.mark.parametrize("norm", ["batch", "group"])
-def test_convnet(ranks: Any, norm: str) -> None:
-    """Whole channels and single elements; batch norm over all ranks."""
-    found = ranks(2, check_convnet, norm, f"dropout/{next(_COUNTER)}")[0]
-    assert_equal(["ddp", "fsdp:recompute"], found)
+def test_convnet_dropout_is_equal(ranks: Any, norm: str) -> None:
+    """The convnet drops whole channels and single elements. Batch norm is over all ranks."""
+    results = ranks(2, check_convnet, norm, f"dropout/{next(_COUNTER)}")[0]
+    assert_equal(["ddp", "fsdp:recompute"], results)
 
 
 def check_convnet(world: World, norm: str, key: str) -> Any:
+    """Return the parity of ddp and of fsdp with recomputation."""
     workload = digits(batch=16, norm=norm, dropout=0.1)
     case = parity_case(workload, *open_data(workload, world), steps=2, is_quick=True)
     return [check_layout(case, parse_layout(text), world, f"{key}/{text}")[0] for text in ("ddp", "fsdp:recompute")]
 
 
-# mutations
+# --- mutations
 
 
 def seeded_by_rank(world: World) -> Any:
-    """What people write who want other masks on other ranks: a seed for each."""
+    """Each rank has its own seed, as in code that wants different masks on different ranks."""
     original = ExactDropout.begin
 
     def begin(exact: ExactDropout, batch: Batch, *rest: Any) -> None:
@@ -153,7 +158,7 @@ def seeded_by_rank(world: World) -> Any:
 
 
 def sample_forgotten(world: World) -> Any:
-    """Samples counted from 0 on every rank and in every micro-batch."""
+    """Samples are counted from 0 on every rank and in every micro-batch."""
     original = ExactDropout.begin
 
     def begin(exact: ExactDropout, batch: Batch, *rest: Any) -> None:
@@ -163,18 +168,18 @@ def sample_forgotten(world: World) -> Any:
 
 
 def update_forgotten(world: World) -> Any:
-    """The same masks in every update."""
+    """Every update has the same masks."""
     original = ExactDropout.begin
 
-    def begin(exact: ExactDropout, *arguments: Any) -> None:
+    def begin(exact: ExactDropout, *args: Any) -> None:
         exact.step = 0
-        original(exact, *arguments)
+        original(exact, *args)
 
     return mock.patch.object(ExactDropout, "begin", begin)
 
 
 def call_count_only(world: World) -> Any:
-    """Calls counted over the whole forward pass, of which a stage of a pipeline runs a part."""
+    """Calls are counted over the whole forward pass. A pipeline stage runs only a part of it."""
 
     def module_key(exact: ExactDropout, site: DropoutSite) -> torch.Tensor:
         exact.scope.num_calls += 1
@@ -184,7 +189,7 @@ def call_count_only(world: World) -> Any:
 
 
 def recompute_draws_anew(world: World) -> Any:
-    """A block that runs again goes on counting its calls."""
+    """A recomputed block continues to count its calls, so it has different masks."""
     stack = contextlib.ExitStack()
     stack.enter_context(mock.patch.object(ExactDropout, "back_at", return_value=contextlib.nullcontext()))
     stack.enter_context(mock.patch("everyrank.parallel.dropout.exact._is_in_backward", return_value=False))
@@ -192,13 +197,13 @@ def recompute_draws_anew(world: World) -> Any:
 
 
 def positions_forgotten(world: World) -> Any:
-    """Positions counted from 0 in each part of a sequence."""
+    """Positions are counted from 0 in each part of a sequence."""
     original = ExactDropout.begin
     return mock.patch.object(ExactDropout, "begin", lambda exact, batch, *_: original(exact, batch))
 
 
 def features_forgotten(world: World) -> Any:
-    """Split features and heads counted from 0 on each rank."""
+    """Split features and heads are counted from 0 on each rank."""
     return mock.patch.object(ExactDropout, "features_here", lambda _, count, *__: whole_dim(count))
 
 
@@ -215,13 +220,14 @@ MUTATIONS = [
 
 
 @pytest.mark.parametrize(("mutation", "name", "layout", "model"), MUTATIONS)
-def test_mutation_is_red(ranks: Any, mutation: Any, name: str, layout: str, model: Any) -> None:
-    """Only the layout meets the mistake: what it is compared with ran before."""
+def test_mutation_of_dropout_is_detected(ranks: Any, mutation: Any, name: str, layout: str, model: Any) -> None:
+    """The mutation affects only the layout. Its reference ran before."""
     before, after = ranks(2, check_mutation, mutation, name, layout, model, f"dropout/{next(_COUNTER)}")[0]
     assert (before, after) == ("equal", "different")
 
 
 def check_mutation(world: World, mutation: Any, name: str, text: str, model: Any, key: str) -> tuple[str, str]:
+    """Return (status without the mutation, status with the mutation)."""
     changes = {"blocks": "blocks"} if name == "frozen" else {}
     case, layout = quick_case(world, name, steps=2, model=model, **changes), parse_layout(text)
     before = check_layout(case, layout, world, f"{key}/before")[0].status
@@ -230,8 +236,8 @@ def check_mutation(world: World, mutation: Any, name: str, text: str, model: Any
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_decoder_everywhere(ranks: Any, count: int) -> None:
-    """All layouts of model parallelism, and their meshes."""
+def test_decoder_dropout_is_equal_under_model_parallelism(ranks: Any, count: int) -> None:
+    """The layouts are those of data and model parallelism, and their meshes."""
     layouts = {
         2: [
             "ddp",
@@ -256,7 +262,7 @@ def test_decoder_everywhere(ranks: Any, count: int) -> None:
     assert_quickly_equal(ranks, count, "decoder", layouts, model=zoo.dropping_everywhere)
 
 
-def test_low_precision(ranks: Any) -> None:
-    """The masks are those of float64: bf16 is as far from `single` as rounding is."""
+def test_dropout_in_low_precision_is_equal(ranks: Any) -> None:
+    """The masks in bf16 are those of float64. So bf16 differs from `single` only by rounding."""
     layouts = ["ddp:precision=bf16,recompute"]
     assert_equal(layouts, parities(ranks, 2, "decoder", "sgd", layouts, model=zoo.dropping_everywhere, steps=4))

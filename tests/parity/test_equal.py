@@ -1,4 +1,4 @@
-"""Every exact strategy equals one device: all the traits of section 5 of the design, on 2, 3 and 4 ranks."""
+"""Every equivalent strategy is equal to one device on 2, 3 and 4 ranks, with different workloads of the zoo."""
 
 from __future__ import annotations
 
@@ -24,35 +24,45 @@ _COUNTER = iter(range(10**9))
 
 
 def check_all(world: World, key: str, name: str, optimizer: str, layouts: list[str], changes: dict[str, Any]) -> Any:
-    """Parity of each layout, in the ranks."""
-    subject = zoo.case(world, name, optimizer, **changes)
-    return [check_layout(subject, parse_layout(text), world, f"{key}/{text}")[0] for text in layouts]
+    """Return the parity of each layout. It runs in the ranks."""
+    case = zoo.case(world, name, optimizer, **changes)
+    return [check_layout(case, parse_layout(text), world, f"{key}/{text}")[0] for text in layouts]
 
 
 def parities(ranks: Any, count: int, name: str, optimizer: str, layouts: list[str], **changes: Any) -> list[Parity]:
-    """Parity of each layout; on more than two ranks in float64 only, unless the layout names its precision."""
+    """Return the parity of each layout.
+
+    On more than two ranks, it is in float64 only, unless the layout names its precision.
+    """
     layouts = layouts if count <= 2 else in_float64(layouts)
     key = f"test/{next(_COUNTER)}"
-    results = ranks(count, check_all, key, name, optimizer, layouts, changes)
-    assert all([p.status for p in result] == [p.status for p in results[0]] for result in results)
-    return results[0]
+    all_parities = ranks(count, check_all, key, name, optimizer, layouts, changes)
+    assert all(
+        [parity.status for parity in rank_parities] == [parity.status for parity in all_parities[0]]
+        for rank_parities in all_parities
+    )
+    return all_parities[0]
 
 
-def assert_equal(layouts: list[str], found: list[Parity]) -> None:
-    assert {text: parity.status for text, parity in zip(layouts, found, strict=True)} == dict.fromkeys(
+def assert_equal(layouts: list[str], results: list[Parity]) -> None:
+    """Assert that each layout has the status equal, and that its losses differ by at most 1e-10."""
+    assert {text: parity.status for text, parity in zip(layouts, results, strict=True)} == dict.fromkeys(
         layouts, "equal"
     ), [
         (text, parity.first_divergence, parity.cause, parity.max_relative_difference)
-        for text, parity in zip(layouts, found, strict=True)
+        for text, parity in zip(layouts, results, strict=True)
         if parity.status != "equal"
     ]
-    for parity in found:
+    for parity in results:
         assert parity.max_relative_difference is not None
         assert parity.max_relative_difference <= 1e-10
 
 
 def in_float64(layouts: list[str]) -> list[str]:
-    """The layouts without a comparison in float32, which needs five runs of `single` more; a named precision stays."""
+    """Return the layouts with precision=float64, unless they name a precision.
+
+    A comparison in float32 would need five more runs of `single`.
+    """
     return [
         text if "precision=" in text else f"{text}{',' if ':' in text else ':'}precision=float64" for text in layouts
     ]
@@ -62,16 +72,17 @@ def in_float64(layouts: list[str]) -> list[str]:
 @pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize("name", ["tied", "frozen", "norm", "augmented"])
 def test_equal(ranks: Any, count: int, name: str, optimizer: str) -> None:
-    """Ragged batches over two epochs, batches smaller than the world, masks, ties, frozen parameters, buffers, dicts.
+    """Batches are uneven over two epochs, and some are smaller than the world.
 
-    Tolerance: 1e-10 relative for each loss; the spike and these runs see 5e-16.
+    The workloads have masks, tied and frozen parameters, buffers and dicts.
+    The tolerance is 1e-10 relative for each loss. Typical differences are 5e-16.
     """
     layouts = ["ddp", "zero1", "fsdp"]
     assert_equal(layouts, parities(ranks, count, name, optimizer, layouts))
 
 
 def test_equal_in_float32_on_four_ranks(ranks: Any) -> None:
-    """The others compare float32 on two ranks."""
+    """The other tests compare float32 only on two ranks."""
     layouts = [f"{strategy}:precision=float32" for strategy in ("ddp", "zero1", "fsdp")]
     assert_equal(layouts, parities(ranks, 4, "tied", "adamw", layouts))
 
@@ -79,9 +90,10 @@ def test_equal_in_float32_on_four_ranks(ranks: Any) -> None:
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("name", ["tied", "frozen", "norm"])
 def test_equal_with_micro_batches(ranks: Any, count: int, name: str) -> None:
-    """Ragged micro-batches, some of them smaller than the world, a last batch with fewer samples than those.
+    """Micro-batches are uneven, and some are smaller than the world.
+    The last batch has fewer samples than there are micro-batches.
 
-    Batch norm is compared with `single` at the same accumulate: its statistics are those of a micro-batch.
+    Batch norm is compared with `single` with the same `accumulate`, because it uses the statistics of a micro-batch.
     """
     changes: dict[str, Any] = {
         "tied": {},
@@ -93,8 +105,8 @@ def test_equal_with_micro_batches(ranks: Any, count: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["tied", "norm"])
-def test_equal_when_recomputing(ranks: Any, name: str) -> None:
-    """Running statistics must not see a batch twice because its forward ran twice."""
+def test_equal_with_recomputation(ranks: Any, name: str) -> None:
+    """Forward runs twice. The running statistics must be updated only once for each batch."""
     layouts = ["single:recompute", "ddp:recompute", "fsdp:recompute", "zero1:accumulate=2,recompute"]
     changes = {"global_batch": 8} if name == "norm" else {}
     assert_equal(layouts, parities(ranks, 2, name, "sgd", layouts, **changes))
@@ -102,14 +114,14 @@ def test_equal_when_recomputing(ranks: Any, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["tied", "frozen", "norm"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_low_precision_stays_in_the_band(ranks: Any, name: str, precision: str) -> None:
-    """The float64 replay is exact, and the run itself is within the band of perturbed runs of single."""
+def test_low_precision_is_within_the_tolerance_band(ranks: Any, name: str, precision: str) -> None:
+    """The float64 rerun is exact. The run itself is within the band of perturbed runs of `single`."""
     layouts = [f"{strategy}:precision={precision}" for strategy in ("ddp", "zero1", "fsdp")]
     assert_equal(layouts, parities(ranks, 2, name, "sgd", layouts))
 
 
-def test_options_change_no_number(ranks: Any) -> None:
-    """Buckets, static graphs, looking for unused parameters, keeping gathered blocks: only where and when."""
+def test_equal_with_other_options(ranks: Any) -> None:
+    """Bucket sizes, static graphs, the search for unused parameters and resharding do not change results."""
     layouts = [
         "ddp:bucket_mb=0.0001",
         "ddp:static_graph=true",
@@ -122,68 +134,69 @@ def test_options_change_no_number(ranks: Any) -> None:
     assert_equal(layouts, parities(ranks, 2, "tied", "adamw", layouts))
 
 
-def test_unused_parameters(ranks: Any) -> None:
-    """A parameter that takes no part in the loss is not decayed or moved, nor leaves others unreduced."""
+def test_equal_with_unused_parameters(ranks: Any) -> None:
+    """A parameter without a gradient is not decayed or moved. The other parameters are still reduced."""
     layouts = ["ddp:find_unused=true", "zero1:find_unused=true", "fsdp"]
     for optimizer in ("sgd", "adamw"):
         assert_equal(layouts, parities(ranks, 2, "unused", optimizer, layouts))
 
 
-def test_unused_parameters_are_named(ranks: Any) -> None:
-    """DDP itself leaves other gradients of the bucket unreduced. The layouts after it are still compared."""
+def test_ddp_names_unused_parameters(ranks: Any) -> None:
+    """DDP itself would leave other gradients of the bucket unreduced. Layouts after ddp are still compared."""
     ddp, fsdp = parities(ranks, 2, "unused", "sgd", ["ddp", "fsdp"])
     assert (ddp.status, fsdp.status) == ("refused", "equal")
     assert ddp.reason is not None
     assert all(word in ddp.reason for word in ("layout ddp:", "unused.weight", "ddp:find_unused=true"))
 
 
-def test_parameters_unused_on_one_rank(ranks: Any) -> None:
-    """Ranks that go on would wait for each other's gradients, so the run ends."""
+def test_parameter_unused_on_one_rank_ends_the_run(ranks: Any) -> None:
+    """If ranks continued, they would wait for each other's gradients. So the run ends."""
     with pytest.raises(AssertionError, match=r"errors\.WorkloadError: .*took no part .*find_unused=true"):
-        ranks(2, losses_of_ranks_that_disagree)
+        ranks(2, check_unused_on_one_rank)
 
 
-def losses_of_ranks_that_disagree(world: World) -> None:
-    """Rank 1 has a parameter without a gradient; rank 0 never comes to say so, too."""
-    agree = functools.partial(do_all_ranks_agree, seconds=0.5)
+def check_unused_on_one_rank(world: World) -> None:
+    """Rank 1 has a parameter without a gradient. Rank 0 never joins the check."""
+    agree_with_short_timeout = functools.partial(do_all_ranks_agree, seconds=0.5)
     if world.rank == 1:
-        with mock.patch.object(ddp, "do_all_ranks_agree", agree):
+        with mock.patch.object(ddp, "do_all_ranks_agree", agree_with_short_timeout):
             check_unused_parameters({"head.weight": nn.Parameter(torch.zeros(1))}, parse_layout("ddp"), world)
 
 
-def test_sparse_gradients(ranks: Any) -> None:
-    """Embeddings with sparse gradients train where no gradient is reduced, and are named elsewhere."""
+def test_sparse_gradients_are_equal_or_refused(ranks: Any) -> None:
+    """Layouts that do not reduce gradients train sparse embeddings. Other layouts refuse and name the fix."""
     layouts = ["single", "local_sgd", "ddp", "fsdp"]
-    parity = dict(zip(layouts, parities(ranks, 2, "sparse", "sgd", layouts), strict=True))
-    assert [parity[text].status for text in layouts] == ["equal", "equal", "refused", "refused"]
-    assert "sparse=False" in str(parity["ddp"].reason)
+    parity_by_layout = dict(zip(layouts, parities(ranks, 2, "sparse", "sgd", layouts), strict=True))
+    assert [parity_by_layout[text].status for text in layouts] == ["equal", "equal", "refused", "refused"]
+    assert "sparse=False" in str(parity_by_layout["ddp"].reason)
 
 
 @pytest.mark.parametrize("name", ["tied", "norm"])
-def test_one_rank(ranks: Any, name: str) -> None:
-    """A world of one has the same interface."""
+def test_equal_on_one_rank(ranks: Any, name: str) -> None:
+    """A world of one rank has the same interface."""
     layouts = ["single", "ddp", "zero1", "fsdp", "fsdp:precision=bf16"]
     assert_equal(layouts, parities(ranks, 1, name, "adamw", layouts))
 
 
-def test_compiled(ranks: Any) -> None:
-    """torch.compile changes no mathematics, also around blocks that are sharded or synchronise their batch norm."""
+def test_equal_with_compile(ranks: Any) -> None:
+    """torch.compile does not change results, also not around sharded blocks or synchronized batch norm."""
     assert_equal(["ddp:compile"], parities(ranks, 2, "norm", "sgd", ["ddp:compile"], steps=2, epochs=None))
 
 
-def test_loader_workers_change_no_sample(ranks: Any) -> None:
-    """Augmentation is a function of (seed, epoch, sample), whatever process reads the sample."""
-    found = ranks(2, losses_with_workers, 0), ranks(2, losses_with_workers, 2)
-    assert found[0] == found[1]
-    assert len(set(found[0][0])) == len(found[0][0])
+def test_loader_workers_do_not_change_samples(ranks: Any) -> None:
+    """Augmentation depends on (seed, epoch, sample). It does not depend on the process that reads the sample."""
+    without_workers, with_workers = ranks(2, losses_with_workers, 0), ranks(2, losses_with_workers, 2)
+    assert without_workers == with_workers
+    assert len(set(without_workers[0])) == len(without_workers[0])
 
 
-def losses_with_workers(world: World, workers: int) -> list[float]:
+def losses_with_workers(world: World, num_workers: int) -> list[float]:
+    """Return the losses of 8 updates of ddp with this number of loader workers."""
     import dataclasses
 
     from everyrank.parity import trace
 
-    world = dataclasses.replace(world, loader_workers=workers)
+    world = dataclasses.replace(world, loader_workers=num_workers)
     workload = zoo.workload("augmented")
-    subject = parity_case(workload, *open_data(workload, world), steps=8)
-    return trace(subject, parse_layout("ddp"), world, subject.planned("float64")).losses
+    case = parity_case(workload, *open_data(workload, world), steps=8)
+    return trace(case, parse_layout("ddp"), world, case.planned("float64")).losses

@@ -1,4 +1,4 @@
-"""Mixtures of experts equal one device, whichever ranks their experts are on."""
+"""Mixtures of experts are equal to one device, whichever ranks hold the experts."""
 
 from __future__ import annotations
 
@@ -41,36 +41,37 @@ LAYOUTS = {
 
 
 def test_equal(ranks: Any) -> None:
-    """Top 2 of 4 experts on two ranks: ragged batches, masks, micro-batches, recomputation, clipping."""
+    """Top 2 of 4 experts on two ranks. Batches are uneven, with masks, micro-batches, recomputation and clipping."""
     assert_equal(LAYOUTS[2], parities(ranks, 2, "experts", "sgd", LAYOUTS[2]))
 
 
 def test_equal_with_few_tokens(ranks: Any) -> None:
-    """Top 1 of 8 experts: in many an update experts, and ranks, get no token."""
+    """Top 1 of 8 experts. In many updates, some experts and ranks get no token."""
     layouts = ["expert", "fsdp:expert=2,accumulate=3"]
     assert_equal(layouts, parities(ranks, 2, "experts", "adamw", layouts, model=zoo.one_of_eight_experts))
 
 
-def test_equal_without_tokens(ranks: Any) -> None:
-    """One expert gets all tokens: the other rank takes part in backward, and has gradients of zero."""
+def test_equal_if_one_expert_gets_all_tokens(ranks: Any) -> None:
+    """The other rank takes part in backward. Its gradients are zero."""
     layouts = ["expert", "expert:recompute,accumulate=2", "fsdp:expert=2"]
     assert_equal(layouts, parities(ranks, 2, "experts", "sgd", layouts, model=zoo.one_expert_for_all))
 
 
-def test_equal_otherwise(ranks: Any) -> None:
-    """Whole experts under all other strategies; and in low precision within the band of rounding."""
+def test_equal_under_other_strategies_and_in_low_precision(ranks: Any) -> None:
+    """Other strategies do not split the experts. Low precision is within the tolerance band."""
     layouts = ["zero1", "fsdp", "tensor", "context", "pipeline", "expert:precision=bf16"]
     layouts += ["fsdp:expert=2,precision=bf16", "expert:precision=fp16"]
     assert_equal(layouts, parities(ranks, 2, "experts", "sgd", layouts))
 
 
-def test_compiled(ranks: Any) -> None:
-    """Around experts whose rows are known only at run time."""
+def test_equal_with_compile(ranks: Any) -> None:
+    """The number of rows of an expert is known only at run time."""
     layouts = ["expert:compile,precision=float64"]
     assert_equal(layouts, parities(ranks, 2, "experts", "sgd", layouts, steps=2, epochs=None))
 
 
-def refusals(world: World, layout: str, changes: dict[str, Any]) -> str:
+def refusal(world: World, layout: str, changes: dict[str, Any]) -> str:
+    """Return the exit status and message of a refusal, or "" if the layout is supported."""
     try:
         prepare(zoo.workload("experts", **changes), parse_layout(layout), world)
     except EveryrankError as error:
@@ -79,7 +80,7 @@ def refusals(world: World, layout: str, changes: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("layout", "changes", "says"),
+    ("layout", "changes", "expected_text"),
     [
         ("expert", {"model": zoo.three_experts}, "blocks.0.feed.experts has 3 experts"),
         ("expert", {"model": zoo.one_expert}, "give expert=1 at most"),
@@ -91,28 +92,30 @@ def refusals(world: World, layout: str, changes: dict[str, Any]) -> str:
         ("fsdp:expert=3", {}, "give --processes 3"),
     ],
 )
-def test_what_cannot_be_laid_out(ranks: Any, layout: str, changes: dict[str, Any], says: str) -> None:
-    """One line and status 2, on every rank."""
-    for found in ranks(2, refusals, layout, changes):
-        assert found.startswith("2 ")
-        assert says in found
-        assert "\n" not in found
+def test_unsupported_expert_layout_is_refused(
+    ranks: Any, layout: str, changes: dict[str, Any], expected_text: str
+) -> None:
+    """Every rank refuses with one line and exit status 2."""
+    for message in ranks(2, refusal, layout, changes):
+        assert message.startswith("2 ")
+        assert expected_text in message
+        assert "\n" not in message
 
 
 @pytest.mark.parametrize("layout", ["ddp:expert=2,compress=fp16", "ddp:expert=2,batch_norm=local", "zero1:expert=2"])
-def test_what_does_not_go_together(layout: str) -> None:
-    """Refused before anything starts."""
+def test_parse_layout_refuses_options_that_conflict_with_expert(layout: str) -> None:
+    """The layout is refused before any process starts."""
     with pytest.raises(LayoutError, match="expert"):
         parse_layout(layout)
 
 
-def test_equal_on_more_ranks(ranks: Any) -> None:
-    """The hybrids; float32 is compared on two ranks."""
+def test_equal_on_four_ranks(ranks: Any) -> None:
+    """The layouts include hybrids. They are compared in float64, because float32 is compared on two ranks."""
     layouts = in_float64(LAYOUTS[4])
     assert_equal(layouts, parities(ranks, 4, "experts", "sgd", layouts))
 
 
-def test_equal_on_more_ranks_with_adamw(ranks: Any) -> None:
-    """Its state is split as the experts and the shards are."""
+def test_equal_on_four_ranks_with_adamw(ranks: Any) -> None:
+    """The optimizer state is split like the experts and the shards."""
     layouts = in_float64(["ddp:expert=2", "fsdp:expert=2", "fsdp:expert=4", "fsdp:expert=2,tensor=2"])
     assert_equal(layouts, parities(ranks, 4, "experts", "adamw", layouts))

@@ -1,4 +1,7 @@
-"""Tensor, context, pipeline and hybrid layouts equal one device: two epochs, clipping, ragged batches, masks, a tie."""
+"""Tensor, context, pipeline and hybrid layouts are equal to one device.
+
+The runs have two epochs, clipping, uneven batches, masks and tied weights.
+"""
 
 from __future__ import annotations
 
@@ -42,15 +45,15 @@ SMALL = {
 
 
 def test_equal(ranks: Any) -> None:
-    """Every layout of two ranks in float64 and float32, which takes other reduction paths.
+    """Every layout on two ranks is compared in float64 and in float32, which has other reduction paths.
 
-    Those of four, AdamW, compiled ones and shards in low precision are in tests/integration/test_more_ranks.py.
+    tests/integration/test_more_ranks.py has four ranks, AdamW, compiled layouts and shards in low precision.
     """
     assert_equal(SMALL[2], parities(ranks, 2, "decoder", "sgd", SMALL[2]))
 
 
-def test_low_precision_stays_in_the_band(ranks: Any) -> None:
-    """bf16 is as far from single as rounding is, and fp16 skips and scales alike on all ranks."""
+def test_low_precision_is_within_the_tolerance_band(ranks: Any) -> None:
+    """bf16 differs from `single` only by rounding. fp16 skips and scales updates identically on all ranks."""
     layouts = [
         "tensor:precision=bf16",
         "context:precision=bf16",

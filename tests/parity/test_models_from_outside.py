@@ -1,4 +1,4 @@
-"""Models and losses that are written otherwise than those of the zoo: equal, or refused in words, never hanging."""
+"""User models and losses with unusual structure are equal or refused with a message. They never hang."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ KEYS = map(str, itertools.count())
 
 
 def outcome(world: World, workload: Any, layout: str, key: str) -> str:
+    """Return the status of the parity with its reason or cause, or the error."""
     try:
         case = parity_case(workload, *open_data(workload, world), steps=5)
         parity, _ = check_layout(case, parse_layout(layout), world, f"outside/{workload.name}/{key}")
@@ -32,7 +33,7 @@ def outcome(world: World, workload: Any, layout: str, key: str) -> str:
 
 
 class Normal(nn.Module):
-    """Its output is an object in which torch looks for no tensor."""
+    """A model whose output is an object. torch does not search this object for tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,32 +44,35 @@ class Normal(nn.Module):
 
 
 def nll(output: Any, target: Tensor) -> tuple[Tensor, int]:
+    """Return the negative log-likelihood and its number of terms."""
     values = output.log_prob(target)
     return -values.sum(), values.numel()
 
 
-def of_points(**changes: Any) -> Any:
-    """Outputs of 3 features for inputs of 5, whatever the points of the zoo are."""
+def points_workload(**changes: Any) -> Any:
+    """Return a workload with inputs of 5 features and outputs of 3 features, for any points of the zoo."""
 
     def collate(samples: list[Any]) -> tuple[Tensor, Tensor]:
-        rows = torch.stack([torch.cat([leaf.flatten() for leaf in sample[:1]]) for sample in samples])
+        rows = torch.stack([torch.cat([tensor.flatten() for tensor in sample[:1]]) for sample in samples])
         rows = torch.cat([rows] * 5, dim=1)[:, :5]
         return rows, rows[:, :3] * 2
 
-    found = changed(zoo.workload("tied"), name="outside", **changes)
-    return changed(found, train_data=lambda: zoo.Points(23), eval_data=lambda: zoo.Points(13), collate=collate)
+    tied_workload = changed(zoo.workload("tied"), name="outside", **changes)
+    return changed(tied_workload, train_data=lambda: zoo.Points(23), eval_data=lambda: zoo.Points(13), collate=collate)
 
 
-def test_an_output_that_fully_shard_cannot_hook(ranks: Any) -> None:
-    """Its gradients would never be reduced, without a word; ddp computes them."""
-    workload = of_points(model=Normal, loss=nll, blocks=None)
+def test_output_that_fully_shard_cannot_hook_is_refused(ranks: Any) -> None:
+    """fully_shard would never reduce the gradients of such an output, without an error. ddp reduces them."""
+    workload = points_workload(model=Normal, loss=nll, blocks=None)
     assert ranks(2, outcome, workload, "ddp", next(KEYS))[0].startswith("equal")
-    said = ranks(2, outcome, workload, "fsdp", next(KEYS))[0]
-    assert said.startswith("refused"), said
-    assert "Normal" in said
+    result = ranks(2, outcome, workload, "fsdp", next(KEYS))[0]
+    assert result.startswith("refused"), result
+    assert "Normal" in result
 
 
 class Checkpointed(nn.Module):
+    """A model that checkpoints its own blocks."""
+
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(5, 6)
@@ -83,55 +87,58 @@ class Checkpointed(nn.Module):
 
 
 def squares(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    """Return the sum of the squared errors and its number of terms."""
     return (output - target).square().sum(), output.numel()
 
 
-def test_a_pipeline_of_blocks_in_a_checkpoint_of_the_model(ranks: Any) -> None:
-    workload = of_points(model=Checkpointed, loss=squares, blocks="blocks")
-    said = ranks(2, outcome, workload, "pipeline", next(KEYS))[0]
-    assert said.startswith("refused"), said
-    assert "recompute=true" in said
+def test_pipeline_of_blocks_that_the_model_checkpoints_is_refused(ranks: Any) -> None:
+    """The message recommends recompute=true. fsdp supports the model."""
+    workload = points_workload(model=Checkpointed, loss=squares, blocks="blocks")
+    result = ranks(2, outcome, workload, "pipeline", next(KEYS))[0]
+    assert result.startswith("refused"), result
+    assert "recompute=true" in result
     assert ranks(2, outcome, workload, "fsdp", next(KEYS))[0].startswith("equal")
 
 
 def contrastive(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
-    rows = gather(output)
-    own = first_row() + torch.arange(len(output))
-    return nn.functional.cross_entropy(output @ rows.T, own, reduction="sum"), len(output)
+    """Contrast each output with those of all ranks."""
+    all_outputs = gather(output)
+    labels = first_row() + torch.arange(len(output))
+    return nn.functional.cross_entropy(output @ all_outputs.T, labels, reduction="sum"), len(output)
 
 
 @pytest.mark.parametrize("layout", ["local_sgd", "ddp:batch_norm=local"])
-def test_gather_where_one_process_stands_for_several(ranks: Any, layout: str) -> None:
-    """The rows of the other ranks are not there; under local_sgd they would be those of other models."""
-    workload = of_points(model=lambda: nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)))
+def test_gather_is_refused_where_one_process_simulates_several_ranks(ranks: Any, layout: str) -> None:
+    """One process does not have the rows of the other ranks. Under local_sgd they come from other models."""
+    workload = points_workload(model=lambda: nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)))
     workload = changed(workload, loss=contrastive, blocks=None, global_batch=8)
-    said = ranks(2, outcome, workload, layout, next(KEYS))[0]
-    assert said.startswith("refused"), said
-    assert "gather" in said
+    result = ranks(2, outcome, workload, layout, next(KEYS))[0]
+    assert result.startswith("refused"), result
+    assert "gather" in result
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.NAdam])
-def test_optimizers_that_count_in_tensors_under_local_sgd(ranks: Any, optimizer: Any) -> None:
-    """Their numbers are no mean of anything; the counts of loss terms are not whole."""
+def test_optimizers_with_step_tensors_are_equal_under_local_sgd(ranks: Any, optimizer: Any) -> None:
+    """Step counts in tensors must not be averaged. The counts of loss terms are not whole numbers."""
 
     def weighted(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         weights = 0.3 + target.abs().sum(1) / 7
         return ((output - target).square().mean(1) * weights).sum(), weights.sum()
 
-    workload = of_points(
+    workload = points_workload(
         model=lambda: nn.Linear(5, 3),
         loss=weighted,
-        optimizer=lambda m: optimizer(m.parameters(), lr=0.01),
+        optimizer=lambda model: optimizer(model.parameters(), lr=0.01),
         blocks=None,
     )
     workload = changed(workload, clip_norm=None)
     for layout in ("local_sgd", "local_sgd:every=2"):
-        said = ranks(2, outcome, workload, layout, next(KEYS))[0]
-        assert said.startswith("equal"), said
+        result = ranks(2, outcome, workload, layout, next(KEYS))[0]
+        assert result.startswith("equal"), result
 
 
 def test_masks_of_rows_do_not_depend_on_padding() -> None:
-    """Dropout of attention weights (heads, queries, keys): a batch that is padded further has the same masks."""
+    """Attention dropout has shape (heads, queries, keys). A batch with more padding has the same masks."""
     keys = sample_keys(5, range(3), torch.device("cpu"))
 
     def mask(length: int) -> Tensor:
@@ -141,8 +148,8 @@ def test_masks_of_rows_do_not_depend_on_padding() -> None:
     assert not torch.equal(mask(7)[:, 0], mask(7)[:, 1])
 
 
-class LocalNorm(torch.optim.Optimizer):
-    """Normalised gradient descent. It takes the norm of a shard for the norm of the whole gradient."""
+class LocalNormSGD(torch.optim.Optimizer):
+    """Normalized gradient descent. It takes the norm of a shard for the norm of the whole gradient."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.01})
@@ -151,17 +158,19 @@ class LocalNorm(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:
         assert closure is None
         for parameter in self.param_groups[0]["params"]:
-            weight, gradient = (getattr(t, "to_local", lambda t=t: t)() for t in (parameter, parameter.grad))
+            weight, gradient = (
+                getattr(tensor, "to_local", lambda tensor=tensor: tensor)() for tensor in (parameter, parameter.grad)
+            )
             weight.sub_(gradient / (gradient.norm() + 1e-6), alpha=0.01)
 
 
-def test_an_optimizer_that_takes_a_shard_for_the_whole(ranks: Any) -> None:
-    """The gradients are right, so the cause is in the optimizer."""
-    workload = of_points(
+def test_optimizer_that_takes_the_norm_of_a_shard_is_named(ranks: Any) -> None:
+    """The gradients are right, so the cause is the optimizer."""
+    workload = points_workload(
         model=lambda: nn.Linear(5, 3),
         loss=squares,
         blocks=None,
-        optimizer=lambda model: LocalNorm(model.parameters()),
+        optimizer=lambda model: LocalNormSGD(model.parameters()),
         metrics={},
     )
     result = ranks(2, outcome, workload, "fsdp", next(KEYS))[0]

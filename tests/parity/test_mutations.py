@@ -1,7 +1,7 @@
-"""Each mistake that people make must turn parity red, under the optimizer that shows it.
+"""Parity detects each common mistake, under the optimizer that reveals it.
 
-A mutation patches the real code inside the ranks for one check. Only the distributed run meets it: `single` runs
-unpatched, because a patch acts where more than one rank reads.
+A mutation patches the real code inside the ranks for one check. It affects only the distributed run. `single` runs
+unpatched, because a patch acts only with more than one rank.
 """
 
 from __future__ import annotations
@@ -31,44 +31,46 @@ _COUNTER = iter(range(10**9))
 Patch = contextlib.AbstractContextManager[Any]
 
 
-def _strategy(name: str) -> Any:
+def _strategy_module(name: str) -> Any:
+    """Return the module of a strategy."""
     return importlib.import_module(f"everyrank.strategies.{name}")
 
 
 def _without_reduction(state: Any, bucket: Any) -> Any:
+    """Return the local gradients of the bucket. This is a communication hook of DDP."""
     future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
 
 
-_without_reduction.__annotations__ = {"bucket": dist.GradBucket}  # torch looks at the annotation itself
+_without_reduction.__annotations__ = {"bucket": dist.GradBucket}  # torch checks this annotation
 
 
 def no_all_reduce(strategy: str, world: World) -> Patch:
     """Gradients stay on the rank that computed them."""
-    module = _strategy(strategy)
+    module = _strategy_module(strategy)
     if strategy == "fsdp":
         original = module.apply_fsdp
 
         def apply_fsdp(model: Any, *rest: Any) -> None:
             original(model, *rest)
-            for part in model.modules():
-                if hasattr(part, "set_custom_reduce_scatter"):
-                    part.set_custom_reduce_scatter(_OwnPart(world))
+            for submodule in model.modules():
+                if hasattr(submodule, "set_custom_reduce_scatter"):
+                    submodule.set_custom_reduce_scatter(_LocalShard(world))
 
         return mock.patch.object(module, "apply_fsdp", apply_fsdp)
     original = module.apply_ddp
 
-    def apply_ddp(*arguments: Any) -> Any:
-        ddp = original(*arguments)
+    def apply_ddp(*args: Any) -> Any:
+        ddp = original(*args)
         ddp.register_comm_hook(None, _without_reduction)
         return ddp
 
     return mock.patch.object(module, "apply_ddp", apply_ddp)
 
 
-class _OwnPart:
-    """In place of a reduce-scatter: keep this rank's part of this rank's own gradients."""
+class _LocalShard:
+    """A replacement of reduce-scatter that keeps this rank's shard of this rank's gradients."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -81,125 +83,128 @@ class _OwnPart:
         return None
 
 
-def _stepping(strategy: str, step: Callable[..., None]) -> Patch:
-    """The optimizer steps of this strategy become `step(original, trainable, total, ...)`; those of `single` do not."""
-    module = _strategy(strategy)
-    make = module.make_trainable
+def _patch_optimizer_step(strategy: str, step: Callable[..., None]) -> Patch:
+    """Replace optimizer steps of this strategy by `step(original, trainable, total, ...)`. `single` is unchanged."""
+    module = _strategy_module(strategy)
+    original_make = module.make_trainable
 
-    def make_trainable(*arguments: Any, **options: Any) -> Any:
-        trainable = make(*arguments, **options)
+    def make_trainable(*args: Any, **options: Any) -> Any:
+        trainable = original_make(*args, **options)
         original = trainable.optimizer_step
-        trainable.optimizer_step = lambda *rest, **named: step(original, trainable, *rest, **named)
+        trainable.optimizer_step = lambda *step_args, **kwargs: step(original, trainable, *step_args, **kwargs)
         return trainable
 
     return mock.patch.object(module, "make_trainable", make_trainable)
 
 
 def sum_for_mean(strategy: str, world: World) -> Patch:
-    """The factor that undoes the wrapper's average is applied twice: gradients are W times too large."""
+    """The factor that reverts the average of the wrapper is applied twice. Gradients are W times too large."""
 
-    def step(original: Any, trainable: Any, total: Any, *rest: Any, **named: Any) -> None:
-        original(total / torch.tensor([1.0, world.size], dtype=total.dtype), *rest, **named)
+    def step(original: Any, trainable: Any, total: Any, *args: Any, **kwargs: Any) -> None:
+        original(total / torch.tensor([1.0, world.size], dtype=total.dtype), *args, **kwargs)
 
-    return _stepping(strategy, step)
+    return _patch_optimizer_step(strategy, step)
 
 
 def local_count(strategy: str, world: World) -> Patch:
-    """Each rank divides by the number of its own terms, as if all ranks had as many."""
-    module = _strategy(strategy if strategy == "pipeline" else "step")
-    own: list[Any] = []
+    """Each rank divides by its own number of terms, as if all ranks had the same number."""
+    module = _strategy_module(strategy if strategy == "pipeline" else "step")
+    local_sums: list[Any] = []
 
-    def step(original: Any, trainable: Any, total: Any, *rest: Any, **named: Any) -> None:
-        original(sum(own) * world.size if float(sum(own)[1]) else total, *rest, **named)
-        own.clear()
+    def step(original: Any, trainable: Any, total: Any, *args: Any, **kwargs: Any) -> None:
+        original(sum(local_sums) * world.size if float(sum(local_sums)[1]) else total, *args, **kwargs)
+        local_sums.clear()
 
-    def compute_loss(*arguments: Any) -> Any:
-        loss, share = loss_original(*arguments)
-        own.append(share)
-        return loss, share
+    def compute_loss(*loss_args: Any) -> Any:
+        loss, sum_and_count = original_loss(*loss_args)
+        local_sums.append(sum_and_count)
+        return loss, sum_and_count
 
-    loss_original = module.compute_loss
+    original_loss = module.compute_loss
     stack = contextlib.ExitStack()
-    stack.enter_context(_stepping(strategy, step))
+    stack.enter_context(_patch_optimizer_step(strategy, step))
     stack.enter_context(mock.patch.object(module, "compute_loss", compute_loss))
     return stack
 
 
 def same_slice(strategy: str, world: World) -> Patch:
-    """Every rank reads the first rank's part."""
-    first = property(lambda mesh: Slice(0, mesh.size("replicate", "shard")))
-    return mock.patch.object(Mesh, "data_slice", first)
+    """Every rank reads the slice of the first rank."""
+    first_slice = property(lambda mesh: Slice(0, mesh.size("replicate", "shard")))
+    return mock.patch.object(Mesh, "data_slice", first_slice)
 
 
 def weights_averaged(strategy: str, world: World) -> Patch:
-    """Each rank steps on its own gradients, then the weights are averaged."""
+    """Each rank steps with its own gradients, then the weights are averaged."""
     stack = contextlib.ExitStack()
     stack.enter_context(no_all_reduce(strategy, world))
 
-    def step(original: Any, trainable: Any, total: Any, *rest: Any, **named: Any) -> None:
+    def step(original: Any, trainable: Any, total: Any, *args: Any, **kwargs: Any) -> None:
         if strategy != "fsdp":
-            total = total / world.size  # the carrier was not reduced: add it up by hand
+            # the sum and count are not reduced with the gradients, so they are reduced here
+            total = total / world.size
             dist.all_reduce(total)
-        original(total, *rest, **named)
+        original(total, *args, **kwargs)
         if strategy == "ddp":
             for parameter in trainable.parameters:
                 dist.all_reduce(parameter.data)
                 parameter.data /= world.size
 
-    stack.enter_context(_stepping(strategy, step))
+    stack.enter_context(_patch_optimizer_step(strategy, step))
     return stack
 
 
 def last_micro_batch_dropped(strategy: str, world: World) -> Patch:
-    """The loop over micro-batches ends one too early, and the count with it."""
+    """The loop over micro-batches ends one micro-batch too early, and does not count the last one."""
 
     def change(prepared: Any) -> Any:
         return dataclasses.replace(prepared, step=lambda batches: prepared.step(batches[:-1] or batches))
 
-    return _prepared(strategy, change)
+    return _patch_prepare(strategy, change)
 
 
 def epoch_not_set(strategy: str, world: World) -> Patch:
-    """set_epoch is forgotten: every epoch has the order of the first."""
+    """set_epoch is missing, so every epoch has the order of the first one."""
     import everyrank.loop.updates
 
     original = everyrank.loop.updates.batches_for_updates
 
-    def batches(workload: Any, dataset: Any, updates: Any, reads: Slice, *rest: Any) -> Any:
-        if reads.count > 1:
+    def batches(workload: Any, dataset: Any, updates: Any, data_slice: Slice, *rest: Any) -> Any:
+        if data_slice.count > 1:
             updates = [dataclasses.replace(update, epoch=0) for update in updates]
-        return original(workload, dataset, updates, reads, *rest)
+        return original(workload, dataset, updates, data_slice, *rest)
 
     return mock.patch.object(everyrank.loop.updates, "batches_for_updates", batches)
 
 
 def batch_norm_alone(strategy: str, world: World) -> Patch:
-    """Each rank normalises by the statistics of its own samples."""
+    """Each rank normalizes by the statistics of its own samples."""
     import everyrank.parallel.parallelize
 
     return mock.patch.object(everyrank.parallel.parallelize, "apply_batch_norm")
 
 
 def padding_sample_counts(strategy: str, world: World) -> Patch:
-    """A padding sample takes part in the batch norm statistics."""
+    """A dummy sample counts in the batch norm statistics."""
     import everyrank.parallel.batch_norm as batch_norm
 
-    class Forgetful(batch_norm.MicroBatchState):
+    class StateWithoutPadding(batch_norm.MicroBatchState):
         def __setattr__(self, name: str, value: Any) -> None:
             super().__setattr__(name, False if name == "is_padding" else value)
 
     import everyrank.parallel.parallelize
 
-    return mock.patch.object(everyrank.parallel.parallelize, "MicroBatchState", Forgetful)
+    return mock.patch.object(everyrank.parallel.parallelize, "MicroBatchState", StateWithoutPadding)
 
 
 def clipped_by_local_norm(strategy: str, world: World) -> Patch:
     """Each rank clips by the norm of its own shards."""
-    return _stepping(strategy, lambda original, _, total, num_averaged, sum_grad_squares: original(total, num_averaged))
+    return _patch_optimizer_step(
+        strategy, lambda original, _, total, num_averaged, sum_grad_squares: original(total, num_averaged)
+    )
 
 
 def seeded_by_rank(strategy: str, world: World) -> Patch:
-    """Every rank builds its own weights, and nobody sends rank 0's round."""
+    """Every rank initializes its own weights, and rank 0 does not broadcast its weights."""
     import everyrank.parallel.init_model
     import everyrank.parallel.parallelize
 
@@ -219,25 +224,25 @@ def seeded_by_rank(strategy: str, world: World) -> Patch:
 
 
 def stale_owners(strategy: str, world: World) -> Patch:
-    """Owners update their parameters and forget to send them."""
-    return mock.patch.object(_strategy(strategy), "broadcast_from_owners")
+    """Owners update their parameters and do not broadcast them."""
+    return mock.patch.object(_strategy_module(strategy), "broadcast_from_owners")
 
 
 def no_sync_too_late(strategy: str, world: World) -> Patch:
-    """no_sync around all micro-batches: the last one sends nothing either."""
+    """no_sync covers all micro-batches, so the last one does not all-reduce either."""
     from torch.nn.parallel import DistributedDataParallel
 
     original = DistributedDataParallel.forward
 
-    def forward(self: Any, *arguments: Any, **named: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         with self.no_sync():
-            return original(self, *arguments, **named)
+            return original(self, *args, **kwargs)
 
     return mock.patch.object(DistributedDataParallel, "forward", forward)
 
 
 def _is_distributed() -> bool:
-    """Whether the code that runs belongs to the distributed strategy, told from the call stack."""
+    """Return whether the call stack has code of a distributed strategy."""
     import sys
 
     frame = sys._getframe()
@@ -248,14 +253,15 @@ def _is_distributed() -> bool:
     return False
 
 
-def _prepared(strategy: str, change: Callable[[Any], Any]) -> Patch:
-    module = _strategy(strategy)
+def _patch_prepare(strategy: str, change: Callable[[Any], Any]) -> Patch:
+    """Replace what `prepare` of this strategy returns by `change(prepared)`."""
+    module = _strategy_module(strategy)
     original = module.prepare
-    return mock.patch.object(module, "prepare", lambda *arguments: change(original(*arguments)))
+    return mock.patch.object(module, "prepare", lambda *args: change(original(*args)))
 
 
 ALL = ("ddp", "zero1", "fsdp")
-# mutation, strategies, workload, optimizer under which it shows, ranks, keys of the layout, words of the cause
+# mutation, strategies, workload, optimizer that reveals it, ranks, keys of the layout, text of the cause
 CASES: list[tuple[Callable[[str, World], Patch], tuple[str, ...], str, str, int, str, str]] = [
     (no_all_reduce, ALL, "frozen", "sgd", 2, "", ""),
     (sum_for_mean, ALL, "frozen", "sgd", 2, "", "summed, not averaged"),
@@ -274,47 +280,49 @@ CASES: list[tuple[Callable[[str, World], Patch], tuple[str, ...], str, str, int,
 
 
 def check(world: World, mutation: Any, strategy: str, name: str, optimizer: str, keys: str, key: str) -> Parity:
+    """Return the parity of the strategy under this mutation."""
     changes: dict[str, Any] = {"clip_norm": 0.05} if mutation is clipped_by_local_norm else {"clip_norm": None}
     if mutation is batch_norm_alone:
-        changes["global_batch"] = 8  # a single sample has no variance, which torch itself would say
+        changes["global_batch"] = 8  # a single sample has no variance, and torch would raise an error
     if "accumulate" in keys:
         changes["model"] = zoo.uncounted_model
-    subject = zoo.case(world, name, optimizer, **changes)
+    case = zoo.case(world, name, optimizer, **changes)
     layout = parse_layout(f"{strategy}:precision=float64{keys.replace(':', ',')}")
-    ensure_references(subject, layout, world, f"{key}/single")  # before anything is patched
+    ensure_references(case, layout, world, f"{key}/single")  # it runs unpatched
     with mutation(strategy, world):
-        return check_layout(subject, layout, world, key)[0]
+        return check_layout(case, layout, world, key)[0]
 
 
 def _cases() -> list[Any]:
+    """Return a pytest parameter for each mutation and strategy."""
     return [
-        pytest.param(mutation, strategy, *rest, id=f"{mutation.__name__}-{strategy}")
-        for mutation, strategies, *rest in CASES
+        pytest.param(mutation, strategy, *columns, id=f"{mutation.__name__}-{strategy}")
+        for mutation, strategies, *columns in CASES
         for strategy in strategies
     ]
 
 
 @pytest.mark.parametrize(("mutation", "strategy", "name", "optimizer", "count", "keys", "cause"), _cases())
-def test_mutation_is_red(
+def test_mutation_is_detected(
     ranks: Any, mutation: Any, strategy: str, name: str, optimizer: str, count: int, keys: str, cause: str
 ) -> None:
-    """The mistake is found, and its first divergence is named."""
+    """The result is different, with the first divergence and the cause."""
     parity = ranks(count, check, mutation, strategy, name, optimizer, keys, f"mutation/{next(_COUNTER)}")[0]
     assert parity.status == "different"
     assert parity.first_divergence
     assert cause in (parity.cause or ""), parity
 
 
-def test_averaged_weights_hide_under_sgd(ranks: Any) -> None:
-    """Why that mutation needs AdamW: under SGD with momentum averaging weights *is* averaging gradients."""
+def test_averaged_weights_are_equal_under_sgd(ranks: Any) -> None:
+    """Under SGD with momentum, averaging weights is equivalent to averaging gradients. So that mutation needs AdamW."""
     key = f"mutation/{next(_COUNTER)}"
     parity = ranks(2, check, weights_averaged, "ddp", "frozen", "sgd", "", key)[0]
     assert parity.status == "equal", parity
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_local_mean_is_named(ranks: Any, count: int) -> None:
-    """A loss that returns (mean, 1) on ragged masks is wrong in every layout; the counts alone convict it."""
+def test_loss_that_returns_a_local_mean_is_named(ranks: Any, count: int) -> None:
+    """A loss that returns (mean, 1) with uneven masks is wrong in every layout. The counts reveal it."""
     parity = ranks(count, check_local_mean, f"mutation/{next(_COUNTER)}")[0]
     assert parity.status == "different"
     assert "local mean" in parity.cause
@@ -322,30 +330,33 @@ def test_local_mean_is_named(ranks: Any, count: int) -> None:
 
 
 def check_local_mean(world: World, key: str) -> Parity:
+    """Return the parity of ddp with a loss that returns (mean, 1)."""
+
     def loss(output: Any, target: Any) -> Any:
         total, count = zoo.masked_loss(output, target)
         return total / count.clamp(min=1), 1
 
     workload = zoo.workload("tied", loss=loss)
-    subject = parity_case(workload, *open_data(workload, world), steps=20)
-    return check_layout(subject, parse_layout("ddp"), world, key)[0]
+    case = parity_case(workload, *open_data(workload, world), steps=20)
+    return check_layout(case, parse_layout("ddp"), world, key)[0]
 
 
-def test_random_forward_is_named(ranks: Any) -> None:
-    """Noise in forward cannot be switched off from outside; the noise floor itself gives it away."""
+def test_random_numbers_in_forward_are_named(ranks: Any) -> None:
+    """Noise in forward cannot be switched off from outside. Perturbed runs of `single` reveal it."""
     parity = ranks(2, check_random_forward, f"mutation/{next(_COUNTER)}")[0]
     assert parity.status == "different"
     assert "random numbers" in parity.cause
 
 
-class Noisy(zoo.FrozenModel):
-    """Noise that a function draws."""
+class NoisyModel(zoo.FrozenModel):
+    """A model that adds random noise to its inputs."""
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         return super().forward(values + torch.randn_like(values))
 
 
 def check_random_forward(world: World, key: str) -> Parity:
-    workload = zoo.workload("frozen", model=Noisy)
-    subject = parity_case(workload, *open_data(workload, world), steps=20)
-    return check_layout(subject, parse_layout("ddp"), world, key)[0]
+    """Return the parity of ddp with random noise in forward."""
+    workload = zoo.workload("frozen", model=NoisyModel)
+    case = parity_case(workload, *open_data(workload, world), steps=20)
+    return check_layout(case, parse_layout("ddp"), world, key)[0]

@@ -1,4 +1,4 @@
-"""Own parallel code: right ones are equal to one device, and each mistake in one is red with its cause."""
+"""Correct custom parallelize functions are equal to one device. Parity names the cause of each mistake in one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.integration
 
 _COUNTER = iter(range(10**9))
 
-FILE = '''\
+CUSTOM_PARALLELIZE = '''\
 """As a person keeps it: outside of everyrank, in the shape of torchtitan's."""
 
 import functools
@@ -278,77 +278,80 @@ parts.contract = ParallelContract(axes={"tensor": "same"})
 
 
 def check_all(world: World, key: str, layouts: list[str], changes: dict[str, Any]) -> list[Parity | str]:
-    """Parity of each layout, in the ranks; the message of one that is refused before."""
-    subject = zoo.case(world, changes.pop("name", "decoder"), "adamw", **changes)
-    found: list[Parity | str] = []
+    """Return the parity of each layout, or the message if a layout is refused."""
+    case = zoo.case(world, changes.pop("name", "decoder"), "adamw", **changes)
+    results: list[Parity | str] = []
     for text in layouts:
         try:
-            found.append(check_layout(subject, parse_layout(text), world, f"{key}/{text}")[0])
+            results.append(check_layout(case, parse_layout(text), world, f"{key}/{text}")[0])
         except EveryrankError as error:
-            found.append(str(error))
-    return found
+            results.append(str(error))
+    return results
 
 
 @pytest.fixture
 def check(ranks: Any, tmp_path: Path) -> Any:
-    """`check(ranks, "ddp:data=2")`: the parity, or the message, of functions in a file outside of the repository."""
+    """`check(2, "ddp:data=2")` returns the parity of each layout on two ranks, or its message.
+
+    The layouts are functions in a file outside of the repository.
+    """
     path = tmp_path / "my_parallel.py"
-    path.write_text(FILE)
+    path.write_text(CUSTOM_PARALLELIZE)
 
     def call(count: int, *layouts: str, **changes: Any) -> list[Any]:
-        places = [f"{path}:{layout}" for layout in (layouts if count <= 2 else in_float64(layouts))]
-        return ranks(count, check_all, f"own/{next(_COUNTER)}", places, {"steps": 6, **changes})[0]
+        custom_layouts = [f"{path}:{layout}" for layout in (layouts if count <= 2 else in_float64(layouts))]
+        return ranks(count, check_all, f"own/{next(_COUNTER)}", custom_layouts, {"steps": 6, **changes})[0]
 
     return call
 
 
-def test_right_ones_are_equal(check: Any) -> None:
-    """DistributedDataParallel, fully_shard, a DTensor plan, collectives of one's own: on two ranks."""
+def test_correct_functions_are_equal(check: Any) -> None:
+    """DistributedDataParallel, fully_shard, a DTensor plan and custom collectives are equal on two ranks."""
     layouts = ["ddp", "parallelize:tensor=1", "parallelize:shard=1", "by_hand", "norm_once:tensor=1", "context:data=1"]
-    found = check(2, *layouts)
-    assert [getattr(parity, "status", parity) for parity in found] == ["equal"] * len(layouts), found
+    parities = check(2, *layouts)
+    assert [getattr(parity, "status", parity) for parity in parities] == ["equal"] * len(layouts), parities
     assert [parity.status for parity in check(2, "ddp:accumulate=3", "by_hand:accumulate=3")] == ["equal", "equal"]
-    assert found[0].checks[0].startswith("gradients, float64, 3 updates: 3 losses")
+    assert parities[0].checks[0].startswith("gradients, float64, 3 updates: 3 losses")
 
 
-def test_tensor_then_fully_shard(check: Any) -> None:
-    """The shape of torchtitan's on four ranks, each rank with a part of each matrix: also clipped by its own norm."""
-    found = check(4, "parallelize:tensor=2", "norm_once:tensor=2")
-    assert [getattr(parity, "status", parity) for parity in found] == ["equal", "equal"], found
+def test_tensor_plan_with_fully_shard_is_equal(check: Any) -> None:
+    """As in torchtitan, four ranks have a shard of each matrix. `norm_once` clips by its own norm function."""
+    parities = check(4, "parallelize:tensor=2", "norm_once:tensor=2")
+    assert [getattr(parity, "status", parity) for parity in parities] == ["equal", "equal"], parities
 
 
 def untied() -> nn.Module:
-    """A decoder whose head has weights of its own: a plan splits the two of a tied one apart."""
+    """Return a decoder whose head is not tied to its embedding. A plan would separate tied weights."""
     return zoo.decoder(tied=False)
 
 
-def test_a_plan_with_split_sequences(check: Any) -> None:
-    """Matrices, sequences and the vocabulary split, as torchtitan does; then fully_shard."""
+def test_sequence_parallel_plan_is_equal(check: Any) -> None:
+    """Matrices, sequences and the vocabulary are split, as in torchtitan. On four ranks, fully_shard follows."""
     for count, layout in ((2, "sequence:shard=1"), (4, "titan:tensor=2")):
         [parity] = check(count, layout, model=untied)
         assert getattr(parity, "status", parity) == "equal", parity
 
 
-def test_tied_weights_split_apart(check: Any) -> None:
-    """A plan makes two DTensors of one weight, in silence."""
+def test_tied_weights_that_a_plan_separates_are_named(check: Any) -> None:
+    """A plan makes two DTensors of a tied weight without an error."""
     [parity] = check(2, "sequence:shard=1")
     assert parity.status == "different"
     assert parity.first_divergence == "update 0, gradient of embedding.weight (float64)"
     assert parity.cause.startswith("embedding.weight and head.weight are one tensor")
 
 
-def test_norm_counted_twice(check: Any) -> None:
-    """What all tensor ranks hold alike counts twice in the norm; clipped by each rank's own norm."""
-    twice, here = check(4, "norm_twice:tensor=2", "norm_here:tensor=2")
-    assert twice.status == here.status == "different"
-    assert "over shard and tensor" in twice.cause
-    assert "embedding.weight first" in twice.cause
-    assert "counted 2 times" in twice.cause
-    assert "each rank clips" in here.cause
+def test_wrong_gradient_norm_is_named(check: Any) -> None:
+    """One function counts replicated gradients of tensor ranks twice. The other clips by the norm of each rank."""
+    counted_twice, clipped_locally = check(4, "norm_twice:tensor=2", "norm_here:tensor=2")
+    assert counted_twice.status == clipped_locally.status == "different"
+    assert "over shard and tensor" in counted_twice.cause
+    assert "embedding.weight first" in counted_twice.cause
+    assert "counted 2 times" in counted_twice.cause
+    assert "each rank clips" in clipped_locally.cause
 
 
-def test_rowwise_taken_for_colwise(check: Any) -> None:
-    """The layer is named, and what it has to be."""
+def test_colwise_instead_of_rowwise_is_named(check: Any) -> None:
+    """The message has the layer and its correct style."""
     [message] = check(2, "wrong_plan:shard=1")
     assert "my_parallel.py:wrong_plan: blocks.0.feed.down (Linear) raised in forward" in message
     assert "24 features, and it gets 12" in message
@@ -356,8 +359,8 @@ def test_rowwise_taken_for_colwise(check: Any) -> None:
     assert "\n" not in message
 
 
-def test_loss_not_divided_by_the_context_ranks(check: Any) -> None:
-    """A gradient of the wrong scale, under AdamW and clipping, which hide it from the weights."""
+def test_loss_that_is_not_divided_by_the_context_ranks_is_named(check: Any) -> None:
+    """The gradient has the wrong scale. AdamW and clipping hide this in the weights."""
     [parity] = check(2, "context_loss:data=1")
     assert parity.status == "different"
     assert parity.first_divergence == "update 0, gradient of embedding.weight (float64)"
@@ -365,8 +368,8 @@ def test_loss_not_divided_by_the_context_ranks(check: Any) -> None:
     assert "divide the loss by mesh['context'].size()" in parity.cause
 
 
-def test_the_first_output_that_differs(check: Any) -> None:
-    """What runs and is another model: one attention that sees its own rank's positions; batch norm of each rank."""
+def test_first_module_with_a_different_output_is_named(check: Any) -> None:
+    """One attention uses only the positions of its rank. Batch norm uses only the samples of its rank."""
     [parity] = check(2, "context_alone:data=1")
     assert parity.status == "different"
     assert "blocks.2.attention.output (Linear), on rank 1" in parity.cause
@@ -376,23 +379,23 @@ def test_the_first_output_that_differs(check: Any) -> None:
     assert "SyncBatchNorm" in parity.cause
 
 
-def test_gradients_that_are_not_what_the_contract_says(check: Any) -> None:
-    """A sum where it says mean, a mean where it says sum, and nothing reduced at all."""
+def test_gradient_reduction_that_contradicts_the_contract_is_named(check: Any) -> None:
+    """One function sums instead of averaging. The other one does not reduce."""
     summed, not_reduced = check(2, "summed", "not_reduced")
     assert summed.status == not_reduced.status == "different"
     assert "2 times that of one device" in summed.cause
     assert "it is summed over" in summed.cause
-    for part in (
+    for expected_text in (
         "different weights",
         "embedding.weight first",
         "ranks along data",
         "mean over data",
     ):
-        assert part in not_reduced.cause
+        assert expected_text in not_reduced.cause
 
 
-def test_what_cannot_be_put_together_is_said(check: Any) -> None:
-    """A part that no DTensor tells the place of is not compared, aloud; its norm cannot be known."""
+def test_plain_shard_is_reported_as_not_compared(check: Any) -> None:
+    """A shard in a plain tensor is not compared, and the scope names it. Clipping needs its norm, so it is refused."""
     [refused] = check(2, "parts")
     assert refused.status == "refused"
     assert refused.reason.startswith("my_parallel.py:parts: blocks.0.feed.down.weight")
@@ -403,7 +406,7 @@ def test_what_cannot_be_put_together_is_said(check: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "clean"),
+    ("name", "expected_ending"),
     [
         ("module.blocks.0.weight", "blocks.0.weight"),
         ("_orig_mod.module.head.weight", "head.weight"),
@@ -411,13 +414,13 @@ def test_what_cannot_be_put_together_is_said(check: Any) -> None:
         ("blocks.1._checkpoint_wrapped_module.weight", "blocks.1.weight"),
     ],
 )
-def test_wrappers_leave_names(name: str, clean: str) -> None:
-    """Whatever is wrapped around a module, its tensors are found again."""
-    assert clean_name(name).endswith(clean)
+def test_clean_name_removes_wrappers(name: str, expected_ending: str) -> None:
+    """Names of tensors are found inside any wrapper."""
+    assert clean_name(name).endswith(expected_ending)
 
 
-def test_names_of_wrappers_that_are_the_models_own() -> None:
-    """A model that has a `module` itself is compared, too."""
+def test_model_with_a_submodule_named_module() -> None:
+    """The name of a wrapper can also be the name of a submodule. Such a model is compared, too."""
     from everyrank.parallel.custom import gatherable_tensors
 
     model = nn.ModuleDict({"module": nn.Linear(2, 2)})

@@ -1,4 +1,4 @@
-"""Layouts compared with another layout than `single`, where one device cannot hold the model."""
+"""Layouts are compared with a reference layout other than `single`. One device may not have memory for the model."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ _MUTATIONS: dict[str, Any] = {"sum for mean": sum_for_mean, "same slice": same_s
 
 
 def check(world: World, reference: str, texts: list[str], mutation: str = "") -> list[Parity]:
-    # under a mutation without what hides a gradient of the wrong scale
+    """Return the parity of each layout relative to the reference layout."""
+    # AdamW and clipping would hide a gradient of the wrong scale, so a mutation runs without them
     workload = zoo.workload("decoder", "sgd", clip_norm=None) if mutation else zoo.workload("decoder", "adamw")
-    stands_in = parse_layout(reference)
-    case = parity_case(workload, *open_data(workload, world), steps=6, is_quick=True, reference=stands_in)
-    found: list[Parity] = []
+    reference_layout = parse_layout(reference)
+    case = parity_case(workload, *open_data(workload, world), steps=6, is_quick=True, reference=reference_layout)
+    parities: list[Parity] = []
     for text in texts:
         layout = parse_layout(text)
         key = f"{reference}/{text}/{mutation}"
@@ -44,8 +45,8 @@ def check(world: World, reference: str, texts: list[str], mutation: str = "") ->
             ensure_references(case, dataclasses.replace(layout, precision="float64"), world, f"{key}/before")
             patch = _MUTATIONS[mutation](layout.strategy, world) if mutation else contextlib.nullcontext()
             with patch:
-                found.append(check_layout(case, layout, world, key)[0])
-    return found
+                parities.append(check_layout(case, layout, world, key)[0])
+    return parities
 
 
 @pytest.mark.parametrize(
@@ -57,10 +58,10 @@ def check(world: World, reference: str, texts: list[str], mutation: str = "") ->
         ("single:accumulate=3", ["zero1"]),
     ],
 )
-def test_equal_beside_a_layout(ranks: Any, reference: str, texts: list[str]) -> None:
-    """Tensors, losses and evaluations; and the row says beside what."""
-    for found in ranks(2, check, reference, texts):
-        for parity in found:
+def test_equal_to_a_reference_layout(ranks: Any, reference: str, texts: list[str]) -> None:
+    """Tensors, losses and validation sums are equal. The scope names the reference layout."""
+    for parities in ranks(2, check, reference, texts):
+        for parity in parities:
             assert parity.status == "equal", parity
             assert parity.max_relative_difference is not None
             assert parity.max_relative_difference <= 1e-10
@@ -70,19 +71,19 @@ def test_equal_beside_a_layout(ranks: Any, reference: str, texts: list[str]) -> 
 
 
 @pytest.mark.parametrize(
-    ("text", "mutation", "words"),
+    ("text", "mutation", "expected_cause"),
     [("ddp", "sum for mean", "2 times that of one device"), ("ddp", "same slice", "were read by no rank")],
 )
-def test_mutation_is_red(ranks: Any, text: str, mutation: str, words: str) -> None:
-    """A mistake is found and its cause named, without one device to ask."""
+def test_mutation_is_detected_without_single(ranks: Any, text: str, mutation: str, expected_cause: str) -> None:
+    """The mistake and its cause are found without a run on one device."""
     parity = ranks(2, check, "tensor:meta=true", [text], mutation)[0][0]
     assert parity.status == "different"
     assert parity.first_divergence
-    assert words in (parity.cause or ""), parity
+    assert expected_cause in (parity.cause or ""), parity
     assert parity.reference == "tensor:meta=true"
 
 
-OWN = """
+CUSTOM_PARALLELIZE = """
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
@@ -95,34 +96,35 @@ def without_mean(model, mesh):
 """
 
 
-def test_own_parallel_code(ranks: Any, tmp_path: Path) -> None:
-    """Its gradients first; what is wrong with them is told from how many ranks there are, without one device to ask."""
+def test_custom_parallelize_is_compared_with_a_reference_layout(ranks: Any, tmp_path: Path) -> None:
+    """Gradients are compared first. The number of ranks reveals the cause without a run on one device."""
     path = tmp_path / "own.py"
-    path.write_text(OWN)
-    right, wrong = ranks(2, check, "tensor:meta=true", [f"{path}:data=2", f"{path}:without_mean:data=2"])[0]
-    assert right.status == "equal", right
-    assert right.reference == wrong.reference == "tensor:meta=true"
-    assert any(check.startswith("gradients, float64") for check in right.checks)
+    path.write_text(CUSTOM_PARALLELIZE)
+    correct, wrong = ranks(2, check, "tensor:meta=true", [f"{path}:data=2", f"{path}:without_mean:data=2"])[0]
+    assert correct.status == "equal", correct
+    assert correct.reference == wrong.reference == "tensor:meta=true"
+    assert any(check.startswith("gradients, float64") for check in correct.checks)
     assert wrong.status == "different"
     assert "2 times that of one device" in (wrong.cause or ""), wrong
 
 
-def same_masks(world: World) -> list[Any]:
-    """What `single` measures of its tensors, and what a layout of parts does."""
-    workload = zoo.workload("tied", "sgd")  # it has gradients that are zero but for rounding
-    found: list[Any] = []
+def measure_references(world: World) -> list[Any]:
+    """Return zero-gradient masks, gradients and moved tensors of `single` and of sharded references."""
+    workload = zoo.workload("tied", "sgd")  # some of its gradients are zero except for rounding
+    measurements: list[Any] = []
     for reference in (None, parse_layout("fsdp"), parse_layout("fsdp:meta=true")):
         case = parity_case(workload, *open_data(workload, world), steps=4, reference=reference)
         ensure_references(case, parse_layout("ddp:precision=float64"), world, f"zero_gradient_masks/{reference}")
-        for one in case.references.values():
-            zero_gradient_masks = {name: mask.sum().item() for name, mask in one.zero_gradient_masks.items()}
-            found.append((zero_gradient_masks, one.trace.gradients, [sorted(moved) for moved in one.trace.moved]))
-    return found
+        for measured in case.references.values():
+            zero_gradient_masks = {name: mask.sum().item() for name, mask in measured.zero_gradient_masks.items()}
+            moved_names = [sorted(moved) for moved in measured.trace.moved]
+            measurements.append((zero_gradient_masks, measured.trace.gradients, moved_names))
+    return measurements
 
 
-def test_a_layout_measures_what_single_does(ranks: Any) -> None:
-    """Gradients that lie in parts are put together: which are zero but for rounding is known."""
-    single, *others = ranks(2, same_masks)[0]
+def test_sharded_reference_measures_the_same_as_single(ranks: Any) -> None:
+    """Sharded gradients are gathered. So gradients that are zero except for rounding are known."""
+    single, *others = ranks(2, measure_references)[0]
     assert single[0]
     for zero_gradient_masks, gradients, moved in others:
         assert zero_gradient_masks == single[0]
@@ -133,7 +135,7 @@ def test_a_layout_measures_what_single_does(ranks: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "reference", "words"),
+    ("layout", "reference", "expected_text"),
     [
         ("fsdp", "fsdp:meta=true", "different reference"),
         ("fsdp", "fsdp:shard=2,precision=float64", "different reference"),
@@ -141,16 +143,15 @@ def test_a_layout_measures_what_single_does(ranks: Any) -> None:
         ("fsdp", "parameter_server", "give fsdp, tensor or pipeline"),
     ],
 )
-def test_refused(ranks: Any, layout: str, reference: str, words: str) -> None:
-    """In one line, on every rank, and before anything has run."""
+def test_unsupported_reference_is_refused(ranks: Any, layout: str, reference: str, expected_text: str) -> None:
+    """Every rank refuses with one line, before any run."""
+    for message in ranks(2, refusal, layout, reference):
+        assert expected_text in message
+        assert "\n" not in message
 
-    for found in ranks(2, refusal, layout, reference):
-        assert words in found
-        assert "\n" not in found
 
-
-def test_refused_before_ranks_start() -> None:
-    """`everyrank verify --reference`, and `verify(..., reference=...)` with a layout as text or as one."""
+def test_verify_refuses_a_reference_before_ranks_start() -> None:
+    """This holds for `verify(..., reference=...)` with a layout as text or as an object."""
     source, launch = Source("digits"), Launch(processes=2)
     for reference in ("fsdp:meta=true", parse_layout("fsdp")):
         with pytest.raises(LayoutError, match="different reference"):
@@ -160,42 +161,49 @@ def test_refused_before_ranks_start() -> None:
 
 
 def refusal(world: World, layout: str, reference: str) -> str:
+    """Return the message of the refusal. A layout that is not explicit is skipped."""
     workload = zoo.workload("tied")
     case = parity_case(workload, *open_data(workload, world), steps=4, reference=parse_layout(reference))
     with pytest.raises(LayoutError) as error:
         check_layout(case, parse_layout(layout), world, f"refused/{reference}")
-    left_out = check_layout(case, parse_layout(layout), world, f"left out/{reference}", explicit=False)[0]
-    assert left_out.status == "not_verified"
+    skipped = check_layout(case, parse_layout(layout), world, f"left out/{reference}", explicit=False)[0]
+    assert skipped.status == "not_verified"
     return str(error.value)
 
 
-def little_room(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
-    """A loss for which three samples are as many as there is memory for."""
+def loss_with_memory_for_three_samples(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    """Return the squared loss. It raises an out-of-memory error for more than three samples."""
     if len(output) > 3:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes.")
     return zoo.squared(output, target)
 
 
-def check_with_little_room(world: World, name: str, texts: list[str]) -> list[Any]:
-    workload = zoo.workload(name, loss=little_room, metrics={}, eval_batch=3, model=zoo.uncounted_model)
+def check_with_little_memory(world: World, name: str, texts: list[str]) -> list[Any]:
+    """Return (parity, references that have run so far) of each layout."""
+    workload = zoo.workload(
+        name, loss=loss_with_memory_for_three_samples, metrics={}, eval_batch=3, model=zoo.uncounted_model
+    )
     if name == "norm":
-        workload = zoo.workload(name, loss=little_room, metrics={}, eval_batch=3)
+        workload = zoo.workload(name, loss=loss_with_memory_for_three_samples, metrics={}, eval_batch=3)
     case = parity_case(workload, *open_data(workload, world), steps=4)
-    found = [(check_layout(case, parse_layout(t), world, f"room/{t}")[0], sorted(case.segments)) for t in texts]
-    # three ranks would have the three parts of single themselves
+    results = [
+        (check_layout(case, parse_layout(text), world, f"room/{text}")[0], sorted(case.segments)) for text in texts
+    ]
+    # `ddp` on three ranks has three parts, so the reference uses four micro-batches
     assert case.has_batch_norm or single_like(case, parse_layout("ddp"), "float64", 3).accumulate == 4
-    return found
+    return results
 
 
-def test_the_reference_accumulates_where_its_batch_does_not_fit(ranks: Any) -> None:
-    """Into other parts than the layout's, of which a loss that is a mean would be the same."""
+def test_reference_accumulates_if_its_batch_does_not_fit(ranks: Any) -> None:
+    """Its micro-batches are different from those of the layout, so a loss that is a mean would be detected."""
     texts = ["ddp:accumulate=2,precision=float64", "ddp:accumulate=3,precision=float64"]
-    (first, kinds), (second, all_kinds) = ranks(2, check_with_little_room, "frozen", texts)[0]
+    (first, first_references), (second, all_references) = ranks(2, check_with_little_memory, "frozen", texts)[0]
     assert first.status == second.status == "equal", (first, second)
     assert any("did not fit" in check for check in first.checks)
-    assert kinds == ["single:accumulate=3,precision=float64"]  # not 2: seven samples in two parts do not fit
-    assert all_kinds == kinds  # the six parts of ddp:accumulate=3 are others
-    [(refused, _)] = ranks(2, check_with_little_room, "norm", ["ddp"])[0]
-    assert refused.status == "not_verified"  # over parts of the batch its statistics are others
+    # accumulate=2 does not fit: one of the two micro-batches has four samples
+    assert first_references == ["single:accumulate=3,precision=float64"]
+    assert all_references == first_references  # ddp:accumulate=3 has six micro-batches, so the reference can stay
+    [(refused, _)] = ranks(2, check_with_little_memory, "norm", ["ddp"])[0]
+    assert refused.status == "not_verified"  # batch norm over micro-batches has different statistics
     assert OutOfMemoryError.exit_status == 3
     assert re.search(r"out of memory .* \(could not allocate 4096 bytes\)\. The parameters take 0 MiB", refused.reason)

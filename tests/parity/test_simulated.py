@@ -1,4 +1,4 @@
-"""Layouts that change the mathematics, held against one process that does what their ranks do."""
+"""Layouts that are different algorithms are compared with a simulation of their ranks in one process."""
 
 from __future__ import annotations
 
@@ -33,28 +33,32 @@ LOCAL = ["local_sgd", "local_sgd:every=3", "local_sgd:every=20"]
 
 
 def check_all(world: World, key: str, name: str, optimizer: str, layouts: list[str], changes: dict[str, Any]) -> Any:
+    """Return the parity of each layout. It runs in the ranks."""
     workload = zoo.workload(name, optimizer, **changes)
-    subject = parity_case(workload, *open_data(workload, world), steps=8)
-    return [check_layout(subject, parse_layout(text), world, f"{key}/{text}")[0] for text in layouts]
+    case = parity_case(workload, *open_data(workload, world), steps=8)
+    return [check_layout(case, parse_layout(text), world, f"{key}/{text}")[0] for text in layouts]
 
 
 def statuses(ranks: Any, count: int, name: str, optimizer: str, layouts: list[str], **changes: Any) -> dict[str, str]:
-    compared = layouts if count == 2 else in_float64(layouts)
-    found: list[Parity] = ranks(count, check_all, f"{name}/{optimizer}", name, optimizer, compared, changes)[0]
-    assert all("simulation" in (parity.scope or "") for parity in found if parity.status == "equal")
-    return {text: parity.status for text, parity in zip(layouts, found, strict=True)}
+    """Return the status of each layout. Each equal layout is compared with its simulation."""
+    compared_layouts = layouts if count == 2 else in_float64(layouts)
+    args = (f"{name}/{optimizer}", name, optimizer, compared_layouts, changes)
+    parities: list[Parity] = ranks(count, check_all, *args)[0]
+    assert all("simulation" in (parity.scope or "") for parity in parities if parity.status == "equal")
+    return {text: parity.status for text, parity in zip(layouts, parities, strict=True)}
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("name", ["tied", "norm"])
 def test_equal_to_its_simulation(ranks: Any, count: int, name: str) -> None:
-    """Ragged batches that three ranks do not divide; batch norm over each rank's own samples."""
+    """Three ranks have uneven batches. Batch norm is over the samples of each rank."""
     layouts = [*REPLICAS, *(f"{text},batch_norm=local" for text in COMPRESSED), *LOCAL]
-    changes = {"global_batch": 8} if name == "norm" else {}  # of 7 samples in a ragged batch no rank has one alone
+    # batches of 8 leave 7 samples for the last one, so no rank has a single sample
+    changes = {"global_batch": 8} if name == "norm" else {}
     assert statuses(ranks, count, name, "sgd", layouts, **changes) == dict.fromkeys(layouts, "equal")
 
 
-def test_with_other_optimizers_and_micro_batches(ranks: Any) -> None:
+def test_equal_to_its_simulation_with_adamw_and_micro_batches(ranks: Any) -> None:
     layouts = [
         "ddp:compress=bf16",
         "local_sgd:every=2",
@@ -64,36 +68,37 @@ def test_with_other_optimizers_and_micro_batches(ranks: Any) -> None:
     assert statuses(ranks, 2, "tied", "adamw", layouts) == dict.fromkeys(layouts, "equal")
 
 
-def as_if_exact(world: World, text: str, optimizer: str) -> Parity:
-    """Local SGD held against one device instead of its simulation."""
+def compare_with_one_device(world: World, text: str, optimizer: str) -> Parity:
+    """Compare local SGD with one device instead of its simulation."""
     workload = zoo.workload("tied", optimizer, clip_norm=None)
-    subject = parity_case(workload, *open_data(workload, world), steps=8)
+    case = parity_case(workload, *open_data(workload, world), steps=8)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LocalSGDOptions, "is_exact", lambda _: True)
-        return check_layout(subject, parse_layout(text), world, f"as-if-exact/{text}/{optimizer}")[0]
+        return check_layout(case, parse_layout(text), world, f"as-if-exact/{text}/{optimizer}")[0]
 
 
 @pytest.mark.parametrize(
     ("text", "optimizer", "status"),
     [("local_sgd", "sgd", "equal"), ("local_sgd", "adamw", "different"), ("local_sgd:every=2", "sgd", "different")],
 )
-def test_averaged_after_each_update_sgd_is_that_of_one_device(
+def test_only_sgd_averaged_after_each_update_is_equal_to_one_device(
     ranks: Any, text: str, optimizer: str, status: str
 ) -> None:
-    """With momentum, weight decay and ragged batches; Adam is no linear function of the gradient."""
-    found = ranks(3, as_if_exact, text, optimizer)[0]
-    assert found.status == status, found
+    """SGD has momentum and weight decay, and batches are uneven. Adam is different, because it is not linear."""
+    parity = ranks(3, compare_with_one_device, text, optimizer)[0]
+    assert parity.status == status, parity
 
 
-def test_batch_norm_over_all_is_not_compressed_in_one_process(ranks: Any) -> None:
-    """What is not compared says so."""
+def test_compression_with_synchronized_batch_norm_is_not_verified(ranks: Any) -> None:
+    """One process cannot simulate this layout, so the status is not_verified."""
     assert statuses(ranks, 2, "norm", "sgd", ["ddp:compress=fp16"]) == {"ddp:compress=fp16": "not_verified"}
 
 
-# --- what people get wrong, in the layout; its simulation stays right
+# --- mutations of the layout; its simulation is unchanged
 
 
-def unweighted(original: Callable[..., Any]) -> Callable[..., Any]:
+def average_without_weights(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Give every rank the weight 1."""
     return lambda tensors, weight, world, *rest: original(tensors, torch.ones_like(weight), world, *rest)
 
 
@@ -110,7 +115,7 @@ MUTATIONS: dict[str, tuple[str, Any, str, Callable[[Any], Any]]] = {
         "broadcast_statistics",
         lambda _: lambda *_: None,
     ),
-    "a rank counts as much with fewer samples": ("local_sgd:every=2", local_sgd, "_average", unweighted),
+    "a rank counts as much with fewer samples": ("local_sgd:every=2", local_sgd, "_average", average_without_weights),
     "parameters alone are averaged": (
         "local_sgd:every=2",
         local_sgd,
@@ -121,7 +126,7 @@ MUTATIONS: dict[str, tuple[str, Any, str, Callable[[Any], Any]]] = {
         "local_sgd:every=2",
         strategy,
         "local_update",
-        lambda original: lambda trainable, own, batches: original(trainable, own * 2, batches),
+        lambda original: lambda trainable, local, batches: original(trainable, local * 2, batches),
     ),
     "errors are not kept": (
         "ddp:compress=powersgd,batch_norm=local",
@@ -130,7 +135,7 @@ MUTATIONS: dict[str, tuple[str, Any, str, Callable[[Any], Any]]] = {
         lambda original: (
             lambda matrices, world: (
                 original(matrices, world),
-                [kept.error.zero_() for _, kept in matrices],
+                [factors.error.zero_() for _, factors in matrices],
             )
         ),
     ),
@@ -156,34 +161,40 @@ MUTATIONS: dict[str, tuple[str, Any, str, Callable[[Any], Any]]] = {
 }
 
 
-def mutated(world: World, name: str) -> Parity:
-    """A ragged batch, batch norm and momentum, with the mistake put in after the reference has been made."""
+def check_mutation(world: World, name: str) -> Parity:
+    """Return the parity under this mutation, which is applied after the reference has run.
+
+    Batches are uneven, with batch norm and momentum.
+    """
     text, module, attribute, change = MUTATIONS[name]
     workload, layout = zoo.workload("norm", global_batch=8), parse_layout(text)
-    subject = parity_case(workload, *open_data(workload, world), steps=8)
-    ensure_references(subject, layout, world, f"{name}/reference")
+    case = parity_case(workload, *open_data(workload, world), steps=8)
+    ensure_references(case, layout, world, f"{name}/reference")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, attribute, change(getattr(module, attribute)))
-        return check_layout(subject, layout, world, name)[0]
+        return check_layout(case, layout, world, name)[0]
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_mutations_are_seen(ranks: Any, name: str) -> None:
-    assert ranks(2, mutated, name)[0].status == "different"
+def test_mutation_is_detected(ranks: Any, name: str) -> None:
+    assert ranks(2, check_mutation, name)[0].status == "different"
 
 
-# --- against other people's code
+# --- comparison with torch
 
 
-def as_by_torch(world: World) -> list[Tensor]:
-    """The gradients of three updates of one matrix under torch's PowerSGD, and under ours from the same Q."""
+def differences_from_torch_powersgd(world: World) -> list[Tensor]:
+    """Return the relative differences between torch's PowerSGD gradients of a matrix and ours.
+
+    Both start from the same Q.
+    """
     torch.manual_seed(0)
     model = torch.nn.Linear(24, 16, bias=False).double()
     ddp = DistributedDataParallel(model, process_group=world.group)
     state = PowerSGDState(world.group, matrix_approximation_rank=2, start_powerSGD_iter=2)
     ddp.register_comm_hook(state, powerSGD_hook)
-    own: compress.Factors | None = None
-    found: list[Tensor] = []
+    factors: compress.Factors | None = None
+    differences: list[Tensor] = []
     generator = torch.Generator().manual_seed(world.rank)
     for update in range(5):
         inputs = torch.randn(8, 24, generator=generator, dtype=torch.float64)
@@ -191,28 +202,29 @@ def as_by_torch(world: World) -> list[Tensor]:
         ddp(inputs).square().sum().backward()
         assert model.weight.grad is not None
         if update >= 2:
-            by_torch = model.weight.grad.clone()
+            torch_gradient = model.weight.grad.clone()
             gradient = (2 * inputs.T @ (inputs @ model.weight.detach().T)).T.contiguous()
-            if own is None:  # what torch drew before its first step cannot be asked for: begin where it stands after
+            if factors is None:
+                # the initial Q of torch is not accessible, so start from its state after the first step
                 [q], [error] = state.q_memory_dict.values(), state.error_dict.values()
-                own = compress.Factors(q.view(24, 2).clone(), error.view(16, 24).clone())
+                factors = compress.Factors(q.view(24, 2).clone(), error.view(16, 24).clone())
                 continue
-            compress._power_step_over_ranks([(gradient, own)], world)
-            found.append((gradient - by_torch).abs().max() / by_torch.abs().max())
-    return found
+            compress._power_step_over_ranks([(gradient, factors)], world)
+            differences.append((gradient - torch_gradient).abs().max() / torch_gradient.abs().max())
+    return differences
 
 
-def test_powersgd_is_that_of_torch(ranks: Any) -> None:
-    for found in ranks(2, as_by_torch):
-        assert len(found) == 2
-        assert all(float(distance) < 1e-10 for distance in found)
+def test_powersgd_is_equal_to_that_of_torch(ranks: Any) -> None:
+    for differences in ranks(2, differences_from_torch_powersgd):
+        assert len(differences) == 2
+        assert all(float(difference) < 1e-10 for difference in differences)
 
 
-# --- what cannot be
+# --- unsupported options
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected_text"),
     [
         ("local_sgd:every=0", "every=0: give at least 1"),
         ("local_sgd:precision=fp16", "use precision=bf16"),
@@ -224,6 +236,6 @@ def test_powersgd_is_that_of_torch(ranks: Any) -> None:
         ("ddp:simulated=2", "for others use single"),
     ],
 )
-def test_wrong_layouts(text: str, said: str) -> None:
-    with pytest.raises(LayoutError, match=f"^layout [^\n]*{re.escape(said)}[^\n]*$"):
+def test_unsupported_options_are_refused(text: str, expected_text: str) -> None:
+    with pytest.raises(LayoutError, match=f"^layout [^\n]*{re.escape(expected_text)}[^\n]*$"):
         parse_layout(text)

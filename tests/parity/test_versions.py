@@ -1,4 +1,4 @@
-"""`verify --save`, `--against` and `--between`: five changes judged, files from elsewhere, two commits."""
+"""`verify --save`, `--against` and `--between` compare two versions of a workload, as files or commits."""
 
 from __future__ import annotations
 
@@ -71,21 +71,23 @@ def workload():
 '''.replace("RATE = 0, 0, 1.0, 1.0, 0.1", "RATE, PIECES = 0, 0, 1.0, 1.0, 0.1, 1")
 
 
-def changed(**constants: float) -> str:
+def script_with(**constants: float) -> str:
+    """Return the workload script with these constants."""
     names = ["SEED", "THREADS", "SCALE", "GRADIENT", "RATE", "PIECES"]
     values: list[float] = [0, 0, 1.0, 1.0, 0.1, 1]
     for name, value in constants.items():
         values[names.index(name)] = value
-    line = f"{', '.join(names)} = {', '.join(map(str, values))}"
-    return "\n".join(line if row.startswith("SEED, ") else row for row in WORKLOAD.splitlines())
+    constants_line = f"{', '.join(names)} = {', '.join(map(str, values))}"
+    return "\n".join(constants_line if line.startswith("SEED, ") else line for line in WORKLOAD.splitlines())
 
 
 @pytest.fixture
 def saved(cli: Cli, tmp_path: Path) -> Path:
+    """The file before.json that `verify --save` wrote for summed.py."""
     (tmp_path / "summed.py").write_text(WORKLOAD)
-    done = cli(tmp_path, "verify", "summed.py", "--save", "before.json")
-    assert done.status == 0, done.err
-    assert done.out == "wrote before.json: 12 updates of summed\n"
+    result = cli(tmp_path, "verify", "summed.py", "--save", "before.json")
+    assert result.status == 0, result.err
+    assert result.out == "wrote before.json: 12 updates of summed\n"
     return tmp_path / "before.json"
 
 
@@ -106,35 +108,39 @@ CHANGES = [
 
 
 @pytest.mark.integration
-def test_changes_are_judged(saved: Path, cli: Cli) -> None:
-    """Rounding, a difference with its cause, or a different experiment."""
-    for number, (constants, status, line, cause) in enumerate(CHANGES):
+def test_each_change_has_its_status_and_cause(saved: Path, cli: Cli) -> None:
+    """A change causes only rounding differences, a difference with its cause, or a different experiment."""
+    for index, (constants, expected_status, expected_line, expected_cause) in enumerate(CHANGES):
         script = saved.parent / "summed.py"
-        script.write_text(changed(**constants))
-        os.utime(script, (number, number))  # Python compiles a file again only if its second or its size has changed
-        done = cli(saved.parent, "verify", "summed.py", "--against", "before.json")
-        printed = " ".join(done.out.split())
-        assert (done.status, line in printed, cause in printed) == (status, True, True), (constants, done)
+        script.write_text(script_with(**constants))
+        # Python recompiles a file only if its modification time in seconds or its size changed
+        os.utime(script, (index, index))
+        result = cli(saved.parent, "verify", "summed.py", "--against", "before.json")
+        printed = " ".join(result.out.split())
+        assert (result.status, expected_line in printed, expected_cause in printed) == (expected_status, True, True), (
+            constants,
+            result,
+        )
 
 
-def test_two_commits(cli: Cli, tmp_path: Path) -> None:
-    """Each in a worktree of its own, which is removed; the user's files stay as they are."""
+def test_between_compares_two_commits(cli: Cli, tmp_path: Path) -> None:
+    """Each commit has a temporary worktree, which is removed. The user's files do not change."""
 
-    def git(*words: str) -> str:
+    def git(*args: str) -> str:
         identity = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
         return subprocess.run(
-            ["git", *identity, *words], cwd=tmp_path, check=True, capture_output=True, text=True
+            ["git", *identity, *args], cwd=tmp_path, check=True, capture_output=True, text=True
         ).stdout
 
     git("init", "--quiet", "-b", "main")
     for constants in ({}, {"SCALE": 3.0}):
-        (tmp_path / "summed.py").write_text(changed(**constants))
+        (tmp_path / "summed.py").write_text(script_with(**constants))
         git("add", "summed.py")
         git("commit", "--quiet", "-m", str(constants))
     (tmp_path / "summed.py").write_text("not committed, and no Python")
-    done = cli(tmp_path, "verify", "summed.py", "--between", "HEAD~1", "HEAD")
-    assert done.status == 1, done.err
-    assert "the loss is 3 times" in " ".join(done.out.split())
+    result = cli(tmp_path, "verify", "summed.py", "--between", "HEAD~1", "HEAD")
+    assert result.status == 1, result.err
+    assert "the loss is 3 times" in " ".join(result.out.split())
     assert len(git("worktree", "list").splitlines()) == 1
     assert (tmp_path / "summed.py").read_text() == "not committed, and no Python"
     unknown = cli(tmp_path, "verify", "summed.py", "--between", "HEAD", "nope")
@@ -142,35 +148,43 @@ def test_two_commits(cli: Cli, tmp_path: Path) -> None:
     assert one_line(unknown.err).startswith("everyrank: --between: nope: ")
 
 
-def test_files_from_elsewhere(saved: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that --save did not write is refused in one line."""
+def test_against_refuses_files_that_save_did_not_write(
+    saved: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of these commands is refused with one line. Then the causes of a comparison are checked."""
     monkeypatch.chdir(saved.parent)
     content = json.loads(saved.read_text())
-    for wrong in ([], {}, {**content, "format": "2"}, {**content, "losses": ["1"]}, {**content, "counts": []}):
-        Path("wrong.json").write_text(json.dumps(wrong))
+    for wrong_content in ([], {}, {**content, "format": "2"}, {**content, "losses": ["1"]}, {**content, "counts": []}):
+        Path("wrong.json").write_text(json.dumps(wrong_content))
         text = refused(capsys, "verify", "digits", "--against", "wrong.json")
         assert "--against wrong.json" in text
     assert "No such file" in refused(capsys, "verify", "digits", "--against", "missing.json")
     assert "leave --layout" in refused(capsys, "verify", "digits", "--save", "a.json", "--layout", "ddp")
     assert "not a file" in refused(capsys, "verify", "digits", "--between", "main", "HEAD")
-    _test_comparison(content)
+    _check_comparison_causes(content)
 
 
-def _test_comparison(content: dict[str, Any]) -> None:
-    """The other causes, on the numbers alone."""
+def _check_comparison_causes(content: dict[str, Any]) -> None:
+    """Check the other causes with changed numbers in the saved content."""
 
-    def judged(change: Callable[[dict[str, Any]], None]) -> str:
-        now = copy.deepcopy(content)
-        change(now)
-        return " ".join(compare_kept(content, now).lines())
+    def compare_after(change: Callable[[dict[str, Any]], None]) -> str:
+        current = copy.deepcopy(content)
+        change(current)
+        return " ".join(compare_kept(content, current).lines())
 
-    assert "update 3 has 64 loss terms before, 60 now" in judged(lambda now: now["counts"].__setitem__(3, 60.0))
-    assert "a schedule, the order of samples" in judged(lambda now: now["losses"].__setitem__(5, 9.0))
-    assert "weight differs by" in judged(lambda now: now["final"]["weight"].__setitem__(0, 9.0))
-    assert "the initial weights are different" in judged(lambda now: now["initial"]["weight"].__setitem__(0, 9.0))
-    assert "training data" in judged(lambda now: now["experiment"].__setitem__("training data", "x"))
-    assert "tensor bias: None before, [3] now" in judged(lambda now: now["experiment"]["tensors"].update(bias=[3]))
-    text = judged(lambda now: now["versions"].update(torch="9.9"))
+    assert "update 3 has 64 loss terms before, 60 now" in compare_after(
+        lambda current: current["counts"].__setitem__(3, 60.0)
+    )
+    assert "a schedule, the order of samples" in compare_after(lambda current: current["losses"].__setitem__(5, 9.0))
+    assert "weight differs by" in compare_after(lambda current: current["final"]["weight"].__setitem__(0, 9.0))
+    assert "the initial weights are different" in compare_after(
+        lambda current: current["initial"]["weight"].__setitem__(0, 9.0)
+    )
+    assert "training data" in compare_after(lambda current: current["experiment"].__setitem__("training data", "x"))
+    assert "tensor bias: None before, [3] now" in compare_after(
+        lambda current: current["experiment"]["tensors"].update(bias=[3])
+    )
+    text = compare_after(lambda current: current["versions"].update(torch="9.9"))
     assert text.startswith("equal: ")
     assert "torch: " in text
     assert "9.9 now" in text

@@ -1,4 +1,4 @@
-"""Mistakes in a custom parallelize function are named by the module or the tensor; code that repairs a part is not."""
+"""Parity names the module or tensor of each mistake in a custom parallelize function. Correct code is not accused."""
 
 from __future__ import annotations
 
@@ -30,65 +30,71 @@ from everyrank.world import World
 pytestmark = pytest.mark.integration
 
 _COUNTER = itertools.count()
-WORDS, LENGTH, WIDTH = 12, 8, 16
+VOCABULARY, LENGTH, WIDTH = 12, 8, 16
 
 
-# --- collectives with a gradient; nothing is done where the group is None
+# --- collectives with a gradient; they return their argument if the group is None
 
 
-def added_up(value: Tensor, dim: int, group: Any) -> Tensor:
+def all_reduced(value: Tensor, dim: int, group: Any) -> Tensor:
     value = value.clone()
     dist.all_reduce(value, group=group)
     return value
 
 
-def gathered(value: Tensor, dim: int, group: Any) -> Tensor:
-    rows = [torch.empty_like(value) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(rows, value.contiguous(), group=group)
-    return torch.cat(rows, dim)
+def all_gathered(value: Tensor, dim: int, group: Any) -> Tensor:
+    chunks = [torch.empty_like(value) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(chunks, value.contiguous(), group=group)
+    return torch.cat(chunks, dim)
 
 
-def own_part(value: Tensor, dim: int, group: Any) -> Tensor:
+def local_chunk(value: Tensor, dim: int, group: Any) -> Tensor:
     return value.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)].contiguous()
 
 
-def own_sum(value: Tensor, dim: int, group: Any) -> Tensor:
-    return own_part(added_up(value, dim, group), dim, group)
+def reduce_scattered(value: Tensor, dim: int, group: Any) -> Tensor:
+    return local_chunk(all_reduced(value, dim, group), dim, group)
 
 
 def unchanged(value: Tensor, dim: int, group: Any) -> Tensor:
     return value.clone()
 
 
-class _Mapped(torch.autograd.Function):
+class _Collective(torch.autograd.Function):
+    """Apply the first function in forward, and the second one to the gradient in backward."""
+
     @staticmethod
-    def forward(ctx: Any, value: Tensor, how: Any, dim: int, group: Any) -> Tensor:
-        ctx.how = how, dim, group
-        return how[0](value, dim, group)
+    def forward(ctx: Any, value: Tensor, functions: Any, dim: int, group: Any) -> Tensor:
+        ctx.saved_args = functions, dim, group
+        return functions[0](value, dim, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        (_, back), dim, group = ctx.how
-        return back(gradients[0].contiguous(), dim, group), None, None, None
+        (_, backward_function), dim, group = ctx.saved_args
+        return backward_function(gradients[0].contiguous(), dim, group), None, None, None
 
 
-def mapped(forward: Any, backward: Any) -> Callable[..., Tensor]:
+def collective_with_gradient(forward: Any, backward: Any) -> Callable[..., Tensor]:
+    """Return `call(value, group, dim)`, which applies these functions in forward and in backward."""
+
     def call(value: Tensor, group: Any, dim: int = 1) -> Tensor:
-        return value if group is None else _Mapped.apply(value, (forward, backward), dim, group)  # type: ignore[return-value]
+        return value if group is None else _Collective.apply(value, (forward, backward), dim, group)  # type: ignore[return-value]
 
     return call
 
 
-copy, reduce = mapped(unchanged, added_up), mapped(added_up, unchanged)
-scatter, gather_part, gather_sum = mapped(own_part, gathered), mapped(gathered, own_part), mapped(gathered, own_sum)
-reduce_scatter = mapped(own_sum, gathered)
+copy, reduce = collective_with_gradient(unchanged, all_reduced), collective_with_gradient(all_reduced, unchanged)
+scatter = collective_with_gradient(local_chunk, all_gathered)
+gather_part = collective_with_gradient(all_gathered, local_chunk)
+gather_sum = collective_with_gradient(all_gathered, reduce_scattered)
+reduce_scatter = collective_with_gradient(reduce_scattered, all_gathered)
 
 
-# --- a model whose blocks add up their parts in functions
+# --- a model whose blocks all-reduce partial sums in functions
 
 
 class Rms(nn.Module):
-    """A norm; `is_wide` and in parts, it needs the mean over all ranks."""
+    """RMS norm. If its input is split along the width, it would need the mean over all ranks."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
@@ -100,21 +106,22 @@ class Rms(nn.Module):
 
 
 class Lin(nn.Linear):
-    """A linear layer that computes with its local part."""
+    """A linear layer that uses its local shard."""
 
     def forward(self, value: Tensor) -> Tensor:
         weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
         return F.linear(value, weight)
 
 
-def put(module: Any, name: str, mesh: Any, dim: int) -> None:
+def shard_parameter(module: Any, name: str, mesh: Any, dim: int) -> None:
+    """Replace a parameter by a DTensor that is split along `dim`."""
     parameter = getattr(module, name)
     setattr(module, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(dim)])))
 
 
 class Mlp(nn.Module):
     group: Any = None
-    way = ""
+    mode = ""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -122,7 +129,8 @@ class Mlp(nn.Module):
         self.drop = nn.Dropout(dropout)
 
     def forward(self, value: Tensor) -> Tensor:
-        if self.way == "sequence" and self.group is not None:  # sequence parallel: dropout on a part of the positions
+        if self.mode == "sequence" and self.group is not None:
+            # sequence parallel: dropout applies to the local positions
             value = copy(self.norm(value), self.group)
             part = reduce_scatter(self.down(F.gelu(self.up(value))), self.group)
             return gather_part(self.drop(part), self.group)
@@ -130,17 +138,17 @@ class Mlp(nn.Module):
         return self.drop(reduce(self.down(F.gelu(self.up(value))), self.group))
 
     def split(self, mesh: Any) -> None:
-        put(self.up, "weight", mesh, 0)
-        put(self.down, "weight", mesh, 1)
+        shard_parameter(self.up, "weight", mesh, 0)
+        shard_parameter(self.down, "weight", mesh, 1)
         self.group = mesh.get_group()
 
 
 class Attention(nn.Module):
-    """Heads of four features; q is normed over its whole width."""
+    """Attention with heads of four features. The norm of q covers the whole width."""
 
     group: Any = None
     sequence: Any = None
-    way = ""
+    mode = ""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,33 +157,34 @@ class Attention(nn.Module):
 
     def forward(self, value: Tensor) -> Tensor:
         value = copy(self.norm(value), self.group)
-        rows = [self.q_norm(self.q(value)), self.k(value), self.v(value)]
-        query, key, held = (row.unflatten(-1, (-1, 4)).transpose(1, 2) for row in rows)
-        back = gather_part if self.way == "stale" else gather_sum
-        key, held = back(key, self.sequence, 2), gather_sum(held, self.sequence, 2)
-        places, here = self.places(key.shape[2])
+        projections = [self.q_norm(self.q(value)), self.k(value), self.v(value)]
+        query, key, head_values = (projection.unflatten(-1, (-1, 4)).transpose(1, 2) for projection in projections)
+        gather_keys = gather_part if self.mode == "stale" else gather_sum
+        key, head_values = gather_keys(key, self.sequence, 2), gather_sum(head_values, self.sequence, 2)
+        key_positions, query_positions = self.key_and_query_positions(key.shape[2])
         scores = query @ key.transpose(-1, -2) / 2.0
-        scores = scores.masked_fill(places[None] > here[:, None], -torch.inf)
-        return reduce(self.o((scores.softmax(-1) @ held).transpose(1, 2).flatten(-2)), self.group)
+        scores = scores.masked_fill(key_positions[None] > query_positions[:, None], -torch.inf)
+        return reduce(self.o((scores.softmax(-1) @ head_values).transpose(1, 2).flatten(-2)), self.group)
 
-    def places(self, length: int) -> tuple[Tensor, Tensor]:
+    def key_and_query_positions(self, length: int) -> tuple[Tensor, Tensor]:
+        """Return the positions of the gathered keys and of the local queries."""
         if self.sequence is None:
             return torch.arange(length), torch.arange(length)
         size, rank = dist.get_world_size(self.sequence), dist.get_rank(self.sequence)
-        order = torch.tensor([chunk for one in range(size) for chunk in (one, 2 * size - 1 - one)])
-        chunk = length // (2 * size)
-        whole = (order[:, None] * chunk + torch.arange(chunk)).flatten()
-        if self.way in ("", "stale"):
-            whole = torch.arange(length)
-        here = whole.chunk(size)[rank]
-        return (torch.arange(length) if self.way == "contiguous keys" else whole), here
+        zigzag_order = torch.tensor([chunk for index in range(size) for chunk in (index, 2 * size - 1 - index)])
+        chunk_length = length // (2 * size)
+        all_positions = (zigzag_order[:, None] * chunk_length + torch.arange(chunk_length)).flatten()
+        if self.mode in ("", "stale"):
+            all_positions = torch.arange(length)
+        local_positions = all_positions.chunk(size)[rank]
+        return (torch.arange(length) if self.mode == "contiguous keys" else all_positions), local_positions
 
 
 class Model(nn.Module):
     def __init__(self, *blocks: nn.Module) -> None:
         super().__init__()
-        self.embedding, self.blocks = nn.Embedding(WORDS, WIDTH), nn.ModuleList(blocks)
-        self.norm, self.head = Rms(), nn.Linear(WIDTH, WORDS, bias=False)
+        self.embedding, self.blocks = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList(blocks)
+        self.norm, self.head = Rms(), nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor) -> Any:
         value = self.embedding(tokens)
@@ -184,7 +193,7 @@ class Model(nn.Module):
         return self.head(self.norm(value))
 
 
-class Whole(nn.Module):
+class PlainBlock(nn.Module):
     """A plain block whose matrices a plan can split."""
 
     def __init__(self) -> None:
@@ -199,55 +208,61 @@ def loss(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
     return F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum"), target.numel()
 
 
-def data() -> TensorDataset:
-    tokens = torch.randint(0, WORDS, (8, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+def token_data() -> TensorDataset:
+    tokens = torch.randint(0, VOCABULARY, (8, LENGTH + 1), generator=torch.Generator().manual_seed(1))
     return TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
 def workload(model: Any, **changes: Any) -> Workload:
-    made = Workload(
+    base_workload = Workload(
         name="mine",
         model=model,
-        train_data=data,
+        train_data=token_data,
         loss=loss,
-        optimizer=lambda model: torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=1.0),
+        optimizer=lambda model: torch.optim.SGD(
+            [parameter for parameter in model.parameters() if parameter.requires_grad], lr=1.0
+        ),
         global_batch=8,
         steps=1,
         sequence_dim=1,
     )
-    return dataclasses.replace(made, **changes)
+    return dataclasses.replace(base_workload, **changes)
 
 
-def check(world: World, key: str, made: Workload, function: Any, mesh: Mapping[str, int], contract: Any) -> Any:
+def check(
+    world: World, key: str, checked_workload: Workload, function: Any, mesh: Mapping[str, int], contract: Any
+) -> Any:
+    """Return the parity of one update under this parallelize function, or the error."""
     layout = Layout(f"{key}.py:{getattr(function, '__name__', 'mine')}", degrees=dict(mesh))
     register_custom_parallelize(layout.strategy, function, contract)
-    case = parity_case(made, *open_data(made, world), 1, is_quick=True)
+    case = parity_case(checked_workload, *open_data(checked_workload, world), 1, is_quick=True)
     try:
-        return check_layout(case if made.clip_norm else gradient_case(case), layout, world, key)[0]
+        return check_layout(case if checked_workload.clip_norm else gradient_case(case), layout, world, key)[0]
     except EveryrankError as error:
         return error
 
 
 @pytest.fixture
-def compared(ranks: Any) -> Callable[..., Any]:
-    """`compared(model, parallelize, {"tensor": 2})`: the parity of one update's gradients."""
+def compare(ranks: Any) -> Callable[..., Any]:
+    """`compare(model, parallelize, {"tensor": 2})` returns the parity of the gradients of one update."""
 
     def call(model: Any, function: Any, mesh: Mapping[str, int], contract: Any = None, **changes: Any) -> Any:
         count = 1
         for size in mesh.values():
             count *= size
-        arguments = (f"where/{next(_COUNTER)}", workload(model, **changes), function, mesh, contract)
-        found = ranks(count, check, *arguments)
-        assert len({getattr(one, "status", str(one)) for one in found}) == 1
-        return found[0]
+        args = (f"where/{next(_COUNTER)}", workload(model, **changes), function, mesh, contract)
+        rank_results = ranks(count, check, *args)
+        assert len({getattr(result, "status", str(result)) for result in rank_results}) == 1
+        return rank_results[0]
 
     return call
 
 
-def cause(found: Any) -> str:
-    assert isinstance(found, Parity), found
-    assert found.status == "different", found
-    return found.cause or ""
+def cause_of(parity: Any) -> str:
+    """Assert that the status is different, and return the cause."""
+    assert isinstance(parity, Parity), parity
+    assert parity.status == "different", parity
+    return parity.cause or ""
 
 
 # --- forward
@@ -260,106 +275,114 @@ def split_all(model: Any, mesh: Any) -> Any:
 
 
 def split_norm(model: Any, mesh: Any) -> Any:
-    """The second block's norm over the whole width sees a part of it; the first block adds up its parts outside."""
+    """The norm of q in the second block covers only a part of the width. The first block all-reduces its output."""
     model.blocks[0].split(mesh["tensor"])
     attention = model.blocks[1]
     attention.group = mesh["tensor"].get_group()
     for layer in (attention.q, attention.k, attention.v, attention.q_norm):
-        put(layer, "weight", mesh["tensor"], 0)
-    put(attention.o, "weight", mesh["tensor"], 1)
+        shard_parameter(layer, "weight", mesh["tensor"], 0)
+    shard_parameter(attention.o, "weight", mesh["tensor"], 1)
     return model
 
 
 def doubled_norm(model: Any, mesh: Any) -> Any:
-    """Parts of a sum that are added up are right; the last norm is not."""
+    """Partial sums are all-reduced correctly. The output of the last norm is doubled."""
     split_all(model, mesh).norm.register_forward_hook(lambda module, args, output: output * 2)
     return model
 
 
-def not_added_up(model: Any, mesh: Any) -> Any:
-    split_all(model, mesh).blocks[1].forward = functools.partial(without_sum, model.blocks[1])
+def without_all_reduce(model: Any, mesh: Any) -> Any:
+    split_all(model, mesh).blocks[1].forward = functools.partial(mlp_without_all_reduce, model.blocks[1])
     return model
 
 
-def without_sum(block: Any, value: Tensor) -> Tensor:
+def mlp_without_all_reduce(block: Any, value: Tensor) -> Tensor:
     return block.down(F.gelu(block.up(copy(block.norm(value), block.group))))
 
 
-def of_sequence(model: Any, mesh: Any) -> Any:
+def sequence_parallel(model: Any, mesh: Any) -> Any:
     for block in split_all(model, mesh).blocks:
-        block.way = "sequence"
+        block.mode = "sequence"
     return model
 
 
-def test_parts_that_are_added_up_are_not_accused(compared: Any) -> None:
-    """The module in which it goes wrong is named, behind one whose parts a function adds up."""
-    assert compared(lambda: Model(Mlp(), Mlp()), split_all, {"tensor": 2}).status == "equal"
-    found = cause(compared(lambda: Model(Mlp(), Attention()), split_norm, {"tensor": 2}))
-    assert "blocks.1.q_norm (Rms), on rank 0, 1" in found
-    found = cause(compared(lambda: Model(Mlp(), Mlp()), doubled_norm, {"tensor": 2}))
-    assert "that of norm (Rms), on rank 0, 1" in found
-    assert "2 times" in found
-    found = cause(compared(lambda: Model(Mlp(), Mlp()), not_added_up, {"tensor": 2}))
-    assert "blocks.1.down (Lin), on rank 0, 1" in found
-    assert "each rank has a part" in found
+def test_wrong_module_is_named_instead_of_partial_sums(compare: Any) -> None:
+    """Blocks before it have different local outputs, which a function all-reduces. They are not named."""
+    assert compare(lambda: Model(Mlp(), Mlp()), split_all, {"tensor": 2}).status == "equal"
+    cause = cause_of(compare(lambda: Model(Mlp(), Attention()), split_norm, {"tensor": 2}))
+    assert "blocks.1.q_norm (Rms), on rank 0, 1" in cause
+    cause = cause_of(compare(lambda: Model(Mlp(), Mlp()), doubled_norm, {"tensor": 2}))
+    assert "that of norm (Rms), on rank 0, 1" in cause
+    assert "2 times" in cause
+    cause = cause_of(compare(lambda: Model(Mlp(), Mlp()), without_all_reduce, {"tensor": 2}))
+    assert "blocks.1.down (Lin), on rank 0, 1" in cause
+    assert "each rank has a part" in cause
 
 
-def test_masks_of_a_plain_part(compared: Any) -> None:
-    """Dropout on a part that no DTensor describes: as docs/dropout.md says, the masks are named."""
-    found = cause(compared(lambda: Model(Mlp(0.25)), of_sequence, {"tensor": 2}))
-    assert "blocks.0.drop (Dropout), on rank 1" in found
-    assert "masks" in found
+def test_dropout_of_a_plain_shard_is_named(compare: Any) -> None:
+    """No DTensor describes the shard that drops. As docs/dropout.md documents, the masks are named."""
+    cause = cause_of(compare(lambda: Model(Mlp(0.25)), sequence_parallel, {"tensor": 2}))
+    assert "blocks.0.drop (Dropout), on rank 1" in cause
+    assert "masks" in cause
 
 
-# --- sequences, in backward, and in another order
+# --- context parallelism: backward and the order of positions
 
 
-def in_sequence(model: Any, mesh: Any, way: str = "") -> Any:
+def context_parallel(model: Any, mesh: Any, mode: str = "") -> Any:
     for block in model.blocks:
-        block.sequence, block.way = mesh["context"].get_group(), way
+        block.sequence, block.mode = mesh["context"].get_group(), mode
     return model
 
 
-def add_up(model: Any, mesh: Any) -> None:
+def all_reduce_gradients(model: Any, mesh: Any) -> None:
     for parameter in model.parameters():
         if parameter.grad is not None:
             dist.all_reduce(parameter.grad)
 
 
-CONTEXT = ParallelContract(axes={"context": "sequence"}, gradients="sum", after_backward=add_up)
+CONTEXT_CONTRACT = ParallelContract(axes={"context": "sequence"}, gradients="sum", after_backward=all_reduce_gradients)
 
 
-def test_where_backward_goes_wrong(compared: Any) -> None:
-    """The gradient of gathered keys is not added up: named is the attention, and the keys."""
+def test_missing_sum_in_backward_is_named(compare: Any) -> None:
+    """The gradient of the gathered keys is not reduced. The attention and its keys are named."""
     mesh = {"context": 2}
-    assert compared(lambda: Model(Attention(), Attention()), in_sequence, mesh, CONTEXT).status == "equal"
-    wrong = functools.partial(in_sequence, way="stale")
-    parity = compared(lambda: Model(Attention()), wrong, mesh, CONTEXT)
-    found = cause(parity)
-    assert "in backward" in found
-    assert "output of blocks.0.k (Lin), in blocks.0 " in found
-    assert "not summed" not in found
+    assert compare(lambda: Model(Attention(), Attention()), context_parallel, mesh, CONTEXT_CONTRACT).status == "equal"
+    wrong = functools.partial(context_parallel, mode="stale")
+    parity = compare(lambda: Model(Attention()), wrong, mesh, CONTEXT_CONTRACT)
+    cause = cause_of(parity)
+    assert "in backward" in cause
+    assert "output of blocks.0.k (Lin), in blocks.0 " in cause
+    assert "not summed" not in cause
     assert "embedding" not in (parity.first_divergence or "")
 
 
-def test_zigzag(compared: Any) -> None:
-    """Positions in another order: everyrank cuts them so, and rows in that order are no difference."""
-    contract = dataclasses.replace(CONTEXT, positions="zigzag")
-    right = functools.partial(in_sequence, way="zigzag")
-    for made in (contract, dataclasses.replace(contract, positions=lambda length, ranks: [0, 1, 6, 7, 2, 3, 4, 5])):
-        assert compared(lambda: Model(Attention(), Attention()), right, {"context": 2}, made).status == "equal"
-    wrong = functools.partial(in_sequence, way="contiguous keys")
-    found = cause(compared(lambda: Model(Attention()), wrong, {"context": 2}, contract))
-    assert "blocks.0.o (Lin)" in found
-    assert "in blocks.0 (Attention)" in found
-    bad = dataclasses.replace(contract, positions=lambda length, ranks: [0] * length)
-    assert "positions 0 to 7 once" in str(compared(lambda: Model(Attention()), right, {"context": 2}, bad))
+def test_zigzag_positions(compare: Any) -> None:
+    """everyrank splits sequences in the order of the contract, so rows in that order are not a difference."""
+    contract = dataclasses.replace(CONTEXT_CONTRACT, positions="zigzag")
+    correct = functools.partial(context_parallel, mode="zigzag")
+    for zigzag_contract in (
+        contract,
+        dataclasses.replace(contract, positions=lambda length, ranks: [0, 1, 6, 7, 2, 3, 4, 5]),
+    ):
+        assert (
+            compare(lambda: Model(Attention(), Attention()), correct, {"context": 2}, zigzag_contract).status == "equal"
+        )
+    wrong = functools.partial(context_parallel, mode="contiguous keys")
+    cause = cause_of(compare(lambda: Model(Attention()), wrong, {"context": 2}, contract))
+    assert "blocks.0.o (Lin)" in cause
+    assert "in blocks.0 (Attention)" in cause
+    invalid_contract = dataclasses.replace(contract, positions=lambda length, ranks: [0] * length)
+    assert "positions 0 to 7 once" in str(
+        compare(lambda: Model(Attention()), correct, {"context": 2}, invalid_contract)
+    )
 
 
 # --- what parallelize changes before the first update
 
 
-def frozen_first() -> nn.Module:
+def model_with_frozen_weight() -> nn.Module:
+    """Return a model with a frozen weight in the first block."""
     model = Model(Mlp(), Mlp())
     model.blocks[0].up.weight.requires_grad_(False)
     return model
@@ -374,14 +397,14 @@ def freezes(model: Any, mesh: Any) -> Any:
     return ddp(model, mesh)
 
 
-def fills_again(model: Any, mesh: Any) -> Any:
+def initializes_again(model: Any, mesh: Any) -> Any:
     split_all(model, mesh)
     torch.manual_seed(7 + dist.get_rank())
     nn.init.xavier_normal_(model.blocks[0].down.weight.to_local().detach())
     return model
 
 
-def fills_copies(model: Any, mesh: Any) -> Any:
+def initializes_copies_differently(model: Any, mesh: Any) -> Any:
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -393,18 +416,19 @@ def fills_copies(model: Any, mesh: Any) -> Any:
 
 
 def permutes(model: Any, mesh: Any) -> Any:
-    """The rows of a split matrix in another order, and the columns behind it: the same function, other places."""
-    block, order = model.blocks[0], torch.arange(32).view(2, 8, 2).transpose(0, 1).flatten()
+    """Permute the rows of a split matrix and the columns of the next one. The model is the same function."""
+    block, row_order = model.blocks[0], torch.arange(32).view(2, 8, 2).transpose(0, 1).flatten()
     with torch.no_grad():
-        block.up.weight.copy_(block.up.weight[order].clone())
-        block.down.weight.copy_(block.down.weight[:, order].clone())
+        block.up.weight.copy_(block.up.weight[row_order].clone())
+        block.down.weight.copy_(block.down.weight[:, row_order].clone())
     return split_all(model, mesh)
 
 
-def put_back(model: Any, mesh: Any) -> dict[str, Tensor]:
-    block, back = model.blocks[0], torch.arange(32).view(2, 8, 2).transpose(0, 1).flatten().argsort()
+def restore_order(model: Any, mesh: Any) -> dict[str, Tensor]:
+    """Return the permuted tensors in their original order. The contract uses this as `gather`."""
+    block, inverse_order = model.blocks[0], torch.arange(32).view(2, 8, 2).transpose(0, 1).flatten().argsort()
     up, down = block.up.weight.full_tensor(), block.down.weight.full_tensor()
-    return {"blocks.0.up.weight": up[back], "blocks.0.down.weight": down[:, back]}
+    return {"blocks.0.up.weight": up[inverse_order], "blocks.0.down.weight": down[:, inverse_order]}
 
 
 def casts(model: Any, mesh: Any) -> Any:
@@ -412,42 +436,42 @@ def casts(model: Any, mesh: Any) -> Any:
     return ddp(model, mesh)
 
 
-def test_what_parallelize_changes(compared: Any) -> None:
-    """requires_grad both ways, weights, copies, dtypes, and an order that the contract puts right."""
-    two = {"data": 2}
-    parity = compared(lambda: Model(Mlp(), Mlp()), freezes, two)
+def test_changes_of_parameters_by_parallelize_are_named(compare: Any) -> None:
+    """Parallelize changes requires_grad, initial values or the dtype of a parameter."""
+    mesh = {"data": 2}
+    parity = compare(lambda: Model(Mlp(), Mlp()), freezes, mesh)
     assert parity.first_divergence == "update 0, gradient of blocks.0.up.weight (float64)"
-    assert "frozen (requires_grad=False)" in cause(parity)
-    parity = compared(frozen_first, split_all, {"tensor": 2})
+    assert "frozen (requires_grad=False)" in cause_of(parity)
+    parity = compare(model_with_frozen_weight, split_all, {"tensor": 2})
     assert parity.first_divergence == "update 0, gradient of blocks.0.up.weight (float64)"
-    assert "trainable (requires_grad=True)" in cause(parity)
-    parity = compared(lambda: Model(Mlp()), fills_again, {"tensor": 2})
+    assert "trainable (requires_grad=True)" in cause_of(parity)
+    parity = compare(lambda: Model(Mlp()), initializes_again, {"tensor": 2})
     assert parity.first_divergence == "before any update, blocks.0.down.weight (float64)"
-    assert "changes the values of blocks.0.down.weight" in cause(parity)
-    found = cause(compared(lambda: Model(Mlp()), casts, two))
-    assert "norm.weight: float64 in the model as built, but bfloat16" in found
+    assert "changes the values of blocks.0.down.weight" in cause_of(parity)
+    cause = cause_of(compare(lambda: Model(Mlp()), casts, mesh))
+    assert "norm.weight: float64 in the model as built, but bfloat16" in cause
 
 
-def test_copies_that_differ(compared: Any) -> None:
-    found = cause(compared(lambda: Model(Whole()), fills_copies, {"replicate": 2, "shard": 2}))
-    assert "different copies of embedding.weight" in found
+def test_different_replicas_are_named(compare: Any) -> None:
+    cause = cause_of(compare(lambda: Model(PlainBlock()), initializes_copies_differently, {"replicate": 2, "shard": 2}))
+    assert "different copies of embedding.weight" in cause
 
 
-def test_another_order(compared: Any) -> None:
-    """It is named, and equal where the contract puts the tensors together."""
-    found = cause(compared(lambda: Model(Mlp()), permutes, {"tensor": 2}))
-    assert "the same rows in a different order" in found
-    contract = ParallelContract(axes={"tensor": "same"}, gather=put_back)
-    assert compared(lambda: Model(Mlp()), permutes, {"tensor": 2}, contract).status == "equal"
+def test_permuted_rows_are_named_or_restored_by_gather(compare: Any) -> None:
+    """Without `gather`, the cause is the order of rows. With `gather`, the tensors are equal."""
+    cause = cause_of(compare(lambda: Model(Mlp()), permutes, {"tensor": 2}))
+    assert "the same rows in a different order" in cause
+    contract = ParallelContract(axes={"tensor": "same"}, gather=restore_order)
+    assert compare(lambda: Model(Mlp()), permutes, {"tensor": 2}, contract).status == "equal"
 
 
-# --- parts that no DTensor describes
+# --- shards that no DTensor describes
 
 
 class Flat(nn.Module):
-    """FSDP by hand: the parameters of a block as one flat part."""
+    """A custom FSDP that keeps a flat shard of the parameters of a block."""
 
-    def __init__(self, inner: nn.Module, mesh: Any, is_right: bool) -> None:
+    def __init__(self, inner: nn.Module, mesh: Any, sums_gradients: bool) -> None:
         super().__init__()
         self.shapes = [
             (module, name, parameter.shape)
@@ -456,7 +480,7 @@ class Flat(nn.Module):
             if parameter is not None
         ]
         flat = torch.cat([parameter.detach().flatten() for parameter in inner.parameters()])
-        self.group, self.gathers = mesh.get_group(), gather_sum if is_right else gather_part
+        self.group, self.gathers = mesh.get_group(), gather_sum if sums_gradients else gather_part
         size = mesh.size()
         flat = F.pad(flat, (0, -flat.numel() % size))
         self.flat = nn.Parameter(flat.chunk(size)[mesh.get_local_rank()].clone())
@@ -465,135 +489,142 @@ class Flat(nn.Module):
         object.__setattr__(self, "inner", inner)
 
     def forward(self, value: Tensor) -> Tensor:
-        for (module, name, _), part in zip(self.shapes, self.parts(), strict=True):
-            object.__setattr__(module, name, part)
+        for (module, name, _), tensor in zip(self.shapes, self.full_tensors(), strict=True):
+            object.__setattr__(module, name, tensor)
         return self.inner(value)
 
-    def parts(self) -> list[Tensor]:
-        whole, found, start = self.gathers(self.flat, self.group, 0), [], 0
+    def full_tensors(self) -> list[Tensor]:
+        flat, tensors, start = self.gathers(self.flat, self.group, 0), [], 0
         for _, _, shape in self.shapes:
-            found.append(whole[start : start + shape.numel()].view(shape))
+            tensors.append(flat[start : start + shape.numel()].view(shape))
             start += shape.numel()
-        return found
+        return tensors
 
 
-def flattened(model: Any, mesh: Any, is_right: bool = True) -> Any:
+def shard_flat(model: Any, mesh: Any, sums_gradients: bool = True) -> Any:
     for index, block in enumerate(model.blocks):
-        model.blocks[index] = Flat(block, mesh["shard"], is_right)
+        model.blocks[index] = Flat(block, mesh["shard"], sums_gradients)
     return model
 
 
-def add_up_others(model: Any, mesh: Any) -> None:
+def all_reduce_other_gradients(model: Any, mesh: Any) -> None:
     for name, parameter in model.named_parameters():
         if not name.endswith("flat"):
             dist.all_reduce(parameter.grad)
 
 
-def together(model: Any, mesh: Any) -> dict[str, Tensor]:
+def gather_flat_parameters(model: Any, mesh: Any) -> dict[str, Tensor]:
+    """Return the full parameters of each block by name. The contract uses this as `gather`."""
     names = ["norm.weight", "up.weight", "down.weight"]
     return {
-        f"blocks.{index}.{name}": part
+        f"blocks.{index}.{name}": tensor
         for index, block in enumerate(model.blocks)
-        for name, part in zip(names, block.parts(), strict=True)
+        for name, tensor in zip(names, block.full_tensors(), strict=True)
     }
 
 
-FLAT = ParallelContract(axes={"shard": "batch"}, gradients="sum", after_backward=add_up_others)
+FLAT_CONTRACT = ParallelContract(axes={"shard": "batch"}, gradients="sum", after_backward=all_reduce_other_gradients)
 
 
-def test_flat_parts_by_hand(compared: Any) -> None:
-    """Without gather the names are in the result; with it a gradient that nobody adds up is found."""
-    build, mesh = lambda: Model(Mlp(), Mlp()), {"shard": 2}
-    parity = compared(build, flattened, mesh, FLAT)
+def test_flat_shards_are_compared_with_gather(compare: Any) -> None:
+    """Without `gather`, the result lists the parameters as not compared.
+
+    With `gather`, a gradient that is not reduced is detected.
+    """
+    build_model, mesh = lambda: Model(Mlp(), Mlp()), {"shard": 2}
+    parity = compare(build_model, shard_flat, mesh, FLAT_CONTRACT)
     assert parity.status == "equal"
     assert parity.not_compared == [f"blocks.{i}.{n}.weight" for i in (0, 1) for n in ("norm", "up", "down")]
-    contract = dataclasses.replace(FLAT, gather=together)
-    parity = compared(build, flattened, mesh, contract)
+    contract = dataclasses.replace(FLAT_CONTRACT, gather=gather_flat_parameters)
+    parity = compare(build_model, shard_flat, mesh, contract)
     assert (parity.status, parity.not_compared) == ("equal", [])
-    wrong = functools.partial(flattened, is_right=False)
-    assert compared(build, wrong, mesh, FLAT).status == "equal"  # the hole that gather closes
-    parity = compared(build, wrong, mesh, contract)
+    wrong = functools.partial(shard_flat, sums_gradients=False)
+    # without gather, the mistake is not detected
+    assert compare(build_model, wrong, mesh, FLAT_CONTRACT).status == "equal"
+    parity = compare(build_model, wrong, mesh, contract)
     assert parity.status == "different"
     assert parity.first_divergence == "update 0, gradient of blocks.1.down.weight (float64)"
 
 
 @pytest.mark.parametrize(
-    ("gather", "words"),
+    ("gather", "expected_text"),
     [
         (lambda model, mesh: {"nothing.weight": torch.zeros(1)}, "gather returned nothing.weight"),
         (lambda model, mesh: {"norm.weight": torch.zeros(3)}, "gather returned norm.weight of shape (3,)"),
         (lambda model, mesh: [1], "gather returned list"),
     ],
 )
-def test_a_wrong_gather(compared: Any, gather: Any, words: str) -> None:
+def test_wrong_result_of_gather_is_refused(compare: Any, gather: Any, expected_text: str) -> None:
     contract = ParallelContract(axes={"data": "batch"}, gather=gather)
-    assert words in str(compared(lambda: Model(Mlp()), ddp, {"data": 2}, contract))
+    assert expected_text in str(compare(lambda: Model(Mlp()), ddp, {"data": 2}, contract))
 
 
 # --- precision, contexts, asynchronous calls
 
 
-def in_bf16(model: Any, mesh: Any) -> Any:
+def fully_shard_in_bf16(model: Any, mesh: Any) -> Any:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.blocks:
         fully_shard(block, mesh=mesh["shard"], mp_policy=policy)
     return fully_shard(model, mesh=mesh["shard"], mp_policy=policy)
 
 
-def test_mixed_precision_is_left_out(compared: Any) -> None:
-    """The policy of fully_shard is no mistake in float64; the result names it."""
-    parity = compared(lambda: Model(Whole()), in_bf16, {"shard": 2}, clip_norm=0.1)
+def test_mixed_precision_policy_is_ignored_in_float64(compare: Any) -> None:
+    """The policy of fully_shard is not a mistake in float64. The result lists the policy."""
+    parity = compare(lambda: Model(PlainBlock()), fully_shard_in_bf16, {"shard": 2}, clip_norm=0.1)
     assert parity.status == "equal", parity
     assert any("param_dtype=bfloat16, reduce_dtype=float32" in line for line in parity.checks)
 
 
-def in_vocabulary(model: Any, mesh: Any) -> Any:
+def split_vocabulary(model: Any, mesh: Any) -> Any:
     head = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
     plan = {"blocks.0.up": ColwiseParallel(), "blocks.0.down": RowwiseParallel(), "head": head}
     return parallelize_module(model, mesh["tensor"], plan)
 
 
-def loss_of_parts(output: Any, target: Tensor) -> tuple[Any, int]:
+def vocabulary_parallel_loss(output: Any, target: Tensor) -> tuple[Any, int]:
     total = F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum")
     return total.full_tensor() if isinstance(total, DTensor) else total, target.numel()
 
 
 @contextlib.contextmanager
-def shortened(model: Any, mesh: Any, batch: Any) -> Any:
-    """As torch's context_parallel: the tensors of the batch are cut in place, and put back."""
+def cut_batch(model: Any, mesh: Any, batch: Any) -> Any:
+    """Cut the tensors of the batch in place, and restore them, as torch's context_parallel does."""
     size, rank = mesh["context"].size(), mesh["context"].get_local_rank()
-    whole = [tensor.clone() for tensor in batch]
+    originals = [tensor.clone() for tensor in batch]
     for tensor in batch:
         part = tensor.chunk(size, 1)[rank].clone()
         tensor.resize_(part.shape).copy_(part)
     yield
-    for tensor, before in zip(batch, whole, strict=True):
-        tensor.resize_(before.shape).copy_(before)
+    for tensor, original in zip(batch, originals, strict=True):
+        tensor.resize_(original.shape).copy_(original)
 
 
-def test_contexts(compared: Any) -> None:
-    """loss_parallel has to be open in backward, too; a context may cut the sequences itself."""
+def test_context_of_the_contract_is_open(compare: Any) -> None:
+    """loss_parallel has to be open in backward, too. A context may also cut the sequences itself."""
     contract = ParallelContract(axes={"tensor": "same"}, context=lambda model, mesh, batch: loss_parallel())
-    build = lambda: Model(Whole())  # noqa: E731
-    assert compared(build, in_vocabulary, {"tensor": 2}, contract, loss=loss_of_parts).status == "equal"
-    cuts = dataclasses.replace(CONTEXT, context=shortened, cut_by_context=True)
-    assert compared(lambda: Model(Attention()), in_sequence, {"context": 2}, cuts).status == "equal"
+    build_model = lambda: Model(PlainBlock())  # noqa: E731
+    parity = compare(build_model, split_vocabulary, {"tensor": 2}, contract, loss=vocabulary_parallel_loss)
+    assert parity.status == "equal"
+    cutting_contract = dataclasses.replace(CONTEXT_CONTRACT, context=cut_batch, cut_by_context=True)
+    assert compare(lambda: Model(Attention()), context_parallel, {"context": 2}, cutting_contract).status == "equal"
 
 
-def gathered_early(value: Tensor, dim: int, group: Any, waits: bool) -> Tensor:
-    rows = [torch.zeros_like(value) for _ in range(dist.get_world_size(group))]
-    work: Any = dist.all_gather(rows, value.contiguous(), group=group, async_op=True)
+def gather_asynchronously(value: Tensor, dim: int, group: Any, waits: bool) -> Tensor:
+    """Gather asynchronously. Without `waits`, the result is read before work.wait()."""
+    chunks = [torch.zeros_like(value) for _ in range(dist.get_world_size(group))]
+    work: Any = dist.all_gather(chunks, value.contiguous(), group=group, async_op=True)
     if waits:
         work.wait()
-    whole = torch.cat(rows, dim)
+    gathered_value = torch.cat(chunks, dim)
     work.wait()
-    return whole
+    return gathered_value
 
 
-def asynchronous(model: Any, mesh: Any, waits: bool = True) -> Any:
-    """Sequence parallel: each rank norms its positions, and gathers them asynchronously."""
+def asynchronous_forward(model: Any, mesh: Any, waits: bool = True) -> Any:
+    """Sequence parallel. Each rank normalizes its positions, and gathers them asynchronously."""
     group = mesh["tensor"].get_group()
-    gather = mapped(functools.partial(gathered_early, waits=waits), own_sum)
+    gather = collective_with_gradient(functools.partial(gather_asynchronously, waits=waits), reduce_scattered)
 
     def forward(block: Any, value: Tensor) -> Tensor:
         part = F.rms_norm(scatter(value, group), (WIDTH,), eps=1e-6) * copy(block.norm.weight, group)
@@ -605,6 +636,7 @@ def asynchronous(model: Any, mesh: Any, waits: bool = True) -> Any:
 
 
 def asynchronous_backward(model: Any, mesh: Any, waits: bool = True) -> Any:
+    """Each gradient is all-reduced asynchronously. Without `waits`, it is read before work.wait()."""
     works: list[Any] = []
 
     def start(parameter: Any) -> None:
@@ -619,15 +651,15 @@ def asynchronous_backward(model: Any, mesh: Any, waits: bool = True) -> Any:
     return model
 
 
-def test_read_before_wait(compared: Any) -> None:
-    """Each time, in forward and in backward, with the line; waiting is right."""
-    for function, mesh, words in (
-        (asynchronous, {"tensor": 2}, "the result of all_gather, which test_where_it_goes_wrong.py:"),
+def test_read_before_wait_is_named(compare: Any) -> None:
+    """The cause has the collective and its line, in forward and in backward. With work.wait() it is equal."""
+    for function, mesh, expected_text in (
+        (asynchronous_forward, {"tensor": 2}, "the result of all_gather, which test_where_it_goes_wrong.py:"),
         (asynchronous_backward, {"data": 2}, "the result of all_reduce, which test_where_it_goes_wrong.py:"),
     ):
-        right, wrong = functools.partial(function, waits=True), functools.partial(function, waits=False)
-        build = lambda: Model(Mlp())  # noqa: E731
-        assert compared(build, right, mesh).status == "equal"
-        found = cause(compared(build, wrong, mesh))
-        assert words in found
-        assert "is read before work.wait()" in found
+        correct, wrong = functools.partial(function, waits=True), functools.partial(function, waits=False)
+        build_model = lambda: Model(Mlp())  # noqa: E731
+        assert compare(build_model, correct, mesh).status == "equal"
+        cause = cause_of(compare(build_model, wrong, mesh))
+        assert expected_text in cause
+        assert "is read before work.wait()" in cause
