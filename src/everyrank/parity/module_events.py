@@ -95,7 +95,7 @@ class Recording:
         return len(self.samples) == self.batch_size
 
     def register_hooks(self, model: nn.Module) -> list[Any]:
-        """Register hooks and return them for removal. A wrapper and its module count as one, and the wrapper gets them."""
+        """Register hooks on all modules and return them. If a module is wrapped, only its wrapper gets hooks."""
         hooks: list[Any] = []
         seen: set[str] = set()
         for path, module in model.named_modules():
