@@ -48,7 +48,7 @@ def test_unexpected_error_is_one_line(
 
 @pytest.mark.parametrize("closed", [">&-", ">&- 2>&-", "<&- >&- 2>&-"])
 def test_closed_output_is_not_an_error(repository: Path, tmp_path: Path, closed: str) -> None:
-    """`>&-` in a shell closes stdout. The next opened file could get its number, and output would overwrite it."""
+    """`>&-` in a shell closes stdout. A file opened next could get its descriptor and be overwritten."""
     command = f"'{sys.executable}' -m everyrank report records.json --markdown table.md {closed}"
     write_records([record()], tmp_path / "records.json")
     original_text = (tmp_path / "records.json").read_text()
