@@ -76,7 +76,7 @@ def modules() -> list[Path]:
 
 
 def test_no_code_outside_its_file_uses_the_name_of_a_launcher() -> None:
-    """A new launcher needs only its file and its name in the table, because its row has all that depends on it."""
+    """A new launcher needs only its file, and its name in the table. The row has everything else."""
     launcher_files = {PACKAGE / "launch" / f"{name}.py" for name in LAUNCHERS}
     # the last three parse command lines of the tools, and detect which launcher has started a rank
     allowed_files = {
@@ -112,7 +112,7 @@ def test_uses_of_launcher_names_finds_every_form(tmp_path: Path, code: str) -> N
 
 
 def test_each_launcher_is_a_file_with_a_row() -> None:
-    """Each name in the table is the name of a file, and the row in this file has the same name."""
+    """Each name in the table is the name of a file. The row in this file has the same name."""
     assert [row.name for row in launchers()] == list(LAUNCHERS)
     for name in LAUNCHERS:
         assert find_launcher(name) == importlib.import_module(f"everyrank.launch.{name}").LAUNCHER

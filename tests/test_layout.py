@@ -25,7 +25,7 @@ from everyrank.layout import STRATEGIES, Layout, parse_layout
     ],
 )
 def test_layout_is_printed_as_it_was_typed(text: str) -> None:
-    """A Record names its layout by this text, so users must be able to type it and get the same layout."""
+    """A Record names its layout by this text. If a user types it, the layout must be the same."""
     assert str(parse_layout(text)) == text
     assert parse_layout(str(parse_layout(text))) == parse_layout(text)
 
