@@ -1,6 +1,6 @@
-"""The first hour of a new user: the own script given to each command, flags and words of other tools, what comes next.
+"""Mistakes of new users: plain scripts passed as workloads, flags of other tools, misspelled names.
 
-Each test is a row of the table "Where somebody was stuck" of the newcomers' report, or one of its points 3, 4, 7, 8, 9.
+Also what helps them: the workload template, the suggested next command, and the help.
 """
 
 from __future__ import annotations
@@ -76,41 +76,41 @@ workload = Workload(
 
 
 @pytest.fixture
-def called(
+def run_main(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Iterator[Callable[..., tuple[int, str, str]]]:
-    """The command line in this process, in an empty folder: (status, stdout, stderr)."""
-    before = signal.getsignal(signal.SIGTERM)
+    """A function that runs a command in this process, in an empty folder: (status, stdout, stderr)."""
+    previous_handler = signal.getsignal(signal.SIGTERM)
     monkeypatch.chdir(tmp_path)
 
-    def call(*words: object) -> tuple[int, str, str]:
+    def call(*args: object) -> tuple[int, str, str]:
         capsys.readouterr()
         try:
-            status = main([str(word) for word in words])
-        except SystemExit as end:  # argparse, after --help
-            status = int(end.code or 0)
-        shown = capsys.readouterr()
-        return status, shown.out, shown.err
+            status = main([str(arg) for arg in args])
+        except SystemExit as system_exit:  # argparse raises it after --help
+            status = int(system_exit.code or 0)
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
 
     yield call
-    signal.signal(signal.SIGTERM, before)
+    signal.signal(signal.SIGTERM, previous_handler)
 
 
 @pytest.fixture
-def refused(called: Callable[..., tuple[int, str, str]]) -> Callable[..., str]:
-    """A call that ends with status 2: its one line."""
+def run_refused(run_main: Callable[..., tuple[int, str, str]]) -> Callable[..., str]:
+    """A function that runs a command, checks exit status 2 and returns the only line of stderr."""
 
-    def call(*words: object) -> str:
-        status, out, err = called(*words)
+    def call(*args: object) -> str:
+        status, out, err = run_main(*args)
         assert status == 2, out + err
         return one_line(err)
 
     return call
 
 
-# --- point 3: a plain script is not run, and the message says what to do with it
+# --- a plain script passed as a workload: it is not run, and the message suggests `everyrank audit`
 
-COMMANDS_OF_A_WORKLOAD = {
+WORKLOAD_COMMANDS = {
     "train": ["train", "PLAIN"],
     "verify": ["verify", "PLAIN"],
     "bench": ["bench", "PLAIN"],
@@ -120,20 +120,20 @@ COMMANDS_OF_A_WORKLOAD = {
 }
 
 
-@pytest.mark.parametrize("command", COMMANDS_OF_A_WORKLOAD)
-def test_a_plain_script_is_not_run(command: str, cli: Cli, tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", WORKLOAD_COMMANDS)
+def test_plain_script_passed_as_workload_is_not_run(command: str, cli: Cli, tmp_path: Path) -> None:
     marker = tmp_path / "it-was-run"
     (tmp_path / "plain.py").write_text(PLAIN.format(marker=str(marker)))
-    words = [word.replace("PLAIN", "plain.py") for word in COMMANDS_OF_A_WORKLOAD[command]]
-    done = cli(tmp_path, *words)
-    assert done.status == 2, done.err
+    args = [arg.replace("PLAIN", "plain.py") for arg in WORKLOAD_COMMANDS[command]]
+    result = cli(tmp_path, *args)
+    assert result.status == 2, result.err
     assert not marker.exists(), "the script was run"
-    assert "I AM TRAINING" not in done.out + done.err
-    assert "everyrank audit plain.py" in one_line(done.err)
+    assert "I AM TRAINING" not in result.out + result.err
+    assert "everyrank audit plain.py" in one_line(result.err)
     assert [path.name for path in tmp_path.iterdir()] == ["plain.py"], "nothing is left"
 
 
-def test_the_api_does_not_run_a_plain_script(tmp_path: Path) -> None:
+def test_find_workload_does_not_run_a_plain_script(tmp_path: Path) -> None:
     marker = tmp_path / "it-was-run"
     (tmp_path / "plain_api.py").write_text(PLAIN.format(marker=str(marker)))
     with pytest.raises(EveryrankError) as caught:
@@ -152,16 +152,16 @@ def test_the_api_does_not_run_a_plain_script(tmp_path: Path) -> None:
     ],
     ids=["comment", "docstring", "string"],
 )
-def test_a_plain_script_that_only_speaks_of_workloads_is_not_run(text: str, cli: Cli, tmp_path: Path) -> None:
+def test_plain_script_that_mentions_workloads_is_not_run(text: str, cli: Cli, tmp_path: Path) -> None:
     marker = tmp_path / "it-was-run"
     (tmp_path / "plain.py").write_text(text.format(marker=str(marker)) if "{marker" in text else text)
-    done = cli(tmp_path, "train", "plain.py")
-    assert done.status == 2, done.err
+    result = cli(tmp_path, "train", "plain.py")
+    assert result.status == 2, result.err
     assert not marker.exists(), "the script was run"
-    assert "everyrank audit plain.py" in one_line(done.err)
+    assert "everyrank audit plain.py" in one_line(result.err)
 
 
-DEFINES = {
+WORKLOAD_DEFINITIONS = {
     "an import": ("plain.py", "from other import workload\n"),
     "an import of all": ("plain.py", "from other import *\n"),
     "an import by another name": ("plain.py", "from other import workload as training\nworkload = training\n"),
@@ -177,17 +177,17 @@ DEFINES = {
 }
 
 
-@pytest.mark.parametrize("kind", DEFINES)
-def test_a_file_that_defines_a_workload_is_taken(kind: str, cli: Cli, tmp_path: Path) -> None:
-    """However it does; such a file is no plain script."""
-    place, text = DEFINES[kind]
+@pytest.mark.parametrize("kind", WORKLOAD_DEFINITIONS)
+def test_every_form_of_workload_definition_is_accepted(kind: str, cli: Cli, tmp_path: Path) -> None:
+    """A file that defines a workload in any of these forms is not a plain script."""
+    workload_path, text = WORKLOAD_DEFINITIONS[kind]
     (tmp_path / "other.py").write_text(WORKLOAD)
     (tmp_path / "plain.py").write_text(text)
-    done = cli(tmp_path, "train", place, "--steps", "1", "--out", "out", "--device", "cpu")
-    assert done.status == 0, done.err
+    result = cli(tmp_path, "train", workload_path, "--steps", "1", "--out", "out", "--device", "cpu")
+    assert result.status == 0, result.err
 
 
-NAMES = {
+DEFINES_WORKLOAD = {
     "match data:\n    case {**workload}:\n        pass\n": True,
     "match data:\n    case [*workload]:\n        pass\n": True,
     "names = [other := 1 for _ in (workload := [1])]\n": True,
@@ -198,54 +198,54 @@ NAMES = {
 }
 
 
-@pytest.mark.parametrize("text", NAMES)
-def test_names_that_a_file_defines(text: str, tmp_path: Path) -> None:
-    """Targets of a comprehension stay inside it; a pattern of a mapping defines the name of its rest."""
+@pytest.mark.parametrize("text", DEFINES_WORKLOAD)
+def test_defines_finds_names_that_a_module_assigns(text: str, tmp_path: Path) -> None:
+    """The target of a comprehension is local to it. The `**name` of a mapping pattern is assigned in the module."""
     (tmp_path / "plain.py").write_text(text)
-    assert defines(tmp_path / "plain.py", "workload") is NAMES[text]
+    assert defines(tmp_path / "plain.py", "workload") is DEFINES_WORKLOAD[text]
 
 
-# --- point 4: a parallel layout has two ranks
+# --- the default number of ranks: 2 for a parallel layout
 
 
 @pytest.mark.parametrize(("layout", "size"), [("ddp", 2), ("fsdp", 2), ("single", 1), ("ddp:accumulate=2", 2)])
-def test_train_takes_as_many_ranks_as_verify(layout: str, size: int, cli: Cli, tmp_path: Path) -> None:
-    words = ["--layout", layout, "--steps", "1", "--out", "out", "--device", "cpu"]
-    done = cli(tmp_path, "train", "digits", *words, CUDA_VISIBLE_DEVICES="")
-    assert done.status == 0, done.err
+def test_default_number_of_ranks_of_train(layout: str, size: int, cli: Cli, tmp_path: Path) -> None:
+    args = ["--layout", layout, "--steps", "1", "--out", "out", "--device", "cpu"]
+    result = cli(tmp_path, "train", "digits", *args, CUDA_VISIBLE_DEVICES="")
+    assert result.status == 0, result.err
     (record,) = read_records(tmp_path / "out" / "record.json")
     assert record.world_size == size
 
 
-def test_train_takes_one_rank_where_one_is_asked_for(cli: Cli, tmp_path: Path) -> None:
-    words = ["--layout", "ddp", "--processes", "1", "--steps", "1", "--out", "out", "--device", "cpu"]
-    done = cli(tmp_path, "train", "digits", *words)
-    assert done.status == 0, done.err
+def test_train_ddp_with_one_process(cli: Cli, tmp_path: Path) -> None:
+    args = ["--layout", "ddp", "--processes", "1", "--steps", "1", "--out", "out", "--device", "cpu"]
+    result = cli(tmp_path, "train", "digits", *args)
+    assert result.status == 0, result.err
     (record,) = read_records(tmp_path / "out" / "record.json")
     assert record.world_size == 1
 
 
-def test_the_help_says_how_many(called: Any) -> None:
-    status, out, _ = called("train", "--help")
+def test_train_help_states_the_default_number_of_processes(run_main: Any) -> None:
+    status, out, _ = run_main("train", "--help")
     assert status == 0
-    *_, text = re.findall(r"^  --processes N(.*?)^  -", out, re.DOTALL | re.MULTILINE)
-    assert "2" in text
+    *_, processes_help = re.findall(r"^  --processes N(.*?)^  -", out, re.DOTALL | re.MULTILINE)
+    assert "2" in processes_help
 
 
-# --- point 7: a model that is built already
+# --- a module instance as `model`, instead of a function that builds it
 
 
-def test_a_module_instead_of_a_function(cli: Cli, tmp_path: Path) -> None:
+def test_train_refuses_module_instance_as_model(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(WORKLOAD.replace("model=Net,", "model=Net(),"))
-    done = cli(tmp_path, "train", "mine.py", "--out", "out")
-    assert done.status == 2, done.err
-    line = done.err.strip().splitlines()[-1]
+    result = cli(tmp_path, "train", "mine.py", "--out", "out")
+    assert result.status == 2, result.err
+    line = result.err.strip().splitlines()[-1]
     assert "model=" in line
     assert "module.py" not in line
     assert "TypeError" not in line
 
 
-def test_a_module_is_refused_by_the_workload() -> None:
+def test_workload_refuses_module_instance_as_model() -> None:
     with pytest.raises(WorkloadError, match="model="):
         Workload(
             name="mine",
@@ -257,18 +257,18 @@ def test_a_module_is_refused_by_the_workload() -> None:
         )
 
 
-def test_a_class_or_a_function_is_a_model(cli: Cli, tmp_path: Path) -> None:
+def test_model_may_be_a_class_or_a_function(cli: Cli, tmp_path: Path) -> None:
     for number, model in enumerate(("Net", "lambda: Net()", "lambda: torch.nn.Linear(3, 2)")):
         (tmp_path / f"mine{number}.py").write_text(WORKLOAD.replace("model=Net,", f"model={model},"))
-        done = cli(tmp_path, "train", f"mine{number}.py", "--steps", "1", "--out", f"out{number}")
-        assert done.status == 0, done.err
+        result = cli(tmp_path, "train", f"mine{number}.py", "--steps", "1", "--out", f"out{number}")
+        assert result.status == 0, result.err
 
 
-# --- point 8: a workload that imports a train.py
+# --- eject of a workload that imports a module named train
 
 
-def test_eject_of_a_workload_that_imports_train(cli: Cli, tmp_path: Path) -> None:
-    """The user's train.py goes into the project, and the project's own script has another name."""
+def test_eject_workload_that_imports_train_py(cli: Cli, tmp_path: Path) -> None:
+    """The user's train.py is copied into the project, so the project's main script has a different name."""
     user_file = "def loss(output, target):\n    return ((output - target) ** 2).sum(), target.numel()\n"
     (tmp_path / "train.py").write_text(user_file)
     (tmp_path / "mine.py").write_text(
@@ -276,8 +276,8 @@ def test_eject_of_a_workload_that_imports_train(cli: Cli, tmp_path: Path) -> Non
             "\n\ndef loss(output, target):\n    return ((output - target) ** 2).sum(), target.numel()\n", ""
         ).replace("from everyrank import Workload\n", "from everyrank import Workload\nfrom train import loss\n")
     )
-    done = cli(tmp_path, "eject", "mine.py", "project")
-    assert done.status == 0, done.err
+    result = cli(tmp_path, "eject", "mine.py", "project")
+    assert result.status == 0, result.err
     project = tmp_path / "project"
     texts = {path.relative_to(project): path.read_text() for path in project.rglob("*.py")}
     assert user_file in texts.values(), "the user's file is there as it was"
@@ -292,115 +292,115 @@ def test_eject_of_a_workload_that_imports_train(cli: Cli, tmp_path: Path) -> Non
 
 
 @pytest.mark.integration
-def test_the_project_of_a_workload_that_imports_train_trains(cli: Cli, tmp_path: Path) -> None:
-    test_eject_of_a_workload_that_imports_train(cli, tmp_path)
+def test_ejected_project_of_workload_that_imports_train_py_runs(cli: Cli, tmp_path: Path) -> None:
+    test_eject_workload_that_imports_train_py(cli, tmp_path)
     project = tmp_path / "project"
-    started = [name for name in project.glob("*.py") if "init_process_group" in name.read_text()]
-    script = next(name for name in started if name.name in (project / "README.md").read_text())
-    words = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script))
-    running = cli.start(project, command=words, GLOO_SOCKET_IFNAME="lo")
+    main_scripts = [path for path in project.glob("*.py") if "init_process_group" in path.read_text()]
+    script = next(path for path in main_scripts if path.name in (project / "README.md").read_text())
+    command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script))
+    running = cli.start(project, command=command, GLOO_SOCKET_IFNAME="lo")
     status, out, err = running.end(200)
     assert status == 0, err
     assert "loss" in out
 
 
-# --- point 9: a template, and what comes next
+# --- the workload template and the suggested next command
 
 
-def test_new_workload_writes_a_template(cli: Cli, tmp_path: Path) -> None:
-    """With comments, and right as it stands."""
-    done = cli(tmp_path, "new", "workload", "my_workload.py")
-    assert done.status == 0, done.err
-    assert "my_workload.py" in done.out
+def test_new_workload_writes_template_that_passes_verify(cli: Cli, tmp_path: Path) -> None:
+    """The template has comments, and verify reports it as equal without any edits."""
+    result = cli(tmp_path, "new", "workload", "my_workload.py")
+    assert result.status == 0, result.err
+    assert "my_workload.py" in result.out
     text = (tmp_path / "my_workload.py").read_text()
     compile(text, "my_workload.py", "exec")
     assert text.count("#") >= 5
     assert "Workload(" in text
-    words = ["--layout", "ddp", "--processes", "2", "--quick", "--device", "cpu", "--json", "found.json"]
-    done = cli(tmp_path, "verify", "my_workload.py", *words)
-    assert done.status == 0, done.err
+    args = ["--layout", "ddp", "--processes", "2", "--quick", "--device", "cpu", "--json", "found.json"]
+    result = cli(tmp_path, "verify", "my_workload.py", *args)
+    assert result.status == 0, result.err
     [row] = json.loads((tmp_path / "found.json").read_text())
     assert row["parity"]["status"] == "equal"
 
 
-def test_new_workload_trains_and_is_ejected(cli: Cli, tmp_path: Path) -> None:
+def test_workload_template_trains_and_can_be_ejected(cli: Cli, tmp_path: Path) -> None:
     assert cli(tmp_path, "new", "workload", "my_workload.py").status == 0
-    done = cli(tmp_path, "train", "my_workload.py", "--steps", "2", "--out", "out", "--device", "cpu")
-    assert done.status == 0, done.err
-    done = cli(tmp_path, "eject", "my_workload.py", "project")
-    assert done.status == 0, done.err
+    result = cli(tmp_path, "train", "my_workload.py", "--steps", "2", "--out", "out", "--device", "cpu")
+    assert result.status == 0, result.err
+    result = cli(tmp_path, "eject", "my_workload.py", "project")
+    assert result.status == 0, result.err
 
 
-def test_new_workload_overwrites_nothing(called: Any, refused: Any, tmp_path: Path) -> None:
+def test_new_workload_does_not_overwrite_a_file(run_main: Any, run_refused: Any, tmp_path: Path) -> None:
     (tmp_path / "my_workload.py").write_text("mine")
-    assert "my_workload.py" in refused("new", "workload", "my_workload.py")
+    assert "my_workload.py" in run_refused("new", "workload", "my_workload.py")
     assert (tmp_path / "my_workload.py").read_text() == "mine"
 
 
-def test_new_workload_is_printed_and_listed(called: Any) -> None:
-    status, out, _ = called("new", "workload")
+def test_new_prints_and_lists_the_workload_template(run_main: Any) -> None:
+    status, out, _ = run_main("new", "workload")
     assert status == 0
     assert "Workload(" in out
-    status, out, _ = called("new", "--list")
+    status, out, _ = run_main("new", "--list")
     assert status == 0
     assert any(line.split()[:1] == ["workload"] for line in out.splitlines())
 
 
-NEXT = {
+COMMAND_ARGS = {
     "train": ["train", "digits", "--steps", "1", "--out", "out"],
     "verify": ["verify", "digits", "--layout", "ddp", "--processes", "2", "--quick", "--steps", "1"],
     "bench": ["bench", "digits", "--layout", "single", "--quick"],
 }
 
 
-@pytest.mark.parametrize("command", NEXT)
-def test_what_comes_next_is_said(command: str, cli: Cli, tmp_path: Path) -> None:
-    """A line that begins with `next:`, with a command that can be pasted."""
-    words = NEXT[command]
+@pytest.mark.parametrize("command", COMMAND_ARGS)
+def test_command_suggests_the_next_command(command: str, cli: Cli, tmp_path: Path) -> None:
+    """One line begins with `next:` and has a command that can be pasted."""
+    args = COMMAND_ARGS[command]
     if command == "bench":
-        words = ["bench", "digits", "--layout", "single", "--trials", "2", "--steps", "2"]
-    done = cli(tmp_path, *words, "--launcher", "spawn", "--device", "cpu")
-    assert done.status == 0, done.err
-    lines = [line for line in done.out.splitlines() if line.startswith("next:")]
-    assert len(lines) == 1, done.out
-    named = re.findall(r"everyrank (\w+)", lines[0])
-    assert named, lines[0]
+        args = ["bench", "digits", "--layout", "single", "--trials", "2", "--steps", "2"]
+    result = cli(tmp_path, *args, "--launcher", "spawn", "--device", "cpu")
+    assert result.status == 0, result.err
+    lines = [line for line in result.out.splitlines() if line.startswith("next:")]
+    assert len(lines) == 1, result.out
+    suggested_commands = re.findall(r"everyrank (\w+)", lines[0])
+    assert suggested_commands, lines[0]
     assert "--launcher spawn --device cpu" in lines[0]
-    assert set(named) <= set(COMMANDS), lines[0]
+    assert set(suggested_commands) <= set(COMMANDS), lines[0]
     if command == "train":
-        assert "verify" in named
+        assert "verify" in suggested_commands
         assert "out" in lines[0]
 
 
-def test_nothing_comes_next_after_an_error(cli: Cli, tmp_path: Path) -> None:
-    done = cli(tmp_path, "train", "digits", "--steps", "0")
-    assert done.status == 2
-    assert "next:" not in done.out + done.err
+def test_no_next_command_after_an_error(cli: Cli, tmp_path: Path) -> None:
+    result = cli(tmp_path, "train", "digits", "--steps", "0")
+    assert result.status == 2
+    assert "next:" not in result.out + result.err
 
 
-def test_train_writes_a_page(cli: Cli, tmp_path: Path) -> None:
-    words = ["--steps", "3", "--out", "out", "--html", "report.html", "--device", "cpu"]
-    done = cli(tmp_path, "train", "digits", *words)
-    assert done.status == 0, done.err
+def test_train_writes_html_report(cli: Cli, tmp_path: Path) -> None:
+    args = ["--steps", "3", "--out", "out", "--html", "report.html", "--device", "cpu"]
+    result = cli(tmp_path, "train", "digits", *args)
+    assert result.status == 0, result.err
     page = (tmp_path / "report.html").read_text()
     assert "digits" in page
     assert "loss" in page
     assert "<svg" in page or "data:image" in page
     assert not re.search(r"<(script|link|img)[^>]*(src|href)=[\"']https?:", page), "it is self-contained"
-    assert "report.html" in done.out
+    assert "report.html" in result.out
 
 
-def test_a_page_that_cannot_be_written_is_refused_before_the_training(cli: Cli, tmp_path: Path) -> None:
+def test_unwritable_html_path_is_refused_before_training(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "folder.html").mkdir()
-    done = cli(tmp_path, "train", "digits", "--steps", "1", "--out", "out", "--html", "folder.html")
-    assert done.status == 2
-    assert "folder.html" in one_line(done.err)
+    result = cli(tmp_path, "train", "digits", "--steps", "1", "--out", "out", "--html", "folder.html")
+    assert result.status == 2
+    assert "folder.html" in one_line(result.err)
     assert not (tmp_path / "out" / "record.json").exists()
 
 
-# --- audit: words of other tools before the script
+# --- audit: arguments of other tools before the script
 
-TELLS = """\
+REPORTS_ARGV = """\
 import os
 import sys
 
@@ -408,14 +408,14 @@ raise ValueError(f"argv={sys.argv[1:]} size={os.environ.get('WORLD_SIZE', '1')}"
 """
 
 
-def audited(cli: Cli, folder: Path, *words: str) -> Ended:
-    """An audit of a script that tells its arguments and how many ranks there are."""
-    (folder / "train.py").write_text("# torch.distributed\n" + TELLS)
-    return cli(folder, "audit", *words)
+def run_audit(cli: Cli, folder: Path, *args: str) -> Ended:
+    """Run `everyrank audit` with a train.py that fails and reports its arguments and the world size."""
+    (folder / "train.py").write_text("# torch.distributed\n" + REPORTS_ARGV)
+    return cli(folder, "audit", *args)
 
 
 @pytest.mark.parametrize(
-    ("words", "argv"),
+    ("args", "argv"),
     [
         (["train.py", "--", "--epochs", "5"], ["--epochs", "5"]),
         (["--", "train.py", "--epochs", "5"], ["--epochs", "5"]),
@@ -424,10 +424,10 @@ def audited(cli: Cli, folder: Path, *words: str) -> Ended:
         (["train.py", "--", "--", "b"], ["--", "b"]),
     ],
 )
-def test_a_first_separator_is_left_out(words: list[str], argv: list[str], cli: Cli, tmp_path: Path) -> None:
-    done = audited(cli, tmp_path, *words)
-    assert done.status == 4, done.err
-    assert f"argv={argv}" in done.err.splitlines()[-1]
+def test_audit_drops_the_first_separator(args: list[str], argv: list[str], cli: Cli, tmp_path: Path) -> None:
+    result = run_audit(cli, tmp_path, *args)
+    assert result.status == 4, result.err
+    assert f"argv={argv}" in result.err.splitlines()[-1]
 
 
 MISPLACED = [
@@ -442,18 +442,18 @@ MISPLACED = [
 ]
 
 
-@pytest.mark.parametrize(("line", "better"), MISPLACED)
-def test_options_after_the_script_are_noticed(line: str, better: str | None, tmp_path: Path) -> None:
-    """A script that does not know --html ends with an error, or ignores it. One that has such an option may mean it."""
-    (tmp_path / "train.py").write_text(TELLS)
+@pytest.mark.parametrize(("line", "expected_command"), MISPLACED)
+def test_options_after_the_script_are_reported(line: str, expected_command: str | None, tmp_path: Path) -> None:
+    """An option after the script is the script's. It is reported, unless the script may have such an option."""
+    (tmp_path / "train.py").write_text(REPORTS_ARGV)
     (tmp_path / "own.py").write_text('flags = ["--json"]\nresume_with = None\n')
-    words = [str(tmp_path / word) if word.endswith(".py") else word for word in line.split()]
+    args = [str(tmp_path / arg) if arg.endswith(".py") else arg for arg in line.split()]
     parser = argparse.ArgumentParser()
-    COMMANDS[words[0]].add_arguments(parser)
-    note = suggest_order(words, parser.parse_args(words[1:]).script, parser)
-    assert (note is None) == (better is None)
-    if note is not None and better is not None:
-        assert note.replace(f"{tmp_path}/", "").endswith(f"type: {better}")
+    COMMANDS[args[0]].add_arguments(parser)
+    note = suggest_order(args, parser.parse_args(args[1:]).script, parser)
+    assert (note is None) == (expected_command is None)
+    if note is not None and expected_command is not None:
+        assert note.replace(f"{tmp_path}/", "").endswith(f"type: {expected_command}")
 
 
 OTHER_TOOLS = [
@@ -472,50 +472,50 @@ OTHER_TOOLS = [
 
 
 @pytest.mark.parametrize(("line", "size"), OTHER_TOOLS)
-def test_the_command_of_another_tool_is_understood(line: str, size: int | None, cli: Cli, tmp_path: Path) -> None:
-    """Either the script is audited as it says, or the message is the command to type instead."""
-    done = audited(cli, tmp_path, *line.split())
-    last = done.err.splitlines()[-1]
-    assert "no such file" not in last
-    if done.status == 4:  # the script was run
-        assert "argv=['--epochs', '5']" in last
-        assert size is None or f"size={size}" in last
+def test_audit_understands_commands_of_other_launchers(line: str, size: int | None, cli: Cli, tmp_path: Path) -> None:
+    """Audit runs the script with these ranks and arguments, or its message is the command to type instead."""
+    result = run_audit(cli, tmp_path, *line.split())
+    last_line = result.err.splitlines()[-1]
+    assert "no such file" not in last_line
+    if result.status == 4:  # the script was run
+        assert "argv=['--epochs', '5']" in last_line
+        assert size is None or f"size={size}" in last_line
         return
-    assert done.status == 2, done.err
-    own = "everyrank audit " + (f"--processes {size} " if size is not None else "")
-    assert f"{own}train.py --epochs 5" in one_line(done.err)
+    assert result.status == 2, result.err
+    audit_command = "everyrank audit " + (f"--processes {size} " if size is not None else "")
+    assert f"{audit_command}train.py --epochs 5" in one_line(result.err)
 
 
-def test_a_script_with_the_name_of_a_tool_is_that_script(cli: Cli, tmp_path: Path) -> None:
-    """A file that is there comes first."""
-    (tmp_path / "python").write_text("# torch.distributed\n" + TELLS)
-    done = cli(tmp_path, "audit", "python", "--epochs", "5")
-    assert done.status == 4, done.err
-    assert "argv=['--epochs', '5']" in done.err.splitlines()[-1]
+def test_audit_runs_a_file_named_like_a_launcher(cli: Cli, tmp_path: Path) -> None:
+    """If a file named `python` exists, audit runs this file."""
+    (tmp_path / "python").write_text("# torch.distributed\n" + REPORTS_ARGV)
+    result = cli(tmp_path, "audit", "python", "--epochs", "5")
+    assert result.status == 4, result.err
+    assert "argv=['--epochs', '5']" in result.err.splitlines()[-1]
 
 
-def test_audit_of_a_workload_points_to_verify(cli: Cli, tmp_path: Path) -> None:
+def test_audit_of_a_workload_suggests_verify(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "my_workload.py").write_text(WORKLOAD)
-    done = cli(tmp_path, "audit", "my_workload.py")
-    assert done.status == 2
-    assert "everyrank verify my_workload.py" in done.err.splitlines()[-1]
+    result = cli(tmp_path, "audit", "my_workload.py")
+    assert result.status == 2
+    assert "everyrank verify my_workload.py" in result.err.splitlines()[-1]
 
 
-# --- words and flags that are nearly right
+# --- misspelled commands, flags and recipes
 
 
 @pytest.mark.parametrize("command", ["train", "verify", "bench"])
 @pytest.mark.parametrize(
-    "words", [["--gpus", "2"], ["--gpus=2"], ["-n", "2"], ["--num-gpus", "2"], ["--num_processes", "2"]]
+    "flags", [["--gpus", "2"], ["--gpus=2"], ["-n", "2"], ["--num-gpus", "2"], ["--num_processes", "2"]]
 )
-def test_how_many_ranks_in_the_words_of_other_tools(words: list[str], command: str, refused: Any) -> None:
-    line = refused(command, "digits", *words)
-    assert words[0].partition("=")[0] in line
+def test_process_count_flags_of_other_tools_suggest_processes(flags: list[str], command: str, run_refused: Any) -> None:
+    line = run_refused(command, "digits", *flags)
+    assert flags[0].partition("=")[0] in line
     assert "--processes 2" in line
 
 
 @pytest.mark.parametrize(
-    ("line", "typed", "meant"),
+    ("line", "misspelled", "expected"),
     [
         ("train digits --layuot ddp", "--layuot", "--layout"),
         ("verify digits --proceses 2", "--proceses", "--processes"),
@@ -526,21 +526,23 @@ def test_how_many_ranks_in_the_words_of_other_tools(words: list[str], command: s
         ("audit --update 3 train.py", "--update", "--updates"),
     ],
 )
-def test_a_flag_that_is_nearly_right(line: str, typed: str, meant: str, refused: Any, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(TELLS)
-    said = refused(*line.split())
-    assert re.search(rf"{typed}\b", said), said
-    assert re.search(rf"did you mean [^?]*{meant}\b", said), said
+def test_misspelled_flag_suggests_the_right_flag(
+    line: str, misspelled: str, expected: str, run_refused: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(REPORTS_ARGV)
+    message = run_refused(*line.split())
+    assert re.search(rf"{misspelled}\b", message), message
+    assert re.search(rf"did you mean [^?]*{expected}\b", message), message
 
 
 @pytest.mark.parametrize("command", ["train", "verify", "bench"])
-def test_a_flag_that_nobody_knows_points_to_the_help_of_its_command(command: str, refused: Any) -> None:
+def test_unknown_flag_names_the_help_of_its_command(command: str, run_refused: Any) -> None:
     """The help of `everyrank` itself does not list the flags."""
-    assert f"everyrank {command} --help" in refused(command, "digits", "--zzqqxx")
+    assert f"everyrank {command} --help" in run_refused(command, "digits", "--zzqqxx")
 
 
 @pytest.mark.parametrize(
-    ("typed", "meant"),
+    ("misspelled", "expected"),
     [
         ("trian", "train"),
         ("verfy", "verify"),
@@ -549,69 +551,71 @@ def test_a_flag_that_nobody_knows_points_to_the_help_of_its_command(command: str
         ("checkpiont", "checkpoint"),
     ],
 )
-def test_a_command_that_is_nearly_right(typed: str, meant: str, refused: Any) -> None:
-    line = refused(typed)
-    assert typed in line
-    assert re.search(rf"did you mean [^?]*\b{meant}\b", line)
+def test_misspelled_command_suggests_the_right_command(misspelled: str, expected: str, run_refused: Any) -> None:
+    line = run_refused(misspelled)
+    assert misspelled in line
+    assert re.search(rf"did you mean [^?]*\b{expected}\b", line)
 
 
-def test_a_command_that_nobody_knows(refused: Any) -> None:
-    line = refused("zzqqxx")
+def test_unknown_command_gets_no_suggestion(run_refused: Any) -> None:
+    line = run_refused("zzqqxx")
     assert "zzqqxx" in line
     assert "did you mean" not in line
 
 
 @pytest.mark.parametrize(
-    ("typed", "meant"),
+    ("misspelled", "expected"),
     [("ddp", ["ddp_torchrun", "ddp_spawn"]), ("ddp_torchrn", ["ddp_torchrun"]), ("fsdp2", ["fsdp"])],
 )
-def test_a_recipe_that_is_nearly_right(typed: str, meant: list[str], called: Any, refused: Any) -> None:
-    """Some names that are like it, and not all 47."""
-    _, listed, _ = called("new", "--list")
-    names = [line.split()[0] for line in listed.splitlines() if line.strip()]
-    line = refused("new", typed)
-    for name in meant:
+def test_misspelled_recipe_suggests_similar_names(
+    misspelled: str, expected: list[str], run_main: Any, run_refused: Any
+) -> None:
+    """The message names the similar recipes, not all 47."""
+    _, recipe_list, _ = run_main("new", "--list")
+    names = [line.split()[0] for line in recipe_list.splitlines() if line.strip()]
+    line = run_refused("new", misspelled)
+    for name in expected:
         assert name in line
     assert "did you mean" in line
     assert sum(1 for name in names if re.search(rf"\b{name}\b", line)) < 15
 
 
-def test_help_is_a_command(called: Any) -> None:
-    status, out, err = called("help")
+def test_help_command_lists_all_commands(run_main: Any) -> None:
+    status, out, err = run_main("help")
     assert status == 0, err
     assert "usage:" in out
     assert all(name in out for name in COMMANDS if name not in ("help", "version"))
     assert err == ""
 
 
-def test_help_of_a_command(called: Any) -> None:
-    status, out, err = called("help", "train")
+def test_help_command_prints_the_help_of_a_command(run_main: Any) -> None:
+    status, out, err = run_main("help", "train")
     assert status == 0, err
     assert "everyrank train" in out
     assert "--layout" in out
 
 
-def test_help_of_what_is_no_command(refused: Any) -> None:
-    assert re.search(r"did you mean [^?]*\btrain\b", refused("help", "trian"))
+def test_help_of_misspelled_command_suggests_the_right_command(run_refused: Any) -> None:
+    assert re.search(r"did you mean [^?]*\btrain\b", run_refused("help", "trian"))
 
 
-def test_version_is_a_command(called: Any) -> None:
-    status, out, err = called("version")
+def test_version_command_equals_the_version_flag(run_main: Any) -> None:
+    status, out, err = run_main("version")
     assert status == 0, err
     assert __version__ in out
-    assert (0, out) == called("--version")[:2]
+    assert (0, out) == run_main("--version")[:2]
 
 
-def test_everyrank_alone_prints_the_help(called: Any) -> None:
-    status, out, err = called()
+def test_everyrank_without_arguments_prints_the_help(run_main: Any) -> None:
+    status, out, err = run_main()
     assert status == 0, err
     assert "usage:" in out
     assert "train" in out
     assert err == ""
 
 
-def test_a_pipeline_without_blocks_has_an_example(cli: Cli, tmp_path: Path) -> None:
+def test_pipeline_without_blocks_gets_an_example(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(WORKLOAD)
-    done = cli(tmp_path, "train", "mine.py", "--layout", "pipeline", "--processes", "2", "--out", "out")
-    assert done.status in (2, 3)
-    assert re.search(r"blocks=[\"']\w+", done.err.strip().splitlines()[-1])
+    result = cli(tmp_path, "train", "mine.py", "--layout", "pipeline", "--processes", "2", "--out", "out")
+    assert result.status in (2, 3)
+    assert re.search(r"blocks=[\"']\w+", result.err.strip().splitlines()[-1])

@@ -1,7 +1,4 @@
-"""Hostile use of the Python API: changed workloads, strings for paths and layouts, values of the wrong type.
-
-The findings are numbers 1, 7 and 14 of the second round of hostile use.
-"""
+"""Hostile use of the Python API: changed workloads, strings for paths and layouts, values of the wrong type."""
 
 from __future__ import annotations
 
@@ -57,10 +54,10 @@ workload = Workload(
 '''
 
 
-# --- finding 1: a workload that dataclasses.replace has changed is the one that runs
+# --- a workload changed with dataclasses.replace: the ranks run the changed workload
 
 
-def divides_by_zero(*_: object) -> Any:
+def raise_zero_division(*_: object) -> Any:
     raise ZeroDivisionError("the replaced function was called")
 
 
@@ -97,35 +94,35 @@ CHANGES: dict[str, Any] = {
 
 @pytest.fixture
 def mine(tmp_path: Path) -> Iterator[Workload]:
-    """The workload of a file, as `find_workload` gives it."""
+    """The workload in hostile_workload.py, found with `find_workload`."""
     (tmp_path / "hostile_workload.py").write_text(WORKLOAD, encoding="utf-8")
-    before = list(sys.path)
+    previous_path = list(sys.path)
     yield find_workload(str(tmp_path / "hostile_workload.py"))
-    sys.path[:] = before
+    sys.path[:] = previous_path
     for name in [name for name in sys.modules if "hostile_workload" in name]:
         del sys.modules[name]
 
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What a call in this process would have sent to its ranks: (launch, target, workload, layout, launch, options)."""
-    found: list[tuple[Any, ...]] = []
+    """Arguments that calls send to their ranks: (launch, target, workload, layout, launch, options). No rank starts."""
+    calls: list[tuple[Any, ...]] = []
 
     def start_nothing(*arguments: Any, **_: Any) -> Mapping[int, Any]:
-        found.append(arguments)
+        calls.append(arguments)
         return {}
 
     monkeypatch.setattr(api, "run_ranks", start_nothing)
-    return found
+    return calls
 
 
-def as_a_rank_loads_it(sent: list[tuple[Any, ...]]) -> Workload:
-    """The workload of the last call, after the way through the pickle."""
+def workload_in_rank(sent: list[tuple[Any, ...]]) -> Workload:
+    """Return the workload of the last call as a rank loads it, after pickling."""
     return load(cloudpickle.loads(cloudpickle.dumps(sent[-1][2])))
 
 
 def code_of(value: Any) -> Any:
-    """What two copies of a function have in common after a pickle; any other value as it is."""
+    """Replace functions by their bytecode, which is equal before and after pickling. Return other values unchanged."""
     if isinstance(value, Mapping):
         return {name: code_of(item) for name, item in value.items()}
     return (value.__code__.co_code, value.__code__.co_names) if hasattr(value, "__code__") else value
@@ -133,7 +130,7 @@ def code_of(value: Any) -> Any:
 
 @pytest.mark.parametrize("field", CHANGES)
 @pytest.mark.parametrize("call", ["run", "verify", "bench"])
-def test_a_replaced_field_reaches_the_ranks(call: str, field: str, mine: Workload, sent: list[tuple[Any, ...]]) -> None:
+def test_replaced_field_reaches_the_ranks(call: str, field: str, mine: Workload, sent: list[tuple[Any, ...]]) -> None:
     if field == "order":
         changed = dataclasses.replace(mine, order="shard")
     else:
@@ -142,84 +139,84 @@ def test_a_replaced_field_reaches_the_ranks(call: str, field: str, mine: Workloa
         run(changed, Layout("single"), Launch(), show=False)
     else:
         {"verify": verify, "bench": bench}[call](changed, [Layout("ddp")], Launch(), show=False)
-    assert code_of(getattr(as_a_rank_loads_it(sent), field)) == code_of(CHANGES[field])
+    assert code_of(getattr(workload_in_rank(sent), field)) == code_of(CHANGES[field])
 
 
-def test_every_field_of_a_workload_is_tried() -> None:
-    """`epochs` excludes `steps`; the last two are not a user's."""
+def test_replaced_fields_are_all_fields_of_a_workload() -> None:
+    """Three fields are missing: `epochs` excludes `steps`, and users do not set `batch_rule` and `source`."""
     names = {field.name for field in dataclasses.fields(Workload)}
     assert names - set(CHANGES) == {"epochs", "batch_rule", "source"}
 
 
-def test_a_built_in_workload_that_was_replaced_reaches_the_ranks(sent: list[tuple[Any, ...]]) -> None:
+def test_replaced_fields_of_a_built_in_workload_reach_the_ranks(sent: list[tuple[Any, ...]]) -> None:
     changed = dataclasses.replace(find_workload("digits"), global_batch=32, epochs=1)
     run(changed, Layout("single"), Launch(), show=False)
-    found = as_a_rank_loads_it(sent)
-    assert (found.global_batch, found.epochs) == (32, 1)
+    workload = workload_in_rank(sent)
+    assert (workload.global_batch, workload.epochs) == (32, 1)
 
 
-def test_settings_stay_where_another_field_is_replaced(sent: list[tuple[Any, ...]]) -> None:
+def test_replacing_a_field_keeps_the_settings(sent: list[tuple[Any, ...]]) -> None:
     changed = dataclasses.replace(find_workload("digits", lr=0.25, seed=3), clip_norm=1.0)
     run(changed, Layout("single"), Launch(), show=False)
-    found = as_a_rank_loads_it(sent)
-    assert (found.clip_norm, found.seed) == (1.0, 3)
-    assert found.optimizer(nn.Linear(2, 2)).param_groups[0]["lr"] == 0.25
+    workload = workload_in_rank(sent)
+    assert (workload.clip_norm, workload.seed) == (1.0, 3)
+    assert workload.optimizer(nn.Linear(2, 2)).param_groups[0]["lr"] == 0.25
 
 
-def test_replaced_twice(mine: Workload, sent: list[tuple[Any, ...]]) -> None:
+def test_fields_replaced_in_two_calls_reach_the_ranks(mine: Workload, sent: list[tuple[Any, ...]]) -> None:
     changed = dataclasses.replace(dataclasses.replace(mine, seed=5), clip_norm=0.5)
     run(changed, Layout("single"), Launch(), show=False)
-    assert (as_a_rank_loads_it(sent).seed, as_a_rank_loads_it(sent).clip_norm) == (5, 0.5)
+    assert (workload_in_rank(sent).seed, workload_in_rank(sent).clip_norm) == (5, 0.5)
 
 
-def test_what_was_not_changed_still_runs(mine: Workload, sent: list[tuple[Any, ...]]) -> None:
+def test_unchanged_workload_reaches_the_ranks(mine: Workload, sent: list[tuple[Any, ...]]) -> None:
     for workload in (mine, dataclasses.replace(mine), find_workload("digits", epochs=2)):
         run(workload, Layout("single"), Launch(), show=False)
-        assert as_a_rank_loads_it(sent).name == workload.name
-        assert as_a_rank_loads_it(sent).epochs == workload.epochs
+        assert workload_in_rank(sent).name == workload.name
+        assert workload_in_rank(sent).epochs == workload.epochs
 
 
 @pytest.mark.usefixtures("python")
 @pytest.mark.parametrize("field", ["loss", "model", "train_data", "optimizer"])
-def test_a_replaced_function_is_called(field: str, mine: Workload) -> None:
-    """In a real rank: the original function would train without an error."""
-    changed = dataclasses.replace(mine, **{field: divides_by_zero})
+def test_rank_calls_the_replaced_function(field: str, mine: Workload) -> None:
+    """A real rank fails in the replaced function. The original function would train without an error."""
+    changed = dataclasses.replace(mine, **{field: raise_zero_division})
     with pytest.raises(EveryrankError, match="the replaced function was called"):
         run(changed, Layout("single"), Launch(device="cpu"), steps=1, show=False)
 
 
 @pytest.mark.usefixtures("python")
 def test_verify_runs_the_replaced_loss(mine: Workload) -> None:
-    """And does not report `equal` for the original."""
-    changed = dataclasses.replace(mine, loss=divides_by_zero)
+    """verify fails in the replaced loss, and does not report `equal` for the original loss."""
+    changed = dataclasses.replace(mine, loss=raise_zero_division)
     with pytest.raises(EveryrankError, match="the replaced function was called"):
         verify(changed, [Layout("single")], Launch(device="cpu"), quick=True, show=False)
 
 
 @pytest.mark.usefixtures("python")
-def test_the_record_names_and_shows_what_ran(mine: Workload) -> None:
-    """The Record has the changed name, the changed number of updates, and other losses."""
-    how = Layout("single"), Launch(device="cpu")
-    (before,) = run(mine, *how, show=False)
+def test_record_describes_the_changed_workload(mine: Workload) -> None:
+    """The Record has the changed name, the changed number of updates, and different losses."""
+    layout_and_launch = Layout("single"), Launch(device="cpu")
+    (original_record,) = run(mine, *layout_and_launch, show=False)
     changed = dataclasses.replace(mine, name="changed", steps=2, seed=11)
-    (after,) = run(changed, *how, show=False)
-    assert (before.workload, len(before.loss)) == ("mine", 3)
-    assert (after.workload, len(after.loss)) == ("changed", 2)
-    assert after.loss[0] != before.loss[0]
+    (changed_record,) = run(changed, *layout_and_launch, show=False)
+    assert (original_record.workload, len(original_record.loss)) == ("mine", 3)
+    assert (changed_record.workload, len(changed_record.loss)) == ("changed", 2)
+    assert changed_record.loss[0] != original_record.loss[0]
 
 
-# --- finding 7: strings for paths and layouts
+# --- strings for paths and layouts
 
 
 @pytest.mark.parametrize("name", ["out", "pretrained", "profile"])
-def test_a_path_may_be_a_string(name: str, sent: list[tuple[Any, ...]], tmp_path: Path, monkeypatch: Any) -> None:
+def test_path_may_be_a_string(name: str, sent: list[tuple[Any, ...]], tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     run(DIGITS, Layout("single"), Launch(), show=False, **{name: "folder/x"})
     assert getattr(sent[0][5], name) == tmp_path / "folder" / "x"
 
 
-def test_a_checkpoint_may_be_a_string(tmp_path: Path) -> None:
-    """There is none: that is the error, and no AttributeError."""
+def test_resume_path_may_be_a_string(tmp_path: Path) -> None:
+    """The error is that the checkpoint does not exist, not an AttributeError."""
     with pytest.raises(UsageError, match="absent"):
         run(DIGITS, Layout("single"), Launch(), resume=str(tmp_path / "absent"), show=False)
 
@@ -237,57 +234,57 @@ def test_layouts_may_be_strings(sent: list[tuple[Any, ...]]) -> None:
     assert sent[2][3] == Layout("ddp", accumulate=2)
 
 
-def test_a_layout_string_that_is_wrong_is_named(sent: list[tuple[Any, ...]]) -> None:
+def test_misspelled_layout_string_is_named(sent: list[tuple[Any, ...]]) -> None:
     with pytest.raises(EveryrankError, match="dpp"):
         verify(DIGITS, ["dpp"], Launch(processes=2), show=False)  # pyright: ignore[reportArgumentType]
     assert sent == []
 
 
-def taken_or_refused(call: Callable[[], object], word: str) -> bool:
-    """Whether the call was taken; an error has to be ours, and to name the value."""
-    refusal: EveryrankError | None = None
+def is_accepted(call: Callable[[], object], value: str) -> bool:
+    """Return whether the call raised no error. An error must be an EveryrankError that names the value."""
+    usage_error: EveryrankError | None = None
     try:
         call()
     except EveryrankError as error:
-        refusal = error
-    assert refusal is None or (word in str(refusal) and refusal.exit_status == 2)
-    return refusal is None
+        usage_error = error
+    assert usage_error is None or (value in str(usage_error) and usage_error.exit_status == 2)
+    return usage_error is None
 
 
-def test_one_string_instead_of_a_list_of_layouts(sent: list[tuple[Any, ...]]) -> None:
-    """Either it is that layout, or an error that names it; its letters are no layouts."""
-    if taken_or_refused(lambda: verify(DIGITS, "ddp", Launch(processes=2), show=False), "ddp"):  # pyright: ignore
+def test_string_instead_of_a_list_of_layouts(sent: list[tuple[Any, ...]]) -> None:
+    """The string is one layout, or an error names it. Its letters are not taken as layouts."""
+    if is_accepted(lambda: verify(DIGITS, "ddp", Launch(processes=2), show=False), "ddp"):  # pyright: ignore
         assert list(sent[0][3]) == [Layout("ddp")]
 
 
-def test_a_string_as_launch(sent: list[tuple[Any, ...]]) -> None:
-    """Either it is the launcher of that name, or an error that names it."""
-    if taken_or_refused(lambda: run(DIGITS, Layout("single"), "spawn", show=False), "spawn"):  # pyright: ignore
+def test_string_instead_of_a_launch(sent: list[tuple[Any, ...]]) -> None:
+    """The string is the name of the launcher, or an error names it."""
+    if is_accepted(lambda: run(DIGITS, Layout("single"), "spawn", show=False), "spawn"):  # pyright: ignore
         assert sent[0][0] == Launch("spawn")
 
 
 @pytest.mark.parametrize("value", [3, True, ["a"]])
-def test_logs_that_are_no_path(value: Any) -> None:
+def test_logs_of_the_wrong_type_is_refused(value: Any) -> None:
     with pytest.raises(UsageError, match="logs"):
         Launch(logs=value)
 
 
 @pytest.mark.parametrize("value", [3, ["a"]])
 @pytest.mark.parametrize("name", ["out", "pretrained"])
-def test_a_value_that_is_no_path(name: str, value: Any, sent: list[tuple[Any, ...]]) -> None:
+def test_path_of_the_wrong_type_is_refused(name: str, value: Any, sent: list[tuple[Any, ...]]) -> None:
     with pytest.raises(UsageError, match=name):
         run(DIGITS, Layout("single"), Launch(), show=False, **{name: value})
     assert sent == []
 
 
 @pytest.mark.parametrize("value", [None, 3, "", object()])
-def test_a_value_that_is_no_layout(value: Any, sent: list[tuple[Any, ...]]) -> None:
+def test_layout_of_the_wrong_type_is_refused(value: Any, sent: list[tuple[Any, ...]]) -> None:
     with pytest.raises(EveryrankError):
         verify(DIGITS, [value], Launch(), show=False)
     assert sent == []
 
 
-def test_a_launch_is_not_needed(sent: list[tuple[Any, ...]]) -> None:
+def test_launch_is_optional(sent: list[tuple[Any, ...]]) -> None:
     run(DIGITS, Layout("single"), show=False)  # pyright: ignore[reportCallIssue]
     verify(DIGITS, [Layout("ddp")], show=False)  # pyright: ignore[reportCallIssue]
     bench(DIGITS, [Layout("ddp")], show=False)  # pyright: ignore[reportCallIssue]
@@ -295,21 +292,22 @@ def test_a_launch_is_not_needed(sent: list[tuple[Any, ...]]) -> None:
     assert all(isinstance(arguments[0], Launch) for arguments in sent)
 
 
-@pytest.mark.parametrize("place", ["x" * 100_000 + ".py", "/".join(["x" * 200] * 500) + ".py", "a\0b.py"])
-def test_a_name_that_no_file_system_has(place: str) -> None:
+@pytest.mark.parametrize("path", ["x" * 100_000 + ".py", "/".join(["x" * 200] * 500) + ".py", "a\0b.py"])
+def test_find_workload_refuses_an_impossible_path(path: str) -> None:
+    """No file system has such a path: it is too long, or has a null character."""
     with pytest.raises(UsageError) as caught:
-        find_workload(place)
+        find_workload(path)
     assert "workload" in str(caught.value)
 
 
-def test_a_name_that_no_file_system_has_at_the_command_line(cli: Cli, tmp_path: Path) -> None:
-    done = cli(tmp_path, "train", "x" * 100_000 + ".py")
-    assert done.status == 2
-    assert len(done.err.splitlines()) == 1
-    assert len(done.err) < 2000
+def test_command_line_refuses_an_impossible_path(cli: Cli, tmp_path: Path) -> None:
+    result = cli(tmp_path, "train", "x" * 100_000 + ".py")
+    assert result.status == 2
+    assert len(result.err.splitlines()) == 1
+    assert len(result.err) < 2000
 
 
-# --- finding 14: values that cannot be meant
+# --- values of the wrong type or out of range
 
 
 @pytest.mark.parametrize(
@@ -332,32 +330,33 @@ def test_a_name_that_no_file_system_has_at_the_command_line(cli: Cli, tmp_path: 
         ("node_rank", "0"),
     ],
 )
-def test_a_number_of_a_launch_that_is_none(name: str, value: Any) -> None:
-    """The message names the value, as the command line or as Python has it."""
+def test_invalid_number_in_a_launch_is_refused(name: str, value: Any) -> None:
+    """The message has the value and its name, either the flag or the Python argument."""
     with pytest.raises(UsageError) as caught:
         Launch(**{name: value})
     flags = {"loader_workers": "workers", "timeout_seconds": "timeout", "start_timeout_seconds": "start-timeout"}
-    said = str(caught.value)
-    assert name in said or flags.get(name, name).replace("_", "-") in said
-    assert str(value) in said
+    message = str(caught.value)
+    assert name in message or flags.get(name, name).replace("_", "-") in message
+    assert str(value) in message
 
 
 @pytest.mark.parametrize("value", ["--x", [1], (1,), b"--x", 3])
-def test_arguments_of_a_launcher_that_are_no_list_of_words(value: Any) -> None:
-    """A string would be taken apart into its letters."""
+def test_launcher_arguments_that_are_not_a_list_of_strings_are_refused(value: Any) -> None:
+    """For example, a string would be split into its letters."""
     with pytest.raises(UsageError) as caught:
         Launch("torchrun", arguments=value)
     assert "arguments" in str(caught.value) or "--launcher-args" in str(caught.value)
 
 
-def test_arguments_of_a_launcher_that_are_right() -> None:
+def test_launcher_arguments_may_be_a_tuple_or_a_list() -> None:
     assert Launch("torchrun", arguments=("--x", "1")).arguments == ("--x", "1")
     assert list(Launch("torchrun", arguments=["--x"]).arguments) == ["--x"]  # pyright: ignore[reportArgumentType]
     assert Launch("torchrun").options == TorchrunOptions()
 
 
 def workload_with(**fields: Any) -> Workload:
-    right = {
+    """Return a valid workload with some fields replaced."""
+    valid_fields = {
         "name": "mine",
         "model": lambda: nn.Linear(3, 2),
         "train_data": lambda: TensorDataset(torch.ones(8, 3), torch.ones(8, 2)),
@@ -365,7 +364,7 @@ def workload_with(**fields: Any) -> Workload:
         "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
         "global_batch": 4,
     }
-    return Workload(**{**right, **fields})
+    return Workload(**{**valid_fields, **fields})
 
 
 @pytest.mark.parametrize(
@@ -387,19 +386,19 @@ def workload_with(**fields: Any) -> Workload:
         ("seed", True),
     ],
 )
-def test_a_field_of_a_workload_that_cannot_be_meant(name: str, value: Any) -> None:
+def test_invalid_field_of_a_workload_is_refused(name: str, value: Any) -> None:
     with pytest.raises(WorkloadError, match=name):
         workload_with(**{name: value})
 
 
 @pytest.mark.parametrize("name", ["my model", "llama-3.1", "größe", "text_124m", "a+b", "v1.0 (test)"])
-def test_a_name_that_is_right(name: str) -> None:
+def test_valid_workload_names(name: str) -> None:
     assert workload_with(name=name).name == name
 
 
 @pytest.fixture
-def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A call that starts ranks fails the test."""
+def no_rank_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The test fails if a call starts ranks."""
 
     def start(*_: object, **__: object) -> None:
         raise AssertionError("ranks were started for a call that is wrong")
@@ -408,14 +407,14 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
-@pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.usefixtures("no_rank_starts")
 @pytest.mark.parametrize("call", [verify, bench])
-def test_no_layout_at_all(call: Callable[..., object]) -> None:
+def test_empty_list_of_layouts_is_refused(call: Callable[..., object]) -> None:
     with pytest.raises(UsageError, match="layout"):
         call(DIGITS, [], Launch(), show=False)
 
 
-@pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.usefixtures("no_rank_starts")
 @pytest.mark.parametrize(
     ("call", "options"),
     [
@@ -438,8 +437,8 @@ def test_no_layout_at_all(call: Callable[..., object]) -> None:
         ("run", {"evaluate": "no"}),
     ],
 )
-def test_an_option_of_the_wrong_kind(call: str, options: dict[str, Any]) -> None:
-    """It is refused here, by its name, and does not fail in a rank."""
+def test_option_of_the_wrong_type_is_refused(call: str, options: dict[str, Any]) -> None:
+    """The error names the option, and is raised before ranks start."""
     [(name, value)] = options.items()
     function: Any = {"run": run, "verify": verify, "bench": bench}[call]
     layouts = Layout("single") if call == "run" else [Layout("ddp")]

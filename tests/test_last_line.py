@@ -1,4 +1,4 @@
-"""The last line on the screen: one line, whatever has happened, and nothing in it that steers a terminal."""
+"""The last line of output: one line for any error, shortened, and without terminal control characters."""
 
 import json
 import subprocess
@@ -19,20 +19,20 @@ from everyrank.report.table import bench_table
 from everyrank.train.display import Display
 from everyrank.workload import parse_settings
 
-STEERS = "\x1b]0;pwned\x07\x1b[2J\x9b31m\u202e"
+CONTROL_CHARACTERS = "\x1b]0;pwned\x07\x1b[2J\x9b31m\u202e"
 
 
 def record(**fields: object) -> Record:
     return Record("mine", "ddp", "spawn", "gloo", "cpu", 2, **fields)
 
 
-# --- what nobody has foreseen
+# --- unexpected errors and closed outputs
 
 
-def test_what_nobody_has_foreseen_is_one_line(
+def test_unexpected_error_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Status 1 would say that a check has failed; the frames are in a file."""
+    """The exit status is 4, because 1 means a failed check. The traceback is in a file."""
 
     def fails(_: object) -> int:
         raise ZeroDivisionError("division by zero")
@@ -47,33 +47,33 @@ def test_what_nobody_has_foreseen_is_one_line(
 
 
 @pytest.mark.parametrize("closed", [">&-", ">&- 2>&-", "<&- >&- 2>&-"])
-def test_a_closed_output_is_no_failure(repository: Path, tmp_path: Path, closed: str) -> None:
-    """`>&-` of a shell: what is then opened would otherwise be taken for the output, and written over."""
+def test_closed_output_is_not_an_error(repository: Path, tmp_path: Path, closed: str) -> None:
+    """`>&-` in a shell closes stdout. A file opened next could get its descriptor and be overwritten."""
     command = f"'{sys.executable}' -m everyrank report records.json --markdown table.md {closed}"
     write_records([record()], tmp_path / "records.json")
-    before = (tmp_path / "records.json").read_text()
-    ended = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert (tmp_path / "records.json").read_text() == before
+    original_text = (tmp_path / "records.json").read_text()
+    result = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert (tmp_path / "records.json").read_text() == original_text
     assert "everyrank" not in (tmp_path / "table.md").read_text()
 
 
-def test_a_rank_without_an_output() -> None:
-    """A workload may take it away."""
+def test_rank_without_stdout_and_stderr() -> None:
+    """A workload may set them to None. The rank still returns its result."""
 
-    def takes_it_away(info: RankInfo) -> int:
+    def remove_streams(info: RankInfo) -> int:
         sys.stdout = sys.stderr = None  # type: ignore[assignment]
         return info.size
 
-    assert run_ranks(Launch(processes=1), takes_it_away) == {0: 1}
+    assert run_ranks(Launch(processes=1), remove_streams) == {0: 1}
 
 
-# --- what is too large
+# --- values and messages that are too large
 
 
 @pytest.mark.parametrize("text", ["+".join(["1"] * 5000), "-" * 90_000 + "1"], ids=["sum", "signs"])
-def test_a_setting_that_python_cannot_read(text: str) -> None:
-    """Not as deep as that."""
+def test_too_deeply_nested_setting_is_refused(text: str) -> None:
+    """Python's parser fails for an expression that is nested too deeply."""
     with pytest.raises(UsageError, match=f"--set lr: {len(text):,} characters, "):
         parse_settings([f"lr={text}"])
 
@@ -81,8 +81,8 @@ def test_a_setting_that_python_cannot_read(text: str) -> None:
 @pytest.mark.parametrize(
     ("name", "number"), [("peak_memory_bytes", 10**400), ("peak_memory_bytes", -(2**63)), ("epoch_seconds", 10**400)]
 )
-def test_a_number_that_is_none_of_ours(tmp_path: Path, name: str, number: int) -> None:
-    """JSON has whole numbers of any length, and no table can be made of them."""
+def test_number_out_of_range_in_a_record_is_refused(tmp_path: Path, name: str, number: int) -> None:
+    """JSON allows integers of any length, which a table cannot show."""
     write_records([record()], tmp_path / "r.json")
     [row] = json.loads((tmp_path / "r.json").read_text())
     (tmp_path / "r.json").write_text(json.dumps([{**row, name: number}]))
@@ -90,19 +90,19 @@ def test_a_number_that_is_none_of_ours(tmp_path: Path, name: str, number: int) -
         read_records(tmp_path / "r.json")
 
 
-def test_the_text_of_an_exception_is_shortened() -> None:
-    """The beginning and the end; the whole is in the log."""
-    long = "a" * 2_000_000 + "the end"
-    for error in (RuntimeError(long), SyntaxError(long)):
+def test_message_of_an_exception_is_shortened() -> None:
+    """The line has the start and the end of the message. The log has all of it."""
+    long_text = "a" * 2_000_000 + "the end"
+    for error in (RuntimeError(long_text), SyntaxError(long_text)):
         line = describe(error)
         assert len(line) < 1100
         assert "(2,000,007 characters)" in line
         assert line.endswith("the end")
-    worker = RuntimeError(f'Original Traceback:\n  File "/x/my.py", line 3, in read\nValueError: {long}')
-    assert len(describe(worker)) < 1100
+    worker_error = RuntimeError(f'Original Traceback:\n  File "/x/my.py", line 3, in read\nValueError: {long_text}')
+    assert len(describe(worker_error)) < 1100
 
 
-def test_an_error_of_our_own_is_shortened_at_last(
+def test_message_of_a_workload_error_is_shortened(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fails(_: object) -> int:
@@ -115,41 +115,45 @@ def test_an_error_of_our_own_is_shortened_at_last(
     assert line.endswith("give another")
 
 
-# --- what would steer the terminal
+# --- terminal control characters
 
 
-def steers(text: str) -> bool:
-    return any(letter in text for letter in "\x1b\x07\x9b\u202e")
+def has_control_characters(text: str) -> bool:
+    return any(character in text for character in "\x1b\x07\x9b\u202e")
 
 
-def test_no_output_steers_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    """Names of metrics, reasons and paths come from files of other people."""
-    shown = record(parity=Parity("not_verified", reason=STEERS), metrics={f"top{STEERS}1": 1.0})
-    print_table(f"title{STEERS}", bench_table([shown]), [f"note{STEERS}"])
-    Display(show=True).line(f"epoch 0, top{STEERS}1 0.5")
-    assert main(["report", f"no{STEERS}.json"]) == 2
-    said = capsys.readouterr()
-    assert all(word in said.out for word in ("top", "title", "note", "epoch 0"))
-    assert "no" in said.err
-    assert not steers(said.out + said.err), ascii(said)
+def test_output_has_no_terminal_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
+    """Names of metrics, reasons and paths may come from untrusted files."""
+    hostile_record = record(
+        parity=Parity("not_verified", reason=CONTROL_CHARACTERS), metrics={f"top{CONTROL_CHARACTERS}1": 1.0}
+    )
+    print_table(f"title{CONTROL_CHARACTERS}", bench_table([hostile_record]), [f"note{CONTROL_CHARACTERS}"])
+    Display(show=True).line(f"epoch 0, top{CONTROL_CHARACTERS}1 0.5")
+    assert main(["report", f"no{CONTROL_CHARACTERS}.json"]) == 2
+    captured = capsys.readouterr()
+    assert all(word in captured.out for word in ("top", "title", "note", "epoch 0"))
+    assert "no" in captured.err
+    assert not has_control_characters(captured.out + captured.err), ascii(captured)
 
 
-def test_no_bar_steers_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A bar itself does: it is drawn again and again."""
+def test_progress_bar_label_has_no_terminal_control_characters(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The bar itself uses control sequences, because it is redrawn. So only those of the label are checked."""
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
-    with progress(1, show=True) as begin:
-        begin(f"checking {STEERS}")
-    said = capsys.readouterr().out
-    assert "checking" in said
-    assert "pwned\x07" not in said
-    assert "\x9b31m" not in said
+    with progress(1, show=True) as advance:
+        advance(f"checking {CONTROL_CHARACTERS}")
+    output = capsys.readouterr().out
+    assert "checking" in output
+    assert "pwned\x07" not in output
+    assert "\x9b31m" not in output
 
 
-# --- a place of one's own
+# --- the folder of everyrank in the temporary directory
 
 
-def test_a_file_where_a_folder_has_to_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Anybody may make one in /tmp."""
+def test_file_in_place_of_the_temporary_folder_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Any user can create a file with this name in /tmp."""
     import os
 
     environment = {f"OMPI_COMM_WORLD_{name}": "0" for name in ("RANK", "LOCAL_RANK")}

@@ -1,4 +1,4 @@
-"""The table of launchers: each is one file with its row, and nothing outside of that file asks for its name."""
+"""The launcher table: each launcher is one file with one row, and no other code compares the launcher's name."""
 
 from __future__ import annotations
 
@@ -37,54 +37,59 @@ from everyrank.launch.node import main as node_main
 from everyrank.options import Argument
 
 PACKAGE = Path(everyrank.__file__).parent
-LOOK_UPS = ("get", "pop", "startswith", "endswith", "removeprefix")
+LOOKUP_METHODS = ("get", "pop", "startswith", "endswith", "removeprefix")
 
 
 @pytest.fixture(autouse=True)
-def _nobody_started_us(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These tests may run in somebody's allocation."""
+def _no_launcher_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Delete the variables of launchers, because these tests may run in an allocation."""
     prefixes = ("SLURM", "OMPI_", "PMI_", "PMIX_", "MPI_", "MASTER_", "TORCHELASTIC_", "HOROVOD_")
     for name in [name for name in os.environ if name.startswith(prefixes)]:
         monkeypatch.delenv(name)
 
 
-def names_asked_for(path: Path) -> list[str]:
-    """Where a file compares with a launcher's name, or looks something up by it: `line 3: spawn`."""
-    asked: list[ast.expr | None] = []
+def uses_of_launcher_names(path: Path) -> list[str]:
+    """Return the lines of a file that compare a launcher's name, or look something up by it: `line 3: spawn`."""
+    expressions: list[ast.expr | None] = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Compare):
             for side in (node.left, *node.comparators):
-                asked += side.elts if isinstance(side, ast.Tuple | ast.List | ast.Set) else [side]
+                expressions += side.elts if isinstance(side, ast.Tuple | ast.List | ast.Set) else [side]
         elif isinstance(node, ast.Dict):
-            asked += node.keys
+            expressions += node.keys
         elif isinstance(node, ast.Subscript):
-            asked.append(node.slice)
+            expressions.append(node.slice)
         elif isinstance(node, ast.MatchValue):
-            asked.append(node.value)
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in LOOK_UPS:
-            asked += node.args
+            expressions.append(node.value)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in LOOKUP_METHODS:
+            expressions += node.args
     return [
-        f"line {value.lineno}: {value.value}"
-        for value in asked
-        if isinstance(value, ast.Constant) and value.value in LAUNCHERS
+        f"line {expression.lineno}: {expression.value}"
+        for expression in expressions
+        if isinstance(expression, ast.Constant) and expression.value in LAUNCHERS
     ]
 
 
 def modules() -> list[Path]:
-    """All but recipes and what eject writes, which stand alone, and backends, where `mpi` is the name of one."""
+    """Return all modules except standalone code (recipes, eject) and backends, one of which is named `mpi`."""
     return sorted(path for path in PACKAGE.rglob("*.py") if not {"recipes", "eject", "backends"} & set(path.parts))
 
 
-def test_no_launcher_is_asked_for_by_name() -> None:
-    """What depends on the launcher stands in its row: adding one is its file and its name in the table."""
-    own = {PACKAGE / "launch" / f"{name}.py" for name in LAUNCHERS}
-    # the last three read the command lines of the tools themselves, and by which one a rank was started
-    asks = {*own, *(PACKAGE / path for path in ("audit/command_line.py", "script/rank.py", "script/watching.py"))}
-    found = {str(path.relative_to(PACKAGE)): names for path in modules() if (names := names_asked_for(path))}
-    assert {path: names for path, names in found.items() if PACKAGE / path not in asks} == {}
-    # nor by another launcher
-    for path in own:
-        assert [name for name in names_asked_for(path) if not name.endswith(f" {path.stem}")] == []
+def test_no_code_outside_its_file_uses_the_name_of_a_launcher() -> None:
+    """A new launcher needs only its file, and its name in the table. The row has everything else."""
+    launcher_files = {PACKAGE / "launch" / f"{name}.py" for name in LAUNCHERS}
+    # the last three parse command lines of the tools, and detect which launcher has started a rank
+    allowed_files = {
+        *launcher_files,
+        *(PACKAGE / path for path in ("audit/command_line.py", "script/rank.py", "script/watching.py")),
+    }
+    uses_by_file = {
+        str(path.relative_to(PACKAGE)): uses for path in modules() if (uses := uses_of_launcher_names(path))
+    }
+    assert {path: uses for path, uses in uses_by_file.items() if PACKAGE / path not in allowed_files} == {}
+    # a launcher's file may use only its own name
+    for path in launcher_files:
+        assert [use for use in uses_of_launcher_names(path) if not use.endswith(f" {path.stem}")] == []
 
 
 @pytest.mark.parametrize(
@@ -99,19 +104,19 @@ def test_no_launcher_is_asked_for_by_name() -> None:
         "row = RENDER.get('ray')",
     ],
 )
-def test_the_test_above_sees_it(tmp_path: Path, code: str) -> None:
-    """Every way of asking that there is."""
+def test_uses_of_launcher_names_finds_every_form(tmp_path: Path, code: str) -> None:
+    """Each of these lines compares a launcher's name or looks something up by it."""
     path = tmp_path / "code.py"
     path.write_text(code)
-    assert len(names_asked_for(path)) == 1
+    assert len(uses_of_launcher_names(path)) == 1
 
 
-def test_each_launcher_is_a_file_with_its_row() -> None:
-    """The table's names are files, and their rows have these names."""
+def test_each_launcher_is_a_file_with_a_row() -> None:
+    """Each name in the table is the name of a file. The row in this file has the same name."""
     assert [row.name for row in launchers()] == list(LAUNCHERS)
     for name in LAUNCHERS:
         assert find_launcher(name) == importlib.import_module(f"everyrank.launch.{name}").LAUNCHER
-    assert find_launcher("env") is None  # a person
+    assert find_launcher("env") is None  # the user starts the ranks
     with pytest.raises(UsageError, match=r"--launcher pbs: .* spawn, torchrun, slurm, mpi, ray, horovodrun"):
         Launch("pbs")
     with pytest.raises(UsageError, match="did you mean torchrun"):
@@ -133,13 +138,13 @@ FLAGS = {
 
 
 @pytest.mark.parametrize("flag", FLAGS)
-def test_which_launchers_are_alike(flag: str) -> None:
-    """What several have in common, side by side; the integration tests see each of these in a real start."""
+def test_flags_of_launchers(flag: str) -> None:
+    """Each attribute is true for these launchers. The integration tests check the attributes with real launches."""
     assert {row.name for row in launchers() if getattr(row, flag)} == FLAGS[flag]
 
 
-def test_every_launch_has_its_launchers_options() -> None:
-    """Their defaults where none are given; they travel to the ranks; those of another launcher are refused."""
+def test_launch_has_the_options_of_its_launcher() -> None:
+    """The options have defaults and can be pickled. Options of a different launcher are refused."""
     for row in launchers():
         launch = Launch(row.name)
         assert launch.options == row.options()
@@ -158,23 +163,25 @@ def test_every_launch_has_its_launchers_options() -> None:
         Launch("slurm", options=slurm.SlurmOptions("mpi"))
 
 
-def test_the_launcher_that_starts_the_ranks() -> None:
-    """Slurm leaves it to another one where it starts one task on each node."""
+def test_rank_launcher() -> None:
+    """With --per-node, Slurm starts one task on each node, and a different launcher starts the ranks in it."""
     assert Launch("slurm").rank_launcher.name == "slurm"
     for name in ("spawn", "torchrun"):
         assert Launch("slurm", options=slurm.SlurmOptions(name)).rank_launcher.name == name
         assert Launch(name).rank_launcher.name == name
 
 
-def test_an_address_that_is_meant() -> None:
-    """torchrun's agent has opened its store there; nodes of a small Slurm may be one machine."""
-    trusted = {row.name: [host for host in ("127.0.0.1", "n0") if row.allow_loopback(host)] for row in launchers()}
-    by_default: dict[str, list[str]] = {row.name: [] for row in launchers()}
-    assert trusted == {**by_default, "torchrun": ["127.0.0.1", "n0"], "slurm": ["127.0.0.1"]}
+def test_loopback_addresses_that_launchers_allow() -> None:
+    """torchrun's agent has opened its store at this address. Nodes of a small Slurm cluster may be one machine."""
+    allowed_hosts = {
+        row.name: [host for host in ("127.0.0.1", "n0") if row.allow_loopback(host)] for row in launchers()
+    }
+    no_hosts: dict[str, list[str]] = {row.name: [] for row in launchers()}
+    assert allowed_hosts == {**no_hosts, "torchrun": ["127.0.0.1", "n0"], "slurm": ["127.0.0.1"]}
 
 
-def test_what_a_launcher_cannot_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """One line each, before anything is started."""
+def test_launcher_that_cannot_start_ranks_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """There is no allocation, or no srun on PATH, or the launcher does not support --nodes."""
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UsageError, match="there is no allocation"):
         run_ranks(Launch("slurm"), len)
@@ -185,9 +192,9 @@ def test_what_a_launcher_cannot_start(monkeypatch: pytest.MonkeyPatch, tmp_path:
         Launch("ray", processes=2, nodes=2)
 
 
-def test_a_shell_that_srun_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It looks like a rank: the line says how to get out of it."""
-    shell = {
+def test_launch_in_a_shell_started_by_srun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shell has the variables of a rank. The error says which variable to unset."""
+    shell_variables = {
         "SLURM_JOB_ID": "7",
         "SLURM_STEP_ID": "0",
         "SLURM_PROCID": "0",
@@ -196,24 +203,24 @@ def test_a_shell_that_srun_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
         "SLURM_STEP_TASKS_PER_NODE": "1",
         "SLURM_NODEID": "0",
     }
-    for name, value in shell.items():
+    for name, value in shell_variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match=r"slurm has already started.*unset SLURM_STEP_ID"):
-        launched("--launcher", "spawn")
+        parse_launch("--launcher", "spawn")
 
 
-# --- one more launcher, as a user would add it
+# --- a new launcher, as a user would add it
 
 
 @dataclasses.dataclass(frozen=True)
 class ToyOptions(LauncherOptions):
-    """Options of the toy."""
+    """Options of the launcher `toy`."""
 
     loud: Annotated[bool, Argument("toy: print more")] = False
 
 
 class Toy(Launcher):
-    """Starts its ranks as spawn does."""
+    """A launcher that starts its ranks like spawn."""
 
     name = "toy"
     program = "toyrun"
@@ -222,7 +229,7 @@ class Toy(Launcher):
     rank_variables = (("TOY_RANK", "TOY_LOCAL_RANK", "TOY_SIZE", "TOY_LOCAL_SIZE"),)
 
     def commands(self, launch: Launch, job_folder: Path) -> list[list[str]]:
-        """The fork server of this host."""
+        """Return the commands of spawn."""
         return spawn.LAUNCHER.commands(launch, job_folder)
 
 
@@ -230,56 +237,57 @@ TOY = Toy()
 
 
 def add_launcher(monkeypatch: pytest.MonkeyPatch, launcher: Launcher) -> None:
-    """Add a file and its name to the table, without writing them."""
-    importing = importlib.import_module
+    """Add a launcher to the table, without writing its file."""
+    import_module = importlib.import_module
     module = argparse.Namespace(LAUNCHER=launcher)
     monkeypatch.setattr(launcher_table, "LAUNCHERS", (*LAUNCHERS, launcher.name))
     monkeypatch.setattr(
         launcher_table.importlib,
         "import_module",
-        lambda name: module if name.endswith(f".{launcher.name}") else importing(name),
+        lambda name: module if name.endswith(f".{launcher.name}") else import_module(name),
     )
 
 
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One more launcher, `toy`, which starts its ranks as spawn does."""
+    """Add a new launcher, `toy`, which starts its ranks like spawn."""
     add_launcher(monkeypatch, TOY)
 
 
-def test_the_launcher_in_contributing_starts_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page's code, with what it needs from other files."""
+def test_example_launcher_in_contributing_md_starts_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code on the page runs with the names that it imports from other files."""
     page = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
     code = page.partition("## A new launcher")[2].partition("```python\n")[2].partition("```")[0]
-    names = {"Launcher": Launcher, "Launch": Launch, "Path": Path, "WORKER": WORKER}
-    exec(code, names)
-    launcher = names["LAUNCHER"]
+    namespace = {"Launcher": Launcher, "Launch": Launch, "Path": Path, "WORKER": WORKER}
+    exec(code, namespace)
+    launcher = namespace["LAUNCHER"]
     assert isinstance(launcher, Launcher)
     add_launcher(monkeypatch, launcher)
-    launch = launched("--launcher", "nice", "--processes", "2", "--device", "cpu")
-    priorities = run_ranks(launch, lambda info: (info.started_by, os.nice(0)))
-    assert {rank: name for rank, (name, _) in priorities.items()} == {0: "nice", 1: "nice"}
-    assert all(nice > os.nice(0) or nice == 19 for _, nice in priorities.values())
+    launch = parse_launch("--launcher", "nice", "--processes", "2", "--device", "cpu")
+    names_and_priorities = run_ranks(launch, lambda info: (info.started_by, os.nice(0)))
+    assert {rank: name for rank, (name, _) in names_and_priorities.items()} == {0: "nice", 1: "nice"}
+    assert all(priority > os.nice(0) or priority == 19 for _, priority in names_and_priorities.values())
     with pytest.raises(UsageError, match="--nodes 2"):
-        launched("--launcher", "nice", "--processes", "2", "--nodes", "2")
+        parse_launch("--launcher", "nice", "--processes", "2", "--nodes", "2")
 
 
-def launched(*words: str) -> Launch:
+def parse_launch(*args: str) -> Launch:
+    """Parse launch flags into a Launch."""
     parser = argparse.ArgumentParser()
     add_launching(parser)
     parser.set_defaults(workers=0)
-    return launch_of(parser.parse_args(words))
+    return launch_of(parser.parse_args(args))
 
 
 @pytest.mark.usefixtures("toy")
-def test_a_launcher_is_a_file_and_a_row() -> None:
-    """With a row alone it has its flags, its options, its variables, and starts ranks."""
-    launch = launched("--launcher", "toy", "--loud", "--processes", "2", "--device", "cpu")
+def test_new_launcher_needs_only_a_row() -> None:
+    """With only its row, the launcher has its flags, options and variables, and starts ranks."""
+    launch = parse_launch("--launcher", "toy", "--loud", "--processes", "2", "--device", "cpu")
     assert launch.options == ToyOptions(loud=True)
     with pytest.raises(UsageError, match=r"--loud.*--launcher toy"):
-        launched("--loud")
-    found = run_ranks(launch, lambda info: (info.rank, info.size, info.started_by))
-    assert found == {rank: (rank, 2, "toy") for rank in range(2)}
+        parse_launch("--loud")
+    results = run_ranks(launch, lambda info: (info.rank, info.size, info.started_by))
+    assert results == {rank: (rank, 2, "toy") for rank in range(2)}
     variables = {"TOY_RANK": "1", "TOY_LOCAL_RANK": "0", "TOY_SIZE": "2", "TOY_LOCAL_SIZE": "1"}
     info = rank_info_from_environment(variables)
     assert info is not None
@@ -291,17 +299,17 @@ def test_a_launcher_is_a_file_and_a_row() -> None:
         rank_info_from_environment({"TOY_RANK": "1", "TOY_SIZE": "2"})
 
 
-# --- functions by name
+# --- functions given by name, node tasks and restarts
 
 
-def test_a_function_by_name_is_imported_in_the_rank() -> None:
-    """So a process that only starts ranks needs none of what they import."""
-    found = run_ranks(Launch(processes=1), "builtins:repr")
-    assert found[0].startswith("RankInfo(rank=0, local_rank=0, size=1, local_size=1, started_by='spawn'")
+def test_function_given_by_name_is_imported_in_the_rank() -> None:
+    """The process that starts the ranks does not import the modules of the function."""
+    results = run_ranks(Launch(processes=1), "builtins:repr")
+    assert results[0].startswith("RankInfo(rank=0, local_rank=0, size=1, local_size=1, started_by='spawn'")
 
 
-def test_a_node_task_wants_a_launcher_that_starts_the_ranks_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An invariant of ours: `slurm.Options` refuses the others before."""
+def test_node_task_asserts_that_its_launcher_can_start_the_ranks_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Users cannot reach this assertion, because `SlurmOptions` refuses other launchers."""
     variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     for name, value in {**variables, "MASTER_ADDR": "n0", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
@@ -310,27 +318,27 @@ def test_a_node_task_wants_a_launcher_that_starts_the_ranks_of_a_node(monkeypatc
         node_main()
 
 
-def test_what_an_earlier_start_has_left_is_no_error_of_this_one(tmp_path: Path) -> None:
-    """An elastic launcher may give a place of a host another rank: what the first of them left is taken away."""
+def test_files_of_an_earlier_start_are_deleted(tmp_path: Path) -> None:
+    """An elastic launcher may give a local rank a different rank after a restart. The old rank's files are deleted."""
     kinds = ("error", "exit", "result", "kept", "pid")
 
-    def started(rank: int, local_rank: int) -> None:
+    def start_rank(rank: int, local_rank: int) -> None:
         info = RankInfo(rank, local_rank, 4, 2, "torchrun", "")
         worker._delete_old_files(tmp_path, info)  # pyright: ignore[reportPrivateUsage]
         for kind in kinds:
             (tmp_path / f"rank{rank}.{kind}").write_text("{}")
 
-    for rank, local_rank in ((2, 0), (3, 1)):  # the second of two hosts
-        started(rank, local_rank)
-    for rank, local_rank in ((0, 0), (1, 1)):  # and the first of them, later
-        started(rank, local_rank)
+    for rank, local_rank in ((2, 0), (3, 1)):  # at first, this is the second of two hosts
+        start_rank(rank, local_rank)
+    for rank, local_rank in ((0, 0), (1, 1)):  # after the restart, it is the first
+        start_rank(rank, local_rank)
     assert sorted(path.name for path in tmp_path.glob("rank*")) == sorted(
         f"rank{rank}.{kind}" for rank in (0, 1) for kind in kinds
     )
 
 
-def test_torchrun_of_hosts_that_may_come_later() -> None:
-    """A store for each start; and no limit of ours, for torchrun has one that a host may come later than."""
+def test_elastic_options_of_torchrun_create_a_store_for_each_start() -> None:
+    """If hosts may join a running job, a variable disables the shared store."""
     for kind, options, is_elastic in (
         ("c10d", torchrun.TorchrunOptions("c10d", 1, 3), True),
         ("a lost host is replaced", torchrun.TorchrunOptions("c10d", None, 1), True),

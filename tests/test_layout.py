@@ -1,4 +1,4 @@
-"""Layouts: what one may type, what it means, and what is said of a mistake."""
+"""Layout strings: accepted forms, parsed values and error messages."""
 
 import pytest
 
@@ -24,8 +24,8 @@ from everyrank.layout import STRATEGIES, Layout, parse_layout
         "parameter_server:replicate=2,updates=async,order=seeded",
     ],
 )
-def test_a_layout_is_printed_as_it_was_typed(text: str) -> None:
-    """A Record names its layout by this text: what it prints has to be what one types, and mean the same."""
+def test_layout_is_printed_as_it_was_typed(text: str) -> None:
+    """A Record names its layout by this text. If a user types it, the layout must be the same."""
     assert str(parse_layout(text)) == text
     assert parse_layout(str(parse_layout(text))) == parse_layout(text)
 
@@ -43,26 +43,26 @@ def test_a_layout_is_printed_as_it_was_typed(text: str) -> None:
         "ddp:static_graph,find_unused",
     ],
 )
-def test_what_is_printed_means_the_same(text: str) -> None:
-    """Printing must lose nothing, even where it writes the layout in another way than it was typed."""
+def test_printed_layout_parses_to_the_same_layout(text: str) -> None:
+    """The printed text may differ from the typed text, but must mean the same layout."""
     layout = parse_layout(text)
     assert parse_layout(str(layout)) == layout
 
 
-@pytest.mark.parametrize("word", ["recompute", "recompute=true", "recompute=True", "recompute=yes", "recompute=1"])
-def test_forms_of_true(word: str) -> None:
-    """A key alone means true, as do the usual words for it."""
-    assert parse_layout(f"fsdp:{word}") == Layout("fsdp", recompute=True)
+@pytest.mark.parametrize("option", ["recompute", "recompute=true", "recompute=True", "recompute=yes", "recompute=1"])
+def test_forms_of_true(option: str) -> None:
+    """A key without a value means true, as do the usual words for it."""
+    assert parse_layout(f"fsdp:{option}") == Layout("fsdp", recompute=True)
 
 
-@pytest.mark.parametrize("word", ["recompute=false", "recompute=False", "recompute=no", "recompute=0"])
-def test_forms_of_false(word: str) -> None:
-    """`bool("false")` is True: the words must be read, not converted."""
-    assert parse_layout(f"fsdp:{word}") == Layout("fsdp", recompute=False)
+@pytest.mark.parametrize("option", ["recompute=false", "recompute=False", "recompute=no", "recompute=0"])
+def test_forms_of_false(option: str) -> None:
+    """`bool("false")` is True, so the text must be parsed, not converted."""
+    assert parse_layout(f"fsdp:{option}") == Layout("fsdp", recompute=False)
 
 
-def test_every_key_arrives_with_its_type() -> None:
-    """A number left as text would be compared and multiplied as text."""
+def test_values_have_the_type_of_their_key() -> None:
+    """A number that stays a string would be compared and multiplied as a string."""
     layout = parse_layout("ddp:replicate=2,accumulate=4,precision=bf16,recompute,compile,bucket_mb=12.5,find_unused")
     assert layout.strategy == "ddp"
     assert layout.degrees == {"replicate": 2}
@@ -74,7 +74,7 @@ def test_every_key_arrives_with_its_type() -> None:
 
 
 def test_defaults() -> None:
-    """Nothing given: one micro-batch of float32, nothing recomputed or compiled."""
+    """Without options, a layout uses one micro-batch in float32, without activation checkpointing or compile."""
     assert parse_layout("ddp") == Layout("ddp")
     layout = Layout("ddp")
     assert (layout.accumulate, layout.precision, layout.recompute, layout.compile) == (1, "float32", False, False)
@@ -137,8 +137,8 @@ def test_defaults() -> None:
         ("dataparallel:compile", ["dataparallel:compile", "leave out compile", "ddp:compile"]),
     ],
 )
-def test_a_mistake_is_named_in_one_line(text: str, fragments: list[str]) -> None:
-    """The value, the rule, the fix; and it is a ValueError for callers from Python, with exit status 2."""
+def test_invalid_layout_string_is_refused_in_one_line(text: str, fragments: list[str]) -> None:
+    """The line has the value, the rule and the fix. The error is a ValueError with exit status 2."""
     with pytest.raises(LayoutError) as caught:
         parse_layout(text)
     message = str(caught.value)
@@ -150,7 +150,7 @@ def test_a_mistake_is_named_in_one_line(text: str, fragments: list[str]) -> None
 
 
 @pytest.mark.parametrize(
-    ("values", "fragment"),
+    ("arguments", "fragment"),
     [
         ({"strategy": "dpd"}, "did you mean ddp"),
         ({"strategy": "ddp", "accumulate": 0}, "accumulate=0"),
@@ -163,10 +163,10 @@ def test_a_mistake_is_named_in_one_line(text: str, fragments: list[str]) -> None
         ({"strategy": "ddp", "options": {"static_graph": True}, "accumulate": 2}, "static_graph"),
     ],
 )
-def test_a_layout_made_in_python_is_checked_too(values: dict[str, object], fragment: str) -> None:
-    """The checks belong to the noun, not to its parser."""
+def test_invalid_arguments_of_layout_are_refused(arguments: dict[str, object], fragment: str) -> None:
+    """The class `Layout` does the checks, not its parser."""
     with pytest.raises(LayoutError, match=fragment):
-        Layout(**values)  # type: ignore[arg-type]
+        Layout(**arguments)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -186,8 +186,8 @@ def test_a_layout_made_in_python_is_checked_too(values: dict[str, object], fragm
         ("parameter_server:replicate=2,servers=3", 5, {"replicate": 2}),
     ],
 )
-def test_the_strategys_own_axis_takes_the_ranks_that_are_left(text: str, world_size: int, mesh: dict[str, int]) -> None:
-    """Left out, a degree is all ranks; given, it has to be them."""
+def test_default_degree_is_the_number_of_remaining_ranks(text: str, world_size: int, mesh: dict[str, int]) -> None:
+    """A degree that is not given is the number of ranks that remain. A given degree must equal it."""
     assert parse_layout(text).mesh(world_size) == mesh
 
 
@@ -202,10 +202,10 @@ def test_the_strategys_own_axis_takes_the_ranks_that_are_left(text: str, world_s
         ("parameter_server:replicate=2", 4, ["= 2", "3 without the servers", "--processes 3"]),
     ],
 )
-def test_degrees_that_do_not_multiply_to_the_processes_show_the_product(
+def test_product_of_degrees_that_is_not_the_number_of_processes_is_refused(
     text: str, world_size: int, fragments: list[str]
 ) -> None:
-    """Silently dropping or inventing ranks would train something else."""
+    """The error shows the product. Ranks are never left out or added silently."""
     with pytest.raises(LayoutError) as caught:
         parse_layout(text).mesh(world_size)
     for fragment in fragments:
@@ -213,8 +213,8 @@ def test_degrees_that_do_not_multiply_to_the_processes_show_the_product(
     assert "\n" not in str(caught.value)
 
 
-def test_layouts_can_be_keys() -> None:
-    """Results are kept by layout: equal layouts are one key, whatever the order they were typed in."""
+def test_layouts_are_hashable() -> None:
+    """Equal layouts are the same key of a dict, whatever the order of their options."""
     first, second = parse_layout("ddp:accumulate=2,find_unused"), parse_layout("ddp:find_unused,accumulate=2")
     assert first == second
     assert {first: 1}[second] == 1
@@ -223,7 +223,7 @@ def test_layouts_can_be_keys() -> None:
     assert parse_layout("ddp:bucket_mb=1") != parse_layout("ddp:bucket_mb=2")
 
 
-def test_a_layout_cannot_be_changed() -> None:
-    """A layout that changes under a running comparison would be reported under the wrong name."""
+def test_layout_is_immutable() -> None:
+    """A layout that changes during a comparison would be reported under the wrong name."""
     with pytest.raises(AttributeError):
         Layout("ddp").accumulate = 4  # type: ignore[misc]

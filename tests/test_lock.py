@@ -1,4 +1,4 @@
-"""A folder holds one run at a time; that of a run that has died is free again."""
+"""The lock of a run folder: one run at a time. The folder is free again after its run has ended or died."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ with lock.hold(pathlib.Path(sys.argv[1]), *sys.argv[4:]):
 
 @contextlib.contextmanager
 def held(run: Path, where: str = "here", locks: str = "with", *job: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that holds the folder; `without`: on a file system without the kernel's locks."""
+    """Start a process that locks the folder. `locks="without"` simulates a file system without kernel locks."""
     command = [sys.executable, "-c", HOLDER, str(run), where, locks, *job]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -50,7 +50,8 @@ def held(run: Path, where: str = "here", locks: str = "with", *job: str) -> Iter
             process.kill()
 
 
-def ended(process: subprocess.Popen[str]) -> None:
+def end(process: subprocess.Popen[str]) -> None:
+    """Let the process release the lock and exit, and wait for it."""
     assert process.stdin is not None
     process.stdin.close()
     assert process.wait(timeout=60) == 0
@@ -58,22 +59,24 @@ def ended(process: subprocess.Popen[str]) -> None:
 
 @pytest.fixture
 def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*_: Any) -> None:
+    """Simulate a file system without kernel locks."""
+
+    def raise_no_locks(*_: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(lock.fcntl, "lockf", refused)
+    monkeypatch.setattr(lock.fcntl, "lockf", raise_no_locks)
 
 
 @pytest.mark.parametrize("locks", ["with", "without"])
-def test_a_second_run_is_refused_and_told_who_holds_it(tmp_path: Path, locks: str) -> None:
-    """One line; the folder is free again when the first run has ended, or was killed."""
+def test_second_run_in_a_folder_is_refused(tmp_path: Path, locks: str) -> None:
+    """The error names the process that holds the lock. The folder is free after this process has ended."""
     with held(tmp_path / "run", locks=locks) as process:
         with (
             pytest.raises(UsageError, match=rf"another run uses it \(process {process.pid} on .*, since "),
             hold(tmp_path / "run"),
         ):
             pass
-        ended(process)
+        end(process)
     assert not (tmp_path / "run" / LOCK).exists()
     with held(tmp_path / "run", locks=locks) as process:
         process.send_signal(signal.SIGKILL)
@@ -84,34 +87,36 @@ def test_a_second_run_is_refused_and_told_who_holds_it(tmp_path: Path, locks: st
     assert not (tmp_path / "run" / LOCK).exists()
 
 
-def test_two_folders_and_one_after_the_other(tmp_path: Path) -> None:
+def test_two_folders_at_once_and_one_folder_twice(tmp_path: Path) -> None:
     with hold(tmp_path / "one"), hold(tmp_path / "two"):
         pass
     with hold(tmp_path / "one"):
         pass
 
 
-def test_a_number_that_belongs_to_another_process_by_now(tmp_path: Path, no_locks: None) -> None:
-    """Neither the number alone nor a machine that was started again keeps a folder."""
-    started = psutil.Process(os.getppid()).create_time()
-    mine = lock._this_process()._replace(pid=os.getppid(), started=started)
-    (tmp_path / LOCK).write_text(json.dumps(mine._asdict()))
+def test_lock_with_a_reused_process_id_is_free(tmp_path: Path, no_locks: None) -> None:
+    """A process with the id in the file holds the lock only if its start time is the same. A reboot reuses ids."""
+    start_time = psutil.Process(os.getppid()).create_time()
+    parent = lock._this_process()._replace(pid=os.getppid(), started=start_time)
+    (tmp_path / LOCK).write_text(json.dumps(parent._asdict()))
     with pytest.raises(UsageError, match=f"process {os.getppid()} on"), hold(tmp_path):
         pass
-    (tmp_path / LOCK).write_text(json.dumps(mine._replace(started=started - 3600)._asdict()))
+    (tmp_path / LOCK).write_text(json.dumps(parent._replace(started=start_time - 3600)._asdict()))
     with hold(tmp_path):
         pass
 
 
-def test_a_run_on_another_host_that_lives(tmp_path: Path, no_locks: None) -> None:
-    """The file system carries no locks: the holder's beats are seen."""
-    held_there = held(tmp_path, "elsewhere", "without")
-    with held_there, pytest.raises(UsageError, match=r"process \d+ on node7"), hold(tmp_path):
+def test_folder_of_a_live_run_on_another_host_is_refused(tmp_path: Path, no_locks: None) -> None:
+    """The file system has no locks. The holder is alive because it updates the time of the file."""
+    remote_holder = held(tmp_path, "elsewhere", "without")
+    with remote_holder, pytest.raises(UsageError, match=r"process \d+ on node7"), hold(tmp_path):
         pass
 
 
-def test_a_run_on_another_host_that_has_died(tmp_path: Path, no_locks: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its lock is watched for a while, and then taken over: a job that is started again elsewhere goes on."""
+def test_folder_of_a_dead_run_on_another_host_is_taken_over(
+    tmp_path: Path, no_locks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lock is taken over after its file was not updated for a while. So a job restarted on a new host resumes."""
     monkeypatch.setattr(lock, "_SILENT_SECONDS", 1.0)
     with held(tmp_path, "elsewhere", "without") as process:
         process.kill()
@@ -120,18 +125,18 @@ def test_a_run_on_another_host_that_has_died(tmp_path: Path, no_locks: None, mon
             assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
 
 
-def test_the_next_start_of_the_same_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 is on another host after a loss: the folder is taken over without watching, but for the kernel's lock."""
+def test_next_start_of_the_same_job_takes_over_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the loss of a host, rank 0 is on a different host. It waits only until the kernel's lock is released."""
     monkeypatch.setattr(lock, "_beats", lambda _: pytest.fail("it was watched"))
     with held(tmp_path, "elsewhere", "with", "n1:29500") as process:
-        waited = time.monotonic()
+        start = time.monotonic()
         monkeypatch.setattr(lock, "_HANDOVER_SECONDS", 1.0)
         with pytest.raises(UsageError, match="another run uses it"), hold(tmp_path, "n1:29500"):
             pass
-        assert time.monotonic() > waited + 1.0
+        assert time.monotonic() > start + 1.0
         with pytest.raises(UsageError, match="another run uses it"), hold(tmp_path, "n1:29501"):
             pass
-        assert time.monotonic() < waited + 60.0
+        assert time.monotonic() < start + 60.0
         monkeypatch.setattr(lock, "_HANDOVER_SECONDS", 60.0)
         threading.Timer(0.5, process.kill).start()
         with hold(tmp_path, "n1:29500"):
@@ -139,15 +144,15 @@ def test_the_next_start_of_the_same_job(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[1]", '{"pid": 1', "\x00" * 64, '"x"'])
-def test_a_lock_that_says_nothing(tmp_path: Path, content: str) -> None:
-    """As a full disk leaves it."""
+def test_invalid_lock_file_is_ignored(tmp_path: Path, content: str) -> None:
+    """For example, a full disk leaves such a file."""
     (tmp_path / LOCK).write_text(content)
     with hold(tmp_path):
         pass
 
 
-def test_a_lock_that_is_no_file(tmp_path: Path) -> None:
-    """A link is not followed: the folder may be somebody else's."""
+def test_lock_file_that_is_a_symlink_is_refused(tmp_path: Path) -> None:
+    """The link is not followed, because the folder may come from an untrusted source."""
     (tmp_path / "elsewhere").write_text("mine")
     (tmp_path / LOCK).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UsageError, match="cannot be written"), hold(tmp_path):
@@ -155,21 +160,21 @@ def test_a_lock_that_is_no_file(tmp_path: Path) -> None:
     assert (tmp_path / "elsewhere").read_text() == "mine"
 
 
-def test_the_command_line_does_not_train_in_a_folder_that_is_held(cli: Cli, tmp_path: Path) -> None:
-    """Neither a new run nor one that goes on; nothing in the folder is touched, and afterwards it goes on."""
-    words = ("train", "digits", "--set", "width=4", "--device", "cpu", "--evaluate-every", "0", "--out", "run")
-    assert cli.on_ranks(tmp_path, *words, "--steps", "2").status == 0
+def test_train_in_a_locked_folder_is_refused(cli: Cli, tmp_path: Path) -> None:
+    """A new run and a resumed run are refused. No file changes, and the run can be resumed afterwards."""
+    args = ("train", "digits", "--set", "width=4", "--device", "cpu", "--evaluate-every", "0", "--out", "run")
+    assert cli.on_ranks(tmp_path, *args, "--steps", "2").status == 0
     run = tmp_path / "run"
     (run / "record.json").unlink()
-    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    original_files = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     with hold(run):
-        done = cli.on_ranks(tmp_path, *words, "--steps", "4", "--resume")
-        assert done.status == 2
-        (line,) = done.err.splitlines()
+        result = cli.on_ranks(tmp_path, *args, "--steps", "4", "--resume")
+        assert result.status == 2
+        (line,) = result.err.splitlines()
         assert f"another run uses it (process {os.getpid()} on " in line
-    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == original_files
     with hold(tmp_path / "new"):
-        assert cli.on_ranks(tmp_path, *words[:-1], "new", "--steps", "2").status == 2
+        assert cli.on_ranks(tmp_path, *args[:-1], "new", "--steps", "2").status == 2
     assert not checkpoints_of(tmp_path / "new")
-    assert cli.on_ranks(tmp_path, *words, "--steps", "4", "--resume").status == 0
-    assert [one.metadata.step for one in checkpoints_of(run)] == [2, 4]
+    assert cli.on_ranks(tmp_path, *args, "--steps", "4", "--resume").status == 0
+    assert [checkpoint.metadata.step for checkpoint in checkpoints_of(run)] == [2, 4]

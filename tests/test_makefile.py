@@ -1,4 +1,4 @@
-"""The parts of the integration tests: those that the Makefile takes are those that there are."""
+"""The Makefile runs all parts of the integration tests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from integration.conftest import PARTS
 
 
-def test_the_parts_of_the_integration_tests(repository: Path) -> None:
+def test_makefile_names_every_part_of_the_integration_tests(repository: Path) -> None:
     text = (repository / "Makefile").read_text()
-    found = re.findall(r"^(?:INTEGRATIONS|AT_LENGTH) := (.*)$", text, re.MULTILINE)
-    assert sorted(" ".join(found).split()) == sorted(PARTS)
+    part_lists = re.findall(r"^(?:INTEGRATIONS|AT_LENGTH) := (.*)$", text, re.MULTILINE)
+    assert sorted(" ".join(part_lists).split()) == sorted(PARTS)

@@ -1,4 +1,4 @@
-"""Mixed precision as Apex had it: autocast in the threads of DataParallel, optimizers that are not torch's."""
+"""Mixed precision: autocast in the threads of DataParallel, optimizers of Apex, and fused optimizers."""
 
 from __future__ import annotations
 
@@ -20,32 +20,38 @@ from everyrank.strategies import dataparallel
 from everyrank.world import World, single_process_world
 
 
-def in_a_thread(world: World, precision: str) -> list[str]:
-    """What a copy of a model answers in a thread as `parallel_apply` makes them, on the CPU; and without ours."""
-    found: list[str] = []
-    here = single_process_world(world)
+def output_dtypes_in_threads(world: World, precision: str) -> list[str]:
+    """Return output dtypes of a model copy in a thread like those of `parallel_apply`: with our wrapper, and without.
+
+    The threads run on the CPU.
+    """
+    dtypes: list[str] = []
+    single_world = single_process_world(world)
     layout = parse_layout(f"dataparallel:precision={precision}")
     model = nn.Linear(2, 2)
-    for module in (dataparallel._SingleInput(model, layout, here), model):
+    for module in (dataparallel._SingleInput(model, layout, single_world), model):
 
         def run(module: nn.Module = module) -> None:
-            with torch.amp.autocast("cpu", enabled=True):  # no dtype is handed on
-                found.append(str(module(torch.ones(1, 2)).dtype))
+            with torch.amp.autocast("cpu", enabled=True):  # parallel_apply does not pass on the dtype
+                dtypes.append(str(module(torch.ones(1, 2)).dtype))
 
         thread = threading.Thread(target=run)
         thread.start()
         thread.join()
-    return found
+    return dtypes
 
 
-def test_copies_of_dataparallel_compute_in_the_precision_asked_for(ranks: Any) -> None:
-    """A thread has a dtype of its own: on a CPU bf16, on CUDA fp16, whatever the script has said."""
-    assert ranks(1, in_a_thread, "fp16") == [["torch.float16", "torch.bfloat16"]]
-    assert ranks(1, in_a_thread, "bf16") == [["torch.bfloat16", "torch.bfloat16"]]
+def test_copies_of_dataparallel_use_the_precision_of_the_layout(ranks: Any) -> None:
+    """Without the wrapper, a new thread uses the default autocast dtype: bf16 on CPU, fp16 on CUDA."""
+    assert ranks(1, output_dtypes_in_threads, "fp16") == [["torch.float16", "torch.bfloat16"]]
+    assert ranks(1, output_dtypes_in_threads, "bf16") == [["torch.bfloat16", "torch.bfloat16"]]
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """The interface of apex.optimizers.FusedAdam: the step in the group, a longer `step()`, groups that are empty."""
+    """An optimizer with the interface of apex.optimizers.FusedAdam.
+
+    The group has the step number, `step()` has more arguments than torch's, and groups may be empty.
+    """
 
     def __init__(self, params: Any, lr: float = 1e-3) -> None:
         super().__init__(params, {"lr": lr, "bias_correction": True, "betas": (0.9, 0.999), "eps": 1e-8})
@@ -77,18 +83,19 @@ class FusedAdam(torch.optim.Optimizer):
         parameter -= group["lr"] * first / (second.sqrt() + group["eps"])
 
 
-def by_apex(model: nn.Module) -> torch.optim.Optimizer:
+def apex_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     from apex.optimizers import FusedAdam as Fused  # pyright: ignore
 
-    return Fused([one for one in model.parameters() if one.requires_grad], lr=0.01)
+    return Fused([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.01)
 
 
-def with_apex(world: World, layout: str) -> str:
+def status_with_apex(world: World, layout: str) -> str:
+    """Verify a layout with an optimizer from a simulated apex package. Return the status."""
     optimizers = types.ModuleType("apex.optimizers")
     optimizers.FusedAdam = FusedAdam  # type: ignore[attr-defined]
     sys.modules |= {"apex": types.ModuleType("apex"), "apex.optimizers": optimizers}
     try:
-        workload = dataclasses.replace(zoo.workload("frozen"), optimizer=by_apex)
+        workload = dataclasses.replace(zoo.workload("frozen"), optimizer=apex_optimizer)
         case = parity_case(workload, *open_data(workload, world), 6, is_quick=True)
         return check_layout(case, parse_layout(layout), world, f"apex/{layout}")[0].status
     finally:
@@ -96,15 +103,17 @@ def with_apex(world: World, layout: str) -> str:
 
 
 @pytest.mark.parametrize("layout", ["ddp", "zero1", "fsdp"])
-def test_an_optimizer_like_those_of_apex_is_taken(ranks: Any, layout: str) -> None:
-    """A person's workload may return one; nothing here looks for Apex."""
-    assert ranks(2, with_apex, layout) == ["equal", "equal"]
+def test_optimizer_with_the_interface_of_apex_is_equal(ranks: Any, layout: str) -> None:
+    """A workload may return such an optimizer. everyrank has no code for Apex."""
+    assert ranks(2, status_with_apex, layout) == ["equal", "equal"]
 
 
-def fused(world: World, kind: str, layout: str) -> str:
+def status_with_fused_optimizer(world: World, kind: str, layout: str) -> str:
+    """Verify a layout with a fused optimizer of torch. Return the status."""
+
     def optimizer(model: nn.Module) -> torch.optim.Optimizer:
-        trained = [one for one in model.parameters() if one.requires_grad]
-        return getattr(torch.optim, kind)(trained, lr=0.01, fused=True)
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return getattr(torch.optim, kind)(parameters, lr=0.01, fused=True)
 
     workload = dataclasses.replace(zoo.workload("frozen"), optimizer=optimizer)
     case = parity_case(workload, *open_data(workload, world), 6, is_quick=True)
@@ -113,6 +122,6 @@ def fused(world: World, kind: str, layout: str) -> str:
 
 @pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW", "Adagrad"])
 def test_fused_optimizers_of_torch_are_equal(ranks: Any, kind: str) -> None:
-    """They have kernels for the CPU, too; under fsdp for sharded tensors."""
+    """They have kernels for the CPU, too, and with fsdp, for sharded tensors."""
     for layout in ("ddp", "zero1", "fsdp"):
-        assert ranks(2, fused, kind, layout) == ["equal", "equal"], layout
+        assert ranks(2, status_with_fused_optimizer, kind, layout) == ["equal", "equal"], layout

@@ -1,4 +1,4 @@
-"""The options of a call are described once: for the command line, and by name in Python."""
+"""The options of train, verify, bench and predict: the same on the command line and in Python."""
 
 from __future__ import annotations
 
@@ -20,82 +20,89 @@ from processes import Cli
 DIGITS = Source("digits")
 
 
-def typed(options: type[Any], *words: str) -> Any:
-    return options_of(_parser().parse_args(words), options)
+def parse_options(options: type[Any], *args: str) -> Any:
+    """Parse a command line into options."""
+    return options_of(_parser().parse_args(args), options)
 
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The options that a call in this process would have sent to its ranks."""
-    found: list[Any] = []
+    """Options that calls send to their ranks, without command and start time. No rank starts."""
+    sent_options: list[Any] = []
 
     def start_nothing(*arguments: Any, **_: Any) -> Mapping[int, Any]:
-        found.append(dataclasses.replace(arguments[5], command=[], started=0.0))
+        sent_options.append(dataclasses.replace(arguments[5], command=[], started=0.0))
         return {}
 
     monkeypatch.setattr(api, "run_ranks", start_nothing)
-    return found
+    return sent_options
 
 
 @pytest.mark.parametrize(
     ("command", "options"), [("train", TrainOptions), ("verify", VerifyOptions), ("bench", BenchOptions)]
 )
-def test_nothing_typed_is_the_default(command: str, options: type[Any]) -> None:
-    parsed = dataclasses.asdict(typed(options, command, "digits"))
+def test_command_line_without_flags_gives_the_defaults(command: str, options: type[Any]) -> None:
+    parsed = dataclasses.asdict(parse_options(options, command, "digits"))
     defaults = dataclasses.asdict(options())
     assert {**parsed, "trackers": ()} == {**defaults, "trackers": ()}
 
 
-def test_every_kind_of_option_can_be_typed() -> None:
-    words = "--epochs 2 --out a/b --evaluate --best loss:min --tracker wandb --tracker tensorboard --save-every 0"
-    found = typed(TrainOptions, "train", "digits", *words.split())
-    assert (found.epochs, found.out, found.evaluate, found.best_by) == (2, Path("a/b"), True, "loss:min")
-    assert (found.trackers, found.save_every, found.keep) == (["wandb", "tensorboard"], 0, 3)
-    found = typed(PredictOptions, "predict", "digits", "--out", "p.npy", "--train-data")
-    assert (found.out, found.training_data, found.resume) == (Path("p.npy"), True, None)
+def test_flags_of_every_type_are_parsed() -> None:
+    flags = "--epochs 2 --out a/b --evaluate --best loss:min --tracker wandb --tracker tensorboard --save-every 0"
+    options = parse_options(TrainOptions, "train", "digits", *flags.split())
+    assert (options.epochs, options.out, options.evaluate, options.best_by) == (2, Path("a/b"), True, "loss:min")
+    assert (options.trackers, options.save_every, options.keep) == (["wandb", "tensorboard"], 0, 3)
+    options = parse_options(PredictOptions, "predict", "digits", "--out", "p.npy", "--train-data")
+    assert (options.out, options.training_data, options.resume) == (Path("p.npy"), True, None)
     with pytest.raises(UsageError, match="the following arguments are required: --out"):
         _parser().parse_args(["predict", "digits"])
 
 
-def test_by_name_or_as_options(sent: list[Any], tmp_path: Path) -> None:
-    """Also where `options` are given and one of them is replaced."""
-    trained = Layout("single"), Launch()
-    run(DIGITS, *trained, epochs=2, out=tmp_path, trackers=["wandb"], show=False)
-    run(DIGITS, *trained, options=TrainOptions(epochs=2, out=tmp_path, trackers=("wandb",), show=False))
-    run(DIGITS, *trained, options=TrainOptions(epochs=9, out=tmp_path, trackers=("wandb",), show=False), epochs=2)
+def test_keywords_and_options_are_equivalent(sent: list[Any], tmp_path: Path) -> None:
+    """A call accepts keywords, `options`, or both. A keyword replaces the field of `options`."""
+    layout_and_launch = Layout("single"), Launch()
+    run(DIGITS, *layout_and_launch, epochs=2, out=tmp_path, trackers=["wandb"], show=False)
+    run(DIGITS, *layout_and_launch, options=TrainOptions(epochs=2, out=tmp_path, trackers=("wandb",), show=False))
+    run(
+        DIGITS,
+        *layout_and_launch,
+        options=TrainOptions(epochs=9, out=tmp_path, trackers=("wandb",), show=False),
+        epochs=2,
+    )
     assert sent[0] == sent[1] == sent[2] == TrainOptions(epochs=2, out=tmp_path, trackers=("wandb",), show=False)
     verify(DIGITS, [Layout("ddp")], Launch(), steps=3, explicit=False)
     assert sent[3] == VerifyOptions(steps=3, explicit=False)
     with pytest.raises(TypeError, match="epochz"):
-        run(DIGITS, *trained, epochz=2)
+        run(DIGITS, *layout_and_launch, epochz=2)
 
 
-def test_folders_reach_the_ranks_whole(sent: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_ranks_get_absolute_paths(sent: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     run(DIGITS, Layout("single"), Launch(), out=Path("a"), pretrained=Path("b"), profile=Path("c"))
     assert [sent[0].out, sent[0].pretrained, sent[0].profile] == [tmp_path / name for name in "abc"]
 
 
 @pytest.mark.parametrize("options", [TrainOptions, VerifyOptions, BenchOptions])
-def test_numbers_too_small_are_refused(options: type[Any]) -> None:
-    """Every number has a smallest one, and the error says the argument and the rule."""
-    for name, (kind, about) in arguments_of(options).items():
+def test_number_below_its_minimum_is_refused(options: type[Any]) -> None:
+    """Every integer option has a minimum, and the error has the flag and the rule."""
+    for name, (kind, argument) in arguments_of(options).items():
         if kind not in (int, int | None):
             continue
-        assert about.minimum is not None, name
-        check_minimums(options(**{name: about.minimum}))
-        with pytest.raises(UsageError, match=rf"^{about.flag} {about.minimum - 1}: give (at least 1|a number of upd)"):
-            check_minimums(options(**{name: about.minimum - 1}))
+        minimum = argument.minimum
+        assert minimum is not None, name
+        check_minimums(options(**{name: minimum}))
+        with pytest.raises(UsageError, match=rf"^{argument.flag} {minimum - 1}: give (at least 1|a number of upd)"):
+            check_minimums(options(**{name: minimum - 1}))
 
 
-def test_two_lengths_are_one_too_many(sent: list[Any]) -> None:
+def test_epochs_and_steps_together_are_refused(sent: list[Any]) -> None:
     with pytest.raises(UsageError, match=r"^--epochs 1 --steps 2: "):
         run(DIGITS, Layout("single"), Launch(), epochs=1, steps=2)
     assert not sent
 
 
 @pytest.mark.parametrize("options", [TrainOptions, PredictOptions, VerifyOptions, BenchOptions])
-def test_help_lists_the_fields(options: type[Any]) -> None:
+def test_docstring_lists_all_fields(options: type[Any]) -> None:
     lines = (options.__doc__ or "").splitlines()
     for name in arguments_of(options):
         assert any(line.split()[:1] == [f"{name}:"] for line in lines), name
@@ -118,19 +125,21 @@ def workload():
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("flags", "settings"),
     [((), "False False"), (("--deterministic",), "True False"), (("--cudnn-benchmark",), "False True")],
 )
-def test_kernels_that_are_asked_for(words: tuple[str, ...], said: str, tmp_path: Path, cli: Cli) -> None:
-    """Torch is told while the training runs, and not otherwise."""
+def test_train_sets_deterministic_algorithms_and_cudnn_benchmark(
+    flags: tuple[str, ...], settings: str, tmp_path: Path, cli: Cli
+) -> None:
+    """The settings of torch change only while the training runs, and only if a flag is given."""
     (tmp_path / "mine.py").write_text(KERNELS)
-    done = cli.on_ranks(tmp_path, "train", "mine.py", "--steps", 1, *words)
-    assert done.status == 0, done.err
-    assert f"kernels {said}" in done.out
+    result = cli.on_ranks(tmp_path, "train", "mine.py", "--steps", 1, *flags)
+    assert result.status == 0, result.err
+    assert f"kernels {settings}" in result.out
 
 
-def test_settings_of_torch_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Deterministic and benchmark together are refused, as is CUDA without cuBLAS's variable."""
+def test_settings_of_torch_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`deterministic` is refused together with `cudnn_benchmark`, and on CUDA without CUBLAS_WORKSPACE_CONFIG."""
     import torch
 
     from everyrank.train.rank import chosen_kernels
@@ -139,14 +148,14 @@ def test_settings_of_torch_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
         fills = torch.utils.deterministic.fill_uninitialized_memory
         return torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark, fills
 
-    before = settings()
+    previous_settings = settings()
     with chosen_kernels(TrainOptions(deterministic=True), torch.device("cpu")):
         assert settings() == (True, False, False)
-    assert settings() == before
+    assert settings() == previous_settings
     both = TrainOptions(deterministic=True, cudnn_benchmark=True)
     with pytest.raises(UsageError, match="give one"), chosen_kernels(both, torch.device("cpu")):
         pass
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    asked = chosen_kernels(TrainOptions(deterministic=True), torch.device("cuda"))
-    with pytest.raises(UsageError, match="CUBLAS_WORKSPACE_CONFIG=:4096:8"), asked:
+    deterministic_on_cuda = chosen_kernels(TrainOptions(deterministic=True), torch.device("cuda"))
+    with pytest.raises(UsageError, match="CUBLAS_WORKSPACE_CONFIG=:4096:8"), deterministic_on_cuda:
         pass

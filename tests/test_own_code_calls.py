@@ -1,4 +1,4 @@
-"""Own parallel code at the command line: what one may type, what is said of a mistake, and that it trains."""
+"""Custom parallelize functions on the command line: layout strings, errors, training, checkpoints and bench."""
 
 from __future__ import annotations
 
@@ -59,12 +59,13 @@ wrongly.contract = {"dp": "batch"}
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
+    """A folder with mine.py, which has parallelize functions, and broken.py, which has a syntax error."""
     (tmp_path / "mine.py").write_text(FILE)
     (tmp_path / "broken.py").write_text("def parallelize(model, mesh)\n    return model\n")
     return tmp_path
 
 
-WRONG = {
+EXPECTED_ERRORS = {
     "absent.py:tensor=2": "layout 'absent.py:tensor=2': there is no file ",
     "broken.py": "broken.py:1: SyntaxError: expected ':'",
     "mine.py:other": "layout mine.py:other: mine.py has no function other; it has parallelize, forgets, raises",
@@ -82,52 +83,58 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("layout", WRONG)
-def test_wrong_calls(cli: Cli, folder: Path, layout: str) -> None:
-    """One line, with what to do about it, and exit status 2."""
-    done = cli(folder, "verify", "digits", "--quick", "--layout", layout, "--processes", 2)
-    assert done.status == 2, done.err
-    lines = [line for line in done.err.splitlines() if not line.startswith("full traceback: ")]
-    assert WRONG[layout] in one_line("\n".join(lines))
+@pytest.mark.parametrize("layout", EXPECTED_ERRORS)
+def test_invalid_layout_is_refused_in_one_line(cli: Cli, folder: Path, layout: str) -> None:
+    """verify prints one line and exits with status 2."""
+    result = cli(folder, "verify", "digits", "--quick", "--layout", layout, "--processes", 2)
+    assert result.status == 2, result.err
+    lines = [line for line in result.err.splitlines() if not line.startswith("full traceback: ")]
+    assert EXPECTED_ERRORS[layout] in one_line("\n".join(lines))
 
 
 @pytest.mark.integration
-def test_a_function_that_hangs(cli: Cli, folder: Path) -> None:
-    """The timeout ends it, and the line where it stands is said."""
-    done = cli(folder, "verify", "digits", "--quick", "--layout", "mine.py:hangs", "--processes", 2, "--timeout", 10)
-    assert done.status == 2
-    assert "after 9 s (--timeout 10) at line 22" in done.err
+def test_function_that_hangs_is_stopped_after_the_timeout(cli: Cli, folder: Path) -> None:
+    """The error names the line at which the function hangs."""
+    result = cli(folder, "verify", "digits", "--quick", "--layout", "mine.py:hangs", "--processes", 2, "--timeout", 10)
+    assert result.status == 2
+    assert "after 9 s (--timeout 10) at line 22" in result.err
 
 
-def test_it_trains_and_goes_on_under_others(cli: Cli, folder: Path) -> None:
-    """A checkpoint of it has the model's own names: ddp goes on from it, and it from ddp's."""
+def test_training_resumes_between_a_custom_function_and_ddp(cli: Cli, folder: Path) -> None:
+    """Checkpoints have the parameter names of the model, so each layout can resume from the other."""
     (folder / "tiny.py").write_text(TINY)
-    train = ("train", "tiny.py", "--processes", 2, "--save-every", 2)
-    for steps, layout, more in ((2, "mine.py", ()), (4, "ddp", ("--resume",)), (6, "mine.py:data=2", ("--resume",))):
-        done = cli(folder, *train, "--steps", steps, "--layout", layout, "--out", "run", *more)
-        assert done.status == 0, done.err
-    losses = [json.loads(line) for line in (folder / "run" / "log.jsonl").read_text().splitlines()]
-    done = cli(folder, *train, "--steps", 6, "--layout", "ddp", "--out", "other")
-    assert done.status == 0, done.err
-    others = [json.loads(line) for line in (folder / "other" / "log.jsonl").read_text().splitlines()]
-    pairs = [(own["loss"], other["loss"]) for own, other in zip(losses, others, strict=True) if "loss" in own]
-    assert len(pairs) == 6
-    for own, other in pairs:
-        assert own == pytest.approx(other, rel=1e-5)
+    train_args = ("train", "tiny.py", "--processes", 2, "--save-every", 2)
+    for steps, layout, resume_args in (
+        (2, "mine.py", ()),
+        (4, "ddp", ("--resume",)),
+        (6, "mine.py:data=2", ("--resume",)),
+    ):
+        result = cli(folder, *train_args, "--steps", steps, "--layout", layout, "--out", "run", *resume_args)
+        assert result.status == 0, result.err
+    rows = [json.loads(line) for line in (folder / "run" / "log.jsonl").read_text().splitlines()]
+    result = cli(folder, *train_args, "--steps", 6, "--layout", "ddp", "--out", "other")
+    assert result.status == 0, result.err
+    ddp_rows = [json.loads(line) for line in (folder / "other" / "log.jsonl").read_text().splitlines()]
+    losses = [(row["loss"], ddp_row["loss"]) for row, ddp_row in zip(rows, ddp_rows, strict=True) if "loss" in row]
+    assert len(losses) == 6
+    for loss, ddp_loss in losses:
+        assert loss == pytest.approx(ddp_loss, rel=1e-5)
 
 
 @pytest.mark.parametrize(
     "text", ["mine.py", "mine.py:declared", "mine.py:tp=2,dp=4", "mine.py:declared:tp=2,accumulate=3"]
 )
-def test_a_layout_is_printed_as_it_was_typed(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    """A Record names its layout by this text."""
+def test_layout_with_a_custom_function_is_printed_as_it_was_typed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    """A Record names its layout by this text, so it must parse to the same layout."""
     monkeypatch.chdir(folder)
     assert str(parse_layout(text)) == text
     assert parse_layout(str(parse_layout(text))) == parse_layout(text)
 
 
 @pytest.mark.parametrize(
-    ("said", "line"),
+    ("arguments", "message"),
     [
         ({"axes": {"tp": "same", "dp": "batch"}}, "the axes of batch first"),
         ({"axes": {"dp": "samples"}}, "axes={'dp': 'samples'}: give one of batch"),
@@ -135,28 +142,28 @@ def test_a_layout_is_printed_as_it_was_typed(folder: Path, monkeypatch: pytest.M
         ({"axes": {"dp": "batch"}, "gradients": {"tp": "sum"}}, "gradients of tp: no such axis"),
     ],
 )
-def test_wrong_contracts(said: dict[str, Any], line: str) -> None:
-    """Refused where they are made: with the file's own line, in a rank."""
+def test_invalid_contract_is_refused(arguments: dict[str, Any], message: str) -> None:
+    """`ParallelContract` raises the error, so the traceback has the line of the user's file."""
     with pytest.raises(LayoutError) as raised:
-        ParallelContract(**said)
-    assert line in str(raised.value)
+        ParallelContract(**arguments)
+    assert message in str(raised.value)
 
 
-def test_no_checkpoint_of_unknown_parts(cli: Cli, folder: Path) -> None:
-    """A rank's own part, which no DTensor tells of, would be saved as if it were the whole."""
+def test_training_with_shards_that_are_not_dtensors_is_refused(cli: Cli, folder: Path) -> None:
+    """Without a DTensor, the checkpoint would have the shard of one rank as if it were the whole parameter."""
     (folder / "tiny.py").write_text(TINY)
-    done = cli(folder, "train", "tiny.py", "--processes", 2, "--layout", "mine.py:halves:tensor=2,data=1")
-    assert done.status == 2
-    assert "it cannot be saved" in one_line(done.err)
+    result = cli(folder, "train", "tiny.py", "--processes", 2, "--layout", "mine.py:halves:tensor=2,data=1")
+    assert result.status == 2
+    assert "it cannot be saved" in one_line(result.err)
 
 
-def test_bench_takes_it(cli: Cli, folder: Path) -> None:
-    """Checked and timed as any layout."""
+def test_bench_with_a_custom_function(cli: Cli, folder: Path) -> None:
+    """bench checks and times it like any layout."""
     (folder / "tiny.py").write_text(TINY)
-    done = cli(
+    result = cli(
         folder, "bench", "tiny.py", "--layout", "mine.py", "--processes", 2, "--trials", 1, "--steps", 2, "--json", "r"
     )
-    assert done.status == 0, done.err
+    assert result.status == 0, result.err
     [record] = json.loads((folder / "r").read_text())
     assert (record["layout"], record["parity"]["status"]) == ("mine.py", "equal")
     assert record["throughput_samples_per_second"]["median"] > 0
