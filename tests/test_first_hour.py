@@ -154,7 +154,7 @@ def test_find_workload_does_not_run_a_plain_script(tmp_path: Path) -> None:
 )
 def test_plain_script_that_mentions_workloads_is_not_run(text: str, cli: Cli, tmp_path: Path) -> None:
     marker = tmp_path / "it-was-run"
-    (tmp_path / "plain.py").write_text(text.format(marker=str(marker)) if "{marker" in text else text)
+    (tmp_path / "plain.py").write_text(text.format(marker=str(marker)))
     result = cli(tmp_path, "train", "plain.py")
     assert result.status == 2, result.err
     assert not marker.exists(), "the script was run"
@@ -229,7 +229,7 @@ def test_train_help_states_the_default_number_of_processes(run_main: Any) -> Non
     status, out, _ = run_main("train", "--help")
     assert status == 0
     *_, processes_help = re.findall(r"^  --processes N(.*?)^  -", out, re.DOTALL | re.MULTILINE)
-    assert "2" in processes_help
+    assert re.search(r"default.*\b1 (for|on)", processes_help, re.DOTALL), processes_help
 
 
 # --- a module instance as `model`, instead of a function that builds it
@@ -349,17 +349,14 @@ def test_new_prints_and_lists_the_workload_template(run_main: Any) -> None:
 COMMAND_ARGS = {
     "train": ["train", "digits", "--steps", "1", "--out", "out"],
     "verify": ["verify", "digits", "--layout", "ddp", "--processes", "2", "--quick", "--steps", "1"],
-    "bench": ["bench", "digits", "--layout", "single", "--quick"],
+    "bench": ["bench", "digits", "--layout", "single", "--trials", "2", "--steps", "2"],
 }
 
 
 @pytest.mark.parametrize("command", COMMAND_ARGS)
 def test_command_suggests_the_next_command(command: str, cli: Cli, tmp_path: Path) -> None:
     """One line begins with `next:` and has a command that can be pasted."""
-    args = COMMAND_ARGS[command]
-    if command == "bench":
-        args = ["bench", "digits", "--layout", "single", "--trials", "2", "--steps", "2"]
-    result = cli(tmp_path, *args, "--launcher", "spawn", "--device", "cpu")
+    result = cli(tmp_path, *COMMAND_ARGS[command], "--launcher", "spawn", "--device", "cpu")
     assert result.status == 0, result.err
     lines = [line for line in result.out.splitlines() if line.startswith("next:")]
     assert len(lines) == 1, result.out
@@ -369,7 +366,6 @@ def test_command_suggests_the_next_command(command: str, cli: Cli, tmp_path: Pat
     assert set(suggested_commands) <= set(COMMANDS), lines[0]
     if command == "train":
         assert "verify" in suggested_commands
-        assert "out" in lines[0]
 
 
 def test_no_next_command_after_an_error(cli: Cli, tmp_path: Path) -> None:
@@ -617,5 +613,5 @@ def test_everyrank_without_arguments_prints_the_help(run_main: Any) -> None:
 def test_pipeline_without_blocks_gets_an_example(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(WORKLOAD)
     result = cli(tmp_path, "train", "mine.py", "--layout", "pipeline", "--processes", "2", "--out", "out")
-    assert result.status in (2, 3)
+    assert result.status == 2
     assert re.search(r"blocks=[\"']\w+", result.err.strip().splitlines()[-1])

@@ -131,10 +131,7 @@ def code_of(value: Any) -> Any:
 @pytest.mark.parametrize("field", CHANGES)
 @pytest.mark.parametrize("call", ["run", "verify", "bench"])
 def test_replaced_field_reaches_the_ranks(call: str, field: str, mine: Workload, sent: list[tuple[Any, ...]]) -> None:
-    if field == "order":
-        changed = dataclasses.replace(mine, order="shard")
-    else:
-        changed = dataclasses.replace(mine, **{field: CHANGES[field]})
+    changed = dataclasses.replace(mine, **{field: CHANGES[field]})
     if call == "run":
         run(changed, Layout("single"), Launch(), show=False)
     else:

@@ -132,7 +132,7 @@ def test_output_has_no_terminal_control_characters(capsys: pytest.CaptureFixture
     assert main(["report", f"no{CONTROL_CHARACTERS}.json"]) == 2
     captured = capsys.readouterr()
     assert all(word in captured.out for word in ("top", "title", "note", "epoch 0"))
-    assert "no" in captured.err
+    assert ".json" in captured.err
     assert not has_control_characters(captured.out + captured.err), ascii(captured)
 
 

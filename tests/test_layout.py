@@ -2,7 +2,7 @@
 
 import pytest
 
-from everyrank.errors import LayoutError, UsageError
+from everyrank.errors import LayoutError
 from everyrank.layout import STRATEGIES, Layout, parse_layout
 
 
@@ -145,7 +145,7 @@ def test_invalid_layout_string_is_refused_in_one_line(text: str, fragments: list
     assert "\n" not in message
     for fragment in fragments:
         assert fragment in message
-    assert isinstance(caught.value, UsageError | ValueError)
+    assert isinstance(caught.value, ValueError)
     assert caught.value.exit_status == 2
 
 

@@ -208,8 +208,8 @@ def apply_pipeline(model: nn.Module, workload: Workload, layout: Layout, mesh: M
     chunks = chunks if ranks > 1 else 1
     if workload.blocks is None:
         raise UnsupportedLayoutError(
-            f"workload {workload.name} says nothing of its blocks, which a pipeline divides: "
-            'set blocks="layers", the path of the repeated layers in the model'
+            f"workload {workload.name}: the pipeline layout splits the repeated layers of the model, and `blocks` does "
+            'not name them. Set it to their path in the model, for example blocks="layers"'
         )
     blocks = find_blocks(workload, model)
     if len(blocks) < ranks * chunks:
