@@ -52,6 +52,7 @@ def corpus() -> Any:
 def test_bug_is_found_and_its_correction_has_no_findings(
     python: ForkServer, tmp_path: Path, corpus: Any, name: str
 ) -> None:
+    """The expected rule names a line of the script. The script corrects itself with the flag --right."""
     script = corpus.FOLDER / f"{name}.py"
     (tmp_path / "wrong").mkdir()
     (tmp_path / "right").mkdir()

@@ -500,7 +500,7 @@ def find_finding(audit: Audit, expected: str, text: str, line: str) -> Finding:
     rule, _, words = expected.partition(" ")
     matching_findings = [finding for finding in audit.findings if finding.rule == rule and words in finding.text]
     assert matching_findings, [(finding.level, finding.rule, finding.text) for finding in audit.findings]
-    line_numbers = {int(place.rpartition(":")[2]) for place in matching_findings[0].lines}
+    line_numbers = {int(location.rpartition(":")[2]) for location in matching_findings[0].lines}
     assert line_numbers.intersection(lines_with(text, line)), (matching_findings, line)
     return matching_findings[0]
 

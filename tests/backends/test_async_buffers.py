@@ -28,7 +28,7 @@ def all_calls(group: Any, rank: int, size: int) -> list[tuple[str, Any, list[Ten
     rank_tensors = [torch.arange(4.0) + rank_index for rank_index in range(size)]
     total = torch.stack(rank_tensors).sum(0)
     calls: list[tuple[str, Any, list[Tensor], list[Tensor]]] = []
-    gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name from torch 2.13 on
+    gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name since torch 2.13
 
     def add(name: str, work: Any, buffers: list[Tensor], expected: list[Tensor]) -> None:
         calls.append((name, work, buffers, expected))
@@ -46,7 +46,7 @@ def all_calls(group: Any, rank: int, size: int) -> list[tuple[str, Any, list[Ten
     output = torch.zeros(4 * size)
     add("into", gather_into(output, local, group=group, async_op=True), [output], [torch.cat(rank_tensors)])
     output = torch.zeros(4 * size)
-    local_part = output[4 * rank : 4 * rank + 4]  # in place, as FSDP does it
+    local_part = output[4 * rank : 4 * rank + 4]  # in place, as in FSDP
     local_part.copy_(local)
     add("in place", gather_into(output, local_part, group=group, async_op=True), [output], [torch.cat(rank_tensors)])
     output = torch.zeros(size)

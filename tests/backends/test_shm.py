@@ -79,7 +79,7 @@ def test_lengths_near_the_end_of_a_buffer(ranks: Any, count: int) -> None:
 
 
 def count_yields(world: Any, cores: int) -> int:
-    """Return how often a rank yields its core while it waits 50 ms for rank 0, on a machine with `cores` cores."""
+    """Return how often a rank yields its core while it waits 50 ms for rank 0, on `cores` cores."""
     with mock.patch.object(ENGINE, "is_oversubscribed", False), mock.patch.object(os, "cpu_count", return_value=cores):
         group = group_of(world)
         dist.barrier(group=group)
@@ -624,7 +624,7 @@ def call_with_invalid_arguments(world: Any) -> list[str]:
         dist.all_gather_into_tensor(torch.zeros(2 * world.size + 1), torch.zeros(2), group=group)
     except (RuntimeError, ValueError) as error:
         errors.append(type(error).__name__)
-    strided = torch.arange(6.0)[::3][:1] + world.rank  # one element, of another stride
+    strided = torch.arange(6.0)[::3][:1] + world.rank  # one element with a different stride
     strided_view = torch.arange(6.0).view(2, 3)[:1, 0]
     parts = [torch.empty(1) for _ in range(world.size)]
     dist.all_gather(parts, strided_view, group=group)

@@ -87,14 +87,14 @@ def mount_small_disk(disk: Path) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", disk], check=True)
 
 
-def train_on_small_disk(disk: Path, kept: Path, args: list[str]) -> None:
-    """Train with the run on a small disk, and copy the run to `kept`, which is outside the mount namespace."""
+def train_on_small_disk(disk: Path, copy_folder: Path, args: list[str]) -> None:
+    """Train with the run on a small disk. Copy the run to `copy_folder`, which is outside the mount namespace."""
     mount_small_disk(disk)
     try:
         run_python(["-m", "everyrank", "train", "mine.py", "--out", str(disk / "run"), "--save-every", "2", *args])
     finally:
         (disk / "ballast").unlink(missing_ok=True)
-        shutil.copytree(disk / "run", kept, symlinks=True)
+        shutil.copytree(disk / "run", copy_folder, symlinks=True)
 
 
 @dataclasses.dataclass
@@ -106,14 +106,21 @@ class CommandResult:
     stderr: str
 
 
-def train_on_full_disk(python: ForkServer, folder: Path, *args: str, cleared: bool, left: int) -> CommandResult:
+def train_on_full_disk(
+    python: ForkServer, folder: Path, *args: str, is_cleared_later: bool, free_bytes: int
+) -> CommandResult:
     """Train with the run on a disk of 8 MiB that is full from update 5 on.
 
-    `left` is the number of bytes that stay free. `cleared` frees the disk again at update 9.
+    `free_bytes` stay free. If `is_cleared_later`, the disk has free space again at update 9.
     """
     (folder / "mine.py").write_text(TRAINING_SCRIPT)
     (folder / "disk").mkdir()
-    variables = {"DISK": str(folder / "disk"), "LEFT": str(left), "CLEARED": str(int(cleared)), "OMP_NUM_THREADS": "1"}
+    variables = {
+        "DISK": str(folder / "disk"),
+        "LEFT": str(free_bytes),
+        "CLEARED": str(int(is_cleared_later)),
+        "OMP_NUM_THREADS": "1",
+    }
     train_arguments = (folder / "disk", folder / "kept", list(args))
     with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
         process = python.fork(
@@ -136,7 +143,7 @@ def test_training_continues_after_checkpoints_that_did_not_fit_on_the_disk(
     python: ForkServer, needs_small_disk: None, tmp_path: Path
 ) -> None:
     """It prints one line for each failed checkpoint and saves again once the disk has free space."""
-    result = train_on_full_disk(python, tmp_path, "--keep", "9", cleared=True, left=60_000)
+    result = train_on_full_disk(python, tmp_path, "--keep", "9", is_cleared_later=True, free_bytes=60_000)
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stderr == ""
     lines = [line for line in result.stdout.splitlines() if "could not be saved" in line]
@@ -157,7 +164,7 @@ def test_run_fails_if_its_last_checkpoint_does_not_fit_on_the_disk(
 ) -> None:
     """The run exits with status 4 and prints one line. The checkpoint before is intact and can be resumed."""
     layout_args = ("--layout", "ddp", "--processes", "2")
-    result = train_on_full_disk(python, tmp_path, *layout_args, cleared=False, left=60_000)
+    result = train_on_full_disk(python, tmp_path, *layout_args, is_cleared_later=False, free_bytes=60_000)
     assert result.returncode == 4, result.stdout + result.stderr
     line = one_line(result.stderr)
     assert "No space left on device" in line
@@ -176,7 +183,7 @@ def test_run_fails_with_one_line_if_the_log_does_not_fit_on_the_disk(
     python: ForkServer, needs_small_disk: None, tmp_path: Path
 ) -> None:
     """No byte is left on the disk. The earlier checkpoints are intact."""
-    result = train_on_full_disk(python, tmp_path, cleared=False, left=0)
+    result = train_on_full_disk(python, tmp_path, is_cleared_later=False, free_bytes=0)
     assert result.returncode == 4, result.stdout + result.stderr
     assert "No space left on device" in result.stderr.splitlines()[-1]
     assert "Traceback" not in result.stderr

@@ -53,7 +53,7 @@ def test_resume_on_two_ranks_is_bitwise_equal(
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "parameter_server:servers=2"])
 @pytest.mark.parametrize("size", [3, 4])
-def test_resume_on_more_ranks_is_equal_to_rounding(ranks: Any, tmp_path: Path, strategy: str, size: int) -> None:
+def test_resume_on_more_ranks_is_equal_up_to_rounding(ranks: Any, tmp_path: Path, strategy: str, size: int) -> None:
     """On three and four ranks, the last batch of an epoch has fewer samples than ranks. The tolerance is 1e-12."""
     optimizer = "adamw" if size == 3 else "sgd"
     layout = f"{strategy}{',' if ':' in strategy else ':'}precision=float64"
@@ -101,7 +101,7 @@ def resume_in_fp16(world: World, strategy: str, run: Path) -> Any:
 
 
 def loss_with_random_factor(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
-    """Return a loss that draws from Python's and NumPy's generators, which everyrank does not seed.
+    """Return a loss that draws from Python's and NumPy's generators, which nothing reseeds.
 
     Each rank draws a different stream. Normal numbers are generated in pairs.
     """

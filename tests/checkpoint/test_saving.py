@@ -86,17 +86,17 @@ def save_synchronously_and_in_background(world: World, layout: str, workload: Wo
     try:
         saver = going.saver(folder / "later", in_background=True)
         saver.save(5, {"eval_loss": 0.5})
-        before = going.state()
+        state_at_save = going.state()
         going.updates(5, 9)
-        after = going.state()
+        later_state = going.state()
         was_waiting = not checkpoints_of(saver.run)
         gate.set()
         saver.finish()
     finally:
         gate.set()
         everyrank.checkpoint.saver.write = write
-    changed = [name for name, tensor in before[0].items() if not torch.equal(tensor, after[0][name])]
-    return was_waiting, len(changed), before[1] != after[1]
+    changed = [name for name, tensor in state_at_save[0].items() if not torch.equal(tensor, later_state[0][name])]
+    return was_waiting, len(changed), state_at_save[1] != later_state[1]
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "rate in a tensor"])

@@ -61,7 +61,7 @@ def test_expected_values_of_a_case(memory: str) -> None:
             assert (values[1:] != values[:-1]).all()
         expected = [
             combine([float(value) for value in elements])
-            for elements in zip(*(values.flatten() for values in ranks), strict=True)
+            for elements in zip(*(tensor.flatten() for tensor in ranks), strict=True)
         ]
         assert case.reduced().flatten().tolist() == expected
 

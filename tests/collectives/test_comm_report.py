@@ -70,7 +70,10 @@ def report_of(rows: list[Any], stride_rows: list[Any] | None = None) -> dict[str
 
 
 def rows_of_three_backends() -> list[Any]:
-    """Return rows of gloo with 100 us and 1 GB/s, of shm with 10 us and 4 GB/s, and of mpi, which is refused."""
+    """Return rows of gloo, shm and mpi.
+
+    gloo has 100 us and 1 GB/s, shm has 10 us and 4 GB/s, and mpi is refused.
+    """
     rows = []
     for size in (4, 1024, 2**20, 2**24):
         rows += [

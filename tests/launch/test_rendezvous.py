@@ -74,8 +74,8 @@ ADDRESSES = {"lo": "127.0.0.1", "eth0": "10.0.0.5", "ib0": "192.168.7.5"}
     ("interface", "variable", "is_one_machine", "own_address", "expected"),
     [
         ("ib0", None, False, "10.0.0.5", "ib0"),
-        ("ib0", "eth0", True, None, "ib0"),  # --interface has precedence over a variable
-        (None, "eth0", True, None, None),  # the backend reads it
+        ("ib0", "eth0", True, None, "ib0"),  # --interface has precedence over the variable
+        (None, "eth0", True, None, None),  # the backend reads the variable
         (None, None, True, "10.0.0.5", LOOPBACK),
         (None, None, False, "10.0.0.5", "eth0"),
         (None, None, False, "192.168.7.5", "ib0"),

@@ -165,7 +165,7 @@ def test_command_without_node_rank_prints_the_command_of_each_host(
 
 def test_first_host_prints_the_commands_of_the_others(run_main: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It prints them once, before it waits for the other hosts."""
-    monkeypatch.setattr(host_info, "addresses_of", lambda _: ["127.0.1.1"])  # the start is refused
+    monkeypatch.setattr(host_info, "addresses_of", lambda _: ["127.0.1.1"])  # loopback, so the start is refused
     command_text = "train digits --layout ddp --nodes 3 --rendezvous n0:29500"
     result = run_main(command_text + " --node-rank 0")
     assert [line.partition(":")[0] for line in result.out.splitlines()] == ["on host 1", "on host 2"]

@@ -486,13 +486,13 @@ def alone(name: str) -> Printed:
         return read(typed(Path(folder), f"python {name}.py --float64").stdout)
 
 
-def gap(actual: Printed, whole: Printed) -> float:
+def gap(actual: Printed, single_process: Printed) -> float:
     """Return the largest relative difference of a loss or of a number of the validation."""
-    assert len(actual.losses) == len(whole.losses) == 12
-    assert actual.numbers.keys() == whole.numbers.keys() >= {"top1"}
+    assert len(actual.losses) == len(single_process.losses) == 12
+    assert actual.numbers.keys() == single_process.numbers.keys() >= {"top1"}
     pairs = [
-        *zip(actual.losses, whole.losses, strict=True),
-        *((actual.numbers[k], whole.numbers[k]) for k in actual.numbers),
+        *zip(actual.losses, single_process.losses, strict=True),
+        *((actual.numbers[k], single_process.numbers[k]) for k in actual.numbers),
     ]
     return max(abs(a - b) / abs(b) for a, b in pairs)
 
@@ -696,7 +696,9 @@ def test_recipe_is_standalone(name: str) -> None:
     assert roots <= {"torch", "digits", "transformer", *optional_packages, *sys.stdlib_module_names}
     assert len(text.splitlines()) <= MAX_LINES.get(name, 175)
     header = ast.get_docstring(tree) or ""
-    assert all(re.search(rf"^{word}  +\S", header, re.MULTILINE) for word in ("Memory", "Communication", "Use when"))
+    assert all(
+        re.search(rf"^{section}  +\S", header, re.MULTILINE) for section in ("Memory", "Communication", "Use when")
+    )
     assert name in OPERATIONS or '"--float64"' in text  # without the flag it runs in float32
     command = re.search(r"^Run: (?:[A-Z_]+=\S+ )*(\S+) ", header, re.MULTILINE)
     assert command is not None
@@ -866,7 +868,10 @@ COMMAND = (
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with 50 images for training and 23 for validation, enlarged from 8 x 8 to 40 x 40 pixels."""
+    """Return a folder with 50 images for training and 23 for validation.
+
+    The images are enlarged from 8 x 8 to 40 x 40 pixels. 50 gives a last batch that is not full.
+    """
     image = pytest.importorskip("PIL.Image", reason="not verified here: needs Pillow")
     from everyrank.builtin.digits import Digits
 
