@@ -115,7 +115,7 @@ def test_resume_refuses_a_damaged_checkpoint_and_suggests_the_last_intact_one(
 
 @pytest.mark.parametrize("corrupt", [cut_tensors, cut_about], ids=lambda corrupt: corrupt.__name__)
 def test_automatic_resume_takes_the_newest_intact_checkpoint(run_folder: Path, corrupt: Callable[[Path], None]) -> None:
-    """`newest_whole` skips damaged checkpoints, because no user can read a suggestion."""
+    """`newest_whole` skips checkpoints with missing or truncated files, because no user can read a suggestion."""
     checkpoint = newest_whole(run_folder)
     assert checkpoint is not None
     assert checkpoint.path == step(run_folder, 6)

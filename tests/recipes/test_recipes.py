@@ -125,7 +125,7 @@ MUTATIONS = {
     "dataparallel": ("manual_seed(SEED + epoch)", "manual_seed(SEED)"),  # every epoch in the same order
     "ddp_spawn": ("/ batch_size", "/ len(labels)"),  # averages twice
     "ddp_torchrun": ("ddp(images)", "model(images)"),  # bypasses the wrapper: no gradient is reduced
-    "ddp_amp": ("parameter.grad *= BATCH / batch_size", "pass"),  # an average is then multiplied as if it were a sum
+    "ddp_amp": ("parameter.grad *= BATCH / batch_size", "pass"),  # the last batch is divided by the full size
     "weighted_sampler": ("SEED + self.epoch)", "SEED + self.epoch + self.rank)"),  # each rank draws its own samples
     "ddp_accumulate": ("is_last = index + 1 == ACCUMULATE", "is_last = index == 0"),
     "distributed_evaluation": (
