@@ -1,4 +1,4 @@
-"""`everyrank audit` as a person types it: what it prints and leaves, and scripts that cannot be audited."""
+"""`everyrank audit` on the command line: its output, its files, and scripts that cannot be audited."""
 
 from __future__ import annotations
 
@@ -18,28 +18,29 @@ MISTAKE = ("        sampler.set_epoch(epoch)\n", "")
 
 
 def last_line(stderr: str) -> str:
+    """Return the last line of stderr, which must have no traceback."""
     assert "Traceback" not in stderr
     return stderr.strip().splitlines()[-1]
 
 
-def test_a_mistake_is_printed_with_its_line(cli: Cli, tmp_path: Path) -> None:
-    """Started for real, in processes of its own; also written as JSON and as a page."""
+def test_finding_is_printed_with_its_line(cli: Cli, tmp_path: Path) -> None:
+    """The audit starts its own processes. It also writes JSON and an HTML page, and keeps the user's files."""
     text = (SCRIPTS / "classifier.py").read_text().replace(*MISTAKE)
     (tmp_path / "train.py").write_text(text)
     (tmp_path / "last.pt").write_text("of an earlier run")
-    done = cli(
+    result = cli(
         tmp_path, "audit", "--replay", "--json", "found.json", "--html", "found.html", "train.py", is_forked=False
     )
-    assert done.status == 1, done.err
-    number = list(lines_with(text, "labels in loader:"))[-1]
-    assert f"FAIL  train.py:{number}  data.epoch" in done.out
-    assert "loader.sampler.set_epoch(epoch)" in done.out
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert [finding["rule"] for finding in found["findings"] if finding["level"] == "FAIL"] == ["data.epoch"]
-    assert found["world_size"] == 2
-    [replay] = found["replay"]
+    assert result.status == 1, result.err
+    line_number = list(lines_with(text, "labels in loader:"))[-1]
+    assert f"FAIL  train.py:{line_number}  data.epoch" in result.out
+    assert "loader.sampler.set_epoch(epoch)" in result.out
+    report = json.loads((tmp_path / "found.json").read_text())
+    assert [finding["rule"] for finding in report["findings"] if finding["level"] == "FAIL"] == ["data.epoch"]
+    assert report["world_size"] == 2
+    [replay] = report["replay"]
     assert "updates 0 to 2 of 2 ranks" in replay
-    assert replay in " ".join(done.out.split())
+    assert replay in " ".join(result.out.split())
     page = (tmp_path / "found.html").read_text()
     assert 'class="named"' in page
     assert "for inputs, labels in loader:" in page
@@ -49,7 +50,7 @@ def test_a_mistake_is_printed_with_its_line(cli: Cli, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["found.html", "found.json", "last.pt", "train.py"]
 
 
-NO_SCRIPT = [
+INVALID_ARGUMENTS = [
     ((), "audit needs a script"),
     (("absent.py",), "absent.py: no such file; give a Python script"),
     (("-m",), "audit -m: give the name of a module"),
@@ -63,15 +64,15 @@ NO_SCRIPT = [
 ]
 
 
-@pytest.mark.parametrize(("words", "said"), NO_SCRIPT)
-def test_a_call_that_is_wrong_is_refused(cli: Cli, tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+@pytest.mark.parametrize(("words", "message"), INVALID_ARGUMENTS)
+def test_invalid_arguments_are_refused(cli: Cli, tmp_path: Path, words: tuple[str, ...], message: str) -> None:
     (tmp_path / "good.py").write_text("pass\n")
-    done = cli(tmp_path, "audit", *words)
-    assert done.status == 2
-    assert said in last_line(done.err)
+    result = cli(tmp_path, "audit", *words)
+    assert result.status == 2
+    assert message in last_line(result.err)
 
 
-ENDS = [
+UNAUDITABLE_SCRIPTS = [
     ("pass", 2, "train.py ended without training"),
     ("for x in range(3:\n    pass\n", 2, "train.py:1: SyntaxError"),
     ("raise SystemExit(3)", 4, "ended with exit status 3"),
@@ -84,41 +85,43 @@ ENDS = [
 ]
 
 
-@pytest.mark.parametrize(("text", "status", "said"), ENDS)
-def test_a_script_that_cannot_be_audited(cli: Cli, tmp_path: Path, text: str, status: int, said: str) -> None:
+@pytest.mark.parametrize(("text", "status", "message"), UNAUDITABLE_SCRIPTS)
+def test_error_of_a_script_that_cannot_be_audited(
+    cli: Cli, tmp_path: Path, text: str, status: int, message: str
+) -> None:
     (tmp_path / "train.py").write_text(text)
-    done = cli(tmp_path, "audit", "train.py")
-    assert done.status == status, done.err
-    assert said in last_line(done.err)
+    result = cli(tmp_path, "audit", "train.py")
+    assert result.status == status, result.err
+    assert message in last_line(result.err)
 
 
-def test_megabytes_are_no_burden(cli: Cli, tmp_path: Path) -> None:
-    """What a script prints is kept in part: its last lines say why it failed."""
+def test_output_of_megabytes_is_shortened(cli: Cli, tmp_path: Path) -> None:
+    """The audit keeps only the end of the script's output, which shows why it failed."""
     text = "for _ in range(300_000): print('x' * 99)\nraise ValueError('no more')\n"
     (tmp_path / "train.py").write_text(text)
-    done = cli(tmp_path, "audit", "train.py")
-    assert done.status == 4
-    assert last_line(done.err).endswith("train.py:2 in <module>: ValueError: no more")
-    assert len(done.out) + len(done.err) < 1000
+    result = cli(tmp_path, "audit", "train.py")
+    assert result.status == 4
+    assert last_line(result.err).endswith("train.py:2 in <module>: ValueError: no more")
+    assert len(result.out) + len(result.err) < 1000
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(("imported", "said"), [("time", ""), ("time, torch", ": rank 0 was at train.py:2; rank 1")])
-def test_a_script_that_hangs_before_it_trains(cli: Cli, tmp_path: Path, imported: str, said: str) -> None:
+@pytest.mark.parametrize(("imported", "message"), [("time", ""), ("time, torch", ": rank 0 was at train.py:2; rank 1")])
+def test_script_that_hangs_before_training_times_out(cli: Cli, tmp_path: Path, imported: str, message: str) -> None:
     (tmp_path / "train.py").write_text(f"import {imported}\ntime.sleep(1000)\n")
-    begin = time.monotonic()
+    start_time = time.monotonic()
     running = cli.start(tmp_path, "audit", "--processes", 2, "--timeout", 2, "train.py", is_forked=False)
     status, _, err = running.end()
     assert status == 4
     assert "train.py: no progress for 2 s" in last_line(err)
-    assert said in last_line(err)
-    assert time.monotonic() < begin + 60
+    assert message in last_line(err)
+    assert time.monotonic() < start_time + 60
     assert running.left() == {}
 
 
 @pytest.mark.integration
-def test_a_rank_that_never_comes_is_explained(cli: Cli, tmp_path: Path) -> None:
-    """A collective in one branch: which line waits, and where the other rank stands."""
+def test_collective_on_one_rank_is_reported(cli: Cli, tmp_path: Path) -> None:
+    """The finding names the collective in the branch of one rank, although the script hangs."""
     text = (SCRIPTS / "stream.py").read_text()
     text = text.replace(
         "            optimizer.step()\n", "            optimizer.step()\n            dist.barrier() if rank else None\n"
@@ -133,7 +136,7 @@ def test_a_rank_that_never_comes_is_explained(cli: Cli, tmp_path: Path) -> None:
     assert running.left() == {}
 
 
-def test_ctrl_c_leaves_nothing_behind(cli: Cli, tmp_path: Path) -> None:
+def test_ctrl_c_leaves_no_process(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import time, torch\nprint('here')\ntime.sleep(1000)\n")
     running = cli.start(tmp_path, "audit", "--processes", 2, "train.py", is_forked=False)
     running.wait_for(lambda: len(running.processes()) >= 3)
@@ -145,7 +148,7 @@ def test_ctrl_c_leaves_nothing_behind(cli: Cli, tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
-def test_nothing_stays_when_the_audit_is_killed(cli: Cli, tmp_path: Path) -> None:
+def test_killed_audit_leaves_no_process(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import time, torch\nprint('here')\ntime.sleep(1000)\n")
     running = cli.start(tmp_path, "audit", "--processes", 2, "train.py", is_forked=False)
     running.wait_for(lambda: len(running.processes()) >= 3)
@@ -155,8 +158,8 @@ def test_nothing_stays_when_the_audit_is_killed(cli: Cli, tmp_path: Path) -> Non
 
 
 @pytest.mark.integration
-def test_a_script_that_starts_its_own_ranks(cli: Cli, tmp_path: Path) -> None:
-    """Started once: what it spawns is watched."""
+def test_script_that_spawns_its_ranks_is_audited(cli: Cli, tmp_path: Path) -> None:
+    """The audit starts the script once, and records the spawned processes."""
     text = (SCRIPTS / "classifier.py").read_text().replace(*MISTAKE)
     for before, after in (
         ('"gloo")', '"gloo", init_method=METHOD, rank=rank, world_size=2)'),
@@ -166,31 +169,31 @@ def test_a_script_that_starts_its_own_ranks(cli: Cli, tmp_path: Path) -> None:
         assert before in text
         text = text.replace(before, after)
     (tmp_path / "train.py").write_text(text)
-    done = cli(tmp_path, "audit", "train.py")
-    assert done.status == 1, done.err
-    assert "data.epoch" in done.out
-    assert "updates on 2 ranks" in done.out
+    result = cli(tmp_path, "audit", "train.py")
+    assert result.status == 1, result.err
+    assert "data.epoch" in result.out
+    assert "updates on 2 ranks" in result.out
 
 
 @pytest.mark.integration
-def test_one_process_is_told_how_it_becomes_more(cli: Cli, tmp_path: Path) -> None:
+def test_audit_of_one_process_suggests_a_recipe(cli: Cli, tmp_path: Path) -> None:
     text = (
         "import torch\nimport torch.nn.functional as F\nmodel = torch.nn.Linear(4, 2)\n"
         "optimizer = torch.optim.SGD(model.parameters(), 0.1)\nx, y = torch.randn(8, 4), torch.randn(8, 2)\n"
         "for _ in range(5):\n    loss = F.mse_loss(model(x), y)\n    loss.backward()\n    optimizer.step()\n"
     )
     (tmp_path / "train.py").write_text(text)
-    done = cli(tmp_path, "audit", "train.py")
-    assert done.status == 1, done.err
-    assert "train.py:9  gradient.carried" in done.out
-    assert "`everyrank new ddp_torchrun`" in done.out
+    result = cli(tmp_path, "audit", "train.py")
+    assert result.status == 1, result.err
+    assert "train.py:9  gradient.carried" in result.out
+    assert "`everyrank new ddp_torchrun`" in result.out
 
 
 @pytest.mark.integration
-def test_started_by_torchrun_from_outside(cli: Cli, tmp_path: Path) -> None:
+def test_audit_started_by_torchrun_prints_each_finding_once(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text((SCRIPTS / "classifier.py").read_text().replace(*MISTAKE))
-    words = ("--standalone", "--nproc-per-node", "2", "-m", "everyrank", "audit", "train.py")
-    running = cli.start(tmp_path, *words, command=("-m", "torch.distributed.run"))
+    args = ("--standalone", "--nproc-per-node", "2", "-m", "everyrank", "audit", "train.py")
+    running = cli.start(tmp_path, *args, command=("-m", "torch.distributed.run"))
     status, out, err = running.end()
     assert status == 1, err
     assert out.count("data.epoch") == 1
@@ -198,32 +201,32 @@ def test_started_by_torchrun_from_outside(cli: Cli, tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
-def test_ranks_from_outside_that_fail_with_shortened_epochs(cli: Cli, tmp_path: Path) -> None:
-    """Only the launcher can start them again, so the message names its option."""
+def test_script_under_torchrun_that_fails_with_shortened_epochs(cli: Cli, tmp_path: Path) -> None:
+    """Only torchrun can restart the ranks, so the message names its option."""
     text = (SCRIPTS / "classifier.py").read_text()
-    loop, counted = (
+    loop, counted_loop = (
         "for inputs, labels in loader:\n            loss =",
         "for (inputs, labels), _ in zip(loader, range(25), strict=True):\n            loss =",
     )
-    for old, new in ((loop, counted), ("DataLoader(train, 7,", "DataLoader(train, 2,")):
+    for old, new in ((loop, counted_loop), ("DataLoader(train, 7,", "DataLoader(train, 2,")):
         assert text.count(old) == 1
         text = text.replace(old, new)
     (tmp_path / "train.py").write_text(text)
-    words = ("--standalone", "--nproc-per-node", "2", "-m", "everyrank", "audit", "train.py")
-    status, _, err = cli.start(tmp_path, *words, command=("-m", "torch.distributed.run")).end()
+    args = ("--standalone", "--nproc-per-node", "2", "-m", "everyrank", "audit", "train.py")
+    status, _, err = cli.start(tmp_path, *args, command=("-m", "torch.distributed.run")).end()
     assert status != 0
     assert "zip() argument 2 is longer than argument 1" in err
     assert "give torchrun --max-restarts 1" in err
 
 
 @pytest.mark.integration
-def test_a_whole_run_is_watched(cli: Cli, tmp_path: Path) -> None:
-    """--watch: nothing is shortened, stopped or redirected; what costs much is left out, and said."""
+def test_watch_audits_a_whole_run(cli: Cli, tmp_path: Path) -> None:
+    """With --watch, nothing is shortened, stopped or redirected. Expensive checks are skipped and listed."""
     text = (SCRIPTS / "classifier.py").read_text().replace(*MISTAKE).replace("range(2)", "range(9)")
     (tmp_path / "train.py").write_text(text)
-    done = cli(tmp_path, "audit", "--watch", "train.py")
-    assert done.status == 1, done.err
-    assert "data.epoch" in done.out
-    assert "1 FAIL; 25 updates on 2 ranks" in done.out  # the first 24, and the 50th of 63
-    assert "not checked: collectives, losses" in done.out
+    result = cli(tmp_path, "audit", "--watch", "train.py")
+    assert result.status == 1, result.err
+    assert "data.epoch" in result.out
+    assert "1 FAIL; 25 updates on 2 ranks" in result.out  # the first 24, and the 50th of 63
+    assert "not checked: collectives, losses" in result.out
     assert torch.load(tmp_path / "last.pt", weights_only=True)["epoch"] == 8

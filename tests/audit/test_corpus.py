@@ -1,5 +1,6 @@
-"""The corpus of silent bugs (benchmarks/silent_bugs): bugs of several kinds are found by the rule that each file
-expects, its correction is no alarm, and the page is what the Record says.
+"""The corpus of silent bugs in benchmarks/silent_bugs.
+
+The expected rule finds bugs of several kinds. Corrected scripts have no findings. The page matches the record.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from forkserver import ForkServer
 ROOT = Path(__file__).parents[2]
 
 FOUND = ["gather_without_gradient", "loss_times_tensor_ranks"]
-MORE = [
+FOUND_AT_LENGTH = [
     "replicated_counted_in_norm",
     "stream_sharded_twice",
     "clipped_on_first_rank",
@@ -36,7 +37,7 @@ MORE = [
 
 @pytest.fixture(scope="module")
 def corpus() -> Any:
-    """benchmarks/silent_bugs.py, the command that runs it."""
+    """Return the module benchmarks/silent_bugs.py, which runs the corpus."""
     spec = importlib.util.spec_from_file_location("silent_bugs", ROOT / "benchmarks" / "silent_bugs.py")
     assert spec is not None
     assert spec.loader is not None
@@ -45,24 +46,29 @@ def corpus() -> Any:
     return module
 
 
-@pytest.mark.parametrize("name", [*FOUND, *(pytest.param(name, marks=pytest.mark.integration) for name in MORE)])
-def test_a_bug_is_found_and_its_correction_is_none(python: ForkServer, tmp_path: Path, corpus: Any, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", [*FOUND, *(pytest.param(name, marks=pytest.mark.integration) for name in FOUND_AT_LENGTH)]
+)
+def test_bug_is_found_and_its_correction_has_no_findings(
+    python: ForkServer, tmp_path: Path, corpus: Any, name: str
+) -> None:
+    """The expected rule names a line of the script. The script corrects itself with the flag --right."""
     script = corpus.FOLDER / f"{name}.py"
     (tmp_path / "wrong").mkdir()
     (tmp_path / "right").mkdir()
-    found = {one.rule: one for one in audit_forked(python, tmp_path / "wrong", script).findings}
-    expected = found.get(corpus.field(script.read_text(), "Expected"))
-    assert expected is not None, found
-    assert expected.level in ("FAIL", "WARN")
-    assert expected.place.rpartition(":")[0] == str(script)
-    right = audit_forked(python, tmp_path / "right", script, "--right")
-    assert [one for one in right.findings if one.level in ("FAIL", "WARN")] == []
-    assert right.updates >= 3
+    findings_by_rule = {finding.rule: finding for finding in audit_forked(python, tmp_path / "wrong", script).findings}
+    expected_finding = findings_by_rule.get(corpus.field(script.read_text(), "Expected"))
+    assert expected_finding is not None, findings_by_rule
+    assert expected_finding.level in ("FAIL", "WARN")
+    assert expected_finding.place.rpartition(":")[0] == str(script)
+    corrected = audit_forked(python, tmp_path / "right", script, "--right")
+    assert [finding for finding in corrected.findings if finding.level in ("FAIL", "WARN")] == []
+    assert corrected.updates >= 3
 
 
-# what looks like the mistake, and is right: (file, what stands there, what is written instead)
-RIGHT = [
-    (  # each rank computes the whole loss: its own features have their whole gradient
+# correct scripts that look like the mistake: (file, replacements in its text)
+CORRECT_VARIANTS = [
+    (  # each rank computes the whole loss, so its own features have their whole gradient
         "gather_without_gradient",
         {
             "labels = torch.arange(len(images)) + len(images) * dist.get_rank()": "labels = torch.arange(BATCH)",
@@ -70,7 +76,7 @@ RIGHT = [
             "(texts @ all_images.T": "(all_texts @ all_images.T",
         },
     ),
-    (  # all ranks read the whole stream, and the loop divides it
+    (  # all ranks read the whole stream, and the training loop splits it
         "stream_sharded_twice",
         {"range(dist.get_rank(), self.size, dist.get_world_size())": "range(self.size)"},
     ),
@@ -84,16 +90,17 @@ RIGHT = [
 ]
 
 
-@pytest.mark.parametrize(("name", "changes"), RIGHT, ids=[name for name, _ in RIGHT])
-def test_what_looks_like_it_is_no_alarm(
+@pytest.mark.parametrize(("name", "changes"), CORRECT_VARIANTS, ids=[name for name, _ in CORRECT_VARIANTS])
+def test_correct_script_similar_to_a_bug_has_no_findings(
     python: ForkServer, tmp_path: Path, corpus: Any, name: str, changes: dict[str, str]
 ) -> None:
     audit = audit_changed(python, tmp_path, corpus.FOLDER / f"{name}.py", changes)
-    assert [one for one in audit.findings if one.level in ("FAIL", "WARN")] == []
+    assert [finding for finding in audit.findings if finding.level in ("FAIL", "WARN")] == []
     assert audit.updates >= 3
 
 
 def audit_changed(python: ForkServer, folder: Path, script: Path, changes: dict[str, str]) -> Audit:
+    """Audit the script after these replacements in its text."""
     text = script.read_text()
     for before, after in changes.items():
         assert text.count(before) == 1, before
@@ -103,62 +110,66 @@ def audit_changed(python: ForkServer, folder: Path, script: Path, changes: dict[
 
 
 ALL_GATHER = "    dist.all_gather(gathered, features)"
-PUT_BACK = "    gathered[dist.get_rank()] = features\n"
-CUT_OFF = {
+PUT_LOCAL_FEATURES_BACK = "    gathered[dist.get_rank()] = features\n"
+DETACHED_FEATURES = {
     "detached": {ALL_GATHER: "    dist.all_gather(gathered, features.detach().contiguous())"},
     "no_grad": {ALL_GATHER: f"    with torch.no_grad():\n    {ALL_GATHER}"},
     "one_tensor": {
         "gathered = [torch.zeros_like(features) for _ in range(dist.get_world_size())]": "rank = dist.get_rank()\n"
         "    gathered = features.new_zeros(dist.get_world_size() * len(features), 16)",
         ALL_GATHER: "    dist.all_gather_into_tensor(gathered, features.data)",
-        PUT_BACK: "    gathered[rank * len(features) : (rank + 1) * len(features)] = features\n",
+        PUT_LOCAL_FEATURES_BACK: "    gathered[rank * len(features) : (rank + 1) * len(features)] = features\n",
         "return torch.cat(gathered)": "return gathered",
     },
 }
 
 
-@pytest.mark.parametrize("kind", CUT_OFF)
-def test_features_that_are_cut_off_and_gathered(python: ForkServer, tmp_path: Path, corpus: Any, kind: str) -> None:
-    """The rank's own, put back among them, say that a gradient was meant; without them it is a stop-gradient."""
+@pytest.mark.parametrize("kind", DETACHED_FEATURES)
+def test_gather_of_detached_features_is_found(python: ForkServer, tmp_path: Path, corpus: Any, kind: str) -> None:
+    """A script that puts the local features back intends a gradient. Without that, it is a stop-gradient."""
     script = corpus.FOLDER / "gather_without_gradient.py"
-    (tmp_path / "meant").mkdir()
-    found = audit_changed(python, tmp_path, script, CUT_OFF[kind])
-    assert [one.rule for one in found.findings if one.level in ("FAIL", "WARN")] == ["gradient.lost"]
-    (place,) = [one.place for one in found.findings if one.rule == "gradient.lost"]
-    assert "dist.all_gather" in (tmp_path / "train.py").read_text().splitlines()[int(place.rpartition(":")[2]) - 1]
-    meant = audit_changed(python, tmp_path / "meant", script, {**CUT_OFF[kind], PUT_BACK: ""})
-    assert [one for one in meant.findings if one.level in ("FAIL", "WARN")] == []
-    assert any("gradient of the features gathered" in line for line in meant.unchecked)
+    (tmp_path / "stop_gradient").mkdir()
+    audit = audit_changed(python, tmp_path, script, DETACHED_FEATURES[kind])
+    assert [finding.rule for finding in audit.findings if finding.level in ("FAIL", "WARN")] == ["gradient.lost"]
+    (location,) = [finding.place for finding in audit.findings if finding.rule == "gradient.lost"]
+    assert "dist.all_gather" in (tmp_path / "train.py").read_text().splitlines()[int(location.rpartition(":")[2]) - 1]
+    stop_gradient = audit_changed(
+        python, tmp_path / "stop_gradient", script, {**DETACHED_FEATURES[kind], PUT_LOCAL_FEATURES_BACK: ""}
+    )
+    assert [finding for finding in stop_gradient.findings if finding.level in ("FAIL", "WARN")] == []
+    assert any("gradient of the features gathered" in line for line in stop_gradient.unchecked)
 
 
-WITH_BACKWARD = {
+DIFFERENTIABLE_GATHER = {
     ALL_GATHER: "    gathered = list(dist.nn.functional.all_gather(features))",
     "import time\n": "import time\nimport torch.distributed.nn.functional\n",
-    PUT_BACK: "",
+    PUT_LOCAL_FEATURES_BACK: "",
 }
 
 
-def test_a_gradient_that_is_a_view(python: ForkServer, tmp_path: Path, corpus: Any) -> None:
-    """The backward of torch's own differentiable gather receives into what looks like the gradient: in its strides."""
+def test_non_contiguous_gradient_of_a_gather_is_found(python: ForkServer, tmp_path: Path, corpus: Any) -> None:
+    """The backward of torch's differentiable gather receives into a buffer with the strides of the gradient."""
     script, view = corpus.FOLDER / "gather_without_gradient.py", "torch.cat([part.T for part in gathered], 1).T"
     (tmp_path / "right").mkdir()
-    wrong = audit_changed(python, tmp_path, script, {**WITH_BACKWARD, "torch.cat(gathered)": view})
-    found = {one.rule: one for one in wrong.findings if one.level in ("FAIL", "WARN")}
-    assert "scatter_ of float32[16, 16]" in found["collective.strides"].text
-    right = audit_changed(python, tmp_path / "right", script, WITH_BACKWARD)
-    assert [one for one in right.findings if one.level in ("FAIL", "WARN")] == []
+    audit_of_view = audit_changed(python, tmp_path, script, {**DIFFERENTIABLE_GATHER, "torch.cat(gathered)": view})
+    findings_by_rule = {
+        finding.rule: finding for finding in audit_of_view.findings if finding.level in ("FAIL", "WARN")
+    }
+    assert "scatter_ of float32[16, 16]" in findings_by_rule["collective.strides"].text
+    audit_of_correct_script = audit_changed(python, tmp_path / "right", script, DIFFERENTIABLE_GATHER)
+    assert [finding for finding in audit_of_correct_script.findings if finding.level in ("FAIL", "WARN")] == []
 
 
-def test_a_gather_with_a_backward_of_its_own_is_right(python: ForkServer, tmp_path: Path) -> None:
+def test_gather_with_a_custom_backward_has_no_findings(python: ForkServer, tmp_path: Path) -> None:
     audit = audit_forked(python, tmp_path, ROOT / "benchmarks" / "silent_bugs" / "blind_set_2" / "simclr_toy.py")
-    assert [one for one in audit.findings if one.level in ("FAIL", "WARN")] == []
+    assert [finding for finding in audit.findings if finding.level in ("FAIL", "WARN")] == []
     assert not any("gradient of the features gathered" in line for line in audit.unchecked)
 
 
-def test_nodes_of_one_graph_are_no_samples(python: ForkServer, tmp_path: Path) -> None:
-    """All ranks feed the model the whole graph, and each its own nodes: right."""
+def test_nodes_of_a_shared_graph_have_no_findings(python: ForkServer, tmp_path: Path) -> None:
+    """All ranks feed the whole graph to the model, and each computes the loss of its own nodes."""
     audit = audit_forked(python, tmp_path, ROOT / "benchmarks" / "silent_bugs" / "blind_set_2" / "graph_nodes.py")
-    assert [one for one in audit.findings if one.level in ("FAIL", "WARN")] == []
+    assert [finding for finding in audit.findings if finding.level in ("FAIL", "WARN")] == []
     assert audit.updates >= 3
 
 
@@ -170,16 +181,18 @@ def test_nodes_of_one_graph_are_no_samples(python: ForkServer, tmp_path: Path) -
     ))],
 )  # fmt: skip
 @pytest.mark.usefixtures("python")
-def test_parallel_code_is_told_what_is_wrong_with_it(corpus: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wrong function and the right one, under `assert_same_gradients`."""
+def test_bug_in_parallel_code_is_found_by_assert_same_gradients(
+    corpus: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wrong parallelize function is reported with its cause, and the corrected one is not."""
     row = corpus.by_verify(corpus.FOLDER / f"{name}.py")
     assert row["error"] == ""
     assert row["cause"] is True, row["named"]
     assert row["false_alarms"] == []
 
 
-def test_every_file_says_what_it_expects(corpus: Any) -> None:
-    """The judgement of the runner stands in the files, and reads them."""
+def test_every_bug_declares_rule_source_and_kind(corpus: Any) -> None:
+    """The runner reads these fields from the files."""
     files = [file for file in sorted(corpus.FOLDER.glob("*.py")) if corpus.MISTAKE in file.read_text()]
     assert len(files) == 58
     for file in files:
@@ -190,11 +203,11 @@ def test_every_file_says_what_it_expects(corpus: Any) -> None:
         assert bool(corpus.field(text, "Mesh")) == (corpus.field(text, "Kind") == "parallelize"), file
 
 
-def test_the_page_is_what_the_record_says(corpus: Any) -> None:
+def test_documentation_matches_the_record(corpus: Any) -> None:
     record = json.loads(corpus.RECORD.read_text())
     assert corpus.tables(record) in corpus.DOCS.read_text(), "python benchmarks/silent_bugs.py --docs"
     assert len(record["rows"]) == 58
-    for row in record["rows"]:  # what is missed says why
+    for row in record["rows"]:  # a missed bug has a reason
         assert row["cause"] or row["missed"], row["name"]
     changed = {**record, "rows": [{**record["rows"][0], "found": not record["rows"][0]["found"]}, *record["rows"][1:]]}
     assert corpus.tables(changed) not in corpus.DOCS.read_text()

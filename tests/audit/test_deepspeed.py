@@ -1,6 +1,6 @@
-"""DeepSpeed under audit: a stand-in with its interface, which keeps the gradient that steps in a flat partition.
+"""DeepSpeed under audit. A fake engine with the same interface keeps the gradient in a flat partition.
 
-The real one needs minutes to install; benchmarks/deepspeed_mistakes.py runs it.
+The real one needs minutes to install. benchmarks/deepspeed_mistakes.py runs it.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ dist.destroy_process_group()
         ("    sampler.set_epoch(epoch)\n", "", ["data.epoch"]),
     ],
 )
-def test_the_gradient_that_steps_is_asked_of_the_engine(
+def test_audit_reads_gradients_with_safe_get_full_grad(
     python: ForkServer, tmp_path: Path, before: str, after: str, rules: list[str]
 ) -> None:
     package = tmp_path / "deepspeed"

@@ -1,4 +1,4 @@
-"""The declared events are those that hooks write and rules read: every kind, and every field."""
+"""Hooks write every declared kind of event, and rules read every kind and field."""
 
 from __future__ import annotations
 
@@ -23,44 +23,47 @@ HOOKS = [*AUDIT.glob("watch/**/*.py"), *AUDIT.glob("replay/*.py")]
 READERS = [*AUDIT.glob("rules/*.py"), AUDIT / "evidence.py", AUDIT / "examine.py"]
 
 
-def nodes(paths: list[Path]) -> list[ast.AST]:
+def syntax_nodes(paths: list[Path]) -> list[ast.AST]:
+    """Return all syntax nodes of these files."""
     return [node for path in paths for node in ast.walk(ast.parse(path.read_text()))]
 
 
-WRITTEN = {node.func.id for node in nodes(HOOKS) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
-READ_KINDS = {node.id for node in nodes(READERS) if isinstance(node, ast.Name)}
-READ_FIELDS = {node.attr for node in nodes(READERS) if isinstance(node, ast.Attribute)}
+WRITTEN_KINDS = {
+    node.func.id for node in syntax_nodes(HOOKS) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+}
+READ_KINDS = {node.id for node in syntax_nodes(READERS) if isinstance(node, ast.Name)}
+READ_FIELDS = {node.attr for node in syntax_nodes(READERS) if isinstance(node, ast.Attribute)}
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_each_kind_of_event_is_written_and_read(kind: type[events.Event]) -> None:
-    """`ProcessEnd` only keeps the record complete: a process that has written neither it nor `Stopped` was killed."""
-    assert kind.__name__ in WRITTEN
+    """`ProcessEnd` only completes a record. A process that has written neither it nor `Stopped` was killed."""
+    assert kind.__name__ in WRITTEN_KINDS
     assert kind.__name__ in READ_KINDS or kind is events.ProcessEnd
-    own = {field.name for field in dataclasses.fields(kind)} - {
+    field_names = {field.name for field in dataclasses.fields(kind)} - {
         field.name for field in dataclasses.fields(events.Event)
     }
-    assert own <= READ_FIELDS
+    assert field_names <= READ_FIELDS
     assert kind.__doc__
     assert kind.__name__ in events.__all__
 
 
-def test_an_event_is_read_as_it_was_written() -> None:
-    """Also the losses in it, which are objects of their own."""
+def test_event_is_equal_after_json() -> None:
+    """The losses in it are objects too."""
     term = events.LossTerm("mse_loss", "/train.py:3", 4.0, "mean", scale=0.5, value=2.0)
     event = events.BackwardEnd(rank=1, update=2, losses=[term], scaling_lines=["/train.py:4"])
     line = json.dumps({"kind": "BackwardEnd", **vars(event)}, default=vars)
     assert events.event_from(json.loads(line)) == event
 
 
-def test_a_field_that_is_not_declared_is_an_error() -> None:
-    """In a file of events; in a hook or a rule the type checker finds it."""
+def test_undeclared_field_is_an_error() -> None:
+    """This error is for files of events. In hooks and rules, the type checker finds an undeclared field."""
     with pytest.raises(TypeError, match="colour"):
         events.event_from({"kind": "NoSync", "line": "", "colour": "red"})
 
 
-def test_the_rule_in_contributing_finds_its_mistake(tmp_path: Path) -> None:
-    """Its code, on two steps of a rank, of which the first has a learning rate of zero."""
+def test_example_rule_in_contributing_works(tmp_path: Path) -> None:
+    """The code runs on two optimizer steps of one rank. The first has a learning rate of zero."""
     page = Path(__file__).parents[2] / "CONTRIBUTING.md"
     if not page.exists():
         pytest.skip("the sdist has no CONTRIBUTING.md")

@@ -1,4 +1,4 @@
-"""How an audit hosts a script: on how many ranks, with CUDA pretended, after a crash, and what counts as a sample."""
+"""How an audit runs a script: number of ranks, fake CUDA, crashes, and which values count as samples."""
 
 from __future__ import annotations
 
@@ -37,52 +37,54 @@ import torch
 
 
 def script(head: str = "", later: str = "pass") -> str:
+    """Return the training script with this code at its start and in its loop."""
     return TRAIN.replace("HEAD", head).replace("LATER", later)
 
 
 def ranks_of(stdout: str) -> int:
-    found = re.search(r"updates on (\d+) rank", stdout)
-    assert found is not None, stdout
-    return int(found[1])
+    """Return the number of ranks in the summary."""
+    match = re.search(r"updates on (\d+) rank", stdout)
+    assert match is not None, stdout
+    return int(match[1])
 
 
-IMPORTS = {
+DISTRIBUTED_IMPORTS = {
     "a package": "from util.misc import init; init()",
     "a relative import": "from util import init; init()",
     "a name made at run time": "import importlib; importlib.import_module('ut' + 'il.misc').init()",
 }
 
 
-@pytest.mark.parametrize("kind", IMPORTS)
-def test_a_script_that_knows_of_ranks_runs_on_two(kind: str, cli: Cli, tmp_path: Path) -> None:
-    """Wherever its files say so: beside the script, in packages, or in what only a run imports."""
+@pytest.mark.parametrize("kind", DISTRIBUTED_IMPORTS)
+def test_distributed_script_runs_on_two_ranks(kind: str, cli: Cli, tmp_path: Path) -> None:
+    """torch.distributed is used next to the script, in a package, or in a module that only a run imports."""
     (tmp_path / "util").mkdir()
     (tmp_path / "util" / "__init__.py").write_text("from .misc import init\n" if "relative" in kind else "")
     (tmp_path / "util" / "misc.py").write_text(GUARDED)
-    (tmp_path / "train.py").write_text(script(IMPORTS[kind]))
-    done = cli(tmp_path, "audit", "train.py")
-    assert ranks_of(done.out) == 2, done.err
+    (tmp_path / "train.py").write_text(script(DISTRIBUTED_IMPORTS[kind]))
+    result = cli(tmp_path, "audit", "train.py")
+    assert ranks_of(result.out) == 2, result.err
 
 
-def test_one_rank_of_a_distributed_script_is_no_good_news(cli: Cli, tmp_path: Path) -> None:
+def test_distributed_script_on_one_rank_gets_a_hint(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(script("import torch.distributed"))
-    done = cli(tmp_path, "audit", "--processes", "1", "train.py")
-    assert ranks_of(done.out) == 1
-    assert "nothing wrong found" not in done.out
-    assert "--processes 2" in done.out.splitlines()[-1]
+    result = cli(tmp_path, "audit", "--processes", "1", "train.py")
+    assert ranks_of(result.out) == 1
+    assert "nothing wrong found" not in result.out
+    assert "--processes 2" in result.out.splitlines()[-1]
 
 
-CUDA = {
+CUDA_SCRIPTS = {
     "a module": (["-m", "pkg.train"], "device = 'cuda'"),
     "found at run time": (["pkg/train.py"], "device = 'cu' + 'da'"),
     "asked for": (["--pretend-cuda", "pkg/train.py"], "device = 'cu' + 'da'"),
 }
 
 
-@pytest.mark.parametrize("kind", CUDA)
-def test_cuda_is_pretended(kind: str, cli: Cli, tmp_path: Path) -> None:
-    """Also generators, streams and events of it."""
-    words, head = CUDA[kind]
+@pytest.mark.parametrize("kind", CUDA_SCRIPTS)
+def test_cuda_calls_run_on_the_cpu(kind: str, cli: Cli, tmp_path: Path) -> None:
+    """Generators, streams and events are replaced too."""
+    args, head = CUDA_SCRIPTS[kind]
     (tmp_path / "pkg").mkdir()
     (tmp_path / "pkg" / "__init__.py").write_text("")
     head += """
@@ -95,29 +97,29 @@ with getattr(torch, device).stream(getattr(torch, device).Stream()):
 assert isinstance(generator, torch.Generator)
 """
     (tmp_path / "pkg" / "train.py").write_text(script(head))
-    done = cli(tmp_path, "audit", *words)
-    assert done.status == 0, done.err
-    assert "CUDA calls ran on the CPU" in done.out
+    result = cli(tmp_path, "audit", *args)
+    assert result.status == 0, result.err
+    assert "CUDA calls ran on the CPU" in result.out
 
 
-def test_a_crash_shows_its_traceback_and_what_was_found(cli: Cli, tmp_path: Path) -> None:
-    """The last frames, a log file that is there, and the findings of the updates before."""
+def test_crash_shows_traceback_and_earlier_findings(cli: Cli, tmp_path: Path) -> None:
+    """The output has the last frames, the path of a log file, and findings of the updates before."""
     text = script(later="if step == 4: print('last words'); raise ValueError('boom')").replace(
         "optimizer.zero_grad()", "pass"
     )
     (tmp_path / "train.py").write_text(text)
-    done = cli(tmp_path, "audit", "train.py")
-    assert done.status == 4
-    assert "gradient.carried" in done.out
+    result = cli(tmp_path, "audit", "train.py")
+    assert result.status == 4
+    assert "gradient.carried" in result.out
     [line] = list(lines_with(text, "boom"))
-    assert f'train.py", line {line}, in <module>' in done.err
-    assert done.err.splitlines()[-1].endswith(f"rank 0: train.py:{line} in <module>: ValueError: boom")
-    log = re.search(r"full traceback: (\S+)", done.err)
+    assert f'train.py", line {line}, in <module>' in result.err
+    assert result.err.splitlines()[-1].endswith(f"rank 0: train.py:{line} in <module>: ValueError: boom")
+    log = re.search(r"full traceback: (\S+)", result.err)
     assert log is not None
     assert "last words" in Path(log[1]).read_text()
 
 
-INSIDE = """
+LOSS_IN_MODEL = """
 import os, torch, torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -151,24 +153,24 @@ LOSSES = {
 
 @pytest.mark.parametrize("kind", LOSSES)
 @pytest.mark.parametrize(("divisor", "num", "rule"), [("2", "5", ""), ("1", "5", "gradient.scale")])
-def test_a_loss_that_the_model_returns(kind: str, divisor: str, num: str, rule: str, cli: Cli, tmp_path: Path) -> None:
-    """Accumulated over two backwards, and divided by them or not."""
-    text = INSIDE.replace("LOSS", LOSSES[kind]).replace("DIVISOR", divisor).replace("NUM", num)
+def test_loss_returned_by_the_model(kind: str, divisor: str, num: str, rule: str, cli: Cli, tmp_path: Path) -> None:
+    """The loss is accumulated over two backwards, and divided by two or not."""
+    text = LOSS_IN_MODEL.replace("LOSS", LOSSES[kind]).replace("DIVISOR", divisor).replace("NUM", num)
     (tmp_path / "train.py").write_text(text)
-    done = cli(tmp_path, "audit", "train.py")
-    assert done.status == (1 if rule else 0), done.out + done.err
-    assert rule in done.out
-    assert "the weight of loss terms" not in done.out
+    result = cli(tmp_path, "audit", "train.py")
+    assert result.status == (1 if rule else 0), result.out + result.err
+    assert rule in result.out
+    assert "the weight of loss terms" not in result.out
 
 
-def test_micro_batches_with_masks_of_different_sizes_are_ragged(cli: Cli, tmp_path: Path) -> None:
-    text = INSIDE.replace("LOSS", LOSSES["a sum over the sum of its mask"]).replace("DIVISOR", "2")
+def test_micro_batches_with_masks_of_different_sizes_are_reported(cli: Cli, tmp_path: Path) -> None:
+    text = LOSS_IN_MODEL.replace("LOSS", LOSSES["a sum over the sum of its mask"]).replace("DIVISOR", "2")
     (tmp_path / "train.py").write_text(text.replace("NUM", "3 + 2 * micro"))
-    done = cli(tmp_path, "audit", "train.py")
-    assert "gradient.ragged" in done.out, done.out + done.err
+    result = cli(tmp_path, "audit", "train.py")
+    assert "gradient.ragged" in result.out, result.out + result.err
 
 
-OWN_DATA = """
+LOCAL_DATA = """
 import torch, torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -196,31 +198,31 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("noise", ["", "+ 0.1 * torch.randn(4)"], ids=["plain", "augmented"])
-def test_ranks_with_data_of_their_own(noise: str, cli: Cli, tmp_path: Path) -> None:
-    """Equal numbers are no equal samples."""
-    (tmp_path / "train.py").write_text(OWN_DATA.replace("NOISE", noise))
-    done = cli(tmp_path, "audit", "train.py")
-    assert "data." not in done.out, done.out
+def test_ranks_with_local_datasets_have_no_data_finding(noise: str, cli: Cli, tmp_path: Path) -> None:
+    """Equal indices in different datasets are not equal samples."""
+    (tmp_path / "train.py").write_text(LOCAL_DATA.replace("NOISE", noise))
+    result = cli(tmp_path, "audit", "train.py")
+    assert "data." not in result.out, result.out
 
 
-def test_a_shim_comes_before_all_else(cli: Cli, tmp_path: Path) -> None:
+def test_shim_is_imported_before_the_script(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "shim").mkdir()
     (tmp_path / "shim" / "sitecustomize.py").write_text("import numpy\nnumpy.float = float\n")
     (tmp_path / "shim" / "old_package.py").write_text("name = 'old'\n")
     (tmp_path / "train.py").write_text(script("import numpy, old_package\nassert numpy.float is float"))
     assert cli(tmp_path, "audit", "--shim", "shim", "train.py").status == 0
-    done = cli(tmp_path, "audit", "--shim", "absent", "train.py")
-    assert done.status == 2
-    assert "--shim absent" in done.err
+    result = cli(tmp_path, "audit", "--shim", "absent", "train.py")
+    assert result.status == 2
+    assert "--shim absent" in result.err
 
 
-def test_a_warning_is_no_good_news(cli: Cli, tmp_path: Path) -> None:
-    text = OWN_DATA.replace("NOISE", "").replace("for epoch", "loader = DataLoader(data, batch_size=8)\nfor epoch")
+def test_warning_is_not_reported_as_nothing_wrong(cli: Cli, tmp_path: Path) -> None:
+    text = LOCAL_DATA.replace("NOISE", "").replace("for epoch", "loader = DataLoader(data, batch_size=8)\nfor epoch")
     text = text.replace("in DataLoader(data, batch_size=8, shuffle=True)", "in loader")
     (tmp_path / "train.py").write_text(text)
-    done = cli(tmp_path, "audit", "train.py")
-    assert "WARN" in done.out
-    assert "nothing wrong found" not in done.out
+    result = cli(tmp_path, "audit", "train.py")
+    assert "WARN" in result.out
+    assert "nothing wrong found" not in result.out
 
 
 LINE_SEARCH = """
@@ -240,9 +242,9 @@ for step in range(4):
 """
 
 
-def test_a_line_search_throws_no_gradient_away(cli: Cli, tmp_path: Path) -> None:
-    """LBFGS evaluates its closure several times in a step, each from zero."""
+def test_line_search_of_lbfgs_has_no_finding(cli: Cli, tmp_path: Path) -> None:
+    """LBFGS calls its closure several times in a step, each time with zeroed gradients."""
     (tmp_path / "train.py").write_text(LINE_SEARCH)
-    done = cli(tmp_path, "audit", "train.py")
-    assert done.status == 0, done.err
-    assert "WARN" not in done.out
+    result = cli(tmp_path, "audit", "train.py")
+    assert result.status == 0, result.err
+    assert "WARN" not in result.out

@@ -1,4 +1,4 @@
-"""Findings lead to the line to change: back through assignments, conditions, calls, arguments and options."""
+"""Findings name the line to change. It is found backwards through assignments, conditions, calls and options."""
 
 from __future__ import annotations
 
@@ -234,29 +234,30 @@ for x, y in loader:
 
 
 def line_of(text: str, mark: str) -> int:
+    """Return the number of the first line with this mark."""
     return next(number for number, line in enumerate(text.splitlines(), 1) if mark in line)
 
 
 @pytest.mark.parametrize(("rule", "text"), SCRIPTS.values(), ids=list(SCRIPTS))
-def test_the_line_to_change_is_among_the_lines(tmp_path: Path, rule: str, text: str) -> None:
+def test_line_to_change_is_among_the_likely_lines(tmp_path: Path, rule: str, text: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(text)
-    seen, change = (line_of(text, mark) for mark in ("<seen>", "<change>"))
-    lines = [int(line.rpartition(":")[2]) for line in likely_lines(rule, f"{script}:{seen}")]
-    assert change in lines[:3]
-    assert seen in lines
+    finding_line, line_to_change = (line_of(text, mark) for mark in ("<seen>", "<change>"))
+    lines = [int(line.rpartition(":")[2]) for line in likely_lines(rule, f"{script}:{finding_line}")]
+    assert line_to_change in lines[:3]
+    assert finding_line in lines
     assert len(lines) <= 4
     assert len(set(lines)) == len(lines)
 
 
-def test_only_the_variables_that_matter_lead_back(tmp_path: Path) -> None:
+def test_only_the_named_variables_are_followed(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("loss = total / batches\ndist.all_reduce(loss)\nscore = hits / rows\nprint(loss, score)\n")
     assert likely_lines("ranks.printed", f"{script}:4", (), ("score",))[0] == f"{script}:3"
     assert likely_lines("ranks.printed", f"{script}:4", (), ("loss",))[0] != f"{script}:3"
 
 
-def test_recorded_lines_count_for_more_than_others(tmp_path: Path) -> None:
+def test_recorded_lines_have_precedence(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("a = 1\nb = 2\nc = 3\noptimizer.step()\n")
     lines = likely_lines("gradient.local", f"{script}:4", (f"{script}:2",))
@@ -264,7 +265,7 @@ def test_recorded_lines_count_for_more_than_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [None, "def broken(:\n", ""])
-def test_without_a_readable_file_the_lines_are_those_recorded(tmp_path: Path, text: str | None) -> None:
+def test_unreadable_file_gives_only_the_recorded_lines(tmp_path: Path, text: str | None) -> None:
     script = tmp_path / "train.py"
     if text is not None:
         script.write_text(text)
@@ -273,8 +274,8 @@ def test_without_a_readable_file_the_lines_are_those_recorded(tmp_path: Path, te
     assert Finding("WARN", "data.same", "", "text").lines == ()
 
 
-def test_statements_that_lead_to_a_line(tmp_path: Path) -> None:
-    """Unrelated assignments do not; the nearest have the fewest steps; a loop of calls ends."""
+def test_distance_of_statements_to_a_line(tmp_path: Path) -> None:
+    """Unrelated assignments are not included. Nearer statements have fewer steps. Recursive calls end."""
     script = tmp_path / "train.py"
     script.write_text(
         "def first(a):\n    return second(a)\n\n\ndef second(a):\n    return first(a)\n\n\n"

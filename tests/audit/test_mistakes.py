@@ -1,4 +1,4 @@
-"""Each kind of mistake, put into a script that is right: found, with its line. Without it, nothing is said."""
+"""Mistakes put into correct scripts: the audit finds each one with its line. The correct scripts have no findings."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from everyrank.audit import Audit, Finding
 from everyrank.audit.finding import Findings
 from forkserver import ForkServer
 
-BASES = sorted(path.stem for path in SCRIPTS.glob("*.py"))
+CORRECT_SCRIPTS = sorted(path.stem for path in SCRIPTS.glob("*.py"))
 
-NOISE = ("sampler = DistributedSampler(train)\n", "            loss = F.cross_entropy(model(inputs), labels)\n")
-NOISY = 'type("Noise", (nn.Module,), {"forward": lambda self, x: x + torch.randn_like(x) * self.training})()'
-GATHERED = (
+BEFORE_NOISE = ("sampler = DistributedSampler(train)\n", "            loss = F.cross_entropy(model(inputs), labels)\n")
+NOISE_MODULE = 'type("Noise", (nn.Module,), {"forward": lambda self, x: x + torch.randn_like(x) * self.training})()'
+LOSS_OF_GATHERED_OUTPUTS = (
     "            outputs = __import__('torch.distributed.nn').distributed.nn.functional.all_gather(model(inputs))\n"
     "            loss = F.cross_entropy(torch.stack(outputs).mean(0), labels)\n"
 )
-ENSEMBLE = (  # the same samples, noise of each rank's own, and one loss of all outputs
-    ("DistributedSampler(train)", "nn.Dropout(0.1)", NOISE[1]),
-    ("DistributedSampler(train, 1, 0)", NOISY, GATHERED),
+ENSEMBLE = (  # the same samples on all ranks, different noise on each rank, and one loss of all outputs
+    ("DistributedSampler(train)", "nn.Dropout(0.1)", BEFORE_NOISE[1]),
+    ("DistributedSampler(train, 1, 0)", NOISE_MODULE, LOSS_OF_GATHERED_OUTPUTS),
 )
 LOADER = "    loader = DataLoader(train, 7, sampler=sampler, drop_last=True)\n"
-OWN_DATA = (
+LOCAL_DATA = (
     "    part = TensorDataset(*(tensor[{part}] for tensor in data.tensors))\n"
     "    loader = DataLoader(part, 7, shuffle=True, drop_last=True)\n"
 )
-# (script, what stands there, what is written instead, the rule that must find it, text of the line it must name); what
-# stands after the rule has to be in its text. Several changes are tuples.
+# (script, original text, replacement, expected rule, text of the line that it must name). Words after the rule must
+# be in the text of the finding. Several replacements are tuples.
 MUTATIONS = [
     # --- data
     ("classifier", "7, sampler=sampler", "7, shuffle=True", "data.same", "loader = DataLoader(train"),
@@ -62,9 +62,9 @@ MUTATIONS = [
     ("stream", " * worker.num_workers + worker.id", "", "data.repeat", "loader = DataLoader("),
     ("stream", "part = dist.get_rank() * worker.num_workers + worker.id", "part = worker.id", "data.rows",
      "loader = DataLoader("),
-    ("classifier", LOADER, OWN_DATA.format(part="20 * rank : 20 * rank + 60"), "data.overlap",
+    ("classifier", LOADER, LOCAL_DATA.format(part="20 * rank : 20 * rank + 60"), "data.overlap",
      "loader = DataLoader(part"),
-    ("classifier", LOADER, OWN_DATA.format(part="torch.randperm(101, generator=torch.Generator().manual_seed(rank))"),
+    ("classifier", LOADER, LOCAL_DATA.format(part="torch.randperm(101, generator=torch.Generator().manual_seed(rank))"),
      "data.same in its own order", "loader = DataLoader(part"),
     ("classifier", "    sampler = DistributedSampler(train)\n",
      "    weights = torch.utils.data.WeightedRandomSampler([1.0] * 101, 101)\n"
@@ -149,14 +149,14 @@ MUTATIONS = [
     # --- evaluation
     ("classifier", "Subset(held_out, range(rank, len(held_out), world_size)), 5)",
      "held_out, 5, sampler=DistributedSampler(held_out, shuffle=False))", "eval.padded", "DataLoader(held_out"),
-    # a lookup in a table, and columns, drop no samples
+    # an indexed table and a selection of columns drop no samples
     ("classifier", ("Subset(held_out, range(rank, len(held_out), world_size)), 5)", "model.module(inputs)"),
      ("held_out, 5, sampler=DistributedSampler(held_out, shuffle=False))",
       "(model.module(inputs) + torch.zeros(99, 1)[labels])[:, :10]"), "eval.padded", "DataLoader(held_out"),
     ("classifier", "    dist.all_reduce(totals)\n", "", "eval.shard", "DataLoader(Subset"),
     ("classifier", "[loss * len(labels), hits, len(labels)]", "[loss, hits / len(labels), 1]", "eval.mean-of-means",
      "loss = F.cross_entropy(output"),
-    # the accuracy alone, of 6 batches of 1 to 5 samples, by a sum and by a mean
+    # only the accuracy is wrong: 6 batches of 1 to 5 samples, with a sum and with a mean
     ("classifier", "hits, len(labels)]", "hits / len(labels) * 23 / 6, len(labels)]",
      "eval.mean-of-means means of", ".sum()"),
     ("classifier", ("hits = (output.argmax(1) == labels).sum()", "hits, len(labels)]"),
@@ -224,8 +224,8 @@ MUTATIONS = [
     ("stream", "torch.initial_seed() + dist.get_rank()", "torch.initial_seed()", "random.augment",
      "loader = DataLoader("),
     ("stream", "torch.initial_seed() + dist.get_rank()", "dist.get_rank()", "random.workers", "loader = DataLoader("),
-    ("classifier", NOISE, ("sampler = DistributedSampler(train)\n    noise = torch.Generator().manual_seed(5)\n",
-     "            inputs = inputs + 0.1 * torch.randn(inputs.shape, generator=noise)\n" + NOISE[1]),
+    ("classifier", BEFORE_NOISE, ("sampler = DistributedSampler(train)\n    noise = torch.Generator().manual_seed(5)\n",
+     "            inputs = inputs + 0.1 * torch.randn(inputs.shape, generator=noise)\n" + BEFORE_NOISE[1]),
      "random.noise seed 5 on each rank", "torch.randn(inputs.shape"),
     ("classifier", ("nn.Dropout(0.1)", "torch.manual_seed(100 + rank)"),
      ('type("Noise", (nn.Module,), {"forward": lambda self, x: x + torch.randn_like(x) * self.training})()',
@@ -251,12 +251,12 @@ MUTATIONS = [
 ]  # fmt: skip
 
 
-SPLIT = (  # as of pipeline parallelism: all ranks read the same, and send each other something at each update
+SPLIT_LAYERS = (  # as in pipeline parallelism: all ranks read the same samples, and send a message at each update
     ("DistributedSampler(train)", "            optimizer.step()\n"),
     ("DistributedSampler(train, 1, 0)",
      "            optimizer.step()\n            (dist.recv if rank else dist.send)(torch.ones(1), 1 - rank)\n"),
 )  # fmt: skip
-# What is said, and is no mistake: columns as above
+# Findings of level NOTE, which are not mistakes. The columns are those of MUTATIONS.
 REMARKS = [
     ("classifier", "7, sampler=sampler, drop_last=True", "3, sampler=sampler", "data.padded",
      "loader = DataLoader(train"),
@@ -268,7 +268,7 @@ REMARKS = [
       "            inputs, labels = inputs[rank::world_size], labels[rank::world_size]\n"
       "            loss = F.cross_entropy(model"), "data.same share of each batch",
      "loader = DataLoader(train"),
-    ("classifier", *SPLIT, "data.same layers are split", "loader = DataLoader(train"),
+    ("classifier", *SPLIT_LAYERS, "data.same layers are split", "loader = DataLoader(train"),
     ("classifier", *ENSEMBLE, "data.same draws its own random numbers", "loader = DataLoader(train"),
     ("classifier", (*ENSEMBLE[0], LOADER),
      (*ENSEMBLE[1], "    loader = [[t[i : i + 7] for t in data.tensors] for i in range(0, 98, 7)]\n"),
@@ -287,14 +287,14 @@ REMARKS = [
      "                parameter.grad = (parameter.grad / world_size).half().float()\n", "gradient.unexplained",
      "optimizer.step()"),
 ]  # fmt: skip
-# What cannot be checked, and is said: (script, what stands there, what is written instead, what is said)
+# What the audit lists as not checked: (script, original text, replacement, start of the line)
 NOT_CHECKED = [
     ("language", "", "", "samplers: "),
     ("stream", "", "", "the order of epochs: the data is a stream"),
     ("sharded", "for epoch in range(2)", "for epoch in range(1)", "the order of a second epoch: the script ended in"),
     ("language", "", "", "evaluation: "),
     ("stream", "", "", "checkpoints: "),
-    ("classifier", *SPLIT, "gradients: layers are split over ranks"),
+    ("classifier", *SPLIT_LAYERS, "gradients: layers are split over ranks"),
     ("stream", "            loss.backward()\n",
      "            for parameter in model.parameters():\n"
      "                parameter.grad = torch.ones_like(parameter)\n",
@@ -321,67 +321,68 @@ NOT_CHECKED = [
     ("classifier", "= DistributedDataParallel(model)", "= DistributedDataParallel(torch.compile(model))",
      "torch.compile at "),
 ]  # fmt: skip
-SETTINGS = {"sync.item": {"devices": 2}}  # where it is a GPU that is waited for
-TIMES = {
-    "loader.starves": (0.11, 0.1)
-}  # seconds of a step, and of its wait for the loader, whatever this machine takes
+SETTINGS = {"sync.item": {"devices": 2}}  # the script waits for a GPU
+# seconds of a step and of its wait for the loader, which replace the measured times
+STEP_TIMES = {"loader.starves": (0.11, 0.1)}
 RULES = Path(judge_rules.__file__).parent
 
 
 @pytest.fixture(scope="session")
-def recorded(python: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """`recorded(name, before, after)`: what is written down of a script that is changed so; run once."""
-    known: dict[tuple[Any, ...], tuple[str, Recorded]] = {}
+def get_record(python: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return a function that returns text and record of a changed script. Each script runs only once."""
+    record_by_change: dict[tuple[Any, ...], tuple[str, Recorded]] = {}
 
     def call(name: str, before: Any = "", after: Any = "", rule: str = "") -> tuple[str, Recorded]:
         settings = SETTINGS.get(rule.partition(" ")[0], {})
         key = (name, before, after, *settings)
-        if key not in known:
+        if key not in record_by_change:
             folder = tmp_path_factory.mktemp(name)
-            text = changed(name, before, after)
+            text = text_with(name, before, after)
             (folder / "train.py").write_text(text)
-            known[key] = text, record_forked(python, folder, folder / "train.py", **settings)
-            if rule.partition(" ")[0] in TIMES:
-                known[key][1].write_times(*TIMES[rule.partition(" ")[0]])
-        return known[key]
+            record_by_change[key] = text, record_forked(python, folder, folder / "train.py", **settings)
+            if rule.partition(" ")[0] in STEP_TIMES:
+                record_by_change[key][1].write_times(*STEP_TIMES[rule.partition(" ")[0]])
+        return record_by_change[key]
 
     return call
 
 
-def changed(name: str, before: Any, after: Any) -> str:
+def text_with(name: str, before: Any, after: Any) -> str:
+    """Return the text of a script after one or several replacements."""
     text = (SCRIPTS / f"{name}.py").read_text()
     pairs = zip(before, after, strict=True) if isinstance(before, tuple) else [(before, after)] if before else []
-    for part, other in pairs:
-        assert text.count(part) == 1, f"{name} has changed; {part!r} no longer fits"
-        text = text.replace(part, other)
+    for original, replacement in pairs:
+        assert text.count(original) == 1, f"{name} has changed; {original!r} no longer fits"
+        text = text.replace(original, replacement)
     return text
 
 
-@pytest.mark.parametrize("name", BASES)
-def test_nothing_is_said_of_a_script_that_is_right(recorded: Any, name: str) -> None:
-    _, record = recorded(name)
+@pytest.mark.parametrize("name", CORRECT_SCRIPTS)
+def test_correct_script_has_no_findings(get_record: Any, name: str) -> None:
+    _, record = get_record(name)
     audit = record.judge()
     assert audit.findings == ()
     assert audit.updates >= 8
-    assert not (Path(record.words[0]).parent / "last.pt").exists(), "what the script saves goes elsewhere"
+    assert not (Path(record.words[0]).parent / "last.pt").exists(), "the checkpoint of the script was not redirected"
 
 
-def wrong(audit: Audit) -> list[Finding]:
+def failures_and_warnings(audit: Audit) -> list[Finding]:
+    """Return the findings of level FAIL and WARN."""
     return [finding for finding in audit.findings if finding.level != "NOTE"]
 
 
-# what is right, too: (script, what stands there, what is written instead)
-ALSO_RIGHT = [
-    *(  # each rank has its own part of the data, also if one sample is in all parts
+# correct variants: (script, original text, replacement)
+CORRECT_VARIANTS = [
+    *(  # each rank has its own part of the data, even if one sample is in all parts
         (
             "classifier",
             ("torch.randn(124, 12)", LOADER, "        sampler.set_epoch(epoch)\n"),
-            (f"torch.randn(124, 12).index_fill(0, torch.arange({same}), 0.0)", OWN_DATA.format(part=part), ""),
+            (f"torch.randn(124, 12).index_fill(0, torch.arange({same}), 0.0)", LOCAL_DATA.format(part=part), ""),
         )
         for same, part in ((0, "rank::2"), (0, "60 * rank : 60 + 60 * rank"), (2, "rank::2"))
     ),
     ("classifier", *ENSEMBLE),
-    (  # divided by hand
+    (  # split by hand
         "classifier",
         "DataLoader(train, 7, sampler=sampler, drop_last=True)",
         "DataLoader(Subset(train, range(rank, 100, world_size)), 7, shuffle=True)",
@@ -391,7 +392,7 @@ ALSO_RIGHT = [
         "    dist.all_reduce(totals)\n",
         "    dist.all_reduce(totals[:2])\n    dist.all_reduce(totals[2:])\n",
     ),
-    *(  # parts of one ratio; ratios by one count, or weighted with theirs; the largest of them
+    *(  # parts of one ratio; ratios with one count, or weighted by their counts; the maximum of ratios
         (
             "classifier",
             "    dist.all_reduce(totals)\n",
@@ -405,7 +406,7 @@ ALSO_RIGHT = [
             ("totals[1] / totals[2]", ", dist.ReduceOp.MAX"),
         )
     ),
-    (  # decided by what all ranks have together
+    (  # the schedule depends on a value of all ranks
         "classifier",
         ("CosineAnnealingLR(optimizer, 2)", "        schedule.step()\n"),
         (
@@ -413,13 +414,13 @@ ALSO_RIGHT = [
             "        schedule.step(evaluate(model, held_out, rank, world_size)[0])\n",
         ),
     ),
-    *(  # noise of each rank's own, or drawn for all of them, of which each takes a part
+    *(  # local noise of each rank, or noise drawn for all ranks of which each uses its part
         (
             "classifier",
-            NOISE,
+            BEFORE_NOISE,
             (
                 f"sampler = DistributedSampler(train)\n    noise = torch.Generator().manual_seed({seed})\n",
-                f"            inputs = inputs + torch.{drawn}\n" + NOISE[1],
+                f"            inputs = inputs + torch.{drawn}\n" + BEFORE_NOISE[1],
             ),
         )
         for seed, drawn in (
@@ -444,14 +445,14 @@ ALSO_RIGHT = [
     ),
     ("language", "loss * world_size / count", "loss / count * dist.get_world_size()"),
     ("stream", "parameter.grad /= world_size", "parameter.grad.div_(world_size)"),
-    (  # views, of the same strides on all ranks; one row
+    (  # views with the same strides on all ranks; a tensor with one row
         "stream",
         "            optimizer.zero_grad()\n",
         "            optimizer.zero_grad()\n"
         "            dist.broadcast(torch.ones(3, 2).T, 0)\n"
         "            dist.broadcast(torch.ones(1, 2) if rank else torch.ones(2, 1).T, 0)\n",
     ),
-    (  # sent past torch, as Horovod and MPI do
+    (  # communication outside torch, as with Horovod and MPI
         "stream",
         ("                dist.all_reduce(parameter.grad)\n", "    dist.barrier()\n", "def main():\n"),
         (
@@ -465,7 +466,7 @@ ALSO_RIGHT = [
             "    grad += torch.tensor(other or 1.0).view_as(grad)\n\n\ndef main():\n",
         ),
     ),
-    (  # batches of one's own
+    (  # a custom batch sampler
         "classifier",
         "DataLoader(Subset(held_out, range(rank, len(held_out), world_size)), 5)",
         "DataLoader(held_out, batch_sampler=[[n] for n in range(rank, len(held_out), world_size)])",
@@ -473,53 +474,54 @@ ALSO_RIGHT = [
 ]
 
 
-@pytest.mark.parametrize(("name", "before", "after"), ALSO_RIGHT)
-def test_another_right_way(recorded: Any, name: str, before: Any, after: Any) -> None:
-    _, record = recorded(name, before, after)
-    assert wrong(record.judge()) == []
+@pytest.mark.parametrize(("name", "before", "after"), CORRECT_VARIANTS)
+def test_correct_variant_has_no_findings(get_record: Any, name: str, before: Any, after: Any) -> None:
+    _, record = get_record(name, before, after)
+    assert failures_and_warnings(record.judge()) == []
 
 
-def names(rows: Sequence[tuple[Any, ...]]) -> list[str]:
-    return [f"{row[0]}-{row[3].partition(' ')[0]}-{place}" for place, row in enumerate(rows)]
+def mutation_ids(rows: Sequence[tuple[Any, ...]]) -> list[str]:
+    """Return a test id for each row."""
+    return [f"{row[0]}-{row[3].partition(' ')[0]}-{index}" for index, row in enumerate(rows)]
 
 
-@pytest.mark.parametrize(("name", "before", "after", "rule", "line"), MUTATIONS, ids=names(MUTATIONS))
-def test_a_mistake_is_found_with_its_line(
-    recorded: Any, name: str, before: Any, after: Any, rule: str, line: str
+@pytest.mark.parametrize(("name", "before", "after", "rule", "line"), MUTATIONS, ids=mutation_ids(MUTATIONS))
+def test_mistake_is_found_with_its_line(
+    get_record: Any, name: str, before: Any, after: Any, rule: str, line: str
 ) -> None:
-    text, record = recorded(name, before, after, rule)
-    finding = the_one(record.judge(), rule, text, line)
+    text, record = get_record(name, before, after, rule)
+    finding = find_finding(record.judge(), rule, text, line)
     assert finding.level != "NOTE"
     assert finding.fix
 
 
-def the_one(audit: Audit, expected: str, text: str, line: str) -> Finding:
-    """The finding of this rule, with these words, that names a line with this text."""
-    rule, _, said = expected.partition(" ")
-    found = [finding for finding in audit.findings if finding.rule == rule and said in finding.text]
-    assert found, [(finding.level, finding.rule, finding.text) for finding in audit.findings]
-    named = {int(place.rpartition(":")[2]) for place in found[0].lines}
-    assert named.intersection(lines_with(text, line)), (found, line)
-    return found[0]
+def find_finding(audit: Audit, expected: str, text: str, line: str) -> Finding:
+    """Return the finding of this rule, with these words, that names a line with this text."""
+    rule, _, words = expected.partition(" ")
+    matching_findings = [finding for finding in audit.findings if finding.rule == rule and words in finding.text]
+    assert matching_findings, [(finding.level, finding.rule, finding.text) for finding in audit.findings]
+    line_numbers = {int(location.rpartition(":")[2]) for location in matching_findings[0].lines}
+    assert line_numbers.intersection(lines_with(text, line)), (matching_findings, line)
+    return matching_findings[0]
 
 
-@pytest.mark.parametrize(("name", "before", "after", "rule", "line"), REMARKS, ids=names(REMARKS))
-def test_a_remark(recorded: Any, name: str, before: Any, after: Any, rule: str, line: str) -> None:
-    text, record = recorded(name, before, after, rule)
+@pytest.mark.parametrize(("name", "before", "after", "rule", "line"), REMARKS, ids=mutation_ids(REMARKS))
+def test_remark_is_a_note(get_record: Any, name: str, before: Any, after: Any, rule: str, line: str) -> None:
+    text, record = get_record(name, before, after, rule)
     audit = record.judge()
-    assert the_one(audit, rule, text, line).level == "NOTE"
+    assert find_finding(audit, rule, text, line).level == "NOTE"
 
 
-@pytest.mark.parametrize(("name", "before", "after", "said"), NOT_CHECKED)
-def test_what_is_not_checked_is_said(recorded: Any, name: str, before: Any, after: Any, said: str) -> None:
-    """And nothing wrong is said in its place."""
-    audit = recorded(name, before, after)[1].judge()
-    assert any(line.startswith(said) for line in (*audit.unchecked, *audit.altered)), audit
-    assert wrong(audit) == []
+@pytest.mark.parametrize(("name", "before", "after", "message"), NOT_CHECKED)
+def test_unchecked_property_is_listed(get_record: Any, name: str, before: Any, after: Any, message: str) -> None:
+    """The audit has no finding in its place."""
+    audit = get_record(name, before, after)[1].judge()
+    assert any(line.startswith(message) for line in (*audit.unchecked, *audit.altered)), audit
+    assert failures_and_warnings(audit) == []
 
 
-# a file of rules, or a kind -> the test that shows it, and by what
-ELSEWHERE = {
+# file of rules, or text of a finding: (test file, text in that file that shows the test)
+TESTED_ELSEWHERE = {
     "replay.py": ("test_replay.py", "replay.batchnorm"),
     "split_layers.py": ("test_corpus.py", "loss_times_tensor_ranks"),
     "data.skipped": ("test_corpus.py", "stream_sharded_twice"),
@@ -528,51 +530,54 @@ ELSEWHERE = {
     "the gradient of the features gathered": ("test_corpus.py", "gradient of the features gathered"),
     "clip.norm": ("test_corpus.py", "replicated_counted_in_norm"),
     "which samples each rank": ("test_public_idioms.py", "which samples each rank"),
-    "all samples of this dataset are equal": ("test_public_idioms.py", "test_samples_that_are_all_equal"),
+    "all samples of this dataset are equal": (
+        "test_public_idioms.py",
+        "test_equal_samples_of_dummy_data_have_no_findings",
+    ),
     "the module is not part of the wrapped model": ("test_state_outside.py", "CenterLoss.center"),
 }
 
 
 @pytest.mark.parametrize(
-    ("name", "right", "wrong", "is_about_ranks"),
+    ("name", "before", "after", "is_about_ranks"),
     [("language", "if is_last else", "if index == 0 else", True), ("sharded", "index == 1", "index == 0", False)],
 )
-def test_weights_that_all_ranks_share_are_not_about_ranks(
-    recorded: Any, name: str, right: str, wrong: str, is_about_ranks: bool
+def test_equal_weights_on_all_ranks_are_not_about_ranks(
+    get_record: Any, name: str, before: str, after: str, is_about_ranks: bool
 ) -> None:
-    """One rank would weigh its backwards in the same way, so that a comparison with it refutes nothing."""
-    findings = recorded(name, right, wrong, "gradient.weights")[1].judge().findings
-    assert [each.about_ranks for each in findings if each.rule == "gradient.weights"] == [is_about_ranks]
+    """A single rank would weigh its backwards in the same way, so comparing with one rank cannot refute the finding."""
+    findings = get_record(name, before, after, "gradient.weights")[1].judge().findings
+    assert [finding.about_ranks for finding in findings if finding.rule == "gradient.weights"] == [is_about_ranks]
 
 
-def test_each_finding_is_shown_by_a_script(recorded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every place in the rules that adds a finding, or says what is not checked, is reached by a script above.
+def test_each_finding_of_the_rules_is_tested(get_record: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script above reaches every call in the rules that adds a finding, or that lists an unchecked property.
 
-    Or by one of the files that `ELSEWHERE` names.
+    Files in `TESTED_ELSEWHERE` test the others.
     """
-    reached: set[tuple[str, int]] = set()
+    reached_calls: set[tuple[str, int]] = set()
 
-    def reaching(function: Any) -> Any:
+    def record_caller(function: Any) -> Any:
         def call(self: Findings, *arguments: Any, **named: Any) -> None:
             caller = sys._getframe(1)
-            reached.add((Path(caller.f_code.co_filename).name, caller.f_lineno))
+            reached_calls.add((Path(caller.f_code.co_filename).name, caller.f_lineno))
             function(self, *arguments, **named)
 
         return call
 
     for name in ("add", "not_checked"):
-        monkeypatch.setattr(Findings, name, reaching(getattr(Findings, name)))
+        monkeypatch.setattr(Findings, name, record_caller(getattr(Findings, name)))
     for row in [*MUTATIONS, *REMARKS, *NOT_CHECKED]:
-        recorded(*row[:4])[1].judge()
-    places = {
+        get_record(*row[:4])[1].judge()
+    calls = {
         (path.name, node.lineno): ast.unparse(node)[:90]
         for path in RULES.glob("*.py")
-        if path.name not in ELSEWHERE
+        if path.name not in TESTED_ELSEWHERE
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("findings.add", "findings.not_checked")
-        if not any(kind in ast.unparse(node) for kind in ELSEWHERE)
+        if not any(kind in ast.unparse(node) for kind in TESTED_ELSEWHERE)
     }
-    assert len(places) > 50
-    for shown, how in ELSEWHERE.values():
-        assert how in Path(__file__).with_name(shown).read_text()
-    assert {place: text for place, text in places.items() if place not in reached} == {}
+    assert len(calls) > 50
+    for file_name, text_in_file in TESTED_ELSEWHERE.values():
+        assert text_in_file in Path(__file__).with_name(file_name).read_text()
+    assert {location: text for location, text in calls.items() if location not in reached_calls} == {}

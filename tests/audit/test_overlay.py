@@ -182,7 +182,10 @@ FILE_OPERATIONS = {
 
 
 def make_project(folder: Path) -> Path:
-    """Create and return a folder with a file, a symlink to it, a folder with files, and a symlink to that folder."""
+    """Create and return a folder with a file and a folder of files.
+
+    It also has a symlink to the file and one to the inner folder.
+    """
     (folder / "folder" / "deep").mkdir(parents=True)
     (folder / "kept.txt").write_text("kept")
     (folder / "folder" / "inner.txt").write_text("inner")
@@ -210,7 +213,7 @@ def test_script_sees_its_changes_and_user_files_stay_the_same(tmp_path: Path, op
     script.write_text(
         f"import os, shutil\nfrom pathlib import Path\n{textwrap.dedent(FILE_OPERATIONS[operation])}\nprint('done')\n"
     )
-    before = folder_state(project_folder)
+    state_before = folder_state(project_folder)
     environment = {
         **os.environ,
         ENVIRONMENT: Settings(str(tmp_path / "records"), main=str(script)).to_json(),
@@ -220,12 +223,12 @@ def test_script_sees_its_changes_and_user_files_stay_the_same(tmp_path: Path, op
     if operation == "sqlite":  # sqlite writes in C, and its overlay is installed when the script imports torch
         script.write_text(f"import torch\n{script.read_text()}")
         environment["PYTHONPATH"] += os.pathsep + str(INJECT.parents[3])
-        before = folder_state(project_folder)
+        state_before = folder_state(project_folder)
     completed = subprocess.run(
         [sys.executable, script.name], cwd=project_folder, env=environment, capture_output=True, text=True
     )
     assert completed.stdout.endswith("done\n"), completed.stderr
-    assert folder_state(project_folder) == before
+    assert folder_state(project_folder) == state_before
 
 
 def test_folder_created_in_the_temporary_directory_is_redirected(tmp_path: Path) -> None:
@@ -245,12 +248,12 @@ def test_folder_created_in_the_temporary_directory_is_redirected(tmp_path: Path)
         "PYTHONPATH": str(INJECT),
         "TMPDIR": str(folder),
     }
-    before = folder_state(folder)
+    state_before = folder_state(folder)
     completed = subprocess.run([sys.executable, script], cwd=folder, env=environment, capture_output=True, text=True)
     assert completed.stdout == "done\n", completed.stderr
     assert {
         name for name in folder_state(folder) if not Path(name).relative_to(folder).parts[0].startswith("tmp")
-    } == set(before)
+    } == set(state_before)
 
 
 def test_settings_contain_the_keys_that_sitecustomize_reads() -> None:

@@ -1,6 +1,6 @@
-"""Every recipe under audit, as it is: no FAIL, no WARN, and where it cannot be looked at, a line that says so.
+"""Every unchanged recipe under audit has no FAIL and no WARN. If gradients cannot be checked, a line gives the reason.
 
-Here ranks are forked as torchrun would start them; tests/integration types the command of each header.
+The fork server starts the ranks, as torchrun would. tests/integration runs the commands of the headers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from recipes.test_recipes import ALL, OPERATIONS, beside
 from recipes.test_rpc import RPC
 
 SPLIT = "gradients: layers are split over ranks"
-# ranks, and what the audit has to say that it cannot see
+# (ranks, start of a line about what the audit did not check)
 RECIPES = {
     "dataparallel": (1, "communication between ranks: "),
     "ddp_accumulate": (2, ""),
@@ -23,8 +23,8 @@ RECIPES = {
     "ring_allreduce": (2, SPLIT),
     "tensor": (2, SPLIT),
 }
-# much like one of those, or with four ranks: in make test-at-length
-MORE = {
+# similar recipes, and recipes with four ranks: only in make test-at-length
+MORE_RECIPES = {
     "ddp_syncbn": (2, ""),
     "iterable_sharding": (2, "the order of epochs: the data is a stream"),
     "fsdp": (2, ""),
@@ -49,7 +49,7 @@ MORE = {
     "parameter_server": (3, SPLIT),
     "weighted_sampler": (2, ""),
 }
-SERVED = {"parameter_server"}  # who steps the optimizer runs no model: no update that the audit knows
+SERVER_RECIPES = {"parameter_server"}  # the process with the optimizer runs no model, so the audit counts no updates
 BY_COMMAND = {
     "ddp_spawn",
     "horovod_ddp",
@@ -62,27 +62,29 @@ BY_COMMAND = {
 }  # in tests/integration
 
 
-def test_none_is_left_out() -> None:
-    assert {*RECIPES, *MORE, *BY_COMMAND, *OPERATIONS, *RPC} == set(ALL)  # OPERATIONS train nothing
+def test_all_recipes_are_audited() -> None:
+    assert {*RECIPES, *MORE_RECIPES, *BY_COMMAND, *OPERATIONS, *RPC} == set(ALL)  # OPERATIONS train nothing
 
 
-@pytest.mark.parametrize("name", [*RECIPES, *(pytest.param(name, marks=pytest.mark.integration) for name in MORE)])
-def test_nothing_is_said_of_a_recipe(python: ForkServer, tmp_path: Path, name: str) -> None:
-    processes, unseen = {**RECIPES, **MORE}[name]
+@pytest.mark.parametrize(
+    "name", [*RECIPES, *(pytest.param(name, marks=pytest.mark.integration) for name in MORE_RECIPES)]
+)
+def test_recipe_has_no_findings(python: ForkServer, tmp_path: Path, name: str) -> None:
+    processes, not_checked = {**RECIPES, **MORE_RECIPES}[name]
     beside(tmp_path, name)
-    # These know the updates of an epoch: a shortened epoch would end before the first checkpoint.
-    whole = {"batches": 0} if name in ("elastic_torchrun", "checkpoint_resume") else {}
-    audit = audit_forked(python, tmp_path, tmp_path / f"{name}.py", processes=processes, **whole)
+    # These recipes count the updates of an epoch. A shortened epoch would end before the first checkpoint.
+    settings = {"batches": 0} if name in ("elastic_torchrun", "checkpoint_resume") else {}
+    audit = audit_forked(python, tmp_path, tmp_path / f"{name}.py", processes=processes, **settings)
     assert [finding for finding in audit.findings if finding.level in ("FAIL", "WARN")] == []
     assert audit.world_size == processes
-    assert audit.updates >= 4 or name in SERVED
-    assert "ddp.batchnorm" not in [finding.rule for finding in audit.findings]  # nor of what synchronises by itself
-    assert any(line.startswith(unseen) for line in audit.unchecked), audit.unchecked
-    assert not list(tmp_path.glob("*/0*")), "checkpoints go elsewhere"
+    assert audit.updates >= 4 or name in SERVER_RECIPES
+    assert "ddp.batchnorm" not in [finding.rule for finding in audit.findings]  # SyncBatchNorm is not reported either
+    assert any(line.startswith(not_checked) for line in audit.unchecked), audit.unchecked
+    assert not list(tmp_path.glob("*/0*")), "checkpoints were not redirected"
 
 
-def test_parameters_of_rank_0_are_no_mean(python: ForkServer, tmp_path: Path) -> None:
-    """Parameters that are equal again after each step were averaged, or the work of all ranks but one is lost."""
+def test_broadcast_instead_of_parameter_averaging_is_found(python: ForkServer, tmp_path: Path) -> None:
+    """After each step the parameters are equal on all ranks, but the updates of other ranks are lost."""
     beside(tmp_path, "local_sgd")
     script = tmp_path / "local_sgd.py"
     text = script.read_text()
@@ -93,7 +95,7 @@ def test_parameters_of_rank_0_are_no_mean(python: ForkServer, tmp_path: Path) ->
     assert ("FAIL", "gradient.local") in [(finding.level, finding.rule) for finding in audit.findings]
 
 
-SPARSE = """
+SPARSE_SCRIPT = """
 import torch
 from torch import nn
 
@@ -109,9 +111,9 @@ for update in range(6):
 """
 
 
-def test_sparse_gradients_are_looked_at(python: ForkServer, tmp_path: Path) -> None:
-    """With their zeros; and a batch of one number, whose stride is that of a longer row."""
-    (tmp_path / "bags.py").write_text(SPARSE)
+def test_sparse_gradients_are_checked(python: ForkServer, tmp_path: Path) -> None:
+    """A batch of one number has the stride of a longer row."""
+    (tmp_path / "bags.py").write_text(SPARSE_SCRIPT)
     audit = audit_forked(python, tmp_path, tmp_path / "bags.py", processes=1)
     assert [finding for finding in audit.findings if finding.level in ("FAIL", "WARN")] == []
     assert audit.updates == 6

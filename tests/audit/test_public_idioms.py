@@ -1,4 +1,4 @@
-"""What public scripts do that nobody here would write: each runs, and nothing wrong is said of it."""
+"""Idioms of public scripts that are correct: each script runs under audit and has no findings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ for step in range(6):
     F.cross_entropy(model(x[:8]), y[:8]).backward()
     optimizer.step()
 """
-VALIDATED = """
+VALIDATION_WITH_GRADIENTS = """
 for epoch in range(6):
     model.train()
     optimizer.zero_grad()
@@ -33,7 +33,7 @@ for epoch in range(6):
     model.eval()
     print(F.cross_entropy(model(x), y).item())
 """
-RANKS = """
+RANKS_BY_PROCESS = """
 import os
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -62,8 +62,8 @@ if __name__ == "__main__":
 SCRIPTS = {
     "a traced model": f"{HEAD}torch.jit.trace(model, x[:2])\n{TRAIN}",
     "a package that knows of ranks": f"import helper\n{HEAD}{TRAIN}",
-    "validation with gradients": f"{HEAD}{VALIDATED}",
-    "ranks by Process": f"{HEAD}{RANKS}",
+    "validation with gradients": f"{HEAD}{VALIDATION_WITH_GRADIENTS}",
+    "ranks by Process": f"{HEAD}{RANKS_BY_PROCESS}",
     "cuda.FloatTensor": HEAD
     + "Tensor = torch.cuda.FloatTensor if torch.cuda.is_available() else torch.FloatTensor\n"
     + "x = x.type(Tensor)\nassert Tensor(3).shape == (3,)\n"
@@ -71,26 +71,27 @@ SCRIPTS = {
 }
 
 
-def wrong(stdout: str) -> list[str]:
+def failures_and_warnings(stdout: str) -> list[str]:
+    """Return the lines with FAIL or WARN."""
     return re.findall(r"^(?:FAIL|WARN) .*$", stdout, re.MULTILINE)
 
 
 @pytest.mark.parametrize("kind", SCRIPTS)
-def test_it_runs_and_is_right(kind: str, cli: Cli, tmp_path: Path) -> None:
+def test_correct_idiom_has_no_findings(kind: str, cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "helper").mkdir()
     (tmp_path / "helper" / "__init__.py").write_text("from . import more\n")
     (tmp_path / "helper" / "more.py").write_text("import torch.distributed as dist\n")
     (tmp_path / "train.py").write_text(SCRIPTS[kind])
-    done = cli(tmp_path, "audit", "train.py")
-    assert done.status == 0, done.out + done.err
-    assert wrong(done.out) == []
-    assert "had failed" not in done.out
-    assert "nothing wrong found" in done.out
+    result = cli(tmp_path, "audit", "train.py")
+    assert result.status == 0, result.out + result.err
+    assert failures_and_warnings(result.out) == []
+    assert "had failed" not in result.out
+    assert "nothing wrong found" in result.out
     ranks = 2 if "Process" in kind else 1
-    assert f"on {ranks} rank" in done.out
+    assert f"on {ranks} rank" in result.out
 
 
-LARGE = """
+LARGE_DATASET = """
 import torch.distributed as dist
 from torch.utils.data import DistributedSampler
 dist.init_process_group("gloo")
@@ -110,36 +111,38 @@ for inputs, labels in DataLoader(seen, 100, sampler=sampler, shuffle=sampler is 
     [("sampler = None", ["data.same"]), ("sampler = DistributedSampler(seen)", [])],
     ids=["all", "divided"],
 )
-def test_epochs_longer_than_twenty_thousand_samples(
+def test_data_findings_of_epochs_longer_than_twenty_thousand_samples(
     sampler: str, expected: list[str], cli: Cli, tmp_path: Path
 ) -> None:
     (tmp_path / "train.py").write_text(
-        HEAD.replace("nn.BatchNorm1d(8)", "nn.Tanh()") + LARGE.replace("SAMPLER", sampler)
+        HEAD.replace("nn.BatchNorm1d(8)", "nn.Tanh()") + LARGE_DATASET.replace("SAMPLER", sampler)
     )
-    done = cli(tmp_path, "audit", "--processes", "2", "train.py")
-    assert [line.split()[2] for line in wrong(done.out)] == expected, done.out + done.err
+    result = cli(tmp_path, "audit", "--processes", "2", "train.py")
+    assert [line.split()[2] for line in failures_and_warnings(result.out)] == expected, result.out + result.err
 
 
-def test_samples_that_are_all_equal(cli: Cli, tmp_path: Path) -> None:
-    """Stand-in data: a sampler divides it, and each rank feeds the same rows."""
-    text = HEAD.replace("nn.BatchNorm1d(8)", "nn.Tanh()") + LARGE.replace("torch.randn(30000", "torch.ones(30000")
+def test_equal_samples_of_dummy_data_have_no_findings(cli: Cli, tmp_path: Path) -> None:
+    """A sampler splits the data, but the ranks feed equal rows to the model."""
+    text = HEAD.replace("nn.BatchNorm1d(8)", "nn.Tanh()") + LARGE_DATASET.replace(
+        "torch.randn(30000", "torch.ones(30000"
+    )
     (tmp_path / "train.py").write_text(text.replace("SAMPLER", "sampler = DistributedSampler(seen)"))
-    done = cli(tmp_path, "audit", "--processes", "2", "train.py")
-    assert wrong(done.out) == [], done.out
-    assert "all samples" in done.out
+    result = cli(tmp_path, "audit", "--processes", "2", "train.py")
+    assert failures_and_warnings(result.out) == [], result.out
+    assert "all samples" in result.out
 
 
-def test_epochs_too_long_to_be_written_down(cli: Cli, tmp_path: Path) -> None:
-    """What is not known of their order is said, in training and in evaluation; nothing wrong is said in its place."""
-    text = HEAD.replace("nn.BatchNorm1d(8)", "nn.Tanh()") + LARGE.replace("30000", "210000") + EVALUATED
+def test_epochs_too_long_to_record_are_not_checked(cli: Cli, tmp_path: Path) -> None:
+    """The audit lists the unchecked order for training and for evaluation. It has no data finding."""
+    text = HEAD.replace("nn.BatchNorm1d(8)", "nn.Tanh()") + LARGE_DATASET.replace("30000", "210000") + EVALUATION
     (tmp_path / "train.py").write_text(text.replace("SAMPLER", "sampler = None\ntorch.manual_seed(dist.get_rank())"))
-    done = cli(tmp_path, "audit", "--processes", "2", "train.py")
-    said = [line for line in done.out.splitlines() if "which samples each rank" in line]
-    assert ["reads" in line for line in said] == [True, False], done.out + done.err
-    assert "data." not in " ".join(wrong(done.out))
+    result = cli(tmp_path, "audit", "--processes", "2", "train.py")
+    unchecked = [line for line in result.out.splitlines() if "which samples each rank" in line]
+    assert ["reads" in line for line in unchecked] == [True, False], result.out + result.err
+    assert "data." not in " ".join(failures_and_warnings(result.out))
 
 
-EVALUATED = """
+EVALUATION = """
 with torch.no_grad():
     for inputs, labels in DataLoader(seen, 1000, shuffle=True):
         print(F.cross_entropy(wrapped(inputs), labels).item())

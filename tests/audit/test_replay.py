@@ -1,4 +1,4 @@
-"""`audit --replay`: the first updates in one process and float64. What it says is right, or it says why not."""
+"""`audit --replay` repeats the first updates in one process in float64. Its lines are right, or give a reason."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from forkserver import ForkServer
 NORMS = Path(__file__).parent / "replay" / "norms.py"
 
 
-def replayed(
+def audit_with_replay(
     server: ForkServer, folder: Path, *changes: tuple[str, str], updates: int = 2, processes: int = 2
 ) -> Audit:
+    """Audit norms.py with these replacements, and replay its first updates."""
     text = NORMS.read_text()
     for before, after in changes:
         assert text.count(before) == 1, f"norms.py has changed: {before!r} no longer fits"
@@ -35,16 +36,18 @@ def replayed(
     return audit_forked(server, folder, folder / "train.py", processes=processes, replay=updates)
 
 
-def said_of_replay(audit: Audit) -> list[str]:
+def unchecked_replay_lines(audit: Audit) -> list[str]:
+    """Return the lines about what the replay did not check."""
     return [line for line in audit.unchecked if "replay" in line]
 
 
-def coupling(audit: Audit) -> list[str]:
+def batch_norm_texts(audit: Audit) -> list[str]:
+    """Return the texts of findings about the effect of batch norm."""
     return [finding.text for finding in audit.findings if finding.rule == "replay.batchnorm"]
 
 
-def gradients_by_hand() -> tuple[torch.Tensor, torch.Tensor]:
-    """The first update of norms.py in float64: of the four batches one by one, and of all as one."""
+def gradients_of_first_update() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return gradients of the first update of norms.py in float64: of four single batches, and of their union."""
     script: dict[str, Any] = runpy.run_path(str(NORMS))
     torch.manual_seed(0)
     network = script["Network"]().double()
@@ -62,28 +65,31 @@ def gradients_by_hand() -> tuple[torch.Tensor, torch.Tensor]:
     return gradient(torch.stack(losses).mean()), gradient(F.cross_entropy(network(inputs.double()), labels))
 
 
-def test_a_right_script_is_equal_and_its_batch_norm_has_a_size(python: ForkServer, tmp_path: Path) -> None:
-    """The size is that of a calculation by hand; the training is the same to the last bit, and its generator, too."""
-    audit = replayed(python, tmp_path / "with", updates=1)
+def test_replay_equals_the_training_and_measures_batch_norm(python: ForkServer, tmp_path: Path) -> None:
+    """The effect of batch norm equals that of a manual calculation.
+
+    The training and its generator are bitwise unchanged.
+    """
+    audit = audit_with_replay(python, tmp_path / "with", updates=1)
     [line] = audit.replayed
-    found = re.fullmatch(r"update 0 of 2 ranks .* the gradient is equal to (\S+)", line)
-    assert found, line
-    assert 0 < float(found[1]) < 1e-5
-    apart, union = gradients_by_hand()
-    moved = float((apart - union).norm() / union.norm())
-    [text] = coupling(audit)
+    match = re.fullmatch(r"update 0 of 2 ranks .* the gradient is equal to (\S+)", line)
+    assert match, line
+    assert 0 < float(match[1]) < 1e-5
+    gradient_of_batches, gradient_of_union = gradients_of_first_update()
+    relative_change = float((gradient_of_batches - gradient_of_union).norm() / gradient_of_union.norm())
+    [text] = batch_norm_texts(audit)
     assert "5 samples at a time, not the 20" in text
-    assert f"by {moved:.1%} of its norm" in text
+    assert f"by {relative_change:.1%} of its norm" in text
     [note] = [finding for finding in audit.findings if finding.rule == "replay.batchnorm"]
     assert note.level == "NOTE"
     assert int(note.place.rpartition(":")[2]) in lines_with(NORMS.read_text(), "F.cross_entropy(model(inputs)")
-    assert said_of_replay(audit) == []
-    without = replayed(python, tmp_path / "without", updates=0)
-    assert (without.replayed, coupling(without)) == ((), [])
+    assert unchecked_replay_lines(audit) == []
+    without = audit_with_replay(python, tmp_path / "without", updates=0)
+    assert (without.replayed, batch_norm_texts(without)) == ((), [])
     assert (tmp_path / "with" / "rank0.txt").read_text() == (tmp_path / "without" / "rank0.txt").read_text() != ""
 
 
-SYNC = """class SyncNorm(nn.Module):
+SYNC_NORM = """class SyncNorm(nn.Module):
     def forward(self, inputs):
         sums = torch.stack([inputs.sum((0, 2)), (inputs * inputs).sum((0, 2))])
         means = AllReduce.apply(sums) / (inputs[:, 0].numel() * dist.get_world_size())
@@ -101,7 +107,7 @@ class AllReduce(torch.autograd.Function):
 
 
 class Network"""
-SUM = """def sum_over_ranks(value):
+SUM_AND_GATHER = """def sum_over_ranks(value):
     dist.all_reduce(value)
     return value
 
@@ -113,7 +119,7 @@ def gathered(value):
 
 
 class Network"""
-OWN_LOSS = """class Chosen(torch.autograd.Function):
+CUSTOM_LOSS = """class Chosen(torch.autograd.Function):
     @staticmethod
     def forward(ctx, output, labels):
         ctx.save_for_backward(labels)
@@ -126,9 +132,9 @@ OWN_LOSS = """class Chosen(torch.autograd.Function):
 
 class Network"""
 LOSS = "F.cross_entropy(model(inputs), labels)"
-EQUAL, COUPLED, ALONE = r"the gradient is equal to \de-0[6-9]$", "changes the gradient by", ""
+EQUAL, COUPLED, NO_FINDING = r"the gradient is equal to \de-0[6-9]$", "changes the gradient by", ""
 
-# (what is changed, what the replay says, what of batch norm, what is not checked)
+# (replacements, pattern of the replay line, pattern of the batch norm finding, text of the unchecked line)
 CASES: dict[str, tuple[list[tuple[str, str]], str, str, str]] = {
     "scale": (
         [("(loss / ACCUMULATE)", "loss")],
@@ -150,24 +156,24 @@ CASES: dict[str, tuple[list[tuple[str, str]], str, str, str]] = {
     ),
     "batch norm over all ranks": (
         [
-            ("class Network", SYNC),
+            ("class Network", SYNC_NORM),
             ("nn.BatchNorm1d(6)", "SyncNorm()"),
             ("ACCUMULATE, SIZE = 2", "ACCUMULATE, SIZE = 1"),
         ],
         EQUAL,
-        ALONE,
+        NO_FINDING,
         "",
     ),
     "a collective that is no mean over the batch": (
-        [(".mean(-1))", ".mean(-1)) * sum_over_ranks(inputs.max())"), ("class Network", SUM)],
+        [(".mean(-1))", ".mean(-1)) * sum_over_ranks(inputs.max())"), ("class Network", SUM_AND_GATHER)],
         "",
-        ALONE,
+        NO_FINDING,
         "replay of update 0: the model calls collectives in its forward",
     ),
     "a collective that is no all-reduce": (
-        [(".mean(-1))", ".mean(-1)) + gathered(inputs.mean())"), ("class Network", SUM)],
+        [(".mean(-1))", ".mean(-1)) + gathered(inputs.mean())"), ("class Network", SUM_AND_GATHER)],
         "",
-        ALONE,
+        NO_FINDING,
         "in its forward; as one batch: the model or the loss calls a collective",
     ),
     "dropout": (
@@ -179,13 +185,13 @@ CASES: dict[str, tuple[list[tuple[str, str]], str, str, str]] = {
     "noise": (
         [(".relu()", ".relu().add(torch.randn(1))")],
         EQUAL,
-        ALONE,
+        NO_FINDING,
         "the effect of batch norm: forward draws random numbers",
     ),
     "another coupling": (
         [(".relu()", ".sub(inputs.mean()).relu()")],
         EQUAL,
-        ALONE,
+        NO_FINDING,
         "the effect of batch norm: something else depends on the batch",
     ),
     "a loss inside of the model": (
@@ -196,7 +202,7 @@ CASES: dict[str, tuple[list[tuple[str, str]], str, str, str]] = {
             (LOSS, "model(inputs, labels)"),
         ],
         EQUAL,
-        ALONE,
+        NO_FINDING,
         "effect of batch norm: the model returns no row for each sample",
     ),
     "recomputation": (
@@ -207,7 +213,7 @@ CASES: dict[str, tuple[list[tuple[str, str]], str, str, str]] = {
             (", nn.BatchNorm1d(6),", ", nn.Identity(),"),
         ],
         EQUAL,
-        ALONE,
+        NO_FINDING,
         "",
     ),
     "two losses": (
@@ -219,13 +225,13 @@ CASES: dict[str, tuple[list[tuple[str, str]], str, str, str]] = {
     "a loss of parameters": (
         [(LOSS, f"{LOSS} + sum(parameter.square().sum() for parameter in model.parameters())")],
         "",
-        ALONE,
+        NO_FINDING,
         "replay: the loss depends on the model's output and on",
     ),
     "an own autograd.Function": (
-        [("class Network", OWN_LOSS), (LOSS, "Chosen.apply(model(inputs), labels)")],
+        [("class Network", CUSTOM_LOSS), (LOSS, "Chosen.apply(model(inputs), labels)")],
         "",
-        ALONE,
+        NO_FINDING,
         "replay of update 0: the loss is computed by an autograd.Function",
     ),
     "state outside of buffers": (
@@ -236,42 +242,42 @@ CASES: dict[str, tuple[list[tuple[str, str]], str, str, str]] = {
             )
         ],
         "",
-        ALONE,
+        NO_FINDING,
         "replay of update 0: backward 0 of rank 0 gives a different gradient",
     ),
     "two forwards": (
         [(LOSS, f"{LOSS} + F.mse_loss(model(inputs), model(inputs))")],
         "",
-        ALONE,
+        NO_FINDING,
         "replay: two forwards of the model, then a backward",
     ),
     "autocast": (
         [(LOSS, "torch.autocast('cpu', torch.bfloat16)(lambda: F.cross_entropy(model(inputs).float(), labels))()")],
         "",
-        ALONE,
+        NO_FINDING,
         "replay: forward runs under autocast",
     ),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_said_is_right_or_why_not(python: ForkServer, tmp_path: Path, name: str) -> None:
-    changes, line, note, unchecked = CASES[name]
-    audit = replayed(python, tmp_path, *changes)
-    assert bool(audit.replayed) == bool(line), (audit.replayed, audit.unchecked)
-    assert all(re.search(line, said) for said in audit.replayed), audit.replayed
-    assert bool(coupling(audit)) == bool(note), (coupling(audit), audit.unchecked)
-    assert all(re.search(note, said) for said in coupling(audit)), coupling(audit)
-    assert bool(said_of_replay(audit)) == bool(unchecked), audit.unchecked
-    assert all(unchecked in said for said in said_of_replay(audit)), audit.unchecked
+def test_replay_line_is_right_or_has_a_reason(python: ForkServer, tmp_path: Path, name: str) -> None:
+    changes, replay_pattern, batch_norm_pattern, unchecked = CASES[name]
+    audit = audit_with_replay(python, tmp_path, *changes)
+    assert bool(audit.replayed) == bool(replay_pattern), (audit.replayed, audit.unchecked)
+    assert all(re.search(replay_pattern, text) for text in audit.replayed), audit.replayed
+    assert bool(batch_norm_texts(audit)) == bool(batch_norm_pattern), (batch_norm_texts(audit), audit.unchecked)
+    assert all(re.search(batch_norm_pattern, text) for text in batch_norm_texts(audit)), batch_norm_texts(audit)
+    assert bool(unchecked_replay_lines(audit)) == bool(unchecked), audit.unchecked
+    assert all(unchecked in text for text in unchecked_replay_lines(audit)), audit.unchecked
     assert not [finding for finding in audit.findings if finding.rule == "replay.differs"]
 
 
-def test_accumulation_in_one_process(python: ForkServer, tmp_path: Path) -> None:
-    audit = replayed(python, tmp_path, processes=1)
+def test_replay_of_accumulation_in_one_process(python: ForkServer, tmp_path: Path) -> None:
+    audit = audit_with_replay(python, tmp_path, processes=1)
     [line] = audit.replayed
     assert re.search(f"updates 0 to 1 of 1 rank .*{EQUAL}", line)
-    [text] = coupling(audit)
+    [text] = batch_norm_texts(audit)
     assert "5 samples at a time, not the 10" in text
 
 
@@ -279,43 +285,45 @@ def test_sharded_parameters_are_not_replayed(python: ForkServer, tmp_path: Path)
     (tmp_path / "train.py").write_text((SCRIPTS / "sharded.py").read_text())
     audit = audit_forked(python, tmp_path, tmp_path / "train.py", replay=2)
     assert audit.replayed == ()
-    [line] = said_of_replay(audit)
+    [line] = unchecked_replay_lines(audit)
     assert "replay: the parameters are sharded" in line
 
 
-def test_without_the_live_oracle_the_replay_names_a_wrong_scale(
+def test_replay_finds_a_wrong_scale_without_the_gradient_rule(
     python: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What agrees with it does so of its own accord."""
-    others = tuple(rule for rule in examine.RULES if rule.check is not check_gradients)
-    assert len(others) == len(examine.RULES) - 1
-    monkeypatch.setattr(examine, "RULES", others)
-    audit = replayed(python, tmp_path, *CASES["scale"][0])
+    """The replay agrees with the gradient rule, but does not depend on it."""
+    other_rules = tuple(rule for rule in examine.RULES if rule.check is not check_gradients)
+    assert len(other_rules) == len(examine.RULES) - 1
+    monkeypatch.setattr(examine, "RULES", other_rules)
+    audit = audit_with_replay(python, tmp_path, *CASES["scale"][0])
     [finding] = [finding for finding in audit.findings if finding.rule == "replay.differs"]
     assert finding.level == "WARN"
     assert finding.text.endswith("the gradient is 2x too large")
     assert int(finding.place.rpartition(":")[2]) in lines_with((tmp_path / "train.py").read_text(), "optimizer.step()")
 
 
-def piece(*losses: tuple[float, float, str]) -> RecordedBackward:
-    rows = [
+def recorded_backward(*losses: tuple[float, float, str]) -> RecordedBackward:
+    """Return a recorded backward with losses of (scale, terms, reduction)."""
+    loss_terms = [
         LossTerm("cross_entropy", f"train.py:{number}", terms, reduction, scale=scale)
         for number, (scale, terms, reduction) in enumerate(losses)
     ]
-    return dataclasses.replace(RecordedBackward(None, []), losses=rows)
+    return dataclasses.replace(RecordedBackward(None, []), losses=loss_terms)
 
 
-WEIGHTS = [
-    ([piece((1, 4, "mean")), piece((1, 12, "mean"))], [0.25, 0.75]),
-    ([piece((0.5, 4, "sum")), piece((2, 12, "sum"))], [1 / 8, 1 / 32]),
-    ([piece((1, 4, "mean"), (0.1, 4, "mean"))], None),  # weighed otherwise: by the script's choice
-    ([piece((1, 4, "mean")), piece((1, 4, "mean"), (1, 4, "mean"))], None),
-    ([piece((1, 4, "none"))], None),
-    ([piece()], None),
+TERM_WEIGHT_CASES = [
+    ([recorded_backward((1, 4, "mean")), recorded_backward((1, 12, "mean"))], [0.25, 0.75]),
+    ([recorded_backward((0.5, 4, "sum")), recorded_backward((2, 12, "sum"))], [1 / 8, 1 / 32]),
+    ([recorded_backward((1, 4, "mean"), (0.1, 4, "mean"))], None),  # the script chose different weights
+    ([recorded_backward((1, 4, "mean")), recorded_backward((1, 4, "mean"), (1, 4, "mean"))], None),
+    ([recorded_backward((1, 4, "none"))], None),
+    ([recorded_backward()], None),
 ]
 
 
-@pytest.mark.parametrize(("pieces", "weights"), WEIGHTS)
-def test_each_term_is_to_weigh_the_same(pieces: list[RecordedBackward], weights: list[float] | None) -> None:
-    found = term_weights(pieces)
-    assert found == (None if weights is None else pytest.approx(weights))
+@pytest.mark.parametrize(("pieces", "weights"), TERM_WEIGHT_CASES)
+def test_term_weights(pieces: list[RecordedBackward], weights: list[float] | None) -> None:
+    """Each term has the same weight, or the result is None if the losses do not allow it."""
+    actual_weights = term_weights(pieces)
+    assert actual_weights == (None if weights is None else pytest.approx(weights))

@@ -1,4 +1,4 @@
-"""Ranks that each train a model of their own: a doubt, not a mistake, unless they only forget to average."""
+"""Ranks that each train their own model: a warning, or a failure if the script only forgets to average gradients."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
-    ("added", "level"), [("", "WARN"), ("shown = loss.detach().clone(); dist.all_reduce(shown)", "FAIL")]
+    ("added_line", "level"), [("", "WARN"), ("shown = loss.detach().clone(); dist.all_reduce(shown)", "FAIL")]
 )
-def test_an_ensemble_is_doubted(python: ForkServer, tmp_path: Path, added: str, level: str) -> None:
-    """A script that shows the loss of all ranks trains one model."""
+def test_ensemble_is_a_warning(python: ForkServer, tmp_path: Path, added_line: str, level: str) -> None:
+    """A script that all-reduces the loss for its output trains one model, so the missing average is a failure."""
     path = tmp_path / "train.py"
-    path.write_text(SCRIPT.replace("# in the loop", added))
+    path.write_text(SCRIPT.replace("# in the loop", added_line))
     audit = audit_forked(python, tmp_path, path)
     levels = {finding.rule: finding.level for finding in audit.findings}
     assert levels["gradient.local"] == levels["replicas.drift"] == level

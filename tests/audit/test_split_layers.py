@@ -1,4 +1,4 @@
-"""Layers that are split over ranks: these ranks read the same samples, and sum the gradients of what each has whole."""
+"""Layers split over ranks: these ranks read the same samples, and sum gradients of replicated parameters."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ for xb, yb in loader:
     optimizer.step()
 """
 
-BROKEN = {
+MUTATIONS = {
     "samples by the rank": (
         'mesh["dp"].size(), mesh["dp"].get_local_rank()',
         "",
@@ -76,25 +76,27 @@ BROKEN = {
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("name", BROKEN)
-def test_ranks_that_hold_parts_of_a_model(python: ForkServer, tmp_path: Path, name: str) -> None:
-    """The finding has the cause, and shows the line to change."""
-    right, wrong, rule, text, line = BROKEN[name]
-    assert right in SCRIPT
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_mistake_with_split_layers_is_found_with_its_line(python: ForkServer, tmp_path: Path, name: str) -> None:
+    """The finding has the cause, and its lines include the line to change."""
+    original, replacement, rule, text, line = MUTATIONS[name]
+    assert original in SCRIPT
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT.replace(right, wrong))
+    script.write_text(SCRIPT.replace(original, replacement))
     (tmp_path / "run").mkdir()
-    found = {each.rule: each for each in audit_forked(python, tmp_path / "run", script).findings}
-    assert rule in found, found
-    assert text in found[rule].text
-    number = next(i for i, each in enumerate(script.read_text().splitlines(), 1) if line in each)
-    assert f"{script}:{number}" in found[rule].lines
+    findings_by_rule = {finding.rule: finding for finding in audit_forked(python, tmp_path / "run", script).findings}
+    assert rule in findings_by_rule, findings_by_rule
+    assert text in findings_by_rule[rule].text
+    number = next(
+        line_number for line_number, line_text in enumerate(script.read_text().splitlines(), 1) if line in line_text
+    )
+    assert f"{script}:{number}" in findings_by_rule[rule].lines
 
 
 @pytest.mark.integration
-def test_ranks_that_read_the_same_samples_are_silent(python: ForkServer, tmp_path: Path) -> None:
+def test_correct_split_layers_have_no_findings(python: ForkServer, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     (tmp_path / "run").mkdir()
     audit = audit_forked(python, tmp_path / "run", script)
-    assert [each for each in audit.findings if each.level in ("FAIL", "WARN")] == []
+    assert [finding for finding in audit.findings if finding.level in ("FAIL", "WARN")] == []

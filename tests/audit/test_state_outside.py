@@ -1,4 +1,4 @@
-"""Buffers that no wrapper synchronises, and losses with a minus sign before them."""
+"""Buffers outside the wrapped model, and losses with a minus sign."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from processes import Cli
 
-CENTER = """
+CENTER_LOSS_SCRIPT = """
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -45,33 +45,37 @@ for step in range(8):
     optimizer.step()
 dist.destroy_process_group()
 """
-REDUCED = "dist.all_reduce(mean); mean /= dist.get_world_size()"
+REDUCE_MEAN = "dist.all_reduce(mean); mean /= dist.get_world_size()"
 
 
 @pytest.mark.parametrize(
     ("reduce", "divisor", "expected"),
     [
-        (REDUCED, "2", set[str]()),
+        (REDUCE_MEAN, "2", set[str]()),
         ("pass", "2", {"replicas.buffers"}),
-        (REDUCED, "1", {"gradient.scale"}),
+        (REDUCE_MEAN, "1", {"gradient.scale"}),
     ],
     ids=["right", "a center of its own", "not divided"],
 )
-def test_a_loss_with_a_center(reduce: str, divisor: str, expected: set[str], cli: Cli, tmp_path: Path) -> None:
-    """A buffer of a loss module is the script's to synchronise; the statistics of batch norm in it are not meant."""
-    (tmp_path / "train.py").write_text(CENTER.replace("REDUCE", reduce).replace("DIVISOR", divisor))
-    done = cli(tmp_path, "audit", "train.py")
-    found = set(re.findall(r"^(?:FAIL|WARN|NOTE) +\S+ +(\S+)", done.out, re.MULTILINE))
-    assert found == expected, done.out + done.err
+def test_unsynchronised_buffer_of_a_loss_module_is_found(
+    reduce: str, divisor: str, expected: set[str], cli: Cli, tmp_path: Path
+) -> None:
+    """The script must synchronise a buffer of a loss module. Batch norm statistics in this module are not reported."""
+    (tmp_path / "train.py").write_text(CENTER_LOSS_SCRIPT.replace("REDUCE", reduce).replace("DIVISOR", divisor))
+    result = cli(tmp_path, "audit", "train.py")
+    rules = set(re.findall(r"^(?:FAIL|WARN|NOTE) +\S+ +(\S+)", result.out, re.MULTILINE))
+    assert rules == expected, result.out + result.err
     if "replicas.buffers" in expected:
-        assert "CenterLoss.center" in done.out
+        assert "CenterLoss.center" in result.out
 
 
-def test_a_teacher_with_other_weights_on_each_rank(cli: Cli, tmp_path: Path) -> None:
-    script = CENTER.replace("REDUCE", REDUCED).replace("DIVISOR", "2")
-    made = "teacher = nn.Linear(6, 4)"
-    (tmp_path / "train.py").write_text(script.replace(made, f"torch.manual_seed(dist.get_rank())\n{made}"))
-    done = cli(tmp_path, "audit", "--no-compare", "train.py")
-    found = set(re.findall(r"^(?:FAIL|WARN|NOTE) +\S+ +(\S+)", done.out, re.MULTILINE))
-    assert found == {"replicas.frozen"}, done.out + done.err
-    assert "weight, bias" in done.out
+def test_teacher_with_different_weights_on_each_rank_is_found(cli: Cli, tmp_path: Path) -> None:
+    script = CENTER_LOSS_SCRIPT.replace("REDUCE", REDUCE_MEAN).replace("DIVISOR", "2")
+    create_teacher = "teacher = nn.Linear(6, 4)"
+    (tmp_path / "train.py").write_text(
+        script.replace(create_teacher, f"torch.manual_seed(dist.get_rank())\n{create_teacher}")
+    )
+    result = cli(tmp_path, "audit", "--no-compare", "train.py")
+    rules = set(re.findall(r"^(?:FAIL|WARN|NOTE) +\S+ +(\S+)", result.out, re.MULTILINE))
+    assert rules == {"replicas.frozen"}, result.out + result.err
+    assert "weight, bias" in result.out

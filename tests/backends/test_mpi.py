@@ -1,4 +1,4 @@
-"""Backend mpi where there is no MPI: what is refused, and who is missing. tests/integration has real ones."""
+"""The mpi backend without MPI: errors and the report of missing ranks. tests/integration tests real MPI libraries."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from processes import Cli, one_line
 
 
 class FakeMpi(ModuleType):
-    """Of mpi4py.MPI what is asked before the first call: a world of one process, and one thread."""
+    """A fake mpi4py.MPI with what is read before the first call: a world of one process with one thread."""
 
     THREAD_SERIALIZED = 2
     SUM = "MPI's sum"
@@ -42,89 +42,91 @@ class FakeMpi(ModuleType):
 
 @pytest.fixture
 def _fake_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install the fake module, and remove the variables of a real mpirun."""
     for name in [name for name in os.environ if name.startswith(("OMPI_", "PMI", "MPI_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setitem(sys.modules, "mpi4py", ModuleType("mpi4py"))
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", FakeMpi("mpi4py.MPI"))
 
 
-def made(size: int) -> Any:
+def make_group(size: int) -> Any:
+    """Create the mpi group of rank 0."""
     return make_mpi_group(dist.HashStore(), 0, size, range(size), timedelta(seconds=1), "group")
 
 
-def test_without_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_mpi4py_is_reported_with_the_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(CannotRunError, match=r"pip install 'everyrank\[mpi\]'"):
-        made(2)
+        make_group(2)
 
 
 @pytest.mark.usefixtures("_fake_mpi")
-def test_without_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that nobody's mpirun has started would be an MPI world of its own."""
+def test_process_not_started_by_mpirun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without mpirun, each process would be an MPI world of its own."""
     with pytest.raises(CannotRunError, match="mpirun; use --launcher mpi"):
-        made(2)
+        make_group(2)
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     with pytest.raises(CannotRunError, match="MPI_THREAD_SERIALIZED"):
-        made(2)
+        make_group(2)
 
 
-def test_mpirun_of_another_mpi() -> None:
-    """Then each process is a world of its own, and MPI would call both rank 0."""
+def test_mpirun_of_a_different_mpi_library_is_refused() -> None:
+    """In that case each process is an MPI world of its own, and both have rank 0."""
     store: Any = dist.HashStore()
     store.set("mpi_rank/1", "[0, 1]")
     with pytest.raises(CannotRunError, match=r"1 of 2 ranks.* Fake MPI v1\.0"):
         gather_mpi_ranks(store, FakeMpi("mpi"), 0, 2, range(2), 1.0)
 
 
-def test_a_rank_that_never_comes() -> None:
+def test_rank_that_does_not_register_is_named_after_the_timeout() -> None:
     with pytest.raises(RankFailedError, match=r"rank 7 did not reach .* within 0\.1 s"):
         gather_mpi_ranks(dist.HashStore(), FakeMpi("mpi"), 0, 2, [3, 7], 0.1)
 
 
-def test_by_the_command(cli: Cli, tmp_path: Path) -> None:
-    """One line and status 3, with mpi4py and without."""
-    words = ["train", "digits", "--layout", "ddp", "--processes", "2", "--steps", "1", "--save-every", "0"]
-    done = cli(tmp_path, *words, "--backend", "mpi", "--launcher", "spawn")
-    assert done.status == 3
-    assert re.match(r"everyrank: --backend mpi: (mpi4py is not|this process was not)", one_line(done.err))
+def test_train_with_backend_mpi_under_spawn_exits_with_status_3(cli: Cli, tmp_path: Path) -> None:
+    """The error is one line, whether mpi4py is installed or not."""
+    args = ["train", "digits", "--layout", "ddp", "--processes", "2", "--steps", "1", "--save-every", "0"]
+    result = cli(tmp_path, *args, "--backend", "mpi", "--launcher", "spawn")
+    assert result.status == 3
+    assert re.match(r"everyrank: --backend mpi: (mpi4py is not|this process was not)", one_line(result.err))
 
 
-def test_mpirun_is_the_launcher_of_its_backend(cli: Cli, tmp_path: Path) -> None:
-    """Also where it is one of several; another launcher that was asked for stays."""
-    for words in (["train", "digits", "--backend", "mpi"], ["comm", "--backend", "gloo", "shm", "mpi"]):
-        done = cli(tmp_path, *words, "--processes", "2", "--dry-run")
-        assert "mpirun -n 2" in done.out, done
-    done = cli(tmp_path, "train", "digits", "--backend", "mpi", "--launcher", "torchrun", "--dry-run")
-    assert "mpirun" not in done.out, done
+def test_backend_mpi_selects_mpirun_as_launcher(cli: Cli, tmp_path: Path) -> None:
+    """This also holds if mpi is one of several backends. An explicit launcher is kept."""
+    for args in (["train", "digits", "--backend", "mpi"], ["comm", "--backend", "gloo", "shm", "mpi"]):
+        result = cli(tmp_path, *args, "--processes", "2", "--dry-run")
+        assert "mpirun -n 2" in result.out, result
+    result = cli(tmp_path, "train", "digits", "--backend", "mpi", "--launcher", "torchrun", "--dry-run")
+    assert "mpirun" not in result.out, result
 
 
-def test_who_is_missing() -> None:
-    """Rank 0 waits in its third collective, rank 1 in its first, rank 2 in none; then rank 1 comes, with another."""
-    store, missing = dist.HashStore(), [1, 2]
+def test_wait_table_names_missing_ranks_and_mismatched_calls() -> None:
+    """Rank 0 waits in its third collective, rank 1 in its first, rank 2 in none. Then rank 1 makes a different call."""
+    store, missing_ranks = dist.HashStore(), [1, 2]
     first, second, third = (WaitTable(store, rank, range(3)) for rank in range(3))
     second.begin("broadcast")
     second.update_missing([0, 2])
     for call in ("broadcast", "all_reduce", "barrier"):
         first.begin(call)
-    assert first.update_missing(missing) == {}
-    assert missing == [1, 2]
+    assert first.update_missing(missing_ranks) == {}
+    assert missing_ranks == [1, 2]
     for wait_table, calls in ((second, ("all_reduce", "all_gather")), (third, ("broadcast", "all_reduce", "barrier"))):
         for call in calls:
             wait_table.begin(call)
     second.update_missing([0, 2])
     first.last_read = 0.0  # the next read is due
-    first.update_missing(missing)
-    assert missing == [2]
+    first.update_missing(missing_ranks)
+    assert missing_ranks == [2]
     mismatch = first.describe_mismatch()
-    assert next(mismatch) == [2]  # which has not said what it calls
+    assert next(mismatch) == [2]  # the rank that has not published its call
     third.update_missing([0, 1])
-    with pytest.raises(StopIteration) as said:
+    with pytest.raises(StopIteration) as stop:
         next(mismatch)
-    assert said.value.value == "rank 0 calls barrier, rank 1 all_gather"
+    assert stop.value.value == "rank 0 calls barrier, rank 1 all_gather"
 
 
 @pytest.mark.parametrize(
-    ("reduction", "dtype", "said"),
+    ("reduction", "dtype", "message"),
     [
         ("band", torch.float32, "reduction band of torch.float32"),
         ("max", torch.complex64, "reduction max of torch.complex64"),
@@ -132,13 +134,13 @@ def test_who_is_missing() -> None:
         ("sum", torch.float8_e4m3fn, "torch.float8_e4m3fn: MPI cannot reduce it"),
     ],
 )
-def test_reductions_that_mpi_does_not_have(reduction: str, dtype: torch.dtype, said: str) -> None:
-    with pytest.raises(RuntimeError, match=said):
+def test_reductions_unsupported_by_mpi_are_refused(reduction: str, dtype: torch.dtype, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
         Calls(FakeMpi("mpi"), None).operation(reduction, dtype)
 
 
-def test_reductions_of_bool() -> None:
-    """A sum of two true ones is true, and not 2."""
+def test_sum_of_bool_is_a_logical_or() -> None:
+    """The sum of two true values is true, and not 2."""
     calls = Calls(FakeMpi("mpi"), None)
     assert calls.operation("sum", torch.bool) == "MPI's or"
     assert calls.operation("sum", torch.int8) == "MPI's sum"

@@ -1,4 +1,7 @@
-"""Backend shm: what tests/collectives do not ask of a backend: order, asynchrony, ends of ranks, memory left behind."""
+"""The shm backend: order of operations, asynchrony, ranks that die, and shared memory left behind.
+
+tests/collectives tests the results of every operation.
+"""
 
 from __future__ import annotations
 
@@ -28,76 +31,76 @@ from everyrank.errors import CannotRunError, RankFailedError
 from everyrank.launch import Launch, RankInfo, run_ranks
 from everyrank.world import World, open_world
 
-SECONDS = 20.0
+TIMEOUT_SECONDS = 20.0
 
 
-def group_of(world: Any, seconds: float = SECONDS) -> Any:
-    """All ranks, a group of its own: what fails in it spoils no other."""
+def group_of(world: Any, seconds: float = TIMEOUT_SECONDS) -> Any:
+    """Return a new group of all ranks, so that a failure in it does not break other tests."""
     register_backend("shm")
     return dist.new_group(backend="shm", timeout=datetime.timedelta(seconds=seconds))
 
 
-# --- right answers where they are hard
+# --- correct results in difficult cases
 
 
-def long_and_odd(world: Any) -> list[str]:
-    """Lengths around the ends of slots and cells, every dtype width: those with a wrong element."""
-    group, wrong = group_of(world), []
+def odd_length_failures(world: Any) -> list[str]:
+    """Return the operations with a wrong element. Lengths are near the ends of buffers and entries."""
+    group, failures = group_of(world), []
     size, rank = world.size, world.rank
     for dtype in (torch.uint8, torch.bfloat16, torch.float32, torch.float64):
-        slot = 2**20 // dtype.itemsize
-        for length in (1, 3, slot - 1, slot, slot + 1, 2 * slot + 7):
-            own = (torch.arange(length) % 7 + rank).to(dtype)
-            everybody = [(torch.arange(length) % 7 + one).to(dtype) for one in range(size)]
-            total = own.clone()
+        buffer_length = 2**20 // dtype.itemsize
+        for length in (1, 3, buffer_length - 1, buffer_length, buffer_length + 1, 2 * buffer_length + 7):
+            local = (torch.arange(length) % 7 + rank).to(dtype)
+            rank_tensors = [(torch.arange(length) % 7 + other_rank).to(dtype) for other_rank in range(size)]
+            total = local.clone()
             dist.all_reduce(total, group=group)
-            parts = [torch.empty_like(own) for _ in range(size)]
-            dist.all_gather(parts, own, group=group)
-            root = own.clone()
+            parts = [torch.empty_like(local) for _ in range(size)]
+            dist.all_gather(parts, local, group=group)
+            root = local.clone()
             dist.broadcast(root, group_src=size - 1, group=group)
-            passed = torch.empty_like(own)
-            works = [dist.isend(own, group_dst=(rank + 1) % size, group=group)]
-            works += [dist.irecv(passed, group_src=(rank - 1) % size, group=group)]
+            received = torch.empty_like(local)
+            works = [dist.isend(local, group_dst=(rank + 1) % size, group=group)]
+            works += [dist.irecv(received, group_src=(rank - 1) % size, group=group)]
             for work in works:
                 work.wait()
-            found = {
-                "all_reduce": torch.equal(total, torch.stack(everybody).sum(0).to(dtype)),
-                "all_gather": all(map(torch.equal, parts, everybody)),
-                "broadcast": torch.equal(root, everybody[-1]),
-                "exchange": torch.equal(passed, everybody[rank - 1]),
+            correct_by_name = {
+                "all_reduce": torch.equal(total, torch.stack(rank_tensors).sum(0).to(dtype)),
+                "all_gather": all(map(torch.equal, parts, rank_tensors)),
+                "broadcast": torch.equal(root, rank_tensors[-1]),
+                "exchange": torch.equal(received, rank_tensors[rank - 1]),
             }
-            wrong += [f"{name} {dtype} {length}" for name, right in found.items() if not right]
-    return wrong
+            failures += [f"{name} {dtype} {length}" for name, is_correct in correct_by_name.items() if not is_correct]
+    return failures
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_long_and_odd_lengths(ranks: Any, count: int) -> None:
-    assert ranks(count, long_and_odd) == [[]] * count
+def test_lengths_near_the_end_of_a_buffer(ranks: Any, count: int) -> None:
+    assert ranks(count, odd_length_failures) == [[]] * count
 
 
-def yields(world: Any, cores: int) -> int:
-    """How often the core is given away in a wait of 50 ms for rank 0, on a machine of so many cores."""
+def count_yields(world: Any, cores: int) -> int:
+    """Return how often a rank yields its core while it waits 50 ms for rank 0, on `cores` cores."""
     with mock.patch.object(ENGINE, "is_oversubscribed", False), mock.patch.object(os, "cpu_count", return_value=cores):
         group = group_of(world)
         dist.barrier(group=group)
-        # given away in earnest, the core may stay with another test for as long as is yielded here
-        with mock.patch.object(os, "sched_yield") as given:
+        # a real yield may give the core to another test for a long time
+        with mock.patch.object(os, "sched_yield") as sched_yield:
             if world.rank == 0:
                 time.sleep(0.05)
             dist.all_reduce(torch.ones(3), group=group)
-        return given.call_count
+        return sched_yield.call_count
 
 
-def test_more_ranks_than_cores_sleep(ranks: Any) -> None:
-    """Who yields is given the core back before who is waited for; with a core for each, a yield is soonest over."""
-    crowded, roomy = (ranks(2, yields, cores)[1] for cores in (1, 2))
-    assert crowded <= 3
-    assert roomy > 30
+def test_ranks_sleep_instead_of_yielding_if_there_are_more_ranks_than_cores(ranks: Any) -> None:
+    """On an oversubscribed machine, a rank that yields gets its core back before the rank that it waits for."""
+    yields_on_1_core, yields_on_2_cores = (ranks(2, count_yields, cores)[1] for cores in (1, 2))
+    assert yields_on_1_core <= 3
+    assert yields_on_2_cores > 30
 
 
-def soon_joined(world: Any) -> int:
-    """How many of ten asynchronous calls that rank 0 joins three milliseconds late are done when they return."""
-    group, done = group_of(world), 0
+def count_calls_done_on_return(world: Any) -> int:
+    """Return how many of ten asynchronous calls are complete on return. Rank 0 joins each 3 ms late."""
+    group, num_done = group_of(world), 0
     with mock.patch.object(ENGINE, "is_oversubscribed", False):
         for _ in range(10):
             dist.barrier(group=group)
@@ -105,98 +108,105 @@ def soon_joined(world: Any) -> int:
                 time.sleep(0.003)
             work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
             assert isinstance(work, PendingWork)
-            done += work.done
+            num_done += work.done
             work.wait()
-    return done
+    return num_done
 
 
-def test_who_is_soon_joined_needs_no_thread(ranks: Any) -> None:
-    """A thread would take Python's lock from the backward that it was left to, again and again."""
-    assert ranks(2, soon_joined)[1] >= 5
+def test_asynchronous_call_polls_before_it_uses_the_thread(ranks: Any) -> None:
+    """The thread would repeatedly take the GIL from the backward pass."""
+    assert ranks(2, count_calls_done_on_return)[1] >= 5
 
 
-def strided(world: Any) -> list[bool]:
-    """Tensors that are not contiguous, by elements and not by their place in memory."""
+def strided_results_are_equal(world: Any) -> list[bool]:
+    """Return whether collectives of tensors with different strides are correct element by element."""
     group, rank = group_of(world), world.rank
-    plain = torch.arange(24.0).view(2, 3, 4) + rank
-    both = torch.arange(24.0).view(2, 3, 4) * 2 + 1
-    total = plain.transpose(0, 2).contiguous().transpose(0, 2)  # columns first in memory
+    local = torch.arange(24.0).view(2, 3, 4) + rank
+    expected_sum = torch.arange(24.0).view(2, 3, 4) * 2 + 1
+    total = local.transpose(0, 2).contiguous().transpose(0, 2)  # column-major
     if rank == 1:
-        total = plain.clone()  # and rows first on the other rank
+        total = local.clone()  # row-major on the other rank
     dist.all_reduce(total, group=group)
-    wide = torch.zeros(2, 3, 8)
-    parts = [wide[..., :4], wide[..., 4:]]
-    dist.all_gather(parts, plain.permute(2, 1, 0).contiguous().permute(2, 1, 0), group=group)
+    gathered = torch.zeros(2, 3, 8)
+    parts = [gathered[..., :4], gathered[..., 4:]]
+    dist.all_gather(parts, local.permute(2, 1, 0).contiguous().permute(2, 1, 0), group=group)
     received = torch.zeros(4, 3).t()
-    other = dist.isend(plain[0].t().contiguous().t(), group_dst=1 - rank, group=group)
+    sending = dist.isend(local[0].t().contiguous().t(), group_dst=1 - rank, group=group)
     dist.recv(received, group_src=1 - rank, group=group)
-    other.wait()
-    theirs = torch.arange(24.0).view(2, 3, 4) + 1 - rank
-    return [torch.equal(total, both), torch.equal(parts[1 - rank], theirs), torch.equal(received, theirs[0])]
+    sending.wait()
+    expected_peer = torch.arange(24.0).view(2, 3, 4) + 1 - rank
+    return [
+        torch.equal(total, expected_sum),
+        torch.equal(parts[1 - rank], expected_peer),
+        torch.equal(received, expected_peer[0]),
+    ]
 
 
-def test_tensors_that_are_not_contiguous(ranks: Any) -> None:
-    assert ranks(2, strided) == [[True] * 3] * 2
+def test_collectives_of_strided_tensors(ranks: Any) -> None:
+    assert ranks(2, strided_results_are_equal) == [[True] * 3] * 2
 
 
-def gathered_into_one(world: Any) -> list[Any]:
-    """What torch 2.14 and 2.15 ask of a group: gather_single, monitored_barrier, whether it can estimate times."""
+def gather_single_and_barrier(world: Any) -> list[Any]:
+    """Call methods that torch 2.14 and 2.15 expect of a group. Return their results."""
     group, options = group_of(world), dist.GatherOptions()
     options.rootRank = 1
-    whole = torch.zeros(4, 3).t() if world.rank == 1 else torch.zeros(0)
-    group.gather_single(whole, torch.arange(6.0).view(3, 2) + 10 * world.rank, options).wait()
-    said = ""
+    gathered = torch.zeros(4, 3).t() if world.rank == 1 else torch.zeros(0)
+    group.gather_single(gathered, torch.arange(6.0).view(3, 2) + 10 * world.rank, options).wait()
+    barrier_error = ""
     try:
         dist.monitored_barrier(group=group)
     except ValueError as error:
-        said = str(error)
-    return [whole.tolist(), said, group._supports_time_estimate]
+        barrier_error = str(error)
+    return [gathered.tolist(), barrier_error, group._supports_time_estimate]
 
 
-def test_gather_into_one_tensor(ranks: Any) -> None:
-    first, second = ranks(2, gathered_into_one)
+def test_gather_single_and_unsupported_monitored_barrier(ranks: Any) -> None:
+    first, second = ranks(2, gather_single_and_barrier)
     assert (first[0], first[2]) == ([], False)
     assert (second[0], second[2]) == ([[0, 1, 2, 3], [4, 5, 10, 11], [12, 13, 14, 15]], False)
     assert "monitored_barrier" in first[1]
     assert "monitored_barrier" in second[1]
 
 
-def in_any_order(world: Any) -> list[float]:
-    """Three groups, started in another order on each rank, several at once in each, waited for in yet another."""
+def all_reduce_in_different_orders(world: Any) -> list[float]:
+    """Start all-reduces in three groups, in a different order on each rank. Return the means of the tensors."""
     groups = [group_of(world) for _ in range(3)]
     order = [(0, 1, 2), (2, 1, 0), (1, 2, 0)][world.rank]
     tensors: dict[tuple[int, int], torch.Tensor] = {}
     works = []
-    for place in order:
+    for group_index in order:
         for number in range(4):
-            tensor = torch.full((300_000,), float(place * 10 + number + world.rank))
-            tensors[place, number] = tensor
-            works.append(dist.all_reduce(tensor, group=groups[place], async_op=True))
+            tensor = torch.full((300_000,), float(group_index * 10 + number + world.rank))
+            tensors[group_index, number] = tensor
+            works.append(dist.all_reduce(tensor, group=groups[group_index], async_op=True))
     for work in reversed(works):
         work.wait()
     return [float(tensors[key].mean()) for key in sorted(tensors)]
 
 
-def test_groups_are_started_in_any_order(ranks: Any) -> None:
-    right = [float(3 * (place * 10 + number) + 3) for place in range(3) for number in range(4)]
-    assert ranks(3, in_any_order) == [right] * 3
+def test_ranks_may_use_groups_in_different_orders(ranks: Any) -> None:
+    expected = [float(3 * (group_index * 10 + number) + 3) for group_index in range(3) for number in range(4)]
+    assert ranks(3, all_reduce_in_different_orders) == [expected] * 3
 
 
-def by_tag(world: Any) -> list[Any]:
-    """Later messages first, of any source, and one that is longer than the ring while nobody has asked for it."""
+def receive_by_tag(world: Any) -> list[Any]:
+    """Receive messages by tag in reverse order and from any source. One is longer than the ring buffer."""
     group = group_of(world)
-    long = torch.arange(2_000_000.0)
+    long_tensor = torch.arange(2_000_000.0)
     if world.rank == 0:
-        first, second = torch.zeros(2_000_000), torch.zeros(3)
-        works = [dist.irecv(second, group=group, tag=8), dist.irecv(first, group_src=1, group=group, tag=7)]
+        long_message, short_message = torch.zeros(2_000_000), torch.zeros(3)
+        works = [
+            dist.irecv(short_message, group=group, tag=8),
+            dist.irecv(long_message, group_src=1, group=group, tag=7),
+        ]
         for work in works:
             work.wait()
         senders = sorted(dist.recv(torch.zeros(1), group=group, tag=9) for _ in range(world.size - 1))
-        return [second.tolist(), torch.equal(first, long), works[0].source_rank(), senders]
+        return [short_message.tolist(), torch.equal(long_message, long_tensor), works[0].source_rank(), senders]
     works = []
     if world.rank == 1:
         works = [
-            dist.isend(long, group_dst=0, group=group, tag=7),
+            dist.isend(long_tensor, group_dst=0, group=group, tag=7),
             dist.isend(torch.ones(3), group_dst=0, group=group, tag=8),
         ]
     dist.send(torch.ones(1), group_dst=0, group=group, tag=9)
@@ -205,29 +215,29 @@ def by_tag(world: Any) -> list[Any]:
     return []
 
 
-def test_messages_by_tag_and_from_any_source(ranks: Any) -> None:
-    assert ranks(3, by_tag)[0] == [[1.0] * 3, True, 1, [1, 2]]
+def test_receive_by_tag_and_from_any_source(ranks: Any) -> None:
+    assert ranks(3, receive_by_tag)[0] == [[1.0] * 3, True, 1, [1, 2]]
 
 
-def left_alone(world: Any) -> bool:
-    """An operation that nobody waits for moves on while this rank computes, and its future is completed."""
+def future_completes_without_wait(world: Any) -> bool:
+    """Return whether the future of an all-reduce completes without `wait()` while this rank sleeps."""
     group = group_of(world)
     if world.rank == 1:
         time.sleep(0.2)
     tensor = torch.ones(3_000_000)
     future = dist.all_reduce(tensor, group=group, async_op=True).get_future()
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + TIMEOUT_SECONDS
     while not future.done() and time.monotonic() < deadline:
         time.sleep(0.01)
     return future.done() and torch.equal(future.value()[0], torch.full((3_000_000,), 2.0))
 
 
-def test_nobody_has_to_wait(ranks: Any) -> None:
-    assert ranks(2, left_alone) == [True, True]
+def test_operation_progresses_without_wait(ranks: Any) -> None:
+    assert ranks(2, future_completes_without_wait) == [True, True]
 
 
-def in_turn(world: Any) -> list[float]:
-    """What a call gets that comes after one of several phases, which is on its way: rank 1 is late."""
+def call_after_a_pending_one(world: Any) -> list[float]:
+    """Return the results of a pending all-reduce and of one started after it. Rank 1 starts late."""
     group, first, second = group_of(world), torch.ones(100_000), torch.full((3,), 5.0)
     time.sleep(0.05 * (world.rank == 1))
     work = dist.all_reduce(first, group=group, async_op=True)
@@ -237,13 +247,13 @@ def in_turn(world: Any) -> list[float]:
     return [float(first.sum()), float(second.sum())]
 
 
-def test_a_call_waits_for_those_before_it(ranks: Any) -> None:
-    assert ranks(2, in_turn) == [[200_000.0, 30.0]] * 2
+def test_operations_run_in_the_order_of_the_calls(ranks: Any) -> None:
+    assert ranks(2, call_after_a_pending_one) == [[200_000.0, 30.0]] * 2
 
 
 def noted(world: Any) -> list[Any]:
-    """What is known of two calls, how far below `noted` they stand: one that has ended, and one that waits."""
-    group, first = group_of(world), noted.__code__.co_firstlineno
+    """Return the recorded calls, one complete and one pending, with line numbers relative to `noted`."""
+    group, first_line = group_of(world), noted.__code__.co_firstlineno
     works = []
     dist.all_reduce(
         torch.ones(3),
@@ -253,42 +263,42 @@ def noted(world: Any) -> list[Any]:
         works += [dist.all_reduce(torch.ones(5).double(), group=group, async_op=True)]
     name = dist.distributed_c10d._world.pg_names[group]  # type: ignore[attr-defined]
     rows = [row for row in RECENT_CALLS.rows() if row[0] == name]
-    dist.barrier()  # rank 1 has looked
+    dist.barrier()  # rank 1 has read its calls
     if world.rank == 1:
         works += [dist.all_reduce(torch.ones(5).double(), group=group, async_op=True)]
     for work in works:
         work.wait()
-    return [[*row[1:6], row[8][1] - first, row[8][2]] for row in rows]
+    return [[*row[1:6], row[8][1] - first_line, row[8][2]] for row in rows]
 
 
-def test_what_is_known_of_calls(ranks: Any) -> None:
-    """Of a call that has ended at once as of one that waits; the line is that of the call, not of its function."""
-    ended = [1, "all_reduce", 3, "float32", True, 4, "noted"]
-    waits = [2, "all_reduce", 5, "float64", False, 9, "noted"]
-    assert ranks(2, noted) == [[ended, waits], [ended]]
+def test_recent_calls_have_state_and_source_line(ranks: Any) -> None:
+    """Complete and pending calls are recorded. The line is that of the call, and not of its function."""
+    complete_call = [1, "all_reduce", 3, "float32", True, 4, "noted"]
+    pending_call = [2, "all_reduce", 5, "float64", False, 9, "noted"]
+    assert ranks(2, noted) == [[complete_call, pending_call], [complete_call]]
 
 
-def test_what_fails_at_once_breaks_its_lane() -> None:
-    """Its error is raised in the call, and whoever waits for this rank is told; what waits is not overtaken."""
-    told: list[str] = []
+def test_failed_operation_breaks_its_queue() -> None:
+    """The call raises the error, and peers are notified. Later operations in the queue fail too."""
+    notifications: list[str] = []
 
     def failing() -> Any:
         yield from ()
         raise RankFailedError("another call")
 
-    queue = OperationQueue([0], 1.0, on_failure=lambda: told.append("failed"))
+    queue = OperationQueue([0], 1.0, on_failure=lambda: notifications.append("failed"))
     with pytest.raises(RankFailedError, match="another call"):
         queue.try_finish(failing())
-    assert told == ["failed"]
+    assert notifications == ["failed"]
     assert not queue.try_finish(no_steps())
     with pytest.raises(RankFailedError, match="an earlier operation failed: another call"):
         ENGINE.start(PendingWork("shm all_reduce", queue, no_steps(), []))
 
 
-def test_nothing_comes_between_what_has_begun_and_its_lane(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps that another thread starts in the same queue would run in the middle of these."""
-    free: list[str] = []
-    begun: list[str] = []
+def test_operation_is_queued_under_the_lock_that_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise another thread could run steps of the same queue in between."""
+    early_releases: list[str] = []
+    started_operations: list[str] = []
 
     class Lock:
         depth = 0
@@ -298,83 +308,84 @@ def test_nothing_comes_between_what_has_begun_and_its_lane(monkeypatch: pytest.M
 
         def __exit__(self, *_: object) -> None:
             self.depth -= 1
-            if not self.depth and begun and not queue.operations:
-                free.append("before it is in its queue")
+            if not self.depth and started_operations and not queue.operations:
+                early_releases.append("released before the operation was queued")
 
-    def later() -> Any:
-        begun.append("here")
+    def pending_steps() -> Any:
+        started_operations.append("barrier")
         while True:
             yield [1]
 
     monkeypatch.setattr(ENGINE, "lock", Lock())
     queue = OperationQueue([0, 1], 1.0)
-    collectives: Any = SimpleNamespace(barrier=later)
+    collectives: Any = SimpleNamespace(barrier=pending_steps)
     transport = Transport("shm", collectives, SimpleNamespace(queues=list), queue, lambda: None)  # type: ignore[arg-type]
     opts = dist.BarrierOptions()
     opts.asyncOp = False
     monkeypatch.setattr(ENGINE, "progress", lambda work, _: work)
     PythonGroup(transport, 0, 2, "of this test").barrier(opts)
-    assert begun
-    assert not free
+    assert started_operations
+    assert not early_releases
 
 
-def called_back(world: World, waits_by_work: bool) -> list[float]:
-    """What callbacks get that start another collective and wait for its future, as torch's PowerSGD does.
+def results_of_callbacks(world: World, waits_by_work: bool) -> list[float]:
+    """Return the results of callbacks that start a collective and wait for its future, as torch's PowerSGD does.
 
-    Each time rank 1 is late, so that the callback of rank 0 runs in the thread that moves on what was left; or where
-    its work is waited for, in this one.
+    Rank 1 is late each time. The callback of rank 0 therefore runs in the engine's thread.
+    If `waits_by_work` is set, it runs in the thread that waits for the work.
     """
-    group, found = group_of(world, 5.0), []
+    group, totals = group_of(world, 5.0), []
 
-    def summed(value: float) -> dist.Work:
+    def start_all_reduce(value: float) -> dist.Work:
         time.sleep(0.05 * (world.rank == 1))
         work = dist.all_reduce(torch.tensor([value]), group=group, async_op=True)
         assert work is not None
         return work
 
-    def again(before: Any) -> Any:
-        total = float(before.value()[0])
-        found.append(total)
-        return summed(total).get_future().wait()
+    def all_reduce_again(future_before: Any) -> Any:
+        total = float(future_before.value()[0])
+        totals.append(total)
+        return start_all_reduce(total).get_future().wait()
 
-    work = summed(float(world.rank + 1))
-    future = work.get_future().then(again).then(again)
+    work = start_all_reduce(float(world.rank + 1))
+    future = work.get_future().then(all_reduce_again).then(all_reduce_again)
     if waits_by_work:
         work.wait()
-    found.append(float(future.wait()[0]))
-    return found
+    totals.append(float(future.wait()[0]))
+    return totals
 
 
 @pytest.mark.parametrize("waits_by_work", [False, True])
-def test_callbacks_may_start_collectives_and_wait(ranks: Any, waits_by_work: bool) -> None:
-    """Who waits for a future moves nothing on, and who calls back holds the engine's lock."""
-    assert ranks(2, called_back, waits_by_work) == [[3.0, 6.0, 12.0]] * 2
+def test_callbacks_may_start_collectives_and_wait_for_them(ranks: Any, waits_by_work: bool) -> None:
+    """A wait for a future makes no progress by itself, and a callback holds the engine's lock."""
+    assert ranks(2, results_of_callbacks, waits_by_work) == [[3.0, 6.0, 12.0]] * 2
 
 
-# --- ranks that do something else, or nothing
+# --- mismatched calls and missing ranks
 
 
-def disagree(world: Any, what: str) -> str:
+def call_mismatched_operations(world: Any, difference: str) -> str:
+    """Call a different operation, shape, dtype or message length on the two ranks. Return the error message."""
     group = group_of(world)
-    own = torch.ones(8 if world.rank or what != "shape" else 9)
+    local = torch.ones(8 if world.rank or difference != "shape" else 9)
     try:
-        if what == "operation" and world.rank == 0:
-            dist.broadcast(own, group_src=0, group=group)
+        if difference == "operation" and world.rank == 0:
+            dist.broadcast(local, group_src=0, group=group)
             dist.barrier(group=group)
-        elif what == "message":
+        elif difference == "message":
             if world.rank == 0:
-                dist.send(own, group_dst=1, group=group)
+                dist.send(local, group_dst=1, group=group)
             else:
                 dist.recv(torch.ones(3), group_src=0, group=group)
         else:
-            dist.all_reduce(own.double() if what == "dtype" and world.rank == 0 else own, group=group)
+            dist.all_reduce(local.double() if difference == "dtype" and world.rank == 0 else local, group=group)
     except (RankFailedError, RuntimeError) as error:
         return str(error)
     return ""
 
 
 @pytest.mark.parametrize(
-    ("what", "says"),
+    ("difference", "fragment"),
     [
         ("operation", "all_reduce(8 elements of float32, sum"),
         ("shape", "all_reduce(9 elements of float32, sum"),
@@ -382,13 +393,14 @@ def disagree(world: Any, what: str) -> str:
         ("message", "rank 0 sent 32 bytes"),
     ],
 )
-def test_ranks_that_call_something_else_are_named(ranks: Any, what: str, says: str) -> None:
-    begun = time.monotonic()
-    assert any(says in words for words in ranks(2, disagree, what))
-    assert time.monotonic() < begun + SECONDS / 2, "the other rank waited for the one that gave up"
+def test_error_of_mismatched_calls_describes_the_other_call(ranks: Any, difference: str, fragment: str) -> None:
+    start_time = time.monotonic()
+    assert any(fragment in message for message in ranks(2, call_mismatched_operations, difference))
+    assert time.monotonic() < start_time + TIMEOUT_SECONDS / 2, "the other rank waited for the one that gave up"
 
 
-def late(world: Any) -> str:
+def all_reduce_without_rank_1(world: Any) -> str:
+    """Return the error of an all-reduce that rank 1 does not call."""
     group = group_of(world, seconds=0.5)
     if world.rank == 1:
         return ""
@@ -399,14 +411,14 @@ def late(world: Any) -> str:
     return "nothing"
 
 
-def test_a_rank_that_does_not_come_is_named(ranks: Any) -> None:
-    """Of three, one calls: the other two are named."""
-    first, second, third = ranks(3, late)
-    names = {0: first, 2: third}
+def test_timeout_names_the_rank_that_did_not_call(ranks: Any) -> None:
+    """Two of three ranks call the all-reduce. Their errors name rank 1."""
+    first, second, third = ranks(3, all_reduce_without_rank_1)
+    messages = {0: first, 2: third}
     assert second == ""
-    for rank, words in names.items():
-        assert "shm all_reduce timed out after 0.5 s" in words, rank
-        assert "1" in words.partition("rank")[2]
+    for rank, message in messages.items():
+        assert "shm all_reduce timed out after 0.5 s" in message, rank
+        assert "1" in message.partition("rank")[2]
 
 
 OPERATIONS = {
@@ -427,67 +439,68 @@ OPERATIONS = {
 }
 
 
-def killed_in(info: RankInfo, launch: Launch, name: str, folder: Path) -> None:
-    """Rank 1 is killed by a timer in the middle of calls that never end; rank 0 writes what it was told, and when."""
+def kill_rank_1_in(info: RankInfo, launch: Launch, name: str, folder: Path) -> None:
+    """Kill rank 1 with a timer during repeated calls. Rank 0 writes the error and its delay to a file."""
     with open_world(info, launch) as world:
         group, tensor = group_of(world), torch.ones(1_000_000)
         OPERATIONS[name](tensor, group)
         if world.rank == 1:
             signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
             signal.setitimer(signal.ITIMER_REAL, 0.05)
-        begun = time.monotonic()
+        start_time = time.monotonic()
         try:
-            while time.monotonic() < begun + SECONDS:
+            while time.monotonic() < start_time + TIMEOUT_SECONDS:
                 OPERATIONS[name](tensor, group)
         except RankFailedError as error:
-            (folder / "told").write_text(f"{time.monotonic() - begun:.3f} {error}")
+            (folder / "error").write_text(f"{time.monotonic() - start_time:.3f} {error}")
             raise
 
 
 @pytest.mark.usefixtures("python")
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_a_rank_killed_in_the_middle_is_named(tmp_path: Path, name: str) -> None:
-    """By the others at once, long before the timeout; and nothing is left in shared memory."""
-    launch = Launch(processes=2, timeout_seconds=SECONDS)
+def test_rank_killed_in_an_operation_is_named(tmp_path: Path, name: str) -> None:
+    """The other rank fails long before the timeout. No file is left in shared memory."""
+    launch = Launch(processes=2, timeout_seconds=TIMEOUT_SECONDS)
     with pytest.raises(RankFailedError, match="rank 1"):
-        run_ranks(launch, killed_in, launch, name, tmp_path)
-    if (tmp_path / "told").exists():  # the launcher may have ended it first
-        seconds, _, words = (tmp_path / "told").read_text().partition(" ")
-        assert float(seconds) < SECONDS / 2
-        assert words.startswith("shm ")
-        assert "rank 1 (process " in words
-        assert words.endswith("has ended")
+        run_ranks(launch, kill_rank_1_in, launch, name, tmp_path)
+    if (tmp_path / "error").exists():  # the launcher may have ended it first
+        seconds, _, message = (tmp_path / "error").read_text().partition(" ")
+        assert float(seconds) < TIMEOUT_SECONDS / 2
+        assert message.startswith("shm ")
+        assert "rank 1 (process " in message
+        assert message.endswith("has ended")
     assert not list(Path("/dev/shm").glob("*everyrank*"))
 
 
-def raced(world: Any, rounds: int) -> int:
-    """Messages that come while the engine's thread listens and this thread asks for the next: those that went wrong."""
-    group, wrong = group_of(world), 0
+def count_wrong_messages(world: Any, rounds: int) -> int:
+    """Return the number of wrong messages that arrive while the engine's thread and this thread both receive."""
+    group, num_wrong = group_of(world), 0
     if world.rank == 1:
         for number in range(rounds):
             dist.send(torch.tensor([float(number)]), group_dst=0, group=group, tag=number % 3)
         dist.send(torch.zeros(1), group_dst=0, group=group, tag=99)
         return 0
-    waiting = dist.irecv(torch.zeros(1), group_src=1, group=group, tag=99)  # keeps the thread listening
+    # this receive keeps the engine's thread active
+    pending_receive = dist.irecv(torch.zeros(1), group_src=1, group=group, tag=99)
     for number in range(rounds):
-        found = torch.full((1,), -1.0)
-        dist.irecv(found, group_src=1, group=group, tag=number % 3).wait()
-        wrong += float(found) != number
-    waiting.wait()
-    return wrong
+        received = torch.full((1,), -1.0)
+        dist.irecv(received, group_src=1, group=group, tag=number % 3).wait()
+        num_wrong += float(received) != number
+    pending_receive.wait()
+    return num_wrong
 
 
-def test_no_message_is_taken_between_looking_and_asking(ranks: Any) -> None:
-    assert ranks(2, raced, 500) == [0, 0]
+def test_concurrent_receives_take_the_right_messages(ranks: Any) -> None:
+    assert ranks(2, count_wrong_messages, 500) == [0, 0]
 
 
-def test_a_receive_is_entered_under_the_lock() -> None:
-    """The race above is too rare to be seen without it."""
-    held: list[bool] = []
+def test_receive_is_started_under_the_engine_lock() -> None:
+    """The race in the test above is too rare to find a missing lock."""
+    lock_states: list[bool] = []
 
     class Messages:
         def receive(self, *_: Any) -> Any:
-            held.append(ENGINE.lock._is_owned())  # type: ignore[attr-defined]
+            lock_states.append(ENGINE.lock._is_owned())  # type: ignore[attr-defined]
             return OperationQueue([0], 1.0), iter(())
 
         def queues(self) -> list[OperationQueue]:
@@ -496,49 +509,51 @@ def test_a_receive_is_entered_under_the_lock() -> None:
     transport: Any = Transport("shm", None, Messages(), OperationQueue([0], 1.0), lambda: None)  # type: ignore[arg-type]
     with contextlib.suppress(Exception):
         PythonGroup(transport, 0, 1, "of this test").recv([torch.zeros(1)], 0, 0)
-    assert held == [True]
+    assert lock_states == [True]
 
 
-def test_a_sender_that_is_ahead_fills_no_memory() -> None:
-    """Of what is in the ring already a receive takes its own message, and none that comes after it."""
-    words, cells = [0] * num_ring_words(2), torch.zeros(4, NUM_ENTRIES, 64, dtype=torch.uint8)
+def test_receive_does_not_buffer_later_messages() -> None:
+    """A receive takes its own message from the ring, and none that come after it."""
+    state_words, entries = [0] * num_ring_words(2), torch.zeros(4, NUM_ENTRIES, 64, dtype=torch.uint8)
     sender, receiver = (
-        Rings(rank, 2, (0, 1), words, 0, cells, lambda is_any: OperationQueue([0, 1], 1.0, from_any_source=is_any))
+        Rings(
+            rank, 2, (0, 1), state_words, 0, entries, lambda is_any: OperationQueue([0, 1], 1.0, from_any_source=is_any)
+        )
         for rank in (0, 1)
     )
     for number in range(4):
         assert list(sender.send(torch.full((20,), float(number)), 1, 7)[1]) == []
     for number in range(4):
-        found = torch.zeros(20)
-        assert list(receiver.receive(found, 0 if number % 2 else None, 7)[1]) == []
-        assert found.tolist() == [number] * 20
+        received = torch.zeros(20)
+        assert list(receiver.receive(received, 0 if number % 2 else None, 7)[1]) == []
+        assert received.tolist() == [number] * 20
         assert receiver.unexpected == []
 
 
-def again(world: Any) -> list[Any]:
-    """A receive that was given up takes nothing from the one after it, nor writes into its tensor."""
+def receive_after_a_timeout(world: Any) -> list[Any]:
+    """Time out in a receive, and receive again with the same tag."""
     group = group_of(world)
     if world.rank == 1:
         time.sleep(0.5)
         dist.send(torch.ones(3), group_dst=0, group=group, tag=1)
         return []
-    given_up, found = torch.zeros(3), torch.zeros(3)
+    timed_out, received = torch.zeros(3), torch.zeros(3)
     try:
-        dist.irecv(given_up, group_src=1, group=group, tag=1).wait(datetime.timedelta(seconds=0.1))
+        dist.irecv(timed_out, group_src=1, group=group, tag=1).wait(datetime.timedelta(seconds=0.1))
     except RankFailedError as error:
-        words = str(error)
-    dist.recv(found, group_src=1, group=group, tag=1)
-    return [words, given_up.tolist(), found.tolist()]
+        message = str(error)
+    dist.recv(received, group_src=1, group=group, tag=1)
+    return [message, timed_out.tolist(), received.tolist()]
 
 
-def test_a_receive_that_timed_out_takes_no_message(ranks: Any) -> None:
-    words, given_up, found = ranks(2, again)[0]
-    assert "shm recv timed out after 0.1 s" in words
-    assert (given_up, found) == ([0.0] * 3, [1.0] * 3)
+def test_receive_that_timed_out_takes_no_message(ranks: Any) -> None:
+    message, timed_out, received = ranks(2, receive_after_a_timeout)[0]
+    assert "shm recv timed out after 0.1 s" in message
+    assert (timed_out, received) == ([0.0] * 3, [1.0] * 3)
 
 
-def beside(world: Any) -> str:
-    """A short time for one operation is none for what another group waits for."""
+def timeout_in_another_group(world: Any) -> str:
+    """Time out in a receive of one group, and wait for a receive of another group."""
     groups = [group_of(world) for _ in range(2)]
     tensor = torch.zeros(3)
     if world.rank == 1:
@@ -553,12 +568,12 @@ def beside(world: Any) -> str:
     return str(tensor.tolist())
 
 
-def test_a_timeout_is_of_one_operation(ranks: Any) -> None:
-    assert ranks(2, beside)[0] == "[1.0, 1.0, 1.0]"
+def test_timeout_applies_to_one_operation_only(ranks: Any) -> None:
+    assert ranks(2, timeout_in_another_group)[0] == "[1.0, 1.0, 1.0]"
 
 
-def failed_beside_the_thread(world: Any) -> int:
-    """How many queues without any operation the thread still finds, after one that it had was given up."""
+def count_empty_pending_queues(world: Any) -> int:
+    """Return the number of pending queues without an operation after an operation has timed out."""
     group = group_of(world)
     if world.rank == 1:
         time.sleep(0.6)
@@ -569,11 +584,12 @@ def failed_beside_the_thread(world: Any) -> int:
     return sum(not queue.operations for queue in ENGINE.pending_queues)
 
 
-def test_a_call_that_timed_out_keeps_no_thread_awake(ranks: Any) -> None:
-    assert ranks(2, failed_beside_the_thread)[0] == 0
+def test_timed_out_operation_leaves_no_pending_queue(ranks: Any) -> None:
+    assert ranks(2, count_empty_pending_queues)[0] == 0
 
 
-def unequal(world: Any) -> str:
+def all_to_all_with_wrong_sizes(world: Any) -> str:
+    """Return the error of an all-to-all in which rank 0 sends more than rank 1 expects."""
     group = group_of(world)
     sizes = [1, 2] if world.rank == 0 else [1, 1]
     try:
@@ -584,18 +600,18 @@ def unequal(world: Any) -> str:
     return ""
 
 
-def test_an_error_of_one_rank_reaches_the_others(ranks: Any) -> None:
-    """Rank 1 expects another length than rank 0 sends; rank 0, which is right, does not wait for it."""
-    begun = time.monotonic()
-    first, second = ranks(2, unequal)
-    assert all(part in second for part in ("rank 0 sends 8 bytes", "rank 1", "4"))
+def test_error_of_one_rank_reaches_the_others(ranks: Any) -> None:
+    """Rank 1 fails because of the length. Rank 0 does not wait for it until the timeout."""
+    start_time = time.monotonic()
+    first, second = ranks(2, all_to_all_with_wrong_sizes)
+    assert all(fragment in second for fragment in ("rank 0 sends 8 bytes", "rank 1", "4"))
     assert "rank 1 has failed in this group" in first
-    assert time.monotonic() < begun + SECONDS / 2
+    assert time.monotonic() < start_time + TIMEOUT_SECONDS / 2
 
 
-def wrong_at_the_call(world: Any) -> list[str]:
-    """What this rank alone can see is said at the call, and the group goes on."""
-    group, said = group_of(world), []
+def call_with_invalid_arguments(world: Any) -> list[str]:
+    """Return the errors of invalid calls, and the results of valid calls in the same group after them."""
+    group, errors = group_of(world), []
     for tensor, reduction in (
         (torch.ones(2), dist.ReduceOp.BAND),
         (torch.ones(2, dtype=torch.int64), dist.ReduceOp.AVG),
@@ -603,29 +619,29 @@ def wrong_at_the_call(world: Any) -> list[str]:
         try:
             dist.all_reduce(tensor, op=reduction, group=group)
         except RuntimeError as error:
-            said.append(str(error))
+            errors.append(str(error))
     try:
         dist.all_gather_into_tensor(torch.zeros(2 * world.size + 1), torch.zeros(2), group=group)
     except (RuntimeError, ValueError) as error:
-        said.append(type(error).__name__)
-    odd = torch.arange(6.0)[::3][:1] + world.rank  # one element, of another stride
-    whole = torch.arange(6.0).view(2, 3)[:1, 0]
+        errors.append(type(error).__name__)
+    strided = torch.arange(6.0)[::3][:1] + world.rank  # one element with a different stride
+    strided_view = torch.arange(6.0).view(2, 3)[:1, 0]
     parts = [torch.empty(1) for _ in range(world.size)]
-    dist.all_gather(parts, whole, group=group)
-    dist.all_reduce(odd, group=group)
-    return [*said, str(odd.tolist()), str([part.tolist() for part in parts])]
+    dist.all_gather(parts, strided_view, group=group)
+    dist.all_reduce(strided, group=group)
+    return [*errors, str(strided.tolist()), str([part.tolist() for part in parts])]
 
 
-def test_what_a_call_gets_wrong_by_itself_breaks_no_group(ranks: Any) -> None:
-    for band, avg, gather, odd, parts in ranks(2, wrong_at_the_call):
+def test_invalid_arguments_do_not_break_the_group(ranks: Any) -> None:
+    for band, avg, gather, strided, parts in ranks(2, call_with_invalid_arguments):
         assert "reduction band of torch.float32" in band
         assert "reduction avg of torch.int64" in avg
         assert gather in ("RuntimeError", "ValueError")
-        assert (odd, parts) == ("[1.0]", "[[0.0], [0.0]]")
+        assert (strided, parts) == ("[1.0]", "[[0.0], [0.0]]")
 
 
-def test_slots_hold_every_dtype_for_any_number_of_ranks() -> None:
-    """Whole pages; what is divided among the ranks of a group leaves each of them some."""
+def test_buffers_are_whole_pages_for_any_number_of_ranks() -> None:
+    """Each rank's share of a buffer holds at least one element of every dtype."""
     for size in range(1, 257):
         buffer, entry = buffer_and_entry_bytes(size)
         assert buffer % 4096 == entry % 4096 == 0
@@ -635,40 +651,40 @@ def test_slots_hold_every_dtype_for_any_number_of_ranks() -> None:
         buffer_and_entry_bytes(100_000)
 
 
-def again_and_again(info: RankInfo, launch: Launch, rounds: int) -> int:
-    """Elements that are wrong, over many rounds of many operations, with more ranks than cores."""
+def count_wrong_elements_in_rounds(info: RankInfo, launch: Launch, rounds: int) -> int:
+    """Return the number of wrong elements in many rounds of different operations."""
     with open_world(info, launch) as world:
-        group, wrong = world.group, 0
+        group, num_wrong = world.group, 0
         for number in range(rounds):
             length = 1 + (number * 7919) % 70_000
             tensor = torch.full((length,), float(world.rank + number))
             work = dist.all_reduce(tensor, group=group, async_op=True)
-            own = torch.full((length,), world.rank)
-            parts = [torch.empty_like(own) for _ in range(world.size)]
-            dist.all_gather(parts, own, group=group)
-            passed = torch.empty_like(own)
-            works = [dist.isend(own, group_dst=(world.rank + 1) % world.size, group=group)]
-            works += [dist.irecv(passed, group_src=(world.rank - 1) % world.size, group=group), work]
-            for one in works:
-                one.wait()
-            right = sum(range(world.size)) + world.size * number
-            wrong += int((tensor != right).sum()) + int((passed != (world.rank - 1) % world.size).sum())
-            wrong += sum(int((part != rank).sum()) for rank, part in enumerate(parts))
-        return wrong
+            local = torch.full((length,), world.rank)
+            parts = [torch.empty_like(local) for _ in range(world.size)]
+            dist.all_gather(parts, local, group=group)
+            received = torch.empty_like(local)
+            works = [dist.isend(local, group_dst=(world.rank + 1) % world.size, group=group)]
+            works += [dist.irecv(received, group_src=(world.rank - 1) % world.size, group=group), work]
+            for pending_work in works:
+                pending_work.wait()
+            expected_sum = sum(range(world.size)) + world.size * number
+            num_wrong += int((tensor != expected_sum).sum()) + int((received != (world.rank - 1) % world.size).sum())
+            num_wrong += sum(int((part != rank).sum()) for rank, part in enumerate(parts))
+        return num_wrong
 
 
 @pytest.mark.usefixtures("python")
-def test_more_ranks_than_cores() -> None:
+def test_operations_with_more_ranks_than_cores_are_correct() -> None:
     launch = Launch(processes=4, backend="shm", timeout_seconds=120.0)
-    assert run_ranks(launch, again_and_again, launch, 50) == dict.fromkeys(range(4), 0)
+    assert run_ranks(launch, count_wrong_elements_in_rounds, launch, 50) == dict.fromkeys(range(4), 0)
 
 
-# --- where there is none
+# --- machines without shm support
 
 
 @pytest.mark.parametrize("name", ["memfd_create", "pidfd_open"])
-def test_a_system_call_that_is_refused_is_a_reason(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """As by an old kernel, or a container."""
+def test_refused_system_call_is_reported(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """An old kernel or a container may refuse it."""
 
     def refuse_call(*_: Any) -> int:
         raise PermissionError(1, "Operation not permitted")
@@ -677,7 +693,7 @@ def test_a_system_call_that_is_refused_is_a_reason(monkeypatch: pytest.MonkeyPat
     assert "rank 0 (PermissionError: Operation not permitted)" in no_shared_memory(dist.HashStore(), 0, 1, 1.0)
 
 
-def test_a_group_of_a_name_that_was_there_before() -> None:
+def test_group_name_may_be_reused() -> None:
     store = dist.HashStore()
     for _ in range(2):
         memory, peers = segment.map_shared(store, 0, 1, [0], 4096, 5.0)
@@ -687,7 +703,7 @@ def test_a_group_of_a_name_that_was_there_before() -> None:
         peers.close()
 
 
-def test_a_machine_that_cannot_have_it_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_machine_is_reported_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     assert no_shared_memory(store, 0, 1, 1.0) == ""
     monkeypatch.setattr(segment.platform, "machine", lambda: "aarch64")
@@ -696,29 +712,29 @@ def test_a_machine_that_cannot_have_it_says_why(monkeypatch: pytest.MonkeyPatch)
     assert "needs Linux" in no_shared_memory(store, 0, 1, 1.0)
 
 
-def in_another_namespace(info: RankInfo, launch: Launch) -> str:
-    """Rank 1 finds nothing under the path of rank 0, as in a container of its own."""
+def run_without_shared_memory(info: RankInfo, launch: Launch) -> str:
+    """Run an all-reduce while rank 1 cannot open the memory of rank 0, as in separate containers."""
     if info.rank == 1:
-        segment.os.open = refuse  # type: ignore[assignment]
+        segment.os.open = raise_file_not_found  # type: ignore[assignment]
     with open_world(info, launch) as world:
         tensor = torch.ones(2)
         dist.all_reduce(tensor)
         return f"{world.choices['backend']} {tensor.tolist()}"
 
 
-def refuse(*_: Any, **__: Any) -> int:
+def raise_file_not_found(*_: Any, **__: Any) -> int:
     raise FileNotFoundError(2, "No such file or directory")
 
 
 @pytest.mark.usefixtures("python")
-@pytest.mark.parametrize("asked", [None, "shm"])
-def test_ranks_that_share_no_memory(asked: str | None) -> None:
-    """gloo carries them where nothing was asked for, and shm by name is refused, whatever the launcher says."""
-    launch = Launch(processes=2, backend=asked)
-    if asked is None:
-        found = run_ranks(launch, in_another_namespace, launch)
-        assert found[0] == found[1]
-        assert re.match(r"gloo: no memory .* rank 0 by rank 1 .*FileNotFoundError.* \[2\.0, 2\.0\]$", found[0])
+@pytest.mark.parametrize("backend", [None, "shm"])
+def test_ranks_without_shared_memory_use_gloo_or_refuse_shm(backend: str | None) -> None:
+    """The default backend becomes gloo. An explicit `--backend shm` is refused."""
+    launch = Launch(processes=2, backend=backend)
+    if backend is None:
+        results = run_ranks(launch, run_without_shared_memory, launch)
+        assert results[0] == results[1]
+        assert re.match(r"gloo: no memory .* rank 0 by rank 1 .*FileNotFoundError.* \[2\.0, 2\.0\]$", results[0])
     else:
         with pytest.raises(CannotRunError, match=r"--backend shm: .*use --backend gloo"):
-            run_ranks(launch, in_another_namespace, launch)
+            run_ranks(launch, run_without_shared_memory, launch)

@@ -1,4 +1,4 @@
-"""What is damaged, foreign, or of another training is named in one line."""
+"""Resume refuses damaged checkpoints, foreign files and different workloads with a one-line error."""
 
 from __future__ import annotations
 
@@ -21,27 +21,32 @@ from everyrank.runs import checkpoint_named, find_checkpoint, newest_whole
 from everyrank.world import World
 from processes import Cli, one_line, refused
 
-# --- what is damaged, foreign or hostile
+# --- damaged checkpoints and foreign files
 
 
 def cut_tensors(folder: Path) -> None:
+    """Truncate the tensor file of rank 1."""
     path = folder / "__1_0.distcp"
     path.write_bytes(path.read_bytes()[:-100])
 
 
 def lose_tensors(folder: Path) -> None:
+    """Delete the tensor file of rank 0."""
     (folder / "__0_0.distcp").unlink()
 
 
 def lose_values(folder: Path) -> None:
+    """Delete the values that are not tensors."""
     (folder / "training.pt").unlink()
 
 
 def lose_table(folder: Path) -> None:
+    """Delete the table of contents."""
     (folder / ".metadata").unlink()
 
 
 def cut_about(folder: Path) -> None:
+    """Truncate the metadata."""
     path = folder / "about.json"
     path.write_bytes(path.read_bytes()[:200])
 
@@ -62,7 +67,9 @@ def deep_about(folder: Path) -> None:
     (folder / "about.json").write_text("[" * 100_000)
 
 
-def wrong(**changes: Any) -> Callable[[Path], None]:
+def set_metadata(**changes: Any) -> Callable[[Path], None]:
+    """Return a function that replaces values of a checkpoint's metadata."""
+
     def change(folder: Path) -> None:
         change_about(folder, **changes)
 
@@ -70,101 +77,105 @@ def wrong(**changes: Any) -> Callable[[Path], None]:
     return change
 
 
-SIZES = [cut_tensors, lose_tensors, lose_values, lose_table]
+REMOVED_OR_TRUNCATED_FILES = [cut_tensors, lose_tensors, lose_values, lose_table]
 
-ABOUTS = [cut_about, empty_about, list_about, binary_about, deep_about]
+INVALID_METADATA_FILES = [cut_about, empty_about, list_about, binary_about, deep_about]
 
-TYPES = [
-    wrong(step="6"),
-    wrong(step=-1),
-    wrong(step=None),
-    wrong(metrics=[0.5]),
-    wrong(metrics={"top1": "high"}),
-    wrong(best_by=["top1"]),
-    wrong(files=[1]),
-    wrong(files={"training.pt": 3}),
-    wrong(files={"../training.pt": [3, 4]}),
-    wrong(settings=3),
-    wrong(aliases=3),
-    wrong(updates_per_epoch="x"),
+WRONG_METADATA_VALUES = [
+    set_metadata(step="6"),
+    set_metadata(step=-1),
+    set_metadata(step=None),
+    set_metadata(metrics=[0.5]),
+    set_metadata(metrics={"top1": "high"}),
+    set_metadata(best_by=["top1"]),
+    set_metadata(files=[1]),
+    set_metadata(files={"training.pt": 3}),
+    set_metadata(files={"../training.pt": [3, 4]}),
+    set_metadata(settings=3),
+    set_metadata(aliases=3),
+    set_metadata(updates_per_epoch="x"),
 ]
 
 
-@pytest.mark.parametrize("spoil", [*SIZES, *ABOUTS, *TYPES], ids=lambda spoil: spoil.__name__)
-def test_a_damaged_checkpoint_is_named_and_the_last_good_one_offered(
-    run_folder: Path, spoil: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "corrupt",
+    [*REMOVED_OR_TRUNCATED_FILES, *INVALID_METADATA_FILES, *WRONG_METADATA_VALUES],
+    ids=lambda corrupt: corrupt.__name__,
+)
+def test_resume_refuses_a_damaged_checkpoint_and_suggests_the_last_intact_one(
+    run_folder: Path, corrupt: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whether the run or the checkpoint is named: status 2, one line, and what to go on from."""
-    spoil(step(run_folder, 6))
-    for place in ((), (step(run_folder, 6),)):
-        line = refused(capsys, *DIGITS, "--out", run_folder, "--resume", *place)
+    """The result is the same whether the argument is the run or the checkpoint: status 2 and one line."""
+    corrupt(step(run_folder, 6))
+    for argument in ((), (step(run_folder, 6),)):
+        line = refused(capsys, *DIGITS, "--out", run_folder, "--resume", *argument)
         assert str(step(run_folder, 6)) in line
         assert f"--resume {step(run_folder, 4)}" in line
 
 
-@pytest.mark.parametrize("spoil", [cut_tensors, cut_about], ids=lambda spoil: spoil.__name__)
-def test_a_training_that_goes_on_by_itself_takes_the_newest_whole_one(
-    run_folder: Path, spoil: Callable[[Path], None]
-) -> None:
-    """Nobody is there to read what is offered."""
-    found = newest_whole(run_folder)
-    assert found is not None
-    assert found.path == step(run_folder, 6)
-    for number in (6, 4):
-        spoil(step(run_folder, number))
-    found = newest_whole(run_folder)
-    assert found is not None
-    assert found.path == step(run_folder, 2)
-    spoil(step(run_folder, 2))
+@pytest.mark.parametrize("corrupt", [cut_tensors, cut_about], ids=lambda corrupt: corrupt.__name__)
+def test_automatic_resume_takes_the_newest_intact_checkpoint(run_folder: Path, corrupt: Callable[[Path], None]) -> None:
+    """`newest_whole` skips checkpoints with missing or truncated files, because no user can read a suggestion."""
+    checkpoint = newest_whole(run_folder)
+    assert checkpoint is not None
+    assert checkpoint.path == step(run_folder, 6)
+    for step_number in (6, 4):
+        corrupt(step(run_folder, step_number))
+    checkpoint = newest_whole(run_folder)
+    assert checkpoint is not None
+    assert checkpoint.path == step(run_folder, 2)
+    corrupt(step(run_folder, 2))
     assert newest_whole(run_folder) is None
 
 
-@pytest.mark.parametrize("spoil", [cut_tensors, cut_about], ids=lambda spoil: spoil.__name__)
-def test_where_all_are_damaged_nothing_is_offered(
-    run_folder: Path, spoil: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("corrupt", [cut_tensors, cut_about], ids=lambda corrupt: corrupt.__name__)
+def test_resume_suggests_nothing_if_all_checkpoints_are_damaged(
+    run_folder: Path, corrupt: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for number in (2, 4, 6):
-        spoil(step(run_folder, number))
-    for place in ((), (step(run_folder, 6),), (run_folder,)):
-        line = refused(capsys, *DIGITS, "--out", run_folder, "--resume", *place)
+    for step_number in (2, 4, 6):
+        corrupt(step(run_folder, step_number))
+    for argument in ((), (step(run_folder, 6),), (run_folder,)):
+        line = refused(capsys, *DIGITS, "--out", run_folder, "--resume", *argument)
         assert "--resume" not in line
         assert str(run_folder) in line
 
 
 @pytest.mark.parametrize(
-    ("place", "said"), [(".", "no complete checkpoint"), ("./", "no complete checkpoint"), ("", "is not a folder")]
+    ("path", "message"), [(".", "no complete checkpoint"), ("./", "no complete checkpoint"), ("", "is not a folder")]
 )
-def test_the_folder_where_we_are_is_a_place_like_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: str, said: str
+def test_resume_from_the_current_folder_does_not_start_from_scratch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], path: str, message: str
 ) -> None:
-    """It is not the --resume without a place, which may begin anew."""
+    """`--resume .` names a folder. Only `--resume` without a value may start from scratch."""
     monkeypatch.chdir(tmp_path)
-    line = refused(capsys, *DIGITS, "--out", tmp_path / "run", "--resume", place)
-    assert said in line
+    line = refused(capsys, *DIGITS, "--out", tmp_path / "run", "--resume", path)
+    assert message in line
     assert not (tmp_path / "run").exists()
 
 
-def test_the_one_that_is_offered_is_whole(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A checkpoint whose bytes differ, with its size as it was, is not offered."""
+def test_suggested_checkpoint_has_correct_checksums(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A checkpoint with a flipped bit is not suggested, although its size is correct."""
     cut_tensors(step(run_folder, 6))
-    flip(step(run_folder, 4) / "__0_0.distcp")
+    flip_bit(step(run_folder, 4) / "__0_0.distcp")
     line = refused(capsys, *DIGITS, "--out", run_folder, "--resume")
     assert f"--resume {step(run_folder, 2)}" in line
 
 
-def test_inspect_says_which_are_damaged(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Status 1, and every checkpoint has its row."""
+def test_inspect_lists_each_checkpoint_and_marks_the_damaged_one(
+    run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`everyrank checkpoint inspect` exits with status 1 if a checkpoint is damaged."""
     assert main(["checkpoint", "inspect", str(run_folder)]) == 0
     assert "DAMAGED" not in capsys.readouterr().out
-    flip(step(run_folder, 4) / "__0_0.distcp")
+    flip_bit(step(run_folder, 4) / "__0_0.distcp")
     assert main(["checkpoint", "inspect", str(run_folder)]) == 1
-    printed = capsys.readouterr().out
-    assert printed.count("DAMAGED") == 1
-    assert printed.count("step-0000000") == 3
+    output = capsys.readouterr().out
+    assert output.count("DAMAGED") == 1
+    assert output.count("step-0000000") == 3
 
 
-def places(folder: Path) -> dict[str, Path]:
-    """What is no run of ours."""
+def paths_without_a_run(folder: Path) -> dict[str, Path]:
+    """Create files and folders that are not runs, and return their paths by name. Two of the paths do not exist."""
     (folder / "empty").mkdir()
     (folder / "file").write_text("no folder")
     (folder / "weights.pt").write_bytes(b"no folder either")
@@ -172,103 +183,104 @@ def places(folder: Path) -> dict[str, Path]:
     return {name: folder / name for name in ("empty", "file", "weights.pt", "foreign", "missing", "missing/step-3")}
 
 
-def test_what_is_no_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A foreign checkpoint, a file, an empty folder, nothing at all: status 2, one line; nothing is left behind."""
-    for name, place in places(tmp_path).items():
-        line = refused(capsys, *DIGITS, "--out", tmp_path / "out", "--resume", place)
-        assert str(place) in line, name
-        line = refused(capsys, "predict", "digits", "--resume", place, "--out", tmp_path / "p.npy")
-        assert str(place) in line, name
-        for kind in (["inspect", place], ["export", place, tmp_path / "w.pt"]):
-            assert str(place) in refused(capsys, "checkpoint", *kind), name
+def test_commands_refuse_a_path_that_is_not_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each command exits with status 2, prints one line with the path and writes nothing."""
+    for name, path in paths_without_a_run(tmp_path).items():
+        line = refused(capsys, *DIGITS, "--out", tmp_path / "out", "--resume", path)
+        assert str(path) in line, name
+        line = refused(capsys, "predict", "digits", "--resume", path, "--out", tmp_path / "p.npy")
+        assert str(path) in line, name
+        for args in (["inspect", path], ["export", path, tmp_path / "w.pt"]):
+            assert str(path) in refused(capsys, "checkpoint", *args), name
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "p.npy").exists()
     assert not (tmp_path / "w.pt").exists()
     assert "another program" in refused(capsys, *DIGITS, "--resume", tmp_path / "foreign")
 
 
-def flip(path: Path) -> None:
-    """One bit of one byte in the middle."""
+def flip_bit(path: Path) -> None:
+    """Flip one bit in the middle of the file."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 4
     path.write_bytes(bytes(content))
 
 
-def test_one_flipped_bit_is_found_in_any_file(ranks: Any, run_folder: Path) -> None:
-    """By every rank alike, whichever read that file; and the last good one is offered."""
-    place = step(run_folder, 6)
-    assert ranks(2, try_digits, "ddp", place) == ["", ""]
+def test_all_ranks_report_a_flipped_bit_in_any_file(ranks: Any, run_folder: Path) -> None:
+    """Each file is read by one rank. All ranks raise the same error, and it suggests the last intact checkpoint."""
+    checkpoint_folder = step(run_folder, 6)
+    assert ranks(2, try_digits, "ddp", checkpoint_folder) == ["", ""]
     for name in (".metadata", "__0_0.distcp", "__1_0.distcp", "training.pt"):
-        flip(place / name)
-        one, other = ranks(2, try_digits, "ddp", place)
-        assert one == other
-        assert "\n" not in one
-        assert f"{name} was changed after it was saved" in one
-        assert f"--resume {step(run_folder, 4)}" in one
-        flip(place / name)
+        flip_bit(checkpoint_folder / name)
+        first_error, second_error = ranks(2, try_digits, "ddp", checkpoint_folder)
+        assert first_error == second_error
+        assert "\n" not in first_error
+        assert f"{name} was changed after it was saved" in first_error
+        assert f"--resume {step(run_folder, 4)}" in first_error
+        flip_bit(checkpoint_folder / name)
 
 
-def test_one_flipped_bit_on_the_command_line(cli: Cli, run_folder: Path, tmp_path: Path) -> None:
-    flip(step(run_folder, 6) / "__1_0.distcp")
-    words = ("--layout", "ddp", "--processes", "2", "--out", run_folder, "--resume")
-    done = cli(tmp_path, *DIGITS, *words)
-    assert done.status == 2, done.err
-    line = one_line(done.err)
+def test_train_reports_a_flipped_bit(cli: Cli, run_folder: Path, tmp_path: Path) -> None:
+    flip_bit(step(run_folder, 6) / "__1_0.distcp")
+    args = ("--layout", "ddp", "--processes", "2", "--out", run_folder, "--resume")
+    result = cli(tmp_path, *DIGITS, *args)
+    assert result.status == 2, result.err
+    line = one_line(result.err)
     assert "__1_0.distcp" in line
     assert f"--resume {step(run_folder, 4)}" in line
 
 
-# --- another training
+# --- a different workload
 
 
-def try_other(world: World, place: Path, changes: dict[str, Any]) -> str:
-    """Going on with a training that is another one."""
+def resume_changed_workload(world: World, checkpoint_folder: Path, changes: dict[str, Any]) -> str:
+    """Resume with a changed workload and return the error message, or an empty string."""
     going = Going(world, dataclasses.replace(training(), **changes), "single:precision=float64")
     try:
-        resume(going.prepared, world, checkpoint_named(place), going.about())
+        resume(going.prepared, world, checkpoint_named(checkpoint_folder), going.about())
     except UsageError as error:
         return str(error)
     return ""
 
 
-class Wider(Mixed):
-    """Another model."""
+class ModelWithExtraLayer(Mixed):
+    """A model with one parameter more than `Mixed`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.head = nn.Linear(5, 2, bias=False)
 
 
-class Other(Mixed):
-    """The same names, another shape."""
+class ModelWithOtherShape(Mixed):
+    """A model with the names of `Mixed` and a buffer of a different shape."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("offset", torch.zeros(1, 2))
 
 
-def two_groups(model: nn.Module) -> torch.optim.Optimizer:
-    first, *others = model.parameters()
-    return torch.optim.SGD([{"params": [first]}, {"params": others}], lr=0.05, momentum=0.9)
+def two_parameter_groups(model: nn.Module) -> torch.optim.Optimizer:
+    """Return SGD with two parameter groups."""
+    first_parameter, *other_parameters = model.parameters()
+    return torch.optim.SGD([{"params": [first_parameter]}, {"params": other_parameters}], lr=0.05, momentum=0.9)
 
 
-def test_another_training_is_refused(ranks: Any, tmp_path: Path) -> None:
-    """In one line that names what differs; the model is not touched by half."""
+def test_resume_refuses_a_different_workload(ranks: Any, tmp_path: Path) -> None:
+    """The error is one line that names the difference."""
     ranks(1, begins, "single", "sgd", tmp_path)
-    place = find_checkpoint(tmp_path).path
+    checkpoint_folder = find_checkpoint(tmp_path).path
     expected: list[tuple[dict[str, Any], str]] = [
         ({"seed": 1}, "seed"),
         ({"global_batch": 8}, "global_batch"),
         ({"clip_norm": 0.25}, "clip_norm"),
         ({"name": "another"}, "workload"),
         ({"train_data": lambda: zoo.Augmented(24)}, "samples"),
-        ({"model": Wider}, "head.bias"),
-        ({"model": Other}, "offset"),
-        ({"optimizer": two_groups}, "groups"),
+        ({"model": ModelWithExtraLayer}, "head.bias"),
+        ({"model": ModelWithOtherShape}, "offset"),
+        ({"optimizer": two_parameter_groups}, "groups"),
         ({"schedule": None}, "SGD and NoneType"),
         ({"optimizer": lambda model: torch.optim.Adagrad(model.parameters())}, "Adagrad"),
     ]
-    for changes, word in expected:
-        (line,) = ranks(1, try_other, place, changes)
-        assert word in line, changes
+    for changes, fragment in expected:
+        (line,) = ranks(1, resume_changed_workload, checkpoint_folder, changes)
+        assert fragment in line, changes
         assert "\n" not in line

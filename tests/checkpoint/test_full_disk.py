@@ -1,4 +1,4 @@
-"""A disk that is full, for real."""
+"""Checkpoints on a full disk. The disk is a tmpfs of 8 MiB."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from everyrank.runs import checkpoints_of, damage, find_checkpoint
 from forkserver import ForkServer, run_python
 from processes import Cli, one_line
 
-FULL = """\
+TRAINING_SCRIPT = """\
 import os
 import time
 from pathlib import Path
@@ -67,19 +67,19 @@ workload = Workload(
 
 
 @pytest.fixture(scope="module")
-def small_disks(python: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Skip where no small disk can be made."""
+def needs_small_disk(python: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Skip the test where a small tmpfs cannot be mounted."""
     reason = "a disk that is full is not verified for real"
     if sys.platform != "linux" or os.geteuid() != 0 or shutil.which("mount") is None:
         pytest.skip(f"{reason}: needs Linux, root and mount")
     folder = tmp_path_factory.mktemp("disk")
-    with (folder / "said").open("w") as said:
-        if python.fork(mount_small_disk, folder, streams=(None, said, said)).wait(60):
-            pytest.skip(f"{reason}: {(folder / 'said').read_text().splitlines()[-1]}")
+    with (folder / "mount.log").open("w") as log:
+        if python.fork(mount_small_disk, folder, streams=(None, log, log)).wait(60):
+            pytest.skip(f"{reason}: {(folder / 'mount.log').read_text().splitlines()[-1]}")
 
 
 def mount_small_disk(disk: Path) -> None:
-    """8 MiB, in a mount namespace of this process and its children."""
+    """Mount a tmpfs of 8 MiB in a mount namespace of this process and its children."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(0x00020000):  # CLONE_NEWNS; os.unshare comes with Python 3.12
         raise OSError(ctypes.get_errno(), "unshare")
@@ -87,91 +87,110 @@ def mount_small_disk(disk: Path) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", disk], check=True)
 
 
-def train_on_small_disk(disk: Path, kept: Path, words: list[str]) -> None:
-    """What is on the disk in the end is copied to `kept`, where everybody sees it."""
+def train_on_small_disk(disk: Path, copy_folder: Path, args: list[str]) -> None:
+    """Train with the run on a small disk. Copy the run to `copy_folder`, which is outside the mount namespace."""
     mount_small_disk(disk)
     try:
-        run_python(["-m", "everyrank", "train", "mine.py", "--out", str(disk / "run"), "--save-every", "2", *words])
+        run_python(["-m", "everyrank", "train", "mine.py", "--out", str(disk / "run"), "--save-every", "2", *args])
     finally:
         (disk / "ballast").unlink(missing_ok=True)
-        shutil.copytree(disk / "run", kept, symlinks=True)
+        shutil.copytree(disk / "run", copy_folder, symlinks=True)
 
 
 @dataclasses.dataclass
-class Ended:
-    """How it ended, and what was said."""
+class CommandResult:
+    """The exit status and the output of a command."""
 
     returncode: int
     stdout: str
     stderr: str
 
 
-def on_a_full_disk(python: ForkServer, folder: Path, *words: str, cleared: bool, left: int) -> Ended:
-    """Train with the run on a disk of 8 MiB that is full from update 5 on."""
-    (folder / "mine.py").write_text(FULL)
+def train_on_full_disk(
+    python: ForkServer, folder: Path, *args: str, is_cleared_later: bool, free_bytes: int
+) -> CommandResult:
+    """Train with the run on a disk of 8 MiB that is full from update 5 on.
+
+    `free_bytes` stay free. If `is_cleared_later`, the disk has free space again at update 9.
+    """
+    (folder / "mine.py").write_text(TRAINING_SCRIPT)
     (folder / "disk").mkdir()
-    own = {"DISK": str(folder / "disk"), "LEFT": str(left), "CLEARED": str(int(cleared)), "OMP_NUM_THREADS": "1"}
-    arguments = (folder / "disk", folder / "kept", list(words))
+    variables = {
+        "DISK": str(folder / "disk"),
+        "LEFT": str(free_bytes),
+        "CLEARED": str(int(is_cleared_later)),
+        "OMP_NUM_THREADS": "1",
+    }
+    train_arguments = (folder / "disk", folder / "kept", list(args))
     with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
-        started = python.fork(
+        process = python.fork(
             train_on_small_disk,
-            *arguments,
+            *train_arguments,
             folder=folder,
-            environment={**os.environ, **own},
+            environment={**os.environ, **variables},
             streams=(None, out, err),
         )
-    return Ended(started.wait(200), (folder / "out").read_text(), (folder / "err").read_text())
+    return CommandResult(process.wait(200), (folder / "out").read_text(), (folder / "err").read_text())
 
 
-def steps_logged(run: Path) -> list[int]:
+def logged_steps(run: Path) -> list[int]:
+    """Return the step numbers in the log of a run."""
     rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     return [row["step"] for row in rows if "step" in row]
 
 
-def test_a_full_disk_while_training(python: ForkServer, small_disks: None, tmp_path: Path) -> None:
-    """One clear line for each checkpoint that could not be saved; the training goes on, and saves when it can."""
-    done = on_a_full_disk(python, tmp_path, "--keep", "9", cleared=True, left=60_000)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stderr == ""
-    lines = [line for line in done.stdout.splitlines() if "could not be saved" in line]
-    assert len(lines) == 2, done.stdout  # after the updates 6 and 8
+def test_training_continues_after_checkpoints_that_did_not_fit_on_the_disk(
+    python: ForkServer, needs_small_disk: None, tmp_path: Path
+) -> None:
+    """It prints one line for each failed checkpoint and saves again once the disk has free space."""
+    result = train_on_full_disk(python, tmp_path, "--keep", "9", is_cleared_later=True, free_bytes=60_000)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stderr == ""
+    lines = [line for line in result.stdout.splitlines() if "could not be saved" in line]
+    assert len(lines) == 2, result.stdout  # after the updates 6 and 8
     for line in lines:
         assert "No space left on device" in line
         assert "step-00000004" in line
         assert "the training continues" in line
-    there = checkpoints_of(tmp_path / "kept")
-    assert [one.metadata.step for one in there] == [2, 4, 10, 12]
-    assert [damage(one) for one in there] == [None] * 4
-    assert steps_logged(tmp_path / "kept") == list(range(12))
+    checkpoints = checkpoints_of(tmp_path / "kept")
+    assert [checkpoint.metadata.step for checkpoint in checkpoints] == [2, 4, 10, 12]
+    assert [damage(checkpoint) for checkpoint in checkpoints] == [None] * 4
+    assert logged_steps(tmp_path / "kept") == list(range(12))
     assert not list((tmp_path / "kept" / "checkpoints").glob("*.tmp"))
 
 
-def test_a_full_disk_at_the_end(python: ForkServer, cli: Cli, small_disks: None, tmp_path: Path) -> None:
-    """The last checkpoint is what the run was for: status 4, one line; the one before is whole and goes on."""
-    two = ("--layout", "ddp", "--processes", "2")
-    done = on_a_full_disk(python, tmp_path, *two, cleared=False, left=60_000)
-    assert done.returncode == 4, done.stdout + done.stderr
-    line = one_line(done.stderr)
+def test_run_fails_if_its_last_checkpoint_does_not_fit_on_the_disk(
+    python: ForkServer, cli: Cli, needs_small_disk: None, tmp_path: Path
+) -> None:
+    """The run exits with status 4 and prints one line. The checkpoint before is intact and can be resumed."""
+    layout_args = ("--layout", "ddp", "--processes", "2")
+    result = train_on_full_disk(python, tmp_path, *layout_args, is_cleared_later=False, free_bytes=60_000)
+    assert result.returncode == 4, result.stdout + result.stderr
+    line = one_line(result.stderr)
     assert "No space left on device" in line
     assert "step-00000004" in line
-    there = checkpoints_of(tmp_path / "kept")
-    assert [one.metadata.step for one in there] == [2, 4]
-    assert [damage(one) for one in there] == [None] * 2
-    words = ("--out", "kept", "--resume", "--steps", "8", "--save-every", "2")
-    again = cli(tmp_path, "train", "mine.py", *two, *words, DISK=str(tmp_path), LEFT="0", CLEARED="0")
-    assert again.status == 0, again.err
-    assert steps_logged(tmp_path / "kept") == list(range(8))
+    checkpoints = checkpoints_of(tmp_path / "kept")
+    assert [checkpoint.metadata.step for checkpoint in checkpoints] == [2, 4]
+    assert [damage(checkpoint) for checkpoint in checkpoints] == [None] * 2
+    resume_args = ("--out", "kept", "--resume", "--steps", "8", "--save-every", "2")
+    resumed = cli(tmp_path, "train", "mine.py", *layout_args, *resume_args, DISK=str(tmp_path), LEFT="0", CLEARED="0")
+    assert resumed.status == 0, resumed.err
+    assert logged_steps(tmp_path / "kept") == list(range(8))
     assert find_checkpoint(tmp_path / "kept").metadata.step == 8
 
 
-def test_a_disk_with_no_room_for_the_log_either(python: ForkServer, small_disks: None, tmp_path: Path) -> None:
-    """Not one byte is left: however it ends, in one line, and what was saved is whole."""
-    done = on_a_full_disk(python, tmp_path, cleared=False, left=0)
-    assert done.returncode == 4, done.stdout + done.stderr
-    assert "No space left on device" in done.stderr.splitlines()[-1]
-    assert "Traceback" not in done.stderr
-    # the last page of the log may have room for a traceback
-    assert len([line for line in done.stderr.splitlines() if not line.startswith("full traceback: ")]) == 1, done.stderr
-    there = checkpoints_of(tmp_path / "kept")
-    assert [one.metadata.step for one in there] == [2, 4]
-    assert [damage(one) for one in there] == [None] * 2
+def test_run_fails_with_one_line_if_the_log_does_not_fit_on_the_disk(
+    python: ForkServer, needs_small_disk: None, tmp_path: Path
+) -> None:
+    """No byte is left on the disk. The earlier checkpoints are intact."""
+    result = train_on_full_disk(python, tmp_path, is_cleared_later=False, free_bytes=0)
+    assert result.returncode == 4, result.stdout + result.stderr
+    assert "No space left on device" in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.stderr
+    # the last page of the log may have space for a traceback
+    assert len([line for line in result.stderr.splitlines() if not line.startswith("full traceback: ")]) == 1, (
+        result.stderr
+    )
+    checkpoints = checkpoints_of(tmp_path / "kept")
+    assert [checkpoint.metadata.step for checkpoint in checkpoints] == [2, 4]
+    assert [damage(checkpoint) for checkpoint in checkpoints] == [None] * 2

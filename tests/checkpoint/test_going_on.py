@@ -1,4 +1,4 @@
-"""A training that was saved goes on as if it had never stopped, under any layout and number of ranks."""
+"""A resumed training equals the uninterrupted one, under any layout and any number of ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from everyrank.checkpoint import resume
 from everyrank.runs import find_checkpoint
 from everyrank.world import World
 
-# --- a fresh process goes on where another one was
+# --- resume with the same layout
 
 
 @pytest.mark.parametrize(
@@ -31,30 +31,30 @@ from everyrank.world import World
         ("parameter_server", "adamw", 0),
     ],
 )
-def test_two_ranks_go_on_to_the_last_bit(
+def test_resume_on_two_ranks_is_bitwise_equal(
     ranks: Any, tmp_path: Path, strategy: str, optimizer: str, workers: int
 ) -> None:
-    """Losses and final state after a checkpoint in mid-epoch are those of the run that was not interrupted."""
+    """The checkpoint is in mid-epoch. Losses and final state equal those of the uninterrupted run."""
     rows = ranks(2, interrupted, f"{strategy}:precision=float64", training(optimizer), workers, tmp_path)
     for row in rows:
         assert row["begun"] == SAVED
         assert len(row["again"][0]) == END - SAVED
-        (then, values_then), (now, values_now) = row["at_save"]
-        same(then, now)
-        assert values_then == values_now
-        for one, other in zip(row["whole"][0], row["again"][0], strict=True):
-            assert torch.equal(one, other)
+        (saved_state, saved_values), (resumed_state, resumed_values) = row["at_save"]
+        same(saved_state, resumed_state)
+        assert saved_values == resumed_values
+        for expected_loss, resumed_loss in zip(row["whole"][0], row["again"][0], strict=True):
+            assert torch.equal(expected_loss, resumed_loss)
         same(row["whole"][1], row["again"][1])
         assert row["whole"][2] == row["again"][2]
-    # a server runs no model, and hears of the buffers when it saves
+    # a server runs no model, and receives the buffers only when it saves
     expected = [SAVED, END] if strategy == "parameter_server" else [END, END]
     assert [int(row["again"][1]["model/calls"]) for row in rows] == expected
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "parameter_server:servers=2"])
 @pytest.mark.parametrize("size", [3, 4])
-def test_more_ranks_go_on_alike(ranks: Any, tmp_path: Path, strategy: str, size: int) -> None:
-    """On three and four ranks, where the last batch of an epoch has fewer samples than ranks, to 1e-12."""
+def test_resume_on_more_ranks_is_equal_up_to_rounding(ranks: Any, tmp_path: Path, strategy: str, size: int) -> None:
+    """On three and four ranks, the last batch of an epoch has fewer samples than ranks. The tolerance is 1e-12."""
     optimizer = "adamw" if size == 3 else "sgd"
     layout = f"{strategy}{',' if ':' in strategy else ':'}precision=float64"
     for row in ranks(size, interrupted, layout, training(optimizer), 0, tmp_path):
@@ -64,42 +64,47 @@ def test_more_ranks_go_on_alike(ranks: Any, tmp_path: Path, strategy: str, size:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
-def test_the_loss_scale_goes_on(ranks: Any, tmp_path: Path, strategy: str) -> None:
-    """fp16: after overflows the scale has moved, and a fresh run begins with that scale and its count of good steps."""
-    rows = ranks(2, scaled, strategy, tmp_path)
-    for before, after, whole, again in rows:
-        assert before == after
-        assert before[0] < 65536.0, "the workload was meant to overflow"
-        assert before[1] > 0, "and then to have good steps"
-        for one, other in zip(whole[0], again[0], strict=True):
-            assert torch.equal(one, other)
-        same(whole[1], again[1])
-        assert whole[2] == again[2]
+def test_resume_restores_the_loss_scale(ranks: Any, tmp_path: Path, strategy: str) -> None:
+    """Overflows in fp16 change the scale. The resumed run starts with that scale and its count of good steps."""
+    rows = ranks(2, resume_in_fp16, strategy, tmp_path)
+    for saved_scale, restored_scale, expected, resumed in rows:
+        assert saved_scale == restored_scale
+        assert saved_scale[0] < 65536.0, "the workload was meant to overflow"
+        assert saved_scale[1] > 0, "and then to have good steps"
+        for expected_loss, resumed_loss in zip(expected[0], resumed[0], strict=True):
+            assert torch.equal(expected_loss, resumed_loss)
+        same(expected[1], resumed[1])
+        assert expected[2] == resumed[2]
 
 
-def scaled(world: World, strategy: str, run: Path) -> Any:
+def resume_in_fp16(world: World, strategy: str, run: Path) -> Any:
+    """Return the loss scale at the checkpoint and after resuming, and the results of both runs."""
+
     def loss(output: Any, target: Any) -> Any:
         total, count = zoo.squared(output, target)
         return total * 3.0, count  # its gradient does not fit into fp16 at the first scale
 
     workload = zoo.workload("frozen", loss=loss)
-    whole = Going(world, workload, f"{strategy}:precision=fp16")
-    whole.updates(0, SAVED)
-    whole.saver(run).save(SAVED, {})
-    scale = whole.prepared.trainable.scaler
+    uninterrupted = Going(world, workload, f"{strategy}:precision=fp16")
+    uninterrupted.updates(0, SAVED)
+    uninterrupted.saver(run).save(SAVED, {})
+    scale = uninterrupted.prepared.trainable.scaler
     assert scale is not None
-    before = (scale.scale, scale.good_steps)
-    expected = (whole.updates(SAVED, END), *whole.state())
-    again = Going(world, workload, f"{strategy}:precision=fp16")
-    resume(again.prepared, world, find_checkpoint(run), again.about())
-    scale = again.prepared.trainable.scaler
+    saved_scale = (scale.scale, scale.good_steps)
+    expected = (uninterrupted.updates(SAVED, END), *uninterrupted.state())
+    resumed = Going(world, workload, f"{strategy}:precision=fp16")
+    resume(resumed.prepared, world, find_checkpoint(run), resumed.about())
+    scale = resumed.prepared.trainable.scaler
     assert scale is not None
-    after = (scale.scale, scale.good_steps)
-    return before, after, expected, (again.updates(SAVED, END), *again.state())
+    restored_scale = (scale.scale, scale.good_steps)
+    return saved_scale, restored_scale, expected, (resumed.updates(SAVED, END), *resumed.state())
 
 
-def drawing(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
-    """A loss that draws from generators nobody reseeds; another stream on every rank, and normal numbers in pairs."""
+def loss_with_random_factor(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    """Return a loss that draws from Python's and NumPy's generators, which nothing reseeds.
+
+    Each rank draws a different stream. Normal numbers are generated in pairs.
+    """
     for _ in range(dist.get_rank()):
         random.random()
         np.random.rand()
@@ -107,34 +112,36 @@ def drawing(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
     return total * (1.0 + 0.1 * random.gauss(0.0, 1.0) + 0.1 * float(np.random.standard_normal())), count
 
 
-@pytest.mark.parametrize("saved", [5, 6])  # the second number of a pair is, or is not, still to be given out
-def test_generators_of_python_and_numpy_go_on(ranks: Any, tmp_path: Path, saved: int) -> None:
-    """A model of a person's own that draws from them goes on to the last bit, each rank with its own stream."""
-    workload = zoo.workload("frozen", loss=drawing)
+@pytest.mark.parametrize("saved", [5, 6])  # the second number of a pair is pending, or is not
+def test_resume_restores_the_generators_of_python_and_numpy(ranks: Any, tmp_path: Path, saved: int) -> None:
+    """A user's loss draws from them. The resumed run is bitwise equal, and each rank has its own stream."""
+    workload = zoo.workload("frozen", loss=loss_with_random_factor)
     rows = ranks(2, interrupted, "ddp:precision=float64", workload, 0, tmp_path, saved)
     for row in rows:
-        for one, other in zip(row["whole"][0], row["again"][0], strict=True):
-            assert torch.equal(one, other)
+        for expected_loss, resumed_loss in zip(row["whole"][0], row["again"][0], strict=True):
+            assert torch.equal(expected_loss, resumed_loss)
         same(row["whole"][1], row["again"][1])
-    own = [row["whole"][1][f"generators/{rank}"] for rank, row in enumerate(rows)]
-    assert not torch.equal(*own), "the ranks were meant to draw differently"
+    generator_states = [row["whole"][1][f"generators/{rank}"] for rank, row in enumerate(rows)]
+    assert not torch.equal(*generator_states), "the ranks drew the same numbers"
 
 
-# --- another layout on another number of ranks
+# --- resume with a different layout and number of ranks
 
 
-def goes_on(world: World, layout: str, optimizer: str, run: Path) -> tuple[list[Tensor], dict[str, Tensor]]:
+def resume_and_finish(world: World, layout: str, optimizer: str, run: Path) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Resume the run, and return the local losses after the checkpoint and the full state."""
     going = Going(world, training(optimizer), f"{layout}:precision=float64")
-    begun = resume(going.prepared, world, find_checkpoint(run), going.about())
-    return going.updates(begun, END), going.prepared.full_state()
+    start_step = resume(going.prepared, world, find_checkpoint(run), going.about())
+    return going.updates(start_step, END), going.prepared.full_state()
 
 
-NO_GRADIENT = ("blocks.0.0.bias", "blocks.1.0.bias")  # before batch norm: AdamW steps by what rounding leaves of it
+# before batch norm: the gradient is only rounding error, which AdamW scales up
+NO_GRADIENT = ("blocks.0.0.bias", "blocks.1.0.bias")
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize(
-    ("saved", "then"),
+    ("saved", "resumed_by"),
     [
         (("fsdp", 4), [("ddp", 2), ("zero1", 3), ("single", 1)]),
         (("single", 1), [("fsdp", 3)]),
@@ -144,16 +151,16 @@ NO_GRADIENT = ("blocks.0.0.bias", "blocks.1.0.bias")  # before batch norm: AdamW
     ],
     ids=["from fsdp", "from single", "from zero1", "from servers", "to servers"],
 )
-def test_another_layout_goes_on(
-    ranks: Any, tmp_path: Path, optimizer: str, saved: tuple[str, int], then: list[tuple[str, int]]
+def test_resume_with_a_different_layout(
+    ranks: Any, tmp_path: Path, optimizer: str, saved: tuple[str, int], resumed_by: list[tuple[str, int]]
 ) -> None:
-    """The state of the optimizer too is cut anew: losses and model are those of the run that was not interrupted."""
-    whole = ranks(saved[1], begins, saved[0], optimizer, tmp_path)
-    expected = losses_of(whole)
-    for layout, size in then:
-        rows = ranks(size, goes_on, layout, optimizer, tmp_path)
+    """The optimizer state is split again. Losses and model equal those of the uninterrupted run."""
+    uninterrupted = ranks(saved[1], begins, saved[0], optimizer, tmp_path)
+    expected = losses_of(uninterrupted)
+    for layout, size in resumed_by:
+        rows = ranks(size, resume_and_finish, layout, optimizer, tmp_path)
         assert losses_of(rows) == pytest.approx(expected, rel=1e-10, abs=0.0), (layout, size)
-        found, right = (
-            {name: row[1][name] for name in row[1] if name not in NO_GRADIENT} for row in (rows[0], whole[0])
+        final_model, expected_model = (
+            {name: row[1][name] for name in row[1] if name not in NO_GRADIENT} for row in (rows[0], uninterrupted[0])
         )
-        same(found, right, relative=1e-10)
+        same(final_model, expected_model, relative=1e-10)

@@ -1,4 +1,4 @@
-"""Nothing of a hostile checkpoint is run."""
+"""Loading a hostile checkpoint runs none of its code."""
 
 from __future__ import annotations
 
@@ -19,60 +19,61 @@ from everyrank.runs import checkpoint_named
 from processes import Cli, one_line
 
 
-class Hostile:
-    """A pickle that calls a function when it is opened."""
+class MaliciousPickle:
+    """An object whose pickle calls a function when it is loaded."""
 
-    def __init__(self, *what: Any) -> None:
-        self.what = what
+    def __init__(self, *call: Any) -> None:
+        self.call = call
 
     def __reduce__(self) -> Any:
-        return self.what[0], self.what[1:]
+        return self.call[0], self.call[1:]
 
 
-def hostile_tables(folder: Path, mark: Path) -> dict[str, bytes]:
-    """Tables of contents that run something, or would make the reader do so."""
+def malicious_tables(folder: Path, marker: Path) -> dict[str, bytes]:
+    """Return tables of contents that run code, or that refer to data of a wrong type or place."""
     table = pickle.loads((folder / ".metadata").read_bytes())
     bytes_entry = copy.deepcopy(table)
     name = next(iter(table.state_dict_metadata))
     bytes_entry.state_dict_metadata[name] = dcp.metadata.BytesStorageMetadata()
-    outside = copy.deepcopy(table)
-    for info in outside.storage_data.values():
+    outside_folder = copy.deepcopy(table)
+    for info in outside_folder.storage_data.values():
         info.relative_path = f"../{folder.name}/{info.relative_path}"
-    planned = copy.deepcopy(table)
-    planned.planner_data = Hostile(os.system, f"touch {mark}")
+    call_in_planner_data = copy.deepcopy(table)
+    call_in_planner_data.planner_data = MaliciousPickle(os.system, f"touch {marker}")
     return {
-        "a call": pickle.dumps(Hostile(os.system, f"touch {mark}")),
-        "a call within": pickle.dumps(planned),
-        "eval": pickle.dumps(Hostile(eval, f"open({str(mark)!r}, 'w')")),
-        "getattr": pickle.dumps(Hostile(getattr, "a", "upper")),
-        "a file": pickle.dumps(Hostile(open, str(mark), "w")),
+        "a call": pickle.dumps(MaliciousPickle(os.system, f"touch {marker}")),
+        "a call within": pickle.dumps(call_in_planner_data),
+        "eval": pickle.dumps(MaliciousPickle(eval, f"open({str(marker)!r}, 'w')")),
+        "getattr": pickle.dumps(MaliciousPickle(getattr, "a", "upper")),
+        "a file": pickle.dumps(MaliciousPickle(open, str(marker), "w")),
         "another object": pickle.dumps({"weight": 3}),
         "bytes": pickle.dumps(bytes_entry),
-        "outside": pickle.dumps(outside),
+        "outside": pickle.dumps(outside_folder),
         "cut off": (folder / ".metadata").read_bytes()[:-20],
         "nothing": b"",
     }
 
 
-def test_a_hostile_table_runs_nothing(ranks: Any, run_folder: Path, tmp_path: Path) -> None:
-    """Its size and sum are right; going on and exporting end with one line, and nothing of it happens."""
-    place, mark = step(run_folder, 6), tmp_path / "it-ran"
-    for name, content in hostile_tables(place, mark).items():
-        (place / ".metadata").write_bytes(content)
-        sum_again(place, ".metadata")
-        for line in ranks(2, try_digits, "ddp", place):
+def test_malicious_table_of_contents_runs_no_code(ranks: Any, run_folder: Path, tmp_path: Path) -> None:
+    """Size and checksum of the table are correct. Resume and export fail with one line."""
+    checkpoint_folder, marker = step(run_folder, 6), tmp_path / "it-ran"
+    for name, content in malicious_tables(checkpoint_folder, marker).items():
+        (checkpoint_folder / ".metadata").write_bytes(content)
+        sum_again(checkpoint_folder, ".metadata")
+        for line in ranks(2, try_digits, "ddp", checkpoint_folder):
             assert line, name
             assert "\n" not in line, name
-            assert str(place) in line, name
-        with pytest.raises(UsageError) as caught:
-            export(checkpoint_named(place), tmp_path / "w.pt")
-        assert "\n" not in str(caught.value), name
-        assert not mark.exists(), name
+            assert str(checkpoint_folder) in line, name
+        with pytest.raises(UsageError) as error_info:
+            export(checkpoint_named(checkpoint_folder), tmp_path / "w.pt")
+        assert "\n" not in str(error_info.value), name
+        assert not marker.exists(), name
         assert not (tmp_path / "w.pt").exists(), name
 
 
-def hostile_values(mark: Path) -> dict[str, Any]:
-    call = Hostile(os.system, f"touch {mark}")
+def malicious_values(marker: Path) -> dict[str, Any]:
+    """Return contents of training.pt that run code if they are unpickled."""
+    call = MaliciousPickle(os.system, f"touch {marker}")
     return {
         "a call": call,
         "within": {"groups": [{"lr": call}], "schedule": None, "scale": None},
@@ -81,21 +82,21 @@ def hostile_values(mark: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_hostile_values_run_nothing(ranks: Any, run_folder: Path, tmp_path: Path, zipped: bool) -> None:
-    """training.pt with right size and sum: one line, and nothing of it happens."""
-    place, mark = step(run_folder, 6), tmp_path / "it-ran"
-    for name, values in hostile_values(mark).items():
-        torch.save(values, place / "training.pt", _use_new_zipfile_serialization=zipped)
-        sum_again(place, "training.pt")
-        for line in ranks(2, try_digits, "ddp", place):
+def test_malicious_training_values_run_no_code(ranks: Any, run_folder: Path, tmp_path: Path, zipped: bool) -> None:
+    """Size and checksum of training.pt are correct. Resume fails with one line."""
+    checkpoint_folder, marker = step(run_folder, 6), tmp_path / "it-ran"
+    for name, values in malicious_values(marker).items():
+        torch.save(values, checkpoint_folder / "training.pt", _use_new_zipfile_serialization=zipped)
+        sum_again(checkpoint_folder, "training.pt")
+        for line in ranks(2, try_digits, "ddp", checkpoint_folder):
             assert line, name
             assert "\n" not in line, name
             assert "training.pt" in line, name
-        assert not mark.exists(), name
-    (place / "training.pt").write_bytes(pickle.dumps(Hostile(os.system, f"touch {mark}")))
-    sum_again(place, "training.pt")
-    assert all("training.pt" in line for line in ranks(2, try_digits, "ddp", place))
-    assert not mark.exists()
+        assert not marker.exists(), name
+    (checkpoint_folder / "training.pt").write_bytes(pickle.dumps(MaliciousPickle(os.system, f"touch {marker}")))
+    sum_again(checkpoint_folder, "training.pt")
+    assert all("training.pt" in line for line in ranks(2, try_digits, "ddp", checkpoint_folder))
+    assert not marker.exists()
 
 
 @pytest.mark.parametrize(
@@ -108,22 +109,22 @@ def test_hostile_values_run_nothing(ranks: Any, run_folder: Path, tmp_path: Path
     ],
     ids=["nothing", "no groups", "no group", "a tensor"],
 )
-def test_values_of_another_kind_are_refused(ranks: Any, run_folder: Path, values: Any) -> None:
-    """Something else under the name of training.pt, size and sum being right: one line that names it."""
-    place = step(run_folder, 6)
-    torch.save(values, place / "training.pt")
-    sum_again(place, "training.pt")
-    (line,) = ranks(1, try_digits, "single", place)
+def test_resume_refuses_training_values_of_a_wrong_type(ranks: Any, run_folder: Path, values: Any) -> None:
+    """Size and checksum of training.pt are correct. The error is one line that names the file."""
+    checkpoint_folder = step(run_folder, 6)
+    torch.save(values, checkpoint_folder / "training.pt")
+    sum_again(checkpoint_folder, "training.pt")
+    (line,) = ranks(1, try_digits, "single", checkpoint_folder)
     assert "training.pt" in line
     assert "\n" not in line
 
 
-def test_a_hostile_table_on_the_command_line(cli: Cli, run_folder: Path, tmp_path: Path) -> None:
-    place, mark = step(run_folder, 6), tmp_path / "it-ran"
-    (place / ".metadata").write_bytes(pickle.dumps(Hostile(os.system, f"touch {mark}")))
-    sum_again(place, ".metadata")
-    done = cli(tmp_path, *DIGITS, "--layout", "ddp", "--processes", "2", "--resume", place)
-    assert done.status == 2, done.err
-    assert ".metadata" in one_line(done.err)
-    assert not mark.exists()
+def test_train_refuses_a_malicious_table_of_contents(cli: Cli, run_folder: Path, tmp_path: Path) -> None:
+    checkpoint_folder, marker = step(run_folder, 6), tmp_path / "it-ran"
+    (checkpoint_folder / ".metadata").write_bytes(pickle.dumps(MaliciousPickle(os.system, f"touch {marker}")))
+    sum_again(checkpoint_folder, ".metadata")
+    result = cli(tmp_path, *DIGITS, "--layout", "ddp", "--processes", "2", "--resume", checkpoint_folder)
+    assert result.status == 2, result.err
+    assert ".metadata" in one_line(result.err)
+    assert not marker.exists()
     assert not list(tmp_path.glob("runs/*/log.jsonl"))

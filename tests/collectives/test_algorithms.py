@@ -1,4 +1,4 @@
-"""All-reduce in plain sends and receives: right for any number of ranks and any length, with the theory's traffic."""
+"""All-reduce algorithms made of sends and receives: the sum, and the traffic that theory predicts."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ SIZES = [1, 2, 3, 4, 5, 6, 7, 8, 9, 13]
 LENGTHS = [0, 1, 2, 7, 16, 31]
 
 
-class Threads(Messages):
-    """Messages between the threads of one process: many ranks in no time."""
+class ThreadMessages(Messages):
+    """Messages between threads of one process, so many ranks start quickly."""
 
     boxes: dict[tuple[int, int], Any]
 
@@ -36,7 +36,9 @@ class Threads(Messages):
         incoming.copy_(self._box(self.ranks[source], self.ranks[self.rank]).get(timeout=30))
 
     def among(self, places: Any) -> Messages:
-        return Threads(places.index(self.rank), [self.ranks[place] for place in places], self.group, self.traffic)
+        return ThreadMessages(
+            places.index(self.rank), [self.ranks[index] for index in places], self.group, self.traffic
+        )
 
     def _put(self, tensor: Tensor, to: int) -> None:
         self._count(tensor)
@@ -46,14 +48,16 @@ class Threads(Messages):
         return self.group.setdefault((source, to), queue.Queue())  # pyright: ignore
 
 
-def own_values(rank: int, length: int) -> Tensor:
+def rank_values(rank: int, length: int) -> Tensor:
+    """Return the local tensor of a rank."""
     return torch.arange(length, dtype=torch.float64) * (rank + 1) + rank
 
 
-def in_threads(name: str, size: int, length: int) -> tuple[list[Tensor], list[Traffic]]:
+def all_reduce_in_threads(name: str, size: int, length: int) -> tuple[list[Tensor], list[Traffic]]:
+    """Run an all-reduce with one thread for each rank. Return the tensors and the traffic of all ranks."""
     boxes: Any = {}
-    tensors = [own_values(rank, length) for rank in range(size)]
-    links = [Threads(rank, range(size), boxes) for rank in range(size)]
+    tensors = [rank_values(rank, length) for rank in range(size)]
+    links = [ThreadMessages(rank, range(size), boxes) for rank in range(size)]
     threads = [
         threading.Thread(target=ALGORITHMS[name].all_reduce, args=(tensor, link), daemon=True)
         for tensor, link in zip(tensors, links, strict=True)
@@ -68,36 +72,37 @@ def in_threads(name: str, size: int, length: int) -> tuple[list[Tensor], list[Tr
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_sum_and_traffic(name: str, size: int) -> None:
-    """The sum on every rank, to the last bit; steps and elements of each rank as the theory has them."""
+def test_all_reduce_is_exact_and_has_the_predicted_traffic(name: str, size: int) -> None:
+    """The sum is bitwise equal on every rank. Steps and elements of each rank equal the prediction."""
     for length in LENGTHS:
-        tensors, traffic = in_threads(name, size, length)
-        expected = torch.stack([own_values(rank, length) for rank in range(size)]).sum(0)
+        tensors, traffic = all_reduce_in_threads(name, size, length)
+        expected = torch.stack([rank_values(rank, length) for rank in range(size)]).sum(0)
         for tensor in tensors:
             assert torch.equal(tensor, expected), (length, tensor, expected)
-        theory = [ALGORITHMS[name].traffic(rank, size, length) for rank in range(size)]
-        assert traffic == theory, length
+        predicted = [ALGORITHMS[name].traffic(rank, size, length) for rank in range(size)]
+        assert traffic == predicted, length
 
 
-def test_theory_of_the_ring() -> None:
-    """2 (N - 1) / N of the tensor, in 2 (N - 1) steps; the server's rank 0 sends N - 1 times all of it."""
+def test_predicted_traffic_of_four_ranks() -> None:
+    """A ring sends 2 (N - 1) / N of the tensor in 2 (N - 1) steps. Rank 0 of a server sends N - 1 times the tensor."""
     assert ALGORITHMS["ring"].traffic(0, 4, 100) == Traffic(6, 150)
     assert ALGORITHMS["halving"].traffic(0, 4, 100) == Traffic(4, 150)
     assert ALGORITHMS["server"].traffic(0, 4, 100) == Traffic(6, 300)
     assert ALGORITHMS["tree"].traffic(3, 4, 100) == Traffic(2, 100)
 
 
-def over_gloo(world: Any, name: str) -> list[float]:
-    found = []
+def max_errors_over_gloo(world: Any, name: str) -> list[float]:
+    """Return the largest error of an all-reduce of 1 and of 1000 elements."""
+    max_errors = []
     for length in (1, 1000):
-        tensor = own_values(world.rank, length)
+        tensor = rank_values(world.rank, length)
         ALGORITHMS[name].all_reduce(tensor, Messages(world.rank, range(world.size), world.group))
-        expected = torch.stack([own_values(rank, length) for rank in range(world.size)]).sum(0)
-        found.append(float((tensor - expected).abs().max()))
-    return found
+        expected = torch.stack([rank_values(rank, length) for rank in range(world.size)]).sum(0)
+        max_errors.append(float((tensor - expected).abs().max()))
+    return max_errors
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_between_processes(ranks: Any, name: str) -> None:
-    """The same over gloo, on three ranks."""
-    assert ranks(3, over_gloo, name) == [[0.0, 0.0]] * 3
+def test_all_reduce_over_gloo_is_exact(ranks: Any, name: str) -> None:
+    """The ranks are three processes."""
+    assert ranks(3, max_errors_over_gloo, name) == [[0.0, 0.0]] * 3

@@ -1,4 +1,4 @@
-"""everyrank comm: every operation has the right answer, a wrong one is seen, and what cannot be asked is refused."""
+"""`everyrank comm`: correct results of every operation, detection of wrong elements, and refused arguments."""
 
 from __future__ import annotations
 
@@ -38,36 +38,44 @@ from processes import Cli, Running, one_line, refused
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64]
 
 
-def test_names_are_those_of_the_tables() -> None:
-    """The words of the command line, which needs no torch, are the keys of what does."""
+def test_command_line_names_equal_the_keys_of_the_tables() -> None:
+    """The command line has names of its own because it does not import torch."""
     assert tuple(OPERATIONS) == OPERATION_NAMES
     assert tuple(ALGORITHMS) == ALGORITHM_NAMES
 
 
 @pytest.mark.parametrize("memory", ["contiguous", *MEMORY])
-def test_right_answers(memory: str) -> None:
-    """Each rank has another pattern, and no element that of its neighbour; reduced element by element."""
-    for reduction, combine in (("sum", sum), ("max", max), ("avg", lambda row: sum(row) / 3), ("product", np.prod)):
+def test_expected_values_of_a_case(memory: str) -> None:
+    """Each rank has a different pattern, and neighbouring elements differ. The reduction is elementwise."""
+    for reduction, combine in (
+        ("sum", sum),
+        ("max", max),
+        ("avg", lambda elements: sum(elements) / 3),
+        ("product", np.prod),
+    ):
         case = Case(0, 3, None, 10, torch.float64, reduction=reduction, memory=memory)
         ranks = [case.values(rank) for rank in range(3)]
-        for number, values in enumerate(ranks):
+        for rank_index, values in enumerate(ranks):
             assert values.is_contiguous() == (memory == "contiguous")
-            assert not any(torch.equal(values, other) for other in ranks[:number]) or reduction == "product"
+            assert not any(torch.equal(values, other) for other in ranks[:rank_index]) or reduction == "product"
             assert (values[1:] != values[:-1]).all()
-        expected = [combine([float(one) for one in row]) for row in zip(*(r.flatten() for r in ranks), strict=True)]
+        expected = [
+            combine([float(value) for value in elements])
+            for elements in zip(*(tensor.flatten() for tensor in ranks), strict=True)
+        ]
         assert case.reduced().flatten().tolist() == expected
 
 
 def tried(world: Any, backend: str, size: int, length: int) -> list[str]:
-    """Every operation, dtype and reduction, blocking and asynchronous: those with a wrong element."""
+    """Run every operation, dtype and reduction, blocking and asynchronous. Return those with a wrong element."""
     members = [list(range(first, first + size)) for first in range(0, world.size, size)]
     group = dist.new_subgroups_by_enumeration(members, backend=backend)[0]
-    found = []
+    failures = []
     for name, operation in OPERATIONS.items():
         if name == "monitored_barrier" and backend != "gloo":
-            continue  # torch gives it to gloo alone
+            continue  # torch has it only for gloo
         for dtype in DTYPES if operation.has_size else DTYPES[:1]:
-            for reduction in reductions(name, dtype):
+            for reduction in reductions_of(name, dtype):
                 for is_async in {False, operation.has_async}:
                     step = operation.multiple(size)
                     case = Case(world.rank % size, size, group, -(-length // step) * step, dtype)
@@ -76,11 +84,12 @@ def tried(world: Any, backend: str, size: int, length: int) -> list[str]:
                     call.reset()
                     call.run()
                     if call.wrong():
-                        found.append(f"{name} {dtype} {reduction} {is_async}")
-    return found
+                        failures.append(f"{name} {dtype} {reduction} {is_async}")
+    return failures
 
 
-def reductions(name: str, dtype: torch.dtype) -> list[str]:
+def reductions_of(name: str, dtype: torch.dtype) -> list[str]:
+    """Return the reductions that an operation supports for a dtype."""
     if name not in REDUCING:
         return ["sum"]
     return ["sum", "product", "min", "max", *(["avg"] if dtype.is_floating_point else ["band", "bor", "bxor"])]
@@ -88,51 +97,54 @@ def reductions(name: str, dtype: torch.dtype) -> list[str]:
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 @pytest.mark.parametrize(("count", "size"), [(2, 2), (3, 3), (4, 2)])
-def test_every_operation_has_the_right_answer(ranks: Any, backend: str, count: int, size: int) -> None:
-    """In all dtypes and reductions, of lengths that are no round number; also in two groups at the same time."""
+def test_every_operation_is_correct(ranks: Any, backend: str, count: int, size: int) -> None:
+    """All dtypes and reductions are tested with odd lengths, and also in two groups at the same time."""
     for length in (1, 1001):
         assert ranks(count, tried, backend, size, length) == [[]] * count
 
 
-def spoilt(world: Any) -> dict[str, int]:
-    """What `wrong` counts when one element of what each operation has written is another one."""
-    found = {}
+def wrong_counts_before_the_call(world: Any) -> dict[str, int]:
+    """Return the number of wrong elements of each operation's output before the operation has run."""
+    wrong_counts = {}
     for name, operation in OPERATIONS.items():
         if not operation.has_size or "object" in name:
             continue
         step = operation.multiple(2)
         case = Case(world.rank, 2, world.group, -(-8 // step) * step)
         call = operation.make(case)
-        call.reset()  # what is there before a call is no right answer
-        found[name] = call.wrong()
-    return found
+        call.reset()  # fills the output with values that are wrong before the call
+        wrong_counts[name] = call.wrong()
+    return wrong_counts
 
 
-def test_an_answer_that_never_came_is_wrong(ranks: Any) -> None:
-    """Rank 1 is told how many elements are wrong where the operation has not run; of send it is the one that gets."""
-    first, second = ranks(2, spoilt)
+def test_output_of_an_operation_that_did_not_run_is_wrong(ranks: Any) -> None:
+    """Rank 1 counts wrong elements for most operations.
+
+    Rank 0 does for reduce and gather, and is the receiver of isend.
+    """
+    first, second = ranks(2, wrong_counts_before_the_call)
     assert all(second[name] > 0 for name in second if name not in ("reduce", "gather"))
     assert all(first[name] > 0 for name in ("reduce", "gather", "all_reduce", "all_gather", "isend"))
 
 
-def test_command(cli: Cli, tmp_path: Path) -> None:
-    """Rows with times and bandwidths by their definitions, the costs, exit status 0."""
-    words = ["--op", "all_reduce", "barrier", "--sizes", "4:1KiB", "--seconds", "0.01", "--json", "c.json"]
-    done = cli(tmp_path, "comm", *words)
-    assert done.status == 0, done.err
-    assert "all results correct" in done.out
-    found = json.loads((tmp_path / "c.json").read_text())
-    *sizes, barrier = found["rows"]
+def test_comm_writes_rows_and_fitted_costs(cli: Cli, tmp_path: Path) -> None:
+    """The bandwidths follow from bytes and times, and the exit status is 0."""
+    args = ["--op", "all_reduce", "barrier", "--sizes", "4:1KiB", "--seconds", "0.01", "--json", "c.json"]
+    result = cli(tmp_path, "comm", *args)
+    assert result.status == 0, result.err
+    assert "all results correct" in result.out
+    report = json.loads((tmp_path / "c.json").read_text())
+    *sizes, barrier = report["rows"]
     assert [row["num_bytes"] for row in sizes] == [4, 16, 64, 256, 1024]
     for row in sizes:
         assert row["algorithm_bandwidth"] == pytest.approx(row["num_bytes"] / row["mean_seconds"])
         assert row["bus_bandwidth"] == pytest.approx(row["algorithm_bandwidth"])  # 2 (N - 1) / N is 1 for two ranks
         assert 0 < row["p50_seconds"] <= row["p99_seconds"]
     assert (barrier["num_bytes"], barrier["bus_bandwidth"]) == (0, None)
-    assert [cost["operation"] for cost in found["costs"]] == ["all_reduce"]
+    assert [cost["operation"] for cost in report["costs"]] == ["all_reduce"]
 
 
-BROKEN = """
+BROKEN_ALL_REDUCE_SCRIPT = """
 import torch.distributed as dist
 right = dist.all_reduce
 def all_reduce(tensor, *args, **kwargs):
@@ -146,28 +158,28 @@ raise SystemExit(main())
 """
 
 
-def test_a_wrong_element_is_status_1(cli: Cli, tmp_path: Path) -> None:
-    """A backend that gets one element wrong, on both ranks, before and after the timed calls."""
-    (tmp_path / "broken.py").write_text(BROKEN)
-    done = cli.on_ranks(tmp_path, "comm", "--op", "all_reduce", "--sizes", "20B", size=2, script="broken.py")
-    assert done.statuses[0] == 1, done
-    assert "4 wrong elements" in done.out
+def test_comm_exits_with_status_1_on_a_wrong_element(cli: Cli, tmp_path: Path) -> None:
+    """The all-reduce has one wrong element on both ranks, before and after the timed calls."""
+    (tmp_path / "broken.py").write_text(BROKEN_ALL_REDUCE_SCRIPT)
+    result = cli.on_ranks(tmp_path, "comm", "--op", "all_reduce", "--sizes", "20B", size=2, script="broken.py")
+    assert result.statuses[0] == 1, result
+    assert "4 wrong elements" in result.out
 
 
-def test_algorithms_by_the_command(cli: Cli, tmp_path: Path) -> None:
-    """With steps and bytes of the busiest rank."""
-    done = cli(
+def test_comm_prints_traffic_of_an_algorithm(cli: Cli, tmp_path: Path) -> None:
+    """The output has the steps and bytes of the rank with most traffic."""
+    result = cli(
         tmp_path,
         "comm", "--op", "all_reduce", "--algorithm", "ring", "--sizes", "1KiB", "--processes", "3", "--seconds", "0.01",
     )  # fmt: skip
-    assert done.status == 0, done.err
-    assert "1368 B in 4 steps" in done.out
-    assert "by" in done.out
-    assert "shm ring" in done.out
+    assert result.status == 0, result.err
+    assert "1368 B in 4 steps" in result.out
+    assert "by" in result.out
+    assert "shm ring" in result.out
 
 
 @pytest.mark.parametrize(
-    ("words", "fragment"),
+    ("command_text", "fragment"),
     [
         ("--op allreduce", "--op allreduce: give one of send"),
         ("--sizes 5KX", "--sizes 5KX: "),
@@ -191,87 +203,90 @@ def test_algorithms_by_the_command(cli: Cli, tmp_path: Path) -> None:
         ("--seconds 0", "give more than 0"),
     ],
 )
-def test_what_cannot_be_asked(capsys: pytest.CaptureFixture[str], words: str, fragment: str) -> None:
-    """One line, status 2, and no process is started."""
-    assert fragment in refused(capsys, "comm", *words.split())
+def test_comm_refuses_invalid_arguments(capsys: pytest.CaptureFixture[str], command_text: str, fragment: str) -> None:
+    """The error is one line with status 2, and no process is started."""
+    assert fragment in refused(capsys, "comm", *command_text.split())
 
 
-def test_sizes() -> None:
-    """Ranges go up by four, and are said as they were."""
+def test_parse_sizes_and_size_text() -> None:
+    """A range increases by factors of four. `size_text` uses the largest unit that gives a whole number."""
     assert parse_sizes(["4:1KiB"]) == (4, 16, 64, 256, 1024)
     assert parse_sizes(["1MB", "3", "3"]) == (10**6, 3)
     assert [size_text(count) for count in (3, 1024, 1025, 2**26)] == ["3 B", "1 KiB", "1025 B", "64 MiB"]
 
 
-def test_cost_of_known_times() -> None:
-    """Latency and bandwidth come back to what the times were made of; neither is negative; the error is said."""
+def test_fit_cost_recovers_latency_and_bandwidth() -> None:
+    """Neither value is negative, and the largest error is reported."""
     size = np.array([4.0, 1e3, 1e5, 1e7])
     cost = fit_cost(size.tolist(), (1e-4 + size / 2e9).tolist())
     assert cost.latency_seconds == pytest.approx(1e-4)
     assert cost.bytes_per_second == pytest.approx(2e9)
     assert cost.largest_error < 1e-9
     assert cost.seconds(2e9) == pytest.approx(1 + 1e-4)
-    falling = fit_cost(size.tolist(), [4e-4, 3e-4, 2e-4, 1e-4])
-    assert falling.bytes_per_second == float("inf")
-    assert 1e-4 < falling.latency_seconds < 4e-4
-    assert falling.largest_error > 0.1
+    decreasing_times = fit_cost(size.tolist(), [4e-4, 3e-4, 2e-4, 1e-4])
+    assert decreasing_times.bytes_per_second == float("inf")
+    assert 1e-4 < decreasing_times.latency_seconds < 4e-4
+    assert decreasing_times.largest_error > 0.1
     through_zero = fit_cost([1e6, 1e7, 1e8], [1e-4, 1.1e-2, 1.1e-1])
     assert through_zero.latency_seconds == 0.0
 
 
-def in_turns(world: Any, options: CommOptions) -> tuple[list[Any], list[Any], list[str]]:
-    """Rows, how tensors that are not contiguous come out, and over which group each all-reduce went."""
-    gloo, other = dist.new_group(backend="gloo"), dist.new_group(backend="gloo")
-    groups = {"gloo": gloo, "other": other}
-    called: list[str] = []
-    right = dist.all_reduce
+def sweep_two_backends(world: Any, options: CommOptions) -> tuple[list[Any], list[Any], list[str]]:
+    """Return the rows, the stride checks, and the group of each all-reduce in order."""
+    gloo, other_group = dist.new_group(backend="gloo"), dist.new_group(backend="gloo")
+    groups = {"gloo": gloo, "other": other_group}
+    group_names: list[str] = []
+    original_all_reduce = dist.all_reduce
 
     def all_reduce(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        called.append("gloo" if kwargs["group"] is gloo else "other")
-        return right(tensor, *args, **kwargs)
+        group_names.append("gloo" if kwargs["group"] is gloo else "other")
+        return original_all_reduce(tensor, *args, **kwargs)
 
     dist.all_reduce = all_reduce
     try:
         rows = sweep(world, groups, options)
     finally:
-        dist.all_reduce = right
-    # gloo under the name of a backend that says it takes them, and that one itself
+        dist.all_reduce = original_all_reduce
+    # gloo, gloo under the name of shm, which supports strided tensors, and shm itself
     strides = [check_strides(world, {name: group}, CommOptions()) for name, group in (("gloo", gloo), ("shm", gloo))]
     register_backend("shm")
     strides.append(check_strides(world, {"shm": dist.new_group(backend="shm")}, CommOptions()))
-    return rows, strides, called
+    return rows, strides, group_names
 
 
-def test_backends_take_turns(ranks: Any) -> None:
-    """A few calls each, another one first in each round; each row has the ratio of its times to those of the first."""
+def test_backends_are_measured_in_turns(ranks: Any) -> None:
+    """Each turn has a few calls, and the order of backends alternates.
+
+    Rows have speedups relative to the first backend.
+    """
     options = CommOptions(operations=("all_reduce",), sizes=(4, 64), seconds=1e9)
-    (rows, (strides, claimed, shm), called), (others, _, _) = ranks(2, in_turns, options)
+    (rows, (strides, gloo_as_shm, shm), group_names), (rows_of_rank_1, _, _) = ranks(2, sweep_two_backends, options)
     assert [(row.num_bytes, row.backend) for row in rows] == [(4, "gloo"), (4, "other"), (64, "gloo"), (64, "other")]
-    assert rows == others  # every rank knows what all have measured
-    turns = [(name, len(list(calls))) for name, calls in itertools.groupby(called[: len(called) // 2][2:])]
-    # six calls each, the first not counted; a round to estimate from, then each second round begins the other way
+    assert rows == rows_of_rank_1  # every rank has the measurements of all ranks
+    turns = [(name, len(list(calls))) for name, calls in itertools.groupby(group_names[: len(group_names) // 2][2:])]
+    # six calls each, of which the first is not counted; after one round for an estimate, the order alternates
     assert turns[:4] == [("gloo", 6), ("other", 6), ("gloo", 6), ("other", 12)]
-    assert len(called) == 2 * (2 + 2 * 40 * 6)  # one before, to see whether it is offered
+    assert len(group_names) == 2 * (2 + 2 * 40 * 6)  # one call before, to check whether it is supported
     for first, second in zip(rows[::2], rows[1::2], strict=True):
         assert (first.calls, first.mean_speedup, first.p50_speedup, second.calls) == (200, None, None, 200)
         assert second.mean_speedup == pytest.approx(first.mean_seconds / second.mean_seconds)
         assert second.p50_speedup == pytest.approx(first.p50_seconds / second.p50_seconds)
-    by = {(row.operation, row.memory): row for row in strides}
+    stride_checks = {(row.operation, row.memory): row for row in strides}
     with_tensors = [name for name, operation in OPERATIONS.items() if operation.has_tensors]
-    assert set(by) == {(name, memory) for name in with_tensors for memory in MEMORY}
-    assert "contiguous" in by["send", "strided"].refused
-    assert by["all_reduce", "strided"].num_wrong > 0  # gloo adds up what lies between the elements
-    assert by["all_gather", "strided"].num_wrong == 0
-    assert not any(row.is_failure for row in strides)  # gloo has never said that it takes them
+    assert set(stride_checks) == {(name, memory) for name in with_tensors for memory in MEMORY}
+    assert "contiguous" in stride_checks["send", "strided"].refused
+    assert stride_checks["all_reduce", "strided"].num_wrong > 0  # gloo also sums the memory between the elements
+    assert stride_checks["all_gather", "strided"].num_wrong == 0
+    assert not any(row.is_failure for row in strides)  # gloo does not claim to support them
     assert not any(row.is_failure or row.refused or row.num_wrong for row in shm)
-    assert {row.operation for row in claimed if row.is_failure and row.memory == "strided"} == {
+    assert {row.operation for row in gloo_as_shm if row.is_failure and row.memory == "strided"} == {
         row.operation for row in strides if row.memory == "strided" and (row.refused or row.num_wrong)
     }
 
 
-def test_several_backends_by_the_command(cli: Cli, tmp_path: Path) -> None:
-    """In the order in which they were asked for, with the costs of both, and the page."""
-    words = [
+def test_comm_compares_several_backends(cli: Cli, tmp_path: Path) -> None:
+    """The rows are in the order of `--backend`. The report has the costs of both backends, and the page has a chart."""
+    args = [
         "--op",
         "all_reduce",
         "monitored_barrier",
@@ -283,22 +298,22 @@ def test_several_backends_by_the_command(cli: Cli, tmp_path: Path) -> None:
         "gloo",
         "shm",
     ]
-    done = cli(tmp_path, "comm", *words, "--json", "c.json", "--html", "c.html")
-    assert done.status == 0, done.err
-    assert "gloo, shm, 2 ranks on cpu" in done.out
-    assert "shm monitored_barrier: not supported" in done.out
-    found = json.loads((tmp_path / "c.json").read_text())
-    assert [(row["num_bytes"], row["backend"]) for row in found["rows"][:4]] == [
+    result = cli(tmp_path, "comm", *args, "--json", "c.json", "--html", "c.html")
+    assert result.status == 0, result.err
+    assert "gloo, shm, 2 ranks on cpu" in result.out
+    assert "shm monitored_barrier: not supported" in result.out
+    report = json.loads((tmp_path / "c.json").read_text())
+    assert [(row["num_bytes"], row["backend"]) for row in report["rows"][:4]] == [
         (4, "gloo"), (4, "shm"), (16, "gloo"), (16, "shm"),
     ]  # fmt: skip
-    assert [cost["backend"] for cost in found["costs"]] == found["world"]["backends"] == ["gloo", "shm"]
-    assert found["machine"]["cores"] >= 1
-    assert {row["memory"] for row in found["strides"]} == set(MEMORY)
+    assert [cost["backend"] for cost in report["costs"]] == report["world"]["backends"] == ["gloo", "shm"]
+    assert report["machine"]["cores"] >= 1
+    assert {row["memory"] for row in report["strides"]} == set(MEMORY)
     assert "<svg" in (tmp_path / "c.html").read_text()
 
 
 @pytest.mark.parametrize(
-    ("asked", "backend"),
+    ("backends", "backend"),
     [
         (None, None),
         ("gloo", "gloo"),
@@ -307,12 +322,14 @@ def test_several_backends_by_the_command(cli: Cli, tmp_path: Path) -> None:
         (["gloo", "shm", "mpi"], "mpi"),
     ],
 )
-def test_ranks_start_as_the_most_demanding_backend_needs(asked: Any, backend: str | None) -> None:
-    """So that `open_world` finds out, and says, what is not there for it."""
-    assert _backend(argparse.Namespace(backend=asked)) == backend
+def test_launch_uses_the_backend_with_most_requirements(backends: Any, backend: str | None) -> None:
+    """`open_world` then reports what this backend is missing."""
+    assert _backend(argparse.Namespace(backend=backends)) == backend
 
 
-def one_sided(world: Any) -> str | None:
+def refusal_by_rank_1(world: Any) -> str | None:
+    """Return the refusal of an operation that fails only on rank 1."""
+
     def run() -> None:
         if world.rank == 1:
             raise ValueError("not with these\nand more")
@@ -320,22 +337,25 @@ def one_sided(world: Any) -> str | None:
     return refusal(world, Call(run, lambda: None, lambda: 0))
 
 
-def test_what_one_rank_is_refused_all_know(ranks: Any) -> None:
-    """Else the others would go on to be timed, and wait for it."""
-    assert ranks(2, one_sided) == ["not with these"] * 2
+def test_all_ranks_receive_a_refusal_of_one_rank(ranks: Any) -> None:
+    """Otherwise the other ranks would time the operation and hang."""
+    assert ranks(2, refusal_by_rank_1) == ["not with these"] * 2
 
 
-def test_sizes_that_do_not_fit(cli: Cli, tmp_path: Path) -> None:
-    """Seen before a tensor is made: one line, status 3."""
-    done = cli(tmp_path, "comm", "--op", "all_reduce", "--sizes", "1KiB", "9999999GiB")
-    assert done.status == 3, done.err
-    assert "--sizes 9999999GiB: " in one_line(done.err)
+def test_comm_refuses_sizes_that_do_not_fit_in_memory(cli: Cli, tmp_path: Path) -> None:
+    """It fails before it allocates a tensor, with one line and status 3."""
+    result = cli(tmp_path, "comm", "--op", "all_reduce", "--sizes", "1KiB", "9999999GiB")
+    assert result.status == 3, result.err
+    assert "--sizes 9999999GiB: " in one_line(result.err)
 
 
 def test_needed_and_free_memory(tmp_path: Path) -> None:
-    """More for several that take turns, and for objects; a container's limit counts where it is below the host's."""
-    one = needed_bytes(CommOptions(operations=("all_reduce",)), 100, 4)
-    assert one == 500
+    """Several backends and object collectives need more memory.
+
+    A container's limit counts if it is below the host's.
+    """
+    num_bytes = needed_bytes(CommOptions(operations=("all_reduce",)), 100, 4)
+    assert num_bytes == 500
     assert needed_bytes(CommOptions(backends=("gloo", "shm"), operations=("all_reduce",)), 100, 4) == 800
     assert needed_bytes(CommOptions(operations=("all_gather_object",)), 100, 4) == 1200
     assert needed_bytes(CommOptions(operations=("all_gather_object",), group_size=2), 100, 4) == 800
@@ -353,21 +373,21 @@ def test_needed_and_free_memory(tmp_path: Path) -> None:
     assert free_memory_bytes(tmp_path) == 4000
 
 
-def sharing(running: Running) -> int:
-    """How many of its processes have opened the shared memory of their group."""
-    found = 0
+def count_shm_processes(running: Running) -> int:
+    """Return how many of its processes have mapped the shared memory of their group."""
+    count = 0
     for process in running.processes():
         with contextlib.suppress(OSError):
-            found += "/memfd:everyrank" in Path(f"/proc/{process}/maps").read_text()
-    return found
+            count += "/memfd:everyrank" in Path(f"/proc/{process}/maps").read_text()
+    return count
 
 
-def test_interrupted(cli: Cli, tmp_path: Path) -> None:
-    """Ctrl-C in the middle: one line, status 130, no process left."""
+def test_comm_interrupted_by_ctrl_c_leaves_no_process(cli: Cli, tmp_path: Path) -> None:
+    """It prints one line and exits with status 130."""
     running = cli.start(
         tmp_path, "comm", "--op", "all_reduce", "--sizes", "64MiB", "--seconds", "1e9", "--json", "c.json"
     )
-    running.wait_for(lambda: sharing(running) >= 2)
+    running.wait_for(lambda: count_shm_processes(running) >= 2)
     os.killpg(running.process.pid, signal.SIGINT)
     status, _, stderr = running.end()
     assert (status, one_line(stderr)) == (130, "everyrank: interrupted; all ranks are ended")

@@ -1,4 +1,4 @@
-"""Fixtures of the tests in this folder."""
+"""Fixtures for the launch tests."""
 
 from __future__ import annotations
 
@@ -25,47 +25,47 @@ from launching import OF_LAUNCHERS, Typed
 
 
 @pytest.fixture(autouse=True)
-def _nobody_started_us(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These tests may run in somebody's allocation."""
+def _no_launcher_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove variables of launchers, because these tests may run in an allocation."""
     for name in [name for name in os.environ if name.startswith(OF_LAUNCHERS)]:
         monkeypatch.delenv(name)
 
 
 @pytest.fixture
-def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
-    """`typed("train digits", SLURM_JOB_ID="7")` in an empty folder, where there is no Slurm, no MPI and no Ray.
+def run_main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
+    """Return a function that runs a command in an empty folder without Slurm, MPI and Ray.
 
-    Whoever starts a process fails the test.
+    For example, `run_main("train digits", SLURM_JOB_ID="7")`. A command that starts a process fails the test.
     """
 
-    def start(*_: object, **__: object) -> None:
+    def fail_on_start(*_: object, **__: object) -> None:
         raise AssertionError("a process was started")
 
-    def call(*words: str, **variables: str) -> Typed:
-        if len(words) == 1:
-            words = tuple(shlex.split(words[0]))
-        monkeypatch.setattr(sys, "argv", ["everyrank", *words])
+    def call(*args: str, **variables: str) -> Typed:
+        if len(args) == 1:
+            args = tuple(shlex.split(args[0]))
+        monkeypatch.setattr(sys, "argv", ["everyrank", *args])
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        status = main(words)
+        status = main(args)
         return Typed(status, *capsys.readouterr())
 
-    before = signal.getsignal(signal.SIGTERM)
+    previous_handler = signal.getsignal(signal.SIGTERM)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr(subprocess, "Popen", fail_on_start)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setattr(mpi, "find_mpirun", lambda: None)
     monkeypatch.setattr(horovodrun, "find_horovodrun", lambda: None)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(ray_launcher, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=lambda _: None)))
     yield call
-    signal.signal(signal.SIGTERM, before)
+    signal.signal(signal.SIGTERM, previous_handler)
 
 
 @pytest.fixture
-def busy() -> Iterator[int]:
-    """A port that somebody listens on."""
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        listening.listen()
-        yield listening.getsockname()[1]
+def busy_port() -> Iterator[int]:
+    """Yield a port on which a socket listens."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]

@@ -1,4 +1,4 @@
-"""`doctor --launch`: what would keep ranks from starting."""
+"""`everyrank doctor --launch` finds what prevents ranks from starting."""
 
 from __future__ import annotations
 
@@ -38,32 +38,32 @@ from processes import free_port
         ({**SRUN, "SLURM_NNODES": "x", "SLURM_NTASKS_PER_NODE": "3"}, "problem", ["SLURM_NNODES=x"]),
     ],
 )
-def test_doctor_sees_variables_that_contradict_each_other(
+def test_doctor_reports_contradictory_variables(
     environment: dict[str, str], status: str | None, fragments: list[str]
 ) -> None:
-    """Slurm's among themselves, and with mpirun's."""
-    found = doctor.check_slurm(environment)
-    assert [finding.status for finding in found] == ([status] if status else [])
+    """Variables of Slurm contradict each other, or those of mpirun."""
+    findings = doctor.check_slurm(environment)
+    assert [finding.status for finding in findings] == ([status] if status else [])
     for fragment in fragments:
-        assert fragment in found[0].line
+        assert fragment in findings[0].line
 
 
-def test_doctor_sees_a_port_in_use(busy: int) -> None:
-    """And one that is free; for a rendezvous, and for a tcp:// method."""
+def test_doctor_reports_a_port_in_use(busy_port: int) -> None:
+    """The port is that of a rendezvous or of a tcp:// method. A free port is "ok"."""
     for launch in (
-        Launch(rendezvous=f"127.0.0.1:{busy}"),
-        Launch(init_method=f"tcp://127.0.0.1:{busy}"),
+        Launch(rendezvous=f"127.0.0.1:{busy_port}"),
+        Launch(init_method=f"tcp://127.0.0.1:{busy_port}"),
     ):
         finding = doctor.check_rendezvous(launch)[0]
         assert finding.status == "problem"
-        assert f"port {busy} at 127.0.0.1: Address already in use" in finding.line
+        assert f"port {busy_port} at 127.0.0.1: Address already in use" in finding.line
         assert "another port" in finding.line
-    free = doctor.check_rendezvous(Launch(rendezvous=f"127.0.0.1:{free_port()}"))[0]
-    assert free.status == "ok"
+    free_port_finding = doctor.check_rendezvous(Launch(rendezvous=f"127.0.0.1:{free_port()}"))[0]
+    assert free_port_finding.status == "ok"
 
 
-def test_doctor_takes_an_address_of_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a host whose interface has no other."""
+def test_doctor_accepts_an_ipv6_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interface of the host has only this address."""
     try:
         with socket.socket(socket.AF_INET6) as probe:
             probe.bind(("::1", 0))
@@ -83,10 +83,10 @@ def test_doctor_takes_an_address_of_ipv6(monkeypatch: pytest.MonkeyPatch) -> Non
         (OSError(113, "No route to host"), "problem", "No route to host"),
     ],
 )
-def test_doctor_asks_at_another_host(
-    monkeypatch: pytest.MonkeyPatch, busy: int, error: OSError | None, status: str, fragment: str
+def test_doctor_connects_to_another_host(
+    monkeypatch: pytest.MonkeyPatch, busy_port: int, error: OSError | None, status: str, fragment: str
 ) -> None:
-    """It answers, nobody listens yet, or something is between."""
+    """The host answers, no process listens yet, or the network blocks the connection."""
 
     def connect(*_: object, **__: object) -> socket.socket:
         if error is not None:
@@ -96,14 +96,14 @@ def test_doctor_asks_at_another_host(
     monkeypatch.setattr(doctor.socket, "create_connection", connect)
     monkeypatch.setattr(doctor, "addresses_of", lambda _: ["10.0.0.1"])
     monkeypatch.setattr(host_info, "addresses_of", lambda _: ["10.0.0.1"])
-    launch = Launch(processes=2, nodes=2, node_rank=1, rendezvous=f"10.0.0.1:{busy}")
+    launch = Launch(processes=2, nodes=2, node_rank=1, rendezvous=f"10.0.0.1:{busy_port}")
     finding = doctor.check_rendezvous(launch)[0]
     assert (finding.status, finding.private) == (status, True)
     assert fragment in finding.line
 
 
-def test_doctor_sees_a_host_name_that_is_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For several hosts; on one it is fine."""
+def test_doctor_reports_a_loopback_address_for_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one host, a loopback address is fine."""
     monkeypatch.setattr(host_info, "addresses_of", lambda _: ["127.0.1.1"])
     launch = Launch(processes=2, nodes=2, node_rank=0, rendezvous="localhost:29500")
     finding = doctor.check_rendezvous(launch)[0]
@@ -111,25 +111,26 @@ def test_doctor_sees_a_host_name_that_is_loopback(monkeypatch: pytest.MonkeyPatc
     assert "loopback" in finding.line
 
 
-@pytest.mark.parametrize(("asked", "status"), [(LOOPBACK, "ok"), ("eth9", "problem"), (None, "ok")])
-def test_doctor_sees_the_interface(asked: str | None, status: str) -> None:
-    """The one that would be used, or that it is not there."""
-    finding = doctor.check_rendezvous(Launch(interface=asked))[-1]
+@pytest.mark.parametrize(("interface", "status"), [(LOOPBACK, "ok"), ("eth9", "problem"), (None, "ok")])
+def test_doctor_reports_the_interface(interface: str | None, status: str) -> None:
+    """It reports the interface that would be used, or that the named one is missing."""
+    finding = doctor.check_rendezvous(Launch(interface=interface))[-1]
     assert (finding.what, finding.status) == ("interface", status)
 
 
 @pytest.mark.parametrize("name", ["a..b", "nosuch.invalid"])
-def test_doctor_survives_a_name_that_no_host_has(name: str) -> None:
-    """A finding, whatever was typed."""
+def test_doctor_reports_an_invalid_host_name(name: str) -> None:
+    """The result is a finding and not an exception."""
     finding = doctor.check_rendezvous(Launch(init_method=f"tcp://{name}:29500"))[0]
     assert finding.status == "problem"
 
 
-def row(rank: int, **changes: Any) -> dict[str, Any]:
-    place = {"rank": rank, "host": f"n{rank}", "pid": 7, "local_rank": 0, "local_size": 1, "device": "cpu"}
+def rank_row(rank: int, **changes: Any) -> dict[str, Any]:
+    """Return what one rank reports at a test start."""
+    process = {"rank": rank, "host": f"n{rank}", "pid": 7, "local_rank": 0, "local_size": 1, "device": "cpu"}
     versions = {"torch": "2.9", "python": "3.11", "everyrank": "0.1"}
     return {
-        **place,
+        **process,
         **versions,
         "choices": {"interface": "eth0: the way", "backend": "gloo: cpu"},
         "skew_seconds": 0.0,
@@ -138,48 +139,48 @@ def row(rank: int, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("skew", "status"), [(0.2, "ok"), (-0.2, "ok"), (90.0, "warning"), (-90.0, "warning")])
-def test_doctor_sees_clocks_that_differ(monkeypatch: pytest.MonkeyPatch, skew: float, status: str) -> None:
-    """In either direction, and whose."""
-    monkeypatch.setattr(doctor, "run_ranks", lambda *_: {0: [row(0), row(1, skew_seconds=skew)]})
-    found = {finding.what: finding for finding in doctor.check_start(Launch(processes=2))}
-    assert found["clocks"].status == status
-    assert status == "ok" or "n1" in found["clocks"].line
-    assert "on n1, process 7" in found["rank 1"].line
-    assert "torch 2.9" in found["versions"].line
+def test_doctor_reports_clocks_that_differ(monkeypatch: pytest.MonkeyPatch, skew: float, status: str) -> None:
+    """The difference is in either direction. The finding names the host."""
+    monkeypatch.setattr(doctor, "run_ranks", lambda *_: {0: [rank_row(0), rank_row(1, skew_seconds=skew)]})
+    findings = {finding.what: finding for finding in doctor.check_start(Launch(processes=2))}
+    assert findings["clocks"].status == status
+    assert status == "ok" or "n1" in findings["clocks"].line
+    assert "on n1, process 7" in findings["rank 1"].line
+    assert "torch 2.9" in findings["versions"].line
 
 
-def test_doctor_sees_a_start_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as one of versions that differ: the line of the start is the finding's."""
+def test_doctor_reports_a_failed_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The finding has the error message of the start, for example about different versions."""
 
-    def start(*_: object) -> None:
+    def fail_to_start(*_: object) -> None:
         raise CannotRunError(
             "rank 1 on n1 has torch 2.8, and rank 0 on n0 has 2.9: install the same version on all hosts"
         )
 
-    monkeypatch.setattr(doctor, "run_ranks", start)
+    monkeypatch.setattr(doctor, "run_ranks", fail_to_start)
     [finding] = doctor.check_start(Launch(processes=2))
     assert finding.status == "problem"
     assert "rank 1 on n1 has torch 2.8" in finding.line
 
 
-def test_doctor_starts_nothing_after_a_problem(monkeypatch: pytest.MonkeyPatch, busy: int) -> None:
-    """A start that would hang is not tried, and it says so."""
+def test_doctor_skips_the_start_after_a_problem(monkeypatch: pytest.MonkeyPatch, busy_port: int) -> None:
+    """The start would hang. The finding gives the reason."""
 
-    def start(*_: object) -> None:
+    def fail_on_start(*_: object) -> None:
         raise AssertionError("a start was tried")
 
-    monkeypatch.setattr(doctor, "run_ranks", start)
-    sections = doctor.check_launch(Launch(rendezvous=f"127.0.0.1:{busy}"))
+    monkeypatch.setattr(doctor, "run_ranks", fail_on_start)
+    sections = doctor.check_launch(Launch(rendezvous=f"127.0.0.1:{busy_port}"))
     [finding] = sections["start"]
     assert finding.status == "absent"
     assert "rendezvous" in finding.line
 
 
 @pytest.mark.parametrize(("launcher", "fragment"), [("mpi", "mpirun"), ("slurm", "srun")])
-def test_doctor_sees_a_launcher_that_is_not_here(
+def test_doctor_reports_a_missing_launcher_program(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, launcher: str, fragment: str
 ) -> None:
-    """Before it tries to start by it."""
+    """The check runs before the start."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(mpi, "find_mpirun", lambda: None)
     finding = doctor.check_program(Launch(launcher))

@@ -1,4 +1,4 @@
-"""What each launcher tells its ranks: who started us, and the mistakes people make with Slurm."""
+"""Environments of each launcher: which variables a rank reads, and mistakes with Slurm."""
 
 from __future__ import annotations
 
@@ -29,34 +29,35 @@ from processes import Cli, by_hand
 
 TORCHRUN = {**by_hand(1, "29500"), "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
-PERSON = by_hand(0, "29501", 3)
+STARTED_BY_HAND = by_hand(0, "29501", 3)
 
 
-def launched(*words: str, layout: Layout | None = None) -> Launch:
-    """What these words come to, in this environment."""
+def launch_from_args(*args: str, layout: Layout | None = None) -> Launch:
+    """Return the `Launch` of these arguments in the current environment."""
     parser = argparse.ArgumentParser()
     add_launching(parser)
     parser.set_defaults(workers=0)
-    return launch_of(parser.parse_args(words), layout=layout)
+    return launch_of(parser.parse_args(args), layout=layout)
 
 
-def as_path(method: str) -> Path:
+def path_of_file_url(method: str) -> Path:
+    """Return the path of a file:// URL."""
     assert urlparse(method).scheme == "file", method
     return Path(urlparse(method).path)
 
 
-# --- who started us
+# --- which launcher started this rank
 
-FACTS: dict[str, tuple[dict[str, str], tuple[str, int, int, int, int]]] = {
-    # environment; started by, rank, size, local rank, local size
+RANK_ENVIRONMENTS: dict[str, tuple[dict[str, str], tuple[str, int, int, int, int]]] = {
+    # environment, (started by, rank, size, local rank, local size)
     "torchrun": (TORCHRUN, ("torchrun", 1, 2, 1, 2)),
-    "a person": (PERSON, ("env", 0, 3, 0, 3)),
+    "a person": (STARTED_BY_HAND, ("env", 0, 3, 0, 3)),
     "Open MPI": (OPEN_MPI, ("mpi", 2, 4, 2, 4)),
     "MPICH": (MPICH, ("mpi", 3, 5, 3, 5)),
     "srun": (SRUN, ("slurm", 4, 6, 1, 3)),
     "horovodrun": (HOROVODRUN, ("horovodrun", 1, 4, 1, 2)),
-    # torch's own four, where all ranks are on one host
-    "four of a person": ({k: v for k, v in PERSON.items() if "LOCAL" not in k}, ("env", 0, 3, 0, 3)),
+    # only the four variables of torch, with all ranks on one host
+    "four of a person": ({k: v for k, v in STARTED_BY_HAND.items() if "LOCAL" not in k}, ("env", 0, 3, 0, 3)),
     "four of the only rank": (
         {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "n0", "MASTER_PORT": "29500"},
         ("env", 0, 1, 0, 1),
@@ -65,20 +66,20 @@ FACTS: dict[str, tuple[dict[str, str], tuple[str, int, int, int, int]]] = {
         {**SRUN, "RANK": "4", "WORLD_SIZE": "6", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
         ("slurm", 4, 6, 1, 3),
     ),
-    # nested: the written order
+    # nested launchers
     "torchrun in srun": ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "1(x2)", **TORCHRUN}, ("torchrun", 1, 2, 1, 2)),
     "torchrun in mpirun": ({**OPEN_MPI, **TORCHRUN}, ("torchrun", 1, 2, 1, 2)),
     "torchrun in horovodrun": ({**HOROVODRUN, **TORCHRUN}, ("torchrun", 1, 2, 1, 2)),
     "horovodrun in mpirun": ({**OPEN_MPI, **HOROVODRUN}, ("horovodrun", 1, 4, 1, 2)),
-    "a person in srun": ({**SRUN, **PERSON}, ("env", 0, 3, 0, 3)),
-    "a person in mpirun": ({**MPICH, **PERSON}, ("env", 0, 3, 0, 3)),
+    "a person in srun": ({**SRUN, **STARTED_BY_HAND}, ("env", 0, 3, 0, 3)),
+    "a person in mpirun": ({**MPICH, **STARTED_BY_HAND}, ("env", 0, 3, 0, 3)),
     "mpirun in srun": ({**SRUN, **OPEN_MPI}, ("mpi", 2, 4, 2, 4)),
     "mpirun of MPICH in srun": ({**SRUN, **MPICH}, ("mpi", 3, 5, 3, 5)),
     "all of them": (
         {**SRUN, **MPICH, **OPEN_MPI, **TORCHRUN, "SLURM_STEP_TASKS_PER_NODE": "1(x2)"},
         ("torchrun", 1, 2, 1, 2),
     ),
-    # srun --mpi=pmi2 sets two of MPICH's four: that is no mpirun
+    # srun --mpi=pmi2 sets two of MPICH's four variables, without mpirun
     "srun that speaks PMI": ({**SRUN, "PMI_RANK": "4", "PMI_SIZE": "6"}, ("slurm", 4, 6, 1, 3)),
     "srun, uneven": (
         {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4,2", "SLURM_PROCID": "5"},
@@ -88,12 +89,14 @@ FACTS: dict[str, tuple[dict[str, str], tuple[str, int, int, int, int]]] = {
 }
 
 
-@pytest.mark.parametrize("case", FACTS)
-def test_who_started_us(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str) -> None:
-    """One full set is read, that of the innermost launcher, and nothing of another."""
+@pytest.mark.parametrize("case", RANK_ENVIRONMENTS)
+def test_rank_info_comes_from_the_innermost_launcher(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str
+) -> None:
+    """The full set of one launcher is read, and no variable of another launcher."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(slurm, "addresses_of", lambda _: ["10.0.0.1"])
-    environment, expected = FACTS[case]
+    environment, expected = RANK_ENVIRONMENTS[case]
     info = rank_info_from_environment(environment)
     assert info is not None
     assert (info.started_by, info.rank, info.size, info.local_rank, info.local_size) == expected
@@ -105,20 +108,20 @@ def test_who_started_us(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: s
         {},
         {"LOCAL_RANK": "0"},
         {"MASTER_ADDR": "n0", "MASTER_PORT": "29500"},
-        JOB,  # a batch script, or a shell of salloc: no rank
+        JOB,  # a batch script or a shell of salloc is not a rank
         {**JOB, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"},
     ],
     ids=str,
 )
-def test_nobody_started_us(environment: dict[str, str]) -> None:
+def test_leftover_variables_do_not_make_a_rank(environment: dict[str, str]) -> None:
     """What is left over of others does not make a rank."""
     assert rank_info_from_environment(environment) is None
 
 
-def test_the_shell_of_salloc_is_no_rank() -> None:
-    """Where Slurm is set to use_interactive_step, salloc's shell is a step of one task, numbered 4294967290.
+def test_shell_of_salloc_is_not_a_rank() -> None:
+    """With use_interactive_step, salloc's shell is a step of one task with the id 4294967290.
 
-    SLURM_NTASKS is still that of the allocation, so this would wait for ranks that nobody starts.
+    SLURM_NTASKS is still that of the allocation. A rank would wait for ranks that do not exist.
     """
     environment = {
         **JOB,
@@ -133,50 +136,53 @@ def test_the_shell_of_salloc_is_no_rank() -> None:
     assert rank_info_from_environment({**environment, "MASTER_ADDR": "n01"}) is None
 
 
-def test_where_ranks_of_horovodrun_meet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """By its server, unless somebody names a place, or it has none (one rank by hand)."""
+def test_rendezvous_of_horovodrun_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It is horovodrun's server, unless MASTER_ADDR and MASTER_PORT are set."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    named = {**HOROVODRUN, "MASTER_ADDR": "n0", "MASTER_PORT": "29500"}
-    found = {url: rank_info_from_environment(variables) for url, variables in (("http", HOROVODRUN), ("tcp", named))}
-    assert {info.rendezvous_url for info in found.values() if info} == {"http://10.0.0.1:4321", "tcp://n0:29500"}
+    with_master_address = {**HOROVODRUN, "MASTER_ADDR": "n0", "MASTER_PORT": "29500"}
+    infos = {
+        url: rank_info_from_environment(variables)
+        for url, variables in (("http", HOROVODRUN), ("tcp", with_master_address))
+    }
+    assert {info.rendezvous_url for info in infos.values() if info} == {"http://10.0.0.1:4321", "tcp://n0:29500"}
 
 
 WRONG_ENVIRONMENTS: dict[str, tuple[dict[str, str], list[str]]] = {
-    # not a full set
+    # an incomplete set
     "rank alone": ({"RANK": "0"}, ["RANK", "WORLD_SIZE", "MASTER_PORT", "torchrun", "unset RANK"]),
     "size alone": ({"WORLD_SIZE": "4"}, ["WORLD_SIZE", "RANK", "unset WORLD_SIZE"]),
-    "no port": ({k: v for k, v in PERSON.items() if k != "MASTER_PORT"}, ["MASTER_PORT", "torchrun"]),
-    "empty": ({**PERSON, "LOCAL_RANK": ""}, ["not LOCAL_RANK"]),
+    "no port": ({k: v for k, v in STARTED_BY_HAND.items() if k != "MASTER_PORT"}, ["MASTER_PORT", "torchrun"]),
+    "empty": ({**STARTED_BY_HAND, "LOCAL_RANK": ""}, ["not LOCAL_RANK"]),
     "part of Open MPI's": ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}, ["OMPI_COMM_WORLD_LOCAL_RANK"]),
     "part of MPICH's": ({"PMI_RANK": "1", "PMI_SIZE": "4"}, ["MPI_LOCALRANKID"]),
     "part of horovodrun's": (
         {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "4"},
         ["HOROVOD_LOCAL_RANK", "start with horovodrun"],
     ),
-    # what may not change
+    # elastic training is unsupported
     "elastic horovodrun": ({**HOROVODRUN, "HOROVOD_ELASTIC": "1"}, ["HOROVOD_ELASTIC=1", "without --min-np"]),
-    # no numbers
-    "rank": ({**PERSON, "RANK": "first"}, ["RANK=first", "whole number"]),
+    # values that are not numbers
+    "rank": ({**STARTED_BY_HAND, "RANK": "first"}, ["RANK=first", "whole number"]),
     "size": ({**TORCHRUN, "WORLD_SIZE": "1.5"}, ["WORLD_SIZE=1.5", "whole number"]),
-    "port": ({**PERSON, "MASTER_PORT": "http"}, ["MASTER_PORT=http", "whole number"]),
+    "port": ({**STARTED_BY_HAND, "MASTER_PORT": "http"}, ["MASTER_PORT=http", "whole number"]),
     "restarts": ({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "x"}, ["TORCHELASTIC_RESTART_COUNT=x"]),
     "of Open MPI": ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "many"}, ["OMPI_COMM_WORLD_SIZE=many"]),
     "of horovodrun": ({**HOROVODRUN, "HOROVOD_SIZE": "all"}, ["HOROVOD_SIZE=all"]),
     "of srun": ({**SRUN, "SLURM_NTASKS": "2-4"}, ["SLURM_NTASKS=2-4"]),
     "tasks": ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "3(x2"}, ["SLURM_STEP_TASKS_PER_NODE=3(x2", "2(x3),1"]),
     # contradictions
-    "too high a rank": ({**PERSON, "RANK": "3"}, ["rank 3", "world size 3"]),
-    "negative": ({**PERSON, "RANK": "-1"}, ["rank -1"]),
-    "local above world": ({**PERSON, "LOCAL_WORLD_SIZE": "4"}, ["local world size 4", "world size 3"]),
+    "too high a rank": ({**STARTED_BY_HAND, "RANK": "3"}, ["rank 3", "world size 3"]),
+    "negative": ({**STARTED_BY_HAND, "RANK": "-1"}, ["rank -1"]),
+    "local above world": ({**STARTED_BY_HAND, "LOCAL_WORLD_SIZE": "4"}, ["local world size 4", "world size 3"]),
     "too high a local rank": ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": "4"}, ["local rank 4"]),
     "too high a node": ({**SRUN, "SLURM_NODEID": "2"}, ["SLURM_NODEID=2", "2 nodes"]),
     "negative node": ({**SRUN, "SLURM_NODEID": "-1"}, ["SLURM_NODEID=-1"]),
-    # a person's variable beside srun's or mpirun's set
+    # a variable set by hand next to the set of srun or mpirun
     "another size": ({**SRUN, "WORLD_SIZE": "8"}, ["WORLD_SIZE=8", "srun set 6", "--ntasks=8", "unset WORLD_SIZE"]),
     "another rank": ({**OPEN_MPI, "RANK": "0"}, ["RANK=0", "mpirun set 2", "unset RANK"]),
     "another local rank": ({**MPICH, "LOCAL_RANK": "0"}, ["LOCAL_RANK=0", "mpirun set 3"]),
     "another local size": ({**SRUN, "LOCAL_WORLD_SIZE": "6"}, ["LOCAL_WORLD_SIZE=6", "srun set 3"]),
-    # the mistake of Slurm scripts for torchrun
+    # a common mistake of Slurm scripts for torchrun
     "a torchrun for each task": (
         {**SRUN, **TORCHRUN},
         ["srun started 3 tasks on a node", "SLURM_STEP_TASKS_PER_NODE=3(x2)", "--ntasks-per-node=1"],
@@ -185,93 +191,101 @@ WRONG_ENVIRONMENTS: dict[str, tuple[dict[str, str], list[str]]] = {
 
 
 @pytest.mark.parametrize("case", WRONG_ENVIRONMENTS)
-def test_an_environment_that_cannot_be_meant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str) -> None:
-    """Never half of one launcher and half of another: one line with the variable, what is wrong, and the fix."""
+def test_inconsistent_environment_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str) -> None:
+    """Variables of two launchers are never mixed. The error is one line with the variable, the reason and the fix."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(slurm, "addresses_of", lambda _: ["10.0.0.1"])
     environment, fragments = WRONG_ENVIRONMENTS[case]
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(UsageError) as error_info:
         rank_info_from_environment(environment)
     for fragment in fragments:
-        assert fragment in str(caught.value)
-    assert "\n" not in str(caught.value)
+        assert fragment in str(error_info.value)
+    assert "\n" not in str(error_info.value)
 
 
-def test_a_wrong_environment_at_the_command_line(typed: Any) -> None:
-    """Status 2 and that line."""
-    shown = typed("train digits", RANK="0")
-    assert (shown.status, shown.out) == (2, "")
-    assert "the environment has RANK but not" in shown.line
+def test_train_refuses_an_incomplete_environment(run_main: Any) -> None:
+    """It exits with status 2 and one line."""
+    result = run_main("train digits", RANK="0")
+    assert (result.status, result.out) == (2, "")
+    assert "the environment has RANK but not" in result.line
 
 
-def test_four_variables_between_hosts() -> None:
-    """They do not say which ranks share a host: refused, with what to set."""
+def test_four_variables_of_torch_are_refused_across_hosts() -> None:
+    """They do not tell which ranks share a host. The error names the variables to set."""
     environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n0", "MASTER_PORT": "29500"}
     with pytest.raises(UsageError, match=r"but not LOCAL_RANK, LOCAL_WORLD_SIZE: .*set both"):
         rank_info_from_environment(environment)
 
 
-def test_four_variables_at_the_command_line(cli: Cli, tmp_path: Path) -> None:
-    """Two ranks that are started by hand with torch's own four train together."""
-    words = ("train", "digits", "--layout", "ddp", "--steps", 2, "--out", "out", "--save-every", 0)
-    done = cli.on_ranks(tmp_path, *words, size=2, LOCAL_RANK="", LOCAL_WORLD_SIZE="", TORCHELASTIC_RUN_ID="")
-    assert done.status == 0, done.err
-    assert "2 on cpu" in done.out
+def test_ranks_started_with_four_variables_of_torch_train_together(cli: Cli, tmp_path: Path) -> None:
+    """Two ranks are started by hand on one host."""
+    args = ("train", "digits", "--layout", "ddp", "--steps", 2, "--out", "out", "--save-every", 0)
+    result = cli.on_ranks(tmp_path, *args, size=2, LOCAL_RANK="", LOCAL_WORLD_SIZE="", TORCHELASTIC_RUN_ID="")
+    assert result.status == 0, result.err
+    assert "2 on cpu" in result.out
 
 
-def test_one_rank_speaks_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call that is wrong on every rank is told once, under every launcher."""
-    names = {"torchrun": "RANK", "Open MPI": "OMPI_COMM_WORLD_RANK", "MPICH": "PMI_RANK", "srun": "SLURM_PROCID"}
-    names["horovodrun"] = "HOROVOD_RANK"
-    for case, name in names.items():
-        with monkeypatch.context() as patch:
-            for variable, value in FACTS[case][0].items():
-                patch.setenv(variable, value)
-            said: list[bool] = []
+def test_only_rank_0_reports_errors_under_each_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that all ranks have is printed once."""
+    rank_variables = {
+        "torchrun": "RANK",
+        "Open MPI": "OMPI_COMM_WORLD_RANK",
+        "MPICH": "PMI_RANK",
+        "srun": "SLURM_PROCID",
+    }
+    rank_variables["horovodrun"] = "HOROVOD_RANK"
+    for case, rank_variable in rank_variables.items():
+        with monkeypatch.context() as environment_patch:
+            for variable, value in RANK_ENVIRONMENTS[case][0].items():
+                environment_patch.setenv(variable, value)
+            are_reporting: list[bool] = []
             for rank in range(2):
-                patch.setenv(name, str(rank))
-                said.append(is_reporting_rank())
-            assert said == [True, False]
+                environment_patch.setenv(rank_variable, str(rank))
+                are_reporting.append(is_reporting_rank())
+            assert are_reporting == [True, False]
 
 
-def test_somebody_speaks_of_a_variable_left_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """RANK=3, exported in a batch script, is there on every rank of srun: one of them has to say it."""
+def test_one_rank_reports_a_leftover_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RANK=3, exported in a batch script, reaches every rank of srun. Exactly one rank reports it."""
     for variable, value in {**SRUN, "RANK": "3"}.items():
         monkeypatch.setenv(variable, value)
-    said: list[bool] = []
+    are_reporting: list[bool] = []
     for rank in range(6):
         monkeypatch.setenv("SLURM_PROCID", str(rank))
-        said.append(is_reporting_rank())
-    assert sum(said) == 1
+        are_reporting.append(is_reporting_rank())
+    assert sum(are_reporting) == 1
 
 
 @pytest.mark.parametrize("environment", [{"RANK": "1"}, {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}], ids=str)
-def test_half_a_set_is_told_whatever_its_rank(
-    typed: Any, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]
+def test_incomplete_set_is_reported_by_any_rank(
+    run_main: Any, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]
 ) -> None:
-    """Somebody types this on a second terminal and forgets the port: nobody else can tell them."""
+    """A user starts rank 1 in a second terminal and forgets the port. No other rank can report it."""
     monkeypatch.setattr(cli, "_REPORT_SECONDS", 0.0)
-    shown = typed("train digits", **environment)
-    assert shown.status == 2
-    assert "MASTER_PORT" in shown.line
+    result = run_main("train digits", **environment)
+    assert result.status == 2
+    assert "MASTER_PORT" in result.line
 
 
-def test_ranks_of_one_host_meet_over_a_file_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Where the launcher says nothing: no port is opened; the same file for all ranks of one start, nobody else's."""
+def test_ranks_of_one_host_meet_over_a_private_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """mpirun names no rendezvous, so no port is opened.
+
+    All ranks of one start share a file that no other start uses.
+    """
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    found = {
+    infos = {
         str(rank): rank_info_from_environment({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": str(rank)}) for rank in range(4)
     }
-    [path] = {as_path(info.rendezvous_url) for info in found.values() if info is not None}
+    [path] = {path_of_file_url(info.rendezvous_url) for info in infos.values() if info is not None}
     assert path.parent.stat().st_mode & 0o777 == 0o700
     monkeypatch.setattr(os, "getppid", lambda: os.getpid())
-    other = rank_info_from_environment(OPEN_MPI)
-    assert other is not None
-    assert as_path(other.rendezvous_url) != path
+    info_of_another_start = rank_info_from_environment(OPEN_MPI)
+    assert info_of_another_start is not None
+    assert path_of_file_url(info_of_another_start.rendezvous_url) != path
 
 
-def test_a_folder_of_somebody_else_is_not_trusted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Others may write into /tmp too."""
+def test_rendezvous_folder_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Other users may also write into /tmp."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / f"everyrank-{os.getuid()}").symlink_to(tmp_path / "elsewhere")
@@ -279,35 +293,42 @@ def test_a_folder_of_somebody_else_is_not_trusted(monkeypatch: pytest.MonkeyPatc
         rank_info_from_environment(OPEN_MPI)
 
 
-def test_ranks_of_several_hosts_meet_at_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a port of the job and step; MASTER_ADDR and MASTER_PORT change it; mpirun does not say which host is first."""
+def test_ranks_of_several_hosts_meet_at_the_first_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The port depends on job and step.
+
+    MASTER_ADDR and MASTER_PORT override it. mpirun does not name the first host.
+    """
     monkeypatch.setattr(slurm, "addresses_of", lambda _: ["10.0.0.1"])
 
-    def where(environment: dict[str, str]) -> str:
+    def rendezvous_of(environment: dict[str, str]) -> str:
         info = rank_info_from_environment(environment)
         assert info is not None
         assert info.is_store_master == (info.rank == 0)
         return info.rendezvous_url
 
-    default = where(SRUN)
+    default = rendezvous_of(SRUN)
     assert default.startswith("tcp://n01:")
-    assert where({**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}) == default
-    assert where({**SRUN, "SLURM_STEP_ID": "1"}) != default
-    assert where({**SRUN, "SLURM_JOB_ID": "8"}) != default
-    assert where({**SRUN, "MASTER_ADDR": "n9", "MASTER_PORT": "1234"}) == "tcp://n9:1234"
-    across = {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}
-    assert where(across) == ""
-    assert where({**across, "MASTER_ADDR": "n9", "MASTER_PORT": "1234"}) == "tcp://n9:1234"
+    assert rendezvous_of({**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}) == default
+    assert rendezvous_of({**SRUN, "SLURM_STEP_ID": "1"}) != default
+    assert rendezvous_of({**SRUN, "SLURM_JOB_ID": "8"}) != default
+    assert rendezvous_of({**SRUN, "MASTER_ADDR": "n9", "MASTER_PORT": "1234"}) == "tcp://n9:1234"
+    on_several_hosts = {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}
+    assert rendezvous_of(on_several_hosts) == ""
+    assert rendezvous_of({**on_several_hosts, "MASTER_ADDR": "n9", "MASTER_PORT": "1234"}) == "tcp://n9:1234"
 
 
-def test_torchruns_agent_has_the_store_open() -> None:
-    """A rank 0 that opened it again would find the port in use; and a restart is counted."""
-    first = rank_info_from_environment({**TORCHRUN, "RANK": "0", "TORCHELASTIC_RESTART_COUNT": "2"})
-    assert first is not None
-    assert (first.is_store_master, first.restart_count, first.rendezvous_url) == (False, 2, "tcp://127.0.0.1:29500")
-    person = rank_info_from_environment(PERSON)
-    assert person is not None
-    assert person.is_store_master
+def test_rank_0_of_torchrun_does_not_open_the_store() -> None:
+    """The agent of torchrun has opened it, so its port is in use. The number of restarts is read too."""
+    torchrun_info = rank_info_from_environment({**TORCHRUN, "RANK": "0", "TORCHELASTIC_RESTART_COUNT": "2"})
+    assert torchrun_info is not None
+    assert (torchrun_info.is_store_master, torchrun_info.restart_count, torchrun_info.rendezvous_url) == (
+        False,
+        2,
+        "tcp://127.0.0.1:29500",
+    )
+    info_started_by_hand = rank_info_from_environment(STARTED_BY_HAND)
+    assert info_started_by_hand is not None
+    assert info_started_by_hand.is_store_master
 
 
 @pytest.mark.parametrize(
@@ -322,36 +343,36 @@ def test_torchruns_agent_has_the_store_open() -> None:
         ("", ""),
     ],
 )
-def test_the_first_of_slurms_hosts(nodes: str, first: str) -> None:
-    """Zeros in front are part of the name."""
+def test_first_host_of_a_slurm_node_list(nodes: str, first: str) -> None:
+    """Leading zeros are part of the name."""
     assert first_host(nodes) == first
 
 
 @pytest.mark.parametrize(("text", "counts"), [("2", [2]), ("2(x3),1", [2, 2, 2, 1]), ("4,2(x2)", [4, 2, 2])])
-def test_the_tasks_of_slurms_nodes(text: str, counts: list[int]) -> None:
-    """One number for each node, in order."""
+def test_tasks_per_node_are_parsed_from_slurm(text: str, counts: list[int]) -> None:
+    """The result has one number for each node, in order."""
     assert tasks_per_node(text) == counts
 
 
-# --- the mistakes people make with Slurm
+# --- common mistakes with Slurm
 
-GPUS = {"SLURM_GPUS_ON_NODE": "4"}
+NODE_GPUS = {"SLURM_GPUS_ON_NODE": "4"}
 
-ONE_TASK_A_NODE = {**SRUN, "SLURM_NTASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_PROCID": "1"}
+ONE_TASK_PER_NODE = {**SRUN, "SLURM_NTASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_PROCID": "1"}
 
-ONE_TASK_A_NODE |= {"SLURM_LOCALID": "0"}
+ONE_TASK_PER_NODE |= {"SLURM_LOCALID": "0"}
 
-MISTAKES: dict[str, tuple[str, dict[str, str], list[str]]] = {
+SLURM_MISTAKES: dict[str, tuple[str, dict[str, str], list[str]]] = {
     "in an allocation without srun": ("", JOB, ["Slurm job 7", "6 tasks on 2 nodes", "--launcher slurm", "srun"]),
     "in one of several tasks on one node": ("", {**JOB, "SLURM_NNODES": "1"}, ["6 tasks on 1 node,"]),
     "one task a node, ranks counted for each GPU": (
         "--processes 8",
-        ONE_TASK_A_NODE,
+        ONE_TASK_PER_NODE,
         ["--processes 8", "one task on each of 2 nodes", "srun --ntasks-per-node=4"],
     ),
     "GPUs that would be idle": (
         "",
-        {**ONE_TASK_A_NODE, **GPUS},
+        {**ONE_TASK_PER_NODE, **NODE_GPUS},
         ["1 task on a node with 4 GPUs", "3 would be idle", "srun --ntasks-per-node=4", "--processes 2"],
     ),
     "another number than srun's": (
@@ -367,33 +388,35 @@ MISTAKES: dict[str, tuple[str, dict[str, str], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("case", MISTAKES)
-def test_a_mistake_with_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str) -> None:
-    """Recognised before anything starts, with one line and the fix."""
-    words, environment, fragments = MISTAKES[case]
+@pytest.mark.parametrize("case", SLURM_MISTAKES)
+def test_mistake_with_slurm_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str) -> None:
+    """It is found before a process starts. The error is one line with the fix."""
+    command_text, environment, fragments = SLURM_MISTAKES[case]
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(slurm, "addresses_of", lambda _: ["10.0.0.1"])
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UsageError) as caught:
-        launched(*words.split())
+    with pytest.raises(UsageError) as error_info:
+        launch_from_args(*command_text.split())
     for fragment in fragments:
-        assert fragment in str(caught.value)
-    assert "\n" not in str(caught.value)
+        assert fragment in str(error_info.value)
+    assert "\n" not in str(error_info.value)
 
 
 @pytest.mark.parametrize(
-    ("words", "layout"), [("--processes 2", None), ("--device cpu", None), ("", parse_layout("single"))]
+    ("command_text", "layout"), [("--processes 2", None), ("--device cpu", None), ("", parse_layout("single"))]
 )
-def test_one_task_on_a_node_may_be_meant(monkeypatch: pytest.MonkeyPatch, words: str, layout: Layout | None) -> None:
-    """Who says so is not refused."""
+def test_one_task_per_node_is_accepted_if_requested(
+    monkeypatch: pytest.MonkeyPatch, command_text: str, layout: Layout | None
+) -> None:
+    """--processes, --device or the layout `single` requests it."""
     monkeypatch.setattr(slurm, "addresses_of", lambda _: ["10.0.0.1"])
-    for name, value in {**ONE_TASK_A_NODE, **GPUS}.items():
+    for name, value in {**ONE_TASK_PER_NODE, **NODE_GPUS}.items():
         monkeypatch.setenv(name, value)
-    assert launched(*words.split(), layout=layout).processes == 2
+    assert launch_from_args(*command_text.split(), layout=layout).processes == 2
 
 
-ALLOCATIONS: dict[str, tuple[Launch, dict[str, str], list[str]]] = {
+WRONG_ALLOCATIONS: dict[str, tuple[Launch, dict[str, str], list[str]]] = {
     "more ranks than tasks": (
         Launch("slurm", 8, nodes=2),
         {"SLURM_NNODES": "2", "SLURM_NTASKS": "4"},
@@ -412,14 +435,14 @@ ALLOCATIONS: dict[str, tuple[Launch, dict[str, str], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("case", ALLOCATIONS)
-def test_an_allocation_of_other_tasks_than_asked_for(case: str) -> None:
-    """One line and both ways out."""
-    launch, environment, fragments = ALLOCATIONS[case]
-    with pytest.raises(UsageError) as caught:
+@pytest.mark.parametrize("case", WRONG_ALLOCATIONS)
+def test_allocation_with_a_different_number_of_tasks_is_refused(case: str) -> None:
+    """The error is one line with both possible fixes."""
+    launch, environment, fragments = WRONG_ALLOCATIONS[case]
+    with pytest.raises(UsageError) as error_info:
         check_allocation(launch, environment)
     for fragment in fragments:
-        assert fragment in str(caught.value)
+        assert fragment in str(error_info.value)
 
 
 @pytest.mark.parametrize(
@@ -434,69 +457,68 @@ def test_an_allocation_of_other_tasks_than_asked_for(case: str) -> None:
         (Launch("slurm", 1), {}),
     ],
 )
-def test_an_allocation_that_fits(launch: Launch, environment: dict[str, str]) -> None:
-    """Nothing is said against it."""
-    said: list[str] = []
+def test_matching_allocation_is_accepted(launch: Launch, environment: dict[str, str]) -> None:
+    errors: list[str] = []
     try:
         check_allocation(launch, environment)
     except EveryrankError as error:
-        said.append(str(error))
-    assert said == []
+        errors.append(str(error))
+    assert errors == []
 
 
-def test_the_allocation_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """--launcher slurm alone takes its nodes and tasks; --launcher spawn stays on this node."""
+def test_launcher_slurm_takes_nodes_and_tasks_of_the_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """--launcher spawn stays on this node."""
     for name, value in JOB.items():
         monkeypatch.setenv(name, value)
-    launch = launched("--launcher", "slurm")
+    launch = launch_from_args("--launcher", "slurm")
     assert (launch.nodes, launch.processes) == (2, 6)
-    launch = launched("--launcher", "spawn", "--device", "cpu")
+    launch = launch_from_args("--launcher", "spawn", "--device", "cpu")
     assert (launch.nodes, launch.processes) == (1, 2)
 
 
-def test_a_node_task_becomes_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one task for each node: torchrun knows which node this is, and where the first one is."""
-    called: list[list[str]] = []
+def test_node_task_execs_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is one task for each node. torchrun gets the rank of this node and the address of the first one."""
+    commands: list[list[str]] = []
 
     class ReplacedError(Exception):
         """exec never returns."""
 
-    def replace(_: str, command: list[str]) -> None:
-        called.append(command)
+    def fake_execv(_: str, command: list[str]) -> None:
+        commands.append(command)
         raise ReplacedError
 
-    monkeypatch.setattr(os, "execv", replace)
+    monkeypatch.setattr(os, "execv", fake_execv)
     monkeypatch.setattr(slurm, "addresses_of", lambda _: ["10.0.0.1"])
     monkeypatch.setattr(sys, "argv", ["node", "torchrun", "4", "a folder"])
-    for name, value in {**ONE_TASK_A_NODE, "MASTER_PORT": "1234"}.items():
+    for name, value in {**ONE_TASK_PER_NODE, "MASTER_PORT": "1234"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ReplacedError):
         node.main()
-    [command] = called
-    words = ["--nnodes=2", "--node-rank=1", "--master-addr=n01", "--master-port=1234", "--nproc-per-node=4"]
-    words += ["--log-dir=a folder"]
+    [command] = commands
+    torchrun_args = ["--nnodes=2", "--node-rank=1", "--master-addr=n01", "--master-port=1234", "--nproc-per-node=4"]
+    torchrun_args += ["--log-dir=a folder"]
     python = [sys.executable, "-P", "-m"]
     assert command[:4] == [*python, "torch.distributed.run"]
-    assert command[4:] == [*words, "--no-python", *python, "everyrank.launch.worker", "a folder"]
+    assert command[4:] == [*torchrun_args, "--no-python", *python, "everyrank.launch.worker", "a folder"]
 
 
 @pytest.mark.parametrize(("codes", "status"), [([0, 0, 0], 0), ([0, 3, None], 3), ([None, -9, None], 137)])
-def test_a_node_task_starts_its_ranks(monkeypatch: pytest.MonkeyPatch, codes: list[int | None], status: int) -> None:
-    """rank = node x processes + local rank; a rank that fails ends the others, and its status is the task's."""
-    started: list[list[str]] = []
-    killed: list[int] = []
+def test_node_task_starts_its_ranks(monkeypatch: pytest.MonkeyPatch, codes: list[int | None], status: int) -> None:
+    """A rank is node x processes + local rank. If a rank fails, the others are ended, and its status is the task's."""
+    commands: list[list[str]] = []
+    killed_ranks: list[int] = []
 
     class Process:
         def __init__(self, command: list[str]) -> None:
-            self.number = len(started)
+            self.number = len(commands)
             self.returncode = codes[self.number]
-            started.append(command)
+            commands.append(command)
 
         def poll(self) -> int | None:
             return self.returncode
 
         def kill(self) -> None:
-            killed.append(self.number)
+            killed_ranks.append(self.number)
 
     monkeypatch.setattr(node.subprocess, "Popen", Process)
     monkeypatch.setattr(node.time, "sleep", lambda _: None)
@@ -504,8 +526,8 @@ def test_a_node_task_starts_its_ranks(monkeypatch: pytest.MonkeyPatch, codes: li
     monkeypatch.setattr(slurm, "addresses_of", lambda _: ["10.0.0.1"])
     monkeypatch.setattr(sys, "argv", ["node", "spawn", "3", "JOB"])
     monkeypatch.setattr(sys, "platform", "darwin")  # without a fork server
-    for name, value in ONE_TASK_A_NODE.items():
+    for name, value in ONE_TASK_PER_NODE.items():
         monkeypatch.setenv(name, value)
     assert node.main() == status
-    assert [command[-3:] for command in started] == [["3", "0", "3"], ["4", "1", "3"], ["5", "2", "3"]]
-    assert killed == ([] if status == 0 else [0, 1, 2])
+    assert [command[-3:] for command in commands] == [["3", "0", "3"], ["4", "1", "3"], ["5", "2", "3"]]
+    assert killed_ranks == ([] if status == 0 else [0, 1, 2])

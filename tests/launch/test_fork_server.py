@@ -1,4 +1,4 @@
-"""Ranks that are forked from one process that has imported torch: what each of them is, and how they end."""
+"""Ranks that are forked from one process that has imported torch: their state, and how they end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from processes import Cli, left_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each rank starts by itself")
 
-# what a rank finds; imported by the fork server, too
+# the module with the function of the ranks; the fork server imports it too
 MODULE = """\
 import os
 import sys
@@ -53,70 +53,70 @@ def look(info):
 
 
 @pytest.fixture
-def looked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """`looked(before)`: what each of two ranks finds in itself, when the module they import does this first."""
+def inspect_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Return a function that returns the state of two ranks. Their module runs `statement` at import."""
 
-    def call(before: str = "") -> list[dict[str, Any]]:
+    def call(statement: str = "") -> list[dict[str, Any]]:
         name = f"looks_{uuid.uuid4().hex}"
-        (tmp_path / f"{name}.py").write_text(MODULE.replace("BEFORE", before))
+        (tmp_path / f"{name}.py").write_text(MODULE.replace("BEFORE", statement))
         monkeypatch.syspath_prepend(tmp_path)
         return list(run_ranks(Launch(processes=2, timeout_seconds=120), f"{name}:look").values())
 
     return call
 
 
-def alike(rank: dict[str, Any]) -> dict[str, Any]:
-    """What has to be the same in each rank, however it was started."""
+def shared_state(rank: dict[str, Any]) -> dict[str, Any]:
+    """Return what must be equal in each rank, with and without a fork server."""
     return {name: rank[name] for name in ("environment", "stdin", "folder", "signals")}
 
 
 @pytest.mark.usefixtures("python")
-def test_ranks_are_forks_of_one_process(looked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They share its imports and its session, and nothing that is random; else they are as where each starts alone."""
+def test_ranks_are_forks_of_one_process(inspect_ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They share imports and session, but no random state. The rest equals that of ranks without a fork server."""
     monkeypatch.setenv("MINE", "of this call")
-    ranks = looked()
+    ranks = inspect_ranks()
     assert [rank["words"] for rank in ranks] == [["0", "0", "2"], ["1", "1", "2"]]
     assert {rank["program"] for rank in ranks} == {"everyrank.launch.fork_server"}
     [server] = {rank["server"] for rank in ranks}
     assert {rank["imported by"] for rank in ranks} == {rank["session"] for rank in ranks} == {server}
     assert not psutil.pid_exists(server)
-    numbers = {number for rank in ranks for number in rank["random"]}
-    assert len(numbers) == 4
+    random_numbers = {random_number for rank in ranks for random_number in rank["random"]}
+    assert len(random_numbers) == 4
     monkeypatch.setattr(sys, "platform", "darwin")
-    alone = looked()
-    assert all(rank["program"] == "everyrank.launch.worker" for rank in alone)
+    started_separately = inspect_ranks()
+    assert all(rank["program"] == "everyrank.launch.worker" for rank in started_separately)
     for rank in ranks:
-        assert alike(rank) == alike(alone[0])
+        assert shared_state(rank) == shared_state(started_separately[0])
         assert rank["environment"]["MINE"] == "of this call"
 
 
 @pytest.mark.usefixtures("python")
 @pytest.mark.parametrize(
-    "before",
+    "statement",
     [
         "import threading, time; threading.Thread(target=time.sleep, args=(30,), daemon=True).start()",
         "torch.cuda._is_in_bad_fork = lambda: True",
     ],
     ids=["a thread", "CUDA"],
 )
-def test_what_no_fork_can_use(looked: Any, before: str) -> None:
-    """The imports have left threads, or have asked the driver something: each rank is a process of its own."""
-    ranks = looked(before)
+def test_ranks_start_separately_if_a_fork_is_unsafe(inspect_ranks: Any, statement: str) -> None:
+    """The imports started a thread or initialized CUDA, so each rank is a new process."""
+    ranks = inspect_ranks(statement)
     assert all(rank["program"] == "everyrank.launch.worker" for rank in ranks)
     assert len({rank["server"] for rank in ranks}) == 1
 
 
 @pytest.mark.usefixtures("python")
-def test_an_import_that_fails(looked: Any) -> None:
+def test_failed_import_is_reported_as_without_a_fork_server(inspect_ranks: Any) -> None:
     """The ranks say it, as they would without a fork server."""
     with pytest.raises(RankFailedError, match=r"^rank \d of 2 .*looks_\w+\.py:7 .*ImportError: no GPU"):
-        looked("raise ImportError('no GPU')")
+        inspect_ranks("raise ImportError('no GPU')")
 
 
 @pytest.mark.usefixtures("python")
 @pytest.mark.parametrize("victim", ["supervisor", "server"])
-def test_a_process_above_the_ranks_is_killed(monkeypatch: pytest.MonkeyPatch, victim: str) -> None:
-    """One line that names a rank and the signal; nothing is left."""
+def test_killed_supervisor_or_server_is_reported(monkeypatch: pytest.MonkeyPatch, victim: str) -> None:
+    """The error is one line with a rank and the signal. No process is left."""
 
     def kills(info: RankInfo) -> None:
         supervisor = psutil.Process(os.getppid())
@@ -125,8 +125,8 @@ def test_a_process_above_the_ranks_is_killed(monkeypatch: pytest.MonkeyPatch, vi
         signal.pause()
 
     monkeypatch.setenv(MARK, mark := uuid.uuid4().hex)
-    who = 1 if victim == "supervisor" else r"\d"
-    with pytest.raises(RankFailedError, match=rf"^rank {who} of 2 on .*: ended by SIGKILL"):
+    rank_pattern = 1 if victim == "supervisor" else r"\d"
+    with pytest.raises(RankFailedError, match=rf"^rank {rank_pattern} of 2 on .*: ended by SIGKILL"):
         run_ranks(Launch(processes=2, timeout_seconds=120), kills)
     monkeypatch.delenv(MARK)
     assert left_of(mark) == {}
@@ -148,8 +148,8 @@ print(run_ranks(Launch(processes=2), rank))
 """
 
 
-def test_a_script_without_a_guard(cli: Cli, tmp_path: Path) -> None:
-    """From end to end: its main module is not run again, and what it sends by value arrives."""
+def test_script_without_main_guard_runs_once(cli: Cli, tmp_path: Path) -> None:
+    """Its main module is not run again in the ranks. The function is sent by value."""
     (tmp_path / "script.py").write_text(SCRIPT)
     running = cli.start(tmp_path, "script.py", command=(), is_forked=False)
     status, out, err = running.end()

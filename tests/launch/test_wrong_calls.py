@@ -1,4 +1,4 @@
-"""Calls that cannot be launched: one line each, and no process is started to find out."""
+"""Arguments that cannot be launched: the error is one line, and no process is started."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WRONG_CALLS = [
     (DDP + "--nodes 2 --node-rank 2 --rendezvous n0:1", ["--node-rank 2", "0 to 1"]),
     (DDP + "--nodes 2 --node-rank -1 --rendezvous n0:1", ["--node-rank -1", "0 to 1"]),
     (DDP + "--node-rank first", ["--node-rank", "'first'"]),
-    # where they meet
+    # rendezvous
     *((DDP + f"--rendezvous {text}", [f"--rendezvous {text}", "HOST:PORT"]) for text in ("n0", "n0:", ":1", "n0:0")),
     (DDP + "--rendezvous n0:65536", ["--rendezvous n0:65536", "1 to 65535"]),
     (DDP + "--rendezvous n0:http", ["--rendezvous n0:http", "1 to 65535"]),
@@ -57,14 +57,14 @@ WRONG_CALLS = [
     (DDP + "--init-method tcp://n0:0", ["n0:0", "1 to 65535"]),
     (DDP + "--init-method 'tcp://[::1:29500'", ["[::1:29500"]),
     (DDP + "--init-method tcp://256.1.1.1:80", ["--init-method 256.1.1.1", "has no address here"]),
-    # more than there can be
+    # too many ranks
     (DDP + f"--processes {'9' * 23} --dry-run", ["--processes 999", "at most 1,000,000"]),
     (DDP + "--processes 8194 --nodes 2 --node-rank 0 --rendezvous n0:1", ["4,097 ranks", "at most 4,096"]),
-    # words of one launcher
+    # arguments of one launcher
     (DDP + "--launcher torchrun --rendezvous-kind etcd", ["--rendezvous-kind etcd", "static or c10d"]),
     (DDP + "--restarts 1", ["--restarts 1", "--launcher torchrun"]),
     (DDP + "--restarts -1 --launcher torchrun", ["--restarts -1", "0 or more"]),
-    # hosts that may become fewer
+    # elastic numbers of hosts
     (ELASTIC + "--nodes 4:3 --processes 3", ["--nodes 4:3", "MIN:MAX"]),
     (ELASTIC + "--nodes 0:3 --processes 3", ["--nodes 0:3", "1 <= MIN"]),
     (ELASTIC + "--nodes :3 --processes 3", ["--nodes :3", "a number, or MIN:MAX"]),
@@ -102,44 +102,48 @@ WRONG_CALLS = [
 ]
 
 
-@pytest.mark.parametrize(("words", "fragments"), WRONG_CALLS, ids=[words[:80] for words, _ in WRONG_CALLS])
-def test_a_wrong_call(typed: Any, words: str, fragments: list[str]) -> None:
-    """Status 2, and one line with the value, the rule and the fix; nothing is started to find it."""
-    shown = typed(words)
-    assert (shown.status, shown.out) == (2, ""), shown
+@pytest.mark.parametrize(
+    ("command_text", "fragments"), WRONG_CALLS, ids=[command_text[:80] for command_text, _ in WRONG_CALLS]
+)
+def test_invalid_arguments_are_refused(run_main: Any, command_text: str, fragments: list[str]) -> None:
+    """The status is 2. The error is one line with the value, the rule and the fix."""
+    result = run_main(command_text)
+    assert (result.status, result.out) == (2, ""), result
     for fragment in fragments:
-        assert fragment in shown.line
+        assert fragment in result.line
 
 
-MISSING = {
+MISSING_LAUNCHERS = {
     "mpi": ("--launcher mpi", ["--launcher mpi", "mpirun", "module"]),
     "ray": ("--launcher ray", ["--launcher ray", "pip install"]),
     "sbatch": ("--launcher slurm", ["--launcher slurm", "sbatch", "login node"]),
 }
 
 
-@pytest.mark.parametrize("case", MISSING)
-def test_a_launcher_that_is_not_here(typed: Any, case: str) -> None:
-    """Status 3, and what it needs."""
-    words, fragments = MISSING[case]
-    shown = typed(DDP + "--processes 2 " + words)
-    assert (shown.status, shown.out) == (3, "")
+@pytest.mark.parametrize("case", MISSING_LAUNCHERS)
+def test_missing_launcher_exits_with_status_3(run_main: Any, case: str) -> None:
+    """The error names the missing program or package."""
+    args, fragments = MISSING_LAUNCHERS[case]
+    result = run_main(DDP + "--processes 2 " + args)
+    assert (result.status, result.out) == (3, "")
     for fragment in fragments:
-        assert fragment in shown.line
+        assert fragment in result.line
 
 
-def test_srun_that_is_not_here(typed: Any) -> None:
-    """In an allocation, inside a container without Slurm's programs."""
-    shown = typed(DDP + "--processes 2 --launcher slurm", SLURM_JOB_ID="7", SLURM_NTASKS="2")
-    assert shown.status == 3
-    assert "srun" in shown.line
+def test_missing_srun_exits_with_status_3(run_main: Any) -> None:
+    """The command runs in an allocation, but in a container without Slurm's programs."""
+    result = run_main(DDP + "--processes 2 --launcher slurm", SLURM_JOB_ID="7", SLURM_NTASKS="2")
+    assert result.status == 3
+    assert "srun" in result.line
 
 
 @pytest.mark.parametrize("launcher", ["spawn", "torchrun"])
-def test_what_to_type_on_each_host(typed: Any, launcher: str, tmp_path: Path) -> None:
-    """Of several hosts and no node rank: the line for each of them, with the words as they were typed."""
+def test_command_without_node_rank_prints_the_command_of_each_host(
+    run_main: Any, launcher: str, tmp_path: Path
+) -> None:
+    """The printed commands repeat the given arguments with --node-rank."""
     (tmp_path / "my net.py").write_text("workload = None\n")
-    words = [
+    args = [
         "train",
         "my net.py",
         "--layout",
@@ -151,50 +155,56 @@ def test_what_to_type_on_each_host(typed: Any, launcher: str, tmp_path: Path) ->
         "--rendezvous",
         "n0:29500",
     ]
-    shown = typed(*words)
-    assert shown.status == 2
-    assert "--nodes 2" in shown.line
-    assert shown.out.splitlines() == [
-        f"on host {number}:  everyrank {shlex.join(words)} --node-rank {number}" for number in (0, 1)
+    result = run_main(*args)
+    assert result.status == 2
+    assert "--nodes 2" in result.line
+    assert result.out.splitlines() == [
+        f"on host {number}:  everyrank {shlex.join(args)} --node-rank {number}" for number in (0, 1)
     ]
 
 
-def test_the_first_host_says_what_to_type_on_the_others(typed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once, before it waits for them."""
-    monkeypatch.setattr(host_info, "addresses_of", lambda _: ["127.0.1.1"])  # so that nothing is started
-    words = "train digits --layout ddp --nodes 3 --rendezvous n0:29500"
-    shown = typed(words + " --node-rank 0")
-    assert [line.partition(":")[0] for line in shown.out.splitlines()] == ["on host 1", "on host 2"]
-    assert shown.out.splitlines()[1].endswith(f"everyrank {words} --node-rank 2")
-    assert typed(words + " --node-rank 1").out == ""
+def test_first_host_prints_the_commands_of_the_others(run_main: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It prints them once, before it waits for the other hosts."""
+    monkeypatch.setattr(host_info, "addresses_of", lambda _: ["127.0.1.1"])  # loopback, so the start is refused
+    command_text = "train digits --layout ddp --nodes 3 --rendezvous n0:29500"
+    result = run_main(command_text + " --node-rank 0")
+    assert [line.partition(":")[0] for line in result.out.splitlines()] == ["on host 1", "on host 2"]
+    assert result.out.splitlines()[1].endswith(f"everyrank {command_text} --node-rank 2")
+    assert run_main(command_text + " --node-rank 1").out == ""
 
 
-def test_a_rendezvous_that_is_loopback_is_not_tried(typed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Debian gives a host's own name 127.0.1.1: the other hosts would wait for a timeout."""
+def test_loopback_rendezvous_is_refused_for_several_hosts(run_main: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian maps a host's own name to 127.0.1.1. Other hosts would wait until the timeout."""
     monkeypatch.setattr(host_info, "addresses_of", lambda _: ["127.0.1.1"])
     monkeypatch.setattr(host_info, "usable_interfaces", lambda: {"lo": "127.0.0.1", "eth0": "10.0.0.5"})
-    shown = typed(DDP + "--nodes 2 --node-rank 0 --rendezvous n0:29500")
-    assert shown.status == 2
+    result = run_main(DDP + "--nodes 2 --node-rank 0 --rendezvous n0:29500")
+    assert result.status == 2
     for fragment in ("--rendezvous n0", "127.0.1.1", "loopback", "10.0.0.5"):
-        assert fragment in shown.line
+        assert fragment in result.line
 
 
-def test_a_dry_run_inside_a_launcher_says_so(cli: Cli, tmp_path: Path) -> None:
-    """Torchrun has started this rank: nothing else would be started, and no worker is rendered."""
-    done = cli.on_ranks(tmp_path, "train", "digits", "--layout", "ddp", "--dry-run")
-    assert done.status == 0
-    assert "everyrank.launch.worker" not in done.out
+def test_dry_run_of_a_started_rank_prints_no_worker_command(cli: Cli, tmp_path: Path) -> None:
+    """torchrun has started this rank, so a run would start no other process."""
+    result = cli.on_ranks(tmp_path, "train", "digits", "--layout", "ddp", "--dry-run")
+    assert result.status == 0
+    assert "everyrank.launch.worker" not in result.out
 
 
-@pytest.mark.parametrize("words", ["doctor", "doctor --json f.json"])
-def test_doctor_looks_at_an_allocation_that_lacks_srun(typed: Any, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
-    """It starts no ranks of that allocation; whoever asks why things do not work is not refused."""
+@pytest.mark.parametrize("command_text", ["doctor", "doctor --json f.json"])
+def test_doctor_runs_in_an_allocation_without_srun(
+    run_main: Any, monkeypatch: pytest.MonkeyPatch, command_text: str
+) -> None:
+    """doctor starts no ranks of the allocation, so it is not refused."""
     monkeypatch.setattr(doctor_command, "run", lambda _: 0)
-    assert typed(words, **JOB).status == 0
+    assert run_main(command_text, **JOB).status == 0
 
 
-@pytest.mark.parametrize("words", ["doctor --launch --launcher slurm", "doctor --launch --launcher slurm --dry-run"])
-def test_doctor_of_slurm_without_an_allocation(typed: Any, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
-    """A job is not submitted to look at it: one line, or findings; never a traceback."""
+@pytest.mark.parametrize(
+    "command_text", ["doctor --launch --launcher slurm", "doctor --launch --launcher slurm --dry-run"]
+)
+def test_doctor_of_launcher_slurm_runs_without_an_allocation(
+    run_main: Any, monkeypatch: pytest.MonkeyPatch, command_text: str
+) -> None:
+    """doctor submits no job. It prints an error line or findings, and no traceback."""
     monkeypatch.setattr(doctor_command, "run", lambda _: 0)
-    assert typed(words).status in (0, 2)
+    assert run_main(command_text).status in (0, 2)

@@ -1,4 +1,4 @@
-"""The recipe of an asynchronous parameter server: it learns, its replay is exact, and a death ends what it has to."""
+"""The recipe of an asynchronous parameter server: convergence, exact replay, and killed processes."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ COMMAND = f"python {NAME}.py --trainers 3 --replay --float64"
 
 @pytest.fixture(scope="module", autouse=True)
 def _forked_programs(python: ForkServer) -> Iterator[None]:
+    """Start the recipe's processes through the fork server."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(test_recipes, "PROGRAMS", python.programs)
         patch.setitem(test_recipes.OURS, "PYTHON_EXEC", str(python.programs / "python"))
         yield
 
 
-def run(
+def run_recipe(
     folder: Path, *changes: tuple[str, str], status: int = 0, num_rows: int = NUM_ROWS
 ) -> subprocess.CompletedProcess[str]:
+    """Run the recipe after these replacements in its text."""
     text = text_of(NAME)
     for before, after in changes:
         assert text.count(before) == 1, f"it has changed; {before!r} no longer fits"
@@ -39,21 +41,21 @@ def run(
     return typed(folder, COMMAND, status)
 
 
-def replayed(done: subprocess.CompletedProcess[str]) -> float:
-    """The largest difference of a parameter."""
-    found = re.search(r"^replay (\S+)$", done.stdout, re.MULTILINE)
-    assert found is not None
-    return float(found[1])
+def replay_distance(result: subprocess.CompletedProcess[str]) -> float:
+    """Return the largest difference of a parameter between training and replay."""
+    match = re.search(r"^replay (\S+)$", result.stdout, re.MULTILINE)
+    assert match is not None
+    return float(match[1])
 
 
-def test_it_learns_and_its_replay_is_exact(tmp_path: Path) -> None:
-    """Every update of every trainer is made; the same events in one process come to the same parameters."""
-    done = run(tmp_path, num_rows=len(DIGITS))
-    found = read(done.stdout)
-    assert len(found.losses) == 4 * 3 * 15  # epochs, trainers, batches of each
-    assert sum(found.losses[-12:]) < 0.4 * sum(found.losses[:12])
-    assert found.numbers["top1"] > 0.8
-    assert replayed(done) <= 1e-12
+def test_training_converges_and_its_replay_is_exact(tmp_path: Path) -> None:
+    """Every update of every trainer is made. The same events in one process give the same parameters."""
+    result = run_recipe(tmp_path, num_rows=len(DIGITS))
+    output = read(result.stdout)
+    assert len(output.losses) == 4 * 3 * 15  # epochs, trainers, batches of each
+    assert sum(output.losses[-12:]) < 0.4 * sum(output.losses[:12])
+    assert output.numbers["top1"] > 0.8
+    assert replay_distance(result) <= 1e-12
 
 
 @pytest.mark.parametrize(
@@ -64,38 +66,38 @@ def test_it_learns_and_its_replay_is_exact(tmp_path: Path) -> None:
     ],
     ids=["another version", "an update is lost"],
 )
-def test_a_replay_of_something_else_differs(tmp_path: Path, before: str, after: str) -> None:
+def test_replay_after_a_mutation_differs(tmp_path: Path, before: str, after: str) -> None:
     """The comparison can fail."""
     changes = [(before, after)]
-    if "losses" in after:  # by the server alone: the replay counts on from nine
+    if "losses" in after:  # only the server loses an update: the replay starts at nine
         changes = [
             (before, after),
             ("replayed, pulled = Server(model), {}", "replayed, pulled = Server(model), {}; replayed.losses = [0] * 9"),
         ]
-    assert replayed(run(tmp_path, *changes)) > 1e-9
+    assert replay_distance(run_recipe(tmp_path, *changes)) > 1e-9
 
 
-DIES = (
+KILL_TRAINER_1 = (
     '            rpc.rpc_sync("server", push, (trainer, *gradient(model, flat, batch)))',
     '            rpc.rpc_sync("server", push, (trainer, *gradient(model, flat, batch)))\n'
     "            trainer == 1 and os.kill(os.getpid(), 9)",
 )
 
 
-def test_others_go_on_when_a_trainer_is_killed(tmp_path: Path) -> None:
-    """One of three, by SIGKILL after its first push: a line says so, and nobody else's updates are missing."""
-    done = run(tmp_path, DIES)
-    assert f"{NAME}.py: trainer 1 died (-9); the others continued" in done.stderr
-    assert len(read(done.stdout).losses) == 2 * 16 + 1
-    assert replayed(done) <= 1e-12
+def test_other_trainers_continue_when_one_is_killed(tmp_path: Path) -> None:
+    """One of three trainers ends by SIGKILL after its first push. A line reports it, and all other updates are made."""
+    result = run_recipe(tmp_path, KILL_TRAINER_1)
+    assert f"{NAME}.py: trainer 1 died (-9); the others continued" in result.stderr
+    assert len(read(result.stdout).losses) == 2 * 16 + 1
+    assert replay_distance(result) <= 1e-12
 
 
-def test_trainers_end_when_the_server_is_killed(tmp_path: Path) -> None:
-    """By SIGKILL at its tenth event: every trainer says who is gone, and ends (`typed` waits for all of them)."""
-    dies = (
+def test_trainers_end_when_the_server_is_killed_by_sigkill(tmp_path: Path) -> None:
+    """The server ends at its tenth event. Each trainer reports it and ends. `typed` waits for all of them."""
+    kill_server = (
         "            self.flat.grad = message\n",
         "            self.flat.grad = message\n            len(self.events) > 9 and os.kill(os.getpid(), 9)\n",
     )
-    done = run(tmp_path, dies, status=128 + 9)
+    result = run_recipe(tmp_path, kill_server, status=128 + 9)
     for trainer in range(3):
-        assert f"trainer {trainer}: the server is gone: " in done.stderr
+        assert f"trainer {trainer}: the server is gone: " in result.stderr

@@ -1,4 +1,4 @@
-"""The recipe on uneven streams: the losses of the library on one device, and the mistakes that its header tells of."""
+"""The recipe on uneven streams: losses of the library on one device, and mistakes that its header describes."""
 
 from __future__ import annotations
 
@@ -47,41 +47,50 @@ workload = dataclasses.replace(whole, train_data=lambda: Streams(whole.train_dat
 
 
 @pytest.fixture(scope="module")
-def library(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Record:
+def library_record(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Record:
+    """Return the record of the same training by the library on one device."""
     folder = tmp_path_factory.mktemp("library")
     (folder / "workload.py").write_text(WORKLOAD.format(size=2))
     recipes.write_digits(folder, recipes.NUM_ROWS)
     return recipes.train_workload(cli, folder, "single:precision=float64", size=1)
 
 
-def test_recipe_equals_one_device(cli: Cli, tmp_path: Path, library: Record) -> None:
-    """Every loss to 1e-12: 8 updates an epoch, of which one rank alone makes the last four."""
+def test_losses_equal_one_device(cli: Cli, tmp_path: Path, library_record: Record) -> None:
+    """Every loss is equal to 1e-12. An epoch has 8 updates, and only one rank has samples for the last four."""
     text = recipes.text_of("ddp_uneven")
-    assert len(library.loss) == 16
-    assert recipes.distance(recipes.printed(cli, tmp_path, "ddp_uneven", text), library) <= 1e-12
+    assert len(library_record.loss) == 16
+    assert recipes.distance(recipes.printed(cli, tmp_path, "ddp_uneven", text), library_record) <= 1e-12
 
 
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("parameter.grad /= count", "parameter.grad /= BATCH / world_size"),  # by a full batch, as a loader would
+        (
+            "parameter.grad /= count",
+            "parameter.grad /= BATCH / world_size",
+        ),  # divided by a full batch, as with a DataLoader
         ("                    parameter.grad /= count", "                    parameter.grad /= len(labels)"),
         (
             'dist.broadcast(self.optimizer.state[parameter]["momentum_buffer"], self.source_rank)',
             "pass",
-        ),  # replicas part in the second epoch
+        ),  # replicas diverge in the second epoch
     ],
 )
-def test_mutation_differs(cli: Cli, tmp_path: Path, library: Record, before: str, after: str) -> None:
+def test_mutation_differs(cli: Cli, tmp_path: Path, library_record: Record, before: str, after: str) -> None:
     text = recipes.text_of("ddp_uneven")
     assert text.count(before) == 1
-    assert recipes.distance(recipes.printed(cli, tmp_path, "ddp_uneven", text.replace(before, after)), library) > 1e-9
+    assert (
+        recipes.distance(recipes.printed(cli, tmp_path, "ddp_uneven", text.replace(before, after)), library_record)
+        > 1e-9
+    )
 
 
-def test_either_divisor_comes_to_the_same(cli: Cli, tmp_path: Path, library: Record) -> None:
-    """By all ranks or by those that are left: it goes out again with the count."""
+def test_divide_by_initial_world_size_does_not_change_the_losses(
+    cli: Cli, tmp_path: Path, library_record: Record
+) -> None:
+    """Join divides by all ranks or by those that still have samples. The count in the recipe cancels it."""
     text = recipes.text_of("ddp_uneven").replace(
         "momentum_hook])", "momentum_hook], divide_by_initial_world_size=False)"
     )
     assert "divide_by_initial_world_size=False):" in text
-    assert recipes.distance(recipes.printed(cli, tmp_path, "ddp_uneven", text), library) <= 1e-12
+    assert recipes.distance(recipes.printed(cli, tmp_path, "ddp_uneven", text), library_record) <= 1e-12

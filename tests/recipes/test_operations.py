@@ -1,4 +1,4 @@
-"""The recipes that show operations and train nothing: they check each result, and end with 1 where one is wrong."""
+"""The recipes that show operations and train nothing. They check each result, and a wrong result gives status 1."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ pytestmark = pytest.mark.integration
 
 __all__ = ["_forked_programs"]
 
-# How many results the ranks of a world of this size check together, and what rank 0 says of some of them.
+# The number of results that all ranks check by world size, and some of the output of rank 0.
 RESULTS = {
     "point_to_point": {2: 14, 3: 20, 4: 26},
     "collectives": {1: 21, 2: 39, 3: 57, 4: 75},
     "process_groups": {1: 17, 2: 29, 3: 45, 4: 57},
 }
-SAID = {
+EXPECTED_OUTPUT = {
     "point_to_point": ["came back as 3", "rank 1 received 200 first", "1000 numbers of rank 3"],
     "collectives": [
         "all_to_all             rank 0            0 1 2 3  ->  0 10 20 30\n",
@@ -31,7 +31,7 @@ SAID = {
         "    rank 3: data 1, tensor 1: sum 5 in its row, 4 in its column, 6 over both\n",
     ],
 }
-# (recipe, ranks, what stands there, what is written instead, what it says)
+# (recipe, ranks, original text, replacement, error)
 MISTAKES = [
     ("point_to_point", 3, "        tensor += 1\n", "", "recv from the previous rank: got 0.0, not 1"),
     (
@@ -44,7 +44,7 @@ MISTAKES = [
     ("point_to_point", 2, "tensor([rank**2])", "tensor([rank * 2])", "answers by rank"),
     (
         "point_to_point",
-        3,  # the other way around
+        3,  # the opposite direction
         "P2POp(dist.isend, sent, (rank + 1) % world_size),\n        dist.P2POp(dist.irecv, received, (rank - 1)",
         "P2POp(dist.isend, sent, (rank - 1) % world_size),\n        dist.P2POp(dist.irecv, received, (rank + 1)",
         "received in the batch",
@@ -95,45 +95,46 @@ MISTAKES = [
         "/ len(batch)",
         "/ len(local_batch)",
         "too much for rounding",
-    ),  # a mean of each rank, added up
+    ),  # the sum of the means of each rank
 ]
 
 
-def started(cli: Cli, folder: Path, name: str, size: int) -> Done:
+def start_recipe(cli: Cli, folder: Path, name: str, size: int) -> Done:
+    """Run the recipe on ranks."""
     return cli.on_ranks(folder, size=size, script=f"{name}.py")
 
 
 @pytest.mark.parametrize(("name", "size"), [(name, size) for name in RESULTS for size in RESULTS[name]])
-def test_every_result_is_checked_and_right(cli: Cli, tmp_path: Path, name: str, size: int) -> None:
+def test_every_result_is_checked_and_correct(cli: Cli, tmp_path: Path, name: str, size: int) -> None:
     beside(tmp_path, name)
-    done = started(cli, tmp_path, name, size)
-    assert done.status == 0, done.err
-    assert done.out.splitlines()[-1].strip() == f"{RESULTS[name][size]} results on {size} ranks, all correct"
+    result = start_recipe(cli, tmp_path, name, size)
+    assert result.status == 0, result.err
+    assert result.out.splitlines()[-1].strip() == f"{RESULTS[name][size]} results on {size} ranks, all correct"
     if size == 4:
-        assert all(text in done.out for text in SAID[name])
+        assert all(text in result.out for text in EXPECTED_OUTPUT[name])
 
 
-def test_none_is_left_out() -> None:
-    assert set(RESULTS) == set(SAID) == OPERATIONS
+def test_all_recipes_with_operations_are_tested() -> None:
+    assert set(RESULTS) == set(EXPECTED_OUTPUT) == OPERATIONS
 
 
-@pytest.mark.parametrize(("name", "size", "before", "after", "said"), MISTAKES)
-def test_wrong_result_ends_it(
-    cli: Cli, tmp_path: Path, name: str, size: int, before: str, after: str, said: str
+@pytest.mark.parametrize(("name", "size", "before", "after", "message"), MISTAKES)
+def test_wrong_result_ends_the_recipe(
+    cli: Cli, tmp_path: Path, name: str, size: int, before: str, after: str, message: str
 ) -> None:
-    """With status 1, by the rank that has it, which says what it got."""
+    """The rank with the wrong result exits with status 1 and prints it."""
     text = (RECIPES / f"{name}.py").read_text()
     assert text.count(before) == 1, f"{name} has changed; its mutation no longer fits"
     beside(tmp_path, name, text.replace(before, after))
-    done = started(cli, tmp_path, name, size)
-    assert 1 in done.statuses
-    assert "all correct" not in done.out
-    said_by_all = "".join((tmp_path / f"rank{rank}.err").read_text() for rank in range(size))
-    assert re.search(rf"^{name}.py: .*{re.escape(said)}", said_by_all, re.MULTILINE), said_by_all
+    result = start_recipe(cli, tmp_path, name, size)
+    assert 1 in result.statuses
+    assert "all correct" not in result.out
+    errors = "".join((tmp_path / f"rank{rank}.err").read_text() for rank in range(size))
+    assert re.search(rf"^{name}.py: .*{re.escape(message)}", errors, re.MULTILINE), errors
 
 
 @pytest.mark.parametrize(
-    ("name", "variables", "said"),
+    ("name", "variables", "message"),
     [
         ("point_to_point", {}, "got 0: start it with torchrun"),
         ("point_to_point", by_hand(0, "1", 1), "got 1: start it with torchrun"),
@@ -141,8 +142,8 @@ def test_wrong_result_ends_it(
         ("process_groups", {}, "start it with torchrun"),
     ],
 )
-def test_start_without_torchrun_is_refused(tmp_path: Path, name: str, variables: dict[str, str], said: str) -> None:
+def test_start_without_torchrun_is_refused(tmp_path: Path, name: str, variables: dict[str, str], message: str) -> None:
     beside(tmp_path, name)
     line = refusal(tmp_path, f"python {name}.py", **variables)
     assert line.startswith(f"{name}.py: ")
-    assert said in line
+    assert message in line

@@ -1,7 +1,7 @@
-"""Each recipe gives the losses of the library; a mutation of it does not.
+"""Each recipe gives the losses of the library, and a mutated recipe does not.
 
-The ranks are forked here, where a plain torchrun starts them. tests/integration runs each by the command in its own
-header, and those that need another launcher.
+Here the fork server starts the ranks, as torchrun would. tests/integration runs each recipe by the command in its
+header, and the recipes that need a different launcher.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ PACKAGE = Path(everyrank.__file__).parent
 RECIPES = PACKAGE / "recipes"
 SHARED = RECIPES / "shared"
 PROGRAMS = Path(sys.executable).parent  # `python` and `torchrun`
-OURS = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK}  # in the environment of what is typed
+OURS = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK}  # environment variables of each command
 ALL = sorted(path.stem for path in RECIPES.glob("*.py") if not path.stem.startswith("_"))
-# what starts them: their tests are in integration
+# recipes with their own launcher, which are tested in tests/integration
 NEEDS = {"slurm": "srun", "mpi": "mpirun", "ray_actors": "Ray", "horovod_ddp": "horovodrun"}
-ALONE = {  # with a network of their own: what trains the same whole, by plain python, is compared
+ALONE = {  # recipes with their own network: each is compared with this recipe in one process
     "tensor": "tensor",
     "fsdp_tensor": "tensor",
     "fsdp": "tensor",
@@ -50,12 +50,12 @@ ALONE = {  # with a network of their own: what trains the same whole, by plain p
     "contrastive": "contrastive",
     "expert": "expert",
 }
-REPLAYED = {"parameter_server_async"}  # another training than any layout's: tests/recipes/test_asynchronous.py
-OPERATIONS = {"point_to_point", "collectives", "process_groups"}  # they train nothing: tests/recipes/test_operations.py
-COMPRESSED = {"ddp_compressed"}  # which rounds: tests/recipes/test_compressed.py
-RPC_ONLY = {"ddp_rpc", "rpc_rnn", "rpc_reinforcement"}  # with a network of their own, too: tests/recipes/test_rpc.py
-# lines; the others have 175 at most
-LONG = {
+REPLAYED = {"parameter_server_async"}  # equivalent to no layout: tests/recipes/test_asynchronous.py
+OPERATIONS = {"point_to_point", "collectives", "process_groups"}  # without training: tests/recipes/test_operations.py
+COMPRESSED = {"ddp_compressed"}  # with rounded gradients: tests/recipes/test_compressed.py
+RPC_ONLY = {"ddp_rpc", "rpc_rnn", "rpc_reinforcement"}  # also with their own network: tests/recipes/test_rpc.py
+# maximum number of lines; it is 175 for the other recipes
+MAX_LINES = {
     "collectives": 280,
     "context": 245,
     "ddp_by_hand": 185,
@@ -70,20 +70,21 @@ LONG = {
     "rpc_pipeline": 195,
     "rpc_reinforcement": 195,
 }
-OWN_TESTS = {"imagenet_ddp", "ddp_uneven", *NEEDS, *ALONE, *OPERATIONS, *COMPRESSED, *REPLAYED, *RPC_ONLY}
-NAMES = [name for name in ALL if name not in OWN_TESTS]  # imagenet_ddp reads images: see the end
+TESTED_ELSEWHERE = {"imagenet_ddp", "ddp_uneven", *NEEDS, *ALONE, *OPERATIONS, *COMPRESSED, *REPLAYED, *RPC_ONLY}
+NAMES = [name for name in ALL if name not in TESTED_ELSEWHERE]  # imagenet_ddp reads images; its tests are at the end
 DIGITS = gzip.decompress((PACKAGE / "builtin" / "digits.csv.gz").read_bytes()).splitlines(keepends=True)
-# The recipes read the first of them: 365 to train with and 91 held out, which 2, 3 and 4 ranks do not divide. An epoch
-# is 6 updates, the last of 45 samples.
+# The recipes read the first rows: 365 for training and 91 for validation. 2, 3 and 4 ranks do not divide these numbers.
+# An epoch has 6 updates, the last with 45 samples.
 NUM_ROWS = 456
-WHOLE = {"checkpoint_resume", "elastic_torchrun"}  # all 1,797: their headers name updates of the second epoch
-# What has data of its own is shortened in its text, the same in the split training and in the whole one.
-SHORTER = {
+# These read all 1,797 rows, because their headers name updates of the second epoch.
+READS_ALL_ROWS = {"checkpoint_resume", "elastic_torchrun"}
+# Recipes with their own data are shortened by replacements, in the distributed and in the single-process run.
+SHORTENING = {
     "context": [("UPDATES = 40", "UPDATES = 12"), (".encode()))", ".encode()[:40_000]))")],
     "rpc_rnn": [("UPDATES = 60", "UPDATES = 12"), (".encode()))", ".encode()[:80_000]))")],
 }
 
-# The layout that is the same training. Recipes are compared in float64; the low precisions have a test of their own.
+# The equivalent layout. Recipes are compared in float64. Low precision has its own test.
 LAYOUTS = {
     "single": "single:precision=float64",
     "dataparallel": "single:precision=float64",
@@ -115,96 +116,110 @@ LAYOUTS = {
     "weighted_sampler": "ddp:precision=float64",
 }
 
-# What people get wrong, in each: (what stands there, what they write).
+# Common mistakes: (original text, replacement).
 MUTATIONS = {
     "single": (
         "F.cross_entropy(model(images), labels)",
         "F.cross_entropy(model(images), labels, reduction='sum') / BATCH",
-    ),  # the ragged batch divided by the full size
+    ),  # the last, smaller batch is divided by the full size
     "dataparallel": ("manual_seed(SEED + epoch)", "manual_seed(SEED)"),  # every epoch in the same order
-    "ddp_spawn": ("/ batch_size", "/ len(labels)"),  # averages once too often
-    "ddp_torchrun": ("ddp(images)", "model(images)"),  # past the wrapper: no gradient is sent
-    "ddp_amp": ("parameter.grad *= BATCH / batch_size", "pass"),  # and then multiplied as if it were a sum
-    "weighted_sampler": ("SEED + self.epoch)", "SEED + self.epoch + self.rank)"),  # each rank draws by itself
+    "ddp_spawn": ("/ batch_size", "/ len(labels)"),  # averages twice
+    "ddp_torchrun": ("ddp(images)", "model(images)"),  # bypasses the wrapper: no gradient is reduced
+    "ddp_amp": ("parameter.grad *= BATCH / batch_size", "pass"),  # the last batch is divided by the full size
+    "weighted_sampler": ("SEED + self.epoch)", "SEED + self.epoch + self.rank)"),  # each rank draws its own samples
     "ddp_accumulate": ("is_last = index + 1 == ACCUMULATE", "is_last = index == 0"),
     "distributed_evaluation": (
         "range(rank, len(data), world_size)",
         "range(-(-len(data) // world_size))",  # every rank reads the first half
     ),
-    "zero1": ("BATCH, rank, world_size)", "BATCH, 0, world_size)"),  # every rank reads the same
-    "fsdp": ("(loss * world_size)", "loss"),  # the average taken for the sum
+    "zero1": ("BATCH, rank, world_size)", "BATCH, 0, world_size)"),  # every rank reads the same samples
+    "fsdp": ("(loss * world_size)", "loss"),  # the average is used as the sum
     "iterable_sharding": (  # divided twice: by rank and worker, and then by worker again
         "batch.tensor_split(self.world_size)[self.rank]",
         "batch.tensor_split(self.world_size * WORKERS)[self.rank * WORKERS + update % WORKERS]",
     ),
-    "checkpoint_resume": (  # the order of the samples is drawn anew where the training goes on
+    "checkpoint_resume": (  # the order of the samples differs after resume
         "sampler.set_epoch(epoch)",
         "sampler.set_epoch(epoch + sampler.first_batch)",
     ),
-    "ddp_by_hand": ("            optimizer.zero_grad()\n", ""),  # the gradients of all updates before stay in
+    "ddp_by_hand": ("            optimizer.zero_grad()\n", ""),  # the gradients of earlier updates are added
     "multi_node": (  # the first rank of every host reads the same samples
         "BATCH, rank, world_size)",
         'BATCH, int(os.environ["LOCAL_RANK"]), world_size)',
     ),
     "elastic_torchrun": ('optimizer.load_state_dict(checkpoint["optimizer"])', "pass"),  # the momentum is lost
-    "local_sgd": ("num_samples += len(labels)", "num_samples += 1"),  # a rank with fewer samples counts as much
-    "ring_allreduce": ("manual_seed(SEED + epoch)", "manual_seed(SEED)"),  # what its own checks cannot see
+    "local_sgd": ("num_samples += len(labels)", "num_samples += 1"),  # a rank with fewer samples has the same weight
+    "ring_allreduce": ("manual_seed(SEED + epoch)", "manual_seed(SEED)"),  # its own checks cannot find this
     "slurm": ("/ batch_size", "/ BATCH"),
     "ddp_syncbn": ("synchronize(build(), cuda)", "build()"),  # each rank normalises by its own samples
-    "mpi": ("        dist.all_reduce(losses)", "        pass"),  # rank 0 prints the losses of its own half
+    "mpi": ("        dist.all_reduce(losses)", "        pass"),  # rank 0 prints the losses of its half only
     "ray_actors": ("ddp(images)", "model(images)"),
-    "rpc_autograd": ("for part in (first, second) for", "for part in (second,) for"),  # half of it is trained
-    "rpc_batched": ("/ len(labels)", "/ len(labels[local_part])"),  # means of the trainers, added up
-    "rpc_pipeline": ("wait_all(outputs)", "wait_all(outputs[::-1])"),  # the scores of one are taken for another's
-    "horovod_ddp": ("        op=hvd.Sum,\n", ""),  # the default averages what is a sum already
-    "hsdp": ("loss * world_size", "loss * SHARDS"),  # averaged over copies too
-    "tensor": ("manual_seed(SEED + epoch)", "manual_seed(SEED + epoch + rank)"),  # every rank has its own order
+    "rpc_autograd": (
+        "for part in (first, second) for",
+        "for part in (second,) for",
+    ),  # only half of the network is trained
+    "rpc_batched": ("/ len(labels)", "/ len(labels[local_part])"),  # the sum of the means of the trainers
+    "rpc_pipeline": ("wait_all(outputs)", "wait_all(outputs[::-1])"),  # outputs are assigned to the wrong micro-batches
+    "horovod_ddp": ("        op=hvd.Sum,\n", ""),  # the default averages a value that is already a sum
+    "hsdp": ("loss * world_size", "loss * SHARDS"),  # averaged over replicas too
+    "tensor": ("manual_seed(SEED + epoch)", "manual_seed(SEED + epoch + rank)"),  # each rank has its own order
     "fsdp_tensor": ("BATCH, shard, num_shards)", "BATCH, 0, num_shards)"),  # both shards read the same samples
-    "pipeline": ("/ len(labels)", "/ len(micro_labels) / MICRO_BATCHES"),  # a mean of means, of ragged pieces
-    "model_parallel_two_devices": ("network.parameters()", "network.first_half.parameters()"),  # half of it is trained
-    "parameter_server": ("/ count  # a sum", "/ BATCH  # a sum"),  # the ragged batch divided by the full size
+    "pipeline": ("/ len(labels)", "/ len(micro_labels) / MICRO_BATCHES"),  # a mean of means of uneven micro-batches
+    "model_parallel_two_devices": (
+        "network.parameters()",
+        "network.first_half.parameters()",
+    ),  # only half of it is trained
+    "parameter_server": ("/ count  # a sum", "/ BATCH  # a sum"),  # the last, smaller batch is divided by the full size
     "parameter_server_rpc": ("/ count  # a sum", "/ BATCH  # a sum"),
-    "contrastive": ("        dist.all_reduce(grad)\n", ""),  # what the other ranks' losses say of a row is lost
-    "expert": ("dist.all_reduce(squares)", "squares *= world_size"),  # each rank clips by a norm of its own
+    "contrastive": ("        dist.all_reduce(grad)\n", ""),  # gradients from the losses of other ranks are lost
+    "expert": ("dist.all_reduce(squares)", "squares *= world_size"),  # each rank clips by its local norm
     "context": (
         "= local_positions(rank, world_size)",
         "= torch.arange(LENGTH).chunk(world_size)[rank]",
-    ),  # but the ring thinks so
+    ),  # ring attention assumes the order of local_positions
 }
 
-BATCH_NORM = {"ddp_syncbn"}  # the others have group norm
+BATCH_NORM = {"ddp_syncbn"}  # the other recipes have group norm
 
-# What else goes wrong where more is written by hand.
+# More mistakes in recipes with more manual code.
 MORE_MUTATIONS = [
-    ("ddp_syncbn", "grad.clone()\n        dist.all_reduce(total)\n", "grad.clone()\n"),  # what others' losses say of it
+    (
+        "ddp_syncbn",
+        "grad.clone()\n        dist.all_reduce(total)\n",
+        "grad.clone()\n",
+    ),  # gradients from the losses of other ranks are lost
     (
         "ddp_syncbn",
         "squares / count +",
         "squares / local_count / dist.get_world_size() +",
-    ),  # uneven parts taken for even
-    (  # what DistributedSampler would repeat gets into the statistics, and not into the loss
+    ),  # assumes even parts
+    (  # a sample repeated by DistributedSampler enters the statistics, but not the loss
         "ddp_syncbn",
         "F.cross_entropy(ddp(images), labels",
         "F.cross_entropy(ddp(torch.cat([images, images[:1]]))[: len(labels)], labels",
     ),
-    ("contrastive", "sum(sizes[:rank])", "0"),  # every rank takes the first rows for its own
-    ("contrastive", "zip(rows, sizes", "zip(rows[::-1], sizes"),  # rows of others where the own ones are counted
-    ("tensor", "        dist.all_reduce(squares)\n", "        pass\n"),  # every rank scales by a norm of its own
-    ("tensor", "(1 if split else world_size)", "1"),  # what is whole counts as often as there are ranks
+    ("contrastive", "sum(sizes[:rank])", "0"),  # every rank uses the first rows as its own
+    ("contrastive", "zip(rows, sizes", "zip(rows[::-1], sizes"),  # rows of other ranks in place of the local rows
+    ("tensor", "        dist.all_reduce(squares)\n", "        pass\n"),  # each rank scales by its local norm
+    ("tensor", "(1 if split else world_size)", "1"),  # replicated parameters are counted once for each rank
     ("fsdp_tensor", "* pieces / dist.get_world_size()", ""),
     ("fsdp_tensor", "dist.all_reduce(losses, group=shards.get_group())", "dist.all_reduce(losses)"),
     (
         "pipeline",
         "zip(images.tensor_split(MICRO_BATCHES), labels.tensor_split(MICRO_BATCHES)",
         "zip(images.tensor_split(MICRO_BATCHES + 1), labels.tensor_split(MICRO_BATCHES + 1)",
-    ),  # one too few
+    ),  # one micro-batch is dropped
     ("context", "            dist.all_reduce(flat)\n", ""),
-    ("context", "self.positions(positions)", "self.positions(torch.arange(len(positions)))"),  # counted by the rank
+    (
+        "context",
+        "self.positions(positions)",
+        "self.positions(torch.arange(len(positions)))",
+    ),  # positions start at 0 on each rank
     (
         "context",
         "ring_send_recv(kv_dkv)()",
         "(kv_dkv if step else ring_send_recv(kv_dkv)())",
-    ),  # gradients stay with the neighbour
+    ),  # gradients stay at the neighbour
     ("context", "return slice(length // 2, length), slice(length)", "return slice(length), slice(length)"),
     ("expert", "for parameter in shared])\n        dist", "for parameter in shared]) / world_size\n        dist"),
     (
@@ -212,12 +227,12 @@ MORE_MUTATIONS = [
         "AllToAll.apply(grad, ctx.receive_counts, ctx.send_counts)",
         "torch.zeros(sum(ctx.send_counts), WIDTH, dtype=grad.dtype)",
     ),
-    ("expert", "[order].split", ".split"),  # rows of one expert are taken for another's
-    ("expert", "outputs[order.argsort()]", "outputs"),  # the outputs for one token are taken for another's
+    ("expert", "[order].split", ".split"),  # rows go to the wrong experts
+    ("expert", "outputs[order.argsort()]", "outputs"),  # outputs are assigned to the wrong tokens
     ("weighted_sampler", "sampler.set_epoch(epoch)", "sampler.set_epoch(0)"),
     ("weighted_sampler", "1 / labels.bincount()[labels].double()", "torch.ones(len(labels), dtype=torch.float64)"),
-    ("ddp_torchrun", "sampler.set_epoch(epoch)", "sampler.set_epoch(0)"),  # every epoch in the order of the first
-    (  # a part does not have the weights that it has in the whole network
+    ("ddp_torchrun", "sampler.set_epoch(epoch)", "sampler.set_epoch(0)"),  # every epoch has the order of the first
+    (  # the weights of a part differ from those in the whole network
         "rpc_autograd",
         "build()[start:stop]",
         "build()[start:stop].apply(lambda module: getattr(module, 'reset_parameters', int)())",
@@ -229,10 +244,18 @@ MORE_MUTATIONS = [
     ),
     ("rpc_pipeline", "for stage in stages for", "for stage in stages[1:] for"),
     ("local_sgd", "[*model.parameters(), *states]", "[*model.parameters()]"),  # momentum differs between ranks
-    ("ddp_by_hand", "lr=0.05", "lr=0.05 * world_size"),  # the batch does not grow with the ranks: no reason to scale
-    ("ddp_by_hand", "sampler.set_epoch(epoch)", "sampler.set_epoch(epoch + rank)"),  # every rank has its own order
+    (
+        "ddp_by_hand",
+        "lr=0.05",
+        "lr=0.05 * world_size",
+    ),  # the global batch does not grow with the ranks, so lr must not be scaled
+    ("ddp_by_hand", "sampler.set_epoch(epoch)", "sampler.set_epoch(epoch + rank)"),  # each rank has its own order
     ("parameter_server_rpc", "[self.pushed[trainer] for trainer in sorted(self.pushed)]", "[self.pushed[0]] * 2"),
-    ("parameter_server", "[loss.item(), len(labels)]", "[loss.item(), BATCH // num_trainers]"),  # as if all were full
+    (
+        "parameter_server",
+        "[loss.item(), len(labels)]",
+        "[loss.item(), BATCH // num_trainers]",
+    ),  # as if all batches were full
     (
         "parameter_server",
         "dist.recv(flat, 0)\n            vector_to_parameters(flat, parameters)",
@@ -245,21 +268,25 @@ MORE_MUTATIONS = [
     ),
 ]
 
-# On other numbers of ranks, or with the other commands of their headers; what is changed in the text before.
+# Different numbers of ranks, or other commands of the headers: (recipe, ranks, replacement in the text).
 OTHER_STARTS = [
     ("ddp_syncbn", 4, ("", "")),
     ("weighted_sampler", 3, ("", "")),
-    ("ddp_torchrun", 4, ("", "")),  # which do not divide the samples
+    ("ddp_torchrun", 4, ("", "")),  # 4 ranks do not divide the samples
     ("tensor", 4, ("", "")),
     ("fsdp_tensor", 2, ("", "")),
     ("fsdp_tensor", 4, ("TENSOR = 2", "TENSOR = 1")),
     ("hsdp", 4, ("SHARDS = 2", "SHARDS = 1")),
     ("fsdp", 3, ("", "")),
     ("ddp_accumulate", 3, ("", "")),
-    ("ddp_torchrun", 3, ("", "")),  # which do not divide the batch
+    ("ddp_torchrun", 3, ("", "")),  # 3 ranks do not divide the batch
     ("pipeline", 1, ("", "")),
     ("pipeline", 4, ("", "")),
-    ("pipeline", 3, ("MICRO_BATCHES = 7", "MICRO_BATCHES = 50")),  # of the last batch, of 45, some are empty
+    (
+        "pipeline",
+        3,
+        ("MICRO_BATCHES = 7", "MICRO_BATCHES = 50"),
+    ),  # the last batch of 45 samples has empty micro-batches
     ("pipeline", 4, ("MICRO_BATCHES = 7", "MICRO_BATCHES = 2")),  # fewer than stages
     ("parameter_server", 2, ("", "")),
     ("parameter_server", 5, ("", "")),
@@ -273,14 +300,14 @@ OTHER_STARTS = [
 ]
 
 
-# What a task of srun finds, one on each of two nodes.
-TASK = {f"SLURM_{name}": "0" for name in ("STEP_ID", "PROCID", "LOCALID")}
-TASK |= {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_NODES": "2", "SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "n[1-2]"}
+# Variables of an srun task, with one task on each of two nodes.
+SRUN_TASK = {f"SLURM_{name}": "0" for name in ("STEP_ID", "PROCID", "LOCALID")}
+SRUN_TASK |= {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_NODES": "2", "SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "n[1-2]"}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _forked_programs(python: ForkServer) -> Iterator[None]:
-    """`python` and `torchrun` that start in no time; tests/integration types the real ones."""
+    """Replace `python` and `torchrun` by programs of the fork server, which start quickly."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(globals(), "PROGRAMS", python.programs)
         patch.setitem(OURS, "PYTHON_EXEC", str(python.programs / "python"))  # torchrun starts its ranks by it
@@ -289,7 +316,7 @@ def _forked_programs(python: ForkServer) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Printed:
-    """What a recipe printed: losses by update, and the named numbers at the end."""
+    """The output of a recipe: losses by update, and the named numbers at the end."""
 
     losses: list[float]
     numbers: dict[str, float]
@@ -303,7 +330,7 @@ digits.DATA = Path(__file__).with_name("digits.csv.gz")
 workload = digits.workload(norm="{norm}", epochs=2)
 {more}
 """
-MORE = {  # that the workload has
+MORE_WORKLOAD_CODE = {
     "weighted_sampler": """
 import dataclasses
 labels = digits.Digits(held_out=False).tensors[1]
@@ -313,14 +340,15 @@ workload = dataclasses.replace(workload, weights=lambda: 1 / labels.bincount()[l
 
 
 def library(cli: Cli, name: str) -> Record:
-    """The same training by the library, on the same samples."""
+    """Return the record of the same training by the library, on the same samples."""
     norm = "batch" if name in BATCH_NORM else "group"
-    num_rows = len(DIGITS) if name in WHOLE else NUM_ROWS
-    return by_the_library(cli, LAYOUTS[name], num_rows, norm, MORE.get(name, ""))
+    num_rows = len(DIGITS) if name in READS_ALL_ROWS else NUM_ROWS
+    return by_the_library(cli, LAYOUTS[name], num_rows, norm, MORE_WORKLOAD_CODE.get(name, ""))
 
 
 @cache
 def by_the_library(cli: Cli, layout: str, num_rows: int, norm: str = "group", more: str = "") -> Record:
+    """Return the record of the digits workload under a layout."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "workload.py").write_text(BY_THE_LIBRARY.format(norm=norm, more=more))
         write_digits(Path(folder), num_rows)
@@ -331,66 +359,67 @@ def by_the_library(cli: Cli, layout: str, num_rows: int, norm: str = "group", mo
 
 
 def train_workload(cli: Cli, folder: Path, layout: str, size: int) -> Record:
-    """The training of the workload file in that folder, by the library."""
-    done = cli.on_ranks(
+    """Train the workload file in that folder with the library."""
+    result = cli.on_ranks(
         folder, "train", "workload.py", "--layout", layout, "--save-every", "0", "--out", "out", size=size
     )
-    assert done.status == 0, done.err
+    assert result.status == 0, result.err
     return read_records(folder / "out" / "record.json")[0]
 
 
 def write_digits(folder: Path, num_rows: int) -> None:
+    """Write the first rows of the digits into a folder."""
     (folder / "digits.csv.gz").write_bytes(gzip.compress(b"".join(DIGITS[:num_rows]), 1))
 
 
 def text_of(name: str) -> str:
-    """The recipe, shortened where it has data of its own."""
+    """Return the text of a recipe, shortened if it has its own data."""
     text = (RECIPES / f"{name}.py").read_text()
-    for before, after in SHORTER.get(name, []):
+    for before, after in SHORTENING.get(name, []):
         assert text.count(before) == 1
         text = text.replace(before, after)
     return text
 
 
 def beside(folder: Path, name: str, text: str = "") -> None:
-    """The recipe, or this text of it, the file that it imports and its data in this folder."""
+    """Write the recipe, or this text of it, into the folder, with the files that it imports and its data."""
     (folder / f"{name}.py").write_text(text or text_of(name))
     for module in SHARED.glob("*.py"):
         (folder / module.name).write_text(module.read_text())
-    write_digits(folder, len(DIGITS) if name in WHOLE else NUM_ROWS)
+    write_digits(folder, len(DIGITS) if name in READS_ALL_ROWS else NUM_ROWS)
 
 
 def printed(cli: Cli, folder: Path, name: str, text: str) -> Printed:
-    """Run a recipe with its data beside it, as the commands in its header say."""
+    """Run a recipe next to its data, with the commands in its header."""
     beside(folder, name, text)
     commands = in_float64(text)
     if any(command.endswith(" &") or command.startswith("export ") for command in commands):
-        return read(typed(folder, "\n".join(commands)).stdout)  # lines that only one shell can run
+        return read(typed(folder, "\n".join(commands)).stdout)  # these lines need one shell
     return read("".join(output(cli, folder, command) for command in commands))
 
 
 def in_float64(text: str) -> list[str]:
-    """The commands in the header of a recipe, with the flag for comparing."""
+    """Return the commands in the header of a recipe, with --float64 for comparisons."""
     commands = re.findall(r"^Run: (.*)$", text, re.MULTILINE)
     return [re.sub(r"(\.py\b.*?)( &)?$", r"\1 --float64\2", command) for command in commands]
 
 
 def output(cli: Cli, folder: Path, command: str) -> str:
-    """What a command prints in this folder: forked where torchrun would start it, started where it starts itself."""
-    program, *words = shlex.split(command)
+    """Return the output of a command. Ranks of torchrun are forked."""
+    program, *args = shlex.split(command)
     if program == "torchrun":
-        place = next(index for index, word in enumerate(words) if word.endswith(".py"))
-        size = int(words[words.index("--nproc-per-node") + 1])
-        done = cli.on_ranks(folder, *words[place + 1 :], size=size, script=words[place])
-        assert done.status == 0, done.err
-        return done.out
+        script_index = next(index for index, arg in enumerate(args) if arg.endswith(".py"))
+        size = int(args[args.index("--nproc-per-node") + 1])
+        result = cli.on_ranks(folder, *args[script_index + 1 :], size=size, script=args[script_index])
+        assert result.status == 0, result.err
+        return result.out
     return typed(folder, command).stdout
 
 
 def typed(folder: Path, commands: str, status: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run lines as a person types them, with `python` and all else of this environment first on the path."""
+    """Run shell commands with `python` and the other programs of this environment first on PATH."""
     environment = {**os.environ, **OURS, "PATH": f"{PROGRAMS}{os.pathsep}{os.environ['PATH']}", **variables}
-    commands = re.sub(r"\b2951\d\b", free_port(), commands)  # another test may be at the port of the header
+    commands = re.sub(r"\b2951\d\b", free_port(), commands)  # another test may use the port of the header
     shell = subprocess.Popen(
         ["/bin/sh", "-e"],
         cwd=folder,
@@ -402,9 +431,9 @@ def typed(folder: Path, commands: str, status: int = 0, **variables: str) -> sub
         start_new_session=True,
     )
     try:
-        out, err = shell.communicate(commands, timeout=120)  # until those in the background have ended too
+        out, err = shell.communicate(commands, timeout=120)  # returns when background processes have ended too
     except BaseException:
-        os.killpg(shell.pid, signal.SIGKILL)  # and whatever it started
+        os.killpg(shell.pid, signal.SIGKILL)  # ends all processes of the shell too
         shell.wait()
         raise
     assert shell.returncode == status, err
@@ -412,31 +441,33 @@ def typed(folder: Path, commands: str, status: int = 0, **variables: str) -> sub
 
 
 def read(stdout: str) -> Printed:
-    """The losses in it; of an update that was done twice, after a checkpoint, the later one."""
-    found = {
+    """Return the printed losses. If an update was repeated after a checkpoint, its later loss counts."""
+    losses_by_update = {
         int(update): float(loss) for update, loss in re.findall(r"^update (\d+) loss (\S+)$", stdout, re.MULTILINE)
     }
-    assert sorted(found) == list(range(len(found)))
+    assert sorted(losses_by_update) == list(range(len(losses_by_update)))
     numbers = re.findall(r"^(top1|top5|eval_loss|eval_samples) (\S+)$", stdout, re.MULTILINE)
-    return Printed([found[update] for update in sorted(found)], {key: float(value) for key, value in numbers})
+    return Printed(
+        [losses_by_update[update] for update in sorted(losses_by_update)], {key: float(value) for key, value in numbers}
+    )
 
 
-def distance(found: Printed, record: Record) -> float:
-    """The largest relative difference of a loss; inf where a number of the evaluation differs."""
-    assert len(found.losses) == len(record.loss)
-    right = round(record.metrics["top1"], 4) == found.numbers["top1"]
-    if "eval_loss" in found.numbers:
-        right = right and abs(found.numbers["eval_loss"] / record.metrics["eval_loss"] - 1) <= 1e-12
-        right = right and found.numbers["eval_samples"] == NUM_ROWS // 5
-    gaps = [abs(a - b) / abs(b) for a, b in zip(found.losses, record.loss, strict=True)]
-    return max(gaps) if right else float("inf")
+def distance(actual: Printed, record: Record) -> float:
+    """Return the largest relative difference of a loss, or inf if a number of the validation differs."""
+    assert len(actual.losses) == len(record.loss)
+    are_equal = round(record.metrics["top1"], 4) == actual.numbers["top1"]
+    if "eval_loss" in actual.numbers:
+        are_equal = are_equal and abs(actual.numbers["eval_loss"] / record.metrics["eval_loss"] - 1) <= 1e-12
+        are_equal = are_equal and actual.numbers["eval_samples"] == NUM_ROWS // 5
+    differences = [abs(a - b) / abs(b) for a, b in zip(actual.losses, record.loss, strict=True)]
+    return max(differences) if are_equal else float("inf")
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_mutation_differs(cli: Cli, tmp_path: Path, name: str) -> None:
-    """With a mistake that people make, the script still runs, and its numbers differ.
+    """A mutated recipe still runs, but its numbers differ from those of the library.
 
-    As it is, each recipe is compared by its own command, in tests/integration/test_recipe_commands.py.
+    The unchanged recipe is compared in tests/integration/test_recipe_commands.py.
     """
     text = text_of(name)
     before, after = MUTATIONS[name]
@@ -444,24 +475,24 @@ def test_mutation_differs(cli: Cli, tmp_path: Path, name: str) -> None:
     assert distance(printed(cli, tmp_path, name, text.replace(before, after)), library(cli, name)) > 1e-9
 
 
-# --- those with a network of their own
+# --- recipes with their own network
 
 
 @cache
 def alone(name: str) -> Printed:
-    """What the script prints when plain python starts it: one process, without a process group."""
+    """Return the output of a recipe in one process without a process group."""
     with tempfile.TemporaryDirectory() as folder:
         beside(Path(folder), name)
         return read(typed(Path(folder), f"python {name}.py --float64").stdout)
 
 
-def gap(found: Printed, whole: Printed) -> float:
-    """The largest relative difference of a loss or of the evaluation's."""
-    assert len(found.losses) == len(whole.losses) == 12
-    assert found.numbers.keys() == whole.numbers.keys() >= {"top1"}
+def gap(actual: Printed, single_process: Printed) -> float:
+    """Return the largest relative difference of a loss or of a number of the validation."""
+    assert len(actual.losses) == len(single_process.losses) == 12
+    assert actual.numbers.keys() == single_process.numbers.keys() >= {"top1"}
     pairs = [
-        *zip(found.losses, whole.losses, strict=True),
-        *((found.numbers[k], whole.numbers[k]) for k in found.numbers),
+        *zip(actual.losses, single_process.losses, strict=True),
+        *((actual.numbers[k], single_process.numbers[k]) for k in actual.numbers),
     ]
     return max(abs(a - b) / abs(b) for a, b in pairs)
 
@@ -482,8 +513,8 @@ workload = Workload(
 """
 
 
-def test_network_of_its_own_is_trained_as_the_library_would(cli: Cli, tmp_path: Path) -> None:
-    """What the others are compared with is itself compared: the same network, as a workload on one device."""
+def test_recipe_in_one_process_equals_the_library(cli: Cli, tmp_path: Path) -> None:
+    """Other recipes are compared with this one. Its network is a workload on one device here."""
     beside(tmp_path, "tensor")
     (tmp_path / "workload.py").write_text(TRANSFORMER)
     assert distance(alone("tensor"), train_workload(cli, tmp_path, "single:precision=float64", size=1)) <= 1e-12
@@ -497,21 +528,23 @@ def test_mutation_differs_from_one_process(cli: Cli, tmp_path: Path, name: str) 
     assert gap(printed(cli, tmp_path, name, text.replace(before, after)), alone(ALONE[name])) > 1e-9
 
 
-def difference(cli: Cli, folder: Path, name: str, text: str) -> float:
-    """From the losses and the evaluation that this recipe is to have."""
-    found = printed(cli, folder, name, text)
-    return gap(found, alone(ALONE[name])) if name in ALONE else distance(found, library(cli, name))
+def distance_from_expected(cli: Cli, folder: Path, name: str, text: str) -> float:
+    """Return the distance of a recipe from the library, or from its single-process recipe."""
+    actual = printed(cli, folder, name, text)
+    return gap(actual, alone(ALONE[name])) if name in ALONE else distance(actual, library(cli, name))
 
 
 @pytest.mark.parametrize(("name", "before", "after"), MORE_MUTATIONS)
 def test_more_mutations_differ(cli: Cli, tmp_path: Path, name: str, before: str, after: str) -> None:
     text = text_of(name)
     assert text.count(before) == 1, f"{name} has changed; its mutation no longer fits"
-    assert difference(cli, tmp_path, name, text.replace(before, after)) > 1e-9
+    assert distance_from_expected(cli, tmp_path, name, text.replace(before, after)) > 1e-9
 
 
 @pytest.mark.parametrize(("name", "size", "change"), OTHER_STARTS)
-def test_other_starts_are_equal(cli: Cli, tmp_path: Path, name: str, size: int, change: tuple[str, str]) -> None:
+def test_different_numbers_of_ranks_are_equal(
+    cli: Cli, tmp_path: Path, name: str, size: int, change: tuple[str, str]
+) -> None:
     text = text_of(name)
     assert change[0] in text
     text = re.sub(
@@ -521,47 +554,49 @@ def test_other_starts_are_equal(cli: Cli, tmp_path: Path, name: str, size: int, 
         count=1,
         flags=re.MULTILINE,
     )
-    assert difference(cli, tmp_path, name, text) <= 1e-12
+    assert distance_from_expected(cli, tmp_path, name, text) <= 1e-12
 
 
 @pytest.mark.parametrize(
-    ("name", "words", "before", "after"),
+    ("name", "args", "before", "after"),
     [
         ("ddp_amp", "", "enabled=dtype == torch.float32", "enabled=False"),
         ("fsdp", "--bf16", "if bf16 else", "if not bf16 else"),
     ],
 )
 def test_low_precision_is_low_and_trains(
-    cli: Cli, tmp_path: Path, name: str, words: str, before: str, after: str
+    cli: Cli, tmp_path: Path, name: str, args: str, before: str, after: str
 ) -> None:
-    """The first losses differ from float64's by about a thousandth; without bf16, by what float32 rounds.
+    """First losses differ from float64 by about a thousandth. Without low precision, they differ by float32 rounding.
 
-    Later on, a unit of a ReLU may end up on the other side of zero, on some processors in the second epoch.
+    Later losses are not compared. A ReLU input near zero may change its sign on some processors.
     """
     text = text_of(name)
     assert text.count(before) == 1
     if name in ALONE:
         beside(tmp_path, ALONE[name])
         write_digits(tmp_path, len(DIGITS))
-        exact = read(typed(tmp_path, f"python {ALONE[name]}.py --float64").stdout).losses
+        float64_losses = read(typed(tmp_path, f"python {ALONE[name]}.py --float64").stdout).losses
     else:
-        exact = by_the_library(cli, LAYOUTS[name], len(DIGITS)).loss
-    gaps = []
-    for written in (text, text.replace(before, after)):
-        beside(tmp_path, name, written)
+        float64_losses = by_the_library(cli, LAYOUTS[name], len(DIGITS)).loss
+    median_differences = []
+    for variant in (text, text.replace(before, after)):
+        beside(tmp_path, name, variant)
         write_digits(tmp_path, len(DIGITS))
         (tmp_path / "digits.py").write_text(
             (SHARED / "digits.py").read_text().replace("    if every_update:", "    if True:")
         )
-        losses = read(output(cli, tmp_path, f"torchrun --nproc-per-node 2 {name}.py {words}")).losses
-        assert len(losses) == len(exact)
-        gaps.append(statistics.median(abs(a - b) / abs(b) for a, b in zip(losses[:12], exact[:12], strict=True)))
-    assert 1e-4 < gaps[0] < 0.2
-    assert 1e-9 < gaps[1] < 1e-5
+        losses = read(output(cli, tmp_path, f"torchrun --nproc-per-node 2 {name}.py {args}")).losses
+        assert len(losses) == len(float64_losses)
+        median_differences.append(
+            statistics.median(abs(a - b) / abs(b) for a, b in zip(losses[:12], float64_losses[:12], strict=True))
+        )
+    assert 1e-4 < median_differences[0] < 0.2
+    assert 1e-9 < median_differences[1] < 1e-5
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "said"),
+    ("name", "size", "message"),
     [
         ("tensor", 3, "4 heads cannot be divided over 3 ranks"),
         ("expert", 3, "4 experts cannot be divided over 3 ranks"),
@@ -571,36 +606,39 @@ def test_low_precision_is_low_and_trains(
         ("context", 5, "LENGTH=96"),
     ],
 )
-def test_number_of_ranks_that_does_not_fit_is_refused(tmp_path: Path, name: str, size: int, said: str) -> None:
-    """By rank 0 in one line, before it looks for the others; these say nothing, and end as it does."""
+def test_unsupported_number_of_ranks_is_refused(tmp_path: Path, name: str, size: int, message: str) -> None:
+    """Rank 0 prints one line before it connects to other ranks.
+
+    The others exit with the same status and print nothing.
+    """
     beside(tmp_path, name)
     line = refusal(tmp_path, f"python {name}.py", **by_hand(0, "1", size))
-    assert line.startswith(f"{name}.py: {said}")
+    assert line.startswith(f"{name}.py: {message}")
     assert str(size) in line
     assert typed(tmp_path, f"python {name}.py", 2, **by_hand(1, "1", size)).stderr == ""
-    if name not in ALONE or ALONE[name] != name:  # those that plain python does not train
+    if name not in ALONE or ALONE[name] != name:  # recipes that do not train in one process
         assert refusal(tmp_path, f"python {name}.py") == line.replace(str(size), "0", 1)
 
 
 def test_batch_with_fewer_samples_than_ranks_is_refused(tmp_path: Path) -> None:
-    """Of 321 samples the last batch has one: one of two ranks would have none."""
+    """The last of 321 samples is a batch of its own. One of two ranks would have no sample."""
     beside(tmp_path, "ddp_torchrun")
     write_digits(tmp_path, 401)
-    # torchrun ends those that still wait for one that has left
-    done = typed(tmp_path, "torchrun --standalone --nproc-per-node 2 ddp_torchrun.py", 1)
-    assert "2 ranks share a batch of 1 samples" in done.stderr
-    assert not done.stdout
+    # torchrun ends ranks that wait for one that has exited
+    result = typed(tmp_path, "torchrun --standalone --nproc-per-node 2 ddp_torchrun.py", 1)
+    assert "2 ranks share a batch of 1 samples" in result.stderr
+    assert not result.stdout
 
 
-# Mistakes in the files that the recipes share: (file, recipe, the right text, the wrong one).
+# Mistakes in files that the recipes share: (file, recipe, original text, replacement).
 SHARED_MUTATIONS = [
     # all ranks read the same samples
     ("digits", "ddp_torchrun", "tensor_split(self.world_size)[self.rank]", "tensor_split(self.world_size)[0]"),
-    ("digits", "ddp_torchrun", "manual_seed(SEED + self.epoch)", "manual_seed(SEED)"),  # every epoch in the same order
-    # the last batch divided by the full size
+    ("digits", "ddp_torchrun", "manual_seed(SEED + self.epoch)", "manual_seed(SEED)"),  # every epoch has the same order
+    # the last batch is divided by the full size
     ("digits", "ddp_torchrun", "min(batch_size, num_samples - start)", "batch_size"),
     ("digits", "ddp_torchrun", "(predicted.to(device) == labels.to(device)).sum()", "len(labels)"),
-    # the halves of two heads are taken for heads
+    # halves of two heads are used as one head
     ("transformer", "tensor", "(-1, WIDTH // HEADS)", "(HEADS, -1)"),
 ]
 
@@ -613,90 +651,97 @@ def test_mutation_of_a_shared_file_differs(
     assert text.count(before) == 1
     beside(tmp_path, recipe)
     (tmp_path / f"{file}.py").write_text(text.replace(before, after))
-    losses = read(output(cli, tmp_path, f"torchrun --nproc-per-node 2 {recipe}.py --float64"))
+    mutated = read(output(cli, tmp_path, f"torchrun --nproc-per-node 2 {recipe}.py --float64"))
     if recipe in ALONE:
-        assert gap(losses, alone(ALONE[recipe])) > 1e-9
+        assert gap(mutated, alone(ALONE[recipe])) > 1e-9
     else:
-        assert distance(losses, library(cli, recipe)) > 1e-9
+        assert distance(mutated, library(cli, recipe)) > 1e-9
 
 
-def test_average_after_every_update_equals_ddp(cli: Cli, tmp_path: Path) -> None:
+def test_local_sgd_that_averages_after_each_update_equals_ddp(cli: Cli, tmp_path: Path) -> None:
     beside(tmp_path, "local_sgd")
-    found = read(output(cli, tmp_path, "torchrun --nproc-per-node 2 local_sgd.py --every 1 --float64"))
-    assert distance(found, library(cli, "ddp_torchrun")) <= 1e-12
+    actual = read(output(cli, tmp_path, "torchrun --nproc-per-node 2 local_sgd.py --every 1 --float64"))
+    assert distance(actual, library(cli, "ddp_torchrun")) <= 1e-12
 
 
-@pytest.mark.parametrize("way", ["file", "env"])
-def test_other_ways_to_meet(cli: Cli, tmp_path: Path, way: str) -> None:
-    """What the header's own command does over TCP; without --init under a launcher, too."""
+@pytest.mark.parametrize("init_method", ["file", "env"])
+def test_other_init_methods_of_ddp_by_hand(cli: Cli, tmp_path: Path, init_method: str) -> None:
+    """The command in the header uses TCP. These tests use a file, and the variables of a launcher without --init."""
     beside(tmp_path, "ddp_by_hand")
-    line = "python ddp_by_hand.py --float64"
-    if way == "file":
-        lines = [f"{line} --rank {rank} --world-size 2 --init file://{tmp_path}/meeting" for rank in range(2)]
+    command = "python ddp_by_hand.py --float64"
+    if init_method == "file":
+        commands = [f"{command} --rank {rank} --world-size 2 --init file://{tmp_path}/meeting" for rank in range(2)]
     else:
-        place = f"WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={free_port()}"
-        lines = [f"RANK={rank} {place} {line}" for rank in range(2)]
-    found = read(typed(tmp_path, " &\n".join(lines)).stdout)
-    assert distance(found, library(cli, "ddp_by_hand")) <= 1e-12
+        variables = f"WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={free_port()}"
+        commands = [f"RANK={rank} {variables} {command}" for rank in range(2)]
+    actual = read(typed(tmp_path, " &\n".join(commands)).stdout)
+    assert distance(actual, library(cli, "ddp_by_hand")) <= 1e-12
     assert not list(tmp_path.glob("meeting*"))
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_recipe_is_standalone(name: str) -> None:
-    """torch, digits.py and the standard library only, never everyrank; short, with a command to run it by."""
+    """A recipe imports only torch, the standard library and the shared files.
+
+    It is short and has a command in its header.
+    """
     text = (RECIPES / f"{name}.py").read_text()
     tree = ast.parse(text)
     modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     modules |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     roots = {module.partition(".")[0] for module in modules}
-    extra = {"imagenet_ddp": {"PIL", "torchvision"}, "ray_actors": {"ray"}, "horovod_ddp": {"horovod"}}.get(name, set())
-    assert roots <= {"torch", "digits", "transformer", *extra, *sys.stdlib_module_names}
-    assert len(text.splitlines()) <= LONG.get(name, 175)
-    said = ast.get_docstring(tree) or ""
-    assert all(re.search(rf"^{word}  +\S", said, re.MULTILINE) for word in ("Memory", "Communication", "Use when"))
-    assert name in OPERATIONS or '"--float64"' in text  # float32 without it
-    command = re.search(r"^Run: (?:[A-Z_]+=\S+ )*(\S+) ", said, re.MULTILINE)
+    optional_packages = {"imagenet_ddp": {"PIL", "torchvision"}, "ray_actors": {"ray"}, "horovod_ddp": {"horovod"}}.get(
+        name, set()
+    )
+    assert roots <= {"torch", "digits", "transformer", *optional_packages, *sys.stdlib_module_names}
+    assert len(text.splitlines()) <= MAX_LINES.get(name, 175)
+    header = ast.get_docstring(tree) or ""
+    assert all(
+        re.search(rf"^{section}  +\S", header, re.MULTILINE) for section in ("Memory", "Communication", "Use when")
+    )
+    assert name in OPERATIONS or '"--float64"' in text  # without the flag it runs in float32
+    command = re.search(r"^Run: (?:[A-Z_]+=\S+ )*(\S+) ", header, re.MULTILINE)
     assert command is not None
     assert command[1] in {"python", "torchrun", "export", "srun", "mpirun", "horovodrun"}
 
 
-# --- what the recipes that are started by hand say of a start that cannot work
+# --- errors of recipes that are started by hand
 
 
 def refusal(folder: Path, command: str, **variables: str) -> str:
-    """The one line that it says, with status 2, at once."""
-    began = time.monotonic()
-    done = typed(folder, command, 2, **variables)
-    assert time.monotonic() - began < 60
-    assert not done.stdout
-    (line,) = done.stderr.splitlines()
+    """Run a command that exits with status 2 at once, and return its only line."""
+    start_time = time.monotonic()
+    result = typed(folder, command, 2, **variables)
+    assert time.monotonic() - start_time < 60
+    assert not result.stdout
+    (line,) = result.stderr.splitlines()
     return line
 
 
-def test_file_of_a_killed_run_is_recognised(tmp_path: Path) -> None:
-    """Rank 0 is killed while it waits; after that both ranks of the next run name the file, in any order."""
+def test_rendezvous_file_of_a_killed_run_is_reported(tmp_path: Path) -> None:
+    """Rank 0 is killed while it waits. Both ranks of the next run then name the file, in any order."""
     beside(tmp_path, "ddp_by_hand")
-    meeting = tmp_path / "meeting"
-    words = f"ddp_by_hand.py --world-size 2 --init file://{meeting} --rank"
-    killed = subprocess.Popen([PROGRAMS / "python", *shlex.split(words), "0"], cwd=tmp_path)
+    rendezvous_file = tmp_path / "meeting"
+    command = f"ddp_by_hand.py --world-size 2 --init file://{rendezvous_file} --rank"
+    process = subprocess.Popen([PROGRAMS / "python", *shlex.split(command), "0"], cwd=tmp_path)
     deadline = time.monotonic() + 60
-    while not meeting.exists():
+    while not rendezvous_file.exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert "in use by another run" in refusal(tmp_path, f"python {words} 0")  # it lives still
-    killed.kill()
-    killed.wait()
+    assert "in use by another run" in refusal(tmp_path, f"python {command} 0")  # rank 0 still runs
+    process.kill()
+    process.wait()
     for rank in (1, 0):
-        line = refusal(tmp_path, f"python {words} {rank}")
-        assert line.startswith(f"ddp_by_hand.py: {meeting} ")
+        line = refusal(tmp_path, f"python {command} {rank}")
+        assert line.startswith(f"ddp_by_hand.py: {rendezvous_file} ")
         assert "remove it" in line
-    meeting.unlink()
-    typed(tmp_path, f"python {words} 0 &\npython {words} 1")
-    assert not list(tmp_path.glob("meeting*"))  # neither the file nor its lock
+    rendezvous_file.unlink()
+    typed(tmp_path, f"python {command} 0 &\npython {command} 1")
+    assert not list(tmp_path.glob("meeting*"))  # the file and its lock are deleted
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({}, "lacks RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "lacks MASTER_ADDR: "),
@@ -704,28 +749,28 @@ def test_file_of_a_killed_run_is_recognised(tmp_path: Path) -> None:
         (by_hand(2, "1"), "rank 2 of 2: ranks count from 0 to 1"),
     ],
 )
-def test_incomplete_environment_is_named(tmp_path: Path, change: dict[str, str], said: str) -> None:
+def test_incomplete_environment_is_named(tmp_path: Path, change: dict[str, str], message: str) -> None:
     beside(tmp_path, "ddp_by_hand")
-    assert said in refusal(tmp_path, "python ddp_by_hand.py", **change)
+    assert message in refusal(tmp_path, "python ddp_by_hand.py", **change)
 
 
 @pytest.mark.parametrize(
-    ("change", "gpus", "said"),
+    ("change", "gpus", "message"),
     [
         ({"SLURM_JOB_ID": "7"}, 0, "srun --ntasks 2 --cpu-bind=none python slurm.py"),
         ({}, 0, "not in a job of Slurm"),
         ({}, 4, "not in a job of Slurm"),
-        ({**TASK, "SLURM_NTASKS": "2"}, 4, "4 GPUs: srun --ntasks-per-node 4"),
-        ({**TASK, "PATH": ""}, 1, "set MASTER_ADDR"),
+        ({**SRUN_TASK, "SLURM_NTASKS": "2"}, 4, "4 GPUs: srun --ntasks-per-node 4"),
+        ({**SRUN_TASK, "PATH": ""}, 1, "set MASTER_ADDR"),
     ],
 )
-def test_start_without_srun_is_refused(tmp_path: Path, change: dict[str, str], gpus: int, said: str) -> None:
-    """In an allocation srun is forgotten easily; one task per node leaves GPUs idle."""
+def test_start_without_srun_is_refused(tmp_path: Path, change: dict[str, str], gpus: int, message: str) -> None:
+    """Users forget srun in an allocation. One task per node leaves GPUs idle."""
     beside(tmp_path, "slurm")
-    count = (
+    code = (
         f"import runpy, torch; torch.cuda.device_count = lambda: {gpus}; runpy.run_path('slurm.py', None, '__main__')"
     )
-    assert said in refusal(tmp_path, f"{PROGRAMS}/python -c {shlex.quote(count)}", **change)
+    assert message in refusal(tmp_path, f"{PROGRAMS}/python -c {shlex.quote(code)}", **change)
 
 
 def test_mpi_without_mpirun_is_refused(tmp_path: Path) -> None:
@@ -737,46 +782,46 @@ def test_mpi_without_mpirun_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "said"),
+    ("before", "after", "message"),
     [
         ("socket.gethostname()", "'host' + os.environ['GROUP_RANK']", "MASTER_ADDR=127.0.0.1 is 127.0.0.1 on host0"),
         ("torch.__version__", "'2.1' + os.environ['GROUP_RANK']", "not the same torch"),
     ],
 )
-def test_hosts_that_do_not_fit_are_refused(tmp_path: Path, before: str, after: str, said: str) -> None:
-    """Each of two torchruns says it, before anything is trained. On one machine the difference is pretended."""
+def test_hosts_with_different_settings_are_refused(tmp_path: Path, before: str, after: str, message: str) -> None:
+    """Both torchruns report it before training. On one machine the difference is simulated."""
     beside(tmp_path, "multi_node")
     text = (tmp_path / "multi_node.py").read_text()
     assert text.count(before) == 1
     (tmp_path / "multi_node.py").write_text(text.replace(before, after))
     commands = "\n".join(re.findall(r"^Run: (.*)$", text, re.MULTILINE))
-    # the first torchrun that ends takes the store with it: not before the other's rank has spoken
-    done = typed(tmp_path, commands.replace("torchrun ", "torchrun --monitor-interval 2 "), 1)  # torchrun's own status
-    lines = done.stderr.split("multi_node.py: ")[1:]  # two processes write to one screen
+    # the store ends with the first torchrun, so this waits until the other rank has printed its error
+    result = typed(tmp_path, commands.replace("torchrun ", "torchrun --monitor-interval 2 "), 1)
+    lines = result.stderr.split("multi_node.py: ")[1:]  # two processes write to the same stderr
     assert len(lines) == 2
-    assert all(said in line for line in lines)
-    assert not done.stdout
-    if "torch" in said:
+    assert all(message in line for line in lines)
+    assert not result.stdout
+    if "torch" in message:
         vm = socket.gethostname()
         assert f"{vm} has 2.10, {vm} has 2.11" in lines[0]
 
 
-def test_restart_goes_on_with_another_number_of_ranks(cli: Cli, tmp_path: Path) -> None:
-    """Two ranks, of which one dies; the three that go on from the checkpoint print the losses of all updates."""
+def test_restart_resumes_with_a_different_number_of_ranks(cli: Cli, tmp_path: Path) -> None:
+    """One of two ranks dies. Three ranks resume from the checkpoint and print the losses of all updates."""
     beside(tmp_path, "elastic_torchrun")
-    share = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    words = "torchrun --standalone --nproc-per-node {} elastic_torchrun.py --float64"
-    done = typed(tmp_path, words.format(2) + " --fail-at 25", 1, **share)
-    assert "resumes" not in done.stderr
-    assert not done.stdout
-    done = typed(tmp_path, words.format(3), **share)
-    assert "of 3 resumes from update 20" in done.stderr
-    assert distance(read(done.stdout), library(cli, "elastic_torchrun")) <= 1e-12
+    store_settings = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    command = "torchrun --standalone --nproc-per-node {} elastic_torchrun.py --float64"
+    result = typed(tmp_path, command.format(2) + " --fail-at 25", 1, **store_settings)
+    assert "resumes" not in result.stderr
+    assert not result.stdout
+    result = typed(tmp_path, command.format(3), **store_settings)
+    assert "of 3 resumes from update 20" in result.stderr
+    assert distance(read(result.stdout), library(cli, "elastic_torchrun")) <= 1e-12
     assert not list(tmp_path.glob("elastic.p*"))
 
 
-def test_new_slurm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The script, its data, and a batch script that starts it by its name; nothing is written over."""
+def test_new_slurm_writes_script_data_and_batch_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The batch script starts the script by its name. Existing files are not overwritten."""
     assert main(["new", "slurm", str(tmp_path / "train.py")]) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "digits.csv.gz",
@@ -785,9 +830,9 @@ def test_new_slurm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "train.sbatch",
     ]
     assert str(tmp_path / "train.sbatch") in capsys.readouterr().out
-    batch = (tmp_path / "train.sbatch").read_text()
-    assert "python train.py" in batch
-    assert "slurm." not in batch
+    batch_script = (tmp_path / "train.sbatch").read_text()
+    assert "python train.py" in batch_script
+    assert "slurm." not in batch_script
     subprocess.run(["sh", "-n", str(tmp_path / "train.sbatch")], check=True)
     (tmp_path / "train.py").unlink()
     assert main(["new", "slurm", str(tmp_path / "train.py")]) == 2
@@ -797,7 +842,7 @@ def test_new_slurm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "give a name like train.py" in capsys.readouterr().err
 
 
-# --- imagenet_ddp: images in folders, made of the shipped digits
+# --- imagenet_ddp: folders of images, made from the digits
 
 WORKLOAD = """
 from pathlib import Path
@@ -823,7 +868,10 @@ COMMAND = (
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """50 images for training (so that batches are ragged), 23 held out, of 8 x 8 pixels enlarged to 40 x 40."""
+    """Return a folder with 50 images for training and 23 for validation.
+
+    The images are enlarged from 8 x 8 to 40 x 40 pixels. 50 gives a last batch that is not full.
+    """
     image = pytest.importorskip("PIL.Image", reason="not verified here: needs Pillow")
     from everyrank.builtin.digits import Digits
 
@@ -831,14 +879,15 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for kind, held_out, count in (("train", False, 50), ("val", True, 23)):
         for number in range(count):
             pixels, label = Digits(held_out)[number]
-            place = folder / kind / str(int(label))
-            place.mkdir(parents=True, exist_ok=True)
-            small = image.fromarray((pixels[0] * 255).byte().numpy())
-            small.resize((40, 40)).save(place / f"{number:03d}.png")
+            class_folder = folder / kind / str(int(label))
+            class_folder.mkdir(parents=True, exist_ok=True)
+            small_image = image.fromarray((pixels[0] * 255).byte().numpy())
+            small_image.resize((40, 40)).save(class_folder / f"{number:03d}.png")
     return folder
 
 
-def trained(cli: Cli, folder: Path, images: Path, text: str, *commands: str) -> Printed:
+def run_imagenet(cli: Cli, folder: Path, images: Path, text: str, *commands: str) -> Printed:
+    """Run this text of the recipe with these commands, one after another."""
     (folder / "imagenet_ddp.py").write_text(text)
     if not (folder / "images").exists():
         (folder / "images").symlink_to(images)
@@ -846,8 +895,8 @@ def trained(cli: Cli, folder: Path, images: Path, text: str, *commands: str) -> 
 
 
 @pytest.fixture(scope="module")
-def by_library(cli: Cli, images: Path) -> Record:
-    """The same training in one process by the library, of the script's own model, images and loss."""
+def library_record(cli: Cli, images: Path) -> Record:
+    """Return the record of the same training in one process by the library, with the recipe's model and images."""
     (images.parent / "my_images").mkdir()
     folder = images.parent / "my_images"
     (folder / "imagenet_ddp.py").write_text((RECIPES / "imagenet_ddp.py").read_text())
@@ -856,55 +905,58 @@ def by_library(cli: Cli, images: Path) -> Record:
     return train_workload(cli, folder, "single:precision=float64", size=1)
 
 
-def test_imagenet_equals_the_library(cli: Cli, tmp_path: Path, images: Path, by_library: Record) -> None:
-    """Two ranks with a loader worker each, stopped after an epoch and begun again; losses to 1e-12, top-1 exactly."""
+def test_imagenet_equals_the_library(cli: Cli, tmp_path: Path, images: Path, library_record: Record) -> None:
+    """Two ranks stop after an epoch and resume. Losses are equal to 1e-12, and top-1 exactly."""
     text = (RECIPES / "imagenet_ddp.py").read_text()
-    found = trained(cli, tmp_path, images, text, COMMAND.format(2, 1, 1), COMMAND.format(2, 0, 2))
-    assert found.losses == pytest.approx(by_library.loss, rel=1e-12)
-    assert found.numbers["top1"] == round(by_library.metrics["top1"], 4)
+    actual = run_imagenet(cli, tmp_path, images, text, COMMAND.format(2, 1, 1), COMMAND.format(2, 0, 2))
+    assert actual.losses == pytest.approx(library_record.loss, rel=1e-12)
+    assert actual.numbers["top1"] == round(library_record.metrics["top1"], 4)
 
 
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("[rank].tolist()", "[0].tolist()"),  # every rank reads the same
-        ("for number in (SEED, *key):", "for number in (os.getpid(), *key):"),  # augmentation of the process
+        ("[rank].tolist()", "[0].tolist()"),  # every rank reads the same samples
+        (
+            "for number in (SEED, *key):",
+            "for number in (os.getpid(), *key):",
+        ),  # the augmentation depends on the process
     ],
 )
 def test_imagenet_mutation_differs(
-    cli: Cli, tmp_path: Path, images: Path, by_library: Record, before: str, after: str
+    cli: Cli, tmp_path: Path, images: Path, library_record: Record, before: str, after: str
 ) -> None:
     text = (RECIPES / "imagenet_ddp.py").read_text()
     assert text.count(before) == 1
-    wrong = trained(cli, tmp_path, images, text.replace(before, after), COMMAND.format(2, 0, 1))
-    gaps = [abs(a - b) / b for a, b in zip(wrong.losses, by_library.loss[:4], strict=True)]
-    assert max(gaps) > 1e-9
+    mutated = run_imagenet(cli, tmp_path, images, text.replace(before, after), COMMAND.format(2, 0, 1))
+    differences = [abs(a - b) / b for a, b in zip(mutated.losses, library_record.loss[:4], strict=True)]
+    assert max(differences) > 1e-9
 
 
-def test_imagenet_evaluates_what_it_has_trained(cli: Cli, tmp_path: Path, images: Path) -> None:
-    """--evaluate: of its checkpoint, and of weights in a file, on another number of ranks; nothing is trained."""
+def test_imagenet_evaluate_uses_checkpoint_or_pretrained_weights(cli: Cli, tmp_path: Path, images: Path) -> None:
+    """`--evaluate` trains nothing. The result does not depend on the number of ranks."""
     text = (RECIPES / "imagenet_ddp.py").read_text()
-    after = trained(cli, tmp_path, images, text, COMMAND.format(2, 0, 1)).numbers
-    saved = (tmp_path / "imagenet_ddp.pt").read_bytes()
-    for size, more in ((2, ""), (1, " --pretrained weights.pt")):
-        (tmp_path / "weights.pt").write_bytes(saved)
-        found = trained(cli, tmp_path, images, text, COMMAND.format(size, 0, 9) + " --evaluate" + more)
-        assert (found.numbers, found.losses) == (after, [])
-    assert (tmp_path / "imagenet_ddp.pt").read_bytes() == saved
+    expected = run_imagenet(cli, tmp_path, images, text, COMMAND.format(2, 0, 1)).numbers
+    checkpoint_content = (tmp_path / "imagenet_ddp.pt").read_bytes()
+    for size, more_args in ((2, ""), (1, " --pretrained weights.pt")):
+        (tmp_path / "weights.pt").write_bytes(checkpoint_content)
+        actual = run_imagenet(cli, tmp_path, images, text, COMMAND.format(size, 0, 9) + " --evaluate" + more_args)
+        assert (actual.numbers, actual.losses) == (expected, [])
+    assert (tmp_path / "imagenet_ddp.pt").read_bytes() == checkpoint_content
 
 
-def test_imagenet_options_of_its_ancestor(cli: Cli, tmp_path: Path, images: Path) -> None:
-    """--momentum and --weight-decay reach the optimizer; --pretrained starts from the weights of the file."""
+def test_imagenet_options_change_the_training(cli: Cli, tmp_path: Path, images: Path) -> None:
+    """--momentum and --weight-decay reach the optimizer. --pretrained loads the weights of a file."""
     text = (RECIPES / "imagenet_ddp.py").read_text()
-    one = COMMAND.format(1, 0, 1)
-    plain = trained(cli, tmp_path, images, text, one).losses
+    command = COMMAND.format(1, 0, 1)
+    default_losses = run_imagenet(cli, tmp_path, images, text, command).losses
     (tmp_path / "weights.pt").write_bytes((tmp_path / "imagenet_ddp.pt").read_bytes())
-    for more, first_is_equal in (
+    for more_args, first_is_equal in (
         (" --momentum 0", True),
         (" --weight-decay 0.5", True),
         (" --pretrained weights.pt", False),
     ):
         (tmp_path / "imagenet_ddp.pt").unlink()
-        losses = trained(cli, tmp_path, images, text, one + more).losses
-        assert (losses[0] == plain[0]) == first_is_equal, more
-        assert losses[1:] != plain[1:]
+        losses = run_imagenet(cli, tmp_path, images, text, command + more_args).losses
+        assert (losses[0] == default_losses[0]) == first_is_equal, more_args
+        assert losses[1:] != default_losses[1:]

@@ -1,6 +1,6 @@
-"""The recipes over RPC: what they have in common, and those whose network no built-in workload has.
+"""The recipes over RPC: their common properties, and recipes whose network no built-in workload has.
 
-A worker of theirs is forked, as a rank of the others is: RPC starts its threads in the process that calls it.
+The fork server starts a worker, as it starts a rank of other recipes. RPC starts its threads in the calling process.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ workload = Workload(
     global_batch=recipe.BATCH, steps=recipe.UPDATES)
 """,
 }
-IN_ONE_PROCESS = """
+SINGLE_PROCESS_SCRIPT = """
 import torch
 import rpc_reinforcement as recipe
 
@@ -94,22 +94,27 @@ for update in range(recipe.UPDATES):
     print(f"update {update} loss {agent.learn(rewards)}")
 """
 MUTATIONS = [
-    ("ddp_rpc", "lr=0.3 / TRAINERS", "lr=0.3"),  # as if somebody averaged these, too
+    ("ddp_rpc", "lr=0.3 / TRAINERS", "lr=0.3"),  # as if these gradients were averaged too
     ("ddp_rpc", "[loss * TRAINERS]", "[loss]"),
-    ("ddp_rpc", "logits = ddp(", "logits = dense("),  # past the wrapper: no gradient is sent
+    ("ddp_rpc", "logits = ddp(", "logits = dense("),  # bypasses the wrapper: no gradient is reduced
     ("rpc_rnn", "for part in (embedding, decoder):", "for part in (decoder,):"),
-    ("rpc_rnn", "+= rpc.rpc_sync(part.owner(), refer_to_parameters, (part,))", "= parameters"),  # those here alone
+    (
+        "rpc_rnn",
+        "+= rpc.rpc_sync(part.owner(), refer_to_parameters, (part,))",
+        "= parameters",
+    ),  # only the local parameters
 ]
 
 
-def printed(folder: Path, name: str, text: str = "") -> str:
-    """What the recipe prints, started by the command in its header."""
+def run_recipe(folder: Path, name: str, text: str = "") -> str:
+    """Return the output of the recipe, started by the command in its header."""
     beside(folder, name, text)
     (command,) = shared.in_float64(text or text_of(name))
     return typed(folder, command).stdout
 
 
-def mutated(name: str, before: str, after: str) -> str:
+def text_with(name: str, before: str, after: str) -> str:
+    """Return the text of the recipe with one replacement."""
     text = text_of(name)
     assert text.count(before) == 1, f"{name} has changed; its mutation no longer fits"
     return text.replace(before, after)
@@ -117,7 +122,7 @@ def mutated(name: str, before: str, after: str) -> str:
 
 @cache
 def library(cli: Cli, name: str) -> shared.Record:
-    """The same training in one process by the library, of the script's own network and data."""
+    """Return the record of the same training in one process by the library, with the recipe's network and data."""
     with tempfile.TemporaryDirectory() as folder:
         beside(Path(folder), name)
         (Path(folder) / "workload.py").write_text(WORKLOADS[name])
@@ -126,10 +131,10 @@ def library(cli: Cli, name: str) -> shared.Record:
 
 @pytest.mark.parametrize(("name", "before", "after"), MUTATIONS)
 def test_mutation_differs(cli: Cli, tmp_path: Path, name: str, before: str, after: str) -> None:
-    assert distance(read(printed(tmp_path, name, mutated(name, before, after))), library(cli, name)) > 1e-9
+    assert distance(read(run_recipe(tmp_path, name, text_with(name, before, after))), library(cli, name)) > 1e-9
 
 
-WEIGHTS = """
+BUILD_IN_THREADS_SCRIPT = """
 import contextlib, threading
 from concurrent.futures import ThreadPoolExecutor
 import torch, rpc_rnn as recipe
@@ -152,68 +157,69 @@ with ThreadPoolExecutor(2) as pool:
 
 
 @pytest.mark.parametrize(("before", "after", "status"), [("", "", 0), ("with build_lock:", "if True:", 1)])
-def test_parts_that_are_made_at_once_are_the_same_ones(tmp_path: Path, before: str, after: str, status: int) -> None:
-    """The server makes them in two threads, which share the generator of the process."""
-    beside(tmp_path, "rpc_rnn", mutated("rpc_rnn", before, after) if before else "")
-    (tmp_path / "weights.py").write_text(WEIGHTS)
-    done = typed(tmp_path, "python weights.py", status)
-    assert ("is another one" in done.stderr) == bool(status)
+def test_parts_built_concurrently_have_the_right_weights(tmp_path: Path, before: str, after: str, status: int) -> None:
+    """The server builds them in two threads, which share the random generator of the process."""
+    beside(tmp_path, "rpc_rnn", text_with("rpc_rnn", before, after) if before else "")
+    (tmp_path / "weights.py").write_text(BUILD_IN_THREADS_SCRIPT)
+    result = typed(tmp_path, "python weights.py", status)
+    assert ("is another one" in result.stderr) == bool(status)
 
 
-# --- reinforcement
+# --- reinforcement learning
 
 
 @cache
 def episodes_in_one_process() -> str:
+    """Return the output of the same training in one process without RPC."""
     with tempfile.TemporaryDirectory() as folder:
         beside(Path(folder), "rpc_reinforcement")
-        (Path(folder) / "alone.py").write_text(IN_ONE_PROCESS)
+        (Path(folder) / "alone.py").write_text(SINGLE_PROCESS_SCRIPT)
         return typed(Path(folder), "python alone.py").stdout
 
 
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("DISCOUNT * rewards[step + 1]", "DISCOUNT * 0"),  # each action is judged by its own step alone
-        ("generator=self.generators[observer]", "generator=None"),  # that of the process
-        ("SEED + observer", "SEED"),  # all observers see the same
+        ("DISCOUNT * rewards[step + 1]", "DISCOUNT * 0"),  # only its own step rewards an action
+        ("generator=self.generators[observer]", "generator=None"),  # the generator of the process
+        ("SEED + observer", "SEED"),  # all observers have the same environment
     ],
 )
 def test_reinforcement_mutation_differs(tmp_path: Path, before: str, after: str) -> None:
-    text = mutated("rpc_reinforcement", before, after)
-    assert printed(tmp_path, "rpc_reinforcement", text) != episodes_in_one_process()
+    text = text_with("rpc_reinforcement", before, after)
+    assert run_recipe(tmp_path, "rpc_reinforcement", text) != episodes_in_one_process()
 
 
-# --- what all of them have in common: each is tested with one of them
+# --- properties of all RPC recipes, each tested with one recipe
 
 
-def test_all_start_and_end_alike() -> None:
-    """The end of each script is the same, but for what keeps a warning away where there is no such optimizer."""
-    ends: set[str] = set()
+def test_all_scripts_end_with_the_same_code() -> None:
+    """Only the line that suppresses a warning of the distributed optimizer may be missing."""
+    endings: set[str] = set()
     for name in RPC:
         text = (RECIPES / f"{name}.py").read_text()
-        end = text[text.index("# --- the same in every script over RPC") :]
-        lines = [line for line in end.splitlines() if "it warns about TorchScript" not in line]
-        ends.add("\n".join(lines))
+        ending = text[text.index("# --- the same in every script over RPC") :]
+        lines = [line for line in ending.splitlines() if "it warns about TorchScript" not in line]
+        endings.add("\n".join(lines))
         assert "unpickles arguments" in text
         assert "trusted networks only" in text
-    assert len(ends) == 1
+    assert len(endings) == 1
 
 
-def test_torch_without_rpc_is_named(tmp_path: Path) -> None:
+def test_torch_without_rpc_is_reported(tmp_path: Path) -> None:
     beside(tmp_path, "rpc_autograd")
-    lacking = (
+    code = (
         "import runpy; from torch.distributed import rpc; rpc.is_available = lambda: False; "
         "runpy.run_path('rpc_autograd.py', None, '__main__')"
     )
-    done = typed(tmp_path, f"python -c {shlex.quote(lacking)}", 3)
-    [line] = done.stderr.splitlines()
+    result = typed(tmp_path, f"python -c {shlex.quote(code)}", 3)
+    [line] = result.stderr.splitlines()
     assert line.startswith("rpc_autograd.py: ")
     assert "without RPC" in line
-    assert not done.stdout
+    assert not result.stdout
 
 
-LISTENING = """
+PRINT_LISTENING_SOCKETS = """
     where = {Path("/proc/self/fd", entry).readlink().name for entry in os.listdir("/proc/self/fd") if entry.isdigit()
              and Path("/proc/self/fd", entry).is_symlink()}
     for table in ("tcp", "tcp6"):
@@ -226,20 +232,22 @@ LISTENING = """
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="not verified here: needs Linux's /proc")
 def test_only_loopback_listens(tmp_path: Path) -> None:
-    """Every socket of every worker that listens while it works; and where it is told another interface, there."""
-    text = mutated("rpc_reinforcement", "\n    rpc.shutdown()", LISTENING).replace("UPDATES = 40", "UPDATES = 2")
-    addresses = re.findall(r"^listens (tcp6?) (\w+):", printed(tmp_path, "rpc_reinforcement", text), re.MULTILINE)
+    """All listening sockets of all workers use loopback. With TP_SOCKET_IFNAME they use that interface."""
+    text = text_with("rpc_reinforcement", "\n    rpc.shutdown()", PRINT_LISTENING_SOCKETS).replace(
+        "UPDATES = 40", "UPDATES = 2"
+    )
+    addresses = re.findall(r"^listens (tcp6?) (\w+):", run_recipe(tmp_path, "rpc_reinforcement", text), re.MULTILINE)
     assert len(addresses) >= 3
     assert set(addresses) == {("tcp", "0100007F")}
-    others = {name: address for name, address in usable_interfaces().items() if "." in address}
-    for name, address in others.items():
-        done = typed(tmp_path, "python rpc_reinforcement.py", TP_SOCKET_IFNAME=name)
-        told = {("tcp", socket.inet_aton(address)[::-1].hex().upper())}
-        assert told <= set(re.findall(r"^listens (tcp6?) (\w+):", done.stdout, re.MULTILINE))
+    addresses_by_interface = {name: address for name, address in usable_interfaces().items() if "." in address}
+    for name, address in addresses_by_interface.items():
+        result = typed(tmp_path, "python rpc_reinforcement.py", TP_SOCKET_IFNAME=name)
+        expected_sockets = {("tcp", socket.inet_aton(address)[::-1].hex().upper())}
+        assert expected_sockets <= set(re.findall(r"^listens (tcp6?) (\w+):", result.stdout, re.MULTILINE))
 
 
 @pytest.mark.parametrize(
-    ("whom", "number", "status", "said"),
+    ("worker_name", "signal_number", "status", "message"),
     [
         ("server", signal.SIGKILL, 1, "rpc_batched.py: worker server was lost"),
         ("trainer1", signal.SIGKILL, 1, "rpc_batched.py: worker trainer1 was lost"),
@@ -247,43 +255,48 @@ def test_only_loopback_listens(tmp_path: Path) -> None:
         ("", signal.SIGTERM, 143, ""),
     ],
 )
-def test_one_that_is_lost_ends_all(tmp_path: Path, whom: str, number: int, status: int, said: str) -> None:
-    """In the middle of the training, by what somebody else does to one process; none is left."""
-    text = mutated("rpc_batched", "EPOCHS = 2", "EPOCHS = 100_000")
+def test_lost_worker_or_signal_ends_all_workers(
+    tmp_path: Path, worker_name: str, signal_number: int, status: int, message: str
+) -> None:
+    """A worker is killed, or the program gets a signal, in the middle of the training. No process is left."""
+    text = text_with("rpc_batched", "EPOCHS = 2", "EPOCHS = 100_000")
     text = text.replace(
-        '    """Run one worker; torch.multiprocessing.spawn passes its rank as the first argument."""\n', NOTE
+        '    """Run one worker; torch.multiprocessing.spawn passes its rank as the first argument."""\n', WRITE_PID_FILE
     )
-    text = text.replace("                self.optimizer.step()\n", "                self.optimizer.step()\n" + TRAINS)
+    text = text.replace(
+        "                self.optimizer.step()\n", "                self.optimizer.step()\n" + CREATE_TRAINS_FILE
+    )
     beside(tmp_path, "rpc_batched", text)
     program = [str(shared.PROGRAMS / "python"), "rpc_batched.py"]
-    started = subprocess.Popen(
+    process = subprocess.Popen(
         program, cwd=tmp_path, env={**os.environ, **shared.OURS}, stderr=subprocess.PIPE, text=True
     )
     try:
         wait_for(tmp_path / "trains")
         workers = {path.stem: int(path.read_text()) for path in tmp_path.glob("*.pid")}
         assert set(workers) == {"server", "trainer0", "trainer1"}
-        os.kill(workers[whom], number) if whom else started.send_signal(number)
-        _, stderr = started.communicate(timeout=120)
+        os.kill(workers[worker_name], signal_number) if worker_name else process.send_signal(signal_number)
+        _, stderr = process.communicate(timeout=120)
     finally:
-        started.kill()
-    # before it, what calls to the lost one came to: RPC prints that where the function ran
-    assert not said or stderr.splitlines()[-1].startswith(said)
+        process.kill()
+    # earlier lines are errors of calls to the lost worker, which RPC prints where the function ran
+    assert not message or stderr.splitlines()[-1].startswith(message)
     assert "KeyboardInterrupt" not in stderr
-    assert started.returncode == status
-    for worker in workers.values():
-        assert not is_running(worker)
+    assert process.returncode == status
+    for pid in workers.values():
+        assert not is_running(pid)
 
 
-NOTE = """    me = Path(WORKERS[rank] + ".pid")
+WRITE_PID_FILE = """    me = Path(WORKERS[rank] + ".pid")
     me.with_suffix(".new").write_text(str(os.getpid()))
     me.with_suffix(".new").rename(me)
 """
-TRAINS = """                Path("trains").touch()
+CREATE_TRAINS_FILE = """                Path("trains").touch()
 """
 
 
 def wait_for(path: Path) -> None:
+    """Wait until a file exists."""
     deadline = time.monotonic() + 120
     while not path.exists():
         assert time.monotonic() < deadline
@@ -291,7 +304,7 @@ def wait_for(path: Path) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """A process that nobody has waited for yet has ended as well."""
+    """Return whether the process runs. A zombie has ended."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
@@ -299,26 +312,26 @@ def is_running(pid: int) -> bool:
     return state != "Z"
 
 
-def test_backward_waits_for_what_is_cut_off(tmp_path: Path) -> None:
-    """As the header says: until TIMEOUT, and not for ever."""
+def test_backward_of_a_detached_output_times_out(tmp_path: Path) -> None:
+    """As the header of the recipe says, it waits until TIMEOUT."""
     beside(
         tmp_path,
         "rpc_rnn",
-        mutated("rpc_rnn", "forward(output)", "forward(output.detach())").replace("= 60  #", "= 2  #"),
+        text_with("rpc_rnn", "forward(output)", "forward(output.detach())").replace("= 60  #", "= 2  #"),
     )
-    done = typed(tmp_path, "python rpc_rnn.py", 1)
-    assert "timeout (2000 ms)" in done.stderr
-    assert not done.stdout
+    result = typed(tmp_path, "python rpc_rnn.py", 1)
+    assert "timeout (2000 ms)" in result.stderr
+    assert not result.stdout
 
 
-def test_exception_of_a_worker_is_raised(tmp_path: Path) -> None:
-    """With its traceback, while the others are in rpc.shutdown() or wait for an answer."""
-    text = mutated(
+def test_exception_of_a_worker_ends_the_recipe_with_its_traceback(tmp_path: Path) -> None:
+    """The other workers are in rpc.shutdown() or wait for an answer."""
+    text = text_with(
         "rpc_autograd",
         "            losses.append(loss.detach())",
         '            raise ValueError("too large")',
     )
     beside(tmp_path, "rpc_autograd", text)
-    done = typed(tmp_path, "python rpc_autograd.py", 1)
-    assert "ValueError: too large" in done.stderr
-    assert not done.stdout
+    result = typed(tmp_path, "python rpc_autograd.py", 1)
+    assert "ValueError: too large" in result.stderr
+    assert not result.stdout
