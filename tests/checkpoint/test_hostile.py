@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import copyreg
+import io
 import os
 import pickle
 from pathlib import Path
@@ -45,6 +47,8 @@ def malicious_tables(folder: Path, marker: Path) -> dict[str, bytes]:
         "a call within": pickle.dumps(call_in_planner_data),
         "eval": pickle.dumps(MaliciousPickle(eval, f"open({str(marker)!r}, 'w')")),
         "getattr": pickle.dumps(MaliciousPickle(getattr, "a", "upper")),
+        "getattr of a class": pickle.dumps(MaliciousPickle(getattr, dcp.metadata.Metadata, "__init__")),
+        "getattr of an enum": pickle.dumps(MaliciousPickle(getattr, dcp.metadata._MEM_FORMAT_ENCODING, "__init__")),
         "a file": pickle.dumps(MaliciousPickle(open, str(marker), "w")),
         "another object": pickle.dumps({"weight": 3}),
         "bytes": pickle.dumps(bytes_entry),
@@ -69,6 +73,22 @@ def test_malicious_table_of_contents_runs_no_code(ranks: Any, run_folder: Path, 
         assert "\n" not in str(error_info.value), name
         assert not marker.exists(), name
         assert not (tmp_path / "w.pt").exists(), name
+
+
+def test_table_with_enum_members_by_name_is_read(run_folder: Path, tmp_path: Path) -> None:
+    """Python 3.11.2 pickles a member of an enum as `getattr(class, name)`, and newer releases as `class(value)`."""
+    checkpoint_folder = step(run_folder, 6)
+    table_path = checkpoint_folder / ".metadata"
+    content = io.BytesIO()
+    pickler = pickle.Pickler(content)
+    by_name = {dcp.metadata._MEM_FORMAT_ENCODING: lambda member: (getattr, (type(member), member.name))}
+    pickler.dispatch_table = copyreg.dispatch_table | by_name
+    pickler.dump(pickle.loads(table_path.read_bytes()))
+    assert b"getattr" in content.getvalue()
+    table_path.write_bytes(content.getvalue())
+    sum_again(checkpoint_folder, ".metadata")
+    assert export(checkpoint_named(checkpoint_folder), tmp_path / "w.pt")
+    assert torch.load(tmp_path / "w.pt", weights_only=True)
 
 
 def malicious_values(marker: Path) -> dict[str, Any]:

@@ -829,7 +829,7 @@ PIPELINE_REFUSES = {
     "a weight outside": (language_workload(TiedOutside), "pipeline", ["blocks.0", "outside blocks", "untie them"]),
     "batch norm": (zoo.workload("norm", global_batch=16), "pipeline", ["batch norm"]),
     "too few blocks": (small_language(), "pipeline:schedule=interleaved", ["4 stages", "2 blocks", "at most 2"]),
-    "no blocks": (small_language(blocks=None), "pipeline", ['set blocks="layers"']),
+    "no blocks": (small_language(blocks=None), "pipeline", ['blocks="layers"']),
     "wrong blocks": (small_language(blocks="layers"), "pipeline", ["blocks='layers'", "it has blocks"]),
 }
 

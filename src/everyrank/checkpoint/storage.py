@@ -8,6 +8,7 @@ only tensors; the reader refuses anything else.
 from __future__ import annotations
 
 import datetime
+import enum
 import errno
 import io
 import os
@@ -268,6 +269,13 @@ class _Reader(dcp.FileSystemReader):
         return metadata
 
 
+def _enum_member(enum_class: Any, name: Any) -> enum.Enum:
+    """Return a member of an enum class by its name. `_Table` uses it in place of `getattr`, which returns any method."""
+    if isinstance(enum_class, enum.EnumMeta) and isinstance(name, str) and name in enum_class.__members__:
+        return enum_class[name]
+    raise UsageError("it needs 'builtins.getattr' on more than an enum: opening it could run code")
+
+
 class _Table(pickle.Unpickler):
     """An unpickler that creates only the classes with which DCP describes tensors."""
 
@@ -291,6 +299,11 @@ class _Table(pickle.Unpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
+        if (module, name) == (
+            "builtins",
+            "getattr",
+        ):  # Python 3.11.2, which Debian 12 has, pickles members of an enum so
+            return _enum_member
         if module in ("pathlib", "pathlib._local") and name in ("Path", "PosixPath", "WindowsPath", "PurePosixPath"):
             return pathlib.PurePath
         raise UsageError(f"it needs {f'{module}.{name}'!r}, which no checkpoint needs: opening it could run code")
