@@ -124,7 +124,8 @@ class Forked:
 class ForkServer:
     """A server that starts with its first request.
 
-    preload   its imports: "all" that tests need, or only "torch". With "torch", a script has to import the rest itself.
+    preload   its imports: "all" that tests need, or only "torch", with what an optimizer imports. With "torch", a
+              script has to import the rest itself.
     """
 
     def __init__(self, preload: str = "all") -> None:
@@ -241,6 +242,7 @@ def serve(address: str, preload: str) -> None:
     _ForkingPopen.address = address
     subprocess.Popen = _ForkingPopen  # before the import of torchrun's agent, which keeps a reference to Popen
     importlib.import_module("torch")
+    importlib.import_module("torch._dynamo")  # the first optimizer of a process imports it, in more than a CPU second
     if preload == "all":
         _preload()
     _forget_finalizers()  # torch has finalizers of its libraries, which each process would run at its end

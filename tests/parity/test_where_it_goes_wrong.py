@@ -21,9 +21,11 @@ from torch.utils.data import TensorDataset
 
 from everyrank import Layout, ParallelContract, Workload
 from everyrank.errors import EveryrankError
-from everyrank.layout import register_custom_parallelize
+from everyrank.layout import CustomParallelize, register_custom_parallelize
 from everyrank.loop import open_data
 from everyrank.parity import check_layout, gradient_case, parity_case
+from everyrank.parity.custom_gradients import _axis_cause
+from everyrank.parity.outputs import _misplaced_features
 from everyrank.record import Parity
 from everyrank.world import World
 
@@ -663,3 +665,37 @@ def test_read_before_wait_is_named(compare: Any) -> None:
         cause = cause_of(compare(build_model, wrong, mesh))
         assert expected_text in cause
         assert "is read before work.wait()" in cause
+
+
+@pytest.mark.parametrize(
+    ("reads", "gradients", "ratio", "expected"),
+    [
+        ("same", "mean", 2.0, ", the number of ranks along axis, which read the same samples: it is counted once on"),
+        ("same", "mean", 0.5, ", 1 / the number of ranks along axis, which read the same samples: it is the part of"),
+        ("batch", "mean", 2.0, ", the number of ranks along axis: it is summed over them"),
+        ("batch", "mean", 0.5, "it is divided by them once too often"),
+        ("batch", "sum", 0.5, "declare mean"),
+        ("batch", "sum", 2.0, "it is multiplied by their number once too often"),
+        ("batch", "mean", 3.0, ""),
+    ],
+)
+def test_ratio_of_gradients_is_explained(reads: str, gradients: str, ratio: float, expected: str) -> None:
+    """A gradient that is too large is not explained like one that is too small."""
+    contract = ParallelContract(axes={"axis": reads}, gradients=gradients)
+    cause = _axis_cause(CustomParallelize("mine.py:parallelize", lambda model, _: model, contract, {"axis": 2}), ratio)
+    assert expected in cause
+    assert bool(cause) == bool(expected)
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        (slice(0, 2), "features 2 to 3 of the same samples on one device: the parts of the ranks are in a different"),
+        (slice(2, 4), "features 2 to 3 of samples 2 to 3, but this rank has samples 0 to 1: gathered over a different"),
+    ],
+)
+def test_misplaced_features_are_explained(rows: slice, expected: str) -> None:
+    """The rank has samples 0 and 1. Its two groups of features are in the wrong order, or those of other samples."""
+    whole = torch.arange(16.0).reshape(4, 4)
+    local = whole[rows].roll(2, dims=1)
+    assert expected in _misplaced_features(local, whole, range(2))

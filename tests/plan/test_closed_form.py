@@ -388,6 +388,18 @@ def test_plan_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "Not ranked" in capsys.readouterr().out
 
 
+def test_only_predictions_within_5_percent_are_a_tie(capsys: pytest.CaptureFixture[str]) -> None:
+    """Layouts that the user requests may be further apart. Otherwise only such close ones are in the shortlist."""
+    args = ["plan", "--decoder", "8b", "--gpus", "8xh100", "--batch", "16", "--layout"]
+    layouts = ["fsdp:precision=bf16,recompute", "fsdp:tensor=8,accumulate=4,precision=bf16,recompute"]
+    assert main([*args, *layouts]) == 0
+    output = capsys.readouterr().out
+    assert "2 fastest, by prediction" in output
+    assert "A tie" not in output
+    assert main([*args, layouts[0], layouts[0] + ",meta=true"]) == 0
+    assert "A tie of 2" in capsys.readouterr().out
+
+
 def test_validate_reports_errors_by_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The result has errors of time and memory, and the number of unreadable rows.
 

@@ -270,7 +270,7 @@ class _Reader(dcp.FileSystemReader):
 
 
 def _enum_member(enum_class: Any, name: Any) -> enum.Enum:
-    """Return a member of an enum class by its name. `_Table` uses it in place of `getattr`, which returns any method."""
+    """Return a member of an enum class by its name. `_Table` has it in place of `getattr`, which returns any method."""
     if isinstance(enum_class, enum.EnumMeta) and isinstance(name, str) and name in enum_class.__members__:
         return enum_class[name]
     raise UsageError("it needs 'builtins.getattr' on more than an enum: opening it could run code")

@@ -1,4 +1,4 @@
-"""Compare the gradients of a custom parallelize function before its training, and find the wrong mesh axis.
+"""Compare the gradients under a custom parallelize function with one device, before whole trainings are compared.
 
 Gradient clipping, and optimizers that normalise the gradient, hide a gradient of the wrong scale. So the first check
 uses an update that equals the gradient (SGD of learning rate 1, no clipping). If this agrees and the training does not,
@@ -103,7 +103,7 @@ def cause_in_gradients(
 def _ratios(before: Sequence[_Tensors], after: Sequence[_Tensors]) -> dict[str, float | None]:
     """For each tensor, return its gradient as a multiple of that of one device; None if it is no multiple.
 
-    1.0 if both are zero, None if only that of one device is.
+    If the gradient of one device is zero, it is 1.0 if the other is zero, too, else None.
     """
     result: dict[str, float | None] = {}
     for name, tensor in before[0].items():
@@ -133,7 +133,7 @@ def _untied(state: _Tensors, model: nn.Module) -> list[str]:
 
 
 def _axis_cause(code: CustomParallelize, ratio: float) -> str:
-    """Describe the axes whose size equals the ratio of a gradient, and how to fix it."""
+    """Name the axes whose size, or its inverse, equals the ratio of the gradients, and describe how to fix it."""
     for axes in axis_sets(code):
         size = math.prod(code.axes[axis] for axis in axes)
         if min(abs(ratio / size - 1), abs(ratio * size - 1)) > 1e-3:
@@ -145,18 +145,20 @@ def _axis_cause(code: CustomParallelize, ratio: float) -> str:
         declared = {code.contract.gradient_over(axis) for axis in axes if code.contract.reads(axis) != "same"}
         if not declared:
             reason = "counted once on each rank" if ratio > 1 else "the part of only one rank"
-            return f", the number of ranks along {axes_text}, which read the same samples: it is {reason}"
+            number = f"{'' if ratio > 1 else '1 / '}the number of ranks"
+            return f", {number} along {axes_text}, which read the same samples: it is {reason}"
         axis = axes[0]
         if ratio > 1 and declared == {"mean"}:
             return (
                 f", the number of ranks along {axes_text}: it is summed over them, and the contract declares a mean; "
                 f"divide the loss by mesh[{axis!r}].size() (scale_loss), or declare gradients={{{axis!r}: 'sum'}}"
             )
-        claim = (
-            "the contract declares a sum; declare mean"
-            if declared == {"sum"}
-            else "it is divided by them once too often"
-        )
+        if ratio > 1:
+            claim = "it is multiplied by their number once too often"
+        elif declared == {"sum"}:
+            claim = "the contract declares a sum; declare mean"
+        else:
+            claim = "it is divided by them once too often"
         return f": there are {size} ranks along {axes_text}, and {claim}"
     return ""
 
@@ -180,7 +182,7 @@ def cause_after_gradients(case: ParityCase, layout: Layout, world: World, not_co
 
 
 def _cause_in_clipping(case: ParityCase, layout: Layout, world: World, code: CustomParallelize) -> str:
-    """Infer the norm that the user's function clips by from the clipped gradient, and explain a wrong one."""
+    """Compute from the clipped gradient which norm `clip_grad_norm` used, and explain it if it is wrong."""
     workload = changed(with_gradient_update(case.workload), clip_norm=None, ema_decay=None)
     unclipped = _after_one_update(dataclasses.replace(case, workload=workload), layout, world)
     norm = float(sum_squares_of_parts(unclipped.trainable.parameters).sqrt())
@@ -194,7 +196,7 @@ def _cause_in_clipping(case: ParityCase, layout: Layout, world: World, code: Cus
     wrong_norm = max(used_norms, key=lambda value: abs(value - norm))
     if abs(wrong_norm - norm) <= 1e-4 * norm:
         return ""
-    text = f"clip_grad_norm computes {wrong_norm:.6g} as the norm of the gradients, and it is {norm:.6g}"
+    text = f"clip_grad_norm uses {wrong_norm:.6g} as the norm of the gradients, but it is {norm:.6g}"
     axes = _axes_of_norm(code, norms, used_norms, norm)
     if axes is None:
         return text
@@ -220,7 +222,7 @@ def _local_norm(prepared: Prepared) -> float:
 def _axes_of_norm(
     code: CustomParallelize, norms: Sequence[float], used_norms: Sequence[float], norm: float
 ) -> tuple[str, ...] | None:
-    """Return the axes over which the squares of local norms add up to the norms taken, or None."""
+    """Return the axes over which the sum of squared local norms gives the norms that clipping used, or None."""
     coordinates = list(itertools.product(*(range(size) for size in code.axes.values())))
     names = list(code.axes)
     best: tuple[float, tuple[str, ...] | None] = 0.1 * max(abs(value - norm) for value in used_norms), None

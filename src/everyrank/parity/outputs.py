@@ -1,9 +1,9 @@
-"""Find the first module whose forward pass differs, for a loss that differs before any weight does.
+"""Find the first module whose output differs from one device, if the loss differs while the weights are equal.
 
-Each rank runs one forward pass on its slice of the batch, and one on the whole batch in one process, from the initial
-weights. Inputs and outputs of all modules are compared. The first one that differs is reported, unless a correct tensor
-is computed from it later. If possible the message describes the difference: one term of a sum, a bias that was added
-several times, features of different samples.
+Each rank runs two forward passes from the initial weights: one on its slice of the batch, as the layout does, and one
+on the whole batch, as a single process. Inputs and outputs of all modules are compared. The first one that differs is
+reported, unless a correct tensor is computed from it later. If possible the message describes the difference: one term
+of a sum, a bias that was added several times, features of different samples.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ __all__ = ["first_output_that_differs"]
 
 
 def first_output_that_differs(case: ParityCase, layout: Layout, world: World, update: Update) -> str:
-    """Return `the first output that differs is that of blocks.0.norm (BatchNorm1d), on rank 0: ...`, or "". A
-    collective.
+    """Return a message about the first input or output that differs from one device, or "" if unknown. A collective.
+
+    For example: `the first output that differs is that of blocks.0.norm (BatchNorm1d), on rank 0: ...`.
     """
     code = find_custom_parallelize(layout, world.size)
     local = _forward(case, layout, world, update)
@@ -95,9 +96,9 @@ def _compare_modules(local: Recording, expected: Recording, is_whole: bool) -> d
 
 
 def _unrepaired(local: Recording, right: dict[Key, bool | None]) -> list[Key]:
-    """Return the differing tensors from which no correct tensor is computed, in order.
+    """Return, in order, the wrong tensors that no later step corrects.
 
-    Terms of a sum are correct again after an all-reduce, and permuted positions after they are reordered.
+    For example, an all-reduce turns the terms of the ranks into the correct sum.
     """
     repaired = ancestors(node for key, event in local.events.items() if right[key] for node in event.nodes)
     result: list[Key] = []
@@ -135,8 +136,9 @@ def _describe(
         return f"{text}: batch norm over one rank's samples only (SyncBatchNorm uses those of all ranks)"
     if "Dropout" in expected_event.kind and event is not None and _is_smaller(event, expected_event):
         return (
-            f"{text}: its masks differ. It gets a plain tensor that {code.path} has split, and treats it as a "
-            'whole one: make it a DTensor, or compare without dropout (Workload(dropout="torch"))'
+            f"{text}: the dropout masks differ. {code.path} passes a part of a tensor as a plain tensor, and dropout "
+            "takes it for the whole one. Make the part a DTensor, or compare without dropout: "
+            'Workload(dropout="torch")'
         )
     is_input_right = right.get(key._replace(role="input")) is True
     return text + (", whose input is right" if is_input_right else "") + (f": {difference}" if difference else "")
@@ -230,12 +232,15 @@ def _matching_axes(code: CustomParallelize, factor: float) -> str:
     for axes in axis_sets(code):
         size = math.prod(code.axes[axis] for axis in axes)
         if min(abs(factor / size - 1), abs(factor * size - 1)) < 1e-6:
-            return f", the number of ranks along {' x '.join(axes)}"
+            return f", {'' if factor > 1 else '1 / '}the number of ranks along {' x '.join(axes)}"
     return ""
 
 
 def _misplaced_features(local: Tensor, whole: Tensor, rows: range) -> str:
-    """Describe features that belong to other samples or other features, if an equal part of them does."""
+    """Describe a group of features that is that of other samples, or is at another position, on one device.
+
+    The features are split into equal groups. Returns "" unless each of them occurs in the one-device tensor.
+    """
     if local.dim() < 2 or len(local) != len(rows) or local.shape[1:] != whole.shape[1:] or len(whole) % len(rows):
         return ""
     width = local.shape[-1]
@@ -258,16 +263,19 @@ def _misplaced_features(local: Tensor, whole: Tensor, rows: range) -> str:
                 continue
             sample, feature = starts[0], starts[-1]
             if (sample, feature) != (rows.start, number * size):
-                actual = f"features {feature} to {feature + size - 1} of samples {sample} to {sample + len(rows) - 1}"
+                text = f"its features {number * size} to {number * size + size - 1} are features {feature} to "
+                text += f"{feature + size - 1} of "
+                if sample == rows.start:
+                    return f"{text}the same samples on one device: the parts of the ranks are in a different order"
                 return (
-                    f"its features {number * size} to {number * size + size - 1} are {actual}, but this rank has "
+                    f"{text}samples {sample} to {sample + len(rows) - 1}, but this rank has "
                     f"samples {rows.start} to {rows.stop - 1}: gathered over a different axis than it was split along"
                 )
     return ""
 
 
 def _padded_layer(local: Recording, expected: Recording, keys: Sequence[Key], code: CustomParallelize) -> str:
-    """Describe an earlier layer with more features over all ranks than on one device: its padding may be included."""
+    """Describe an earlier layer with more features over all ranks than on one device, which may be padding."""
     for key in (key for key in keys if key.role == "output" and key in local.events):
         pairs = zip(local.events[key].values[:1], expected.events[key].values[:1], strict=False)
         for output, whole in pairs:

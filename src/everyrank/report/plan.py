@@ -57,7 +57,11 @@ def plan_tables(answer: _Answer) -> list[tuple[str, Table]]:
 
 
 def plan_notes(answer: _Answer) -> list[str]:
-    """Return the lines below the table: smallest changes, the shortlist with commands, and the whole run."""
+    """Return the lines below the table.
+
+    They are the smallest change that makes each layout fit, the fastest layouts with their commands, and a forecast of
+    the whole training.
+    """
     lines = list(_changes(answer["layouts"]))
     if "shortlist" in answer:
         lines += _shortlist(answer)
@@ -67,22 +71,22 @@ def plan_notes(answer: _Answer) -> list[str]:
             parts = ", ".join(f"{name} {_seconds(value)}" for name, value in row["parts"].items() if value)
             interval = ""
             if "low_seconds" in row:
-                interval = f"; 90%: {_seconds(row['low_seconds'])} to {_seconds(row['high_seconds'])}"
+                interval = f"; 90% interval {_seconds(row['low_seconds'])} to {_seconds(row['high_seconds'])}"
             lines.append(
                 f"{row['layout']}: {_seconds(row['step_seconds'])} an update ({parts}{interval}), "
                 "without the data loader"
             )
-    lines.append("Fits:" if answer["commands"] else "No layout is certain to fit.")
+    lines.append("Commands of layouts that fit:" if answer["commands"] else "No layout is certain to fit.")
     return [
         *lines,
         *(f"  {command}" for command in answer["commands"]),
-        "Traced on CPU: CUDA kernels may need temporary memory, which `at most` includes. Use everyrank bench to "
-        "choose between layouts that fit. Not verified on several GPUs.",
+        "The memory was traced on CPU. `at most` includes an estimate of the temporary memory of CUDA kernels. Use "
+        "everyrank bench to choose between layouts that fit. Not verified on several GPUs.",
     ]
 
 
 def print_plan(answer: _Answer) -> None:
-    """Print what fits, what does not with the smallest change, the shortlist, and the whole run."""
+    """Print the title, the table of memory and the lines below it."""
     _say(plan_title(answer))
     for heading, table in plan_tables(answer):
         print_table(heading, table)
@@ -147,7 +151,13 @@ def _shortlist(answer: _Answer) -> Iterator[str]:
             f"Not ranked, because no measurement covers this ({'; '.join(answer['outside'])}). In alphabetical order:"
         )
     elif len(shortlist) > 1:
-        yield (f"A tie of {len(shortlist)}: the predictions are within 5% of each other. Use bench to choose:")
+        seconds = [choice["step_seconds"] for choice in shortlist]
+        is_tie = max(seconds) <= 1.05 * min(seconds)
+        yield (
+            f"A tie of {len(shortlist)}: the predictions are within 5% of each other. Use bench to choose:"
+            if is_tie
+            else f"The {len(shortlist)} fastest, by prediction:"
+        )
     for choice in shortlist:
         low, high = _seconds(choice["low_seconds"]), _seconds(choice["high_seconds"])
         yield (
@@ -158,9 +168,9 @@ def _shortlist(answer: _Answer) -> Iterator[str]:
         yield (f"  {choice['commands']['train']}")
         yield (f"  {choice['commands']['bench']}")
     yield (
-        f"Intervals of {calibration['interval']:.0%}: {calibration['case']}; "
-        f"times are a factor {calibration['factor']:.2f} either way. "
-        "Not in the times: the data loader, stragglers, checkpoints. Not verified on several GPUs."
+        f"The {calibration['interval']:.0%} interval is from the predicted time / {calibration['factor']:.2f} to "
+        f"x {calibration['factor']:.2f} (measured: {calibration['case']}). Times do not include the data loader, "
+        "stragglers and checkpoints. Not verified on several GPUs."
     )
 
 
@@ -179,7 +189,8 @@ def _run(run: _Answer) -> Iterator[str]:
         f"goodput {_share(run['goodput'])}"
     )
     if run["save_every_seconds"] is not None:
-        yield (f"  a checkpoint every {run['save_every_seconds'] / 60:.0f} minutes loses the least")
+        minutes = f"{run['save_every_seconds'] / 60:.0f}"
+        yield (f"  save a checkpoint every {minutes} minutes: least time is lost to saving and to failures")
     for assumption in run["assumptions"]:
         yield (f"  assumed: {assumption}")
 
@@ -188,8 +199,8 @@ def print_machine(machine: Machine) -> None:
     """Print the rates of a machine that was just measured."""
     size, seconds = machine.kernels["product"][-1]
     _say(
-        f"{machine.ranks} ranks of {machine.device} with {machine.threads} threads: "
-        f"products {size / seconds:.3g} flop/s"
+        f"{machine.ranks} ranks on {machine.device}, {machine.threads} threads each: "
+        f"matrix products {size / seconds:.3g} flop/s"
     )
     size, seconds = machine.kernels["other"][-1]
     _say(f"  other kernels {_count(size / seconds)}B/s")
@@ -203,7 +214,7 @@ def print_machine(machine: Machine) -> None:
         ]
         _say(f"  {backend}, overhead of a step and of an operator: {', '.join(texts)}")
         factors = ", ".join(f"{name} {factor:.2f}" for name, factor in machine.factors.get(backend, {}).items())
-        _say(f"  {backend}, seconds of an update over the sum of its parts: {factors}")
+        _say(f"  {backend}, measured time of an update / sum of its measured parts: {factors}")
 
 
 def print_validation(result: _Answer) -> None:
@@ -227,12 +238,18 @@ def print_validation(result: _Answer) -> None:
         print_table("Memory", _error_table(result["memory"], ("source", "kind"), ("above_upper_end",)))
     verdicts = result["verdicts"]
     _say(
-        f"false `fits` (it ran out of memory): {verdicts['false_fits']}; false `does not fit` (it ran): "
-        f"{verdicts['false_does_not_fit']}; ran: {verdicts['ran_fits']} fits, {verdicts['ran_may_not_fit']} may not "
-        f"fit; ran out: {verdicts['ran_out_does_not_fit']} does not fit, {verdicts['ran_out_may_not_fit']} may not fit"
+        f"Runs that succeeded, by verdict: {verdicts['ran_fits']} fits, {verdicts['ran_may_not_fit']} may not fit, "
+        f"{verdicts['false_does_not_fit']} does not fit (wrong)"
+    )
+    _say(
+        f"Runs out of memory, by verdict: {verdicts['ran_out_does_not_fit']} does not fit, "
+        f"{verdicts['ran_out_may_not_fit']} may not fit, {verdicts['false_fits']} fits (wrong)"
     )
     if result["choice"]:
-        table = Table(["source", "models", "rows", "regret: favourite", "best of three", "rank correlation"], [])
+        table = Table(
+            ["source", "models", "rows", "time lost by the first choice", "by the best of three", "rank correlation"],
+            [],
+        )
         for row in result["choice"]:
             regrets = [_share(row["regret_of_favourite"]), _share(row["regret_of_best_of_three"])]
             table.rows.append(
@@ -246,19 +263,19 @@ def print_validation(result: _Answer) -> None:
     if draws:
         error = draws["mean_error"]
         _say(
-            f"{draws['draws']} fits to a random half, each predicting the other half: mean error "
-            f"{_share(error['median'])}, worst {_share(error['worst'])}"
+            f"{draws['draws']} calibrations with a random half of the rows, each tested on the other half: mean error "
+            f"{_share(error['median'])} (median calibration), {_share(error['worst'])} (worst)"
         )
         for row in draws["by_source"]:
             error = row["mean_error"]
             _say(f"  {row['source']}: {_share(error['median'])}, worst {_share(error['worst'])}")
         for row in draws["matmul"]:
-            _say(f"  matmul of {row['case']}: {row['least']:.2f} to {row['most']:.2f}")
+            _say(f"  matrix products of {row['case']}: {row['least']:.2f} to {row['most']:.2f} of peak")
 
 
 def _time_table(result: _Answer) -> Table:
     errors = ["mean", "median", "largest", "within 10%", "coverage of 90%", "factor"]
-    table = Table(["source", "rows", *errors, "constant share of peak", "of calibration"], [])
+    table = Table(["source", "rows", *errors, "one share of peak", "that of the calibration"], [])
     for row in result["time"]:
         other = row["calibration_share_error"]
         table.rows.append([
@@ -274,8 +291,8 @@ def _time_table(result: _Answer) -> Table:
             f"{row['case']}: {row['rows']} rows, mean {_share(row['mean_error'])}, coverage {_share(row['coverage'])}"
         )
     table.footnotes.append(
-        "constant share of peak: mean error of one share of peak for all rows, fitted to the table itself; of "
-        "calibration: with the share of the calibration rows"
+        "The last two columns are baselines: the mean error if all rows of a source run at one share of peak. This is "
+        "the median share of its own rows, or of the calibration rows."
     )
     return table
 
