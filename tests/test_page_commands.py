@@ -1,7 +1,7 @@
 """Commands in README and docs: `everyrank` lines are parsed, and those that start ranks are run with --dry-run.
 
-If a flag, a layout, a recipe or a workload is renamed, the test of its page fails. Other programs are listed in NEEDS
-and are not run here. `make`, the integration tests or people run them.
+If a flag, layout, recipe or workload is renamed, a test here fails and names the page and the line. Other programs are
+listed in NEEDS and are not run here, but by targets of `make`, by integration tests or by hand.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ NEEDS = {
     "python": "a file of the repository, or one that the block has written",
     "python3": "a Python to make a virtual environment with",
     "pip": "a package index",
-    "torchrun": "torch's own launcher: what it starts is read",
-    "srun": "an allocation of Slurm: what it starts is read",
-    "mpirun": "an MPI: what it starts is read",
-    "horovodrun": "Horovod: what it starts is read",
-    "tar": "what pip has fetched",
+    "torchrun": "torch's launcher; the everyrank command after it is parsed",
+    "srun": "an allocation of Slurm; the everyrank command after it is parsed",
+    "mpirun": "an MPI; the everyrank command after it is parsed",
+    "horovodrun": "Horovod; the everyrank command after it is parsed",
+    "tar": "an archive that pip has downloaded",
     ".": "the virtual environment of the line before",
     "cd": "the folder of the line before",
     "sed": "the file of the block before",
-    "HOROVOD_WITH_PYTORCH=1": "a compiler and minutes: tests/integration/install_horovod",
+    "HOROVOD_WITH_PYTORCH=1": "a compiler and a build of some minutes, as in tests/integration/install_horovod",
     "RANK=0": "other ranks, started by hand",
     "kill": "the process of a run that hangs",
     "patch": "the file that the line before has written",
@@ -60,7 +60,7 @@ PLACEHOLDERS = {
 @pytest.fixture
 def root(repository: Path) -> Path:
     if not (repository / "CONTRIBUTING.md").exists():
-        pytest.skip("a source distribution has no such pages")
+        pytest.skip("needs a checkout: a source distribution has no README.zh.md and no CONTRIBUTING.md")
     return repository
 
 
@@ -80,7 +80,7 @@ def command_lines(text: str) -> Iterator[str]:
 
 def everyrank_args(line: str) -> list[str]:
     """Return the arguments after `everyrank` in a line, under any launcher, or [] if the line does not call it."""
-    # the file with user code must exist
+    # a layout is parsed only if its file exists, so a file that exists replaces that of the user
     tokens = shlex.split(line.replace("my_parallel.py", "docs/examples/tied_weights.py"))
     for index, token in enumerate(tokens):
         if token == "everyrank":
@@ -101,7 +101,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def read(args: list[str]) -> argparse.Namespace:
-    """Parse a call, and replace the user's workload by an existing one. Raises UsageError."""
+    """Parse the arguments, check layouts and recipe, and replace the user's workload by "digits". Raises UsageError."""
     parsed = parser().parse_args(args)
     layouts = getattr(parsed, "layout", None) or []
     for layout in [layouts] if isinstance(layouts, str) else layouts:
@@ -109,10 +109,8 @@ def read(args: list[str]) -> argparse.Namespace:
     recipe = getattr(parsed, "recipe", None)
     if recipe not in (None, "workload") and not Path(recipes).with_name(f"{recipe}.py").exists():
         raise UsageError(f"no recipe {parsed.recipe}")
-    if hasattr(parsed, "workload") and parsed.workload not in (
-        *BUILT_IN,
-        args[0],
-    ):  # for `comm`, the workload is the command itself
+    # comm has no workload: its parser sets workload="comm", the name of a batch job
+    if hasattr(parsed, "workload") and parsed.workload not in (*BUILT_IN, args[0]):
         if parsed.workload not in PLACEHOLDERS and not Path(parsed.workload.partition(":")[0]).exists():
             raise UsageError(f"no workload {parsed.workload}")
         parsed.workload = "digits"

@@ -1,4 +1,4 @@
-"""A small language model, and a function that shards it with FSDP2. It has a silent mistake: it unties the weights.
+"""A small language model, and a parallelize function (FSDP2) with a silent mistake: it unties the tied weights.
 
     everyrank verify docs/examples/tied_weights.py --layout docs/examples/tied_weights.py:shard=2 --processes 2
 

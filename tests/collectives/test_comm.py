@@ -39,14 +39,14 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int
 
 
 def test_command_line_names_equal_the_keys_of_the_tables() -> None:
-    """The command line has names of its own because it does not import torch."""
+    """options.py repeats the names, because the command line must not import torch."""
     assert tuple(OPERATIONS) == OPERATION_NAMES
     assert tuple(ALGORITHMS) == ALGORITHM_NAMES
 
 
 @pytest.mark.parametrize("memory", ["contiguous", *MEMORY])
 def test_expected_values_of_a_case(memory: str) -> None:
-    """Each rank has a different pattern, and neighbouring elements differ. The reduction is elementwise."""
+    """Ranks have different patterns (except for product), and neighbouring elements differ."""
     for reduction, combine in (
         ("sum", sum),
         ("max", max),
@@ -66,7 +66,7 @@ def test_expected_values_of_a_case(memory: str) -> None:
         assert case.reduced().flatten().tolist() == expected
 
 
-def tried(world: Any, backend: str, size: int, length: int) -> list[str]:
+def failed_combinations(world: Any, backend: str, size: int, length: int) -> list[str]:
     """Run every operation, dtype and reduction, blocking and asynchronous. Return those with a wrong element."""
     members = [list(range(first, first + size)) for first in range(0, world.size, size)]
     group = dist.new_subgroups_by_enumeration(members, backend=backend)[0]
@@ -100,7 +100,7 @@ def reductions_of(name: str, dtype: torch.dtype) -> list[str]:
 def test_every_operation_is_correct(ranks: Any, backend: str, count: int, size: int) -> None:
     """All dtypes and reductions are tested with odd lengths, and also in two groups at the same time."""
     for length in (1, 1001):
-        assert ranks(count, tried, backend, size, length) == [[]] * count
+        assert ranks(count, failed_combinations, backend, size, length) == [[]] * count
 
 
 def wrong_counts_before_the_call(world: Any) -> dict[str, int]:
@@ -118,10 +118,7 @@ def wrong_counts_before_the_call(world: Any) -> dict[str, int]:
 
 
 def test_output_of_an_operation_that_did_not_run_is_wrong(ranks: Any) -> None:
-    """Rank 1 counts wrong elements for most operations.
-
-    Rank 0 does for reduce and gather, and is the receiver of isend.
-    """
+    """Rank 1 counts wrong elements for all operations but reduce and gather, whose results only rank 0 has."""
     first, second = ranks(2, wrong_counts_before_the_call)
     assert all(second[name] > 0 for name in second if name not in ("reduce", "gather"))
     assert all(first[name] > 0 for name in ("reduce", "gather", "all_reduce", "all_gather", "isend"))
@@ -159,7 +156,7 @@ raise SystemExit(main())
 
 
 def test_comm_exits_with_status_1_on_a_wrong_element(cli: Cli, tmp_path: Path) -> None:
-    """The all-reduce has one wrong element on both ranks, before and after the timed calls."""
+    """Every all-reduce has one wrong element on each of two ranks. It is checked twice: before and after timing."""
     (tmp_path / "broken.py").write_text(BROKEN_ALL_REDUCE_SCRIPT)
     result = cli.on_ranks(tmp_path, "comm", "--op", "all_reduce", "--sizes", "20B", size=2, script="broken.py")
     assert result.statuses[0] == 1, result
@@ -247,7 +244,7 @@ def sweep_two_backends(world: Any, options: CommOptions) -> tuple[list[Any], lis
         rows = sweep(world, groups, options)
     finally:
         dist.all_reduce = original_all_reduce
-    # gloo, gloo under the name of shm, which supports strided tensors, and shm itself
+    # gloo under the name of shm must fail, because shm has to support strided tensors; the real shm must not
     strides = [check_strides(world, {name: group}, CommOptions()) for name, group in (("gloo", gloo), ("shm", gloo))]
     register_backend("shm")
     strides.append(check_strides(world, {"shm": dist.new_group(backend="shm")}, CommOptions()))
@@ -264,9 +261,10 @@ def test_backends_are_measured_in_turns(ranks: Any) -> None:
     assert [(row.num_bytes, row.backend) for row in rows] == [(4, "gloo"), (4, "other"), (64, "gloo"), (64, "other")]
     assert rows == rows_of_rank_1  # every rank has the measurements of all ranks
     turns = [(name, len(list(calls))) for name, calls in itertools.groupby(group_names[: len(group_names) // 2][2:])]
-    # six calls each, of which the first is not counted; after one round for an estimate, the order alternates
+    # A turn is 6 calls, and the first is not timed. After a round for an estimate, the order alternates, so "other" has
+    # two turns in a row.
     assert turns[:4] == [("gloo", 6), ("other", 6), ("gloo", 6), ("other", 12)]
-    assert len(group_names) == 2 * (2 + 2 * 40 * 6)  # one call before, to check whether it is supported
+    assert len(group_names) == 2 * (2 + 2 * 40 * 6)  # 2 sizes, each with one trial call and 40 turns on 2 backends
     for first, second in zip(rows[::2], rows[1::2], strict=True):
         assert (first.calls, first.mean_speedup, first.p50_speedup, second.calls) == (200, None, None, 200)
         assert second.mean_speedup == pytest.approx(first.mean_seconds / second.mean_seconds)
@@ -277,7 +275,7 @@ def test_backends_are_measured_in_turns(ranks: Any) -> None:
     assert "contiguous" in stride_checks["send", "strided"].refused
     assert stride_checks["all_reduce", "strided"].num_wrong > 0  # gloo also sums the memory between the elements
     assert stride_checks["all_gather", "strided"].num_wrong == 0
-    assert not any(row.is_failure for row in strides)  # gloo does not claim to support them
+    assert not any(row.is_failure for row in strides)  # gloo does not promise to support strided tensors
     assert not any(row.is_failure or row.refused or row.num_wrong for row in shm)
     assert {row.operation for row in gloo_as_shm if row.is_failure and row.memory == "strided"} == {
         row.operation for row in strides if row.memory == "strided" and (row.refused or row.num_wrong)
@@ -322,8 +320,8 @@ def test_comm_compares_several_backends(cli: Cli, tmp_path: Path) -> None:
         (["gloo", "shm", "mpi"], "mpi"),
     ],
 )
-def test_launch_uses_the_backend_with_most_requirements(backends: Any, backend: str | None) -> None:
-    """`open_world` then reports what this backend is missing."""
+def test_launch_prefers_mpi_then_shm_then_the_first_backend(backends: Any, backend: str | None) -> None:
+    """mpi and shm decide how ranks start. Without them, the first backend of --backend is used."""
     assert _backend(argparse.Namespace(backend=backends)) == backend
 
 
@@ -374,7 +372,7 @@ def test_needed_and_free_memory(tmp_path: Path) -> None:
 
 
 def count_shm_processes(running: Running) -> int:
-    """Return how many of its processes have mapped the shared memory of their group."""
+    """Return how many processes of the command have mapped the shared memory of their group."""
     count = 0
     for process in running.processes():
         with contextlib.suppress(OSError):

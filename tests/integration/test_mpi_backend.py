@@ -44,13 +44,13 @@ dist.destroy_process_group()
 print("whole", flush=True)
 """
 OPERATIONS = """
-from collectives.test_comm import tried
+from collectives.test_comm import failed_combinations
 
 world = SimpleNamespace(rank=rank, size=size, group=dist.group.WORLD, backend="mpi")
 for length in (1, 1001, 40_000):
-    assert tried(world, dist.get_backend(), size, length) == []
+    assert failed_combinations(world, dist.get_backend(), size, length) == []
 if size == 4:
-    assert tried(world, dist.get_backend(), 2, 1001) == []
+    assert failed_combinations(world, dist.get_backend(), 2, 1001) == []
 """
 ORDERS = """
 def full(value, length=2**20):

@@ -54,9 +54,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ScriptRecordin
 
 
 def test_one_rank_reproduces_gradients_of_two_ranks(runs: tuple[Path, ScriptRecording, ScriptRecording]) -> None:
-    """One rank replays the merged batches, noise, dropout masks and local batch norm of two ranks.
+    """One rank uses the merged batches, noise and dropout masks of two ranks. Batch norm is over each rank's samples.
 
-    Its optimizer also steps with their learning rates.
+    The optimizer steps with the recorded learning rate of 0.2. `rates` is the one that the script has set, 0.1.
     """
     _, two_ranks, one_rank = runs
     assert (two_ranks.failure, one_rank.failure) == ("", "")
@@ -96,10 +96,10 @@ def test_runs_write_no_files_next_to_the_script(runs: tuple[Path, ScriptRecordin
     assert {path.name for path in folder.iterdir()} == {"train.py"}
 
 
-def test_imposed_order_and_rows_are_independent_of_the_number_of_ranks(tmp_path: Path) -> None:
+def test_imposed_order_and_noise_are_equal_on_one_and_two_ranks(tmp_path: Path) -> None:
     """Each of two ranks takes every second row of a batch.
 
-    The order of samples and the noise of each sample are those of one rank.
+    The samples have the same order and noise as in a run on one rank.
     """
     script = write_script(
         tmp_path,

@@ -27,9 +27,9 @@ def compute_loss(
 ) -> tuple[Tensor, Tensor]:
     """Return the loss sum (differentiable, without dimensions), and a detached float64 tensor [sum, count].
 
-    Both are of this rank's micro-batch. If `deferred_errors` is a list, errors of `gather` are appended to it instead
-    of raised, because other ranks wait for this one (see `parallel.batch_gather.loss_scope`). Raises `WorkloadError`
-    for a loss that does not return (sum, count).
+    Both are of this rank's micro-batch. If the user's loss calls `everyrank.gather` where it is not supported, the
+    error is appended to `deferred_errors`, if given: raising it would leave the other ranks waiting (see
+    `parallel.batch_gather.loss_scope`). Raises `WorkloadError` for a loss that does not return (sum, count).
     """
     with loss_scope(batch, mesh, workload.order, deferred_errors):
         loss_sum, count = _sum_and_count(workload.loss(output, batch.target), "loss")
@@ -89,7 +89,7 @@ def check_total(loss_sum: float, count: float) -> None:
 
 
 def _sum_and_count(value: Any, function_name: str) -> tuple[Any, Any]:
-    """Return what a loss or a metric returned, checked to be a pair. `function_name` names it in the error."""
+    """Check that a loss or metric has returned a pair, and return it. The error contains `function_name`."""
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise WorkloadError(
             f"{function_name}: it returned {_describe(value)}; it must return (sum over the terms, number of terms)"

@@ -161,7 +161,7 @@ def module_label(key: Key, kind: str) -> str:
 
 
 def ancestors(nodes: Iterable[Any]) -> set[Any]:
-    """Return all autograd nodes reachable from these through `next_functions`, without the nodes themselves."""
+    """Return all autograd nodes that the given nodes depend on. A given node is included only if another needs it."""
     result: set[Any] = set()
     to_visit = [next_node for node in nodes if node is not None for next_node, _ in node.next_functions]
     while to_visit:

@@ -21,7 +21,7 @@ What to change for your own training:
 - Replace local_stream() by your source. Each rank needs at least one batch. After the first stream has ended, updates
   have fewer samples.
 - To end the epoch when the first stream ends, use Join([...], throw_on_early_termination=True). Each rank then raises a
-  RuntimeError, and post_hook() does not run: catch it, and broadcast the losses from rank 0.
+  RuntimeError. Catch it. post_hook() does not run then, so broadcast the losses from rank 0.
 - FSDP has no join hook. A rank whose stream has ended must continue with dummy samples of weight zero.
 """
 

@@ -46,7 +46,7 @@ class Stages:
 
     path      the path of the blocks: `Workload.blocks`
     spans     the blocks of each stage
-    numbers   the stages of this rank, of `count` in all: stage s is on rank s % size of the pipeline
+    numbers   the indices of this rank's stages, out of `count`. Stage s is on pipeline rank s % size
     """
 
     def __init__(self, model: nn.Module, path: str, spans: Sequence[range], size: int, coordinate: int) -> None:
@@ -92,7 +92,8 @@ class Stages:
         """Run the whole model with fake blocks: the last returns zeros, the others NaN.
 
         Raises `UnsupportedLayoutError` on all ranks if the model computes between its blocks, or uses the output of a
-        block for anything but the next. Ignores other errors, because shapes may differ here.
+        block for anything but the next. Ignores other errors, because fake outputs may have a wrong shape: that of the
+        block's input.
         """
         self.is_checking = True
         try:
@@ -105,8 +106,8 @@ class Stages:
             self.is_checking = False
         if _has_nan(output):
             raise UnsupportedLayoutError(
-                "pipeline: the model uses the output of a block for something besides the next block, which other "
-                "stages do not have; let what is behind the blocks need the last output alone"
+                "pipeline: the model uses the output of a block outside the next block, but other stages do not have "
+                "this output. Use only the output of the last block after the blocks"
             )
 
     def _install(self, modules: Mapping[str, nn.Module]) -> None:
@@ -131,8 +132,8 @@ class Stages:
         output = block(value, *args[1:], **kwargs) if args else block(**{**kwargs, first: value})
         if not isinstance(output, Tensor):
             raise WorkloadError(
-                f"pipeline: block {index} ({type(block).__name__}) returns {type(output).__name__}: stages hand on one "
-                "tensor; let the block return it alone"
+                f"pipeline: block {index} ({type(block).__name__}) returns {type(output).__name__}: a stage sends one "
+                "tensor to the next stage. Let the block return only this tensor"
             )
         if index == self.span[-1] and self.span.stop < len(self.blocks):
             raise _StageDone(output)
@@ -152,8 +153,8 @@ class Stages:
         self.expected += 1
         if index and (value is not self.handed_on or value._version != self.version):
             raise UnsupportedLayoutError(
-                f"pipeline: the model computes between block {index - 1} and block {index}: the first argument of a "
-                "block has to be, untouched, the output of the one before; move the computation into a block"
+                f"pipeline: the model computes between block {index - 1} and block {index}. The first argument of a "
+                "block must be the unchanged output of the previous block. Move the computation into a block"
             )
         if not isinstance(value, Tensor):
             raise WorkloadError(f"pipeline: block {index} gets {type(value).__name__} first, not a tensor")
@@ -163,13 +164,13 @@ class Stages:
         """Return the fake output of a block for `check_block_order`: NaN, or zeros for the last block."""
         if is_in_checkpoint():
             raise UnsupportedLayoutError(
-                f"pipeline: the model calls block {index} inside torch.utils.checkpoint, which would call it again in "
-                "backward, out of its turn; leave that out, and let the layout recompute: pipeline:recompute=true"
+                f"pipeline: the model calls block {index} inside torch.utils.checkpoint, which would run it again in "
+                "backward, out of order. Remove torch.utils.checkpoint, and use pipeline:recompute=true instead"
             )
         if _has_nan((args[1:], {name: item for name, item in kwargs.items() if item is not value})):
             raise UnsupportedLayoutError(
-                f"pipeline: block {index} gets the output of an earlier block as a further argument; stages hand on "
-                "one tensor"
+                f"pipeline: block {index} also takes the output of an earlier block, but a stage sends only one tensor "
+                "to the next stage"
             )
         is_last = index == len(self.blocks) - 1
         return self._hand_on(torch.zeros_like(value) if is_last else torch.full_like(value, torch.nan))
@@ -219,8 +220,8 @@ def apply_pipeline(model: nn.Module, workload: Workload, layout: Layout, mesh: M
         )
     if has_batch_norm(model):
         raise UnsupportedLayoutError(
-            "batch norm over the micro-batches of a pipeline is another training than over the batch; use a norm whose "
-            "statistics do not span samples, or ddp"
+            "pipeline: batch norm over micro-batches is not equivalent to batch norm over the whole batch. Use a norm "
+            "without statistics over samples, for example LayerNorm, or use ddp"
         )
     _check_ties(model, workload.blocks, blocks)
     costs = [cost(block) for block in blocks]
@@ -237,17 +238,20 @@ def _check_ties(model: nn.Module, path: str, blocks: Sequence[nn.Module]) -> Non
     everything = model.named_modules(remove_duplicate=False)
     places = [name for name, module in everything if name.rpartition(".")[0] == path and module in blocks]
     if len(places) > len(blocks):
-        raise UnsupportedLayoutError(f"pipeline: of the {len(places)} blocks at {path} some are one module, used again")
+        raise UnsupportedLayoutError(
+            f"pipeline: some of the {len(places)} blocks at {path} are the same module. Give each block its own "
+            "module, or use fsdp"
+        )
     owner: dict[int, str] = {}
     names = {id(module): name for name, module in model.named_modules()}
     inside = {module for block in blocks for module in block.modules()}
     parts = [(names[id(block)], block.parameters()) for block in blocks]
     outside = (p for module in model.modules() if module not in inside for p in module.parameters(recurse=False))
-    for name, parameters in [*parts, (f"what is outside {path}", outside)]:
+    for name, parameters in [*parts, (f"a module outside {path}", outside)]:
         for parameter in set(parameters):
             other = owner.setdefault(id(parameter), name)
             if other != name:
                 raise UnsupportedLayoutError(
-                    f"pipeline: {other} and {name} share a weight, which would be on two stages; untie them, or use "
-                    "fsdp or tensor"
+                    f"pipeline: {other} and {name} share a weight, which would be on two stages. Untie the weights, or "
+                    "use fsdp or tensor"
                 )
