@@ -333,8 +333,14 @@ def md5(content: bytes) -> str:
     return hashlib.md5(content, usedforsecurity=False).hexdigest()
 
 
-def test_download_checks_unpacks_and_reuses_files(tmp_path: Path, server: tuple[str, Path]) -> None:
+@pytest.mark.parametrize("has_filters", [True, False], ids=["filters of Python 3.11.4", "older"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_download_checks_unpacks_and_reuses_files(
+    tmp_path: Path, server: tuple[str, Path], monkeypatch: pytest.MonkeyPatch, has_filters: bool
+) -> None:
     """Files are fetched once and unpacked. A file with a wrong checksum is fetched again."""
+    if not has_filters:
+        monkeypatch.delattr(tarfile, "data_filter", raising=False)
     url, folder = server
     (folder / "plain.bin").write_bytes(b"content")
     archive_content = io.BytesIO()
@@ -370,15 +376,26 @@ def test_download_checks_unpacks_and_reuses_files(tmp_path: Path, server: tuple[
         download("mnist", None)
 
 
-def test_archive_cannot_write_outside_its_folder(tmp_path: Path, server: tuple[str, Path]) -> None:
+@pytest.mark.parametrize("has_filters", [True, False], ids=["filters of Python 3.11.4", "older"])
+@pytest.mark.parametrize("is_link", [False, True])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_archive_cannot_write_outside_its_folder(
+    tmp_path: Path, server: tuple[str, Path], monkeypatch: pytest.MonkeyPatch, is_link: bool, has_filters: bool
+) -> None:
+    if not has_filters:
+        monkeypatch.delattr(tarfile, "data_filter", raising=False)
     url, folder = server
     archive_content = io.BytesIO()
     with tarfile.open(fileobj=archive_content, mode="w") as archive:
-        header = tarfile.TarInfo("../outside")
+        if is_link:
+            link = tarfile.TarInfo("inside")
+            link.type, link.linkname = tarfile.SYMTYPE, str(tmp_path)
+            archive.addfile(link)
+        header = tarfile.TarInfo("inside/outside" if is_link else "../outside")
         header.size = 3
         archive.addfile(header, io.BytesIO(b"abc"))
     (folder / "evil.tar").write_bytes(archive_content.getvalue())
-    with pytest.raises(UsageError, match="outside"):
+    with pytest.raises(UsageError, match="outside|link"):
         download("w", tmp_path / "data", {"w": [File(f"{url}/evil.tar", md5(archive_content.getvalue()))]})
     assert not (tmp_path / "outside").exists()
 

@@ -269,7 +269,7 @@ class _Reader(dcp.FileSystemReader):
         return metadata
 
 
-def _enum_member(enum_class: Any, name: Any) -> enum.Enum:
+def _enum_member(enum_class: Any, name: Any) -> Any:
     """Return a member of an enum class by its name. `_Table` has it in place of `getattr`, which returns any method."""
     if isinstance(enum_class, enum.EnumMeta) and isinstance(name, str) and name in enum_class.__members__:
         return enum_class[name]

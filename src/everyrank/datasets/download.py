@@ -71,9 +71,21 @@ def download(workload: str, folder: Path | None, files: dict[str, list[File]] = 
                 _fetch(file, path)
             if tarfile.is_tarfile(path):  # also one that the user has downloaded, or that was unpacked only in part
                 with tarfile.open(path) as archive:
-                    archive.extractall(folder, filter="data")  # nothing outside the folder, no links out of it
+                    _unpack(archive, folder)
     except (OSError, tarfile.TarError) as error:
         raise UsageError(f"--download: {folder}: {error}") from error
+
+
+def _unpack(archive: tarfile.TarFile, folder: Path) -> None:
+    """Unpack an archive. Raises `TarError` if it would write outside the folder."""
+    if hasattr(tarfile, "data_filter"):
+        archive.extractall(folder, filter="data")
+        return
+    for member in archive.getmembers():  # Python 3.11.0 to 3.11.3 have no filters
+        is_inside = (folder / member.name).resolve().is_relative_to(folder.resolve())
+        if not is_inside or not (member.isfile() or member.isdir()):
+            raise tarfile.TarError(f"{member.name!r} is a link, or would be written outside the folder")
+    archive.extractall(folder)  # noqa: S202  (checked above)
 
 
 def _fetch(file: File, path: Path) -> None:
