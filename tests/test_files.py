@@ -395,7 +395,7 @@ def test_archive_cannot_write_outside_its_folder(
         header.size = 3
         archive.addfile(header, io.BytesIO(b"abc"))
     (folder / "evil.tar").write_bytes(archive_content.getvalue())
-    with pytest.raises(UsageError, match="outside|link"):
+    with pytest.raises(UsageError, match=r"outside|link"):
         download("w", tmp_path / "data", {"w": [File(f"{url}/evil.tar", md5(archive_content.getvalue()))]})
     assert not (tmp_path / "outside").exists()
 

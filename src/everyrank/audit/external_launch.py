@@ -69,9 +69,8 @@ def shared_folder(info: RankInfo, environment: Mapping[str, str], python_args: S
         raise CannotRunError(f"{base}: other users can write there, or it is a symbolic link. Remove it, or set TMPDIR")
     launch_values = [environment.get(name, "") for name in _LAUNCH_VARIABLES]
     script = python_args[: 2 if python_args[:1] == ["-m"] else 1]
-    key = hashlib.sha256("\0".join([*launch_values, str(info.size), str(Path.cwd()), *script]).encode()).hexdigest()[
-        :16
-    ]
+    launch = "\0".join([*launch_values, str(info.size), str(Path.cwd()), *script])
+    key = hashlib.sha256(launch.encode()).hexdigest()[:16]
     return _create_folder(base, key) if info.rank == 0 else _wait_for_folder(base, key)
 
 

@@ -299,11 +299,8 @@ class _Table(pickle.Unpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        if (module, name) == (
-            "builtins",
-            "getattr",
-        ):  # Python 3.11.2, which Debian 12 has, pickles members of an enum so
-            return _enum_member
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member  # Python 3.11.2 (Debian 12) pickles a member of an enum as getattr(class, name)
         if module in ("pathlib", "pathlib._local") and name in ("Path", "PosixPath", "WindowsPath", "PurePosixPath"):
             return pathlib.PurePath
         raise UsageError(f"it needs {f'{module}.{name}'!r}, which no checkpoint needs: opening it could run code")
