@@ -22,7 +22,7 @@ from everyrank.parallel.init_model import shared_parameters
 from everyrank.parallel.mesh import local_tensors
 from everyrank.parity.case import ParityCase, with_gradient_update
 from everyrank.parity.initial_state import name_list
-from everyrank.parity.rank_comparison import axis_sets
+from everyrank.parity.rank_comparison import axes_of_ratio, axis_sets, ratio_text
 from everyrank.strategies import Prepared, prepare
 from everyrank.workload import changed
 from everyrank.world import World
@@ -134,33 +134,29 @@ def _untied(state: _Tensors, model: nn.Module) -> list[str]:
 
 def _axis_cause(code: CustomParallelize, ratio: float) -> str:
     """Name the axes whose size, or its inverse, equals the ratio of the gradients, and describe how to fix it."""
-    for axes in axis_sets(code):
-        size = math.prod(code.axes[axis] for axis in axes)
-        if min(abs(ratio / size - 1), abs(ratio * size - 1)) > 1e-3:
-            continue
-        others = [
-            axis for (axis,) in itertools.combinations(code.axes, 1) if code.axes[axis] == size and axis not in axes
-        ]
-        axes_text = " x ".join(axes) + "".join(f" (or {axis})" for axis in others)
-        declared = {code.contract.gradient_over(axis) for axis in axes if code.contract.reads(axis) != "same"}
-        if not declared:
-            reason = "counted once on each rank" if ratio > 1 else "the part of only one rank"
-            number = f"{'' if ratio > 1 else '1 / '}the number of ranks"
-            return f", {number} along {axes_text}, which read the same samples: it is {reason}"
-        axis = axes[0]
-        if ratio > 1 and declared == {"mean"}:
-            return (
-                f", the number of ranks along {axes_text}: it is summed over them, and the contract declares a mean; "
-                f"divide the loss by mesh[{axis!r}].size() (scale_loss), or declare gradients={{{axis!r}: 'sum'}}"
-            )
-        if ratio > 1:
-            claim = "it is multiplied by their number once too often"
-        elif declared == {"sum"}:
-            claim = "the contract declares a sum; declare mean"
-        else:
-            claim = "it is divided by them once too often"
-        return f": there are {size} ranks along {axes_text}, and {claim}"
-    return ""
+    axes = axes_of_ratio(code, ratio, 1e-3)
+    if axes is None:
+        return ""
+    size = math.prod(code.axes[axis] for axis in axes)
+    others = [axis for axis, ranks in code.axes.items() if ranks == size and axis not in axes]
+    axes_text = " x ".join(axes) + "".join(f" (or {axis})" for axis in others)
+    declared = {code.contract.gradient_over(axis) for axis in axes if code.contract.reads(axis) != "same"}
+    if not declared:
+        reason = "counted once on each rank" if ratio > 1 else "the part of only one rank"
+        return f", {ratio_text(ratio)} along {axes_text}, which read the same samples: it is {reason}"
+    axis = axes[0]
+    if ratio > 1 and declared == {"mean"}:
+        return (
+            f", {ratio_text(ratio)} along {axes_text}: it is summed over them, and the contract declares a mean; "
+            f"divide the loss by mesh[{axis!r}].size() (scale_loss), or declare gradients={{{axis!r}: 'sum'}}"
+        )
+    if ratio > 1:
+        claim = "it is multiplied by their number once too often"
+    elif declared == {"sum"}:
+        claim = "the contract declares a sum; declare mean"
+    else:
+        claim = "it is divided by them once too often"
+    return f": there are {size} ranks along {axes_text}, and {claim}"
 
 
 def cause_after_gradients(case: ParityCase, layout: Layout, world: World, not_compared: Sequence[str] = ()) -> str:

@@ -27,7 +27,7 @@ from everyrank.parity.module_events import (
     local_samples,
     module_label,
 )
-from everyrank.parity.rank_comparison import ROUNDING, axis_sets, compare_ranks
+from everyrank.parity.rank_comparison import ROUNDING, axes_of_ratio, axis_sets, compare_ranks, ratio_text
 from everyrank.strategies import prepare
 from everyrank.world import World, single_process_world
 from everyrank.world.collectives import all_gather, broadcast_value
@@ -229,11 +229,8 @@ def _multiple(local: Tensor, unit: Tensor, whole: Tensor) -> float | None:
 
 
 def _matching_axes(code: CustomParallelize, factor: float) -> str:
-    for axes in axis_sets(code):
-        size = math.prod(code.axes[axis] for axis in axes)
-        if min(abs(factor / size - 1), abs(factor * size - 1)) < 1e-6:
-            return f", {'' if factor > 1 else '1 / '}the number of ranks along {' x '.join(axes)}"
-    return ""
+    axes = axes_of_ratio(code, factor, 1e-6)
+    return f", {ratio_text(factor)} along {' x '.join(axes)}" if axes else ""
 
 
 def _misplaced_features(local: Tensor, whole: Tensor, rows: range) -> str:

@@ -19,7 +19,7 @@ from everyrank.parallel.custom import custom_device_mesh
 from everyrank.world import World
 from everyrank.world.collectives import all_gather
 
-__all__ = ["ROUNDING", "RankComparison", "axis_sets", "compare_ranks"]
+__all__ = ["ROUNDING", "RankComparison", "axes_of_ratio", "axis_sets", "compare_ranks", "ratio_text"]
 
 ROUNDING = 1e-9  # relative to the largest element of a float64 tensor
 
@@ -42,6 +42,20 @@ def axis_sets(custom: CustomParallelize) -> Iterator[tuple[str, ...]]:
     axes_above_size_one = [axis for axis, size in custom.axes.items() if size > 1]
     for length in range(1, len(axes_above_size_one) + 1):
         yield from itertools.combinations(axes_above_size_one, length)
+
+
+def axes_of_ratio(custom: CustomParallelize, ratio: float, tolerance: float) -> tuple[str, ...] | None:
+    """Return the smallest set of axes whose number of ranks, or its inverse, is `ratio`; None without one."""
+    for axes in axis_sets(custom):
+        size = math.prod(custom.axes[axis] for axis in axes)
+        if min(abs(ratio / size - 1), abs(ratio * size - 1)) < tolerance:
+            return axes
+    return None
+
+
+def ratio_text(ratio: float) -> str:
+    """Describe a ratio for which `axes_of_ratio` has found axes."""
+    return f"{'' if ratio > 1 else '1 / '}the number of ranks"
 
 
 def compare_ranks(local: Tensor, expected: Tensor, custom: CustomParallelize, world: World) -> RankComparison:

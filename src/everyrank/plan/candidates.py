@@ -19,6 +19,7 @@ from everyrank.plan.memory import Memory, predict_memory
 from everyrank.plan.step_time import StepTime, predict_step
 
 __all__ = [
+    "TIE",
     "Estimate",
     "configure_layout",
     "default_batch",
@@ -30,7 +31,7 @@ __all__ = [
     "usual_layouts",
 ]
 
-_TIE = 0.05  # the order of two layouts within this fraction of each other is not reliable
+TIE = 0.05  # the order of two layouts within this fraction of each other is not reliable
 _SCHEDULES = ("1f1b", "gpipe", "zero-bubble")
 _MAX_ROWS = 40_000_000
 
@@ -322,7 +323,7 @@ def find_best(
 ) -> tuple[list[Estimate], int, int]:
     """Return (the fastest layouts that fit, how many fit, how many were considered).
 
-    The first is the fastest; the others are of a different kind and within `_TIE` of it.
+    The first is the fastest; the others are of a different kind and within `TIE` of it.
     """
     columns = enumerate_layouts(sizes, cluster, batch)
     if columns is None:
@@ -342,7 +343,7 @@ def find_best(
     chosen: list[Estimate] = []
     kinds: set[tuple[float, ...]] = set()
     for index in order[:5000]:
-        if chosen and (seconds[index] > chosen[0].seconds * (1 + _TIE) or len(chosen) == max_layouts):
+        if chosen and (seconds[index] > chosen[0].seconds * (1 + TIE) or len(chosen) == max_layouts):
             break
         candidate = fitting.take(np.array([index]))
         has_axis = tuple(bool(np.max(getattr(candidate, n)) > 1) for n in ("tensor", "pipeline", "context"))

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from everyrank.errors import printable
+from everyrank.plan.candidates import TIE
 from everyrank.plan.machine import Machine
 from everyrank.plan.memory import CATEGORIES
 from everyrank.report.table import Table
@@ -152,9 +153,9 @@ def _shortlist(answer: _Answer) -> Iterator[str]:
         )
     elif len(shortlist) > 1:
         seconds = [choice["step_seconds"] for choice in shortlist]
-        is_tie = max(seconds) <= 1.05 * min(seconds)
+        is_tie = max(seconds) <= min(seconds) * (1 + TIE)
         yield (
-            f"A tie of {len(shortlist)}: the predictions are within 5% of each other. Use bench to choose:"
+            f"A tie of {len(shortlist)}: the predictions are within {TIE:.0%} of each other. Use bench to choose:"
             if is_tie
             else f"The {len(shortlist)} fastest, by prediction:"
         )
