@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="extend",
         default=[],
         metavar="S",
-        help="sizes of the tensors: 64KiB, or a range, times 4 each (default 4:64MiB)",
+        help="tensor sizes, such as 64KiB, or a range 4:64MiB, in which each size is 4x the previous (default 4:64MiB)",
     )
     parser.add_argument("--dtype", default="float32", metavar="T", help=f"{', '.join(DTYPE_BYTES)} (default: float32)")
     parser.add_argument("--reduction", default="sum", metavar="R", help=f"{', '.join(REDUCTION_NAMES)} (default: sum)")
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="extend",
         default=[],
         metavar="A",
-        help=f"our own all_reduce, compared with the backend's: {', '.join(ALGORITHM_NAMES)}, or all",
+        help=f"all_reduce as everyrank implements it, beside that of the backend: {', '.join(ALGORITHM_NAMES)}, or all",
     )
     parser.add_argument("--async", dest="is_async", action="store_true", help="call with async_op=True, then wait")
     parser.add_argument("--group-size", type=int, metavar="K", help="run in groups of K ranks at the same time")
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="seconds for each operation and size, at most 200 calls (default %(default)s)",
     )
     add_launching(parser, several_backends=True)
-    parser.set_defaults(timeout=60.0, workers=0, workload="comm")  # the name of a batch job
+    parser.set_defaults(timeout=60.0, workers=0, workload="comm")  # a batch job is named after its workload
     parser.add_argument(
         "--json", type=Path, metavar="F", help="write all measurements, with fitted latency and bandwidth"
     )
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure the collectives and print the table; 1 if a result was wrong."""
+    """Measure the collectives and print the table. Return exit status 1 if a result was wrong."""
     from everyrank.report.comm import comm_json, has_failed, print_comm
 
     options = CommOptions(
@@ -114,6 +114,6 @@ def _write(measured: dict[str, Any], args: argparse.Namespace) -> None:
 def _check_groups(options: CommOptions, launch: Launch) -> None:
     if options.group_size is not None and launch.processes % options.group_size:
         raise UsageError(
-            f"--group-size {options.group_size}: {launch.processes} ranks cannot be divided into such groups; "
+            f"--group-size {options.group_size}: {launch.processes} ranks cannot be divided into groups of this size; "
             f"give a divisor of {launch.processes}"
         )

@@ -1,7 +1,7 @@
 """The supervisor: the parent process of one rank, which records how the rank ended.
 
-Launchers report different parts of how a rank died. So each rank is forked from a supervisor, which records the exit
-code or the signal, and whether the kernel killed the rank because memory ran out. It works under every launcher.
+Launchers report different parts of how a rank died. So under every launcher, each rank is forked from a
+supervisor. It records the exit code or the signal, and whether the kernel killed the rank because memory ran out.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from everyrank.launch.job import Job
 __all__ = ["end_with_parent", "supervise", "write_whole"]
 
 _POLL_SECONDS = 0.25
-_STOP_INTERVAL_SECONDS = 0.5  # between two requests to stop: a rank that is starting does not catch them yet
+_STOP_INTERVAL_SECONDS = 0.5  # A rank that is still starting ignores SIGUSR1, so the request to stop is repeated.
 _HEARTBEAT_TIMEOUT_SECONDS = 60.0  # of a parent on another machine
 
 
@@ -57,8 +57,8 @@ def supervise(job: Job, rank: int, directory: Path) -> None:
 
 
 def _watch(job: Job, child: int, directory: Path, ending: threading.Event) -> None:
-    """Forward a request to stop. End the rank and this process when the launcher or the user's process is gone."""
-    launcher_pid, requested_at, passed_on = os.getppid(), 0.0, ""
+    """Forward requests to stop to the rank. End both when the launcher or the parent process of the job is gone."""
+    launcher_pid, requested_at, forwarded = os.getppid(), 0.0, ""
     is_local = pid_namespace() == job.pid_namespace
     parent_lives = _process_lives(job.parent_pid) if is_local else _heartbeat_lives(directory)
     while True:
@@ -68,20 +68,20 @@ def _watch(job: Job, child: int, directory: Path, ending: threading.Event) -> No
             requested_at = time.monotonic()
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGUSR1)
-        elif request and request != passed_on:  # "COUNT SIGNAL", passed on once
-            passed_on = request
+        elif request and request != forwarded:  # the file holds "COUNT SIGNAL", and each count is forwarded once
+            forwarded = request
             with contextlib.suppress(ProcessLookupError, ValueError, IndexError):
                 os.kill(child, int(request.split()[1]))
         is_orphan = not parent_lives()
         if is_orphan or os.getppid() != launcher_pid:
             ending.set()
             if is_orphan and job.is_restarted and os.getppid() == launcher_pid > 1:
-                # The launcher would restart the ranks of a job that is gone. When killed, it ends the job on all hosts.
+                # The launcher would restart these ranks, although their job is gone. When killed, it ends all hosts.
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(launcher_pid, signal.SIGKILL)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
-            if is_orphan and is_local:  # the parent can no longer delete them
+            if is_orphan and is_local:  # the parent is gone and cannot delete these folders
                 for folder in (directory, *([] if job.keeps_logs else [job.logs])):
                     shutil.rmtree(folder, ignore_errors=True)
             os._exit(1)
