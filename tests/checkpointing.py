@@ -87,11 +87,11 @@ class TrainingSession:
 
     def metadata(self, best_by: str = "eval_loss") -> CheckpointMetadata:
         """Return the metadata that a checkpoint of this session gets."""
-        workload, num_updates = self.workload, updates_per_epoch(len(self.data), self.workload.global_batch)
+        workload, num_epoch_updates = self.workload, updates_per_epoch(len(self.data), self.workload.global_batch)
         world_fields = {"layout": str(self.layout), "world_size": self.world.size}
         data_fields = {"workload": workload.name, "settings": {}, "seed": workload.seed, "samples": len(self.data)}
         batch_fields = {"global_batch": workload.global_batch, "clip_norm": workload.clip_norm, "data_checksum": None}
-        run_fields = {"updates_per_epoch": num_updates, "best_by": best_by, "versions": {}, "time": ""}
+        run_fields = {"updates_per_epoch": num_epoch_updates, "best_by": best_by, "versions": {}, "time": ""}
         return CheckpointMetadata(
             step=0,
             aliases=aliases_of(self.prepared.model),
@@ -103,8 +103,8 @@ class TrainingSession:
 
     def train(self, start_step: int, end_step: int) -> list[Tensor]:
         """Run the updates from `start_step` to `end_step`. Return the local loss (sum, count) of each update."""
-        num_updates = updates_per_epoch(len(self.data), self.workload.global_batch)
-        selected_updates = list(all_updates(end_step, num_updates))[start_step:]
+        num_epoch_updates = updates_per_epoch(len(self.data), self.workload.global_batch)
+        selected_updates = list(all_updates(end_step, num_epoch_updates))[start_step:]
         local_losses = run_updates(self.prepared, self.data, selected_updates)
         return [local_loss.clone() for local_loss in local_losses]
 
