@@ -1,5 +1,6 @@
-// What a CUDA build of torch has and its CPU wheel lacks, as far as fake CUDA tensors need it: a device guard that
-// guards nothing (the wheel ends the process in their backward without one), and hooks that say there are two devices.
+// The parts of a CUDA build of torch that fake CUDA tensors need and the CPU wheel lacks.
+// The device guard does nothing. Without one, the backward pass of fake CUDA tensors ends the process.
+// The hooks report two devices.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -24,7 +25,7 @@ struct Hooks final : at::CUDAHooksInterface {
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   c10::DeviceIndex deviceCount() const override { return NUM_DEVICES; }
   c10::DeviceIndex getCurrentDevice() const override { return 0; }
-  // a CUDA build asks before it chooses an attention kernel; one so old is not chosen
+  // Torch reads the cuDNN version before it chooses an attention kernel. It does not choose cuDNN of this old version.
   long versionCuDNN() const override { return 8000; }
   long versionRuntimeCuDNN() const override { return 8000; }
   void init() const override {}
@@ -36,7 +37,7 @@ Guard guard;
 
 extern "C" void install() {
   c10::impl::device_guard_impl_registry[static_cast<size_t>(c10::DeviceType::CUDA)].store(&guard);
-  // torch has asked for its hooks by now, and registers none later: ours take the place of those that say no
+  // Torch has created its hooks, which report no CUDA, and never replaces them. So these hooks overwrite that object.
   static_assert(sizeof(Hooks) == sizeof(at::CUDAHooksInterface));
   new (const_cast<at::CUDAHooksInterface*>(&at::detail::getCUDAHooks())) Hooks();
 }

@@ -49,12 +49,12 @@ PROGRAM = """\
 import os, pickle, signal, socket, struct, sys
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
-words, kept = {before!r} + sys.argv[1:], []
-if words and words[0].startswith("--open="):
-    kept = list(map(int, words.pop(0)[7:].split(",")))
-content = pickle.dumps(("run_python_here", (words, os.getcwd(), kept), os.getcwd(), dict(os.environ)))
-here = [os.open(path, os.O_RDONLY) for path in {namespaces!r}]
-socket.send_fds(server, [struct.pack("i", len(content))], [0, 1, 2, *here, *kept])
+args, passed_files = {before!r} + sys.argv[1:], []
+if args and args[0].startswith("--open="):
+    passed_files = list(map(int, args.pop(0)[7:].split(",")))
+content = pickle.dumps(("run_python_here", (args, os.getcwd(), passed_files), os.getcwd(), dict(os.environ)))
+namespace_files = [os.open(path, os.O_RDONLY) for path in {namespaces!r}]
+socket.send_fds(server, [struct.pack("i", len(content))], [0, 1, 2, *namespace_files, *passed_files])
 server.sendall(content)
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
     signal.signal(number, lambda number, _: server.send(bytes([number])))
@@ -266,9 +266,9 @@ def serve(address: str, preload: str) -> None:
                 break
             if child_ended_reader in ready:
                 os.read(child_ended_reader, 4096)
-                _tell_ended(started)
+                _send_exit_statuses(started)
             for connection in started.keys() & set(ready):
-                _obey(connection, started[connection])
+                _forward_signal_or_kill(connection, started[connection])
             if listener in ready:
                 connection, _ = listener.accept()
                 with contextlib.suppress(EOFError):
@@ -323,7 +323,7 @@ def _start(connection: socket.socket) -> int:
     child = os.fork()
     if child == 0:
         connection.close()
-        _begin(content, descriptors)
+        _run_request(content, descriptors)
     for descriptor in descriptors:
         os.close(descriptor)
     with contextlib.suppress(OSError):
@@ -331,18 +331,18 @@ def _start(connection: socket.socket) -> int:
     return child
 
 
-def _tell_ended(started: dict[socket.socket, int]) -> None:
+def _send_exit_statuses(started: dict[socket.socket, int]) -> None:
     """Send the exit status of each ended process to its connection."""
     while (pid_and_status := os.waitpid(-1, os.WNOHANG) if started else (0, 0)) != (0, 0):
         pid, status = pid_and_status
-        (connection,) = (candidate for candidate, child in started.items() if child == pid)
+        (connection,) = (open_connection for open_connection, child in started.items() if child == pid)
         del started[connection]
         with contextlib.suppress(OSError):
             connection.sendall(struct.pack("i", os.waitstatus_to_exitcode(status)))
         connection.close()
 
 
-def _obey(connection: socket.socket, child: int) -> None:
+def _forward_signal_or_kill(connection: socket.socket, child: int) -> None:
     """Forward a signal whose number was received. If the connection was closed, kill the session."""
     message = b""
     with contextlib.suppress(OSError):
@@ -360,14 +360,14 @@ def _kill(child: int) -> None:
             kill_function(child, signal.SIGKILL)
 
 
-def _begin(content: bytes, descriptors: Sequence[int]) -> NoReturn:
+def _run_request(content: bytes, descriptors: Sequence[int]) -> NoReturn:
     """Become the requested process, and run its function."""
     os.setsid()
     signal.set_wakeup_fd(-1)
-    high_descriptors = [_above(descriptor, 64 + len(descriptors)) for descriptor in descriptors]
+    high_descriptors = [_duplicate_from(descriptor, 64 + len(descriptors)) for descriptor in descriptors]
     for target, descriptor in enumerate(high_descriptors):
         os.dup2(descriptor, target, inheritable=target < _STREAMS)
-    _let_go(range(len(high_descriptors)))
+    _redirect_to_devnull(range(len(high_descriptors)))
     sys.stdin, sys.stdout, sys.stderr = _streams()
     try:
         function, arguments, folder, environment = pickle.loads(content)
@@ -376,22 +376,22 @@ def _begin(content: bytes, descriptors: Sequence[int]) -> NoReturn:
         os.environ.clear()
         os.environ.update(environment)
         _mark(environment.get(MARK, _NO_MARK))
-        _settle()
+        _reset_signals()
     except BaseException:
         traceback.print_exc()
         os._exit(99)
     _end_with(globals()[function] if isinstance(function, str) else function, *arguments)
 
 
-def _above(descriptor: int, least: int) -> int:
-    """Duplicate a descriptor to a number that is at least `least`."""
+def _duplicate_from(descriptor: int, minimum: int) -> int:
+    """Duplicate a descriptor to a number of at least `minimum`."""
     import fcntl
 
-    return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, least)
+    return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, minimum)
 
 
-def _let_go(kept: Sequence[int]) -> None:
-    """Redirect each descriptor that an exec would close to /dev/null, except `kept`.
+def _redirect_to_devnull(passed_descriptors: Sequence[int]) -> None:
+    """Redirect each descriptor that an exec would close to /dev/null, except `passed_descriptors`.
 
     They stay open, because inherited objects may still close that number.
     """
@@ -400,7 +400,7 @@ def _let_go(kept: Sequence[int]) -> None:
         descriptor = int(entry.name)
         with contextlib.suppress(OSError):
             if (
-                descriptor not in kept
+                descriptor not in passed_descriptors
                 and descriptor != devnull
                 and descriptor >= _STREAMS
                 and not os.get_inheritable(descriptor)
@@ -417,7 +417,7 @@ def _streams() -> Iterator[IO[str]]:
         yield open(descriptor, mode, buffering, closefd=False)  # noqa: SIM115  (it stays open as long as the process)
 
 
-def _settle() -> None:
+def _reset_signals() -> None:
     """Reset signals as in a new process."""
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGCHLD, signal.SIGALRM):
@@ -496,21 +496,23 @@ def _add_hooks() -> None:
     install()
 
 
-def run_python_here(args: list[str], folder: str, kept: Sequence[int] = ()) -> None:
+def run_python_here(args: list[str], folder: str, passed_descriptors: Sequence[int] = ()) -> None:
     """Run `python *args` on the simulated host of the caller.
 
-    The descriptors after the streams are those of its namespaces, then its files `kept`.
+    After the streams, this process receives the caller's namespaces and then its open files. The open files get the
+    numbers in `passed_descriptors`.
     """
     for descriptor, path in enumerate(_NAMESPACES, _STREAMS):
         if not os.path.sameopenfile(descriptor, current := os.open(path, os.O_RDONLY)) and _libc.setns(descriptor, 0):
-            raise OSError(ctypes.get_errno(), f"{path} of who asks cannot be entered")
+            raise OSError(ctypes.get_errno(), f"cannot enter {path} of the caller")
         os.close(descriptor)
         os.close(current)
     first_file = _STREAMS + len(_NAMESPACES)
-    high_descriptors = [_above(descriptor, 512) for descriptor in range(first_file, first_file + len(kept))]
-    for descriptor in range(first_file, first_file + len(kept)):
+    received_descriptors = range(first_file, first_file + len(passed_descriptors))
+    high_descriptors = [_duplicate_from(descriptor, 512) for descriptor in received_descriptors]
+    for descriptor in received_descriptors:
         os.close(descriptor)
-    for source, descriptor in zip(high_descriptors, kept, strict=True):
+    for source, descriptor in zip(high_descriptors, passed_descriptors, strict=True):
         os.dup2(source, descriptor, inheritable=False)
         os.close(source)
     os.chdir(folder)  # the mount namespace has changed, and entering it moved the process to its root
@@ -558,60 +560,62 @@ class _ForkingPopen(_Popen):
             stream.flush()  # the child would write buffered text again
         self.pid = os.fork()
         if self.pid == 0:
-            _begin_again(call, [pipes[0], pipes[3], pipes[5]])
+            _run_popen_command(call, [pipes[0], pipes[3], pipes[5]])
         self._child_created = True
         self._close_pipe_fds(*pipes)
 
 
 def _is_forked(command: list[str]) -> bool:
     """Return whether this command is `python -m everyrank...` or torchrun."""
-    is_ours = re.match(r"(-\S+ )*-m (everyrank|torch\.distributed\.run)\b", " ".join(command[1:])) is not None
-    return is_ours and command[0] == sys.executable
+    is_known_module = re.match(r"(-\S+ )*-m (everyrank|torch\.distributed\.run)\b", " ".join(command[1:])) is not None
+    return is_known_module and command[0] == sys.executable
 
 
-def _begin_again(call: dict[str, Any], streams: list[int]) -> NoReturn:
+def _run_popen_command(call: dict[str, Any], streams: list[int]) -> NoReturn:
     """Run the command of a Popen call, in the child of a process that was forked itself."""
     gc.freeze()
     _forget_finalizers()
     if call["start_new_session"]:
         os.setsid()
     descriptors = [index if descriptor == -1 else descriptor for index, descriptor in enumerate(streams)]
-    high_descriptors = [_above(descriptor, 64) for descriptor in descriptors]
+    high_descriptors = [_duplicate_from(descriptor, 64) for descriptor in descriptors]
     for target, descriptor in enumerate(high_descriptors):
         os.dup2(descriptor, target)
     sys.stdin, sys.stdout, sys.stderr = _streams()
-    _let_go(call["pass_fds"])
+    _redirect_to_devnull(call["pass_fds"])
     if call["cwd"] is not None:
         os.chdir(call["cwd"])
     if call["env"] is not None:
         environment = dict(call["env"])
         os.environ.clear()
         os.environ.update(environment)
-    _settle()
+    _reset_signals()
     _end_with(run_python, list(map(os.fsdecode, call["args"]))[1:])
 
 
 _spawn = multiprocessing.util.spawnv_passfds
 
 
-def _spawnv_passfds(path: bytes, args: Sequence[str | bytes], kept: Sequence[int]) -> int:
+def _spawnv_passfds(path: bytes, args: Sequence[str | bytes], passed_descriptors: Sequence[int]) -> int:
     """Fork a process of `multiprocessing`, if this process has one thread. Start any other program as usual."""
     code = os.fsdecode(args[-2])
     if "import spawn_main" in code and AUDIT in os.environ:  # a new process installs its own hooks
         program = os.fsencode(_programs(_ForkingPopen.address) / "python")
-        open_option = "--open=" + ",".join(map(str, kept))
-        return _spawn(program, [program, os.fsencode(open_option), b"-c", os.fsencode(code), args[-1]], kept)
+        open_option = "--open=" + ",".join(map(str, passed_descriptors))
+        return _spawn(
+            program, [program, os.fsencode(open_option), b"-c", os.fsencode(code), args[-1]], passed_descriptors
+        )
     if "import spawn_main" not in code or len(list(Path("/proc/self/task").iterdir())) > 1:
-        return _spawn(path, args, kept)
+        return _spawn(path, args, passed_descriptors)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()  # the child would write buffered text again
     child = os.fork()
     if child == 0:
         sys.stdin, sys.stdout, sys.stderr = _streams()
-        _let_go(list(kept))
+        _redirect_to_devnull(list(passed_descriptors))
         sys.modules["__main__"] = types.ModuleType("__main__")
         _forget_finalizers()
-        _settle()
+        _reset_signals()
         _end_with(run_python, ["-c", code, os.fsdecode(args[-1])])
     return child
 
@@ -622,11 +626,11 @@ def _spawnv_passfds(path: bytes, args: Sequence[str | bytes], kept: Sequence[int
 _libc = ctypes.CDLL(None, use_errno=True)
 _getenv = _libc.getenv
 _getenv.restype = ctypes.c_void_p
-_MARK_PLACE: int | None = _getenv(MARK.encode()) if os.environ.get(MARK) == _NO_MARK else None
+_MARK_ADDRESS: int | None = _getenv(MARK.encode()) if os.environ.get(MARK) == _NO_MARK else None
 
 
 def _mark(mark: str) -> None:
     """Show a mark in /proc/ID/environ, as if the process had started with it."""
     assert len(mark) == len(_NO_MARK), f"{MARK} has {len(_NO_MARK)} letters"
-    assert _MARK_PLACE is not None
-    ctypes.memmove(_MARK_PLACE, mark.encode(), len(mark))
+    assert _MARK_ADDRESS is not None
+    ctypes.memmove(_MARK_ADDRESS, mark.encode(), len(mark))

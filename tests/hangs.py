@@ -1,6 +1,7 @@
-"""Twelve ways to hang: what people write, each a function of the world.
+"""Twelve hangs that occur in user code. Each function takes the rank and is called on two ranks.
 
-A line that ends in "# cause" is where the rank stands whose fault it is, one that ends in "# waits" where others wait.
+Comments mark the lines that a diagnosis must name. The rank that causes the hang is at the line with "# cause". The
+other rank is at the line with "# waits".
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ LOCK = threading.Lock()
 
 
 def rank_0_only_collective(rank: int) -> None:
-    """Rank 0 alone gathers its metrics; rank 1 goes on to its next batch."""
+    """Only rank 0 reduces its metrics. Rank 1 continues with its next batch."""
     if rank == 0:
         dist.all_reduce(torch.ones(3))  # waits
     while rank == 1:
@@ -36,13 +37,13 @@ def rank_0_only_collective(rank: int) -> None:
 
 
 def uneven_loop(rank: int) -> None:
-    """Rank 1 has one batch less."""
+    """Rank 1 has one batch fewer than rank 0."""
     for _ in range(4 - rank):
         dist.all_reduce(torch.ones(3))  # waits
 
 
 def different_order(rank: int) -> None:
-    """Each has the two collectives in another order."""
+    """The ranks call two collectives in different orders."""
     values = torch.ones(3)
     if rank == 0:
         dist.all_reduce(values)  # waits
@@ -53,7 +54,7 @@ def different_order(rank: int) -> None:
 
 
 def another_shape(rank: int) -> None:
-    """The last batch of rank 1 is smaller."""
+    """Rank 1 has a smaller last batch, so its tensor has a different shape."""
     if rank == 0:
         dist.all_reduce(torch.ones(8))  # waits
     else:
@@ -61,7 +62,7 @@ def another_shape(rank: int) -> None:
 
 
 def another_dtype(rank: int) -> None:
-    """Rank 1 has come out of autocast."""
+    """Rank 1 passes a tensor of a different dtype."""
     if rank == 0:
         dist.all_reduce(torch.ones(8))  # waits
     else:
@@ -69,7 +70,7 @@ def another_dtype(rank: int) -> None:
 
 
 def exception_on_one_rank(rank: int) -> None:
-    """Rank 1 catches an error of its batch, and hands it to a thread that has ended its work."""
+    """Rank 1 catches an error in its batch, then waits for an event that no thread sets."""
     try:
         if rank == 1:
             raise ValueError("a broken image")
@@ -78,8 +79,8 @@ def exception_on_one_rank(rank: int) -> None:
         threading.Event().wait()  # cause
 
 
-class Locked(Dataset[int]):
-    """The lock was held when the worker was forked: nobody lets go of it there."""
+class LockingDataset(Dataset[int]):
+    """A dataset whose samples need the lock. A worker that is forked while the lock is held waits forever."""
 
     def __len__(self) -> int:
         return 4
@@ -90,23 +91,23 @@ class Locked(Dataset[int]):
 
 
 def deadlock_in_the_loader(rank: int) -> None:
-    """Rank 1 has forked its loader worker while it held a lock."""
+    """Rank 1 forks a DataLoader worker while it holds a lock."""
     if rank == 1:
         LOCK.acquire()
-        for _ in DataLoader(Locked(), num_workers=1):  # cause
+        for _ in DataLoader(LockingDataset(), num_workers=1):  # cause
             pass
     dist.all_reduce(torch.ones(3))  # waits
 
 
 def forgotten_join(rank: int) -> None:
-    """DistributedDataParallel over uneven inputs, without its `join`."""
+    """Train with DistributedDataParallel on uneven inputs, without its `join` context manager."""
     model = DistributedDataParallel(nn.Linear(3, 2))
     for _ in range(3 - rank):
         model(torch.ones(1, 3)).sum().backward()  # waits
 
 
 def wrong_group(rank: int) -> None:
-    """Rank 1 averages over another group than rank 0."""
+    """Rank 1 reduces over a different process group than rank 0."""
     group = dist.new_group([0, 1])
     if rank == 0:
         dist.all_reduce(torch.ones(3), group=group)  # waits
@@ -115,7 +116,7 @@ def wrong_group(rank: int) -> None:
 
 
 def barrier_in_one_branch(rank: int) -> None:
-    """Only rank 0, which saves, comes to the barrier; rank 1 computes."""
+    """Only rank 0 calls the barrier, in the branch that saves. Rank 1 computes."""
     if rank == 0:
         dist.barrier()  # waits
     else:
@@ -123,20 +124,21 @@ def barrier_in_one_branch(rank: int) -> None:
 
 
 def _compute() -> None:
+    """Compute forever."""
     while True:
         sum(range(1000))  # cause
 
 
 def stopped(rank: int) -> None:
-    """Somebody, or a scheduler, has stopped rank 1."""
+    """SIGSTOP stops rank 1, as a user or a scheduler may do."""
     if rank == 1:
-        time.sleep(2.0)  # it has been seen here
+        time.sleep(2.0)  # the diagnosis names this line, where rank 1 was last seen before the stop
         os.kill(os.getpid(), signal.SIGSTOP)  # cause
     dist.all_reduce(torch.ones(3))  # waits
 
 
 def save_on_rank_0_under_fsdp(rank: int) -> None:
-    """Rank 0 alone asks for the whole model, which gathers its parts from all."""
+    """Only rank 0 requests the full state dict, which gathers the shards of all ranks."""
     model = nn.Linear(3, 2)
     fully_shard(model)
     if rank == 0:
@@ -144,9 +146,9 @@ def save_on_rank_0_under_fsdp(rank: int) -> None:
     dist.barrier()  # cause
 
 
-WAYS: dict[str, Callable[[int], None]] = {
-    way.__name__: way
-    for way in (
+HANGS: dict[str, Callable[[int], None]] = {
+    function.__name__: function
+    for function in (
         rank_0_only_collective,
         uneven_loop,
         different_order,
@@ -163,21 +165,21 @@ WAYS: dict[str, Callable[[int], None]] = {
 }
 
 
-def hang(info: RankInfo, name: str, launch: Launch) -> None:
-    """What each rank runs: it meets the others, goes one step together with them, and hangs."""
+def run_hang(info: RankInfo, name: str, launch: Launch) -> None:
+    """Join the world, run one collective on all ranks, then hang. Each rank calls this function."""
     with open_world(info, launch) as world:  # end
-        one_step(world)
-        WAYS[name](world.rank)
+        run_first_collective(world)
+        HANGS[name](world.rank)
 
 
-def one_step(world: World) -> None:
-    """From here on no wait is longer than --timeout."""
+def run_first_collective(world: World) -> None:
+    """Run an all-reduce and end the start phase. Later collectives time out after `--timeout`."""
     dist.all_reduce(torch.ones(2))
     end_of_start(world)
 
 
 def line_of(function: Any, mark: str) -> int:
-    """The line of this file, in this function, that ends in the mark."""
-    first = function.__code__.co_firstlineno
+    """Return the number of the first line in a function that ends with `# mark`."""
+    first_line = function.__code__.co_firstlineno
     lines = Path(__file__).read_text(encoding="utf-8").splitlines()
-    return next(n for n, line in enumerate(lines, 1) if n >= first and line.endswith(f"# {mark}"))
+    return next(number for number, line in enumerate(lines, 1) if number >= first_line and line.endswith(f"# {mark}"))

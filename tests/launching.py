@@ -1,4 +1,4 @@
-"""What the tests of launching share: environments of each launcher, and a command as it ended."""
+"""Helpers for the tests of launchers: the variables that each launcher sets, and the result of a command."""
 
 from __future__ import annotations
 
@@ -9,8 +9,21 @@ from processes import one_line
 
 GOLDEN = Path(__file__).parent / "golden"
 
-OF_LAUNCHERS = ("SLURM", "OMPI_", "PMI_", "PMIX_", "MPI_", "MASTER_", "TORCHELASTIC_", "GLOO_", "NCCL_", "HOROVOD_")
+# prefixes of the environment variables of launchers
+LAUNCHER_PREFIXES = (
+    "SLURM",
+    "OMPI_",
+    "PMI_",
+    "PMIX_",
+    "MPI_",
+    "MASTER_",
+    "TORCHELASTIC_",
+    "GLOO_",
+    "NCCL_",
+    "HOROVOD_",
+)
 
+# variables of one rank, as each launcher sets them
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "2",
     "OMPI_COMM_WORLD_LOCAL_RANK": "2",
@@ -29,10 +42,11 @@ HOROVODRUN = {
 
 MPICH = {"PMI_RANK": "3", "MPI_LOCALRANKID": "3", "PMI_SIZE": "5", "MPI_LOCALNRANKS": "5"}
 
-JOB = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_NTASKS": "6", "SLURM_JOB_NODELIST": "n[01-02]"}
+# variables in a Slurm allocation, before srun starts ranks
+SLURM_JOB = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_NTASKS": "6", "SLURM_JOB_NODELIST": "n[01-02]"}
 
 SRUN = {
-    **JOB,
+    **SLURM_JOB,
     "SLURM_STEP_ID": "0",
     "SLURM_STEP_NODELIST": "n[01-02]",
     "SLURM_STEP_TASKS_PER_NODE": "3(x2)",
@@ -42,8 +56,8 @@ SRUN = {
 }
 
 
-class Typed(NamedTuple):
-    """How a command ended, and what was said."""
+class CommandResult(NamedTuple):
+    """The exit status, stdout and stderr of a command."""
 
     status: int
     out: str
@@ -51,8 +65,8 @@ class Typed(NamedTuple):
 
     @property
     def line(self) -> str:
-        """The only line on stderr."""
+        """Return the only line on stderr, without the name of the program."""
         return one_line(self.err).removeprefix("everyrank: ").strip()
 
 
-DDP = "train digits --layout ddp "
+TRAIN_DDP = "train digits --layout ddp "

@@ -1,4 +1,4 @@
-"""What the tests of going on share: a workload with noise, and what a run leaves."""
+"""Helpers for the tests of resume: workloads that tests write to files, and readers of the logs of a run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import csv
 import json
 from pathlib import Path
 
+# The file mine.py: a workload with random noise in its samples. SLEEP is the seconds that each training sample takes.
 WORKLOAD = """\
 import os
 import random
@@ -19,7 +20,7 @@ from torch.utils.data import Dataset
 
 from everyrank import Workload
 
-SLEEP = float(os.environ.get("SLEEP", "0"))  # of every sample
+SLEEP = float(os.environ.get("SLEEP", "0"))  # seconds per training sample
 
 
 class Noisy(Dataset):
@@ -63,36 +64,38 @@ workload = Workload(
 """
 
 
-def words_for(layout: str, *more: str, out: str = "run") -> list[str]:
-    (options, comma) = (layout.partition(":")[2], "," if ":" in layout else ":")
-    assert not options or comma == ","
+def train_args(layout: str, *more_args: str, out: str = "run") -> list[str]:
+    """Return the arguments that train mine.py in float64 and save every fifth update."""
+    separator = "," if ":" in layout else ":"
     return [
         "train",
         "mine.py",
         "--layout",
-        f"{layout}{comma}precision=float64",
+        f"{layout}{separator}precision=float64",
         "--save-every",
         "5",
         "--out",
         out,
-        *more,
+        *more_args,
     ]
 
 
-def logged(run: Path) -> list[tuple[int, int, float, float, float]]:
-    """Step, epoch, loss, rate and number of terms of every update in the log, in the order of the file."""
+def logged_updates(run: Path) -> list[tuple[int, int, float, float, float]]:
+    """Return step, epoch, loss, learning rate and number of loss terms of each update, in the order of the log."""
     rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     return [(row["step"], row["epoch"], row["loss"], row["lr"], row["terms"]) for row in rows if "step" in row]
 
 
-def table(path: Path) -> list[dict[str, str]]:
+def read_csv(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a CSV file."""
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
 
 
-WIDTH = ("--set", "width=4")
+WIDTH_ARGS = ("--set", "width=4")  # these make the model of digits small
 
-SPOILT = """\
+# A workload with a linear model. RATE is the learning rate, and MORE stands for further fields.
+LINEAR_WORKLOAD = """\
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -128,6 +131,8 @@ workload = Workload(
 """
 
 
-def spoilt(folder: Path, rate: str = "0.01", more: str = "") -> str:
-    (folder / "spoilt.py").write_text(SPOILT.replace("RATE", rate).replace("MORE", more))
-    return str(folder / "spoilt.py")
+def write_linear_workload(folder: Path, learning_rate: str = "0.01", more_fields: str = "") -> str:
+    """Write LINEAR_WORKLOAD to spoilt.py, and return the path."""
+    path = folder / "spoilt.py"
+    path.write_text(LINEAR_WORKLOAD.replace("RATE", learning_rate).replace("MORE", more_fields))
+    return str(path)

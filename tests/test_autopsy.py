@@ -44,7 +44,7 @@ ALL = "the group of all 2 ranks"
 
 def expected(name: str, backend: str) -> list[str]:
     """Texts that the paragraph must contain: the cause with its line, and where the other rank waits."""
-    hang, reduce_3 = hangs.WAYS[name], "all_reduce of 3 elements of float32"
+    hang, reduce_3 = hangs.HANGS[name], "all_reduce of 3 elements of float32"
 
     def at(function: Any, mark: str) -> str:
         return f"hangs.py:{hangs.line_of(function, mark)} in {function.__name__}"
@@ -62,7 +62,7 @@ def expected(name: str, backend: str) -> list[str]:
         ]
 
     other_operation, reduce_8 = "different operation or order", "all_reduce of 8 elements of"
-    at_the_end = f"{at(hangs.hang, 'end')} (it waits for the others at a barrier of everyrank"
+    at_the_end = f"{at(hangs.run_hang, 'end')} (it waits for the others at a barrier of everyrank"
     if name == "another_dtype" and backend == "gloo":  # gloo aborts the process that receives too many bytes
         return [
             f"rank 0 was aborted by a C library: it was last seen at {at(hang, 'waits')}; gloo aborts if another",
@@ -81,7 +81,7 @@ def expected(name: str, backend: str) -> list[str]:
         ),
         "deadlock_in_the_loader": lambda: [
             *never_came(reduce_3, 2, at(hang, "cause") + " (it waits for its data loader"),
-            f"; its worker, process {{}}, at {at(hangs.Locked.__getitem__, 'worker')})",
+            f"; its worker, process {{}}, at {at(hangs.LockingDataset.__getitem__, 'worker')})",
         ],
         "forgotten_join": lambda: never_came(f"{reduce_8} float32", 9, at_the_end),
         "wrong_group": lambda: [
@@ -107,14 +107,14 @@ def expected(name: str, backend: str) -> list[str]:
     [
         pytest.param(backend, name, marks=() if (backend, name) in QUICK else pytest.mark.integration)
         for backend in ("shm", "gloo")
-        for name in hangs.WAYS
+        for name in hangs.HANGS
     ],
 )
 def test_each_hang_is_diagnosed(backend: str, name: str) -> None:
     """The rank whose collective times out prints the diagnosis before any rank is ended."""
     launch = Launch(processes=2, device="cpu", backend=backend, timeout_seconds=3, start_timeout_seconds=200)
     with pytest.raises(RankFailedError) as error:
-        run_ranks(launch, hangs.hang, name, launch)
+        run_ranks(launch, hangs.run_hang, name, launch)
     line = str(error.value)
     assert "\n" not in line
     paragraph = line.partition("; autopsy: ")[2]
@@ -126,7 +126,7 @@ def test_each_hang_is_diagnosed(backend: str, name: str) -> None:
 def holds_the_interpreter(info: RankInfo, launch: Launch) -> None:
     """C code that never releases the GIL, so no Python thread runs."""
     with open_world(info, launch) as world:
-        hangs.one_step(world)
+        hangs.run_first_collective(world)
         if world.rank == 1:
             ctypes.PyDLL(None).sleep(500)  # held
         dist.all_reduce(torch.ones(3))
@@ -446,7 +446,7 @@ def short_waits(info: RankInfo, launch: Launch, is_first: bool) -> float:
     """Return the seconds that a rank spends in a step where rank 1 is late: the first step or the second."""
     with open_world(info, launch) as world:
         if not is_first:
-            hangs.one_step(world)
+            hangs.run_first_collective(world)
         start = time.monotonic()
         if world.rank == 1:
             time.sleep(1.5)

@@ -24,7 +24,7 @@ from everyrank.launch import RankInfo, run_ranks
 from everyrank.options import BenchOptions
 from everyrank.record import Parity, Record
 from everyrank.strategies import Prepared, prepare
-from pretended_card import moved_to_card, pretended_cards
+from simulated_gpu import simulated_gpus, to_simulated_gpu
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +106,8 @@ def test_waiting_candidates_free_device_memory(tmp_path: Path) -> None:
     assert len(candidates) == 2
     for candidate in candidates:
         assert all(parameter.grad is None for parameter in candidate.trainable.parameters)
-    with pretended_cards():
-        state = {"tensors": [moved_to_card(torch.ones(2))], "ema": [moved_to_card(torch.zeros(2))], "scaler": 1}
+    with simulated_gpus():
+        state = {"tensors": [to_simulated_gpu(torch.ones(2))], "ema": [to_simulated_gpu(torch.zeros(2))], "scaler": 1}
         saved = _on_host(state)
     assert [tensor.device.type for tensor in (*saved["tensors"], *saved["ema"])] == ["cpu"] * 2
     assert torch.equal(saved["tensors"][0], torch.ones(2))

@@ -18,7 +18,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 import zoo
-from checkpointing import Going, everything_in, same, sum_again
+from checkpointing import TrainingSession, assert_equal_tensors, read_checkpoint, update_checksums
 from everyrank.checkpoint.storage import contents_of
 from everyrank.cli import main
 from everyrank.errors import UsageError
@@ -39,10 +39,10 @@ NUM_MUTATIONS = 600
 
 def save_two_checkpoints(world: World, run: Path) -> None:
     """Save two checkpoints with a metric from these ranks."""
-    training = Going(world, zoo.workload("augmented", "sgd"), "fsdp")
+    training = TrainingSession(world, zoo.workload("augmented", "sgd"), "fsdp")
     for step in (2, 4):
-        training.updates(step - 2, step)
-        training.saver(run).save(step, {"eval_loss": 0.125 * step})
+        training.train(step - 2, step)
+        training.make_saver(run).save(step, {"eval_loss": 0.125 * step})
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ def test_six_hundred_mutations_are_refused_or_load_the_same_values(run: Path) ->
     """Each mutation is refused with the path of the run, or the loaded metadata, tensors and values are equal."""
     original_files = files_of(run)
     originals = [
-        (checkpoint.metadata, *everything_in(checkpoint)) for _, checkpoint in all_of(run) if checkpoint is not None
+        (checkpoint.metadata, *read_checkpoint(checkpoint)) for _, checkpoint in all_of(run) if checkpoint is not None
     ]
     assert len(originals) == 2
     generator = random.Random(20261121)
@@ -170,14 +170,14 @@ def test_six_hundred_mutations_are_refused_or_load_the_same_values(run: Path) ->
             num_refused += 1
         else:
             loaded = [
-                (checkpoint.metadata, *everything_in(checkpoint))
+                (checkpoint.metadata, *read_checkpoint(checkpoint))
                 for _, checkpoint in all_of(run)
                 if checkpoint is not None
             ]
             for original, (loaded_metadata, loaded_tensors, loaded_values) in zip(originals, loaded, strict=True):
                 metadata, tensors, values = original
                 assert metadata == loaded_metadata, (number, mutate.__name__)
-                same(tensors, loaded_tensors)
+                assert_equal_tensors(tensors, loaded_tensors)
                 assert values == loaded_values
             num_without_effect += 1
         restore(run, original_files)
@@ -329,6 +329,6 @@ def test_crafted_table_of_contents_is_refused(
     table = pickle.loads((folder / ".metadata").read_bytes())
     change(table)
     (folder / ".metadata").write_bytes(pickle.dumps(table))
-    sum_again(folder, ".metadata")
+    update_checksums(folder, ".metadata")
     assert str(folder) in refused(capsys, "checkpoint", "export", folder, run / "model.safetensors")
     assert not (run / "model.safetensors").exists()

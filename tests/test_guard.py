@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import zoo
-from checkpointing import Going, training
+from checkpointing import TrainingSession, mixed_workload
 from everyrank.errors import DivergedError
 from everyrank.runs import optimal_interval_seconds
 from everyrank.train.guard import Guard, bits_checksum
@@ -81,11 +81,12 @@ def guard_messages(world: World, name: str, layout: str, names: list[str], rank:
 
     A bit of each named tensor is flipped, and then flipped back. `weight/exp_avg` names an optimizer state tensor.
     """
-    going = Going(world, training("adamw") if name == "mixed" else zoo.workload(name, "adamw"), layout)
-    guard = Guard(going.prepared, "warn", 1, 0)
-    going.updates(0, 2)
+    workload = mixed_workload("adamw") if name == "mixed" else zoo.workload(name, "adamw")
+    session = TrainingSession(world, workload, layout)
+    guard = Guard(session.prepared, "warn", 1, 0)
+    session.train(0, 2)
     messages = [guard.check(2) if guard.compares else "nothing to compare"]
-    trainable = going.prepared.trainable
+    trainable = session.prepared.trainable
     named_tensors = dict(trainable.model.named_parameters()) | dict(trainable.model.named_buffers())
     for step, tensor_name in enumerate(names, 3):
         parameter_name, _, key = tensor_name.partition("/")
@@ -150,10 +151,10 @@ def test_state_that_may_differ_between_ranks_is_not_reported(ranks: Any, name: s
 
 def diverge_and_check(world: World) -> str:
     """Flip a bit on rank 1 and return the message of the guard's error."""
-    going = Going(world, training("sgd"), "ddp")
-    guard = Guard(going.prepared, "stop", 1, 0)
+    session = TrainingSession(world, mixed_workload("sgd"), "ddp")
+    guard = Guard(session.prepared, "stop", 1, 0)
     if world.rank == 1:
-        flip(going.prepared.trainable.parameters[0])
+        flip(session.prepared.trainable.parameters[0])
     with pytest.raises(DivergedError) as caught:
         guard.check(1)
     assert guard.check(1) == "", "what was compared is not compared again before it is saved"

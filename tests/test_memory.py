@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import everyrank.parallel.zero1 as zero1
 import everyrank.strategies.zero1
 import zoo
-from checkpointing import Going, same
+from checkpointing import TrainingSession, assert_equal_tensors
 from everyrank.measure.memory import peak_memory
 from everyrank.parallel.flat import buckets
 from everyrank.parallel.pipeline.deferred import WeightGradQueue
@@ -32,11 +32,11 @@ def wide_model() -> nn.Module:
 
 def memory_of_an_update(world: World) -> float:
     """Return the peak memory of an update, relative to the size of the parameters. Permanent memory does not count."""
-    training = Going(world, zoo.workload("frozen", "sgd", model=wide_model, blocks=None), "ddp")
+    training = TrainingSession(world, zoo.workload("frozen", "sgd", model=wide_model, blocks=None), "ddp")
     num_bytes = sum(parameter.nbytes for parameter in training.prepared.trainable.parameters)
-    training.updates(0, 3)  # after these, DDP has rebuilt its buckets, and the optimizer has its state
+    training.train(0, 3)  # after these, DDP has rebuilt its buckets, and the optimizer has its state
     with peak_memory(world.device) as memory:
-        training.updates(3, 5)
+        training.train(3, 5)
     return memory.bytes / num_bytes
 
 
@@ -66,7 +66,7 @@ def test_inputs_of_deferred_weight_gradients_are_freed() -> None:
 
 def broadcast_copies(world: World, held_bytes: int | None) -> tuple[int, int, dict[str, Tensor]]:
     """Run three updates of zero1. Return (peak bytes of copies in broadcasts, broadcasts per update, final model)."""
-    training = Going(world, zoo.workload("frozen", "sgd", model=wide_model, blocks=None), "zero1")
+    training = TrainingSession(world, zoo.workload("frozen", "sgd", model=wide_model, blocks=None), "zero1")
     flatten, write_back = zero1.flatten, zero1.write_back
     copy_bytes: list[int] = [0]  # bytes of all copies, after each change
 
@@ -86,7 +86,7 @@ def broadcast_copies(world: World, held_bytes: int | None) -> tuple[int, int, di
         mock.patch.object(zero1, "write_back", write_back_and_count),
         mock.patch.object(everyrank.strategies.zero1, "broadcast_from_owners", broadcast),
     ):
-        training.updates(0, 3)
+        training.train(0, 3)
     assert copy_bytes[-1] == 0
     return max(copy_bytes), (len(copy_bytes) - 1) // 2 // 3, training.state()[0]
 
@@ -106,7 +106,7 @@ def test_zero1_owners_hold_few_copies_at_a_time(
         assert num_broadcasts == 2, "one of each owner, as long as all of it is small"
         assert limited_bytes <= max_bytes
         assert num_limited_broadcasts >= min_broadcasts
-        same(state, limited_state)
+        assert_equal_tensors(state, limited_state)
 
 
 def test_buckets_have_at_most_the_given_size() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import zoo
-from checkpointing import Going
+from checkpointing import TrainingSession
 from everyrank import api, cli, parse_layout
 from everyrank.commands import oom_advice
 from everyrank.commands.oom_advice import with_smallest_change
@@ -41,9 +41,9 @@ def workload(optimizer: Any = "adamw") -> Any:
 
 def counted_and_real_bytes(world: World, layout: str, optimizer: str) -> tuple[int, int]:
     """Return the bytes that the check counts, and the real bytes of the training state after an update."""
-    session = Going(world, workload(optimizer), layout)
+    session = TrainingSession(world, workload(optimizer), layout)
     counted = state_bytes(session.prepared.trainable)
-    session.updates(0, 1)
+    session.train(0, 1)
     trainable = session.prepared.trainable
     states = [v for state in trainable.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
     gradients = [p.grad for p in trainable.parameters if p.grad is not None]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpointing import DIGITS
+from checkpointing import DIGITS_ARGS
 from processes import Cli
 
 
@@ -15,7 +15,7 @@ from processes import Cli
 def _saved_once(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
     args = ("--layout", "ddp", "--processes", "2", "--save-every", "2", "--evaluate-every", "0", "--out", "run")
-    result = cli(folder, *DIGITS, *args)
+    result = cli(folder, *DIGITS_ARGS, *args)
     assert result.status == 0, result.err
     return folder / "run"
 

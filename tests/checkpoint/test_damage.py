@@ -13,7 +13,16 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import zoo
-from checkpointing import DIGITS, Going, Mixed, begins, change_about, step, training, try_digits
+from checkpointing import (
+    DIGITS_ARGS,
+    MixedModel,
+    TrainingSession,
+    change_metadata,
+    mixed_workload,
+    resume_digits,
+    step_folder,
+    train_and_save,
+)
 from everyrank.checkpoint import resume
 from everyrank.cli import main
 from everyrank.errors import UsageError
@@ -71,7 +80,7 @@ def set_metadata(**changes: Any) -> Callable[[Path], None]:
     """Return a function that replaces values of a checkpoint's metadata."""
 
     def change(folder: Path) -> None:
-        change_about(folder, **changes)
+        change_metadata(folder, **changes)
 
     change.__name__ = repr(changes)
     return change
@@ -106,11 +115,11 @@ def test_resume_refuses_a_damaged_checkpoint_and_suggests_the_last_intact_one(
     run_folder: Path, corrupt: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The result is the same whether the argument is the run or the checkpoint: status 2 and one line."""
-    corrupt(step(run_folder, 6))
-    for argument in ((), (step(run_folder, 6),)):
-        line = refused(capsys, *DIGITS, "--out", run_folder, "--resume", *argument)
-        assert str(step(run_folder, 6)) in line
-        assert f"--resume {step(run_folder, 4)}" in line
+    corrupt(step_folder(run_folder, 6))
+    for argument in ((), (step_folder(run_folder, 6),)):
+        line = refused(capsys, *DIGITS_ARGS, "--out", run_folder, "--resume", *argument)
+        assert str(step_folder(run_folder, 6)) in line
+        assert f"--resume {step_folder(run_folder, 4)}" in line
 
 
 @pytest.mark.parametrize("corrupt", [cut_tensors, cut_about], ids=lambda corrupt: corrupt.__name__)
@@ -118,13 +127,13 @@ def test_automatic_resume_takes_the_newest_intact_checkpoint(run_folder: Path, c
     """`newest_whole` skips checkpoints with missing or truncated files, because no user can read a suggestion."""
     checkpoint = newest_whole(run_folder)
     assert checkpoint is not None
-    assert checkpoint.path == step(run_folder, 6)
+    assert checkpoint.path == step_folder(run_folder, 6)
     for step_number in (6, 4):
-        corrupt(step(run_folder, step_number))
+        corrupt(step_folder(run_folder, step_number))
     checkpoint = newest_whole(run_folder)
     assert checkpoint is not None
-    assert checkpoint.path == step(run_folder, 2)
-    corrupt(step(run_folder, 2))
+    assert checkpoint.path == step_folder(run_folder, 2)
+    corrupt(step_folder(run_folder, 2))
     assert newest_whole(run_folder) is None
 
 
@@ -133,9 +142,9 @@ def test_resume_suggests_nothing_if_all_checkpoints_are_damaged(
     run_folder: Path, corrupt: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     for step_number in (2, 4, 6):
-        corrupt(step(run_folder, step_number))
-    for argument in ((), (step(run_folder, 6),), (run_folder,)):
-        line = refused(capsys, *DIGITS, "--out", run_folder, "--resume", *argument)
+        corrupt(step_folder(run_folder, step_number))
+    for argument in ((), (step_folder(run_folder, 6),), (run_folder,)):
+        line = refused(capsys, *DIGITS_ARGS, "--out", run_folder, "--resume", *argument)
         assert "--resume" not in line
         assert str(run_folder) in line
 
@@ -148,17 +157,17 @@ def test_resume_from_the_current_folder_does_not_start_from_scratch(
 ) -> None:
     """`--resume .` names a folder. Only `--resume` without a value may start from scratch."""
     monkeypatch.chdir(tmp_path)
-    line = refused(capsys, *DIGITS, "--out", tmp_path / "run", "--resume", path)
+    line = refused(capsys, *DIGITS_ARGS, "--out", tmp_path / "run", "--resume", path)
     assert message in line
     assert not (tmp_path / "run").exists()
 
 
 def test_suggested_checkpoint_has_correct_checksums(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A checkpoint with a flipped bit is not suggested, although its size is correct."""
-    cut_tensors(step(run_folder, 6))
-    flip_bit(step(run_folder, 4) / "__0_0.distcp")
-    line = refused(capsys, *DIGITS, "--out", run_folder, "--resume")
-    assert f"--resume {step(run_folder, 2)}" in line
+    cut_tensors(step_folder(run_folder, 6))
+    flip_bit(step_folder(run_folder, 4) / "__0_0.distcp")
+    line = refused(capsys, *DIGITS_ARGS, "--out", run_folder, "--resume")
+    assert f"--resume {step_folder(run_folder, 2)}" in line
 
 
 def test_inspect_lists_each_checkpoint_and_marks_the_damaged_one(
@@ -167,7 +176,7 @@ def test_inspect_lists_each_checkpoint_and_marks_the_damaged_one(
     """`everyrank checkpoint inspect` exits with status 1 if a checkpoint is damaged."""
     assert main(["checkpoint", "inspect", str(run_folder)]) == 0
     assert "DAMAGED" not in capsys.readouterr().out
-    flip_bit(step(run_folder, 4) / "__0_0.distcp")
+    flip_bit(step_folder(run_folder, 4) / "__0_0.distcp")
     assert main(["checkpoint", "inspect", str(run_folder)]) == 1
     output = capsys.readouterr().out
     assert output.count("DAMAGED") == 1
@@ -186,7 +195,7 @@ def paths_without_a_run(folder: Path) -> dict[str, Path]:
 def test_commands_refuse_a_path_that_is_not_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each command exits with status 2, prints one line with the path and writes nothing."""
     for name, path in paths_without_a_run(tmp_path).items():
-        line = refused(capsys, *DIGITS, "--out", tmp_path / "out", "--resume", path)
+        line = refused(capsys, *DIGITS_ARGS, "--out", tmp_path / "out", "--resume", path)
         assert str(path) in line, name
         line = refused(capsys, "predict", "digits", "--resume", path, "--out", tmp_path / "p.npy")
         assert str(path) in line, name
@@ -195,7 +204,7 @@ def test_commands_refuse_a_path_that_is_not_a_run(tmp_path: Path, capsys: pytest
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "p.npy").exists()
     assert not (tmp_path / "w.pt").exists()
-    assert "another program" in refused(capsys, *DIGITS, "--resume", tmp_path / "foreign")
+    assert "another program" in refused(capsys, *DIGITS_ARGS, "--resume", tmp_path / "foreign")
 
 
 def flip_bit(path: Path) -> None:
@@ -207,26 +216,26 @@ def flip_bit(path: Path) -> None:
 
 def test_all_ranks_report_a_flipped_bit_in_any_file(ranks: Any, run_folder: Path) -> None:
     """Each file is read by one rank. All ranks raise the same error, and it suggests the last intact checkpoint."""
-    checkpoint_folder = step(run_folder, 6)
-    assert ranks(2, try_digits, "ddp", checkpoint_folder) == ["", ""]
+    checkpoint_folder = step_folder(run_folder, 6)
+    assert ranks(2, resume_digits, "ddp", checkpoint_folder) == ["", ""]
     for name in (".metadata", "__0_0.distcp", "__1_0.distcp", "training.pt"):
         flip_bit(checkpoint_folder / name)
-        first_error, second_error = ranks(2, try_digits, "ddp", checkpoint_folder)
+        first_error, second_error = ranks(2, resume_digits, "ddp", checkpoint_folder)
         assert first_error == second_error
         assert "\n" not in first_error
         assert f"{name} was changed after it was saved" in first_error
-        assert f"--resume {step(run_folder, 4)}" in first_error
+        assert f"--resume {step_folder(run_folder, 4)}" in first_error
         flip_bit(checkpoint_folder / name)
 
 
 def test_train_reports_a_flipped_bit(cli: Cli, run_folder: Path, tmp_path: Path) -> None:
-    flip_bit(step(run_folder, 6) / "__1_0.distcp")
+    flip_bit(step_folder(run_folder, 6) / "__1_0.distcp")
     args = ("--layout", "ddp", "--processes", "2", "--out", run_folder, "--resume")
-    result = cli(tmp_path, *DIGITS, *args)
+    result = cli(tmp_path, *DIGITS_ARGS, *args)
     assert result.status == 2, result.err
     line = one_line(result.err)
     assert "__1_0.distcp" in line
-    assert f"--resume {step(run_folder, 4)}" in line
+    assert f"--resume {step_folder(run_folder, 4)}" in line
 
 
 # --- a different workload
@@ -234,24 +243,24 @@ def test_train_reports_a_flipped_bit(cli: Cli, run_folder: Path, tmp_path: Path)
 
 def resume_changed_workload(world: World, checkpoint_folder: Path, changes: dict[str, Any]) -> str:
     """Resume with a changed workload and return the error message, or an empty string."""
-    going = Going(world, dataclasses.replace(training(), **changes), "single:precision=float64")
+    session = TrainingSession(world, dataclasses.replace(mixed_workload(), **changes), "single:precision=float64")
     try:
-        resume(going.prepared, world, checkpoint_named(checkpoint_folder), going.about())
+        resume(session.prepared, world, checkpoint_named(checkpoint_folder), session.metadata())
     except UsageError as error:
         return str(error)
     return ""
 
 
-class ModelWithExtraLayer(Mixed):
-    """A model with one parameter more than `Mixed`."""
+class ModelWithExtraLayer(MixedModel):
+    """A model with one parameter more than `MixedModel`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.head = nn.Linear(5, 2, bias=False)
 
 
-class ModelWithOtherShape(Mixed):
-    """A model with the names of `Mixed` and a buffer of a different shape."""
+class ModelWithOtherShape(MixedModel):
+    """A model with the names of `MixedModel` and a buffer of a different shape."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -266,7 +275,7 @@ def two_parameter_groups(model: nn.Module) -> torch.optim.Optimizer:
 
 def test_resume_refuses_a_different_workload(ranks: Any, tmp_path: Path) -> None:
     """The error is one line that names the difference."""
-    ranks(1, begins, "single", "sgd", tmp_path)
+    ranks(1, train_and_save, "single", "sgd", tmp_path)
     checkpoint_folder = find_checkpoint(tmp_path).path
     expected: list[tuple[dict[str, Any], str]] = [
         ({"seed": 1}, "seed"),

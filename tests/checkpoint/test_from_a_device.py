@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from everyrank.checkpoint.saver import copies_on_cpu
-from pretended_card import moved_to_card, pretended_cards
 from round_trips import round_trip
+from simulated_gpu import simulated_gpus, to_simulated_gpu
 
 
 @pytest.mark.parametrize("layout", [pytest.param("fsdp:tensor=2", marks=pytest.mark.integration), "pipeline:shard=2"])
@@ -25,9 +25,9 @@ def test_asynchronous_checkpoint_is_restored(ranks: Any, tmp_path: Path, layout:
 def test_copies_wait_once_for_each_of_two_devices() -> None:
     """With devices=2, the host synchronizes with each device once, and not once for each tensor."""
     tensors = {f"model/{name}": torch.arange(4.0) + name for name in range(6)}
-    with pretended_cards() as waits:
+    with simulated_gpus() as waits:
         copies = copies_on_cpu(
-            {name: moved_to_card(value, index % 2) for index, (name, value) in enumerate(tensors.items())}
+            {name: to_simulated_gpu(value, index % 2) for index, (name, value) in enumerate(tensors.items())}
         )
     assert waits == ["synchronize"] * 2
     for name, tensor in tensors.items():

@@ -13,7 +13,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 import zoo
-from checkpointing import END, SAVED, Going, begins, interrupted, losses_of, same, training
+from checkpointing import (
+    END_STEP,
+    SAVE_STEP,
+    TrainingSession,
+    assert_equal_tensors,
+    global_losses,
+    mixed_workload,
+    train_and_resume,
+    train_and_save,
+)
 from everyrank.checkpoint import resume
 from everyrank.runs import find_checkpoint
 from everyrank.world import World
@@ -35,19 +44,19 @@ def test_resume_on_two_ranks_is_bitwise_equal(
     ranks: Any, tmp_path: Path, strategy: str, optimizer: str, workers: int
 ) -> None:
     """The checkpoint is in mid-epoch. Losses and final state equal those of the uninterrupted run."""
-    rows = ranks(2, interrupted, f"{strategy}:precision=float64", training(optimizer), workers, tmp_path)
+    rows = ranks(2, train_and_resume, f"{strategy}:precision=float64", mixed_workload(optimizer), workers, tmp_path)
     for row in rows:
-        assert row["begun"] == SAVED
-        assert len(row["again"][0]) == END - SAVED
+        assert row["begun"] == SAVE_STEP
+        assert len(row["again"][0]) == END_STEP - SAVE_STEP
         (saved_state, saved_values), (resumed_state, resumed_values) = row["at_save"]
-        same(saved_state, resumed_state)
+        assert_equal_tensors(saved_state, resumed_state)
         assert saved_values == resumed_values
         for expected_loss, resumed_loss in zip(row["whole"][0], row["again"][0], strict=True):
             assert torch.equal(expected_loss, resumed_loss)
-        same(row["whole"][1], row["again"][1])
+        assert_equal_tensors(row["whole"][1], row["again"][1])
         assert row["whole"][2] == row["again"][2]
     # a server runs no model, and receives the buffers only when it saves
-    expected = [SAVED, END] if strategy == "parameter_server" else [END, END]
+    expected = [SAVE_STEP, END_STEP] if strategy == "parameter_server" else [END_STEP, END_STEP]
     assert [int(row["again"][1]["model/calls"]) for row in rows] == expected
 
 
@@ -57,9 +66,9 @@ def test_resume_on_more_ranks_is_equal_up_to_rounding(ranks: Any, tmp_path: Path
     """On three and four ranks, the last batch of an epoch has fewer samples than ranks. The tolerance is 1e-12."""
     optimizer = "adamw" if size == 3 else "sgd"
     layout = f"{strategy}{',' if ':' in strategy else ':'}precision=float64"
-    for row in ranks(size, interrupted, layout, training(optimizer), 0, tmp_path):
+    for row in ranks(size, train_and_resume, layout, mixed_workload(optimizer), 0, tmp_path):
         torch.testing.assert_close(row["whole"][0], row["again"][0], rtol=1e-12, atol=1e-13)
-        same(row["whole"][1], row["again"][1], relative=1e-12)
+        assert_equal_tensors(row["whole"][1], row["again"][1], tolerance=1e-12)
         assert row["whole"][2] == row["again"][2]
 
 
@@ -73,7 +82,7 @@ def test_resume_restores_the_loss_scale(ranks: Any, tmp_path: Path, strategy: st
         assert saved_scale[1] > 0, "and then to have good steps"
         for expected_loss, resumed_loss in zip(expected[0], resumed[0], strict=True):
             assert torch.equal(expected_loss, resumed_loss)
-        same(expected[1], resumed[1])
+        assert_equal_tensors(expected[1], resumed[1])
         assert expected[2] == resumed[2]
 
 
@@ -85,19 +94,19 @@ def resume_in_fp16(world: World, strategy: str, run: Path) -> Any:
         return total * 3.0, count  # its gradient does not fit into fp16 at the first scale
 
     workload = zoo.workload("frozen", loss=loss)
-    uninterrupted = Going(world, workload, f"{strategy}:precision=fp16")
-    uninterrupted.updates(0, SAVED)
-    uninterrupted.saver(run).save(SAVED, {})
+    uninterrupted = TrainingSession(world, workload, f"{strategy}:precision=fp16")
+    uninterrupted.train(0, SAVE_STEP)
+    uninterrupted.make_saver(run).save(SAVE_STEP, {})
     scale = uninterrupted.prepared.trainable.scaler
     assert scale is not None
     saved_scale = (scale.scale, scale.good_steps)
-    expected = (uninterrupted.updates(SAVED, END), *uninterrupted.state())
-    resumed = Going(world, workload, f"{strategy}:precision=fp16")
-    resume(resumed.prepared, world, find_checkpoint(run), resumed.about())
+    expected = (uninterrupted.train(SAVE_STEP, END_STEP), *uninterrupted.state())
+    resumed = TrainingSession(world, workload, f"{strategy}:precision=fp16")
+    resume(resumed.prepared, world, find_checkpoint(run), resumed.metadata())
     scale = resumed.prepared.trainable.scaler
     assert scale is not None
     restored_scale = (scale.scale, scale.good_steps)
-    return saved_scale, restored_scale, expected, (resumed.updates(SAVED, END), *resumed.state())
+    return saved_scale, restored_scale, expected, (resumed.train(SAVE_STEP, END_STEP), *resumed.state())
 
 
 def loss_with_random_factor(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
@@ -116,11 +125,11 @@ def loss_with_random_factor(output: Tensor, target: Tensor) -> tuple[Tensor, int
 def test_resume_restores_the_generators_of_python_and_numpy(ranks: Any, tmp_path: Path, saved: int) -> None:
     """A user's loss draws from them. The resumed run is bitwise equal, and each rank has its own stream."""
     workload = zoo.workload("frozen", loss=loss_with_random_factor)
-    rows = ranks(2, interrupted, "ddp:precision=float64", workload, 0, tmp_path, saved)
+    rows = ranks(2, train_and_resume, "ddp:precision=float64", workload, 0, tmp_path, saved)
     for row in rows:
         for expected_loss, resumed_loss in zip(row["whole"][0], row["again"][0], strict=True):
             assert torch.equal(expected_loss, resumed_loss)
-        same(row["whole"][1], row["again"][1])
+        assert_equal_tensors(row["whole"][1], row["again"][1])
     generator_states = [row["whole"][1][f"generators/{rank}"] for rank, row in enumerate(rows)]
     assert not torch.equal(*generator_states), "the ranks drew the same numbers"
 
@@ -130,9 +139,9 @@ def test_resume_restores_the_generators_of_python_and_numpy(ranks: Any, tmp_path
 
 def resume_and_finish(world: World, layout: str, optimizer: str, run: Path) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Resume the run, and return the local losses after the checkpoint and the full state."""
-    going = Going(world, training(optimizer), f"{layout}:precision=float64")
-    start_step = resume(going.prepared, world, find_checkpoint(run), going.about())
-    return going.updates(start_step, END), going.prepared.full_state()
+    session = TrainingSession(world, mixed_workload(optimizer), f"{layout}:precision=float64")
+    start_step = resume(session.prepared, world, find_checkpoint(run), session.metadata())
+    return session.train(start_step, END_STEP), session.prepared.full_state()
 
 
 # before batch norm: the gradient is only rounding error, which AdamW scales up
@@ -155,12 +164,12 @@ def test_resume_with_a_different_layout(
     ranks: Any, tmp_path: Path, optimizer: str, saved: tuple[str, int], resumed_by: list[tuple[str, int]]
 ) -> None:
     """The optimizer state is split again. Losses and model equal those of the uninterrupted run."""
-    uninterrupted = ranks(saved[1], begins, saved[0], optimizer, tmp_path)
-    expected = losses_of(uninterrupted)
+    uninterrupted = ranks(saved[1], train_and_save, saved[0], optimizer, tmp_path)
+    expected = global_losses(uninterrupted)
     for layout, size in resumed_by:
         rows = ranks(size, resume_and_finish, layout, optimizer, tmp_path)
-        assert losses_of(rows) == pytest.approx(expected, rel=1e-10, abs=0.0), (layout, size)
+        assert global_losses(rows) == pytest.approx(expected, rel=1e-10, abs=0.0), (layout, size)
         final_model, expected_model = (
             {name: row[1][name] for name in row[1] if name not in NO_GRADIENT} for row in (rows[0], uninterrupted[0])
         )
-        same(final_model, expected_model, relative=1e-10)
+        assert_equal_tensors(final_model, expected_model, tolerance=1e-10)

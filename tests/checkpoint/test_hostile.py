@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from checkpointing import DIGITS, step, sum_again, try_digits
+from checkpointing import DIGITS_ARGS, resume_digits, step_folder, update_checksums
 from everyrank.checkpoint import export
 from everyrank.errors import UsageError
 from everyrank.runs import checkpoint_named
@@ -60,11 +60,11 @@ def malicious_tables(folder: Path, marker: Path) -> dict[str, bytes]:
 
 def test_malicious_table_of_contents_runs_no_code(ranks: Any, run_folder: Path, tmp_path: Path) -> None:
     """Size and checksum of the table are correct. Resume and export fail with one line."""
-    checkpoint_folder, marker = step(run_folder, 6), tmp_path / "it-ran"
+    checkpoint_folder, marker = step_folder(run_folder, 6), tmp_path / "it-ran"
     for name, content in malicious_tables(checkpoint_folder, marker).items():
         (checkpoint_folder / ".metadata").write_bytes(content)
-        sum_again(checkpoint_folder, ".metadata")
-        for line in ranks(2, try_digits, "ddp", checkpoint_folder):
+        update_checksums(checkpoint_folder, ".metadata")
+        for line in ranks(2, resume_digits, "ddp", checkpoint_folder):
             assert line, name
             assert "\n" not in line, name
             assert str(checkpoint_folder) in line, name
@@ -77,7 +77,7 @@ def test_malicious_table_of_contents_runs_no_code(ranks: Any, run_folder: Path, 
 
 def test_table_with_enum_members_by_name_is_read(run_folder: Path, tmp_path: Path) -> None:
     """Python 3.11.2 pickles a member of an enum as `getattr(class, name)`, and newer releases as `class(value)`."""
-    checkpoint_folder = step(run_folder, 6)
+    checkpoint_folder = step_folder(run_folder, 6)
     table_path = checkpoint_folder / ".metadata"
     content = io.BytesIO()
     pickler = pickle.Pickler(content)
@@ -86,7 +86,7 @@ def test_table_with_enum_members_by_name_is_read(run_folder: Path, tmp_path: Pat
     pickler.dump(pickle.loads(table_path.read_bytes()))
     assert b"getattr" in content.getvalue()
     table_path.write_bytes(content.getvalue())
-    sum_again(checkpoint_folder, ".metadata")
+    update_checksums(checkpoint_folder, ".metadata")
     assert export(checkpoint_named(checkpoint_folder), tmp_path / "w.pt")
     assert torch.load(tmp_path / "w.pt", weights_only=True)
 
@@ -104,18 +104,18 @@ def malicious_values(marker: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("zipped", [True, False])
 def test_malicious_training_values_run_no_code(ranks: Any, run_folder: Path, tmp_path: Path, zipped: bool) -> None:
     """Size and checksum of training.pt are correct. Resume fails with one line."""
-    checkpoint_folder, marker = step(run_folder, 6), tmp_path / "it-ran"
+    checkpoint_folder, marker = step_folder(run_folder, 6), tmp_path / "it-ran"
     for name, values in malicious_values(marker).items():
         torch.save(values, checkpoint_folder / "training.pt", _use_new_zipfile_serialization=zipped)
-        sum_again(checkpoint_folder, "training.pt")
-        for line in ranks(2, try_digits, "ddp", checkpoint_folder):
+        update_checksums(checkpoint_folder, "training.pt")
+        for line in ranks(2, resume_digits, "ddp", checkpoint_folder):
             assert line, name
             assert "\n" not in line, name
             assert "training.pt" in line, name
         assert not marker.exists(), name
     (checkpoint_folder / "training.pt").write_bytes(pickle.dumps(MaliciousPickle(os.system, f"touch {marker}")))
-    sum_again(checkpoint_folder, "training.pt")
-    assert all("training.pt" in line for line in ranks(2, try_digits, "ddp", checkpoint_folder))
+    update_checksums(checkpoint_folder, "training.pt")
+    assert all("training.pt" in line for line in ranks(2, resume_digits, "ddp", checkpoint_folder))
     assert not marker.exists()
 
 
@@ -131,19 +131,19 @@ def test_malicious_training_values_run_no_code(ranks: Any, run_folder: Path, tmp
 )
 def test_resume_refuses_training_values_of_a_wrong_type(ranks: Any, run_folder: Path, values: Any) -> None:
     """Size and checksum of training.pt are correct. The error is one line that names the file."""
-    checkpoint_folder = step(run_folder, 6)
+    checkpoint_folder = step_folder(run_folder, 6)
     torch.save(values, checkpoint_folder / "training.pt")
-    sum_again(checkpoint_folder, "training.pt")
-    (line,) = ranks(1, try_digits, "single", checkpoint_folder)
+    update_checksums(checkpoint_folder, "training.pt")
+    (line,) = ranks(1, resume_digits, "single", checkpoint_folder)
     assert "training.pt" in line
     assert "\n" not in line
 
 
 def test_train_refuses_a_malicious_table_of_contents(cli: Cli, run_folder: Path, tmp_path: Path) -> None:
-    checkpoint_folder, marker = step(run_folder, 6), tmp_path / "it-ran"
+    checkpoint_folder, marker = step_folder(run_folder, 6), tmp_path / "it-ran"
     (checkpoint_folder / ".metadata").write_bytes(pickle.dumps(MaliciousPickle(os.system, f"touch {marker}")))
-    sum_again(checkpoint_folder, ".metadata")
-    result = cli(tmp_path, *DIGITS, "--layout", "ddp", "--processes", "2", "--resume", checkpoint_folder)
+    update_checksums(checkpoint_folder, ".metadata")
+    result = cli(tmp_path, *DIGITS_ARGS, "--layout", "ddp", "--processes", "2", "--resume", checkpoint_folder)
     assert result.status == 2, result.err
     assert ".metadata" in one_line(result.err)
     assert not marker.exists()

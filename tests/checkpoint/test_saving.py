@@ -22,7 +22,7 @@ from torch import nn
 
 import everyrank.checkpoint.saver
 import zoo
-from checkpointing import Going, everything_in, same, saves, training
+from checkpointing import TrainingSession, assert_equal_tensors, mixed_workload, read_checkpoint, save_with_scores
 from everyrank import Workload
 from everyrank.checkpoint import SaveError
 from everyrank.checkpoint.contents import tensors_of
@@ -38,9 +38,9 @@ def count_groups_after_each_save(world: World, folder: Path) -> list[int]:
     """Return the number of process groups after the first, second and third training has saved."""
     counts = []
     for run_index in range(3):
-        going = Going(world, zoo.workload("tied"), "ddp")
-        going.updates(0, 1)
-        going.saver(folder / str(run_index)).save(1, {})
+        session = TrainingSession(world, zoo.workload("tied"), "ddp")
+        session.train(0, 1)
+        session.make_saver(folder / str(run_index)).save(1, {})
         counts.append(len(dist.distributed_c10d._world.pg_map))
     return counts
 
@@ -53,8 +53,11 @@ def test_all_savers_share_one_process_group(ranks: Any, tmp_path: Path) -> None:
 
 def background_saver_has_its_own_group(world: World, folder: Path) -> bool:
     """Return whether a background saver has a different group than a synchronous saver."""
-    going = Going(world, zoo.workload("tied"), "ddp")
-    return going.saver(folder / "at once").group is not going.saver(folder / "later", in_background=True).group
+    session = TrainingSession(world, zoo.workload("tied"), "ddp")
+    return (
+        session.make_saver(folder / "at once").group
+        is not session.make_saver(folder / "later", in_background=True).group
+    )
 
 
 def test_background_saving_uses_its_own_process_group(ranks: Any, tmp_path: Path) -> None:
@@ -72,9 +75,9 @@ def save_synchronously_and_in_background(world: World, layout: str, workload: Wo
 
     Return whether it waited, the number of tensors changed since, and whether other values changed.
     """
-    going = Going(world, workload, layout)
-    going.updates(0, 5)
-    going.saver(folder / "at once").save(5, {"eval_loss": 0.5})
+    session = TrainingSession(world, workload, layout)
+    session.train(0, 5)
+    session.make_saver(folder / "at once").save(5, {"eval_loss": 0.5})
     gate = threading.Event()
     write = everyrank.checkpoint.saver.write
 
@@ -84,11 +87,11 @@ def save_synchronously_and_in_background(world: World, layout: str, workload: Wo
 
     everyrank.checkpoint.saver.write = write_after_gate  # type: ignore[assignment]
     try:
-        saver = going.saver(folder / "later", in_background=True)
+        saver = session.make_saver(folder / "later", in_background=True)
         saver.save(5, {"eval_loss": 0.5})
-        state_at_save = going.state()
-        going.updates(5, 9)
-        later_state = going.state()
+        state_at_save = session.state()
+        session.train(5, 9)
+        later_state = session.state()
         was_waiting = not checkpoints_of(saver.run)
         gate.set()
         saver.finish()
@@ -105,7 +108,7 @@ def test_background_checkpoint_has_the_state_of_the_save_call(
     ranks: Any, tmp_path: Path, layout: str, optimizer: str
 ) -> None:
     """The checkpoint is bitwise equal to a synchronous one, although the training has continued."""
-    workload = training()
+    workload = mixed_workload()
     if optimizer != "sgd":
         workload = dataclasses.replace(workload, optimizer=adamw_with_tensor_learning_rate)
     for was_waiting, num_changed, values_changed in ranks(
@@ -117,8 +120,8 @@ def test_background_checkpoint_has_the_state_of_the_save_call(
     synchronous, in_background = (find_checkpoint(tmp_path / name) for name in ("at once", "later"))
     assert damage(synchronous) is None
     assert damage(in_background) is None
-    (tensors, values), (tensors_later, values_later) = everything_in(synchronous), everything_in(in_background)
-    same(tensors, tensors_later)
+    (tensors, values), (tensors_later, values_later) = read_checkpoint(synchronous), read_checkpoint(in_background)
+    assert_equal_tensors(tensors, tensors_later)
     assert values == values_later
     assert dataclasses.replace(synchronous.metadata, files={}) == dataclasses.replace(in_background.metadata, files={})
 
@@ -128,9 +131,9 @@ def fail_to_save_on_rank_1(world: World, run: Path) -> tuple[str, list[int], int
 
     Return the error, the intact steps after the failure, and the last step.
     """
-    going = Going(world, training(), "fsdp")
-    going.updates(0, 1)
-    saver = going.saver(run, in_background=True)
+    session = TrainingSession(world, mixed_workload(), "fsdp")
+    session.train(0, 1)
+    saver = session.make_saver(run, in_background=True)
     saver.save(1, {})
     saver.finish()
     error = ""
@@ -203,7 +206,7 @@ def test_pruning_keeps_the_last_and_the_best_checkpoint(
 
     A loss is better when lower, an accuracy when higher.
     """
-    (names,) = ranks(1, saves, tmp_path, name, scores, keep)
+    (names,) = ranks(1, save_with_scores, tmp_path, name, scores, keep)
     assert names == [*(["best"] if best else []), *(f"step-{step:08d}" for step in kept_steps)]
     for checkpoint in checkpoints_of(tmp_path):
         assert damage(checkpoint) is None
@@ -226,11 +229,11 @@ def test_is_better_compares_by_the_name_of_the_metric() -> None:
 
 def test_checkpoint_after_resume_from_an_older_one_is_not_pruned(ranks: Any, tmp_path: Path) -> None:
     """The newest checkpoint is damaged and the run resumes from the one before. Its next checkpoint must stay."""
-    ranks(1, saves, tmp_path, "top1", [None] * 6, 2)
+    ranks(1, save_with_scores, tmp_path, "top1", [None] * 6, 2)
     newest = find_checkpoint(tmp_path)
     (tensor_file,) = newest.path.glob("*.distcp")
     tensor_file.write_bytes(tensor_file.read_bytes()[:-10])
-    (names,) = ranks(1, saves, tmp_path, "top1", [None], 1, 5)  # saves update 5 again; 6 is damaged
+    (names,) = ranks(1, save_with_scores, tmp_path, "top1", [None], 1, 5)  # saves update 5 again; 6 is damaged
     assert "step-00000005" in names
     assert [checkpoint.metadata.step for checkpoint in checkpoints_of(tmp_path) if damage(checkpoint) is None] == [5]
 
@@ -274,17 +277,17 @@ def save_until_killed(run: Path, write_end: int, in_background: bool) -> None:
     """Save one step after another. All numbers of a checkpoint are its step number."""
     world = World(0, 1, 0, 1, torch.device("cpu"), "gloo", 1, 0, 60.0, None, None)  # type: ignore[arg-type]
     overrides = {"model": lambda: nn.Sequential(nn.Linear(5, 256), nn.Linear(256, 256), nn.Linear(256, 2))}
-    going = Going(world, zoo.workload("frozen", blocks=None, **overrides), "single")
-    going.updates(0, 1)  # this creates the optimizer state
+    session = TrainingSession(world, zoo.workload("frozen", blocks=None, **overrides), "single")
+    session.train(0, 1)  # this creates the optimizer state
     checkpoints = checkpoints_of(run)
     # with three checkpoints the newest is written again, as after resume from an older one
     step = checkpoints[-1].metadata.step + (len(checkpoints) < 3) if checkpoints else 1
-    saver = going.saver(run, keep=2, in_background=in_background)
+    saver = session.make_saver(run, keep=2, in_background=in_background)
     is_first = True
     while True:
-        fill_state(going.prepared, world, step)
+        fill_state(session.prepared, world, step)
         saver.save(step, {"eval_loss": float(step * 7919 % 101)})
-        fill_state(going.prepared, world, -1)
+        fill_state(session.prepared, world, -1)
         if is_first:
             saver.finish()
             os.write(write_end, b"x")
@@ -309,7 +312,7 @@ def check_checkpoints(run: Path) -> int:
     assert checkpoints, "nothing is left"
     for checkpoint in checkpoints:
         assert damage(checkpoint) is None, f"{checkpoint.path.name}: {damage(checkpoint)}"
-        tensors, values = everything_in(checkpoint)
+        tensors, values = read_checkpoint(checkpoint)
         assert sum(name.startswith("optimizer/") for name in tensors) == 6
         for name, tensor in tensors.items():
             distinct_values = tensor.unique().tolist()

@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 import zoo
-from checkpointing import END, SAVED, Going, interrupted, losses_of, same, schedule
+from checkpointing import (
+    END_STEP,
+    SAVE_STEP,
+    TrainingSession,
+    assert_equal_tensors,
+    global_losses,
+    schedule,
+    train_and_resume,
+)
 from everyrank import Workload
 from everyrank.checkpoint import resume
 from everyrank.runs import find_checkpoint
@@ -36,15 +44,15 @@ def train_decoder(
 
     Return the local losses after the checkpoint and the full state.
     """
-    going = Going(world, decoder_workload(optimizer), in_float64(layout))
+    session = TrainingSession(world, decoder_workload(optimizer), in_float64(layout))
     if saves:
-        going.updates(0, SAVED)
-        going.saver(run).save(SAVED, {})
-        start_step = SAVED
+        session.train(0, SAVE_STEP)
+        session.make_saver(run).save(SAVE_STEP, {})
+        start_step = SAVE_STEP
     else:
-        going.updates(0, 2)  # resume has to replace every value of this trained model
-        start_step = resume(going.prepared, world, find_checkpoint(run), going.about())
-    return going.updates(start_step, END), going.prepared.full_state()
+        session.train(0, 2)  # resume has to replace every value of this trained model
+        start_step = resume(session.prepared, world, find_checkpoint(run), session.metadata())
+    return session.train(start_step, END_STEP), session.prepared.full_state()
 
 
 @pytest.fixture(scope="session")
@@ -75,18 +83,18 @@ def test_resume_a_split_model_with_a_different_layout(
     """Parameters and optimizer state are split again. Losses equal those of one uninterrupted device."""
     if optimizer not in decoder_results:
         uninterrupted = ranks(1, train_decoder, "single", optimizer, tmp_path / "whole", True)
-        decoder_results[optimizer] = losses_of(uninterrupted), uninterrupted[0][1]
+        decoder_results[optimizer] = global_losses(uninterrupted), uninterrupted[0][1]
     losses, state = decoder_results[optimizer]
     for saves, (layout, size) in [(True, saved), *((False, resuming) for resuming in resumed_by)]:
         rows = ranks(size, train_decoder, layout, optimizer, tmp_path / "run", saves)
-        assert losses_of(rows) == pytest.approx(losses, rel=1e-10, abs=0.0), (layout, size)
-        same(rows[0][1], state, relative=1e-9)
+        assert global_losses(rows) == pytest.approx(losses, rel=1e-10, abs=0.0), (layout, size)
+        assert_equal_tensors(rows[0][1], state, tolerance=1e-9)
         assert not any(row[1] for row in rows[1:]), "only rank 0 returns the full state"
 
 
 def interrupt_decoder(world: World, layout: str, run: Path) -> Any:
     """Run the uninterrupted and the resumed training of the decoder."""
-    return interrupted(world, in_float64(layout), decoder_workload("adamw"), 0, run)
+    return train_and_resume(world, in_float64(layout), decoder_workload("adamw"), 0, run)
 
 
 def train_experts(
@@ -115,18 +123,18 @@ def test_resume_experts_with_a_different_layout(ranks: Any, tmp_path: Path, layo
         if is_first:
             ranks(saver[1], train_experts, saver[0], "adamw", run, True)
         rows = ranks(size, train_experts, layout, "adamw", run, False)
-        assert losses_of(rows) == pytest.approx(losses_of(uninterrupted), rel=1e-10, abs=0.0), (layout, size)
-        same(rows[0][1], uninterrupted[0][1], relative=1e-9)
+        assert global_losses(rows) == pytest.approx(global_losses(uninterrupted), rel=1e-10, abs=0.0), (layout, size)
+        assert_equal_tensors(rows[0][1], uninterrupted[0][1], tolerance=1e-9)
 
 
 @pytest.mark.parametrize("layout", ["tensor", "context", "pipeline:schedule=interleaved"])
 def test_resume_a_split_model_is_bitwise_equal(ranks: Any, tmp_path: Path, layout: str) -> None:
     """With the same layout, resume restores the complete state of each rank."""
     for row in ranks(2, interrupt_decoder, layout, tmp_path):
-        assert row["begun"] == SAVED
+        assert row["begun"] == SAVE_STEP
         (saved_state, saved_values), (resumed_state, resumed_values) = row["at_save"]
-        same(saved_state, resumed_state)
+        assert_equal_tensors(saved_state, resumed_state)
         assert saved_values == resumed_values
         for expected_loss, resumed_loss in zip(row["whole"][0], row["again"][0], strict=True):
             assert torch.equal(expected_loss, resumed_loss)
-        same(row["whole"][1], row["again"][1])
+        assert_equal_tensors(row["whole"][1], row["again"][1])

@@ -21,13 +21,13 @@ from everyrank.launch import (
     mpi,
 )
 from everyrank.launch import ray as ray_launcher
-from launching import OF_LAUNCHERS, Typed
+from launching import LAUNCHER_PREFIXES, CommandResult
 
 
 @pytest.fixture(autouse=True)
 def _no_launcher_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Remove variables of launchers, because these tests may run in an allocation."""
-    for name in [name for name in os.environ if name.startswith(OF_LAUNCHERS)]:
+    for name in [name for name in os.environ if name.startswith(LAUNCHER_PREFIXES)]:
         monkeypatch.delenv(name)
 
 
@@ -41,14 +41,14 @@ def run_main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     def fail_on_start(*_: object, **__: object) -> None:
         raise AssertionError("a process was started")
 
-    def call(*args: str, **variables: str) -> Typed:
+    def call(*args: str, **variables: str) -> CommandResult:
         if len(args) == 1:
             args = tuple(shlex.split(args[0]))
         monkeypatch.setattr(sys, "argv", ["everyrank", *args])
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         status = main(args)
-        return Typed(status, *capsys.readouterr())
+        return CommandResult(status, *capsys.readouterr())
 
     previous_handler = signal.getsignal(signal.SIGTERM)
     monkeypatch.chdir(tmp_path)

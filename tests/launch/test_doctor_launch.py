@@ -16,7 +16,7 @@ from everyrank.launch import (
     mpi,
 )
 from everyrank.launch.host_info import LOOPBACK
-from launching import JOB, MPICH, OPEN_MPI, SRUN
+from launching import MPICH, OPEN_MPI, SLURM_JOB, SRUN
 from processes import free_port
 
 
@@ -25,7 +25,7 @@ from processes import free_port
     [
         ({}, None, []),
         (SRUN, None, []),
-        (JOB, "ok", ["job 7: 6 tasks on 2 nodes", "--launcher slurm"]),
+        (SLURM_JOB, "ok", ["job 7: 6 tasks on 2 nodes", "--launcher slurm"]),
         ({**SRUN, "SLURM_NTASKS_PER_NODE": "3"}, None, []),
         (
             {**SRUN, "SLURM_NTASKS_PER_NODE": "4"},

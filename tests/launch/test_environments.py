@@ -24,7 +24,7 @@ from everyrank.launch import (
 )
 from everyrank.launch.slurm import check_allocation, first_host, tasks_per_node
 from everyrank.layout import Layout, parse_layout
-from launching import HOROVODRUN, JOB, MPICH, OPEN_MPI, SRUN
+from launching import HOROVODRUN, MPICH, OPEN_MPI, SLURM_JOB, SRUN
 from processes import Cli, by_hand
 
 TORCHRUN = {**by_hand(1, "29500"), "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -108,8 +108,8 @@ def test_rank_info_comes_from_the_innermost_launcher(
         {},
         {"LOCAL_RANK": "0"},
         {"MASTER_ADDR": "n0", "MASTER_PORT": "29500"},
-        JOB,  # a batch script or a shell of salloc is not a rank
-        {**JOB, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"},
+        SLURM_JOB,  # a batch script or a shell of salloc is not a rank
+        {**SLURM_JOB, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"},
     ],
     ids=str,
 )
@@ -124,7 +124,7 @@ def test_shell_of_salloc_is_not_a_rank() -> None:
     SLURM_NTASKS is still that of the allocation. A rank would wait for ranks that do not exist.
     """
     environment = {
-        **JOB,
+        **SLURM_JOB,
         "SLURM_STEP_ID": "4294967290",
         "SLURM_STEP_NUM_TASKS": "1",
         "SLURM_STEP_TASKS_PER_NODE": "1",
@@ -363,8 +363,8 @@ ONE_TASK_PER_NODE = {**SRUN, "SLURM_NTASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "
 ONE_TASK_PER_NODE |= {"SLURM_LOCALID": "0"}
 
 SLURM_MISTAKES: dict[str, tuple[str, dict[str, str], list[str]]] = {
-    "in an allocation without srun": ("", JOB, ["Slurm job 7", "6 tasks on 2 nodes", "--launcher slurm", "srun"]),
-    "in one of several tasks on one node": ("", {**JOB, "SLURM_NNODES": "1"}, ["6 tasks on 1 node,"]),
+    "in an allocation without srun": ("", SLURM_JOB, ["Slurm job 7", "6 tasks on 2 nodes", "--launcher slurm", "srun"]),
+    "in one of several tasks on one node": ("", {**SLURM_JOB, "SLURM_NNODES": "1"}, ["6 tasks on 1 node,"]),
     "one task a node, ranks counted for each GPU": (
         "--processes 8",
         ONE_TASK_PER_NODE,
@@ -382,8 +382,8 @@ SLURM_MISTAKES: dict[str, tuple[str, dict[str, str], list[str]]] = {
     ),
     "a launcher in a launcher": ("--launcher slurm", SRUN, ["--launcher slurm", "slurm has already started"]),
     "torchrun in torchrun": ("--launcher torchrun", TORCHRUN, ["--launcher torchrun", "torchrun has already started"]),
-    "nodes": ("--launcher slurm --nodes two", JOB, ["--nodes two", "a number"]),
-    "no number of nodes": ("--launcher slurm", {**JOB, "SLURM_NNODES": "two"}, ["SLURM_NNODES=two"]),
+    "nodes": ("--launcher slurm --nodes two", SLURM_JOB, ["--nodes two", "a number"]),
+    "no number of nodes": ("--launcher slurm", {**SLURM_JOB, "SLURM_NNODES": "two"}, ["SLURM_NNODES=two"]),
     "no number of nodes in srun": ("", {**SRUN, "SLURM_NNODES": "two"}, ["SLURM_NNODES=two"]),
 }
 
@@ -468,7 +468,7 @@ def test_matching_allocation_is_accepted(launch: Launch, environment: dict[str, 
 
 def test_launcher_slurm_takes_nodes_and_tasks_of_the_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
     """--launcher spawn stays on this node."""
-    for name, value in JOB.items():
+    for name, value in SLURM_JOB.items():
         monkeypatch.setenv(name, value)
     launch = launch_from_args("--launcher", "slurm")
     assert (launch.nodes, launch.processes) == (2, 6)

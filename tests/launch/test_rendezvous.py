@@ -34,7 +34,7 @@ from everyrank.launch.host_info import (
 from everyrank.world import heartbeat
 from everyrank.world.heartbeat import Peer, register_rank, route_to_peers, wait_for_peers
 from everyrank.world.rendezvous import open_store
-from launching import DDP, Typed
+from launching import TRAIN_DDP, CommandResult
 from processes import Cli, free_port
 
 # --- hosts and interfaces
@@ -94,7 +94,7 @@ def test_choose_interface(
 
 def test_port_in_use_is_reported_before_the_start(run_main: Any, busy_port: int) -> None:
     """No rank has to start to find it."""
-    result = run_main(DDP + f"--processes 2 --init-method tcp://127.0.0.1:{busy_port}")
+    result = run_main(TRAIN_DDP + f"--processes 2 --init-method tcp://127.0.0.1:{busy_port}")
     assert (result.status, result.out) == (2, "")
     assert f"port {busy_port} at 127.0.0.1: Address already in use" in result.line
     assert "another port" in result.line
@@ -442,7 +442,7 @@ def test_failed_rendezvous_exits_with_one_line(cli: Cli, tmp_path: Path, busy_po
         return text.replace("BUSY", str(busy_port)).replace("DIR", str(tmp_path))
 
     rank_result = cli.on_ranks(tmp_path, "train", "digits", "--steps", 1, *fill_placeholders(args).split())
-    result = Typed(rank_result.status, rank_result.out, rank_result.err)
+    result = CommandResult(rank_result.status, rank_result.out, rank_result.err)
     assert result.status == 2
     for fragment in fragments:
         assert fill_placeholders(fragment) in result.line

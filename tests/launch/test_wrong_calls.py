@@ -10,38 +10,50 @@ import pytest
 
 from everyrank.commands import doctor as doctor_command
 from everyrank.launch import host_info
-from launching import DDP, JOB
+from launching import SLURM_JOB, TRAIN_DDP
 from processes import Cli
 
-SLURM = DDP + "--launcher slurm --processes 2 --dry-run "
+SLURM = TRAIN_DDP + "--launcher slurm --processes 2 --dry-run "
 
-RAY = DDP + "--launcher ray "
-ELASTIC = DDP + "--launcher torchrun --rendezvous-kind c10d --rendezvous 127.0.0.1:29500 --restarts 3 "
+RAY = TRAIN_DDP + "--launcher ray "
+ELASTIC = TRAIN_DDP + "--launcher torchrun --rendezvous-kind c10d --rendezvous 127.0.0.1:29500 --restarts 3 "
 WRONG_CALLS = [
     # nodes
-    (DDP + "--nodes 2", ["--nodes 2", "--rendezvous HOST:PORT"]),
-    (DDP + "--launcher torchrun --nodes 2", ["--nodes 2", "--rendezvous HOST:PORT"]),
-    (DDP + "--nodes two", ["--nodes two", "MIN:MAX"]),
-    (DDP + "--nodes 0", ["--nodes 0", "at least 1"]),
-    (DDP + "--nodes 0 --dry-run", ["--nodes 0", "at least 1"]),
-    (DDP + "--nodes -1", ["--nodes -1"]),
-    (DDP + "--nodes 1:", ["--nodes 1:", "MIN:MAX"]),
-    (DDP + "--nodes :2", ["--nodes :2", "MIN:MAX"]),
-    (DDP + "--nodes 1:2 --node-rank 0 --rendezvous n0:1", ["--nodes MIN:MAX", "torchrun", "c10d"]),
-    (DDP + "--nodes 3:2 --launcher torchrun --rendezvous-kind c10d --rendezvous n0:1 --processes 2", ["--nodes 3:2"]),
-    (DDP + "--nodes 0:2 --launcher torchrun --rendezvous-kind c10d --rendezvous n0:1 --processes 2", ["--nodes 0:2"]),
-    (DDP + "--nodes 2 --processes 3 --node-rank 0 --rendezvous n0:1", ["--processes 3", "--nodes 2", "the total"]),
-    (DDP + "--nodes 2 --node-rank 2 --rendezvous n0:1", ["--node-rank 2", "0 to 1"]),
-    (DDP + "--nodes 2 --node-rank -1 --rendezvous n0:1", ["--node-rank -1", "0 to 1"]),
-    (DDP + "--node-rank first", ["--node-rank", "'first'"]),
+    (TRAIN_DDP + "--nodes 2", ["--nodes 2", "--rendezvous HOST:PORT"]),
+    (TRAIN_DDP + "--launcher torchrun --nodes 2", ["--nodes 2", "--rendezvous HOST:PORT"]),
+    (TRAIN_DDP + "--nodes two", ["--nodes two", "MIN:MAX"]),
+    (TRAIN_DDP + "--nodes 0", ["--nodes 0", "at least 1"]),
+    (TRAIN_DDP + "--nodes 0 --dry-run", ["--nodes 0", "at least 1"]),
+    (TRAIN_DDP + "--nodes -1", ["--nodes -1"]),
+    (TRAIN_DDP + "--nodes 1:", ["--nodes 1:", "MIN:MAX"]),
+    (TRAIN_DDP + "--nodes :2", ["--nodes :2", "MIN:MAX"]),
+    (TRAIN_DDP + "--nodes 1:2 --node-rank 0 --rendezvous n0:1", ["--nodes MIN:MAX", "torchrun", "c10d"]),
+    (
+        TRAIN_DDP + "--nodes 3:2 --launcher torchrun --rendezvous-kind c10d --rendezvous n0:1 --processes 2",
+        ["--nodes 3:2"],
+    ),
+    (
+        TRAIN_DDP + "--nodes 0:2 --launcher torchrun --rendezvous-kind c10d --rendezvous n0:1 --processes 2",
+        ["--nodes 0:2"],
+    ),
+    (
+        TRAIN_DDP + "--nodes 2 --processes 3 --node-rank 0 --rendezvous n0:1",
+        ["--processes 3", "--nodes 2", "the total"],
+    ),
+    (TRAIN_DDP + "--nodes 2 --node-rank 2 --rendezvous n0:1", ["--node-rank 2", "0 to 1"]),
+    (TRAIN_DDP + "--nodes 2 --node-rank -1 --rendezvous n0:1", ["--node-rank -1", "0 to 1"]),
+    (TRAIN_DDP + "--node-rank first", ["--node-rank", "'first'"]),
     # rendezvous
-    *((DDP + f"--rendezvous {text}", [f"--rendezvous {text}", "HOST:PORT"]) for text in ("n0", "n0:", ":1", "n0:0")),
-    (DDP + "--rendezvous n0:65536", ["--rendezvous n0:65536", "1 to 65535"]),
-    (DDP + "--rendezvous n0:http", ["--rendezvous n0:http", "1 to 65535"]),
-    (DDP + f"--rendezvous n0:{'9' * 5000}", ["1 to 65535"]),
-    (DDP + "--rendezvous-kind etcd", ["--rendezvous-kind etcd", "--launcher torchrun"]),
     *(
-        (DDP + f"--init-method {text}", [f"--init-method {text}", "give env, tcp://HOST:PORT or file:///PATH"])
+        (TRAIN_DDP + f"--rendezvous {text}", [f"--rendezvous {text}", "HOST:PORT"])
+        for text in ("n0", "n0:", ":1", "n0:0")
+    ),
+    (TRAIN_DDP + "--rendezvous n0:65536", ["--rendezvous n0:65536", "1 to 65535"]),
+    (TRAIN_DDP + "--rendezvous n0:http", ["--rendezvous n0:http", "1 to 65535"]),
+    (TRAIN_DDP + f"--rendezvous n0:{'9' * 5000}", ["1 to 65535"]),
+    (TRAIN_DDP + "--rendezvous-kind etcd", ["--rendezvous-kind etcd", "--launcher torchrun"]),
+    *(
+        (TRAIN_DDP + f"--init-method {text}", [f"--init-method {text}", "give env, tcp://HOST:PORT or file:///PATH"])
         for text in (
             "nccl",
             "udp://n0:1",
@@ -53,17 +65,17 @@ WRONG_CALLS = [
             "meet:///x",
         )
     ),
-    (DDP + "--init-method tcp://n0", ["--init-method tcp:// n0", "HOST:PORT"]),
-    (DDP + "--init-method tcp://n0:0", ["n0:0", "1 to 65535"]),
-    (DDP + "--init-method 'tcp://[::1:29500'", ["[::1:29500"]),
-    (DDP + "--init-method tcp://256.1.1.1:80", ["--init-method 256.1.1.1", "has no address here"]),
+    (TRAIN_DDP + "--init-method tcp://n0", ["--init-method tcp:// n0", "HOST:PORT"]),
+    (TRAIN_DDP + "--init-method tcp://n0:0", ["n0:0", "1 to 65535"]),
+    (TRAIN_DDP + "--init-method 'tcp://[::1:29500'", ["[::1:29500"]),
+    (TRAIN_DDP + "--init-method tcp://256.1.1.1:80", ["--init-method 256.1.1.1", "has no address here"]),
     # too many ranks
-    (DDP + f"--processes {'9' * 23} --dry-run", ["--processes 999", "at most 1,000,000"]),
-    (DDP + "--processes 8194 --nodes 2 --node-rank 0 --rendezvous n0:1", ["4,097 ranks", "at most 4,096"]),
+    (TRAIN_DDP + f"--processes {'9' * 23} --dry-run", ["--processes 999", "at most 1,000,000"]),
+    (TRAIN_DDP + "--processes 8194 --nodes 2 --node-rank 0 --rendezvous n0:1", ["4,097 ranks", "at most 4,096"]),
     # arguments of one launcher
-    (DDP + "--launcher torchrun --rendezvous-kind etcd", ["--rendezvous-kind etcd", "static or c10d"]),
-    (DDP + "--restarts 1", ["--restarts 1", "--launcher torchrun"]),
-    (DDP + "--restarts -1 --launcher torchrun", ["--restarts -1", "0 or more"]),
+    (TRAIN_DDP + "--launcher torchrun --rendezvous-kind etcd", ["--rendezvous-kind etcd", "static or c10d"]),
+    (TRAIN_DDP + "--restarts 1", ["--restarts 1", "--launcher torchrun"]),
+    (TRAIN_DDP + "--restarts -1 --launcher torchrun", ["--restarts -1", "0 or more"]),
     # elastic numbers of hosts
     (ELASTIC + "--nodes 4:3 --processes 3", ["--nodes 4:3", "MIN:MAX"]),
     (ELASTIC + "--nodes 0:3 --processes 3", ["--nodes 0:3", "1 <= MIN"]),
@@ -75,23 +87,26 @@ WRONG_CALLS = [
         ELASTIC + "--nodes 3:4 --processes 4 --layout fsdp:tensor=2 --out o",
         ["--nodes 3:4, with 3 ranks left", "tensor 2"],
     ),
-    (DDP + "--nodes 3:4 --processes 4 --out o", ["--nodes MIN:MAX", "--launcher torchrun --rendezvous-kind c10d"]),
+    (
+        TRAIN_DDP + "--nodes 3:4 --processes 4 --out o",
+        ["--nodes MIN:MAX", "--launcher torchrun --rendezvous-kind c10d"],
+    ),
     (SLURM + "--nodes 3:2", ["--nodes 3:2", "MIN:MAX"]),
-    (DDP + "--launcher mpi --nodes 1:2 --processes 2", ["--nodes MIN:MAX", "--launcher slurm"]),
-    (DDP + "--per-node spawn", ["--per-node spawn", "--launcher slurm"]),
+    (TRAIN_DDP + "--launcher mpi --nodes 1:2 --processes 2", ["--nodes MIN:MAX", "--launcher slurm"]),
+    (TRAIN_DDP + "--per-node spawn", ["--per-node spawn", "--launcher slurm"]),
     (SLURM + "--per-node mpi", ["--per-node mpi", "spawn or torchrun"]),
-    (DDP + "--address n0:1", ["--address n0:1", "--launcher ray"]),
-    (DDP + "--min-processes 1 --processes 2", ["--min-processes 1", "--launcher ray"]),
+    (TRAIN_DDP + "--address n0:1", ["--address n0:1", "--launcher ray"]),
+    (TRAIN_DDP + "--min-processes 1 --processes 2", ["--min-processes 1", "--launcher ray"]),
     (RAY + "--min-processes 3 --processes 2 --out o", ["--min-processes 3", "1 to 2"]),
     (RAY + "--min-processes 0 --processes 2 --out o", ["--min-processes 0", "1 to 2"]),
     (RAY + "--min-processes 2 --processes 4", ["--min-processes 2", "give --out DIR"]),
     (RAY + "--min-processes 2 --processes 4 --layout fsdp:tensor=2 --out o", ["with 3 ranks left", "tensor 2"]),
-    (DDP + "--launcher-args=-v", ["--launcher-args -v", "--launcher spawn"]),
-    (DDP + "--requeue", ["--requeue", "--launcher slurm"]),
-    (DDP + "--requeue --dry-run", ["--requeue", "--launcher slurm"]),
-    (DDP + "--sbatch partition=gpu", ["--sbatch", "--launcher slurm"]),
-    (DDP + "--prologue nosuch", ["--prologue nosuch"]),
-    (DDP + "--launcher mpi --launcher-args '-x \"A'", ["--launcher-args"]),
+    (TRAIN_DDP + "--launcher-args=-v", ["--launcher-args -v", "--launcher spawn"]),
+    (TRAIN_DDP + "--requeue", ["--requeue", "--launcher slurm"]),
+    (TRAIN_DDP + "--requeue --dry-run", ["--requeue", "--launcher slurm"]),
+    (TRAIN_DDP + "--sbatch partition=gpu", ["--sbatch", "--launcher slurm"]),
+    (TRAIN_DDP + "--prologue nosuch", ["--prologue nosuch"]),
+    (TRAIN_DDP + "--launcher mpi --launcher-args '-x \"A'", ["--launcher-args"]),
     # batch scripts
     (SLURM + "--prologue nosuch", ["--prologue nosuch", "No such file"]),
     (SLURM + "--prologue .", ["--prologue .", "Is a directory"]),
@@ -124,7 +139,7 @@ MISSING_LAUNCHERS = {
 def test_missing_launcher_exits_with_status_3(run_main: Any, case: str) -> None:
     """The error names the missing program or package."""
     args, fragments = MISSING_LAUNCHERS[case]
-    result = run_main(DDP + "--processes 2 " + args)
+    result = run_main(TRAIN_DDP + "--processes 2 " + args)
     assert (result.status, result.out) == (3, "")
     for fragment in fragments:
         assert fragment in result.line
@@ -132,7 +147,7 @@ def test_missing_launcher_exits_with_status_3(run_main: Any, case: str) -> None:
 
 def test_missing_srun_exits_with_status_3(run_main: Any) -> None:
     """The command runs in an allocation, but in a container without Slurm's programs."""
-    result = run_main(DDP + "--processes 2 --launcher slurm", SLURM_JOB_ID="7", SLURM_NTASKS="2")
+    result = run_main(TRAIN_DDP + "--processes 2 --launcher slurm", SLURM_JOB_ID="7", SLURM_NTASKS="2")
     assert result.status == 3
     assert "srun" in result.line
 
@@ -177,7 +192,7 @@ def test_loopback_rendezvous_is_refused_for_several_hosts(run_main: Any, monkeyp
     """Debian maps a host's own name to 127.0.1.1. Other hosts would wait until the timeout."""
     monkeypatch.setattr(host_info, "addresses_of", lambda _: ["127.0.1.1"])
     monkeypatch.setattr(host_info, "usable_interfaces", lambda: {"lo": "127.0.0.1", "eth0": "10.0.0.5"})
-    result = run_main(DDP + "--nodes 2 --node-rank 0 --rendezvous n0:29500")
+    result = run_main(TRAIN_DDP + "--nodes 2 --node-rank 0 --rendezvous n0:29500")
     assert result.status == 2
     for fragment in ("--rendezvous n0", "127.0.1.1", "loopback", "10.0.0.5"):
         assert fragment in result.line
@@ -196,7 +211,7 @@ def test_doctor_runs_in_an_allocation_without_srun(
 ) -> None:
     """doctor starts no ranks of the allocation, so it is not refused."""
     monkeypatch.setattr(doctor_command, "run", lambda _: 0)
-    assert run_main(command_text, **JOB).status == 0
+    assert run_main(command_text, **SLURM_JOB).status == 0
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from everyrank.record import read_records
 from everyrank.runs import checkpoints_of, damage
 from processes import Cli
-from resuming import logged, spoilt
+from resuming import logged_updates, write_linear_workload
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/environ").exists(), reason="looking for left processes needs Linux's /proc"
@@ -19,14 +19,18 @@ pytestmark = pytest.mark.skipif(
 
 def train_one_epoch(cli: Cli, folder: Path, *args: str) -> Path:
     """Train one epoch on one rank, and return the run folder."""
-    result = cli.on_ranks(folder, "train", spoilt(folder), "--epochs", "1", "--out", "run", "--device", "cpu", *args)
+    result = cli.on_ranks(
+        folder, "train", write_linear_workload(folder), "--epochs", "1", "--out", "run", "--device", "cpu", *args
+    )
     assert result.status == 0, result
     return folder / "run"
 
 
 def resume_run(cli: Cli, folder: Path, *args: str) -> str:
     """Resume the run in the folder, and return the output."""
-    result = cli.on_ranks(folder, "train", spoilt(folder), "--out", "run", "--device", "cpu", "--resume", *args)
+    result = cli.on_ranks(
+        folder, "train", write_linear_workload(folder), "--out", "run", "--device", "cpu", "--resume", *args
+    )
     assert result.status == 0, result
     return result.out
 
@@ -60,7 +64,7 @@ def test_checkpoints_may_be_on_another_disk(cli: Cli, tmp_path: Path, resume_pat
     (run / "checkpoints").symlink_to(tmp_path / "scratch")
     assert "after update 4 of 8" in resume_run(cli, tmp_path, *([resume_path] if resume_path else []))
     assert sorted(path.name for path in (tmp_path / "scratch").glob("step-*")) == ["step-00000004", "step-00000008"]
-    assert len(logged(run)) == 8
+    assert len(logged_updates(run)) == 8
 
 
 @pytest.mark.parametrize(
@@ -81,7 +85,7 @@ def test_damaged_log_is_renamed(cli: Cli, tmp_path: Path, name: str, damaged_lin
     (run / name).write_bytes(damaged_lines + valid_content)
     assert f"{name}.damaged" in resume_run(cli, tmp_path)
     assert (run / f"{name}.damaged").read_bytes() == damaged_lines + valid_content
-    assert [row[0] for row in logged(run)] == list(range(8))
+    assert [row[0] for row in logged_updates(run)] == list(range(8))
 
 
 def test_log_that_is_a_named_pipe_is_replaced(cli: Cli, tmp_path: Path) -> None:
@@ -90,12 +94,12 @@ def test_log_that_is_a_named_pipe_is_replaced(cli: Cli, tmp_path: Path) -> None:
     (run / "log.jsonl").unlink()
     os.mkfifo(run / "log.jsonl")
     resume_run(cli, tmp_path)
-    assert [row[0] for row in logged(run)] == list(range(4, 8))
+    assert [row[0] for row in logged_updates(run)] == list(range(4, 8))
 
 
 def test_deleted_run_folder_is_reported(cli: Cli, tmp_path: Path) -> None:
     """The exit code is 4. The error lists the missing files, and the output lists none of them."""
-    workload = Path(spoilt(tmp_path, more="metrics={'gone': take_away},"))
+    workload = Path(write_linear_workload(tmp_path, more_fields="metrics={'gone': take_away},"))
     take_away_source = (
         "import shutil\n\n\ndef take_away(output, target):\n    shutil.rmtree('run', ignore_errors=True)\n"
     )

@@ -18,7 +18,7 @@ from everyrank.cli import main
 from everyrank.record import read_records
 from everyrank.runs import checkpoints_of, damage, find_checkpoint
 from processes import Cli, Running, left_of, one_line
-from resuming import WORKLOAD, logged, table, words_for
+from resuming import WORKLOAD, logged_updates, read_csv, train_args
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/environ").exists(), reason="looking for left processes needs Linux's /proc"
@@ -38,7 +38,7 @@ def uninterrupted_run(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Cal
         if layout not in runs:
             folder = tmp_path_factory.mktemp(layout)
             (folder / "mine.py").write_text(WORKLOAD)
-            result = cli.on_ranks(folder, *words_for(layout), size=2)
+            result = cli.on_ranks(folder, *train_args(layout), size=2)
             assert result.status == 0, result
             runs[layout] = folder / "run"
         return runs[layout]
@@ -54,15 +54,15 @@ def weights_of(run: Path, export_path: Path) -> dict[str, torch.Tensor]:
 
 def assert_same_run(run: Path, expected: Path, folder: Path) -> None:
     """Assert that both runs have every update once, with bitwise identical losses and weights."""
-    rows = logged(run)
+    rows = logged_updates(run)
     assert [row[0] for row in rows] == list(range(STEPS))
-    assert rows == logged(expected)
+    assert rows == logged_updates(expected)
     columns = ("step", "epoch", "loss", "lr", "terms")
-    run_table, expected_table = table(run / "log.csv"), table(expected / "log.csv")
+    run_table, expected_table = read_csv(run / "log.csv"), read_csv(expected / "log.csv")
     assert [[row[name] for name in columns] for row in run_table] == [
         [row[name] for name in columns] for row in expected_table
     ]
-    run_table, expected_table = table(run / "epochs.csv"), table(expected / "epochs.csv")
+    run_table, expected_table = read_csv(run / "epochs.csv"), read_csv(expected / "epochs.csv")
     assert [row["epoch"] for row in run_table] == ["0", "1", "2", "3", "4"]
     assert [float(row["loss"]) for row in run_table] == pytest.approx(
         [float(row["loss"]) for row in expected_table], rel=1e-12
@@ -97,7 +97,7 @@ def test_killed_run_resumes_bitwise_identically(
     """All processes get SIGKILL at a random moment. The same command with --resume completes the run."""
     (tmp_path / "mine.py").write_text(WORKLOAD)
     run = tmp_path / "run"
-    running = cli.start(tmp_path, *words_for(layout, "--processes", "2", *args), SLEEP="0.01")
+    running = cli.start(tmp_path, *train_args(layout, "--processes", "2", *args), SLEEP="0.01")
     running.wait_for(first_checkpoint(run))
     pause = random.Random(layout).uniform(0.0, 0.6)
     time.sleep(pause)
@@ -112,10 +112,10 @@ def test_killed_run_resumes_bitwise_identically(
     assert find_checkpoint(run).metadata.step < STEPS, f"killed too late, after {pause} s"
     assert not (run / "record.json").exists()
     if layout == "ddp":
-        running = cli.start(tmp_path, *words_for(layout, "--processes", "2", *args, "--resume"))
+        running = cli.start(tmp_path, *train_args(layout, "--processes", "2", *args, "--resume"))
         status, out, err = running.end()
     else:
-        status, out, err = cli.on_ranks(tmp_path, *words_for(layout, *args, "--resume"), size=2)
+        status, out, err = cli.on_ranks(tmp_path, *train_args(layout, *args, "--resume"), size=2)
         status = max(status)
     assert status == 0, err
     assert "resuming after update" in out
@@ -144,7 +144,7 @@ signal_handling._set_worker_signal_handlers = late
 def test_loader_workers_that_start_while_ranks_are_killed_end(cli: Cli, tmp_path: Path) -> None:
     """torch compares a worker's parent with the parent at its start. A late worker would wait forever."""
     (tmp_path / "mine.py").write_text(WORKLOAD + SLOW_WORKER_START)
-    running = cli.start(tmp_path, *words_for("ddp", "--processes", "2", "--workers", "1"))
+    running = cli.start(tmp_path, *train_args("ddp", "--processes", "2", "--workers", "1"))
     running.wait_for(lambda: len(list(tmp_path.glob("worker*"))) == 2)
     worker_pids = [int(path.name.removeprefix("worker")) for path in tmp_path.glob("worker*")]
     for pid in running.processes().keys() - worker_pids:
@@ -158,18 +158,18 @@ def test_resume_from_an_older_checkpoint_needs_a_new_folder(
 ) -> None:
     """A resume from an older checkpoint needs a new folder. In the same folder later updates would be lost."""
     (tmp_path / "mine.py").write_text(WORKLOAD)
-    result = cli.on_ranks(tmp_path, *words_for("ddp", "--steps", "20"), size=2)
+    result = cli.on_ranks(tmp_path, *train_args("ddp", "--steps", "20"), size=2)
     assert result.status == 0, result
     older_checkpoint = tmp_path / "run" / "checkpoints" / "step-00000010"
-    args = words_for("ddp", "--steps", "15", "--resume", str(older_checkpoint))
+    args = train_args("ddp", "--steps", "15", "--resume", str(older_checkpoint))
     result = cli.on_ranks(tmp_path, *args, size=2)
     assert result.status == 2
     assert "another --out" in result.err
-    assert [row[0] for row in logged(tmp_path / "run")] == list(range(20))
+    assert [row[0] for row in logged_updates(tmp_path / "run")] == list(range(20))
     result = cli.on_ranks(tmp_path, *args, "--out", "other", size=2)
     assert result.status == 0, result
-    assert [row[0] for row in logged(tmp_path / "other")] == list(range(15))
-    result = cli.on_ranks(tmp_path, *words_for("ddp", "--resume", "--out", "other"), size=2)
+    assert [row[0] for row in logged_updates(tmp_path / "other")] == list(range(15))
+    result = cli.on_ranks(tmp_path, *train_args("ddp", "--resume", "--out", "other"), size=2)
     assert result.status == 0, result
     assert_same_run(tmp_path / "other", uninterrupted_run("ddp"), tmp_path)
 
@@ -188,7 +188,9 @@ def test_sigterm_saves_a_checkpoint_and_prints_how_to_resume(
     run = tmp_path / "run"
     save_every = 12  # the next checkpoint is seconds away when the signal comes, even on a busy machine
     running = cli.start(
-        tmp_path, *words_for("ddp", "--processes", "2", "--workers", "1", "--save-every", str(save_every)), SLEEP="0.06"
+        tmp_path,
+        *train_args("ddp", "--processes", "2", "--workers", "1", "--save-every", str(save_every)),
+        SLEEP="0.06",
     )
     running.wait_for((run / "checkpoints" / f"step-{save_every:08d}").exists)
     assert running.process is not None
@@ -205,8 +207,8 @@ def test_sigterm_saves_a_checkpoint_and_prints_how_to_resume(
     assert damage(checkpoint) is None
     assert checkpoint.metadata.step % save_every, "the test was meant to stop between two checkpoints"
     assert f"after update {checkpoint.metadata.step} of {STEPS}" in error_line
-    assert [row[0] for row in logged(run)] == list(range(checkpoint.metadata.step))
-    result = cli.on_ranks(tmp_path, *words_for("ddp", "--resume"), size=2)
+    assert [row[0] for row in logged_updates(run)] == list(range(checkpoint.metadata.step))
+    result = cli.on_ranks(tmp_path, *train_args("ddp", "--resume"), size=2)
     assert result.status == 0, result
     assert_same_run(run, uninterrupted_run("ddp"), tmp_path)
 
@@ -215,7 +217,7 @@ def test_sigusr1_stops_after_the_step_in_progress(cli: Cli, tmp_path: Path) -> N
     """The exit code is 138. A step takes 0.3 s, and only the step in progress is completed."""
     (tmp_path / "mine.py").write_text(WORKLOAD)
     run = tmp_path / "run"
-    running = cli.start(tmp_path, *words_for("fsdp", "--processes", "2"), SLEEP="0.075")
+    running = cli.start(tmp_path, *train_args("fsdp", "--processes", "2"), SLEEP="0.075")
     running.wait_for((tmp_path / "reached").exists)
     time.sleep(1.0)
     assert running.process is not None
@@ -234,7 +236,7 @@ def test_sigusr1_stops_after_the_step_in_progress(cli: Cli, tmp_path: Path) -> N
 def test_second_sigterm_stops_immediately(cli: Cli, tmp_path: Path) -> None:
     """A step takes four seconds. The second signal does not wait for it."""
     (tmp_path / "mine.py").write_text(WORKLOAD)
-    running = cli.start(tmp_path, *words_for("ddp", "--processes", "2"), SLEEP="1")
+    running = cli.start(tmp_path, *train_args("ddp", "--processes", "2"), SLEEP="1")
     running.wait_for((tmp_path / "reached").exists)
     assert running.process is not None
     os.kill(running.process.pid, signal.SIGTERM)
@@ -287,4 +289,4 @@ def test_sigusr1_to_one_rank_stops_all_ranks_under_torchrun(cli: Cli, tmp_path: 
     assert checkpoint.metadata.world_size == 2
     assert damage(checkpoint) is None
     assert {path.name for path in checkpoint.path.glob("*.distcp")} == {"__0_0.distcp", "__1_0.distcp"}
-    assert [row[0] for row in logged(run)] == list(range(checkpoint.metadata.step))
+    assert [row[0] for row in logged_updates(run)] == list(range(checkpoint.metadata.step))

@@ -12,7 +12,7 @@ import torch
 
 from everyrank.runs import checkpoints_of, damage, find_checkpoint, write_metadata
 from processes import Cli, one_line
-from resuming import WIDTH, WORKLOAD, spoilt, words_for
+from resuming import WIDTH_ARGS, WORKLOAD, train_args, write_linear_workload
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/environ").exists(), reason="looking for left processes needs Linux's /proc"
@@ -52,7 +52,7 @@ def test_run_that_fails_late_keeps_its_folder(cli: Cli, tmp_path: Path) -> None:
 
 def test_finished_run_without_checkpoints_is_not_restarted(cli: Cli, tmp_path: Path) -> None:
     """The run has no checkpoint to resume from. A new start would overwrite its log and Record."""
-    args = ("train", "digits", *WIDTH, "--steps", "2", "--save-every", "0", "--out", "run")
+    args = ("train", "digits", *WIDTH_ARGS, "--steps", "2", "--save-every", "0", "--out", "run")
     assert cli.on_ranks(tmp_path, *args).status == 0
     log = (tmp_path / "run" / "log.jsonl").read_text()
     result = cli.on_ranks(tmp_path, *args, "--resume")
@@ -63,7 +63,7 @@ def test_finished_run_without_checkpoints_is_not_restarted(cli: Cli, tmp_path: P
 
 def test_best_checkpoint_is_kept_after_resume(cli: Cli, tmp_path: Path) -> None:
     """The best checkpoint is older than the newest. A worse checkpoint does not replace it."""
-    args = ("train", "digits", *WIDTH, "--save-every", "3", "--evaluate-every", "3", "--keep", "1", "--out", "run")
+    args = ("train", "digits", *WIDTH_ARGS, "--save-every", "3", "--evaluate-every", "3", "--keep", "1", "--out", "run")
     assert cli.on_ranks(tmp_path, *args, "--steps", "6").status == 0
     run = tmp_path / "run"
     best = find_checkpoint(run)
@@ -83,7 +83,7 @@ def test_predictions_of_different_shapes_are_refused(cli: Cli, tmp_path: Path) -
             "RANK", "int(__import__('os').environ['RANK'])"
         )
     )
-    assert cli.on_ranks(tmp_path, *words_for("ddp", "--steps", "5"), size=2).status == 0
+    assert cli.on_ranks(tmp_path, *train_args("ddp", "--steps", "5"), size=2).status == 0
     result = cli.on_ranks(
         tmp_path, "predict", "mine.py", "--layout", "ddp", "--resume", "run", "--out", "p.npy", size=2
     )
@@ -138,7 +138,7 @@ def test_training_continues_if_standard_output_cannot_be_written(
 ) -> None:
     """The pipe of `train ... | head -1` is closed, or the disk behind `> file` is full. The exit code is 0."""
     (tmp_path / "unseen.py").write_text(WITH_BROKEN_STDOUT)
-    args = ("train", "digits", *WIDTH, "--save-every", "3", "--steps", "6", "--out", "run")
+    args = ("train", "digits", *WIDTH_ARGS, "--save-every", "3", "--steps", "6", "--out", "run")
     result = cli.on_ranks(tmp_path, output, *args, script="unseen.py")
     assert result.status == 0, result
     assert result.err == f"standard output cannot be written ({reason}); the training continues\n"
@@ -156,7 +156,14 @@ def test_epoch_is_saved_before_an_evaluation_that_raises(
 ) -> None:
     """The epoch before the evaluation is saved."""
     result = cli.on_ranks(
-        tmp_path, "train", spoilt(tmp_path, more=workload_field), *args, "--out", "run", "--device", "cpu"
+        tmp_path,
+        "train",
+        write_linear_workload(tmp_path, more_fields=workload_field),
+        *args,
+        "--out",
+        "run",
+        "--device",
+        "cpu",
     )
     assert result.status == status, result
     assert "spoilt.py" in result.err.splitlines()[-1]
@@ -167,7 +174,7 @@ def test_epoch_is_saved_before_an_evaluation_that_raises(
 @pytest.mark.parametrize("args", [(), ("--save-async",)], ids=["at once", "async"])
 def test_checkpoint_gets_its_metrics_after_evaluation(cli: Cli, tmp_path: Path, args: tuple[str, ...]) -> None:
     """The checkpoint is saved before the evaluation, and its metrics are added afterwards."""
-    result = cli.on_ranks(tmp_path, "train", spoilt(tmp_path), *args, "--out", "run", "--device", "cpu")
+    result = cli.on_ranks(tmp_path, "train", write_linear_workload(tmp_path), *args, "--out", "run", "--device", "cpu")
     assert result.status == 0, result
     checkpoints = checkpoints_of(tmp_path / "run")
     assert [
@@ -222,7 +229,7 @@ def test_infinite_parameters_after_the_last_update_are_not_saved(
     cli: Cli, tmp_path: Path, args: tuple[str, ...]
 ) -> None:
     """No later loss shows it, so the parameters are checked."""
-    workload = spoilt(tmp_path, rate="1e999")
+    workload = write_linear_workload(tmp_path, learning_rate="1e999")
     result = cli.on_ranks(tmp_path, "train", workload, "--steps", "1", *args, "--out", "run", "--device", "cpu")
     assert result.status == 4, result
     assert "update 0: parameter weight became infinite" in result.err
@@ -246,13 +253,13 @@ def test_weights_with_invalid_dtype_or_nan_are_refused(
     """A cast would lose information. The error names the file, and no update."""
     torch.save({"weight": torch.ones(2, 3), "bias": torch.zeros(2)} | replaced_weights, tmp_path / "w.pt")
     result = cli.on_ranks(
-        tmp_path, "train", spoilt(tmp_path), "--pretrained", "w.pt", "--out", "run", "--device", "cpu"
+        tmp_path, "train", write_linear_workload(tmp_path), "--pretrained", "w.pt", "--out", "run", "--device", "cpu"
     )
     assert result.status == 2, result
     assert f"w.pt: {expected_text}" in one_line(result.err)
     torch.save({"weight": torch.ones(2, 3).half(), "bias": torch.zeros(2).double()}, tmp_path / "w.pt")
     args = ("--pretrained", "w.pt", "--out", "again", "--device", "cpu")
-    assert cli.on_ranks(tmp_path, "train", spoilt(tmp_path), *args).status == 0
+    assert cli.on_ranks(tmp_path, "train", write_linear_workload(tmp_path), *args).status == 0
 
 
 COMPLEX = """
@@ -269,7 +276,7 @@ def first_model():
 )
 def test_model_with_complex_numbers_is_refused(cli: Cli, tmp_path: Path, kind: str, value: str) -> None:
     """A cast to real numbers would lose the imaginary part."""
-    workload = Path(spoilt(tmp_path))
+    workload = Path(write_linear_workload(tmp_path))
     model_source = COMPLEX.replace("PART", kind).replace("MADE", value)
     workload.write_text(workload.read_text().replace("\nworkload =", model_source + "\nworkload ="))
     result = cli.on_ranks(tmp_path, "train", workload, "--device", "cpu")
@@ -279,7 +286,7 @@ def test_model_with_complex_numbers_is_refused(cli: Cli, tmp_path: Path, kind: s
 
 def test_model_with_nan_at_initialization_is_reported(cli: Cli, tmp_path: Path) -> None:
     """The error names the parameter, and no update."""
-    workload = Path(spoilt(tmp_path, more="clip_norm=1.0,"))
+    workload = Path(write_linear_workload(tmp_path, more_fields="clip_norm=1.0,"))
     model_source = "    model = nn.Linear(3, 2)\n    nn.init.constant_(model.weight, float('nan'))\n    return model"
     workload.write_text(workload.read_text().replace("    return nn.Linear(3, 2)", model_source))
     result = cli.on_ranks(tmp_path, "train", workload, "--device", "cpu")

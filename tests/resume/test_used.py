@@ -18,7 +18,7 @@ from everyrank.cli import main
 from everyrank.record import read_records
 from everyrank.runs import checkpoints_of
 from processes import Cli, one_line, refused
-from resuming import WIDTH, WORKLOAD, logged, table
+from resuming import WIDTH_ARGS, WORKLOAD, logged_updates, read_csv
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/environ").exists(), reason="looking for left processes needs Linux's /proc"
@@ -50,11 +50,11 @@ def test_missing_checkpoint_for_resume_is_reported(digits: tuple[Path, str]) -> 
 
 def test_resume_without_a_folder_is_refused(capsys: pytest.CaptureFixture[str], digits: tuple[Path, str]) -> None:
     """--resume needs a folder, and --out does not overwrite another run. --evaluate needs weights."""
-    assert "--out DIR" in refused(capsys, "train", "digits", *WIDTH, "--resume")
-    error_line = refused(capsys, "train", "digits", *WIDTH, "--out", digits[0])
+    assert "--out DIR" in refused(capsys, "train", "digits", *WIDTH_ARGS, "--resume")
+    error_line = refused(capsys, "train", "digits", *WIDTH_ARGS, "--out", digits[0])
     assert "--resume" in error_line
     assert str(digits[0]) in error_line
-    error_line = refused(capsys, "train", "digits", *WIDTH, "--evaluate")
+    error_line = refused(capsys, "train", "digits", *WIDTH_ARGS, "--evaluate")
     assert "--resume" in error_line
     assert "--pretrained" in error_line
 
@@ -114,7 +114,7 @@ def test_evaluation_gives_the_metrics_of_training(
     (training_record,) = read_records(run / "record.json")
     files_before = sorted(run.rglob("*"))
     args = ("--evaluate", "--resume", run, "--layout", layout, "--json", "r.json")
-    result = cli.on_ranks(tmp_path, "train", "digits", *WIDTH, *args, size=size)
+    result = cli.on_ranks(tmp_path, "train", "digits", *WIDTH_ARGS, *args, size=size)
     assert result.status == 0, result
     (record,) = read_records(tmp_path / "r.json")
     assert record.metrics["top1"] == training_record.metrics["top1"]
@@ -135,13 +135,13 @@ def test_predictions_are_in_the_order_of_the_data(cli: Cli, digits: tuple[Path, 
     for size in (1, 2, 3, 4):
         layout = "single" if size == 1 else "ddp"
         args = ("--resume", run, "--layout", layout, "--out", f"p{size}.jsonl")
-        result = cli.on_ranks(tmp_path, "predict", "digits", *WIDTH, *args, size=size)
+        result = cli.on_ranks(tmp_path, "predict", "digits", *WIDTH_ARGS, *args, size=size)
         assert result.status == 0, result
         assert "359 predictions" in result.out
         rows_by_size[size] = [json.loads(line) for line in (tmp_path / f"p{size}.jsonl").read_text().splitlines()]
         assert [row["index"] for row in rows_by_size[size]] == list(range(359))
     args = ("--resume", run, "--layout", "fsdp", "--out", "p.npy")
-    assert cli.on_ranks(tmp_path, "predict", "digits", *WIDTH, *args, size=2).status == 0
+    assert cli.on_ranks(tmp_path, "predict", "digits", *WIDTH_ARGS, *args, size=2).status == 0
     assert rows_by_size[1] == rows_by_size[2] == rows_by_size[3] == rows_by_size[4]
     predictions = {size: np.array([row["prediction"] for row in rows]) for size, rows in rows_by_size.items()}
     predictions[0] = np.load(tmp_path / "p.npy")
@@ -172,7 +172,7 @@ def test_exported_weights_give_the_metrics_of_training(
     assert all(torch.equal(pt_weights[key], safetensors_weights[key]) for key in pt_weights)
     for name in ("w.pt", "w.safetensors"):
         args = ("--evaluate", "--pretrained", name, "--json", "r.json")
-        result = cli.on_ranks(tmp_path, "train", "digits", *WIDTH, *args)
+        result = cli.on_ranks(tmp_path, "train", "digits", *WIDTH_ARGS, *args)
         assert result.status == 0, result
         (record,) = read_records(tmp_path / "r.json")
         assert record.metrics["top1"] == training_record.metrics["top1"]
@@ -221,7 +221,7 @@ def test_invalid_weight_files_are_refused(cli: Cli, digits: tuple[Path, str], tm
         "mine.py": "safetensors",
     }
     for file, expected_text in expected_texts.items():
-        result = cli.on_ranks(tmp_path, "train", "digits", *WIDTH, "--evaluate", "--pretrained", file)
+        result = cli.on_ranks(tmp_path, "train", "digits", *WIDTH_ARGS, "--evaluate", "--pretrained", file)
         assert result.status == 2, (file, result)
         error_line = one_line(result.err).replace(str(tmp_path), "")  # the folder is named after the test
         assert file in error_line
@@ -233,7 +233,7 @@ def test_hostile_weights_run_no_code_in_a_launched_rank(cli: Cli, tmp_path: Path
     """The rank is a process that everyrank starts. It prints one line and runs no code of the file."""
     marker = tmp_path / "it-ran"
     torch.save({"weight": Hostile(marker)}, tmp_path / "hostile.pt")
-    running = cli.start(tmp_path, "train", "digits", *WIDTH, "--evaluate", "--pretrained", "hostile.pt")
+    running = cli.start(tmp_path, "train", "digits", *WIDTH_ARGS, "--evaluate", "--pretrained", "hostile.pt")
     status, _, err = running.end()
     assert status == 2, err
     assert "hostile.pt" in one_line(err)
@@ -254,10 +254,10 @@ def test_run_folder_has_logs_and_checkpoints(digits: tuple[Path, str]) -> None:
     (record,) = read_records(run / "record.json")
     assert rows[-1] == {"final": record.metrics}
     assert record.loss == [row["loss"] for row in rows[:-1]]
-    update_rows = table(run / "log.csv")
+    update_rows = read_csv(run / "log.csv")
     assert [int(row["step"]) for row in update_rows] == list(range(30))
     assert [float(row["loss"]) for row in update_rows] == record.loss
-    (epoch,) = table(run / "epochs.csv")
+    (epoch,) = read_csv(run / "epochs.csv")
     assert (epoch["epoch"], epoch["step"]) == ("0", "23")
     epoch_loss = sum(row["loss"] * row["terms"] for row in rows[:23]) / sum(row["terms"] for row in rows[:23])
     assert float(epoch["loss"]) == pytest.approx(epoch_loss, rel=1e-12)
@@ -285,14 +285,14 @@ def test_tensorboard_has_the_losses(cli: Cli, tmp_path: Path) -> None:
     """Each loss has the number of completed updates. After a resume each update appears once."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    args = ("train", "digits", *WIDTH, "--out", "run", "--save-every", "4", "--tracker", "tensorboard")
+    args = ("train", "digits", *WIDTH_ARGS, "--out", "run", "--save-every", "4", "--tracker", "tensorboard")
     for options in (("--steps", "6"), ("--steps", "9", "--resume")):
         result = cli.on_ranks(tmp_path, *args, *options)
         assert result.status == 0, result
         shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000006", ignore_errors=True)  # like after a crash
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     events.Reload()
-    rows = logged(tmp_path / "run")
+    rows = logged_updates(tmp_path / "run")
     losses = events.Scalars("loss")
     assert [scalar.step for scalar in losses] == list(range(1, 10))
     assert [scalar.value for scalar in losses] == pytest.approx([row[2] for row in rows], rel=1e-6)
@@ -303,7 +303,7 @@ def test_wandb_writes_into_the_run_folder(cli: Cli, tmp_path: Path) -> None:
     """Offline wandb needs neither a key nor the network. Its files are in the run folder."""
     if importlib.util.find_spec("wandb") is None:
         pytest.skip("logging to wandb is not verified: it is not installed")
-    args = ("train", "digits", *WIDTH, "--steps", "3", "--save-every", "0", "--out", "run", "--tracker", "wandb")
+    args = ("train", "digits", *WIDTH_ARGS, "--steps", "3", "--save-every", "0", "--out", "run", "--tracker", "wandb")
     result = cli(tmp_path, *args, WANDB_MODE="offline", WANDB_SILENT="true")
     assert result.status == 0, result.err
     (wandb_run,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
@@ -313,7 +313,7 @@ def test_wandb_writes_into_the_run_folder(cli: Cli, tmp_path: Path) -> None:
 
 def test_unknown_tracker_is_refused(cli: Cli, tmp_path: Path) -> None:
     """The exit code is 2. The error lists the known trackers, and no run folder is left."""
-    result = cli.on_ranks(tmp_path, "train", "digits", *WIDTH, "--steps", "3", "--tracker", "nonsense")
+    result = cli.on_ranks(tmp_path, "train", "digits", *WIDTH_ARGS, "--steps", "3", "--tracker", "nonsense")
     assert result.status == 2, result
     error_line = one_line(result.err)
     assert "--tracker nonsense" in error_line
