@@ -19,8 +19,6 @@ from integration.test_recipe_commands import mpirun
 from processes import Cli
 from test_faults import SOON, WORKLOAD, the_line
 
-EVERYRANK = [sys.executable, "-m", "everyrank"]
-
 BEGIN = """
 import os, sys, time
 from datetime import timedelta
@@ -272,19 +270,14 @@ def workload():
     ],
 )
 @pytest.mark.parametrize("mpi", ["Open MPI"], indirect=True)
-def test_layouts_are_equal(tmp_path: Path, mpi: dict[str, str], workload: str, layouts: str, size: int) -> None:
+def test_layouts_are_equal(
+    cli: Cli, tmp_path: Path, mpi: dict[str, str], workload: str, layouts: str, size: int
+) -> None:
     (tmp_path / "small_text.py").write_text(SMALL_TEXT)
-    words = [*EVERYRANK, "verify", workload, "--quick", "--backend", "mpi", "--launcher", "mpi"]
-    done = subprocess.run(
-        [*words, "--processes", str(size), "--json", "v.json", "--layout", *layouts.split()],
-        cwd=tmp_path,
-        env={**os.environ, **mpi},
-        capture_output=True,
-        text=True,
-        timeout=230,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    args = ["--quick", "--backend", "mpi", "--launcher", "mpi", "--processes", size, "--json", "v.json"]
+    variables = {"OMP_NUM_THREADS": "1", **mpi}
+    ended = cli.start(tmp_path, "verify", workload, *args, "--layout", *layouts.split(), **variables).end(230)
+    assert ended.status == 0, ended.out + ended.err
     assert {record.backend for record in read_records(tmp_path / "v.json")} == {"mpi"}
 
 
