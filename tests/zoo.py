@@ -422,7 +422,10 @@ _subjects: dict[str, ParityCase] = {}  # of this process
 
 def case(world: World, name: str, optimizer: str = "sgd", steps: int = 20, **changes: Any) -> ParityCase:
     """One of the zoo to be checked. Its runs of `single` are kept for the next check of the same in these ranks."""
-    named = {key: getattr(value, "__qualname__", value) for key, value in changes.items()}
+    named = {
+        key: f"{value.__module__}.{value.__qualname__}" if hasattr(value, "__qualname__") else value
+        for key, value in changes.items()
+    }
     key = repr((name, optimizer, steps, sorted(named.items())))
     # a function of the test's own may be another one at every call
     is_kept = not any(word in key for word in ("<lambda>", "<locals>", " at 0x"))
