@@ -48,8 +48,8 @@ def meshes(size: int) -> list[str]:
     ]
 
 
-class Long(zoo.Passages):
-    """Passages of 16 tokens: ({"tokens": (16,), "positions": (16,)}, next tokens (16,))."""
+class Long(zoo.SentencesWithPositions):
+    """Sentences of 16 tokens and their positions: ({"tokens": (16,), "positions": (16,)}, next tokens (16,))."""
 
     def __init__(self, length: int) -> None:
         super().__init__(length)

@@ -273,7 +273,7 @@ def test_resume_refuses_a_different_workload(ranks: Any, tmp_path: Path) -> None
         ({"global_batch": 8}, "global_batch"),
         ({"clip_norm": 0.25}, "clip_norm"),
         ({"name": "another"}, "workload"),
-        ({"train_data": lambda: zoo.Augmented(24)}, "samples"),
+        ({"train_data": lambda: zoo.AugmentedPoints(24)}, "samples"),
         ({"model": ModelWithExtraLayer}, "head.bias"),
         ({"model": ModelWithOtherShape}, "offset"),
         ({"optimizer": two_parameter_groups}, "groups"),

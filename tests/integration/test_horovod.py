@@ -79,7 +79,8 @@ def test_horovod_is_equivalent_to_one_device(ranks: Any, count: int, name: str) 
 
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize(
-    ("name", "changes"), [("tied", {}), ("frozen", {"model": zoo.uncounted_model}), ("norm", {"global_batch": 12})]
+    ("name", "changes"),
+    [("tied", {}), ("frozen", {"model": zoo.model_without_counter}), ("norm", {"global_batch": 12})],
 )
 def test_gradient_accumulation_is_equivalent(ranks: Any, count: int, name: str, changes: dict[str, Any]) -> None:
     """Only the last of three backward passes sends gradients."""
@@ -126,7 +127,7 @@ def test_gradient_norm_includes_parameters_that_the_optimizer_does_not_train(ran
 )
 def test_fp16_compression_equals_its_simulation(ranks: Any, name: str, keys: str) -> None:
     """The gradients of two ranks are rounded to fp16, and added up in fp16."""
-    changes: dict[str, Any] = {"model": zoo.uncounted_model} if "accumulate" in keys else {}
+    changes: dict[str, Any] = {"model": zoo.model_without_counter} if "accumulate" in keys else {}
     changes |= {"global_batch": 8} if name == "norm" else {}
     layouts = [f"horovod:{keys}"]
     results = parities(ranks, 2, name, "sgd", layouts, **changes)
@@ -262,7 +263,7 @@ MUTATIONS = [
 
 
 def check_mutation(world: World, mutation: Any, name: str, key: str) -> Any:
-    case = zoo.case(world, name, "sgd", clip_norm=None)
+    case = zoo.cached_parity_case(world, name, "sgd", clip_norm=None)
     layout = parse_layout(f"horovod:precision=float64{',compress=fp16' * (mutation is not_rounded)}")
     ensure_references(case, layout, world, f"{key}/single")
     with mutation(world):
@@ -296,7 +297,7 @@ def losses_after_resume(world: World, mutation: bool) -> tuple[list[float], list
     Only rank 0 has the saved optimizer state. With `mutation` it is not broadcast.
     """
     module = importlib.import_module("everyrank.strategies.horovod")
-    workload = zoo.workload("frozen", "adamw", model=zoo.uncounted_model)
+    workload = zoo.workload("frozen", "adamw", model=zoo.model_without_counter)
     layout = parse_layout("horovod:precision=float64")
     train_data, _ = open_data(workload, world)
 
