@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from auditing import SCRIPTS, lines_with
+from auditing import SCRIPTS, line_numbers_with
 from processes import Cli
 
 MISTAKE = ("        sampler.set_epoch(epoch)\n", "")
@@ -32,7 +32,7 @@ def test_finding_is_printed_with_its_line(cli: Cli, tmp_path: Path) -> None:
         tmp_path, "audit", "--replay", "--json", "found.json", "--html", "found.html", "train.py", is_forked=False
     )
     assert result.status == 1, result.err
-    line_number = list(lines_with(text, "labels in loader:"))[-1]
+    line_number = list(line_numbers_with(text, "labels in loader:"))[-1]
     assert f"FAIL  train.py:{line_number}  data.epoch" in result.out
     assert "loader.sampler.set_epoch(epoch)" in result.out
     report = json.loads((tmp_path / "found.json").read_text())
@@ -130,7 +130,7 @@ def test_collective_on_one_rank_is_reported(cli: Cli, tmp_path: Path) -> None:
     running = cli.start(tmp_path, "audit", "--timeout", 6, "train.py")
     status, out, err = running.end()
     assert status == 1, err
-    [barrier] = list(lines_with(text, "dist.barrier() if rank"))
+    [barrier] = list(line_numbers_with(text, "dist.barrier() if rank"))
     assert "collective.order" in out
     assert f"train.py:{barrier}" in out
     assert running.left() == {}

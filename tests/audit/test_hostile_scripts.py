@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from auditing import SCRIPTS, lines_with
+from auditing import SCRIPTS, line_numbers_with
 from everyrank.audit.external_launch import external_rank, shared_folder
 from everyrank.errors import EveryrankError
 from processes import Cli, Running, free_port, left_of
@@ -259,7 +259,7 @@ def test_error_of_the_crashed_rank_is_printed(size: int, crashed_rank: int, cli:
     (tmp_path / "train.py").write_text(text)
     result = cli(tmp_path, "audit", "--processes", size, "train.py")
     assert result.status == 4, result.err
-    [line] = list(lines_with(text, "raise ValueError"))
+    [line] = list(line_numbers_with(text, "raise ValueError"))
     error_line = last_line(result.err)
     expected_error = rf"rank {crashed_rank}: train\.py:{line} in <module>: (\[rank{crashed_rank}\]: ?)?ValueError: boom"
     assert re.search(expected_error, error_line), error_line
